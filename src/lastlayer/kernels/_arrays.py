@@ -1,0 +1,27 @@
+"""Tensors as the arrays that the CPU kernels work on."""
+
+import math
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def as_rows(tensor: Tensor) -> NDArray[Any]:
+    """The rows of a tensor; half precision is widened to float32, in which it is computed."""
+    tensor = tensor.detach()
+    if tensor.dtype not in (torch.float32, torch.float64):
+        tensor = tensor.float()
+    rows = tensor.contiguous().view(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    return rows.numpy()
+
+
+def empty_rows(tensor: Tensor) -> tuple[NDArray[Any], Tensor]:
+    """Memory for a result of that shape, as rows and as a tensor.
+
+    It comes from torch, whose allocator keeps it warm.
+    """
+    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    result = torch.empty(tensor.shape, dtype=dtype)
+    return as_rows(result), result

@@ -1,0 +1,123 @@
+"""The first stage of every map on wide rows: one streaming read that leaves a peak per block.
+
+The largest score of each block of a row, a *peak*, is all that the second stage needs to know
+which few blocks it has to read again. No program waits for another, so the stage runs at the
+speed of memory whatever the shape; the zeros of a sparse result are written on the way.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Peaks of one row that the second stage holds on chip.
+MAX_PEAKS = 2048
+# Measured on an H200: blocks of a short row are narrower, so that fewer scores are read again.
+NARROWEST_BLOCK, USUAL_BLOCK, USUAL_PEAKS = 16, 64, 128
+SCORES_A_PROGRAM = 2048
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def block_width(n: int) -> int:
+    """Scores a block: a power of two that leaves at most ``MAX_PEAKS`` blocks a row."""
+    usual = min(USUAL_BLOCK, triton.next_power_of_2(triton.cdiv(n, USUAL_PEAKS)))
+    return max(NARROWEST_BLOCK, usual, triton.next_power_of_2(triton.cdiv(n, MAX_PEAKS)))
+
+
+def find_peaks(rows: Tensor, zeros: Tensor | None) -> Tensor:
+    """The largest score of each block, +inf for a block with a NaN; fills ``zeros`` with 0."""
+    n_rows, n = rows.shape
+    width = block_width(n)
+    n_blocks = triton.cdiv(n, width)
+    peaks = torch.empty(n_rows, n_blocks, device=rows.device, dtype=torch.float32)
+    blocks = max(1, SCORES_A_PROGRAM // width)
+    tiles = triton.cdiv(n_blocks, blocks)
+    _find_peaks[(n_rows * tiles,)](
+        rows,
+        peaks if zeros is None else zeros,
+        peaks,
+        n,
+        rows.stride(0),
+        tiles,
+        n_blocks,
+        BLOCKS=blocks,
+        WIDTH=width,
+        ZEROS=zeros is not None,
+        num_warps=4,
+    )
+    return peaks
+
+
+@triton.jit
+def _find_peaks(
+    rows,
+    zeros,
+    peaks,
+    n,
+    stride,
+    tiles,
+    n_blocks,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    live = column < n
+    scores = tl.load(rows + row * stride + column, mask=live, other=-float("inf"))
+    if ZEROS:
+        nothing = tl.zeros((BLOCKS, WIDTH), dtype=zeros.dtype.element_ty)
+        tl.store(zeros + row * n + column, nothing, mask=live)
+    peak = row_max(scores.to(tl.float32), 1)
+    tl.store(peaks + row * n_blocks + block, peak, mask=block < n_blocks)
+
+
+@triton.jit
+def peaks_of_row(
+    scores, zeros, n, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr
+):  # fmt: skip
+    """The peaks of a row that one program holds; fills ``zeros`` with 0."""
+    column = tl.arange(0, BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    values = tl.load(scores + column, mask=column < n, other=-float("inf"))
+    if ZEROS:
+        nothing = tl.zeros((BLOCKS, WIDTH), dtype=zeros.dtype.element_ty)
+        tl.store(zeros + column, nothing, mask=column < n)
+    return row_max(values.to(tl.float32), 1)
+
+
+@triton.jit
+def row_max(values, AXIS: tl.constexpr):
+    """The maximum, +inf where there is a NaN: no row with probabilities has either."""
+    if INTERPRETED:
+        # The interpreter runs a reduction of our own one entry at a time.
+        return tl.max(tl.where(values != values, float("inf"), values), AXIS)
+    else:
+        peak = tl.reduce(values, AXIS, _max_or_nan)
+        return tl.where(peak != peak, float("inf"), peak)
+
+
+@triton.jit
+def _max_or_nan(left, right):
+    return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def choose_blocks(chosen, keep, BLOCKS: tl.constexpr):
+    """Writes the numbers of the blocks to keep, in order; says how many."""
+    slot = tl.cumsum(keep.to(tl.int32), 0) - 1
+    tl.store(chosen + slot, tl.arange(0, BLOCKS), mask=keep)
+    # Other threads of this program read the list next.
+    tl.debug_barrier()
+    return tl.sum(keep.to(tl.int32), 0)
+
+
+@triton.jit
+def chosen_columns(chosen, first, count, n, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns of the next ``GROUP`` chosen blocks, and which of them exist."""
+    slot = first + tl.arange(0, GROUP)
+    block = tl.load(chosen + slot, mask=slot < count, other=0)
+    column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return column, (slot < count)[:, None] & (column < n)

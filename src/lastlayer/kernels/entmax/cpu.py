@@ -1,0 +1,327 @@
+"""entmax on the CPU: one read for the peaks of blocks, then only the blocks that matter.
+
+README.md beside this file has the derivation. Kinds are those of _solve.py.
+"""
+
+import math
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from lastlayer.kernels._arrays import as_rows, empty_rows
+from lastlayer.kernels._keys import BLOCK, bits, find_peaks, keys_of, peak_slots
+from lastlayer.kernels._threads import over_rows
+
+# Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+# The largest float32 that becomes 0 in a narrower dtype: half of its smallest number.
+_ROUNDS_TO_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
+
+
+def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
+    """Probabilities of each row, in the dtype of ``scores``."""
+    rows, (out, result) = as_rows(scores), empty_rows(scores)
+    kind, alphas = _alphas(alpha, row_alpha, len(rows))
+    if rows.size:
+        keys = keys_of(rows.dtype)
+        peak_bits = bits(np.empty(peak_slots(rows.shape[1]), rows.dtype))
+        over_rows(_forward, *rows.shape, rows, bits(rows), out, peak_bits, alphas, kind, keys)
+    return result.to(scores.dtype)
+
+
+def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
+    """``s * (grad - <s, grad> / <s, 1>)`` with ``s = p ** (2 - alpha)`` on the support."""
+    rows, upstream = as_rows(probs), as_rows(grad)
+    upstream = upstream.astype(rows.dtype, copy=False)
+    out, result = empty_rows(probs)
+    if rows.size:
+        kind, alphas = _alphas(alpha, row_alpha, len(rows))
+        if row_alpha is None and alpha == 1.0:
+            kind = 3
+        over_rows(_backward, *rows.shape, rows, bits(rows), upstream, out, alphas, kind)
+    return result.to(grad.dtype)
+
+
+def support(
+    scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The non-zeros of each row in ascending order of class, padded with (0, class 0)."""
+    rows = as_rows(scores)
+    values = np.zeros((len(rows), max_support), rows.dtype)
+    indices = np.zeros((len(rows), max_support), np.int64)
+    size = np.zeros(len(rows), np.int64)
+    if rows.size:
+        kind, alphas = _alphas(alpha, row_alpha, len(rows))
+        keys = keys_of(rows.dtype)
+        peak_bits = bits(np.empty(peak_slots(rows.shape[1]), rows.dtype))
+        over_rows(
+            _support, *rows.shape, rows, bits(rows), values, indices, size, peak_bits, alphas,
+            kind, keys, _ROUNDS_TO_ZERO.get(scores.dtype, 0.0),
+        )  # fmt: skip
+    batch = scores.shape[:-1]
+    return (
+        torch.from_numpy(values).view(*batch, max_support).to(scores.dtype),
+        torch.from_numpy(indices).view(*batch, max_support),
+        torch.from_numpy(size).view(batch),
+    )
+
+
+def _alphas(alpha: float, row_alpha: Tensor | None, n_rows: int) -> tuple[int, np.ndarray]:
+    if row_alpha is not None:
+        return 0, row_alpha.detach().reshape(-1).double().contiguous().numpy()
+    return {2.0: 1, 1.5: 2}.get(alpha, 0), np.broadcast_to(np.float64(alpha), (n_rows,))
+
+
+@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+def _forward(start, stop, rows, row_bits, out, peak_bits, alphas, kind, keys):
+    n = rows.shape[1]
+    peak_bits = peak_bits.copy()
+    peaks = peak_bits.view(rows.dtype)
+    probs = np.empty(n + BLOCK, rows.dtype)
+    column = np.empty(n, np.int32)
+    for row in range(start, stop):
+        state = find_peaks(row_bits, row, peak_bits, keys)
+        for i in range(n):
+            out[row, i] = 0.0
+        if state < 0 or not alphas[row] >= 1.0:
+            out[row] = math.nan
+        elif state > 0:
+            count = _solve(rows, row, peaks, probs, column, alphas[row], kind)
+            for i in range(count):
+                out[row, column[i]] = probs[i]
+
+
+@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+def _support(
+    start, stop, rows, row_bits, values, indices, size, peak_bits, alphas, kind, keys, too_small
+):  # fmt: skip
+    n = rows.shape[1]
+    peak_bits = peak_bits.copy()
+    peaks = peak_bits.view(rows.dtype)
+    probs = np.empty(n + BLOCK, rows.dtype)
+    column = np.empty(n, np.int32)
+    room = values.shape[1]
+    for row in range(start, stop):
+        state = find_peaks(row_bits, row, peak_bits, keys)
+        filled = 0
+        if state < 0 or not alphas[row] >= 1.0:
+            filled = n
+            values[row, :n] = math.nan
+            for i in range(min(n, room)):
+                indices[row, i] = i
+        elif state > 0:
+            count = _solve(rows, row, peaks, probs, column, alphas[row], kind)
+            for i in range(count):
+                if probs[i] > too_small:
+                    if filled < room:
+                        values[row, filled] = probs[i]
+                        indices[row, filled] = column[i]
+                    filled += 1
+        size[row] = filled
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _solve(rows, row, peaks, probs, column, alpha, kind):
+    """Probabilities of the candidates, with their columns beside; says how many there are."""
+    n = rows.shape[1]
+    peak = peaks[-1]
+    edge = rows.dtype.type(-math.inf if alpha == 1.0 else -1.0 / (alpha - 1.0))
+    count = 0
+    for block in range(len(peaks) - 1):
+        if peaks[block] - peak > edge:
+            for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
+                distance = rows[row, i] - peak
+                if distance > edge:
+                    probs[count] = distance
+                    column[count] = i
+                    count += 1
+    if kind > 0:
+        _solve_closed(probs, count, kind)
+    else:
+        _solve_any(probs[:count], alpha - 1.0)
+    return count
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _solve_closed(x, count, kind):
+    """Distances to probabilities, in place, for sparsemax and entmax at 1.5.
+
+    ``x`` has room for a block more than ``count``: it is filled up with what has no share.
+    """
+    full = (count + BLOCK - 1) // BLOCK * BLOCK
+    for i in range(count, full):
+        x[i] = -2.0
+    if kind == 1:
+        _solve_sparsemax(x, full)
+    else:
+        _solve_entmax15(x, full)
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _solve_sparsemax(x, count):
+    """Newton's method on the sum of the margins climbs to the threshold and never passes it.
+
+    A block is summed in the dtype of ``x``, which may be reordered; blocks in float64.
+    """
+    zero, one = x.dtype.type(0), x.dtype.type(1)
+    threshold = x.dtype.type(-1)
+    while True:
+        total = 0.0
+        weight = 0.0
+        for first in range(0, count, BLOCK):
+            part, members = zero, zero
+            for i in range(BLOCK):
+                margin = x[first + i] - threshold
+                part += margin if margin > zero else zero
+                members += one if margin > zero else zero
+            total += part
+            weight += members
+        following = x.dtype.type(threshold + (total - 1.0) / weight)
+        if not following > threshold:
+            break
+        threshold = following
+    missing = x.dtype.type((1.0 - total) / weight)
+    for first in range(0, count, BLOCK):
+        for i in range(BLOCK):
+            margin = x[first + i] - threshold
+            share = margin + missing
+            share = share if share > zero else zero
+            x[first + i] = share if margin > zero else zero
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _solve_entmax15(x, count):
+    """As :func:`_solve_sparsemax`, with the Euclidean norm of the margins in place of the sum."""
+    zero, half = x.dtype.type(0), x.dtype.type(0.5)
+    threshold = x.dtype.type(-1)
+    while True:
+        total = 0.0
+        weight = 0.0
+        for first in range(0, count, BLOCK):
+            part, slopes = zero, zero
+            for i in range(BLOCK):
+                margin = half * x[first + i] - threshold
+                margin = margin if margin > zero else zero
+                part += margin * margin
+                slopes += margin
+            total += part
+            weight += slopes
+        norm = math.sqrt(total)
+        following = x.dtype.type(threshold + norm * (norm - 1.0) / weight)
+        if not following > threshold:
+            break
+        threshold = following
+    missing = x.dtype.type((1.0 - total) / weight)
+    for first in range(0, count, BLOCK):
+        for i in range(BLOCK):
+            margin = half * x[first + i] - threshold
+            margin = margin if margin > zero else zero
+            share = margin * (margin + missing)
+            x[first + i] = share if share > zero else zero
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _share(distance, log_top, excess):
+    """The probability at a guess of ``log(max(p))``, and its slope, for any alpha."""
+    # Without the bound 0 * inf would drop the maximum itself when alpha is very large.
+    ratio = distance * (excess * math.exp(min(-excess * log_top, 700.0)))
+    if not ratio > -1.0:
+        return 0.0, 0.0
+    power = distance if excess < 1e-12 else math.log1p(ratio) / excess
+    share = math.exp(log_top + power)
+    return share, share / (1.0 + ratio)
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _solve_any(x, excess):
+    """Newton's method on the logarithm of the sum, in a bracket that every fourth step halves."""
+    low, high = -math.log(len(x)), 0.0
+    log_top = 0.0
+    for trip in range(400):
+        total, weight = 0.0, 0.0
+        for i in range(len(x)):
+            share, slope = _share(x[i], log_top, excess)
+            total += share
+            weight += slope
+        if abs(total - 1.0) <= 1e-15:
+            break
+        if total < 1.0:
+            low = max(low, log_top)
+        else:
+            high = min(high, log_top)
+        following = log_top - math.log(total) * total / weight
+        if trip % 4 == 3 or not low < following < high:
+            following = 0.5 * (low + high)
+        if not low < following < high:
+            # The bracket is closed; its upper end has the whole support.
+            following = high
+        if following == log_top:
+            break
+        log_top = following
+    missing = (1.0 - total) / weight
+    norm = 0.0
+    for i in range(len(x)):
+        share, slope = _share(x[i], log_top, excess)
+        share = max(share + slope * missing, 0.0)
+        x[i] = share
+        norm += share
+    if excess > 1.0:
+        # The slopes are steep at the edge of the support and a step may overshoot.
+        for i in range(len(x)):
+            x[i] /= norm
+
+
+@njit(nogil=True, inline="always", fastmath=_FAST, error_model="numpy")
+def _slope(share, excess, kind):
+    """``p ** (2 - alpha)`` on the support."""
+    if kind == 1:
+        return share / share
+    if kind == 2:
+        return math.sqrt(share)
+    if kind == 3:
+        return share
+    return share ** (1.0 - excess)
+
+
+@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+def _backward(start, stop, probs, prob_bits, grad, out, alphas, kind):
+    n = probs.shape[1]
+    column = np.empty(n, np.int32)
+    slopes = np.empty(n, np.float64)
+    for row in range(start, stop):
+        for i in range(n):
+            out[row, i] = 0.0
+        excess = alphas[row] - 1.0
+        count = 0
+        total, steepest, shift = 0.0, 0.0, 0.0
+        for first in range(0, n, BLOCK):
+            if first + BLOCK <= n and _all_zero(prob_bits, row, first):
+                continue
+            for i in range(first, min(n, first + BLOCK)):
+                share = probs[row, i]
+                if share != 0.0:
+                    slope = _slope(share, excess, kind)
+                    column[count] = i
+                    slopes[count] = slope
+                    count += 1
+                    total += slope
+                    if not slope <= steepest:
+                        steepest, shift = slope, grad[row, i]
+        # Where alpha > 2 one slope can dwarf all others; measured from its gradient nothing
+        # cancels.
+        mean = 0.0
+        for i in range(count):
+            mean += slopes[i] * (grad[row, column[i]] - shift)
+        mean /= total if count else 1.0
+        for i in range(count):
+            out[row, column[i]] = slopes[i] * (grad[row, column[i]] - shift - mean)
+
+
+@njit(nogil=True)
+def _all_zero(prob_bits, row, first):
+    any_bit = prob_bits[row, first]
+    for i in range(BLOCK):
+        any_bit |= prob_bits[row, first + i]
+    return any_bit == 0

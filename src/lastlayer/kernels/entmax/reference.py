@@ -1,0 +1,141 @@
+"""entmax in plain torch: the definition that the kernels are tested against.
+
+Rows are the last dimension. The maximum is subtracted first, so ``distance = scores - max <= 0``,
+and with ``excess = alpha - 1`` the map is ``p = relu(top + excess * distance) ** (1 / excess)``,
+where ``top = max(p) ** excess`` is the one unknown. README.md beside this file derives it all.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
+    """Probabilities of each row, in the dtype of ``scores``."""
+    values = scores.to(_accumulation_dtype(scores.dtype))
+    if values.numel() == 0:
+        return torch.empty_like(scores)
+    peak = values.amax(-1, keepdim=True)
+    empty = peak == -math.inf
+    distance = values - peak.masked_fill(empty, 0.0)
+    if row_alpha is not None:
+        excess = (row_alpha.to(values.dtype) - 1.0).unsqueeze(-1)
+        probs = _polished(*_bisected(distance, excess), excess)
+        probs = probs.masked_fill(~(excess >= 0.0), math.nan)
+    elif alpha == 1.0:
+        probs = torch.softmax(distance, -1)
+    elif alpha in (1.5, 2.0):
+        probs = _sorted(distance, alpha)
+    else:
+        excess = torch.full_like(peak, alpha - 1.0)
+        probs = _polished(*_bisected(distance, excess), excess)
+    probs = torch.where(torch.isfinite(peak) | empty, probs, math.nan)
+    return probs.masked_fill(empty, 0.0).to(scores.dtype)
+
+
+def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
+    """``s * (grad - <s, grad> / <s, 1>)`` with ``s = p ** (2 - alpha)`` on the support."""
+    dtype = _accumulation_dtype(probs.dtype)
+    values, upstream = probs.to(dtype), grad.to(dtype)
+    support = values != 0.0
+    exponent: Tensor | float
+    exponent = 2.0 - alpha if row_alpha is None else (2.0 - row_alpha.to(dtype)).unsqueeze(-1)
+    slope = torch.where(support, torch.where(support, values, 1.0) ** exponent, 0.0)
+    slope = torch.where(values.isnan(), values, slope)
+    if slope.shape[-1]:
+        # Where alpha > 2 one slope can dwarf all others; from its gradient on nothing cancels.
+        steepest = slope.argmax(-1, keepdim=True)
+        upstream = upstream - upstream.gather(-1, steepest)
+    weighted = torch.where(support, slope * upstream, 0.0)
+    mean = weighted.sum(-1, keepdim=True) / slope.sum(-1, keepdim=True)
+    return torch.where(support, weighted - slope * mean, 0.0).to(grad.dtype)
+
+
+def support(
+    scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The non-zeros of each row in ascending order of class, padded with (0, class 0)."""
+    probs = forward(scores, alpha, row_alpha)
+    present = probs != 0.0
+    size = present.sum(-1)
+    n = scores.shape[-1]
+    width = min(max_support, n)
+    classes = torch.arange(n, device=scores.device).expand_as(probs)
+    order = torch.where(present, classes, n).topk(width, dim=-1, largest=False).values
+    padding = order == n
+    indices = order.masked_fill(padding, 0)
+    values = probs.gather(-1, indices).masked_fill(padding, 0.0)
+    pad = (0, max_support - width)
+    return (
+        torch.nn.functional.pad(values, pad),
+        torch.nn.functional.pad(indices, pad),
+        size,
+    )
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _sorted(distance: Tensor, alpha: float) -> Tensor:
+    """Closed form for alpha 1.5 and 2: the largest prefix of the sorted row that carries itself."""
+    scaled = distance * (alpha - 1.0)
+    ordered = scaled.sort(-1, descending=True).values.clamp(min=-2.0)
+    size = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device, dtype=ordered.dtype)
+    mean = ordered.cumsum(-1) / size
+    if alpha == 2.0:
+        threshold = mean - 1.0 / size
+    else:
+        spread = (ordered.square().cumsum(-1) / size - mean.square()).clamp(min=0.0)
+        threshold = mean - (1.0 / size - spread).clamp(min=0.0).sqrt()
+    count = (threshold < ordered).sum(-1, keepdim=True).clamp(min=1)
+    excess = torch.full_like(scaled[..., :1], alpha - 1.0)
+    margin = (scaled - threshold.gather(-1, count - 1)).clamp(min=0.0)
+    if alpha == 2.0:
+        return _polished(margin, (margin > 0.0).to(margin.dtype), excess)
+    return _polished(margin.square(), margin, excess)
+
+
+def _bisected(distance: Tensor, excess: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities for any alpha, with ``log(max(p))`` halved down to the last bit of the dtype.
+
+    The largest probability lies in [1/n, 1]. The upper end is returned: there the sum is at least
+    1, so every class of the support is present and :func:`_polished` only has to take away.
+    """
+    low = torch.full_like(excess, -math.log(distance.shape[-1]))
+    high = torch.zeros_like(excess)
+    steps = 60 if distance.dtype == torch.float64 else 32
+    for _ in range(steps):
+        middle = 0.5 * (low + high)
+        enough = _deformed_exp(distance, middle, excess)[0].sum(-1, keepdim=True) >= 1.0
+        high = torch.where(enough, middle, high)
+        low = torch.where(enough, low, middle)
+    return _deformed_exp(distance, high, excess)
+
+
+def _deformed_exp(distance: Tensor, log_top: Tensor, excess: Tensor) -> tuple[Tensor, Tensor]:
+    """``p`` for a given ``log(max(p))``, and its derivative up to a factor that the row shares."""
+    # The clamp keeps 0 * inf from dropping the maximum itself when alpha is very large.
+    ratio = excess * distance * torch.exp((-excess * log_top).clamp(max=80.0))
+    inside = ratio > -1.0
+    ratio = torch.where(inside, ratio, 0.0)
+    nearly_softmax = excess < 1e-12
+    exponent = torch.where(
+        nearly_softmax,
+        distance,
+        torch.log1p(ratio) / torch.where(nearly_softmax, 1.0, excess),
+    )
+    probs = torch.where(inside, torch.exp(log_top + exponent), 0.0)
+    return probs, torch.where(inside, probs / (1.0 + ratio), 0.0)
+
+
+def _polished(probs: Tensor, slope: Tensor, excess: Tensor) -> Tensor:
+    """The last Newton step, taken on the probabilities, which rounding of a threshold cannot spoil.
+
+    Where alpha > 2 the slope is infinite at the edge of the support and a step may overshoot; the
+    clamp and the division put such a row right.
+    """
+    missing = 1.0 - probs.sum(-1, keepdim=True)
+    probs = (probs + slope * (missing / slope.sum(-1, keepdim=True))).clamp(min=0.0)
+    return torch.where(excess > 1.0, probs / probs.sum(-1, keepdim=True), probs)

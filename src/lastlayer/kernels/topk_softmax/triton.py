@@ -1,0 +1,211 @@
+"""Top-k softmax on CUDA. Narrow rows are searched in registers, wide ones by their peaks.
+
+README.md beside this file has the derivation; ../_peaks.py the first stage on wide rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lastlayer.kernels._peaks import (
+    block_width,
+    choose_blocks,
+    chosen_columns,
+    find_peaks,
+    peaks_of_row,
+    row_max,
+)
+
+WIDEST_IN_REGISTERS = 2048
+# Up to here one program finds the peaks of a row and finishes it.
+WIDEST_IN_ONE_PROGRAM = 16384
+# Scores of chosen blocks that a program holds on chip; more are read again for each step.
+MOST_ON_CHIP = 8192
+
+
+def forward(scores: Tensor, k: int) -> Tensor:
+    """Softmax over the ``k`` largest scores of a row, the first of equal ones; zero elsewhere."""
+    out = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    if not scores.numel():
+        return out
+    rows = scores.reshape(-1, scores.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    n_rows, n = rows.shape
+    k = min(k, n)
+    if n <= WIDEST_IN_REGISTERS:
+        width = max(16, triton.next_power_of_2(n))
+        _forward_in_registers[(n_rows,)](
+            rows, out, n, rows.stride(0), k, WIDTH=width, num_warps=max(1, min(4, width // 512))
+        )
+        return out
+    width = block_width(n)
+    n_blocks = triton.cdiv(n, width)
+    in_one = n <= WIDEST_IN_ONE_PROGRAM
+    chosen = torch.empty(n_rows, n_blocks, device=rows.device, dtype=torch.int32)
+    peaks = chosen if in_one else find_peaks(rows, out)
+    # Twice the blocks that must be there: scores of few bits are often equal at the edge.
+    roomy = triton.next_power_of_2(min(2 * k, n_blocks))
+    group = min(roomy, max(1, MOST_ON_CHIP // width))
+    _forward_of_chosen[(n_rows,)](
+        rows, out, peaks, chosen, n, rows.stride(0), n_blocks, k,
+        BLOCKS=triton.next_power_of_2(n_blocks), WIDTH=width, GROUP=group, IN_ONE=in_one,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _ordered(values):
+    """Integers in the order of the floats, so that a search by halves ends at the exact score."""
+    # Adding 0 makes -0 equal to 0.
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _middle(low, high):
+    """Above ``low`` and not above ``high``; their difference may not fit 32 bits."""
+    return low + ((high - low + 1) >> 1)
+
+
+@triton.jit
+def _count(members):
+    """How many there are in a tile of one or two dimensions."""
+    counts = members.to(tl.int32)
+    if len(counts.shape) == 2:
+        counts = tl.sum(counts, 1)
+    return tl.sum(counts, 0)
+
+
+@triton.jit
+def _search_tile(keys, top, k):
+    """The k-th largest key of a tile, or a value just above the k+1-th: both leave the same k."""
+    low = tl.full((), -0x7F800001, tl.int64)
+    high = top.to(tl.int64)
+    while low < high:
+        middle = _middle(low, high)
+        count = _count(keys >= middle.to(tl.int32))
+        low = tl.where(count >= k, middle, low)
+        high = tl.where(count > k, high, tl.where(count == k, middle, middle - 1))
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _taken(keys, edge, at_edge):
+    """Keys above the edge, and the first ``at_edge`` that are equal to it."""
+    equal = (keys == edge).to(tl.int32)
+    if len(keys.shape) == 2:
+        flat = tl.reshape(equal, (keys.shape[0] * keys.shape[1],))
+        rank = tl.reshape(tl.cumsum(flat, 0), (keys.shape[0], keys.shape[1]))
+    else:
+        rank = tl.cumsum(equal, 0)
+    return (keys > edge) | ((equal > 0) & (rank <= at_edge))
+
+
+@triton.jit
+def _forward_in_registers(scores, out, n, stride, k, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    values = tl.load(scores + row * stride + column, mask=column < n, other=-float("inf"))
+    values = values.to(tl.float32)
+    peak = row_max(values, 0)
+    keys = _ordered(values)
+    edge = _search_tile(keys, tl.max(keys, 0), k)
+    taken = _taken(keys, edge, k - _count(keys > edge))
+    origin = tl.where(peak == -float("inf"), 0.0, peak)
+    weights = tl.where(taken, tl.exp(values - origin), 0.0)
+    total = tl.sum(weights, 0)
+    probs = weights / tl.where(total == 0.0, 1.0, total)
+    probs = tl.where(peak == float("inf"), float("nan"), probs)
+    tl.store(out + row * n + column, probs.to(out.dtype.element_ty), mask=column < n)
+
+
+@triton.jit
+def _search_chosen(
+    scores, chosen, count, n, top, k, GROUP: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """As _search_tile, for more scores than the chip holds: they are read again for each step."""
+    low = tl.full((), -0x7F800001, tl.int64)
+    high = top.to(tl.int64)
+    while low < high:
+        middle = _middle(low, high)
+        members = tl.zeros((GROUP, WIDTH), dtype=tl.int32)
+        for first in range(0, count, GROUP):
+            column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
+            values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+            members += ((_ordered(values) >= middle.to(tl.int32)) & live).to(tl.int32)
+        found = tl.sum(tl.sum(members, 1), 0)
+        low = tl.where(found >= k, middle, low)
+        high = tl.where(found > k, high, tl.where(found == k, middle, middle - 1))
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _forward_of_chosen(
+    scores, out, peaks, chosen, n, stride, n_blocks, k,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, IN_ONE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * stride
+    out += row * n
+    chosen += row * n_blocks
+    block = tl.arange(0, BLOCKS)
+    if IN_ONE:
+        peak_of = peaks_of_row(scores, out, n, BLOCKS, WIDTH, True)
+    else:
+        place = row * n_blocks + block
+        peak_of = tl.load(peaks + place, mask=block < n_blocks, other=-float("inf"))
+    peak = tl.max(peak_of, 0)
+    broken = peak == float("inf")
+    keys_of_peaks = _ordered(peak_of)
+    top = tl.max(keys_of_peaks, 0)
+
+    # k peaks are k scores, so the k-th largest score is no smaller than the k-th largest peak.
+    floor = tl.full((), -0x7F800001, tl.int32)
+    if k < n_blocks:
+        floor = _search_tile(keys_of_peaks, top, k)
+    reachable = (keys_of_peaks >= floor) & (peak_of > -float("inf"))
+    keep = tl.where(broken, 1, reachable.to(tl.int32)) > 0
+    count = choose_blocks(chosen, keep & (block < n_blocks), BLOCKS)
+
+    origin = tl.where(peak == -float("inf"), 0.0, peak)
+    if count <= GROUP:
+        column, live = chosen_columns(chosen, 0, count, n, GROUP, WIDTH)
+        values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+        keys = _ordered(values)
+        edge = _search_tile(keys, top, k)
+        taken = _taken(keys, edge, k - _count(keys > edge)) & live
+        weights = tl.where(taken, tl.exp(values - origin), 0.0)
+        total = tl.sum(tl.sum(weights, 1), 0)
+        probs = tl.where(broken, float("nan"), weights / total)
+        present = tl.where(broken, live, taken)
+        tl.store(out + column, probs.to(out.dtype.element_ty), mask=present)
+    else:
+        edge = _search_chosen(scores, chosen, count, n, top, k, GROUP, WIDTH)
+        above = tl.zeros((GROUP, WIDTH), dtype=tl.int32)
+        for first in range(0, count, GROUP):
+            column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
+            values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+            above += (_ordered(values) > edge).to(tl.int32)
+        at_edge = k - tl.sum(tl.sum(above, 1), 0)
+        left = at_edge
+        weights = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+        for first in range(0, count, GROUP):
+            column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
+            values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+            keys = _ordered(values)
+            taken = _taken(keys, edge, left) & live
+            left -= _count((keys == edge) & live)
+            weights += tl.where(taken, tl.exp(values - origin), 0.0)
+        total = tl.sum(tl.sum(weights, 1), 0)
+        left = at_edge
+        for first in range(0, count, GROUP):
+            column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
+            values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+            keys = _ordered(values)
+            taken = _taken(keys, edge, left) & live
+            left -= _count((keys == edge) & live)
+            probs = tl.where(broken, float("nan"), tl.exp(values - origin) / total)
+            present = tl.where(broken, live, taken)
+            tl.store(out + column, probs.to(out.dtype.element_ty), mask=present)

@@ -1,0 +1,214 @@
+"""The autograd side of the maps: backward on the support, to any order, and vmap."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lastlayer import kernels
+from lastlayer.kernels import Impl
+from lastlayer.maps._tsallis import alpha_slope
+
+
+def entmax_rows(scores: Tensor, alpha: float, row_alpha: Tensor | None, impl: Impl) -> Tensor:
+    """entmax over the last dimension; ``row_alpha`` has the shape of the batch."""
+    probs: Tensor
+    if needs_no_graph(scores, row_alpha):
+        probs = kernels.entmax.forward(impl, scores, alpha, row_alpha)
+    else:
+        function = _Entmax if transforms_are_active() else _EagerEntmax
+        probs = function.apply(scores, row_alpha, alpha, impl)
+    return probs
+
+
+def topk_softmax_rows(scores: Tensor, k: int, impl: Impl) -> Tensor:
+    """Top-k softmax over the last dimension."""
+    probs: Tensor
+    if needs_no_graph(scores):
+        probs = kernels.topk_softmax.forward(impl, scores, k)
+    else:
+        function = _TopKSoftmax if transforms_are_active() else _EagerTopKSoftmax
+        probs = function.apply(scores, k, impl)
+    return probs
+
+
+def entmax_jacobian_product(
+    probs: Tensor, grad: Tensor, row_alpha: Tensor | None, alpha: float, impl: Impl
+) -> Tensor:
+    """The Jacobian of entmax at ``probs``, which is symmetric, times ``grad``; differentiable."""
+    product: Tensor
+    if needs_no_graph(probs, grad, row_alpha):
+        product = kernels.entmax.backward(impl, probs, grad, alpha, row_alpha)
+    else:
+        product = _EntmaxJacobianProduct.apply(probs, grad, row_alpha, alpha, impl)
+    return product
+
+
+def needs_no_graph(*tensors: Tensor | None) -> bool:
+    """Whether an operation can be called as it is, which is several times cheaper for the host."""
+    if transforms_are_active():
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def eager_form(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """The same Function with ``forward`` and ``setup_context`` in one.
+
+    Transforms need the two apart, but then torch inspects the signature of ``forward`` at every
+    call, which costs the host more than the launch of a kernel.
+    """
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = function.forward(*args)
+            function.setup_context(ctx, args, output)
+            return output
+
+        backward = staticmethod(function.backward)
+
+    Eager.__name__ = Eager.__qualname__ = function.__name__
+    return Eager
+
+
+def transforms_are_active() -> bool:
+    """Whether a compiler or a function transform has to see the Function itself."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def batch_first(size: int, in_dims: tuple[int | None, ...], *tensors: Any) -> tuple[Any, ...]:
+    """For vmap: each tensor with the mapped dimension in front, expanded where it had none."""
+    placed: list[Tensor | None] = []
+    for tensor, in_dim in zip(tensors, in_dims, strict=False):
+        if tensor is None:
+            placed.append(None)
+        elif in_dim is None:
+            placed.append(tensor.expand(size, *tensor.shape))
+        else:
+            placed.append(tensor.movedim(in_dim, 0))
+    return tuple(placed)
+
+
+class _Entmax(torch.autograd.Function):
+    @staticmethod
+    def forward(scores: Tensor, row_alpha: Tensor | None, alpha: float, impl: Impl) -> Tensor:
+        probs: Tensor = kernels.entmax.forward(impl, scores, alpha, row_alpha)
+        return probs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, row_alpha, ctx.alpha, ctx.impl = inputs
+        ctx.save_for_backward(output, row_alpha)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
+        probs, row_alpha = ctx.saved_tensors
+        grad_scores = grad_row_alpha = None
+        if ctx.needs_input_grad[0]:
+            grad_scores = entmax_jacobian_product(probs, grad, row_alpha, ctx.alpha, ctx.impl)
+        if ctx.needs_input_grad[1]:
+            slope = alpha_slope(probs, row_alpha)
+            grad_row_alpha = (slope * grad.to(slope.dtype)).sum(-1).to(row_alpha.dtype)
+        return grad_scores, grad_row_alpha, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        scores: Tensor,
+        row_alpha: Tensor | None,
+        alpha: float,
+        impl: Impl,
+    ) -> tuple[Tensor, int]:
+        scores, row_alpha = batch_first(info.batch_size, in_dims, scores, row_alpha)
+        return entmax_rows(scores, alpha, row_alpha, impl), 0
+
+
+class _EntmaxJacobianProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        probs: Tensor, grad: Tensor, row_alpha: Tensor | None, alpha: float, impl: Impl
+    ) -> Tensor:
+        product: Tensor = kernels.entmax.backward(impl, probs, grad, alpha, row_alpha)
+        return product
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        probs, grad, row_alpha, ctx.alpha, ctx.impl = inputs
+        ctx.save_for_backward(probs, grad, row_alpha)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        probs, grad, row_alpha = ctx.saved_tensors
+        grad_probs = grad_grad = grad_row_alpha = None
+        if ctx.needs_input_grad[1]:
+            grad_grad = entmax_jacobian_product(probs, upstream, row_alpha, ctx.alpha, ctx.impl)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
+            # With s = p**(2 - alpha) and bars for s-weighted means over the row, the product
+            # <upstream, J grad> has the derivative (upstream - bar)(grad - bar) by each s.
+            alpha = ctx.alpha if row_alpha is None else row_alpha.unsqueeze(-1)
+            support = probs != 0
+            inside = torch.where(support, probs, 1.0)
+            slope = torch.where(support, inside ** (2.0 - alpha), 0.0)
+            total = slope.sum(-1, keepdim=True)
+            by_slope = _centred(upstream, slope, total) * _centred(grad, slope, total)
+            by_slope = torch.where(support, by_slope, 0.0)
+            if ctx.needs_input_grad[0]:
+                grad_probs = by_slope * (2.0 - alpha) * inside ** (1.0 - alpha)
+            if ctx.needs_input_grad[2]:
+                grad_row_alpha = -(by_slope * slope * torch.log(inside)).sum(-1)
+        return grad_probs, grad_grad, grad_row_alpha, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        probs: Tensor,
+        grad: Tensor,
+        row_alpha: Tensor | None,
+        alpha: float,
+        impl: Impl,
+    ) -> tuple[Tensor, int]:
+        probs, grad, row_alpha = batch_first(info.batch_size, in_dims, probs, grad, row_alpha)
+        return entmax_jacobian_product(probs, grad, row_alpha, alpha, impl), 0
+
+
+class _TopKSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(scores: Tensor, k: int, impl: Impl) -> Tensor:
+        probs: Tensor = kernels.topk_softmax.forward(impl, scores, k)
+        return probs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, ctx.impl = inputs
+        ctx.save_for_backward(output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None
+        (probs,) = ctx.saved_tensors
+        # On its support this is a softmax, and softmax is entmax at alpha = 1.
+        return entmax_jacobian_product(probs, grad, None, 1.0, ctx.impl), None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], scores: Tensor, k: int, impl: Impl
+    ) -> tuple[Tensor, int]:
+        (scores,) = batch_first(info.batch_size, in_dims, scores)
+        return topk_softmax_rows(scores, k, impl), 0
+
+
+_EagerEntmax = eager_form(_Entmax)
+_EagerTopKSoftmax = eager_form(_TopKSoftmax)
+
+
+def _centred(values: Tensor, weights: Tensor, total: Tensor) -> Tensor:
+    return values - torch.where(weights != 0, weights * values, 0.0).sum(-1, keepdim=True) / total
