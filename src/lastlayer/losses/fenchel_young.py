@@ -1,0 +1,196 @@
+"""The one place where a map becomes a loss."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lastlayer._checks import check_class_weight, check_reduction, check_scores, check_target
+
+
+def fenchel_young_loss(
+    scores: Tensor,
+    target: Tensor,
+    predict: Callable[[Tensor], Tensor],
+    entropy: Callable[[Tensor], Tensor],
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""The loss that belongs to a map: convex, and zero exactly where the map hits the target.
+
+    .. math:: L(\theta, y) = \Omega^*(\theta) + \Omega(y) - \langle \theta, y \rangle,
+              \qquad \nabla_\theta L = \mathrm{predict}(\theta) - y
+
+    with :math:`\Omega = -\mathrm{entropy}` and :math:`\mathrm{predict}(\theta) =
+    \arg\max_p \langle \theta, p \rangle + \mathrm{entropy}(p)`. The gradient is formed as that
+    difference, never by differentiating through the map, and the Hessian is the map's Jacobian.
+    With softmax and Shannon's entropy it is the cross entropy.
+
+    Cost: one forward of the map and a few passes over the scores; backward makes the difference.
+
+    Args:
+        scores: ``(*batch, n)``; -inf is a legal mask.
+        target: class ids ``(*batch)``, int64, or distributions ``(*batch, n)``.
+        predict: the map over the last dimension.
+        entropy: maps probabilities ``(*batch, n)`` to ``(*batch)``; concave, 0 at a one-hot.
+        weight: one weight a class, ``(n,)``. A row counts with the weight of its class, or with
+            the mean weight of its target distribution; "mean" divides by the sum of the weights.
+        ignore_index: rows with this class id are left out, with loss and gradient 0.
+        reduction: "mean" over the rows that are not ignored (0 where all are), "sum" or "none".
+
+    Returns:
+        The loss in float32, or in float64 from float64 scores.
+
+    Example:
+        >>> scores, target = torch.tensor([[2.0, 0.0, 1.0]]), torch.tensor([0])
+        >>> softmax = lambda s: torch.softmax(s, -1)
+        >>> shannon = lambda p: torch.special.entr(p).sum(-1)
+        >>> fenchel_young_loss(scores, target, softmax, shannon)
+        tensor(0.4076)
+
+    Reference:
+        Blondel, Martins and Niculae, Learning with Fenchel-Young Losses, JMLR 2020,
+        arXiv:1901.02324.
+    """
+    return parametric_loss(
+        scores,
+        target,
+        predict,
+        entropy,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+    )
+
+
+def parametric_loss(
+    scores: Tensor,
+    target: Tensor,
+    predict: Callable[[Tensor], Tensor],
+    entropy: Callable[[Tensor], Tensor],
+    *,
+    parameter: Tensor | None = None,
+    entropy_slope: Callable[[Tensor], Tensor] | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """:func:`fenchel_young_loss` for an entropy with one parameter a row that is learned.
+
+    By the envelope theorem the loss moves with the parameter only through the entropy itself:
+    ``entropy_slope`` is its derivative by ``parameter`` at fixed probabilities.
+    """
+    check_scores(scores)
+    check_reduction(reduction)
+    by_class = check_target(target, scores, ignore_index)
+    if weight is not None:
+        check_class_weight(weight, scores)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    ignored = target == ignore_index if by_class else None
+    target = target.masked_fill(ignored, 0) if ignored is not None else target.to(scores.dtype)
+
+    probs = predict(scores)
+    losses = _FenchelYoung.apply(
+        _value(scores.detach(), probs.detach(), target.detach(), entropy),
+        scores,
+        probs,
+        target,
+        parameter,
+        entropy_slope(probs) if entropy_slope is not None else None,
+    )
+    if not by_class:
+        losses = losses - entropy(target)
+    return _reduced(losses, _row_weights(losses, target, weight), ignored, reduction)
+
+
+class _FenchelYoung(torch.autograd.Function):
+    """The value of the loss with its gradients as given.
+
+    ``probs`` and ``slope`` come with their own history. No gradient flows into them here; they
+    *are* the gradient, so a second derivative finds the way through them by itself.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        value: Tensor,
+        scores: Tensor,
+        probs: Tensor,
+        target: Tensor,
+        parameter: Tensor | None,
+        slope: Tensor | None,
+    ) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, scores, probs, target, _, slope = inputs
+        ctx.save_for_backward(scores, probs, target, slope)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scores, probs, target, slope = ctx.saved_tensors
+        grad_scores = grad_target = grad_parameter = None
+        row = grad.unsqueeze(-1)
+        if ctx.needs_input_grad[1]:
+            if target.is_floating_point():
+                grad_scores = (probs - target) * row
+            else:
+                grad_scores = (probs * row).scatter_add(-1, target.unsqueeze(-1), -row)
+            # A row that does not count has no gradient, even where its scores are NaN.
+            grad_scores = torch.where(row == 0, 0.0, grad_scores)
+        if ctx.needs_input_grad[3]:
+            grad_target = -scores * row
+        if ctx.needs_input_grad[4]:
+            grad_parameter = torch.where(grad == 0, 0.0, slope * grad)
+        return None, grad_scores, None, grad_target, grad_parameter, None
+
+
+def _value(
+    scores: Tensor, probs: Tensor, target: Tensor, entropy: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """``<scores, probs> + entropy(probs) - <scores, target>``; an offset of the scores cancels."""
+    if scores.shape[-1] == 0:
+        return scores.new_full(scores.shape[:-1], math.inf)
+    if target.is_floating_point():
+        peak = scores.amax(-1, keepdim=True)
+        shifted = scores - torch.where(torch.isfinite(peak), peak, 0.0)
+        difference = probs - target
+        gap = torch.where(difference != 0, shifted * difference, 0.0).sum(-1)
+    else:
+        at_target = scores.gather(-1, target.unsqueeze(-1))
+        gap = torch.where(probs != 0, (scores - at_target) * probs, 0.0).sum(-1)
+        # Nothing is allowed: no class has a probability, so no target can be met.
+        nowhere = (at_target == -math.inf).squeeze(-1) & (probs == 0).all(-1)
+        gap = gap.masked_fill(nowhere, math.inf)
+    return gap + entropy(probs)
+
+
+def _row_weights(losses: Tensor, target: Tensor, weight: Tensor | None) -> Tensor | None:
+    if weight is None:
+        return None
+    weight = weight.to(losses.dtype)
+    return target @ weight if target.is_floating_point() else weight[target]
+
+
+def _reduced(
+    losses: Tensor, weights: Tensor | None, ignored: Tensor | None, reduction: str
+) -> Tensor:
+    if weights is not None:
+        losses = losses * weights
+    if ignored is not None:
+        losses = torch.where(ignored, 0.0, losses)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    counted = torch.ones_like(losses) if weights is None else weights
+    if ignored is not None:
+        counted = torch.where(ignored, 0.0, counted)
+    total = counted.sum()
+    return losses.sum() / torch.where(total == 0, 1.0, total)
