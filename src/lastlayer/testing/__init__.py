@@ -1,0 +1,10 @@
+"""Conformance suites: the rules that every map and loss of this library keeps, for yours too.
+
+Each suite draws fresh inputs, raises ``AssertionError`` at the first rule that is broken, and says
+which rule, on which input, by how much and with which seed.
+"""
+
+from lastlayer.testing._losses import check_loss
+from lastlayer.testing._maps import check_map
+
+__all__ = ["check_loss", "check_map"]

@@ -1,0 +1,72 @@
+"""The CPU kernels equal the reference in float64."""
+
+import pytest
+import torch
+from compare import (
+    ALPHAS,
+    check_entmax,
+    check_entmax_backward,
+    check_entmax_support,
+    check_topk,
+    rows,
+)
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WIDTHS = (1, 2, 63, 64, 65, 1000, 1025, 2049)
+CHECKS = (check_entmax, check_entmax_backward, check_entmax_support)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_entmax(check, alpha, dtype):
+    for n in WIDTHS:
+        check("cpu", rows(n, dtype), alpha)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_alpha_a_row(check, dtype):
+    for n in WIDTHS:
+        scores = rows(n, dtype)
+        check("cpu", scores, float("nan"), 1 + 1.5 * torch.rand(len(scores)))
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 64, 500, 10_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_topk(k, dtype):
+    for n in WIDTHS:
+        check_topk("cpu", rows(n, dtype), k)
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_many_rows_are_shared_out_over_threads(three_threads):
+    """More rows than one thread is given, in an order that shows who wrote where."""
+    scores = torch.randn(700, 200)
+    for check in CHECKS:
+        check("cpu", scores, 1.5)
+    check_topk("cpu", scores, 5)
+
+
+@pytest.mark.parametrize("alpha", [1.5, 1.3])
+def test_layouts(alpha):
+    base = torch.randn(65, 2 * 130)
+    for scores in (base[:, ::2], base.t(), base[:, 3:70], base[0].expand(5, 260)):
+        check_entmax("cpu", scores, alpha)
+        check_topk("cpu", scores, 4)
+
+
+def test_minus_zero_equals_zero():
+    """An order of bits would tell them apart; scores do not."""
+    from lastlayer import topk_softmax
+
+    scores = torch.tensor([[-0.0, 0.0, -0.0, 0.0, -1.0]])
+    assert topk_softmax(scores, 2, impl="cpu").tolist() == [[0.5, 0.5, 0.0, 0.0, 0.0]]
+    assert topk_softmax(scores, 2, impl="reference").tolist() == [[0.5, 0.5, 0.0, 0.0, 0.0]]

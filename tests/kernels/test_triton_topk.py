@@ -1,0 +1,78 @@
+"""The Triton kernels of top-k softmax, by every path, equal the reference in float64."""
+
+import pytest
+import torch
+from compare import check_topk, rows
+
+from lastlayer import kernels, topk_softmax
+
+pytest.importorskip("triton")
+
+from lastlayer.kernels.topk_softmax import triton as kernel
+
+if kernels.available()["triton"] is not None:
+    pytest.skip(kernels.available()["triton"], allow_module_level=True)
+
+PATHS = ("registers", "one program", "two kernels", "many candidates")
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    """Sends rows of any width down one path; the last keeps few scores on chip."""
+    if request.param != "registers":
+        monkeypatch.setattr(kernel, "WIDEST_IN_REGISTERS", 0)
+    if request.param in ("two kernels", "many candidates"):
+        monkeypatch.setattr(kernel, "WIDEST_IN_ONE_PROGRAM", 0)
+    if request.param == "many candidates":
+        monkeypatch.setattr(kernel, "MOST_ON_CHIP", 64)
+    return request.param
+
+
+@pytest.mark.parametrize("k", [1, 5, 100])
+def test_every_path(path, k, device):
+    for n in (1, 130):
+        check_topk("triton", rows(n, device=device), k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(path, dtype, device):
+    check_topk("triton", rows(100, dtype, device), 20)
+
+
+@pytest.mark.parametrize("n", [2, 63, 1000, 1025, 2049])
+def test_odd_widths_by_the_path_they_take(n, device):
+    check_topk("triton", rows(n, device=device), 7)
+
+
+def test_the_first_of_equals_is_kept(path, device):
+    scores = torch.randint(3, (2, 200), device=device).float()
+    for k in (1, 70, 199):
+        probs = topk_softmax(scores, k, impl="triton")
+        assert ((probs != 0).sum(-1) == k).all()
+        kept = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        assert (probs.gather(-1, kept) != 0).all()
+
+
+def test_minus_zero_equals_zero(path, device):
+    """An order of bits would tell them apart; scores do not."""
+    scores = torch.tensor([[-0.0, 0.0, -0.0, 0.0, -1.0]], device=device)
+    probs = topk_softmax(scores, 2, impl="triton")
+    assert probs.tolist() == [[0.5, 0.5, 0.0, 0.0, 0.0]]
+
+
+def test_gradients(path, device):
+    scores = torch.randn(3, 100, device=device)
+    weights = torch.randn(3, 100, device=device)
+    gradients = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        leaf = scores.detach().to(dtype, copy=True).requires_grad_()
+        (topk_softmax(leaf, 6, impl=impl) * weights).sum().backward()
+        gradients.append(leaf.grad.double())
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [16384, 16385, 131072, 1_000_003])
+def test_wide_rows_on_a_gpu(n):
+    for k in (1, 50, 20_000):
+        check_topk("triton", rows(n, device="cuda"), k)
