@@ -1,0 +1,85 @@
+"""Sphinx configuration: Markdown through MyST, the API from docstrings, pictures at build time."""
+
+import sys
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+
+project = "lastlayer"
+author = "The lastlayer contributors"
+copyright = "the lastlayer contributors"
+try:
+    release = installed_version("lastlayer")
+except PackageNotFoundError:  # a source tree that was never installed
+    release = ""
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+nitpicky = True
+# Classes of torch and Python, whose own documentation is on the network: the build stays offline.
+nitpick_ignore_regex = [("py:.*", r"(torch|collections|typing)\..*"), ("py:class", "Tensor")]
+
+myst_enable_extensions = ["amsmath", "attrs_block", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+# MathJax is fetched when a page is viewed, never when it is built.
+myst_update_mathjax = False
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Reference", "notes_style")]
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "furo"
+html_title = "lastlayer"
+html_static_path = ["_static"]
+html_css_files = ["lastlayer.css"]
+html_copy_source = False
+html_theme_options = {
+    "light_css_variables": {
+        "color-brand-primary": "#0072B2",
+        "color-brand-content": "#0072B2",
+        "color-brand-visited": "#7A4E8C",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#56B4E9",
+        "color-brand-content": "#56B4E9",
+        "color-brand-visited": "#CC99C0",
+    },
+}
+
+
+def _draw_pictures(_app: Any) -> None:
+    import pictures
+
+    pictures.draw_all(HERE / "_generated")
+
+
+def _trim_code(_app: Any, doctree: nodes.document) -> None:
+    """Examples end in a blank line, where doctest ends; a reader need not see it."""
+    for block in doctree.findall(nodes.literal_block):
+        block.rawsource = block.astext().rstrip("\n")
+        block.clear()
+        block.append(nodes.Text(block.rawsource))
+
+
+def setup(app: Any) -> None:
+    app.connect("builder-inited", _draw_pictures)
+    app.connect("doctree-read", _trim_code)
