@@ -41,5 +41,5 @@ docs: $(READY) ## Build the documentation into docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 clean: ## Remove the environment, caches and built files
-	rm -rf $(VENV) build dist docs/_build .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist docs/_build docs/_generated .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find src tests docs -type d -name __pycache__ -prune -exec rm -rf {} +

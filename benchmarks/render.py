@@ -32,8 +32,10 @@ the misses as well as the hits. To measure your own machine: `lastlayer bench ma
   misses the tolerance is marked *inexact* and timed all the same.
 - Scores are drawn as 2·N(0, 1) unless a scale is given.
 - On a GPU a time is the median of `triton.testing.do_bench`: device events around each call, the
-  L2 cache cleared before it. On a CPU it is the median of wall-clock samples taken in turn from
-  all competitors, so that noise hits all of them alike, over inputs that are rotated.
+  L2 cache cleared before it. A call of less than two milliseconds is captured as a CUDA graph and
+  replayed, so that a time says what the device needs; its record keeps the time of plain calls,
+  the host's work included, as `eager_ms`. On a CPU it is the median of wall-clock samples taken in
+  turn from all competitors, so that noise hits all of them alike, over inputs that are rotated.
 - Bytes are the fewest that the work must move: forward reads and writes one matrix; backward reads
   two more and writes one. The limit is a copy of a large buffer, bytes read plus bytes written,
   measured in the same run.
@@ -72,6 +74,9 @@ def render(results_dir: Path) -> str:
             f"## Bandwidth against width\n\n![Bandwidth against columns](pictures/{PICTURE.name})\n"
         )
     parts += [_device_part(results) for results in devices]
+    remarks = results_dir / "remarks.md"
+    if remarks.exists():
+        parts.append(remarks.read_text(encoding="utf-8"))
     return "\n".join(parts)
 
 

@@ -16,13 +16,17 @@ _SUM_LIMITS = {str(dtype).removeprefix("torch."): limit for dtype, limit in SUM_
 _ALL_SCALES = f"scales {SCALES[0]:g} to {SCALES[-1]:g}"
 
 
+def _part(record: Record) -> tuple[str, str, str]:
+    return record.section, record.dtype, record.direction
+
+
 class Results:
-    """The records of one device, of each section and dtype from the newest full run."""
+    """The records of one device, of each section, dtype and direction from the newest full run."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         by_age = sorted(records, key=lambda record: record.date)
-        newest = {(record.section, record.dtype): record.run for record in by_age}
-        self.records = [r for r in by_age if r.run == newest[r.section, r.dtype]]
+        newest = {_part(record): record.run for record in by_age}
+        self.records = [record for record in by_age if record.run == newest[_part(record)]]
         self.last = self.records[-1]
 
     def of(self, section: str, direction: str = "forward") -> list[Record]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 # Below this many entries a second thread costs more than it brings.
-_ENTRIES_A_THREAD = 32_768
+_ENTRIES_A_THREAD = 262_144
 
 _pool: ThreadPoolExecutor | None = None
 _pool_size = 0

@@ -138,8 +138,8 @@ class EntmaxLoss(MapLoss):
     """:func:`lastlayer.entmax_loss` as a module.
 
     Args:
-        alpha: a number of at least 1, or a floating tensor; a learnable one is passed to the
-            function instead, or kept as a parameter of the model.
+        alpha: a number of at least 1. A learned alpha is a parameter of the model, passed to
+            :func:`lastlayer.entmax_loss` at each step.
         weight: one weight a class, ``(n,)``.
         ignore_index: rows with this class id are left out.
         reduction: "mean", "sum" or "none".

@@ -25,8 +25,8 @@ def entmax(
               \qquad \textstyle\sum_i p_i = 1
 
     alpha = 1 is softmax, 2 is sparsemax; between them the probabilities are sparse, but fade to
-    zero smoothly. The threshold is solved to convergence for every alpha: closed under a
-    residual step for 1.5 and 2, by a bracketed Newton iteration for others.
+    zero smoothly. The threshold is solved to convergence for every alpha, by Newton's method with
+    a last step that is taken on the probabilities themselves.
 
     Choose 1.5 as the all-round sparse replacement of softmax, and a learnable alpha where each
     attention head should find its own sparsity.
@@ -105,7 +105,7 @@ class Entmax(torch.nn.Module):
 
     @property
     def alpha(self) -> float | Tensor:
-        """The alpha in force: a number, or a tensor where it is learned or was given as one."""
+        """A number, or a tensor where alpha is learned or was given as one."""
         if self.learn_alpha:
             return 1.0 + self.log_excess.exp()
         return self.get_buffer("fixed_alpha") if self._alpha is None else self._alpha

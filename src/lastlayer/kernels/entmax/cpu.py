@@ -13,6 +13,7 @@ from torch import Tensor
 from lastlayer.kernels._arrays import as_rows, empty_rows
 from lastlayer.kernels._keys import BLOCK, bits, find_peaks, keys_of, peak_slots
 from lastlayer.kernels._threads import over_rows
+from lastlayer.kernels.entmax._four_rows import LONGEST, are_finite, backward_row, solve_four
 
 # Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -81,16 +82,27 @@ def _forward(start, stop, rows, row_bits, out, peak_bits, alphas, kind, keys):
     peaks = peak_bits.view(rows.dtype)
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n, np.int32)
-    for row in range(start, stop):
-        state = find_peaks(row_bits, row, peak_bits, keys)
+    short = kind > 0 and n <= LONGEST
+    four = np.empty((4, n if short else 0), rows.dtype)
+    row = start
+    while row < stop:
+        last = min(row + 3, stop - 1)
+        if short and are_finite(row_bits, row, last + 1, keys):
+            solve_four(rows, row, min(row + 1, last), min(row + 2, last), last, out, four, kind)
+            row += 4
+            continue
         for i in range(n):
             out[row, i] = 0.0
+        state = find_peaks(row_bits, row, peak_bits, keys)
         if state < 0 or not alphas[row] >= 1.0:
             out[row] = math.nan
+        elif state > 0 and short:
+            solve_four(rows, row, row, row, row, out, four, kind)
         elif state > 0:
             count = _solve(rows, row, peaks, probs, column, alphas[row], kind)
             for i in range(count):
                 out[row, column[i]] = probs[i]
+        row += 1
 
 
 @njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
@@ -291,6 +303,9 @@ def _backward(start, stop, probs, prob_bits, grad, out, alphas, kind):
     column = np.empty(n, np.int32)
     slopes = np.empty(n, np.float64)
     for row in range(start, stop):
+        if kind > 0 and n <= LONGEST:
+            backward_row(probs, grad, out, row, kind)
+            continue
         for i in range(n):
             out[row, i] = 0.0
         excess = alphas[row] - 1.0

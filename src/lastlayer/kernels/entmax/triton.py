@@ -389,7 +389,7 @@ def _forward_of_chosen(
     else:
         filled = _finish_many(
             scores, out, indices, chosen, count, n, origin, at, log_n, excess, broken, max_support,
-            4 * GROUP, WIDTH, KIND, COMPACT,
+            GROUP, WIDTH, KIND, COMPACT,
         )  # fmt: skip
     if COMPACT:
         tl.store(size + row, filled.to(tl.int64))
