@@ -5,6 +5,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lastlayer.kernels import _peaks
+from lastlayer.kernels.entmax import _backward_triton as backward
 from lastlayer.kernels.entmax import triton as entmax
 from lastlayer.kernels.topk_softmax import triton as topk
 
@@ -36,9 +37,9 @@ CASES = [
             ("*fp32", 0, False, False),
         )
     ],
-    (entmax._backward_in_registers, "*bf16", dict(**ONE_ROW, KIND=2, PER_ROW=False)),
-    (entmax._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1, PER_ROW=False)),
-    (entmax._backward_of_chosen, "*fp32", dict(**BLOCKS, KIND=0, PER_ROW=True)),
+    (backward._backward_in_registers, "*bf16", dict(**ONE_ROW, KIND=2, PER_ROW=False)),
+    (backward._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1, PER_ROW=False)),
+    (backward._backward_of_chosen, "*fp32", dict(**BLOCKS, KIND=0, PER_ROW=True)),
     (topk._forward_in_registers, "*bf16", dict(WIDTH=1024)),
     (topk._forward_of_chosen, "*fp32", dict(**BLOCKS, IN_ONE=False)),
 ]

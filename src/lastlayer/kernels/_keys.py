@@ -4,6 +4,7 @@ A maximum over integers is vectorised without giving up NaN, which a float maxim
 sorts above +inf or below -inf.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ BLOCK = 64
 SIGN_SHIFT, MAGNITUDE, PLUS_INFINITY, MINUS_INFINITY = range(4)
 
 
+@cache
 def keys_of(dtype: np.dtype[Any]) -> NDArray[Any]:
     """The constants for float32 or float64, as integers of that width."""
     integer = np.int32 if dtype.itemsize == 4 else np.int64
@@ -71,8 +73,3 @@ def find_peaks(row_bits, row, peak_bits, keys):
     if highest >= keys[PLUS_INFINITY] or lowest < keys[MINUS_INFINITY]:
         return -1
     return 1 if highest > keys[MINUS_INFINITY] else 0
-
-
-def peak_slots(n: int) -> int:
-    """How long ``peak_bits`` must be for rows of ``n`` scores."""
-    return (n + BLOCK - 1) // BLOCK + 1

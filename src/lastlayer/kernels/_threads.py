@@ -1,52 +1,47 @@
-"""Rows shared out over threads for the CPU kernels.
-
-Kernels release the GIL, so Python threads suffice; Numba's own layers either abort when two
-threads of a program use them at once or need a library that is not always there.
-"""
+"""Rows shared out over threads for the CPU kernels."""
 
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numba
 import torch
+from numba import njit, prange
 
 # Below this many entries a second thread costs more than it brings.
-_ENTRIES_A_THREAD = 262_144
+_ENTRIES_A_THREAD = 16_384
 
-_pool: ThreadPoolExecutor | None = None
-_pool_size = 0
-
-
-def over_rows(kernel: Callable[..., None], n_rows: int, n_columns: int, *args: Any) -> None:
-    """Runs ``kernel(start, stop, *args)`` over all rows on torch's number of threads."""
-    wanted = max(1, n_rows * n_columns // _ENTRIES_A_THREAD)
-    threads = min(torch.get_num_threads(), n_rows, wanted)
-    if threads == 1:
-        kernel(0, n_rows, *args)
-        return
-    bounds = [n_rows * part // threads for part in range(threads + 1)]
-    pool = _threads(threads - 1)
-    others = [
-        pool.submit(kernel, bounds[part], bounds[part + 1], *args) for part in range(1, threads)
-    ]
-    kernel(0, bounds[1], *args)
-    for other in others:
-        other.result()
+# One of Numba's threading layers aborts the process when two threads enter it at once, and
+# another when it is entered after a fork: whoever finds the lock taken, or was forked, goes alone.
+_entrance = threading.Lock()
 
 
-def _threads(size: int) -> ThreadPoolExecutor:
-    global _pool, _pool_size
-    if _pool is None or _pool_size < size:
-        _pool, _pool_size = ThreadPoolExecutor(size, "lastlayer"), size
-    return _pool
+def by_rows(kernel: Callable[..., None]) -> Callable[..., None]:
+    """From ``kernel(start, stop, *args)`` a function ``(n_rows, n_columns, *args)`` for all rows.
 
+    It uses as many threads as torch does. ``kernel`` is compiled by Numba.
+    """
 
-def _forget_threads() -> None:
-    global _pool, _pool_size
-    _pool, _pool_size = None, 0
+    @njit(nogil=True, parallel=True)
+    def in_parallel(parts, n_rows, *args):
+        for part in prange(parts):
+            kernel(n_rows * part // parts, n_rows * (part + 1) // parts, *args)
+
+    def run(n_rows: int, n_columns: int, *args: Any) -> None:
+        wanted = max(1, n_rows * n_columns // _ENTRIES_A_THREAD)
+        parts = min(torch.get_num_threads(), numba.get_num_threads(), n_rows, wanted)
+        if parts > 1 and _entrance.acquire(blocking=False):
+            try:
+                in_parallel(parts, n_rows, *args)
+            finally:
+                _entrance.release()
+        else:
+            kernel(0, n_rows, *args)
+
+    return run
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child has none of the parent's threads.
-    os.register_at_fork(after_in_child=_forget_threads)
+    # Taken for good in a child.
+    os.register_at_fork(after_in_child=lambda: _entrance.acquire(blocking=False))

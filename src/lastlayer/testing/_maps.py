@@ -45,9 +45,9 @@ def check_map(
         widths: numbers of classes to try.
         sparse: scores far below the maximum get exactly 0. False for a dense map such as
             softmax, which is then held to give every class a probability.
-        symmetric: classes are treated alike: permuting scores permutes probabilities, and a
-            higher score never has a lower probability. False for a map with parameters of its
-            own for each class.
+        symmetric: classes are treated alike: permuting scores permutes probabilities, a higher
+            score never has a lower probability, and without a class the others are as if it had
+            never been. False for a map with parameters of its own for each class.
         masks: a score of -inf removes its class. False where the map takes finite scores only.
         empty_rows: a row of nothing but -inf maps to zeros with gradient 0. False where that is
             left undefined, as ``torch.softmax`` does.
@@ -94,7 +94,7 @@ def check_map(
         suite.hold(_map_torch.the_gradient_is_right)
         suite.hold(_map_torch.lower_precision_has_the_same_gradient)
     if masks:
-        suite.hold(_map_values.minus_infinity_removes_a_class)
+        suite.hold(_map_values.minus_infinity_removes_a_class, symmetric)
     if empty_rows:
         suite.hold(_map_values.a_row_with_nothing_allowed_is_zeros)
     if second_order and torch.float64 in dtypes:

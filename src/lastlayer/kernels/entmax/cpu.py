@@ -11,9 +11,15 @@ from numba import njit
 from torch import Tensor
 
 from lastlayer.kernels._arrays import as_rows, empty_rows
-from lastlayer.kernels._keys import BLOCK, bits, find_peaks, keys_of, peak_slots
-from lastlayer.kernels._threads import over_rows
-from lastlayer.kernels.entmax._four_rows import LONGEST, are_finite, backward_row, solve_four
+from lastlayer.kernels._keys import BLOCK, bits, find_peaks, keys_of
+from lastlayer.kernels._threads import by_rows
+from lastlayer.kernels.entmax._four_rows import (
+    LONGEST,
+    LONGEST_BACKWARD,
+    are_finite,
+    backward_row,
+    solve_four,
+)
 
 # Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -24,11 +30,10 @@ _ROUNDS_TO_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """Probabilities of each row, in the dtype of ``scores``."""
     rows, (out, result) = as_rows(scores), empty_rows(scores)
-    kind, alphas = _alphas(alpha, row_alpha, len(rows))
+    kind, alphas = _alphas(alpha, row_alpha)
     if rows.size:
         keys = keys_of(rows.dtype)
-        peak_bits = bits(np.empty(peak_slots(rows.shape[1]), rows.dtype))
-        over_rows(_forward, *rows.shape, rows, bits(rows), out, peak_bits, alphas, kind, keys)
+        _forward_rows(*rows.shape, rows, bits(rows), out, alphas, kind, keys)
     return result.to(scores.dtype)
 
 
@@ -38,10 +43,10 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
     upstream = upstream.astype(rows.dtype, copy=False)
     out, result = empty_rows(probs)
     if rows.size:
-        kind, alphas = _alphas(alpha, row_alpha, len(rows))
+        kind, alphas = _alphas(alpha, row_alpha)
         if row_alpha is None and alpha == 1.0:
             kind = 3
-        over_rows(_backward, *rows.shape, rows, bits(rows), upstream, out, alphas, kind)
+        _backward_rows(*rows.shape, rows, bits(rows), upstream, out, alphas, kind)
     return result.to(grad.dtype)
 
 
@@ -54,11 +59,10 @@ def support(
     indices = np.zeros((len(rows), max_support), np.int64)
     size = np.zeros(len(rows), np.int64)
     if rows.size:
-        kind, alphas = _alphas(alpha, row_alpha, len(rows))
+        kind, alphas = _alphas(alpha, row_alpha)
         keys = keys_of(rows.dtype)
-        peak_bits = bits(np.empty(peak_slots(rows.shape[1]), rows.dtype))
-        over_rows(
-            _support, *rows.shape, rows, bits(rows), values, indices, size, peak_bits, alphas,
+        _support_rows(
+            *rows.shape, rows, bits(rows), values, indices, size, alphas,
             kind, keys, _ROUNDS_TO_ZERO.get(scores.dtype, 0.0),
         )  # fmt: skip
     batch = scores.shape[:-1]
@@ -69,16 +73,16 @@ def support(
     )
 
 
-def _alphas(alpha: float, row_alpha: Tensor | None, n_rows: int) -> tuple[int, np.ndarray]:
+def _alphas(alpha: float, row_alpha: Tensor | None) -> tuple[int, np.ndarray]:
     if row_alpha is not None:
         return 0, row_alpha.detach().reshape(-1).double().contiguous().numpy()
-    return {2.0: 1, 1.5: 2}.get(alpha, 0), np.broadcast_to(np.float64(alpha), (n_rows,))
+    return {2.0: 1, 1.5: 2}.get(alpha, 0), np.array([alpha])
 
 
 @njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
-def _forward(start, stop, rows, row_bits, out, peak_bits, alphas, kind, keys):
+def _forward(start, stop, rows, row_bits, out, alphas, kind, keys):
     n = rows.shape[1]
-    peak_bits = peak_bits.copy()
+    peak_bits = np.empty((n + BLOCK - 1) // BLOCK + 1, row_bits.dtype)
     peaks = peak_bits.view(rows.dtype)
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n, np.int32)
@@ -94,12 +98,12 @@ def _forward(start, stop, rows, row_bits, out, peak_bits, alphas, kind, keys):
         for i in range(n):
             out[row, i] = 0.0
         state = find_peaks(row_bits, row, peak_bits, keys)
-        if state < 0 or not alphas[row] >= 1.0:
+        if state < 0 or not _alpha_of(alphas, row) >= 1.0:
             out[row] = math.nan
         elif state > 0 and short:
             solve_four(rows, row, row, row, row, out, four, kind)
         elif state > 0:
-            count = _solve(rows, row, peaks, probs, column, alphas[row], kind)
+            count = _solve(rows, row, peaks, probs, column, _alpha_of(alphas, row), kind)
             for i in range(count):
                 out[row, column[i]] = probs[i]
         row += 1
@@ -107,10 +111,10 @@ def _forward(start, stop, rows, row_bits, out, peak_bits, alphas, kind, keys):
 
 @njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
 def _support(
-    start, stop, rows, row_bits, values, indices, size, peak_bits, alphas, kind, keys, too_small
+    start, stop, rows, row_bits, values, indices, size, alphas, kind, keys, too_small
 ):  # fmt: skip
     n = rows.shape[1]
-    peak_bits = peak_bits.copy()
+    peak_bits = np.empty((n + BLOCK - 1) // BLOCK + 1, row_bits.dtype)
     peaks = peak_bits.view(rows.dtype)
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n, np.int32)
@@ -118,13 +122,13 @@ def _support(
     for row in range(start, stop):
         state = find_peaks(row_bits, row, peak_bits, keys)
         filled = 0
-        if state < 0 or not alphas[row] >= 1.0:
+        if state < 0 or not _alpha_of(alphas, row) >= 1.0:
             filled = n
             values[row, :n] = math.nan
             for i in range(min(n, room)):
                 indices[row, i] = i
         elif state > 0:
-            count = _solve(rows, row, peaks, probs, column, alphas[row], kind)
+            count = _solve(rows, row, peaks, probs, column, _alpha_of(alphas, row), kind)
             for i in range(count):
                 if probs[i] > too_small:
                     if filled < room:
@@ -134,9 +138,18 @@ def _support(
         size[row] = filled
 
 
+@njit(nogil=True)
+def _alpha_of(alphas, row):
+    """The alpha of a row, or the one that all rows share."""
+    return alphas[row] if len(alphas) > 1 else alphas[0]
+
+
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def _solve(rows, row, peaks, probs, column, alpha, kind):
-    """Probabilities of the candidates, with their columns beside; says how many there are."""
+    """Probabilities of the candidates, with their columns beside; says how many there are.
+
+    ``probs`` has room for a block more than a row: it is filled up with what has no share.
+    """
     n = rows.shape[1]
     peak = peaks[-1]
     edge = rows.dtype.type(-math.inf if alpha == 1.0 else -1.0 / (alpha - 1.0))
@@ -149,26 +162,16 @@ def _solve(rows, row, peaks, probs, column, alpha, kind):
                     probs[count] = distance
                     column[count] = i
                     count += 1
-    if kind > 0:
-        _solve_closed(probs, count, kind)
+    full = (count + BLOCK - 1) // BLOCK * BLOCK
+    for i in range(count, full):
+        probs[i] = -math.inf
+    if kind == 1:
+        _solve_sparsemax(probs, full)
+    elif kind == 2:
+        _solve_entmax15(probs, full)
     else:
         _solve_any(probs[:count], alpha - 1.0)
     return count
-
-
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
-def _solve_closed(x, count, kind):
-    """Distances to probabilities, in place, for sparsemax and entmax at 1.5.
-
-    ``x`` has room for a block more than ``count``: it is filled up with what has no share.
-    """
-    full = (count + BLOCK - 1) // BLOCK * BLOCK
-    for i in range(count, full):
-        x[i] = -2.0
-    if kind == 1:
-        _solve_sparsemax(x, full)
-    else:
-        _solve_entmax15(x, full)
 
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
@@ -178,6 +181,8 @@ def _solve_sparsemax(x, count):
     A block is summed in the dtype of ``x``, which may be reordered; blocks in float64.
     """
     zero, one = x.dtype.type(0), x.dtype.type(1)
+    # Any margin times this is at least 1: a count that, unlike a comparison, is vectorised.
+    large = x.dtype.type(1e30)
     threshold = x.dtype.type(-1)
     while True:
         total = 0.0
@@ -186,8 +191,9 @@ def _solve_sparsemax(x, count):
             part, members = zero, zero
             for i in range(BLOCK):
                 margin = x[first + i] - threshold
-                part += margin if margin > zero else zero
-                members += one if margin > zero else zero
+                margin = margin if margin > zero else zero
+                part += margin
+                members += min(margin * large, one)
             total += part
             weight += members
         following = x.dtype.type(threshold + (total - 1.0) / weight)
@@ -303,12 +309,12 @@ def _backward(start, stop, probs, prob_bits, grad, out, alphas, kind):
     column = np.empty(n, np.int32)
     slopes = np.empty(n, np.float64)
     for row in range(start, stop):
-        if kind > 0 and n <= LONGEST:
+        if kind > 0 and n <= LONGEST_BACKWARD:
             backward_row(probs, grad, out, row, kind)
             continue
         for i in range(n):
             out[row, i] = 0.0
-        excess = alphas[row] - 1.0
+        excess = _alpha_of(alphas, row) - 1.0
         count = 0
         total, steepest, shift = 0.0, 0.0, 0.0
         for first in range(0, n, BLOCK):
@@ -340,3 +346,8 @@ def _all_zero(prob_bits, row, first):
     for i in range(BLOCK):
         any_bit |= prob_bits[row, first + i]
     return any_bit == 0
+
+
+_forward_rows = by_rows(_forward)
+_support_rows = by_rows(_support)
+_backward_rows = by_rows(_backward)

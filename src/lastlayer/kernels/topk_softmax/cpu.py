@@ -7,8 +7,8 @@ from numba import njit
 from torch import Tensor
 
 from lastlayer.kernels._arrays import as_rows, empty_rows
-from lastlayer.kernels._keys import BLOCK, bits, find_peaks, keys_of, peak_slots
-from lastlayer.kernels._threads import over_rows
+from lastlayer.kernels._keys import BLOCK, bits, find_peaks, keys_of
+from lastlayer.kernels._threads import by_rows
 
 
 def forward(scores: Tensor, k: int) -> Tensor:
@@ -16,16 +16,15 @@ def forward(scores: Tensor, k: int) -> Tensor:
     rows, (out, result) = as_rows(scores), empty_rows(scores)
     if rows.size:
         keys = keys_of(rows.dtype)
-        peak_bits = bits(np.empty(peak_slots(rows.shape[1]), rows.dtype))
-        over_rows(_forward, *rows.shape, rows, bits(rows), out, peak_bits, k, keys)
+        _forward_rows(*rows.shape, rows, bits(rows), out, k, keys)
     return result.to(scores.dtype)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _forward(start, stop, rows, row_bits, out, peak_bits, k, keys):
+def _forward(start, stop, rows, row_bits, out, k, keys):
     n = rows.shape[1]
     k = min(k, n)
-    peak_bits = peak_bits.copy()
+    peak_bits = np.empty((n + BLOCK - 1) // BLOCK + 1, row_bits.dtype)
     peaks = peak_bits.view(rows.dtype)
     blocks = len(peaks) - 1
     values = np.empty(n, rows.dtype)
@@ -67,3 +66,6 @@ def _forward(start, stop, rows, row_bits, out, peak_bits, k, keys):
             total += values[i]
         for i in range(count):
             out[row, column[i]] = values[i] / total
+
+
+_forward_rows = by_rows(_forward)
