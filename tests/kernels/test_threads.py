@@ -8,16 +8,17 @@ import pytest
 
 PROGRAM = """
 import os, threading
+import numpy as np
 import torch
 import lastlayer
 from lastlayer.kernels import _threads
 
 torch.set_num_threads(2)
 scores = torch.randn(512, 257)
-expected = lastlayer.sparsemax(scores, impl="reference")
+expected = lastlayer.sparsemax(scores, impl="reference").numpy()
 
-def is_right():
-    return torch.allclose(lastlayer.sparsemax(scores), expected, atol=1e-6)
+def is_right():  # compared by numpy, since torch's own threads do not outlive a fork either
+    return np.allclose(lastlayer.sparsemax(scores).numpy(), expected, atol=1e-6)
 
 assert is_right()
 {body}
@@ -53,7 +54,7 @@ def test_numba_threads_do_not_abort(body):
         [sys.executable, "-c", PROGRAM.format(body=body)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=60,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
