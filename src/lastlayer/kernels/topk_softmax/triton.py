@@ -44,9 +44,10 @@ def forward(scores: Tensor, k: int) -> Tensor:
     in_one = n <= WIDEST_IN_ONE_PROGRAM
     chosen = torch.empty(n_rows, n_blocks, device=rows.device, dtype=torch.int32)
     peaks = chosen if in_one else find_peaks(rows, out)
-    # Twice the blocks that must be there: scores of few bits are often equal at the edge.
-    roomy = triton.next_power_of_2(min(2 * k, n_blocks))
-    group = min(roomy, max(1, MOST_ON_CHIP // width))
+    # Scores of 16 bits are often equal at the edge, and then more than k blocks stay.
+    expected = 2 * k if scores.element_size() == 2 else k
+    group = triton.next_power_of_2(min(expected, n_blocks))
+    group = min(group, max(1, MOST_ON_CHIP // width))
     _forward_of_chosen[(n_rows,)](
         rows, out, peaks, chosen, n, rows.stride(0), n_blocks, k,
         BLOCKS=triton.next_power_of_2(n_blocks), WIDTH=width, GROUP=group, IN_ONE=in_one,
