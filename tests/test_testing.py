@@ -179,7 +179,7 @@ def test_a_broken_loss_is_told_its_rule(loss, rule):
 
 def test_a_flat_hessian_is_told():
     """By the rule that meets it first: a support of one class has no curvature to miss."""
-    with pytest.raises(AssertionError, match="gradgradcheck|the Hessian of the loss"):
+    with pytest.raises(AssertionError, match=r"gradgradcheck|the Hessian of the loss"):
         quick_loss(flat_hessian, sparsemax)
 
 
