@@ -119,6 +119,9 @@ def _support(
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n, np.int32)
     room = values.shape[1]
+    short = kind > 0 and n <= LONGEST
+    four = np.empty((4, n if short else 0), rows.dtype)
+    dense = np.empty((1, n if short else 0), rows.dtype)
     for row in range(start, stop):
         state = find_peaks(row_bits, row, peak_bits, keys)
         filled = 0
@@ -128,7 +131,15 @@ def _support(
             for i in range(min(n, room)):
                 indices[row, i] = i
         elif state > 0:
-            count = _solve(rows, row, peaks, probs, column, _alpha_of(alphas, row), kind)
+            if short:
+                # The way of the dense result, so that both agree to the last bit.
+                solve_four(rows[row : row + 1], 0, 0, 0, 0, dense, four, kind)
+                count = n
+                for i in range(n):
+                    probs[i] = dense[0, i]
+                    column[i] = i
+            else:
+                count = _solve(rows, row, peaks, probs, column, _alpha_of(alphas, row), kind)
             for i in range(count):
                 if probs[i] > too_small:
                     if filled < room:
