@@ -56,17 +56,40 @@ def unsolved_row(peak, KIND: tl.constexpr):
 
 
 @triton.jit
+def _norm_and_fall(total, weight, KIND: tl.constexpr):
+    """The KIND-norm of the margins, and how fast it falls as the threshold rises."""
+    if KIND == 2:
+        norm = tl.sqrt(total)
+        return norm, weight / norm
+    else:
+        return total, weight
+
+
+@triton.jit
+def leap(at, total, weight, KIND: tl.constexpr):
+    """A first step for kinds 1 and 2 that lands near the root, on either side of it.
+
+    The norm of the margins falls about as an exponential does where scores thin out upwards, so
+    this is Newton's method on its logarithm. It saves a pass over the row.
+    """
+    norm, fall = _norm_and_fall(total, weight, KIND)
+    near = (norm > 1.001) & (norm < 4.0)
+    step = tl.where(near, tl.log(norm) * norm, norm - 1.0) / fall
+    following = tl.where(near, tl.minimum(at + step, 0.5 * at), at + step)
+    go = following > at
+    return tl.where(go, following, at), go
+
+
+@triton.jit
 def advance(at, low, high, total, weight, excess, trips, KIND: tl.constexpr):
     """The next guess from the sums of :func:`shares` at ``at``, and whether it is another one."""
     if KIND > 0:
         # Newton's method on the KIND-norm of the margins, which is convex and falls with the
         # threshold: it climbs to the root and never passes it.
-        norm = total
-        if KIND == 2:
-            norm = tl.sqrt(total)
-            weight = weight / norm
-        following = at + (norm - 1.0) / weight
-        go = following > at
+        norm, fall = _norm_and_fall(total, weight, KIND)
+        following = at + (norm - 1.0) / fall
+        # A leap may have gone too far. From there the first step leads back below the root.
+        go = (following > at) | ((following < at) & (trips == 1))
     else:
         low = tl.where(total < 1.0, tl.maximum(low, at), low)
         high = tl.where(total < 1.0, high, tl.minimum(high, at))

@@ -25,6 +25,7 @@ from lastlayer.kernels.entmax._solve import (
     advance,
     bound_from_part,
     correction,
+    leap,
     per_class,
     polished,
     row_sum,
@@ -39,6 +40,8 @@ __all__ = ["backward", "forward", "support"]
 WIDEST_IN_REGISTERS = 512
 # Up to here one program finds the peaks of a row and finishes it.
 WIDEST_IN_ONE_PROGRAM = 16384
+# Steps of a loop over chosen blocks whose loads are in flight together.
+UNROLL = tl.constexpr(4)
 
 
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
@@ -165,15 +168,24 @@ def _forward_in_registers(
 @triton.jit
 def _sums_of_chosen(
     scores, chosen, count, n, origin, at, excess,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     totals = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
     weights = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
-    for first in range(0, count, GROUP):
+    lost = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+    for first in tl.range(0, count, GROUP, loop_unroll_factor=UNROLL):
         column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
         values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
         probs, slope = shares(values - origin, at, excess, KIND)
-        totals += probs
+        if LONG:
+            # Equal scores round the same way at each addition: a thousand of them would be
+            # noticed, so what an addition loses is kept for the next (Kahan's sum).
+            probs -= lost
+            grown = totals + probs
+            lost = (grown - totals) - probs
+            totals = grown
+        else:
+            totals += probs
         weights += slope
     return row_sum(totals, BOTH), row_sum(weights, BOTH)
 
@@ -181,18 +193,21 @@ def _sums_of_chosen(
 @triton.jit
 def _solve_chosen(
     scores, chosen, count, n, origin, at, log_n, excess,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """As solve_tile, for a row with more candidates than the chip holds: they are read again."""
     low, high = -log_n, at
     total, weight = _sums_of_chosen(
-        scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND
+        scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND, LONG
     )
     trips = 0
-    at, low, high, go = advance(at, low, high, total, weight, excess, trips, KIND)
+    if KIND > 0:
+        at, go = leap(at, total, weight, KIND)
+    else:
+        at, low, high, go = advance(at, low, high, total, weight, excess, trips, KIND)
     while go:
         total, weight = _sums_of_chosen(
-            scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND
+            scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND, LONG
         )
         trips += 1
         at, low, high, go = advance(at, low, high, total, weight, excess, trips, KIND)
@@ -245,10 +260,11 @@ def _finish_few(
 def _finish_many(
     scores, out, indices, chosen, count, n, origin, at, log_n, excess, broken, max_support,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, COMPACT: tl.constexpr,
+    LONG: tl.constexpr,
 ):  # fmt: skip
     """As _finish_few, for a row with more candidates than the chip holds."""
     at, total, weight = _solve_chosen(
-        scores, chosen, count, n, origin, at, log_n, excess, WIDTH, GROUP, KIND
+        scores, chosen, count, n, origin, at, log_n, excess, WIDTH, GROUP, KIND, LONG
     )
     missing = correction(total, weight, broken)
     norm = 1.0
@@ -315,7 +331,7 @@ def _forward_of_chosen(
     else:
         filled = _finish_many(
             scores, out, indices, chosen, count, n, origin, at, log_n, excess, broken, max_support,
-            GROUP, WIDTH, KIND, COMPACT,
+            GROUP, WIDTH, KIND, COMPACT, not IN_ONE,
         )  # fmt: skip
     if COMPACT:
         tl.store(size + row, filled.to(tl.int64))
