@@ -117,15 +117,15 @@ def check_max_support(max_support: Any) -> None:
         raise ValueError(f"max_support: expected at least 1, got {max_support}")
 
 
-def check_class_weight(weight: Any, scores: Tensor) -> None:
+def check_class_weight(weight: Any, scores: Tensor, *, name: str = "weight") -> None:
     """One floating weight a class."""
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-        raise TypeError(f"weight: expected a floating tensor with one weight a class, got {got}")
+        raise TypeError(f"{name}: expected a floating tensor with one weight a class, got {got}")
     n = scores.shape[-1]
     if weight.shape != (n,):
         raise ValueError(
-            f"weight: expected shape ({n},), one weight a class, got {tuple(weight.shape)}"
+            f"{name}: expected shape ({n},), one weight a class, got {tuple(weight.shape)}"
         )
 
 

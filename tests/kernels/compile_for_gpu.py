@@ -5,8 +5,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lastlayer.kernels import _peaks
+from lastlayer.kernels.class_scores import triton as class_scores
 from lastlayer.kernels.entmax import _backward_triton as backward
 from lastlayer.kernels.entmax import triton as entmax
+from lastlayer.kernels.entmax_rows import triton as entmax_rows
+from lastlayer.kernels.linear_softmax import triton as linear_softmax
+from lastlayer.kernels.scale import triton as scale
+from lastlayer.kernels.softmax_gradient import triton as softmax_gradient
+from lastlayer.kernels.softmax_rows import triton as softmax_rows
+from lastlayer.kernels.sparse_gradient import triton as sparse_gradient
 from lastlayer.kernels.topk_softmax import triton as topk
 
 TENSORS = {"indices": "*i64", "size": "*i64", "peaks": "*fp32", "chosen": "*i32"}
@@ -18,7 +25,11 @@ ONE_ROW, MANY_ROWS = dict(ROWS=1, WIDTH=1024), dict(ROWS=64, WIDTH=16)
 CASES = [
     (_peaks._find_peaks, "*bf16", dict(BLOCKS=32, WIDTH=64, ZEROS=True)),
     *[
-        (entmax._forward_in_registers, dtype, dict(**tile, KIND=kind, PER_ROW=kind == 0, COMPACT=c))
+        (
+            entmax._forward_in_registers,
+            dtype,
+            dict(**tile, KIND=kind, PER_ROW=kind == 0, COMPACT=c, SHRINK=1.0),
+        )
         for dtype, tile, kind, c in (
             ("*fp32", MANY_ROWS, 1, False),
             ("*bf16", ONE_ROW, 2, True),
@@ -29,7 +40,7 @@ CASES = [
         (
             entmax._forward_of_chosen,
             dtype,
-            dict(**BLOCKS, KIND=kind, PER_ROW=kind == 0, COMPACT=c, IN_ONE=one),
+            dict(**BLOCKS, KIND=kind, PER_ROW=kind == 0, COMPACT=c, IN_ONE=one, SHRINK=0.9),
         )
         for dtype, kind, c, one in (
             ("*fp32", 1, False, True),
@@ -45,14 +56,54 @@ CASES = [
 ]
 
 
+LONGS = ("target", "classes", "order", "starts", "argmax", "rank")
+FLOATS = ("target_scores", "row_scale", "class_weight", "weight_sum", "loss", "lse", "entropy")
+FLOATS += ("log2_lse", "push", "pull", "size", "mean", "bias_gradient", "true", "factor")
+NUMBERS = ("smoothing", "z_loss", "softcap", "inverse_temperature", "alpha")
+HALVES = ("hidden", "weight", "bias", "weight_gradient", "scores", "probs", "values", "out")
+FUSED_TYPES = (
+    dict.fromkeys(LONGS, "*i64")
+    | dict.fromkeys(FLOATS, "*fp32")
+    | dict.fromkeys(NUMBERS, "fp32")
+    | dict.fromkeys(HALVES, "*bf16")
+    | {"since": "*i32"}
+)
+ALL = dict.fromkeys(("GRADIENT", "WEIGHTED", "SMOOTH", "CAPPED", "STATISTICS"), True)
+TILE = dict(EVEN=False, BIASED=True, CAPPED=True)
+FUSED_CASES = [
+    (softmax_rows._softmax_row, dict(BLOCK=4096, **ALL)),
+    (softmax_gradient._gradient, dict(WIDTH=4096, CAPPED=True)),
+    (entmax_rows._entmax_row, dict(BLOCK=4096, GRADIENT=True, KIND=0)),
+    (class_scores._class_scores, dict(GROUP=4, DEPTH=1024, BIASED=True)),
+    (sparse_gradient._gather_classes, dict(GROUP=16, WIDTH=512)),
+    (sparse_gradient._gather_rows, dict(GROUP=16, WIDTH=512)),
+    (scale._scale, dict(BLOCK=4096)),
+    (
+        linear_softmax._mix_of_rows,
+        dict(ROWS=64, CLASSES=64, DEPTH=64, MEAN=True, **TILE),
+    ),
+    (
+        linear_softmax._gradient_of_classes,
+        dict(ROWS=64, CLASSES=64, DEPTH=64, BIAS_GRADIENT=True, ADD=True, **TILE),
+    ),
+]
+
+
+def compile_case(kernel, types, constants, **options) -> None:
+    types = types | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source, target=target, options=dict(num_warps=4, **options))
+    print(kernel.__name__, len(compiled.asm["cubin"]) > 0)  # noqa: T201
+
+
 def main() -> None:
     for kernel, dtype, constants in CASES:
-        types = TENSORS | dict.fromkeys(OF_SCORES, dtype) | dict.fromkeys(constants, "constexpr")
-        signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        options = dict(num_warps=4, enable_fp_fusion=False)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        print(kernel.__name__, dtype, len(compiled.asm["cubin"]) > 0)  # noqa: T201
+        types = TENSORS | dict.fromkeys(OF_SCORES, dtype)
+        compile_case(kernel, types, constants, enable_fp_fusion=False)
+    for kernel, constants in FUSED_CASES:
+        compile_case(kernel, FUSED_TYPES, constants)
 
 
 if __name__ == "__main__":

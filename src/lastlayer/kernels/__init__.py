@@ -1,6 +1,28 @@
 """The operations under the maps, each with a reference, a Triton and a CPU implementation."""
 
-from lastlayer.kernels import entmax, topk_softmax
+from lastlayer.kernels import (
+    class_scores,
+    entmax,
+    entmax_rows,
+    scale,
+    softmax_gradient,
+    softmax_rows,
+    sparse_gradient,
+    topk_softmax,
+)
 from lastlayer.kernels._registry import IMPLEMENTATIONS, Impl, available, selected
 
-__all__ = ["IMPLEMENTATIONS", "Impl", "available", "entmax", "selected", "topk_softmax"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Impl",
+    "available",
+    "class_scores",
+    "entmax",
+    "entmax_rows",
+    "scale",
+    "selected",
+    "softmax_gradient",
+    "softmax_rows",
+    "sparse_gradient",
+    "topk_softmax",
+]

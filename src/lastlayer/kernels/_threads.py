@@ -9,6 +9,11 @@ import numba
 import torch
 from numba import njit, prange
 
+# Numba's first look at its threads sets those of OpenMP, which torch shares: torch's are put back.
+_torch_threads = torch.get_num_threads()
+numba.get_num_threads()
+torch.set_num_threads(_torch_threads)
+
 # Below this many entries a second thread costs more than it brings.
 _ENTRIES_A_THREAD = 16_384
 

@@ -1,6 +1,8 @@
 """The operations of the entmax family. Rows are the last dimension; see README.md for the why.
 
-``alpha`` counts where ``row_alpha`` is None; else ``row_alpha`` has one alpha a row.
+``alpha`` counts where ``row_alpha`` is None; else ``row_alpha`` has one alpha a row. ``wide``
+asks for values in float32 from half-precision scores; ``shrink`` multiplies the scores: below 1
+the support takes in classes that just miss it.
 """
 
 import torch
@@ -18,11 +20,17 @@ def _like_second(_first: Tensor, second: Tensor, *_: object) -> Tensor:
 
 
 def _compact(
-    scores: Tensor, _alpha: float, _row_alpha: Tensor | None, max_support: int
+    scores: Tensor,
+    _alpha: float,
+    _row_alpha: Tensor | None,
+    max_support: int,
+    wide: bool = False,
+    _shrink: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = scores.shape[:-1]
+    dtype = torch.float32 if wide and scores.itemsize < 4 else scores.dtype
     return (
-        scores.new_empty(*batch, max_support),
+        scores.new_empty(*batch, max_support, dtype=dtype),
         scores.new_empty(*batch, max_support, dtype=torch.int64),
         scores.new_empty(batch, dtype=torch.int64),
     )
@@ -44,7 +52,8 @@ backward = Operation(
 )
 support = Operation(
     "entmax_support",
-    "(Tensor scores, float alpha, Tensor? row_alpha, int max_support) -> (Tensor, Tensor, Tensor)",
+    "(Tensor scores, float alpha, Tensor? row_alpha, int max_support, "
+    "bool wide=False, float shrink=1.0) -> (Tensor, Tensor, Tensor)",
     __name__,
     "support",
     _compact,

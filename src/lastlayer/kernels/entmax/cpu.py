@@ -51,9 +51,18 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
 
 
 def support(
-    scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int
+    scores: Tensor,
+    alpha: float,
+    row_alpha: Tensor | None,
+    max_support: int,
+    wide: bool = False,
+    shrink: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The non-zeros of each row in ascending order of class, padded with (0, class 0)."""
+    if wide and scores.itemsize < 4:
+        scores = scores.float()
+    if shrink != 1.0:
+        scores = scores * shrink
     rows = as_rows(scores)
     values = np.zeros((len(rows), max_support), rows.dtype)
     indices = np.zeros((len(rows), max_support), np.int64)

@@ -40,8 +40,6 @@ __all__ = ["backward", "forward", "support"]
 WIDEST_IN_REGISTERS = 512
 # Up to here one program finds the peaks of a row and finishes it.
 WIDEST_IN_ONE_PROGRAM = 16384
-# Steps of a loop over chosen blocks whose loads are in flight together.
-UNROLL = tl.constexpr(4)
 
 
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
@@ -54,16 +52,22 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
 
 
 def support(
-    scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int
+    scores: Tensor,
+    alpha: float,
+    row_alpha: Tensor | None,
+    max_support: int,
+    wide: bool = False,
+    shrink: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The non-zeros of each row in ascending order of class, padded with (0, class 0)."""
     batch = scores.shape[:-1]
-    values = scores.new_zeros(*batch, max_support)
+    dtype = torch.float32 if wide else scores.dtype
+    values = scores.new_zeros(*batch, max_support, dtype=dtype)
     indices = scores.new_zeros(*batch, max_support, dtype=torch.int64)
     size = scores.new_zeros(batch, dtype=torch.int64)
     if scores.numel():
         rows = as_rows(scores)
-        _solve(rows, as_alpha(alpha, row_alpha), values, indices, size, max_support)
+        _solve(rows, as_alpha(alpha, row_alpha), values, indices, size, max_support, shrink)
     return values, indices, size
 
 
@@ -74,6 +78,7 @@ def _solve(
     indices: Tensor | None,
     size: Tensor | None,
     max_support: int,
+    shrink: float = 1.0,
 ) -> None:
     """Dense probabilities into ``out``, or where ``indices`` is given the non-zeros alone."""
     n_rows, n = rows.shape
@@ -83,6 +88,7 @@ def _solve(
         KIND=alpha.kind,
         PER_ROW=alpha.per_row is not None,
         COMPACT=compact,
+        SHRINK=shrink,
         enable_fp_fusion=False,  # _solve.py says why
     )
     if n <= WIDEST_IN_REGISTERS:
@@ -123,6 +129,15 @@ def _is_broken(peak, excess, KIND: tl.constexpr):
 
 
 @triton.jit
+def _below(values, origin, SHRINK: tl.constexpr):
+    """How far scores lie from the maximum, at most 0."""
+    if SHRINK == 1.0:
+        return values - origin
+    else:
+        return (values - origin) * SHRINK
+
+
+@triton.jit
 def _overshoot(total, excess):
     """What to divide by: where alpha > 2 slopes are steep at the edge of the support."""
     return tl.where((excess > 1.0) & (total != 0.0), total, 1.0)
@@ -132,7 +147,7 @@ def _overshoot(total, excess):
 def _forward_in_registers(
     scores, out, indices, size, alphas, excess, n_rows, n, stride, log_n, max_support,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, PER_ROW: tl.constexpr,
-    COMPACT: tl.constexpr,
+    COMPACT: tl.constexpr, SHRINK: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if ROWS == 1 else 1
     row, column, live = tile(n_rows, n, ROWS, WIDTH)
@@ -145,7 +160,7 @@ def _forward_in_registers(
         excess = tl.load(alphas + row, mask=row < n_rows, other=1.0) - 1.0
     else:
         excess = tl.zeros_like(peak) + excess
-    distance = values - per_class(origin, AXIS)
+    distance = _below(values, per_class(origin, AXIS), SHRINK)
     at = unsolved_row(peak, KIND)
     at, total, weight = solve_tile(distance, at, log_n, excess, KIND, AXIS)
     probs, slope = shares(distance, per_class(at, AXIS), per_class(excess, AXIS), KIND)
@@ -169,14 +184,18 @@ def _forward_in_registers(
 def _sums_of_chosen(
     scores, chosen, count, n, origin, at, excess,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, LONG: tl.constexpr,
+    SHRINK: tl.constexpr,
 ):  # fmt: skip
     totals = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
     weights = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
     lost = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+    # Several loads are then in flight together. Short rows would lose more by the registers, and
+    # powers take too long to compile that often.
+    UNROLL: tl.constexpr = 4 if KIND > 0 and GROUP * WIDTH > 256 and not LONG else 1
     for first in tl.range(0, count, GROUP, loop_unroll_factor=UNROLL):
         column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
         values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-        probs, slope = shares(values - origin, at, excess, KIND)
+        probs, slope = shares(_below(values, origin, SHRINK), at, excess, KIND)
         if LONG:
             # Equal scores round the same way at each addition: a thousand of them would be
             # noticed, so what an addition loses is kept for the next (Kahan's sum).
@@ -194,11 +213,12 @@ def _sums_of_chosen(
 def _solve_chosen(
     scores, chosen, count, n, origin, at, log_n, excess,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, LONG: tl.constexpr,
+    SHRINK: tl.constexpr,
 ):  # fmt: skip
     """As solve_tile, for a row with more candidates than the chip holds: they are read again."""
     low, high = -log_n, at
     total, weight = _sums_of_chosen(
-        scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND, LONG
+        scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND, LONG, SHRINK
     )
     trips = 0
     if KIND > 0:
@@ -207,7 +227,7 @@ def _solve_chosen(
         at, low, high, go = advance(at, low, high, total, weight, excess, trips, KIND)
     while go:
         total, weight = _sums_of_chosen(
-            scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND, LONG
+            scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND, LONG, SHRINK
         )
         trips += 1
         at, low, high, go = advance(at, low, high, total, weight, excess, trips, KIND)
@@ -243,11 +263,12 @@ def _write_chosen(
 def _finish_few(
     scores, out, indices, chosen, count, n, origin, at, log_n, excess, broken, max_support,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, COMPACT: tl.constexpr,
+    SHRINK: tl.constexpr,
 ):  # fmt: skip
     """Solves and writes a row whose chosen blocks fit on the chip; says how many non-zeros."""
     column, live = chosen_columns(chosen, 0, count, n, GROUP, WIDTH)
     values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-    distance = values - origin
+    distance = _below(values, origin, SHRINK)
     at, total, weight = solve_tile(distance, at, log_n, excess, KIND, BOTH)
     probs, slope = shares(distance, at, excess, KIND)
     probs = polished(probs, slope, correction(total, weight, broken))
@@ -260,11 +281,11 @@ def _finish_few(
 def _finish_many(
     scores, out, indices, chosen, count, n, origin, at, log_n, excess, broken, max_support,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, COMPACT: tl.constexpr,
-    LONG: tl.constexpr,
+    LONG: tl.constexpr, SHRINK: tl.constexpr,
 ):  # fmt: skip
     """As _finish_few, for a row with more candidates than the chip holds."""
     at, total, weight = _solve_chosen(
-        scores, chosen, count, n, origin, at, log_n, excess, WIDTH, GROUP, KIND, LONG
+        scores, chosen, count, n, origin, at, log_n, excess, WIDTH, GROUP, KIND, LONG, SHRINK
     )
     missing = correction(total, weight, broken)
     norm = 1.0
@@ -274,13 +295,13 @@ def _finish_many(
             for first in range(0, count, GROUP):
                 column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
                 values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-                probs, slope = shares(values - origin, at, excess, KIND)
+                probs, slope = shares(_below(values, origin, SHRINK), at, excess, KIND)
                 norm += row_sum(polished(probs, slope, missing), BOTH)
     filled = 0
     for first in range(0, count, GROUP):
         column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
         values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-        probs, slope = shares(values - origin, at, excess, KIND)
+        probs, slope = shares(_below(values, origin, SHRINK), at, excess, KIND)
         probs = polished(probs, slope, missing)
         if KIND == 0:
             probs = probs / norm
@@ -295,6 +316,7 @@ def _forward_of_chosen(
     scores, out, indices, size, peaks, chosen, alphas, excess, n, stride, log_n, n_blocks,
     max_support, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     KIND: tl.constexpr, PER_ROW: tl.constexpr, COMPACT: tl.constexpr, IN_ONE: tl.constexpr,
+    SHRINK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride
@@ -312,7 +334,7 @@ def _forward_of_chosen(
     origin = tl.where(peak == -float("inf"), 0.0, peak)
 
     # Blocks whose peak does not pass the threshold of the peaks have no share.
-    distance = peak_of - origin
+    distance = _below(peak_of, origin, SHRINK)
     at = bound_from_part(distance, origin, log_n, excess, KIND)
     reachable, _ = shares(distance, at, excess, KIND)
     keep = tl.where(broken, 1.0, reachable) > 0.0
@@ -326,12 +348,12 @@ def _forward_of_chosen(
     if count <= GROUP:
         filled = _finish_few(
             scores, out, indices, chosen, count, n, origin, at, log_n, excess, broken, max_support,
-            GROUP, WIDTH, KIND, COMPACT,
+            GROUP, WIDTH, KIND, COMPACT, SHRINK,
         )  # fmt: skip
     else:
         filled = _finish_many(
             scores, out, indices, chosen, count, n, origin, at, log_n, excess, broken, max_support,
-            GROUP, WIDTH, KIND, COMPACT, not IN_ONE,
+            GROUP, WIDTH, KIND, COMPACT, not IN_ONE, SHRINK,
         )  # fmt: skip
     if COMPACT:
         tl.store(size + row, filled.to(tl.int64))

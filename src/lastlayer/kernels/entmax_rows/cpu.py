@@ -1,0 +1,133 @@
+"""The loss of entmax from its probabilities on the CPU: one pass, over what is not zero.
+
+README.md beside this file has the derivation. Kinds are 1 for alpha 2, 2 for 1.5, 3 for 1, else 0.
+"""
+
+import math
+
+import torch
+from numba import njit
+from torch import Tensor
+
+from lastlayer.kernels._keys import BLOCK, bits
+from lastlayer.kernels._threads import by_rows
+
+# Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+# Numbers that are widened at a time where they are not in rows of float32 or float64.
+_WIDENED = 1 << 20
+
+
+def forward_(
+    probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float
+) -> Tensor:
+    """As the reference's."""
+    dtype = torch.float64 if probs.dtype == torch.float64 else torch.float32
+    loss = torch.empty(target.shape, dtype=dtype)
+    scale = loss.new_empty(0) if row_scale is None else row_scale.to(dtype)
+    per_row = target, scale, loss
+    if all(each.dtype == dtype and each.is_contiguous() for each in (probs, scores)):
+        _run(probs, scores, per_row, alpha)
+        return loss
+    step = max(1, _WIDENED // max(1, probs.shape[1]))
+    for first in range(0, probs.shape[0], step):
+        part = slice(first, first + step)
+        wide = [
+            each[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
+            for each in (probs, scores)
+        ]
+        _run(wide[0], wide[1], tuple(each[part] for each in per_row), alpha)
+        if row_scale is not None:
+            probs[part] = wide[0]
+    return loss
+
+
+def _run(probs: Tensor, scores: Tensor, per_row: tuple[Tensor, ...], alpha: float) -> None:
+    rows, values = probs.detach().numpy(), scores.detach().numpy()
+    arrays = (each.detach().contiguous().numpy() for each in per_row)
+    if rows.size:
+        kind = {2.0: 1, 1.5: 2, 1.0: 3}.get(alpha, 0)
+        _forward_rows(*rows.shape, rows, bits(rows), values, *arrays, alpha, kind)
+
+
+@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+def _forward(start, stop, probs, prob_bits, scores, target, row_scale, loss, alpha, kind):
+    n = probs.shape[1]
+    real = probs.dtype.type
+    for row in range(start, stop):
+        right = target[row]
+        base = scores[row, right]
+        share_of_target = probs[row, right]
+        scale = row_scale[row] if len(row_scale) else real(1.0)
+        leads, entropy, mass = 0.0, 0.0, 0.0
+        for first in range(0, n, BLOCK):
+            if _all_zero(prob_bits[row, first : first + BLOCK]):
+                continue
+            part = probs[row, first : first + BLOCK]
+            leads += _sum_leads(part, scores[row, first : first + BLOCK], base)
+            entropy += _sum_entropy(part, alpha, kind)
+            mass += _sum(part)
+            if len(row_scale):
+                _scale(part, scale)
+        if len(row_scale):
+            probs[row, right] = (share_of_target - real(1.0)) * scale
+        # Rounded probabilities need not sum to 1: what is missing has its price.
+        price = (leads + alpha * entropy) / mass - 1.0 / alpha
+        total = leads + entropy - (mass - 1.0) * price
+        # A target that cannot be costs more than any other, whatever the rest comes to.
+        loss[row] = math.inf if base == -math.inf and not math.isnan(mass) else total
+
+
+@njit(nogil=True)
+def _all_zero(part_bits):
+    any_bit = part_bits[0]
+    for i in range(len(part_bits)):
+        any_bit |= part_bits[i]
+    return any_bit == 0
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _sum(part):
+    total = part.dtype.type(0.0)
+    for i in range(len(part)):
+        total += part[i]
+    return total
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _scale(part, by):
+    for i in range(len(part)):
+        part[i] *= by
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _sum_leads(part, values, base):
+    """Probabilities times the leads over the target; no probability has no part in it."""
+    zero = part.dtype.type(0.0)
+    total = zero
+    for i in range(len(part)):
+        product = part[i] * (values[i] - base)
+        total += zero if part[i] == zero else product
+    return total
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _sum_entropy(part, alpha, kind):
+    real = part.dtype.type
+    one, total = real(1.0), real(0.0)
+    if kind == 1:
+        for i in range(len(part)):
+            total += part[i] * (one - part[i])
+        return real(0.5) * total
+    if kind == 2:
+        for i in range(len(part)):
+            total += part[i] * (one - real(math.sqrt(part[i])))
+        return real(4.0 / 3.0) * total
+    for i in range(len(part)):
+        if part[i] != 0.0:
+            log = math.log(part[i])
+            total -= part[i] * (log if kind == 3 else math.expm1((alpha - 1.0) * log))
+    return total if kind == 3 else total / real(alpha * (alpha - 1.0))
+
+
+_forward_rows = by_rows(_forward)

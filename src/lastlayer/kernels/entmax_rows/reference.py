@@ -1,0 +1,45 @@
+"""The loss of entmax from its probabilities in plain torch: defines the truth."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def forward_(
+    probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float
+) -> Tensor:
+    """``<p - y, scores> + H(p)`` for each row.
+
+    Where ``row_scale`` is given, ``probs`` become the gradient of ``sum(row_scale * loss)``.
+    """
+    dtype = torch.float64 if probs.dtype == torch.float64 else torch.float32
+    place = target.unsqueeze(-1)
+    shares, values = probs.to(dtype), scores.to(dtype)
+    at_target = values.gather(-1, place)
+    present = shares > 0
+    logs = torch.log(torch.where(present, shares, 1.0))
+    if alpha == 1.0:
+        entropy = -(shares * logs).sum(-1)
+    else:
+        entropy = -(shares * torch.expm1((alpha - 1.0) * logs)).sum(-1) / (alpha * (alpha - 1.0))
+    # Rounded probabilities need not sum to 1. To first order the loss is then off by what is
+    # missing times the price of probability: score plus slope of the entropy, which is the same
+    # for each class of the support.
+    if alpha == 1.0:
+        slope = -logs - 1.0
+    else:
+        slope = -(alpha * torch.expm1((alpha - 1.0) * logs) + (alpha - 1.0))
+        slope = slope / (alpha * (alpha - 1.0))
+    lead = torch.where(present, values - at_target, 0.0)
+    mass = shares.sum(-1)
+    price = (shares * (lead + slope)).sum(-1) / mass
+    loss = (shares * lead).sum(-1) + entropy - (mass - 1.0) * price
+    # A target that is out of the running cannot be met; a NaN stays one.
+    out = (at_target.squeeze(-1) == -math.inf) & ~mass.isnan()
+    loss = torch.where(out, math.inf, loss)
+    if row_scale is not None:
+        one = torch.ones((), dtype=dtype, device=probs.device).expand_as(place)
+        gradient = shares.scatter_add(-1, place, -one)
+        probs.copy_(gradient * row_scale.to(dtype).unsqueeze(-1))
+    return loss

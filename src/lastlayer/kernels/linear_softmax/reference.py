@@ -1,0 +1,46 @@
+"""Softmax over class scores in plain torch, with all scores stored: defines the truth."""
+
+import torch
+from torch import Tensor
+
+
+def mix_of_rows(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The logsumexp of each row, and ``sum_j p_j * slope_j * weight_j``."""
+    scores, slope = _shaped(hidden, weight, bias, softcap, temperature)
+    lse = torch.logsumexp(scores, -1)
+    return lse, (torch.exp(scores - lse.unsqueeze(-1)) * slope) @ weight.to(scores.dtype)
+
+
+def gradient_of_classes(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    push: Tensor,
+    pull: Tensor,
+    softcap: float,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """``sum_i (push_i p_ij - pull_i [j = target_i]) slope_ij hidden_i``, and without hidden."""
+    scores, slope = _shaped(hidden, weight, bias, softcap, temperature)
+    gradient = torch.exp(scores - lse.unsqueeze(-1)) * push.unsqueeze(-1)
+    gradient = gradient.scatter_add(-1, target.unsqueeze(-1), -pull.unsqueeze(-1)) * slope
+    return gradient.t() @ hidden.to(gradient.dtype), gradient.sum(0)
+
+
+def _shaped(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Scores after cap and temperature, and their derivative by the plain ones."""
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    scores = hidden.to(dtype) @ weight.to(dtype).t()
+    if bias is not None:
+        scores = scores + bias.to(dtype)
+    slope = torch.ones_like(scores)
+    if softcap:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = softcap * bent, 1.0 - bent.square()
+    return scores / temperature, slope / temperature

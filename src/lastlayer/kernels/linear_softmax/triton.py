@@ -1,0 +1,265 @@
+"""Cross entropy from hidden states of small width, tile by tile: scores never reach memory.
+
+With few numbers a class vector, writing a score costs more than making it again. Two kernels:
+
+* ``_mix_of_rows`` owns a tile of rows and walks over the classes with a running maximum, as flash
+  attention does with the class vectors for both keys and values. It leaves the logsumexp of each
+  row and the mean class vector under softmax, which is all that the gradient of hidden needs.
+* ``_gradient_of_classes`` owns a tile of classes and walks over the rows, making each score again.
+  A row of the weight's gradient is added up in float32 and written once, by one program.
+
+No locks and no atomics: the result does not depend on the order in which programs run.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Mix(NamedTuple):
+    """What the forward pass leaves of each row."""
+
+    lse: Tensor
+    mean_vector: Tensor
+
+
+def mix_of_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    softcap: float,
+    temperature: float,
+    mean_wanted: bool,
+) -> Mix:
+    """The logsumexp of each row, and ``sum_j p_j * slope_j * weight_j``, both float32.
+
+    ``slope`` is the derivative of the capped and tempered score by the plain one. The second is
+    empty where it is not wanted.
+    """
+    n, depth = hidden.shape
+    n_classes = weight.shape[0]
+    bias = None if bias is None else bias.contiguous()
+    rows, classes, warps, stages = _row_tiles(depth)
+    tiles = triton.cdiv(n, rows)
+    splits = _splits(tiles, n_classes, hidden)
+    lse = torch.empty(splits, n, device=hidden.device, dtype=torch.float32)
+    kept = n if mean_wanted else 0
+    mean = torch.empty(splits, kept, depth, device=hidden.device, dtype=torch.float32)
+    share = triton.cdiv(triton.cdiv(n_classes, splits), classes) * classes
+    _mix_of_rows[(tiles, splits)](
+        hidden, weight, bias, lse, mean, n, n_classes, depth, share, hidden.stride(0),
+        weight.stride(0), softcap, 1.0 / temperature, ROWS=rows, CLASSES=classes,
+        DEPTH=_padded(depth), EVEN=_padded(depth) == depth, BIASED=bias is not None,
+        CAPPED=softcap != 0.0, MEAN=mean_wanted, num_warps=warps, num_stages=stages,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    if splits == 1:
+        return Mix(lse[0], mean[0])
+    total = torch.logsumexp(lse, 0)
+    if not mean_wanted:
+        return Mix(total, mean[0])
+    return Mix(total, torch.einsum("sn,snd->nd", torch.exp(lse - total), mean))
+
+
+def gradient_of_classes(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    push: Tensor,
+    pull: Tensor,
+    softcap: float,
+    temperature: float,
+    weight_gradient: Tensor,
+    bias_gradient: Tensor | None,
+    add: bool,
+) -> None:
+    """Writes, or adds, ``sum_i (push_i p_ij - pull_i [j = target_i]) slope_ij hidden_i``."""
+    n, depth = hidden.shape
+    n_classes = weight.shape[0]
+    bias = None if bias is None else bias.contiguous()
+    rows, classes, warps, stages = _class_tiles(depth)
+    # Row factors such as 1/n would vanish in float16: they are brought to 1 and back.
+    size = push.abs().amax().clamp_min(1e-30)
+    # With rows in the order of their targets, those that belong to a tile of classes lie together,
+    # and all other tiles need not look for them.
+    target, order = torch.sort(target.int())
+    hidden, lse, push, pull = hidden[order], lse[order], push[order] / size, pull[order] / size
+    edges = torch.arange(0, n_classes + classes, classes, device=target.device, dtype=torch.int32)
+    since = torch.searchsorted(target, edges).int()
+    _gradient_of_classes[(triton.cdiv(n_classes, classes),)](
+        hidden, weight, bias, target, since, lse * LOG2E.value, push, pull, size,
+        weight_gradient, bias_gradient, n, n_classes, depth, hidden.stride(0), weight.stride(0),
+        weight_gradient.stride(0), softcap, 1.0 / temperature, ROWS=rows, CLASSES=classes,
+        DEPTH=_padded(depth), EVEN=_padded(depth) == depth, BIASED=bias is not None,
+        BIAS_GRADIENT=bias_gradient is not None, CAPPED=softcap != 0.0, ADD=add,
+        num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _padded(depth: int) -> int:
+    return max(16, triton.next_power_of_2(depth))
+
+
+def _row_tiles(depth: int) -> tuple[int, int, int, int]:
+    """Rows that a program owns, classes that it looks at together, warps and stages; measured."""
+    if depth <= 64:
+        return 64, 128, 4, 3
+    if depth <= 128:
+        return 128, 64, 4, 4
+    return 128, 64, 8, 3
+
+
+def _class_tiles(depth: int) -> tuple[int, int, int, int]:
+    """Rows that a program looks at together, classes that it owns, warps and stages; measured."""
+    if depth <= 64:
+        return 64, 128, 4, 3
+    if depth <= 128:
+        return 128, 64, 4, 2
+    return 64, 128, 8, 3
+
+
+def _splits(tiles: int, n_classes: int, hidden: Tensor) -> int:
+    """Into how many parts the classes are cut, so that all multiprocessors have work."""
+    if hidden.device.type != "cuda":
+        return min(2, n_classes)
+    units = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    return max(1, min(8 * units // tiles, n_classes // 1024, 16))
+
+
+@triton.jit
+def _tanh(x):
+    shrunk = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def _mix_of_rows(
+    hidden, weight, bias, lse, mean, n, n_classes, depth, share, hidden_row, weight_row, softcap,
+    inverse_temperature, ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(1)
+    step = tl.arange(0, DEPTH)
+    inside = step < depth
+    states = tl.load(
+        hidden + row[:, None] * hidden_row + step[None, :],
+        mask=(row < n)[:, None] & inside[None, :],
+        other=0.0,
+    )
+    peak = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    mixed = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
+    start = split * share
+    stop = tl.minimum(start + share, n_classes)
+    scale = inverse_temperature * LOG2E
+    for first in range(start, stop, CLASSES):
+        column = first + tl.arange(0, CLASSES)
+        live = column < stop
+        place = weight + column.to(tl.int64)[:, None] * weight_row + step[None, :]
+        if EVEN:
+            vectors = tl.load(place, mask=live[:, None], other=0.0)
+        else:
+            vectors = tl.load(place, mask=live[:, None] & inside[None, :], other=0.0)
+        scores = tl.dot(states, tl.trans(vectors))
+        if BIASED:
+            scores += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
+        if CAPPED:
+            bent = _tanh(scores / softcap)
+            scores = bent * softcap
+        if first + CLASSES > stop:
+            scores = tl.where(live[None, :], scores, -float("inf"))
+        grown = tl.maximum(peak, tl.max(scores, 1) * scale)
+        # A bias of -inf takes classes out: no class so far, and no difference of infinities.
+        origin = tl.where(grown == -float("inf"), 0.0, grown)
+        shares = tl.exp2(scores * scale - origin[:, None])
+        shrink = tl.exp2(peak - origin)
+        total = total * shrink + tl.sum(shares, 1)
+        if MEAN:
+            mixed = mixed * shrink[:, None]
+            if CAPPED:
+                shares *= 1.0 - bent * bent
+            mixed = tl.dot(shares.to(vectors.dtype), vectors, mixed)
+        peak = grown
+    tl.store(lse + split * n + row, (peak + tl.log2(total)) / LOG2E, mask=row < n)
+    if MEAN:
+        mixed = mixed * tl.where(total > 0.0, inverse_temperature / total, 0.0)[:, None]
+        tl.store(
+            mean + (split * n + row)[:, None] * depth + step[None, :],
+            mixed,
+            mask=(row < n)[:, None] & inside[None, :],
+        )
+
+
+@triton.jit
+def _gradient_of_classes(
+    hidden, weight, bias, target, since, log2_lse, push, pull, size, weight_gradient,
+    bias_gradient, n, n_classes, depth, hidden_row, weight_row, out_row, softcap,
+    inverse_temperature, ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr, BIASED: tl.constexpr, BIAS_GRADIENT: tl.constexpr, CAPPED: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * CLASSES + tl.arange(0, CLASSES)
+    live = column < n_classes
+    step = tl.arange(0, DEPTH)
+    inside = step < depth
+    vectors = tl.load(
+        weight + column.to(tl.int64)[:, None] * weight_row + step[None, :],
+        mask=live[:, None] & inside[None, :],
+        other=0.0,
+    )
+    if BIASED:
+        offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
+    first_own = tl.load(since + tl.program_id(0))
+    last_own = tl.load(since + tl.program_id(0) + 1)
+    scale = inverse_temperature * LOG2E
+    summed = tl.zeros((CLASSES, DEPTH), dtype=tl.float32)
+    bias_sum = tl.zeros((CLASSES,), dtype=tl.float32)
+    for first in range(0, n, ROWS):
+        row = first + tl.arange(0, ROWS)
+        known = row < n
+        place = hidden + row.to(tl.int64)[:, None] * hidden_row + step[None, :]
+        if EVEN:
+            states = tl.load(place, mask=known[:, None], other=0.0)
+        else:
+            states = tl.load(place, mask=known[:, None] & inside[None, :], other=0.0)
+        log2_sum = tl.load(log2_lse + row, mask=known, other=0.0)
+        push_row = tl.load(push + row, mask=known, other=0.0)
+        scores = tl.dot(vectors, tl.trans(states))
+        if BIASED:
+            scores += offset[:, None]
+        if CAPPED:
+            bent = _tanh(scores / softcap)
+            scores = bent * softcap
+        gradient = tl.exp2(scores * scale - log2_sum[None, :]) * push_row[None, :]
+        if (first < last_own) & (first + ROWS > first_own):
+            pull_row = tl.load(pull + row, mask=known, other=0.0)
+            right = tl.load(target + row, mask=known, other=-1)
+            own = column[:, None] == right[None, :]
+            gradient = tl.where(own, gradient - pull_row[None, :], gradient)
+        if CAPPED:
+            gradient *= 1.0 - bent * bent
+        if BIAS_GRADIENT:
+            bias_sum += tl.sum(gradient, 1)
+        summed = tl.dot(gradient.to(states.dtype), states, summed)
+    back = tl.load(size) * inverse_temperature
+    out = weight_gradient + column.to(tl.int64)[:, None] * out_row + step[None, :]
+    shown = live[:, None] & inside[None, :]
+    summed *= back
+    if ADD:
+        summed += tl.load(out, mask=shown, other=0.0).to(tl.float32)
+    tl.store(out, summed.to(weight_gradient.dtype.element_ty), mask=shown)
+    if BIAS_GRADIENT:
+        place = bias_gradient + column
+        bias_sum *= back
+        if ADD:
+            bias_sum += tl.load(place, mask=live, other=0.0).to(tl.float32)
+        tl.store(place, bias_sum.to(bias_gradient.dtype.element_ty), mask=live)

@@ -1,0 +1,276 @@
+"""Cross entropy of rows on the CPU: a pass for the peak, one for the sums, one for the gradient.
+
+A row stays in the cache between them. README.md beside this file has the derivation.
+"""
+
+import math
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from lastlayer.kernels._keys import BLOCK, bits, find_peaks, keys_of
+from lastlayer.kernels._threads import by_rows
+from lastlayer.kernels.softmax_rows._exp import exp, tanh_and_slope
+
+# Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+# Scores between which sums go over to float64; they and what is made of them fit the L1 cache.
+_SPAN = 1024
+# Numbers that are widened at a time where scores are not in rows of float32 or float64.
+_WIDENED = 1 << 20
+
+
+def forward_(
+    scores: Tensor,
+    target: Tensor,
+    target_scores: Tensor,
+    row_scale: Tensor | None,
+    class_weight: Tensor | None,
+    smoothing: float,
+    z_loss: float,
+    softcap: float,
+    temperature: float,
+    statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As the reference's."""
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    n_rows, n = scores.shape
+    loss = torch.empty(n_rows, dtype=dtype)
+    lse = torch.empty_like(loss)
+    kept = n_rows if statistics else 0
+    entropy = loss.new_empty(kept)
+    argmax, rank = target.new_empty(kept), target.new_empty(kept)
+    per_row = [target, target_scores.to(dtype), loss, lse, entropy, argmax, rank]
+    per_row.append(loss.new_empty(0) if row_scale is None else row_scale.to(dtype))
+    weights = loss.new_empty(0) if class_weight is None else class_weight.to(dtype)
+    shared = (
+        weights.detach().contiguous().numpy(),
+        float(n) if class_weight is None else float(class_weight.double().sum()),
+        smoothing, z_loss, softcap, temperature,
+    )  # fmt: skip
+    if scores.dtype == dtype and scores.is_contiguous():
+        _run(scores, per_row, shared)
+        return loss, lse, entropy, argmax, rank
+    step = max(1, _WIDENED // max(1, n))
+    for first in range(0, n_rows, step):
+        part = slice(first, first + step)
+        wide = scores[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
+        _run(wide, [each[part] for each in per_row], shared)
+        if row_scale is not None:
+            scores[part] = wide
+    return loss, lse, entropy, argmax, rank
+
+
+def _run(scores: Tensor, per_row: list[Tensor], shared: tuple[object, ...]) -> None:
+    rows = scores.detach().numpy()
+    arrays = [each.detach().contiguous().numpy() for each in per_row]
+    if rows.size:
+        _forward_rows(*rows.shape, rows, bits(rows), *arrays, *shared, keys_of(rows.dtype))
+
+
+@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+def _forward(
+    start, stop, rows, row_bits, target, exact, loss, lse, entropy, argmax, rank, row_scale,
+    weights, weight_sum, smoothing, z_loss, softcap, temperature, keys,
+):  # fmt: skip
+    n = rows.shape[1]
+    real = rows.dtype.type
+    peak_bits = np.empty((n + BLOCK - 1) // BLOCK + 1, row_bits.dtype)
+    peaks = peak_bits.view(rows.dtype)
+    capped, smooth, weighted = softcap != 0.0, smoothing != 0.0, len(weights) > 0
+    values, slopes = np.empty(_SPAN, rows.dtype), np.empty(_SPAN, rows.dtype)
+    shares, lanes = np.empty(_SPAN, rows.dtype), np.empty(BLOCK, rows.dtype)
+    # A soft cap has slopes, for which the scores are looked at again.
+    keep_shares = len(row_scale) > 0 and not capped
+    inverse = real(1.0 / temperature)
+    for row in range(start, stop):
+        x = rows[row]
+        right = target[row]
+        rounded = x[right]
+        if len(entropy):
+            state = find_peaks(row_bits, row, peak_bits, keys)
+            argmax[row] = _first_of_largest(x, peaks, state)
+            rank[row] = _count_above(x, rounded)
+        x[right] = exact[row]
+        peak, at_target, slope = _largest(x, lanes), float(exact[row]), 1.0 / temperature
+        if capped:
+            bent = math.tanh(at_target / softcap)
+            at_target, slope = softcap * bent, slope * (1.0 - bent * bent)
+            peak = real(softcap * math.tanh(peak / softcap))
+        # With nothing but -inf there is no difference to take.
+        origin = real(0.0) if peak == -math.inf else peak
+
+        # The target is left out of the sums, so that 1 - p is not what remains of 1.
+        others, mixed, above_all = 0.0, 0.0, 0.0
+        for first in range(0, n, _SPAN):
+            span = x[first : first + _SPAN]
+            if capped:
+                span = _bent(span, real(softcap), values, slopes)
+            part = _shares_of(span, origin, inverse, shares)
+            if first <= right < first + len(span):
+                part[right - first] = 0.0
+            others += _sum(part)
+            if len(entropy):
+                mixed += _sum_mixed(part, span, origin)
+            if smooth:
+                above_all += _sum_weighted(weights[first : first + _SPAN], span, origin)
+            if keep_shares:
+                _copy(part, span)
+        distance = (at_target - origin) / temperature
+        share = math.exp(distance)
+        total = others + share
+        log_total = math.log(total)
+        log_sum = origin / temperature + log_total
+
+        right_weight = float(weights[right]) if weighted else 1.0
+        pull = (1.0 - smoothing) * right_weight
+        spread = smoothing / n
+        more = 2.0 * z_loss * log_sum
+        cost = math.log1p(others / share) if others < share else log_total - distance
+        cost = pull * cost + z_loss * log_sum * log_sum
+        if smooth:
+            cost += spread * (weight_sum * log_total - above_all / temperature)
+            more += spread * weight_sum
+        loss[row], lse[row] = cost, log_sum
+        if len(entropy):
+            if share > 0.0:
+                mixed += share * (at_target - origin)
+            entropy[row] = log_total - mixed / (total * temperature)
+
+        if len(row_scale) == 0:
+            x[right] = rounded
+            continue
+        scale = float(row_scale[row])
+        push = pull + more
+        factor = real(push * scale / (total * temperature))
+        lift = spread * scale / temperature
+        for first in range(0, n, _SPAN):
+            span = x[first : first + _SPAN]
+            part = span
+            if capped:
+                bent_span = _bent(span, real(softcap), values, slopes)
+                part = _shares_of(bent_span, origin, inverse, shares)
+            _fill_gradient(part, factor, real(lift), weights[first : first + _SPAN])
+            if capped:
+                _multiply(part, slopes, span)
+        true = more - push * (others / total) - spread * right_weight
+        x[right] = true * slope * scale
+
+
+@njit(nogil=True, error_model="numpy")
+def _first_of_largest(x, peaks, state):
+    """The first place of the maximum; a NaN counts as one, as it does in torch."""
+    if state < 0:
+        for i in range(len(x)):
+            if math.isnan(x[i]):
+                return i
+    for block in range(len(peaks) - 1):
+        if peaks[block] == peaks[-1]:
+            for i in range(block * BLOCK, min(len(x), (block + 1) * BLOCK)):
+                if x[i] == peaks[-1]:
+                    return i
+    return 0
+
+
+@njit(nogil=True)
+def _largest(x, lanes):
+    """The largest score that is a number; a NaN is left to the sums."""
+    lanes[:] = -math.inf
+    whole = len(x) // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        # Lane by lane: a maximum over all of them is not vectorised where there may be a NaN.
+        for i in range(BLOCK):
+            value = x[first + i]
+            lanes[i] = value if value > lanes[i] else lanes[i]
+    largest = lanes[0]
+    for i in range(1, BLOCK):
+        largest = max(largest, lanes[i])
+    for i in range(whole, len(x)):
+        largest = x[i] if x[i] > largest else largest
+    return largest
+
+
+@njit(nogil=True)
+def _count_above(x, floor):
+    count = 0
+    for i in range(len(x)):
+        count += x[i] > floor
+    return count
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _bent(span, softcap, values, slopes):
+    """Capped scores; their slopes go into ``slopes``."""
+    inverse = span.dtype.type(1.0) / softcap
+    for i in range(len(span)):
+        bent, slope = tanh_and_slope(span[i] * inverse)
+        values[i] = softcap * bent
+        slopes[i] = slope
+    return values[: len(span)]
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _shares_of(span, origin, inverse, shares):
+    for i in range(len(span)):
+        shares[i] = exp((span[i] - origin) * inverse)
+    return shares[: len(span)]
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _sum(part):
+    total = part.dtype.type(0.0)
+    for i in range(len(part)):
+        total += part[i]
+    return total
+
+
+@njit(nogil=True)
+def _copy(part, out):
+    for i in range(len(part)):
+        out[i] = part[i]
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _sum_mixed(part, span, origin):
+    """Shares times the distances to the peak; a share of 0 has no part, however far it is."""
+    zero = part.dtype.type(0.0)
+    total = zero
+    for i in range(len(part)):
+        product = part[i] * (span[i] - origin)
+        total += zero if part[i] == zero else product
+    return total
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _sum_weighted(weights, span, origin):
+    """Distances to the peak times the weights of their classes, 1 where there are none."""
+    total = span.dtype.type(0.0)
+    if len(weights):
+        for i in range(len(span)):
+            total += weights[i] * (span[i] - origin)
+    else:
+        for i in range(len(span)):
+            total += span[i] - origin
+    return total
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _fill_gradient(part, factor, lift, weights):
+    """From shares to the gradient: of the sum, less that of smoothing."""
+    if len(weights):
+        for i in range(len(part)):
+            part[i] = part[i] * factor - lift * weights[i]
+    else:
+        for i in range(len(part)):
+            part[i] = part[i] * factor - lift
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _multiply(left, right, out):
+    for i in range(len(left)):
+        out[i] = left[i] * right[i]
+
+
+_forward_rows = by_rows(_forward)

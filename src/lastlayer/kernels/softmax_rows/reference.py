@@ -1,0 +1,63 @@
+"""Cross entropy of rows in plain torch: defines the truth."""
+
+import torch
+from torch import Tensor
+
+
+def forward_(
+    scores: Tensor,
+    target: Tensor,
+    target_scores: Tensor,
+    row_scale: Tensor | None,
+    class_weight: Tensor | None,
+    smoothing: float,
+    z_loss: float,
+    softcap: float,
+    temperature: float,
+    statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss, logsumexp, entropy, argmax and rank of the target, for each row.
+
+    Where ``row_scale`` is given, ``scores`` become the gradient of ``sum(row_scale * loss)``.
+    Entropy, argmax and rank are empty without ``statistics``.
+    """
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    n_classes = scores.shape[-1]
+    place = target.unsqueeze(-1)
+    values = scores.to(dtype)
+    entropy, argmax, rank = values.new_empty(0), target.new_empty(0), target.new_empty(0)
+    if statistics:
+        argmax = values.argmax(-1)
+        rank = (values > values.gather(-1, place)).sum(-1)
+    values = values.scatter(-1, place, target_scores.to(dtype).unsqueeze(-1))
+    slope: float | Tensor = 1.0 / temperature
+    if softcap:
+        bent = torch.tanh(values / softcap)
+        values, slope = softcap * bent, (1.0 - bent.square()) / temperature
+    values = values / temperature
+
+    weights = torch.ones(n_classes, dtype=dtype, device=scores.device)
+    weights = weights if class_weight is None else class_weight.to(dtype)
+    lse = torch.logsumexp(values, -1)
+    at_target = values.gather(-1, place).squeeze(-1)
+    pull = (1.0 - smoothing) * weights[target]
+    spread = smoothing / n_classes
+    loss = pull * (lse - at_target) + z_loss * lse.square()
+    push = pull + 2.0 * z_loss * lse
+    if smoothing:
+        loss = loss + spread * (weights.sum() * lse - values @ weights)
+        push = push + spread * weights.sum()
+    probs = torch.exp(values - lse.unsqueeze(-1))
+    if statistics:
+        entropy = lse - torch.where(probs > 0, probs * values, 0.0).sum(-1)
+    if row_scale is not None:
+        gradient = probs * push.unsqueeze(-1)
+        if smoothing:
+            gradient = gradient - spread * weights
+        # (p - 1) from the exact score: the difference of rounded ones would lose it near 1.
+        true = push * torch.expm1(at_target - lse) + (push - pull)
+        if smoothing:
+            true = true - spread * weights[target]
+        gradient = gradient.scatter(-1, place, true.unsqueeze(-1)) * slope
+        scores.copy_(gradient * row_scale.to(dtype).unsqueeze(-1))
+    return loss, lse, entropy, argmax, rank

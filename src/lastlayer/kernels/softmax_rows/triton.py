@@ -1,0 +1,165 @@
+"""Cross entropy of rows on CUDA: one program a row, which it reads twice and writes once.
+
+The second reading finds the row in the L2 cache: few large programs run at a time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Scores that a program looks at together.
+WIDEST_BLOCK = 4096
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def forward_(
+    scores: Tensor,
+    target: Tensor,
+    target_scores: Tensor,
+    row_scale: Tensor | None,
+    class_weight: Tensor | None,
+    smoothing: float,
+    z_loss: float,
+    softcap: float,
+    temperature: float,
+    statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As the reference's."""
+    n_rows, n = scores.shape
+    loss = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
+    lse = torch.empty_like(loss)
+    kept = n_rows if statistics else 0
+    entropy = loss.new_empty(kept)
+    argmax, rank = target.new_empty(kept), target.new_empty(kept)
+    if n_rows:
+        block = min(WIDEST_BLOCK, max(32, triton.next_power_of_2(n)))
+        _softmax_row[(n_rows,)](
+            scores, target, target_scores, row_scale, class_weight,
+            None if class_weight is None or not smoothing else class_weight.sum(),
+            loss, lse, entropy, argmax, rank, n, scores.stride(0), smoothing, z_loss, softcap,
+            1.0 / temperature, BLOCK=block, GRADIENT=row_scale is not None,
+            WEIGHTED=class_weight is not None, SMOOTH=smoothing != 0.0, CAPPED=softcap != 0.0,
+            STATISTICS=statistics, num_warps=max(1, block // 512), enable_fp_fusion=True,
+        )  # fmt: skip
+    return loss, lse, entropy, argmax, rank
+
+
+@triton.jit
+def _tanh(x):
+    # Not exp(2x) alone: it overflows.
+    shrunk = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def _shaped(values, softcap, inverse_temperature, CAPPED: tl.constexpr):
+    """Scores after the soft cap and the temperature, and their slope."""
+    if CAPPED:
+        bent = _tanh(values / softcap)
+        return bent * (softcap * inverse_temperature), (1.0 - bent * bent) * inverse_temperature
+    else:
+        return values * inverse_temperature, inverse_temperature
+
+
+@triton.jit
+def _softmax_row(
+    scores, target, target_scores, row_scale, class_weight, weight_sum, loss, lse, entropy, argmax,
+    rank, n, stride, smoothing, z_loss, softcap, inverse_temperature,
+    BLOCK: tl.constexpr, GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr,
+    CAPPED: tl.constexpr, STATISTICS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * stride
+    right = tl.load(target + row)
+    exact = tl.load(target_scores + row).to(tl.float32)
+    if STATISTICS:
+        rounded = tl.load(scores + right).to(tl.float32)
+
+    peak = -float("inf")
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    smooth_sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    score_sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    higher = tl.zeros((BLOCK,), dtype=tl.int32)
+    best = -float("inf")
+    best_at = 0
+    for first in range(0, n, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        live = column < n
+        values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+        if STATISTICS:
+            higher += (values > rounded).to(tl.int32)
+            top, at = tl.max(values, 0, return_indices=True)
+            best_at = tl.where(top > best, first + at, best_at)
+            best = tl.maximum(best, top)
+        values = tl.where(column == right, exact, values)
+        values, _ = _shaped(values, softcap, inverse_temperature, CAPPED)
+        if CAPPED:
+            values = tl.where(live, values, -float("inf"))
+        grown = tl.maximum(peak, tl.max(values, 0))
+        # -inf everywhere so far: nothing to scale, and no difference of infinities.
+        origin = tl.where(grown == -float("inf"), 0.0, grown)
+        shrink = tl.exp(peak - origin)
+        shares = tl.exp2((values - origin) * LOG2E)
+        sums = sums * shrink + shares
+        if STATISTICS:
+            present = tl.where(shares > 0.0, values, 0.0)
+            score_sums = score_sums * shrink + shares * present
+        if SMOOTH:
+            present = tl.where(live, values, 0.0)
+            if WEIGHTED:
+                present *= tl.load(class_weight + column, mask=live, other=0.0).to(tl.float32)
+            smooth_sums += present
+        peak = grown
+    total = tl.sum(sums, 0)
+    log_sum = peak + tl.log(total)
+
+    at_target, slope_at_target = _shaped(exact, softcap, inverse_temperature, CAPPED)
+    pull = 1.0 - smoothing
+    weights = n * 1.0
+    right_weight = 1.0
+    if WEIGHTED:
+        right_weight = tl.load(class_weight + right).to(tl.float32)
+        pull *= right_weight
+        if SMOOTH:
+            weights = tl.load(weight_sum).to(tl.float32)
+    spread = smoothing / n
+    row_loss = pull * (log_sum - at_target) + z_loss * log_sum * log_sum
+    push = pull + 2.0 * z_loss * log_sum
+    if SMOOTH:
+        row_loss += spread * (weights * log_sum - tl.sum(smooth_sums, 0))
+        push += spread * weights
+    tl.store(loss + row, row_loss)
+    tl.store(lse + row, log_sum)
+    if STATISTICS:
+        tl.store(entropy + row, log_sum - tl.sum(score_sums, 0) / total)
+        tl.store(argmax + row, best_at)
+        tl.store(rank + row, tl.sum(higher, 0).to(tl.int64))
+
+    if GRADIENT:
+        scale = tl.load(row_scale + row).to(tl.float32)
+        # p - 1 from the exact score, where it is small without cancelling.
+        gap = at_target - log_sum
+        below_one = tl.where(gap > -0.1, gap * (1.0 + gap * (0.5 + gap * (
+            0.16666667 + gap * (0.041666668 + gap * 0.008333334)))), tl.exp(gap) - 1.0)  # fmt: skip
+        true = push * below_one + (push - pull)
+        if SMOOTH:
+            true -= spread * right_weight
+        true *= scale * slope_at_target
+        push *= scale
+        spread *= scale
+        for first in range(0, n, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            live = column < n
+            values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+            values, slope = _shaped(values, softcap, inverse_temperature, CAPPED)
+            gradient = tl.exp2((values - log_sum) * LOG2E) * push
+            if SMOOTH:
+                if WEIGHTED:
+                    weight = tl.load(class_weight + column, mask=live, other=0.0).to(tl.float32)
+                    gradient -= spread * weight
+                else:
+                    gradient -= spread
+            gradient = tl.where(column == right, true, gradient * slope)
+            tl.store(scores + column, gradient.to(scores.dtype.element_ty), mask=live)

@@ -1,0 +1,41 @@
+"""Each implementation of a kernel that can run here, with a device for it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lastlayer import kernels
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Of a number that is stored; Triton's interpreter cuts bfloat16 off where hardware rounds.
+ROUNDING = {
+    torch.float64: 2.0**-52,
+    torch.float32: 2.0**-23,
+    torch.bfloat16: 2.0**-7,
+    torch.float16: 2.0**-10,
+}
+# Below these numbers have fewer bits; float16 has such numbers among ordinary gradients.
+SMALLEST = {torch.float64: 0.0, torch.float32: 1e-37, torch.bfloat16: 1e-37, torch.float16: 1e-7}
+
+every_implementation = pytest.mark.parametrize("impl", kernels.IMPLEMENTATIONS)
+
+
+def place(impl: str, dtype: torch.dtype = torch.float32) -> str:
+    """The device on which an implementation is tested; skips what cannot run."""
+    reason = kernels.available()[impl]
+    if reason is not None:
+        pytest.skip(reason)
+    if impl == "triton" and dtype == torch.float64:
+        pytest.skip("Triton kernels have no float64")
+    return "cuda" if impl != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def error(actual: Tensor, expected: Tensor, size: Tensor | float = 1.0) -> float:
+    """The largest difference to the float64 truth, in units of ``size``; NaN must meet NaN."""
+    actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
+    assert actual.shape == expected.shape
+    assert torch.equal(actual.isnan(), expected.isnan()), "NaN in other places"
+    infinite = expected.isinf()
+    assert torch.equal(actual[infinite], expected[infinite]), "infinities in other places"
+    difference = torch.where(infinite, 0.0, actual - expected).nan_to_num().abs() / size
+    return float(difference.max()) if difference.numel() else 0.0

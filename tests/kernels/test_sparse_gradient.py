@@ -1,0 +1,170 @@
+"""Products with a score gradient of few non-zeros, against the dense ones in float64."""
+
+import pytest
+import torch
+from implementations import DTYPES, ROUNDING, SMALLEST, error, every_implementation, place
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lastlayer.kernels import sparse_gradient
+
+# Rows, classes, width, entries a row: more classes than entries, and the other way round.
+SHAPES = [(1, 1, 1, 1), (4, 90, 20, 3), (6, 3, 7, 18), (2, 5, 530, 2), (0, 4, 5, 2), (3, 4, 5, 0)]
+
+
+def problem(n, n_classes, depth, k, dtype, device):
+    """Values with padding, and classes that repeat in a row where there are few."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    values = torch.randn(n, k, dtype=wide)
+    values[torch.rand(n, k) < 0.3] = 0
+    classes = torch.randint(n_classes, (n, k))
+    weight, hidden = torch.randn(n_classes, depth), torch.randn(n, depth)
+    return values.to(device), classes.to(device), weight.to(device, dtype), hidden.to(device, dtype)
+
+
+def dense(values: Tensor, classes: Tensor, n_classes: int) -> Tensor:
+    result = torch.zeros(values.shape[0], n_classes, dtype=torch.float64)
+    for row in range(values.shape[0]):
+        for value, chosen in zip(values[row].tolist(), classes[row].tolist(), strict=True):
+            result[row, chosen] += value
+    return result
+
+
+def check_to_hidden(impl, values, classes, weight):
+    result = sparse_gradient.to_hidden(impl, values, classes, weight)
+    assert result.dtype == weight.dtype
+    expected = dense(values, classes, weight.shape[0]) @ weight.cpu().double()
+    size = dense(values.abs(), classes, weight.shape[0]) @ weight.cpu().double().abs()
+    assert error(result, expected, slack(size, expected, weight.dtype, weight.dtype)) <= 1
+
+
+def check_to_weight(impl, values, classes, hidden, before):
+    total = before.clone(memory_format=torch.preserve_format)
+    sparse_gradient.add_to_weight_(impl, values, classes, hidden, total)
+    n_classes = before.shape[0]
+    product = dense(values, classes, n_classes).t() @ hidden.cpu().double()
+    expected = before.cpu().double() + product
+    size = dense(values.abs(), classes, n_classes).t() @ hidden.cpu().double().abs()
+    size = size + before.cpu().double().abs()
+    assert error(total, expected, slack(size, expected, hidden.dtype, before.dtype)) <= 1
+    untouched = dense((values != 0).double(), classes, n_classes).sum(0) == 0
+    assert torch.equal(total.cpu()[untouched], before.cpu()[untouched])
+
+
+def slack(size: Tensor, expected: Tensor, computed: torch.dtype, stored: torch.dtype) -> Tensor:
+    """What rounding may do to a sum whose terms have that size together."""
+    wide = 2.0**-52 if computed == torch.float64 else 2.0**-23
+    return 4 * wide * size + ROUNDING[stored] * expected.abs() + SMALLEST[stored] + 1e-300
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_to_hidden(impl, dtype):
+    for shape in SHAPES:
+        values, classes, weight, _ = problem(*shape, dtype, place(impl, dtype))
+        check_to_hidden(impl, values, classes, weight)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_to_weight(impl, dtype, wide):
+    """Into memory of the same dtype, or of float32 from half precision."""
+    for shape in SHAPES:
+        values, classes, weight, hidden = problem(*shape, dtype, place(impl, dtype))
+        before = weight.float() if wide and dtype.itemsize < 4 else weight
+        check_to_weight(impl, values, classes, hidden, before)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(impl, dtype):
+    values, classes, weight, hidden = problem(5, 30, 24, 4, dtype, place(impl, dtype))
+    turned = [each.t().contiguous().t() for each in (values, classes, weight, hidden)]
+    check_to_hidden(impl, turned[0], turned[1], weight)
+    check_to_weight(impl, turned[0], turned[1], hidden, weight)
+    for vectors in (turned[2], weight.repeat(2, 2)[::2, :24]):
+        check_to_hidden(impl, values, classes, vectors)
+        check_to_weight(impl, values, classes, hidden, vectors)
+    check_to_weight(impl, values, classes, turned[3], weight)
+
+
+@every_implementation
+def test_padding_is_never_looked_at(impl):
+    """Neither its class vector nor the gradient of its class: both may hold anything."""
+    values, classes, weight, hidden = problem(4, 60, 8, 5, torch.float32, place(impl))
+    classes = classes.clamp(min=1)
+    values[:, 0] = 0
+    classes[:, 0] = 0
+    before = weight.clone()
+    before[0] = 1e30
+    check_to_weight(impl, values, classes, hidden, before)
+    check_to_hidden(impl, values, classes, weight)
+
+
+@every_implementation
+def test_the_order_of_sums_is_fixed(impl):
+    values, classes, weight, hidden = problem(40, 5, 12, 6, torch.float32, place(impl))
+    results = []
+    for _ in range(2):
+        total = weight.clone()
+        sparse_gradient.add_to_weight_(impl, values, classes, hidden, total)
+        results.append((total, sparse_gradient.to_hidden(impl, values, classes, weight)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_classes", [1, 3, 400])
+def test_threads_and_pieces_change_nothing(dtype, n_classes, monkeypatch):
+    """However the entries of a class are spread, one thread adds them up, in one order."""
+    place("cpu")
+    from lastlayer.kernels.sparse_gradient import cpu
+
+    values, classes, weight, hidden = problem(300, n_classes, 48, 9, dtype, "cpu")
+    classes = torch.minimum(classes, torch.randint(n_classes, classes.shape))
+
+    def both():
+        total = weight.clone()
+        sparse_gradient.add_to_weight_("cpu", values, classes, hidden, total)
+        return total, sparse_gradient.to_hidden("cpu", values, classes, weight)
+
+    alone = both()
+    check_to_weight("cpu", values, classes, hidden, weight)
+    before = torch.get_num_threads()
+    monkeypatch.setattr(cpu, "_WIDENED", 150 * 48)
+    torch.set_num_threads(3)
+    try:
+        together = both()
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone[0], together[0])
+    assert torch.equal(alone[1], together[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cpu_needs_no_memory_for_classes_without_entries(dtype):
+    """The gradient of a weight can be most of what a machine holds: there is no copy of it."""
+    place("cpu")
+    from lastlayer.kernels.sparse_gradient import cpu
+
+    values, classes, weight, hidden = problem(5, 5000, 16, 4, dtype, "cpu")
+    with LargestResult(weight) as watch:
+        cpu.add_to_weight_(values, classes, hidden, weight)
+        cpu.to_hidden(values, classes, weight)
+    assert 0 < watch.numbers <= 5 * 4 * 16
+
+
+class LargestResult(TorchDispatchMode):
+    """The most numbers that an operation of torch gave memory to."""
+
+    def __init__(self, known: Tensor) -> None:
+        super().__init__()
+        self.numbers, self._known = 0, known.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple) else (result,):
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() != self._known:
+                self.numbers = max(self.numbers, each.numel())
+        return result
