@@ -1,0 +1,51 @@
+"""How many rows of scores are stored at a time."""
+
+from typing import Any
+
+from torch import Tensor
+
+# Bytes of scores. The larger a chunk, the less often the weight and its gradient are read; on a
+# CPU they are out of the cache either way, and memory is what one comes for.
+_BYTES = {"cuda": 1_060_000_000, "cpu": 48_000_000}
+_LOW_BYTES = {"cuda": 290_000_000, "cpu": 12_000_000}
+# Rows that suit the tiles of a matrix unit.
+_STEP = {"cuda": 128, "cpu": 8}
+
+
+def check_chunk_rows(chunk_rows: Any) -> None:
+    """A whole number of at least 1, "auto" or "low"."""
+    if chunk_rows in ("auto", "low") and isinstance(chunk_rows, str):
+        return
+    if not isinstance(chunk_rows, int) or isinstance(chunk_rows, bool):
+        raise TypeError(
+            f"chunk_rows: expected an int, 'auto' or 'low', got {type(chunk_rows).__name__} "
+            f"{chunk_rows!r}"
+        )
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows: expected at least 1, got {chunk_rows}")
+
+
+def budget_bytes(chunk_rows: str, hidden: Tensor) -> int:
+    """Bytes of scores that "auto" or "low" allow."""
+    return (_BYTES if chunk_rows == "auto" else _LOW_BYTES)[_kind(hidden)]
+
+
+def _kind(hidden: Tensor) -> str:
+    return "cpu" if hidden.device.type == "cpu" else "cuda"
+
+
+def rows_at_a_time(
+    chunk_rows: int | str, hidden: Tensor, n_classes: int, copies: float = 1.0
+) -> int:
+    """Rows of a chunk; ``copies`` is how many times its scores are held in memory."""
+    n = max(1, hidden.shape[0])
+    if isinstance(chunk_rows, int):
+        return min(n, chunk_rows)
+    step = _STEP[_kind(hidden)]
+    budget = budget_bytes(chunk_rows, hidden)
+    fitting = int(budget / (max(1, n_classes) * hidden.element_size() * copies))
+    fitting = fitting // step * step or max(1, fitting)
+    # Chunks of the same size: a small last one would pay for the whole weight again.
+    chunks = -(-n // fitting)
+    even = -(-n // chunks)
+    return min(n, -(-even // step) * step)

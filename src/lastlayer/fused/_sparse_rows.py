@@ -1,0 +1,89 @@
+"""From the probabilities of a chunk to its losses and score gradient, as lists or dense.
+
+Both are the Fenchel-Young loss ``<p - y, scores> + H(p)`` with gradient ``p - y``, times the
+weight of the target's class.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lastlayer import kernels
+from lastlayer.fused.engine import Chunk, RowResult, Sparse
+
+# Dense probabilities are held for one of so many parts of a chunk, beside its scores.
+PIECES = 4
+
+
+def can_wait(scores: Tensor) -> bool:
+    """Whether the host may read a number: not while a CUDA graph is being captured."""
+    return scores.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def lead_of_classes(
+    scores: Tensor, chunk: Chunk, classes: Tensor, listed: Tensor | None, rounded: bool
+) -> Tensor:
+    """By how much each of the classes (rows, k) beats the target; -inf where it is not listed."""
+    if rounded:
+        wanted = classes if listed is None else torch.where(listed, classes, -1)
+        lead = chunk.exact_scores(wanted) - chunk.target_scores.unsqueeze(-1)
+    else:
+        lead = scores.gather(-1, classes) - scores.gather(-1, chunk.target.unsqueeze(-1))
+    return lead if listed is None else torch.where(listed, lead, -math.inf)
+
+
+def sparse_rows(
+    chunk: Chunk,
+    class_weight: Tensor | None,
+    probs: Tensor,
+    classes: Tensor,
+    lead: Tensor,
+    entropy: Tensor,
+) -> RowResult:
+    """From the probabilities (rows, k) of some classes, and the entropy of each row.
+
+    ``lead`` says by how much each class beats the target.
+    """
+    place = chunk.target.unsqueeze(-1)
+    # Not `probs > 0`: a NaN has to show.
+    loss = torch.where(probs == 0, 0.0, probs * lead).sum(-1) + entropy
+    weights = torch.ones_like(loss) if class_weight is None else class_weight[chunk.target]
+    loss = loss * weights
+    if chunk.row_scale is None:
+        return RowResult(loss, None)
+    scale = (chunk.row_scale * weights).unsqueeze(-1)
+    values = torch.cat([probs * scale, -scale], -1)
+    return RowResult(loss, Sparse(values, torch.cat([classes, place], -1)))
+
+
+def dense_rows(
+    scores: Tensor,
+    chunk: Chunk,
+    class_weight: Tensor | None,
+    alpha: float,
+    probabilities: Callable[[Tensor], Tensor],
+) -> RowResult:
+    """From all probabilities, a few rows at a time; the scores' memory becomes the gradient."""
+    weights = None if class_weight is None else class_weight[chunk.target]
+    scale = chunk.row_scale
+    if scale is not None and weights is not None:
+        scale = scale * weights
+    losses = []
+    step = max(1, -(-scores.shape[0] // PIECES))
+    for first in range(0, max(1, scores.shape[0]), step):
+        part = slice(first, first + step)
+        probs = probabilities(scores[part])
+        some_scale = None if scale is None else scale[part]
+        losses.append(
+            kernels.entmax_rows.forward_(
+                "auto", probs, scores[part], chunk.target[part], some_scale, alpha
+            )
+        )
+        if scale is not None:
+            scores[part] = probs
+    loss = torch.cat(losses)
+    if weights is not None:
+        loss = loss * weights
+    return RowResult(loss, None if scale is None else scores)
