@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lastlayer import fused, heads
     from lastlayer._debug import debug
     from lastlayer.losses import (
         EntmaxLoss,
@@ -46,6 +47,8 @@ _HOME = {
     "SparsemaxLoss": "lastlayer.losses",
     "TopKSoftmaxLoss": "lastlayer.losses",
 }
+# Packages with public names of their own: lastlayer.heads.Entmax is not lastlayer.Entmax.
+_PACKAGES = ("fused", "heads")
 
 __all__ = [
     "Entmax",
@@ -60,6 +63,8 @@ __all__ = [
     "entmax_loss",
     "entmax_support",
     "fenchel_young_loss",
+    "fused",
+    "heads",
     "sparsemax",
     "sparsemax_loss",
     "topk_softmax",
@@ -68,6 +73,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"lastlayer.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'lastlayer' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -15,7 +15,8 @@ def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor
         group = min(16, triton.next_power_of_2(k))
         _class_scores[(n, triton.cdiv(k, group))](
             hidden, weight, None if bias is None else bias.contiguous(), classes.contiguous(),
-            scores, k, depth, hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1), GROUP=group,
+            scores, k, depth, hidden.stride(0), hidden.stride(1), weight.stride(0),
+            weight.stride(1), GROUP=group,
             DEPTH=min(1024, max(16, triton.next_power_of_2(depth))), BIASED=bias is not None,
             enable_fp_fusion=True,
         )  # fmt: skip

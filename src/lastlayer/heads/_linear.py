@@ -1,0 +1,128 @@
+"""What the heads with one vector a class share."""
+
+import math
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lastlayer._checks import check_class_weight
+from lastlayer.fused._chunks import check_chunk_rows
+from lastlayer.heads._scoring import ScoringHead
+
+
+class LinearHead(ScoringHead):
+    """Scores ``hidden @ weight.T + bias``, a chunk of rows at a time; a map and its loss on them.
+
+    ``weight`` is ``(n_classes, in_features)`` and ``bias`` ``(n_classes,)``, or None, as in
+    ``nn.Linear``.
+    """
+
+    weight: Parameter
+    bias: Parameter | None
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        bias: bool = True,
+        *,
+        class_weight: Tensor | None = None,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+        chunk_rows: int | str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, n_classes, ignore_index=ignore_index, reduction=reduction)
+        check_chunk_rows(chunk_rows)
+        self.chunk_rows = chunk_rows
+        self.weight = Parameter(torch.empty(n_classes, in_features, device=device, dtype=dtype))
+        biases = torch.empty(n_classes, device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if biases is None else Parameter(biases))
+        if class_weight is not None:
+            check_class_weight(class_weight, self.weight.t(), name="class_weight")
+            class_weight = class_weight.detach().to(self.weight.device)
+        self.register_buffer("class_weight", class_weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fresh numbers, distributed as those of ``nn.Linear``."""
+        bound = 1.0 / math.sqrt(self.in_features)
+        torch.nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            torch.nn.init.uniform_(self.bias, -bound, bound)
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
+        """A head on the very parameters of a layer: a step on one is a step on both.
+
+        With an ``nn.Embedding`` the class vectors are its rows (tied embeddings); there is no
+        bias then, unless you set ``head.bias`` to a parameter.
+
+        Args:
+            linear: the layer that owns the parameters.
+            options: what else the constructor takes, by name; the layer decides ``bias``, device
+                and dtype.
+        """
+        if not isinstance(linear, (torch.nn.Linear, torch.nn.Embedding)):
+            raise TypeError(
+                f"linear: expected an nn.Linear or nn.Embedding, got {type(linear).__name__}"
+            )
+        if not isinstance(linear.weight, Parameter):
+            raise TypeError(
+                "linear: expected a weight that is a parameter, to share it, got "
+                f"{type(linear.weight).__name__}; "
+                "torch.nn.utils.parametrize.remove_parametrizations makes it one"
+            )
+        n_classes, in_features = linear.weight.shape
+        bias = linear.bias if isinstance(linear, torch.nn.Linear) else None
+        class_weight = options.pop("class_weight", None)
+        # On meta no memory is filled that the layer's parameters would replace at once.
+        head = cls(in_features, n_classes, bias=bias is not None, device="meta", **options)
+        head.weight, head.bias = linear.weight, bias
+        if class_weight is not None:
+            check_class_weight(class_weight, linear.weight.t(), name="class_weight")
+            head.class_weight = class_weight.detach().to(linear.weight.device)
+        return head
+
+    def to_linear(self) -> torch.nn.Linear:
+        """An ``nn.Linear`` on the very parameters of this head; its outputs are the scores."""
+        linear = torch.nn.Linear(
+            self.in_features, self.n_classes, bias=self.bias is not None, device="meta"
+        )
+        linear.weight = self.weight
+        if self.bias is not None:
+            linear.bias = self.bias
+        return linear
+
+    def _vectors_and_biases(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
+
+    def _loss_options(self) -> dict[str, Any]:
+        """What the fused losses take beside hidden, weight, target and bias."""
+        return {
+            "ignore_index": self.ignore_index,
+            "reduction": self.reduction,
+            "class_weight": self.class_weight,
+            "chunk_rows": self.chunk_rows,
+        }
+
+    def config(self) -> dict[str, Any]:
+        return {
+            **super().config(),
+            "bias": self.bias is not None,
+            # The weights themselves are part of the state.
+            "class_weight": None if self.class_weight is None else True,
+            "chunk_rows": self.chunk_rows,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        weighted = config["class_weight"]
+        head = cls(**{**config, "class_weight": None})
+        if weighted:
+            head.class_weight = torch.ones(head.n_classes)
+        return head

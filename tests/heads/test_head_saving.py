@@ -1,0 +1,72 @@
+"""Heads on disk."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from lastlayer.heads import Entmax, FullSoftmax, Head, TopKSoftmax
+
+
+def heads():
+    return [
+        FullSoftmax(5, 11, False, label_smoothing=0.1, z_loss=1e-4, softcap=30.0, temperature=2.0),
+        FullSoftmax(5, 11, class_weight=torch.rand(11), dtype=torch.bfloat16),
+        Entmax(5, 11, 1.3, ignore_index=None, chunk_rows=7),
+        TopKSoftmax(5, 11, 4, reduction="none", ignore_index=-1, chunk_rows="low"),
+    ]
+
+
+@pytest.mark.parametrize("head", heads(), ids=repr)
+def test_any_head_comes_back_whole(head, tmp_path):
+    head.save(tmp_path / "a" / "b")
+    loaded = Head.load(tmp_path / "a" / "b")
+    assert type(loaded) is type(head)
+    assert loaded.config() == head.config()
+    assert repr(loaded) == repr(head)
+    state = head.state_dict()
+    assert loaded.state_dict().keys() == state.keys()
+    for name, value in loaded.state_dict().items():
+        assert value.dtype == state[name].dtype
+        assert torch.equal(value, state[name])
+    hidden, target = torch.randn(6, 5, dtype=head.weight.dtype), torch.randint(11, (6,))
+    assert torch.equal(loaded(hidden, target), head(hidden, target))
+    loaded(hidden, target).sum().backward()
+    assert loaded.weight.grad is not None
+
+
+def test_the_files_are_json_and_safetensors(tmp_path):
+    head = Entmax(5, 11, 1.3)
+    head.save(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["head"] == "Entmax"
+    assert Entmax(**config["arguments"]).config() == head.config()
+
+
+def test_a_tied_head_is_saved_with_its_vectors(tmp_path):
+    embedding = torch.nn.Embedding(11, 5)
+    FullSoftmax.from_linear(embedding).save(tmp_path)
+    assert torch.equal(FullSoftmax.load(tmp_path).weight, embedding.weight)
+
+
+def test_a_class_loads_itself_alone(tmp_path):
+    FullSoftmax(5, 11).save(tmp_path)
+    message = r"folder: expected a saved Entmax, got 'FullSoftmax' in .*; call load on"
+    with pytest.raises(ValueError, match=message):
+        Entmax.load(tmp_path)
+
+
+def test_a_folder_without_a_head(tmp_path):
+    message = r"folder: expected config.json and model.safetensors, .* has no config.json"
+    with pytest.raises(FileNotFoundError, match=message):
+        Head.load(tmp_path)
+
+
+def test_without_safetensors_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    for call in (FullSoftmax(5, 11).save, Head.load):
+        with pytest.raises(ImportError, match=r'pip install "lastlayer\[save\]"'):
+            call(tmp_path)

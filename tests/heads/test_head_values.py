@@ -1,0 +1,206 @@
+"""What the three heads compute, against the maps on a matrix of scores."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lastlayer
+from lastlayer import entmax, heads, topk_softmax
+from lastlayer.heads import Entmax, FullSoftmax, TopKSoftmax
+from lastlayer.heads._top import _in_order, _unless_tied
+
+HEADS = {
+    "softmax": (FullSoftmax, {}, lambda s: torch.softmax(s, -1)),
+    "bent": (
+        FullSoftmax,
+        {"softcap": 2.0, "temperature": 0.5},
+        lambda s: torch.softmax(2 * torch.tanh(s / 2) / 0.5, -1),
+    ),
+    "entmax": (Entmax, {"alpha": 1.5}, lambda s: entmax(s, 1.5)),
+    "sparsemax": (Entmax, {"alpha": 2.0}, lambda s: entmax(s, 2.0)),
+    "top 4": (TopKSoftmax, {"k": 4}, lambda s: topk_softmax(s, 4)),
+}
+
+
+@pytest.fixture(params=HEADS)
+def made(request):
+    cls, options, predict = HEADS[request.param]
+    head = cls(9, 37, dtype=torch.float64, **options)
+    hidden = 3 * torch.randn(2, 5, 9, dtype=torch.float64)
+    return head, hidden, predict(head.to_linear()(hidden))
+
+
+def test_heads_have_a_package_of_their_own():
+    assert lastlayer.__getattr__("heads") is heads
+    assert heads.Entmax is not lastlayer.Entmax
+    assert heads.TopKSoftmax is not lastlayer.TopKSoftmax
+
+
+def test_log_prob_is_the_log_of_the_map(made):
+    head, hidden, probs = made
+    torch.testing.assert_close(head.log_prob(hidden), probs.log())
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 100, "low"])
+def test_chunks_change_nothing(made, chunk_rows):
+    head, hidden, _ = made
+    classes = torch.randint(37, (2, 5, 4))
+    seeded = [torch.Generator().manual_seed(3) for _ in range(2)]
+    with torch.no_grad():
+        whole = (
+            head.log_prob(hidden),
+            head.log_prob(hidden, classes),
+            *head.topk(hidden, 6),
+            head.sample(hidden, 9, generator=seeded[0]),
+        )
+        head.chunk_rows = chunk_rows
+        parts = (
+            head.log_prob(hidden),
+            head.log_prob(hidden, classes),
+            *head.topk(hidden, 6),
+            head.sample(hidden, 9, generator=seeded[1]),
+        )
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_equal_log_probabilities_come_in_the_order_of_their_classes(dtype):
+    head = FullSoftmax(3, 50, dtype=dtype)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.zero_()
+        head.bias[[7, 30]] = 1.0
+        head.bias[[2, 40]] = -0.0
+    values, classes = head.topk(torch.randn(4, 3).to(dtype), 6)
+    assert classes.tolist() == [[7, 30, 0, 1, 2, 3]] * 4
+    assert (values.diff() <= 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("find", [_unless_tied, _in_order], ids=["unless tied", "in order"])
+def test_the_largest_are_those_of_a_stable_sort(find, dtype):
+    for n in (1, 2, 7, 40):
+        scores = torch.randint(-3, 4, (9, n)).to(dtype)
+        scores[torch.rand(9, n) < 0.2] *= -0.0
+        scores[torch.rand(9, n) < 0.2] = -math.inf
+        scores[0] = -math.inf
+        expected = scores.sort(dim=-1, descending=True, stable=True).indices
+        for k in {1, (n + 1) // 2, n}:
+            assert torch.equal(find(scores, k), expected[:, :k])
+        scores[2, n // 2] = math.copysign(math.nan, -1.0)
+        assert find(scores, 1)[2] == n // 2
+    assert find(scores[:0], 3).shape == (0, 3)
+
+
+def test_beyond_the_support_topk_has_minus_infinity():
+    head = Entmax(2, 6, 2.0, bias=False)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.weight[4] = 9.0
+    values, classes = head.topk(torch.ones(2), 3)
+    assert values.tolist() == [0.0, -math.inf, -math.inf]
+    assert classes.tolist() == [4, 0, 1]
+    assert (head.sample(torch.ones(5, 2), 20) == 4).all()
+
+
+def test_of_equal_scores_the_first_k_are_in_the_running():
+    head = TopKSoftmax(2, 6, 3, bias=False)
+    torch.nn.init.zeros_(head.weight)
+    log_prob = head.log_prob(torch.ones(2))
+    expected = topk_softmax(torch.zeros(6), 3).log()
+    torch.testing.assert_close(log_prob, expected)
+
+
+def test_log_probabilities_that_underflow_are_still_finite():
+    head = TopKSoftmax(1, 4, 3, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[0.0], [300.0], [-300.0], [-301.0]]))
+    assert head.log_prob(torch.ones(1)).tolist() == [-300.0, 0.0, -600.0, -math.inf]
+
+
+def test_half_precision_loses_nothing_on_the_way():
+    """Scores are float32, so that only the parameters are rounded, not what they give."""
+    head = FullSoftmax(64, 500, dtype=torch.bfloat16)
+    hidden = (10 * torch.randn(20, 64)).bfloat16()
+    exact = copy.deepcopy(head).double()
+    torch.testing.assert_close(
+        head.log_prob(hidden).double(), exact.log_prob(hidden.double()), atol=1e-4, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_gradients_of_log_prob_in_lower_precision(dtype, chosen):
+    head = FullSoftmax(16, 40, dtype=dtype, chunk_rows=3)
+    hidden = torch.randn(10, 16).to(dtype).requires_grad_()
+    classes = torch.randint(40, (10, 2))
+    upstream = torch.randn(10, 2)
+    leaves = [hidden, head.weight, head.bias]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    rows, weight, bias = exact
+    expected = torch.log_softmax(rows @ weight.T + bias, -1).gather(-1, classes)
+    log_prob = head.log_prob(hidden, classes if chosen else None)
+    log_prob = log_prob if chosen else log_prob.gather(-1, classes)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for got, wanted in zip(
+        torch.autograd.grad(log_prob, leaves, upstream),
+        torch.autograd.grad(expected, exact, upstream.double()),
+        strict=True,
+    ):
+        assert got.dtype == dtype
+        assert (got.double() - wanted).norm() <= tolerance * wanted.norm()
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any tensor has had."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self.numbers = max(self.numbers, each.numel())
+        return result
+
+
+def test_the_scores_of_all_rows_are_never_held(made):
+    head, _, _ = made
+    head.chunk_rows = 4
+    hidden, classes = torch.randn(200, 9, dtype=torch.float64), torch.arange(5)
+    target = torch.randint(37, (200,))
+    # The sampler's chance and the targets are larger than a chunk; all scores are larger still.
+    with Largest() as largest:
+        head(hidden.requires_grad_(), target).backward()
+        head.topk(hidden, 5)
+        head.sample(hidden, 3)
+        head.log_prob(hidden, classes).clamp(min=-50).sum().backward()
+    assert largest.numbers <= 200 * 9
+
+
+def test_class_weights_reach_the_loss():
+    weight = torch.rand(11) + 0.5
+    head = FullSoftmax(5, 11, class_weight=weight)
+    hidden, target = torch.randn(6, 5), torch.tensor([0, 3, 10, -100, 3, 7])
+    expected = torch.nn.functional.cross_entropy(head.to_linear()(hidden), target, weight=weight)
+    torch.testing.assert_close(head(hidden, target), expected)
+    assert torch.equal(head.state_dict()["class_weight"], weight)
+
+
+def test_many_small_classes_are_drawn_as_often_as_they_are_probable():
+    """Together they have half the mass, and each less than float32 adds to a sum near 1."""
+    n = 1_000_000
+    head = FullSoftmax(1, n + 1, bias=False)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.weight[0] = math.log(n)
+    drawn = head.sample(torch.ones(1), 40_000)
+    small = drawn[drawn > 0]
+    assert abs(len(small) / 40_000 - 0.5) < 0.02
+    assert abs((small > n // 2).float().mean() - 0.5) < 0.03
+    assert len(small.unique()) > 0.95 * len(small)
