@@ -29,7 +29,10 @@ extensions = [
 exclude_patterns = ["_build"]
 nitpicky = True
 # Classes of torch and Python, whose own documentation is on the network: the build stays offline.
-nitpick_ignore_regex = [("py:.*", r"(torch|collections|typing)\..*"), ("py:class", "Tensor")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|collections|typing|pathlib)\..*"),
+    ("py:class", "Tensor"),
+]
 
 myst_enable_extensions = ["amsmath", "attrs_block", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

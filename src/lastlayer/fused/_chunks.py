@@ -4,10 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-# Bytes of scores. The larger a chunk, the less often the weight and its gradient are read; on a
-# CPU they are out of the cache either way, and memory is what one comes for.
+# Bytes of scores. The larger a chunk, the less often the weight and its gradient are read.
 _BYTES = {"cuda": 1_060_000_000, "cpu": 48_000_000}
 _LOW_BYTES = {"cuda": 290_000_000, "cpu": 12_000_000}
+# On a CPU a quarter of the weight's own size is allowed as well: less would be slower.
+_SHARE_OF_WEIGHT = 4
 # Rows that suit the tiles of a matrix unit.
 _STEP = {"cuda": 128, "cpu": 8}
 
@@ -43,6 +44,9 @@ def rows_at_a_time(
         return min(n, chunk_rows)
     step = _STEP[_kind(hidden)]
     budget = budget_bytes(chunk_rows, hidden)
+    if chunk_rows == "auto" and _kind(hidden) == "cpu":
+        weight_bytes = n_classes * hidden.shape[-1] * hidden.element_size()
+        budget = max(budget, weight_bytes // _SHARE_OF_WEIGHT)
     fitting = int(budget / (max(1, n_classes) * hidden.element_size() * copies))
     fitting = fitting // step * step or max(1, fitting)
     # Chunks of the same size: a small last one would pay for the whole weight again.

@@ -30,8 +30,9 @@ def linear_cross_entropy(
               \qquad \theta = \mathrm{cap}(W h + b) / T
 
     Choose it for any exact softmax over more than a few thousand classes. It holds a chunk of
-    scores at a time (about 1 GB on a GPU, 48 MB on a CPU; ``chunk_rows="low"`` a quarter of
-    that), and none at all on a GPU in half precision where hidden has 256 numbers or fewer.
+    scores at a time: about 1 GB on a GPU; on a CPU 48 MB, or a quarter of the weight if that is
+    more; about a quarter of that with ``chunk_rows="low"``. On a GPU, in half precision and where
+    hidden has 256 numbers or fewer, it holds none at all.
 
     Cost: three products of n × d × v, as the layer itself with its backward. Gradients are made
     in the forward pass, and only scaled in backward; with ``reduction="none"`` or
