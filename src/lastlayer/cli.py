@@ -23,6 +23,20 @@ app = typer.Typer(
 bench = typer.Typer(help="Verify a family, then time it beside its peers.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
+Quick = Annotated[bool, typer.Option("--quick", help="Few and small shapes.")]
+Device = Annotated[
+    str, typer.Option(metavar="|".join(DEVICES), help="auto takes a CUDA GPU if there is one.")
+]
+NoPeers = Annotated[
+    bool, typer.Option("--no-peers", help="Leave out the other packages that are installed.")
+]
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", metavar="PATH", help="Append the results as JSON lines.")
+]
+PlotPath = Annotated[
+    Path | None, typer.Option("--plot", "--png", metavar="PATH", help="Draw the results as a PNG.")
+]
+
 
 def main() -> None:
     """Entry point of the console script."""
@@ -53,34 +67,22 @@ def _options(
 @bench.command("maps")
 def bench_maps(
     *,
-    quick: Annotated[bool, typer.Option("--quick", help="Few and small shapes.")] = False,
-    device: Annotated[
-        str, typer.Option(metavar="|".join(DEVICES), help="auto takes a CUDA GPU if there is one.")
-    ] = "auto",
+    quick: Quick = False,
+    device: Device = "auto",
     dtype: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help=f"{', '.join(DTYPES)}; repeatable. {DEFAULT_DTYPES}"),
     ] = None,
-    no_peers: Annotated[
-        bool, typer.Option("--no-peers", help="Leave out the other packages that are installed.")
-    ] = False,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="PATH", help="Append the results as JSON lines."),
-    ] = None,
-    plot_path: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="PATH", help="Draw the results as a PNG."),
-    ] = None,
+    no_peers: NoPeers = False,
+    json_path: JsonPath = None,
+    plot_path: PlotPath = None,
 ) -> None:
     """Sparsemax, entmax and top-k softmax: times, ratios, and the fraction of the limit."""
     dtypes = tuple(dict.fromkeys(dtype or ()))
     for name in dtypes:
         if name not in DTYPES:
             _refuse("--dtype", f"one of {', '.join(DTYPES)}", repr(name), "repeat it for several")
-    _check_file("--json", json_path)
-    _check_plot(plot_path)
-    device = _resolve_device(device)
+    device = _checked(device, json_path, plot_path)
 
     from lastlayer.bench.maps import run
 
@@ -89,6 +91,35 @@ def bench_maps(
         dtypes=dtypes,
         quick=quick,
         peers=not no_peers,
+        json_path=json_path,
+        plot_path=plot_path,
+        out=Console(),
+    )
+    raise typer.Exit(code)
+
+
+@bench.command("fused")
+def bench_fused(
+    *,
+    quick: Quick = False,
+    device: Device = "auto",
+    only: Annotated[
+        str, typer.Option(metavar="TEXT", help="Measure the cases whose title contains this.")
+    ] = "",
+    no_peers: NoPeers = False,
+    json_path: JsonPath = None,
+    plot_path: PlotPath = None,
+) -> None:
+    """Losses on a linear layer, with gradients: times, rates, memory, and errors."""
+    device = _checked(device, json_path, plot_path)
+
+    from lastlayer.bench.fused import run
+
+    code = run(
+        device=device,
+        quick=quick,
+        peers=not no_peers,
+        only=only,
         json_path=json_path,
         plot_path=plot_path,
         out=Console(),
@@ -108,6 +139,13 @@ def doctor(
         typer.echo(json.dumps(report.as_json(), indent=2))
     else:
         _doctor.render(report, Console())
+
+
+def _checked(device: str, json_path: Path | None, plot_path: Path | None) -> str:
+    """The device to run on, after the options that all families have were looked at."""
+    _check_file("--json", json_path)
+    _check_plot(plot_path)
+    return _resolve_device(device)
 
 
 def _check_file(option: str, path: Path | None) -> None:

@@ -1,21 +1,32 @@
-"""A made-up record, and a run that is small enough to take a second."""
+"""Made-up records, and runs that are small enough to take a second."""
 
 import io
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from lastlayer import maps
-from lastlayer.bench import map_cases, runner, session
+from lastlayer.bench import fused as bench_fused
 from lastlayer.bench import maps as bench_maps
-from lastlayer.bench.record import Record, read
+from lastlayer.bench import runner
+from lastlayer.bench.cases import Family
+from lastlayer.bench.fused import cases as fused_cases
+from lastlayer.bench.fused import family as fused_family
+from lastlayer.bench.fused.family import Fused
+from lastlayer.bench.fused.record import FusedRecord
+from lastlayer.bench.maps import cases as map_cases
+from lastlayer.bench.maps import family as map_family
+from lastlayer.bench.maps.record import MapRecord
+from lastlayer.bench.record import Record
+from lastlayer.bench.results import read
 from lastlayer.bench.timing import CpuTimer
+from lastlayer.kernels import _registry
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-MADE_UP = Record(
+MADE_UP = dict(
     run="run 1",
     quick=False,
     device="NVIDIA H200",
@@ -27,14 +38,19 @@ MADE_UP = Record(
     numba="0.62.0",
     lastlayer="0.1.0",
     date="2026-11-15T09:00:00+00:00",
-    family="maps",
-    section="shapes",
     seed=7,
-    method="sparsemax",
     source="lastlayer",
     source_version="0.1.0",
-    computes="sparsemax",
     implementation="triton",
+    ratio_to_ours=None,
+    verified=True,
+    status="ok",
+)
+MAP = dict(
+    family="maps",
+    section="shapes",
+    method="sparsemax",
+    computes="sparsemax",
     shape=(65536, 1024),
     dtype="float32",
     scale=2.0,
@@ -48,22 +64,47 @@ MADE_UP = Record(
     copy_tb_per_s=4.26,
     fraction_of_copy=0.962,
     ratio_to_softmax=0.956,
-    ratio_to_ours=None,
     error=5e-8,
     row_sum_error=2e-7,
-    verified=True,
-    status="ok",
+)
+FUSED = dict(
+    family="fused",
+    section="large width",
+    method="cross_entropy",
+    computes="cross_entropy",
+    shape=(8192, 4096, 128256),
+    dtype="bfloat16",
+    scores="flat",
+    scores_made="hidden ~ N(0, 1)",
+    support_mean=None,
+    support_max=None,
+    direction="forward+backward",
+    median_ms=39.8,
+    p20_ms=39.7,
+    p80_ms=40.0,
+    samples=10,
+    tflop_per_s=648.7,
+    gemm_tflop_per_s=745.0,
+    fraction_of_gemm=0.871,
+    baseline="torch compiled",
+    ratio_to_baseline=1.008,
+    peak_bytes=1_060_000_000,
+    loss_error=3e-7,
+    hidden_error=2.1e-3,
+    weight_error=2.3e-3,
 )
 
 
 @pytest.fixture
 def make_record():
-    """A record that differs from the made-up one as told."""
+    """A record of a map that differs from the made-up one as told."""
+    return lambda **changes: MapRecord(**{**MADE_UP, **MAP, **changes})
 
-    def make(**changes) -> Record:
-        return Record(**{**asdict(MADE_UP), **changes})
 
-    return make
+@pytest.fixture
+def make_fused():
+    """A record of a fused loss that differs from the made-up one as told."""
+    return lambda **changes: FusedRecord(**{**MADE_UP, **FUSED, **changes})
 
 
 @pytest.fixture
@@ -84,7 +125,29 @@ class Outcome:
 
 
 @pytest.fixture
-def small_run(monkeypatch, tmp_path):
+def fast(monkeypatch):
+    """One sample of everything, on one set of inputs."""
+    monkeypatch.setattr(runner, "_ROTATED_BYTES", 0)
+    timer = CpuTimer(budget_s=0.0, fewest_samples=1, sample_ms=0.01)
+    for family in (Family, Fused):
+        monkeypatch.setattr(family, "timer", lambda self, device, *, quick: timer)
+
+
+def outcome_of(run, tmp_path, *, plot: bool, **settings) -> Outcome:
+    text, json_path, plot_path = io.StringIO(), tmp_path / "r.jsonl", tmp_path / "p.png"
+    code = run(
+        device="cpu",
+        json_path=json_path,
+        plot_path=plot_path if plot else None,
+        out=Console(file=text),
+        **settings,
+    )
+    records = read(json_path) if json_path.exists() else []
+    return Outcome(code, text.getvalue(), records, plot_path)
+
+
+@pytest.fixture
+def small_run(monkeypatch, tmp_path, fast):
     """Runs the bench of maps on tiny shapes, our maps by their reference implementation."""
     entmax, topk, support = maps.entmax, maps.topk_softmax, maps.entmax_support
     monkeypatch.setattr(maps, "sparsemax", lambda x: entmax(x, 2.0, impl="reference"))
@@ -96,24 +159,34 @@ def small_run(monkeypatch, tmp_path):
     monkeypatch.setattr(map_cases, "CPU_SHAPES", ((8, 16), (6, 96)))
     monkeypatch.setattr(map_cases, "CPU_WIDTHS", range(4, 7))
     monkeypatch.setattr(map_cases, "CPU_SWEEP", 8)
-    monkeypatch.setattr(runner, "_ROTATED_BYTES", 0)
-    monkeypatch.setattr(session, "_copy_bytes", lambda device, *, quick: 2**16)
-    timer = CpuTimer(budget_s=0.0, fewest_samples=1, sample_ms=0.01)
-    monkeypatch.setattr(session, "_timer", lambda device, *, quick: timer)
+    monkeypatch.setattr(map_family, "_copy_bytes", lambda device, *, quick: 2**16)
 
     def run(
         *, quick: bool = True, peers: bool = False, dtypes: tuple[str, ...] = (), plot: bool = False
     ) -> Outcome:
-        text, json_path, plot_path = io.StringIO(), tmp_path / "r.jsonl", tmp_path / "p.png"
-        code = bench_maps.run(
-            device="cpu",
-            dtypes=dtypes,
-            quick=quick,
-            peers=peers,
-            json_path=json_path,
-            plot_path=plot_path if plot else None,
-            out=Console(file=text),
+        return outcome_of(
+            bench_maps.run, tmp_path, plot=plot, quick=quick, peers=peers, dtypes=dtypes
         )
-        return Outcome(code, text.getvalue(), read(json_path), plot_path)
+
+    return run
+
+
+@pytest.fixture
+def small_fused_run(monkeypatch, tmp_path, fast):
+    """Runs the bench of fused losses on tiny shapes, by the reference implementations."""
+    monkeypatch.setattr(_registry, "selected", lambda op, device_type, dtype: "reference")
+    shapes = {
+        fused_cases.LARGE: ((12, 8, 90),),
+        fused_cases.SMALL: (),
+        fused_cases.SPARSE: ((10, 8, 90),),
+    }
+    monkeypatch.setattr(fused_cases, "QUICK_CPU_SHAPES", shapes)
+    monkeypatch.setattr(fused_cases, "CPU_SHAPES", shapes)
+    monkeypatch.setattr(fused_family, "_PRODUCT", {"cpu": 64})
+
+    def run(
+        *, quick: bool = True, peers: bool = False, only: str = "", plot: bool = False
+    ) -> Outcome:
+        return outcome_of(bench_fused.run, tmp_path, plot=plot, quick=quick, peers=peers, only=only)
 
     return run

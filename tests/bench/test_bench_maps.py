@@ -8,9 +8,12 @@ import torch
 from rich.console import Console
 
 from lastlayer import maps
-from lastlayer.bench import map_cases, peers, plot, session
 from lastlayer.bench import maps as bench_maps
+from lastlayer.bench import peers, plot, session
 from lastlayer.bench.cases import Method
+from lastlayer.bench.maps import cases as map_cases
+from lastlayer.bench.maps import peers as map_peers
+from lastlayer.bench.maps.family import Maps
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -125,9 +128,9 @@ def test_an_absent_peer_is_listed_with_the_command_that_adds_it(small_run, monke
 def test_a_package_missing_below_a_peer_is_not_the_peer_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(peers.PeerMissing):
-        peers.liger_sparsemax().load()
+        map_peers.liger_sparsemax().load()
     with pytest.raises(ModuleNotFoundError, match="no_such_part") as caught:
-        peers._attribute("rich", "rich.no_such_part", "name")
+        peers.attribute("rich", "rich.no_such_part", "name")
     assert not isinstance(caught.value, peers.PeerMissing)
 
 
@@ -161,14 +164,14 @@ def test_the_plot_is_a_png(small_run):
 
 
 def test_a_case_that_does_not_fit_in_memory_is_noted(small_run, monkeypatch):
-    draw = bench_maps.Maps.draw
+    draw = Maps.draw
 
     def too_large(self, case, device, seed):
         if case.shape == (6, 96):
             raise torch.OutOfMemoryError
         return draw(self, case, device, seed)
 
-    monkeypatch.setattr(bench_maps.Maps, "draw", too_large)
+    monkeypatch.setattr(Maps, "draw", too_large)
     outcome = small_run()
     assert {r.shape for r in outcome.records} == {(8, 16)}
     assert "skipped 6×96 float32, scale 2, forward: not enough memory" in outcome.text
@@ -188,7 +191,7 @@ def test_the_full_plan_for_cuda_is_what_the_goals_need():
     widest = max(case.shape[1] for case in cases if case.section == "widths")
     assert widest == 2**20
     for case in cases:
-        if case.section == "widths" and case.shape[1] > peers.LIGER_WIDEST:
+        if case.section == "widths" and case.shape[1] > map_peers.LIGER_WIDEST:
             assert all(method.source != "liger-kernel" for method in case.methods)
 
 

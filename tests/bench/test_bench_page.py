@@ -1,4 +1,4 @@
-from lastlayer.bench.map_cases import CPU_SHAPES, CUDA_SHAPES, SCALES
+from lastlayer.bench.maps.cases import CPU_SHAPES, CUDA_SHAPES, SCALES
 from lastlayer.bench.record import append
 
 
@@ -20,7 +20,7 @@ def test_the_page_names_device_versions_and_date(render, tmp_path, make_record):
     page = page_of(
         render, tmp_path, [make_record(), make_record(source="adasplash", source_version="0.2.2")]
     )
-    assert "## NVIDIA H200\n" in page
+    assert "## Maps: NVIDIA H200\n" in page
     assert (
         "Measured 2026-11-15 with Python 3.12.3, torch 2.11.0, Triton 3.6.0, lastlayer 0.1.0, "
         "adasplash 0.2.2. Copy bandwidth 4.26 TB/s." in page
@@ -97,7 +97,7 @@ def test_the_goals_of_a_cpu(render, tmp_path, make_record):
             make_record(**cpu, direction="forward+backward", ratio_to_softmax=2.5),
         ],
     )
-    assert "## Some CPU, 2 threads\n" in page
+    assert "## Maps: Some CPU, 2 threads\n" in page
     assert "1 of 24 met." in page
     (forward,) = lines_with(page, "| sparsemax forward: within 1.5 times", "4096×64")
     assert forward.endswith("| 1.50× | met |")
@@ -132,7 +132,7 @@ def test_the_picture_is_shown_and_drawn_where_there_are_widths(
         "ROOT": tmp_path,
         "RESULTS": results,
         "PAGE": docs / "performance.md",
-        "PICTURE": docs / "pictures" / "bandwidth.png",
+        "PICTURES": docs / "pictures",
     }.items():
         monkeypatch.setattr(render, name, value)
     append(results / "r.jsonl", make_record(section="widths"))

@@ -4,7 +4,8 @@ import math
 import pytest
 import torch
 
-from lastlayer.bench.record import append, environment, read, version
+from lastlayer.bench.record import append, environment, version
+from lastlayer.bench.results import read
 
 
 def test_records_come_back_as_they_were_written_in_order(tmp_path, make_record):
@@ -44,6 +45,22 @@ def test_missing_and_unknown_fields_are_named(tmp_path, make_record):
     values["colour"] = "red"
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"missing fields \['seed'\], unknown \['colour'\]"):
+        read(path)
+
+
+def test_each_family_has_its_own_fields(tmp_path, make_record, make_fused):
+    path = tmp_path / "r.jsonl"
+    written = [make_fused(), make_record()]
+    for record in written:
+        append(path, record)
+    assert read(path) == written
+    assert read(path)[0].weight_error == 2.3e-3
+
+
+def test_a_family_that_is_not_known_is_named(tmp_path, make_record):
+    path = tmp_path / "r.jsonl"
+    append(path, make_record(family="trees"))
+    with pytest.raises(ValueError, match="expected a family among maps, fused, got 'trees'"):
         read(path)
 
 

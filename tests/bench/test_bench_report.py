@@ -4,7 +4,8 @@ import pytest
 from rich.console import Console
 
 from lastlayer.bench import table
-from lastlayer.bench.plot import bandwidth_against_width
+from lastlayer.bench.maps import tables
+from lastlayer.bench.maps.plot import bandwidth_against_width
 from lastlayer.bench.progress import reporting
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -36,7 +37,7 @@ def case(make_record):
 
 
 def test_a_row_has_time_bandwidth_ratios_and_status(case):
-    text = printed(table.comparison(case, "maps"))
+    text = printed(tables.comparison(case, "maps"))
     assert "65536×1024 float32 forward" in text
     ours = line_with(text, "lastlayer sparsemax").split()
     assert ours == ["lastlayer", "sparsemax", "0.131", "4.10", "96%", "0.96", "·", "2e-07", "ok"]
@@ -46,19 +47,19 @@ def test_a_row_has_time_bandwidth_ratios_and_status(case):
 
 
 def test_softmax_comes_first_then_ours_whatever_failed(case):
-    text = printed(table.comparison(case, "maps"))
+    text = printed(tables.comparison(case, "maps"))
     places = [text.index(name) for name in ("torch softmax", "lastlayer", "liger-kernel")]
     assert places == sorted(places)
 
 
 def test_no_line_is_wider_than_the_console(case):
-    for made in (table.comparison(case, "maps"), table.by_scale(case), table.by_width(case)):
+    for made in (tables.comparison(case, "maps"), tables.by_scale(case), tables.by_width(case)):
         assert max(map(len, printed(made).splitlines())) <= 116
 
 
 def test_scales_are_rows(make_record):
     records = [make_record(section="scales", scale=s, median_ms=s) for s in (0.01, 100.0)]
-    text = printed(table.by_scale(records))
+    text = printed(tables.by_scale(records))
     assert line_with(text, "scale 0.01").split()[-2:] == ["0.010", "2e-07"]
     assert line_with(text, "scale 100").split()[-2:] == ["100", "2e-07"]
 
@@ -69,13 +70,13 @@ def test_widths_are_rows_and_methods_columns(make_record):
         make_record(section="widths", shape=(2, 256), tb_per_s=2.5),
         make_record(section="widths", shape=(2, 256), tb_per_s=0.0001, source="entmax"),
     ]
-    text = printed(table.by_width(records))
+    text = printed(tables.by_width(records))
     assert line_with(text, " 128 ").split() == ["128", "1.25", "·"]
     assert line_with(text, " 256 ").split() == ["256", "2.50", "0.00"]
 
 
 def test_a_processor_is_shown_in_gigabytes(make_record):
-    text = printed(table.comparison([make_record(tb_per_s=0.0123, copy_tb_per_s=0.02)], "maps"))
+    text = printed(tables.comparison([make_record(tb_per_s=0.0123, copy_tb_per_s=0.02)], "maps"))
     assert "GB/s" in text
     assert "12.30" in line_with(text, "lastlayer sparsemax").split()
 

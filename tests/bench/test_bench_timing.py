@@ -3,7 +3,15 @@ import importlib
 import pytest
 import torch
 
-from lastlayer.bench.timing import CpuTimer, CudaTimer, Timing, copy_timing, tb_per_s
+from lastlayer.bench.timing import (
+    CpuTimer,
+    CudaTimer,
+    CudaTurnsTimer,
+    Timing,
+    copy_tb_per_s,
+    product_tflop_per_s,
+    tera_per_s,
+)
 
 
 def test_percentiles():
@@ -18,6 +26,44 @@ def test_competitors_take_turns_and_each_starts_a_round():
     assert {name: timing.samples for name, timing in timings.items()} == {"a": 3, "b": 3}
     # Two calls each to warm up and to see how long one takes, then the rounds.
     assert "".join(calls) == "aabb" + "ab" + "ba" + "ab"
+
+
+def test_nobody_waits_twice_for_a_slow_competitor():
+    class Told(CpuTimer):
+        def milliseconds(self, thunk, repeats):
+            return thunk()
+
+    calls = []
+    timer = Told(budget_s=0.0, fewest_samples=3, patience_s=10.0)
+    thunks = {"slow": lambda: calls.append("slow") or 10_001.0, "quick": lambda: 9_999.0}
+    timings = dict(timer.time(thunks))
+    assert calls == ["slow"]
+    assert timings["slow"] == Timing(10_001.0, 10_001.0, 10_001.0, 1)
+    assert timings["quick"].samples == 3
+
+
+def test_on_cuda_the_events_are_read_once_the_device_is_done(monkeypatch):
+    told = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            told.append("event")
+
+        def elapsed_time(self, end):
+            assert told[-1] == "wait"
+            return 12.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
+    buffer = torch.ones(4)
+    monkeypatch.setattr("lastlayer.bench.timing._cache_sized_buffer", lambda: buffer)
+    timer = CudaTurnsTimer(budget_s=0.0)
+    assert timer.milliseconds(lambda: told.append("call"), 2) == 6.0
+    assert told == ["event", "call", "call", "event", "wait"]
+    assert not buffer.any()
 
 
 def test_a_fast_competitor_is_sampled_until_its_own_limit():
@@ -66,8 +112,34 @@ def test_slow_calls_are_few(do_bench_calls):
     assert not do_bench_calls
 
 
+class OneMillisecond:
+    """Stands in for a timer: every call took a millisecond."""
+
+    def time(self, thunks):
+        for key, thunk in thunks.items():
+            thunk()
+            yield key, Timing(1.0, 1.0, 1.0, 1)
+
+
 def test_a_copy_counts_bytes_read_and_written():
-    timing, moved = copy_timing(torch.device("cpu"), 4096, CpuTimer(0.0))
-    assert moved == 8192
-    assert timing.median_ms > 0
-    assert tb_per_s(4_000_000_000, 2.0) == pytest.approx(2.0)
+    assert copy_tb_per_s(torch.device("cpu"), 4096, OneMillisecond()) == 8192 / 1e9
+    assert tera_per_s(4_000_000_000, 2.0) == pytest.approx(2.0)
+
+
+def test_a_product_counts_a_multiplication_and_an_addition():
+    rate = product_tflop_per_s(16, torch.device("cpu"), torch.float32, OneMillisecond())
+    assert rate == 2 * 16**3 / 1e9
+
+
+def test_a_competitor_that_fails_later_has_no_time():
+    calls = []
+
+    def fails_at_its_third():
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+
+    timer = CpuTimer(budget_s=0.0, fewest_samples=3, sample_ms=0.0)
+    timings = dict(timer.time({"bad": fails_at_its_third, "good": lambda: None}))
+    assert str(timings["bad"]) == "out of memory"
+    assert timings["good"].samples == 3

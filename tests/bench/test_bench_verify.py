@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from lastlayer import maps
-from lastlayer.bench.cases import Case, Method
-from lastlayer.bench.map_cases import TOPK, K
-from lastlayer.bench.maps import Maps
-from lastlayer.bench.verify import Verdict, judge, sample_rows
+from lastlayer.bench.cases import Method
+from lastlayer.bench.maps.cases import TOPK, K, MapCase
+from lastlayer.bench.maps.family import Maps
+from lastlayer.bench.maps.verify import judge, sample_rows
+from lastlayer.bench.verify import Verdict, relative_error
 
 
 def reference(scores, alpha=2.0):
@@ -16,7 +17,7 @@ def verdict_of(
     call, computes="sparsemax", *, shape=(6, 96), backward=False, scores=None, **options
 ):
     direction = "forward+backward" if backward else "forward"
-    case = Case("shapes", shape, options.pop("dtype", "float32"), 2.0, direction, ())
+    case = MapCase("shapes", shape, options.pop("dtype", "float32"), (), direction, 2.0)
     inputs = Maps().draw(case, torch.device("cpu"), 3)
     if scores is not None:
         inputs = (scores,)
@@ -109,7 +110,7 @@ def support(scores, size=128):
 
 
 def test_a_right_support_passes():
-    assert verdict_of(support, "entmax 1.5", compact=True).ok
+    assert verdict_of(support, "entmax 1.5", variant=True).ok
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_a_right_support_passes():
     ],
 )
 def test_a_wrong_support_is_found(change, reason):
-    verdict = verdict_of(lambda scores: change(support(scores)), "entmax 1.5", compact=True)
+    verdict = verdict_of(lambda scores: change(support(scores)), "entmax 1.5", variant=True)
     assert verdict.reason is not None
     assert reason in verdict.reason
 
@@ -134,5 +135,15 @@ def test_the_first_and_last_row_are_always_compared():
 
 
 def test_a_verdict_without_a_reason_is_ok():
-    assert Verdict(0.0, 0.0).ok
-    assert not Verdict(0.0, 0.0, "wrong").ok
+    assert Verdict().ok
+    assert not Verdict(reason="wrong").ok
+
+
+def test_the_relative_error_is_that_of_the_whole_matrix(monkeypatch):
+    truth = torch.randn(7, 3, dtype=torch.float64)
+    got = (truth + 0.1 * torch.randn(7, 3)).float()
+    expected = float((got.double() - truth).norm() / truth.norm())
+    assert relative_error(got, truth) == pytest.approx(expected)
+    monkeypatch.setattr("lastlayer.bench.verify._COPIED", 6)
+    assert relative_error(got, truth) == pytest.approx(expected)
+    assert relative_error(truth[:0], truth[:0]) == 0

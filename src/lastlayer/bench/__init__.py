@@ -1,5 +1,6 @@
 """The harness behind ``lastlayer bench``: verify a result, then time it beside its peers.
 
-A family of functions (:mod:`lastlayer.bench.maps` is the first) says what its cases are, how inputs
-are drawn and what the truth is; everything else here is shared by all families.
+A family of functions says what its cases are, how inputs are drawn and what the truth is: one
+folder each, :mod:`lastlayer.bench.maps` and :mod:`lastlayer.bench.fused`. Everything beside these
+folders is shared by all families.
 """

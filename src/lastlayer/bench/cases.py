@@ -1,12 +1,16 @@
 """What is measured: methods, the cases they are compared on, and the family that owns them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from lastlayer.bench import timing
+from lastlayer.bench.record import Record
+from lastlayer.bench.timing import Thunk, Timer
 from lastlayer.bench.verify import Verdict
 
 Direction = Literal["forward", "forward+backward"]
@@ -32,8 +36,10 @@ class Method:
         load: gives the callable; raises :class:`lastlayer.bench.peers.PeerMissing` where the
             peer is not installed.
         op: our operation below it, to say which kernel ran; None for others.
-        compact: writes a compact result rather than the dense one, so it is never the "ours" that
-            others are compared with.
+        variant: another setting or output of ours, so it is never the "ours" that others are
+            compared with.
+        scratch: the bytes it needs beyond its inputs, from the shape and the size of a number;
+            None where that is always little.
     """
 
     name: str
@@ -41,7 +47,8 @@ class Method:
     computes: str
     load: Callable[[], Call]
     op: str | None = None
-    compact: bool = False
+    variant: bool = False
+    scratch: Callable[[tuple[int, ...], int], int] | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -60,42 +67,71 @@ class Case:
     section: str
     shape: tuple[int, ...]
     dtype: str
-    scale: float
-    direction: Direction
     methods: tuple[Method, ...]
+    direction: Direction
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of the inputs."""
         return DTYPES[self.dtype]
 
-    @property
-    def backward(self) -> bool:
-        """Whether the gradient is part of the work."""
-        return self.direction == "forward+backward"
-
     def title(self) -> str:
         """One line that names the case."""
-        size = "×".join(str(extent) for extent in self.shape)
-        return f"{size} {self.dtype}, scale {self.scale:g}, {self.direction}"
+        return f"{'×'.join(str(extent) for extent in self.shape)} {self.dtype}"
 
 
-class Family(Protocol):
+CaseT = TypeVar("CaseT", bound=Case)
+VerdictT = TypeVar("VerdictT", bound=Verdict)
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+class Family(ABC, Generic[CaseT, VerdictT, RecordT]):
     """What a family of functions adds to the harness."""
 
     name: str
-    baseline: str
-    """``computes`` of the method that every time is divided by."""
+    record: type[RecordT]
 
-    def draw(self, case: Case, device: torch.device, seed: int) -> tuple[Tensor, ...]:
-        """Fresh inputs; gradients are taken for the first.
+    @abstractmethod
+    def draw(self, case: CaseT, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+        """Fresh inputs of a case."""
 
-        In the direction forward+backward the last one is the gradient of the result, which is not
-        an argument of the call.
-        """
-
-    def verify(self, case: Case, method: Method, call: Call, inputs: tuple[Tensor, ...]) -> Verdict:
+    @abstractmethod
+    def verify(
+        self, case: CaseT, method: Method, call: Call, inputs: tuple[Tensor, ...]
+    ) -> VerdictT:
         """Compare the method's result on these inputs with the float64 truth."""
 
-    def bytes_moved(self, case: Case, method: Method) -> int:
-        """The fewest bytes the work must read and write."""
+    @abstractmethod
+    def thunk(self, call: Call, sets: list[tuple[Tensor, ...]]) -> Thunk:
+        """What is timed: one call, on the next set of inputs each time."""
+
+    @abstractmethod
+    def baseline(self, case: CaseT) -> Method | None:
+        """The method that every time of a case is divided by."""
+
+    @abstractmethod
+    def limit(self, device: torch.device, timer: Timer, *, quick: bool) -> float:
+        """What the device can do at best, measured once a run."""
+
+    @abstractmethod
+    def details(
+        self,
+        case: CaseT,
+        method: Method,
+        *,
+        verdict: VerdictT | None,
+        milliseconds: float | None,
+        baseline_ms: float | None,
+        limit: float,
+    ) -> dict[str, Any]:
+        """The fields of a record that only this family has."""
+
+    def timer(self, device: torch.device, *, quick: bool) -> Timer:
+        """What times the methods."""
+        return timing.standard_timer(device, quick=quick)
+
+    def started(self, case: CaseT, inputs: tuple[Tensor, ...]) -> None:
+        """A case begins: what all its methods share can be found out here."""
+
+    def finished(self) -> None:
+        """A case is done: what was kept for it can go."""

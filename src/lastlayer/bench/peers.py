@@ -1,83 +1,37 @@
 """Packages that ours is compared with: imported at first use, never required."""
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
-from lastlayer.bench.cases import Call, Method
-
 INSTALL_COMMAND = 'pip install "lastlayer[peers]"'
-
-# The entmax package sorts only the k largest scores first; on shorter rows it sorts them all.
-_ENTMAX_FIRST_K = 512
-# Liger's rows must fit in one Triton block.
-LIGER_WIDEST = 65536
 
 
 class PeerMissing(ImportError):  # noqa: N818 — absence is an answer here, not an error
     """A peer is not installed."""
 
-    def __init__(self, source: str) -> None:
-        super().__init__(f"not installed: {INSTALL_COMMAND}")
+    def __init__(self, source: str, reason: str) -> None:
+        super().__init__(reason)
         self.source = source
 
 
-def _attribute(source: str, module: str, name: str) -> Any:
+def attribute(source: str, module: str, name: str, install: str = INSTALL_COMMAND) -> Any:
+    """A name from a peer's module.
+
+    Args:
+        source: the distribution.
+        module: where it is.
+        name: what is wanted.
+        install: the command that installs the peer.
+
+    Raises:
+        PeerMissing: the peer is not installed.
+    """
     package = module.partition(".")[0]
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
         # Something else missing below the peer is a fault of its installation, and is told as such.
         if error.name == package:
-            raise PeerMissing(source) from error
+            raise PeerMissing(source, f"not installed: {install}") from error
         raise
     return getattr(importlib.import_module(module), name)
-
-
-def entmax_exact(name: str, computes: str) -> Method:
-    """``entmax.sparsemax`` or ``entmax.entmax15``, by partial sort."""
-
-    def load() -> Call:
-        function = _attribute("entmax", "entmax", name)
-
-        def call(scores: Tensor) -> Any:
-            first_k = _ENTMAX_FIRST_K if scores.shape[-1] > _ENTMAX_FIRST_K else None
-            return function(scores, dim=-1, k=first_k)
-
-        return call
-
-    return Method(name, "entmax", computes, load)
-
-
-def entmax_bisect(alpha: float, computes: str) -> Method:
-    """``entmax.entmax_bisect``, by 50 bisections."""
-
-    def load() -> Call:
-        function = _attribute("entmax", "entmax", "entmax_bisect")
-        return lambda scores: function(scores, alpha=alpha, dim=-1)
-
-    return Method(f"entmax_bisect {alpha:g}", "entmax", computes, load)
-
-
-def liger_sparsemax() -> Method:
-    """Liger's sparsemax, by a full sort."""
-
-    def load() -> Call:
-        function = _attribute(
-            "liger-kernel", "liger_kernel.ops.sparsemax", "LigerSparsemaxFunction"
-        )
-        return lambda scores: function.apply(scores, -1)
-
-    return Method("sparsemax", "liger-kernel", "sparsemax", load)
-
-
-def adasplash(name: str, computes: str) -> Method:
-    """AdaSplash's row kernels at their default settings."""
-
-    def load() -> Call:
-        function: Callable[[Tensor], Any] = _attribute("adasplash", "adasplash", name)
-        return function
-
-    return Method(name, "adasplash", computes, load)

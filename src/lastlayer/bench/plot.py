@@ -1,18 +1,17 @@
-"""Bandwidth against width as a PNG."""
+"""What every picture needs: matplotlib, a figure, and colours."""
 
-from collections.abc import Sequence
 from importlib.util import find_spec
-from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lastlayer.bench.record import Record
-from lastlayer.bench.table import Unit, unit_for
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INSTALL_COMMAND = 'pip install "lastlayer[lab]"'
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
-_OURS_COLOURS = ("#0072B2", "#009E73", "#56B4E9")
-_OTHER_COLOURS = ("#D55E00", "#CC79A7", "#E69F00", "#000000", "#7F7F7F")
+OURS_COLOURS = ("#0072B2", "#009E73", "#56B4E9")
+OTHER_COLOURS = ("#D55E00", "#CC79A7", "#E69F00", "#000000", "#7F7F7F")
 
 
 class MissingPlotLibrary(ImportError):  # noqa: N818 — it says what is missing
@@ -32,74 +31,21 @@ def require_matplotlib() -> None:
         raise MissingPlotLibrary
 
 
-def bandwidth_against_width(records: Sequence[Record], path: Path) -> None:
-    """Draw bandwidth over the number of columns, one panel a device, one line a method.
-
-    Args:
-        records: those of the section ``"widths"``; others are left out.
-        path: where the PNG goes.
+def new_figure(width: float, height: float) -> "Figure":
+    """A figure of so many inches that no window is opened for.
 
     Raises:
         MissingPlotLibrary: matplotlib is not installed.
-        ValueError: no record has a width to draw.
     """
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    swept = [r for r in records if r.section == "widths" and r.tb_per_s is not None]
-    if not swept:
-        raise ValueError("records: expected timings of the section 'widths', got none")
-    devices = list(dict.fromkeys(record.device for record in swept))
-    figure = Figure(figsize=(7.5, 4.6 * len(devices)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(devices), 1, squeeze=False)[:, 0]
-    for panel, device in zip(panels, devices, strict=True):
-        mine = [record for record in swept if record.device == device]
-        unit = unit_for(mine[-1].copy_tb_per_s)
-        _draw_lines(panel, mine, unit)
-        limit = mine[-1].copy_tb_per_s * unit.per_tb
-        panel.axhline(limit, color="black", linestyle=":", linewidth=1)
-        panel.annotate(
-            f"copy, {limit:.3g} {unit.name}",
-            (0.01, limit),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            fontsize=8,
-        )
-        highest = max([limit, *(unit.per_tb * (r.tb_per_s or 0.0) for r in mine)])
-        panel.set_xscale("log", base=2)
-        panel.set_ylim(0, 1.12 * highest)
-        panel.set_title(f"{device}, {mine[0].dtype}, forward", loc="left", fontsize=10)
-        panel.set_xlabel("columns (the number of scores is constant)")
-        panel.set_ylabel(f"{unit.name} read and written")
-        panel.grid(visible=True, alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, format="png")
+    return figure
 
 
-def _draw_lines(panel: object, records: list[Record], unit: Unit) -> None:
-    from matplotlib.axes import Axes
-
-    if not isinstance(panel, Axes):
-        raise TypeError(f"panel: expected matplotlib axes, got {type(panel).__name__}")
-    ours, others = cycle(_OURS_COLOURS), cycle(_OTHER_COLOURS)
-    for source, method in dict.fromkeys((record.source, record.method) for record in records):
-        line = sorted(
-            (record.shape[-1], unit.per_tb * (record.tb_per_s or 0.0))
-            for record in records
-            if (record.source, record.method) == (source, method)
-        )
-        is_ours = source == "lastlayer"
-        panel.plot(
-            [width for width, _ in line],
-            [speed for _, speed in line],
-            marker="o",
-            markersize=4 if is_ours else 3,
-            linewidth=2.2 if is_ours else 1.2,
-            color=next(ours if is_ours else others),
-            zorder=3 if is_ours else 2,
-            label=f"{source} {method}",
-        )
+def save(figure: "Figure", path: Path) -> None:
+    """Write the PNG, the same bytes for the same figure."""
+    figure.savefig(path, format="png", metadata={"Software": None})

@@ -18,6 +18,9 @@ from rich.progress import (
 
 from lastlayer.bench.record import Record
 
+# What takes longer than this is told, so that a run that takes long says why.
+_LONG_S = 1.0
+
 
 @dataclass(frozen=True)
 class Reporter:
@@ -33,15 +36,16 @@ class Reporter:
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, description=title)
 
+    def verified(self, method: str, seconds: float) -> None:
+        """A method was verified, and compiled before that where it has to be."""
+        if self.lines and seconds >= _LONG_S:
+            self._line(f"verified {method} in {seconds:.1f} s")
+
     def measured(self, record: Record) -> None:
         """A method was measured."""
         if self.lines:
-            size = "×".join(str(extent) for extent in record.shape)
             result = "-" if record.median_ms is None else f"{record.median_ms:.3f} ms"
-            self._line(
-                f"{record.section} {size} {record.dtype} scale {record.scale:g} "
-                f"{record.direction} {record.source} {record.method}: {result} {record.status}"
-            )
+            self._line(f"{record.section} {record.case} {record.label}: {result} {record.status}")
 
     def finished(self) -> None:
         """A case is done."""
@@ -70,4 +74,4 @@ def reporting(out: Console, cases: int, *, quick: bool) -> Iterator[Reporter]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=out, transient=True) as bar:
-        yield Reporter(out, bar=bar, task=bar.add_task("drawing scores", total=cases))
+        yield Reporter(out, bar=bar, task=bar.add_task("drawing inputs", total=cases))

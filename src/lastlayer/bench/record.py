@@ -1,10 +1,10 @@
-"""Measurements as JSON lines: one object a measurement, only ever appended."""
+"""One measurement: where it was made, what was measured, and what came out."""
 
 import json
 import math
 import os
 import platform
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -40,25 +40,21 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Environment):
-    """One measurement; what could not be measured is None.
+    """One measurement; what could not be measured is None. Families add what they measure.
 
     Attributes:
         date: when it was made, UTC, ISO 8601.
         family: the family of functions, for example ``"maps"``.
-        section: the part of the run: ``"shapes"``, ``"scales"`` or ``"widths"``.
+        section: the part of the run, for example ``"shapes"``.
         seed: what the inputs were drawn with.
         method: what was called.
         source: the distribution it comes from, and ``source_version`` its version.
         computes: the function it computes.
         implementation: which of our implementations ran.
         shape: sizes of the problem; for maps, rows and columns.
-        scale: scores are drawn as scale · N(0, 1).
         median_ms: with p20_ms and p80_ms, of replays of a CUDA graph where eager_ms is given.
         eager_ms: the median of plain calls from Python, the host's work included.
-        bytes: the fewest bytes the work must read and write.
-        ratio_to_softmax: time over torch.softmax's time in the same case.
-        ratio_to_ours: time over the time of our dense result for the same function.
-        error: see :class:`lastlayer.bench.verify.Verdict`.
+        ratio_to_ours: time over the time of our main result for the same function.
         verified: whether the result was right.
         status: ``"ok"``, or what is wrong.
     """
@@ -74,28 +70,40 @@ class Record(Environment):
     implementation: str | None
     shape: tuple[int, ...]
     dtype: str
-    scale: float | None
     direction: str
     median_ms: float | None
     p20_ms: float | None
     p80_ms: float | None
     samples: int
-    bytes: int
-    tb_per_s: float | None
-    copy_tb_per_s: float
-    fraction_of_copy: float | None
-    ratio_to_softmax: float | None
     ratio_to_ours: float | None
-    error: float | None
-    row_sum_error: float | None
     verified: bool
     status: str
     eager_ms: float | None = None
 
+    @property
+    def size(self) -> str:
+        """The sizes of the problem, for example 8192×32768."""
+        return "×".join(str(extent) for extent in self.shape)
 
-_FIELDS = {field.name for field in fields(Record)}
-# A field added later gets a default, so that older files stay readable.
-_REQUIRED = {field.name for field in fields(Record) if field.default is MISSING}
+    @property
+    def label(self) -> str:
+        """Source and method."""
+        return f"{self.source} {self.method}"
+
+    @property
+    def case(self) -> str:
+        """What it was measured on, in one line."""
+        return f"{self.size} {self.dtype} {self.direction}"
+
+    @property
+    def part(self) -> tuple[str, ...]:
+        """What part of a run it belongs to: of each, the newest run counts."""
+        return self.section, self.dtype, self.direction
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this library was measured."""
+        return self.source == "lastlayer"
 
 
 def _finite(value: Any) -> Any:
@@ -108,33 +116,6 @@ def append(path: Path, record: Record) -> None:
     line = json.dumps({name: _finite(value) for name, value in asdict(record).items()})
     with path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
-
-
-def read(path: Path) -> list[Record]:
-    """All records of a file, in order.
-
-    Raises:
-        ValueError: a line is not a record; the message names file and line.
-    """
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            records.append(_parse(line, f"{path}:{number}"))
-    return records
-
-
-def _parse(line: str, where: str) -> Record:
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: expected one JSON object, got {line[:60]!r}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: expected one JSON object, got {line[:60]!r}")
-    missing, unknown = sorted(_REQUIRED - set(values)), sorted(set(values) - _FIELDS)
-    if missing or unknown:
-        raise ValueError(f"{where}: not a record; missing fields {missing}, unknown {unknown}")
-    values["shape"] = tuple(values["shape"])
-    return Record(**values)
 
 
 @cache

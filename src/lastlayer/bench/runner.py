@@ -1,21 +1,22 @@
 """One case from drawing its inputs to its records: verify, then time, then write down."""
 
-import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Generic
 
 import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer.bench import memory
 from lastlayer.bench import record as records
-from lastlayer.bench.cases import OURS, Call, Case, Family, Method
+from lastlayer.bench.cases import OURS, Call, CaseT, Family, Method, RecordT, VerdictT
 from lastlayer.bench.peers import PeerMissing
 from lastlayer.bench.progress import Reporter
-from lastlayer.bench.record import Environment, Record
-from lastlayer.bench.timing import Thunk, Timer, Timing, tb_per_s
-from lastlayer.bench.verify import Verdict
+from lastlayer.bench.record import Environment
+from lastlayer.bench.timing import Timer, Timing
 
 # Inputs smaller than this are rotated among several sets on a CPU, whose caches would otherwise
 # hold all of them; on CUDA the timer clears the cache.
@@ -23,52 +24,58 @@ _ROTATED_BYTES = 2**25
 
 
 @dataclass
-class Bench:
+class Bench(Generic[CaseT, VerdictT, RecordT]):
     """What all cases of a run share, and what the run has found so far."""
 
-    family: Family
+    family: Family[CaseT, VerdictT, RecordT]
     device: torch.device
     timer: Timer
-    copy_tb_per_s: float
+    limit: float
     environment: Environment
     reporter: Reporter
     seed: int
     json_path: Path | None = None
-    records: list[Record] = field(default_factory=list)
+    records: list[RecordT] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
-    def failures(self) -> list[Record]:
+    def failures(self) -> list[RecordT]:
         """Results of ours that are wrong."""
-        return [r for r in self.records if r.source == OURS and not r.verified]
+        return [r for r in self.records if r.is_ours and not r.verified]
 
-    def run(self, case: Case) -> None:
+    def run(self, case: CaseT) -> None:
         """Measure one case; what a peer does wrong becomes its record, never an exception."""
         self.reporter.started(case.title())
         self.seed += 1
         try:
             inputs = self.family.draw(case, self.device, self.seed)
+            self.family.started(case, inputs)
         except torch.OutOfMemoryError:
-            self.notes.append(f"skipped {case.title()}: not enough memory for the scores")
+            self.notes.append(f"skipped {case.title()}: not enough memory for the inputs")
         else:
             self._measure(case, inputs)
+            del inputs
+        self.family.finished()
+        memory.release(self.device)
         self.reporter.finished()
 
-    def _measure(self, case: Case, inputs: tuple[Tensor, ...]) -> None:
+    def _measure(self, case: CaseT, inputs: tuple[Tensor, ...]) -> None:
         verdicts, calls = {}, {}
         for method, call in self._loaded(case):
+            start = time.perf_counter()
             try:
                 verdict = self.family.verify(case, method, call, inputs)
             except Exception as error:  # noqa: BLE001 — a method may fail in any way
                 self._write(case, method, status=describe(error))
                 continue
+            self.reporter.verified(f"{method.source} {method.name}", time.perf_counter() - start)
             if verdict.ok or not method.is_ours:
                 verdicts[method], calls[method] = verdict, call
             else:
                 self._write(case, method, verdict=verdict, status=f"wrong: {verdict.reason}")
         sets = self._input_sets(case, inputs)
-        thunks = {method: _thunk(case, call, sets) for method, call in calls.items()}
+        thunks = {method: self.family.thunk(call, sets) for method, call in calls.items()}
         times: dict[Method, float] = {}
         for method, timing in self.timer.time(thunks):
             verdict = verdicts[method]
@@ -79,8 +86,12 @@ class Bench:
             status = "ok" if verdict.ok else f"inexact: {verdict.reason}"
             self._write(case, method, verdict=verdict, timing=timing, times=times, status=status)
 
-    def _loaded(self, case: Case) -> Iterator[tuple[Method, Call]]:
+    def _loaded(self, case: CaseT) -> Iterator[tuple[Method, Call]]:
         for method in case.methods:
+            obstacle = self._obstacle(case, method)
+            if obstacle is not None:
+                self._write(case, method, status=obstacle)
+                continue
             try:
                 yield method, method.load()
             except PeerMissing as missing:
@@ -88,7 +99,16 @@ class Bench:
             except Exception as error:  # noqa: BLE001 — importing a peer may fail in any way
                 self._write(case, method, status=describe(error))
 
-    def _input_sets(self, case: Case, inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    def _obstacle(self, case: CaseT, method: Method) -> str | None:
+        if method.scratch is None:
+            return None
+        needed = method.scratch(case.shape, case.torch_dtype.itemsize)
+        free = memory.free_bytes(self.device)
+        if free is None or needed <= free:
+            return None
+        return f"does not fit: needs about {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
+
+    def _input_sets(self, case: CaseT, inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
         size = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
         count = 1 if self.device.type == "cuda" else max(1, _ROTATED_BYTES // max(size, 1))
         # Far from the seeds of later cases, which follow each other.
@@ -97,24 +117,22 @@ class Bench:
 
     def _write(
         self,
-        case: Case,
+        case: CaseT,
         method: Method,
         *,
         status: str,
-        verdict: Verdict | None = None,
+        verdict: VerdictT | None = None,
         timing: Timing | None = None,
         times: dict[Method, float] | None = None,
     ) -> None:
-        moved = self.family.bytes_moved(case, method)
-        speed = tb_per_s(moved, timing.median_ms) if timing else None
         times = times or {}
-        baseline = _time_of(times, self.family.baseline, source="torch")
-        ours = _time_of(times, method.computes, source=OURS, but_not=method)
+        ours = _time_of_ours(times, method)
+        baseline = self.family.baseline(case)
         implementation = None
         if method.op is not None:
             implementation = kernels.selected(method.op, self.device.type, case.torch_dtype)
         self._keep(
-            Record(
+            self.family.record(
                 **asdict(self.environment),
                 date=records.now(),
                 family=self.family.name,
@@ -127,57 +145,40 @@ class Bench:
                 implementation=implementation,
                 shape=case.shape,
                 dtype=case.dtype,
-                scale=case.scale,
                 direction=case.direction,
                 median_ms=timing.median_ms if timing else None,
                 p20_ms=timing.p20_ms if timing else None,
                 p80_ms=timing.p80_ms if timing else None,
                 samples=timing.samples if timing else 0,
-                bytes=moved,
-                tb_per_s=speed,
-                copy_tb_per_s=self.copy_tb_per_s,
-                fraction_of_copy=speed / self.copy_tb_per_s if speed else None,
-                ratio_to_softmax=timing.median_ms / baseline if timing and baseline else None,
                 ratio_to_ours=timing.median_ms / ours if timing and ours else None,
-                error=verdict.error if verdict else None,
-                row_sum_error=verdict.row_sum_error if verdict else None,
                 verified=verdict is not None and verdict.ok,
                 status=status,
                 eager_ms=timing.eager_ms if timing else None,
+                **self.family.details(
+                    case,
+                    method,
+                    verdict=verdict,
+                    milliseconds=timing.median_ms if timing else None,
+                    baseline_ms=None if baseline is None else times.get(baseline),
+                    limit=self.limit,
+                ),
             )
         )
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: RecordT) -> None:
         self.records.append(record)
         if self.json_path is not None:
             records.append(self.json_path, record)
         self.reporter.measured(record)
 
 
-def _time_of(
-    times: dict[Method, float], computes: str, *, source: str, but_not: Method | None = None
-) -> float | None:
+def _time_of_ours(times: dict[Method, float], but_not: Method) -> float | None:
     for method, milliseconds in times.items():
-        if method is but_not or method.compact:
+        if method is but_not or method.variant or method.source != OURS:
             continue
-        if method.computes == computes and method.source == source:
+        if method.computes == but_not.computes:
             return milliseconds
     return None
-
-
-def _thunk(case: Case, call: Call, sets: list[tuple[Tensor, ...]]) -> Thunk:
-    if not case.backward:
-        rotation = itertools.cycle(sets)
-        return lambda: call(*next(rotation))
-    leaves = itertools.cycle(
-        [(first.detach().requires_grad_(), rest[-1], rest[:-1]) for first, *rest in sets]
-    )
-
-    def forward_and_backward() -> tuple[Tensor, ...]:
-        leaf, cotangent, others = next(leaves)
-        return torch.autograd.grad(call(leaf, *others), leaf, cotangent)
-
-    return forward_and_backward
 
 
 def describe(error: Exception) -> str:

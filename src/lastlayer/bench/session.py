@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from pathlib import Path
 from time import time_ns
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lastlayer.bench import plot, table
+from lastlayer.bench import plot
 from lastlayer.bench import record as records
-from lastlayer.bench.cases import DTYPES, Case, Family
+from lastlayer.bench.cases import DTYPES, CaseT, Family, RecordT, VerdictT
 from lastlayer.bench.progress import reporting
 from lastlayer.bench.runner import Bench
-from lastlayer.bench.timing import CpuTimer, CudaTimer, Timer, copy_timing, tb_per_s
 
 _TABLE_WIDTH = 116
 
@@ -42,24 +42,30 @@ def problem(
     return None
 
 
+def refuse(reason: str, out: Console) -> int:
+    """Say why a run is not made; the exit code for that."""
+    out.print(f"[bold red]error:[/] {escape(reason)}", highlight=False, soft_wrap=True)
+    return 2
+
+
 def measure(
-    family: Family,
-    cases: Sequence[Case],
+    family: Family[CaseT, VerdictT, RecordT],
+    cases: Sequence[CaseT],
     *,
     device: torch.device,
     quick: bool,
     json_path: Path | None,
     out: Console,
-) -> Bench:
-    """Measure the copy bandwidth, then all cases."""
-    timer = _timer(device, quick=quick)
-    copy, copied_bytes = copy_timing(device, _copy_bytes(device, quick=quick), timer)
+) -> Bench[CaseT, VerdictT, RecordT]:
+    """Measure the limit of the device, then all cases."""
+    timer = family.timer(device, quick=quick)
+    limit = family.limit(device, timer, quick=quick)
     with reporting(out, len(cases), quick=quick) as reporter:
         bench = Bench(
             family=family,
             device=device,
             timer=timer,
-            copy_tb_per_s=tb_per_s(copied_bytes, copy.median_ms),
+            limit=limit,
             environment=records.environment(device, quick=quick),
             reporter=reporter,
             seed=time_ns() % 2**40,
@@ -70,20 +76,21 @@ def measure(
     return bench
 
 
-def _timer(device: torch.device, *, quick: bool) -> Timer:
-    if device.type == "cuda":
-        return CudaTimer(warmup_ms=10, rep_ms=20 if quick else 60)
-    return CpuTimer(budget_s=0.1 if quick else 1.0)
+def show(
+    bench: Bench[Any, Any, Any], tables: Sequence[Table], out: Console, *, limit: str, legend: str
+) -> int:
+    """Print where it was measured, the tables, and what was left out or wrong.
 
+    Args:
+        bench: the run.
+        tables: what it found.
+        out: where it goes.
+        limit: the limit of the device in words.
+        legend: what the columns mean.
 
-def _copy_bytes(device: torch.device, *, quick: bool) -> int:
-    if device.type == "cuda":
-        return 2**30 if quick else 2**32
-    return 2**26 if quick else 2**28
-
-
-def show(bench: Bench, tables: Sequence[Table], out: Console) -> None:
-    """Print where it was measured, the tables, and what was left out or wrong."""
+    Returns:
+        The exit code: 1 when a result of ours was wrong.
+    """
 
     def line(text: str, style: str | None = None) -> None:
         out.print(escape(text), style=style, highlight=False, soft_wrap=True)
@@ -93,18 +100,23 @@ def show(bench: Bench, tables: Sequence[Table], out: Console) -> None:
         out.width = max(out.width, _TABLE_WIDTH)
     where = bench.environment
     threads = "" if where.threads is None else f", {where.threads} threads"
-    unit = table.unit_for(bench.copy_tb_per_s)
     kernels = sorted({r.implementation for r in bench.records if r.implementation is not None})
     line(
         f"{where.device}{threads} · torch {where.torch} · lastlayer {where.lastlayer} "
-        f"({', '.join(kernels)}) · copy {unit.show(bench.copy_tb_per_s)} {unit.name}"
+        f"({', '.join(kernels)}) · {limit}"
     )
     for each in tables:
         out.print(each)
-    line(table.legend(), style="dim")
+    line(legend, style="dim")
     for source, reason in sorted(bench.absent.items()):
         line(f"{source}: {reason}")
     for note in bench.notes:
         line(note)
     if bench.failures:
         line(f"{len(bench.failures)} of our results failed verification", style="bold red")
+    return 1 if bench.failures else 0
+
+
+def tell_plot(path: Path, out: Console) -> None:
+    """Say where the picture went."""
+    out.print(f"plot: {escape(str(path))}", highlight=False, soft_wrap=True)

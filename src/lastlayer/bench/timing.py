@@ -1,12 +1,14 @@
-"""Medians: on CUDA by events around each call, on a CPU by interleaving the competitors."""
+"""Medians: by events around each call on CUDA, by wall clock on a CPU, competitors in turn."""
 
 import gc
 import importlib
 import itertools
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -97,56 +99,119 @@ class CudaTimer:
 
 
 @dataclass(frozen=True)
-class CpuTimer:
-    """Wall clock, one sample of every competitor in turn, so that noise hits all of them alike.
+class TakingTurns(ABC):
+    """One sample of every competitor in turn, so that noise hits all of them alike.
 
     Attributes:
         budget_s: timed seconds each competitor may use.
         fewest_samples: samples of a competitor whose single call uses up the budget.
         most_samples: samples after which a fast competitor is known well enough.
         sample_ms: calls faster than this are repeated within a sample.
+        patience_s: a competitor whose first call takes longer is not called again.
     """
 
     budget_s: float
     fewest_samples: int = 3
     most_samples: int = 200
     sample_ms: float = 1.0
+    patience_s: float = 10.0
+
+    @abstractmethod
+    def milliseconds(self, thunk: Thunk, repeats: int) -> float:
+        """One sample: the mean of so many calls."""
 
     def time(self, thunks: Mapping[K, Thunk]) -> Iterator[tuple[K, Timing | Exception]]:
         """Warm all competitors up, then time them in turn until each has used its budget."""
         repeats: dict[K, int] = {}
+        samples: dict[K, list[float]] = {}
         for key, thunk in thunks.items():
             try:
-                repeats[key] = self._calls_a_sample(thunk)
+                first = self.milliseconds(thunk, 1)
+                if first > 1e3 * self.patience_s:
+                    samples[key] = [first]
+                    continue
+                repeats[key] = self._calls_a_sample(self.milliseconds(thunk, 1))
             except Exception as error:  # noqa: BLE001 — a competitor may fail in any way
                 yield key, error
-        samples: dict[K, list[float]] = {key: [] for key in repeats}
+            else:
+                samples[key] = []
+        failed: dict[K, Exception] = {}
         collecting = gc.isenabled()
         gc.disable()
         try:
             racing = list(repeats)
             for turn in itertools.count():
-                racing = [key for key in racing if self._wants_more(samples[key], repeats[key])]
+                racing = [
+                    key
+                    for key in racing
+                    if key not in failed and self._wants_more(samples[key], repeats[key])
+                ]
                 if not racing:
                     break
                 shift = turn % len(racing)
                 for key in racing[shift:] + racing[:shift]:
-                    samples[key].append(_milliseconds(thunks[key], repeats[key]))
+                    try:
+                        samples[key].append(self.milliseconds(thunks[key], repeats[key]))
+                    except Exception as error:  # noqa: BLE001 — as above
+                        failed[key] = error
         finally:
             if collecting:
                 gc.enable()
-        for key, milliseconds in samples.items():
-            yield key, Timing.of(milliseconds)
+        for key, timed in samples.items():
+            yield key, failed[key] if key in failed else Timing.of(timed)
 
-    def _calls_a_sample(self, thunk: Thunk) -> int:
-        thunk()
-        return max(1, min(100, round(self.sample_ms / max(_milliseconds(thunk, 1), 1e-3))))
+    def _calls_a_sample(self, milliseconds: float) -> int:
+        return max(1, min(100, round(self.sample_ms / max(milliseconds, 1e-3))))
 
     def _wants_more(self, samples: list[float], repeats: int) -> bool:
         if len(samples) < self.fewest_samples:
             return True
         used_s = sum(samples) * repeats / 1e3
         return used_s < self.budget_s and len(samples) < self.most_samples
+
+
+@dataclass(frozen=True)
+class CpuTimer(TakingTurns):
+    """Wall clock."""
+
+    def milliseconds(self, thunk: Thunk, repeats: int) -> float:
+        """One sample: the mean of so many calls."""
+        start = time.perf_counter()
+        for _ in range(repeats):
+            thunk()
+        return (time.perf_counter() - start) * 1e3 / repeats
+
+
+@dataclass(frozen=True)
+class CudaTurnsTimer(TakingTurns):
+    """Device events around plain calls: for calls so long that the clocks change meanwhile.
+
+    The L2 cache is cleared before each sample, which also lets the host get ahead of the device,
+    as it is in the middle of a training step.
+    """
+
+    def milliseconds(self, thunk: Thunk, repeats: int) -> float:
+        """One sample: the mean of so many calls."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        _cache_sized_buffer().zero_()
+        start.record()
+        for _ in range(repeats):
+            thunk()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / repeats
+
+
+@cache
+def _cache_sized_buffer() -> torch.Tensor:
+    return torch.empty(2**28, dtype=torch.int8, device="cuda")
+
+
+def standard_timer(device: torch.device, *, quick: bool) -> Timer:
+    """The timer of calls from microseconds to a few milliseconds."""
+    if device.type == "cuda":
+        return CudaTimer(warmup_ms=10, rep_ms=20 if quick else 60)
+    return CpuTimer(budget_s=0.1 if quick else 1.0)
 
 
 def _captured(thunk: Thunk) -> torch.cuda.CUDAGraph | None:
@@ -171,27 +236,28 @@ def _synchronized_ms(thunk: Thunk) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _milliseconds(thunk: Thunk, repeats: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        thunk()
-    return (time.perf_counter() - start) * 1e3 / repeats
-
-
-def copy_timing(device: torch.device, buffer_bytes: int, timer: Timer) -> tuple[Timing, int]:
-    """Time a copy from one large buffer to another.
-
-    Returns:
-        The timing, and the bytes that one copy reads and writes.
-    """
+def copy_tb_per_s(device: torch.device, buffer_bytes: int, timer: Timer) -> float:
+    """Terabytes a second that a copy of a large buffer reads and writes."""
     source = torch.randint(2**31 - 1, (buffer_bytes // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
-    ((_, timing),) = timer.time({"copy": lambda: target.copy_(source)})
+    milliseconds = _time_of(lambda: target.copy_(source), timer)
+    return tera_per_s(2 * source.numel() * source.element_size(), milliseconds)
+
+
+def product_tflop_per_s(size: int, device: torch.device, dtype: torch.dtype, timer: Timer) -> float:
+    """Teraflops a second of the product of two square matrices."""
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return tera_per_s(2 * size**3, _time_of(lambda: torch.mm(left, right, out=out), timer))
+
+
+def _time_of(thunk: Thunk, timer: Timer) -> float:
+    ((_, timing),) = timer.time({"limit": thunk})
     if isinstance(timing, Exception):
         raise timing
-    return timing, 2 * source.numel() * source.element_size()
+    return timing.median_ms
 
 
-def tb_per_s(moved_bytes: int, milliseconds: float) -> float:
-    """Terabytes a second."""
-    return moved_bytes / milliseconds / 1e9
+def tera_per_s(count: float, milliseconds: float) -> float:
+    """Bytes as terabytes a second, operations as teraflops."""
+    return count / milliseconds / 1e9

@@ -1,11 +1,13 @@
 """Which maps are compared on which sizes, and what their float64 truth is."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from lastlayer import maps
-from lastlayer.bench import peers as peer_methods
 from lastlayer.bench.cases import OURS, Case, Direction, Method
+from lastlayer.bench.maps import peers as peer_methods
 
 SECTIONS = ("shapes", "scales", "widths")
 K = 64
@@ -21,6 +23,23 @@ DEFAULT_DTYPES = {"cuda": ("float32", "bfloat16"), "cpu": ("float32",)}
 # Exponents of two: the numbers of columns, and the constant number of scores.
 CUDA_WIDTHS, CUDA_SWEEP = range(7, 21), 27
 CPU_WIDTHS, CPU_SWEEP = range(6, 19, 2), 22
+
+
+@dataclass(frozen=True)
+class MapCase(Case):
+    """Maps on scale · N(0, 1) scores."""
+
+    scale: float
+
+    @property
+    def backward(self) -> bool:
+        """Whether the gradient is part of the work."""
+        return self.direction == "forward+backward"
+
+    def title(self) -> str:
+        """One line that names the case."""
+        return f"{super().title()}, scale {self.scale:g}, {self.direction}"
+
 
 _ALPHAS = {"sparsemax": 2.0, "entmax 1.5": 1.5, "entmax 1.25": 1.25}
 
@@ -52,7 +71,7 @@ def _support() -> Method:
         "entmax 1.5",
         lambda: lambda x: maps.entmax_support(x, 1.5, MAX_SUPPORT),
         op="entmax_support",
-        compact=True,
+        variant=True,
     )
 
 
@@ -127,7 +146,7 @@ def _sweep(device: str, *, quick: bool) -> list[tuple[int, int]]:
 
 def plan(
     device: str, dtypes: tuple[str, ...], *, quick: bool, peers: bool, widths: bool
-) -> list[Case]:
+) -> list[MapCase]:
     """All cases of a run, those that matter most first.
 
     Args:
@@ -146,9 +165,9 @@ def plan(
         methods: tuple[Method, ...],
         scale: float = DEFAULT_SCALE,
         direction: Direction = "forward",
-    ) -> Case:
+    ) -> MapCase:
         kept = tuple(m for m in methods if peers or m.source in (OURS, "torch"))
-        return Case(section, shape, dtype, scale, direction, kept)
+        return MapCase(section, shape, dtype, kept, direction, scale)
 
     cases = []
     for shape in _shapes(device, quick=quick):
