@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import lastlayer
+from lastlayer import trees
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -296,7 +297,77 @@ def losses() -> Figure:
     return figure
 
 
-PICTURES = (same_scores, two_classes, supports, alpha_sweep, newton, losses)
+def tree_kinds() -> Figure:
+    """Four trees over the same words, with lines as thick as they are frequent."""
+    counts = {
+        "the": 700, "of": 360, "cat": 24, "dog": 30, "trout": 5, "salmon": 8, "oak": 9,
+        "rose": 14, "walks": 12, "runs": 26, "sees": 48, "swims": 6,
+    }  # fmt: skip
+    parents = {
+        **dict.fromkeys(["the", "of"], "grammar"),
+        **dict.fromkeys(["cat", "dog"], "mammals"),
+        **dict.fromkeys(["trout", "salmon"], "fish"),
+        **dict.fromkeys(["mammals", "fish"], "animals"),
+        **dict.fromkeys(["oak", "rose"], "plants"),
+        **dict.fromkeys(["animals", "plants"], "things"),
+        **dict.fromkeys(["walks", "runs", "sees", "swims"], "verbs"),
+        **dict.fromkeys(["grammar", "things", "verbs"], "words"),
+    }
+    words, often = list(counts), list(counts.values())
+    made = {
+        "balanced(12)": trees.balanced(len(words), labels=words),
+        "huffman(counts)": trees.huffman(often, labels=words),
+        "huffman(counts).collapse(4)": trees.huffman(often, labels=words).collapse(4),
+        "from_parents({…})": trees.from_parents(parents, words),
+    }
+    figure = Figure(figsize=(10, 6.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, (name, tree) in zip(figure.subplots(2, 2).flat, made.items(), strict=True):
+        tree.plot(panel, counts=often)
+        depth = tree.expected_depth(often)
+        panel.set_title(f"{name}, expected depth {depth:.2f}", loc="left")
+    return figure
+
+
+def tree_costs() -> Figure:
+    """What a row costs in trees of more and more classes, and the top of a large tree."""
+    figure, (curves, top) = _panels(2, 11, 4.3)
+    sizes = [10**p for p in (2, 2.5, 3, 3.5, 4, 4.5, 5)]
+    kinds: dict[str, tuple[Callable[[list[float]], trees.Tree], str, str]] = {
+        "flat": (lambda c: trees.balanced(len(c), len(c)), "#8C8C8C", "-"),
+        "two_level(n)": (lambda c: trees.two_level(len(c)), ORANGE, "--"),
+        "two_level(counts)": (trees.two_level, ORANGE, "-"),
+        "huffman(counts, 16)": (lambda c: trees.huffman(c, 16), GREEN, "-"),
+        "balanced(n)": (lambda c: trees.balanced(len(c)), BLUE, "--"),
+        "huffman(counts)": (trees.huffman, BLUE, "-"),
+    }
+    for name, (build, colour, dashes) in kinds.items():
+        costs = []
+        for size in sizes:
+            zipf = [1 / rank for rank in range(1, int(size) + 1)]
+            costs.append(build(zipf).step_cost(zipf, 1))
+        curves.plot(sizes, costs, color=colour, ls=dashes, marker="o", ms=4, label=name)
+    curves.set(
+        title="vectors scored for a row, Zipf's counts", xlabel="classes", xscale="log",
+        yscale="log",
+    )  # fmt: skip
+    curves.legend(fontsize=9)
+    zipf = [1 / rank for rank in range(1, 50_001)]
+    words = [f"word {rank:,}" for rank in range(1, 50_001)]
+    trees.huffman(zipf, labels=words).plot(top, max_nodes=32, counts=zipf)
+    return figure
+
+
+PICTURES = (
+    same_scores,
+    two_classes,
+    supports,
+    alpha_sweep,
+    newton,
+    losses,
+    tree_kinds,
+    tree_costs,
+)
 
 
 def draw_all(folder: Path, suffix: str = "svg") -> None:

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lastlayer import fused, heads
+    from lastlayer import fused, heads, trees
     from lastlayer._debug import debug
     from lastlayer.losses import (
         EntmaxLoss,
@@ -48,7 +48,7 @@ _HOME = {
     "TopKSoftmaxLoss": "lastlayer.losses",
 }
 # Packages with public names of their own: lastlayer.heads.Entmax is not lastlayer.Entmax.
-_PACKAGES = ("fused", "heads")
+_PACKAGES = ("fused", "heads", "trees")
 
 __all__ = [
     "Entmax",
@@ -69,6 +69,7 @@ __all__ = [
     "sparsemax_loss",
     "topk_softmax",
     "topk_softmax_loss",
+    "trees",
 ]
 
 

@@ -1,0 +1,418 @@
+"""The value object: inner nodes, their children, and classes as leaves."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from lastlayer.trees import _collapse, _draw, _measure, _saving
+from lastlayer.trees._arrays import Ids, Integers, Offsets, frozen, offsets
+from lastlayer.trees._check_tree import check_children, check_leaves
+from lastlayer.trees._checks import as_integers, as_labels, as_node_labels
+from lastlayer.trees._loops import add_down, fill_paths
+from lastlayer.trees._measure import EntropyBound
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Entries of all paths together, beyond which they are refused rather than made.
+_MOST_PATH_ENTRIES = 2**31
+
+
+class Tree:
+    """A tree with classes as its leaves, that cannot be changed.
+
+    A class is reached from the root by choosing one child at every inner node on the way. What was
+    chosen is the *code* of the class, the nodes and choices together its *path*.
+
+    Inner nodes are numbered from 0, the root, level by level and from left to right, so that
+    parents come before their children. Every inner node has two children or more. A tree of one
+    class has no inner node.
+
+    The functions of :mod:`lastlayer.trees` build trees; this constructor is for arrays that are in
+    that order already, and checks them.
+
+    All arrays are NumPy's and read-only: ids and positions int32, offsets int64.
+    ``torch.tensor(tree.child)`` makes a tensor of one. What is derived is made at first use.
+
+    Args:
+        child_start: ``(n_inner + 1,)``: the children of node v are
+            ``child[child_start[v]:child_start[v + 1]]``.
+        child: all children in order: an inner node where not negative, else the class ``~child``.
+        labels: one name a class, no two the same.
+        node_labels: one name an inner node, for pictures; may be empty strings.
+        overlap: whether a class may have several leaves. Its probability is then the sum over its
+            paths. Without it, a class that comes twice is an error.
+
+    Example:
+        >>> from lastlayer import trees
+        >>> tree = trees.huffman([60, 25, 10, 5], labels=["the", "cat", "purrs", "loudly"])
+        >>> tree
+        Tree(n_classes=4, n_inner=3, max_arity=2, max_depth=3)
+        >>> tree.code("cat")
+        [1, 0]
+        >>> print(tree)
+        4 classes, 3 inner nodes, up to 2 children, up to 3 deep
+        ●
+        ├─ the
+        └─ ●
+           ├─ cat
+           └─ ●
+              ├─ purrs
+              └─ loudly
+    """
+
+    child_start: Offsets
+    child: Ids
+    labels: tuple[str, ...] | None
+    node_labels: tuple[str, ...] | None
+
+    def __init__(
+        self,
+        child_start: Any,
+        child: Any,
+        labels: Sequence[str] | None = None,
+        node_labels: Sequence[str] | None = None,
+        *,
+        overlap: bool = False,
+    ) -> None:
+        start = as_integers("child_start", child_start, "offsets into child")
+        below = as_integers("child", child, "nodes, or ~class for leaves")
+        check_children(start, below)
+        n_classes = check_leaves(below, overlap)
+        self.__dict__.update(
+            child_start=frozen(start, np.int64),
+            child=frozen(below, np.int32),
+            labels=as_labels(labels, n_classes),
+            node_labels=as_node_labels(node_labels, len(start) - 1),
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name}: a Tree cannot be changed; build another one")
+
+    @property
+    def n_inner(self) -> int:
+        """How many inner nodes there are."""
+        return len(self.child_start) - 1
+
+    @cached_property
+    def n_classes(self) -> int:
+        """How many classes there are."""
+        return max(1, -int(self.child.min(initial=-1)))
+
+    @property
+    def n_paths(self) -> int:
+        """How many leaves there are: ``n_classes``, or more where the tree overlaps."""
+        return len(self._leaf_edge)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether some class has several leaves."""
+        return self.n_paths > self.n_classes
+
+    @cached_property
+    def arity(self) -> Ids:
+        """How many children each inner node has, ``(n_inner,)``."""
+        return frozen(np.diff(self.child_start), np.int32)
+
+    @cached_property
+    def max_arity(self) -> int:
+        """The most children that a node has; 0 for a tree of one class."""
+        return int(self.arity.max(initial=0))
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether every inner node has two children."""
+        return self.max_arity <= 2
+
+    @cached_property
+    def _owner(self) -> Ids:
+        """The inner node that each entry of ``child`` belongs to."""
+        return frozen(np.repeat(np.arange(self.n_inner), self.arity), np.int32)
+
+    @cached_property
+    def parent(self) -> Ids:
+        """The parent of each inner node, ``(n_inner,)``; -1 for the root."""
+        return frozen(_under_root(self._owner[self.child >= 0], self.n_inner), np.int32)
+
+    @cached_property
+    def position(self) -> Ids:
+        """The place of each inner node among its siblings, ``(n_inner,)``; -1 for the root."""
+        edges = np.flatnonzero(self.child >= 0)
+        places = edges - self.child_start[self._owner[edges]]
+        return frozen(_under_root(places, self.n_inner), np.int32)
+
+    @cached_property
+    def node_depth(self) -> Ids:
+        """How many nodes are above each inner node, ``(n_inner,)``; 0 for the root."""
+        depth = np.ones(self.n_inner, np.int64)
+        depth[:1] = 0
+        add_down(self.parent, depth)
+        return frozen(depth, np.int32)
+
+    @cached_property
+    def _leaf_edge(self) -> Integers:
+        """The entry of ``child`` that each path ends in, sorted by class."""
+        edges = np.flatnonzero(self.child < 0)
+        if not self.n_inner:
+            return np.full(1, -1)
+        if len(edges) > self.n_classes:
+            result: Integers = edges[np.argsort(~self.child[edges], kind="stable")]
+            return result
+        result = np.empty_like(edges)
+        result[~self.child[edges]] = edges
+        return result
+
+    @cached_property
+    def path_class(self) -> Ids:
+        """The class that each path leads to, ascending, ``(n_paths,)``."""
+        if not self.n_inner:
+            return frozen(np.zeros(1), np.int32)
+        return frozen(~self.child[self._leaf_edge], np.int32)
+
+    @cached_property
+    def class_start(self) -> Offsets:
+        """``(n_classes + 1,)``: the paths of class c are ``class_start[c]`` to
+        ``class_start[c + 1] - 1``.
+        """  # noqa: D205 — one sentence
+        return frozen(offsets(np.bincount(self.path_class)), np.int64)
+
+    @cached_property
+    def path_start(self) -> Offsets:
+        """``(n_paths + 1,)``: path p is ``path_start[p]`` to ``path_start[p + 1] - 1`` in
+        ``path_node`` and ``path_position``.
+        """  # noqa: D205 — one sentence
+        if not self.n_inner:
+            return frozen(np.zeros(2), np.int64)
+        lengths = self.node_depth[self._owner[self._leaf_edge]].astype(np.int64) + 1
+        return frozen(offsets(lengths), np.int64)
+
+    @cached_property
+    def path_node(self) -> Ids:
+        """The inner nodes of each path, the root first."""
+        return self._paths[0]
+
+    @cached_property
+    def path_position(self) -> Ids:
+        """Which child each path takes at its nodes."""
+        return self._paths[1]
+
+    @cached_property
+    def _paths(self) -> tuple[Ids, Ids]:
+        total = int(self.path_start[-1])
+        if total > _MOST_PATH_ENTRIES:
+            raise ValueError(
+                f"the paths of all classes: expected at most {_MOST_PATH_ENTRIES} nodes, got "
+                f"{total} in a tree up to {self.max_depth} deep; tree.collapse(arity) has fewer"
+            )
+        node, position = np.empty(total, np.int32), np.empty(total, np.int32)
+        if total:
+            up = self._owner, self.child_start, self.parent, self.position
+            fill_paths(self._leaf_edge, *up, self.path_start, node, position)
+        node.flags.writeable = position.flags.writeable = False
+        return node, position
+
+    @cached_property
+    def class_depth(self) -> Ids:
+        """How many choices lead to each class, ``(n_classes,)``; of several paths the longest."""
+        lengths = np.diff(self.path_start)
+        if self.overlaps:
+            lengths = np.maximum.reduceat(lengths, self.class_start[:-1])
+        return frozen(lengths, np.int32)
+
+    @cached_property
+    def max_depth(self) -> int:
+        """How many choices lead to the deepest class."""
+        return int(self.class_depth.max())
+
+    def code(self, c: int | str) -> list[int]:
+        """Which child is taken at each node on the way to a class, the root first.
+
+        Args:
+            c: a class, by its id or its label. One with several paths is an error: see
+                :meth:`codes`.
+        """
+        codes = self.codes(c)
+        if len(codes) > 1:
+            raise ValueError(
+                f"c: expected a class with one path, got {c!r} with {len(codes)}; "
+                "tree.codes(c) gives all of them"
+            )
+        return codes[0]
+
+    def codes(self, c: int | str) -> list[list[int]]:
+        """The codes of all paths to a class; one, unless the tree overlaps.
+
+        Args:
+            c: a class, by its id or its label.
+        """
+        number = self._class_id(c)
+        first, last = int(self.class_start[number]), int(self.class_start[number + 1])
+        return [self._code_to(int(edge)) for edge in self._leaf_edge[first:last]]
+
+    def _code_to(self, edge: int) -> list[int]:
+        code: list[int] = []
+        if edge < 0:
+            return code
+        node = int(self._owner[edge])
+        code.append(edge - int(self.child_start[node]))
+        while node:
+            code.append(int(self.position[node]))
+            node = int(self.parent[node])
+        return code[::-1]
+
+    def depth(self, c: int | str) -> int:
+        """How many choices lead to a class; of several paths the longest.
+
+        Args:
+            c: a class, by its id or its label.
+        """
+        return int(self.class_depth[self._class_id(c)])
+
+    def expected_depth(self, counts: Any = None) -> float:
+        """The mean of :meth:`depth`, each class as often as its count.
+
+        Args:
+            counts: one number a class; None where all are alike.
+        """
+        return _measure.expected_depth(self, counts)
+
+    def entropy_bound(self, counts: Any = None) -> EntropyBound:
+        """What no tree without overlap can go below in expected depth.
+
+        Args:
+            counts: one number a class; None where all are alike.
+
+        Returns:
+            ``bits``, the entropy of the counts, which bounds binary trees, and ``steps``, the same
+            in choices among ``max_arity`` children, which bounds trees as wide as this one.
+        """
+        return _measure.entropy_bound(self, counts)
+
+    def step_cost(self, counts: Any, in_features: int) -> float:
+        """Expected multiply-adds of the scores for one row and its class.
+
+        A binary node has one vector, as one score decides it, and a wider one has a vector for
+        each child. Where a class has several paths, the nodes on any of them count once. All
+        classes of a flat layer cost ``n_classes * in_features``.
+
+        Args:
+            counts: one number a class; None where all are alike.
+            in_features: how many numbers a vector has.
+        """
+        return _measure.step_cost(self, counts, in_features)
+
+    def collapse(self, arity: int, counts: Any = None) -> "Tree":
+        """The same classes in the same order, in fewer and wider nodes.
+
+        Each node, from the root down, takes in the inner nodes below it, whose children become its
+        own, while it has no more than ``arity`` children. Without counts it takes in the shallowest
+        first, and with counts the most frequent, which shortens the expected depth the most.
+        No class gets deeper.
+
+        Args:
+            arity: the most children a node may have; at least ``max_arity``.
+            counts: one number a class.
+
+        Example:
+            >>> from lastlayer import trees
+            >>> deep = trees.balanced(4096)
+            >>> deep.max_depth, deep.collapse(64).max_depth
+            (12, 2)
+        """
+        start, child, origin = _collapse.collapse(self, arity, counts)
+        names = self.node_labels
+        kept = None if names is None else [names[v] for v in origin]
+        return Tree(start, child, self.labels, kept, overlap=self.overlaps)
+
+    def text(self, max_nodes: int = 60) -> str:
+        """The tree as lines for a terminal.
+
+        Args:
+            max_nodes: about how many lines; what does not fit is summed up.
+        """
+        return _draw.text(self, max_nodes)
+
+    def plot(self, ax: "Axes | None" = None, *, max_nodes: int = 60, counts: Any = None) -> "Axes":
+        """The tree as a picture, the root on the left. Needs matplotlib.
+
+        Args:
+            ax: where to draw; None for a figure of its own, as high as it needs.
+            max_nodes: about how many nodes; of a larger tree the top is drawn, and how many
+                classes each part below it has.
+            counts: one number a class; lines are then as thick as they are frequent.
+
+        Returns:
+            The axes.
+        """
+        return _draw.plot(self, ax, max_nodes, counts)
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file with the tree and its labels. Nothing is pickled."""
+        _saving.save_tree(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The tree that :meth:`save` wrote, checked as any other."""
+        return cls(**_saving.load_tree(Path(path)))
+
+    def _class_id(self, c: int | str) -> int:
+        if isinstance(c, str):
+            return self._label_id(c)
+        if isinstance(c, (bool, np.bool_)) or not hasattr(c, "__index__"):
+            raise TypeError(f"c: expected a class id or a label, got {type(c).__name__}")
+        number = int(c)
+        if not 0 <= number < self.n_classes:
+            raise ValueError(f"c: expected a class from 0 to {self.n_classes - 1}, got {number}")
+        return number
+
+    def _label_id(self, label: str) -> int:
+        if self.labels is None:
+            raise ValueError(f"c: expected a class id, as the tree has no labels, got {label!r}")
+        found = self._ids.get(label)
+        if found is None:
+            raise ValueError(f"c: expected a label of the tree, got {label!r}, which is none")
+        return found
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {label: c for c, label in enumerate(self.labels or ())}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tree):
+            return NotImplemented
+        return (
+            np.array_equal(self.child_start, other.child_start)
+            and np.array_equal(self.child, other.child)
+            and self.labels == other.labels
+            and self.node_labels == other.node_labels
+        )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.child_start.tobytes(), self.child.tobytes(), self.labels))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        paths = f", n_paths={self.n_paths}" if self.overlaps else ""
+        return (
+            f"Tree(n_classes={self.n_classes}{paths}, n_inner={self.n_inner}, "
+            f"max_arity={self.max_arity}, max_depth={self.max_depth})"
+        )
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def _under_root(values: Any, n_inner: int) -> Integers:
+    return np.concatenate([np.full(min(1, n_inner), -1), values])

@@ -1,0 +1,223 @@
+"""A tree from the hypernyms of WordNet."""
+
+from collections.abc import Hashable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lastlayer.trees._arrays import Integers, Reals
+from lastlayer.trees._binary import make_binary
+from lastlayer.trees._checks import as_counts, as_labels, check_number
+from lastlayer.trees._measure import sums_below
+from lastlayer.trees._vectors import as_vectors
+from lastlayer.trees._wordnet_files import DictionaryFiles, find_files
+from lastlayer.trees._wordnet_packages import Nltk, Wn
+from lastlayer.trees.balanced import balanced
+from lastlayer.trees.from_parents import arranged
+from lastlayer.trees.huffman import huffman
+from lastlayer.trees.tree import Tree
+
+_UNKNOWN = "(not in WordNet)"
+_HARDLY = 1e-9
+
+
+@runtime_checkable
+class WordNetReader(Protocol):
+    """What a reader of WordNet, or of another taxonomy of senses, has to answer."""
+
+    def sense(self, word: str) -> Hashable | None:
+        """The sense to take for a word; None where it is not known."""
+
+    def above(self, synset: Any) -> Hashable | None:
+        """The sense above one; None at the top."""
+
+    def name(self, synset: Any) -> str:
+        """What to call a sense in pictures."""
+
+    def area(self, synset: Any) -> str:
+        """Where a sense with nothing above it belongs, such as "verb.motion"."""
+
+
+def wordnet(
+    words: Sequence[str],
+    counts: Any = None,
+    *,
+    vectors: Any = None,
+    binary: bool = True,
+    path: str | Path | None = None,
+    reader: str | WordNetReader | None = None,
+    seed: int = 0,
+) -> Tree:
+    """A tree of words by what they mean: the hypernyms of WordNet.
+
+    - **Several senses:** the most frequent one. WordNet sorts senses by how often they were met in
+      tagged text; between parts of speech, and between a word and its base forms ("saw", "see"),
+      the first sense that was met the most often is taken, and of equal ones that of the word as
+      it is, then that of a noun before a verb, an adjective and an adverb.
+    - **Above a sense:** its first hypernym, up to the top of the nouns. (nltk sorts hypernyms, so
+      that its first one may be another.) Verbs have many tops, which are put together by
+      lexicographer file, such as "verb.motion". An adjective is below the one that it clusters
+      around. Where hypernyms form a cycle, it is cut.
+    - **A word with others below it**, such as "dog" with "poodle", is a leaf of its own beside
+      them. So are words of one sense.
+    - **Words that WordNet lacks** are a part of the tree of their own below the root: Huffman's
+      tree over their counts, or a balanced one without counts.
+    - **A node with one child** is contracted. With ``binary``, a node with many gets a small binary
+      tree over them, by clustering where there are vectors, and otherwise Huffman's.
+
+    Args:
+        words: the classes, each another word. Case does not matter, and a space is as good as an
+            underscore.
+        counts: one number a word.
+        vectors: ``(n_words, d)``, floating, to cluster the children of a node by the mean of what
+            is below each.
+        binary: whether nodes have two children, or as many as WordNet gives.
+        path: the folder with WordNet's dictionary files, ``index.noun`` and so on.
+        reader: "files" for these files, "nltk" or "wn" for the packages, or an object with the
+            methods of :class:`WordNetReader`. By default the files, where they are in the
+            folder that ``path``, the variables WNSEARCHDIR or WNHOME (its ``dict``) name, or in
+            /usr/share/wordnet; and otherwise nltk, and then wn, whichever is installed.
+        seed: for the clusters of vectors.
+
+    Returns:
+        A tree with the words as labels, and inner nodes called after the first word of a synset.
+
+    Reference:
+        Frederic Morin and Yoshua Bengio, Hierarchical probabilistic neural network language
+        model, 2005.
+    """
+    labels = as_labels(words, len(words) if hasattr(words, "__len__") else -1, name="words")
+    if not labels:
+        raise ValueError("words: expected at least one word, got none")
+    n = len(labels)
+    weights = None if counts is None else as_counts(counts, n)
+    seed = check_number("seed", seed, least=0)
+    x = None if vectors is None else as_vectors("vectors", vectors, normalize=False)
+    if x is not None and len(x) != n:
+        raise ValueError(f"vectors: expected {n}, one for each word, got {len(x)}")
+    if x is not None and not binary:
+        raise ValueError("vectors: expected None with binary=False, which clusters nothing")
+    parents, names, leaves = _gathered(labels, weights, _reader(reader, path))
+    start, child, origin, _ = arranged(parents, leaves, lambda v: names[v])
+    called = [names[v] for v in origin]
+    if binary and len(child):
+        plain = Tree(start, child)
+        mass, means = _of_children(plain, np.ones(n) if weights is None else weights, x)
+        start, child, was = make_binary(start, child, mass, means, seed)
+        called = [called[v] if v >= 0 else "" for v in was]
+    return Tree(start, child, labels, called)
+
+
+def _reader(reader: str | WordNetReader | None, path: str | Path | None) -> WordNetReader:
+    if path is not None and reader not in (None, "files"):
+        raise ValueError(f"path: expected None with reader={reader!r}, got {path}")
+    if isinstance(reader, str) and reader not in ("files", "nltk", "wn"):
+        raise ValueError(f"reader: expected 'files', 'nltk', 'wn' or a reader, got {reader!r}")
+    if reader in (None, "files"):
+        folder = find_files(path)
+        if folder is not None:
+            return DictionaryFiles(folder)
+        if reader is None and find_spec("nltk") is not None:
+            return Nltk()
+        if reader is None and find_spec("wn") is not None:
+            return Wn()
+        raise FileNotFoundError(
+            "path: expected WordNet's dictionary files, got no path, and found neither files in "
+            "the usual folders nor the packages nltk and wn; install Debian's wordnet-base, or "
+            "give path="
+        )
+    if isinstance(reader, str):
+        return Nltk() if reader == "nltk" else Wn()
+    if not isinstance(reader, WordNetReader):
+        raise TypeError(
+            "reader: expected an object with the methods sense, above, name and area, got "
+            f"{type(reader).__name__}"
+        )
+    return reader
+
+
+class _Gathering:
+    """Nodes with their parents and names, as they are met."""
+
+    def __init__(self) -> None:
+        self.parents, self.names = [-1], [""]
+        self.known: dict[Hashable, int] = {}
+
+    def add(self, parent: int, name: str) -> int:
+        self.parents.append(parent)
+        self.names.append(name)
+        return len(self.names) - 1
+
+    def area(self, area: str) -> int:
+        """The node of an area such as "verb.motion", below that of "verb"."""
+        node = 0
+        whole, dot, _ = area.partition(".")
+        for name in (whole, area) if dot else (whole,):
+            key = ("area", name)
+            if key not in self.known:
+                self.known[key] = self.add(node, name)
+            node = self.known[key]
+        return node
+
+    def synset(self, synset: Hashable, reader: WordNetReader) -> int:
+        """The node of a synset; those above it are added first."""
+        chain, met = [], set()
+        above: Hashable | None = synset
+        while above is not None and ("synset", above) not in self.known and above not in met:
+            chain.append(above)
+            met.add(above)
+            above = reader.above(above)
+        # One that was met before is above itself: the cycle is cut there.
+        if above is None or above in met:
+            node = self.area(reader.area(chain[-1]))
+        else:
+            node = self.known["synset", above]
+        for each in reversed(chain):
+            node = self.known["synset", each] = self.add(node, reader.name(each))
+        return node
+
+
+def _gathered(
+    words: tuple[str, ...], counts: Reals | None, reader: WordNetReader
+) -> tuple[Integers, list[str], Integers]:
+    """The parent and the name of each node, and the node of each word."""
+    nodes = _Gathering()
+    leaves = np.empty(len(words), np.int64)
+    unknown = []
+    for c, word in enumerate(words):
+        synset = reader.sense(word)
+        if synset is None:
+            unknown.append(c)
+        else:
+            leaves[c] = nodes.add(nodes.synset(synset, reader), word)
+    if unknown:
+        some = None if counts is None else counts[unknown]
+        # Without one that ever occurs, counts say nothing.
+        tree = balanced(len(unknown)) if some is None or not some.any() else huffman(some)
+        inner = [nodes.add(0, _UNKNOWN)]
+        for parent in tree.parent[1:].tolist():
+            inner.append(nodes.add(inner[parent], ""))
+        last = tree.path_node[tree.path_start[1:] - 1].tolist() if tree.n_inner else [0]
+        for c, node in zip(unknown, last, strict=True):
+            leaves[c] = nodes.add(inner[node], words[c])
+    return np.array(nodes.parents), nodes.names, leaves
+
+
+def _of_children(
+    tree: Tree, weights: Reals, vectors: NDArray[np.float32] | None
+) -> tuple[Reals, NDArray[np.float32] | None]:
+    """The weight of each child of each node, and the mean vector below it."""
+
+    def below(per_class: Reals) -> Reals:
+        # Inner nodes, and then the classes from the last to the first: ~c is c from the end.
+        return np.concatenate([sums_below(tree, per_class), per_class[::-1]])[tree.child]
+
+    if vectors is None:
+        return below(weights), None
+    # Words that never occur have a mean as well, and hardly move that of others.
+    some = weights + _HARDLY * weights.max()
+    means = np.stack([below(some * column) for column in vectors.T], 1) / below(some)[:, None]
+    return below(weights), means.astype(np.float32)
