@@ -120,7 +120,7 @@ class _LinearLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         at_once = any(wanted) and reduced and weight_grad is None
         name = loss.name + STATISTICS if any(loss.statistics) else loss.name
-        factors, size = _near_one(scale, hidden.dtype)
+        factors, size = near_one(scale, hidden.dtype)
         losses, *rest = _linear_loss(
             hidden, weight, bias, target, factors if at_once else None, class_weight, name,
             loss.options, loss.statistics, loss.copies, ignore_index, str(chunk_rows),
@@ -148,7 +148,7 @@ class _LinearLoss(torch.autograd.Function):
                 "them; use the loss on scores, such as lastlayer.entmax_loss or "
                 "torch.nn.functional.cross_entropy"
             )
-        made = _scaled(ctx, grad) if ctx.at_once else _recomputed(ctx, grad)
+        made = scaled_gradients(ctx, grad) if ctx.at_once else _recomputed(ctx, grad)
         gradients = (
             None if each is None or not needed else each.to(dtype)
             for each, needed, dtype in zip(made, ctx.wanted, ctx.dtypes, strict=True)
@@ -156,7 +156,7 @@ class _LinearLoss(torch.autograd.Function):
         return *gradients, *(None,) * 9
 
 
-def _near_one(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def near_one(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Factors of rows as products in ``dtype`` can take them, and what they were divided by.
 
     float16 has nothing below 6e-8, which is less than what 1/n leaves of a probability. So factors
@@ -169,18 +169,18 @@ def _near_one(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]
     return scale / size, size
 
 
-def _times(values: Tensor, factor: Tensor) -> Tensor:
+def rounded_product(values: Tensor, factor: Tensor) -> Tensor:
     """Rounded once: a factor may be out of the range of half precision."""
     return (values.to(factor.dtype) * factor).to(values.dtype)
 
 
-def _scaled(ctx: Any, grad: Tensor) -> list[Tensor]:
+def scaled_gradients(ctx: Any, grad: Tensor) -> list[Tensor]:
     """The gradients of the forward pass times the upstream one."""
     made: list[Tensor]
     if torch.compiler.is_compiling():
         size, *made = ctx.saved_tensors
         grad = grad if size is None else grad * size
-        made = [_times(each, grad) for each in made]
+        made = [rounded_product(each, grad) for each in made]
     else:
         if ctx.spent:
             raise RuntimeError(
@@ -201,7 +201,7 @@ def _recomputed(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     """The gradients from scores that are made again."""
     hidden, weight, bias, target, scale, class_weight = ctx.saved_tensors
     loss, ignore_index, chunk_rows, weight_grad = ctx.rest
-    scale, size = _near_one(scale * grad.to(scale.dtype), hidden.dtype)
+    scale, size = near_one(scale * grad.to(scale.dtype), hidden.dtype)
     common = hidden, weight, bias, target, scale, class_weight, loss.name, loss.options
     made: list[Tensor | None]
     if weight_grad is None:
@@ -217,7 +217,7 @@ def _recomputed(ctx: Any, grad: Tensor) -> list[Tensor | None]:
             weight_grad.add_(into.mul_(size))
     if size is None:
         return made
-    return [None if each is None else _times(each, size) for each in made]
+    return [None if each is None else rounded_product(each, size) for each in made]
 
 
 @torch.library.custom_op("lastlayer::linear_loss", mutates_args=())
@@ -245,7 +245,7 @@ def _linear_loss(
     empty = hidden.new_empty(0)
     bias_gradient = result.bias
     if bias_gradient is not None and bias is not None:
-        bias_gradient = bias_gradient.to(_summed_in(bias.dtype))
+        bias_gradient = bias_gradient.to(summed_in(bias.dtype))
     made = [result.hidden, result.weight, bias_gradient]
     return [result.loss, *result.statistics, *(empty.clone() if g is None else g for g in made)]
 
@@ -272,8 +272,8 @@ def _(
     ids = [torch.empty_like(target) for _ in range(integers)]
     sources = [
         (hidden, hidden.dtype),
-        (weight, _summed_in(weight.dtype)),
-        (bias, None if bias is None else _summed_in(bias.dtype)),
+        (weight, summed_in(weight.dtype)),
+        (bias, None if bias is None else summed_in(bias.dtype)),
     ]
     return (
         numbers
@@ -287,7 +287,7 @@ def _(
     )
 
 
-def _summed_in(dtype: torch.dtype) -> torch.dtype:
+def summed_in(dtype: torch.dtype) -> torch.dtype:
     """The dtype of a sum over rows: with row factors near 1 it may be too large for float16."""
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -307,12 +307,12 @@ def _run(
     wanted: Wanted,
 ) -> Result:
     """All rows by the way that suits them, ignored ones left out."""
-    kept, ignored = _kept_rows(target, ignore_index), None
+    kept, ignored = kept_rows(target, ignore_index), None
     if ignore_index is not None and not can_wait(target):
         ignored = target == ignore_index
         target = torch.where(ignored, 0, target)
     n = hidden.shape[0]
-    weight_dtype = _summed_in(weight.dtype)
+    weight_dtype = summed_in(weight.dtype)
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     if kept is not None:
         hidden, target = hidden[kept], target[kept]
@@ -346,7 +346,7 @@ def _run(
     return result if kept is None else _spread(result, kept, n)
 
 
-def _kept_rows(target: Tensor, ignore_index: int | None) -> Tensor | None:
+def kept_rows(target: Tensor, ignore_index: int | None) -> Tensor | None:
     """The rows that count, or None for all of them.
 
     The host has to know how many there are, and waits for it once. While a CUDA graph is captured

@@ -110,7 +110,7 @@ def run(
         weight_dtype: of the weight's gradient, where it is not that of the weight.
     """
     n, n_classes = hidden.shape[0], weight.shape[0]
-    gradients = _Gradients(hidden, weight, wanted, chunk_rows, weight_dtype or weight.dtype)
+    gradients = Gradients(hidden, weight, wanted, chunk_rows, weight_dtype or weight.dtype)
     dtype = torch.float32 if wanted.precise(hidden) else hidden.dtype
     memory = hidden.new_empty(min(n, chunk_rows), n_classes, dtype=dtype)
     losses: list[Tensor] = []
@@ -132,7 +132,7 @@ def run(
     return Result(torch.cat(losses), together, *gradients.finished())
 
 
-class _Gradients:
+class Gradients:
     """The gradients of hidden, weight and bias as chunks come in."""
 
     def __init__(

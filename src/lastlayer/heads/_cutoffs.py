@@ -1,0 +1,201 @@
+"""Where the clusters of an adaptive softmax begin, and how wide they are."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lastlayer.heads._checks import check_count
+from lastlayer.trees._checks import as_counts
+
+Reals = NDArray[np.float64]
+# Beyond so many classes only some places are candidates for a cutoff: from one to the next 4 %.
+_EVERY_PLACE, _RATIO = 256, 1.04
+
+
+class MatrixCost(NamedTuple):
+    r"""The time of a training step of one small softmax, in microseconds.
+
+    .. math:: g(k, B, d) = c + \alpha\,k d + \beta\,k B + \lambda\,k B d
+
+    for k classes, B rows and d numbers a row. Of Grave et al. it has the constant and the product;
+    the other two terms are what few rows and narrow rows pay: the gradient of all weights is
+    written whatever B is, and all scores are exponentiated whatever d is.
+    """
+
+    call: float
+    weight: float
+    score: float
+    product: float
+
+    def of(self, k: Any, rows: Any, width: float) -> Any:
+        """g, for numbers or arrays that broadcast."""
+        per_class = self.weight * width + rows * (self.score + self.product * width)
+        return self.call + k * per_class
+
+
+# Fitted to steps of `linear_cross_entropy` in float32 on one core of a server CPU, k from 500 to
+# 40,000, B from 8 to 256 and d from 8 to 256. Most are within 15 %; beyond the cache the truth is
+# up to twice as much. Only ratios matter.
+CPU_COST = MatrixCost(call=800.0, weight=1.75e-3, score=2.6e-3, product=3.7e-5)
+
+
+def cutoffs_from_counts(
+    counts: Any,
+    in_features: int,
+    *,
+    div_value: float = 4.0,
+    min_width: int = 8,
+    rows: int = 256,
+    max_clusters: int = 4,
+    top_share: float = 0.5,
+    cost: MatrixCost = CPU_COST,
+) -> list[int]:
+    """The cutoffs with which an adaptive softmax is fastest, for classes by falling frequency.
+
+    A step costs the top, with one more column for each cluster, on all rows; and each cluster,
+    with its projection, on the share of the rows that it expects. All ways to cut the classes into
+    a top and up to ``max_clusters`` clusters are compared by dynamic programming: exactly for up
+    to 256 classes, and beyond that among places that are 4 % apart.
+
+    The fastest layout alone would leave a few dozen classes at the top, and narrow vectors to
+    everything else. So the top keeps at least ``top_share`` of all occurrences. And no cluster has
+    fewer classes than its vectors have numbers.
+
+    Args:
+        counts: how often each class occurs, in any order.
+        in_features: how many numbers a hidden state has.
+        div_value: by how much each cluster is narrower than the one before.
+        min_width: the least width of a projection.
+        rows: how many rows a step has.
+        max_clusters: the most clusters.
+        top_share: from 0 to 1.
+        cost: the time of a small softmax.
+
+    Returns:
+        Where each cluster begins; empty where a plain softmax is fastest.
+
+    Example:
+        >>> zipf = [1 / rank for rank in range(1, 50_001)]
+        >>> cutoffs = cutoffs_from_counts(zipf, 256)
+        >>> 1 <= len(cutoffs) <= 4 and cutoffs == sorted(cutoffs)
+        True
+        >>> cutoffs_from_counts([1] * 100, 256)
+        []
+    """
+    weights = as_counts(counts)
+    check_count("in_features", in_features)
+    check_widths(div_value, min_width)
+    check_count("rows", rows)
+    check_count("max_clusters", max_clusters)
+    _check_share(top_share)
+    share = np.concatenate([[0.0], np.cumsum(np.sort(weights)[::-1])]) / weights.sum()
+    places = _candidates(len(weights))
+    widths = tail_widths(in_features, max_clusters, div_value, min_width)
+    best = min(
+        (
+            _best_with(widths[:clusters], share[places], top_share, places, in_features, rows, cost)
+            for clusters in range(min(max_clusters, len(weights) - 1) + 1)
+        ),
+        key=operator.itemgetter(0),
+    )
+    return best[1]
+
+
+def _best_with(
+    widths: Sequence[int],
+    share: Reals,
+    top_share: float,
+    places: NDArray[np.int64],
+    in_features: int,
+    rows: int,
+    cost: MatrixCost,
+) -> tuple[float, list[int]]:
+    """The least cost with a cluster of each width, and the cutoffs that have it.
+
+    ``share`` is that of the classes before each of the places.
+    """
+    # What comes from each place on; the last cluster has to end at the last place.
+    rest = np.full(len(places), np.inf)
+    rest[-1] = 0.0
+    following = []
+    sizes = (places[None, :] - places[:, None]).astype(np.float64)
+    expected = rows * (share[None, :] - share[:, None])
+    for width in reversed(widths):
+        projection = cost.product * expected * width * in_features
+        step = cost.of(sizes, expected, width) + projection
+        step = np.where(sizes >= width, step, np.inf) + rest[None, :]
+        following.append(step.argmin(1))
+        rest = step.min(1)
+    total = cost.of(places + float(len(widths)), rows, in_features) + rest
+    # At least one class at the top, and its share; rounding may leave the last sum short of 1.
+    allowed = (places > 0) & ((share >= top_share) | (places == places[-1]))
+    total = np.where(allowed, total, np.inf)
+    place = int(total.argmin())
+    cutoffs, least = [], float(total[place])
+    for nearest in reversed(following):
+        cutoffs.append(int(places[place]))
+        place = int(nearest[place])
+    return least, cutoffs
+
+
+def _candidates(n: int) -> NDArray[np.int64]:
+    """Places of cutoffs from 0 to n, both of them included."""
+    if n <= _EVERY_PLACE:
+        return np.arange(n + 1)
+    steps = np.arange(int(np.log(n) / np.log(_RATIO)) + 1)
+    return np.unique(np.concatenate([[0], (_RATIO**steps).astype(np.int64), [n]]))
+
+
+def tail_widths(in_features: int, clusters: int, div_value: float, min_width: int) -> list[int]:
+    """``in_features / div_value ** i`` for i = 1, 2, …, but at least ``min_width``.
+
+    Never 0, with which a cluster would be uniform for ever; and never more than ``in_features``.
+    """
+    least = min(min_width, in_features)
+    return [max(least, int(in_features // div_value**i)) for i in range(1, clusters + 1)]
+
+
+def check_widths(div_value: Any, min_width: Any) -> None:
+    """A divisor of at least 1, a width of at least 1."""
+    if isinstance(div_value, bool) or not isinstance(div_value, (int, float)):
+        raise TypeError(f"div_value: expected a number, got {type(div_value).__name__}")
+    if not 1.0 <= div_value < np.inf:
+        raise ValueError(
+            f"div_value: expected a finite number of at least 1, got {div_value}; 1 leaves every "
+            "cluster its full width"
+        )
+    check_count("min_width", min_width)
+
+
+def _check_share(top_share: Any) -> None:
+    if isinstance(top_share, bool) or not isinstance(top_share, (int, float)):
+        raise TypeError(f"top_share: expected a number, got {type(top_share).__name__}")
+    if not 0.0 <= top_share <= 1.0:
+        raise ValueError(f"top_share: expected a number from 0 to 1, got {top_share}")
+
+
+def check_cutoffs(cutoffs: Any, n_classes: int) -> list[int]:
+    """Rising places from 1 to n_classes - 1."""
+    expected = f"rising places from 1 to {n_classes - 1}, below n_classes"
+    if isinstance(cutoffs, (str, bytes)) or not hasattr(cutoffs, "__iter__"):
+        raise TypeError(f"cutoffs: expected a list of {expected}, got {type(cutoffs).__name__}")
+    before, places = 0, []
+    for position, each in enumerate(cutoffs):
+        try:
+            place = operator.index(each)
+        except TypeError:
+            raise TypeError(
+                f"cutoffs: expected whole numbers, got {type(each).__name__} at position {position}"
+            ) from None
+        if not 1 <= place < n_classes:
+            raise ValueError(f"cutoffs: expected {expected}, got {place} at position {position}")
+        if place <= before:
+            raise ValueError(
+                f"cutoffs: expected {expected}, got {place} at position {position} after {before}"
+            )
+        places.append(place)
+        before = place
+    return places

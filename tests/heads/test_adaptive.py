@@ -1,0 +1,431 @@
+"""The adaptive softmax: against torch's, against dense formulas, and its traps."""
+
+import itertools
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from lastlayer.heads import AdaptiveSoftmax, Head, cutoffs_from_counts
+from lastlayer.heads import _shares as shares
+from lastlayer.heads._cutoffs import CPU_COST, MatrixCost, tail_widths
+from lastlayer.testing import check_head
+
+N_CLASSES = 40
+
+
+def raises(kind, *parts):
+    return pytest.raises(kind, match=".*".join(map(re.escape, parts)))
+
+
+def shuffled(n=N_CLASSES):
+    return torch.randperm(n)
+
+
+def make(**options):
+    options = {"cutoffs": [6, 15], "n_classes": N_CLASSES, "dtype": torch.float64, **options}
+    return AdaptiveSoftmax(12, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "rules"),
+    [
+        ({"order": True, "head_bias": True}, {}),
+        ({"label_smoothing": 0.2, "order": True}, {"loss_is_nll": False, "compile": False}),
+        ({"cutoffs": [], "ignore_index": 3}, {"compile": False}),
+        ({"cutoffs": [1, 5, 12, 20], "div_value": 1, "chunk_rows": 2}, {"compile": False}),
+        ({"ignore_index": None}, {"compile": False}),
+    ],
+    ids=["shuffled", "smoothed", "no clusters", "four clusters", "nothing ignored"],
+)
+def test_it_is_a_head(options, rules, seed):
+    if "order" in options:
+        options = {**options, "order": shuffled()}
+    check_head(make(**options, dtype=None), seed=seed, draws=5000, **rules)
+
+
+def test_compiled_with_smoothing_and_ignored_rows():
+    head = make(label_smoothing=0.1, order=shuffled())
+    hidden = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(N_CLASSES, (2, 5))
+    target[0, 1] = -100
+    loss = head(hidden, target)
+    expected = torch.autograd.grad(loss, [hidden, *head.parameters()])
+    with warnings.catch_warnings(action="ignore"):  # torch's own, while it traces
+        compiled = torch.compile(head, fullgraph=True, backend="aot_eager")(hidden, target)
+    torch.testing.assert_close(compiled, loss)
+    for got, wanted in zip(
+        torch.autograd.grad(compiled, [hidden, *head.parameters()]), expected, strict=True
+    ):
+        torch.testing.assert_close(got, wanted)
+
+
+def dense_log_prob(head, hidden):
+    """By the formula, all of it, in the order of places."""
+    starts = head.cutoffs.tolist()
+    n = starts[0] if starts else head.n_classes
+    top = torch.log_softmax(linear(hidden, head.head_weight, head.head_bias), -1)
+    parts = [top[..., :n]]
+    for i, (projection, tail) in enumerate(zip(head.projections, head.tails, strict=True)):
+        inside = torch.log_softmax(hidden @ projection.T @ tail.T, -1)
+        parts.append(top[..., n + i : n + i + 1] + inside)
+    return torch.cat(parts, -1)
+
+
+def dense_loss(head, hidden, target):
+    by_place = dense_log_prob(head, hidden)
+    log_prob = by_place if head.places is None else by_place[..., head.places]
+    counts = target != -100
+    at = log_prob.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    eps = head.label_smoothing
+    losses = torch.where(counts, -(1 - eps) * at - eps * log_prob.mean(-1), 0.0)
+    if head.reduction == "none":
+        return losses
+    return losses.sum() / (counts.sum() if head.reduction == "mean" else 1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("way", [shares.in_segments, shares.with_the_rest_ignored])
+def test_both_ways_have_the_loss_and_gradients_of_the_dense_formula(
+    way, smoothing, reduction, monkeypatch
+):
+    monkeypatch.setattr("lastlayer.heads.adaptive.share_out", way)
+    head = make(
+        label_smoothing=smoothing, reduction=reduction, order=shuffled(), head_bias=True,
+        ignore_index=-100,
+    )  # fmt: skip
+    hidden = torch.randn(3, 7, 12, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(N_CLASSES, (3, 7))
+    target[1, ::2] = -100
+    loss, expected = head(hidden, target), dense_loss(head, hidden, target)
+    torch.testing.assert_close(loss, expected)
+    upstream = torch.randn_like(loss)
+    leaves = [hidden, *head.parameters()]
+    for got, wanted in zip(
+        torch.autograd.grad(loss, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, wanted)
+
+
+def copied_from_torch(theirs, in_features, n_classes, **options):
+    head = AdaptiveSoftmax(
+        in_features, cutoffs=theirs.cutoffs[:-1], n_classes=n_classes, div_value=theirs.div_value,
+        head_bias=theirs.head.bias is not None, min_width=1, **options,
+    )  # fmt: skip
+    with torch.no_grad():
+        head.head_weight.copy_(theirs.head.weight)
+        if theirs.head.bias is not None:
+            head.head_bias.copy_(theirs.head.bias)
+        for projection, tail, (first, second) in zip(
+            head.projections, head.tails, theirs.tail, strict=True
+        ):
+            projection.copy_(first.weight)
+            tail.copy_(second.weight)
+    return head
+
+
+@pytest.mark.parametrize("head_bias", [False, True])
+@pytest.mark.parametrize("div_value", [2.0, 4.0])
+def test_with_the_weights_of_torch_it_is_torchs(head_bias, div_value):
+    theirs = torch.nn.AdaptiveLogSoftmaxWithLoss(
+        32, 200, [20, 60], div_value=div_value, head_bias=head_bias
+    )
+    ours = copied_from_torch(theirs, 32, 200)
+    hidden, target = torch.randn(50, 32, requires_grad=True), torch.randint(200, (50,))
+    output, loss = theirs(hidden, target)
+    torch.testing.assert_close(ours(hidden, target), loss)
+    torch.testing.assert_close(ours.log_prob(hidden), theirs.log_prob(hidden))
+    at_target = ours.log_prob(hidden, target.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(at_target, output)
+    assert torch.equal(ours.topk(hidden, 1).classes.squeeze(-1), theirs.predict(hidden))
+    (mine,) = torch.autograd.grad(ours(hidden, target), hidden)
+    (wanted,) = torch.autograd.grad(loss, hidden)
+    torch.testing.assert_close(mine, wanted)
+
+
+def test_classes_in_any_order_are_a_relabelling():
+    """Counts in shuffled order, against sorted classes with the same vectors."""
+    counts = torch.rand(N_CLASSES)
+    by_frequency = counts.argsort(descending=True)
+    head = make(counts=counts)
+    for first, last in itertools.pairwise([0, 6, 15, N_CLASSES]):
+        members = head.order[first:last].tolist()
+        assert members == sorted(by_frequency[first:last].tolist())
+    hidden, target = torch.randn(30, 12, dtype=torch.float64), torch.randint(N_CLASSES, (30,))
+    relabelled = make()
+    parameters = {name: value.detach() for name, value in head.named_parameters()}
+    relabelled.load_state_dict({**parameters, "cutoffs": head.cutoffs})
+    expected = relabelled(hidden, head.places[target])
+    torch.testing.assert_close(head(hidden, target), expected)
+    torch.testing.assert_close(head.log_prob(hidden), relabelled.log_prob(hidden)[:, head.places])
+
+
+@pytest.mark.parametrize("k", [1, 3, 6, 7, 20, N_CLASSES])
+def test_topk_is_a_dense_sort(k):
+    head = make(order=shuffled(), chunk_rows=4)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.mul_(4)
+    hidden = torch.randn(25, 12, dtype=torch.float64)
+    expected = head.log_prob(hidden).sort(dim=-1, descending=True, stable=True)
+    values, classes = head.topk(hidden, k)
+    torch.testing.assert_close(values, expected.values[:, :k])
+    assert torch.equal(classes, expected.indices[:, :k])
+
+
+def test_equal_log_probabilities_come_in_the_order_of_their_classes():
+    """Four classes at the top, and four that are sure to follow from their cluster."""
+    head = AdaptiveSoftmax(2, cutoffs=[3, 4, 5], n_classes=6, order=[5, 2, 0, 4, 1, 3])
+    torch.nn.init.zeros_(head.head_weight)
+    assert head.topk(torch.ones(2), 6).classes.tolist() == [0, 1, 2, 3, 4, 5]
+    assert head.topk(torch.ones(2), 3).classes.tolist() == [0, 1, 2]
+
+
+def test_topk_opens_only_the_clusters_that_can_matter(monkeypatch):
+    head = AdaptiveSoftmax(2, cutoffs=[4, 20], n_classes=50, head_bias=True, dtype=torch.float64)
+    with torch.no_grad():
+        head.head_weight.zero_()
+        head.head_bias.zero_()
+        head.head_weight[4, 0] = 9.0  # the first cluster, for rows that point there
+        head.head_bias[5] = -9.0  # the second one hardly ever
+    hidden = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    opened = []
+    inside = AdaptiveSoftmax._inside_log_prob
+
+    def spied(self, cluster, rows):
+        opened.append((cluster, len(rows)))
+        return inside(self, cluster, rows)
+
+    expected = head.log_prob(hidden).sort(dim=-1, descending=True, stable=True)
+    monkeypatch.setattr(AdaptiveSoftmax, "_inside_log_prob", spied)
+    values, classes = head.topk(hidden, 3)
+    assert (0, 2) in opened
+    assert sum(rows for cluster, rows in opened if cluster == 1) == 0
+    torch.testing.assert_close(values, expected.values[:, :3])
+    assert torch.equal(classes, expected.indices[:, :3])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+def test_no_class_of_a_cluster_is_above_its_ceiling(dtype, scale):
+    head = AdaptiveSoftmax(16, cutoffs=[4, 20], n_classes=300, dtype=dtype)
+    with torch.no_grad():
+        head.tails[0].add_(3.0)  # far from 0, near each other
+        for tail in head.tails:
+            tail.mul_(scale)
+    hidden = torch.randn(40, 16).to(dtype)
+    for cluster in range(2):
+        best = head._inside_log_prob(cluster, hidden).amax(-1)
+        ceiling = head._ceiling(cluster, hidden)
+        assert (best <= ceiling).all()
+        assert (ceiling <= 0).all()
+    if scale < 1:
+        assert (ceiling < -3.0).any()
+
+
+def test_topk_leaves_clusters_closed_whose_classes_are_alike():
+    head = AdaptiveSoftmax(8, cutoffs=[10], n_classes=2000, head_bias=True)
+    with torch.no_grad():
+        head.tails[0].mul_(0.01)
+        head.head_bias[10] = 3.0  # the cluster as a whole is likely, none of its classes is
+    hidden = torch.randn(30, 8)
+    top = head._top_log_prob(hidden)
+    kth = top[:, :10].sort(-1, descending=True).values[:, 2]
+    assert (top[:, 10] > kth).all()
+    assert len(head._opened(0, hidden, top[:, 10], kth)) == 0
+    expected = head.log_prob(hidden).sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(head.topk(hidden, 3).classes, expected.indices[:, :3])
+
+
+def test_a_row_of_nan_does_not_disturb_the_best_of_others():
+    head = make()
+    hidden = torch.randn(4, 12, dtype=torch.float64)
+    expected = head.topk(hidden, 20)
+    hidden[2] = torch.nan
+    values, classes = head.topk(hidden, 20)
+    assert values[2].isnan().all()
+    rest = [0, 1, 3]
+    assert torch.equal(values[rest], expected.values[rest])
+    assert torch.equal(classes[rest], expected.classes[rest])
+
+
+def test_samples_do_not_depend_on_chunks():
+    head, hidden = make(order=shuffled()), torch.randn(20, 12, dtype=torch.float64)
+    whole = head.sample(hidden, 30, generator=torch.Generator().manual_seed(1))
+    head.chunk_rows = 3
+    parts = head.sample(hidden, 30, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(whole, parts)
+
+
+def test_a_row_without_probabilities_cannot_be_drawn_from():
+    hidden = torch.zeros(2, 2, 12, dtype=torch.float64)
+    hidden[1, 0, 1] = torch.nan
+    with raises(ValueError, "hidden: expected states with probabilities", "position (1, 0)"):
+        make(order=shuffled()).sample(hidden)
+
+
+def test_an_order_that_counts_is_none():
+    assert make(order=range(N_CLASSES)).order is None
+    order = shuffled()
+    with torch.device("meta"):
+        head = make(order=order)
+    assert {each.device.type for each in head.state_dict().values()} == {"meta"}
+
+
+# Traps that torch's own class has.
+
+
+def test_no_projection_has_width_zero():
+    head = AdaptiveSoftmax(32, cutoffs=[10, 100, 1000], n_classes=5000)
+    assert [tail.shape[1] for tail in head.tails] == [8, 8, 8]
+    assert tail_widths(32, 3, 4.0, 1) == [8, 2, 1]
+    assert tail_widths(4, 2, 4.0, 8) == [4, 4]
+    loss = head(torch.randn(4, 32), torch.full((4,), 4999))
+    loss.backward()
+    assert head.tails[2].grad.abs().sum() > 0
+
+
+def test_an_empty_batch_ignored_targets_and_three_dimensions():
+    head = make(dtype=None)
+    assert head(torch.zeros(0, 12), torch.zeros(0, dtype=torch.int64)) == 0
+    hidden, target = torch.randn(2, 3, 12), torch.randint(N_CLASSES, (2, 3))
+    target[1] = -100
+    torch.testing.assert_close(head(hidden, target), head(hidden[0], target[0]))
+    assert head.log_prob(hidden).shape == (2, 3, N_CLASSES)
+    assert head(hidden, torch.full((2, 3), -100)) == 0
+
+
+def test_cutoffs_and_order_are_part_of_the_state(tmp_path):
+    head = make(order=shuffled(), head_bias=True)
+    assert head.state_dict()["cutoffs"].tolist() == [6, 15]
+    other = make(order=shuffled(), head_bias=True)
+    other.load_state_dict(head.state_dict())
+    hidden = torch.randn(5, 12, dtype=torch.float64)
+    assert torch.equal(other.log_prob(hidden), head.log_prob(hidden))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        make(cutoffs=[7, 15], order=shuffled(), head_bias=True).load_state_dict(head.state_dict())
+    head.save(tmp_path)
+    loaded = Head.load(tmp_path)
+    assert repr(loaded) == repr(head)
+    assert torch.equal(loaded.order, head.order)
+    assert torch.equal(loaded.topk(hidden, 9).classes, head.topk(hidden, 9).classes)
+
+
+def test_autocast_keeps_the_loss_in_float32():
+    head, target = make(dtype=None), torch.randint(N_CLASSES, (9,))
+    hidden = torch.randn(9, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = head(hidden, target)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, head(hidden, target), atol=0.05, rtol=0.02)
+
+
+def test_every_parameter_has_a_gradient_in_every_step():
+    """A cluster without rows has one of zeros: DDP would wait for it in vain otherwise."""
+    head = make()
+    head(torch.randn(4, 12, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)).backward()
+    assert all(each.grad is not None for each in head.parameters())
+    assert not head.tails[1].grad.any()
+
+
+# Cutoffs.
+
+
+def brute_force(counts, in_features, rows, most, top_share, cost):
+    counts = np.sort(np.asarray(counts, float))[::-1]
+    n, share = len(counts), counts / counts.sum()
+    best = (np.inf, None)
+    for clusters in range(most + 1):
+        widths = tail_widths(in_features, clusters, 2.0, 1)
+        for cutoffs in itertools.combinations(range(1, n), clusters):
+            top, ends = [*cutoffs, n][0], [*cutoffs, n]
+            if share[:top].sum() < top_share - 1e-12:
+                continue
+            total = cost.of(top + clusters, rows, in_features)
+            for width, a, b in zip(widths, ends[:-1], ends[1:], strict=True):
+                expected = rows * share[a:b].sum()
+                total += cost.of(b - a, expected, width) if b - a >= width else np.inf
+                total += cost.product * expected * width * in_features
+            if total < best[0] - 1e-9:
+                best = (total, list(cutoffs))
+    return best
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("top_share", [0.0, 0.3])
+@pytest.mark.parametrize("call", [0.1, 2.0, 50.0])
+def test_cutoffs_are_those_of_a_brute_force(most, top_share, call, seed):
+    counts = np.random.default_rng(seed).pareto(1.0, 14) + 1e-3
+    cost = MatrixCost(call, 0.01, 0.01, 0.01)
+    least, expected = brute_force(counts, 8, 30, most, top_share, cost)
+    got = cutoffs_from_counts(
+        counts, 8, div_value=2.0, min_width=1, rows=30, max_clusters=most, top_share=top_share,
+        cost=cost,
+    )  # fmt: skip
+    assert got == expected, least
+
+
+def test_cutoffs_of_words():
+    zipf = 1 / np.arange(1, 50_001)
+    cutoffs = cutoffs_from_counts(zipf, 256)
+    head = AdaptiveSoftmax(256, counts=zipf)
+    assert head.cutoffs.tolist() == cutoffs
+    assert zipf[: cutoffs[0]].sum() >= 0.5 * zipf.sum()
+    assert head.order is None
+    assert CPU_COST.of(50_000, 256, 256) > 10 * CPU_COST.of(cutoffs[0], 256, 256)
+    assert cutoffs_from_counts(zipf, 256, top_share=1.0) == []
+    assert cutoffs_from_counts([3], 4) == []
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "parts"),
+    [
+        ({"cutoffs": [15, 6]}, ValueError, ("cutoffs:", "rising", "got 6 at position 1 after 15")),
+        ({"cutoffs": [6, 6]}, ValueError, ("cutoffs:", "got 6 at position 1 after 6")),
+        ({"cutoffs": [0, 6]}, ValueError, ("cutoffs:", "from 1 to 39", "got 0 at position 0")),
+        ({"cutoffs": [6, 40]}, ValueError, ("cutoffs:", "from 1 to 39", "got 40 at position 1")),
+        ({"cutoffs": [6, 1.5]}, TypeError, ("cutoffs:", "got float at position 1")),
+        ({"cutoffs": 6}, TypeError, ("cutoffs: expected a list", "got int")),
+        ({"n_classes": None}, ValueError, ("n_classes:", "got None", "counts")),
+        ({"cutoffs": None}, ValueError, ("cutoffs:", "got None", "counts")),
+        ({"n_classes": 0}, ValueError, ("n_classes: expected at least 1", "got 0")),
+        ({"counts": [1.0] * 39}, ValueError, ("counts: expected shape (40,)", "got (39,)")),
+        ({"counts": [1] * 39 + [-1]}, ValueError, ("counts:", "got -1 for class 39")),
+        ({"counts": [0] * 40}, ValueError, ("counts: expected at least one above 0",)),
+        ({"order": [0] * 40}, ValueError, ("order:", "class 0 at positions 0 and 1")),
+        ({"order": [*range(39), 40]}, ValueError, ("order:", "got 40 at position 39")),
+        ({"order": [*range(39)]}, ValueError, ("order: expected all 40 classes", "got 39")),
+        ({"div_value": 0.5}, ValueError, ("div_value:", "at least 1", "got 0.5")),
+        ({"min_width": 0}, ValueError, ("min_width: expected at least 1", "got 0")),
+        ({"label_smoothing": 2}, ValueError, ("label_smoothing:", "got 2")),
+    ],
+)
+def test_constructors(options, kind, parts):
+    with raises(kind, *parts):
+        make(**options)
+
+
+def test_shares_of_the_top():
+    with raises(ValueError, "top_share: expected a number from 0 to 1", "got 2"):
+        cutoffs_from_counts([1, 2], 4, top_share=2)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_what_it_is_on_a_cpu():
+    head = make(order=shuffled(), label_smoothing=0.1)
+    hidden, target = torch.randn(30, 12, dtype=torch.float64), torch.randint(N_CLASSES, (30,))
+    target[3] = -100
+    expected = head(hidden, target), *head.topk(hidden, 8)
+    head.cuda()
+    got = head(hidden.cuda(), target.cuda()), *head.topk(hidden.cuda(), 8)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other)

@@ -1,0 +1,290 @@
+"""The differentiated softmax: against a dense block-diagonal layer."""
+
+import itertools
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lastlayer.heads import DifferentiatedSoftmax, Head, bands_from_counts
+from lastlayer.testing import check_head
+
+BANDS = [(5, 6), (10, 4), (25, 2)]
+N_CLASSES = 40
+
+
+def raises(kind, *parts):
+    return pytest.raises(kind, match=".*".join(map(re.escape, parts)))
+
+
+def make(**options):
+    options = {"order": torch.randperm(N_CLASSES), "dtype": torch.float64, **options}
+    return DifferentiatedSoftmax(12, BANDS, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "rules"),
+    [
+        ({}, {}),
+        ({"variant": "projections", "bias": False}, {"compile": False}),
+        (
+            {"label_smoothing": 0.2, "order": None, "chunk_rows": 2},
+            {"loss_is_nll": False, "compile": False},
+        ),
+        ({"variant": "projections", "ignore_index": None}, {"compile": False}),
+    ],
+    ids=["slices", "projections", "smoothed", "nothing ignored"],
+)
+def test_it_is_a_head(options, rules, seed):
+    check_head(make(**options, dtype=None), seed=seed, draws=5000, **rules)
+
+
+def test_one_band_is_a_head(seed):
+    head = DifferentiatedSoftmax(7, [(20, 7)])
+    check_head(head, seed=seed, compile=False, draws=5000, dtypes=(torch.float32, torch.float64))
+
+
+def block_diagonal(head):
+    """The weight of all classes on all numbers that the bands see."""
+    return torch.block_diag(*head.weights)
+
+
+def dense_scores(head, hidden):
+    seen = hidden if head.projection is None else hidden @ head.projection.T
+    scores = seen @ block_diagonal(head).T
+    scores = scores if head.bias is None else scores + head.bias
+    return scores if head.places is None else scores[..., head.places]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("variant", ["slices", "projections"])
+def test_loss_and_gradients_of_the_dense_layer(variant, smoothing, reduction):
+    head = make(variant=variant, label_smoothing=smoothing, reduction=reduction, chunk_rows=4)
+    hidden = torch.randn(3, 7, 12, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(N_CLASSES, (3, 7))
+    target[1, ::2] = -100
+    loss = head(hidden, target)
+    expected = torch.nn.functional.cross_entropy(
+        dense_scores(head, hidden).flatten(0, 1), target.flatten(), reduction=reduction,
+        label_smoothing=smoothing,
+    ).reshape(loss.shape)  # fmt: skip
+    torch.testing.assert_close(loss, expected)
+    upstream = torch.randn_like(loss)
+    leaves = [hidden, *head.parameters()]
+    for got, wanted in zip(
+        torch.autograd.grad(loss, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_in_half_precision(dtype, reduction):
+    head = make(dtype=dtype, reduction=reduction, chunk_rows=5)
+    hidden = torch.randn(30, 12).to(dtype).requires_grad_()
+    target = torch.randint(N_CLASSES, (30,))
+    upstream = torch.rand(30) if reduction == "none" else torch.tensor(1.0)
+    leaves = [hidden, *head.parameters()]
+    made = torch.autograd.grad(head(hidden, target), leaves, upstream)
+    exact = DifferentiatedSoftmax(12, BANDS, order=head.order, dtype=torch.float64)
+    exact.reduction = reduction
+    exact.load_state_dict(head.state_dict())
+    rows = hidden.detach().double().requires_grad_()
+    expected = torch.autograd.grad(
+        exact(rows, target), [rows, *exact.parameters()], upstream.double()
+    )
+    for got, wanted in zip(made, expected, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - wanted).norm() <= 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("variant", ["slices", "projections"])
+def test_log_prob_topk_and_chosen_classes(variant):
+    head = make(variant=variant, chunk_rows=3)
+    hidden = torch.randn(11, 12, dtype=torch.float64)
+    expected = torch.log_softmax(dense_scores(head, hidden), -1)
+    torch.testing.assert_close(head.log_prob(hidden), expected)
+    classes = torch.randint(N_CLASSES, (11, 3))
+    torch.testing.assert_close(head.log_prob(hidden, classes), expected.gather(-1, classes))
+    order = expected.sort(dim=-1, descending=True, stable=True)
+    values, found = head.topk(hidden, 9)
+    torch.testing.assert_close(values, order.values[:, :9])
+    assert torch.equal(found, order.indices[:, :9])
+
+
+def test_compiled_without_reduction():
+    head = make(reduction="none", variant="projections")
+    hidden = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, 39, -100, 17, 8, 2])
+    losses = head(hidden, target)
+    upstream = torch.randn_like(losses)
+    leaves = [hidden, *head.parameters()]
+    expected = torch.autograd.grad(losses, leaves, upstream)
+    with warnings.catch_warnings(action="ignore"):  # torch's own, while it traces
+        compiled = torch.compile(head, fullgraph=True, backend="aot_eager")(hidden, target)
+    torch.testing.assert_close(compiled, losses)
+    for got, wanted in zip(torch.autograd.grad(compiled, leaves, upstream), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all tensors that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {tuple(x.shape) for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
+        return result
+
+
+def test_neither_a_dense_weight_nor_all_scores_are_ever_made():
+    head = make(chunk_rows=4)
+    hidden, target = torch.randn(30, 12, dtype=torch.float64), torch.randint(N_CLASSES, (30,))
+    with Shapes() as shapes:
+        head(hidden.requires_grad_(), target).backward()
+        head.log_prob(hidden, target.unsqueeze(-1)).sum().backward()
+        head.topk(hidden, 3)
+    largest = max(int(np.prod(shape)) for shape in shapes.seen)
+    assert largest <= 30 * 12 < N_CLASSES * 12 < 30 * N_CLASSES
+    assert not any(set(shape) == {N_CLASSES, 12} for shape in shapes.seen)
+
+
+def test_a_second_backward_is_refused():
+    head = make()
+    hidden = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
+    loss = head(hidden, torch.tensor([1, 2, 3]))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed out by the first backward"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(head(hidden, torch.tensor([1, 2, 3])), hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("variant", ["slices", "projections"])
+def test_saving(variant, tmp_path):
+    head = make(variant=variant, bias=False, reduction="sum")
+    head.save(tmp_path)
+    loaded = Head.load(tmp_path)
+    assert repr(loaded) == repr(head)
+    assert loaded.config() == head.config()
+    hidden, target = torch.randn(4, 12, dtype=torch.float64), torch.randint(N_CLASSES, (4,))
+    assert torch.equal(loaded(hidden, target), head(hidden, target))
+
+
+def test_inside_a_band_classes_stand_by_id():
+    head = make()
+    for first, last in itertools.pairwise([0, 5, 15, N_CLASSES]):
+        members = head.order[first:last].tolist()
+        assert members == sorted(members)
+    assert torch.equal(head.order[head.places], torch.arange(N_CLASSES))
+
+
+# Bands from counts.
+
+
+def worth(bands, counts):
+    share = np.sort(np.asarray(counts, float))[::-1] / np.sum(counts)
+    ends = np.cumsum([0] + [classes for classes, _ in bands])
+    return sum(
+        share[a:b].sum() * np.log(width)
+        for (_, width), a, b in zip(bands, ends[:-1], ends[1:], strict=True)
+    )
+
+
+def all_layouts(n, in_features):
+    for bands in range(1, 5):
+        for cuts in itertools.combinations(range(1, n), bands - 1):
+            ends = [0, *cuts, n]
+            for widths in itertools.product(range(in_features, 0, -1), repeat=bands):
+                falling = all(a >= b for a, b in itertools.pairwise(widths))
+                if falling and sum(widths) == in_features:
+                    yield list(zip(np.diff(ends).tolist(), widths, strict=True))
+
+
+@pytest.mark.parametrize("budget", [14, 20, 35, 60])
+def test_bands_are_the_best_that_fit(budget, seed):
+    counts = np.random.default_rng(seed).pareto(1.0, 9) + 1e-3
+    bands = bands_from_counts(counts, 6, budget)
+    fitting = [
+        layout
+        for layout in all_layouts(9, 6)
+        if sum(classes * width for classes, width in layout) <= budget
+    ]
+    assert bands in fitting
+    best = max(worth(layout, counts) for layout in fitting)
+    np.testing.assert_allclose(worth(bands, counts), best)
+
+
+@pytest.mark.parametrize("variant", ["slices", "projections"])
+def test_bands_make_a_head_within_the_budget(variant):
+    counts = torch.rand(3000) ** 8
+    bands = bands_from_counts(counts, 64, 3000 * 20, variant=variant)
+    head = DifferentiatedSoftmax(
+        64, bands, order=counts.argsort(descending=True), variant=variant, bias=False
+    )
+    assert head.n_classes == 3000
+    assert sum(each.numel() for each in head.parameters()) <= 3000 * 20
+    assert counts[head.order[: bands[0][0]]].min() >= counts[head.order[bands[0][0] :]].max()
+
+
+def test_with_parameters_for_all_there_is_one_band():
+    assert bands_from_counts([3, 1, 2], 8, 24) == [(3, 8)]
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "parts"),
+    [
+        (
+            {"bands": [(5, 6), (35, 4)]},
+            ValueError,
+            ("bands: expected widths that add up to in_features=12", "6 + 4 = 10", "projections"),
+        ),
+        ({"bands": [(0, 6), (40, 6)]}, ValueError, ("bands:", "classes", "got 0 at position 0")),
+        ({"bands": [(5, 12), (35, 0)]}, ValueError, ("bands:", "width", "got 0 at position 1")),
+        ({"bands": [(5, 6), 3]}, TypeError, ("bands:", "(classes, width)", "got 3 at position 1")),
+        ({"bands": [(5, 6, 1)]}, TypeError, ("bands:", "got (5, 6, 1) at position 0")),
+        ({"bands": 7}, TypeError, ("bands:", "got int")),
+        ({"bands": []}, ValueError, ("bands:", "got none")),
+        ({"variant": "both"}, ValueError, ("variant: expected one of", "got 'both'")),
+        ({"order": [1] * 40}, ValueError, ("order:", "class 1 at positions 0 and 1")),
+        ({"order": [*range(39), -1]}, ValueError, ("order:", "got -1 at position 39")),
+        ({"in_features": 0}, ValueError, ("in_features: expected at least 1", "got 0")),
+        ({"chunk_rows": 0}, ValueError, ("chunk_rows:", "got 0")),
+    ],
+)
+def test_constructors(arguments, kind, parts):
+    with raises(kind, *parts):
+        DifferentiatedSoftmax(**{"in_features": 12, "bands": BANDS, **arguments})
+
+
+def test_budgets():
+    with raises(ValueError, "n_parameters: expected at least 24 for 4 classes", "got 3"):
+        bands_from_counts([4, 3, 2, 1], 24, 3)
+    with raises(ValueError, "counts:", "got -1 for class 1"):
+        bands_from_counts([1, -1], 4, 100)
+    with raises(ValueError, "counts:", "2 zeros"):
+        bands_from_counts([0, 0], 4, 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["slices", "projections"])
+def test_on_a_gpu_it_is_what_it_is_on_a_cpu(variant):
+    head = make(variant=variant, dtype=torch.float32)
+    hidden, target = torch.randn(30, 12), torch.randint(N_CLASSES, (30,))
+    target[3] = -100
+    expected = head(hidden, target)
+    head.cuda()
+    torch.testing.assert_close(head(hidden.cuda(), target.cuda()).cpu(), expected)
