@@ -22,6 +22,7 @@ def save_head(head: "Head", folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: value.detach().contiguous() for name, value in head.state_dict().items()}
     safetensors.save_file(state, str(folder / STATE))
+    head._save_extra(folder)
     (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
@@ -35,7 +36,8 @@ def load_head(cls: type[SomeHead], folder: Path, device: torch.device) -> SomeHe
                 f"which has no {name}"
             )
     made_of = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    head = _class_named(made_of["head"], cls, folder).from_config(made_of["arguments"])
+    made = _class_named(made_of["head"], cls, folder)
+    head = made.from_config({**made_of["arguments"], **made._load_extra(folder)})
     # The tensors themselves become the state: they bring their dtype along.
     head.load_state_dict(safetensors.load_file(str(folder / STATE), str(device)), assign=True)
     return head.to(device)

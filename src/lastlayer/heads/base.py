@@ -173,6 +173,14 @@ class Head(torch.nn.Module, ABC):
         """
         return load_head(cls, Path(folder), torch.device(device))
 
+    def _save_extra(self, folder: Path) -> None:
+        """Write arguments of the constructor that JSON cannot hold; here there are none."""
+
+    @classmethod
+    def _load_extra(cls, folder: Path) -> dict[str, Any]:  # noqa: ARG003 — for heads that write
+        """The arguments that :meth:`_save_extra` wrote, by name."""
+        return {}
+
     def extra_repr(self) -> str:
         """What the constructor takes by position, and options that are not as by default."""
         taken = inspect.signature(type(self)).parameters

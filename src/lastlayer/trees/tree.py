@@ -31,7 +31,7 @@ class Tree:
     parents come before their children. Every inner node has two children or more. A tree of one
     class has no inner node.
 
-    The functions of :mod:`lastlayer.trees` build trees; this constructor is for arrays that are in
+    The functions of ``lastlayer.trees`` build trees; this constructor is for arrays that are in
     that order already, and checks them.
 
     All arrays are NumPy's and read-only: ids and positions int32, offsets int64.
@@ -104,7 +104,7 @@ class Tree:
 
     @property
     def n_paths(self) -> int:
-        """How many leaves there are: ``n_classes``, or more where the tree overlaps."""
+        """The number of leaves, ``n_classes`` or more where the tree overlaps."""
         return len(self._leaf_edge)
 
     @property

@@ -1,0 +1,383 @@
+"""The hierarchical softmax, against a dense formula written from the codes of the classes."""
+
+import copy
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lastlayer import trees
+from lastlayer.heads import Head
+from lastlayer.heads.hierarchical import HierarchicalSoftmax
+from lastlayer.testing import check_head
+
+sys.path.append(str(Path(__file__).parents[1] / "trees"))
+from random_trees import random_trees
+
+ZIPF = 1e4 / np.arange(1, 31)
+
+
+def overlapping():
+    return trees.from_codes([[[0, 0], [1, 1, 0]], [[0, 1]], [[1, 0]], [[1, 1, 1], [0, 2]]])
+
+
+def shapes():
+    return {
+        "balanced": trees.balanced(29),
+        "huffman": trees.huffman(ZIPF),
+        "huffman of four": trees.huffman(ZIPF, arity=4),
+        "two levels": trees.two_level(np.ones(40)),
+        "collapsed": trees.huffman(ZIPF).collapse(8),
+        "wide and binary": trees.balanced(90).collapse(45),
+        "overlapping": overlapping(),
+    }
+
+
+TREES = shapes()
+each_tree = pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+
+
+def dense_log_prob(head, hidden, weight=None, bias=None):
+    """By the definition: every class on its own, node by node along each of its codes."""
+    tree = head.tree
+    weight = head.weight if weight is None else weight
+    bias = head.bias if bias is None else bias
+    widths = [1 if a == 2 else a for a in tree.arity.tolist()]
+    first = np.concatenate([[0], np.cumsum(widths)])
+
+    def along(code):
+        total, node = hidden.new_zeros(hidden.shape[:-1]), 0
+        for position in code:
+            rows = slice(first[node], first[node + 1])
+            scores = hidden @ weight[rows].T
+            scores = scores if bias is None else scores + bias[rows]
+            if tree.arity[node] == 2:
+                scores = torch.cat([torch.zeros_like(scores), scores], -1)
+            total = total + torch.log_softmax(scores, -1)[..., position]
+            node = int(tree.child[tree.child_start[node] + position])
+        return total
+
+    classes = [
+        torch.logsumexp(torch.stack([along(code) for code in tree.codes(c)]), 0)
+        for c in range(tree.n_classes)
+    ]
+    return torch.stack(classes, -1)
+
+
+@each_tree
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_it_is_a_head(tree, sparse, seed):
+    torch.manual_seed(seed)
+    check_head(
+        lambda: HierarchicalSoftmax(7, tree, sparse=sparse), draws=4000, compile=False, seed=seed
+    )
+
+
+@pytest.mark.parametrize("name", ["huffman", "wide and binary", "overlapping"])
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+def test_it_compiles(name):
+    head = HierarchicalSoftmax(5, TREES[name], dtype=torch.float64)
+    hidden = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(head.n_classes, (6,))
+    target[2] = -100
+    torch.compiler.reset()
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    leaves = [hidden, *head.parameters()]
+    loss, plain = compiled(hidden, target), head(hidden, target)
+    torch.testing.assert_close(loss, plain)
+    for got, expected in zip(
+        torch.autograd.grad(loss, leaves), torch.autograd.grad(plain, leaves), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+@settings(max_examples=25)
+@given(st.booleans().flatmap(lambda overlap: random_trees(overlap, least=2)), st.booleans())
+def test_random_trees_keep_to_the_definition(tree, bias):
+    head = HierarchicalSoftmax(4, tree, bias=bias, reduction="none", dtype=torch.float64)
+    hidden = torch.randn(5, 4, dtype=torch.float64)
+    target = torch.randint(tree.n_classes, (5,))
+    everything = head.log_prob(hidden)
+    expected = dense_log_prob(head, hidden)
+    torch.testing.assert_close(everything, expected)
+    torch.testing.assert_close(everything.exp().sum(-1), torch.ones(5, dtype=torch.float64))
+    by_paths = head._chosen_log_prob(hidden, target.unsqueeze(-1), recording=False)
+    torch.testing.assert_close(by_paths, expected.gather(-1, target.unsqueeze(-1)))
+    torch.testing.assert_close(head(hidden, target), -by_paths.squeeze(-1))
+
+
+@each_tree
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_are_those_of_the_dense_formula(tree, bias):
+    heads = [
+        HierarchicalSoftmax(6, tree, bias=bias, sparse=sparse, dtype=torch.float64)
+        for sparse in (False, True)
+    ]
+    heads[1].load_state_dict(heads[0].state_dict())
+    hidden = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(tree.n_classes, (9,))
+    target[[1, 5]] = -100
+    counted = target >= 0
+    chosen = dense_log_prob(heads[0], hidden)[counted].gather(-1, target[counted].unsqueeze(-1))
+    expected = torch.autograd.grad(-chosen.mean(), [hidden, *heads[0].parameters()])
+    for head in heads:
+        made = torch.autograd.grad(head(hidden, target), [hidden, *head.parameters()])
+        assert [each.is_sparse for each in made[1:]] == [head.sparse] * len(made[1:])
+        for got, wanted in zip(made, expected, strict=True):
+            torch.testing.assert_close(got.to_dense(), wanted)
+
+
+@pytest.mark.parametrize("name", ["huffman", "collapsed", "wide and binary"])
+def test_only_rows_on_the_paths_have_a_gradient(name):
+    tree = TREES[name]
+    head = HierarchicalSoftmax(6, tree, sparse=True)
+    target = torch.tensor([3, 11, 3])
+    head(torch.randn(3, 6), target).backward()
+    touched = set(head.weight.grad.coalesce().indices()[0].tolist())
+    tables = head._tables
+    expected = set()
+    for c in (3, 11):
+        node = 0
+        for position in tree.code(c):
+            expected.update(range(int(tables.row_start[node]), int(tables.row_start[node + 1])))
+            node = int(tree.child[tree.child_start[node] + position])
+    assert expected <= touched <= expected | {0}
+    dense = head.weight.grad.to_dense()
+    assert (dense.abs().sum(-1) > 0).nonzero().flatten().tolist() == sorted(expected)
+
+
+def test_sparse_gradients_train():
+    torch.manual_seed(0)
+    head = HierarchicalSoftmax(8, trees.huffman(ZIPF), sparse=True)
+    optimiser = torch.optim.SparseAdam(head.parameters(), lr=0.05)
+    hidden, target = torch.randn(30, 8), torch.arange(30)
+    first = head(hidden, target).item()
+    for _ in range(60):
+        optimiser.zero_grad()
+        head(hidden, target).backward()
+        optimiser.step()
+    assert head(hidden, target).item() < 0.3 * first
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("name", ["huffman", "wide and binary"])
+def test_the_root_sums_its_gradient_in_float32(name, sparse):
+    """It has a part from every row: in half precision most of them would be rounded away."""
+    dtype = torch.bfloat16
+    head = HierarchicalSoftmax(4, TREES[name], sparse=sparse, dtype=dtype)
+    hidden = torch.rand(3000, 4).to(dtype)
+    target = torch.zeros(3000, dtype=torch.int64)
+    exact = copy.deepcopy(head).double()
+    head(hidden, target).backward()
+    exact(hidden.double(), target).backward()
+    for got, wanted in zip(head.parameters(), exact.parameters(), strict=True):
+        grad, expected = got.grad.to_dense().double(), wanted.grad.to_dense()
+        assert got.grad.dtype == dtype
+        assert (grad - expected).norm() <= 2e-2 * expected.norm()
+
+
+def test_padding_takes_no_probability():
+    """Codes of 1 and 9 choices, nodes of 2 and 7 children: what pads them is not a class."""
+    codes = [[0], *([1] * n + [0] for n in range(1, 9)), [1] * 9]
+    chain = trees.from_codes([[code] for code in codes])
+    mixed = trees.from_codes([[[0]], *([[1, n]] for n in range(7))])
+    for tree in (chain, mixed):
+        head = HierarchicalSoftmax(3, tree, reduction="none", dtype=torch.float64)
+        rows = torch.randn(1, 3, dtype=torch.float64).expand(tree.n_classes, 3)
+        losses = head(rows, torch.arange(tree.n_classes))
+        assert math.isclose(losses.neg().exp().sum().item(), 1.0, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["balanced", "collapsed"])
+def test_a_node_that_is_confidently_wrong_keeps_its_gradient(name):
+    head = HierarchicalSoftmax(1, TREES[name], bias=False)
+    with torch.no_grad():
+        head.weight.fill_(0.0)
+        head.weight[0] = 60.0
+    wrong = next(c for c in range(head.n_classes) if head.tree.code(c)[0] == (name == "collapsed"))
+    loss = head(torch.ones(1, 1), torch.tensor([wrong]))
+    loss.backward()
+    assert loss.item() > 60.0
+    assert abs(head.weight.grad[0, 0].item() - 1.0) < 1e-6
+
+
+def test_one_class_is_certain(tmp_path):
+    head = HierarchicalSoftmax(3, trees.balanced(1))
+    hidden, target = torch.randn(2, 4, 3, requires_grad=True), torch.zeros(2, 4, dtype=torch.int64)
+    loss = head(hidden, target)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not hidden.grad.any()
+    assert head.log_prob(hidden).tolist() == torch.zeros(2, 4, 1).tolist()
+    assert head.log_prob(hidden, target.unsqueeze(-1)).tolist() == torch.zeros(2, 4, 1).tolist()
+    values, classes = head.topk(hidden, 1)
+    assert values.shape == (2, 4, 1)
+    assert not values.any()
+    assert not classes.any()
+    assert not head.sample(hidden, 5).any()
+    head.save(tmp_path)
+    assert Head.load(tmp_path).tree == head.tree
+    assert head.relearn(trees.balanced(1)).weight.shape == (0, 3)
+
+
+@pytest.mark.parametrize("name", ["huffman", "overlapping"])
+def test_the_tree_is_saved_beside_the_state(name, tmp_path):
+    tree = TREES[name]
+    labels = [f"class {c}" for c in range(tree.n_classes)]
+    tree = trees.Tree(tree.child_start, tree.child, labels, overlap=tree.overlaps)
+    head = HierarchicalSoftmax(5, tree, bias=False, sparse=True, ignore_index=None)
+    head.save(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["config.json", "model.safetensors", "tree.safetensors"]
+    assert "tree" not in json.loads((tmp_path / "config.json").read_text())["arguments"]
+    loaded = Head.load(tmp_path)
+    assert loaded.tree == tree
+    assert loaded.tree.labels == tree.labels
+    assert repr(loaded) == repr(head)
+    hidden = torch.randn(4, 5)
+    assert torch.equal(loaded.log_prob(hidden), head.log_prob(hidden))
+    (tmp_path / "tree.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"tree\.safetensors"):
+        Head.load(tmp_path)
+
+
+def test_the_state_of_another_tree_is_refused():
+    state = HierarchicalSoftmax(5, trees.huffman(ZIPF)).state_dict()
+    other = torch.nn.Sequential(HierarchicalSoftmax(5, trees.balanced(30)))
+    with pytest.raises(ValueError, match=r"state_dict: expected .* the same tree"):
+        other.load_state_dict({f"0.{name}": value for name, value in state.items()})
+
+
+def flat_layer(n=60, d=8):
+    layer = torch.nn.Linear(d, n)
+    with torch.no_grad():
+        centres = 1.5 * torch.randn(6, d)
+        layer.weight.copy_(centres[torch.arange(n) % 6] + 0.3 * torch.randn(n, d))
+        layer.bias.copy_(torch.randn(n))
+    hidden = torch.randn(400, d)
+    target = torch.distributions.Categorical(logits=layer(hidden)).sample()
+    return layer, hidden, target
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("arity", [2, 8])
+def test_a_start_from_a_flat_layer_beats_chance(arity, counted):
+    layer, hidden, target = flat_layer()
+    tree = trees.cluster(layer.weight, progress=False).collapse(arity)
+    counts = torch.bincount(target, minlength=60) if counted else None
+    head = HierarchicalSoftmax.from_linear(layer, tree, counts=counts)
+    started = head(hidden, target).item()
+    fresh = HierarchicalSoftmax(8, tree)(hidden, target).item()
+    flat = torch.nn.functional.cross_entropy(layer(hidden), target).item()
+    assert started < fresh - 0.5 * (fresh - flat)
+    assert head.weight.dtype == layer.weight.dtype
+
+
+def test_a_start_from_equal_vectors_is_the_same_function():
+    """Below each node of the first level all vectors are alike, so that nothing is approximate."""
+    layer = torch.nn.Linear(5, 12).double()
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(3, 5)[torch.arange(12) // 4])
+    tree = trees.from_codes([[[c // 4, c % 4]] for c in range(12)])
+    head = HierarchicalSoftmax.from_linear(layer, tree)
+    hidden = torch.randn(7, 5, dtype=torch.float64)
+    torch.testing.assert_close(head.log_prob(hidden), torch.log_softmax(layer(hidden), -1))
+
+
+def test_at_zero_a_start_is_exact():
+    layer, _, _ = flat_layer()
+    for tree in (trees.balanced(60), trees.huffman(np.ones(60)).collapse(9)):
+        head = HierarchicalSoftmax.from_linear(layer, tree)
+        expected = torch.log_softmax(layer.bias, -1)
+        torch.testing.assert_close(head.log_prob(torch.zeros(8)), expected, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=15)
+@given(random_trees(least=2))
+def test_relearning_the_same_tree_changes_nothing(tree):
+    head = HierarchicalSoftmax(4, tree, dtype=torch.float64, reduction="sum").eval()
+    again = head.relearn(tree)
+    hidden = torch.randn(6, 4, dtype=torch.float64)
+    torch.testing.assert_close(again.log_prob(hidden), head.log_prob(hidden))
+    assert again.reduction == "sum"
+    assert not again.training
+    assert again.weight is not head.weight
+
+
+def test_a_head_that_is_relearned_starts_better_than_chance():
+    layer, hidden, target = flat_layer()
+    old = HierarchicalSoftmax.from_linear(layer, trees.cluster(layer.weight, progress=False))
+    tree = trees.cluster(layer.weight, kind="adaptive", overlap=0.2, seed=1, progress=False)
+    for new_tree in (tree, trees.cluster(layer.weight, seed=2, progress=False).collapse(6)):
+        new = old.relearn(new_tree, counts=torch.bincount(target, minlength=60))
+        fresh = HierarchicalSoftmax(8, new_tree)(hidden, target).item()
+        before = old(hidden, target).item()
+        assert new(hidden, target).item() < fresh - 0.4 * (fresh - before)
+        back = new.relearn(trees.balanced(60))
+        assert back.log_prob(hidden).isfinite().all()
+
+
+def test_bad_arguments_are_named():
+    tree = trees.balanced(6)
+    layer = torch.nn.Linear(4, 6)
+    head = HierarchicalSoftmax(4, tree)
+    cases = [
+        (TypeError, "tree: expected a lastlayer.trees.Tree", lambda: HierarchicalSoftmax(4, 6)),
+        (ValueError, "in_features: expected at least 1", lambda: HierarchicalSoftmax(0, tree)),
+        (TypeError, "linear: expected an nn.Linear",
+         lambda: HierarchicalSoftmax.from_linear(layer.weight, tree)),
+        (ValueError, "linear: expected 7 classes",
+         lambda: HierarchicalSoftmax.from_linear(layer, trees.balanced(7))),
+        (ValueError, "counts: expected shape",
+         lambda: HierarchicalSoftmax.from_linear(layer, tree, counts=[1, 2])),
+        (ValueError, "tree: expected the 6 classes", lambda: head.relearn(trees.balanced(5))),
+        (TypeError, "tree: expected", lambda: head.relearn(None)),
+        (ValueError, "beam: expected at least k", lambda: head.topk(torch.ones(4), 3, beam=2)),
+        (TypeError, "beam: expected an int", lambda: head.topk(torch.ones(4), 3, beam=4.0)),
+        (ValueError, "beam: expected None for a tree that overlaps",
+         lambda: HierarchicalSoftmax(4, overlapping()).topk(torch.ones(4), 1, beam=2)),
+        (ValueError, "reduction: expected",
+         lambda: HierarchicalSoftmax(4, tree, reduction="median")),
+    ]  # fmt: skip
+    for error, message, call in cases:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_a_head_from_the_meta_device_is_whole_after_a_reset():
+    head = HierarchicalSoftmax(5, TREES["collapsed"], device="meta").to_empty(device="cpu")
+    head.reset_parameters()
+    log_prob = head.log_prob(torch.randn(3, 5))
+    torch.testing.assert_close(log_prob.exp().sum(-1), torch.ones(3))
+    HierarchicalSoftmax(5, TREES["collapsed"]).load_state_dict(head.state_dict())
+
+
+def test_it_says_what_it_is():
+    head = HierarchicalSoftmax(5, trees.balanced(6), sparse=True)
+    shown = "in_features=5, tree=Tree(n_classes=6, n_inner=5, max_arity=2, max_depth=3)"
+    assert repr(head) == f"HierarchicalSoftmax({shown}, sparse=True)"
+
+
+def test_chunks_change_nothing():
+    head = HierarchicalSoftmax(5, TREES["collapsed"])
+    hidden = torch.randn(7, 5)
+    whole = head.log_prob(hidden), head.log_prob(hidden, torch.tensor([4]))
+    head.chunk_rows = 2
+    with torch.no_grad():
+        parts = head.log_prob(hidden), head.log_prob(hidden, torch.tensor([4]))
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_random_order_of_targets_does_not_matter():
+    head = HierarchicalSoftmax(5, TREES["wide and binary"], reduction="none")
+    hidden, target = torch.randn(40, 5), torch.randint(90, (40,))
+    order = random.Random(1).sample(range(40), 40)
+    torch.testing.assert_close(head(hidden, target)[order], head(hidden[order], target[order]))

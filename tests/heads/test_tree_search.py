@@ -1,0 +1,179 @@
+"""The search for the best leaves of a tree, and walks down to random ones."""
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lastlayer import trees
+from lastlayer.heads import _node_scores, _tree_search
+from lastlayer.heads._top import top_classes
+from lastlayer.heads.hierarchical import HierarchicalSoftmax
+
+sys.path.append(str(Path(__file__).parents[1] / "trees"))
+from random_trees import random_trees, zipf
+
+
+def compare_with_a_sort(head, hidden, k):
+    values, classes = head.topk(hidden, k)
+    expected, sorted_classes = top_classes(head.log_prob(hidden), k)
+    torch.testing.assert_close(values, expected)
+    assert torch.equal(classes, sorted_classes)
+
+
+def trained_shape(head, counts, scale):
+    """Biases that give the classes their counts, and vectors that move the odds by ``scale``."""
+    layer = torch.nn.Linear(head.in_features, head.n_classes)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.copy_(torch.from_numpy(np.log(counts)))
+    made = HierarchicalSoftmax.from_linear(layer, head.tree)
+    with torch.no_grad():
+        made.weight.normal_(0.0, scale / math.sqrt(head.in_features))
+    return made
+
+
+@settings(max_examples=40)
+@given(random_trees(least=2), st.sampled_from([0.1, 1.0, 6.0]), st.integers(0, 10**6))
+def test_the_best_are_those_of_a_sort(tree, scale, seed):
+    torch.manual_seed(seed)
+    head = HierarchicalSoftmax(3, tree, dtype=torch.float64)
+    hidden = scale * torch.randn(6, 3, dtype=torch.float64)
+    for k in sorted({1, (tree.n_classes + 1) // 2, tree.n_classes}):
+        compare_with_a_sort(head, hidden, k)
+
+
+@pytest.mark.parametrize("arity", [2, 5, 40])
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+def test_many_classes(arity, scale, monkeypatch):
+    monkeypatch.setattr(_node_scores, "_TOP_ROWS", 50)
+    counts = zipf(2000, np.random.default_rng(3))
+    tree = trees.huffman(counts)
+    tree = tree if arity == 2 else tree.collapse(arity)
+    head = trained_shape(HierarchicalSoftmax(16, tree), counts, scale).double()
+    hidden = torch.randn(20, 16, dtype=torch.float64)
+    for k in (1, 7, 300, 2000):
+        compare_with_a_sort(head, hidden, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_equal_classes_the_lower_id_comes_first(dtype):
+    counts = np.random.default_rng(5).integers(1, 50, 40)
+    for tree in (trees.balanced(64), trees.huffman(counts), trees.balanced(40).collapse(7)):
+        head = HierarchicalSoftmax(3, tree, dtype=dtype)
+        with torch.no_grad():
+            head.weight.zero_()
+            # Few values, so that many leaves are equal; halves keep their sums exact.
+            head.bias.copy_(torch.randint(0, 2, head.bias.shape) * 100.0)
+        hidden = torch.randn(4, 3, dtype=dtype)
+        for k in (1, 3, 11, tree.n_classes):
+            compare_with_a_sort(head, hidden, k)
+
+
+def test_where_all_are_alike_rows_are_sorted(monkeypatch):
+    monkeypatch.setattr(_tree_search, "_MOST_OPEN", 4)
+    head = HierarchicalSoftmax(3, trees.balanced(600))
+    hidden = torch.randn(5, 3)
+    torch.nn.init.zeros_(head.weight)
+    with torch.no_grad():
+        head.bias.zero_()
+    found = head._search(hidden, 5)
+    assert (found.opened == 599).all()
+    compare_with_a_sort(head, hidden, 5)
+    with torch.no_grad():
+        head.weight[0, 0] = 5.0  # rows go different ways: some are searched, some are sorted
+        head.bias[1:].uniform_(2.0, 4.0)
+    compare_with_a_sort(head, hidden, 5)
+
+
+def test_few_nodes_are_opened_in_a_huffman_tree():
+    counts = zipf(5000)
+    head = trained_shape(HierarchicalSoftmax(32, trees.huffman(counts)), counts, 1.0)
+    hidden = torch.randn(50, 32)
+    for k, share in ((1, 0.05), (10, 0.15)):
+        found = head._search(hidden, k)
+        assert found.opened.float().mean() < share * head.n_classes
+        assert (found.opened > 0).all()
+
+
+def test_a_beam_is_a_lower_bound_that_can_miss():
+    """The best class is below the worse child of the root."""
+    tree = trees.from_codes([[[0, n]] for n in range(3)] + [[[1, n]] for n in range(2)])
+    head = HierarchicalSoftmax(1, tree)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.zero_()
+        head.bias[0] = -0.1  # the first child of the root has 0.525, in three equal parts
+        head.bias[-1] = 9.0
+    hidden = torch.ones(2, 1)
+    assert head.topk(hidden, 1).classes.tolist() == [[4], [4]]
+    narrow = head.topk(hidden, 1, beam=1)
+    assert (narrow.classes < 3).all()
+    wide = head.topk(hidden, 2, beam=5)
+    torch.testing.assert_close(wide.values, head.topk(hidden, 2).values)
+    assert (wide.classes[:, 0] == 4).all()
+
+
+def test_a_beam_never_beats_the_best():
+    counts = zipf(300)
+    head = trained_shape(HierarchicalSoftmax(8, trees.huffman(counts)), counts, 3.0)
+    hidden = torch.randn(40, 8)
+    best, narrow = head.topk(hidden, 4), head.topk(hidden, 4, beam=4)
+    assert (narrow.values <= best.values + 1e-5).all()
+    at_found = head.log_prob(hidden).gather(-1, narrow.classes)
+    torch.testing.assert_close(narrow.values, at_found)
+
+
+def test_a_row_of_nan_disturbs_no_other():
+    head = HierarchicalSoftmax(4, trees.balanced(100))
+    hidden = torch.randn(3, 4)
+    clean = head.topk(hidden, 5)
+    hidden[1] = math.nan
+    values, classes = head.topk(hidden, 5)
+    assert values[1].isnan().all()
+    assert torch.equal(classes[[0, 2]], clean.classes[[0, 2]])
+    torch.testing.assert_close(values[[0, 2]], clean.values[[0, 2]])
+    with pytest.raises(ValueError, match=r"hidden: expected .* position \(1,\)"):
+        head.sample(hidden)
+
+
+def test_classes_of_probability_zero_come_last():
+    head = HierarchicalSoftmax(1, trees.balanced(16), bias=False)
+    with torch.no_grad():
+        head.weight.fill_(math.inf)
+    values, classes = head.topk(torch.ones(1, 1), 3)
+    assert values.tolist() == [[0.0, -math.inf, -math.inf]]
+    assert classes[0, 0] == head.sample(torch.ones(1), 1).item()
+    assert len(set(classes[0].tolist())) == 3
+
+
+@pytest.mark.parametrize("arity", [2, 6])
+def test_walks_are_as_frequent_as_they_are_probable(arity):
+    counts = zipf(50)
+    tree = trees.huffman(counts)
+    tree = tree if arity == 2 else tree.collapse(arity)
+    head = trained_shape(HierarchicalSoftmax(4, tree), counts, 1.0)
+    hidden = torch.randn(2, 4)
+    drawn = head.sample(hidden, 40_000)
+    probs = head.log_prob(hidden).exp()
+    for row in range(2):
+        shares = torch.bincount(drawn[row], minlength=50) / 40_000
+        deviation = (probs[row] * (1 - probs[row]) / 40_000).sqrt()
+        assert ((shares - probs[row]).abs() <= 6 * deviation + 1e-4).all()
+
+
+def test_very_rare_classes_are_drawn_too():
+    """Deep below a likely path, each with less than float32 adds to 1, but half of it together."""
+    n = 1 << 16
+    head = HierarchicalSoftmax(1, trees.balanced(n))
+    torch.nn.init.zeros_(head.weight)
+    with torch.no_grad():
+        head.bias.zero_()
+    drawn = head.sample(torch.ones(1), 20_000)
+    assert abs((drawn >= n // 2).float().mean() - 0.5) < 0.03
+    assert len(drawn.unique()) > 0.8 * 20_000
