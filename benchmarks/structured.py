@@ -2,8 +2,8 @@
 
     python benchmarks/structured.py
 
-The figures in docs/trees.md, docs/bands.md, docs/hierarchical.md and docs/char_cnn.md are these. They
-are kept in benchmarks/results/structured/cpu.jsonl, one line a figure.
+The figures in docs/trees.md, docs/bands.md and docs/char_cnn.md are these. They are kept in
+benchmarks/results/structured/cpu.jsonl, one line a figure.
 """
 
 import json

@@ -1,9 +1,9 @@
 """The row loss of the cross entropy."""
 
-import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer.fused._shaping import shaped
 from lastlayer.fused.engine import Chunk, RowLoss, RowResult
 
 
@@ -35,10 +35,7 @@ def cross_entropy_rows(
         if not statistics:
             return RowResult(loss, gradient)
         lse, entropy, argmax, rank = known
-        at_target = chunk.target_scores
-        if softcap:
-            at_target = softcap * torch.tanh(at_target / softcap)
-        log_prob = at_target / temperature - lse
+        log_prob = shaped(chunk.target_scores, softcap, temperature)[0] - lse
         return RowResult(loss, gradient, (lse, log_prob, entropy, argmax, rank))
 
     return rows

@@ -88,12 +88,11 @@ def _row_scale(problem: Problem, row_weight: Tensor | None, reduction: str) -> T
     scale = hidden.new_ones(target.shape, dtype=dtype)
     if row_weight is not None:
         scale = row_weight.detach().reshape(-1).to(dtype)
-    counted = scale
     if problem.ignore_index is not None:
         scale = torch.where(target == problem.ignore_index, 0.0, scale)
-        counted = scale
     if reduction != "mean":
         return scale
+    counted = scale
     if problem.class_weight is not None:
         inside = torch.where(scale == 0, 0, target)
         counted = scale * problem.class_weight[inside].to(dtype)
@@ -126,13 +125,13 @@ class _LinearLoss(torch.autograd.Function):
             loss.options, loss.statistics, loss.copies, ignore_index, str(chunk_rows),
             wanted if at_once else (False, False, False),
         )  # fmt: skip
-        ctx.n_statistics = sum(loss.statistics)
-        statistics = tuple(rest[: ctx.n_statistics])
-        ctx.at_once, ctx.wanted, ctx.reduced, ctx.spent = at_once, wanted, reduced, False
+        n_statistics = sum(loss.statistics)
+        statistics = tuple(rest[:n_statistics])
+        ctx.at_once, ctx.wanted, ctx.spent = at_once, wanted, False
         ctx.rest = loss, ignore_index, chunk_rows, weight_grad
         ctx.dtypes = [None if each is None else each.dtype for each in (hidden, weight, bias)]
         if at_once:
-            ctx.save_for_backward(size, *rest[ctx.n_statistics :])
+            ctx.save_for_backward(size, *rest[n_statistics:])
         else:
             ctx.save_for_backward(hidden, weight, bias, target, scale, class_weight)
         ctx.mark_non_differentiable(*statistics)

@@ -14,6 +14,7 @@ from torch import Tensor
 from lastlayer import kernels
 from lastlayer.fused._chunks import budget_bytes
 from lastlayer.fused._products import add_weight_gradient_, scores_into
+from lastlayer.fused._shaping import shaped
 from lastlayer.fused.engine import MOST_ROUNDED_ADDITIONS, Result, Wanted
 
 # Multiples that suit the tiles of a matrix unit.
@@ -98,6 +99,7 @@ class _Block:
         place = target.unsqueeze(-1)
         exact = kernels.class_scores.forward("auto", hidden, weight, bias, place)
         self._target_scores = exact.squeeze(-1)
+        self._at_target, self._slope = shaped(self._target_scores, self._softcap, self._temperature)
         self._lse = torch.full_like(self._target_scores, -torch.inf)
         self._held: slice | None = None
 
@@ -114,7 +116,7 @@ class _Block:
                 self._softcap, self._temperature, False,
             )  # fmt: skip
             self._lse = torch.logaddexp(self._lse, lse)
-        gap = self._lse - self._at_target()[0]
+        gap = self._lse - self._at_target
         gap = gap if weights is None else gap * weights
         return gap + self._z_loss * self._lse.square()
 
@@ -124,8 +126,8 @@ class _Block:
         self._held = None
         pull = row_scale if weights is None else row_scale * weights
         push = pull + row_scale * (2.0 * self._z_loss) * self._lse
-        at_target, slope = self._at_target()
-        true = (push * torch.expm1(at_target - self._lse) + (push - pull)) * slope
+        below_one = torch.expm1(self._at_target - self._lse)
+        true = (push * below_one + (push - pull)) * self._slope
         inside = (self._target >= slab.start) & (self._target < slab.stop)
         local = torch.where(inside, self._target - slab.start, -1)
         kernels.softmax_gradient.forward_(
@@ -141,14 +143,6 @@ class _Block:
             scores_into(scores, self.hidden, self._weight[slab], bias)
             self._held = slab
         return scores
-
-    def _at_target(self) -> tuple[Tensor, Tensor]:
-        """Capped and tempered score of the target, and its derivative by the plain one."""
-        if not self._softcap:
-            slope = torch.full_like(self._target_scores, 1.0 / self._temperature)
-            return self._target_scores / self._temperature, slope
-        bent = torch.tanh(self._target_scores / self._softcap)
-        return bent * (self._softcap / self._temperature), (1.0 - bent.square()) / self._temperature
 
 
 def _up_to_step(count: int) -> int:

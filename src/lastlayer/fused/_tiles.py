@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer.fused._shaping import shaped
 from lastlayer.fused.engine import Result, Wanted
 
 # Up to this width making a score again is cheaper than writing it.
@@ -50,12 +51,8 @@ def run_tiles(
     hidden, weight = hidden.contiguous(), weight.contiguous()
     n_classes = weight.shape[0]
     place = target.unsqueeze(-1)
-    at_target = kernels.class_scores.forward("auto", hidden, weight, bias, place).squeeze(-1)
-    slope = torch.full_like(at_target, 1.0 / temperature)
-    if softcap:
-        bent = torch.tanh(at_target / softcap)
-        at_target, slope = softcap * bent, slope * (1.0 - bent.square())
-    at_target = at_target / temperature
+    exact = kernels.class_scores.forward("auto", hidden, weight, bias, place).squeeze(-1)
+    at_target, slope = shaped(exact, softcap, temperature)
 
     gradient_wanted = wanted.any and row_scale is not None
     lse, mean = mix_of_rows(

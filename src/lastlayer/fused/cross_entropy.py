@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from lastlayer.fused._checks import make_problem
-from lastlayer.fused._loss import Loss, linear_loss
+from lastlayer.fused._call import fused_loss
+from lastlayer.fused._loss import Loss
 from lastlayer.fused._options import cross_entropy_options
 
 
@@ -77,7 +77,8 @@ def linear_cross_entropy(
         arXiv:2411.09009; Hsu et al., Liger Kernel, 2024, arXiv:2410.10989.
     """
     options = cross_entropy_options(label_smoothing, z_loss, softcap, temperature)
-    problem = make_problem(
+    return fused_loss(
+        Loss("cross_entropy", options),
         hidden,
         weight,
         target,
@@ -88,8 +89,4 @@ def linear_cross_entropy(
         row_weight=row_weight,
         weight_grad=weight_grad,
         chunk_rows=chunk_rows,
-    )
-    loss = linear_loss(Loss("cross_entropy", options), problem, row_weight, reduction, weight_grad)[
-        0
-    ]
-    return loss if reduction != "none" else loss.reshape(target.shape)
+    )[0]

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from lastlayer._checks import check_alpha
-from lastlayer.fused._checks import make_problem
-from lastlayer.fused._loss import Loss, linear_loss
+from lastlayer.fused._call import fused_loss
+from lastlayer.fused._loss import Loss
 from lastlayer.fused._sparse_rows import PIECES
 from lastlayer.fused.cross_entropy import linear_cross_entropy
 
@@ -80,7 +80,8 @@ def linear_entmax_loss(
             chunk_rows=chunk_rows,
             weight_grad=weight_grad,
         )
-    problem = make_problem(
+    return fused_loss(
+        Loss("entmax", (float(alpha),), copies=1.0 + 1.0 / PIECES),
         hidden,
         weight,
         target,
@@ -91,7 +92,4 @@ def linear_entmax_loss(
         row_weight=row_weight,
         weight_grad=weight_grad,
         chunk_rows=chunk_rows,
-    )
-    loss = Loss("entmax", (float(alpha),), copies=1.0 + 1.0 / PIECES)
-    value = linear_loss(loss, problem, row_weight, reduction, weight_grad)[0]
-    return value if reduction != "none" else value.reshape(target.shape)
+    )[0]

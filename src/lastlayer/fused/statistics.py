@@ -1,12 +1,12 @@
 """Cross entropy, and what else one pass over the scores can tell."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from lastlayer._checks import check_k
-from lastlayer.fused._checks import make_problem
-from lastlayer.fused._loss import Loss, linear_loss
+from lastlayer.fused._call import fused_loss
+from lastlayer.fused._loss import Loss
 from lastlayer.fused._options import cross_entropy_options
 
 
@@ -81,7 +81,8 @@ def linear_statistics(
     """
     check_k(k)
     options = cross_entropy_options(label_smoothing, z_loss, softcap, temperature)
-    problem = make_problem(
+    loss, lse, log_prob, entropy, argmax, rank = fused_loss(
+        Loss("cross_entropy", options, statistics=(3, 2)),
         hidden,
         weight,
         target,
@@ -93,25 +94,7 @@ def linear_statistics(
         weight_grad=weight_grad,
         chunk_rows=chunk_rows,
     )
-    loss, lse, log_prob, entropy, argmax, rank = linear_loss(
-        Loss("cross_entropy", options, statistics=(3, 2)),
-        problem,
-        row_weight,
-        reduction,
-        weight_grad,
-    )
-
-    def shaped(rows: Tensor) -> Any:
-        return rows.reshape(target.shape)
-
-    counted = rank < k
+    in_top_k = rank < k
     if ignore_index is not None:
-        counted = counted & (problem.target != ignore_index)
-    return Statistics(
-        loss if reduction != "none" else shaped(loss),
-        shaped(log_prob),
-        shaped(entropy),
-        shaped(lse),
-        shaped(argmax),
-        shaped(counted),
-    )
+        in_top_k = in_top_k & (target != ignore_index)
+    return Statistics(loss, log_prob, entropy, lse, argmax, in_top_k)

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from lastlayer._checks import check_k
-from lastlayer.fused._checks import make_problem
-from lastlayer.fused._loss import Loss, linear_loss
+from lastlayer.fused._call import fused_loss
+from lastlayer.fused._loss import Loss
 from lastlayer.fused._sparse_rows import PIECES
 
 
@@ -54,7 +54,8 @@ def linear_topk_softmax_loss(
         Su, spaces.ac.cn/archives/8046 (sparse softmax).
     """
     check_k(k)
-    problem = make_problem(
+    return fused_loss(
+        Loss("topk_softmax", (float(k),), copies=1.0 + 1.0 / PIECES),
         hidden,
         weight,
         target,
@@ -65,7 +66,4 @@ def linear_topk_softmax_loss(
         row_weight=row_weight,
         weight_grad=weight_grad,
         chunk_rows=chunk_rows,
-    )
-    loss = Loss("topk_softmax", (float(k),), copies=1.0 + 1.0 / PIECES)
-    value = linear_loss(loss, problem, row_weight, reduction, weight_grad)[0]
-    return value if reduction != "none" else value.reshape(target.shape)
+    )[0]

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._tanh import tanh
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -134,13 +136,6 @@ def _splits(tiles: int, n_classes: int, hidden: Tensor) -> int:
 
 
 @triton.jit
-def _tanh(x):
-    shrunk = tl.exp(-2.0 * tl.abs(x))
-    size = (1.0 - shrunk) / (1.0 + shrunk)
-    return tl.where(x < 0.0, -size, size)
-
-
-@triton.jit
 def _mix_of_rows(
     hidden, weight, bias, lse, mean, n, n_classes, depth, share, hidden_row, weight_row, softcap,
     inverse_temperature, ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
@@ -173,7 +168,7 @@ def _mix_of_rows(
         if BIASED:
             scores += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
         if CAPPED:
-            bent = _tanh(scores / softcap)
+            bent = tanh(scores / softcap)
             scores = bent * softcap
         if first + CLASSES > stop:
             scores = tl.where(live[None, :], scores, -float("inf"))
@@ -237,7 +232,7 @@ def _gradient_of_classes(
         if BIASED:
             scores += offset[:, None]
         if CAPPED:
-            bent = _tanh(scores / softcap)
+            bent = tanh(scores / softcap)
             scores = bent * softcap
         gradient = tl.exp2(scores * scale - log2_sum[None, :]) * push_row[None, :]
         if (first < last_own) & (first + ROWS > first_own):

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._tanh import tanh
+
 BLOCK = 4096
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -40,9 +42,7 @@ def _gradient(
     values = tl.load(place, mask=live, other=0.0).to(tl.float32)
     slope = inverse_temperature
     if CAPPED:
-        shrunk = tl.exp(-2.0 * tl.abs(values / softcap))
-        size = (1.0 - shrunk) / (1.0 + shrunk)
-        bent = tl.where(values < 0.0, -size, size)
+        bent = tanh(values / softcap)
         values = bent * softcap
         slope = (1.0 - bent * bent) * inverse_temperature
     power = (values * inverse_temperature - tl.load(lse + row)) * LOG2E

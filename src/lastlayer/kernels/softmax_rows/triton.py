@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._tanh import tanh
+
 # Scores that a program looks at together.
 WIDEST_BLOCK = 4096
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -46,18 +48,10 @@ def forward_(
 
 
 @triton.jit
-def _tanh(x):
-    # Not exp(2x) alone: it overflows.
-    shrunk = tl.exp(-2.0 * tl.abs(x))
-    size = (1.0 - shrunk) / (1.0 + shrunk)
-    return tl.where(x < 0.0, -size, size)
-
-
-@triton.jit
 def _shaped(values, softcap, inverse_temperature, CAPPED: tl.constexpr):
     """Scores after the soft cap and the temperature, and their slope."""
     if CAPPED:
-        bent = _tanh(values / softcap)
+        bent = tanh(values / softcap)
         return bent * (softcap * inverse_temperature), (1.0 - bent * bent) * inverse_temperature
     else:
         return values * inverse_temperature, inverse_temperature
