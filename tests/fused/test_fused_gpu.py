@@ -299,7 +299,8 @@ def test_cuda_graphs(loss, d, ignored):
 
     def step():
         value = loss(*problem)
-        return value, torch.autograd.grad(value, leaves)
+        # A graph kept alive would tie the leaves to the stream of the capture.
+        return value.detach(), torch.autograd.grad(value, leaves)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

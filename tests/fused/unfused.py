@@ -38,7 +38,8 @@ def cross_entropy(values, target, *, label_smoothing=0.0, class_weight=None, z_l
     surprise = lse.unsqueeze(-1) - values
     at_target = surprise.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     loss = (1 - label_smoothing) * weights[target] * at_target
-    loss = loss + label_smoothing / n_classes * (weights * surprise).sum(-1)
+    if label_smoothing:
+        loss = loss + label_smoothing / n_classes * (weights * surprise).sum(-1)
     return loss + z_loss * lse**2
 
 
