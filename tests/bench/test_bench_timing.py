@@ -19,13 +19,16 @@ def test_percentiles():
     assert Timing.of([2.0]) == Timing(2.0, 2.0, 2.0, 1)
 
 
-def test_competitors_take_turns_and_each_starts_a_round():
+def test_competitors_take_turns_and_nobody_always_follows_the_same_one():
     calls = []
-    timer = CpuTimer(budget_s=0.0, fewest_samples=3, sample_ms=0.0)
-    timings = dict(timer.time({name: lambda name=name: calls.append(name) for name in "ab"}))
-    assert {name: timing.samples for name, timing in timings.items()} == {"a": 3, "b": 3}
+    timer = CpuTimer(budget_s=0.0, fewest_samples=20, sample_ms=0.0)
+    timings = dict(timer.time({name: lambda name=name: calls.append(name) for name in "abc"}))
+    assert {timing.samples for timing in timings.values()} == {20}
     # Two calls each to warm up and to see how long one takes, then the rounds.
-    assert "".join(calls) == "aabb" + "ab" + "ba" + "ab"
+    assert "".join(calls[:6]) == "aabbcc"
+    rounds = ["".join(calls[first : first + 3]) for first in range(6, 66, 3)]
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert len(set(rounds)) > 3
 
 
 def test_nobody_waits_twice_for_a_slow_competitor():

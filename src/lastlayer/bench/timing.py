@@ -2,7 +2,7 @@
 
 import gc
 import importlib
-import itertools
+import random
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -102,6 +102,9 @@ class CudaTimer:
 class TakingTurns(ABC):
     """One sample of every competitor in turn, so that noise hits all of them alike.
 
+    The order of a turn is drawn anew: a GPU that has just run hot, or cooled, is passed on to
+    whoever comes next, and that must not always be the same one.
+
     Attributes:
         budget_s: timed seconds each competitor may use.
         fewest_samples: samples of a competitor whose single call uses up the budget.
@@ -136,11 +139,12 @@ class TakingTurns(ABC):
             else:
                 samples[key] = []
         failed: dict[K, Exception] = {}
+        order = random.Random(0)
         collecting = gc.isenabled()
         gc.disable()
         try:
             racing = list(repeats)
-            for turn in itertools.count():
+            while True:
                 racing = [
                     key
                     for key in racing
@@ -148,8 +152,7 @@ class TakingTurns(ABC):
                 ]
                 if not racing:
                     break
-                shift = turn % len(racing)
-                for key in racing[shift:] + racing[:shift]:
+                for key in order.sample(racing, len(racing)):
                     try:
                         samples[key].append(self.milliseconds(thunks[key], repeats[key]))
                     except Exception as error:  # noqa: BLE001 — as above

@@ -58,6 +58,16 @@ def sparse_rows(
     return RowResult(loss, Sparse(values, torch.cat([classes, place], -1)))
 
 
+def weights_and_scale(
+    chunk: Chunk, class_weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What the loss of each row is weighted by, and what its gradient is multiplied by."""
+    if class_weight is None:
+        return None, chunk.row_scale
+    weights = class_weight[chunk.target]
+    return weights, None if chunk.row_scale is None else chunk.row_scale * weights
+
+
 def dense_rows(
     scores: Tensor,
     chunk: Chunk,
@@ -66,10 +76,7 @@ def dense_rows(
     probabilities: Callable[[Tensor], Tensor],
 ) -> RowResult:
     """From all probabilities, a few rows at a time; the scores' memory becomes the gradient."""
-    weights = None if class_weight is None else class_weight[chunk.target]
-    scale = chunk.row_scale
-    if scale is not None and weights is not None:
-        scale = scale * weights
+    weights, scale = weights_and_scale(chunk, class_weight)
     losses = []
     step = max(1, -(-scores.shape[0] // PIECES))
     for first in range(0, max(1, scores.shape[0]), step):
