@@ -11,13 +11,13 @@ from numba import njit
 from torch import Tensor
 
 from lastlayer.kernels._arrays import as_rows, empty_rows
-from lastlayer.kernels._keys import BLOCK, bits, find_peaks, keys_of
+from lastlayer.kernels._blocks import BLOCK, bits, find_peaks, room_for_peaks, top_of_rest
 from lastlayer.kernels._threads import by_rows
 from lastlayer.kernels.entmax._four_rows import (
     LONGEST,
     LONGEST_BACKWARD,
-    are_finite,
     backward_row,
+    room_for_four,
     solve_four,
 )
 
@@ -32,8 +32,7 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     rows, (out, result) = as_rows(scores), empty_rows(scores)
     kind, alphas = _alphas(alpha, row_alpha)
     if rows.size:
-        keys = keys_of(rows.dtype)
-        _forward_rows(*rows.shape, rows, bits(rows), out, alphas, kind, keys)
+        _forward_rows(*rows.shape, rows, out, alphas, kind)
     return result.to(scores.dtype)
 
 
@@ -69,11 +68,8 @@ def support(
     size = np.zeros(len(rows), np.int64)
     if rows.size:
         kind, alphas = _alphas(alpha, row_alpha)
-        keys = keys_of(rows.dtype)
-        _support_rows(
-            *rows.shape, rows, bits(rows), values, indices, size, alphas,
-            kind, keys, _ROUNDS_TO_ZERO.get(scores.dtype, 0.0),
-        )  # fmt: skip
+        too_small = _ROUNDS_TO_ZERO.get(scores.dtype, 0.0)
+        _support_rows(*rows.shape, rows, values, indices, size, alphas, kind, too_small)
     batch = scores.shape[:-1]
     return (
         torch.from_numpy(values).view(*batch, max_support).to(scores.dtype),
@@ -89,28 +85,33 @@ def _alphas(alpha: float, row_alpha: Tensor | None) -> tuple[int, np.ndarray]:
 
 
 @njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
-def _forward(start, stop, rows, row_bits, out, alphas, kind, keys):
+def _forward(start, stop, rows, out, alphas, kind):
     n = rows.shape[1]
-    peak_bits = np.empty((n + BLOCK - 1) // BLOCK + 1, row_bits.dtype)
-    peaks = peak_bits.view(rows.dtype)
+    peaks = room_for_peaks(rows)
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n, np.int32)
     short = kind > 0 and n <= LONGEST
-    four = np.empty((4, n if short else 0), rows.dtype)
+    four = room_for_four(rows, n if short else 0)
     row = start
     while row < stop:
         last = min(row + 3, stop - 1)
-        if short and are_finite(row_bits, row, last + 1, keys):
-            solve_four(rows, row, min(row + 1, last), min(row + 2, last), last, out, four, kind)
-            row += 4
-            continue
+        second, third = min(row + 1, last), min(row + 2, last)
+        if short:
+            (p0, sane0), (p1, sane1) = top_of_rest(rows, row, 0), top_of_rest(rows, second, 0)
+            (p2, sane2), (p3, sane3) = top_of_rest(rows, third, 0), top_of_rest(rows, last, 0)
+            lowest = min(p0, p1, p2, p3)
+            if sane0 and sane1 and sane2 and sane3 and lowest > -math.inf:
+                solve_four(rows, row, second, third, last, p0, p1, p2, p3, out, four, kind)
+                row += 4
+                continue
         for i in range(n):
             out[row, i] = 0.0
-        state = find_peaks(row_bits, row, peak_bits, keys)
+        state = find_peaks(rows, row, peaks)
         if state < 0 or not _alpha_of(alphas, row) >= 1.0:
             out[row] = math.nan
         elif state > 0 and short:
-            solve_four(rows, row, row, row, row, out, four, kind)
+            top = peaks[-1]
+            solve_four(rows, row, row, row, row, top, top, top, top, out, four, kind)
         elif state > 0:
             count = _solve(rows, row, peaks, probs, column, _alpha_of(alphas, row), kind)
             for i in range(count):
@@ -119,20 +120,17 @@ def _forward(start, stop, rows, row_bits, out, alphas, kind, keys):
 
 
 @njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
-def _support(
-    start, stop, rows, row_bits, values, indices, size, alphas, kind, keys, too_small
-):  # fmt: skip
+def _support(start, stop, rows, values, indices, size, alphas, kind, too_small):
     n = rows.shape[1]
-    peak_bits = np.empty((n + BLOCK - 1) // BLOCK + 1, row_bits.dtype)
-    peaks = peak_bits.view(rows.dtype)
+    peaks = room_for_peaks(rows)
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n, np.int32)
     room = values.shape[1]
     short = kind > 0 and n <= LONGEST
-    four = np.empty((4, n if short else 0), rows.dtype)
+    four = room_for_four(rows, n if short else 0)
     dense = np.empty((1, n if short else 0), rows.dtype)
     for row in range(start, stop):
-        state = find_peaks(row_bits, row, peak_bits, keys)
+        state = find_peaks(rows, row, peaks)
         filled = 0
         if state < 0 or not _alpha_of(alphas, row) >= 1.0:
             filled = n
@@ -142,7 +140,8 @@ def _support(
         elif state > 0:
             if short:
                 # The way of the dense result, so that both agree to the last bit.
-                solve_four(rows[row : row + 1], 0, 0, 0, 0, dense, four, kind)
+                one, top = rows[row : row + 1], peaks[-1]
+                solve_four(one, 0, 0, 0, 0, top, top, top, top, dense, four, kind)
                 count = n
                 for i in range(n):
                     probs[i] = dense[0, i]

@@ -9,7 +9,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from lastlayer.kernels._keys import BLOCK, bits
+from lastlayer.kernels._blocks import BLOCK, bits
 from lastlayer.kernels._threads import by_rows
 
 # Sums may be reordered and so vectorised; NaN and infinities keep their meaning.

@@ -10,7 +10,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from lastlayer.kernels._keys import BLOCK, bits, find_peaks, keys_of
+from lastlayer.kernels._blocks import BLOCK, find_peaks, room_for_peaks
 from lastlayer.kernels._threads import by_rows
 from lastlayer.kernels.softmax_rows._exp import exp, tanh_and_slope
 
@@ -67,18 +67,17 @@ def _run(scores: Tensor, per_row: list[Tensor], shared: tuple[object, ...]) -> N
     rows = scores.detach().numpy()
     arrays = [each.detach().contiguous().numpy() for each in per_row]
     if rows.size:
-        _forward_rows(*rows.shape, rows, bits(rows), *arrays, *shared, keys_of(rows.dtype))
+        _forward_rows(*rows.shape, rows, *arrays, *shared)
 
 
 @njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
 def _forward(
-    start, stop, rows, row_bits, target, exact, loss, lse, entropy, argmax, rank, row_scale,
-    weights, weight_sum, smoothing, z_loss, softcap, temperature, keys,
+    start, stop, rows, target, exact, loss, lse, entropy, argmax, rank, row_scale,
+    weights, weight_sum, smoothing, z_loss, softcap, temperature,
 ):  # fmt: skip
     n = rows.shape[1]
     real = rows.dtype.type
-    peak_bits = np.empty((n + BLOCK - 1) // BLOCK + 1, row_bits.dtype)
-    peaks = peak_bits.view(rows.dtype)
+    peaks = room_for_peaks(rows)
     capped, smooth, weighted = softcap != 0.0, smoothing != 0.0, len(weights) > 0
     values, slopes = np.empty(_SPAN, rows.dtype), np.empty(_SPAN, rows.dtype)
     shares, lanes = np.empty(_SPAN, rows.dtype), np.empty(BLOCK, rows.dtype)
@@ -90,7 +89,7 @@ def _forward(
         right = target[row]
         rounded = x[right]
         if len(entropy):
-            state = find_peaks(row_bits, row, peak_bits, keys)
+            state = find_peaks(rows, row, peaks)
             argmax[row] = _first_of_largest(x, peaks, state)
             rank[row] = _count_above(x, rounded)
         x[right] = exact[row]

@@ -7,7 +7,7 @@ from numba import njit
 from torch import Tensor
 
 from lastlayer.kernels._arrays import as_rows, empty_rows
-from lastlayer.kernels._keys import BLOCK, bits, find_peaks, keys_of
+from lastlayer.kernels._blocks import BLOCK, find_peaks, room_for_peaks
 from lastlayer.kernels._threads import by_rows
 
 
@@ -15,24 +15,22 @@ def forward(scores: Tensor, k: int) -> Tensor:
     """Softmax over the ``k`` largest scores of a row, the first of equal ones; zero elsewhere."""
     rows, (out, result) = as_rows(scores), empty_rows(scores)
     if rows.size:
-        keys = keys_of(rows.dtype)
-        _forward_rows(*rows.shape, rows, bits(rows), out, k, keys)
+        _forward_rows(*rows.shape, rows, out, k)
     return result.to(scores.dtype)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _forward(start, stop, rows, row_bits, out, k, keys):
+def _forward(start, stop, rows, out, k):
     n = rows.shape[1]
     k = min(k, n)
-    peak_bits = np.empty((n + BLOCK - 1) // BLOCK + 1, row_bits.dtype)
-    peaks = peak_bits.view(rows.dtype)
+    peaks = room_for_peaks(rows)
     blocks = len(peaks) - 1
     values = np.empty(n, rows.dtype)
     column = np.empty(n, np.int32)
     for row in range(start, stop):
         for i in range(n):
             out[row, i] = 0.0
-        state = find_peaks(row_bits, row, peak_bits, keys)
+        state = find_peaks(rows, row, peaks)
         if state < 0:
             out[row] = math.nan
             continue

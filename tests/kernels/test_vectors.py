@@ -1,0 +1,97 @@
+"""Reductions in vectors, on their own, against numpy."""
+
+import math
+
+import numpy as np
+import pytest
+from numba import njit
+from numba.core.errors import TypingError
+
+from lastlayer.kernels._blocks import BLOCK, find_peaks, room_for_peaks, top_of_rest
+from lastlayer.kernels._vectors import lanes_of, margins, squares, top_of
+
+with_each_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+
+
+@njit
+def call_top_of(matrix, row, first, count):
+    return top_of(matrix, row, first, count)
+
+
+@njit
+def call_margins(matrix, row, count, threshold):
+    return margins(matrix, row, count, threshold)
+
+
+@njit
+def call_squares(matrix, row, count, threshold):
+    return squares(matrix, row, count, threshold)
+
+
+def matrix(dtype, vectors=3, rows=4):
+    lanes = lanes_of(np.dtype(dtype).itemsize)
+    return np.random.default_rng(7).normal(size=(rows, vectors * lanes)).astype(dtype), lanes
+
+
+@with_each_dtype
+def test_sums_over_some_vectors_of_a_row(dtype):
+    values, lanes = matrix(dtype)
+    for row in range(len(values)):
+        for count in range(4):
+            above = np.maximum(values[row, : count * lanes].astype(np.float64) - 0.25, 0)
+            total, number = call_margins(values, row, count, dtype(0.25))
+            assert number == (above > 0).sum()
+            assert total == pytest.approx(above.sum(), rel=1e-6)
+            square, plain = call_squares(values, row, count, dtype(0.25))
+            assert square == pytest.approx((above**2).sum(), rel=1e-6)
+            assert plain == pytest.approx(above.sum(), rel=1e-6)
+
+
+@with_each_dtype
+def test_the_top_of_a_part_of_a_row(dtype):
+    values, lanes = matrix(dtype)
+    for first in range(lanes):
+        expected = values[2, first : first + 2 * lanes].max()
+        assert call_top_of(values, 2, first, 2) == (expected, True)
+    assert call_top_of(values, 2, 0, 0) == (-math.inf, True)
+
+
+@with_each_dtype
+def test_what_is_sane(dtype):
+    values, _ = matrix(dtype)
+    top = values[1].max()
+    for at in range(values.shape[1]):
+        for odd, sane in ((math.nan, False), (math.inf, False), (-math.inf, True)):
+            changed = values.copy()
+            changed[1, at] = odd
+            found, fine = call_top_of(changed, 1, 0, 3)
+            assert fine == sane
+            if odd != math.inf:
+                assert found == np.nanmax(changed[1])
+            assert call_top_of(changed, 0, 0, 3)[1]
+    assert call_top_of(values, 1, 0, 3) == (top, True)
+
+
+@with_each_dtype
+@pytest.mark.parametrize("n", [1, 15, 64, 65, 200])
+def test_peaks_of_blocks(dtype, n):
+    values = np.random.default_rng(n).normal(size=(3, n)).astype(dtype)
+    values[1] = -math.inf
+    peaks = room_for_peaks(values)
+    for row, state in ((0, 1), (1, 0)):
+        assert find_peaks(values, row, peaks) == state
+        blocks = [values[row, first : first + BLOCK].max() for first in range(0, n, BLOCK)]
+        np.testing.assert_array_equal(peaks, [*blocks, values[row].max()])
+    assert top_of_rest(values, 2, n // 3) == (values[2, n // 3 :].max(), True)
+    for odd in (math.nan, math.inf):
+        for at in (0, n - 1):
+            changed = values.copy()
+            changed[2, at] = odd
+            assert find_peaks(changed, 2, peaks) == -1
+            assert not top_of_rest(changed, 2, 0)[1]
+
+
+def test_rows_must_be_contiguous():
+    values, _ = matrix(np.float32)
+    with pytest.raises(TypingError, match="C-contiguous"):
+        call_margins(values[:, ::2], 0, 1, np.float32(0))
