@@ -4,14 +4,13 @@ import itertools
 import re
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear
 
-from lastlayer.heads import AdaptiveSoftmax, Head, cutoffs_from_counts
+from lastlayer.heads import AdaptiveSoftmax
 from lastlayer.heads import _shares as shares
-from lastlayer.heads._cutoffs import CPU_COST, MatrixCost, tail_widths
+from lastlayer.heads._adaptive_search import ceiling, opened
 from lastlayer.testing import check_head
 
 N_CLASSES = 40
@@ -36,7 +35,7 @@ def make(**options):
         ({"order": True, "head_bias": True}, {}),
         ({"label_smoothing": 0.2, "order": True}, {"loss_is_nll": False, "compile": False}),
         ({"cutoffs": [], "ignore_index": 3}, {"compile": False}),
-        ({"cutoffs": [1, 5, 12, 20], "div_value": 1, "chunk_rows": 2}, {"compile": False}),
+        ({"cutoffs": [1, 11, 21, 31], "div_value": 1, "chunk_rows": 2}, {"compile": False}),
         ({"ignore_index": None}, {"compile": False}),
     ],
     ids=["shuffled", "smoothed", "no clusters", "four clusters", "nothing ignored"],
@@ -89,14 +88,15 @@ def dense_loss(head, hidden, target):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
-@pytest.mark.parametrize("way", [shares.in_segments, shares.with_the_rest_ignored])
+@pytest.mark.parametrize("way", [shares.in_segments, shares.all_rows])
+@pytest.mark.parametrize("chunk_rows", ["auto", 2])
 def test_both_ways_have_the_loss_and_gradients_of_the_dense_formula(
-    way, smoothing, reduction, monkeypatch
+    way, smoothing, reduction, chunk_rows, monkeypatch
 ):
-    monkeypatch.setattr("lastlayer.heads.adaptive.share_out", way)
+    monkeypatch.setattr("lastlayer.heads._adaptive_loss.share_out", way)
     head = make(
         label_smoothing=smoothing, reduction=reduction, order=shuffled(), head_bias=True,
-        ignore_index=-100,
+        ignore_index=-100, chunk_rows=chunk_rows,
     )  # fmt: skip
     hidden = torch.randn(3, 7, 12, dtype=torch.float64, requires_grad=True)
     target = torch.randint(N_CLASSES, (3, 7))
@@ -111,6 +111,98 @@ def test_both_ways_have_the_loss_and_gradients_of_the_dense_formula(
         strict=True,
     ):
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("way", [shares.in_segments, shares.all_rows])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_a_nan_in_a_row_that_does_not_count_reaches_nothing(way, smoothing, monkeypatch):
+    monkeypatch.setattr("lastlayer.heads._adaptive_loss.share_out", way)
+    head = make(label_smoothing=smoothing)
+    hidden, target = torch.randn(6, 12, dtype=torch.float64), torch.randint(N_CLASSES, (6,))
+    hidden[2], target[2] = torch.nan, -100
+    hidden.requires_grad_()
+    head(hidden, target).backward()
+    assert not hidden.grad[2].any()
+    assert all(each.grad.isfinite().all() for each in (hidden, *head.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_in_half_precision(dtype, reduction):
+    head = make(dtype=dtype, reduction=reduction, order=shuffled(), head_bias=True)
+    hidden = torch.randn(60, 12).to(dtype).requires_grad_()
+    target = torch.randint(N_CLASSES, (60,))
+    upstream = torch.rand(60) if reduction == "none" else torch.tensor(1.0)
+    made = torch.autograd.grad(head(hidden, target), [hidden, *head.parameters()], upstream)
+    exact = make(reduction=reduction, order=head.order, head_bias=True)
+    exact.load_state_dict(head.state_dict())
+    rows = hidden.detach().double().requires_grad_()
+    expected = torch.autograd.grad(
+        exact(rows, target), [rows, *exact.parameters()], upstream.double()
+    )
+    for got, wanted in zip(made, expected, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - wanted).norm() <= 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_gradients_under_autocast_are_in_the_dtype_of_their_parameters(half):
+    head, target = make(dtype=torch.float32), torch.randint(N_CLASSES, (60,))
+    hidden = torch.randn(60, 12, requires_grad=True)
+    leaves = [hidden, *head.parameters()]
+    expected = torch.autograd.grad(head(hidden, target), leaves)
+    with torch.autocast("cpu", half):
+        loss = head(hidden, target)
+    for got, wanted in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+        assert got.dtype == torch.float32
+        assert (got - wanted).norm() <= 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("frozen", ["head_weight", "projections", "tails", "hidden"])
+@pytest.mark.parametrize("chunk_rows", ["auto", 2])
+def test_what_is_frozen_has_no_gradient_and_changes_none(frozen, chunk_rows):
+    head = make(chunk_rows=chunk_rows)
+    hidden = torch.randn(30, 12, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(N_CLASSES, (30,))
+    leaves = {"hidden": hidden, **dict(head.named_parameters())}
+    expected = dict(
+        zip(leaves, torch.autograd.grad(head(hidden, target), leaves.values()), strict=True)
+    )
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(not name.startswith(frozen))
+    head(hidden, target).backward()
+    for name, leaf in leaves.items():
+        if name.startswith(frozen):
+            assert leaf.grad is None
+        else:
+            torch.testing.assert_close(leaf.grad, expected[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_the_compiler_is_told_of_the_operation_is_true(dtype, wanted):
+    head = make(head_bias=True).to(dtype)
+    place = torch.tensor([0, 39, 17, 8, -1, 2])
+    cluster = torch.tensor([0, 2, 2, 1, -1, 0])
+    weights = [head.head_weight, *itertools.chain(*zip(head.projections, head.tails, strict=True))]
+    given = (
+        torch.randn(6, 12, dtype=dtype), head.head_bias.detach(), torch.stack([place, cluster]),
+        torch.ones(6) if wanted else None, [each.detach() for each in weights], [6, 15], "auto",
+        [wanted] * (2 + len(weights)),
+    )  # fmt: skip
+    operation = torch.ops.lastlayer.adaptive_loss.default
+    torch.library.opcheck(operation, given, test_utils=["test_schema", "test_faketensor"])
+
+
+def test_a_second_backward_is_refused():
+    head, target = make(), torch.tensor([1, 20, 39])
+    hidden = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
+    loss = head(hidden, target)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed out by the first backward"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(head(hidden, target), hidden, create_graph=True)
 
 
 def copied_from_torch(theirs, in_features, n_classes, **options):
@@ -222,11 +314,11 @@ def test_no_class_of_a_cluster_is_above_its_ceiling(dtype, scale):
     hidden = torch.randn(40, 16).to(dtype)
     for cluster in range(2):
         best = head._inside_log_prob(cluster, hidden).amax(-1)
-        ceiling = head._ceiling(cluster, hidden)
-        assert (best <= ceiling).all()
-        assert (ceiling <= 0).all()
+        most = ceiling(head.projections[cluster], head.tails[cluster], hidden)
+        assert (best <= most).all()
+        assert (most <= 0).all()
     if scale < 1:
-        assert (ceiling < -3.0).any()
+        assert (most < -3.0).any()
 
 
 def test_topk_leaves_clusters_closed_whose_classes_are_alike():
@@ -238,7 +330,7 @@ def test_topk_leaves_clusters_closed_whose_classes_are_alike():
     top = head._top_log_prob(hidden)
     kth = top[:, :10].sort(-1, descending=True).values[:, 2]
     assert (top[:, 10] > kth).all()
-    assert len(head._opened(0, hidden, top[:, 10], kth)) == 0
+    assert len(opened(head, 0, hidden, top[:, 10], kth)) == 0
     expected = head.log_prob(hidden).sort(dim=-1, descending=True, stable=True)
     assert torch.equal(head.topk(hidden, 3).classes, expected.indices[:, :3])
 
@@ -278,111 +370,6 @@ def test_an_order_that_counts_is_none():
     assert {each.device.type for each in head.state_dict().values()} == {"meta"}
 
 
-# Traps that torch's own class has.
-
-
-def test_no_projection_has_width_zero():
-    head = AdaptiveSoftmax(32, cutoffs=[10, 100, 1000], n_classes=5000)
-    assert [tail.shape[1] for tail in head.tails] == [8, 8, 8]
-    assert tail_widths(32, 3, 4.0, 1) == [8, 2, 1]
-    assert tail_widths(4, 2, 4.0, 8) == [4, 4]
-    loss = head(torch.randn(4, 32), torch.full((4,), 4999))
-    loss.backward()
-    assert head.tails[2].grad.abs().sum() > 0
-
-
-def test_an_empty_batch_ignored_targets_and_three_dimensions():
-    head = make(dtype=None)
-    assert head(torch.zeros(0, 12), torch.zeros(0, dtype=torch.int64)) == 0
-    hidden, target = torch.randn(2, 3, 12), torch.randint(N_CLASSES, (2, 3))
-    target[1] = -100
-    torch.testing.assert_close(head(hidden, target), head(hidden[0], target[0]))
-    assert head.log_prob(hidden).shape == (2, 3, N_CLASSES)
-    assert head(hidden, torch.full((2, 3), -100)) == 0
-
-
-def test_cutoffs_and_order_are_part_of_the_state(tmp_path):
-    head = make(order=shuffled(), head_bias=True)
-    assert head.state_dict()["cutoffs"].tolist() == [6, 15]
-    other = make(order=shuffled(), head_bias=True)
-    other.load_state_dict(head.state_dict())
-    hidden = torch.randn(5, 12, dtype=torch.float64)
-    assert torch.equal(other.log_prob(hidden), head.log_prob(hidden))
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        make(cutoffs=[7, 15], order=shuffled(), head_bias=True).load_state_dict(head.state_dict())
-    head.save(tmp_path)
-    loaded = Head.load(tmp_path)
-    assert repr(loaded) == repr(head)
-    assert torch.equal(loaded.order, head.order)
-    assert torch.equal(loaded.topk(hidden, 9).classes, head.topk(hidden, 9).classes)
-
-
-def test_autocast_keeps_the_loss_in_float32():
-    head, target = make(dtype=None), torch.randint(N_CLASSES, (9,))
-    hidden = torch.randn(9, 12)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = head(hidden, target)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, head(hidden, target), atol=0.05, rtol=0.02)
-
-
-def test_every_parameter_has_a_gradient_in_every_step():
-    """A cluster without rows has one of zeros: DDP would wait for it in vain otherwise."""
-    head = make()
-    head(torch.randn(4, 12, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)).backward()
-    assert all(each.grad is not None for each in head.parameters())
-    assert not head.tails[1].grad.any()
-
-
-# Cutoffs.
-
-
-def brute_force(counts, in_features, rows, most, top_share, cost):
-    counts = np.sort(np.asarray(counts, float))[::-1]
-    n, share = len(counts), counts / counts.sum()
-    best = (np.inf, None)
-    for clusters in range(most + 1):
-        widths = tail_widths(in_features, clusters, 2.0, 1)
-        for cutoffs in itertools.combinations(range(1, n), clusters):
-            top, ends = [*cutoffs, n][0], [*cutoffs, n]
-            if share[:top].sum() < top_share - 1e-12:
-                continue
-            total = cost.of(top + clusters, rows, in_features)
-            for width, a, b in zip(widths, ends[:-1], ends[1:], strict=True):
-                expected = rows * share[a:b].sum()
-                total += cost.of(b - a, expected, width) if b - a >= width else np.inf
-                total += cost.product * expected * width * in_features
-            if total < best[0] - 1e-9:
-                best = (total, list(cutoffs))
-    return best
-
-
-@pytest.mark.parametrize("most", [1, 2, 3])
-@pytest.mark.parametrize("top_share", [0.0, 0.3])
-@pytest.mark.parametrize("call", [0.1, 2.0, 50.0])
-def test_cutoffs_are_those_of_a_brute_force(most, top_share, call, seed):
-    counts = np.random.default_rng(seed).pareto(1.0, 14) + 1e-3
-    cost = MatrixCost(call, 0.01, 0.01, 0.01)
-    least, expected = brute_force(counts, 8, 30, most, top_share, cost)
-    got = cutoffs_from_counts(
-        counts, 8, div_value=2.0, min_width=1, rows=30, max_clusters=most, top_share=top_share,
-        cost=cost,
-    )  # fmt: skip
-    assert got == expected, least
-
-
-def test_cutoffs_of_words():
-    zipf = 1 / np.arange(1, 50_001)
-    cutoffs = cutoffs_from_counts(zipf, 256)
-    head = AdaptiveSoftmax(256, counts=zipf)
-    assert head.cutoffs.tolist() == cutoffs
-    assert zipf[: cutoffs[0]].sum() >= 0.5 * zipf.sum()
-    assert head.order is None
-    assert CPU_COST.of(50_000, 256, 256) > 10 * CPU_COST.of(cutoffs[0], 256, 256)
-    assert cutoffs_from_counts(zipf, 256, top_share=1.0) == []
-    assert cutoffs_from_counts([3], 4) == []
-
-
 # Bad input.
 
 
@@ -412,11 +399,6 @@ def test_cutoffs_of_words():
 def test_constructors(options, kind, parts):
     with raises(kind, *parts):
         make(**options)
-
-
-def test_shares_of_the_top():
-    with raises(ValueError, "top_share: expected a number from 0 to 1", "got 2"):
-        cutoffs_from_counts([1, 2], 4, top_share=2)
 
 
 @pytest.mark.gpu

@@ -159,6 +159,20 @@ def test_neither_a_dense_weight_nor_all_scores_are_ever_made():
     assert not any(set(shape) == {N_CLASSES, 12} for shape in shapes.seen)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_the_compiler_is_told_of_the_operation_is_true(dtype, wanted):
+    head = make(dtype=dtype)
+    weights = [each.detach() for each in head.weights]
+    given = (
+        torch.randn(4, 12, dtype=dtype), head.bias.detach(), torch.tensor([0, 39, -1, 17]),
+        torch.ones(4) if wanted else None, weights, 0.1, -1, "auto",
+        [wanted] * (2 + len(weights)),
+    )  # fmt: skip
+    operation = torch.ops.lastlayer.band_loss.default
+    torch.library.opcheck(operation, given, test_utils=["test_schema", "test_faketensor"])
+
+
 def test_a_second_backward_is_refused():
     head = make()
     hidden = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)

@@ -1,5 +1,6 @@
 """Every head passes the public conformance suite."""
 
+import inspect
 from functools import partial
 
 import pytest
@@ -39,6 +40,17 @@ def test_heads_of_a_likelihood(name, seed):
 @pytest.mark.parametrize("name", OTHERS)
 def test_heads_with_a_loss_of_their_own(name, seed):
     quick(OTHERS[name], loss_is_nll=False, seed=seed)
+
+
+@pytest.mark.parametrize("head", [FullSoftmax, Entmax, TopKSoftmax])
+def test_the_signature_names_all_that_a_constructor_takes(head):
+    taken = inspect.signature(head).parameters
+    shared = {"class_weight", "ignore_index", "reduction", "chunk_rows", "device", "dtype"}
+    assert all(taken[name].kind is inspect.Parameter.KEYWORD_ONLY for name in shared)
+    assert taken["ignore_index"].default == -100
+    assert "options" not in taken
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        head(3, 4, colour=1, **({"k": 2} if head is TopKSoftmax else {}))
 
 
 @pytest.mark.parametrize(

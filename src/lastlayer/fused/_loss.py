@@ -210,7 +210,7 @@ def _recomputed(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     else:
         into = weight_grad if size is None else torch.zeros_like(weight_grad, dtype=scale.dtype)
         wanted = Wanted(*ctx.wanted)._replace(weight_into=into)
-        result = _run(*common, loss.copies, ignore_index, chunk_rows, wanted)
+        result = run_rows(*common, loss.copies, ignore_index, chunk_rows, wanted)
         made = [result.hidden, None, result.bias]
         if size is not None:
             weight_grad.add_(into.mul_(size))
@@ -237,7 +237,7 @@ def _linear_loss(
 ) -> list[Tensor]:
     """Losses, statistics, and the gradients of hidden, weight and bias (empty if not wanted)."""
     rows: int | str = int(chunk_rows) if chunk_rows.isdecimal() else chunk_rows
-    result = _run(
+    result = run_rows(
         hidden, weight, bias, target, row_scale, class_weight, loss, options, copies,
         ignore_index, rows, Wanted(wanted[0], wanted[1], wanted[2]),
     )  # fmt: skip
@@ -291,7 +291,7 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _run(
+def run_rows(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,

@@ -2,6 +2,7 @@
 
 from lastlayer.heads._cutoffs import MatrixCost
 from lastlayer.heads.adaptive import AdaptiveSoftmax, cutoffs_from_counts
+from lastlayer.heads.adaptive_embedding import AdaptiveEmbedding
 from lastlayer.heads.base import Head, TopK
 from lastlayer.heads.char_cnn import CharCNNSoftmax
 from lastlayer.heads.differentiated import DifferentiatedSoftmax, bands_from_counts
@@ -11,6 +12,7 @@ from lastlayer.heads.hierarchical import HierarchicalSoftmax
 from lastlayer.heads.topk import TopKSoftmax
 
 __all__ = [
+    "AdaptiveEmbedding",
     "AdaptiveSoftmax",
     "CharCNNSoftmax",
     "DifferentiatedSoftmax",

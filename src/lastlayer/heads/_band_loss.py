@@ -2,14 +2,12 @@
 
 All bands share one normaliser. For each chunk of rows, one product a band fills its columns of the
 scores; the row loss of the cross entropy turns these into their gradient in place; two products a
-band carry it on. As in :mod:`lastlayer.fused.engine`, a chunk of scores is all that is stored;
-where the upstream gradient is one number the gradients are made in the forward pass, else
-backward makes the scores again.
+band carry it on. As in :mod:`lastlayer.fused.engine`, a chunk of scores is all that is stored.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,112 +15,49 @@ from torch import Tensor
 from lastlayer import kernels
 from lastlayer.fused import engine
 from lastlayer.fused._chunks import rows_at_a_time
-from lastlayer.fused._loss import kept_rows, near_one, rounded_product, scaled_gradients, summed_in
+from lastlayer.fused._loss import kept_rows, summed_in
 from lastlayer.fused._products import scores_into
 from lastlayer.fused._sparse_rows import can_wait
+from lastlayer.heads._group_loss import GroupProblem, group_loss, group_operation
+from lastlayer.heads._ranked import wide_dtype
 
 
-class BandProblem(NamedTuple):
-    """The rows of a loss: ``hidden`` has the slices of all bands side by side."""
-
-    hidden: Tensor
-    weights: Sequence[Tensor]
-    bias: Tensor | None
-    target: Tensor
-    # None: every target counts.
-    ignore_index: int | None
-    chunk_rows: int | str
-    smoothing: float
-
-
-def band_loss(problem: BandProblem, reduction: str) -> Tensor:
-    """The loss of all rows together, or of each row; 0 for ignored ones."""
-    hidden, weights, bias, target, ignore_index, chunk_rows, smoothing = problem
-    scale = _row_scale(hidden, target, ignore_index, reduction)
-    recording = torch.is_grad_enabled()
-    wanted = (
-        recording and hidden.requires_grad,
-        recording and bias is not None and bias.requires_grad,
-        *(recording and weight.requires_grad for weight in weights),
-    )
-    loss: Tensor = _BandLoss.apply(
-        hidden, bias, target, scale, smoothing, ignore_index, chunk_rows, reduction != "none",
-        wanted, *weights,
-    )  # fmt: skip
-    return loss
-
-
-def _row_scale(hidden: Tensor, target: Tensor, ignore_index: int | None, reduction: str) -> Tensor:
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    scale = hidden.new_ones(target.shape, dtype=dtype)
-    if ignore_index is not None:
-        scale = torch.where(target == ignore_index, 0.0, scale)
-    return scale / scale.sum().clamp(min=1.0) if reduction == "mean" else scale
-
-
-class _BandLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        scale: Tensor,
-        smoothing: float,
-        ignore_index: int | None,
-        chunk_rows: int | str,
-        reduced: bool,
-        wanted: tuple[bool, ...],
-        *weights: Tensor,
-    ) -> Tensor:
-        at_once = any(wanted) and reduced
-        factors, size = near_one(scale, hidden.dtype)
-        losses, *made = _band_loss(
-            hidden, weights, bias, target, factors if at_once else None, smoothing, ignore_index,
-            str(chunk_rows), wanted if at_once else [False] * len(wanted),
-        )  # fmt: skip
-        ctx.at_once, ctx.wanted, ctx.spent = at_once, wanted, False
-        ctx.rest = smoothing, ignore_index, chunk_rows
-        ctx.dtypes = [None if each is None else each.dtype for each in (hidden, bias, *weights)]
-        if at_once:
-            ctx.save_for_backward(size, *made)
-        else:
-            ctx.save_for_backward(hidden, bias, target, scale, *weights)
-        counted = torch.where(scale == 0, 0.0, losses * scale)
-        return counted.sum() if reduced else counted
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "backward: this loss has no second derivatives, and create_graph=True asks for "
-                "them; use log_prob(hidden, classes), which has them"
-            )
-        made = scaled_gradients(ctx, grad) if ctx.at_once else _recomputed(ctx, grad)
-        hidden, bias, *weights = (
-            each.to(dtype) if needed else None
-            for each, needed, dtype in zip(made, ctx.wanted, ctx.dtypes, strict=True)
-        )
-        return hidden, bias, *(None,) * 7, *weights
-
-
-def _recomputed(ctx: Any, grad: Tensor) -> list[Tensor]:
-    hidden, bias, target, scale, *weights = ctx.saved_tensors
-    smoothing, ignore_index, chunk_rows = ctx.rest
-    scale, size = near_one(scale * grad.to(scale.dtype), hidden.dtype)
-    _, *made = _band_loss(
-        hidden, weights, bias, target, scale, smoothing, ignore_index, str(chunk_rows), ctx.wanted
-    )
-    return made if size is None else [rounded_product(each, size) for each in made]
-
-
-@torch.library.custom_op("lastlayer::band_loss", mutates_args=())
-def _band_loss(
+def band_loss(
     hidden: Tensor,
     weights: Sequence[Tensor],
     bias: Tensor | None,
     target: Tensor,
+    *,
+    ignore_index: int | None,
+    chunk_rows: int | str,
+    smoothing: float,
+    reduction: str,
+) -> Tensor:
+    """The loss of all rows together, or of each row; 0 for ignored ones.
+
+    Args:
+        hidden: the slices of all bands side by side, ``(n, widths)``.
+        weights: of each band, ``(classes, width)``.
+        bias: of all classes, or None.
+        target: ``(n,)``.
+        ignore_index: rows with this target count for nothing; None where every target counts.
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        smoothing: how much of the target is spread evenly over all classes.
+        reduction: "mean" over the rows that count, "sum" or "none".
+    """
+    options = smoothing, ignore_index, str(chunk_rows)
+    problem = GroupProblem("band_loss", hidden, bias, target, weights, options)
+    counts = None if ignore_index is None else target != ignore_index
+    return group_loss(problem, counts, reduction)
+
+
+@group_operation
+def _band_loss(
+    hidden: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
     row_scale: Tensor | None,
+    weights: Sequence[Tensor],
     smoothing: float,
     ignore_index: int | None,
     chunk_rows: str,
@@ -153,35 +88,6 @@ def _band_loss(
         if wanted[0]:
             made[0] = made[0].new_zeros(n, made[0].shape[1]).index_copy_(0, kept, made[0])
     return [losses, *made]
-
-
-@_band_loss.register_fake
-def _(
-    hidden: Tensor,
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    target: Tensor,
-    row_scale: Tensor | None,  # noqa: ARG001
-    smoothing: float,  # noqa: ARG001
-    ignore_index: int | None,  # noqa: ARG001
-    chunk_rows: str,  # noqa: ARG001
-    wanted: Sequence[bool],
-) -> list[Tensor]:
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    sources: list[tuple[Tensor | None, torch.dtype]] = [
-        (hidden, hidden.dtype),
-        (bias, hidden.dtype if bias is None else summed_in(bias.dtype)),
-        *((weight, summed_in(weight.dtype)) for weight in weights),
-    ]
-    return [
-        hidden.new_empty(target.shape, dtype=dtype),
-        *(
-            hidden.new_empty(0)
-            if source is None or not needed
-            else source.new_empty(source.shape, dtype=dtype)
-            for (source, dtype), needed in zip(sources, wanted, strict=True)
-        ),
-    ]
 
 
 class _Bands:
@@ -217,7 +123,7 @@ class _Bands:
             scores = memory[: part.stop - part.start]
             self._scores_into(scores, hidden[part])
             loss, *_ = kernels.softmax_rows.forward_(
-                "auto", scores, target[part], self._at(target[part], hidden[part]),
+                "auto", scores, target[part], self._at(target[part], hidden[part], scores),
                 None if row_scale is None else row_scale[part], None, smoothing, 0.0, 0.0, 1.0,
                 False,
             )  # fmt: skip
@@ -257,8 +163,11 @@ class _Bands:
         for columns, band in zip(self._classes, self._each(rows), strict=True):
             scores_into(scores[:, columns], *band)
 
-    def _at(self, target: Tensor, rows: Tensor) -> Tensor:
+    def _at(self, target: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
         """The scores of the targets in full precision, each from the band it is in."""
+        if rows.device.type == "cpu" and rows.dtype == wide_dtype(rows):
+            # Nothing is rounded there; a GPU may take TF32.
+            return scores.gather(-1, target.unsqueeze(-1)).squeeze(-1)
         total = rows.new_zeros((), dtype=torch.float32)
         for columns, band in zip(self._classes, self._each(rows), strict=True):
             inside = (target >= columns.start) & (target < columns.stop)

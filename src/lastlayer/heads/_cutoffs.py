@@ -36,10 +36,16 @@ class MatrixCost(NamedTuple):
         return self.call + k * per_class
 
 
-# Fitted to steps of `linear_cross_entropy` in float32 on one core of a server CPU, k from 500 to
-# 40,000, B from 8 to 256 and d from 8 to 256. Most are within 15 %; beyond the cache the truth is
-# up to twice as much. Only ratios matter.
-CPU_COST = MatrixCost(call=800.0, weight=1.75e-3, score=2.6e-3, product=3.7e-5)
+COSTS = {
+    # Fitted to steps of `linear_cross_entropy` in float32 on one core of a server CPU, k from 500
+    # to 40,000, B from 8 to 256 and d from 8 to 256. Most are within 15 %; beyond the cache the
+    # truth is up to twice as much. Only ratios matter.
+    "cpu": MatrixCost(call=800.0, weight=1.75e-3, score=2.6e-3, product=3.7e-5),
+    # By the rates of an H200 in bfloat16: some 25 launches of 8 µs; a weight that is read twice
+    # and a gradient that is written, 6 bytes at 4.2 TB/s; two exponentials a score with what goes
+    # with them, 2.5 ps; six operations a product at 500 TFLOP/s.
+    "cuda": MatrixCost(call=200.0, weight=1.4e-6, score=2.5e-6, product=1.2e-8),
+}
 
 
 def cutoffs_from_counts(
@@ -51,7 +57,7 @@ def cutoffs_from_counts(
     rows: int = 256,
     max_clusters: int = 4,
     top_share: float = 0.5,
-    cost: MatrixCost = CPU_COST,
+    cost: MatrixCost | str = "cpu",
 ) -> list[int]:
     """The cutoffs with which an adaptive softmax is fastest, for classes by falling frequency.
 
@@ -72,7 +78,8 @@ def cutoffs_from_counts(
         rows: how many rows a step has.
         max_clusters: the most clusters.
         top_share: from 0 to 1.
-        cost: the time of a small softmax.
+        cost: the time of a small softmax: "cpu", "cuda", or four numbers of your own machine,
+            which :class:`MatrixCost` explains.
 
     Returns:
         Where each cluster begins; empty where a plain softmax is fastest.
@@ -91,6 +98,7 @@ def cutoffs_from_counts(
     check_count("rows", rows)
     check_count("max_clusters", max_clusters)
     _check_share(top_share)
+    cost = _checked_cost(cost)
     share = np.concatenate([[0.0], np.cumsum(np.sort(weights)[::-1])]) / weights.sum()
     places = _candidates(len(weights))
     widths = tail_widths(in_features, max_clusters, div_value, min_width)
@@ -177,25 +185,9 @@ def _check_share(top_share: Any) -> None:
         raise ValueError(f"top_share: expected a number from 0 to 1, got {top_share}")
 
 
-def check_cutoffs(cutoffs: Any, n_classes: int) -> list[int]:
-    """Rising places from 1 to n_classes - 1."""
-    expected = f"rising places from 1 to {n_classes - 1}, below n_classes"
-    if isinstance(cutoffs, (str, bytes)) or not hasattr(cutoffs, "__iter__"):
-        raise TypeError(f"cutoffs: expected a list of {expected}, got {type(cutoffs).__name__}")
-    before, places = 0, []
-    for position, each in enumerate(cutoffs):
-        try:
-            place = operator.index(each)
-        except TypeError:
-            raise TypeError(
-                f"cutoffs: expected whole numbers, got {type(each).__name__} at position {position}"
-            ) from None
-        if not 1 <= place < n_classes:
-            raise ValueError(f"cutoffs: expected {expected}, got {place} at position {position}")
-        if place <= before:
-            raise ValueError(
-                f"cutoffs: expected {expected}, got {place} at position {position} after {before}"
-            )
-        places.append(place)
-        before = place
-    return places
+def _checked_cost(cost: Any) -> MatrixCost:
+    if isinstance(cost, MatrixCost):
+        return cost
+    if isinstance(cost, str) and cost in COSTS:
+        return COSTS[cost]
+    raise ValueError(f"cost: expected one of {tuple(COSTS)} or a MatrixCost, got {cost!r}")

@@ -1,7 +1,8 @@
 """What the heads with one vector a class share."""
 
+import inspect
 import math
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import torch
 from torch import Tensor
@@ -10,6 +11,17 @@ from torch.nn import Parameter
 from lastlayer._checks import check_class_weight
 from lastlayer.fused._chunks import check_chunk_rows
 from lastlayer.heads._scoring import ScoringHead
+
+
+class LinearOptions(TypedDict, total=False):
+    """What all of their constructors take by name; :class:`LinearHead` has the defaults."""
+
+    class_weight: Tensor | None
+    ignore_index: int | None
+    reduction: str
+    chunk_rows: int | str
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class LinearHead(ScoringHead):
@@ -22,6 +34,7 @@ class LinearHead(ScoringHead):
     weight: Parameter
     bias: Parameter | None
     class_weight: Tensor | None
+    __signature__: inspect.Signature
 
     def __init__(
         self,
@@ -47,6 +60,10 @@ class LinearHead(ScoringHead):
             class_weight = class_weight.detach().to(self.weight.device)
         self.register_buffer("class_weight", class_weight)
         self.reset_parameters()
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.__signature__ = _with_shared_options(cls)
 
     def reset_parameters(self) -> None:
         """Fresh numbers, distributed as those of ``nn.Linear``."""
@@ -126,3 +143,16 @@ class LinearHead(ScoringHead):
         if weighted:
             head.class_weight = torch.ones(head.n_classes)
         return head
+
+
+def _with_shared_options(head: type[LinearHead]) -> inspect.Signature:
+    """The constructor's signature with the names that its ``**options`` stand for."""
+    kinds = inspect.Parameter
+    # Without self.
+    own = list(inspect.signature(head.__init__).parameters.values())[1:]
+    rest = [each for each in own if each.kind is not kinds.VAR_KEYWORD]
+    if len(rest) < len(own):
+        shared = inspect.signature(LinearHead.__init__).parameters.values()
+        taken = {each.name for each in rest}
+        rest += [e for e in shared if e.kind is kinds.KEYWORD_ONLY and e.name not in taken]
+    return inspect.Signature(rest)

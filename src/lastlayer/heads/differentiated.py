@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter, ParameterList
 from torch.nn.functional import linear
 
-from lastlayer.heads._band_loss import BandProblem, band_loss
+from lastlayer.heads._band_loss import band_loss
 from lastlayer.heads._band_widths import VARIANTS, bands_from_counts
 from lastlayer.heads._checks import check_count, check_hidden, check_target
 from lastlayer.heads._ranked import IGNORED, RankedHead
@@ -126,16 +126,16 @@ class DifferentiatedSoftmax(RankedHead):
         if self.projection is not None and self.ignore_index is not None:
             # A NaN in a row that does not count would reach the gradient of the projection.
             rows = torch.where((place == IGNORED).unsqueeze(-1), 0.0, rows)
-        problem = BandProblem(
+        loss = band_loss(
             self._seen(rows),
             list(self.weights),
             self.bias,
             place,
-            None if self.ignore_index is None else IGNORED,
-            self.chunk_rows,
-            self.label_smoothing,
+            ignore_index=None if self.ignore_index is None else IGNORED,
+            chunk_rows=self.chunk_rows,
+            smoothing=self.label_smoothing,
+            reduction=self.reduction,
         )
-        loss = band_loss(problem, self.reduction)
         return loss.reshape(target.shape) if self.reduction == "none" else loss
 
     def _seen(self, rows: Tensor) -> Tensor:

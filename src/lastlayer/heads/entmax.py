@@ -1,6 +1,6 @@
 """entmax over all classes, exact."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from lastlayer._checks import check_alpha
 from lastlayer.fused import linear_entmax_loss
 from lastlayer.heads._checks import check_hidden
-from lastlayer.heads._linear import LinearHead
+from lastlayer.heads._linear import LinearHead, LinearOptions
 from lastlayer.maps.entmax import entmax
 
 
@@ -55,25 +55,9 @@ class Entmax(LinearHead):
         n_classes: int,
         alpha: float = 1.5,
         bias: bool = True,
-        *,
-        class_weight: Tensor | None = None,
-        ignore_index: int | None = -100,
-        reduction: str = "mean",
-        chunk_rows: int | str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
-        super().__init__(
-            in_features,
-            n_classes,
-            bias,
-            class_weight=class_weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            chunk_rows=chunk_rows,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_features, n_classes, bias, **options)
         _check_number(alpha)
         self.alpha = alpha
 

@@ -1,6 +1,6 @@
 """The softmax over all classes, exact."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from lastlayer.fused import linear_cross_entropy
 from lastlayer.fused._options import cross_entropy_options
 from lastlayer.heads._checks import check_hidden
-from lastlayer.heads._linear import LinearHead
+from lastlayer.heads._linear import LinearHead, LinearOptions
 
 
 class FullSoftmax(LinearHead):
@@ -58,24 +58,9 @@ class FullSoftmax(LinearHead):
         z_loss: float = 0.0,
         softcap: float | None = None,
         temperature: float = 1.0,
-        class_weight: Tensor | None = None,
-        ignore_index: int | None = -100,
-        reduction: str = "mean",
-        chunk_rows: int | str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
-        super().__init__(
-            in_features,
-            n_classes,
-            bias,
-            class_weight=class_weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            chunk_rows=chunk_rows,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_features, n_classes, bias, **options)
         cross_entropy_options(label_smoothing, z_loss, softcap, temperature)
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.softcap, self.temperature = softcap, temperature

@@ -71,7 +71,7 @@ class Operation:
 
     def __call__(self, impl: Impl, *args: Any) -> Any:
         if impl == "auto":
-            if _is_plain(args[0]):
+            if is_plain(args[0]):
                 return self._run_selected(*args)
             return self._dispatched(*args)
         self._check_can_run(impl, args[0])
@@ -110,7 +110,7 @@ class Operation:
             )
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether nothing but the device decides, so that the dispatcher's cost can be saved."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)

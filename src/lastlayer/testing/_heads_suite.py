@@ -44,6 +44,11 @@ class HeadSuite(Suite):
             return ids
         return torch.where(ids == self.ignore_index, (ids + 1) % self.n_classes, ids)
 
+    def all_targets(self) -> Tensor:
+        """All class ids but the ignored one."""
+        ids = torch.arange(self.n_classes, device=self.device)
+        return ids if self.ignore_index is None else ids[ids != self.ignore_index]
+
     def loss(self, head: Any, hidden: Tensor, target: Tensor) -> Tensor:
         """The loss, with the same chance each time for a head that draws."""
         with self.same_chance():
