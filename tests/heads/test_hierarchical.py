@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lastlayer import trees
 from lastlayer.heads import Head
+from lastlayer.heads._path_log_prob import chosen_log_prob
 from lastlayer.heads.hierarchical import HierarchicalSoftmax
 from lastlayer.testing import check_head
 
@@ -108,7 +109,7 @@ def test_random_trees_keep_to_the_definition(tree, bias):
     expected = dense_log_prob(head, hidden)
     torch.testing.assert_close(everything, expected)
     torch.testing.assert_close(everything.exp().sum(-1), torch.ones(5, dtype=torch.float64))
-    by_paths = head._chosen_log_prob(hidden, target.unsqueeze(-1), recording=False)
+    by_paths = chosen_log_prob(head._nodes, hidden, target.unsqueeze(-1), "auto", False)
     torch.testing.assert_close(by_paths, expected.gather(-1, target.unsqueeze(-1)))
     torch.testing.assert_close(head(hidden, target), -by_paths.squeeze(-1))
 
@@ -181,6 +182,105 @@ def test_the_root_sums_its_gradient_in_float32(name, sparse):
         grad, expected = got.grad.to_dense().double(), wanted.grad.to_dense()
         assert got.grad.dtype == dtype
         assert (grad - expected).norm() <= 2e-2 * expected.norm()
+
+
+PLAIN = ["balanced", "huffman"]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_backward_can_be_repeated_but_not_differentiated(name, reduction):
+    head = HierarchicalSoftmax(4, TREES[name], sparse=True, reduction=reduction)
+    hidden = torch.randn(6, 4, requires_grad=True)
+    target = torch.tensor([1, 2, -100, 2, 4, 0])
+    loss, leaves = head(hidden, target), [hidden, *head.parameters()]
+    upstream = torch.rand(loss.shape)
+    made = [torch.autograd.grad(loss, leaves, upstream, retain_graph=True) for _ in range(2)]
+    for first, second in zip(*made, strict=True):
+        assert torch.equal(first.to_dense(), second.to_dense())
+    with pytest.raises(RuntimeError, match=r"create_graph=True .* use head.log_prob"):
+        torch.autograd.grad(loss, leaves, upstream, create_graph=True)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_what_is_frozen_costs_nothing(frozen, sparse):
+    head = HierarchicalSoftmax(4, TREES["huffman"], sparse=sparse)
+    hidden, target = torch.randn(6, 4, requires_grad=True), torch.randint(30, (6,))
+    leaves = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    made = torch.autograd.grad(head(hidden, target), list(leaves.values()))
+    expected = dict(zip(leaves, made, strict=True))
+    leaves[frozen].requires_grad_(False)
+    head(hidden, target).backward()
+    assert leaves[frozen].grad is None
+    for name in set(leaves) - {frozen}:
+        assert torch.equal(leaves[name].grad.to_dense(), expected[name].to_dense())
+    with torch.no_grad():
+        assert not head(hidden, target).requires_grad
+
+
+def test_sparse_gradients_are_sorted_and_add_up():
+    """Rows ascend and none comes twice: torch adds such tensors without sorting them again."""
+    head = HierarchicalSoftmax(4, TREES["huffman"], sparse=True, dtype=torch.float64)
+    total = torch.zeros_like(head.weight)
+    for _ in range(2):
+        hidden, target = torch.randn(6, 4).double(), torch.randint(30, (6,))
+        loss = head(hidden, target)
+        (grad,) = torch.autograd.grad(loss, head.weight, retain_graph=True)
+        assert grad.is_coalesced()
+        assert (grad.indices()[0].diff() > 0).all()
+        total += grad.to_dense()
+        loss.backward()
+    torch.testing.assert_close(head.weight.grad.to_dense(), total)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32,) * 2])
+def test_autocast_rounds_nothing(dtypes):
+    """What is gathered is multiplied as it is."""
+    head = HierarchicalSoftmax(8, TREES["huffman"], dtype=dtypes[1])
+    hidden = torch.randn(5, 8).to(dtypes[0]).requires_grad_()
+    target = torch.randint(30, (5,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = head(hidden, target)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert hidden.grad.dtype == dtypes[0]
+    assert head.weight.grad.dtype == dtypes[1]
+    torch.testing.assert_close(loss, head(hidden.float(), target))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+def test_compiled_gradients_are_dense(dtype):
+    head = HierarchicalSoftmax(5, TREES["huffman"], sparse=True, dtype=dtype)
+    hidden = torch.randn(6, 5).to(dtype).requires_grad_()
+    target = torch.tensor([3, -100, 3, 29, 0, 7])
+    torch.compiler.reset()
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    leaves = [hidden, *head.parameters()]
+    made = torch.autograd.grad(compiled(hidden, target), leaves)
+    expected = torch.autograd.grad(head(hidden, target), leaves)
+    for got, right in zip(made, expected, strict=True):
+        assert not got.is_sparse
+        torch.testing.assert_close(got, right.to_dense())
+
+
+@pytest.mark.gpu
+def test_dense_gradients_in_a_cuda_graph():
+    head = HierarchicalSoftmax(32, TREES["huffman"], device="cuda")
+    hidden = torch.randn(200, 32, device="cuda", requires_grad=True)
+    target = torch.randint(30, (200,), device="cuda")
+    leaves = [hidden, *head.parameters()]
+    expected = torch.autograd.grad(head(hidden, target), leaves)
+    # The host cannot wait for the number of rows there: dense, whatever is asked for.
+    head.sparse = True
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = torch.autograd.grad(head(hidden, target), leaves)
+    graph.replay()
+    for got, right in zip(made, expected, strict=True):
+        assert not got.is_sparse
+        assert torch.equal(got, right)
 
 
 def test_padding_takes_no_probability():

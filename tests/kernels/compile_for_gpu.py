@@ -8,6 +8,7 @@ from lastlayer.kernels import _peaks
 from lastlayer.kernels.class_scores import triton as class_scores
 from lastlayer.kernels.entmax import _backward_triton as backward
 from lastlayer.kernels.entmax import triton as entmax
+from lastlayer.kernels.entmax_flat import triton as entmax_flat
 from lastlayer.kernels.entmax_rows import triton as entmax_rows
 from lastlayer.kernels.linear_softmax import triton as linear_softmax
 from lastlayer.kernels.scale import triton as scale
@@ -15,6 +16,8 @@ from lastlayer.kernels.softmax_gradient import triton as softmax_gradient
 from lastlayer.kernels.softmax_rows import triton as softmax_rows
 from lastlayer.kernels.sparse_gradient import triton as sparse_gradient
 from lastlayer.kernels.topk_softmax import triton as topk
+from lastlayer.kernels.tree_path import _losses_triton as tree_losses
+from lastlayer.kernels.tree_path import _sums_triton as tree_sums
 
 TENSORS = {"indices": "*i64", "size": "*i64", "peaks": "*fp32", "chosen": "*i32"}
 TENSORS |= {"alphas": "*fp32", "sums": "*fp32", "excess": "fp32", "log_n": "fp32"}
@@ -58,6 +61,9 @@ CASES = [
 
 LONGS = ("target", "classes", "order", "starts", "argmax", "rank")
 FLOATS = ("target_scores", "row_scale", "class_weight", "weight_sum", "loss", "lse", "entropy")
+LONGS += ("path_start", "starts", "touched")
+INTS = ("since", "path_edge", "rank", "keys", "lengths", "shared", "new", "place", "through")
+FLOATS += ("losses", "slopes", "gradient", "pieces", "bias_pieces")
 FLOATS += ("log2_lse", "push", "pull", "size", "mean", "bias_gradient", "true", "factor")
 NUMBERS = ("smoothing", "z_loss", "softcap", "inverse_temperature", "alpha")
 HALVES = ("hidden", "weight", "bias", "weight_gradient", "scores", "probs", "values", "out")
@@ -66,14 +72,17 @@ FUSED_TYPES = (
     | dict.fromkeys(FLOATS, "*fp32")
     | dict.fromkeys(NUMBERS, "fp32")
     | dict.fromkeys(HALVES, "*bf16")
-    | {"since": "*i32"}
+    | dict.fromkeys(INTS, "*i32")
 )
 ALL = dict.fromkeys(("GRADIENT", "WEIGHTED", "SMOOTH", "CAPPED", "STATISTICS"), True)
 TILE = dict(EVEN=False, BIASED=True, CAPPED=True)
+TO_BOTH = dict(TO_NODES=True, TO_HIDDEN=True)
+RUNS = dict(TILE=64, WIDTH=512, PLACED=True, TO_WEIGHT=True, TO_BIAS=True)
 FUSED_CASES = [
     (softmax_rows._softmax_row, dict(BLOCK=4096, **ALL)),
     (softmax_gradient._gradient, dict(WIDTH=4096, CAPPED=True)),
     (entmax_rows._entmax_row, dict(BLOCK=4096, GRADIENT=True, KIND=0)),
+    (entmax_flat._flat_row, dict(BLOCK=4096, GRADIENT=True, KIND=2)),
     (class_scores._class_scores, dict(GROUP=4, DEPTH=1024, BIASED=True)),
     (sparse_gradient._gather_classes, dict(GROUP=16, WIDTH=512)),
     (sparse_gradient._gather_rows, dict(GROUP=16, WIDTH=512)),
@@ -86,6 +95,14 @@ FUSED_CASES = [
         linear_softmax._gradient_of_classes,
         dict(ROWS=64, CLASSES=64, DEPTH=64, BIAS_GRADIENT=True, ADD=True, **TILE),
     ),
+    (tree_losses.sort_keys, dict(IGNORES=True, ROWS=1024)),
+    (
+        tree_losses.losses_of_rows,
+        dict(NODES=8, WIDTH=512, IGNORES=True, BIASED=True, ORDERED=True, **TO_BOTH),
+    ),
+    (tree_sums.compare_paths, dict(IGNORES=True, ROWS=32, LEVELS=32, PLACED=True)),
+    (tree_sums.sum_tiles, dict(LEVELS=8, GROUP=4, **RUNS)),
+    (tree_sums.sum_pieces, dict(GROUP=16, **RUNS)),
 ]
 
 

@@ -19,5 +19,5 @@ def test_kernels_compile_for_a_gpu(tmp_path):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     lines = run.stdout.split("\n")[:-1]
-    assert len(lines) == 21
+    assert len(lines) > 20
     assert all(line.endswith(" True") for line in lines), run.stdout

@@ -6,10 +6,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lastlayer.heads._node_scores import Nodes
+from lastlayer.heads._rows import row_chunks
+from lastlayer.heads._scores import wide_scores
 from lastlayer.heads._tree_tables import TreeTables
 
 # Numbers held for each class and row: scores, edges by arity and in order, sums, classes.
-COPIES = 9.0
+_COPIES = 9.0
+
+
+def all_classes_log_prob(
+    nodes: Nodes, rows: Tensor, chunk_rows: int | str, recording: bool
+) -> Tensor:
+    """``(n, n_classes)`` for rows ``(n, d)``, a chunk at a time unless a gradient is recorded."""
+    tables = nodes.tables
+    weight = nodes.weight.to(rows.dtype)
+    bias = None if nodes.bias is None else nodes.bias.to(rows.dtype)
+    if recording:
+        return all_log_prob(tables, wide_scores(rows, weight, bias))
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    made = rows.new_empty(rows.shape[0], tables.n_classes, dtype=dtype)
+    for part in row_chunks(rows, tables.n_edges // 2, chunk_rows, _COPIES):
+        made[part] = all_log_prob(tables, wide_scores(rows[part], weight, bias))
+    return made
 
 
 def all_log_prob(tables: TreeTables, scores: Tensor) -> Tensor:

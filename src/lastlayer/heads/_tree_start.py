@@ -9,6 +9,7 @@ with equality where q are the probabilities at h. The right side is linear: it i
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,53 @@ from lastlayer.heads._tree_levels import (
     rows_by_arity,
 )
 from lastlayer.heads._tree_tables import TreeTables
+from lastlayer.trees._checks import as_counts
 
 # How much lighter than the heaviest a class may be; lighter ones count as if they had this weight.
 _LIGHTEST = math.log(1e-12)
+
+
+def vectors_of_layer(linear: Any, n_classes: int) -> tuple[Tensor, Tensor]:
+    """Class vectors and biases of a flat layer, in float32, or in float64 from float64."""
+    if not isinstance(linear, (torch.nn.Linear, torch.nn.Embedding)):
+        raise TypeError(
+            f"linear: expected an nn.Linear or nn.Embedding, got {type(linear).__name__}"
+        )
+    vectors = wide(linear.weight.detach())
+    if len(vectors) != n_classes:
+        raise ValueError(
+            f"linear: expected {n_classes} classes, as the tree has, got {len(vectors)} in a "
+            f"weight of shape {tuple(vectors.shape)}"
+        )
+    bias = getattr(linear, "bias", None)
+    return vectors, vectors.new_zeros(n_classes) if bias is None else wide(bias.detach())
+
+
+@torch.no_grad()
+def start_nodes(
+    tables: TreeTables,
+    weight: Tensor,
+    bias: Tensor | None,
+    vectors: Tensor,
+    biases: Tensor,
+    counts: Any,
+) -> None:
+    """Write into weight and bias what class vectors and biases give.
+
+    ``counts`` are the weights of the means; None for the probabilities that the biases give.
+    """
+    log_weights = biases
+    if counts is not None:
+        log_weights = torch.from_numpy(as_counts(counts, tables.n_classes)).log().to(vectors)
+    made, offset = node_vectors(tables, vectors, biases, log_weights)
+    weight.copy_(made)
+    if bias is not None:
+        bias.copy_(offset)
+
+
+def wide(values: Tensor) -> Tensor:
+    """In float32, or in float64 from float64."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def node_vectors(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer.trees import Tree
+from lastlayer.trees._loops import add_down, add_up
 
 
 class TreeTables(torch.nn.Module):
@@ -39,6 +40,9 @@ class TreeTables(torch.nn.Module):
     path_class: Tensor
     # Where each edge is among the log-probabilities by arity; empty where that is its number.
     edge_slot: Tensor
+    # Of each class: its place among the leaves from left to right; empty unless it is one path of
+    # binary nodes.
+    rank: Tensor
 
     def __init__(self, tree: Tree, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -52,6 +56,8 @@ class TreeTables(torch.nn.Module):
         self.overlaps, self.widest = tree.overlaps, tree.max_arity
         self.has_binary = bool((arity == 2).any())
         self.has_wide = bool((arity > 2).any())
+        # Whether every class is one path of binary nodes.
+        self.is_plain = tree.is_binary and not tree.overlaps and n_inner > 0
         self.longest = int(np.diff(tree.path_start).max())
         self.most_paths = int(np.diff(tree.class_start).max())
         # First and last edge of each level; the edges of a level have a range of nodes.
@@ -82,6 +88,7 @@ class TreeTables(torch.nn.Module):
         keep("path_end", ends, torch.int32)
         keep("path_class", tree.path_class, torch.int64)
         keep("edge_slot", slots, torch.int32)
+        keep("rank", _leaf_ranks(tree) if self.is_plain else slots[:0], torch.int32)
         for arity_here, rows in self._rows_by_arity:
             keep(f"rows_of_{arity_here}", rows, torch.int32)
         self.arities = [each for each, _ in self._rows_by_arity]
@@ -152,6 +159,24 @@ def _edges_to_nodes(tree: Tree) -> NDArray[np.int64]:
     edges = np.full(tree.n_inner, -1, np.int64)
     edges[1:] = tree.child_start[tree.parent[1:]] + tree.position[1:]
     return edges
+
+
+def _leaf_ranks(tree: Tree) -> NDArray[np.int64]:
+    """The place of each class among the leaves from left to right, in a tree without overlap."""
+    inner = tree.child >= 0
+    leaves = np.bincount(tree._owner[~inner], minlength=tree.n_inner)
+    add_up(tree.parent, leaves)
+    size = np.ones(len(tree.child), np.int64)
+    size[inner] = leaves[tree.child[inner]]
+    # Leaves to the left of each edge that are below the same node; then those further up.
+    left = np.cumsum(size) - size
+    left -= left[tree.child_start[tree._owner]]
+    before = np.zeros(tree.n_inner, np.int64)
+    before[tree.child[inner]] = left[inner]
+    add_down(tree.parent, before)
+    rank = np.empty(tree.n_classes, np.int64)
+    rank[~tree.child[~inner]] = (before[tree._owner] + left)[~inner]
+    return rank
 
 
 def _most(n: Tensor, bound: int) -> int:

@@ -1,16 +1,10 @@
 """The hierarchical softmax: a class is a path through a tree of small choices."""
 
-import hashlib
-import math
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.utils.checkpoint import checkpoint
 
 from lastlayer.heads._checks import (
     check_classes,
@@ -19,28 +13,24 @@ from lastlayer.heads._checks import (
     check_hidden,
     check_target,
 )
-from lastlayer.heads._node_scores import Nodes, edge_log_prob
-from lastlayer.heads._rows import row_chunks
+from lastlayer.heads._path_log_prob import any_tree_loss, chosen_log_prob, most_rows
+from lastlayer.heads._path_loss import path_loss
 from lastlayer.heads._sampling import check_drawn
-from lastlayer.heads._scores import wide_scores
-from lastlayer.heads._tree_levels import COPIES, all_log_prob
+from lastlayer.heads._tree_head import TreeHead
+from lastlayer.heads._tree_levels import all_classes_log_prob
 from lastlayer.heads._tree_search import Found, beam_search, draw_leaves, exact_search
-from lastlayer.heads._tree_start import class_vectors, node_vectors
-from lastlayer.heads._tree_tables import TreeTables
-from lastlayer.heads.base import Head, TopK
+from lastlayer.heads._tree_start import class_vectors, start_nodes, vectors_of_layer, wide
+from lastlayer.heads._tree_state import check_tree
+from lastlayer.heads.base import TopK
 from lastlayer.trees import Tree
-from lastlayer.trees._checks import as_counts
 
-_TREE = "tree.safetensors"
-# Numbers held for each gathered one, itself included.
-_PATH_COPIES = 3.0
 # Rows that are searched at a time.
 _SEARCHED_ROWS = 1024
 # Where more than this part of the classes is asked for, sorting all is faster than a search.
 _SEARCHED_PART, _SEARCHED_CLASSES = 1 / 8, 512
 
 
-class HierarchicalSoftmax(Head):
+class HierarchicalSoftmax(TreeHead):
     r"""A choice among the children of each node on the way from the root of a tree to a class.
 
     .. math:: \log p_c = \sum_{v \in \mathrm{path}(c)} \log p(\text{child of } v \mid v, h)
@@ -55,13 +45,14 @@ class HierarchicalSoftmax(Head):
 
     Cost: a training step touches the nodes on the paths of its targets, some log₂ of n_classes
     for each row, or fewer for frequent classes in Huffman's tree. All classes cost as much as a
-    flat layer. Gathered vectors of a step, rows × path × in_features, are held until backward;
+    flat layer. In a binary tree without overlap a step holds no vectors: kernels read them where
+    they are. In other trees those of a step, rows × path × in_features, are held until backward;
     nodes of more than 32 children are taken one by one instead, except inside ``torch.compile``.
 
     With ``sparse=True`` the gradients of ``weight`` and ``bias`` are sparse tensors of the rows
     that were touched, for ``torch.optim.SparseAdam`` or SGD: without it, most of a step is spent
     on zeros. The gradient of ``log_prob`` for all classes is dense, and so is all that is
-    compiled.
+    compiled, and the loss of a binary tree while a CUDA graph is captured.
 
     Args:
         in_features: how many numbers a hidden state has.
@@ -94,48 +85,6 @@ class HierarchicalSoftmax(Head):
         Mnih and Hinton, A scalable hierarchical distributed language model, NIPS 2008.
     """
 
-    weight: Parameter
-    bias: Parameter | None
-    tree_digest: Tensor
-
-    def __init__(
-        self,
-        in_features: int,
-        tree: Tree,
-        *,
-        bias: bool = True,
-        sparse: bool = False,
-        ignore_index: int | None = -100,
-        reduction: str = "mean",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        _check_tree(tree)
-        super().__init__(
-            in_features, tree.n_classes, ignore_index=ignore_index, reduction=reduction
-        )
-        self.tree, self.sparse = tree, sparse
-        n_rows = int(np.where(tree.arity == 2, 1, tree.arity).sum())
-        self.weight = Parameter(torch.empty(n_rows, in_features, device=device, dtype=dtype))
-        biases = torch.empty(n_rows, device=device, dtype=dtype) if bias else None
-        self.register_parameter("bias", None if biases is None else Parameter(biases))
-        # In the state, so that it is not loaded into a head with another tree of the same size.
-        self.register_buffer("tree_digest", torch.tensor(0, device=device))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Fresh numbers, distributed as those of ``nn.Linear``; and the tables of the tree.
-
-        A head that was made on the meta device is whole after ``to_empty`` and this.
-        """
-        self._tables = TreeTables(self.tree, self.weight.device)
-        self.tree_digest = torch.tensor(_digest(self.tree), device=self.weight.device)
-        bound = 1.0 / math.sqrt(self.in_features)
-        with torch.no_grad():
-            self.weight.uniform_(-bound, bound)
-            if self.bias is not None:
-                self.bias.uniform_(-bound, bound)
-
     @classmethod
     def from_linear(
         cls,
@@ -161,23 +110,11 @@ class HierarchicalSoftmax(Head):
                 that the biases give.
             options: what else the constructor takes, by name; the layer decides device and dtype.
         """
-        if not isinstance(linear, (torch.nn.Linear, torch.nn.Embedding)):
-            raise TypeError(
-                f"linear: expected an nn.Linear or nn.Embedding, got {type(linear).__name__}"
-            )
-        _check_tree(tree)
-        weight = linear.weight.detach()
-        n_classes, in_features = weight.shape
-        if n_classes != tree.n_classes:
-            raise ValueError(
-                f"linear: expected {tree.n_classes} classes, as the tree has, got {n_classes} in a "
-                f"weight of shape {tuple(weight.shape)}"
-            )
-        head = cls(in_features, tree, device=weight.device, dtype=weight.dtype, **options)
-        bias = getattr(linear, "bias", None)
-        vectors = _wide(weight)
-        biases = vectors.new_zeros(n_classes) if bias is None else _wide(bias.detach())
-        head._start_from(vectors, biases, counts)
+        check_tree(tree)
+        vectors, biases = vectors_of_layer(linear, tree.n_classes)
+        layer = linear.weight
+        head = cls(vectors.shape[1], tree, device=layer.device, dtype=layer.dtype, **options)
+        start_nodes(head._tables, head.weight, head.bias, vectors, biases, counts)
         return head
 
     def relearn(self, tree: Tree, *, counts: Any = None) -> Self:
@@ -196,7 +133,7 @@ class HierarchicalSoftmax(Head):
             counts: one number a class, the weights of the means; without them the probabilities
                 at the hidden state 0.
         """
-        _check_tree(tree)
+        check_tree(tree)
         if tree.n_classes != self.n_classes:
             raise ValueError(
                 f"tree: expected the {self.n_classes} classes of the head, got {tree.n_classes}"
@@ -204,40 +141,27 @@ class HierarchicalSoftmax(Head):
         made = type(self).from_config({**self.config(), "tree": tree})
         made.to(self.weight.device, self.weight.dtype).train(self.training)
         with torch.no_grad():
-            bias = None if self.bias is None else _wide(self.bias)
-            made._start_from(*class_vectors(self._tables, _wide(self.weight), bias), counts)
+            bias = None if self.bias is None else wide(self.bias)
+            vectors, biases = class_vectors(self._tables, wide(self.weight), bias)
+        start_nodes(made._tables, made.weight, made.bias, vectors, biases, counts)
         return made
-
-    @torch.no_grad()
-    def _start_from(self, vectors: Tensor, biases: Tensor, counts: Any) -> None:
-        if counts is None:
-            log_weights = biases
-        else:
-            weights = torch.from_numpy(as_counts(counts, self.n_classes))
-            log_weights = weights.log().to(vectors)
-        weight, bias = node_vectors(self._tables, vectors, biases, log_weights)
-        self.weight.copy_(weight)
-        if self.bias is not None:
-            self.bias.copy_(bias)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets. Only nodes on their paths are touched."""
         check_hidden(self, hidden)
         check_target(self, hidden, target)
-        rows, classes = self._wide_rows(hidden), target.reshape(-1)
-        counted = None if self.ignore_index is None else classes != self.ignore_index
-        if counted is not None:
-            classes = torch.where(counted, classes, 0)
-            # A NaN in a row that does not count would reach the gradient of the root.
-            rows = torch.where(counted.unsqueeze(-1), rows, 0.0)
-        with torch.autocast(hidden.device.type, enabled=False):
-            losses = -self._path_log_prob(rows, classes.unsqueeze(-1), counted).squeeze(-1)
-        if self.reduction == "none":
-            return losses.reshape(target.shape)
-        total = losses.sum()
-        if self.reduction == "sum":
-            return total
-        return total / (max(1, len(losses)) if counted is None else counted.sum().clamp(min=1))
+        rows, classes = hidden.reshape(-1, self.in_features), target.reshape(-1)
+        if self._tables.is_plain:
+            loss = path_loss(
+                self._tables, rows, self.weight, self.bias, classes,
+                ignore_index=self.ignore_index, reduction=self.reduction, sparse=self.sparse,
+            )  # fmt: skip
+        else:
+            with torch.autocast(hidden.device.type, enabled=False):
+                loss = any_tree_loss(
+                    self._nodes, wide(rows), classes, self.ignore_index, self.reduction
+                )
+        return loss.reshape(target.shape) if self.reduction == "none" else loss
 
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
         """Exact log-probabilities in float32, or in float64 from float64.
@@ -260,72 +184,14 @@ class HierarchicalSoftmax(Head):
             hidden.requires_grad or any(each.requires_grad for each in self.parameters())
         )
         with torch.autocast(hidden.device.type, enabled=False):
-            if chosen is None or self._path_rows(chosen) > self._tables.n_rows:
-                made = self._all_log_prob(hidden, recording)
+            if chosen is None or most_rows(self._tables, chosen) > self._tables.n_rows:
+                rows = self._product_rows(hidden)
+                made = all_classes_log_prob(self._nodes, rows, self.chunk_rows, recording)
                 made = made if chosen is None else made.gather(-1, chosen)
             else:
-                made = self._chosen_log_prob(hidden, chosen, recording)
+                rows = self._wide_rows(hidden)
+                made = chosen_log_prob(self._nodes, rows, chosen, self.chunk_rows, recording)
         return made.reshape(*hidden.shape[:-1], made.shape[-1])
-
-    def _all_log_prob(self, hidden: Tensor, recording: bool) -> Tensor:
-        rows = self._product_rows(hidden)
-        if recording:
-            return self._rows_log_prob(rows)
-        dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        made = rows.new_empty(rows.shape[0], self.n_classes, dtype=dtype)
-        for part in row_chunks(rows, self._tables.n_edges // 2, self.chunk_rows, COPIES):
-            made[part] = self._rows_log_prob(rows[part])
-        return made
-
-    def _rows_log_prob(self, rows: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(rows.dtype)
-        scores = wide_scores(rows, self.weight.to(rows.dtype), bias)
-        return all_log_prob(self._tables, scores)
-
-    def _chosen_log_prob(self, hidden: Tensor, chosen: Tensor, recording: bool) -> Tensor:
-        rows = self._wide_rows(hidden)
-        gathered = self._path_rows(chosen) * self.in_features
-        made = []
-        for part in row_chunks(rows, gathered, self.chunk_rows, _PATH_COPIES):
-            if recording:
-                made.append(checkpoint(
-                    self._path_log_prob, rows[part], chosen[part],
-                    use_reentrant=False, preserve_rng_state=False,
-                ))  # fmt: skip
-            else:
-                made.append(self._path_log_prob(rows[part], chosen[part]))
-        return torch.cat(made)
-
-    def _path_rows(self, chosen: Tensor) -> int:
-        """The most rows of the weight that chosen classes ``(n, k)`` take."""
-        tables = self._tables
-        wide = tables.widest if tables.has_wide else 1
-        return int(chosen.shape[-1]) * tables.most_paths * tables.longest * wide
-
-    def _path_log_prob(
-        self, rows: Tensor, classes: Tensor, counted: Tensor | None = None
-    ) -> Tensor:
-        """Of classes ``(n, k)``; 0 in rows that do not count."""
-        tables = self._tables
-        if not tables.n_inner:
-            return rows[:, :0].sum(-1, keepdim=True).expand(classes.shape)
-        paths, there = tables.paths_of(classes)
-        asked = None if counted is None else counted[:, None, None].expand_as(paths)
-        if there is not None:
-            asked = there if asked is None else asked & there
-        edges, inside = tables.edges_of(paths, asked)
-        made = edge_log_prob(self._nodes, rows, edges.flatten(1), inside.flatten(1))
-        sums = made.unflatten(1, tuple(edges.shape[1:])).sum(-1)
-        if there is None:
-            alone: Tensor = sums.squeeze(-1)
-            return alone
-        total = torch.logsumexp(torch.where(there, sums, -torch.inf), -1)
-        return total if counted is None else torch.where(counted.unsqueeze(-1), total, 0.0)
-
-    @property
-    def _nodes(self) -> Nodes:
-        sparse = self.sparse and not torch.compiler.is_compiling()
-        return Nodes(self._tables, self.weight, self.bias, sparse)
 
     def _product_rows(self, hidden: Tensor) -> Tensor:
         """Rows in the dtype of autocast where it is on."""
@@ -335,7 +201,7 @@ class HierarchicalSoftmax(Head):
 
     def _wide_rows(self, hidden: Tensor) -> Tensor:
         """Rows in float32, or in float64 from float64: what is gathered is not rounded."""
-        return _wide(hidden.reshape(-1, self.in_features))
+        return wide(hidden.reshape(-1, self.in_features))
 
     @torch.no_grad()
     def topk(self, hidden: Tensor, k: int, *, beam: int | None = None) -> TopK:
@@ -422,54 +288,3 @@ class HierarchicalSoftmax(Head):
         classes = classes.reshape(shape)
         check_drawn(classes)
         return classes
-
-    def config(self) -> dict[str, Any]:
-        """The arguments as JSON can hold them, without the tree; :meth:`save` writes it beside."""
-        shared = super().config()
-        del shared["n_classes"]
-        return {**shared, "bias": self.bias is not None, "sparse": self.sparse}
-
-    def _save_extra(self, folder: Path) -> None:
-        self.tree.save(folder / _TREE)
-
-    @classmethod
-    def _load_extra(cls, folder: Path) -> dict[str, Any]:
-        return {"tree": Tree.load(folder / _TREE)}
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        digest = state_dict.get(f"{prefix}tree_digest")
-        if isinstance(digest, Tensor) and not digest.is_meta and int(digest) != _digest(self.tree):
-            raise ValueError(
-                "state_dict: expected the state of a head with the same tree, got that of another "
-                f"one; make the head with the tree it was trained with, not with {self.tree!r}"
-            )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.extra_repr()})"
-
-    def extra_repr(self) -> str:
-        first, *rest = super().extra_repr().split(", ")
-        return ", ".join([first, f"tree={self.tree!r}", *rest])
-
-
-def _check_tree(tree: Any) -> None:
-    if not isinstance(tree, Tree):
-        raise TypeError(
-            f"tree: expected a lastlayer.trees.Tree, got {type(tree).__name__}; trees.balanced(n) "
-            "or trees.huffman(counts) make one"
-        )
-
-
-def _digest(tree: Tree) -> int:
-    """A number that tells trees apart, whatever their labels."""
-    made = hashlib.blake2b(digest_size=8)
-    for array in (tree.child_start, tree.child):
-        made.update(np.ascontiguousarray(array, "<i8").tobytes())
-    return int.from_bytes(made.digest(), "little", signed=True)
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()

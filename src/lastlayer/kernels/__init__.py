@@ -9,6 +9,7 @@ from lastlayer.kernels import (
     softmax_rows,
     sparse_gradient,
     topk_softmax,
+    tree_path,
 )
 from lastlayer.kernels._registry import IMPLEMENTATIONS, Impl, available, selected
 
@@ -25,4 +26,5 @@ __all__ = [
     "softmax_rows",
     "sparse_gradient",
     "topk_softmax",
+    "tree_path",
 ]

@@ -1,0 +1,188 @@
+"""The loss along paths of a binary tree in plain torch: defines the truth."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+# Vectors gathered at a time, in numbers: bounds the memory.
+_GATHERED = 1 << 24
+
+
+def loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    rank: Tensor,
+    path_start: Tensor,
+    path_edge: Tensor,
+    ignore_index: int | None,
+    longest: int,
+    to_nodes: bool,
+    to_hidden: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Minus the log-probability of each target, and what the gradients need.
+
+    Args:
+        hidden: ``(n, d)``.
+        weight: one vector a node, ``(n_nodes, d)``.
+        bias: one number a node, ``(n_nodes,)``, or None.
+        target: class ids, ``(n,)``.
+        rank: the place of each class among the leaves from left to right, ``(n_classes,)``.
+        path_start: ``(n_classes + 1,)``, int64.
+        path_edge: the paths of all classes, int32.
+        ignore_index: the target of rows that do not count, or None.
+        longest: the most nodes that a path has.
+        to_nodes: whether a gradient of weight or bias will be asked for.
+        to_hidden: whether that of hidden is.
+
+    Returns:
+        In float32, or float64 from a float64 hidden:
+
+        * losses ``(n,)``;
+        * the rows in the order of the ranks of their targets, those without a path last,
+          ``(n,)``: the rows whose path has a node are then neighbours;
+        * slopes ``(n, longest)``: σ(w·h + b) - y at each node of a row's path, y = 1 where the
+          second child is taken, and 0 beyond its end;
+        * ``sum_v slope_v weight_v`` of each row, ``(n, d)``.
+
+        The last three are empty where they are not asked for.
+    """
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    n, depth = hidden.shape
+    ignored, known = _kinds(target, path_start, ignore_index)
+    losses = hidden.new_zeros(n, dtype=dtype)
+    slopes = hidden.new_zeros(n if to_nodes else 0, longest, dtype=dtype)
+    gradient = hidden.new_zeros(n if to_hidden else 0, depth, dtype=dtype)
+    for part in _parts(n, longest * depth):
+        node, second, inside = _paths(target[part], known[part], path_start, path_edge, longest)
+        states = torch.where(known[part].unsqueeze(-1), hidden[part].to(dtype), 0.0)
+        vectors = weight[node].to(dtype)
+        scores = torch.einsum("nkd,nd->nk", vectors, states)
+        if bias is not None:
+            scores = scores + bias[node].to(dtype)
+        wrong = torch.where(second, -scores, scores)
+        losses[part] = torch.where(inside, -logsigmoid(-wrong), 0.0).sum(-1)
+        slope = torch.where(second, -torch.sigmoid(wrong), torch.sigmoid(wrong))
+        slope = torch.where(inside, slope, 0.0)
+        if to_nodes:
+            slopes[part] = slope
+        if to_hidden:
+            vectors = torch.where(inside.unsqueeze(-1), vectors, 0.0)
+            gradient[part] = torch.einsum("nk,nkd->nd", slope, vectors)
+    losses.masked_fill_(~known & ~ignored, torch.nan)
+    key = torch.where(known, rank[torch.where(known, target, 0)], len(rank))
+    order = key.argsort(stable=True) if to_nodes else target.new_empty(0)
+    return losses, order, slopes, gradient
+
+
+def to_nodes(
+    slopes: Tensor,
+    factor: Tensor,
+    hidden: Tensor,
+    target: Tensor,
+    _order: Tensor,
+    path_start: Tensor,
+    path_edge: Tensor,
+    ignore_index: int | None,
+    n_nodes: int,
+    dtype: torch.dtype,
+    to_weight: bool,
+    to_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of weight ``(n_nodes, d)`` and bias ``(n_nodes,)`` in ``dtype``.
+
+    Row v of the first is ``sum factor_i slope_iv hidden_i`` over the rows i whose path has v, of
+    the second ``sum factor_i slope_iv``. They are empty where they are not asked for.
+
+    Args:
+        slopes: as :func:`loss` made them.
+        factor: the upstream gradient of each row's loss, ``(n,)``, or of all together, ``()``.
+        hidden: as it was given to :func:`loss`.
+        target: as it was given to :func:`loss`.
+        _order: as :func:`loss` made it.
+        path_start: as it was given to :func:`loss`.
+        path_edge: as it was given to :func:`loss`.
+        ignore_index: as it was given to :func:`loss`.
+        n_nodes: how many nodes there are.
+        dtype: of the results; sums are in that of slopes.
+        to_weight: whether the first is asked for.
+        to_bias: whether the second is.
+    """
+    _, known = _kinds(target, path_start, ignore_index)
+    node, _, inside = _paths(target, known, path_start, path_edge, slopes.shape[1])
+    slopes = torch.where(inside, slopes * factor.reshape(-1, 1), 0.0)
+    states = torch.where(known.unsqueeze(-1), hidden.to(slopes.dtype), 0.0)
+    weight, bias = _sums(slopes, states, node, n_nodes, to_weight, to_bias)
+    return weight.to(dtype), bias.to(dtype)
+
+
+def to_touched_nodes(
+    slopes: Tensor,
+    factor: Tensor,
+    hidden: Tensor,
+    target: Tensor,
+    _order: Tensor,
+    path_start: Tensor,
+    path_edge: Tensor,
+    ignore_index: int | None,
+    dtype: torch.dtype,
+    to_weight: bool,
+    to_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The nodes on the paths, ascending, ``(m,)``, and their rows of what :func:`to_nodes` gives.
+
+    Args are those of :func:`to_nodes`, less ``n_nodes``. The host has to know how many there are.
+    """
+    _, known = _kinds(target, path_start, ignore_index)
+    node, _, inside = _paths(target, known, path_start, path_edge, slopes.shape[1])
+    slopes = torch.where(inside, slopes * factor.reshape(-1, 1), 0.0)
+    states = torch.where(known.unsqueeze(-1), hidden.to(slopes.dtype), 0.0)
+    touched, place = node[inside].unique(return_inverse=True)
+    places = torch.zeros_like(node).masked_scatter_(inside, place)
+    weight, bias = _sums(slopes, states, places, len(touched), to_weight, to_bias)
+    return touched, weight.to(dtype), bias.to(dtype)
+
+
+def _sums(
+    slopes: Tensor, states: Tensor, node: Tensor, n_nodes: int, to_weight: bool, to_bias: bool
+) -> tuple[Tensor, Tensor]:
+    weight = slopes.new_zeros(n_nodes if to_weight else 0, states.shape[1])
+    bias = slopes.new_zeros(n_nodes if to_bias else 0)
+    if not n_nodes:
+        return weight, bias
+    # Level by level: the product of all is never held. Padding adds 0 to the first node.
+    for level in range(slopes.shape[1]):
+        if to_weight:
+            weight.index_add_(0, node[:, level], slopes[:, level, None] * states)
+        if to_bias:
+            bias.index_add_(0, node[:, level], slopes[:, level])
+    return weight, bias
+
+
+def _kinds(target: Tensor, path_start: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor]:
+    """Which rows are ignored, and which have a class."""
+    ignored = torch.zeros_like(target, dtype=torch.bool)
+    if ignore_index is not None:
+        ignored = target == ignore_index
+    return ignored, (target >= 0) & (target < len(path_start) - 1) & ~ignored
+
+
+def _paths(
+    target: Tensor, known: Tensor, path_start: Tensor, path_edge: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Nodes ``(n, longest)``, whether their second child is taken, and which there are.
+
+    Padding is node 0.
+    """
+    classes = torch.where(known, target, 0)
+    first = path_start[classes].unsqueeze(-1)
+    place = first + torch.arange(longest, device=target.device)
+    inside = (place < path_start[classes + 1].unsqueeze(-1)) & known.unsqueeze(-1)
+    edge = path_edge[torch.where(inside, place, 0)].long()
+    return torch.where(inside, edge >> 1, 0), (edge & 1) == 1, inside
+
+
+def _parts(n: int, numbers: int) -> list[slice]:
+    rows = max(1, _GATHERED // max(1, numbers))
+    return [slice(first, first + rows) for first in range(0, n, rows)]
