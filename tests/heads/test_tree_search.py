@@ -11,12 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastlayer import trees
-from lastlayer.heads import _node_scores, _tree_search
+from lastlayer.heads import _node_scores, _tree_search, _tree_search_levels, _tree_search_walks
 from lastlayer.heads._top import top_classes
 from lastlayer.heads.hierarchical import HierarchicalSoftmax
 
 sys.path.append(str(Path(__file__).parents[1] / "trees"))
 from random_trees import random_trees, zipf
+
+
+@pytest.fixture(params=["kernel", "levels"])
+def way(request, monkeypatch):
+    """By the kernel of the device, and by operations of torch, as where there is none."""
+    if request.param == "levels":
+        for module in (_tree_search, _tree_search_walks):
+            monkeypatch.setattr(module, "selected", lambda *_: "reference")
+    return request.param
 
 
 def compare_with_a_sort(head, hidden, k):
@@ -40,7 +49,7 @@ def trained_shape(head, counts, scale):
 
 @settings(max_examples=40)
 @given(random_trees(least=2), st.sampled_from([0.1, 1.0, 6.0]), st.integers(0, 10**6))
-def test_the_best_are_those_of_a_sort(tree, scale, seed):
+def test_the_best_are_those_of_a_sort(way, tree, scale, seed):
     torch.manual_seed(seed)
     head = HierarchicalSoftmax(3, tree, dtype=torch.float64)
     hidden = scale * torch.randn(6, 3, dtype=torch.float64)
@@ -50,7 +59,7 @@ def test_the_best_are_those_of_a_sort(tree, scale, seed):
 
 @pytest.mark.parametrize("arity", [2, 5, 40])
 @pytest.mark.parametrize("scale", [0.5, 3.0])
-def test_many_classes(arity, scale, monkeypatch):
+def test_many_classes(arity, scale, way, monkeypatch):
     monkeypatch.setattr(_node_scores, "_TOP_ROWS", 50)
     counts = zipf(2000, np.random.default_rng(3))
     tree = trees.huffman(counts)
@@ -62,7 +71,7 @@ def test_many_classes(arity, scale, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_of_equal_classes_the_lower_id_comes_first(dtype):
+def test_of_equal_classes_the_lower_id_comes_first(dtype, way):
     counts = np.random.default_rng(5).integers(1, 50, 40)
     for tree in (trees.balanced(64), trees.huffman(counts), trees.balanced(40).collapse(7)):
         head = HierarchicalSoftmax(3, tree, dtype=dtype)
@@ -75,8 +84,9 @@ def test_of_equal_classes_the_lower_id_comes_first(dtype):
             compare_with_a_sort(head, hidden, k)
 
 
-def test_where_all_are_alike_rows_are_sorted(monkeypatch):
-    monkeypatch.setattr(_tree_search, "_MOST_OPEN", 4)
+def test_where_all_are_alike_rows_are_sorted(way, monkeypatch):
+    monkeypatch.setattr(_tree_search, "_MOST_READ", 64)
+    monkeypatch.setattr(_tree_search_levels, "_MOST_OPEN", 4)
     head = HierarchicalSoftmax(3, trees.balanced(600))
     hidden = torch.randn(5, 3)
     torch.nn.init.zeros_(head.weight)
@@ -91,7 +101,7 @@ def test_where_all_are_alike_rows_are_sorted(monkeypatch):
     compare_with_a_sort(head, hidden, 5)
 
 
-def test_few_nodes_are_opened_in_a_huffman_tree():
+def test_few_nodes_are_opened_in_a_huffman_tree(way):
     counts = zipf(5000)
     head = trained_shape(HierarchicalSoftmax(32, trees.huffman(counts)), counts, 1.0)
     hidden = torch.randn(50, 32)
@@ -101,7 +111,7 @@ def test_few_nodes_are_opened_in_a_huffman_tree():
         assert (found.opened > 0).all()
 
 
-def test_a_beam_is_a_lower_bound_that_can_miss():
+def test_a_beam_is_a_lower_bound_that_can_miss(way):
     """The best class is below the worse child of the root."""
     tree = trees.from_codes([[[0, n]] for n in range(3)] + [[[1, n]] for n in range(2)])
     head = HierarchicalSoftmax(1, tree)
@@ -119,7 +129,7 @@ def test_a_beam_is_a_lower_bound_that_can_miss():
     assert (wide.classes[:, 0] == 4).all()
 
 
-def test_a_beam_never_beats_the_best():
+def test_a_beam_never_beats_the_best(way):
     counts = zipf(300)
     head = trained_shape(HierarchicalSoftmax(8, trees.huffman(counts)), counts, 3.0)
     hidden = torch.randn(40, 8)
@@ -129,7 +139,33 @@ def test_a_beam_never_beats_the_best():
     torch.testing.assert_close(narrow.values, at_found)
 
 
-def test_a_row_of_nan_disturbs_no_other():
+@settings(max_examples=25)
+@given(random_trees(least=2), st.sampled_from([0.3, 3.0]), st.integers(0, 10**6))
+def test_a_beam_is_the_same_whoever_follows_it(tree, scale, seed):
+    torch.manual_seed(seed)
+    head = HierarchicalSoftmax(3, tree, dtype=torch.float64)
+    hidden = scale * torch.randn(5, 3, dtype=torch.float64)
+    for k, width in ((1, 1), (1, 3), (2, 2), (tree.n_classes, tree.n_classes + 5)):
+        found = head._search(hidden, k, width)
+        expected = _tree_search_levels.beam_by_levels(head._nodes, hidden, k, width)
+        torch.testing.assert_close(found.values, expected.values)
+        assert torch.equal(found.classes, expected.classes)
+        assert torch.equal(found.opened, expected.opened)
+
+
+def test_a_beam_that_meets_a_nan_says_so(way):
+    head = HierarchicalSoftmax(4, trees.balanced(100))
+    hidden = torch.randn(3, 4)
+    clean = head.topk(hidden, 5, beam=6)
+    hidden[1] = math.nan
+    values, classes = head.topk(hidden, 5, beam=6)
+    assert values[1].isnan().all()
+    assert (classes[1] == -1).all()
+    assert torch.equal(classes[::2], clean.classes[::2])
+    torch.testing.assert_close(values[::2], clean.values[::2])
+
+
+def test_a_row_of_nan_disturbs_no_other(way):
     head = HierarchicalSoftmax(4, trees.balanced(100))
     hidden = torch.randn(3, 4)
     clean = head.topk(hidden, 5)
@@ -142,7 +178,7 @@ def test_a_row_of_nan_disturbs_no_other():
         head.sample(hidden)
 
 
-def test_classes_of_probability_zero_come_last():
+def test_classes_of_probability_zero_come_last(way):
     head = HierarchicalSoftmax(1, trees.balanced(16), bias=False)
     with torch.no_grad():
         head.weight.fill_(math.inf)
@@ -153,7 +189,7 @@ def test_classes_of_probability_zero_come_last():
 
 
 @pytest.mark.parametrize("arity", [2, 6])
-def test_walks_are_as_frequent_as_they_are_probable(arity):
+def test_walks_are_as_frequent_as_they_are_probable(arity, way):
     counts = zipf(50)
     tree = trees.huffman(counts)
     tree = tree if arity == 2 else tree.collapse(arity)
@@ -167,7 +203,7 @@ def test_walks_are_as_frequent_as_they_are_probable(arity):
         assert ((shares - probs[row]).abs() <= 6 * deviation + 1e-4).all()
 
 
-def test_very_rare_classes_are_drawn_too():
+def test_very_rare_classes_are_drawn_too(way):
     """Deep below a likely path, each with less than float32 adds to 1, but half of it together."""
     n = 1 << 16
     head = HierarchicalSoftmax(1, trees.balanced(n))
@@ -177,3 +213,89 @@ def test_very_rare_classes_are_drawn_too():
     drawn = head.sample(torch.ones(1), 20_000)
     assert abs((drawn >= n // 2).float().mean() - 0.5) < 0.03
     assert len(drawn.unique()) > 0.8 * 20_000
+
+
+@settings(max_examples=25)
+@given(random_trees(least=2), st.integers(0, 10**6))
+def test_a_seed_decides_whoever_takes_the_steps(tree, seed):
+    torch.manual_seed(seed)
+    head = HierarchicalSoftmax(3, tree, dtype=torch.float64)
+    hidden = torch.randn(4, 3, dtype=torch.float64)
+    drawn = []
+    for chosen in ("cpu", "reference"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_tree_search_walks, "selected", lambda *_, chosen=chosen: chosen)
+            generator = torch.Generator().manual_seed(seed)
+            drawn.append(head.sample(hidden, 30, generator=generator))
+            drawn.append(torch.rand(1, generator=generator))
+    assert torch.equal(drawn[0], drawn[2])
+    assert torch.equal(drawn[1], drawn[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_is_searched_as_what_it_stands_for(dtype, way):
+    counts = zipf(1500)
+    head = trained_shape(HierarchicalSoftmax(24, trees.huffman(counts)), counts, 2.0).to(dtype)
+    hidden = torch.randn(12, 24).to(dtype)
+    values, classes = head.topk(hidden, 8)
+    assert values.dtype == torch.float32
+    truth = head.double().log_prob(hidden.double())
+    best = truth.sort(dim=-1, descending=True).values[:, :8]
+    torch.testing.assert_close(values.double(), best, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(truth.gather(-1, classes), best, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (1,), ()])
+def test_few_rows_or_none(shape, way):
+    head = HierarchicalSoftmax(3, trees.huffman(zipf(40)))
+    hidden = torch.randn(*shape, 3)
+    assert head.topk(hidden, 4).classes.shape == (*shape, 4)
+    assert head.sample(hidden, 2).shape == (*shape, 2)
+    compare_with_a_sort(head, hidden.reshape(-1, 3), 4)
+
+
+def test_a_flat_row_reads_little_more_than_a_sort_does(monkeypatch):
+    """All leaves are as good as the root's: the search ends after its part of the weight."""
+    head = HierarchicalSoftmax(2, trees.balanced(1 << 15))
+    torch.nn.init.zeros_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    asked = []
+    monkeypatch.setattr(head, "_sorted", lambda *args: asked.append(args[-1]) or sorted_(*args))
+    sorted_ = HierarchicalSoftmax._sorted.__get__(head)
+    values, classes = head.topk(torch.randn(2, 2), 3)
+    assert asked[0].tolist() == [0, 1]
+    assert classes.tolist() == [[0, 1, 2]] * 2
+    assert (values + 15 * math.log(2)).abs().max() < 1e-4
+
+
+def test_a_search_inside_a_compiled_function():
+    head = HierarchicalSoftmax(3, trees.huffman(zipf(40)))
+    hidden = torch.randn(4, 3)
+    compiled = torch.compile(lambda rows: head.topk(rows * 2.0, 5), backend="eager")
+    assert torch.equal(compiled(hidden).classes, head.topk(hidden * 2.0, 5).classes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("arity", [2, 30])
+def test_on_a_gpu(dtype, arity):
+    counts = zipf(20_000)
+    tree = trees.huffman(counts)
+    tree = tree if arity == 2 else tree.collapse(arity)
+    head = trained_shape(HierarchicalSoftmax(96, tree), counts, 1.5).to("cuda", dtype)
+    hidden = torch.randn(70, 96, device="cuda").to(dtype)
+    hidden[3] = 0.0
+    hidden[5] = math.nan
+    for k in (1, 10, 64, 100):
+        values, classes = head.topk(hidden, k)
+        assert values[5].isnan().all()
+        exact = HierarchicalSoftmax(96, tree, device="cuda", dtype=torch.float64)
+        exact.load_state_dict(head.state_dict())
+        truth = exact.log_prob(hidden.double())
+        best = truth.sort(dim=-1, descending=True).values[:, :k]
+        close = {"atol": 1e-4, "rtol": 1e-5}
+        torch.testing.assert_close(values.double(), best, equal_nan=True, **close)
+        torch.testing.assert_close(truth.gather(-1, classes), best, equal_nan=True, **close)
+    opened = head._search(hidden, 10).opened
+    assert (opened > 0).all()
+    assert opened[:3].float().mean() < 0.1 * tree.n_inner

@@ -18,6 +18,7 @@ from lastlayer.kernels.sparse_gradient import triton as sparse_gradient
 from lastlayer.kernels.topk_softmax import triton as topk
 from lastlayer.kernels.tree_path import _losses_triton as tree_losses
 from lastlayer.kernels.tree_path import _sums_triton as tree_sums
+from lastlayer.kernels.tree_search import triton as tree_search
 
 TENSORS = {"indices": "*i64", "size": "*i64", "peaks": "*fp32", "chosen": "*i32"}
 TENSORS |= {"alphas": "*fp32", "sums": "*fp32", "excess": "fp32", "log_n": "fp32"}
@@ -61,9 +62,10 @@ CASES = [
 
 LONGS = ("target", "classes", "order", "starts", "argmax", "rank")
 FLOATS = ("target_scores", "row_scale", "class_weight", "weight_sum", "loss", "lse", "entropy")
-LONGS += ("path_start", "starts", "touched")
+LONGS += ("path_start", "starts", "touched", "opened")
 INTS = ("since", "path_edge", "rank", "keys", "lengths", "shared", "new", "place", "through")
-FLOATS += ("losses", "slopes", "gradient", "pieces", "bias_pieces")
+INTS += ("child", "ids")
+FLOATS += ("losses", "slopes", "gradient", "pieces", "bias_pieces", "numbers")
 FLOATS += ("log2_lse", "push", "pull", "size", "mean", "bias_gradient", "true", "factor")
 NUMBERS = ("smoothing", "z_loss", "softcap", "inverse_temperature", "alpha")
 HALVES = ("hidden", "weight", "bias", "weight_gradient", "scores", "probs", "values", "out")
@@ -77,6 +79,7 @@ FUSED_TYPES = (
 ALL = dict.fromkeys(("GRADIENT", "WEIGHTED", "SMOOTH", "CAPPED", "STATISTICS"), True)
 TILE = dict(EVEN=False, BIASED=True, CAPPED=True)
 TO_BOTH = dict(TO_NODES=True, TO_HIDDEN=True)
+SEARCH = dict(WIDTH=16, GROUP=16, BEAM_DEPTH=256, DEPTH=256)
 RUNS = dict(TILE=64, WIDTH=512, PLACED=True, TO_WEIGHT=True, TO_BIAS=True)
 FUSED_CASES = [
     (softmax_rows._softmax_row, dict(BLOCK=4096, **ALL)),
@@ -103,6 +106,7 @@ FUSED_CASES = [
     (tree_sums.compare_paths, dict(IGNORES=True, ROWS=32, LEVELS=32, PLACED=True)),
     (tree_sums.sum_tiles, dict(LEVELS=8, GROUP=4, **RUNS)),
     (tree_sums.sum_pieces, dict(GROUP=16, **RUNS)),
+    (tree_search._search, dict(NODES=512, LEAVES=512, BIASED=True, **SEARCH)),
 ]
 
 

@@ -207,14 +207,16 @@ class HierarchicalSoftmax(TreeHead):
     def topk(self, hidden: Tensor, k: int, *, beam: int | None = None) -> TopK:
         """The k most probable classes, exactly as a sort of all log-probabilities has them.
 
-        By two sweeps down the tree. The first follows a few nodes of each level and finds k
-        classes. The second opens every node that is at least as probable as the k-th of them.
-        That is exact: a child is at most as probable as its parent, so a node that is less
-        probable than k known classes has no class below it that is one of the best k.
+        By a search down the tree. On a CPU the most probable node is opened first, until k
+        classes are more probable than all that is still closed. On a GPU a first sweep follows a
+        few nodes of each level and finds k classes, and a second one opens every node that is at
+        least as probable as the k-th of them. Both are exact: a child is at most as probable as
+        its parent, so a node that is less probable than k known classes has no class below it
+        that is one of the best k.
 
-        A row in which more than a sixteenth of the nodes is open at once is sorted as a whole, and
-        so are all where k is more than an eighth of the classes, or where the tree overlaps, as
-        the bound does not hold for a sum over paths.
+        A row for which more than a sixteenth of the nodes would be opened is sorted as a whole,
+        and so are all where k is more than an eighth of the classes, or where the tree overlaps,
+        as the bound does not hold for a sum over paths.
 
         Args:
             hidden: ``(*batch, in_features)``.
@@ -238,7 +240,7 @@ class HierarchicalSoftmax(TreeHead):
         found = []
         with torch.autocast(hidden.device.type, enabled=False):
             for some in rows.split(_SEARCHED_ROWS):
-                nodes = self._nodes.with_top(some)
+                nodes = self._nodes
                 if beam is None:
                     sort = partial(self._sorted, some.to(self.weight.dtype), k)
                     found.append(exact_search(nodes, some, k, sort))

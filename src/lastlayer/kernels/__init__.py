@@ -10,6 +10,7 @@ from lastlayer.kernels import (
     sparse_gradient,
     topk_softmax,
     tree_path,
+    tree_search,
 )
 from lastlayer.kernels._registry import IMPLEMENTATIONS, Impl, available, selected
 
@@ -27,4 +28,5 @@ __all__ = [
     "sparse_gradient",
     "topk_softmax",
     "tree_path",
+    "tree_search",
 ]

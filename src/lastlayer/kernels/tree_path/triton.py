@@ -22,7 +22,7 @@ from lastlayer.kernels.tree_path._sums_triton import compare_paths, sum_pieces, 
 TILE, WIDEST_TILE, PIECE_NUMBERS = 64, 1024, 1 << 25
 # Levels of a row that a program has, and the rows that it reads at a time; pieces of a run that it
 # reads at a time; and how many numbers of each.
-LEVELS, ROWS, PIECES, WIDEST = 8, 4, 16, 512
+LEVELS, ROWS, PIECES, WIDEST = 4, 4, 16, 512
 
 
 def loss(
@@ -55,12 +55,13 @@ def loss(
         )
         order = torch.sort(keys, stable=True).indices
     width = max(16, triton.next_power_of_2(depth))
-    nodes = max(1, min(16, 4096 // width, triton.next_power_of_2(longest)))
+    # A warp or two: a row is little work, and many rows at a time hide the wait for a gather.
+    nodes = max(1, min(16, 1024 // width, triton.next_power_of_2(longest)))
     losses_of_rows[(n,)](
         hidden, weight, bias, target, order, path_start, path_edge, losses, slopes, gradient,
         depth, longest, len(rank), hidden.stride(0), weight.stride(0), **ignoring, NODES=nodes,
         WIDTH=width, BIASED=bias is not None, ORDERED=order is not None, TO_NODES=to_nodes,
-        TO_HIDDEN=to_hidden, num_warps=max(1, min(8, nodes * width // 1024)),
+        TO_HIDDEN=to_hidden, num_warps=max(1, nodes * width // 1024),
         enable_fp_fusion=True,
     )  # fmt: skip
     return losses, target.new_empty(0) if order is None else order, slopes, gradient

@@ -1,0 +1,41 @@
+"""The most probable leaves of a tree, without a look at most of its nodes.
+
+A *row* of ``weight`` is the vector of a binary node, whose score decides for its second child, or
+that of one child of a wider node. Nodes are numbered level by level, the root is node 0.
+"""
+
+import torch
+from torch import Tensor
+
+from lastlayer.kernels._registry import Operation
+
+# On CUDA the kernel is for trees of binary nodes and for no more leaves than this.
+MOST_ON_CUDA = 64
+# Where a random walk is that met a NaN; else it is at a node, or at the end, ~c for class c.
+NOWHERE = -(1 << 62)
+
+
+def _fake(
+    hidden: Tensor,
+    _weight: Tensor,
+    _bias: Tensor | None,
+    _child_start: Tensor,
+    _row_start: Tensor,
+    _child: Tensor,
+    _levels: int,
+    k: int,
+    _most: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = hidden.shape[0]
+    classes = hidden.new_empty(n, k, dtype=torch.int64)
+    return hidden.new_empty(n, k), classes, hidden.new_empty(n, dtype=torch.int64)
+
+
+best_leaves = Operation(
+    "tree_search",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor child_start, Tensor row_start, "
+    "Tensor child, int levels, int k, int most) -> (Tensor, Tensor, Tensor)",
+    __name__,
+    "best_leaves",
+    _fake,
+)
