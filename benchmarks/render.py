@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fused_page
+import heads_page
 import map_page
 from page import Part
 
@@ -21,18 +22,19 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 PICTURES = ROOT / "docs" / "pictures"
 
-PARTS: tuple[Part[Any], ...] = (fused_page.FUSED, map_page.MAPS)
+PARTS: tuple[Part[Any], ...] = (fused_page.FUSED, heads_page.HEADS, map_page.MAPS)
 
 INTRODUCTION = f"""\
 # Performance
 
 This page is made by `python benchmarks/render.py` from the measurements in `benchmarks/results`,
-the misses as well as the hits. To measure your own machine: `lastlayer bench fused` and
-`lastlayer bench maps`.
+the misses as well as the hits. To measure your own machine: `lastlayer bench fused`,
+`lastlayer bench heads` and `lastlayer bench maps`.
 
 ## How it is measured
 
 {fused_page.MEASURED}
+{heads_page.MEASURED}
 {map_page.MEASURED}"""
 
 NOTHING_YET = """

@@ -27,6 +27,9 @@ Quick = Annotated[bool, typer.Option("--quick", help="Few and small shapes.")]
 Device = Annotated[
     str, typer.Option(metavar="|".join(DEVICES), help="auto takes a CUDA GPU if there is one.")
 ]
+Only = Annotated[
+    str, typer.Option(metavar="TEXT", help="Measure the cases whose title contains this.")
+]
 NoPeers = Annotated[
     bool, typer.Option("--no-peers", help="Leave out the other packages that are installed.")
 ]
@@ -103,9 +106,7 @@ def bench_fused(
     *,
     quick: Quick = False,
     device: Device = "auto",
-    only: Annotated[
-        str, typer.Option(metavar="TEXT", help="Measure the cases whose title contains this.")
-    ] = "",
+    only: Only = "",
     no_peers: NoPeers = False,
     json_path: JsonPath = None,
     plot_path: PlotPath = None,
@@ -119,6 +120,31 @@ def bench_fused(
         device=device,
         quick=quick,
         peers=not no_peers,
+        only=only,
+        json_path=json_path,
+        plot_path=plot_path,
+        out=Console(),
+    )
+    raise typer.Exit(code)
+
+
+@bench.command("heads")
+def bench_heads(
+    *,
+    quick: Quick = False,
+    device: Device = "auto",
+    only: Only = "",
+    json_path: JsonPath = None,
+    plot_path: PlotPath = None,
+) -> None:
+    """Training steps and best classes of heads: times, memory, parameters, and growth with V."""
+    device = _checked(device, json_path, plot_path)
+
+    from lastlayer.bench.heads import run
+
+    code = run(
+        device=device,
+        quick=quick,
         only=only,
         json_path=json_path,
         plot_path=plot_path,

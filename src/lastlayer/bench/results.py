@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from lastlayer.bench.fused.record import FusedRecord
+from lastlayer.bench.heads.record import HeadRecord
 from lastlayer.bench.maps.record import MapRecord
 from lastlayer.bench.record import Record
 
-KINDS: dict[str, type[Record]] = {"maps": MapRecord, "fused": FusedRecord}
+KINDS: dict[str, type[Record]] = {"maps": MapRecord, "fused": FusedRecord, "heads": HeadRecord}
 
 RecordT = TypeVar("RecordT", bound=Record)
 

@@ -56,8 +56,19 @@ def measure(
     quick: bool,
     json_path: Path | None,
     out: Console,
+    seed: int | None = None,
 ) -> Bench[CaseT, VerdictT, RecordT]:
-    """Measure the limit of the device, then all cases."""
+    """Measure the limit of the device, then all cases.
+
+    Args:
+        family: what is measured.
+        cases: on what.
+        device: where.
+        quick: see the families.
+        json_path: a file that every measurement is appended to.
+        out: where progress is told.
+        seed: what inputs are drawn with, so that every run has the same; else new ones each time.
+    """
     timer = family.timer(device, quick=quick)
     limit = family.limit(device, timer, quick=quick)
     with reporting(out, len(cases), quick=quick) as reporter:
@@ -68,7 +79,7 @@ def measure(
             limit=limit,
             environment=records.environment(device, quick=quick),
             reporter=reporter,
-            seed=time_ns() % 2**40,
+            seed=time_ns() % 2**40 if seed is None else seed,
             json_path=json_path,
         )
         for case in cases:
@@ -101,9 +112,10 @@ def show(
     where = bench.environment
     threads = "" if where.threads is None else f", {where.threads} threads"
     kernels = sorted({r.implementation for r in bench.records if r.implementation is not None})
+    ran = f" ({', '.join(kernels)})" if kernels else ""
     line(
-        f"{where.device}{threads} · torch {where.torch} · lastlayer {where.lastlayer} "
-        f"({', '.join(kernels)}) · {limit}"
+        f"{where.device}{threads} · torch {where.torch} · lastlayer {where.lastlayer}{ran} · "
+        f"{limit}"
     )
     for each in tables:
         out.print(each)

@@ -1,0 +1,165 @@
+"""Losses of heads in float64, by plain formulas that autograd differentiates."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.functional import logsigmoid
+
+from lastlayer.trees import Tree
+
+# A twin of the head in float64, hidden states and targets to the loss of each row.
+Losses = Callable[[Any, Tensor, Tensor], Tensor]
+# Bytes of scores of all classes that are held at a time.
+_BYTES = {"cuda": 2**32, "cpu": 2**29}
+
+
+class Truth(NamedTuple):
+    """The mean loss, and its gradients in float64."""
+
+    loss: float
+    hidden: Tensor
+    parameters: dict[str, Tensor]
+
+
+def truth_of(
+    module: torch.nn.Module, losses: Losses, classes: int, hidden: Tensor, target: Tensor
+) -> Truth:
+    """What a step of this module should give, a few rows at a time."""
+    twin = in_float64(module)
+    leaf = hidden.detach().double().requires_grad_()
+    total = 0.0
+    for part in row_parts(len(hidden), classes, hidden.device):
+        loss = losses(twin, leaf[part], target[part]).sum() / len(hidden)
+        loss.backward()
+        total += float(loss.detach())
+    zeros = torch.zeros_like
+    gradients = {
+        name: zeros(each) if each.grad is None else each.grad
+        for name, each in twin.named_parameters()
+    }
+    return Truth(total, zeros(leaf) if leaf.grad is None else leaf.grad, gradients)
+
+
+def in_float64(module: torch.nn.Module) -> Any:
+    """A copy of it with the same numbers; those of its parameters are not copied twice."""
+    wide = {id(each): Parameter(each.detach().double()) for each in module.parameters()}
+    return copy.deepcopy(module, wide).double()
+
+
+def row_parts(rows: int, classes: int, device: torch.device) -> list[slice]:
+    """Rows whose scores of all classes are held at a time."""
+    step = max(1, _BYTES[device.type] // (8 * classes))
+    return [slice(first, first + step) for first in range(0, rows, step)]
+
+
+def flat(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
+    """One softmax over all classes."""
+    scores = hidden @ twin.weight.t() + twin.bias
+    return torch.nn.functional.cross_entropy(scores, target, reduction="none")
+
+
+def by_log_prob(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
+    """Minus the exact log-probability that every head has, of all classes."""
+    losses: Tensor = -twin.log_prob(hidden).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return losses
+
+
+def paths(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
+    """The choices on the way to a class in the tree of a hierarchical head."""
+    return _path_losses(twin.tree, twin.weight, twin.bias, hidden, target)
+
+
+def gathered(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
+    """The same of the embeddings of gathered paths."""
+    biases = twin.bias.weight.squeeze(-1)
+    return _path_losses(twin.tree, twin.weight.weight, biases, hidden, target)
+
+
+def _path_losses(
+    tree: Tree, weight: Tensor, bias: Tensor, hidden: Tensor, target: Tensor
+) -> Tensor:
+    classes = target.cpu().numpy()
+    first, lengths = tree.path_start[classes], tree.class_depth[classes].astype(np.int64)
+    row = np.repeat(np.arange(len(classes)), lengths)
+    ends = np.cumsum(lengths)
+    entry = np.arange(ends[-1]) - np.repeat(ends - lengths - first, lengths)
+    node, position = tree.path_node[entry], tree.path_position[entry]
+    # One vector for a binary node, one for each child of a wider one.
+    vectors = np.where(tree.arity == 2, 1, tree.arity)
+    start = np.cumsum(vectors) - vectors
+    losses = hidden.new_zeros(len(classes))
+    at = np.flatnonzero(tree.arity[node] == 2)
+    if len(at):
+        binary = _binary(weight, bias, hidden, *_on(hidden, row[at], start[node[at]], position[at]))
+        losses = losses.index_add(0, torch.from_numpy(row[at]).to(target), binary)
+    at = np.flatnonzero(tree.arity[node] > 2)
+    if len(at):
+        at = at[np.argsort(node[at], kind="stable")]
+        nodes, counts = np.unique(node[at], return_counts=True)
+        own = np.concatenate([start[v] + np.arange(tree.arity[v]) for v in nodes])
+        rows, places, owned = _on(hidden, row[at], position[at], own)
+        # All gathers at once: each has a gradient as large as what it gathers from.
+        some = hidden[rows].split(counts.tolist())
+        sizes = tree.arity[nodes].tolist()
+        parts = zip(some, weight[owned].split(sizes), bias[owned].split(sizes), strict=True)
+        log_prob = [torch.log_softmax(h @ w.t() + b, -1) for h, w, b in parts]
+        chosen = zip(log_prob, places.split(counts.tolist()), strict=True)
+        wide = torch.cat([lp.gather(-1, p.unsqueeze(-1)).squeeze(-1) for lp, p in chosen])
+        losses = losses.index_add(0, rows, -wide)
+    return losses
+
+
+def _binary(
+    weight: Tensor, bias: Tensor, hidden: Tensor, rows: Tensor, vectors: Tensor, second: Tensor
+) -> Tensor:
+    scores = (hidden[rows] * weight[vectors]).sum(-1) + bias[vectors]
+    return -logsigmoid(torch.where(second == 1, scores, -scores))
+
+
+def _on(like: Tensor, *arrays: Any) -> list[Tensor]:
+    return [torch.from_numpy(np.asarray(a, np.int64)).to(like.device) for a in arrays]
+
+
+def clusters(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
+    """A softmax over frequent classes and clusters, and one in the cluster of the target."""
+    inside = list(zip(twin.projections, twin.tails, strict=True))
+    return _cluster_losses(twin.head_weight, inside, twin.cutoffs.tolist(), hidden, target)
+
+
+def torch_clusters(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
+    """The same of torch's module."""
+    inside = [(narrow.weight, vectors.weight) for narrow, vectors in twin.tail]
+    return _cluster_losses(twin.head.weight, inside, twin.cutoffs[:-1], hidden, target)
+
+
+def _cluster_losses(
+    top: Tensor,
+    inside: list[tuple[Tensor, Tensor]],
+    cutoffs: list[int],
+    hidden: Tensor,
+    target: Tensor,
+) -> Tensor:
+    n_top = len(top) - len(inside)
+    starts = torch.tensor(cutoffs, dtype=target.dtype, device=target.device)
+    cluster = torch.bucketize(target, starts, right=True)
+    column = torch.where(cluster == 0, target, n_top + cluster - 1).unsqueeze(-1)
+    losses = -torch.log_softmax(hidden @ top.t(), -1).gather(-1, column).squeeze(-1)
+    for i, (projection, vectors) in enumerate(inside):
+        rows = (cluster == i + 1).nonzero().squeeze(-1)
+        log_prob = torch.log_softmax(hidden[rows] @ projection.t() @ vectors.t(), -1)
+        place = (target[rows] - cutoffs[i]).unsqueeze(-1)
+        losses = losses.index_add(0, rows, -log_prob.gather(-1, place).squeeze(-1))
+    return losses
+
+
+def bands(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
+    """One softmax over bands of classes that see slices, or projections, of the hidden state."""
+    seen = hidden if twin.projection is None else hidden @ twin.projection.t()
+    slices = seen.split([width for _, width in twin.bands], -1)
+    scores = torch.cat([s @ w.t() for s, w in zip(slices, twin.weights, strict=True)], -1)
+    return torch.nn.functional.cross_entropy(scores + twin.bias, target, reduction="none")

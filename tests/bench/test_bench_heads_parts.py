@@ -1,0 +1,160 @@
+"""The truths, the inputs, the trained shapes and the timer of the bench of heads."""
+
+import numpy as np
+import pytest
+import torch
+
+from lastlayer import heads, trees
+from lastlayer.bench.heads import builders, entries, top, truth
+from lastlayer.bench.heads import timer as timers
+from lastlayer.bench.heads.entries import ENTRIES
+from lastlayer.bench.heads.entry import seeded
+from lastlayer.bench.heads.modules import GatheredPaths
+from lastlayer.bench.heads.problem import Problem, huffman, zipf
+from lastlayer.bench.heads.step import Step
+from lastlayer.bench.heads.timer import CudaWallTimer
+
+CPU = torch.device("cpu")
+PROBLEM = Problem(20, 64, 3000, torch.float64, CPU)
+WORDS = Problem(5, 8, 12, torch.float64, CPU)
+
+
+# Whose log-probabilities of all classes are another way to the loss than its own truth.
+WITH_ALL_CLASSES = [e for e in ENTRIES if e.losses not in (truth.gathered, truth.by_log_prob)]
+
+
+def labelled(entry) -> str:
+    return f"{entry.source} {entry.name}"
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=labelled)
+def test_a_step_in_float64_is_the_truth(entry):
+    problem = WORDS if entry.name == "char_cnn" else PROBLEM
+    verdict = entry.method(problem).load().verify(problem.draw(4))
+    assert verdict.ok, verdict
+    assert verdict.loss_error < 1e-13
+    assert verdict.weight_error < 1e-10
+
+
+@pytest.mark.parametrize("bytes_held", [2**29, 7 * 8 * 3000])
+@pytest.mark.parametrize("entry", WITH_ALL_CLASSES, ids=labelled)
+def test_the_truth_is_what_the_heads_probabilities_say(entry, bytes_held, monkeypatch):
+    monkeypatch.setattr(truth, "_BYTES", {"cpu": bytes_held})
+    module = seeded(lambda: entry.build(PROBLEM), CPU)
+    hidden, target = PROBLEM.draw(5)
+    made = truth.truth_of(module, entry.losses, PROBLEM.classes, hidden, target)
+    leaf = hidden.clone().requires_grad_()
+    log_prob = module.log_prob(leaf)
+    assert float((log_prob.detach().exp().sum(-1) - 1).abs().max()) < 1e-12
+    loss = -log_prob.gather(-1, target.unsqueeze(-1)).mean()
+    loss.backward()
+    assert made.loss == pytest.approx(float(loss.detach()), rel=1e-12)
+    torch.testing.assert_close(made.hidden, leaf.grad, rtol=1e-9, atol=1e-13)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(made.parameters[name], parameter.grad, rtol=1e-9, atol=1e-13)
+
+
+def test_gathered_paths_are_a_hierarchical_softmax():
+    ours = heads.HierarchicalSoftmax(64, huffman(3000), dtype=torch.float64)
+    plain = GatheredPaths(huffman(3000), PROBLEM)
+    with torch.no_grad():
+        plain.weight.weight.copy_(ours.weight)
+        plain.bias.weight.copy_(ours.bias.unsqueeze(-1))
+    inputs = PROBLEM.draw(6)
+    torch.testing.assert_close(plain(*inputs), ours(*inputs), rtol=1e-12, atol=0)
+
+
+def test_gradients_that_are_missing_count_as_zeros():
+    class Forgets(torch.nn.Linear):
+        def forward(self, hidden, target):
+            return torch.nn.functional.cross_entropy(hidden @ self.weight.t(), target)
+
+    def losses(twin, hidden, target):
+        return torch.nn.functional.cross_entropy(
+            hidden @ twin.weight.t() + twin.bias, target, reduction="none"
+        )
+
+    layer = Forgets(64, 3000, dtype=torch.float64)
+    layer.bias.data.zero_()
+    verdict = Step(layer, losses, 3000).verify(PROBLEM.draw(7))
+    assert verdict.reason == "gradient of bias off by 1.0e+00"
+
+
+def test_a_step_leaves_no_gradients_behind():
+    step = ENTRIES[1].method(PROBLEM).load()
+    hidden, target = PROBLEM.draw(8)
+    hidden.requires_grad_()
+    taken = step(hidden, target)
+    assert taken.hidden.shape == hidden.shape
+    assert hidden.grad is None
+    assert {each.grad for each in step.module.parameters()} == {None}
+
+
+def test_targets_follow_zipfs_law():
+    problem = Problem(200_000, 1, 1000, torch.float32, CPU)
+    _, target = problem.draw(9)
+    assert int(target.min()) >= 0
+    assert int(target.max()) < 1000
+    found = torch.bincount(target, minlength=1000).double() / len(target)
+    expected = torch.from_numpy(zipf(1000) / zipf(1000).sum())
+    # Five deviations of the most frequent ones.
+    assert float((found - expected)[:20].abs().max()) < 5 * (0.13 / 200_000) ** 0.5
+    assert torch.equal(target, problem.draw(9)[1])
+
+
+@pytest.mark.parametrize("spread", top.SPREADS)
+def test_nodes_of_trained_shape_follow_counts_and_spread(spread):
+    problem = Problem(400, 64, 5000, torch.float64, CPU)
+    head = seeded(lambda: top._hierarchical(problem, spread), CPU)
+    tree = head.tree
+    share = zipf(5000) / zipf(5000).sum()
+    # Without a hidden state every class is as probable as it is frequent.
+    log_prob = head.log_prob(torch.zeros(1, 64, dtype=torch.float64))
+    np.testing.assert_allclose(log_prob.exp().squeeze(0).detach(), share, rtol=1e-9)
+    scores = problem.draw(1)[0] @ head.weight.detach().t()
+    assert scores.shape == (400, tree.n_inner)
+    assert float(scores.std()) == pytest.approx(spread, rel=0.02)
+
+
+def test_an_adaptive_head_of_trained_shape_follows_counts_at_the_top():
+    head = seeded(lambda: top._adaptive(PROBLEM, 1.0), CPU)
+    first, *others = np.split(zipf(3000), head.cutoffs.tolist())
+    share = zipf(3000) / zipf(3000).sum()
+    prob = head.log_prob(torch.zeros(1, 64, dtype=torch.float64)).exp().squeeze(0).detach()
+    np.testing.assert_allclose(prob[: len(first)], share[: len(first)], rtol=1e-9)
+    n = len(first)
+    for each in others:
+        assert float(prob[n : n + len(each)].sum()) == pytest.approx(share[n : n + len(each)].sum())
+        n += len(each)
+
+
+@pytest.mark.parametrize("name", [*builders.BUILDERS, *builders.CLUSTERED])
+def test_built_trees_have_all_classes(name):
+    prepare = {**builders.BUILDERS, **builders.CLUSTERED}[name]
+    work = builders.Build(prepare(150), 150)
+    verdict = work.verify((torch.from_numpy(zipf(150)),))
+    assert verdict.ok, verdict
+    assert "deep" in verdict.settings
+
+
+def test_a_tree_of_other_classes_is_found():
+    work = builders.Build(lambda counts: trees.balanced(len(counts) - 1), 9)
+    assert work.verify((torch.ones(9, dtype=torch.float64),)).reason == "8 classes"
+
+
+def test_automatic_cutoffs_of_torch_are_ours():
+    ours, theirs = (
+        next(e for e in ENTRIES if (e.name, e.source) == (entries.ADAPTIVE, source))
+        for source in ("lastlayer", "torch")
+    )
+    assert entries.cutoffs_of(ours.build(PROBLEM)) == entries.cutoffs_of(theirs.build(PROBLEM))
+
+
+def test_a_gpu_is_timed_from_idle_to_idle(monkeypatch):
+    events = []
+    monkeypatch.setattr(timers.torch.cuda, "synchronize", lambda: events.append("idle"))
+    clock = iter([1.0, 1.3])
+    monkeypatch.setattr(timers.time, "perf_counter", lambda: next(clock))
+    timer = CudaWallTimer(budget_s=1.0)
+    assert timer.milliseconds(lambda: events.append("call"), 3) == pytest.approx(100.0)
+    assert events == ["idle", "call", "call", "call", "idle"]
