@@ -10,6 +10,7 @@ from lastlayer.kernels.entmax import _backward_triton as backward
 from lastlayer.kernels.entmax import triton as entmax
 from lastlayer.kernels.entmax_flat import triton as entmax_flat
 from lastlayer.kernels.entmax_rows import triton as entmax_rows
+from lastlayer.kernels.linear_softmax import _finish_triton as finish
 from lastlayer.kernels.linear_softmax import triton as linear_softmax
 from lastlayer.kernels.scale import triton as scale
 from lastlayer.kernels.softmax_gradient import triton as softmax_gradient
@@ -65,9 +66,20 @@ FLOATS = ("target_scores", "row_scale", "class_weight", "weight_sum", "loss", "l
 LONGS += ("path_start", "starts", "touched", "opened")
 INTS = ("since", "path_edge", "rank", "keys", "lengths", "shared", "new", "place", "through")
 INTS += ("child", "ids")
-FLOATS += ("losses", "slopes", "gradient", "pieces", "bias_pieces", "numbers")
+FLOATS += (
+    "losses",
+    "factors",
+    "exact",
+    "row_weight",
+    "more",
+    "slopes",
+    "gradient",
+    "pieces",
+    "bias_pieces",
+    "numbers",
+)
 FLOATS += ("log2_lse", "push", "pull", "size", "mean", "bias_gradient", "true", "factor")
-NUMBERS = ("smoothing", "z_loss", "softcap", "inverse_temperature", "alpha")
+NUMBERS = ("keep", "smoothing", "z_loss", "softcap", "inverse_temperature", "alpha")
 HALVES = ("hidden", "weight", "bias", "weight_gradient", "scores", "probs", "values", "out")
 FUSED_TYPES = (
     dict.fromkeys(LONGS, "*i64")
@@ -96,7 +108,11 @@ FUSED_CASES = [
     ),
     (
         linear_softmax._gradient_of_classes,
-        dict(ROWS=64, CLASSES=64, DEPTH=64, BIAS_GRADIENT=True, ADD=True, **TILE),
+        dict(ROWS=64, CLASSES=64, DEPTH=64, BIAS_GRADIENT=True, ADD=True, SIZED=True, **TILE),
+    ),
+    (
+        finish._finish_row,
+        dict(PARTS=16, DEPTH=64, WEIGHTED=True, MORE=True, SCALED=True, MEAN=True, CAPPED=True),
     ),
     (tree_losses.sort_keys, dict(IGNORES=True, ROWS=1024)),
     (

@@ -15,7 +15,12 @@ pytest.importorskip("triton")
 if kernels.available()["triton"] is not None:
     pytest.skip(kernels.available()["triton"], allow_module_level=True)
 
-from lastlayer.kernels.linear_softmax.triton import gradient_of_classes, mix_of_rows
+from lastlayer.kernels.linear_softmax.triton import (
+    Mix,
+    finish_rows,
+    gradient_of_classes,
+    mix_of_rows,
+)
 
 # The interpreter multiplies the bits of bfloat16; float32 shows there that nothing else is lost.
 ON_A_GPU = torch.cuda.is_available()
@@ -62,16 +67,60 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
+def together(mix: Mix) -> tuple[Tensor, Tensor]:
+    """The logsumexp and the mean of all parts."""
+    lse = torch.logsumexp(mix.lse, 0)
+    shares = torch.where(mix.lse == -torch.inf, 0.0, torch.exp(mix.lse - lse))
+    return lse, torch.einsum("sn,snd->nd", shares, mix.mean_vector)
+
+
 def check_mix(case: Problem) -> None:
     lse, probs, slope = truth(case)
     expected = (probs * slope) @ case.weight.cpu().double()
-    for wanted in (True, False):
-        mix = mix_of_rows(*case, wanted)
-        assert mix.lse.dtype == torch.float32
-        assert (mix.lse.cpu() - lse).abs().max() <= 1e-5
-    mean = mix_of_rows(*case, True).mean_vector
+    mix = mix_of_rows(*case, False)
+    assert mix.lse.dtype == torch.float32
+    assert mix.mean_vector.shape == (len(mix.lse), 0, case.hidden.shape[1])
+    assert (torch.logsumexp(mix.lse, 0).cpu() - lse).abs().max() <= 1e-5
+    mix = mix_of_rows(*case, True)
+    made, mean = together(mix)
+    assert (made.cpu() - lse).abs().max() <= 1e-5
     assert mean.dtype == torch.float32
     assert relative(mean, expected) <= WITHIN[case.hidden.dtype]
+    check_finish(case, mix)
+
+
+def check_finish(case: Problem, mix: Mix) -> None:
+    """With everything there is, and with nothing."""
+    lse, mean = (each.double().cpu() for each in together(mix))
+    n, n_classes, device = len(lse), case.weight.shape[0], case.hidden.device
+    target = torch.randint(n_classes, (n,), device=device)
+    exact = torch.randn(n, device=device)
+    at_target, slope = exact.double().cpu(), 1 / case.temperature
+    if case.softcap:
+        slope = slope / torch.cosh(at_target / case.softcap).square()
+        at_target = case.softcap * torch.tanh(at_target / case.softcap)
+    at_target = at_target / case.temperature
+    own = case.weight.double().cpu()[target.cpu()]
+    for everything in (True, False):
+        scale, weight = (torch.rand(2, n, device=device) + 0.5) if everything else (None, None)
+        more = torch.rand((), device=device) if everything else None
+        keep, z_loss = (0.8, 0.1) if everything else (1.0, 0.0)
+        rows = finish_rows(
+            mix, case.weight, target, exact, scale, weight, keep, more, z_loss, case.softcap,
+            case.temperature, torch.float32,
+        )  # fmt: skip
+        pull = torch.full_like(lse, keep)
+        if everything:
+            pull = pull * weight.double().cpu()
+        loss = pull * (lse - at_target) + z_loss * lse.square()
+        push = pull + 2 * z_loss * lse
+        if everything:
+            push = (push + more.double().cpu()) * scale.double().cpu()
+            pull = pull * scale.double().cpu()
+        gradient = push[:, None] * mean - (pull * slope)[:, None] * own
+        assert (rows.loss.cpu() - loss).abs().max() <= 1e-5 * (1 + lse.abs().max()) ** 2
+        assert relative(rows.factors, torch.stack([lse, push, pull])) <= 1e-5
+        assert relative(rows.gradient, gradient) <= 1e-5
 
 
 def check_gradient(
@@ -93,10 +142,10 @@ def check_gradient(
     bias_out = None
     if bias is not None:
         bias_out = bias_before.clone() if add else torch.empty_like(bias_before)
+    factors = torch.stack([lse.float().to(device), push, pull])
     gradient_of_classes(
-        hidden, weight, bias, target, lse.float().to(device), push, pull, softcap, temperature,
-        out, bias_out, add,
-    )  # fmt: skip
+        hidden, weight, bias, target, factors, softcap, temperature, out, bias_out, add
+    )
     expected = scores.t() @ hidden.cpu().double()
     bias_expected = scores.sum(0)
     if add:
@@ -141,9 +190,9 @@ def test_row_factors_of_any_size(dtype, size, device):
 def test_large_scores(device):
     case = problem((9, 150, 32), torch.float16, device)
     lse, probs, _ = truth(case._replace(weight=case.weight * 64))
-    mix = mix_of_rows(*case._replace(weight=case.weight * 64), True)
-    assert (mix.lse.cpu() - lse).abs().max() <= 1e-6 * lse.abs().max()
-    assert relative(mix.mean_vector, probs @ (case.weight * 64).cpu().double()) <= 1e-2
+    made, mean = together(mix_of_rows(*case._replace(weight=case.weight * 64), True))
+    assert (made.cpu() - lse).abs().max() <= 1e-6 * lse.abs().max()
+    assert relative(mean, probs @ (case.weight * 64).cpu().double()) <= 1e-2
 
 
 def test_masked_classes(device):
@@ -159,9 +208,8 @@ def test_masked_classes(device):
     lse = truth(case)[0].float().to(device)
     ones = torch.ones(9, device=device)
     target = torch.full((9,), 145, device=device)
-    gradient_of_classes(
-        *case[:3], target, lse, ones, ones, 0.0, 1.0, out, bias_out, False
-    )  # fmt: skip
+    factors = torch.stack([lse, ones, ones])
+    gradient_of_classes(*case[:3], target, factors, 0.0, 1.0, out, bias_out, False)
     assert (out[masked] == 0).all()
     assert (bias_out[masked] == 0).all()
     assert out.isfinite().all()
@@ -181,14 +229,12 @@ def test_the_same_to_the_last_bit_again(device):
     case = problem((70, 150, 40), torch.float16, device, True, 2.0, 0.8)
     lse = truth(case)[0].float().to(device)
     target = torch.randint(150, (70,), device=device)
-    factors = torch.rand(2, 70, device=device)
+    factors = torch.cat([lse[None], torch.rand(2, 70, device=device)])
 
     def everything():
         mix = mix_of_rows(*case, True)
         out, bias_out = torch.empty_like(case.weight), torch.empty(150, device=device)
-        gradient_of_classes(
-            *case[:3], target, lse, *factors, *case[3:], out, bias_out, False
-        )  # fmt: skip
+        gradient_of_classes(*case[:3], target, factors, *case[3:], out, bias_out, False)
         return *mix, out, bias_out
 
     for one, other in zip(everything(), everything(), strict=True):

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer.fused._shaping import shaped
 from lastlayer.fused.engine import Result, Wanted
 
 # Up to this width making a score again is cheaper than writing it.
@@ -45,57 +44,54 @@ def run_tiles(
 ) -> Result:
     """Losses and gradients of all rows; as :func:`lastlayer.fused.engine.run`."""
     # Imported here: Triton is not on every machine.
-    from lastlayer.kernels.linear_softmax.triton import gradient_of_classes, mix_of_rows
+    from lastlayer.kernels.linear_softmax.triton import (
+        finish_rows,
+        gradient_of_classes,
+        mix_of_rows,
+    )
 
     smoothing, z_loss, softcap, temperature = options
     hidden, weight = hidden.contiguous(), weight.contiguous()
     n_classes = weight.shape[0]
     place = target.unsqueeze(-1)
     exact = kernels.class_scores.forward("auto", hidden, weight, bias, place).squeeze(-1)
-    at_target, slope = shaped(exact, softcap, temperature)
-
     gradient_wanted = wanted.any and row_scale is not None
-    lse, mean = mix_of_rows(
-        hidden, weight, bias, softcap, temperature, wanted.hidden and gradient_wanted
-    )
-    pull = torch.full_like(lse, 1.0 - smoothing)
-    if class_weight is not None:
-        pull = pull * class_weight[target]
-    loss = pull * (lse - at_target) + z_loss * lse.square()
-    push = pull + 2.0 * z_loss * lse
-    spread, weights = smoothing / n_classes, None
+    mix = mix_of_rows(hidden, weight, bias, softcap, temperature, wanted.hidden and gradient_wanted)
+    spread, weights, more = smoothing / n_classes, None, None
     if smoothing:
-        weights = lse.new_ones(n_classes) if class_weight is None else class_weight.float()
+        weights = exact.new_ones(n_classes) if class_weight is None else class_weight.float()
+        more = spread * weights.sum()
+    rows = finish_rows(
+        mix, weight, target, exact, row_scale,
+        None if class_weight is None else class_weight[target].float(), 1.0 - smoothing, more,
+        z_loss, softcap, temperature, torch.float32 if smoothing else hidden.dtype,
+    )  # fmt: skip
+    loss, hidden_gradient = rows.loss, rows.gradient if wanted.hidden else None
+    if weights is not None and more is not None:
         # The sum of all scores is the score of the sum of all class vectors.
         vector = _weighted_sum(weights, weight)
         summed = torch.mv(hidden.float(), vector)
         if bias is not None:
             summed = summed + torch.dot(bias.float(), weights)
-        loss = loss + spread * (weights.sum() * lse - summed / temperature)
-        push = push + spread * weights.sum()
+        loss = loss + more * rows.factors[0] - summed * (spread / temperature)
     if not gradient_wanted or row_scale is None:
         return Result(loss, (), None, None, None)
 
-    push, pull = push * row_scale, pull * row_scale
-    hidden_gradient = weight_gradient = bias_gradient = None
-    if wanted.hidden:
-        # In float32: the two nearly cancel once a row is learnt.
-        true = weight[target].float() * (pull * slope).unsqueeze(-1)
-        hidden_gradient = mean * push.unsqueeze(-1) - true
-        if smoothing:
-            hidden_gradient -= torch.outer(row_scale * (spread / temperature), vector)
+    if hidden_gradient is not None and smoothing:
+        hidden_gradient -= torch.outer(row_scale * (spread / temperature), vector)
         hidden_gradient = hidden_gradient.to(hidden.dtype)
+    weight_gradient = bias_gradient = None
     if wanted.weight or wanted.bias:
         into = wanted.weight_into
         weight_gradient = torch.empty_like(weight, dtype=weight_dtype) if into is None else into
         if wanted.bias:
             # What is written may be added instead, with what is added to the weight's gradient.
-            bias_gradient = lse.new_zeros(n_classes)
+            bias_gradient = loss.new_zeros(n_classes)
         gradient_of_classes(
-            hidden, weight, bias, target, lse, push, pull, softcap, temperature,
-            weight_gradient, bias_gradient, into is not None,
+            hidden, weight, bias, target, rows.factors, softcap, temperature, weight_gradient,
+            bias_gradient, into is not None,
         )  # fmt: skip
-        if smoothing and weights is not None:
+        if weights is not None:
             scaled = torch.mv(hidden.float().t(), row_scale) * (-spread / temperature)
             weight_gradient.addr_(weights.to(weight_dtype), scaled.to(weight_dtype))
             if bias_gradient is not None:

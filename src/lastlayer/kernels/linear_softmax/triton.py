@@ -1,17 +1,17 @@
 """Cross entropy from hidden states of small width, tile by tile: scores never reach memory.
 
-With few numbers a class vector, writing a score costs more than making it again. Two kernels:
+With few numbers a class vector, writing a score costs more than making it again. Three kernels:
 
 * ``_mix_of_rows`` owns a tile of rows and walks over the classes with a running maximum, as flash
   attention does with the class vectors for both keys and values. It leaves the logsumexp of each
-  row and the mean class vector under softmax, which is all that the gradient of hidden needs.
+  row and the mean class vector under softmax, which is all that the gradient of hidden needs. Of
+  few rows each has several programs, for a part of the classes each.
+* ``_finish_row``, in its own file, makes loss and gradient of a row from these.
 * ``_gradient_of_classes`` owns a tile of classes and walks over the rows, making each score again.
   A row of the weight's gradient is added up in float32 and written once, by one program.
 
 No locks and no atomics: the result does not depend on the order in which programs run.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -19,15 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._tanh import tanh
+from lastlayer.kernels.linear_softmax._finish_triton import Mix, finish_rows
+
+__all__ = ["Mix", "finish_rows", "gradient_of_classes", "mix_of_rows"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-class Mix(NamedTuple):
-    """What the forward pass leaves of each row."""
-
-    lse: Tensor
-    mean_vector: Tensor
 
 
 def mix_of_rows(
@@ -38,10 +34,10 @@ def mix_of_rows(
     temperature: float,
     mean_wanted: bool,
 ) -> Mix:
-    """The logsumexp of each row, and ``sum_j p_j * slope_j * weight_j``, both float32.
+    """The logsumexp of each row, and ``sum_j p_j * slope_j * weight_j``, in parts.
 
-    ``slope`` is the derivative of the capped and tempered score by the plain one. The second is
-    empty where it is not wanted.
+    ``slope`` is the derivative of the capped and tempered score by the plain one.
+    :func:`finish_rows` puts the parts together.
     """
     n, depth = hidden.shape
     n_classes = weight.shape[0]
@@ -60,12 +56,7 @@ def mix_of_rows(
         CAPPED=softcap != 0.0, MEAN=mean_wanted, num_warps=warps, num_stages=stages,
         enable_fp_fusion=True,
     )  # fmt: skip
-    if splits == 1:
-        return Mix(lse[0], mean[0])
-    total = torch.logsumexp(lse, 0)
-    if not mean_wanted:
-        return Mix(total, mean[0])
-    return Mix(total, torch.einsum("sn,snd->nd", torch.exp(lse - total), mean))
+    return Mix(lse, mean)
 
 
 def gradient_of_classes(
@@ -73,35 +64,36 @@ def gradient_of_classes(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    lse: Tensor,
-    push: Tensor,
-    pull: Tensor,
+    factors: Tensor,
     softcap: float,
     temperature: float,
     weight_gradient: Tensor,
     bias_gradient: Tensor | None,
     add: bool,
 ) -> None:
-    """Writes, or adds, ``sum_i (push_i p_ij - pull_i [j = target_i]) slope_ij hidden_i``."""
+    """Writes, or adds, ``sum_i (push_i p_ij - pull_i [j = target_i]) slope_ij hidden_i``.
+
+    ``factors`` are the logsumexp, push and pull of each row, float32 ``(3, n)``.
+    """
     n, depth = hidden.shape
     n_classes = weight.shape[0]
     bias = None if bias is None else bias.contiguous()
     rows, classes, warps, stages = _class_tiles(depth)
     # Row factors such as 1/n would vanish in float16: they are brought to 1 and back.
-    size = push.abs().amax().clamp_min(1e-30)
+    size = factors[1].abs().amax().clamp_min(1e-30) if hidden.dtype == torch.float16 else None
     # With rows in the order of their targets, those that belong to a tile of classes lie together,
     # and all other tiles need not look for them.
     target, order = torch.sort(target.int())
-    hidden, lse, push, pull = hidden[order], lse[order], push[order] / size, pull[order] / size
+    hidden, factors = hidden.index_select(0, order), factors.index_select(1, order)
     edges = torch.arange(0, n_classes + classes, classes, device=target.device, dtype=torch.int32)
-    since = torch.searchsorted(target, edges).int()
+    since = torch.searchsorted(target, edges, out_int32=True)
     _gradient_of_classes[(triton.cdiv(n_classes, classes),)](
-        hidden, weight, bias, target, since, lse * LOG2E.value, push, pull, size,
-        weight_gradient, bias_gradient, n, n_classes, depth, hidden.stride(0), weight.stride(0),
+        hidden, weight, bias, target, since, factors, size, weight_gradient, bias_gradient, n,
+        n_classes, depth, hidden.stride(0), weight.stride(0),
         weight_gradient.stride(0), softcap, 1.0 / temperature, ROWS=rows, CLASSES=classes,
         DEPTH=_padded(depth), EVEN=_padded(depth) == depth, BIASED=bias is not None,
         BIAS_GRADIENT=bias_gradient is not None, CAPPED=softcap != 0.0, ADD=add,
-        num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+        SIZED=size is not None, num_warps=warps, num_stages=stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -196,12 +188,19 @@ def _mix_of_rows(
 
 @triton.jit
 def _gradient_of_classes(
-    hidden, weight, bias, target, since, log2_lse, push, pull, size, weight_gradient,
-    bias_gradient, n, n_classes, depth, hidden_row, weight_row, out_row, softcap,
+    hidden, weight, bias, target, since, factors, size, weight_gradient, bias_gradient, n,
+    n_classes, depth, hidden_row, weight_row, out_row, softcap,
     inverse_temperature, ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
     EVEN: tl.constexpr, BIASED: tl.constexpr, BIAS_GRADIENT: tl.constexpr, CAPPED: tl.constexpr,
-    ADD: tl.constexpr,
+    ADD: tl.constexpr, SIZED: tl.constexpr,
 ):  # fmt: skip
+    back = inverse_temperature
+    shrink = 1.0
+    if SIZED:
+        back *= tl.load(size)
+        shrink = 1.0 / tl.load(size)
+    push = factors + n
+    pull = push + n
     column = tl.program_id(0) * CLASSES + tl.arange(0, CLASSES)
     live = column < n_classes
     step = tl.arange(0, DEPTH)
@@ -226,8 +225,8 @@ def _gradient_of_classes(
             states = tl.load(place, mask=known[:, None], other=0.0)
         else:
             states = tl.load(place, mask=known[:, None] & inside[None, :], other=0.0)
-        log2_sum = tl.load(log2_lse + row, mask=known, other=0.0)
-        push_row = tl.load(push + row, mask=known, other=0.0)
+        log2_sum = tl.load(factors + row, mask=known, other=0.0) * LOG2E
+        push_row = tl.load(push + row, mask=known, other=0.0) * shrink
         scores = tl.dot(vectors, tl.trans(states))
         if BIASED:
             scores += offset[:, None]
@@ -236,7 +235,7 @@ def _gradient_of_classes(
             scores = bent * softcap
         gradient = tl.exp2(scores * scale - log2_sum[None, :]) * push_row[None, :]
         if (first < last_own) & (first + ROWS > first_own):
-            pull_row = tl.load(pull + row, mask=known, other=0.0)
+            pull_row = tl.load(pull + row, mask=known, other=0.0) * shrink
             right = tl.load(target + row, mask=known, other=-1)
             own = column[:, None] == right[None, :]
             gradient = tl.where(own, gradient - pull_row[None, :], gradient)
@@ -245,7 +244,6 @@ def _gradient_of_classes(
         if BIAS_GRADIENT:
             bias_sum += tl.sum(gradient, 1)
         summed = tl.dot(gradient.to(states.dtype), states, summed)
-    back = tl.load(size) * inverse_temperature
     out = weight_gradient + column.to(tl.int64)[:, None] * out_row + step[None, :]
     shown = live[:, None] & inside[None, :]
     summed *= back
