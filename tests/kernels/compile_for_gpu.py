@@ -5,6 +5,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lastlayer.kernels import _peaks
+from lastlayer.kernels.alias import triton as alias
 from lastlayer.kernels.class_scores import triton as class_scores
 from lastlayer.kernels.entmax import _backward_triton as backward
 from lastlayer.kernels.entmax import triton as entmax
@@ -12,6 +13,7 @@ from lastlayer.kernels.entmax_flat import triton as entmax_flat
 from lastlayer.kernels.entmax_rows import triton as entmax_rows
 from lastlayer.kernels.linear_softmax import _finish_triton as finish
 from lastlayer.kernels.linear_softmax import triton as linear_softmax
+from lastlayer.kernels.philox import triton as philox
 from lastlayer.kernels.scale import triton as scale
 from lastlayer.kernels.softmax_gradient import triton as softmax_gradient
 from lastlayer.kernels.softmax_rows import triton as softmax_rows
@@ -126,6 +128,15 @@ FUSED_CASES = [
 ]
 
 
+INTEGERS = dict.fromkeys(("counter", "made", "ids", "table", "weight"), "*i64")
+DRAWN_TYPES = INTEGERS | {"log_prob": "*fp32"}
+DRAWN_CASES = [
+    (philox._words, dict(BLOCKS=128)),
+    (philox._ranks, dict(BLOCKS=128, OCTAVES=19.93)),
+    (alias._draw, dict(BITS=20, PAIRS=64)),
+]
+
+
 def compile_case(kernel, types, constants, **options) -> None:
     types = types | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
@@ -141,6 +152,8 @@ def main() -> None:
         compile_case(kernel, types, constants, enable_fp_fusion=False)
     for kernel, constants in FUSED_CASES:
         compile_case(kernel, FUSED_TYPES, constants)
+    for kernel, constants in DRAWN_CASES:
+        compile_case(kernel, DRAWN_TYPES, constants, enable_fp_fusion=False)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Conformance suites: the rules that every map, loss and head of this library keeps, for yours too.
+"""Conformance suites: the rules that every map, loss, head and sampler here keeps, for yours too.
 
 Each suite draws fresh inputs, raises ``AssertionError`` at the first rule that is broken, and says
 which rule, on which input, by how much and with which seed.
@@ -7,5 +7,6 @@ which rule, on which input, by how much and with which seed.
 from lastlayer.testing._heads import check_head
 from lastlayer.testing._losses import check_loss
 from lastlayer.testing._maps import check_map
+from lastlayer.testing._samplers import check_sampler
 
-__all__ = ["check_head", "check_loss", "check_map"]
+__all__ = ["check_head", "check_loss", "check_map", "check_sampler"]

@@ -1,0 +1,105 @@
+"""Checks of what a sampler is given. Errors name the argument, and the class or position."""
+
+import math
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lastlayer._debug import values_are_checked
+from lastlayer.kernels.alias.build import MOST_CLASSES
+
+if TYPE_CHECKING:
+    from lastlayer.samplers.base import Sampler
+
+
+def check_number(name: str, value: Any, *, least: int = 1, most: int = MOST_CLASSES) -> int:
+    """A whole number from ``least`` to ``most``."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected an int, got bool")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
+    if not least <= number <= most:
+        raise ValueError(f"{name}: expected {least} to {most}, got {number}")
+    return number
+
+
+def check_real(name: str, value: Any, *, least: float, most: float) -> float:
+    """A number from ``least`` to ``most``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if not least <= value <= most or math.isinf(value):
+        raise ValueError(f"{name}: expected {least:g} to {most:g}, got {value:g}")
+    return float(value)
+
+
+def as_counts(counts: Any) -> NDArray[np.float64]:
+    """One count a class: finite, not negative, not all zero."""
+    if isinstance(counts, Tensor):
+        kind, counts = counts.dtype, counts.detach().cpu()
+        if kind.is_complex or kind == torch.bool:
+            raise TypeError(f"counts: expected one number a class, got a tensor of {kind}")
+        counts = (counts.double() if kind.is_floating_point else counts).numpy()
+    if isinstance(counts, (str, bytes)) or not hasattr(counts, "__len__"):
+        got = type(counts).__name__
+        raise TypeError(f"counts: expected one number a class, got {got}")
+    try:
+        array = np.asarray(counts)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise TypeError(f"counts: expected one number a class, got none: {error}") from None
+    if array.dtype.kind not in "iuf" and array.size:
+        raise TypeError(f"counts: expected one number a class, got an array of {array.dtype}")
+    if array.ndim != 1 or not array.size:
+        raise ValueError(
+            f"counts: expected shape (n_classes,) with at least one class, got {array.shape}"
+        )
+    check_number("n_classes", len(array))
+    _check_count_values(array)
+    return array.astype(np.float64)
+
+
+def _check_count_values(array: NDArray[Any]) -> None:
+    wrong = ~((array >= 0) & np.isfinite(array))
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise ValueError(
+            f"counts: expected finite numbers of at least 0, got {array[place]:g} for class {place}"
+        )
+    if not array.any():
+        raise ValueError(
+            f"counts: expected at least one above 0, got {len(array)} zeros; where every class is "
+            "as likely as another use Uniform"
+        )
+
+
+def check_ids(sampler: "Sampler", name: str, ids: Any, *, least: int = 0) -> None:
+    """Class ids of any shape, on the device of the sampler."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(ids).__name__}")
+    if ids.dtype != torch.int64:
+        raise TypeError(
+            f"{name}: expected torch.int64 class ids, got {ids.dtype}; convert with {name}.long()"
+        )
+    check_device(sampler, name, ids)
+    if values_are_checked(ids) and ids.numel():
+        wrong = (ids < least) | (ids >= sampler.n_classes)
+        if bool(wrong.any()):
+            place = tuple(wrong.nonzero()[0].tolist())
+            raise ValueError(
+                f"{name}: expected class ids from {least} to {sampler.n_classes - 1}, "
+                f"got {ids[place].item()} at {place}"
+            )
+
+
+def check_device(sampler: "Sampler", name: str, tensor: Tensor) -> None:
+    """On the device of the sampler."""
+    if tensor.device != sampler.device:
+        raise ValueError(
+            f"{name}: expected the device of the sampler, {sampler.device}, got {tensor.device}; "
+            "move one of them with .to(device)"
+        )

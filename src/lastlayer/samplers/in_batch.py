@@ -1,0 +1,92 @@
+"""Negatives that are there already: the targets of the other rows of a batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lastlayer.samplers._checks import as_counts, check_ids, check_real
+from lastlayer.samplers._counters import integers
+from lastlayer.samplers.base import Sampler
+
+
+class InBatch(Sampler):
+    """The classes of a batch, as frequent there as they are among targets: q(c) ∝ count(c).
+
+    For two-tower models: the vectors of the other rows' items are at hand, and serve as negatives
+    for free. A frequent item is then a negative often, which its log-probability makes up for.
+    Counts are given, or learned while training: ``update(target)`` counts targets, and older ones
+    fade. A class that was never seen counts as ``prior``, so that every target has a probability.
+
+    Args:
+        n_classes: how many classes there are.
+        counts: what is known to begin with, one number a class, at least 0.
+        prior: added to every count; more than 0.
+        decay: what an update leaves of older counts; 1 forgets nothing. Below 1 an update looks at
+            all classes.
+
+    Example:
+        >>> import torch
+        >>> from lastlayer import samplers
+        >>> sampler = samplers.InBatch(4, prior=1.0)
+        >>> target = torch.tensor([2, 2, 0, 2])
+        >>> sampler.update(target)
+        >>> sampler.log_prob(target).exp()
+        tensor([0.5000, 0.5000, 0.2500, 0.5000])
+    """
+
+    needs_context = True
+    seen: Tensor
+
+    def __init__(
+        self, n_classes: int, *, counts: Any = None, prior: float = 1.0, decay: float = 1.0
+    ) -> None:
+        super().__init__(n_classes)
+        self.prior = check_real("prior", prior, least=1e-12, most=1e12)
+        self.decay = check_real("decay", decay, least=0.0, most=1.0)
+        seen = torch.zeros(n_classes, dtype=torch.float64)
+        if counts is not None:
+            known = as_counts(counts)
+            if len(known) != n_classes:
+                raise ValueError(f"counts: expected shape ({n_classes},), got {known.shape}")
+            seen = torch.from_numpy(known)
+        # Bits of float64 in integers: a module that is made float32 or bfloat16 leaves them alone.
+        self.register_buffer("seen", seen.view(torch.int64))
+        self.register_buffer("total", seen.sum().view(torch.int64))
+
+    @torch.no_grad()
+    def update(self, target: Tensor) -> None:
+        """Counts the targets of a batch.
+
+        Args:
+            target: class ids, int64, of any shape.
+        """
+        check_ids(self, "target", target)
+        seen, total = self.seen.view(torch.float64), self.get_buffer("total").view(torch.float64)
+        if self.decay < 1.0:
+            seen.mul_(self.decay)
+            total.mul_(self.decay)
+        seen.index_add_(0, target.flatten(), seen.new_ones(target.numel()))
+        total.add_(target.numel())
+
+    def _draw(self, n: int, counter: Tensor, context: Tensor | None) -> Tensor:
+        if context is None:
+            raise ValueError("context: expected the targets of the batch to draw from, got None")
+        return context[integers(counter, n, len(context))]
+
+    def _check_context(self, context: Any) -> None:
+        if context is None:
+            return
+        check_ids(self, "context", context)
+        if context.dim() != 1 or not len(context):
+            raise ValueError(
+                "context: expected the targets of the batch, shape (rows,) with at least one, "
+                f"got {tuple(context.shape)}"
+            )
+
+    def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
+        total = self.get_buffer("total").view(torch.float64) + self.prior * self.n_classes
+        return ((self.seen.view(torch.float64)[ids] + self.prior) / total).log()
+
+    def config(self) -> dict[str, Any]:
+        return {"n_classes": self.n_classes, "prior": self.prior, "decay": self.decay}

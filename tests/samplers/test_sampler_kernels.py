@@ -1,0 +1,134 @@
+"""Random words and alias draws: the same from every implementation."""
+
+import numpy as np
+import pytest
+import torch
+
+from lastlayer import kernels
+from lastlayer.kernels import alias, philox
+from lastlayer.kernels.alias.build import alias_table, column_bits, integer_weights
+from lastlayer.kernels.philox._exp2 import SERIES
+from lastlayer.kernels.philox._rounds import philox as rounds
+
+COUNTERS = [(0, 0), (1, 2), (-1, -1), (-(2**63), 2**63 - 1), (2**40 + 3, -(2**35))]
+
+
+def place(impl):
+    reason = kernels.available()[impl]
+    if reason is not None:
+        pytest.skip(reason)
+    return "cuda" if impl != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        # The vectors that its authors publish.
+        ("00000000 " * 4, "00000000 " * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff " * 4, "ffffffff " * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            "a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_philox_is_the_published_one(counter, key, words):
+    def parse(text):
+        return tuple(torch.tensor(int(word, 16)) for word in text.split())
+
+    assert rounds(parse(counter), parse(key)) == parse(words)
+
+
+@pytest.mark.parametrize("impl", ["triton", "cpu"])
+@pytest.mark.parametrize("n", [0, 1, 2, 255, 600])
+def test_words_are_the_same_everywhere(impl, n):
+    device = place(impl)
+    for counter in COUNTERS:
+        given = torch.tensor(counter)
+        expected = philox.words("reference", given, n)
+        made = philox.words(impl, given.to(device), n).cpu()
+        assert made.shape == (n, 2)
+        assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("impl", ["triton", "cpu"])
+@pytest.mark.parametrize("n_classes", [1, 2, 1000, 10**8, 2**31])
+def test_log_uniform_ids_are_the_same_everywhere(impl, n_classes):
+    device = place(impl)
+    for n, counter in zip([0, 1, 2, 257, 900], COUNTERS, strict=True):
+        given = torch.tensor(counter)
+        expected = philox.log_uniform("reference", given, n, n_classes)
+        made = philox.log_uniform(impl, given.to(device), n, n_classes)
+        assert torch.equal(made.cpu(), expected)
+
+
+def test_the_polynomial_is_a_power_of_two():
+    place = np.linspace(-0.5, 0.5, 10_001)
+    assert np.abs(np.polyval(SERIES, place) / 2.0**place - 1).max() < 1e-15
+
+
+def test_blocks_beyond_32_bits_differ():
+    # The number of a block has two words of the counter: the second is used from 2^32 on.
+    seed = torch.tensor(7)
+    low, high = torch.tensor([3]), torch.tensor([3 + 2**32])
+    zero = torch.zeros_like(low)
+    first = rounds((low, zero, zero, zero), (seed, seed))
+    second = rounds((high & 0xFFFFFFFF, high >> 32, zero, zero), (seed, seed))
+    assert not torch.equal(torch.stack(first), torch.stack(second))
+
+
+def test_words_look_random():
+    made = philox.words("cpu", torch.tensor([5, 6]), 50_000)
+    assert int(made.min()) >= 0
+    assert int(made.max()) < 2**32
+    bits = (made.flatten()[:, None] >> torch.arange(32)) & 1
+    share = bits.double().mean(0)
+    assert (share - 0.5).abs().max() < 6 * 0.5 / len(made.flatten()) ** 0.5
+    # Words of a draw and of neighbouring draws are not correlated.
+    numbers = made.flatten().double() / 2**32 - 0.5
+    for lag in (1, 2, 3, 4):
+        product = (numbers[lag:] * numbers[:-lag]).mean()
+        assert abs(product) < 6 / 12 / len(numbers) ** 0.5
+
+
+def table_of(n, seed):
+    bits = column_bits(n)
+    weight = integer_weights(np.random.default_rng(seed).random(n) ** 4 + 1e-9, bits)
+    return torch.from_numpy(alias_table(weight, bits)), torch.from_numpy(weight)
+
+
+@pytest.mark.parametrize("impl", ["triton", "cpu"])
+@pytest.mark.parametrize("n_classes", [1, 2, 3, 64, 1000])
+def test_alias_draws_are_the_same_everywhere(impl, n_classes, seed):
+    device = place(impl)
+    table, weight = table_of(n_classes, seed)
+    for n, counter in zip([0, 1, 2, 129, 500], COUNTERS, strict=True):
+        given = torch.tensor(counter)
+        ids, log_prob = alias.draw("reference", table, weight, given, n)
+        made = alias.draw(impl, *(each.to(device) for each in (table, weight, given)), n)
+        assert torch.equal(made[0].cpu(), ids)
+        assert made[1].dtype == torch.float32
+        assert torch.allclose(made[1].cpu(), log_prob, rtol=0, atol=4e-6)
+
+
+def test_threads_share_the_draws(seed):
+    table, weight = table_of(500, seed)
+    counter = torch.tensor([1, 2])
+    alone = alias.draw("cpu", table, weight, counter, 20_001)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        together = alias.draw("cpu", table, weight, counter, 20_001)
+        words = philox.words("cpu", counter, 50_001)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together[0], alone[0])
+    assert torch.equal(together[1], alone[1])
+    assert torch.equal(words, philox.words("cpu", counter, 50_001))
+
+
+def test_a_forced_implementation_that_cannot_run_says_so():
+    counter = torch.zeros(2, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match="impl: 'cpu' cannot run philox_words here"):
+        philox.words("cpu", counter, 3)
