@@ -36,7 +36,7 @@ class AdaptiveNGram(Sampler):
     list has the probability of the unigram. A full list keeps what differs most from the unigram. A
     context that finds no place, since the table is full around it, keeps the unigram; more
     ``contexts`` help. All is kept in integers: what is drawn has exactly the probability that
-    :meth:`log_prob` says.
+    :meth:`Sampler.log_prob` says.
 
     Args:
         counts: how frequent each class is, one number a class, at least 0, not all 0.
