@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lastlayer import fused, heads, trees
+    from lastlayer import fused, heads, optim, samplers, trees
     from lastlayer._debug import debug
     from lastlayer.losses import (
         EntmaxLoss,
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
         TopKSoftmaxLoss,
         entmax_loss,
         fenchel_young_loss,
+        nce_loss,
+        negative_sampling_loss,
         sparsemax_loss,
         topk_softmax_loss,
     )
@@ -41,6 +43,8 @@ _HOME = {
     "TopKSoftmax": "lastlayer.maps",
     "entmax_loss": "lastlayer.losses",
     "fenchel_young_loss": "lastlayer.losses",
+    "nce_loss": "lastlayer.losses",
+    "negative_sampling_loss": "lastlayer.losses",
     "sparsemax_loss": "lastlayer.losses",
     "topk_softmax_loss": "lastlayer.losses",
     "EntmaxLoss": "lastlayer.losses",
@@ -48,7 +52,7 @@ _HOME = {
     "TopKSoftmaxLoss": "lastlayer.losses",
 }
 # Packages with public names of their own: lastlayer.heads.Entmax is not lastlayer.Entmax.
-_PACKAGES = ("fused", "heads", "trees")
+_PACKAGES = ("fused", "heads", "optim", "samplers", "trees")
 
 __all__ = [
     "Entmax",
@@ -65,6 +69,10 @@ __all__ = [
     "fenchel_young_loss",
     "fused",
     "heads",
+    "nce_loss",
+    "negative_sampling_loss",
+    "optim",
+    "samplers",
     "sparsemax",
     "sparsemax_loss",
     "topk_softmax",

@@ -14,6 +14,7 @@ from lastlayer.kernels.entmax_rows import triton as entmax_rows
 from lastlayer.kernels.linear_softmax import _finish_triton as finish
 from lastlayer.kernels.linear_softmax import triton as linear_softmax
 from lastlayer.kernels.philox import triton as philox
+from lastlayer.kernels.row_updates import triton as row_updates
 from lastlayer.kernels.scale import triton as scale
 from lastlayer.kernels.softmax_gradient import triton as softmax_gradient
 from lastlayer.kernels.softmax_rows import triton as softmax_rows
@@ -136,6 +137,19 @@ DRAWN_CASES = [
     (alias._draw, dict(BITS=20, PAIRS=64)),
 ]
 
+NAMES = ("lr", "kept", "eps", "beta1", "beta2", "new1", "new2", "log1", "log2")
+UPDATE_TYPES = (
+    dict.fromkeys(NAMES, "fp32")
+    | dict.fromkeys(("weight", "gradient"), "*bf16")
+    | dict.fromkeys(("total", "first", "second"), "*fp32")
+    | {"ids": "*i64", "step": "*i64", "row_step": "*i32"}
+)
+UPDATE_CASES = [
+    (row_updates._adagrad, dict(WIDTH=512)),
+    (row_updates._adam, dict(WIDTH=512, DECAYS=True)),
+    (row_updates._adam, dict(WIDTH=512, DECAYS=False)),
+]
+
 
 def compile_case(kernel, types, constants, **options) -> None:
     types = types | dict.fromkeys(constants, "constexpr")
@@ -152,6 +166,8 @@ def main() -> None:
         compile_case(kernel, types, constants, enable_fp_fusion=False)
     for kernel, constants in FUSED_CASES:
         compile_case(kernel, FUSED_TYPES, constants)
+    for kernel, constants in UPDATE_CASES:
+        compile_case(kernel, UPDATE_TYPES, constants)
     for kernel, constants in DRAWN_CASES:
         compile_case(kernel, DRAWN_TYPES, constants, enable_fp_fusion=False)
 

@@ -50,9 +50,14 @@ class HeadSuite(Suite):
         return ids if self.ignore_index is None else ids[ids != self.ignore_index]
 
     def loss(self, head: Any, hidden: Tensor, target: Tensor) -> Tensor:
-        """The loss, with the same chance each time for a head that draws."""
+        """The loss, with the same chance each time for a head that draws, also from a counter."""
+        before = [each.clone() for each in head.buffers()]
         with self.same_chance():
             loss: Tensor = head(hidden, target)
+        with torch.no_grad():
+            for buffer, value in zip(head.buffers(), before, strict=True):
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
         return loss
 
     @contextmanager

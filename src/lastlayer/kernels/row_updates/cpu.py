@@ -1,0 +1,131 @@
+"""Row-wise steps on the CPU: one visit to each row of a gradient, whatever is computed on it."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from lastlayer.kernels._arrays import as_rows
+from lastlayer.kernels._threads import by_rows
+
+# Below, error_model="numpy": a check of every divisor would keep loops from being vectorised.
+
+
+def adagrad_(
+    weight: Tensor,
+    total: Tensor,
+    ids: Tensor,
+    gradient: Tensor,
+    lr: float,
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """As the reference's."""
+    numbers = lr, lr * weight_decay, eps
+    _run(_adagrad_rows, weight, total.dtype, ids, gradient, (total.numpy(),), numbers)
+
+
+def adam_(
+    weight: Tensor,
+    first: Tensor,
+    second: Tensor,
+    row_step: Tensor,
+    step: Tensor,
+    ids: Tensor,
+    gradient: Tensor,
+    lr: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decays: bool,
+) -> None:
+    """As the reference's."""
+    states = first.numpy(), second.numpy(), row_step.numpy()
+    numbers = int(step), lr, lr * weight_decay, beta1, beta2, eps, decays
+    _run(_adam_rows, weight, first.dtype, ids, gradient, states, numbers)
+
+
+def _run(
+    kernel: Any,
+    weight: Tensor,
+    wide: torch.dtype,
+    ids: Tensor,
+    gradient: Tensor,
+    states: tuple[Any, ...],
+    numbers: tuple[float, ...],
+) -> None:
+    weight = weight.detach()
+    if not gradient.numel():
+        return
+    direct = weight.dtype == wide
+    # Numba has no half precision: such rows are widened, moved, and rounded once.
+    rows = weight if direct else weight[ids].to(wide)
+    places = ids if direct else torch.arange(ids.shape[0])
+    arrays = places.numpy(), ids.contiguous().numpy(), as_rows(gradient.to(wide))
+    kernel(ids.shape[0], gradient.shape[1], rows.numpy(), *arrays, *states, *numbers)
+    if not direct:
+        weight[ids] = rows.to(weight.dtype)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _adagrad(start, stop, weight, places, ids, gradient, total, lr, decay, eps):
+    for i in range(start, stop):
+        sums = total[ids[i]] + _mean_square(gradient[i])
+        total[ids[i]] = sums
+        _move_along(weight[places[i]], gradient[i], 1.0 - decay, lr / (math.sqrt(sums) + eps))
+
+
+@njit(nogil=True, fastmath={"reassoc", "contract"})
+def _mean_square(values):
+    total = values.dtype.type(0.0)
+    for j in range(len(values)):
+        total += values[j] * values[j]
+    return total / len(values)
+
+
+@njit(nogil=True, fastmath={"contract"}, error_model="numpy")
+def _move_along(row, way, kept, factor):
+    kept, factor = row.dtype.type(kept), row.dtype.type(factor)
+    for j in range(len(row)):
+        row[j] = kept * row[j] - factor * way[j]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _adam(
+    start, stop, weight, places, ids, gradient, first, second, row_step, step, lr, decay, beta1,
+    beta2, eps, decays,
+):  # fmt: skip
+    for i in range(start, stop):
+        row = ids[i]
+        before = row_step[row]
+        now = step if decays else before + 1
+        row_step[row] = now
+        scale1 = -math.expm1(now * math.log(beta1)) if beta1 > 0.0 else 1.0
+        scale2 = -math.expm1(now * math.log(beta2)) if beta2 > 0.0 else 1.0
+        _adam_row(
+            weight[places[i]], gradient[i], first[row], second[row], beta1 ** (now - before),
+            beta2 ** (now - before), beta1, beta2, 1.0 - decay, lr / scale1,
+            1.0 / math.sqrt(scale2), eps,
+        )  # fmt: skip
+
+
+@njit(nogil=True, fastmath={"contract"}, error_model="numpy")
+def _adam_row(
+    row, way, first, second, kept1, kept2, beta1, beta2, kept, factor, root_scale, eps
+):  # fmt: skip
+    kind = row.dtype.type
+    kept, factor, root_scale, eps = kind(kept), kind(factor), kind(root_scale), kind(eps)
+    kept1, new1, kept2, new2 = kind(kept1), kind(1.0 - beta1), kind(kept2), kind(1.0 - beta2)
+    for j in range(len(row)):
+        mean = kept1 * first[j] + new1 * way[j]
+        square = kept2 * second[j] + new2 * (way[j] * way[j])
+        first[j], second[j] = mean, square
+        row[j] = kept * row[j] - factor * mean / (np.sqrt(square) * root_scale + eps)
+
+
+_adagrad_rows = by_rows(_adagrad)
+_adam_rows = by_rows(_adam)

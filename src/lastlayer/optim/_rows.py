@@ -1,0 +1,133 @@
+"""What the row-wise optimisers share: the loop over parameters, and state that keeps its dtype."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lastlayer import kernels
+
+
+class RowOptimizer(Optimizer):
+    """One rule for the rows of a sparse gradient, and for all rows of a dense one."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        self._check_options(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """A group with options of its own; see :class:`torch.optim.Optimizer`."""
+        self._check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step on every parameter that has a gradient.
+
+        Args:
+            closure: makes the loss and its gradients again, and returns the loss.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, parameter.grad, group)
+        return loss
+
+    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        _check_parameter(parameter)
+        state = self.state[parameter]
+        if not state:
+            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            state.update(self._fresh_state(parameter, dtype, group))
+        if gradient.layout == torch.strided:
+            self._update("reference", parameter, None, gradient, state, group)
+            return
+        ids, values = _touched(parameter, gradient)
+        rows = parameter.view(parameter.shape[0], -1)
+        self._update("auto", rows, ids, values.reshape(len(ids), rows.shape[1]), state, group)
+
+    @abstractmethod
+    def _fresh_state(
+        self, parameter: Tensor, dtype: torch.dtype, group: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """The state before the first step."""
+
+    @abstractmethod
+    def _update(
+        self,
+        impl: kernels.Impl,
+        rows: Tensor,
+        ids: Tensor | None,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+    ) -> None:
+        """Moves the rows ``ids``, whose gradients are ``gradient``, or all of them."""
+
+    @staticmethod
+    @abstractmethod
+    def _check_options(options: dict[str, Any]) -> None:
+        """Raises where an option of a group is not what it may be."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What ``state_dict()`` gave, on the devices of the parameters.
+
+        Numbers keep their dtype: torch would round sums and clocks to that of the parameters.
+        """
+        super().load_state_dict(state_dict)
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                self.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
+def _touched(parameter: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Different rows and their gradients."""
+    if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
+        raise ValueError(
+            "params: expected gradients that are dense, or torch.sparse_coo with one sparse "
+            f"dimension, got {gradient.layout} of shape {tuple(gradient.shape)}"
+        )
+    if not parameter.is_contiguous():
+        raise ValueError(
+            "params: expected contiguous parameters where gradients are sparse, got strides "
+            f"{parameter.stride()} for shape {tuple(parameter.shape)}"
+        )
+    gradient = gradient.coalesce()
+    return gradient.indices()[0], gradient.values()
+
+
+def _check_parameter(parameter: Tensor) -> None:
+    """A floating one."""
+    if not parameter.is_floating_point():
+        raise TypeError(f"params: expected floating parameters, got {parameter.dtype}")
+
+
+def check_option(name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> None:
+    """A number that fits."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if not fits(value):
+        raise ValueError(f"{name}: expected a number {expected}, got {value}")
+
+
+def check_at_least_0(options: dict[str, Any], *names: str) -> None:
+    """Each of them a finite number."""
+    for name in names:
+        check_option(name, options[name], "of at least 0", lambda x: 0.0 <= x < math.inf)

@@ -1,0 +1,66 @@
+"""Row-wise steps of every implementation against the reference in float64."""
+
+import pytest
+import torch
+from implementations import DTYPES, ROUNDING, error, every_implementation, place
+
+from lastlayer.kernels import row_updates
+
+# Rows of the weight, its width, touched rows.
+SHAPES = [(1, 1, 1), (40, 33, 7), (9, 1100, 9), (5, 4, 0)]
+
+
+def problem(v, d, k, dtype, device):
+    weight = torch.randn(v, d).to(device, dtype)
+    ids = torch.randperm(v)[:k].sort().values.to(device)
+    # Not contiguous: a gradient may be a part of a wider one.
+    gradient = torch.randn(k, d + 1).to(device, dtype)[:, :d]
+    return weight, ids, gradient
+
+
+def close(made, expected, dtype, scale=8.0):
+    assert error(made, expected) <= scale * ROUNDING[dtype] * (1 + float(expected.abs().max()))
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_adagrad(impl, dtype, shape):
+    device = place(impl, dtype)
+    weight, ids, gradient = problem(*shape, dtype, device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    total = torch.rand(shape[0], device=device, dtype=wide)
+    exact = weight.double().cpu(), total.double().cpu()
+    row_updates.adagrad_(impl, weight, total, ids, gradient, 0.3, 0.1, 1e-6)
+    given = ids.cpu(), gradient.double().cpu()
+    row_updates.adagrad_("reference", *exact, *given, 0.3, 0.1, 1e-6)
+    close(weight, exact[0], dtype)
+    close(total, exact[1], wide)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("decays", [True, False])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
+def test_adam(impl, dtype, shape, decays, betas):
+    device = place(impl, dtype)
+    v, d, _ = shape
+    weight, ids, gradient = problem(*shape, dtype, device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    first = torch.randn(v, d, device=device, dtype=wide)
+    second = torch.rand(v, d, device=device, dtype=wide)
+    clock = torch.randint(50_000, (v,), device=device, dtype=torch.int32)
+    clock[0] = 0
+    step = torch.tensor(50_001, device=device)
+    exact = [each.double().cpu() for each in (weight, first, second)]
+    exact_clock = clock.cpu().clone()
+    options = 0.3, 0.1, *betas, 1e-6, decays
+    row_updates.adam_(impl, weight, first, second, clock, step, ids, gradient, *options)
+    given = exact_clock, step.cpu(), ids.cpu(), gradient.double().cpu()
+    row_updates.adam_("reference", *exact, *given, *options)
+    for made, expected in zip((first, second), exact[1:], strict=True):
+        close(made, expected, wide)
+    assert torch.equal(clock.cpu(), exact_clock)
+    # A root of what is nearly 0 magnifies.
+    close(weight, exact[0], dtype, 64.0)
