@@ -31,9 +31,12 @@ nitpicky = True
 # Classes of torch and Python, whose own documentation is on the network: the build stays offline.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|collections|typing|pathlib)\..*"),
-    ("py:class", "Tensor|Axes"),
+    ("py:class", "Tensor|Axes|Figure"),
     # Documented where it is imported from.
-    ("py:class", r"lastlayer\.heads\._cutoffs\.MatrixCost"),
+    (
+        "py:class",
+        r"lastlayer\.heads\._(cutoffs\.MatrixCost|explain\.Cost|target_sampling\.Partition)",
+    ),
 ]
 
 myst_enable_extensions = ["amsmath", "attrs_block", "colon_fence", "deflist", "dollarmath"]

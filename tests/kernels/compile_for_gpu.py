@@ -15,11 +15,13 @@ from lastlayer.kernels.linear_softmax import _finish_triton as finish
 from lastlayer.kernels.linear_softmax import triton as linear_softmax
 from lastlayer.kernels.philox import triton as philox
 from lastlayer.kernels.row_updates import triton as row_updates
+from lastlayer.kernels.sampled_rows import triton as sampled_rows
 from lastlayer.kernels.scale import triton as scale
 from lastlayer.kernels.softmax_gradient import triton as softmax_gradient
 from lastlayer.kernels.softmax_rows import triton as softmax_rows
 from lastlayer.kernels.sparse_gradient import triton as sparse_gradient
 from lastlayer.kernels.topk_softmax import triton as topk
+from lastlayer.kernels.touched_rows import triton as touched_rows
 from lastlayer.kernels.tree_path import _losses_triton as tree_losses
 from lastlayer.kernels.tree_path import _sums_triton as tree_sums
 from lastlayer.kernels.tree_search import triton as tree_search
@@ -150,6 +152,21 @@ UPDATE_CASES = [
     (row_updates._adam, dict(WIDTH=512, DECAYS=False)),
 ]
 
+SAMPLED = dict(HITS=True, AVERAGE=True, SHIFTED=True, EXACT=True, GRADIENT=True)
+SAMPLED_TYPES = (
+    dict.fromkeys(("scores", "gradient"), "*bf16")
+    | dict.fromkeys(("offset", "shift", "exact", "row_scale", "first", "second"), "*fp32")
+    | {"ids": "*i64", "target": "*i64", "factor": "fp32"}
+)
+SAMPLED_CASES = [
+    (sampled_rows._rows, dict(BLOCK=8192, HELD=True, LOGISTIC=False, **SAMPLED)),
+    (sampled_rows._rows, dict(BLOCK=4096, HELD=False, LOGISTIC=True, **SAMPLED)),
+]
+TOUCHED_TYPES = dict.fromkeys(
+    ("columns", "column_biases", "slopes", "factor", "weight", "bias"), "*fp32"
+) | {"hidden": "*bf16", "order": "*i64", "starts": "*i64"}
+TOUCHED_CASES = [(touched_rows._sums, dict(GROUP=16, WIDTH=256, WEIGHT=True, BIAS=True))]
+
 
 def compile_case(kernel, types, constants, **options) -> None:
     types = types | dict.fromkeys(constants, "constexpr")
@@ -168,6 +185,10 @@ def main() -> None:
         compile_case(kernel, FUSED_TYPES, constants)
     for kernel, constants in UPDATE_CASES:
         compile_case(kernel, UPDATE_TYPES, constants)
+    for kernel, constants in SAMPLED_CASES:
+        compile_case(kernel, SAMPLED_TYPES, constants)
+    for kernel, constants in TOUCHED_CASES:
+        compile_case(kernel, TOUCHED_TYPES, constants)
     for kernel, constants in DRAWN_CASES:
         compile_case(kernel, DRAWN_TYPES, constants, enable_fp_fusion=False)
 

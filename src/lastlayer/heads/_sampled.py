@@ -1,0 +1,130 @@
+"""The frame of all sampled heads: trained on drawn classes, exact in everything else."""
+
+import inspect
+from typing import Any, Self, Unpack
+
+import torch
+from torch import Tensor
+
+from lastlayer.heads._audited import Audited
+from lastlayer.heads._checks import check_count
+from lastlayer.heads._compared import Batch, ComparedHead, ComparedOptions, with_options_of
+from lastlayer.heads._sampled_checks import check_sampler, check_seed
+from lastlayer.heads._sampled_config import sampler_from_config, sampler_to_config
+from lastlayer.samplers import Sampler, Uniform, fork
+
+__all__ = ["Batch", "SampledHead", "SampledOptions"]
+
+
+class SampledOptions(ComparedOptions, total=False):
+    """What all of their constructors take by name; :class:`SampledHead` has the defaults."""
+
+    seed: int
+    per_rank: bool
+
+
+class SampledHead(ComparedHead, Audited):
+    """One vector a class, trained against a few classes that are drawn anew in every step.
+
+    In training mode the loss is that of :meth:`_sampled_loss`. In eval mode it is the exact cross
+    entropy, and ``log_prob``, ``topk`` and ``sample`` are exact in both: nothing is left to chance
+    there. What is drawn depends on the buffer ``draws``, seed and step, alone; it is saved with the
+    state, so that a resumed run draws what the first one would have drawn.
+
+    Args:
+        in_features: how many numbers a hidden state has.
+        n_classes: how many classes there are.
+        sampler: what classes are drawn from; it becomes a part of the head, and moves with it.
+            None for ``Uniform(n_classes)``; where classes are uneven pass
+            ``samplers.Unigram(counts)``.
+        n_samples: how many classes are drawn in a step.
+        bias: whether each class has a bias.
+        sparse: whether gradients of weight and bias are row-sparse.
+        seed: of the draws.
+        per_rank: whether the processes of ``torch.distributed`` draw different classes.
+        ignore_index: rows with this target count for nothing; None where every target counts.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        device: where the parameters are made.
+        dtype: of the parameters.
+    """
+
+    sampler: Sampler
+    draws: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        sampler: Sampler | None = None,
+        n_samples: int = 1024,
+        *,
+        seed: int = 0,
+        per_rank: bool = False,
+        **options: Unpack[ComparedOptions],
+    ) -> None:
+        check_count("n_samples", n_samples)
+        check_seed(seed)
+        super().__init__(in_features, n_classes, **options)
+        self.sampler = Uniform(n_classes) if sampler is None else sampler
+        self._check_sampler()
+        self.n_samples, self.per_rank = n_samples, per_rank
+        self.register_buffer("draws", torch.tensor([seed, 0]))
+        self._move_chance()
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.__signature__ = with_options_of(SampledHead, cls)
+
+    def _counter(self) -> Tensor:
+        """Seed and step of this step's draws; the step is counted, and nothing waits for it."""
+        counter = self.draws.clone()
+        self.draws[1:].add_(1)
+        distributed = torch.distributed
+        if self.per_rank and distributed.is_available() and distributed.is_initialized():
+            counter = fork(counter, distributed.get_rank())
+        return counter
+
+    def _drawn(self, counter: Tensor) -> tuple[Tensor, Tensor]:
+        """Classes of a step and their log-probabilities, -inf for one that is always counted."""
+        ids, log_prob = self.sampler.sample_with_log_prob(self.n_samples, counter=counter)
+        return ids, log_prob
+
+    def _check_sampler(self) -> None:
+        check_sampler(self.sampler, self.n_classes)
+
+    def _move_chance(self) -> None:
+        """Puts the counter and all that draws where the parameters are."""
+        device = self.weight.device
+        if device.type != "meta":
+            for part in self.children():
+                part.to(device)
+            self.draws = self.draws.to(device)
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
+        head = super().from_linear(linear, **options)
+        head._move_chance()
+        return head
+
+    def config(self) -> dict[str, Any]:
+        return {
+            **super().config(),
+            "sampler": sampler_to_config(self.sampler),
+            "n_samples": self.n_samples,
+            "per_rank": self.per_rank,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        sampler = sampler_from_config(config["sampler"])
+        return super().from_config({**config, "sampler": sampler})
+
+    def extra_repr(self) -> str:
+        taken = inspect.signature(type(self)).parameters
+        return ", ".join(
+            f"{name}={value!r}"
+            for name, value in self.config().items()
+            # The sampler is shown below, as a part.
+            if name != "sampler" and (name not in taken or taken[name].default != value)
+        )

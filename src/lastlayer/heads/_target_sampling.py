@@ -1,0 +1,129 @@
+"""A softmax over the classes that occur in a part of the data, after Jean et al."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lastlayer.heads._checks import check_count
+from lastlayer.heads._compared import Batch, ComparedHead, ComparedOptions
+from lastlayer.heads._sampled_checks import as_class_ids
+from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem
+
+
+class Partition(NamedTuple):
+    """A stretch of the training data with the classes that occur in it."""
+
+    start: int
+    stop: int
+    classes: Tensor
+    """int64, ascending."""
+
+
+def target_partitions(target: Any, size: int) -> Iterator[Partition]:
+    """Stretches of targets, each as long as it can be with ``size`` different classes.
+
+    Args:
+        target: class ids in the order of training, one dimension.
+        size: how many classes a stretch may have; the last one has fewer.
+
+    Example:
+        >>> for part in target_partitions([3, 1, 3, 2, 2, 1, 0], 2):
+        ...     print(part.start, part.stop, part.classes.tolist())
+        0 3 [1, 3]
+        3 6 [1, 2]
+        6 7 [0]
+    """
+    check_count("size", size)
+    ids = np.asarray(target.cpu() if isinstance(target, Tensor) else target)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise TypeError(
+            f"target: expected class ids in one dimension, got {ids.dtype} of shape {ids.shape}"
+        )
+    start = 0
+    while start < len(ids):
+        window = 2 * size
+        while True:
+            classes, first = np.unique(ids[start : start + window], return_index=True)
+            if len(classes) > size or start + window >= len(ids):
+                break
+            window *= 2
+        # Where the first class too many comes.
+        length = np.sort(first)[size] if len(classes) > size else len(ids) - start
+        stop = int(start + length)
+        kept = classes[first < length]
+        yield Partition(start, stop, torch.from_numpy(kept.astype(np.int64)))
+        start = stop
+
+
+class TargetSampling(ComparedHead):
+    r"""A softmax trained over the classes of one part of the data at a time.
+
+    .. math:: L = \log \sum_{c \in V'} e^{\theta_c} - \theta_y
+
+    The training data is cut into stretches in which a limited number of classes :math:`V'` occurs,
+    by :func:`target_partitions`; ``head.use(classes)`` before each says which. Drawing all of
+    :math:`V'` evenly makes every correction the same, so that none is left: a plain softmax over
+    :math:`V'`. A target that is not among them is counted beside them. Before the first ``use``
+    and after ``use(None)`` all classes count. In eval mode the loss is the exact one.
+
+    Choose it where the classes of a training step must be known ahead, such as to keep only their
+    vectors on a GPU. Where they need not, :class:`SampledSoftmax` has the smaller bias: here a
+    class is only ever compared with classes that occur near it.
+
+    Cost: as :class:`FullSoftmax` with as many classes as :math:`V'` has; their vectors are
+    gathered in every step.
+
+    Args:
+        in_features: how many numbers a hidden state has.
+        n_classes: how many classes there are.
+        bias: whether each class has a bias.
+        sparse: whether gradients of weight and bias are row-sparse.
+        ignore_index: rows with this target count for nothing; None where every target counts.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Example:
+        >>> import torch
+        >>> head = TargetSampling(16, 1000, sparse=True)
+        >>> hidden, target = torch.randn(64, 16), torch.randint(1000, (64,))
+        >>> for part in target_partitions(target, 20):
+        ...     head.use(part.classes)
+        ...     loss = head(hidden[part.start : part.stop], target[part.start : part.stop])
+
+    Reference:
+        Jean, Cho, Memisevic and Bengio, On using very large target vocabulary for neural machine
+        translation, ACL 2015, arXiv:1412.2007.
+    """
+
+    classes: Tensor | None
+
+    def __init__(
+        self, in_features: int, n_classes: int, **options: Unpack[ComparedOptions]
+    ) -> None:
+        super().__init__(in_features, n_classes, **options)
+        # Part of the data, not of the model: it is not saved.
+        self.register_buffer("classes", None, persistent=False)
+
+    def use(self, classes: Any) -> None:
+        """Train over these classes from now on.
+
+        Args:
+            classes: different class ids, in any order; None for all.
+        """
+        if classes is not None:
+            classes = as_class_ids("classes", classes, self.n_classes).to(self.weight.device)
+        self.classes = classes
+
+    def _takes_all(self) -> bool:
+        return super()._takes_all() or self.classes is None
+
+    def _sampled_loss(self, batch: Batch) -> Tensor:
+        classes = self.get_buffer("classes")
+        draws = Draws(classes, torch.zeros_like(classes, dtype=torch.float32))
+        problem = SampledProblem(batch.hidden, self.weight, self.bias, batch.target, draws, Rule())
+        return self._reduced(batch, problem)

@@ -1,0 +1,186 @@
+"""Losses of rows of drawn classes on the CPU: a row stays in the cache between its passes."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from lastlayer.kernels._threads import by_rows
+from lastlayer.kernels.softmax_rows._exp import exp
+
+# Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+
+
+def forward_(
+    scores: Tensor,
+    gradient: Tensor,
+    offset: Tensor,
+    ids: Tensor,
+    target: Tensor,
+    shift: Tensor | None,
+    exact: Tensor | None,
+    row_scale: Tensor | None,
+    factor: float,
+    n_exact: int,
+    logistic: bool,
+    drop_hits: bool,
+    average: bool,
+) -> tuple[Tensor, Tensor]:
+    """As the reference's."""
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    n, m = scores.shape
+    first, second = torch.empty(2, n, dtype=dtype).unbind()
+    wide = scores.detach() if _is_ready(scores, dtype) else scores.detach().to(dtype).contiguous()
+    per_row = (
+        torch.zeros(n, dtype=dtype) if shift is None else shift,
+        torch.full((n,), -math.inf, dtype=dtype) if exact is None else exact,
+        torch.empty(0, dtype=dtype) if row_scale is None else row_scale,
+    )
+    if n:
+        _sampled_rows(
+            n, 2 * m, wide.numpy(), _two_dims(offset.to(dtype)), _two_dims(ids),
+            target.contiguous().numpy(), *(_array(each, dtype) for each in per_row),
+            first.numpy(), second.numpy(), factor, n_exact, logistic, drop_hits, average,
+        )  # fmt: skip
+    if row_scale is not None and gradient.data_ptr() != wide.data_ptr():
+        gradient.copy_(wide)
+    return first, second
+
+
+def _is_ready(scores: Tensor, dtype: torch.dtype) -> bool:
+    return scores.dtype == dtype and scores.is_contiguous()
+
+
+def _two_dims(tensor: Tensor) -> Any:
+    tensor = tensor.detach().contiguous()
+    return (tensor if tensor.dim() == 2 else tensor.unsqueeze(0)).numpy()
+
+
+def _array(tensor: Tensor, dtype: torch.dtype) -> Any:
+    return tensor.detach().to(dtype).contiguous().numpy()
+
+
+@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
+def _rows(
+    start, stop, scores, offset, ids, target, shift, exact, row_scale, first, second, factor,
+    n_exact, logistic, drop_hits, average,
+):  # fmt: skip
+    m = scores.shape[1]
+    real = scores.dtype.type
+    for row in range(start, stop):
+        x = scores[row]
+        added, named = offset[row if len(offset) > 1 else 0], ids[row if len(ids) > 1 else 0]
+        _shape(x, real(factor), added)
+        if drop_hits:
+            for one in target[row]:
+                if one >= 0:
+                    _drop(x, named, one)
+        move = real(shift[row])
+        if average:
+            move -= real(math.log(max(1, _count(x, added, named, target[row], drop_hits, n_exact))))
+        _move(x, n_exact, move)
+        scale = real(row_scale[row] * factor) if len(row_scale) else real(0.0)
+        if logistic:
+            loss, slope = 0.0, 0.0
+            for i in range(m):
+                # e^-|x|: neither of both overflows.
+                small = math.exp(-abs(x[i]))
+                up = x[i] > real(0.0)
+                loss += math.log1p(small) + (x[i] if up else real(0.0))
+                share = (1.0 if up else small) / (1.0 + small)
+                share = x[i] if math.isnan(x[i]) else share
+                slope += share
+                if len(row_scale):
+                    x[i] = share * scale
+            first[row], second[row] = loss, slope
+            continue
+        peak = _largest(x)
+        origin = real(0.0) if peak == -math.inf else peak
+        head, drawn, squares = _to_shares(x, n_exact, origin)
+        total = head + drawn
+        first[row] = origin + math.log(total) if total > 0.0 else -math.inf
+        if math.isnan(total):
+            first[row] = math.nan
+        second[row] = drawn * drawn / squares if squares > 0.0 else 0.0
+        if squares == 0.0 and drawn > 0.0:
+            second[row] = 1.0
+        if len(row_scale):
+            everything = total + math.exp(exact[row] - origin)
+            _multiply(x, scale / real(everything) if everything != 0.0 else real(0.0))
+
+
+@njit(nogil=True, fastmath=_FAST)
+def _shape(x, factor, added):
+    for i in range(len(x)):
+        x[i] = x[i] * factor + added[i]
+
+
+@njit(nogil=True)
+def _drop(x, ids, one):
+    for i in range(len(x)):
+        x[i] = -np.inf if ids[i] == one else x[i]
+
+
+@njit(nogil=True)
+def _count(x, added, ids, target, drop_hits, n_exact):
+    count = 0
+    for i in range(n_exact, len(x)):
+        count += added[i] != -np.inf
+    if drop_hits:
+        for i in range(n_exact, len(x)):
+            hit = False
+            for one in target:
+                hit |= ids[i] == one
+            count -= hit and added[i] != -np.inf
+    return count
+
+
+@njit(nogil=True)
+def _move(x, n_exact, move):
+    for i in range(n_exact, len(x)):
+        x[i] += move
+
+
+@njit(nogil=True)
+def _largest(x):
+    lanes = np.full(16, -np.inf, x.dtype)
+    whole = len(x) // 16 * 16
+    for start in range(0, whole, 16):
+        # Lane by lane: a maximum over all of them is not vectorised where there may be a NaN.
+        for i in range(16):
+            value = x[start + i]
+            lanes[i] = value if value > lanes[i] else lanes[i]
+    largest = lanes[0]
+    for i in range(1, 16):
+        largest = max(largest, lanes[i])
+    for i in range(whole, len(x)):
+        largest = x[i] if x[i] > largest else largest
+    return largest
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _to_shares(x, n_exact, origin):
+    """In place; sums of the first columns and of the drawn ones, and of the latter's squares."""
+    zero = x.dtype.type(0.0)
+    for i in range(len(x)):
+        x[i] = exp(x[i] - origin)
+    head, drawn, squares = zero, zero, zero
+    for i in range(n_exact):
+        head += x[i]
+    for i in range(n_exact, len(x)):
+        drawn += x[i]
+        squares += x[i] * x[i]
+    return head, drawn, squares
+
+
+@njit(nogil=True, fastmath=_FAST)
+def _multiply(x, factor):
+    for i in range(len(x)):
+        x[i] *= factor
+
+
+_sampled_rows = by_rows(_rows)

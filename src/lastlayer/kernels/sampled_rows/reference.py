@@ -1,0 +1,74 @@
+"""Losses of rows of drawn classes in plain torch: defines the truth."""
+
+import torch
+from torch import Tensor
+
+
+def forward_(
+    scores: Tensor,
+    gradient: Tensor,
+    offset: Tensor,
+    ids: Tensor,
+    target: Tensor,
+    shift: Tensor | None,
+    exact: Tensor | None,
+    row_scale: Tensor | None,
+    factor: float,
+    n_exact: int,
+    logistic: bool,
+    drop_hits: bool,
+    average: bool,
+) -> tuple[Tensor, Tensor]:
+    """What the drawn classes of each row add up to.
+
+    A column's logit is ``x = factor * scores + offset``; from column ``n_exact`` on ``shift`` is
+    added, and with ``average`` minus the log of how many columns are drawn there. A column counts
+    where its offset is above -inf and, with ``drop_hits``, its id is no target of the row.
+
+    Args:
+        scores: ``(n, m)``; overwritten.
+        gradient: ``(n, m)``, gets ``row_scale`` times the slopes; may be ``scores`` itself.
+        offset: ``(m,)`` or ``(n, m)``, of the dtype of the result.
+        ids: like offset.
+        target: ``(n, p)``, -1 for none.
+        shift: ``(n,)``.
+        exact: ``(n,)``, the log of what else is in the normaliser.
+        row_scale: ``(n,)``; None where no gradient is wanted.
+        factor: of the scores, an inverse temperature.
+        n_exact: the first so many columns are counted as they are.
+        logistic: binary losses instead of a softmax.
+        drop_hits: leave out columns whose id is a target.
+        average: divide drawn columns by their number.
+
+    Returns:
+        The logarithm of Σ e^x, and the effective sample size of the drawn columns,
+        (Σ e^x)² / Σ e^2x. Of a logistic loss Σ log(1 + e^x), and the sum of its slopes.
+    """
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    values = scores.to(dtype) * factor + offset
+    out = (offset == -torch.inf).expand_as(values)
+    if drop_hits:
+        for one in target.unbind(-1):
+            out = out | (ids == one.unsqueeze(-1))
+    move = values.new_zeros(values.shape[0]) if shift is None else shift.to(dtype)
+    drawn = values[:, n_exact:]
+    if average:
+        move = move - (~out[:, n_exact:]).sum(-1).clamp(min=1).to(dtype).log()
+    drawn += move.unsqueeze(-1)
+    values.masked_fill_(out, -torch.inf)
+    if logistic:
+        slopes = values.sigmoid()
+        first, second = torch.nn.functional.softplus(values).sum(-1), slopes.sum(-1)
+    else:
+        first = torch.logsumexp(values, -1)
+        peak = drawn.amax(-1, keepdim=True) if drawn.shape[1] else drawn.sum(-1, keepdim=True)
+        weights = (drawn - peak).exp()
+        second = weights.sum(-1).square() / weights.square().sum(-1)
+        second = torch.where(peak.squeeze(-1) == -torch.inf, 0.0, second)
+        total = first if exact is None else torch.logaddexp(first, exact.to(dtype))
+        # With nothing but -inf there is no difference to take.
+        total = torch.where(total == -torch.inf, 0.0, total)
+        slopes = (values - total.unsqueeze(-1)).exp()
+    if row_scale is not None:
+        gradient.copy_(slopes * (factor * row_scale.to(dtype)).unsqueeze(-1))
+    return first, second

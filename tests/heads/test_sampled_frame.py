@@ -1,0 +1,341 @@
+"""What all sampled heads share: draws that can be repeated, gradients, dtypes, and old mistakes."""
+
+import copy
+import inspect
+import itertools
+import math
+
+import pytest
+import torch
+from sampled import Scripted
+
+from lastlayer import samplers
+from lastlayer.heads import FullSoftmax, _sampled_draws
+from lastlayer.heads._sampled_chunks import Sizes, sizes_for
+from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem, sampled_loss
+from lastlayer.heads.importance_sampling import ImportanceSampling
+from lastlayer.heads.sampled_softmax import SampledSoftmax
+
+COUNTS = 1.0 / torch.arange(1, 51)
+
+
+def make(cls=SampledSoftmax, **options):
+    return cls(6, 50, samplers.Unigram(COUNTS), 12, **options)
+
+
+def batch(*shape, dtype=torch.float32):
+    return torch.randn(*shape, 6, dtype=dtype), torch.randint(50, shape)
+
+
+class TestDraws:
+    def test_each_step_draws_anew_and_counts_itself(self):
+        head, (hidden, target) = make(seed=3), batch(8)
+        assert head.draws.tolist() == [3, 0]
+        losses = {head(hidden, target).item() for _ in range(4)}
+        assert len(losses) == 4
+        assert head.draws.tolist() == [3, 4]
+
+    @pytest.mark.parametrize("cls", [SampledSoftmax, ImportanceSampling])
+    def test_a_resumed_run_draws_what_the_first_one_would_have(self, cls, tmp_path):
+        head, (hidden, target) = make(cls, seed=5), batch(8)
+        for _ in range(3):
+            head(hidden, target)
+        head.save(tmp_path)
+        other, loaded = make(cls), cls.load(tmp_path)
+        other.load_state_dict(head.state_dict())
+        for _ in range(2):
+            first = head(hidden, target)
+            assert torch.equal(first, other(hidden, target))
+            assert torch.equal(first, loaded(hidden, target))
+
+    def test_eval_mode_draws_nothing(self):
+        head, (hidden, target) = make().eval(), batch(8)
+        exact = FullSoftmax.from_linear(head.to_linear())(hidden, target)
+        assert torch.equal(head(hidden, target), exact)
+        assert head.draws.tolist() == [0, 0]
+
+    def test_torch_s_own_chance_is_left_alone(self):
+        head, (hidden, target) = make(), batch(8)
+        before = torch.get_rng_state()
+        head(hidden, target)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_ranks_draw_the_same_unless_asked_not_to(self, monkeypatch):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        hidden, target = batch(8)
+        alike, apart = make(), make(per_rank=True)
+        apart.load_state_dict(alike.state_dict())
+        losses = {}
+        for rank in (0, 1, 7):
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            for name, head in (("alike", alike), ("apart", apart)):
+                loss = copy.deepcopy(head)(hidden, target)
+                losses.setdefault(name, set()).add(loss.item())
+        assert len(losses["alike"]) == 1
+        assert len(losses["apart"]) == 3
+
+
+class TestGradients:
+    @pytest.mark.parametrize("cls", [SampledSoftmax, ImportanceSampling])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_sparse_is_dense_with_zeros_left_out(self, cls, dtype, reduction):
+        dense = make(cls, dtype=dtype, reduction=reduction)
+        sparse = make(cls, dtype=dtype, reduction=reduction, sparse=True)
+        sparse.load_state_dict(dense.state_dict())
+        (hidden, target), ids = batch(9, dtype=dtype), dense.sampler.sample(12, counter=dense.draws)
+        target[4] = -100
+        made = [
+            torch.autograd.grad(head(hidden, target).sum(), list(head.parameters()))
+            for head in (dense, sparse)
+        ]
+        touched = torch.cat([ids, target[target >= 0]]).unique()
+        for one, other in zip(*made, strict=True):
+            assert other.is_coalesced()
+            assert one.dtype == other.dtype == dtype
+            assert torch.equal(other.indices()[0], touched)
+            assert torch.equal(other.to_dense(), one)
+
+    def test_an_optimiser_takes_sparse_gradients(self):
+        head, (hidden, target) = make(sparse=True), batch(16)
+        optimiser = torch.optim.SparseAdam(head.parameters(), lr=0.1)
+        before = head.eval()(hidden, target).item()
+        for _ in range(30):
+            optimiser.zero_grad()
+            head.train()(hidden, target).backward()
+            optimiser.step()
+        assert head.eval()(hidden, target).item() < 0.7 * before
+
+    def test_backward_can_be_repeated_but_not_differentiated(self):
+        head, (hidden, target) = make(), batch(5)
+        hidden.requires_grad_()
+        loss = head(hidden, target)
+        first, second = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, second)
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(loss, hidden, create_graph=True)
+
+    @pytest.mark.parametrize("chunk_rows", [1, 4, "low"])
+    def test_chunks_change_nothing(self, chunk_rows):
+        whole, parts = make(dtype=torch.float64), make(dtype=torch.float64, chunk_rows=chunk_rows)
+        parts.load_state_dict(whole.state_dict())
+        hidden, target = batch(11, dtype=torch.float64)
+        for head in (whole, parts):
+            head(hidden, target).backward()
+        for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("sizes", [Sizes(4, 8), Sizes(3, 100), Sizes(100, 100)])
+    def test_half_precision_with_a_gradient_of_its_own_as_on_a_gpu(self, monkeypatch, dtype, sizes):
+        head, (hidden, target) = make(dtype=dtype), batch(21, dtype=dtype)
+        target[3] = -100
+        exact = copy.deepcopy(head).double()
+        monkeypatch.setattr(_sampled_draws, "_multiplies_narrow", lambda hidden: True)
+        monkeypatch.setattr(_sampled_draws, "sizes_for", lambda *given: sizes)
+        loss = head(hidden.requires_grad_(), target)
+        made = torch.autograd.grad(loss, [hidden, *head.parameters()])
+        monkeypatch.undo()
+        wide = hidden.detach().double().requires_grad_()
+        expected = exact(wide, target)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-4)
+        truth = torch.autograd.grad(expected, [wide, *exact.parameters()])
+        for one, other in zip(made, truth, strict=True):
+            assert one.dtype == dtype
+            assert float((one.double() - other).norm()) < 1e-2 * float(other.norm())
+
+    def test_what_is_not_learned_gets_no_gradient(self):
+        head, (hidden, target) = make(), batch(5)
+        head.weight.requires_grad_(False)
+        head(hidden, target).backward()
+        assert head.weight.grad is None
+        assert head.bias.grad is not None
+        head.bias.requires_grad_(False)
+        assert not head(hidden, target).requires_grad
+
+    def test_tied_embeddings_share_their_gradient(self):
+        table = torch.nn.Embedding(50, 6)
+        head = SampledSoftmax.from_linear(table, sampler=samplers.Unigram(COUNTS), n_samples=12)
+        hidden, target = batch(5)
+        head(hidden, target).backward()
+        assert head.weight is table.weight
+        assert table.weight.grad is not None
+        with pytest.raises(TypeError, match="class_weight: expected none"):
+            SampledSoftmax.from_linear(table, class_weight=torch.ones(50))
+
+
+class TestOldMistakes:
+    """Each was shipped by a library in use."""
+
+    def test_the_temperature_does_not_scale_the_correction(self):
+        ids = [3, 8, 20]
+        head = SampledSoftmax(6, 50, Scripted(COUNTS, ids), 3, temperature=0.1, bias=False)
+        hidden, target = batch(1)
+        target[0] = 0
+        scores = (hidden @ head.weight.t() / 0.1)[0]
+        log_q = head.sampler.log_prob(torch.tensor([0, *ids]))
+        left = torch.log1p(-log_q[0].exp()) - math.log(3)
+        logits = torch.cat([scores[:1], scores[ids] - log_q[1:] + left])
+        torch.testing.assert_close(head(hidden, target), logits.logsumexp(0) - scores[0])
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision_keeps_the_correction_in_full(self, dtype):
+        # In bfloat16 a log-probability of -7.1 is off by 0.013.
+        head = SampledSoftmax(6, 5000, samplers.Unigram(1.0 / torch.arange(1, 5001)), 400)
+        head = head.to(dtype)
+        head.reduction = "none"
+        hidden, target = torch.randn(32, 6).to(dtype), torch.randint(5000, (32,))
+        exact = copy.deepcopy(head).double()
+        losses, expected = head(hidden, target), exact(hidden.double(), target)
+        torch.testing.assert_close(losses.double(), expected, rtol=0.0, atol=1e-4)
+
+    def test_a_hit_in_float16_makes_no_infinity(self):
+        head = SampledSoftmax(6, 50, Scripted(COUNTS, [4, 4, 7, 9]), 4, dtype=torch.float16)
+        hidden = torch.randn(3, 6).half().requires_grad_()
+        loss = head(hidden, torch.tensor([4, 7, 4]))
+        (1024 * loss).backward()
+        assert loss.isfinite()
+        assert hidden.grad.isfinite().all()
+        assert head.weight.grad.isfinite().all()
+
+    def test_draws_that_come_twice_count_twice(self):
+        head = SampledSoftmax(6, 50, Scripted(COUNTS, [5, 5, 9]), 3, reduction="none")
+        hidden = torch.randn(1, 6)
+        scores = (hidden @ head.weight.t() + head.bias)[0]
+        log_q = head.sampler.log_prob(torch.tensor([30, 5, 9]))
+        left = torch.log1p(-log_q[0].exp()) - math.log(3)
+        logits = torch.stack([
+            scores[30], scores[5] - log_q[1] + left + math.log(2), scores[9] - log_q[2] + left
+        ])  # fmt: skip
+        loss = head(hidden, torch.tensor([30]))
+        torch.testing.assert_close(loss[0], logits.logsumexp(0) - scores[30])
+
+    def test_biases_of_draws_and_targets_count(self):
+        head, (hidden, target) = make(), batch(64)
+        head(hidden, target).backward()
+        ids = head.sampler.sample(12, counter=(0, 0))
+        assert bool((head.bias.grad[ids] != 0).all())
+        assert bool((head.bias.grad[target] != 0).all())
+        # What is pushed down is pulled up: the slopes of a row sum to 0.
+        assert abs(float(head.bias.grad.sum())) < 1e-6
+
+    def test_a_frequent_target_does_not_bias_the_rest(self):
+        """Draws that are left out must not count in the average: here nine in ten are."""
+        counts = torch.tensor([90.0, 5.0, 3.0, 2.0])
+        n, rows = 40, 20_000
+        sampler = samplers.Unigram(counts)
+        log_q = sampler.log_prob(torch.arange(4))
+        ids = sampler.sample(rows * n, counter=(8, 8)).view(rows, n)
+        logits = counts.log()
+        weight = logits[:, None].clone().requires_grad_()
+        left = torch.log(-torch.expm1(log_q[0])).expand(rows)
+        problem = SampledProblem(
+            torch.ones(rows, 1), weight, None, torch.zeros(rows, 1, dtype=torch.int64),
+            Draws(ids, -log_q[ids]), Rule(average=True), shift=left,
+        )  # fmt: skip
+        sampled_loss(problem, "mean").loss.backward()
+        expected = logits.softmax(0)
+        expected[0] -= 1.0
+        # A row is without any draw that counts in 1.5 % of the cases.
+        torch.testing.assert_close(weight.grad[:, 0], expected, rtol=0.03, atol=1e-3)
+
+    def test_rare_classes_keep_their_probability(self):
+        # Clipped at 1e-6 they would all be alike.
+        counts = torch.ones(3_000_000)
+        counts[0] = 3e6
+        head = SampledSoftmax(2, 3_000_000, samplers.Unigram(counts), 8, correction="classic")
+        expected = math.log(1 / 6e6)
+        assert abs(float(head.sampler.log_prob(torch.tensor([5]))[0]) - expected) < 1e-4
+
+    def test_several_targets_out_of_range_are_named(self):
+        head, (hidden, _) = make(), batch(3)
+        target = torch.tensor([[1, 2], [3, 50], [4, -100]])
+        with pytest.raises(ValueError, match=r"target: .*got 50 at position \(1, 1\)"):
+            head(hidden, target)
+        with pytest.raises(ValueError, match="target: expected shape"):
+            head(hidden, target[:2])
+
+
+class TestSizes:
+    def test_memory_is_bounded_however_many_rows_and_draws(self):
+        for n, m in itertools.product((1, 100, 8192, 1_000_000), (1, 256, 8192, 500_000)):
+            for budget in ("auto", "low"):
+                scores, gradient = sizes_for(budget, n, m, narrow=True)
+                assert 1 <= scores <= gradient <= n
+                # 128 rows are taken however wide they are.
+                assert scores <= 128 or 4 * scores * m <= 40_000_000
+                assert gradient <= 128 or 2 * gradient * m <= 150_000_000
+                scores, gradient = sizes_for(budget, n, m, narrow=False)
+                assert 1 <= scores == gradient <= n
+                assert scores <= 128 or 4 * scores * m <= 60_000_000
+        assert sizes_for("7", 100, 10, narrow=True) == (7, 7)
+        assert sizes_for("auto", 8192, 8192, narrow=True) == (1024, 8192)
+
+
+class TestRules:
+    """The frame itself, as other heads use it."""
+
+    @pytest.mark.parametrize("apart", [False, True])
+    @pytest.mark.parametrize("shifted", [False, True])
+    def test_a_logistic_rule(self, apart, shifted):
+        hidden = torch.randn(5, 3).double().requires_grad_()
+        weight = torch.randn(9, 3).double().requires_grad_()
+        bias = torch.randn(9).double().requires_grad_()
+        row_shift = torch.randn(5).double().requires_grad_() if shifted else None
+        target = torch.tensor([[1], [4], [-1], [4], [8]])
+        ids = torch.randint(9, (5, 7) if apart else (7,))
+        log_weight = torch.randn(ids.shape).double()
+        own = torch.randn(5, 1).double()
+        problem = SampledProblem(
+            hidden, weight, bias, target, Draws(ids, log_weight),
+            Rule(logistic=True, drop_hits=False), target_log_weight=own, row_shift=row_shift,
+        )  # fmt: skip
+        losses = sampled_loss(problem, "none").loss
+        scores = hidden @ weight.t() + bias
+        scores = scores if row_shift is None else scores + row_shift[:, None]
+        drawn = (scores.gather(1, ids) if apart else scores[:, ids]) + log_weight
+        softplus = torch.nn.functional.softplus
+        positive = scores.gather(1, target.clamp(min=0)) + own
+        expected = softplus(-positive).squeeze(1) + softplus(drawn).sum(1)
+        expected = torch.where(target.squeeze(1) < 0, 0.0, expected)
+        torch.testing.assert_close(losses, expected)
+        leaves = [hidden, weight, bias, *([row_shift] if shifted else [])]
+        upstream = torch.randn(5).double()
+        made = torch.autograd.grad(losses, leaves, upstream)
+        truth = torch.autograd.grad(expected, leaves, upstream, retain_graph=True)
+        for one, other in zip(made, truth, strict=True):
+            torch.testing.assert_close(one, other)
+        total = sampled_loss(problem, "mean").loss
+        made = torch.autograd.grad(total, leaves)
+        mean = expected.sum() / 4
+        for one, other in zip(made, torch.autograd.grad(mean, leaves), strict=True):
+            torch.testing.assert_close(one, other)
+
+    @pytest.mark.parametrize(
+        ("with_target", "drop"), list(itertools.product((False, True), repeat=2))
+    )
+    @pytest.mark.parametrize("p", [1, 3])
+    def test_draws_apart_and_shared_agree(self, with_target, drop, p):
+        hidden, weight = torch.randn(6, 4).double(), torch.randn(11, 4).double()
+        bias, target = torch.randn(11).double(), torch.randint(11, (6, p))
+        ids, log_weight = torch.randint(11, (8,)), torch.randn(8).double()
+        rule, made = Rule(with_target=with_target, drop_hits=drop, average=True), []
+        for draws in (Draws(ids, log_weight), Draws(ids.expand(6, 8), log_weight.expand(6, 8))):
+            leaves = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
+            problem = SampledProblem(*leaves, target, draws, rule, temperature=0.8)
+            loss, ess = sampled_loss(problem, "mean")
+            made.append([loss, ess, *torch.autograd.grad(loss, leaves)])
+        for one, other in zip(*made, strict=True):
+            torch.testing.assert_close(one, other)
+
+    def test_the_signature_names_all_that_a_constructor_takes(self):
+        for cls in (SampledSoftmax, ImportanceSampling):
+            taken = inspect.signature(cls).parameters
+            shared = {"bias", "sparse", "seed", "per_rank", "ignore_index", "reduction",
+                      "chunk_rows", "device", "dtype"}  # fmt: skip
+            assert all(taken[name].kind is inspect.Parameter.KEYWORD_ONLY for name in shared)
+            assert "options" not in taken
+            assert "class_weight" not in taken
+            assert list(taken)[:4] == ["in_features", "n_classes", "sampler", "n_samples"]
+            with pytest.raises(TypeError, match="unexpected keyword argument 'class_weight'"):
+                cls(3, 4, class_weight=None)
