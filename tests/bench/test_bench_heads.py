@@ -12,7 +12,7 @@ from lastlayer.bench import heads as bench_heads
 from lastlayer.bench import memory, runner, session
 from lastlayer.bench.heads import cases, entries, family, top, truth
 from lastlayer.bench.heads.cases import AGAINST, STEP, TOP, TREES, Sizes
-from lastlayer.bench.heads.entries import ADAPTIVE, FULL, HUFFMAN, LINEAR, TWO_LEVEL
+from lastlayer.bench.heads.entries import ADAPTIVE, FULL, HUFFMAN, LINEAR, SAMPLED, TWO_LEVEL
 from lastlayer.bench.heads.entry import CPU, CUDA, SWEEP, WORDS, Entry
 from lastlayer.bench.heads.family import Heads
 from lastlayer.bench.results import read
@@ -256,7 +256,8 @@ def test_the_full_plan_is_what_the_goals_need(device):
         assert sources == sorted(sources, reverse=True)
     main = {m.name for m in of[STEP][0].methods}
     assert {LINEAR, FULL, HUFFMAN, ADAPTIVE, "gathered paths, Huffman, sparse"} <= main
-    assert {m.name for m in of[AGAINST][0].methods} == {FULL, HUFFMAN, TWO_LEVEL, ADAPTIVE}
+    swept = {FULL, HUFFMAN, TWO_LEVEL, ADAPTIVE, SAMPLED}
+    assert {m.name for m in of[AGAINST][0].methods} == swept
     assert of[STEP][0].baseline.name == (LINEAR if device == "cpu" else FULL)
 
 

@@ -143,7 +143,7 @@ def test_goals_of_a_gpu(render, tmp_path):
     assert goal(page, "spread 1: faster than linear + topk") == ("2.00×", "met")
     # As fast is not faster.
     assert goal(page, "spread 2: faster than linear + topk") == ("1.00×", "**missed**")
-    assert "2 of 5 met." in page
+    assert "2 of 6 met." in page
 
 
 def test_goals_of_a_cpu(render, tmp_path):

@@ -20,7 +20,8 @@ WORDS = Problem(5, 8, 12, torch.float64, CPU)
 
 
 # Whose log-probabilities of all classes are another way to the loss than its own truth.
-WITH_ALL_CLASSES = [e for e in ENTRIES if e.losses not in (truth.gathered, truth.by_log_prob)]
+ANOTHER_WAY = truth.flat, truth.paths, truth.clusters, truth.bands
+WITH_ALL_CLASSES = [e for e in ENTRIES if e.losses in ANOTHER_WAY]
 
 
 def labelled(entry) -> str:

@@ -61,10 +61,20 @@ class Tail(torch.nn.Module):
         """How many classes are always counted."""
         return self.head_ids.shape[0]
 
-    def draw(self, sampler: Sampler, n: int, counter: Tensor, unique: bool) -> Drawn:
-        """``n`` classes, different ones with ``unique``."""
+    def draw(
+        self,
+        sampler: Sampler,
+        n: int,
+        counter: Tensor,
+        unique: bool,
+        dtype: torch.dtype = torch.float32,
+    ) -> Drawn:
+        """``n`` classes, different ones with ``unique``; log-probabilities at least in float32."""
         if unique:
             ids, log_prob = sampler.unique(n, counter=counter)
+        elif dtype == torch.float64:
+            ids = sampler.sample(n, counter=counter)
+            log_prob = sampler.log_prob(ids, dtype=dtype)
         else:
             ids, log_prob = sampler.sample_with_log_prob(n, counter=counter)
         if not self.n_head:

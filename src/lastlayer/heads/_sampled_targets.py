@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import logsigmoid
 
 from lastlayer import kernels
 from lastlayer.heads._sampled_rule import Rule
@@ -53,11 +53,11 @@ def combined(
     if target.shape[1] == 1 and exact is not None:
         # The odds of the rest against the target: 1 - p is not what remains of 1.
         odds = first - exact
-        return softplus(odds), -torch.sigmoid(odds).unsqueeze(-1)
+        return _softplus(odds), -torch.sigmoid(odds).unsqueeze(-1)
     there = (target >= 0).to(logits.dtype)
     share = there / there.sum(-1, keepdim=True).clamp(min=1.0)
     if rule.logistic:
-        losses = (share * softplus(-logits)).sum(-1) + first
+        losses = (share * _softplus(-logits)).sum(-1) + first
         return losses, -share * torch.sigmoid(-logits)
     pull = (share * logits).sum(-1)
     if exact is None:
@@ -65,4 +65,9 @@ def combined(
     odds = first - exact
     mass = torch.sigmoid(-odds).unsqueeze(-1) * torch.exp(logits - exact.unsqueeze(-1))
     slopes = mass.masked_fill(_left_out(target), 0.0) - share
-    return softplus(odds) + (exact - pull), slopes
+    return _softplus(odds) + (exact - pull), slopes
+
+
+def _softplus(values: Tensor) -> Tensor:
+    """log(1 + e^x); torch's own is x beyond 20, which float64 notices."""
+    return -logsigmoid(-values)

@@ -109,7 +109,8 @@ class SampledSoftmax(SampledHead):
 
     def _sampled_loss(self, batch: Batch) -> Tensor:
         tail, dtype = self.tail, wide_dtype(batch.hidden)
-        ids, log_prob = tail.draw(self.sampler, self.n_samples, self._counter(), self.unique)
+        counter = self._counter()
+        ids, log_prob = tail.draw(self.sampler, self.n_samples, counter, self.unique, dtype)
         log_weight = torch.zeros_like(log_prob) if self.correction == "none" else -log_prob
         if tail.n_head:
             log_weight = torch.where(log_prob == -torch.inf, -torch.inf, log_weight)

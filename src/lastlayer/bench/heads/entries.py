@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lastlayer import heads, trees
+from lastlayer import heads, samplers, trees
 from lastlayer.bench.heads import truth
 from lastlayer.bench.heads.entry import CPU, CUDA, SWEEP, WORDS, Entry
 from lastlayer.bench.heads.modules import FlatLayer, GatheredPaths
@@ -55,6 +55,17 @@ def _char_cnn(problem: Problem) -> torch.nn.Module:
     return heads.CharCNNSoftmax(problem.width, words, **problem.made)
 
 
+def _sampled(kind: Any) -> Any:
+    """As many classes drawn as there are rows, by how often they occur."""
+    return lambda p: kind(
+        p.width, p.classes, samplers.Unigram(p.counts), p.rows, sparse=True, **p.made
+    )
+
+
+def _draws_of(head: Any) -> str:
+    return f"{head.n_samples:,} drawn"
+
+
 def shape_of(head: Any) -> str:
     """The tree of a head in words."""
     tree: Tree = head.tree
@@ -77,6 +88,7 @@ FULL = "full (fused)"
 HUFFMAN = "hierarchical, Huffman, sparse"
 TWO_LEVEL = "hierarchical, √V groups, sparse"
 ADAPTIVE = "adaptive, automatic cutoffs"
+SAMPLED, NCE = "sampled softmax, sparse", "noise contrastive, sparse"
 ADAPTIVE_50, ADAPTIVE_25 = "adaptive, cutoffs V/50, V/5", "adaptive, cutoffs V/25, V/5"
 
 
@@ -186,6 +198,20 @@ ENTRIES = (
         truth.bands,
         _on(CPU, CUDA),
         settings=_bands_of,
+    ),
+    Entry(
+        SAMPLED,
+        _sampled(heads.SampledSoftmax),
+        truth.drawn,
+        _on(CPU, CUDA, SWEEP),
+        settings=_draws_of,
+    ),
+    Entry(
+        NCE,
+        _sampled(heads.NoiseContrastive),
+        truth.noise,
+        _on(CPU, CUDA),
+        settings=_draws_of,
     ),
     # Rounding decides between letters that are equally good, and the gradient goes to one of them.
     Entry("char_cnn", _char_cnn, truth.by_log_prob, _on(WORDS), slack=100.0),

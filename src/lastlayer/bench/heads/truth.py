@@ -1,6 +1,7 @@
 """Losses of heads in float64, by plain formulas that autograd differentiates."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -123,6 +124,34 @@ def _binary(
 
 def _on(like: Tensor, *arrays: Any) -> list[Tensor]:
     return [torch.from_numpy(np.asarray(a, np.int64)).to(like.device) for a in arrays]
+
+
+def drawn(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
+    """A softmax over the target and what the last step drew, corrected by how probable it was."""
+    ids, log_prob, scores, at_target = _drawn_scores(twin, hidden, target)
+    kept = ids != target.unsqueeze(-1)
+    left = twin.sampler.log_complement(target, dtype=torch.float64) - kept.sum(-1).double().log()
+    logits = torch.where(kept, scores - log_prob + left.unsqueeze(-1), -torch.inf)
+    return torch.logaddexp(torch.logsumexp(logits, -1), at_target) - at_target
+
+
+def noise(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
+    """The target told from what the last step drew as noise."""
+    ids, log_prob, scores, at_target = _drawn_scores(twin, hidden, target)
+    log_k = math.log(len(ids))
+    of_target = at_target - log_k - twin.sampler.log_prob(target, dtype=torch.float64)
+    return -logsigmoid(of_target) - logsigmoid(-(scores - log_k - log_prob)).sum(-1)
+
+
+def _drawn_scores(
+    twin: Any, hidden: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The ids of the last step and their log-probabilities, their scores, and the target's."""
+    seed, step = twin.draws.tolist()
+    ids = twin.sampler.sample(twin.n_samples, counter=(seed, step - 1))
+    scores = hidden @ twin.weight[ids].t() + twin.bias[ids]
+    at_target = (hidden * twin.weight[target]).sum(-1) + twin.bias[target]
+    return ids, twin.sampler.log_prob(ids, dtype=torch.float64), scores, at_target
 
 
 def clusters(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:

@@ -58,7 +58,9 @@ def forward_(
     values.masked_fill_(out, -torch.inf)
     if logistic:
         slopes = values.sigmoid()
-        first, second = torch.nn.functional.softplus(values).sum(-1), slopes.sum(-1)
+        # log(1 + e^x); torch's softplus is x beyond 20, which float64 notices.
+        first = -torch.nn.functional.logsigmoid(-values).sum(-1)
+        second = slopes.sum(-1)
     else:
         first = torch.logsumexp(values, -1)
         peak = drawn.amax(-1, keepdim=True) if drawn.shape[1] else drawn.sum(-1, keepdim=True)
