@@ -101,8 +101,9 @@ def _write(x, four, out, row, threshold, total, weight, kind):
             out[row, i] = share if margin > zero else zero
     else:
         for i in range(out.shape[1]):
-            margin = max(x[four, i] - threshold, zero)
-            out[row, i] = max(margin * (margin + missing), zero)
+            margin = x[four, i] - threshold
+            share = max(margin * (margin + missing), zero)
+            out[row, i] = share if margin > zero else zero
 
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")

@@ -113,7 +113,7 @@ def to_nodes(
     node, _, inside = _paths(target, known, path_start, path_edge, slopes.shape[1])
     slopes = torch.where(inside, slopes * factor.reshape(-1, 1), 0.0)
     states = torch.where(known.unsqueeze(-1), hidden.to(slopes.dtype), 0.0)
-    weight, bias = _sums(slopes, states, node, n_nodes, to_weight, to_bias)
+    weight, bias = _sums(slopes, states, node, inside, n_nodes, to_weight, to_bias)
     return weight.to(dtype), bias.to(dtype)
 
 
@@ -140,21 +140,29 @@ def to_touched_nodes(
     states = torch.where(known.unsqueeze(-1), hidden.to(slopes.dtype), 0.0)
     touched, place = node[inside].unique(return_inverse=True)
     places = torch.zeros_like(node).masked_scatter_(inside, place)
-    weight, bias = _sums(slopes, states, places, len(touched), to_weight, to_bias)
+    weight, bias = _sums(slopes, states, places, inside, len(touched), to_weight, to_bias)
     return touched, weight.to(dtype), bias.to(dtype)
 
 
 def _sums(
-    slopes: Tensor, states: Tensor, node: Tensor, n_nodes: int, to_weight: bool, to_bias: bool
+    slopes: Tensor,
+    states: Tensor,
+    node: Tensor,
+    inside: Tensor,
+    n_nodes: int,
+    to_weight: bool,
+    to_bias: bool,
 ) -> tuple[Tensor, Tensor]:
     weight = slopes.new_zeros(n_nodes if to_weight else 0, states.shape[1])
     bias = slopes.new_zeros(n_nodes if to_bias else 0)
     if not n_nodes:
         return weight, bias
-    # Level by level: the product of all is never held. Padding adds 0 to the first node.
+    # Level by level: the product of all is never held. Padding adds 0 to the first node, also where
+    # a state is infinite.
     for level in range(slopes.shape[1]):
         if to_weight:
-            weight.index_add_(0, node[:, level], slopes[:, level, None] * states)
+            moved = torch.where(inside[:, level, None], slopes[:, level, None] * states, 0.0)
+            weight.index_add_(0, node[:, level], moved)
         if to_bias:
             bias.index_add_(0, node[:, level], slopes[:, level])
     return weight, bias
