@@ -28,17 +28,17 @@ def call_squares(matrix, row, count, threshold):
     return squares(matrix, row, count, threshold)
 
 
-def matrix(dtype, vectors=3, rows=4):
+def matrix(dtype, vectors=6, rows=4):
     lanes = lanes_of(np.dtype(dtype).itemsize)
     return np.random.default_rng(7).normal(size=(rows, vectors * lanes)).astype(dtype), lanes
 
 
 @with_each_dtype
-def test_sums_over_some_vectors_of_a_row(dtype):
+def test_sums_over_some_pairs_of_vectors_of_a_row(dtype):
     values, lanes = matrix(dtype)
     for row in range(len(values)):
         for count in range(4):
-            above = np.maximum(values[row, : count * lanes].astype(np.float64) - 0.25, 0)
+            above = np.maximum(values[row, : 2 * count * lanes].astype(np.float64) - 0.25, 0)
             total, number = call_margins(values, row, count, dtype(0.25))
             assert number == (above > 0).sum()
             assert total == pytest.approx(above.sum(), rel=1e-6)
@@ -64,12 +64,12 @@ def test_what_is_sane(dtype):
         for odd, sane in ((math.nan, False), (math.inf, False), (-math.inf, True)):
             changed = values.copy()
             changed[1, at] = odd
-            found, fine = call_top_of(changed, 1, 0, 3)
+            found, fine = call_top_of(changed, 1, 0, 6)
             assert fine == sane
             if odd != math.inf:
                 assert found == np.nanmax(changed[1])
-            assert call_top_of(changed, 0, 0, 3)[1]
-    assert call_top_of(values, 1, 0, 3) == (top, True)
+            assert call_top_of(changed, 0, 0, 6)[1]
+    assert call_top_of(values, 1, 0, 6) == (top, True)
 
 
 @with_each_dtype

@@ -49,14 +49,18 @@ class _Row:
         return self.builder.shuffle_vector(first, nothing, places)
 
     @contextmanager
-    def each(self, count: Any) -> Iterator[Any]:
-        """A loop over the first vectors of the row."""
+    def each(self, count: Any, step: int = 1) -> Iterator[list[Any]]:
+        """A loop over the first vectors of the row, ``step`` of them at a time."""
         with cgutils.for_range(self.builder, count) as loop:
-            at = self.builder.mul(loop.index, ir.Constant(loop.index.type, self.lanes))
-            place = self.builder.gep(self._start, [at])
-            loaded = self.builder.load(self.builder.bitcast(place, self.vector.as_pointer()))
-            loaded.align = 8 if self._double else 4
-            yield loaded
+            first = self.builder.mul(loop.index, ir.Constant(loop.index.type, step * self.lanes))
+            yield [self._load(first, i * self.lanes) for i in range(step)]
+
+    def _load(self, first: Any, further: int) -> Any:
+        at = self.builder.add(first, ir.Constant(first.type, further))
+        place = self.builder.gep(self._start, [at])
+        loaded = self.builder.load(self.builder.bitcast(place, self.vector.as_pointer()))
+        loaded.align = 8 if self._double else 4
+        return loaded
 
     def mask_bits(self, mask: Any) -> Any:
         whole = self.builder.bitcast(mask, ir.IntType(self.lanes))
@@ -101,7 +105,7 @@ def top_of(_typing: Any, matrix: Any, row: Any, first: Any, count: Any) -> Any:
         best, set_best = _variable(builder, line.all(float("-inf")))
         none = ir.Constant(ir.VectorType(ir.IntType(1), line.lanes), [0] * line.lanes)
         odd, set_odd = _variable(builder, none)
-        with line.each(args[3]) as values:
+        with line.each(args[3]) as (values,):
             old = best()
             set_best(builder.select(builder.fcmp_ordered(">", values, old), values, old))
             above_all = builder.fcmp_unordered("==", values, line.all(float("inf")))
@@ -115,10 +119,10 @@ def top_of(_typing: Any, matrix: Any, row: Any, first: Any, count: Any) -> Any:
 
 
 @intrinsic
-def margins(_typing: Any, matrix: Any, row: Any, count: Any, threshold: Any) -> Any:
+def margins(_typing: Any, matrix: Any, row: Any, pairs: Any, threshold: Any) -> Any:
     """The sum of ``max(x - threshold, 0)``, and how many are not 0, as a float.
 
-    Of the first ``count`` vectors of a row.
+    Of the first ``pairs`` of vectors of a row: of two sums each rounds half as often.
     """
     _check(matrix)
     dtype = matrix.dtype
@@ -127,26 +131,29 @@ def margins(_typing: Any, matrix: Any, row: Any, count: Any, threshold: Any) -> 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         line = _Row(context, builder, matrix, args[0], args[1])
         at, zero = line.spread(args[3]), line.all(0.0)
-        total, set_total = _variable(builder, zero)
+        totals = [_variable(builder, zero) for _ in range(2)]
         number, set_number = _variable(builder, ir.Constant(ir.IntType(32), 0))
         count_bits = builder.module.declare_intrinsic("llvm.ctpop", [ir.IntType(32)])
-        with line.each(args[2]) as values:
-            margin = builder.fsub(values, at)
-            above = builder.fcmp_ordered(">", margin, zero)
-            set_total(builder.fadd(total(), builder.select(above, margin, zero)))
-            bits = builder.call(count_bits, [line.mask_bits(above)])
-            set_number(builder.add(number(), bits))
-        found = [line.sum(total()), builder.uitofp(number(), line.scalar)]
+        with line.each(args[2], 2) as pair:
+            for values, (total, set_total) in zip(pair, totals, strict=True):
+                margin = builder.fsub(values, at)
+                above = builder.fcmp_ordered(">", margin, zero)
+                set_total(builder.fadd(total(), builder.select(above, margin, zero)))
+                bits = builder.call(count_bits, [line.mask_bits(above)])
+                set_number(builder.add(number(), bits))
+        (even, _), (odd, _) = totals
+        whole = line.sum(builder.fadd(even(), odd()))
+        found = [whole, builder.uitofp(number(), line.scalar)]
         return context.make_tuple(builder, signature.return_type, found)
 
     return signature, code
 
 
 @intrinsic
-def squares(_typing: Any, matrix: Any, row: Any, count: Any, threshold: Any) -> Any:
+def squares(_typing: Any, matrix: Any, row: Any, pairs: Any, threshold: Any) -> Any:
     """The sums of ``max(x - threshold, 0)`` squared, and of these themselves.
 
-    Of the first ``count`` vectors of a row.
+    Of the first ``pairs`` of vectors of a row: of two sums each rounds half as often.
     """
     _check(matrix)
     dtype = matrix.dtype
@@ -155,15 +162,16 @@ def squares(_typing: Any, matrix: Any, row: Any, count: Any, threshold: Any) -> 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         line = _Row(context, builder, matrix, args[0], args[1])
         at, zero = line.spread(args[3]), line.all(0.0)
-        total, set_total = _variable(builder, zero)
-        plain, set_plain = _variable(builder, zero)
-        with line.each(args[2]) as values:
-            margin = builder.fsub(values, at)
-            margin = builder.select(builder.fcmp_ordered(">", margin, zero), margin, zero)
-            square = builder.fmul(margin, margin, flags=("contract",))
-            set_total(builder.fadd(total(), square, flags=("contract",)))
-            set_plain(builder.fadd(plain(), margin))
-        found = [line.sum(total()), line.sum(plain())]
+        totals, plains = ([_variable(builder, zero) for _ in range(2)] for _ in range(2))
+        with line.each(args[2], 2) as pair:
+            sums = zip(pair, totals, plains, strict=True)
+            for values, (total, set_total), (plain, set_plain) in sums:
+                margin = builder.fsub(values, at)
+                margin = builder.select(builder.fcmp_ordered(">", margin, zero), margin, zero)
+                square = builder.fmul(margin, margin, flags=("contract",))
+                set_total(builder.fadd(total(), square, flags=("contract",)))
+                set_plain(builder.fadd(plain(), margin))
+        found = [line.sum(builder.fadd(even(), odd())) for (even, _), (odd, _) in (totals, plains)]
         return context.make_tuple(builder, signature.return_type, found)
 
     return signature, code

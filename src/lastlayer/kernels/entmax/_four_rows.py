@@ -15,7 +15,7 @@ from lastlayer.kernels._vectors import lanes_of, margins, squares
 # Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 # On longer rows picking out candidates, and the support, pays (measured with AVX-512).
-LONGEST = 256
+LONGEST = 1024
 LONGEST_BACKWARD = 1024
 
 
@@ -31,7 +31,7 @@ def solve_four(rows, r0, r1, r2, r3, p0, p1, p2, p3, out, x, kind):
     _centre(rows, r1, p1, x, 1, scale)
     _centre(rows, r2, p2, x, 2, scale)
     _centre(rows, r3, p3, x, 3, scale)
-    count = x.shape[1] // lanes_of(x.itemsize)
+    count = x.shape[1] // (2 * lanes_of(x.itemsize))
     start = x.dtype.type(-1)
     t0, t1, t2, t3 = start, start, start, start
     if kind == 1:
@@ -64,9 +64,9 @@ def solve_four(rows, r0, r1, r2, r3, p0, p1, p2, p3, out, x, kind):
 
 @njit(nogil=True)
 def room_for_four(rows, n):
-    """Four rows of n scores, padded with what has no share to whole vectors."""
-    lanes = lanes_of(rows.itemsize)
-    return np.full((4, (n + lanes - 1) // lanes * lanes), -np.inf, rows.dtype)
+    """Four rows of n scores, padded with what has no share to whole pairs of vectors."""
+    pair = 2 * lanes_of(rows.itemsize)
+    return np.full((4, (n + pair - 1) // pair * pair), -np.inf, rows.dtype)
 
 
 @njit(nogil=True, forceinline=True, fastmath=_FAST)

@@ -101,7 +101,11 @@ def _forward(start, stop, rows, out, alphas, kind):
             (p2, sane2), (p3, sane3) = top_of_rest(rows, third, 0), top_of_rest(rows, last, 0)
             lowest = min(p0, p1, p2, p3)
             if sane0 and sane1 and sane2 and sane3 and lowest > -math.inf:
-                solve_four(rows, row, second, third, last, p0, p1, p2, p3, out, four, kind)
+                # Inlined for a known kind, each is a loop of its own.
+                if kind == 1:
+                    solve_four(rows, row, second, third, last, p0, p1, p2, p3, out, four, 1)
+                else:
+                    solve_four(rows, row, second, third, last, p0, p1, p2, p3, out, four, 2)
                 row += 4
                 continue
         for i in range(n):
