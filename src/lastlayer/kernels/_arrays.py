@@ -13,8 +13,9 @@ def as_rows(tensor: Tensor) -> NDArray[Any]:
     tensor = tensor.detach()
     if tensor.dtype not in (torch.float32, torch.float64):
         tensor = tensor.float()
-    rows = tensor.contiguous().view(math.prod(tensor.shape[:-1]), tensor.shape[-1])
-    return rows.numpy()
+    if tensor.dim() != 2 or not tensor.is_contiguous():
+        tensor = tensor.contiguous().view(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    return tensor.numpy()
 
 
 def empty_rows(tensor: Tensor) -> tuple[NDArray[Any], Tensor]:

@@ -1,4 +1,4 @@
-"""From a user's arguments to rows: the mask applied, the mapped dimension last."""
+"""From a user's arguments to rows, the mask applied and the mapped dimension last; and back."""
 
 import math
 
@@ -14,4 +14,10 @@ def as_rows(scores: Tensor, dim: int, mask: Tensor | None) -> Tensor:
     if mask is not None:
         check_mask(mask, scores)
         scores = scores.masked_fill(~mask, -math.inf)
-    return scores.movedim(dim, -1)
+    return scores if dim == scores.dim() - 1 else scores.movedim(dim, -1)
+
+
+def from_rows(rows: Tensor, dim: int) -> Tensor:
+    """Rows with their last dimension put back to ``dim``."""
+    # A view would cost the host more than it looks, and another one in backward.
+    return rows if dim in (-1, rows.dim() - 1) else rows.movedim(-1, dim)

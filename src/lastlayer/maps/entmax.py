@@ -8,7 +8,7 @@ from torch import Tensor
 from lastlayer._checks import check_alpha, check_alpha_shape
 from lastlayer.kernels import Impl
 from lastlayer.maps._function import entmax_rows
-from lastlayer.maps._rows import as_rows
+from lastlayer.maps._rows import as_rows, from_rows
 
 
 def entmax(
@@ -58,12 +58,12 @@ def entmax(
     check_alpha(alpha)
     rows = as_rows(scores, dim, mask)
     if not isinstance(alpha, Tensor):
-        return entmax_rows(rows, float(alpha), None, impl).movedim(-1, dim)
+        return from_rows(entmax_rows(rows, float(alpha), None, impl), dim)
     check_alpha_shape(alpha, scores, dim % scores.dim())
     shape = list(scores.shape)
     shape[dim] = 1
     row_alpha = alpha.expand(shape).movedim(dim, -1).squeeze(-1)
-    return entmax_rows(rows, math.nan, row_alpha, impl).movedim(-1, dim)
+    return from_rows(entmax_rows(rows, math.nan, row_alpha, impl), dim)
 
 
 class Entmax(torch.nn.Module):

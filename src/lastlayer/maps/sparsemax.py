@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lastlayer.kernels import Impl
 from lastlayer.maps._function import entmax_rows
-from lastlayer.maps._rows import as_rows
+from lastlayer.maps._rows import as_rows, from_rows
 
 
 def sparsemax(
@@ -44,7 +44,7 @@ def sparsemax(
     Reference:
         Martins and Astudillo, From Softmax to Sparsemax, ICML 2016, arXiv:1602.02068.
     """
-    return entmax_rows(as_rows(scores, dim, mask), 2.0, None, impl).movedim(-1, dim)
+    return from_rows(entmax_rows(as_rows(scores, dim, mask), 2.0, None, impl), dim)
 
 
 class Sparsemax(torch.nn.Module):

@@ -6,7 +6,7 @@ from torch import Tensor
 from lastlayer._checks import check_k
 from lastlayer.kernels import Impl
 from lastlayer.maps._function import topk_softmax_rows
-from lastlayer.maps._rows import as_rows
+from lastlayer.maps._rows import as_rows, from_rows
 
 
 def topk_softmax(
@@ -46,7 +46,7 @@ def topk_softmax(
         Neural Networks, ICLR 2017, arXiv:1701.06538 (as a router).
     """
     check_k(k)
-    return topk_softmax_rows(as_rows(scores, dim, mask), k, impl).movedim(-1, dim)
+    return from_rows(topk_softmax_rows(as_rows(scores, dim, mask), k, impl), dim)
 
 
 class TopKSoftmax(torch.nn.Module):

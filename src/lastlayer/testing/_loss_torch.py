@@ -27,14 +27,15 @@ def the_derivatives_are_right(suite: LossSuite) -> None:
 def the_hessian_is_the_jacobian_of_the_map(suite: LossSuite) -> None:
     if suite.map is None or torch.float64 not in suite.dtypes:
         return
-    row = suite.settled_scores(1)[0]
-    jacobian = torch.autograd.functional.jacobian(suite.map, row)
-    for target in targets_for(suite, row):
-        hessian = torch.autograd.functional.hessian(
-            lambda x, target=target: suite.losses(x, target, "sum"), row
-        )
-        rule = "the Hessian of the loss is the Jacobian of the map"
-        suite.close(rule, hessian, jacobian, 1e-8, row)
+    rule = "the Hessian of the loss is the Jacobian of the map"
+    # Several rows: where one class has it all there is nothing to compare.
+    for row in suite.settled_scores(8):
+        jacobian = torch.autograd.functional.jacobian(suite.map, row)
+        for target in targets_for(suite, row):
+            hessian = torch.autograd.functional.hessian(
+                lambda x, target=target: suite.losses(x, target, "sum"), row
+            )
+            suite.close(rule, hessian, jacobian, 1e-8, row)
 
 
 def compiling_changes_nothing(suite: LossSuite, backend: str) -> None:
