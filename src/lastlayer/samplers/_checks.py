@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lastlayer._counts import as_counts as counts_of_classes
 from lastlayer._debug import values_are_checked
 from lastlayer.kernels.alias.build import MOST_CLASSES
 
@@ -40,41 +41,10 @@ def check_real(name: str, value: Any, *, least: float, most: float) -> float:
 
 def as_counts(counts: Any) -> NDArray[np.float64]:
     """One count a class: finite, not negative, not all zero."""
-    if isinstance(counts, Tensor):
-        kind, counts = counts.dtype, counts.detach().cpu()
-        if kind.is_complex or kind == torch.bool:
-            raise TypeError(f"counts: expected one number a class, got a tensor of {kind}")
-        counts = (counts.double() if kind.is_floating_point else counts).numpy()
-    if isinstance(counts, (str, bytes)) or not hasattr(counts, "__len__"):
-        got = type(counts).__name__
-        raise TypeError(f"counts: expected one number a class, got {got}")
-    try:
-        array = np.asarray(counts)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise TypeError(f"counts: expected one number a class, got none: {error}") from None
-    if array.dtype.kind not in "iuf" and array.size:
-        raise TypeError(f"counts: expected one number a class, got an array of {array.dtype}")
-    if array.ndim != 1 or not array.size:
-        raise ValueError(
-            f"counts: expected shape (n_classes,) with at least one class, got {array.shape}"
-        )
+    alike = "where every class is as likely as another use Uniform"
+    array = counts_of_classes(counts, kinds="iuf", alike=alike)
     check_number("n_classes", len(array))
-    _check_count_values(array)
-    return array.astype(np.float64)
-
-
-def _check_count_values(array: NDArray[Any]) -> None:
-    wrong = ~((array >= 0) & np.isfinite(array))
-    if wrong.any():
-        place = int(wrong.argmax())
-        raise ValueError(
-            f"counts: expected finite numbers of at least 0, got {array[place]:g} for class {place}"
-        )
-    if not array.any():
-        raise ValueError(
-            f"counts: expected at least one above 0, got {len(array)} zeros; where every class is "
-            "as likely as another use Uniform"
-        )
+    return array
 
 
 def check_ids(sampler: "Sampler", name: str, ids: Any, *, least: int = 0) -> None:

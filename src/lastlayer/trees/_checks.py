@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
+from lastlayer._counts import as_array
+from lastlayer._counts import as_counts as counts_of_classes
 from lastlayer.trees._arrays import MOST_IDS, Integers, Reals
 
 
@@ -32,46 +32,11 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name}: expected one of {tuple(choices)}, got {value!r}")
 
 
-def as_array(name: str, values: Any, expected: str) -> NDArray[Any]:
-    """Numbers from a sequence, an array or a tensor on any device."""
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu()
-        values = values.double() if values.is_floating_point() else values
-        return np.asarray(values.numpy())
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
-        raise TypeError(f"{name}: expected {expected}, got {type(values).__name__}")
-    try:
-        array = np.asarray(values)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise TypeError(f"{name}: expected {expected}, got values that are not: {error}") from None
-    if array.dtype.kind not in "iufb" and array.size:
-        raise TypeError(f"{name}: expected {expected}, got an array of {array.dtype}")
-    return array
-
-
 def as_counts(counts: Any, n_classes: int | None = None, *, name: str = "counts") -> Reals:
-    """One count a class: not negative, not all zero."""
-    expected = "one number a class"
-    array = as_array(name, counts, expected)
-    if array.ndim != 1 or (n_classes is not None and len(array) != n_classes):
-        shape = "(n_classes,)" if n_classes is None else f"({n_classes},)"
-        raise ValueError(f"{name}: expected shape {shape}, {expected}, got {array.shape}")
-    if not len(array):
-        raise ValueError(f"{name}: expected {expected}, got none; a tree has at least one class")
-    result: Reals = array.astype(np.float64)
-    wrong = ~((result >= 0) & np.isfinite(result))
-    if wrong.any():
-        c = int(wrong.argmax())
-        raise ValueError(
-            f"{name}: expected finite numbers of at least 0, got {result[c]:g} for class {c}"
-        )
+    """One count a class: not negative, not all zero, and with a sum that is a number."""
+    result = counts_of_classes(counts, n_classes, name=name)
     with np.errstate(over="ignore"):
         total = float(result.sum())
-    if total == 0:
-        raise ValueError(
-            f"{name}: expected at least one above 0, got {len(result)} zeros; "
-            "give ones where every class is as likely as another"
-        )
     if not np.isfinite(total):
         raise ValueError(f"{name}: expected a finite sum, got {total}; divide by the largest")
     return result

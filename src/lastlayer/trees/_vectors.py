@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lastlayer.trees._checks import as_array
+from lastlayer._counts import as_array
 
 
 def as_vectors(name: str, vectors: Any, normalize: bool) -> NDArray[np.float32]:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lastlayer._counts import as_array
 from lastlayer.trees._arrays import MOST_IDS, Integers, Offsets, offsets
-from lastlayer.trees._checks import as_array
 from lastlayer.trees.tree import Tree
 
 # Bytes where they are all below 256.
