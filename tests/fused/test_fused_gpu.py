@@ -1,8 +1,6 @@
 """On a GPU: both regimes against float64, memory, CUDA graphs, and no waiting."""
 
 import math
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from lastlayer.fused import (
     linear_statistics,
     linear_topk_softmax_loss,
 )
+from waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -337,21 +336,6 @@ def test_statistics_of_ignored_rows_in_a_cuda_graph(d):
         assert not each[problem[2] == -100].any()
 
 
-@contextmanager
-def no_waiting():
-    """An error where the host waits for the device."""
-    with warnings.catch_warnings():
-        # torch warns that this mode is a prototype.
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("function", [linear_cross_entropy, linear_statistics])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @with_each_width
@@ -372,7 +356,7 @@ def test_nothing_waits_where_every_target_counts(function, dtype, d):
 
     step()  # compiles
     torch.cuda.synchronize()
-    with no_waiting():
+    with no_waits():
         step()
 
 

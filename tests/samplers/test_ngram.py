@@ -8,6 +8,7 @@ import torch
 from lastlayer.samplers import AdaptiveNGram
 from lastlayer.samplers._lists import SHARES, UNUSED, WAYS, ContextLists
 from lastlayer.testing._samplers import check_sampler
+from waits import no_waits
 
 CLASSES = 300
 
@@ -60,14 +61,10 @@ def test_nothing_waits_for_the_gpu():
     sampler, context = taught(3)
     sampler, context = sampler.cuda(), context.cuda()
     counter, scores = torch.tensor([1, 2], device="cuda"), torch.randn(6, 30, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         ids = sampler.sample(30, context=context, counter=counter)
         sampler.log_prob(ids, context)
         sampler.update(context, ids, scores)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def needed(sampler, logits, step, *, ess=50, block=50):
