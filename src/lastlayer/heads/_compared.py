@@ -1,6 +1,5 @@
 """The frame of heads that train against some of their classes, and are exact in all else."""
 
-import inspect
 from abc import abstractmethod
 from typing import Any, NamedTuple, Self, TypedDict
 
@@ -79,10 +78,6 @@ class ComparedHead(LinearHead):
             dtype=dtype,
         )
         self.sparse, self.ess = sparse, None
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        cls.__signature__ = with_options_of(ComparedHead, cls)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """In training mode the loss against some classes; in eval mode the exact cross entropy.
@@ -167,16 +162,3 @@ class ComparedHead(LinearHead):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         return cls(**config)
-
-
-def with_options_of(base: Any, head: type[LinearHead]) -> inspect.Signature:
-    """The constructor's signature with the names of ``base`` that its ``**options`` stand for."""
-    kinds = inspect.Parameter
-    # Without self.
-    own = list(inspect.signature(head.__init__).parameters.values())[1:]
-    rest = [each for each in own if each.kind is not kinds.VAR_KEYWORD]
-    if len(rest) < len(own):
-        shared = base.__signature__.parameters.values()
-        taken = {each.name for each in rest}
-        rest += [e for e in shared if e.kind is kinds.KEYWORD_ONLY and e.name not in taken]
-    return inspect.Signature(rest)

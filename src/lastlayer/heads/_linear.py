@@ -63,7 +63,7 @@ class LinearHead(ScoringHead):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        cls.__signature__ = _with_shared_options(cls)
+        cls.__signature__ = _with_inherited_options(cls)
 
     def reset_parameters(self) -> None:
         """Fresh numbers, distributed as those of ``nn.Linear``."""
@@ -145,14 +145,15 @@ class LinearHead(ScoringHead):
         return head
 
 
-def _with_shared_options(head: type[LinearHead]) -> inspect.Signature:
-    """The constructor's signature with the names that its ``**options`` stand for."""
+def _with_inherited_options(head: type[LinearHead]) -> inspect.Signature:
+    """The constructor's signature with the names that its ``**options`` hand on to its parent."""
     kinds = inspect.Parameter
     # Without self.
     own = list(inspect.signature(head.__init__).parameters.values())[1:]
     rest = [each for each in own if each.kind is not kinds.VAR_KEYWORD]
     if len(rest) < len(own):
-        shared = inspect.signature(LinearHead.__init__).parameters.values()
+        parent = next(each for each in head.__mro__[1:] if issubclass(each, LinearHead))
         taken = {each.name for each in rest}
-        rest += [e for e in shared if e.kind is kinds.KEYWORD_ONLY and e.name not in taken]
+        handed_on = inspect.signature(parent).parameters.values()
+        rest += [e for e in handed_on if e.kind is kinds.KEYWORD_ONLY and e.name not in taken]
     return inspect.Signature(rest)

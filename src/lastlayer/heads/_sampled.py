@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lastlayer.heads._audited import Audited
 from lastlayer.heads._checks import check_count
-from lastlayer.heads._compared import Batch, ComparedHead, ComparedOptions, with_options_of
+from lastlayer.heads._compared import Batch, ComparedHead, ComparedOptions
 from lastlayer.heads._sampled_checks import check_sampler, check_seed
 from lastlayer.heads._sampled_config import sampler_from_config, sampler_to_config
 from lastlayer.samplers import Sampler, Uniform, fork
@@ -71,10 +71,6 @@ class SampledHead(ComparedHead, Audited):
         self.n_samples, self.per_rank = n_samples, per_rank
         self.register_buffer("draws", torch.tensor([seed, 0]))
         self._move_chance()
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        cls.__signature__ = with_options_of(SampledHead, cls)
 
     def _counter(self) -> Tensor:
         """Seed and step of this step's draws; the step is counted, and nothing waits for it."""
