@@ -1,22 +1,10 @@
-"""What the tests of sampled heads share: chance that is held, or gone through completely."""
+"""What the tests of sampled heads share: chance that is gone through completely."""
 
 import itertools
 
 import torch
 
 from lastlayer import samplers
-
-
-def Held(head):  # noqa: N802 — it makes a class
-    """A class of heads that draw the same in every step, as if there was but one."""
-
-    class Still(head):
-        def forward(self, *given):
-            self.draws[1:].zero_()
-            return super().forward(*given)
-
-    Still.__name__ = f"Held{head.__name__}"
-    return Still
 
 
 class Scripted(samplers.Unigram):

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from sampled import Held, Scripted, expected_gradient
+from sampled import Scripted, expected_gradient
 
 from lastlayer import samplers
 from lastlayer.heads._ess_loss import SELF_NORMALISED
@@ -16,19 +16,30 @@ from lastlayer.testing import check_head
 
 UNEVEN = samplers.Unigram(range(1, 24))
 COUNTS = range(1, 24)
-HeldSampling, HeldAdaptive = Held(ImportanceSampling), Held(AdaptiveImportanceSampling)
 HEADS = {
-    "one block": partial(HeldSampling, 7, 23, UNEVEN, 10),
-    "sparse": partial(HeldSampling, 7, 23, UNEVEN, 10, sparse=True, bias=False, ignore_index=None),
-    "until it is enough": partial(HeldSampling, 7, 23, UNEVEN, 10, target_ess=30),
-    "enough, sparse": partial(HeldSampling, 7, 23, UNEVEN, 10, target_ess=30, sparse=True),
+    "one block": partial(ImportanceSampling, 7, 23, UNEVEN, 10),
+    "sparse": partial(
+        ImportanceSampling, 7, 23, UNEVEN, 10, sparse=True, bias=False, ignore_index=None
+    ),
+    "until it is enough": partial(ImportanceSampling, 7, 23, UNEVEN, 10, target_ess=30),
+    "enough, sparse": partial(ImportanceSampling, 7, 23, UNEVEN, 10, target_ess=30, sparse=True),
 }
 # Rows that draw apart are not the same alone and in a batch; here every row takes all classes.
 EXACT = {
-    "all classes": partial(HeldSampling, 7, 23, UNEVEN, 4, target_ess=4, max_samples=4),
-    "adaptive": partial(HeldAdaptive, 7, 23, COUNTS, n_samples=3, target_ess=3, max_samples=3),
+    "all classes": partial(ImportanceSampling, 7, 23, UNEVEN, 4, target_ess=4, max_samples=4),
+    "adaptive": partial(
+        AdaptiveImportanceSampling, 7, 23, COUNTS, n_samples=3, target_ess=3, max_samples=3
+    ),
     "adaptive, sparse": partial(
-        HeldAdaptive, 7, 23, COUNTS, n_samples=3, target_ess=3, max_samples=3, sparse=True, order=3
+        AdaptiveImportanceSampling,
+        7,
+        23,
+        COUNTS,
+        n_samples=3,
+        target_ess=3,
+        max_samples=3,
+        sparse=True,
+        order=3,
     ),
 }
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from sampled import Held, Scripted, every_draw, expected_gradient
+from sampled import Scripted, every_draw, expected_gradient
 
 from lastlayer import samplers
 from lastlayer.heads._sampled_in_batch import in_batch_softmax_loss
@@ -18,19 +18,20 @@ from lastlayer.heads.sampled_softmax import SampledSoftmax
 from lastlayer.testing import check_head
 
 UNEVEN = samplers.Unigram(range(1, 24))
-HeldSoftmax = Held(SampledSoftmax)
 HEADS = {
-    "exact": partial(HeldSoftmax, 7, 23, UNEVEN, 10),
-    "sparse": partial(HeldSoftmax, 7, 23, UNEVEN, 10, sparse=True),
-    "classic": partial(HeldSoftmax, 7, 23, UNEVEN, 10, correction="classic", head_classes=3),
-    "plain": partial(HeldSoftmax, 7, 23, None, 10, correction="none", temperature=0.7, bias=False),
+    "exact": partial(SampledSoftmax, 7, 23, UNEVEN, 10),
+    "sparse": partial(SampledSoftmax, 7, 23, UNEVEN, 10, sparse=True),
+    "classic": partial(SampledSoftmax, 7, 23, UNEVEN, 10, correction="classic", head_classes=3),
+    "plain": partial(
+        SampledSoftmax, 7, 23, None, 10, correction="none", temperature=0.7, bias=False
+    ),
     "a head of chosen classes": partial(
-        HeldSoftmax, 7, 23, UNEVEN, 10, head_classes=[5, 1, 7], ignore_index=4
+        SampledSoftmax, 7, 23, UNEVEN, 10, head_classes=[5, 1, 7], ignore_index=4
     ),
     "a tail of its own": partial(
-        HeldSoftmax, 7, 23, samplers.Unigram(range(1, 19)), 10, head_classes=5, chunk_rows=2
+        SampledSoftmax, 7, 23, samplers.Unigram(range(1, 19)), 10, head_classes=5, chunk_rows=2
     ),
-    "different classes": partial(HeldSoftmax, 7, 23, UNEVEN, 10, unique=True, ignore_index=None),
+    "different classes": partial(SampledSoftmax, 7, 23, UNEVEN, 10, unique=True, ignore_index=None),
     "the best": partial(PartialSoftmax, 7, 23, 5),
     "the best, sparse": partial(PartialSoftmax, 7, 23, 5, sparse=True, chunk_rows=3),
     "a part of the data": partial(TargetSampling, 7, 23),
