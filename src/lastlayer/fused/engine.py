@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer.fused._products import add_weight_gradient_, scores_into, set_weight_gradient
+from lastlayer.kernels._memory import empty
 
 # Beyond this many additions in half precision a gradient of the weight is no longer within
 # 4e-3 of the exact one.
@@ -112,7 +113,7 @@ def run(
     n, n_classes = hidden.shape[0], weight.shape[0]
     gradients = Gradients(hidden, weight, wanted, chunk_rows, weight_dtype or weight.dtype)
     dtype = torch.float32 if wanted.precise(hidden) else hidden.dtype
-    memory = hidden.new_empty(min(n, chunk_rows), n_classes, dtype=dtype)
+    memory = empty((min(n, chunk_rows), n_classes), dtype, hidden.device)
     losses: list[Tensor] = []
     statistics: list[tuple[Tensor, ...]] = []
     # At least once: without rows there are still results, empty ones.
@@ -173,10 +174,13 @@ class Gradients:
 
     def _add_to_weight(self, gradient: Tensor, rows: Tensor) -> None:
         if self._weight_sum is None:
-            self._weight_sum = torch.empty_like(self._weight, dtype=self._sum_dtype)
+            self._weight_sum = self._room_for_weight()
             set_weight_gradient(self._weight_sum, gradient, rows)
         else:
             add_weight_gradient_(self._weight_sum, gradient, rows)
+
+    def _room_for_weight(self) -> Tensor:
+        return empty(self._weight.shape, self._sum_dtype, self._weight.device)
 
     def _add_sparse(self, part: slice, gradient: Sparse) -> None:
         if self.hidden is not None:
@@ -193,7 +197,7 @@ class Gradients:
     def finished(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         total = self._weight_sum
         if self._wanted.weight and total is None:
-            total = torch.zeros_like(self._weight, dtype=self._sum_dtype)
+            total = self._room_for_weight().zero_()
         if self._sparse and total is not None:
             self._add_lists(total)
         into = self._wanted.weight_into

@@ -7,6 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lastlayer.kernels._memory import empty
+
 
 def as_rows(tensor: Tensor) -> NDArray[Any]:
     """The rows of a tensor; half precision is widened to float32, in which it is computed."""
@@ -19,10 +21,7 @@ def as_rows(tensor: Tensor) -> NDArray[Any]:
 
 
 def empty_rows(tensor: Tensor) -> tuple[NDArray[Any], Tensor]:
-    """Memory for a result of that shape, as rows and as a tensor.
-
-    It comes from torch, whose allocator keeps it warm.
-    """
+    """Memory for a result of that shape, as rows and as a tensor."""
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    result = torch.empty(tensor.shape, dtype=dtype)
+    result = empty(tensor.shape, dtype)
     return as_rows(result), result
