@@ -25,3 +25,8 @@ def empty_rows(tensor: Tensor) -> tuple[NDArray[Any], Tensor]:
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     result = empty(tensor.shape, dtype)
     return as_rows(result), result
+
+
+def in_dtype(result: Tensor, dtype: torch.dtype) -> Tensor:
+    """``result.to(dtype)``, which costs the host microseconds even where there is nothing to do."""
+    return result if result.dtype == dtype else result.to(dtype)

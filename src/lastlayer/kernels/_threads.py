@@ -13,6 +13,9 @@ from numba import njit, prange
 _torch_threads = torch.get_num_threads()
 numba.get_num_threads()
 torch.set_num_threads(_torch_threads)
+# Not asked at every call: get_num_threads takes a lock of the whole process. Where fewer are set,
+# parts take turns.
+_MOST_THREADS = numba.config.NUMBA_NUM_THREADS
 
 # Below this many entries a second thread costs more than it brings.
 _ENTRIES_A_THREAD = 16_384
@@ -35,7 +38,7 @@ def by_rows(kernel: Callable[..., None]) -> Callable[..., None]:
 
     def run(n_rows: int, n_columns: int, *args: Any) -> None:
         wanted = max(1, n_rows * n_columns // _ENTRIES_A_THREAD)
-        parts = min(torch.get_num_threads(), numba.get_num_threads(), n_rows, wanted)
+        parts = min(torch.get_num_threads(), _MOST_THREADS, n_rows, wanted)
         if parts > 1 and _entrance.acquire(blocking=False):
             try:
                 in_parallel(parts, n_rows, *args)

@@ -4,13 +4,14 @@ README.md beside this file has the derivation. Kinds are those of _solve.py.
 """
 
 import math
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
-from lastlayer.kernels._arrays import as_rows, empty_rows
+from lastlayer.kernels._arrays import as_rows, empty_rows, in_dtype
 from lastlayer.kernels._blocks import BLOCK, bits, find_peaks, room_for_peaks, top_of_rest
 from lastlayer.kernels._threads import by_rows
 from lastlayer.kernels.entmax._four_rows import (
@@ -33,7 +34,7 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     kind, alphas = _alphas(alpha, row_alpha)
     if rows.size:
         _forward_rows(*rows.shape, rows, out, alphas, kind)
-    return result.to(scores.dtype)
+    return in_dtype(result, scores.dtype)
 
 
 def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
@@ -46,7 +47,7 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
         if row_alpha is None and alpha == 1.0:
             kind = 3
         _backward_rows(*rows.shape, rows, bits(rows), upstream, out, alphas, kind)
-    return result.to(grad.dtype)
+    return in_dtype(result, grad.dtype)
 
 
 def support(
@@ -81,6 +82,11 @@ def support(
 def _alphas(alpha: float, row_alpha: Tensor | None) -> tuple[int, np.ndarray]:
     if row_alpha is not None:
         return 0, row_alpha.detach().reshape(-1).double().contiguous().numpy()
+    return _one_alpha(alpha)
+
+
+@lru_cache(maxsize=64)
+def _one_alpha(alpha: float) -> tuple[int, np.ndarray]:
     return {2.0: 1, 1.5: 2}.get(alpha, 0), np.array([alpha])
 
 

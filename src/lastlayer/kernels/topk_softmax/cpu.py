@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 from torch import Tensor
 
-from lastlayer.kernels._arrays import as_rows, empty_rows
+from lastlayer.kernels._arrays import as_rows, empty_rows, in_dtype
 from lastlayer.kernels._blocks import BLOCK, find_peaks, room_for_peaks
 from lastlayer.kernels._threads import by_rows
 
@@ -16,7 +16,7 @@ def forward(scores: Tensor, k: int) -> Tensor:
     rows, (out, result) = as_rows(scores), empty_rows(scores)
     if rows.size:
         _forward_rows(*rows.shape, rows, out, k)
-    return result.to(scores.dtype)
+    return in_dtype(result, scores.dtype)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
