@@ -78,8 +78,13 @@ def _centre(rows, row, top, x, four, scale):
 
 @njit(nogil=True, forceinline=True, fastmath=_FAST, error_model="numpy")
 def _unless(solved, threshold, total, count):
-    """The threshold at which so many margins would sum to 1; where it is solved, as it is."""
-    return threshold if solved else type(threshold)(threshold + (total - 1.0) / count)
+    """The threshold at which so many margins would sum to 1; where it is solved, as it is.
+
+    It never falls, and so the count never rises: rounding alone would let a score that lies on the
+    threshold leave the support and return for ever.
+    """
+    following = type(threshold)(threshold + (total - 1.0) / count)
+    return threshold if solved else max(threshold, following)
 
 
 @njit(nogil=True, forceinline=True, fastmath=_FAST, error_model="numpy")
