@@ -49,3 +49,13 @@ def test_the_factor_may_be_wider_or_narrower(impl):
         values = torch.ones(3, device=device)
         scale.forward_(impl, values, factor.to(device))
         assert error(values, torch.full((3,), float(factor))) <= 1e-7
+
+
+def test_a_program_takes_several_blocks(monkeypatch):
+    kernel = pytest.importorskip("lastlayer.kernels.scale.triton")
+    monkeypatch.setattr(kernel, "MOST_PROGRAMS", 2)
+    device = place("triton")
+    before = torch.randn(5 * 4096 + 3, device=device)
+    values = before.clone()
+    scale.forward_("triton", values, torch.tensor(0.5, device=device))
+    assert torch.equal(values, 0.5 * before)
