@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lastlayer import heads, trees
-from lastlayer.bench.heads import builders, entries, top, truth
+from lastlayer.bench.heads import builders, entries, replay, top, truth
 from lastlayer.bench.heads import timer as timers
 from lastlayer.bench.heads.entries import ENTRIES
 from lastlayer.bench.heads.entry import seeded
@@ -159,3 +159,45 @@ def test_a_gpu_is_timed_from_idle_to_idle(monkeypatch):
     timer = CudaWallTimer(budget_s=1.0)
     assert timer.milliseconds(lambda: events.append("call"), 3) == pytest.approx(100.0)
     assert events == ["idle", "call", "call", "call", "idle"]
+
+
+def test_a_step_of_an_optimiser_ends_a_call_but_not_what_is_verified():
+    (entry,) = [e for e in ENTRIES if e.name == entries.SAMPLED + entries.UPDATED]
+    step = entry.method(PROBLEM).load()
+    before = step.module.weight.detach().clone()
+    hidden, target = PROBLEM.draw(6)
+    assert step.verify((hidden, target)).ok
+    assert torch.equal(step.module.weight, before)
+    for call in (step, step.captured):
+        call(hidden.detach().requires_grad_(), target)
+        assert not torch.equal(step.module.weight, before)
+        assert all(parameter.grad is None for parameter in step.module.parameters())
+        before = step.module.weight.detach().clone()
+
+
+def test_nothing_is_replayed_on_a_cpu():
+    assert replay.replayed_ms([lambda: 1 / 0], CPU) is None
+
+
+@pytest.mark.gpu
+def test_a_call_is_replayed_unless_the_host_waits():
+    cuda = torch.device("cuda", 0)
+    numbers = torch.randn(1000, device=cuda)
+    assert 0 < replay.replayed_ms([lambda: numbers.exp().sum()] * 3, cuda) < 5
+    assert replay.replayed_ms([lambda: numbers.sum().item()], cuda) is None
+    assert torch.randn(3, device=cuda).isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", [entries.HUFFMAN, entries.SAMPLED, entries.SAMPLED + entries.UPDATED]
+)
+def test_sparse_steps_are_replayed(name):
+    (entry,) = [e for e in ENTRIES if e.name == name]
+    cuda = torch.device("cuda", 0)
+    problem = Problem(200, 64, 3000, torch.bfloat16, cuda)
+    step = entry.method(problem).load()
+    hidden, target = problem.draw(7)
+    assert step.verify((hidden, target)).ok
+    leaf = hidden.detach().requires_grad_()
+    assert replay.replayed_ms([lambda: step.captured(leaf, target)] * 2, cuda) is not None

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from lastlayer.heads import AdaptiveSoftmax
+from lastlayer.fused.engine import Wanted
+from lastlayer.heads import AdaptiveSoftmax, _small_softmax
 from lastlayer.heads import _shares as shares
 from lastlayer.heads._adaptive_search import ceiling, opened
 from lastlayer.testing import check_head
@@ -183,10 +184,9 @@ def test_what_is_frozen_has_no_gradient_and_changes_none(frozen, chunk_rows):
 def test_what_the_compiler_is_told_of_the_operation_is_true(dtype, wanted):
     head = make(head_bias=True).to(dtype)
     place = torch.tensor([0, 39, 17, 8, -1, 2])
-    cluster = torch.tensor([0, 2, 2, 1, -1, 0])
     weights = [head.head_weight, *itertools.chain(*zip(head.projections, head.tails, strict=True))]
     given = (
-        torch.randn(6, 12, dtype=dtype), head.head_bias.detach(), torch.stack([place, cluster]),
+        torch.randn(6, 12, dtype=dtype), head.head_bias.detach(), place,
         torch.ones(6) if wanted else None, [each.detach() for each in weights], [6, 15], "auto",
         [wanted] * (2 + len(weights)),
     )  # fmt: skip
@@ -411,3 +411,16 @@ def test_on_a_gpu_it_is_what_it_is_on_a_cpu():
     got = head(hidden.cuda(), target.cuda()), *head.topk(hidden.cuda(), 8)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other)
+
+
+@pytest.mark.parametrize("chunk_rows", [3, "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_longer_lines_of_scores_change_nothing(dtype, chunk_rows):
+    """What a GPU does where the number of columns is an odd one."""
+    hidden, weight, bias = torch.randn(8, 5), torch.randn(11, 5), torch.randn(11)
+    given = [each.to(dtype) for each in (hidden, weight, bias)]
+    rest = torch.randint(11, (8,)), torch.rand(8), Wanted(True, True, True), chunk_rows
+    made = _small_softmax.aligned_rows(*given, *rest)
+    right = _small_softmax.softmax_rows(*given, *rest, None)
+    for name in ("loss", "hidden", "weight", "bias"):
+        torch.testing.assert_close(getattr(made, name), getattr(right, name))

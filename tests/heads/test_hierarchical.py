@@ -18,6 +18,7 @@ from lastlayer.heads import Head
 from lastlayer.heads._path_log_prob import chosen_log_prob
 from lastlayer.heads.hierarchical import HierarchicalSoftmax
 from lastlayer.testing import check_head
+from waits import no_waits
 
 sys.path.append(str(Path(__file__).parents[1] / "trees"))
 from random_trees import random_trees
@@ -266,21 +267,46 @@ def test_compiled_gradients_are_dense(dtype):
 
 
 @pytest.mark.gpu
-def test_dense_gradients_in_a_cuda_graph():
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_in_a_cuda_graph(sparse):
     head = HierarchicalSoftmax(32, TREES["huffman"], device="cuda")
     hidden = torch.randn(200, 32, device="cuda", requires_grad=True)
     target = torch.randint(30, (200,), device="cuda")
     leaves = [hidden, *head.parameters()]
     expected = torch.autograd.grad(head(hidden, target), leaves)
-    # The host cannot wait for the number of rows there: dense, whatever is asked for.
-    head.sparse = True
+    head.sparse = sparse
+    with no_waits():
+        torch.autograd.grad(head(hidden, target), leaves)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = torch.autograd.grad(head(hidden, target), leaves)
     graph.replay()
+    assert [got.is_sparse for got in made] == [False, sparse, sparse]
     for got, right in zip(made, expected, strict=True):
-        assert not got.is_sparse
-        assert torch.equal(got, right)
+        assert torch.equal(got.to_dense() if sparse else got, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_wide_nodes_on_a_gpu(dtype, sparse):
+    counts = 1.0 / np.arange(1.0, 2001.0)
+    tree = trees.huffman(counts).collapse(30)
+    head = HierarchicalSoftmax(64, tree, sparse=sparse, device="cuda", dtype=dtype)
+    exact = HierarchicalSoftmax(64, tree, device="cuda", dtype=torch.float64)
+    exact.load_state_dict(head.state_dict())
+    hidden = torch.randn(500, 64, device="cuda", dtype=dtype, requires_grad=True)
+    target = torch.randint(2000, (500,), device="cuda") % torch.randint(1, 2000, (500,)).cuda()
+    target[::7] = -100
+    twin = hidden.detach().double().requires_grad_()
+    # As a loss scale has it: float16 has no smaller numbers than 6e-8, and gradients are in it.
+    up = torch.tensor(1000.0, device="cuda")
+    made = torch.autograd.grad(head(hidden, target), [hidden, *head.parameters()], up)
+    right = torch.autograd.grad(exact(twin, target), [twin, *exact.parameters()], up.double())
+    within = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
+    for got, true in zip(made, right, strict=True):
+        whole = got.to_dense() if got.is_sparse else got
+        assert (whole.double() - true).norm() <= within * true.norm()
 
 
 def test_padding_takes_no_probability():

@@ -115,6 +115,19 @@ def check(impl: str, made: Case, factor: Tensor | None = None) -> None:
             torch.testing.assert_close(got, whole[touched], rtol=0, atol=0, equal_nan=True)
 
 
+@every_implementation
+def test_there_is_room_for_the_most_nodes_that_there_can_be(impl):
+    made = case(random_tree(9, 0), 6, 3, device=place(impl))
+    _, order, slopes, _ = made.loss(impl)
+    summed = made.summed(slopes, torch.tensor(0.5, device=place(impl)), order)
+    right = tree_path.to_touched_nodes(impl, *summed, torch.float32, True, True)
+    padded = tree_path.to_touched_nodes(impl, *summed, torch.float32, True, True, 11)
+    for got, known in zip(padded, right, strict=True):
+        assert len(got) == 11
+        assert torch.equal(got[: len(known)], known)
+        assert not got[len(known) :].any()
+
+
 @pytest.fixture(autouse=True)
 def _short_tiles(monkeypatch):
     """Runs are cut often, so that few rows show what many would."""
@@ -336,6 +349,7 @@ def test_torch_accepts_the_operations():
     for wanted in ((torch.float32, True, True), (torch.bfloat16, True, False)):
         torch.library.opcheck(ops.tree_path_to_nodes.default, (*summed, 8, *wanted))
         torch.library.opcheck(ops.tree_path_to_touched_nodes.default, (*summed, *wanted))
+        torch.library.opcheck(ops.tree_path_to_touched_nodes.default, (*summed, *wanted, 9))
 
 
 @pytest.mark.gpu

@@ -19,8 +19,12 @@ def adaptive_layout(
     order: Any,
     div_value: float,
     min_width: int,
+    cost: str,
 ) -> tuple[int, list[int], Any]:
-    """The number of classes, the cutoffs and the order, from what of it was given."""
+    """The number of classes, the cutoffs and the order, from what of it was given.
+
+    ``cost`` is by which :func:`cutoffs_from_counts` chooses: "cpu" or "cuda".
+    """
     if counts is None:
         if n_classes is None:
             raise ValueError(
@@ -39,7 +43,7 @@ def adaptive_layout(
         order = np.argsort(-weights, kind="stable")
     if cutoffs is None:
         cutoffs = cutoffs_from_counts(
-            weights, in_features, div_value=div_value, min_width=min_width
+            weights, in_features, div_value=div_value, min_width=min_width, cost=cost
         )
     return len(weights), check_cutoffs(cutoffs, len(weights)), order
 

@@ -24,7 +24,6 @@ def adaptive_loss(
     hidden: Tensor,
     place: Tensor,
     counts: Tensor | None,
-    cutoffs: Tensor,
     top: tuple[Tensor, Tensor | None],
     clusters: Sequence[tuple[Tensor, Tensor]],
     *,
@@ -36,25 +35,20 @@ def adaptive_loss(
 
     Args:
         hidden: ``(n, d)``.
-        place: of each target, ``(n,)``.
+        place: of each target, ``(n,)``; -1 for a row that does not count.
         counts: which rows count, ``(n,)``; None for all of them.
-        cutoffs: the first place of each cluster, ``(clusters,)``, on the device of hidden.
         top: the weight of the top, one row a class and then one a cluster; and its biases.
         clusters: of each cluster the projection ``(width, d)`` and the weight ``(size, width)``.
         chunk_rows: as in :func:`lastlayer.fused.linear_cross_entropy`.
         reduction: "mean" over the rows that count, "sum" or "none".
         factor: of every loss.
     """
-    cluster = torch.bucketize(place, cutoffs, right=True)
-    if counts is not None:
-        cluster = torch.where(counts, cluster, -1)
     starts = [top[0].shape[0] - len(clusters)]
     starts += [vectors.shape[0] for _, vectors in clusters]
     starts = list(accumulate(starts))[:-1]
     weights = [top[0], *(weight for pair in clusters for weight in pair)]
     problem = GroupProblem(
-        "adaptive_loss", hidden, top[1], torch.stack([place, cluster]), weights,
-        (starts, str(chunk_rows)),
+        "adaptive_loss", hidden, top[1], place, weights, (starts, str(chunk_rows))
     )  # fmt: skip
     return group_loss(problem, counts, reduction, factor)
 
@@ -72,8 +66,8 @@ def _adaptive_loss(
 ) -> list[Tensor]:
     """Losses, and the gradients of hidden, bias and each weight (empty if not wanted).
 
-    ``target`` has the place of each target and its cluster, ``(2, n)``; ``weights`` that of the
-    top, and then a projection and the class vectors of each cluster.
+    ``target`` has the place of each target; ``weights`` that of the top, and then a projection and
+    the class vectors of each cluster.
     """
     # Dtypes are settled by now; autocast would still round the float32 sums on the way.
     with torch.autocast(hidden.device.type, enabled=False):
@@ -90,8 +84,7 @@ def _losses(
     chunk_rows: str,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    place, cluster = target.unbind(0)
-    shares = share_out(hidden, place, cluster, row_scale, starts)
+    shares = share_out(hidden, target, row_scale, starts)
     rows: int | str = int(chunk_rows) if chunk_rows.isdecimal() else chunk_rows
     of_hidden, of_bias, of_top, *of_clusters = wanted
     n_rows = [len(shares.column), *(len(share.target) for share in shares.tails)]
@@ -137,7 +130,7 @@ def _add_cluster(
         narrow, vectors, None, share.target, share.row_scale, wanted, chunk_rows, memory
     )
     loss = below.loss if share.inside is None else torch.where(share.inside, below.loss, 0.0)
-    top.loss[share.part] += loss
+    top.loss[share.part].add_(loss)
     if top.hidden is not None and below.hidden is not None:
         some = top.hidden[share.part]
         torch.addmm(some, below.hidden, narrow_projection, out=some)

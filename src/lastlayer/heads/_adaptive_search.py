@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from lastlayer.fused._sparse_rows import can_wait
+from lastlayer.heads._adaptive_blocks import best_by_blocks, blocks_suit
 from lastlayer.heads._ranked import wide_dtype
 from lastlayer.heads._top import top_classes
 
@@ -34,6 +35,8 @@ def chosen_log_prob(head: "AdaptiveSoftmax", rows: Tensor, place: Tensor) -> Ten
 
 def best_classes(head: "AdaptiveSoftmax", rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities and ids of the k best classes of each row, the best one first."""
+    if blocks_suit(head, rows, k):
+        return best_by_blocks(head, rows, k)
     values, classes, clusters = _best_at_the_top(head, rows, k)
     for i, (start, last) in enumerate(head._clusters):
         size = last - start

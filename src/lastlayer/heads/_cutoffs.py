@@ -14,6 +14,9 @@ Reals = NDArray[np.float64]
 # Beyond so many classes only some places are candidates for a cutoff: from one to the next 4 %.
 _EVERY_PLACE, _RATIO = 256, 1.04
 
+# What a step has where it is not said: a GPU has to be given many rows.
+_ROWS, _CUDA_ROWS = 256, 8192
+
 
 class MatrixCost(NamedTuple):
     r"""The time of a training step of one small softmax, in microseconds.
@@ -41,10 +44,12 @@ COSTS = {
     # to 40,000, B from 8 to 256 and d from 8 to 256. Most are within 15 %; beyond the cache the
     # truth is up to twice as much. Only ratios matter.
     "cpu": MatrixCost(call=800.0, weight=1.75e-3, score=2.6e-3, product=3.7e-5),
-    # By the rates of an H200 in bfloat16: some 25 launches of 8 µs; a weight that is read twice
-    # and a gradient that is written, 6 bytes at 4.2 TB/s; two exponentials a score with what goes
-    # with them, 2.5 ps; six operations a product at 500 TFLOP/s.
-    "cuda": MatrixCost(call=200.0, weight=1.4e-6, score=2.5e-6, product=1.2e-8),
+    # Of an H200 in bfloat16. What a small softmax takes on the device beside others is little
+    # against what the host needs to launch it: steps with two clusters and with four were some
+    # 1.2 ms a cluster apart. The rest is by rates: a weight that is read twice and a gradient that
+    # is written, 6 bytes at 4.2 TB/s; what goes with two exponentials a score, as measured where
+    # vectors are narrow; six operations a product at 600 TFLOP/s.
+    "cuda": MatrixCost(call=1200.0, weight=1.4e-6, score=2.1e-6, product=1.0e-8),
 }
 
 
@@ -54,7 +59,7 @@ def cutoffs_from_counts(
     *,
     div_value: float = 4.0,
     min_width: int = 8,
-    rows: int = 256,
+    rows: int | None = None,
     max_clusters: int = 4,
     top_share: float = 0.5,
     cost: MatrixCost | str = "cpu",
@@ -75,7 +80,7 @@ def cutoffs_from_counts(
         in_features: how many numbers a hidden state has.
         div_value: by how much each cluster is narrower than the one before.
         min_width: the least width of a projection.
-        rows: how many rows a step has.
+        rows: how many rows a step has; without it 8,192 where ``cost`` is "cuda", and else 256.
         max_clusters: the most clusters.
         top_share: from 0 to 1.
         cost: the time of a small softmax: "cpu", "cuda", or four numbers of your own machine,
@@ -95,6 +100,8 @@ def cutoffs_from_counts(
     weights = as_counts(counts)
     check_count("in_features", in_features)
     check_widths(div_value, min_width)
+    if rows is None:
+        rows = _CUDA_ROWS if cost == "cuda" else _ROWS
     check_count("rows", rows)
     check_count("max_clusters", max_clusters)
     _check_share(top_share)

@@ -65,7 +65,7 @@ def row_scale(hidden: Tensor, counts: Tensor | None, reduction: str, factor: flo
         return hidden.new_full((n,), factor / total, dtype=dtype)
     scale = counts.to(dtype)
     if reduction == "mean":
-        return scale * (factor / scale.sum().clamp(min=1.0))
+        scale = scale / scale.sum().clamp(min=1.0)
     return scale if factor == 1.0 else scale * factor
 
 

@@ -2,7 +2,8 @@
 
 What is asked for are *entries*: a row of hidden states and a node. Binary nodes take a gathered
 vector each. Wider ones have a block of vectors, which is gathered where it is small; else entries
-are sorted by node, and each node has one product with the rows that ask for it.
+are sorted by node, and each node has one product with the rows that ask for it: on CUDA all nodes
+in one launch, see :mod:`lastlayer.heads._grouped_nodes`.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, logsigmoid
 
 from lastlayer.fused._sparse_rows import can_wait
+from lastlayer.heads._grouped_nodes import grouped_log_prob, groups_suit
 from lastlayer.heads._tree_tables import TreeTables
 
 # Blocks of more vectors than this are not gathered.
@@ -39,17 +41,26 @@ class Nodes(NamedTuple):
         return self._replace(top=_block_scores(self, rows, first))
 
 
-def edge_log_prob(nodes: Nodes, rows: Tensor, edges: Tensor, inside: Tensor) -> Tensor:
+def edge_log_prob(
+    nodes: Nodes, rows: Tensor, edges: Tensor, inside: Tensor, paths: int, once: bool
+) -> Tensor:
     """Log-probability of each edge given its node, ``(n, m)``; differentiable.
 
     Args:
         nodes: the tree's.
-        rows: ``(n, d)``, float32 or float64.
+        rows: ``(n, d)``, float32 or float64; half precision where ``groups_suit``, and ``once``.
         edges: ``(n, m)``.
         inside: ``(n, m)``; elsewhere the result is 0, and so is the gradient.
+        paths: how many paths the edges of a row are of.
+        once: whether nobody will ask for second derivatives.
     """
     tables = nodes.tables
     node, position = tables.node_and_position(edges)
+    if (once or tables.widest > _WIDEST_GATHERED) and groups_suit(tables, rows) and edges.numel():
+        node = torch.where(inside, node, tables.n_inner)
+        return grouped_log_prob(
+            tables, nodes.weight, nodes.bias, rows, node, position, paths, nodes.sparse
+        )
     if not tables.has_wide:
         # Padded, as a batched product takes it: paths of a batch are of about the same length.
         scores = _scores(nodes, rows, torch.where(inside, node, 0))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lastlayer.heads._grouped_nodes import grouped_losses, losses_suit
 from lastlayer.heads._node_scores import Nodes, edge_log_prob
 from lastlayer.heads._rows import row_chunks
 from lastlayer.heads._tree_tables import TreeTables
@@ -15,19 +16,31 @@ _COPIES = 3.0
 def any_tree_loss(
     nodes: Nodes, rows: Tensor, target: Tensor, ignore_index: int | None, reduction: str
 ) -> Tensor:
-    """Minus the log-probability of targets ``(n,)``, reduced; rows are ``(n, d)``, wide."""
+    """Minus the log-probability of targets ``(n,)``, reduced.
+
+    Rows are ``(n, d)``, float32 or float64, or of any dtype where ``groups_suit``.
+    """
     counted = None if ignore_index is None else target != ignore_index
-    if counted is not None:
-        target = torch.where(counted, target, 0)
-        # A NaN in a row that does not count would reach the gradient of the root.
-        rows = torch.where(counted.unsqueeze(-1), rows, 0.0)
-    losses = -path_log_prob(nodes, rows, target.unsqueeze(-1), counted).squeeze(-1)
+    if losses_suit(nodes.tables, rows):
+        losses = grouped_losses(
+            nodes.tables, nodes.weight, nodes.bias, rows, target, ignore_index, nodes.sparse
+        )
+    else:
+        losses = _losses(nodes, rows, target, counted)
     if reduction == "none":
         return losses
     total = losses.sum()
     if reduction == "sum":
         return total
     return total / (max(1, len(losses)) if counted is None else counted.sum().clamp(min=1))
+
+
+def _losses(nodes: Nodes, rows: Tensor, target: Tensor, counted: Tensor | None) -> Tensor:
+    if counted is not None:
+        target = torch.where(counted, target, 0)
+        # A NaN in a row that does not count would reach the gradient of the root.
+        rows = torch.where(counted.unsqueeze(-1), rows, 0.0)
+    return -path_log_prob(nodes, rows, target.unsqueeze(-1), counted, once=True).squeeze(-1)
 
 
 def chosen_log_prob(
@@ -54,9 +67,17 @@ def most_rows(tables: TreeTables, chosen: Tensor) -> int:
 
 
 def path_log_prob(
-    nodes: Nodes, rows: Tensor, classes: Tensor, counted: Tensor | None = None
+    nodes: Nodes,
+    rows: Tensor,
+    classes: Tensor,
+    counted: Tensor | None = None,
+    *,
+    once: bool = False,
 ) -> Tensor:
-    """Of classes ``(n, k)``; 0 in rows that do not count."""
+    """Of classes ``(n, k)``; 0 in rows that do not count.
+
+    ``once`` says that nobody will ask for second derivatives.
+    """
     tables = nodes.tables
     if not tables.n_inner:
         return rows[:, :0].sum(-1, keepdim=True).expand(classes.shape)
@@ -65,7 +86,8 @@ def path_log_prob(
     if there is not None:
         asked = there if asked is None else asked & there
     edges, inside = tables.edges_of(paths, asked)
-    made = edge_log_prob(nodes, rows, edges.flatten(1), inside.flatten(1))
+    n_paths = edges.shape[1] * edges.shape[2]
+    made = edge_log_prob(nodes, rows, edges.flatten(1), inside.flatten(1), n_paths, once)
     sums = made.unflatten(1, tuple(edges.shape[1:])).sum(-1)
     if there is None:
         alone: Tensor = sums.squeeze(-1)

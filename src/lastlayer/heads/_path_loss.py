@@ -7,12 +7,15 @@ gradient, so backward reads no vector, and can be repeated.
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lastlayer.fused._sparse_rows import can_wait
 from lastlayer.heads._tree_tables import TreeTables
 from lastlayer.kernels import tree_path
+
+# Room for as many nodes as are touched, which a CPU counts without a wait.
+_COUNTED = -1
 
 
 def path_loss(
@@ -36,8 +39,8 @@ def path_loss(
         target: ``(n,)``.
         ignore_index: the target of rows that do not count, or None.
         reduction: "mean", "sum" or "none".
-        sparse: whether the gradients of weight and bias have only the rows that are touched,
-            where the host may wait for their number.
+        sparse: whether the gradients of weight and bias have only the rows that are touched. On a
+            GPU they have room for the most that there can be, and are not coalesced.
     """
     recording = torch.is_grad_enabled()
     wanted = (
@@ -47,7 +50,7 @@ def path_loss(
     )
     made: Tensor = _PathLoss.apply(
         hidden, weight, bias, target, tables.rank, tables.path_start, tables.path_edge,
-        tables.longest, ignore_index, reduction, sparse, wanted,
+        tables.longest, ignore_index, reduction, _room(tables, hidden) if sparse else None, wanted,
     )  # fmt: skip
     return made
 
@@ -66,7 +69,7 @@ class _PathLoss(torch.autograd.Function):
         longest: int,
         ignore_index: int | None,
         reduction: str,
-        sparse: bool,
+        room: int | None,
         wanted: tuple[bool, bool, bool],
     ) -> Tensor:
         to_hidden, to_weight, to_bias = wanted
@@ -80,7 +83,7 @@ class _PathLoss(torch.autograd.Function):
                 counted = losses.new_full((), max(1, losses.shape[0]))
             else:
                 counted = (target != ignore_index).sum().clamp(min=1)
-        ctx.rest = ignore_index, reduction, sparse, wanted
+        ctx.rest = ignore_index, reduction, room, wanted
         ctx.like = hidden.dtype, weight.dtype, weight.shape
         ctx.save_for_backward(target, counted, rows, hidden, slopes, order, path_start, path_edge)
         made: Tensor = losses if reduction == "none" else losses.sum()
@@ -108,23 +111,31 @@ class _PathLoss(torch.autograd.Function):
 
 
 def _node_gradients(ctx: Any, factor: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Of weight and bias; sparse ones have to know how many nodes there are."""
+    """Of weight and bias."""
     target, _, _, hidden, slopes, order, path_start, path_edge = ctx.saved_tensors
-    ignore_index, _, sparse, (_, to_weight, to_bias) = ctx.rest
+    ignore_index, _, room, (_, to_weight, to_bias) = ctx.rest
     _, dtype, shape = ctx.like
     summed = slopes, factor, hidden, target, order, path_start, path_edge, ignore_index
     wanted = dtype, to_weight, to_bias
-    if sparse and not torch.compiler.is_compiling() and can_wait(slopes):
-        touched, weight, bias = tree_path.to_touched_nodes("auto", *summed, *wanted)
-        touched = touched.unsqueeze(0)
-        weight = _row_sparse(touched, weight, shape) if to_weight else None
-        bias = _row_sparse(touched, bias, shape[:1]) if to_bias else None
+    if room is not None and not torch.compiler.is_compiling():
+        most = None if room == _COUNTED else room
+        touched, weight, bias = tree_path.to_touched_nodes("auto", *summed, *wanted, most)
+        touched, once = touched.unsqueeze(0), most is None
+        weight = _row_sparse(touched, weight, shape, once) if to_weight else None
+        bias = _row_sparse(touched, bias, shape[:1], once) if to_bias else None
     else:
         weight, bias = tree_path.to_nodes("auto", *summed, shape[0], *wanted)
     return weight if to_weight else None, bias if to_bias else None
 
 
-def _row_sparse(touched: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+def _room(tables: TreeTables, hidden: Tensor) -> int:
+    """How many nodes the rows may touch: of each level all of them, or one a row."""
+    if hidden.device.type == "cpu":
+        return _COUNTED
+    return int(np.minimum(tables.level_sizes, len(hidden)).sum())
+
+
+def _row_sparse(touched: Tensor, values: Tensor, shape: torch.Size, once: bool) -> Tensor:
     return torch.sparse_coo_tensor(
-        touched, values, shape, is_coalesced=True, check_invariants=False
+        touched, values, shape, is_coalesced=once, check_invariants=False
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lastlayer.fused._chunks import check_chunk_rows
+from lastlayer._checks import check_chunk_rows
 from lastlayer.fused._options import cross_entropy_options
 from lastlayer.heads._checks import check_classes, check_hidden
 from lastlayer.heads._rows import row_chunks
@@ -71,7 +71,9 @@ class RankedHead(Head):
         if self.ignore_index is None:
             return self._places_of(target)
         counts = target != self.ignore_index
-        return torch.where(counts, self._places_of(torch.where(counts, target, 0)), IGNORED)
+        if self.places is None:
+            return torch.where(counts, target, IGNORED)
+        return torch.where(counts, self.places[torch.where(counts, target, 0)], IGNORED)
 
     def _classes_at(self, places: Tensor) -> Tensor:
         return places if self.order is None else self.order[places]

@@ -4,14 +4,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lastlayer import kernels
+from lastlayer.fused import engine
 from lastlayer.fused._chunks import rows_at_a_time
-from lastlayer.fused._loss import run_rows
+from lastlayer.fused._loss import run_rows, summed_in
 from lastlayer.fused._products import scores_into
+from lastlayer.fused._tiles import tiles_suit
 from lastlayer.fused.engine import Result, Wanted
 from lastlayer.heads._ranked import wide_dtype
 
+# On CUDA there are a multiple of so many classes: the matrix unit reads 16 bytes at a time, and one
+# column for each cluster makes their number an odd one.
+_ALIGNED = 8
 # No smoothing, no z loss, no soft cap, a temperature of 1.
 _PLAIN = 0.0, 0.0, 0.0, 1.0
 
@@ -36,10 +42,58 @@ def softmax_rows(
         scores = memory[:n_scores].view(hidden.shape[0], weight.shape[0])
         row_scale = row_scale if wanted.any else None
         return _plain(scores, hidden, weight, bias, target, row_scale, wanted)
+    odd = weight.shape[0] % _ALIGNED and hidden.device.type == "cuda"
+    if odd and not tiles_suit(hidden, _PLAIN, chunk_rows, wanted):
+        return aligned_rows(hidden, weight, bias, target, row_scale, wanted, chunk_rows)
     return run_rows(
         hidden, weight, bias, target, row_scale, None, "cross_entropy", _PLAIN, 1.0, None,
         chunk_rows, wanted,
     )  # fmt: skip
+
+
+def aligned_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_scale: Tensor | None,
+    wanted: Wanted,
+    chunk_rows: int | str,
+) -> Result:
+    """As :func:`lastlayer.fused.engine.run`, with a few more classes, whose vectors are 0.
+
+    No row counts them: their scores are 0, and stay so where those of the others become slopes.
+    """
+    (n, dtype), n_classes = (hidden.shape[0], hidden.dtype), weight.shape[0]
+    gradient_dtype, more = summed_in(weight.dtype), -n_classes % _ALIGNED
+    weight = pad(weight.to(dtype), (0, 0, 0, more))
+    bias = None if bias is None else pad(bias.to(dtype), (0, more))
+    step = rows_at_a_time(chunk_rows, hidden, len(weight))
+    gradients = engine.Gradients(hidden, weight, wanted, step, gradient_dtype)
+    memory = hidden.new_empty(min(n, step), len(weight))
+    losses = []
+    for first in range(0, max(1, n), step):
+        part = slice(first, min(n, first + step))
+        scores = scores_into(memory, hidden[part], weight, bias)
+        place = target[part].unsqueeze(-1)
+        exact = kernels.class_scores.forward("auto", hidden[part], weight, bias, place)
+        scale = row_scale[part] if wanted.any and row_scale is not None else None
+        loss, *_ = kernels.softmax_rows.forward_(
+            "auto", scores[:, :n_classes], target[part], exact.squeeze(-1), scale, None, *_PLAIN,
+            False,
+        )  # fmt: skip
+        losses.append(loss)
+        if scale is not None:
+            gradients.add(part, scores)
+    loss = losses[0] if len(losses) == 1 else torch.cat(losses)
+    of_hidden, of_weight, of_bias = gradients.finished()
+    return Result(
+        loss,
+        (),
+        of_hidden,
+        None if of_weight is None else of_weight[:n_classes],
+        None if of_bias is None else of_bias[:n_classes],
+    )
 
 
 def shared_memory(

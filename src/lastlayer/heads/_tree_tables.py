@@ -59,10 +59,14 @@ class TreeTables(torch.nn.Module):
         # Whether every class is one path of binary nodes.
         self.is_plain = tree.is_binary and not tree.overlaps and n_inner > 0
         self.longest = int(np.diff(tree.path_start).max())
+        # The most rows of the weight on one path, those of each node rounded up to 4.
+        self.most_scores = _most_scores(tree) if self.has_wide else 0
         self.most_paths = int(np.diff(tree.class_start).max())
         # First and last edge of each level; the edges of a level have a range of nodes.
         first_nodes = np.flatnonzero(np.diff(tree.node_depth, prepend=-1))
         bounds = [*start[first_nodes].tolist(), self.n_edges]
+        # How many nodes each level has.
+        self.level_sizes = np.diff(first_nodes, append=n_inner)
         self.levels = list(pairwise(bounds))
 
         level_of_edge = tree.node_depth[owner]
@@ -159,6 +163,11 @@ def _edges_to_nodes(tree: Tree) -> NDArray[np.int64]:
     edges = np.full(tree.n_inner, -1, np.int64)
     edges[1:] = tree.child_start[tree.parent[1:]] + tree.position[1:]
     return edges
+
+
+def _most_scores(tree: Tree) -> int:
+    widths = np.where(tree.arity == 2, 1, tree.arity)
+    return int(np.add.reduceat((-(-widths // 4) * 4)[tree.path_node], tree.path_start[:-1]).max())
 
 
 def _leaf_ranks(tree: Tree) -> NDArray[np.int64]:

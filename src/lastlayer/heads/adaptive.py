@@ -56,7 +56,8 @@ class AdaptiveSoftmax(RankedHead):
     Args:
         in_features: how many numbers a hidden state has.
         counts: how often each class occurs, ``(n_classes,)``. Classes are then in any order, and
-            cutoffs are chosen by :func:`cutoffs_from_counts` where none are given.
+            cutoffs are chosen by :func:`cutoffs_from_counts` where none are given, for the
+            device that the head is made on.
         cutoffs: where each cluster begins, in classes by falling frequency: ``[2000, 10000]``
             leaves 2000 classes at the top and makes two clusters. None at all, ``[]``, is a plain
             softmax.
@@ -111,7 +112,7 @@ class AdaptiveSoftmax(RankedHead):
         check_count("in_features", in_features)
         check_widths(div_value, min_width)
         n_classes, starts, order = adaptive_layout(
-            in_features, counts, cutoffs, n_classes, order, div_value, min_width
+            in_features, counts, cutoffs, n_classes, order, div_value, min_width, _cost_on(device)
         )
         super().__init__(
             in_features,
@@ -161,9 +162,7 @@ class AdaptiveSoftmax(RankedHead):
         clusters = list(zip(self.projections, self.tails, strict=True))
         how: dict[str, Any] = {"chunk_rows": self.chunk_rows, "reduction": self.reduction}
         smoothing = self.label_smoothing
-        loss = adaptive_loss(
-            rows, place, counts, self.cutoffs, top, clusters, factor=1.0 - smoothing, **how
-        )
+        loss = adaptive_loss(rows, place, counts, top, clusters, factor=1.0 - smoothing, **how)
         if smoothing:
             loss = loss + spread_loss(rows, counts, top, clusters, factor=smoothing, **how)
         return loss.reshape(target.shape) if self.reduction == "none" else loss
@@ -252,3 +251,9 @@ class AdaptiveSoftmax(RankedHead):
             "min_width": self.min_width,
             "head_bias": self.head_bias is not None,
         }
+
+
+def _cost_on(device: torch.device | str | None) -> str:
+    """Which of the costs suits a head on this device."""
+    kind = torch.device(torch.get_default_device() if device is None else device).type
+    return "cuda" if kind == "cuda" else "cpu"

@@ -127,10 +127,12 @@ class AdaptiveImportanceSampling(ImportanceSampling):
             words = batch.target.new_full((batch.hidden.shape[0], self.sampler.order - 1), -1)
         else:
             words = context.reshape(batch.hidden.shape[0], -1)
-        return self._adapted_loss(batch, words)
+        loss = self._adapted_loss(batch, words, self._counter())
+        self._count_step()
+        return loss
 
-    def _adapted_loss(self, batch: Batch, context: Tensor) -> Tensor:
-        counter, most = self._counter(), self._most_blocks()
+    def _adapted_loss(self, batch: Batch, context: Tensor, counter: Tensor) -> Tensor:
+        most = self._most_blocks()
         n = batch.hidden.shape[0]
         drawn = _Drawn(n, batch.hidden)
         weights = RunningWeights(n, batch.hidden.new_empty(0, dtype=wide_dtype(batch.hidden)))
@@ -151,7 +153,7 @@ class AdaptiveImportanceSampling(ImportanceSampling):
 
         def draws_of(used: int, rows: Tensor) -> Draws:
             ids, log_prob, _ = drawn.of(used, rows)
-            return Draws(ids, -(log_prob + math.log(used * self.n_samples)))
+            return Draws(ids, log_prob + math.log(used * self.n_samples))
 
         loss = loss_of_groups(
             problem, stopped, draws_of, Options(self.reduction, self.sparse, self.chunk_rows)

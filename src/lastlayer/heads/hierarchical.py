@@ -13,6 +13,7 @@ from lastlayer.heads._checks import (
     check_hidden,
     check_target,
 )
+from lastlayer.heads._grouped_nodes import groups_suit
 from lastlayer.heads._path_log_prob import any_tree_loss, chosen_log_prob, most_rows
 from lastlayer.heads._path_loss import path_loss
 from lastlayer.heads._sampling import check_drawn
@@ -46,13 +47,15 @@ class HierarchicalSoftmax(TreeHead):
     Cost: a training step touches the nodes on the paths of its targets, some log₂ of n_classes
     for each row, or fewer for frequent classes in Huffman's tree. All classes cost as much as a
     flat layer. In a binary tree without overlap a step holds no vectors: kernels read them where
-    they are. In other trees those of a step, rows × path × in_features, are held until backward;
-    nodes of more than 32 children are taken one by one instead, except inside ``torch.compile``.
+    they are. In other trees a step on a GPU holds the scores of all children on the paths. On a
+    CPU it holds vectors, rows × path × in_features, until backward; nodes of more than 32 children
+    are taken one by one instead, except inside ``torch.compile``.
 
     With ``sparse=True`` the gradients of ``weight`` and ``bias`` are sparse tensors of the rows
-    that were touched, for ``torch.optim.SparseAdam`` or SGD: without it, most of a step is spent
-    on zeros. The gradient of ``log_prob`` for all classes is dense, and so is all that is
-    compiled, and the loss of a binary tree while a CUDA graph is captured.
+    that were touched, for ``lastlayer.optim.RowAdagrad``, ``torch.optim.SparseAdam`` or SGD:
+    without it, most of a step is spent on zeros. On a GPU those of a binary tree are not coalesced,
+    and have zeros of the root at the end. The gradient of ``log_prob`` for all classes is dense,
+    and so is all that is compiled, and that of wider nodes while a CUDA graph is captured.
 
     Args:
         in_features: how many numbers a hidden state has.
@@ -158,9 +161,8 @@ class HierarchicalSoftmax(TreeHead):
             )  # fmt: skip
         else:
             with torch.autocast(hidden.device.type, enabled=False):
-                loss = any_tree_loss(
-                    self._nodes, wide(rows), classes, self.ignore_index, self.reduction
-                )
+                rows = rows if groups_suit(self._tables, rows) else wide(rows)
+                loss = any_tree_loss(self._nodes, rows, classes, self.ignore_index, self.reduction)
         return loss.reshape(target.shape) if self.reduction == "none" else loss
 
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:

@@ -39,6 +39,8 @@ class Build:
         """The tree."""
         return self.builder(counts.numpy())
 
+    captured = __call__
+
     def verify(self, inputs: tuple[Tensor, ...]) -> HeadVerdict:
         """Even choices at every node must give all classes a probability, in sum 1."""
         (counts,) = inputs

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lastlayer import heads, samplers, trees
+from lastlayer import heads, optim, samplers, trees
 from lastlayer.bench.heads import truth
 from lastlayer.bench.heads.entry import CPU, CUDA, SWEEP, WORDS, Entry
 from lastlayer.bench.heads.modules import FlatLayer, GatheredPaths
@@ -62,6 +62,10 @@ def _sampled(kind: Any) -> Any:
     )
 
 
+def _row_adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return optim.RowAdagrad(parameters, lr=1e-3)
+
+
 def _draws_of(head: Any) -> str:
     return f"{head.n_samples:,} drawn"
 
@@ -89,6 +93,7 @@ HUFFMAN = "hierarchical, Huffman, sparse"
 TWO_LEVEL = "hierarchical, √V groups, sparse"
 ADAPTIVE = "adaptive, automatic cutoffs"
 SAMPLED, NCE = "sampled softmax, sparse", "noise contrastive, sparse"
+UPDATED = " + RowAdagrad"
 ADAPTIVE_50, ADAPTIVE_25 = "adaptive, cutoffs V/50, V/5", "adaptive, cutoffs V/25, V/5"
 
 
@@ -212,6 +217,14 @@ ENTRIES = (
         truth.noise,
         _on(CPU, CUDA),
         settings=_draws_of,
+    ),
+    Entry(
+        SAMPLED + UPDATED,
+        _sampled(heads.SampledSoftmax),
+        truth.drawn,
+        _on(CUDA),
+        settings=_draws_of,
+        optimizer=_row_adagrad,
     ),
     # Rounding decides between letters that are equally good, and the gradient goes to one of them.
     Entry("char_cnn", _char_cnn, truth.by_log_prob, _on(WORDS), slack=100.0),

@@ -32,6 +32,7 @@ class Entry:
         op: our operation below it, to say which kernel ran.
         score_bytes: bytes it holds for each row and class; 0 where it stores no scores.
         slack: how many times more than usual its gradients may be off.
+        optimizer: of the parameters, whose step then ends each call.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Entry:
     op: str | None = None
     score_bytes: int = 0
     slack: float = 1.0
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
 
     def method(self, problem: Problem) -> Method:
         """What the harness calls."""
@@ -62,7 +64,9 @@ class Entry:
 
     def _step(self, problem: Problem) -> Step:
         module = seeded(lambda: self.build(problem), problem.device)
-        return Step(module, self.losses, problem.classes, self.slack, self.settings(module))
+        update = None if self.optimizer is None else self.optimizer(module.parameters()).step
+        settings = self.settings(module)
+        return Step(module, self.losses, problem.classes, self.slack, settings, update)
 
 
 def seeded(

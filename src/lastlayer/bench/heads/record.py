@@ -22,6 +22,8 @@ class HeadRecord(Record):
         value_error: of the best classes, the largest difference between the log-probabilities of
             those that were found and of the true ones, both in float64.
         classes_differ: how many of these classes are others than in a sort of all.
+        replayed_ms: on a GPU, the median of replays of a CUDA graph of the same call; None where
+            the host waits for the device, and where the call is so long that it hides the host.
     """
 
     settings: str
@@ -35,6 +37,12 @@ class HeadRecord(Record):
     weight_error: float | None
     value_error: float | None
     classes_differ: int | None
+    replayed_ms: float | None = None
+
+    @property
+    def device_ms(self) -> float | None:
+        """The time of a replay, or that of plain calls where there is none."""
+        return self.median_ms if self.replayed_ms is None else self.replayed_ms
 
     @property
     def times_faster(self) -> float | None:

@@ -1,6 +1,7 @@
 """One training step of a head: called, and verified against float64."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ class Gradients(NamedTuple):
 
 @dataclass
 class Step:
-    """Forward and backward of a head, from gradients set to None.
+    """Forward and backward of a head, from gradients set to None; and perhaps an update.
 
     Attributes:
         module: takes hidden states and targets to a mean loss, or to a tuple that has it as
@@ -35,6 +36,7 @@ class Step:
         classes: how many there are.
         slack: how many times more than usual its gradients may be off.
         settings: see :class:`lastlayer.bench.heads.record.HeadRecord`.
+        update: a step of an optimiser, which ends every call but those that are verified.
     """
 
     module: torch.nn.Module
@@ -42,28 +44,51 @@ class Step:
     classes: int
     slack: float = 1.0
     settings: str = ""
+    update: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
         self._leaves = list(self.module.parameters())
 
     def __call__(self, hidden: Tensor, target: Tensor) -> Gradients:
         """One step; nobody holds its gradients afterwards but the result."""
-        made: Any = self.module(hidden, target)
-        loss: Tensor = getattr(made, "loss", made)
+        return self._step(hidden, target, self.update)
+
+    def _step(
+        self, hidden: Tensor, target: Tensor, update: Callable[[], Any] | None = None
+    ) -> Gradients:
+        loss = self._loss(hidden, target)
         loss.backward()
+        if update is not None:
+            update()
         taken = Gradients(loss.detach(), hidden.grad, [leaf.grad for leaf in self._leaves])
         for leaf in (hidden, *self._leaves):
             leaf.grad = None
         return taken
+
+    def captured(self, hidden: Tensor, target: Tensor) -> None:
+        """The same for a CUDA graph, on whose stream gradients are not accumulated."""
+        leaves = [hidden, *self._leaves]
+        made = torch.autograd.grad(self._loss(hidden, target), leaves, allow_unused=True)
+        if self.update is not None:
+            for leaf, gradient in zip(self._leaves, made[1:], strict=True):
+                leaf.grad = gradient
+            self.update()
+            for leaf in self._leaves:
+                leaf.grad = None
+
+    def _loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+        made: Any = self.module(hidden, target)
+        loss: Tensor = getattr(made, "loss", made)
+        return loss
 
     def verify(self, inputs: tuple[Tensor, ...]) -> HeadVerdict:
         """Compare the loss and all gradients with float64, and measure the memory."""
         hidden, target = inputs
         leaf = hidden.detach().requires_grad_()
         # The first call compiles, and may take memory for it.
-        self(leaf, target)
+        self._step(leaf, target)
         poison(hidden)
-        step, peak = memory.with_peak(lambda: self(leaf, target), hidden.device)
+        step, peak = memory.with_peak(lambda: self._step(leaf, target), hidden.device)
         truth = truth_of(self.module, self.losses, self.classes, hidden, target)
         loss_error = abs(float(step.loss) - truth.loss) / abs(truth.loss)
         hidden_error = _gradient_error(step.hidden, truth.hidden)

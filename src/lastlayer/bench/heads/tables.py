@@ -1,6 +1,6 @@
 """Measurements of heads as tables for a terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 
 from rich.markup import escape
@@ -10,8 +10,12 @@ from lastlayer.bench import table
 from lastlayer.bench.heads.record import HeadRecord
 from lastlayer.bench.table import EMPTY, milliseconds, small
 
+REPLAYED: dict[str, Callable[[HeadRecord], str]] = {
+    "replayed": lambda r: milliseconds(r.replayed_ms)
+}
 LEGEND = (
-    "faster: the time of the first method of the case over this one · "
+    "replayed: ms of a CUDA graph of the same call, on a GPU, unless the host waits in it · "
+    "faster: the ms of the first method of the case over these · "
     "MB: peak memory beyond inputs and parameters, gradients included\n"
     "M: parameters, in millions · loss, dX, dW: relative errors against float64, of the "
     "loss and in norm of the gradients\n"
@@ -52,6 +56,7 @@ def steps(records: Iterable[HeadRecord]) -> Table:
         records,
         {
             "ms": lambda r: milliseconds(r.median_ms),
+            **REPLAYED,
             "faster": lambda r: faster(r.times_faster),
             "MB": lambda r: megabytes(r.peak_bytes),
             "M": lambda r: millions(r.parameters),
@@ -71,6 +76,7 @@ def best(records: Iterable[HeadRecord]) -> Table:
         records,
         {
             "ms": lambda r: milliseconds(r.median_ms),
+            **REPLAYED,
             "faster": lambda r: faster(r.times_faster),
             "MB": lambda r: megabytes(r.peak_bytes),
             "M": lambda r: millions(r.parameters),

@@ -44,6 +44,8 @@ class Top:
         best: heads.TopK = self.module.topk(hidden, K)
         return best
 
+    captured = __call__
+
     @torch.no_grad()
     def verify(self, inputs: tuple[Tensor, ...]) -> HeadVerdict:
         """Compare the classes with a sort of all log-probabilities in float64."""

@@ -17,3 +17,4 @@ class HeadVerdict(Verdict):
     weight_error: float | None = None
     value_error: float | None = None
     classes_differ: int | None = None
+    replayed_ms: float | None = None

@@ -71,8 +71,9 @@ def _fake_sparse(
     dtype: torch.dtype,
     to_weight: bool,
     to_bias: bool,
+    most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    touched = torch.library.get_ctx().new_dynamic_size()
+    touched = torch.library.get_ctx().new_dynamic_size() if most is None else most
     return (
         slopes.new_empty(touched, dtype=torch.int64),
         slopes.new_empty(touched if to_weight else 0, hidden.shape[1], dtype=dtype),
@@ -97,7 +98,7 @@ to_nodes = Operation(
 )
 to_touched_nodes = Operation(
     "tree_path_to_touched_nodes",
-    f"({_SUMMED}, {_WANTED}) -> (Tensor, Tensor, Tensor)",
+    f"({_SUMMED}, {_WANTED}, int? most=None) -> (Tensor, Tensor, Tensor)",
     __name__,
     "to_touched_nodes",
     _fake_sparse,

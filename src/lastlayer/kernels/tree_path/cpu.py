@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lastlayer.kernels._arrays import as_rows
 from lastlayer.kernels._threads import by_rows
@@ -107,6 +108,7 @@ def to_touched_nodes(
     dtype: torch.dtype,
     to_weight: bool,
     to_bias: bool,
+    most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference's."""
     depth, ignores, ignored = hidden.shape[1], ignore_index is not None, ignore_index or 0
@@ -115,14 +117,15 @@ def to_touched_nodes(
         ignores, ignored,
     )  # fmt: skip
     node, level, first, since = runs_of_nodes(starts, edges, slopes.shape[1])
-    weight = torch.empty(len(node) if to_weight else 0, depth, dtype=slopes.dtype)
-    bias = torch.empty(len(node) if to_bias else 0, dtype=slopes.dtype)
+    new, m = (torch.empty, len(node)) if most is None else (torch.zeros, most)
+    weight = new(m if to_weight else 0, depth, dtype=slopes.dtype)
+    bias = new(m if to_bias else 0, dtype=slopes.dtype)
     _sum_runs(
         int(since[-1]), depth, level, first, since, order.numpy(), slopes.numpy(),
         factor.detach().reshape(-1).contiguous().numpy(), as_rows(hidden), weight.numpy(),
         bias.numpy(),
     )  # fmt: skip
-    return torch.from_numpy(node), weight.to(dtype), bias.to(dtype)
+    return pad(torch.from_numpy(node), (0, m - len(node))), weight.to(dtype), bias.to(dtype)
 
 
 @njit(nogil=True, cache=True)

@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 # Vectors gathered at a time, in numbers: bounds the memory.
 _GATHERED = 1 << 24
@@ -129,10 +129,13 @@ def to_touched_nodes(
     dtype: torch.dtype,
     to_weight: bool,
     to_bias: bool,
+    most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The nodes on the paths, ascending, ``(m,)``, and their rows of what :func:`to_nodes` gives.
 
-    Args are those of :func:`to_nodes`, less ``n_nodes``. The host has to know how many there are.
+    Args are those of :func:`to_nodes`, less ``n_nodes``, and ``most``: where it is given, there is
+    room for so many nodes, and what is left of it is zeros of node 0. Else m is their number,
+    which the host has to know.
     """
     _, known = _kinds(target, path_start, ignore_index)
     node, _, inside = _paths(target, known, path_start, path_edge, slopes.shape[1])
@@ -141,7 +144,10 @@ def to_touched_nodes(
     touched, place = node[inside].unique(return_inverse=True)
     places = torch.zeros_like(node).masked_scatter_(inside, place)
     weight, bias = _sums(slopes, states, places, inside, len(touched), to_weight, to_bias)
-    return touched, weight.to(dtype), bias.to(dtype)
+    left = 0 if most is None else most - len(touched)
+    weight = pad(weight, (0, 0, 0, left if to_weight else 0))
+    bias = pad(bias, (0, left if to_bias else 0))
+    return pad(touched, (0, left)), weight.to(dtype), bias.to(dtype)
 
 
 def _sums(

@@ -101,13 +101,16 @@ def to_touched_nodes(
     dtype: torch.dtype,
     to_weight: bool,
     to_bias: bool,
+    most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference's. The host waits once, for the number of nodes."""
+    """As the reference's. The host waits for the number of nodes, unless there is room for most."""
     runs = _runs(target, order, path_start, path_edge, ignore_index, slopes.shape[1], True)
-    m = int(runs.place[-1]) if runs.place.numel() else 0
-    touched = target.new_empty(m)
-    weight = slopes.new_empty(m if to_weight else 0, hidden.shape[1], dtype=dtype)
-    bias = slopes.new_empty(m if to_bias else 0, dtype=dtype)
+    new, m = slopes.new_zeros, most
+    if m is None:
+        new, m = slopes.new_empty, int(runs.place[-1]) if runs.place.numel() else 0
+    touched = new(m, dtype=torch.int64)
+    weight = new(m if to_weight else 0, hidden.shape[1], dtype=dtype)
+    bias = new(m if to_bias else 0, dtype=dtype)
     _add_up(runs, slopes, factor, hidden, order, path_edge, weight, bias, touched)
     return touched, weight, bias
 
