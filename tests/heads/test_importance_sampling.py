@@ -106,7 +106,7 @@ def test_the_bias_is_that_of_the_theory_over_n(n):
     weight = logits[:, None].clone().requires_grad_()
     target = torch.full((rows, 1), 2)
     problem = SampledProblem(
-        torch.ones(rows, 1, dtype=torch.float64), weight, None, target, Draws(ids, -log_q[ids]),
+        torch.ones(rows, 1, dtype=torch.float64), weight, None, target, Draws(ids, log_q[ids]),
         SELF_NORMALISED,
     )  # fmt: skip
     sampled_loss(problem, "mean").loss.backward()

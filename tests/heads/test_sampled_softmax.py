@@ -146,19 +146,20 @@ def test_the_order_of_corrections_on_zipf_classes(sigma, n):
     far = {"exact": 0.0, "classic": 0.0, "none": 0.0}
     for target in (0, 1, 3, 10):
         own, left = log_q[target], torch.log(-torch.expm1(log_q[target]))
-        classic = (-(own + math.log(n))).expand(rows, 1)
+        classic = (own + math.log(n)).expand(rows, 1)
         ways = {
-            "exact": (-log_q[ids], Rule(average=True), {"shift": left.expand(rows)}),
-            "classic": (-log_q[ids] - math.log(n), Rule(), {"target_log_weight": classic}),
+            "exact": (log_q[ids], Rule(average=True), {"shift": left.expand(rows)}),
+            "classic": (log_q[ids] + math.log(n), Rule(), {"target_log_expected": classic}),
             "none": (torch.zeros(rows, n), Rule(), {}),
         }
         exact = logits.softmax(0)
         exact[target] -= 1.0
-        for name, (log_weight, rule, rest) in ways.items():
+        for name, (log_expected, rule, rest) in ways.items():
             weight = logits[:, None].clone().requires_grad_()
             own_target = torch.full((rows, 1), target)
+            draws = Draws(ids, log_expected)
             problem = SampledProblem(
-                torch.ones(rows, 1), weight, None, own_target, Draws(ids, log_weight), rule, **rest
+                torch.ones(rows, 1), weight, None, own_target, draws, rule, **rest
             )
             sampled_loss(problem, "mean").loss.backward()
             far[name] += float((weight.grad[:, 0] - exact).abs().sum())

@@ -64,3 +64,45 @@ def test_adam(impl, dtype, shape, decays, betas):
     assert torch.equal(clock.cpu(), exact_clock)
     # A root of what is nearly 0 magnifies.
     close(weight, exact[0], dtype, 64.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decays", [True, False])
+def test_warps_of_a_row_do_not_overtake_each_other(decays):
+    # A row's clock is read by all of its warps and set by one: a race shows now and then.
+    v, k, d = 3000, 2000, 1024
+    for _ in range(20):
+        weight, ids, gradient = problem(v, d, k, torch.float32, "cuda")
+        first, second = torch.randn(v, d, device="cuda"), torch.rand(v, d, device="cuda")
+        clock = torch.randint(1000, (v,), device="cuda", dtype=torch.int32)
+        step = torch.tensor(1001, device="cuda")
+        exact = [each.double() for each in (weight, first, second)]
+        exact_clock, options = clock.clone(), (0.3, 0.1, 0.9, 0.999, 1e-6, decays)
+        row_updates.adam_("triton", weight, first, second, clock, step, ids, gradient, *options)
+        given = exact_clock, step, ids, gradient.double()
+        row_updates.adam_("reference", *exact, *given, *options)
+        assert torch.equal(clock, exact_clock)
+        for made, expected in zip((first, second), exact[1:], strict=True):
+            close(made, expected, torch.float32)
+        close(weight, exact[0], torch.float32, 64.0)
+
+
+@every_implementation
+@pytest.mark.parametrize("adam", [True, False])
+def test_of_slots_of_the_same_row_the_first_counts(impl, adam):
+    device = place(impl)
+    weight, _, gradient = problem(9, 20, 6, torch.float32, device)
+    ids = torch.tensor([1, 1, 1, 4, 8, 8], device=device)
+    once = weight.clone()
+    first = torch.tensor([0, 3, 4], device=device)
+    for out, rows, some in ((weight, ids, gradient), (once, ids[first], gradient[first])):
+        if adam:
+            state = [torch.zeros(9, 20, device=device) for _ in range(2)]
+            clock = torch.zeros(9, device=device, dtype=torch.int32)
+            step = torch.tensor(1, device=device)
+            options = 0.3, 0.1, 0.9, 0.999, 1e-6, True
+            row_updates.adam_(impl, out, *state, clock, step, rows, some, *options)
+        else:
+            total = torch.zeros(9, device=device)
+            row_updates.adagrad_(impl, out, total, rows, some, 0.3, 0.1, 1e-6)
+    assert torch.equal(weight, once)

@@ -27,6 +27,20 @@ def problem(n, m, p, device, apart=False, n_exact=0):
     return [each.to(device) for each in given]
 
 
+def run(impl, scores, gradient, *rest, parts=1):
+    """Both results, and the sums of columns, set and then added to."""
+    n, m = scores.shape
+    first, second = scores.new_empty(2, n, dtype=torch.float32).unbind()
+    columns = scores.new_empty(parts, m, dtype=torch.float32)
+    before = scores.clone()
+    sampled_rows.forward_(impl, scores, gradient, first, second, columns, *rest, False)
+    once = columns.sum(0)
+    again = before.clone()
+    sampled_rows.forward_(impl, again, again, first, second, columns, *rest, True)
+    torch.testing.assert_close(columns.sum(0), 2 * once, rtol=1e-5, atol=1e-6, equal_nan=True)
+    return first, second, once
+
+
 def expected(scores, offset, ids, target, shift, exact, factor, n_exact, logistic, drop, average):
     """The value whose derivative by scores is the gradient, in float64."""
     scores = scores.cpu().double().requires_grad_()
@@ -66,9 +80,10 @@ def test_losses_and_gradients(impl, logistic, drop, average, n, m, p, n_exact):
     first, second, loss, leaf = expected(scores, offset, ids, target, shift, exact, *rest)
     (gradient,) = torch.autograd.grad((loss * scale.cpu().double()).sum(), leaf)
     made = scores.clone()
-    one, two = sampled_rows.forward_(
-        impl, made, made, offset, ids, target, shift, exact, scale, *rest
+    one, two, columns = run(
+        impl, made, made, offset, ids, target, shift, exact, scale, *rest, parts=1 + n // 2
     )
+    torch.testing.assert_close(columns.cpu().double(), gradient.sum(0), rtol=2e-5, atol=2e-6)
     torch.testing.assert_close(one.cpu().double(), first.detach(), rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(two.cpu().double(), second.detach(), rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(made.cpu().double(), gradient, rtol=2e-5, atol=1e-6)
@@ -83,9 +98,8 @@ def test_long_rows_are_read_in_pieces(impl):
         first, second, loss, leaf = expected(scores, offset, ids, target, shift, exact, *rest)
         (gradient,) = torch.autograd.grad((loss * scale.cpu().double()).sum(), leaf)
         made = scores.clone()
-        one, two = sampled_rows.forward_(
-            impl, made, made, offset, ids, target, shift, exact, scale, *rest
-        )
+        one, two, columns = run(impl, made, made, offset, ids, target, shift, exact, scale, *rest)
+        torch.testing.assert_close(columns.cpu().double(), gradient.sum(0), rtol=2e-5, atol=2e-6)
         torch.testing.assert_close(one.cpu().double(), first.detach(), rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(two.cpu().double(), second.detach(), rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(made.cpu().double(), gradient, rtol=2e-5, atol=1e-7)
@@ -98,9 +112,8 @@ def test_a_row_without_draws_and_a_row_with_nan(impl):
     offset, ids = torch.zeros(2, device=device), torch.tensor([4, 4], device=device)
     target = torch.tensor([[4], [5], [5]], device=device)
     scale, exact = torch.ones(3, device=device), torch.zeros(3, device=device)
-    first, ess = sampled_rows.forward_(
-        impl, scores, scores, offset, ids, target, None, exact, scale, 1.0, 0, False, True, True
-    )
+    rest = offset, ids, target, None, exact, scale, 1.0, 0, False, True, True
+    first, ess, _ = run(impl, scores, scores, *rest)
     assert first[0] == -math.inf
     assert ess[0] == 0.0
     assert scores[0].tolist() == [0.0, 0.0]
@@ -135,3 +148,36 @@ def test_entries_of_a_class_are_added_up(impl, wanted, c, n, q):
         torch.testing.assert_close(bias.cpu(), 0.5 * expected_bias, rtol=1e-5, atol=1e-5)
     assert weight.shape == ((4, 11) if wanted[0] else (0,))
     assert bias.shape == ((4,) if wanted[1] else (0,))
+
+
+@every_implementation
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize(("c", "n", "q"), [(6, 5, 1), (0, 4, 3), (90, 30, 1), (1, 0, 1)])
+def test_entries_are_added_up_in_the_first_slot_of_their_class(impl, scattered, c, n, q):
+    device, v, d = place(impl), 40, 11
+    generator = torch.Generator().manual_seed(c + n)
+    columns, biases = torch.randn(c, d, generator=generator), torch.randn(c, generator=generator)
+    slopes, hidden = torch.randn(n, q, generator=generator), torch.randn(n, d, generator=generator)
+    # Runs that are cut where they start, in the middle and nowhere.
+    classes = (v * torch.rand(c + n * q, generator=generator) ** 4).int()
+    keys, order = classes.sort(stable=True)
+    vectors = torch.cat([columns, (slopes[..., None] * hidden[:, None]).reshape(-1, d)])
+    levels = torch.cat([biases, slopes.flatten()])
+    rows = v if scattered else len(keys)
+    places = keys
+    if not scattered:
+        places = torch.searchsorted(keys, keys)
+    expected_weight = torch.zeros(rows, d).index_add_(0, places, vectors[order])
+    expected_bias = torch.zeros(rows).index_add_(0, places, levels[order])
+    given = slopes, hidden, columns, biases, order, keys, torch.tensor(0.5)
+    given = [each.to(device) for each in given]
+    fill = torch.zeros if scattered else torch.empty
+    weight, bias = fill(rows, d, device=device), fill(rows, device=device)
+    known = torch.empty(len(keys), dtype=torch.int64, device=device)
+    touched_rows.slots_(impl, *given, weight, bias, known, scattered)
+    assert torch.equal(known.cpu(), keys.long())
+    torch.testing.assert_close(weight.cpu(), 0.5 * expected_weight, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(bias.cpu(), 0.5 * expected_bias, rtol=1e-5, atol=1e-5)
+    alone = fill(rows, d, device=device)
+    touched_rows.slots_(impl, *given, alone, bias[:0], None, scattered)
+    assert torch.equal(alone, weight)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lastlayer.optim import RowAdagrad, RowAdam
+from waits import no_waits
 
 V, D = 30, 7
 MAKERS = {
@@ -325,3 +326,50 @@ def test_bad_gradients_are_named():
     set_gradient(turned, [1], torch.randn(1, D))
     with pytest.raises(ValueError, match="contiguous parameters where gradients are sparse"):
         RowAdam([turned]).step()
+
+
+@pytest.mark.gpu
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_duplicates_of_an_embedding_are_added_up_on_a_gpu(make, dtype):
+    there = torch.nn.Embedding(V, D, sparse=True, device="cuda", dtype=dtype)
+    here = torch.nn.Embedding(V, D, sparse=True, dtype=torch.float64)
+    here.load_state_dict({"weight": there.weight.detach().cpu().double()})
+    optimizers = make(there.parameters()), make(here.parameters())
+    for _ in range(1 if dtype == torch.bfloat16 else 4):
+        # Runs that are longer than what a program adds up.
+        ids = (V * torch.rand(700) ** 4).long()
+        scale = torch.randint(1, 4, (700, 1)).double()
+        for table, optimizer in zip((there, here), optimizers, strict=True):
+            optimizer.zero_grad()
+            rows = table(ids.to(table.weight.device))
+            (rows * scale.to(rows)).sum().backward()
+        assert not there.weight.grad.is_coalesced()
+        with no_waits():
+            optimizers[0].step()
+        optimizers[1].step()
+    rtol = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(there.weight.cpu().double(), here.weight, rtol=rtol, atol=1e-5)
+
+
+@pytest.mark.gpu
+@every_optimizer
+def test_a_weight_and_its_bias_are_sorted_once_on_a_gpu(make, monkeypatch):
+    weight = torch.nn.Parameter(torch.randn(V, D, device="cuda"))
+    bias = torch.nn.Parameter(torch.randn(V, device="cuda"))
+    ids = torch.tensor([[3, 1, 3, 2]], device="cuda")
+    for parameter in (weight, bias):
+        values = torch.randn(4, *parameter.shape[1:], device="cuda")
+        parameter.grad = torch.sparse_coo_tensor(
+            ids, values, parameter.shape, check_invariants=False
+        )
+    expected = [torch.nn.Parameter(each.detach().clone()) for each in (weight, bias)]
+    for each, other in zip((weight, bias), expected, strict=True):
+        other.grad = each.grad.coalesce()
+    calls, sort = [], torch.sort
+    monkeypatch.setattr(torch, "sort", lambda *a, **k: calls.append(1) or sort(*a, **k))
+    make([weight, bias]).step()
+    assert len(calls) == 1
+    make(expected).step()
+    for each, other in zip((weight, bias), expected, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-5, atol=1e-6)

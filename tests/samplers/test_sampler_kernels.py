@@ -1,11 +1,13 @@
 """Random words and alias draws: the same from every implementation."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
 
 from lastlayer import kernels
-from lastlayer.kernels import alias, philox
+from lastlayer.kernels import _registry, alias, philox
 from lastlayer.kernels.alias.build import alias_table, column_bits, integer_weights
 from lastlayer.kernels.philox._exp2 import SERIES
 from lastlayer.kernels.philox._rounds import philox as rounds
@@ -54,13 +56,30 @@ def test_words_are_the_same_everywhere(impl, n):
 
 @pytest.mark.parametrize("impl", ["triton", "cpu"])
 @pytest.mark.parametrize("n_classes", [1, 2, 1000, 10**8, 2**31])
-def test_log_uniform_ids_are_the_same_everywhere(impl, n_classes):
+def test_log_uniform_draws_are_the_same_everywhere(impl, n_classes):
+    device = place(impl)
+    order = torch.randperm(n_classes) if n_classes == 1000 else None
+    there = None if order is None else order.to(device)
+    for n, counter in zip([0, 1, 2, 257, 900], COUNTERS, strict=True):
+        given = torch.tensor(counter)
+        ids, log_prob = philox.log_uniform("reference", given, order, n, n_classes)
+        made = philox.log_uniform(impl, given.to(device), there, n, n_classes)
+        assert torch.equal(made[0].cpu(), ids)
+        assert made[1].dtype == torch.float32
+        assert torch.allclose(made[1].cpu(), log_prob, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["triton", "cpu"])
+@pytest.mark.parametrize("below", [1, 2, 1000, 2**31 - 1, 2**31])
+def test_integers_are_the_same_everywhere(impl, below):
     device = place(impl)
     for n, counter in zip([0, 1, 2, 257, 900], COUNTERS, strict=True):
         given = torch.tensor(counter)
-        expected = philox.log_uniform("reference", given, n, n_classes)
-        made = philox.log_uniform(impl, given.to(device), n, n_classes)
-        assert torch.equal(made.cpu(), expected)
+        expected = philox.integers("reference", given, n, below)
+        assert torch.equal(philox.integers(impl, given.to(device), n, below).cpu(), expected)
+        # ⌊below · r / 2^64⌋ in integers without a bound.
+        words = philox.words("reference", given, n).tolist()
+        assert expected.tolist() == [((a << 32 | b) * below) >> 64 for a, b in words]
 
 
 def test_the_polynomial_is_a_power_of_two():
@@ -112,6 +131,28 @@ def test_alias_draws_are_the_same_everywhere(impl, n_classes, seed):
         assert torch.allclose(made[1].cpu(), log_prob, rtol=0, atol=4e-6)
 
 
+@pytest.mark.parametrize("impl", kernels.IMPLEMENTATIONS)
+@pytest.mark.parametrize("bits", [44, 52, 63])
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # of Triton's interpreter
+def test_the_log_complement_is_exact_at_both_ends(impl, bits, wide):
+    device = place(impl)
+    whole = 1 << bits
+    weights = [1, 1000, whole // 3, whole - 2, min(whole, 2**63 - 1)]
+    target = torch.tensor([[0, 1, 2], [3, 4, -1]])
+    made = alias.log_complement(
+        impl, torch.tensor(weights).to(device), target.to(device), bits, wide
+    )
+    assert made.dtype == (torch.float64 if wide else torch.float32)
+    exact = [float(Fraction(whole - each, whole)) for each in weights] + [1.0]
+    expected = torch.tensor(exact, dtype=torch.float64).log().view(2, 3)
+    # Near 0 the logarithm of a sum and that of the total cancel, to what float64 keeps of them.
+    torch.testing.assert_close(
+        made.cpu().double(), expected, rtol=1e-13 if wide else 1e-7, atol=1e-14 if wide else 1e-7
+    )
+    assert made[1, 2] == 0.0
+
+
 def test_threads_share_the_draws(seed):
     table, weight = table_of(500, seed)
     counter = torch.tensor([1, 2])
@@ -132,3 +173,10 @@ def test_a_forced_implementation_that_cannot_run_says_so():
     counter = torch.zeros(2, dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match="impl: 'cpu' cannot run philox_words here"):
         philox.words("cpu", counter, 3)
+
+
+def test_integers_are_no_reason_to_take_the_reference(monkeypatch):
+    monkeypatch.setattr(_registry, "available", lambda: dict.fromkeys(kernels.IMPLEMENTATIONS))
+    assert kernels.selected("philox_words", "cuda", torch.int64) == "triton"
+    assert kernels.selected("alias_draw", "cuda", torch.int64) == "triton"
+    assert kernels.selected("touched_rows", "cuda", torch.int64) == "reference"

@@ -132,6 +132,19 @@ def test_ranks_draw_the_same_or_others_as_they_ask():
     assert not torch.equal(samplers.fork(torch.tensor([5, 2]), 3), streams[3])
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_what_is_left_without_the_target(name):
+    sampler = SAMPLERS[name]()
+    target = torch.tensor([[-100, 0], [sampler.n_classes - 1, -1]])
+    prob = sampler.log_prob(target.clamp(min=0), dtype=torch.float64).exp()
+    expected = torch.where(target < 0, 1.0, 1.0 - prob)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        left = sampler.log_complement(target, dtype=dtype)
+        assert left.dtype == dtype
+        torch.testing.assert_close(left.exp().double(), expected, rtol=0, atol=tolerance)
+        assert left[target < 0].eq(0.0).all()
+
+
 def test_a_target_is_left_out_by_renormalising():
     sampler = samplers.Unigram([0.5, 0.25, 0.125, 0.125])
     log_prob = sampler.without(torch.tensor([0, 2]), torch.tensor([1, 2, 3, 0]))

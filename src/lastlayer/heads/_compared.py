@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     hidden: Tensor
     """``(n, in_features)``, in the dtype of autocast where it is on."""
     target: Tensor
-    """Class ids ``(n, p)``, with -1 in places without a target."""
+    """Class ids ``(n, p)``, negative in places without a target."""
     shape: torch.Size
     """That of a loss a row."""
 
@@ -103,10 +103,11 @@ class ComparedHead(LinearHead):
         """The reduced training loss; :meth:`_reduced` makes it from a problem."""
 
     def _batch(self, hidden: Tensor, target: Tensor) -> Batch:
-        """Rows, and targets with -1 in the place of ignored ones."""
+        """Rows, and targets, negative where they are ignored."""
         batch = hidden.shape[:-1]
         ids = target.reshape(batch.numel(), -1 if target.dim() == hidden.dim() else 1)
-        if self.ignore_index is not None:
+        # A negative one needs no other.
+        if self.ignore_index is not None and self.ignore_index >= 0:
             ids = torch.where(ids == self.ignore_index, -1, ids)
         rows = hidden.reshape(batch.numel(), self.in_features)
         device = hidden.device.type

@@ -1,6 +1,7 @@
 """The frame of all sampled heads: trained on drawn classes, exact in everything else."""
 
 import inspect
+from abc import abstractmethod
 from typing import Any, Self, Unpack
 
 import torch
@@ -26,7 +27,7 @@ class SampledOptions(ComparedOptions, total=False):
 class SampledHead(ComparedHead, Audited):
     """One vector a class, trained against a few classes that are drawn anew in every step.
 
-    In training mode the loss is that of :meth:`_sampled_loss`. In eval mode it is the exact cross
+    In training mode the loss is that of :meth:`_loss_of_step`. In eval mode it is the exact cross
     entropy, and ``log_prob``, ``topk`` and ``sample`` are exact in both: nothing is left to chance
     there. What is drawn depends on the buffer ``draws``, seed and step, alone; it is saved with the
     state, so that a resumed run draws what the first one would have drawn.
@@ -39,7 +40,8 @@ class SampledHead(ComparedHead, Audited):
             ``samplers.Unigram(counts)``.
         n_samples: how many classes are drawn in a step.
         bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse.
+        sparse: whether gradients of weight and bias are row-sparse: coalesced on a CPU, with a slot
+            for each draw and each target on a GPU.
         seed: of the draws.
         per_rank: whether the processes of ``torch.distributed`` draw different classes.
         ignore_index: rows with this target count for nothing; None where every target counts.
@@ -72,14 +74,25 @@ class SampledHead(ComparedHead, Audited):
         self.register_buffer("draws", torch.tensor([seed, 0]))
         self._move_chance()
 
+    def _sampled_loss(self, batch: Batch) -> Tensor:
+        loss = self._loss_of_step(batch, self._counter())
+        self._count_step()
+        return loss
+
+    @abstractmethod
+    def _loss_of_step(self, batch: Batch, counter: Tensor) -> Tensor:
+        """The reduced training loss, of classes drawn by ``counter``."""
+
     def _counter(self) -> Tensor:
-        """Seed and step of this step's draws; the step is counted, and nothing waits for it."""
-        counter = self.draws.clone()
-        self.draws[1:].add_(1)
+        """Seed and step of this step's draws, to be read until the step is counted."""
         distributed = torch.distributed
         if self.per_rank and distributed.is_available() and distributed.is_initialized():
-            counter = fork(counter, distributed.get_rank())
-        return counter
+            return fork(self.draws, distributed.get_rank())
+        return self.draws
+
+    def _count_step(self) -> None:
+        """Once all is drawn; on the device, so that nothing waits for it."""
+        self.draws[1:].add_(1)
 
     def _drawn(self, counter: Tensor) -> tuple[Tensor, Tensor]:
         """Classes of a step and their log-probabilities, -inf for one that is always counted."""

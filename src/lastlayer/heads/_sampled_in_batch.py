@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_reduction, check_scores
-from lastlayer.fused._chunks import check_chunk_rows
+from lastlayer._checks import check_chunk_rows, check_reduction, check_scores
 from lastlayer.heads._sampled_checks import check_choice, check_positive
 from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem, sampled_loss
 
@@ -87,7 +86,7 @@ def in_batch_softmax_loss(
         key,
         None,
         place[:n, None],
-        Draws(place, -log_prob),
+        Draws(place, log_prob),
         Rule(average=correction == "exact"),
         labels=(names, names[:n, None]),
         temperature=temperature,
@@ -95,7 +94,7 @@ def in_batch_softmax_loss(
     if correction == "exact":
         problem = problem._replace(shift=torch.log(-torch.expm1(log_prob[:n])))
     elif correction == "classic":
-        problem = problem._replace(target_log_weight=-log_prob[:n, None])
+        problem = problem._replace(target_log_expected=log_prob[:n, None])
     return sampled_loss(problem, reduction, chunk_rows=chunk_rows).loss
 
 

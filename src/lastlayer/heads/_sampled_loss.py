@@ -16,9 +16,11 @@ from torch import Tensor
 
 from lastlayer.fused._loss import near_one
 from lastlayer.heads._group_loss import row_scale
+from lastlayer.heads._sampled_one_target import suits
 from lastlayer.heads._sampled_pass import Pieces, run
 from lastlayer.heads._sampled_rule import Rule
 from lastlayer.heads._sampled_touched import class_gradients
+from lastlayer.kernels import sampled_targets
 from lastlayer.kernels._registry import is_plain
 
 __all__ = ["Draws", "Rule", "SampledLoss", "SampledProblem", "sampled_loss"]
@@ -29,8 +31,8 @@ class Draws(NamedTuple):
 
     ids: Tensor
     """int64 ``(m,)``, the same for every row, or ``(n, m)``."""
-    log_weight: Tensor
-    """What is added to their scores, such as -log(m q), of the shape of ids; -inf leaves out."""
+    log_expected: Tensor
+    """Taken off their scores, such as log(m q), of the shape of ids; inf leaves a class out."""
     n_exact: int = 0
     """The first so many are no draws: they are neither shifted nor averaged over."""
 
@@ -45,11 +47,11 @@ class SampledProblem(NamedTuple):
     bias: Tensor | None
     """``(v,)``."""
     target: Tensor
-    """int64 ``(n, p)``, -1 for none: a row without a target does not count."""
+    """int64 ``(n, p)``, negative for none: a row without a target does not count."""
     draws: Draws
     rule: Rule
-    target_log_weight: Tensor | None = None
-    """What is added to the scores of targets, ``(n, p)``."""
+    target_log_expected: Tensor | None = None
+    """What is taken off the scores of targets, ``(n, p)``."""
     shift: Tensor | None = None
     """What is added to the scores of all draws of a row, ``(n,)``."""
     row_shift: Tensor | None = None
@@ -81,8 +83,10 @@ def sampled_loss(
     Args:
         problem: the rows.
         reduction: "mean" over the rows that have a target, "sum" or "none".
-        sparse: whether the gradients of weight and bias have only the rows that are touched,
-            sorted and coalesced. The host waits for their number.
+        sparse: whether the gradients of weight and bias have only the rows that are touched, in
+            the order of their ids. On a CPU they are coalesced. On a GPU, where the host would
+            have to wait for their number, there is a slot for each draw and each target: the first
+            slot of a class has its gradient, and the others, which are 0, are still there.
         chunk_rows: rows of scores held at a time, "auto" or "low".
     """
     hidden, weight, bias, target, draws, rule = problem[:6]
@@ -91,10 +95,10 @@ def sampled_loss(
         recording and each is not None and each.requires_grad
         for each in (hidden, weight, bias, problem.row_shift)
     )
-    scale = row_scale(hidden, (target >= 0).any(-1), reduction, 1.0)
+    scale = _row_scale(hidden, target, reduction)
     loss, ess = _SampledLoss.apply(
         hidden, weight, bias, problem.row_shift, target, *draws[:2], scale,
-        problem.target_log_weight, problem.shift, problem.labels, problem.temperature,
+        problem.target_log_expected, problem.shift, problem.labels, problem.temperature,
         draws.n_exact, rule, reduction != "none", sparse, str(chunk_rows), wanted,
     )  # fmt: skip
     return SampledLoss(loss, ess)
@@ -110,9 +114,9 @@ class _SampledLoss(torch.autograd.Function):
         row_shift: Tensor | None,
         target: Tensor,
         ids: Tensor,
-        log_weight: Tensor,
+        log_expected: Tensor,
         scale: Tensor,
-        target_log_weight: Tensor | None,
+        target_log_expected: Tensor | None,
         shift: Tensor | None,
         labels: tuple[Tensor, Tensor] | None,
         temperature: float,
@@ -123,28 +127,29 @@ class _SampledLoss(torch.autograd.Function):
         chunk_rows: str,
         wanted: tuple[bool, bool, bool, bool],
     ) -> tuple[Tensor, Tensor]:
-        hidden = _without_uncounted(hidden, scale)
+        if not suits(hidden, weight, target, ids, labels):
+            hidden = _without_uncounted(hidden, scale)
         at_once = any(wanted) and reduced
         factors, size = near_one(scale, hidden.dtype)
         of_draws, of_targets = (None, None) if labels is None else labels
         given = (
-            hidden, weight, bias, row_shift, target, ids, log_weight, target_log_weight, shift,
+            hidden, weight, bias, row_shift, target, ids, log_expected, target_log_expected, shift,
             of_draws, of_targets,
         )  # fmt: skip
         rest = temperature, n_exact, list(rule), chunk_rows
-        losses, ess, *made = _call(*given, factors if at_once else None, *rest, list(wanted))
+        losses, ess, *made = _call(*given, scale, factors if at_once else None, *rest, list(wanted))
         ctx.at_once, ctx.wanted, ctx.sparse, ctx.rest = at_once, wanted, sparse, rest
+        ctx.apart = ids.dim() == 2
         ctx.like = [
             (None, None) if each is None else (each.dtype, each.shape)
             for each in (hidden, weight, bias, row_shift)
         ]
         if at_once:
-            ctx.save_for_backward(hidden, target, ids, size, *made)
+            ctx.save_for_backward(hidden, size, *made)
         else:
             ctx.save_for_backward(scale, *given)
         ctx.mark_non_differentiable(ess)
-        counted = torch.where(scale == 0, 0.0, losses * scale)
-        return (counted.sum() if reduced else counted), ess
+        return (losses.sum() if reduced else losses), ess
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
@@ -154,28 +159,26 @@ class _SampledLoss(torch.autograd.Function):
                 "for them; use log_prob(hidden, classes), which has them"
             )
         if ctx.at_once:
-            hidden, target, ids, size, *made = ctx.saved_tensors
+            hidden, size, *made = ctx.saved_tensors
         else:
             scale, *given = ctx.saved_tensors
-            hidden, target, ids = given[0], given[4], given[5]
+            hidden = given[0]
             factors, size = near_one(scale * grad.to(scale.dtype), hidden.dtype)
-            _, _, *made = _call(*given, factors, *ctx.rest, list(ctx.wanted))
+            _, _, *made = _call(*given, scale, factors, *ctx.rest, list(ctx.wanted))
             grad = scale.new_ones(())
         factor = grad if size is None else grad * size
-        return *_gradients(ctx, factor, hidden, target, ids, Pieces(*made)), *(None,) * 14
+        return *_gradients(ctx, factor, hidden, Pieces(*made)), *(None,) * 14
 
 
-def _gradients(
-    ctx: Any, factor: Tensor, hidden: Tensor, target: Tensor, ids: Tensor, pieces: Pieces
-) -> list[Tensor | None]:
+def _gradients(ctx: Any, factor: Tensor, hidden: Tensor, pieces: Pieces) -> list[Tensor | None]:
     """Of hidden, weight, bias and row_shift, from the pieces of the forward pass."""
     to_hidden, to_weight, to_bias, to_shift = ctx.wanted
     (dtype, _), (weight_dtype, shape), (bias_dtype, _), (shift_dtype, _) = ctx.like
     weight = bias = None
     if to_weight or to_bias:
         weight, bias = class_gradients(
-            pieces, factor, hidden, target, ids, shape, (weight_dtype, bias_dtype),
-            (to_weight, to_bias), ctx.sparse,
+            pieces, factor, hidden, shape, (weight_dtype, bias_dtype),
+            (to_weight, to_bias), ctx.sparse, ctx.apart,
         )  # fmt: skip
     return [
         _scaled(pieces.hidden, factor, dtype) if to_hidden else None,
@@ -183,6 +186,13 @@ def _gradients(
         bias,
         (pieces.row_shift * factor).to(shift_dtype) if to_shift else None,
     ]
+
+
+def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> Tensor:
+    if hidden.device.type == "cuda" and hidden.dtype != torch.float64:
+        scale: Tensor = sampled_targets.row_scale("auto", hidden, target, reduction == "mean")
+        return scale
+    return row_scale(hidden, (target >= 0).any(-1), reduction, 1.0)
 
 
 def _scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer.heads._ranked import wide_dtype
-from lastlayer.heads._sampled_draws import Rows, draws_apart, shared_draws
+from lastlayer.heads._sampled_draws import Rows, draws_apart, operands, shared_draws
+from lastlayer.heads._sampled_one_target import one_target, suits
 from lastlayer.heads._sampled_rule import Rule
 from lastlayer.heads._sampled_targets import combined, log_mass, target_logits
 
@@ -28,6 +29,8 @@ class Pieces(NamedTuple):
     """Of the scores of targets, ``(n, p)``."""
     row_shift: Tensor
     """``(n,)``."""
+    entries: Tensor
+    """The classes that draws and then targets belong to; row by row where draws are apart."""
 
 
 def run(
@@ -37,11 +40,12 @@ def run(
     row_shift: Tensor | None,
     target: Tensor,
     ids: Tensor,
-    log_weight: Tensor,
-    target_log_weight: Tensor | None,
+    log_expected: Tensor,
+    target_log_expected: Tensor | None,
     shift: Tensor | None,
     labels: Tensor | None,
     target_labels: Tensor | None,
+    scale: Tensor,
     row_scale: Tensor | None,
     temperature: float,
     n_exact: int,
@@ -49,49 +53,81 @@ def run(
     chunk_rows: str,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    """Losses and effective sample sizes ``(n,)``; then :class:`Pieces`."""
+    """Losses times ``scale``, effective sample sizes ``(n,)``; then :class:`Pieces`."""
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        how, factor = Rule(*rule), 1.0 / temperature
         dtype = wide_dtype(hidden)
         if row_shift is not None:
             shift = row_shift.to(dtype) if shift is None else shift.to(dtype) + row_shift
-        how = Rule(*rule)
-        factor = 1.0 / temperature
-        scores = target_logits(hidden, weight, bias, target, factor, target_log_weight, row_shift)
-        exact = log_mass(scores, target) if how.with_target and not how.logistic else None
-        offset = log_weight.to(dtype)
-        if bias is not None:
-            offset = torch.add(offset, bias.detach()[ids].to(dtype), alpha=factor)
-        if labels is None or target_labels is None:
-            labels, target_labels = ids, target
-            if hidden.device.type == "cuda" and weight.shape[0] <= _MOST_NARROW:
-                # Every row reads them: half the bytes.
-                labels, target_labels = ids.int(), target.int()
-        rows = Rows(offset, labels, target_labels, shift, exact, row_scale, factor, n_exact, how)
-        if ids.dim() == 1:
-            made = shared_draws(hidden, weight, ids, rows, chunk_rows, wanted)
+        to_classes = row_scale is not None and (wanted[1] or wanted[2])
+        if suits(hidden, weight, target, ids, labels):
+            losses, made, slopes, entries = one_target(
+                hidden, weight, bias, row_shift, target, ids, log_expected, target_log_expected,
+                shift, scale, row_scale, factor, n_exact, how, chunk_rows, wanted,
+            )  # fmt: skip
+            of_hidden, slopes = made.of_hidden, slopes.unsqueeze(-1)
+            raw = slopes / factor if wanted[3] and row_scale is not None else slopes
         else:
-            made = draws_apart(hidden, weight, ids, rows, wanted)
-        first, second, of_hidden, draws, draws_bias = made
-        losses, slopes = combined(scores, target, exact, first, how)
-        ess = torch.zeros_like(second) if how.logistic else second
+            scores = target_logits(
+                hidden, weight, bias, target, factor, target_log_expected, row_shift
+            )
+            exact = log_mass(scores, target) if how.with_target and not how.logistic else None
+            offset = -log_expected.to(dtype)
+            if bias is not None:
+                offset = torch.add(offset, bias.detach()[ids].to(dtype), alpha=factor)
+            if labels is None or target_labels is None:
+                labels, target_labels = ids, target
+            rows = Rows(
+                offset, labels, target_labels, shift, exact, row_scale, factor, n_exact, how
+            )
+            if ids.dim() == 1:
+                made = shared_draws(*operands(hidden, weight, ids), rows, chunk_rows, wanted)
+            else:
+                made = draws_apart(hidden, weight, ids, rows, wanted)
+            losses, raw = combined(scores, target, exact, made.first, how)
+            losses = torch.where(scale == 0, 0.0, losses * scale)
+            entries = _entries(ids, target, weight.shape[0]) if to_classes else ids
+            slopes, of_hidden = raw, made.of_hidden
+            if row_scale is not None:
+                raw = raw * row_scale.to(dtype).unsqueeze(-1)
+                slopes = raw * factor
+            if wanted[0] and row_scale is not None:
+                of_hidden = of_hidden + kernels.sparse_gradient.to_hidden(
+                    "auto", slopes, target.clamp(min=0), weight
+                )
+        ess = torch.zeros_like(made.second) if how.logistic else made.second
         if row_scale is None:
-            return [losses, ess, *(losses.new_empty(0) for _ in Pieces._fields)]
+            nothing = [losses.new_empty(0) for _ in Pieces._fields[:-1]]
+            return [losses, ess, *nothing, ids.new_empty(0, dtype=_narrow(weight.shape[0]))]
         of_shift = losses.new_empty(0)
         if wanted[3]:
             # A softmax does not see a shift of all its logits.
-            total = slopes.sum(-1) + second if how.logistic else torch.zeros_like(losses)
-            of_shift = total * row_scale
-        slopes = slopes * (factor * row_scale.to(dtype)).unsqueeze(-1)
-        if wanted[0]:
-            of_hidden = of_hidden + kernels.sparse_gradient.to_hidden(
-                "auto", slopes, target.clamp(min=0), weight
-            )
-        return [losses, ess, of_hidden, draws, draws_bias, slopes, of_shift]
+            of_shift = torch.zeros_like(losses)
+            if how.logistic:
+                total = raw.sum(-1) + made.second * row_scale
+                of_shift = torch.where(row_scale == 0, 0.0, total)
+        entries = entries if to_classes else ids.new_empty(0, dtype=_narrow(weight.shape[0]))
+        return [losses, ess, of_hidden, made.of_draws, made.of_bias, slopes, of_shift, entries]
+
+
+def _entries(ids: Tensor, target: Tensor, n_classes: int) -> Tensor:
+    if ids.dim() == 1:
+        entries = torch.cat([ids, target.flatten()])
+    else:
+        entries = torch.cat([ids, target], 1).flatten()
+    # A place without a target has a slope of 0, and goes to a class that is touched anyway.
+    entries = torch.where(entries < 0, entries[:1].clamp(min=0), entries)
+    return entries.to(_narrow(n_classes))
+
+
+def _narrow(n_classes: int) -> torch.dtype:
+    """Sorting half as many bytes takes half the time."""
+    return torch.int32 if n_classes <= _MOST_NARROW else torch.int64
 
 
 def _fake(*given: Any) -> list[Tensor]:
     """Empty results of the right shapes and dtypes, for tracing."""
-    hidden, target, ids, row_scale = (given[place] for place in (0, 4, 5, 11))
+    hidden, weight, target, ids, row_scale = (given[place] for place in (0, 1, 4, 5, 12))
     to_hidden, to_weight, to_bias, to_shift = given[-1]
     dtype, (n, d) = wide_dtype(hidden), hidden.shape
 
@@ -111,6 +147,10 @@ def _fake(*given: Any) -> list[Tensor]:
         empty(ids.shape[0], needed=shared and to_bias),
         empty(*target.shape),
         empty(n, needed=to_shift),
+        ids.new_empty(
+            ids.numel() + target.numel() if row_scale is not None and (to_weight or to_bias) else 0,
+            dtype=_narrow(weight.shape[0]),
+        ),
     ]
 
 

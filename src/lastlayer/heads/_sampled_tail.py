@@ -99,16 +99,16 @@ class Tail(torch.nn.Module):
             made = sampler.log_prob(names, dtype=torch.float64)
         return made.masked_fill(self.is_head(ids), -torch.inf) if self.n_head else made
 
-    def log_left(self, sampler: Sampler, target: Tensor) -> Tensor:
-        """log(1 − q(head) − q(targets)), float64 ``(n,)``, for targets ``(n, p)``, -1 for none."""
+    def log_left(self, sampler: Sampler, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """log(1 − q(head) − q(targets)), ``(n,)``, for targets ``(n, p)``, negative for none."""
         if not self.n_head and target.shape[1] == 1:
-            return sampler.log_complement(target.clamp(min=0).squeeze(1), dtype=torch.float64)
+            return sampler.log_complement(target.squeeze(1), dtype=dtype)
         probs = self.log_prob(sampler, target.clamp(min=0), 1, unique=False).exp()
         again = (target.unsqueeze(-1) == target.unsqueeze(-2)).tril(-1).any(-1)
         taken = probs.masked_fill(again | (target < 0), 0.0).sum(-1)
         if self.n_head and not self.is_own:
             taken = taken + sampler.log_prob(self.head_ids, dtype=torch.float64).exp().sum()
-        return torch.log1p(-taken)
+        return torch.log1p(-taken).to(dtype)
 
     def _class_of(self, names: Tensor) -> Tensor:
         return names + self.n_head if self.tail_ids is None else self.tail_ids[names]

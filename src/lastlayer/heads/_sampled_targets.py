@@ -14,14 +14,14 @@ def target_logits(
     bias: Tensor | None,
     target: Tensor,
     factor: float,
-    log_weight: Tensor | None,
+    log_expected: Tensor | None,
     row_shift: Tensor | None,
 ) -> Tensor:
     logits: Tensor = kernels.class_scores.forward("auto", hidden, weight, bias, target)
     if factor != 1.0:
         logits = logits * factor
-    if log_weight is not None:
-        logits = logits + log_weight
+    if log_expected is not None:
+        logits = logits - log_expected
     return logits if row_shift is None else logits + row_shift.to(logits.dtype).unsqueeze(-1)
 
 

@@ -48,8 +48,8 @@ class ImportanceSampling(SampledHead):
         max_samples: draws after which a row takes all classes; None for 32 blocks. It is rounded
             up to whole blocks.
         bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse. Where a row takes all classes
-            they have every row.
+        sparse: whether gradients of weight and bias are row-sparse, as those of
+            :class:`SampledSoftmax`. Where a row takes all classes they have every row.
         seed: of the draws.
         per_rank: whether the processes of ``torch.distributed`` draw different classes.
         ignore_index: rows with this target count for nothing; None where every target counts.
@@ -94,8 +94,7 @@ class ImportanceSampling(SampledHead):
         self.target_ess, self.max_samples = target_ess, max_samples
         self.n_drawn = self.took_all = None
 
-    def _sampled_loss(self, batch: Batch) -> Tensor:
-        counter = self._counter()
+    def _loss_of_step(self, batch: Batch, counter: Tensor) -> Tensor:
         if self.target_ess is None:
             return self._reduced(batch, self._problem(batch, self._block(counter)))
         return self._stopped_loss(batch, counter)
@@ -107,7 +106,7 @@ class ImportanceSampling(SampledHead):
 
     def _block(self, counter: Tensor) -> Draws:
         ids, log_prob = self.sampler.sample_with_log_prob(self.n_samples, counter=counter)
-        return Draws(ids, -(log_prob + math.log(self.n_samples)))
+        return Draws(ids, log_prob + math.log(self.n_samples))
 
     def _stopped_loss(self, batch: Batch, counter: Tensor) -> Tensor:
         blocks: list[Draws] = []
@@ -128,8 +127,8 @@ class ImportanceSampling(SampledHead):
 
         def draws_of(used: int, _rows: Tensor) -> Draws:
             ids = torch.cat([each.ids for each in blocks[:used]])
-            log_weight = torch.cat([each.log_weight for each in blocks[:used]])
-            return Draws(ids, log_weight - math.log(used))
+            log_expected = torch.cat([each.log_expected for each in blocks[:used]])
+            return Draws(ids, log_expected + math.log(used))
 
         nothing = Draws(batch.target.new_empty(0), like)
         options = Options(self.reduction, self.sparse, self.chunk_rows)

@@ -48,8 +48,8 @@ class NegativeSampling(SampledHead):
         sampler: q, what noise is drawn from; None for ``Uniform(n_classes)``.
         n_samples: k, draws a step, shared by all rows.
         bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse; for
-            :class:`lastlayer.optim.RowAdagrad` and the like.
+        sparse: whether gradients of weight and bias are row-sparse, as those of
+            :class:`SampledSoftmax`; for :class:`lastlayer.optim.RowAdagrad` and the like.
         seed: of the draws.
         per_rank: whether the processes of ``torch.distributed`` draw different noise.
         ignore_index: rows with this target count for nothing; None where every target counts.
@@ -85,8 +85,8 @@ class NegativeSampling(SampledHead):
     ) -> None:
         super().__init__(in_features, n_classes, sampler, n_samples, **options)
 
-    def _sampled_loss(self, batch: Batch) -> Tensor:
-        ids = self.sampler.sample(self.n_samples, counter=self._counter())
+    def _loss_of_step(self, batch: Batch, counter: Tensor) -> Tensor:
+        ids = self.sampler.sample(self.n_samples, counter=counter)
         draws = Draws(ids, torch.zeros(ids.shape, device=ids.device))
         rule = Rule(logistic=True, drop_hits=False)
         problem = SampledProblem(batch.hidden, self.weight, self.bias, batch.target, draws, rule)

@@ -49,8 +49,8 @@ class NoiseContrastive(SampledHead):
         log_z: log Z, a number, or "learned" for a parameter that starts at 0. 0 makes scores
             log-probabilities; without a bias :math:`\log` of n_classes is the better start.
         bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse; for
-            :class:`lastlayer.optim.RowAdagrad` and the like.
+        sparse: whether gradients of weight and bias are row-sparse, as those of
+            :class:`SampledSoftmax`; for :class:`lastlayer.optim.RowAdagrad` and the like.
         seed: of the draws.
         per_rank: whether the processes of ``torch.distributed`` draw different noise.
         ignore_index: rows with this target count for nothing; None where every target counts.
@@ -120,8 +120,8 @@ class NoiseContrastive(SampledHead):
         log_q = self.sampler.log_prob(everything, dtype=torch.float64)
         self.bias.copy_(log_q + (0.0 if isinstance(self.log_z, Parameter) else self.log_z))
 
-    def _sampled_loss(self, batch: Batch) -> Tensor:
-        ids, log_q = self.sampler.sample_with_log_prob(self.n_samples, counter=self._counter())
+    def _loss_of_step(self, batch: Batch, counter: Tensor) -> Tensor:
+        ids, log_q = self.sampler.sample_with_log_prob(self.n_samples, counter=counter)
         present = batch.target.clamp(min=0)
         if batch.hidden.dtype == torch.float64:
             log_q = self.sampler.log_prob(ids, dtype=torch.float64)
@@ -133,8 +133,8 @@ class NoiseContrastive(SampledHead):
         else:
             less += self.log_z
         problem = SampledProblem(
-            batch.hidden, self.weight, self.bias, batch.target, Draws(ids, -log_q - less),
-            Rule(logistic=True, drop_hits=False), target_log_weight=-of_target - less,
+            batch.hidden, self.weight, self.bias, batch.target, Draws(ids, log_q + less),
+            Rule(logistic=True, drop_hits=False), target_log_expected=of_target + less,
             row_shift=row_shift,
         )  # fmt: skip
         return self._reduced(batch, problem)

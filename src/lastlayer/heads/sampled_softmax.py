@@ -32,8 +32,11 @@ class SampledSoftmax(SampledHead):
     and ``sample``.
 
     Cost: a training step three products of rows × in_features × n_samples, however many classes
-    there are; ``sparse=True`` gives row-sparse gradients, for ``torch.optim.SparseAdam`` or a
-    row-wise optimiser. Without it a gradient of the weight's size is filled.
+    there are. Without ``sparse=True`` a gradient of the weight's size is filled; with it gradients
+    have the classes that were drawn or are a target, for :class:`lastlayer.optim.RowAdagrad`,
+    :class:`lastlayer.optim.RowAdam` or torch's own. On a CPU they are coalesced. On a GPU they have
+    a slot for each draw and each target, of which the first of a class has its gradient and the
+    others 0, so that nothing waits for how many classes there are.
 
     Args:
         in_features: how many numbers a hidden state has.
@@ -107,27 +110,26 @@ class SampledSoftmax(SampledHead):
         ids, log_prob = self.tail.draw(self.sampler, self.n_samples, counter, unique=False)
         return ids, log_prob
 
-    def _sampled_loss(self, batch: Batch) -> Tensor:
+    def _loss_of_step(self, batch: Batch, counter: Tensor) -> Tensor:
         tail, dtype = self.tail, wide_dtype(batch.hidden)
-        counter = self._counter()
         ids, log_prob = tail.draw(self.sampler, self.n_samples, counter, self.unique, dtype)
-        log_weight = torch.zeros_like(log_prob) if self.correction == "none" else -log_prob
+        log_expected = torch.zeros_like(log_prob) if self.correction == "none" else log_prob
         if tail.n_head:
-            log_weight = torch.where(log_prob == -torch.inf, -torch.inf, log_weight)
+            log_expected = torch.where(log_prob == -torch.inf, torch.inf, log_expected)
             ids = torch.cat([tail.head_ids, ids])
-            log_weight = torch.cat([log_weight.new_zeros(tail.n_head), log_weight])
+            log_expected = torch.cat([log_expected.new_zeros(tail.n_head), log_expected])
         problem = SampledProblem(
             batch.hidden,
             self.weight,
             self.bias,
             batch.target,
-            Draws(ids, log_weight, tail.n_head),
+            Draws(ids, log_expected, tail.n_head),
             Rule(average=self.correction == "exact" and not self.unique),
             temperature=self.temperature,
         )
         if self.correction == "exact" and not self.unique:
-            left = tail.log_left(self.sampler, batch.target)
-            problem = problem._replace(shift=left.to(dtype))
+            left = tail.log_left(self.sampler, batch.target, dtype)
+            problem = problem._replace(shift=left)
         elif self.correction == "classic":
             problem = self._classic(problem)
         return self._reduced(batch, problem)
@@ -143,7 +145,7 @@ class SampledSoftmax(SampledHead):
             problem = problem._replace(shift=shift)
         if self.tail.n_head:
             expected = expected.masked_fill(self.tail.is_head(target), 0.0)
-        return problem._replace(target_log_weight=-expected.to(dtype))
+        return problem._replace(target_log_expected=expected.to(dtype))
 
     def _exact_options(self) -> dict[str, Any]:
         return {**super()._exact_options(), "temperature": self.temperature}

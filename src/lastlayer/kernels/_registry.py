@@ -41,7 +41,7 @@ def selected(op: str, device_type: str, dtype: torch.dtype = torch.float32) -> s
         raise ValueError(f"op: expected one of {sorted(_operations)}, got {op!r}")
     if device_type == "cpu" and available()["cpu"] is None:
         return "cpu"
-    if device_type == "cuda" and available()["triton"] is None and dtype in _TRITON_DTYPES:
+    if device_type == "cuda" and available()["triton"] is None and _operations[op].takes(dtype):
         return "triton"
     return "reference"
 
@@ -56,12 +56,21 @@ class Operation:
         package: the package that holds ``reference.py``, ``triton.py`` and ``cpu.py``.
         function: the name of the function in each of these modules.
         fake: gives empty results of the right shape, for tracing.
+        integers: whether the first argument holds integers, so that its device alone decides.
     """
 
     def __init__(
-        self, name: str, schema: str, package: str, function: str, fake: Callable[..., Any]
+        self,
+        name: str,
+        schema: str,
+        package: str,
+        function: str,
+        fake: Callable[..., Any],
+        *,
+        integers: bool = False,
     ) -> None:
         self.name, self._package, self._function = name, package, function
+        self._integers = integers
         self._loaded: dict[str, Callable[..., Any]] = {}
         _library.define(f"{name}{schema}")
         _library.impl(name, self._run_selected, "CompositeExplicitAutograd")
@@ -76,6 +85,10 @@ class Operation:
             return self._dispatched(*args)
         self._check_can_run(impl, args[0])
         return self._implementation(impl)(*args)
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether the Triton implementation has such a first argument."""
+        return self._integers or dtype in _TRITON_DTYPES
 
     def _run_selected(self, *args: Any) -> Any:
         chosen = selected(self.name, args[0].device.type, args[0].dtype)
@@ -101,7 +114,7 @@ class Operation:
             interpreted = os.environ.get("TRITON_INTERPRET") == "1"
             if device != "cuda" and not (device == "cpu" and interpreted):
                 reason = f"the scores are on {device!r}"
-            elif tensor.dtype not in _TRITON_DTYPES:
+            elif not self.takes(tensor.dtype):
                 reason = f"it has no {tensor.dtype}"
         if reason is not None:
             raise ValueError(

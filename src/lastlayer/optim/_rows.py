@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lastlayer import kernels
+from lastlayer.optim._slots import Slots
 
 
 class RowOptimizer(Optimizer):
@@ -42,13 +43,16 @@ class RowOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        slots = Slots()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(parameter, parameter.grad, group)
+                    self._step_one(parameter, parameter.grad, group, slots)
         return loss
 
-    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _step_one(
+        self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], slots: Slots
+    ) -> None:
         _check_parameter(parameter)
         state = self.state[parameter]
         if not state:
@@ -57,9 +61,10 @@ class RowOptimizer(Optimizer):
         if gradient.layout == torch.strided:
             self._update("reference", parameter, None, gradient, state, group)
             return
-        ids, values = _touched(parameter, gradient)
+        _check_row_sparse(parameter, gradient)
         rows = parameter.view(parameter.shape[0], -1)
-        self._update("auto", rows, ids, values.reshape(len(ids), rows.shape[1]), state, group)
+        ids, values = slots.of(gradient, rows)
+        self._update("auto", rows, ids, values, state, group)
 
     @abstractmethod
     def _fresh_state(
@@ -97,8 +102,8 @@ class RowOptimizer(Optimizer):
                 self.state[parameter][name] = value.to(parameter.device, copy=True)
 
 
-def _touched(parameter: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Different rows and their gradients."""
+def _check_row_sparse(parameter: Tensor, gradient: Tensor) -> None:
+    """One sparse dimension, and a parameter whose rows lie together."""
     if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
         raise ValueError(
             "params: expected gradients that are dense, or torch.sparse_coo with one sparse "
@@ -109,8 +114,6 @@ def _touched(parameter: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
             "params: expected contiguous parameters where gradients are sparse, got strides "
             f"{parameter.stride()} for shape {tuple(parameter.shape)}"
         )
-    gradient = gradient.coalesce()
-    return gradient.indices()[0], gradient.values()
 
 
 def _check_parameter(parameter: Tensor) -> None:

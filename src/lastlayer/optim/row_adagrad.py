@@ -30,9 +30,11 @@ class RowAdagrad(RowOptimizer):
     where memory for a sum a number is there and weight decay is not wanted, which it refuses for
     sparse gradients.
 
-    Cost: a step reads the gradient and reads and writes the touched rows once, in one kernel; a
-    gradient that is not coalesced is sorted before. Sums are float32 (float64 for float64), also
-    for parameters in half precision, which are rounded once a step.
+    Cost: a step reads the gradient and reads and writes the touched rows once, in one kernel. A
+    gradient that is not coalesced is sorted before, and what belongs to a row is added up in
+    float32; on a GPU nothing waits for that, and a step can be captured in a CUDA graph. Sums are
+    float32 (float64 for float64), also for parameters in half precision, which are rounded once a
+    step.
 
     Args:
         params: parameters, or groups of them with options of their own.

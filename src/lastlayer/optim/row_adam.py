@@ -48,9 +48,10 @@ class RowAdam(RowOptimizer):
     learning rates; it has no weight decay.
 
     Cost: a step reads the gradient and reads and writes the touched rows and their moments once, in
-    one kernel; a gradient that is not coalesced is sorted before. Moments are float32 (float64 for
-    float64), also for parameters in half precision, which are rounded once a step; a clock takes 4
-    bytes a row.
+    one kernel. A gradient that is not coalesced is sorted before, and what belongs to a row is
+    added up in float32; on a GPU nothing waits for that, and a step can be captured in a CUDA
+    graph. Moments are float32 (float64 for float64), also for parameters in half precision, which
+    are rounded once a step; a clock takes 4 bytes a row.
 
     Args:
         params: parameters, or groups of them with options of their own.

@@ -47,8 +47,8 @@ def as_counts(counts: Any) -> NDArray[np.float64]:
     return array
 
 
-def check_ids(sampler: "Sampler", name: str, ids: Any, *, least: int = 0) -> None:
-    """Class ids of any shape, on the device of the sampler."""
+def check_ids(sampler: "Sampler", name: str, ids: Any, *, least: int | None = 0) -> None:
+    """Class ids of any shape, on the device of the sampler; anything negative without ``least``."""
     if not isinstance(ids, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(ids).__name__}")
     if ids.dtype != torch.int64:
@@ -57,11 +57,13 @@ def check_ids(sampler: "Sampler", name: str, ids: Any, *, least: int = 0) -> Non
         )
     check_device(sampler, name, ids)
     if values_are_checked(ids) and ids.numel():
-        wrong = (ids < least) | (ids >= sampler.n_classes)
+        wrong = ids >= sampler.n_classes
+        if least is not None:
+            wrong |= ids < least
         if bool(wrong.any()):
             place = tuple(wrong.nonzero()[0].tolist())
             raise ValueError(
-                f"{name}: expected class ids from {least} to {sampler.n_classes - 1}, "
+                f"{name}: expected class ids from {least or 0} to {sampler.n_classes - 1}, "
                 f"got {ids[place].item()} at {place}"
             )
 

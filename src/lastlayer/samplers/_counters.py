@@ -101,10 +101,3 @@ def uniforms(counter: Tensor, n: int) -> Tensor:
 def fractions(pairs: Tensor) -> Tensor:
     """The same from pairs of words, ``(..., 2)``."""
     return ((pairs[..., 0] << 21) | (pairs[..., 1] >> 11)).double() * 2.0**-53
-
-
-def integers(counter: Tensor, n: int, below: int) -> Tensor:
-    """``n`` integers from 0 to ``below`` - 1, at most 2^31: ⌊below · r / 2^64⌋ of 64 bits r."""
-    made: Tensor = words("auto", counter, n)
-    # Both products have less than 64 bits.
-    return (made[:, 0] * below + (made[:, 1] * below >> 32)) >> 32

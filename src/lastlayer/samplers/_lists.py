@@ -86,7 +86,8 @@ class ContextLists(torch.nn.Module):
         way = (self.keys[slots] != _NO_KEY).sum(1) + turn
         made = torch.where(new & (way < WAYS), slots[:, 0] + way, self.nowhere)
         self.keys[made] = key
-        self.keys[self.nowhere] = _NO_KEY
+        # A slice of one: a number that is put at a single place of a CUDA tensor is waited for.
+        self.keys[self.nowhere :] = _NO_KEY
         return torch.where(teaches, torch.where(new, made, found), self.nowhere)
 
     def _slots(self, key: Tensor) -> Tensor:
@@ -157,9 +158,9 @@ class ContextLists(torch.nn.Module):
         self.classes[place] = classes
         self.end[place] = _shares(value, classes != UNUSED).cumsum(1)
         self.mass[place] = weight.sum(1)
-        self.classes[self.nowhere] = UNUSED
-        self.end[self.nowhere] = SHARES
-        self.mass[self.nowhere] = 0
+        self.classes[self.nowhere :] = UNUSED
+        self.end[self.nowhere :] = SHARES
+        self.mass[self.nowhere :] = 0
 
 
 def _shares(value: Tensor, used: Tensor) -> Tensor:

@@ -124,13 +124,22 @@ class Sampler(torch.nn.Module, ABC):
         *,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """log(1 − q(y)): the log-probability that a draw is not the target, of its shape."""
-        self._check_context(context)
-        check_ids(self, "target", target)
-        return self._log_complement(target, context).to(dtype)
+        """log(1 − q(y)): the log-probability that a draw is not the target.
 
-    def _log_complement(self, target: Tensor, context: Tensor | None, /) -> Tensor:
-        return torch.log(-torch.expm1(self._log_prob(target, context)))
+        Args:
+            target: class ids, int64, of any shape; a negative one is none, and has 0.
+            context: what came before, for a sampler that ``needs_context``.
+            dtype: of the result; it is computed in float64.
+        """
+        self._check_context(context)
+        check_ids(self, "target", target, least=None)
+        return self._log_complement(target, context, dtype)
+
+    def _log_complement(
+        self, target: Tensor, context: Tensor | None, dtype: torch.dtype, /
+    ) -> Tensor:
+        others = torch.log(-torch.expm1(self._log_prob(target.clamp(min=0), context)))
+        return torch.where(target < 0, 0.0, others).to(dtype)
 
     def without(self, target: Tensor, ids: Tensor, context: Tensor | None = None) -> Tensor:
         """Log-probabilities of classes where the target of each row is left out of the draw.
@@ -145,6 +154,7 @@ class Sampler(torch.nn.Module, ABC):
         Returns:
             float32 ``(*batch, n)``, with -inf where an id is the target.
         """
+        check_ids(self, "target", target)
         others = self.log_complement(target, context, dtype=torch.float64)
         log_prob = self.log_prob(ids, context, dtype=torch.float64) - others[..., None]
         return log_prob.masked_fill_(ids == target[..., None], -math.inf).float()

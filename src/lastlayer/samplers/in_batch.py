@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lastlayer.kernels.philox import integers
 from lastlayer.samplers._checks import as_counts, check_ids, check_real
-from lastlayer.samplers._counters import integers
 from lastlayer.samplers.base import Sampler
 
 
@@ -72,7 +72,7 @@ class InBatch(Sampler):
     def _draw(self, n: int, counter: Tensor, context: Tensor | None) -> Tensor:
         if context is None:
             raise ValueError("context: expected the targets of the batch to draw from, got None")
-        return context[integers(counter, n, len(context))]
+        return context[integers("auto", counter, n, len(context))]
 
     def _check_context(self, context: Any) -> None:
         if context is None:

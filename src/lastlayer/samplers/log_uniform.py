@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lastlayer.kernels.philox import log_uniform
 from lastlayer.samplers._checks import as_counts
+from lastlayer.samplers._drawn import Sampled
 from lastlayer.samplers.base import Sampler
 
 
@@ -47,9 +48,11 @@ class LogUniform(Sampler):
         if counts is not None:
             _compare(as_counts(counts), ranked, self.n_classes)
 
-    def _draw(self, n: int, counter: Tensor, _context: Tensor | None) -> Tensor:
-        ranks: Tensor = log_uniform("auto", counter, n, self.n_classes)
-        return ranks if self.order is None else self.order[ranks]
+    def _draw(self, n: int, counter: Tensor, context: Tensor | None) -> Tensor:
+        return self._draw_both(n, counter, context).ids
+
+    def _draw_both(self, n: int, counter: Tensor, _context: Tensor | None) -> Sampled:
+        return Sampled(*log_uniform("auto", counter, self.order, n, self.n_classes))
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         rank = (ids if self.rank is None else self.rank[ids]).double()

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from lastlayer.samplers._counters import integers
+from lastlayer.kernels.philox import integers
+from lastlayer.samplers._drawn import Sampled
 from lastlayer.samplers.base import Sampler
 
 
@@ -29,7 +30,13 @@ class Uniform(Sampler):
     """
 
     def _draw(self, n: int, counter: Tensor, _context: Tensor | None) -> Tensor:
-        return integers(counter, n, self.n_classes)
+        ids: Tensor = integers("auto", counter, n, self.n_classes)
+        return ids
+
+    def _draw_both(self, n: int, counter: Tensor, context: Tensor | None) -> Sampled:
+        ids = self._draw(n, counter, context)
+        log_prob = torch.full_like(ids, -math.log(self.n_classes), dtype=torch.float32)
+        return Sampled(ids, log_prob)
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         return torch.full_like(ids, -math.log(self.n_classes), dtype=torch.float64)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lastlayer.kernels.alias import draw
+from lastlayer.kernels.alias import draw, log_complement
 from lastlayer.kernels.alias.build import alias_table, column_bits, integer_weights
 from lastlayer.samplers._checks import as_counts, check_number, check_real
 from lastlayer.samplers._drawn import Sampled
@@ -77,9 +77,12 @@ class Unigram(Sampler):
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         return self.weight[ids].double().log() - self.log_total
 
-    def _log_complement(self, target: Tensor, _context: Tensor | None) -> Tensor:
-        # In integers: nothing is cancelled where the target has nearly all of the probability.
-        return ((1 << self.bits) - self.weight[target]).double().log() - self.log_total
+    def _log_complement(
+        self, target: Tensor, _context: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        wide = dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        made: Tensor = log_complement("auto", self.weight, target, self.bits, wide)
+        return made.to(dtype)
 
     def config(self) -> dict[str, Any]:
         return {"n_classes": self.n_classes, "power": self.power}

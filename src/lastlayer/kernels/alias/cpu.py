@@ -25,6 +25,24 @@ def draw(table: Tensor, weight: Tensor, counter: Tensor, n: int) -> tuple[Tensor
     return ids, log_prob
 
 
+def log_complement(weight: Tensor, target: Tensor, bits: int, wide: bool) -> Tensor:
+    """As the reference's."""
+    flat = target.contiguous().view(-1)
+    made = torch.empty(flat.shape, dtype=torch.float64 if wide else torch.float32)
+    if len(flat):
+        _complement_rows(len(flat), 32, bits, *(each.numpy() for each in (weight, flat, made)))
+    return made.view(target.shape)
+
+
+@njit(nogil=True, cache=True)
+def _complement(start, stop, bits, weight, target, made):
+    most, log_total = (1 << bits) - 1, bits * math.log(2.0)
+    for i in range(start, stop):
+        own = weight[target[i]] if target[i] >= 0 else 0
+        others = np.float64(most - own) + 1.0
+        made[i] = math.log(others) - log_total if others > 0.0 else -np.inf
+
+
 @njit(nogil=True, cache=True)
 def _draw(start, stop, bits, table, weight, counter, ids, log_prob):
     seed, step = np.uint64(counter[0]), np.uint64(counter[1])
@@ -46,4 +64,4 @@ def _chosen(table, bits, upper, lower):
     return column if lower < (entry & 0xFFFFFFFF) else entry >> 32
 
 
-_draw_rows = by_rows(_draw)
+_draw_rows, _complement_rows = by_rows(_draw), by_rows(_complement)

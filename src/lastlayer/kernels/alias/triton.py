@@ -22,6 +22,30 @@ def draw(table: Tensor, weight: Tensor, counter: Tensor, n: int) -> tuple[Tensor
     return ids, log_prob
 
 
+def log_complement(weight: Tensor, target: Tensor, bits: int, wide: bool) -> Tensor:
+    """As the reference's."""
+    dtype = torch.float64 if wide else torch.float32
+    made = torch.empty(target.shape, dtype=dtype, device=weight.device)
+    if target.numel():
+        _complement[(triton.cdiv(target.numel(), 128),)](
+            weight, target.contiguous(), made, target.numel(), BITS=bits, BLOCK=128,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return made
+
+
+@triton.jit
+def _complement(weight, target, log_prob, n, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    LOG_2: tl.constexpr = 0.6931471805599453
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(target + place, mask=place < n, other=-1)
+    own = tl.load(weight + chosen, mask=chosen >= 0, other=0)
+    # 2^63 itself is no int64.
+    others = (((1 << BITS) - 1) - own).to(tl.float64) + 1.0
+    share = tl.log(others) - BITS * LOG_2
+    tl.store(log_prob + place, share.to(log_prob.dtype.element_ty), mask=place < n)
+
+
 @triton.jit
 def _draw(
     table, weight, counter, ids, log_prob, n, BITS: tl.constexpr, PAIRS: tl.constexpr

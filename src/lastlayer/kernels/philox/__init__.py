@@ -1,38 +1,46 @@
 """Chance from a counter: the same (seed, step) gives the same bits and ids on every device."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._registry import Operation, selected
-
-
-class IntegerOperation(Operation):
-    """An operation on integers, which every implementation has in full: only the device decides."""
-
-    def _run_selected(self, *args: Any) -> Any:
-        return self._implementation(selected(self.name, args[0].device.type))(*args)
-
-    def _check_can_run(self, impl: str, tensor: Tensor) -> None:
-        super()._check_can_run(impl, tensor.new_empty(0, dtype=torch.float32))
+from lastlayer.kernels._registry import Operation
 
 
 def _fake_words(counter: Tensor, n: int) -> Tensor:
     return counter.new_empty(n, 2)
 
 
-def _fake_log_uniform(counter: Tensor, n: int, _n_classes: int) -> Tensor:
+def _fake_integers(counter: Tensor, n: int, _below: int) -> Tensor:
     return counter.new_empty(n)
 
 
-words = IntegerOperation(
-    "philox_words", "(Tensor counter, SymInt n) -> Tensor", __name__, "words", _fake_words
+def _fake_log_uniform(
+    counter: Tensor, _order: Tensor | None, n: int, _n_classes: int
+) -> tuple[Tensor, Tensor]:
+    return counter.new_empty(n), counter.new_empty(n, dtype=torch.float32)
+
+
+words = Operation(
+    "philox_words",
+    "(Tensor counter, SymInt n) -> Tensor",
+    __name__,
+    "words",
+    _fake_words,
+    integers=True,
 )
-log_uniform = IntegerOperation(
+integers = Operation(
+    "philox_integers",
+    "(Tensor counter, SymInt n, SymInt below) -> Tensor",
+    __name__,
+    "integers",
+    _fake_integers,
+    integers=True,
+)
+log_uniform = Operation(
     "philox_log_uniform",
-    "(Tensor counter, SymInt n, SymInt n_classes) -> Tensor",
+    "(Tensor counter, Tensor? order, SymInt n, SymInt n_classes) -> (Tensor, Tensor)",
     __name__,
     "log_uniform",
     _fake_log_uniform,
+    integers=True,
 )

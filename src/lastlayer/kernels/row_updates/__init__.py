@@ -1,8 +1,10 @@
 """Steps of optimisers on the rows that a gradient has, and on no other.
 
-``ids`` are different rows of ``weight``, which is ``(v, d)`` with rows that lie together in memory;
-``gradient`` is ``(k, d)``. Where ``ids`` is None, which the reference alone takes, the gradient has
-the shape of the weight, whatever that is. Sums and moments are float32, or float64 from float64.
+``ids`` are rows of ``weight``, which is ``(v, d)`` with rows that lie together in memory;
+``gradient`` is ``(k, d)``. Where a row comes several times, all of these follow each other, and the
+first alone counts: it has the whole gradient of the row. Where ``ids`` is None, which the reference
+alone takes, the gradient has the shape of the weight, whatever that is. Sums and moments are
+float32, or float64 from float64.
 """
 
 from lastlayer.kernels._registry import Operation

@@ -61,6 +61,7 @@ def _run(
     weight = weight.detach()
     if not gradient.numel():
         return
+    ids, gradient = _each_once(ids, gradient)
     direct = weight.dtype == wide
     # Numba has no half precision: such rows are widened, moved, and rounded once.
     rows = weight if direct else weight[ids].to(wide)
@@ -69,6 +70,15 @@ def _run(
     kernel(ids.shape[0], gradient.shape[1], rows.numpy(), *arrays, *states, *numbers)
     if not direct:
         weight[ids] = rows.to(weight.dtype)
+
+
+def _each_once(ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Of slots of the same row the first."""
+    again = ids[1:] == ids[:-1]
+    if not bool(again.any()):
+        return ids, gradient
+    first = torch.nn.functional.pad(~again, (1, 0), value=True)
+    return ids[first], gradient[first]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -16,7 +16,7 @@ def adagrad_(
     eps: float,
 ) -> None:
     """Adagrad with one sum a row: that of the mean squares of its gradients, ``total`` (v,)."""
-    gradient = gradient.to(total.dtype)
+    ids, gradient = _each_once(ids, gradient.to(total.dtype))
     squares = gradient.square()
     mean = squares.flatten(1).mean(1) if gradient.dim() > 1 else squares
     sums = _taken(total, ids).add_(mean)
@@ -46,7 +46,7 @@ def adam_(
     moments decay for the steps in between; ``step`` () int64 is the one of now. Without, it counts
     the steps of the row itself.
     """
-    gradient = gradient.to(first.dtype)
+    ids, gradient = _each_once(ids, gradient.to(first.dtype))
     before = _taken(row_step, ids)
     now = step.to(before.dtype).expand_as(before) if decays else before + 1
     missed = (now - before).double()
@@ -66,6 +66,15 @@ def adam_(
     _put(row_step, ids, now)
     root = (square / scale2).sqrt_().add_(eps)
     _move(weight, ids, (mean / scale1).div_(root).mul_(lr), lr * weight_decay)
+
+
+def _each_once(ids: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Of slots of the same row the first, which the host waits for."""
+    if ids is None:
+        return None, gradient
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[1:] = ids[1:] != ids[:-1]
+    return ids[first], gradient[first]
 
 
 def _taken(rows: Tensor, ids: Tensor | None) -> Tensor:

@@ -64,29 +64,38 @@ def _log(beta: float) -> float:
 
 
 @triton.jit
+def _comes_again(ids, place, row):
+    """Whether the row is that of the slot before, which has moved it."""
+    return tl.load(ids + place - 1, mask=place > 0, other=-1) == row
+
+
+@triton.jit
 def _adagrad(
     weight, total, ids, gradient, depth, weight_row, gradient_row, gradient_step, lr, kept, eps,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
-    row = tl.load(ids + place)
-    squares = tl.zeros((WIDTH,), dtype=tl.float32)
-    for start in range(0, depth, WIDTH):
-        step = start + tl.arange(0, WIDTH)
-        at = gradient + place * gradient_row + step * gradient_step
-        value = tl.load(at, mask=step < depth, other=0.0).to(tl.float32)
-        squares += value * value
-    sums = tl.load(total + row) + tl.sum(squares, 0) / depth
-    tl.store(total + row, sums)
-    factor = lr / (tl.sqrt(sums) + eps)
-    for start in range(0, depth, WIDTH):
-        step = start + tl.arange(0, WIDTH)
-        inside = step < depth
-        at = gradient + place * gradient_row + step * gradient_step
-        value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        there = weight + row * weight_row + step
-        old = tl.load(there, mask=inside, other=0.0).to(tl.float32)
-        tl.store(there, (kept * old - factor * value).to(weight.dtype.element_ty), mask=inside)
+    row = tl.load(ids + place).to(tl.int64)
+    if not _comes_again(ids, place, row):
+        squares = tl.zeros((WIDTH,), dtype=tl.float32)
+        for start in range(0, depth, WIDTH):
+            step = start + tl.arange(0, WIDTH)
+            at = gradient + place * gradient_row + step * gradient_step
+            value = tl.load(at, mask=step < depth, other=0.0).to(tl.float32)
+            squares += value * value
+        sums = tl.load(total + row) + tl.sum(squares, 0) / depth
+        # Every warp of the program has read the old sum before one of them writes the new one.
+        tl.debug_barrier()
+        tl.store(total + row, sums)
+        factor = lr / (tl.sqrt(sums) + eps)
+        for start in range(0, depth, WIDTH):
+            step = start + tl.arange(0, WIDTH)
+            inside = step < depth
+            at = gradient + place * gradient_row + step * gradient_step
+            value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            there = weight + row * weight_row + step
+            old = tl.load(there, mask=inside, other=0.0).to(tl.float32)
+            tl.store(there, (kept * old - factor * value).to(weight.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -96,32 +105,35 @@ def _adam(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
-    row = tl.load(ids + place)
-    before = tl.load(row_step + row)
-    kept1, kept2 = beta1, beta2
-    if DECAYS:
-        now = tl.load(step).to(tl.int32)
-        missed = (now - before).to(tl.float32)
-        kept1, kept2 = tl.exp(missed * log1), tl.exp(missed * log2)
-    else:
-        now = before + 1
-    tl.store(row_step + row, now)
-    factor = lr / _one_minus_exp(now.to(tl.float32) * log1)
-    root_scale = 1.0 / tl.sqrt(_one_minus_exp(now.to(tl.float32) * log2))
-    for start in range(0, depth, WIDTH):
-        column = start + tl.arange(0, WIDTH)
-        inside = column < depth
-        at = gradient + place * gradient_row + column * gradient_step
-        value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        state = row * depth + column
-        mean = kept1 * tl.load(first + state, mask=inside, other=0.0) + new1 * value
-        square = kept2 * tl.load(second + state, mask=inside, other=0.0) + new2 * value * value
-        tl.store(first + state, mean, mask=inside)
-        tl.store(second + state, square, mask=inside)
-        way = factor * mean / (tl.sqrt(square) * root_scale + eps)
-        there = weight + row * weight_row + column
-        old = tl.load(there, mask=inside, other=0.0).to(tl.float32)
-        tl.store(there, (kept * old - way).to(weight.dtype.element_ty), mask=inside)
+    row = tl.load(ids + place).to(tl.int64)
+    if not _comes_again(ids, place, row):
+        before = tl.load(row_step + row)
+        kept1, kept2 = beta1, beta2
+        if DECAYS:
+            now = tl.load(step).to(tl.int32)
+            missed = (now - before).to(tl.float32)
+            kept1, kept2 = tl.exp(missed * log1), tl.exp(missed * log2)
+        else:
+            now = before + 1
+        # Every warp of the program has read the clock before one of them sets it.
+        tl.debug_barrier()
+        tl.store(row_step + row, now)
+        factor = lr / _one_minus_exp(now.to(tl.float32) * log1)
+        root_scale = 1.0 / tl.sqrt(_one_minus_exp(now.to(tl.float32) * log2))
+        for start in range(0, depth, WIDTH):
+            column = start + tl.arange(0, WIDTH)
+            inside = column < depth
+            at = gradient + place * gradient_row + column * gradient_step
+            value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            state = row * depth + column
+            mean = kept1 * tl.load(first + state, mask=inside, other=0.0) + new1 * value
+            square = kept2 * tl.load(second + state, mask=inside, other=0.0) + new2 * value * value
+            tl.store(first + state, mean, mask=inside)
+            tl.store(second + state, square, mask=inside)
+            way = factor * mean / (tl.sqrt(square) * root_scale + eps)
+            there = weight + row * weight_row + column
+            old = tl.load(there, mask=inside, other=0.0).to(tl.float32)
+            tl.store(there, (kept * old - way).to(weight.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -18,6 +18,9 @@ _FAST = {"reassoc", "contract", "nsz", "arcp"}
 def forward_(
     scores: Tensor,
     gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    columns: Tensor,
     offset: Tensor,
     ids: Tensor,
     target: Tensor,
@@ -29,11 +32,11 @@ def forward_(
     logistic: bool,
     drop_hits: bool,
     average: bool,
-) -> tuple[Tensor, Tensor]:
+    adds: bool,
+) -> None:
     """As the reference's."""
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     n, m = scores.shape
-    first, second = torch.empty(2, n, dtype=dtype).unbind()
     wide = scores.detach() if _is_ready(scores, dtype) else scores.detach().to(dtype).contiguous()
     per_row = (
         torch.zeros(n, dtype=dtype) if shift is None else shift,
@@ -48,7 +51,9 @@ def forward_(
         )  # fmt: skip
     if row_scale is not None and gradient.data_ptr() != wide.data_ptr():
         gradient.copy_(wide)
-    return first, second
+    if row_scale is not None and columns.numel():
+        columns = columns if adds else columns.zero_()
+        columns[0] += wide.sum(0)
 
 
 def _is_ready(scores: Tensor, dtype: torch.dtype) -> bool:
@@ -97,6 +102,8 @@ def _rows(
                 if len(row_scale):
                     x[i] = share * scale
             first[row], second[row] = loss, slope
+            if scale == real(0.0) and len(row_scale):
+                x[:] = real(0.0)
             continue
         peak = _largest(x)
         origin = real(0.0) if peak == -math.inf else peak
@@ -110,7 +117,10 @@ def _rows(
             second[row] = 1.0
         if len(row_scale):
             everything = total + math.exp(exact[row] - origin)
-            _multiply(x, scale / real(everything) if everything != 0.0 else real(0.0))
+            if scale == real(0.0):
+                x[:] = real(0.0)
+            else:
+                _multiply(x, scale / real(everything) if everything != 0.0 else real(0.0))
 
 
 @njit(nogil=True, fastmath=_FAST)

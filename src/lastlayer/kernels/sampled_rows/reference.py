@@ -7,6 +7,9 @@ from torch import Tensor
 def forward_(
     scores: Tensor,
     gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    columns: Tensor,
     offset: Tensor,
     ids: Tensor,
     target: Tensor,
@@ -18,7 +21,8 @@ def forward_(
     logistic: bool,
     drop_hits: bool,
     average: bool,
-) -> tuple[Tensor, Tensor]:
+    adds: bool,
+) -> None:
     """What the drawn classes of each row add up to.
 
     A column's logit is ``x = factor * scores + offset``; from column ``n_exact`` on ``shift`` is
@@ -27,7 +31,13 @@ def forward_(
 
     Args:
         scores: ``(n, m)``; overwritten.
-        gradient: ``(n, m)``, gets ``row_scale`` times the slopes; may be ``scores`` itself.
+        gradient: ``(n, m)``, gets ``row_scale`` times the slopes, and 0 where that is 0. It may be
+            ``scores`` itself, or on CUDA half as wide in the same memory, row by row.
+        first: ``(n,)``, gets the logarithm of Σ e^x; of a logistic loss Σ log(1 + e^x).
+        second: ``(n,)``, gets the effective sample size of the drawn columns, (Σ e^x)² / Σ e^2x;
+            of a logistic loss the sum of its slopes.
+        columns: ``(parts, m)``, whose sum is that of the gradient over rows; empty where it is not
+            wanted.
         offset: ``(m,)`` or ``(n, m)``, of the dtype of the result.
         ids: like offset.
         target: ``(n, p)``, -1 for none.
@@ -39,10 +49,7 @@ def forward_(
         logistic: binary losses instead of a softmax.
         drop_hits: leave out columns whose id is a target.
         average: divide drawn columns by their number.
-
-    Returns:
-        The logarithm of Σ e^x, and the effective sample size of the drawn columns,
-        (Σ e^x)² / Σ e^2x. Of a logistic loss Σ log(1 + e^x), and the sum of its slopes.
+        adds: columns are added to; else they are set.
     """
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     values = scores.to(dtype) * factor + offset
@@ -59,18 +66,25 @@ def forward_(
     if logistic:
         slopes = values.sigmoid()
         # log(1 + e^x); torch's softplus is x beyond 20, which float64 notices.
-        first = -torch.nn.functional.logsigmoid(-values).sum(-1)
-        second = slopes.sum(-1)
+        total = -torch.nn.functional.logsigmoid(-values).sum(-1)
+        first.copy_(total)
+        second.copy_(slopes.sum(-1))
     else:
-        first = torch.logsumexp(values, -1)
+        total = torch.logsumexp(values, -1)
+        first.copy_(total)
         peak = drawn.amax(-1, keepdim=True) if drawn.shape[1] else drawn.sum(-1, keepdim=True)
         weights = (drawn - peak).exp()
-        second = weights.sum(-1).square() / weights.square().sum(-1)
-        second = torch.where(peak.squeeze(-1) == -torch.inf, 0.0, second)
-        total = first if exact is None else torch.logaddexp(first, exact.to(dtype))
+        ess = weights.sum(-1).square() / weights.square().sum(-1)
+        second.copy_(torch.where(peak.squeeze(-1) == -torch.inf, 0.0, ess))
+        if exact is not None:
+            total = torch.logaddexp(total, exact.to(dtype))
         # With nothing but -inf there is no difference to take.
         total = torch.where(total == -torch.inf, 0.0, total)
         slopes = (values - total.unsqueeze(-1)).exp()
     if row_scale is not None:
-        gradient.copy_(slopes * (factor * row_scale.to(dtype)).unsqueeze(-1))
-    return first, second
+        scale = (factor * row_scale.to(dtype)).unsqueeze(-1)
+        slopes = torch.where(scale == 0, 0.0, slopes * scale)
+        gradient.copy_(slopes)
+        if columns.numel():
+            columns = columns if adds else columns.zero_()
+            columns[0] += slopes.sum(0)

@@ -4,6 +4,11 @@ Entries are numbered: first the vectors of ``columns`` (c, d), each a gradient b
 those of ``slopes`` (n, q), a row of hidden times a number each. ``order`` has the entries by class,
 and those of group g stand from ``starts[g]`` up to ``starts[g + 1]``. Sums are multiplied by
 ``factor``, a number on the device.
+
+Where the host must not wait for the number of groups, ``slots_`` takes the classes themselves in
+the order of the entries, ``keys``, and there is a slot for each entry: the sum of a class is in the
+first of its slots, and 0 in the others. ``known`` gets the keys in int64, as sparse tensors want
+them; with ``scattered`` sums go to the rows of their classes instead.
 """
 
 from torch import Tensor
@@ -22,6 +27,10 @@ def _fake(
     )
 
 
+def _fake_nothing(*_: object) -> None:
+    return None
+
+
 forward = Operation(
     "touched_rows",
     "(Tensor columns, Tensor column_biases, Tensor slopes, Tensor hidden, Tensor order, "
@@ -29,4 +38,13 @@ forward = Operation(
     __name__,
     "forward",
     _fake,
+)
+slots_ = Operation(
+    "touched_slots_",
+    "(Tensor slopes, Tensor hidden, Tensor columns, Tensor column_biases, Tensor order, "
+    "Tensor keys, Tensor factor, Tensor(a!) weight, Tensor(b!) bias, Tensor(c!)? known, "
+    "bool scattered) -> ()",
+    __name__,
+    "slots_",
+    _fake_nothing,
 )

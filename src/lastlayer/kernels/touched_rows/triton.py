@@ -4,6 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels.touched_rows._slots_triton import slots_
+
+__all__ = ["forward", "slots_"]
+
 # Entries that a program adds up together.
 GROUP = 16
 WIDEST = 256
