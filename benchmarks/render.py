@@ -9,9 +9,11 @@ hand.
 from pathlib import Path
 from typing import Any
 
+import contrastive_page
 import fused_page
 import heads_page
 import map_page
+import multilabel_page
 from page import Part
 
 from lastlayer.bench.record import Record
@@ -22,18 +24,27 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 PICTURES = ROOT / "docs" / "pictures"
 
-PARTS: tuple[Part[Any], ...] = (fused_page.FUSED, heads_page.HEADS, map_page.MAPS)
+PARTS: tuple[Part[Any], ...] = (
+    fused_page.FUSED,
+    multilabel_page.MULTILABEL,
+    contrastive_page.CONTRASTIVE,
+    heads_page.HEADS,
+    map_page.MAPS,
+)
 
 INTRODUCTION = f"""\
 # Performance
 
 This page is made by `python benchmarks/render.py` from the measurements in `benchmarks/results`,
 the misses as well as the hits. To measure your own machine: `lastlayer bench fused`,
-`lastlayer bench heads` and `lastlayer bench maps`.
+`lastlayer bench multilabel`, `lastlayer bench contrastive`, `lastlayer bench heads` and
+`lastlayer bench maps`.
 
 ## How it is measured
 
 {fused_page.MEASURED}
+{multilabel_page.MEASURED}
+{contrastive_page.MEASURED}
 {heads_page.MEASURED}
 {map_page.MEASURED}"""
 

@@ -117,6 +117,19 @@ def check_max_support(max_support: Any) -> None:
         raise ValueError(f"max_support: expected at least 1, got {max_support}")
 
 
+def check_chunk_rows(chunk_rows: Any) -> None:
+    """A whole number of at least 1, "auto" or "low"."""
+    if chunk_rows in ("auto", "low") and isinstance(chunk_rows, str):
+        return
+    if not isinstance(chunk_rows, int) or isinstance(chunk_rows, bool):
+        raise TypeError(
+            f"chunk_rows: expected an int, 'auto' or 'low', got {type(chunk_rows).__name__} "
+            f"{chunk_rows!r}"
+        )
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows: expected at least 1, got {chunk_rows}")
+
+
 def check_class_weight(weight: Any, scores: Tensor, *, name: str = "weight") -> None:
     """One floating weight a class."""
     if not isinstance(weight, Tensor) or not weight.is_floating_point():

@@ -60,7 +60,7 @@ def test_each_family_has_its_own_fields(tmp_path, make_record, make_fused):
 def test_a_family_that_is_not_known_is_named(tmp_path, make_record):
     path = tmp_path / "r.jsonl"
     append(path, make_record(family="trees"))
-    with pytest.raises(ValueError, match="expected a family among maps, fused, heads, got 'trees'"):
+    with pytest.raises(ValueError, match=r"expected a family among maps, .*, got 'trees'"):
         read(path)
 
 

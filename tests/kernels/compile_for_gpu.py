@@ -6,25 +6,36 @@ from triton.compiler import ASTSource
 
 from lastlayer.kernels import _peaks
 from lastlayer.kernels.alias import triton as alias
+from lastlayer.kernels.class_blocks import triton as class_blocks
 from lastlayer.kernels.class_scores import triton as class_scores
 from lastlayer.kernels.entmax import _backward_triton as backward
 from lastlayer.kernels.entmax import triton as entmax
 from lastlayer.kernels.entmax_flat import triton as entmax_flat
 from lastlayer.kernels.entmax_rows import triton as entmax_rows
+from lastlayer.kernels.info_nce import _statistics_triton as nce_statistics
+from lastlayer.kernels.info_nce import _vectors_triton as nce_vectors
+from lastlayer.kernels.info_nce import triton as info_nce
 from lastlayer.kernels.linear_softmax import _finish_triton as finish
 from lastlayer.kernels.linear_softmax import triton as linear_softmax
+from lastlayer.kernels.logistic_slab import triton as logistic_slab
+from lastlayer.kernels.node_groups import _kernels_triton as node_groups
+from lastlayer.kernels.node_groups import _plan_triton as node_plan
 from lastlayer.kernels.philox import triton as philox
 from lastlayer.kernels.row_updates import triton as row_updates
+from lastlayer.kernels.sampled_rows import _long_triton as long_rows
 from lastlayer.kernels.sampled_rows import triton as sampled_rows
+from lastlayer.kernels.sampled_targets import triton as sampled_targets
 from lastlayer.kernels.scale import triton as scale
 from lastlayer.kernels.softmax_gradient import triton as softmax_gradient
 from lastlayer.kernels.softmax_rows import triton as softmax_rows
 from lastlayer.kernels.sparse_gradient import triton as sparse_gradient
 from lastlayer.kernels.topk_softmax import triton as topk
+from lastlayer.kernels.touched_rows import _slots_triton as slots
 from lastlayer.kernels.touched_rows import triton as touched_rows
 from lastlayer.kernels.tree_path import _losses_triton as tree_losses
 from lastlayer.kernels.tree_path import _sums_triton as tree_sums
 from lastlayer.kernels.tree_search import triton as tree_search
+from lastlayer.kernels.zlpr_slab import triton as zlpr_slab
 
 TENSORS = {"indices": "*i64", "size": "*i64", "peaks": "*fp32", "chosen": "*i32"}
 TENSORS |= {"alphas": "*fp32", "sums": "*fp32", "excess": "fp32", "log_n": "fp32"}
@@ -131,12 +142,14 @@ FUSED_CASES = [
 ]
 
 
-INTEGERS = dict.fromkeys(("counter", "made", "ids", "table", "weight"), "*i64")
-DRAWN_TYPES = INTEGERS | {"log_prob": "*fp32"}
+INTEGERS = dict.fromkeys(("counter", "order", "ids", "table", "weight"), "*i64")
+DRAWN_TYPES = INTEGERS | {"log_prob": "*fp32", "target": "*i64", "made": "*i64"}
 DRAWN_CASES = [
     (philox._words, dict(BLOCKS=128)),
-    (philox._ranks, dict(BLOCKS=128, OCTAVES=19.93)),
+    (philox._integers, dict(BLOCKS=128)),
+    (philox._ranks, dict(BLOCKS=128, OCTAVES=19.93, ORDERED=True)),
     (alias._draw, dict(BITS=20, PAIRS=64)),
+    (alias._complement, dict(BITS=63, BLOCK=128)),
 ]
 
 NAMES = ("lr", "kept", "eps", "beta1", "beta2", "new1", "new2", "log1", "log2")
@@ -153,19 +166,103 @@ UPDATE_CASES = [
 ]
 
 SAMPLED = dict(HITS=True, AVERAGE=True, SHIFTED=True, EXACT=True, GRADIENT=True)
+SUMMED = dict(COLUMNS=True, ADDS=True)
+OF_ROWS = ("offset", "shift", "exact", "row_scale", "first", "second", "columns", "logits")
+OF_ROWS += ("scale", "losses", "slopes", "log_expected", "target_log_expected", "row_shift")
 SAMPLED_TYPES = (
-    dict.fromkeys(("scores", "gradient"), "*bf16")
-    | dict.fromkeys(("offset", "shift", "exact", "row_scale", "first", "second"), "*fp32")
+    dict.fromkeys(OF_ROWS, "*fp32")
+    | dict.fromkeys(("gradient", "hidden", "weight", "bias", "clean", "vectors"), "*bf16")
+    | dict.fromkeys(("scores", "of_hidden"), "*fp32")
+    | dict.fromkeys(("entries", "classes"), "*i32")
     | {"ids": "*i64", "target": "*i64", "factor": "fp32"}
 )
 SAMPLED_CASES = [
-    (sampled_rows._rows, dict(BLOCK=8192, HELD=True, LOGISTIC=False, **SAMPLED)),
-    (sampled_rows._rows, dict(BLOCK=4096, HELD=False, LOGISTIC=True, **SAMPLED)),
+    (
+        sampled_rows._rows,
+        dict(BLOCK=8192, KEPT=True, LOGISTIC=False, HEAD=False, **SUMMED, **SAMPLED),
+    ),
+    (
+        sampled_rows._rows,
+        dict(BLOCK=4096, KEPT=False, LOGISTIC=True, HEAD=True, **SUMMED, **SAMPLED),
+    ),
+    (long_rows._long_rows, dict(BLOCK=4096, LOGISTIC=False, **SAMPLED)),
+    (sampled_targets._scale, dict(MEAN=True, BLOCK=8192)),
+    (sampled_targets._start, dict(BIASED=True, WEIGHTED=True, SHIFTED=True, WIDTH=512)),
+    (
+        sampled_targets._finish,
+        dict(LOGISTIC=False, WITH_TARGET=True, GRADIENT=True, HIDDEN=True, WIDTH=512),
+    ),
 ]
-TOUCHED_TYPES = dict.fromkeys(
-    ("columns", "column_biases", "slopes", "factor", "weight", "bias"), "*fp32"
-) | {"hidden": "*bf16", "order": "*i64", "starts": "*i64"}
-TOUCHED_CASES = [(touched_rows._sums, dict(GROUP=16, WIDTH=256, WEIGHT=True, BIAS=True))]
+TOUCHED_TYPES = (
+    dict.fromkeys(("columns", "column_biases", "slopes", "factor", "weight", "bias"), "*fp32")
+    | dict.fromkeys(("order", "starts", "known"), "*i64")
+    | dict.fromkeys(("partial", "partial_bias"), "*fp32")
+    | {"hidden": "*bf16", "keys": "*i32"}
+)
+TO_CLASSES = dict(WIDTH=256, WEIGHT=True, BIAS=True)
+TOUCHED_CASES = [
+    (touched_rows._sums, dict(GROUP=16, **TO_CLASSES)),
+    (slots._segments, dict(BLOCK=16, GROUP=2, KNOWN=True, SCATTERED=False, **TO_CLASSES)),
+    (
+        slots._runs_that_were_cut,
+        dict(BLOCK=16, SEARCH=15, PARTS=8, SCATTERED=True, **TO_CLASSES),
+    ),
+]
+
+SLAB_TYPES = {"scores": "*bf16", "smoothing": "fp32"} | dict.fromkeys(
+    ("above", "below", "scale", "losses"), "*fp32"
+)
+SLAB_CASES = [
+    (zlpr_slab._sums, dict(BLOCK=2048, NEGATED=True)),
+    (zlpr_slab._gradient, dict(BLOCK=2048, NEGATED=True)),
+    (logistic_slab._logistic, dict(BLOCK=2048, GRADIENT=True, SMOOTH=True)),
+]
+
+
+_GROUP_LONGS = ("entries", "groups", "ends", "amounts", "row_start", "path_start", "child_start")
+_GROUP_FLOATS = ("scores", "lse", "grad", "parts", "scale", "log_prob", "losses", "values", "best")
+_GROUP_INTS = ("tiles", "positions", "group_of", "node", "position", "path_edge", "edge_node")
+GROUP_TYPES = (
+    dict.fromkeys(("hidden", "weight", "bias", "weight_gradient", "bias_gradient"), "*bf16")
+    | dict.fromkeys((*_GROUP_LONGS, "target", "touched", "ids", "found"), "*i64")
+    | dict.fromkeys((*_GROUP_FLOATS, "peaks", "levels"), "*fp32")
+    | dict.fromkeys((*_GROUP_INTS, "by_node", "fresh", "group", "start"), "*i32")
+)
+TILES = dict(ROWS=16, CHILDREN=64, WIDE=False)
+TO_CHILDREN = dict(MANY=32, DEPTH=256, PACKED=True, TO_WEIGHT=True, TO_BIAS=True)
+GROUP_CASES = [
+    (node_plan.entries_of_targets, dict(IGNORES=True, ROWS=32, LEVELS=8)),
+    (node_plan.losses_of_targets, dict(IGNORES=True, ROWS=64, LEVELS=8)),
+    (node_plan.mark_first, dict(BLOCK=256)),
+    (node_plan.start_groups, dict(BLOCK=256)),
+    (node_plan.measure_groups, dict(ROWS=16, CHILDREN=64, BLOCK=256)),
+    (node_plan.list_tiles, dict(SEARCH=15, BLOCK=256)),
+    (node_groups.scores_of_tiles, dict(DEPTH=128, BIASED=True, **TILES)),
+    (node_groups.log_probs_of_entries, dict(BLOCK=1024)),
+    (node_groups.gradient_of_rows, dict(DEPTH=256, **TILES)),
+    (node_groups.gradient_of_children, dict(SCALED=True, **TO_CHILDREN, **TILES)),
+    (class_blocks._peaks_and_levels, dict(ROWS=64, CLASSES=128, DEPTH=64, WIDE=False)),
+    (class_blocks._largest, dict(WIDTH=8192, COLUMNS=False)),
+    (class_blocks._largest, dict(WIDTH=1024, COLUMNS=True)),
+]
+
+
+NCE_FLOATS = ("scale", "row_parts", "column_parts", "row_lse", "row_push", "row_pull", "along")
+NCE_FLOATS += ("column_lse", "column_push", "column_pull", "row_positive", "column_positive")
+NCE_TYPES = (
+    dict.fromkeys((*NCE_FLOATS, "gradient", "factor"), "*fp32")
+    | dict.fromkeys(("scores", "out"), "*fp16")
+    | {"query_groups": "*i32", "key_groups": "*i32", "rows": "*bf16"}
+)
+NCE_TILE = dict(ROWS=64, WIDTH=128, COLUMNS=True, BOUNDED=True)
+NCE_CASES = [
+    (nce_statistics._statistics, dict(SHARE=2048, GROUPS=0, **NCE_TILE)),
+    (nce_statistics._statistics, dict(SHARE=2048, GROUPS=2, **NCE_TILE)),
+    (nce_statistics._fold, dict(BLOCK=128, GROUPED=True)),
+    (info_nce._weights, dict(PULLED=True, GROUPS=2, **NCE_TILE)),
+    (nce_vectors._unit_row, dict(WIDTH=1024, NORMALIZE=True)),
+    (nce_vectors._row_gradient, dict(WIDTH=1024, NORMALIZE=True)),
+]
 
 
 def compile_case(kernel, types, constants, **options) -> None:
@@ -189,6 +286,12 @@ def main() -> None:
         compile_case(kernel, SAMPLED_TYPES, constants)
     for kernel, constants in TOUCHED_CASES:
         compile_case(kernel, TOUCHED_TYPES, constants)
+    for kernel, constants in SLAB_CASES:
+        compile_case(kernel, SLAB_TYPES, constants)
+    for kernel, constants in NCE_CASES:
+        compile_case(kernel, NCE_TYPES, constants)
+    for kernel, constants in GROUP_CASES:
+        compile_case(kernel, GROUP_TYPES, constants)
     for kernel, constants in DRAWN_CASES:
         compile_case(kernel, DRAWN_TYPES, constants, enable_fp_fusion=False)
 

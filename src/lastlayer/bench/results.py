@@ -6,12 +6,20 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TypeVar
 
+from lastlayer.bench.contrastive.record import ContrastiveRecord
 from lastlayer.bench.fused.record import FusedRecord
 from lastlayer.bench.heads.record import HeadRecord
 from lastlayer.bench.maps.record import MapRecord
+from lastlayer.bench.multilabel.record import MultilabelRecord
 from lastlayer.bench.record import Record
 
-KINDS: dict[str, type[Record]] = {"maps": MapRecord, "fused": FusedRecord, "heads": HeadRecord}
+KINDS: dict[str, type[Record]] = {
+    "maps": MapRecord,
+    "fused": FusedRecord,
+    "heads": HeadRecord,
+    "multilabel": MultilabelRecord,
+    "contrastive": ContrastiveRecord,
+}
 
 RecordT = TypeVar("RecordT", bound=Record)
 

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_class_weight, check_reduction, check_scores
+from lastlayer._checks import check_chunk_rows, check_class_weight, check_reduction, check_scores
 from lastlayer._debug import values_are_checked
-from lastlayer.fused._chunks import check_chunk_rows
 from lastlayer.fused._loss import Problem
 
 

@@ -1,7 +1,5 @@
 """How many rows of scores are stored at a time."""
 
-from typing import Any
-
 from torch import Tensor
 
 # Bytes of scores. The larger a chunk, the less often the weight and its gradient are read.
@@ -11,19 +9,6 @@ _LOW_BYTES = {"cuda": 290_000_000, "cpu": 12_000_000}
 _SHARE_OF_WEIGHT = 4
 # Rows that suit the tiles of a matrix unit.
 _STEP = {"cuda": 128, "cpu": 8}
-
-
-def check_chunk_rows(chunk_rows: Any) -> None:
-    """A whole number of at least 1, "auto" or "low"."""
-    if chunk_rows in ("auto", "low") and isinstance(chunk_rows, str):
-        return
-    if not isinstance(chunk_rows, int) or isinstance(chunk_rows, bool):
-        raise TypeError(
-            f"chunk_rows: expected an int, 'auto' or 'low', got {type(chunk_rows).__name__} "
-            f"{chunk_rows!r}"
-        )
-    if chunk_rows < 1:
-        raise ValueError(f"chunk_rows: expected at least 1, got {chunk_rows}")
 
 
 def budget_bytes(chunk_rows: str, hidden: Tensor) -> int:

@@ -18,6 +18,7 @@ from lastlayer.heads.entmax import Entmax
 from lastlayer.heads.full_softmax import FullSoftmax
 from lastlayer.heads.hierarchical import HierarchicalSoftmax
 from lastlayer.heads.importance_sampling import ImportanceSampling
+from lastlayer.heads.multi_label import MultiLabel
 from lastlayer.heads.negative_sampling import NegativeSampling
 from lastlayer.heads.noise_contrastive import NoiseContrastive
 from lastlayer.heads.sampled_softmax import SampledSoftmax
@@ -41,6 +42,7 @@ __all__ = [
     "HierarchicalSoftmax",
     "ImportanceSampling",
     "MatrixCost",
+    "MultiLabel",
     "NegativeSampling",
     "NoiseContrastive",
     "PartialSoftmax",

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lastlayer._checks import check_class_weight
-from lastlayer.fused._chunks import check_chunk_rows
+from lastlayer._checks import check_chunk_rows, check_class_weight
 from lastlayer.heads._scoring import ScoringHead
 
 

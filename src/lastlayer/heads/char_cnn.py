@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, ModuleList, Parameter
 
+from lastlayer._checks import check_chunk_rows
 from lastlayer.fused import linear_cross_entropy
-from lastlayer.fused._chunks import check_chunk_rows
 from lastlayer.fused._options import cross_entropy_options
 from lastlayer.heads._char_cnn import CharCNN, Words, check_filters
 from lastlayer.heads._checks import check_count, check_hidden

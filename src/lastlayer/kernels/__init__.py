@@ -1,11 +1,16 @@
 """The operations under the maps, each with a reference, a Triton and a CPU implementation."""
 
 from lastlayer.kernels import (
+    class_blocks,
     class_scores,
     entmax,
     entmax_rows,
+    info_nce,
+    logistic_slab,
+    node_groups,
     row_updates,
     sampled_rows,
+    sampled_targets,
     scale,
     softmax_gradient,
     softmax_rows,
@@ -14,6 +19,8 @@ from lastlayer.kernels import (
     touched_rows,
     tree_path,
     tree_search,
+    zlpr,
+    zlpr_slab,
 )
 from lastlayer.kernels._registry import IMPLEMENTATIONS, Impl, available, selected
 
@@ -21,11 +28,16 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Impl",
     "available",
+    "class_blocks",
     "class_scores",
     "entmax",
     "entmax_rows",
+    "info_nce",
+    "logistic_slab",
+    "node_groups",
     "row_updates",
     "sampled_rows",
+    "sampled_targets",
     "scale",
     "selected",
     "softmax_gradient",
@@ -35,4 +47,6 @@ __all__ = [
     "touched_rows",
     "tree_path",
     "tree_search",
+    "zlpr",
+    "zlpr_slab",
 ]

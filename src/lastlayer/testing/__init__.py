@@ -7,6 +7,15 @@ which rule, on which input, by how much and with which seed.
 from lastlayer.testing._heads import check_head
 from lastlayer.testing._losses import check_loss
 from lastlayer.testing._maps import check_map
+from lastlayer.testing._multilabel import check_multilabel_loss
+from lastlayer.testing._multilabel_heads import check_multilabel_head
 from lastlayer.testing._samplers import check_sampler
 
-__all__ = ["check_head", "check_loss", "check_map", "check_sampler"]
+__all__ = [
+    "check_head",
+    "check_loss",
+    "check_map",
+    "check_multilabel_head",
+    "check_multilabel_loss",
+    "check_sampler",
+]

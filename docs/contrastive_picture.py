@@ -1,0 +1,105 @@
+"""The picture of the contrastive loss: draws pictures/contrastive.svg.
+
+``python docs/contrastive_picture.py``; the curves are computed by the library.
+"""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import matplotlib as mpl
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from lastlayer.losses.contrastive import info_nce
+
+BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+INK, FAINT = "#333333", "#BBBBBB"
+STYLE = {
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 10,
+    "font.size": 9,
+    "legend.frameon": False,
+    "savefig.facecolor": "white",
+    "svg.hashsalt": "lastlayer",
+    "text.color": INK,
+}
+
+
+def temperature(axes: Axes) -> None:
+    """The push on each of 100 negatives, from the most similar to the least."""
+    cosines = torch.linspace(0.6, -0.2, 100)
+    query = torch.tensor([[1.0, 0.0]])
+    key = torch.tensor([[0.7, 0.51**0.5]])
+    for value, colour in ((0.5, FAINT), (0.1, ORANGE), (0.03, BLUE)):
+        negatives = torch.stack([cosines, (1.0 - cosines**2).sqrt()], 1).requires_grad_()
+        info_nce(query, key, negatives, temperature=value, normalize=False).backward()
+        push = negatives.grad[:, 0]
+        axes.plot(range(1, 101), push / push.sum(), color=colour, label=f"T = {value:g}")
+    axes.set(
+        title="a low temperature picks the hard negatives",
+        xlabel="negatives, the most similar first", ylabel="share of the push",
+    )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_ylim(1e-5, 1.0)
+    axes.legend(fontsize=8)
+
+
+def repeated(axes: Axes) -> None:
+    """A perfect encoder on a batch in which every pair is there several times."""
+    copies = range(1, 9)
+    pairs = torch.eye(16)
+    curves: dict[str, list[float]] = {"without groups": [], "with groups": []}
+    for number in copies:
+        rows, ids = pairs.repeat(number, 1), torch.arange(16).repeat(number)
+        options = dict(temperature=0.03, symmetric=True)
+        curves["without groups"].append(float(info_nce(rows, rows, **options)))
+        curves["with groups"].append(float(info_nce(rows, rows, **options, groups=ids)))
+    for (name, losses), colour in zip(curves.items(), (VERMILION, GREEN), strict=True):
+        axes.plot(copies, losses, color=colour, marker="o", ms=4, label=name)
+    axes.set(
+        title="perfect vectors, repeated pairs", xlabel="times that a pair is in the batch",
+        ylabel="loss",
+    )  # fmt: skip
+    axes.legend(fontsize=8)
+
+
+def passes(axes: Axes) -> None:
+    """Some rows of similarities at a time, and what is kept of them."""
+    axes.set(xlim=(-2.4, 8.6), ylim=(-1.7, 7.2), title="some queries at a time, against all keys")
+    axes.set_axis_off()
+    axes.add_patch(Rectangle((0, 0), 6, 6, fill=False, ec=FAINT, ls="--", lw=1.2))
+    axes.add_patch(Rectangle((0, 2.6), 6, 1.4, color=ORANGE, alpha=0.85, lw=0))
+    axes.plot([0, 6], [6, 0], color=BLUE, lw=1.5)
+    axes.text(3.0, 5.1, "never all at once", color="#888888", ha="center", va="center")
+    axes.text(3.0, 3.6, "products, then their gradient,", ha="center", va="center", fontsize=8)
+    axes.text(3.0, 3.1, "in the same memory", ha="center", va="center", fontsize=8)
+    axes.text(-0.3, 3.3, "queries", ha="right", va="center")
+    axes.text(3.0, 6.4, "keys", ha="center", va="center")
+    axes.add_patch(Rectangle((6.3, 0), 0.35, 6, color=GREEN, alpha=0.85, lw=0))
+    axes.text(6.85, 3.3, "row sums", color=GREEN, va="center")
+    axes.add_patch(Rectangle((0, -0.65), 6, 0.35, color=GREEN, alpha=0.85, lw=0))
+    axes.text(3.0, -1.2, "column sums, for the symmetric loss", color=GREEN, ha="center")
+
+
+def draw() -> Figure:
+    figure = Figure(figsize=(11.5, 3.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, middle, right = figure.subplots(1, 3)
+    temperature(left)
+    repeated(middle)
+    passes(right)
+    return figure
+
+
+if __name__ == "__main__":
+    with mpl.rc_context(STYLE):
+        target = Path(__file__).parent / "pictures" / "contrastive.svg"
+        draw().savefig(target, bbox_inches="tight", metadata={"Date": None})

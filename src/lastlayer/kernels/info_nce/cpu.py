@@ -1,0 +1,167 @@
+"""On a CPU: torch's vectorised exponential, on as many rows at a time as a cache holds."""
+
+import torch
+from torch import Tensor
+
+# Numbers of scores that are looked at together.
+_NUMBERS = 1 << 18
+# Of scales S for which the exponentials of all that is between -2S and 0 are normal numbers.
+_LARGEST = 42.0
+
+
+def statistics_(
+    scores: Tensor,
+    scale: Tensor,
+    own: int,
+    query_groups: Tensor | None,
+    key_groups: Tensor | None,
+    positive: bool,
+    bounded: bool,
+    row_lse: Tensor,
+    row_positive: Tensor,
+    column_lse: Tensor,
+    column_positive: Tensor,
+) -> None:
+    """As the reference's."""
+    n, m = scores.shape
+    row_positive.zero_()
+    columns = column_lse.shape[0] > 0
+    room, other_room = (row_lse.new_empty(_rows(m), m) for _ in range(2))
+    one_exponential = bounded and float(scale) <= _LARGEST
+    column_total = torch.zeros_like(column_lse)
+    for first, part in _blocks(n, m):
+        count = part.stop - part.start
+        values = room[:count].copy_(scores[part]).mul_(scale)
+        start = own + first
+        mine = _own(values, start)
+        pulled = row_positive[part]
+        if query_groups is None or key_groups is None:
+            pulled[: mine.shape[0]] = mine
+        else:
+            same = query_groups[part].unsqueeze(1) == key_groups
+            if positive:
+                _own(same, start).fill_(True)
+                # Products with a mask would make NaN of what is infinite and does not count.
+                hits = torch.where(same, values, 0.0)
+                torch.sum(hits, 1, out=pulled)
+                if column_positive.shape[0]:
+                    column_positive += hits.sum(0)
+            else:
+                pulled[: mine.shape[0]] = mine
+                _own(same, start).fill_(False)
+                values.masked_fill_(same, -torch.inf)
+        if one_exponential:
+            row_lse[part] = values.sub_(scale).exp_().sum(1).log_().add_(scale)
+            if columns:
+                column_total += values.sum(0)
+            continue
+        shares = other_room[:count]
+        peak = _origin(values.amax(1)) if m else row_lse.new_zeros(count)
+        torch.sub(values, peak.unsqueeze(1), out=shares).exp_()
+        row_lse[part] = shares.sum(1).log_().add_(peak)
+        if columns:
+            peak = _origin(torch.maximum(values.amax(0), column_lse))
+            torch.sub(values, peak, out=shares).exp_()
+            column_lse.sub_(peak).exp_().add_(shares.sum(0)).log_().add_(peak)
+    if one_exponential and columns:
+        column_lse.copy_(torch.logaddexp(column_lse, column_total.log_().add_(scale)))
+
+
+def weights_(
+    scores: Tensor,
+    scale: Tensor,
+    own: int,
+    query_groups: Tensor | None,
+    key_groups: Tensor | None,
+    positive: bool,
+    bounded: bool,
+    row_lse: Tensor,
+    row_push: Tensor,
+    row_pull: Tensor,
+    column_lse: Tensor,
+    column_push: Tensor,
+    column_pull: Tensor,
+    out: Tensor,
+) -> None:
+    """As the reference's."""
+    n, m = scores.shape
+    columns = column_lse.shape[0] > 0
+    room, other_room = (row_lse.new_empty(_rows(m), m) for _ in range(2))
+    one_exponential = bounded and columns and float(scale) <= _LARGEST
+    by_column = column_push * torch.exp(scale - column_lse) if one_exponential else column_push
+    for first, part in _blocks(n, m):
+        count = part.stop - part.start
+        values, shares = room[:count].copy_(scores[part]).mul_(scale), other_room[:count]
+        if one_exponential:
+            by_row = row_push[part] * torch.exp(scale - row_lse[part])
+            torch.add(by_row.unsqueeze(1), by_column, out=shares).mul_(values.sub_(scale).exp_())
+        else:
+            torch.sub(values, row_lse[part].unsqueeze(1), out=shares).exp_()
+            shares.mul_(row_push[part].unsqueeze(1))
+            if columns:
+                shares.addcmul_(values.sub_(column_lse).exp_(), by_column)
+        start, pull = own + first, row_pull[part]
+        mine = _own(shares, start)
+        if query_groups is None or key_groups is None:
+            mine += pull[: mine.shape[0]]
+        else:
+            same = query_groups[part].unsqueeze(1) == key_groups
+            if positive:
+                _own(same, start).fill_(True)
+                pulls = pull.unsqueeze(1)
+                if column_pull.shape[0]:
+                    pulls = pulls + column_pull
+                shares += torch.where(same, pulls, 0.0)
+            else:
+                mine += pull[: mine.shape[0]]
+                _own(same, start).fill_(False)
+                shares.masked_fill_(same, 0.0)
+        out[part] = shares
+
+
+def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
+    """As the reference's."""
+    for _, part in _blocks(*rows.shape):
+        wide = rows[part].to(out.dtype)
+        out[part] = wide * _inverse_length(wide) if normalize else wide
+
+
+def row_gradients_(
+    rows: Tensor, gradient: Tensor, factor: Tensor, normalize: bool, out: Tensor, along: Tensor
+) -> None:
+    """As the reference's."""
+    for _, part in _blocks(*rows.shape):
+        wide, slope = rows[part].to(along.dtype), gradient[part] * factor
+        if normalize:
+            inverse = _inverse_length(wide)
+            wide = wide * inverse
+        together = torch.linalg.vecdot(wide, slope)
+        along[part] = together
+        if normalize:
+            slope = slope.sub_(wide.mul_(together.unsqueeze(1))).mul_(inverse)
+        out[part] = slope
+
+
+def _rows(m: int) -> int:
+    return max(8, _NUMBERS // max(1, m))
+
+
+def _blocks(n: int, m: int) -> list[tuple[int, slice]]:
+    step = _rows(m)
+    return [(first, slice(first, min(n, first + step))) for first in range(0, n, step)]
+
+
+def _own(values: Tensor, start: int) -> Tensor:
+    """The entries of own keys, as a view; fewer than rows, or none, where the columns end."""
+    return values[:, min(start, values.shape[1]) :].diagonal()
+
+
+def _origin(peak: Tensor) -> Tensor:
+    return peak.masked_fill_(peak == -torch.inf, 0.0)
+
+
+def _inverse_length(wide: Tensor) -> Tensor:
+    size = wide.abs().amax(-1, keepdim=True)
+    safe = torch.where(size > 0, size, 1.0)
+    length = torch.linalg.vector_norm(wide / safe, dim=-1, keepdim=True)
+    return torch.where(size == 0, 0.0, 1.0 / (safe * length))

@@ -1,0 +1,124 @@
+"""In plain torch, with temporaries of the size of the scores: defines the truth."""
+
+import torch
+from torch import Tensor
+
+
+def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
+    """``rows`` of length 1, or as they are, into ``out``; a row of zeros stays one."""
+    wide = rows.to(_wide(rows))
+    out.copy_(wide * _inverse_length(wide) if normalize else wide)
+
+
+def row_gradients_(
+    rows: Tensor, gradient: Tensor, factor: Tensor, normalize: bool, out: Tensor, along: Tensor
+) -> None:
+    """``factor * gradient`` by unit rows as one by the rows themselves, into ``out``.
+
+    ``along`` gets the product of each unit row with its part of ``factor * gradient``, which is
+    what the scale of the rows' similarities needs.
+    """
+    wide, gradient = rows.to(along.dtype), gradient.to(along.dtype) * factor
+    if not normalize:
+        along.copy_((wide * gradient).sum(-1))
+        out.copy_(gradient)
+        return
+    inverse = _inverse_length(wide)
+    unit = wide * inverse
+    along.copy_((unit * gradient).sum(-1))
+    out.copy_((gradient - unit * along.unsqueeze(-1)) * inverse)
+
+
+def statistics_(
+    scores: Tensor,
+    scale: Tensor,
+    own: int,
+    query_groups: Tensor | None,
+    key_groups: Tensor | None,
+    positive: bool,
+    bounded: bool,  # noqa: ARG001 — for kernels that make use of it
+    row_lse: Tensor,
+    row_positive: Tensor,
+    column_lse: Tensor,
+    column_positive: Tensor,
+) -> None:
+    """Normalisers and sums of positive similarities of rows, and their share of the columns'.
+
+    Those of the columns are added to what earlier rows left; where they are empty they are not
+    wanted.
+    """
+    values = scores.to(row_lse.dtype) * scale
+    mine, same = _masks(values, own, query_groups, key_groups)
+    hit = mine if same is None or not positive else mine | same
+    if same is not None and not positive:
+        values = values.masked_fill(same & ~mine, -torch.inf)
+    row_lse.copy_(torch.logsumexp(values, 1))
+    pulled = torch.where(hit, values, 0.0)
+    row_positive.copy_(pulled.sum(1))
+    if column_lse.shape[0]:
+        column_lse.copy_(torch.logaddexp(column_lse, torch.logsumexp(values, 0)))
+    if column_positive.shape[0]:
+        column_positive.add_(pulled.sum(0))
+
+
+def weights_(
+    scores: Tensor,
+    scale: Tensor,
+    own: int,
+    query_groups: Tensor | None,
+    key_groups: Tensor | None,
+    positive: bool,
+    bounded: bool,  # noqa: ARG001 — for kernels that make use of it
+    row_lse: Tensor,
+    row_push: Tensor,
+    row_pull: Tensor,
+    column_lse: Tensor,
+    column_push: Tensor,
+    column_pull: Tensor,
+    out: Tensor,
+) -> None:
+    """Gradients by the similarities into ``out``, which may be ``scores``.
+
+    ``scores`` may be overwritten in any case.
+    Pushes are the gradients by the normalisers and pulls those by the positive sums.
+    """
+    values = scores.to(row_lse.dtype) * scale
+    mine, same = _masks(values, own, query_groups, key_groups)
+    hit = mine if same is None or not positive else mine | same
+    result = torch.exp(values - row_lse.unsqueeze(1)) * row_push.unsqueeze(1)
+    pull = row_pull.unsqueeze(1)
+    if column_lse.shape[0]:
+        result += torch.exp(values - column_lse) * column_push
+    if column_pull.shape[0]:
+        pull = pull + column_pull
+    result += torch.where(hit, pull, 0.0)
+    if same is not None and not positive:
+        result = torch.where(same & ~mine, 0.0, result)
+    out.copy_(result)
+
+
+def _masks(
+    values: Tensor, own: int, query_groups: Tensor | None, key_groups: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Where each row's own key is, and where groups are the same."""
+    n, m = values.shape
+    row = torch.arange(own, own + n, device=values.device)
+    mine = row.unsqueeze(1) == torch.arange(m, device=values.device)
+    if query_groups is None or key_groups is None:
+        return mine, None
+    return mine, query_groups.unsqueeze(1) == key_groups
+
+
+def _inverse_length(wide: Tensor) -> Tensor:
+    """1 over the length of each row, and 0 for a row of zeros.
+
+    The largest entry is taken out first: squares of float32 numbers may not be float32 numbers.
+    """
+    size = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros(len(wide), 1)
+    safe = torch.where(size > 0, size, 1.0)
+    length = torch.linalg.vector_norm(wide / safe, dim=-1, keepdim=True)
+    return torch.where(size == 0, 0.0, 1.0 / (safe * length))
+
+
+def _wide(rows: Tensor) -> torch.dtype:
+    return torch.float64 if rows.dtype == torch.float64 else torch.float32

@@ -1,0 +1,19 @@
+"""In plain torch: defines the truth."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def forward_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
+    """The losses of all rows (rows, labels), added up; ``scale`` has one number a row."""
+    values = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    absent = values == -torch.inf
+    # Not functional.softplus: it is linear from 20 on.
+    loss = -functional.logsigmoid(-values)
+    if smoothing:
+        loss -= smoothing * torch.where(absent, 0.0, values)
+    if scale is not None:
+        gradient = torch.where(absent, 0.0, torch.sigmoid(values) - smoothing)
+        scores.copy_(gradient * scale.unsqueeze(-1))
+    return loss.sum(-1)

@@ -1,0 +1,109 @@
+"""ZLPR in plain torch: defines the truth. Scores, targets and values can be differentiated."""
+
+import math
+
+import torch
+from torch import Tensor
+
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+def forward(scores: Tensor, target: Tensor, mask: Tensor | None) -> Rows:
+    """Losses ``(rows,)``, stats ``(4, rows)``, and which rows have a class that counts."""
+    negatives, positives, allowed = _sides(scores, target, mask)
+    below, *left = _log_one_plus(*_terms(*negatives))
+    above, *right = _log_one_plus(*_terms(*positives))
+    return below + above, torch.stack([*left, *right]), allowed.any(-1)
+
+
+def gradient(scores: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+    """The derivative of each row's loss by its scores, which can be differentiated further."""
+    negatives, positives, allowed = _sides(scores, target, mask)
+    slope = _shares(*_terms(*negatives)) - _shares(*_terms(*positives))
+    return torch.where(allowed, slope, 0.0)
+
+
+def backward(
+    scores: Tensor, target: Tensor, mask: Tensor | None, _stats: Tensor, grad: Tensor
+) -> Tensor:
+    """The gradient of the scores, in their dtype; the stats are made again."""
+    row = grad.unsqueeze(-1)
+    product = torch.where(row == 0, 0.0, gradient(scores, target, mask) * row)
+    return product.to(scores.dtype)
+
+
+def forward_listed(
+    scores: Tensor,
+    classes: Tensor,
+    rows: Tensor,
+    _starts: Tensor,
+    values: Tensor | None,
+    mask: Tensor | None,
+    smoothing: float,
+) -> Rows:
+    """As ``forward``, from lists."""
+    return forward(scores, dense_target(scores, classes, rows, values, smoothing), mask)
+
+
+def backward_listed(
+    scores: Tensor,
+    classes: Tensor,
+    rows: Tensor,
+    _starts: Tensor,
+    values: Tensor | None,
+    mask: Tensor | None,
+    smoothing: float,
+    stats: Tensor,
+    grad: Tensor,
+) -> Tensor:
+    """As ``backward``, from lists."""
+    target = dense_target(scores, classes, rows, values, smoothing)
+    return backward(scores, target, mask, stats, grad)
+
+
+def dense_target(
+    scores: Tensor, classes: Tensor, rows: Tensor, values: Tensor | None, smoothing: float
+) -> Tensor:
+    """Labels of the shape of the scores; entries that do not count have the class -1."""
+    n_rows, n = scores.shape
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    target = torch.full((n_rows, n + 1), smoothing, dtype=dtype, device=scores.device)
+    labels = torch.ones_like(classes, dtype=dtype) if values is None else values.to(dtype)
+    place = (rows, torch.where(classes < 0, n, classes))
+    return torch.index_put(target, place, labels)[:, :n]
+
+
+def _sides(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Rows, Rows, Tensor]:
+    """What is summed for negatives and for positives: exponents, weights, and what takes part."""
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    scores, labels = scores.to(dtype), target.to(dtype)
+    allowed = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
+    negatives = scores, 1.0 - labels, allowed & (labels < 1)
+    return negatives, (-scores, labels, allowed & (labels > 0)), allowed
+
+
+def _terms(x: Tensor, weight: Tensor, keep: Tensor) -> Rows:
+    """``weight · exp(x - peak)``, the peak, and the sum with what 1 is beside them."""
+    if x.shape[-1]:
+        peak = torch.where(keep, x, 0.0).detach().amax(-1).clamp(min=0.0)
+    else:
+        peak = x.new_zeros(x.shape[:-1])
+    # What does not take part is replaced before, so that no derivative is 0 · NaN.
+    finite = keep & (x != math.inf)
+    distance = torch.where(finite, x, 0.0) - torch.where(finite, peak.unsqueeze(-1), 0.0)
+    return torch.where(keep, weight, 0.0) * distance.exp(), peak, torch.exp(-peak)
+
+
+def _log_one_plus(terms: Tensor, peak: Tensor, one: Tensor) -> Rows:
+    total = terms.sum(-1)
+    shifted = peak > 0
+    value = torch.where(
+        shifted,
+        peak + torch.where(shifted, total + one, 1.0).log(),
+        torch.where(shifted, 0.0, total).log1p(),
+    )
+    return value, peak, total + one
+
+
+def _shares(terms: Tensor, _peak: Tensor, one: Tensor) -> Tensor:
+    return terms / (terms.sum(-1) + one).unsqueeze(-1)

@@ -1,0 +1,214 @@
+"""ZLPR, the softmax and cross entropy of several right answers."""
+
+import torch
+from torch import Tensor
+
+from lastlayer._checks import check_reduction, check_scores
+from lastlayer.losses._multilabel import (
+    check_allowed,
+    check_multilabel,
+    reduced,
+    rows_of_mask,
+    wide_dtype,
+)
+from lastlayer.losses._positives import positive_lists
+from lastlayer.losses._zlpr_rows import zlpr_listed_rows, zlpr_rows
+
+
+def zlpr_loss(
+    scores: Tensor, target: Tensor, *, mask: Tensor | None = None, reduction: str = "mean"
+) -> Tensor:
+    r"""Zero-bounded log-sum-exp and pairwise rank-based loss: positives above 0, others below.
+
+    .. math:: L(s, t) = \log\Bigl(1 + \sum_i (1 - t_i)\,e^{s_i}\Bigr)
+              + \log\Bigl(1 + \sum_i t_i\,e^{-s_i}\Bigr)
+
+    For labels 0 and 1 the first sum is over the negatives and the second over the positives, as in
+    a softmax in which 0 is the score to beat: the gradient of a class is its share of a sum, so
+    that a million easy negatives do not outweigh one positive, as they do in a sum of binary cross
+    entropies. With one class it *is* the binary cross entropy. Predict with ``scores > 0``.
+
+    The limits are exact, and no label is clipped: 0 leaves the sum of positives, 1 leaves that of
+    negatives, and a class that the mask leaves out is in neither, whatever its score (-1e12, -inf,
+    NaN) and label. Without positives the second term is log 1. A score of -inf counts where it is
+    not masked: nothing for a label of 0, and a loss of +inf for any other.
+
+    For soft labels the minimum is at :math:`\sigma(2 s_i) = t_i`; see
+    :func:`lastlayer.zlpr_probability` for what that says of hard labels: nothing.
+
+    Choose it where positives are few among many classes; see :func:`lastlayer.asymmetric_loss` and
+    :func:`lastlayer.binary_cross_entropy_loss` for others.
+
+    Cost: one reading of scores and labels forward, one more backward, which writes the gradient.
+    (Rows with a score beyond 60 on the wrong side are read three times on CUDA.)
+
+    Args:
+        scores: ``(*batch, n)``.
+        target: labels of that shape: bool, integers 0 and 1, or floating in [0, 1]. A floating
+            target gets a gradient where it wants one.
+        mask: bool that broadcasts to ``scores``, True for classes that count.
+        reduction: "mean" over rows in which any class counts (0 where there is none), "sum" or
+            "none" for the loss of each row.
+
+    Returns:
+        The loss in float32, or in float64 from float64 scores.
+
+    Example:
+        >>> scores = torch.tensor([[2.0, -1.0, -3.0]])
+        >>> zlpr_loss(scores, torch.tensor([[1, 0, 0]]))
+        tensor(0.4759)
+        >>> zlpr_loss(scores, torch.tensor([[1, 0, 0]]), mask=torch.tensor([True, False, True]))
+        tensor(0.1755)
+
+    Reference:
+        Su et al., ZLPR: A Novel Loss for Multi-label Classification, 2022, arXiv:2208.02955; Su,
+        spaces.ac.cn/archives/9064 (soft labels).
+    """
+    check_multilabel(scores, target, mask, reduction)
+    batch, n = scores.shape[:-1], scores.shape[-1]
+    n_rows = batch.numel()
+    losses, counts = zlpr_rows(
+        scores.reshape(n_rows, n),
+        target.reshape(n_rows, n),
+        rows_of_mask(mask, scores, n_rows),
+    )
+    return reduced(losses.reshape(batch), None if mask is None else counts, reduction)
+
+
+def zlpr_loss_from_indices(
+    scores: Tensor,
+    positives: Tensor,
+    offsets: Tensor | None = None,
+    *,
+    values: Tensor | None = None,
+    smoothing: float = 0.0,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    r""":func:`lastlayer.zlpr_loss` from lists of the positives, without a target of n labels a row.
+
+    Lists are padded, ``(*batch, m)``, or in CSR: all lists one after the other, and where each
+    starts. A class that is listed twice counts once. No class serves as padding.
+
+    Soft labels need no dense target either. Listed classes have the label in ``values``, all others
+    the label ``smoothing``, :math:`\varepsilon`:
+
+    .. math:: \log\Bigl(1 + (1 - \varepsilon) \sum_{i \notin P} e^{s_i}
+              + \sum_{i \in P} (1 - v_i)\,e^{s_i}\Bigr)
+              + \log\Bigl(1 + \varepsilon \sum_{i \notin P} e^{-s_i}
+              + \sum_{i \in P} v_i\,e^{-s_i}\Bigr)
+
+    Listed classes are left out of the sums over the others; nothing is added and then subtracted,
+    which would lose all digits once a positive leads.
+
+    Cost: as :func:`lastlayer.zlpr_loss` with one bit a label on CUDA, and two sorts of the lists.
+    Where ``values`` need a gradient, and for second derivatives, a dense target is made.
+
+    Args:
+        scores: ``(*batch, n)``.
+        positives: class ids, int64: ``(*batch, m)``, padded with ``ignore_index``; or ``(k,)`` with
+            offsets.
+        offsets: ``(rows + 1,)`` int64, from 0 to k: row r, counted over all batch dimensions, has
+            ``positives[offsets[r] : offsets[r + 1]]``.
+        values: labels of the listed classes, floating in [0, 1], of the shape of ``positives``;
+            of a class that is listed twice the first counts. Without them ``1 - smoothing``.
+        smoothing: the label of all other classes, from 0 to below 1/2.
+        mask: bool that broadcasts to ``scores``, True for classes that count.
+        ignore_index: the id that pads.
+        reduction: "mean" over rows in which any class counts (0 where there is none), "sum" or
+            "none". A row without positives counts.
+
+    Returns:
+        The loss in float32, or in float64 from float64 scores.
+
+    Example:
+        >>> scores = torch.tensor([[2.0, -1.0, -3.0], [0.0, 1.0, 2.0]])
+        >>> zlpr_loss_from_indices(scores, torch.tensor([[0, -100], [2, 1]]), reduction="none")
+        tensor([0.4759, 1.1008])
+        >>> in_csr = torch.tensor([0, 2, 1]), torch.tensor([0, 1, 3])
+        >>> zlpr_loss_from_indices(scores, *in_csr, smoothing=0.05)
+        tensor(1.3552)
+
+    Reference:
+        Su et al., ZLPR: A Novel Loss for Multi-label Classification, 2022, arXiv:2208.02955.
+    """
+    check_scores(scores)
+    check_reduction(reduction)
+    check_allowed(mask, scores)
+    batch, n = scores.shape[:-1], scores.shape[-1]
+    n_rows = batch.numel()
+    lists = positive_lists(
+        positives,
+        offsets,
+        n_rows=n_rows,
+        n_classes=n,
+        ignore_index=ignore_index,
+        values=values,
+        smoothing=smoothing,
+        batch=tuple(batch),
+    )
+    if positives.device != scores.device:
+        raise ValueError(
+            f"positives: expected the device of scores, {scores.device}, got {positives.device}"
+        )
+    losses, counts = zlpr_listed_rows(
+        scores.reshape(n_rows, n), lists, rows_of_mask(mask, scores, n_rows), float(smoothing)
+    )
+    return reduced(losses.reshape(batch), None if mask is None else counts, reduction)
+
+
+def zlpr_probability(scores: Tensor) -> Tensor:
+    r"""The soft label at which :func:`lastlayer.zlpr_loss` is least: :math:`\sigma(2s)`.
+
+    **For soft labels** it is what was learned: each term of the gradient vanishes where
+    :math:`t_i e^{-s_i} = (1 - t_i) e^{s_i}`, that is :math:`t_i = \sigma(2 s_i)`, whatever the
+    other classes are.
+
+    **For hard labels, 0 and 1, it is no probability.** The expected loss then depends on which
+    labels come together, and no formula of one score gives back the frequency of a label. With one
+    class the probability is :math:`\sigma(s)`; with independent labels it lies between that and
+    :math:`\sigma(2s)`; where exactly one of four labels is right with probabilities (.5, .3, .15,
+    .05), :math:`\sigma(2s)` is (.61, .26, .09, .01). Even ``s > 0`` and ``p > 0.5`` may differ
+    where labels are correlated. :class:`lastlayer.ZLPRCalibrator` fits probabilities and thresholds
+    to held-out data.
+
+    Args:
+        scores: any floating dtype and shape.
+
+    Returns:
+        ``sigmoid(2 * scores)``, in the dtype of the scores.
+
+    Example:
+        >>> zlpr_probability(torch.tensor([0.0, 1.0]))
+        tensor([0.5000, 0.8808])
+
+    Reference:
+        Su, spaces.ac.cn/archives/9064.
+    """
+    check_scores(scores, at_least_1d=False)
+    # Doubled in the wide dtype: float16 ends at 65504.
+    return torch.sigmoid(2.0 * scores.to(wide_dtype(scores))).to(scores.dtype)
+
+
+class ZLPRLoss(torch.nn.Module):
+    """:func:`lastlayer.zlpr_loss` as a module.
+
+    Args:
+        reduction: "mean", "sum" or "none".
+
+    Example:
+        >>> ZLPRLoss()(torch.zeros(2, 3), torch.eye(3)[:2])
+        tensor(1.7918)
+    """
+
+    def __init__(self, *, reduction: str = "mean") -> None:
+        super().__init__()
+        check_reduction(reduction)
+        self.reduction = reduction
+
+    def forward(self, scores: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+        return zlpr_loss(scores, target, mask=mask, reduction=self.reduction)
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}"

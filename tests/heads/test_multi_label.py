@@ -1,0 +1,191 @@
+"""A head with any number of labels a row."""
+
+import pytest
+import torch
+
+from lastlayer.heads.multi_label import MultiLabel
+from lastlayer.losses.calibration import ZLPRCalibrator
+from lastlayer.losses.logistic import asymmetric_loss, binary_cross_entropy_loss
+from lastlayer.losses.multilabel_sparsemax import multilabel_sparsemax_loss
+from lastlayer.losses.zlpr import zlpr_loss
+from lastlayer.maps.sparsemax import sparsemax
+from lastlayer.testing._multilabel_heads import check_multilabel_head
+
+PAD = -100
+LOSSES = {
+    "zlpr": zlpr_loss,
+    "bce": binary_cross_entropy_loss,
+    "asymmetric": asymmetric_loss,
+    "sparsemax": multilabel_sparsemax_loss,
+}
+with_each_loss = pytest.mark.parametrize("loss", LOSSES)
+
+
+def made(loss, **options):
+    head = MultiLabel(6, 23, loss, dtype=torch.float64, **options)
+    hidden = 2 * torch.randn(2, 5, 6, dtype=torch.float64)
+    lists = torch.randint(23, (2, 5, 3))
+    lists[0, 1] = PAD
+    lists[1, 2, 1:] = PAD
+    return head, hidden.requires_grad_(), lists
+
+
+def dense(lists, smoothing=0.0, n_classes=23):
+    listed = torch.nn.functional.one_hot(torch.where(lists == PAD, n_classes, lists), n_classes + 1)
+    on = listed.sum(-2)[..., :n_classes].clamp(max=1).double()
+    return on * (1 - 2 * smoothing) + smoothing
+
+
+@with_each_loss
+@pytest.mark.parametrize("bias", [True, False])
+def test_it_keeps_the_contract(loss, bias):
+    # Compiled code that is right for one loss is right for all that share it.
+    compiled = "aot_eager" if bias and loss in ("zlpr", "bce") else False
+    check_multilabel_head(lambda: MultiLabel(7, 19, loss, bias), compile=compiled)
+
+
+@with_each_loss
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_that_of_dense_labels(loss, reduction, smoothing):
+    head, hidden, lists = made(loss, reduction=reduction, smoothing=smoothing, chunk_rows=3)
+    right = LOSSES[loss](head.to_linear()(hidden), dense(lists, smoothing), reduction=reduction)
+    ours = head(hidden, lists)
+    torch.testing.assert_close(ours, right)
+    upstream = torch.rand_like(right)
+    leaves = [hidden, *head.parameters()]
+    torch.testing.assert_close(
+        *(torch.autograd.grad((each * upstream).sum(), leaves) for each in (ours, right))
+    )
+
+
+@with_each_loss
+def test_soft_labels(loss):
+    head, hidden, _ = made(loss)
+    lists = torch.rand(2, 5, 23).argsort(-1)[..., :4]
+    values = torch.rand(2, 5, 4, dtype=torch.float64)
+    labels = torch.zeros(2, 5, 23, dtype=torch.float64).scatter(-1, lists, values)
+    right = LOSSES[loss](head.to_linear()(hidden), labels)
+    torch.testing.assert_close(head(hidden, lists, values=values), right)
+    in_csr = lists.flatten(), torch.arange(0, 41, 4)
+    torch.testing.assert_close(head(hidden, *in_csr, values=values.flatten()), right)
+
+
+def test_the_mean_of_sparsemax_leaves_rows_without_a_label_out():
+    head, hidden, lists = made("sparsemax")
+    values = torch.rand(lists.shape, dtype=torch.float64)
+    values[1, 1] = 0.0
+    losses = LOSSES["sparsemax"]
+    on = torch.zeros(2, 5, 24, dtype=torch.float64)
+    for place in reversed(range(3)):
+        where = torch.where(lists == PAD, 23, lists)[..., place : place + 1]
+        on.scatter_(-1, where, values[..., place : place + 1])
+    right = losses(head.to_linear()(hidden), on[..., :23])
+    torch.testing.assert_close(head(hidden, lists, values=values), right)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, "auto"])
+def test_predict_is_what_lies_above_the_threshold(chunk_rows):
+    for loss in LOSSES:
+        head, hidden, _ = made(loss, chunk_rows=chunk_rows)
+        scores = head.to_linear()(hidden)
+        values = sparsemax(scores) if loss == "sparsemax" else scores
+        for threshold in (None, 0.2, torch.rand(23, dtype=torch.float64)):
+            on = values > (0.0 if threshold is None else threshold)
+            lists = head.predict(hidden, threshold=threshold)
+            assert lists.shape == (2, 5, on.sum(-1).max())
+            assert torch.equal(dense(lists) > 0, on)
+
+
+def test_predicted_lists_of_nothing():
+    head = MultiLabel(3, 4, bias=False)
+    assert head.predict(torch.zeros(2, 3)).shape == (2, 0)
+    assert torch.isfinite(head(torch.zeros(2, 3), head.predict(torch.zeros(2, 3))))
+
+
+def test_the_best_labels_are_told_apart_where_their_probabilities_are_1():
+    linear = torch.nn.Linear(1, 5, bias=False)
+    linear.weight.data[:, 0] = torch.tensor([80.0, 90.0, 70.0, 90.0, -1.0])
+    head = MultiLabel.from_linear(linear)
+    best = head.topk(torch.ones(1), 4)
+    assert best.classes.tolist() == [1, 3, 0, 2]
+    assert torch.equal(best.values, torch.zeros(4))
+
+
+def test_probabilities():
+    scores = torch.tensor([[2.0, -1.0, 0.0]])
+    linear = torch.nn.Linear(1, 3, bias=False)
+    linear.weight.data.copy_(scores.mT)
+    expected = {"zlpr": (2 * scores).sigmoid(), "bce": scores.sigmoid()}
+    expected |= {"asymmetric": scores.sigmoid(), "sparsemax": sparsemax(scores)}
+    for loss, probs in expected.items():
+        head = MultiLabel.from_linear(linear, loss=loss)
+        torch.testing.assert_close(head.probability(torch.ones(1, 1)), probs)
+
+
+def test_options_are_saved(tmp_path):
+    options = {"gamma_negative": 2.0, "margin": 0.0}
+    head = MultiLabel(3, 9, "asymmetric", smoothing=0.1, loss_options=options, reduction="sum")
+    head.save(tmp_path)
+    loaded = MultiLabel.load(tmp_path)
+    assert repr(loaded) == repr(head)
+    hidden, lists = torch.randn(4, 3), torch.randint(9, (4, 2))
+    assert torch.equal(loaded(hidden, lists), head(hidden, lists))
+    dense_labels = dense(lists, 0.1, 9).float()
+    right = asymmetric_loss(head.to_linear()(hidden), dense_labels, reduction="sum", **options)
+    torch.testing.assert_close(head(hidden, lists), right)
+
+
+@pytest.mark.parametrize("n_classes", [None, 23])
+def test_a_calibrator_gives_probabilities_and_thresholds(tmp_path, n_classes):
+    head, hidden, _ = made("zlpr")
+    scores = head.to_linear()(hidden).detach()
+    fitted = ZLPRCalibrator(n_classes).fit(scores, torch.rand(scores.shape) < 0.3)
+    head.calibrator = fitted
+    head.save(tmp_path)
+    for each in (head, MultiLabel.load(tmp_path)):
+        with torch.no_grad():
+            torch.testing.assert_close(each.probability(hidden), fitted(scores))
+            classes = torch.randint(23, (2, 5, 4))
+            chosen = fitted(scores).gather(-1, classes)
+            torch.testing.assert_close(each.probability(hidden, classes), chosen)
+            best = each.topk(hidden, 3)
+        torch.testing.assert_close(best.values.exp(), fitted(scores).gather(-1, best.classes))
+        assert torch.equal(dense(each.predict(hidden)) > 0, fitted.predict(scores))
+    torch.testing.assert_close(
+        head.probability(hidden, classes), head.probability(hidden).gather(-1, classes)
+    )
+
+
+def test_there_is_no_sample():
+    with pytest.raises(NotImplementedError, match=r"torch\.bernoulli"):
+        MultiLabel(2, 3).sample(torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"loss": "softmax"}, ValueError, "loss: expected one of zlpr, bce, asymmetric, sparsemax"),
+        ({"smoothing": 0.7}, ValueError, "smoothing: expected 0 to below 0.5"),
+        ({"ignore_index": None}, TypeError, "ignore_index: expected an int"),
+        ({"loss_options": {"margin": 0.1}}, ValueError, "loss_options: expected none"),
+        ({"loss": "asymmetric", "loss_options": {"margin": 2.0}}, ValueError, "margin"),
+        ({"calibrator": torch.nn.Identity()}, TypeError, "calibrator: expected a ZLPRCalibrator"),
+        ({"calibrator": ZLPRCalibrator(4)}, ValueError, "calibrator: expected one for 3 labels"),
+        (
+            {"calibrator": ZLPRCalibrator(), "loss": "sparsemax"},
+            ValueError,
+            "calibrator: expected none",
+        ),
+        ({"n_classes": 0}, ValueError, "n_classes: expected at least 1"),
+    ],
+)
+def test_bad_options(options, error, words):
+    with pytest.raises(error, match=words):
+        MultiLabel(**{"in_features": 2, "n_classes": 3} | options)
+
+
+@pytest.mark.parametrize("threshold", ["0", True, torch.zeros(4)])
+def test_bad_thresholds(threshold):
+    with pytest.raises((TypeError, ValueError), match="threshold: expected"):
+        MultiLabel(2, 3).predict(torch.zeros(1, 2), threshold=threshold)

@@ -1,0 +1,130 @@
+"""Processes that share a batch: their averaged gradients are those of one process with all of it.
+
+``python info_nce_process.py PROCESSES FILE``; says what is wrong and fails. Processes are forked
+before any of them has used torch, which is then imported once.
+"""
+
+import itertools
+import os
+import sys
+import traceback
+
+import torch
+from torch import distributed as dist
+
+from lastlayer.losses.contrastive import info_nce
+from lastlayer.losses.queue import NegativeQueue
+
+UNEVEN, EVEN = (5, 3, 0, 4), (3, 3, 3, 3)
+MORE = (2, 0, 3, 1)
+INPUT, WIDTH = 7, 5
+
+
+def parameters() -> list[torch.Tensor]:
+    """Two encoders and a temperature, the same everywhere."""
+    torch.manual_seed(1)
+    encoders = [torch.randn(INPUT, WIDTH, dtype=torch.float64) for _ in range(2)]
+    return [p.requires_grad_() for p in (*encoders, torch.tensor(0.3, dtype=torch.float64))]
+
+
+def part(counts: tuple[int, ...], rank: int) -> slice:
+    first = sum(counts[:rank])
+    return slice(first, first + counts[rank])
+
+
+def run(inputs, mine, further, gather, options):
+    """Loss and gradients with the rows ``mine`` of the batch."""
+    query, key, negatives, groups, key_groups, negative_groups = inputs
+    first, second, temperature = leaves = parameters()
+    given = dict(options)
+    kind = given.pop("groups", None)
+    if kind is not None:
+        given["groups"] = groups[mine] if kind == "one" else (groups[mine], key_groups[mine])
+    extra = None
+    if given.pop("negatives", False):
+        extra = negatives[further] @ second
+        if kind is not None:
+            given["negative_groups"] = negative_groups[further]
+    loss = info_nce(
+        query[mine] @ first,
+        key[mine] @ second,
+        extra,
+        temperature=temperature,
+        gather=gather,
+        **given,
+    )
+    return loss, torch.autograd.grad(loss, leaves)
+
+
+def cases():
+    for symmetric, groups in itertools.product((True, False), (None, "one", "two")):
+        for same_group in ("positive", "ignore") if groups else ("positive",):
+            more = dict(negatives=True) if groups == "two" else {}
+            yield True, dict(symmetric=symmetric, groups=groups, same_group=same_group, **more)
+    yield "even", dict(symmetric=True)
+    yield True, dict(symmetric=True, reduction="sum")
+    yield True, dict(negatives=True, in_batch=False)
+    yield True, dict(negatives=True, gather_negatives=False)
+
+
+def compare(rank: int, processes: int, gather, options) -> None:
+    counts = EVEN if gather == "even" else UNEVEN
+    torch.manual_seed(2)
+    n, m = sum(counts), sum(MORE)
+    inputs = [torch.randn(k, INPUT, dtype=torch.float64) for k in (n, n, m)]
+    inputs += [torch.randint(3, (k,)) for k in (n, n, m)]
+    shared = options.get("gather_negatives") is False
+    further = slice(None) if shared else part(MORE, rank)
+    loss, gradients = run(inputs, part(counts, rank), further, gather, options)
+    for each in gradients:
+        dist.all_reduce(each)
+        each.div_(processes)
+    alone = {name: value for name, value in options.items() if name != "gather_negatives"}
+    expected_loss, expected = run(inputs, slice(None), slice(None), False, alone)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
+    for one, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+def check_queue(rank: int) -> None:
+    """Every process holds the keys of all, in the order of ranks."""
+    queue = NegativeQueue(20, WIDTH)
+    keys = torch.arange(sum(UNEVEN)).float().unsqueeze(1).expand(-1, WIDTH)
+    queue.push(keys[part(UNEVEN, rank)], gather=True)
+    assert torch.equal(queue.keys(), keys), queue.keys()
+
+
+def process(rank: int, processes: int, file: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=processes)
+    for gather, options in cases():
+        try:
+            compare(rank, processes, gather, options)
+        except AssertionError as wrong:
+            raise AssertionError(f"rank {rank}, gather={gather}, {options}: {wrong}") from wrong
+    check_queue(rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    processes, file = int(sys.argv[1]), sys.argv[2]
+    children = []
+    for rank in range(processes):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                process(rank, processes, file)
+                code = 0
+            except BaseException:  # noqa: BLE001 — a child must not go on as its parent
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children))
+
+
+if __name__ == "__main__":
+    main()

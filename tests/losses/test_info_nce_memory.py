@@ -1,0 +1,46 @@
+"""Similarities of all pairs are never there at once, and are not kept for long."""
+
+import pytest
+import torch
+
+from lastlayer.bench import memory
+from lastlayer.losses.contrastive import info_nce
+
+PAIRS = 4096
+
+
+@pytest.mark.skipif(not memory._reset_peak(), reason="this system does not reset its peaks")
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_peak_is_far_below_all_similarities(symmetric):
+    query, key = (torch.randn(PAIRS, 16, requires_grad=True) for _ in range(2))
+
+    def call():
+        return torch.autograd.grad(info_nce(query, key, symmetric=symmetric), (query, key))
+
+    call()
+    _, peak = memory.with_peak(call, torch.device("cpu"))
+    assert peak < PAIRS * PAIRS * 4 / 2, "half of one float32 copy"
+
+
+def kept_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """What the steps of a loss hold besides saved tensors."""
+    seen, steps = set(), [loss.grad_fn]
+    while steps:
+        step = steps.pop()
+        if step is not None and step not in seen:
+            seen.add(step)
+            steps += [other for other, _ in step.next_functions]
+    held = (getattr(step, "kept", None) for step in seen)
+    return [each for each in held if each is not None]
+
+
+def test_the_last_products_are_kept_once():
+    query, key = (torch.randn(23, 6, requires_grad=True) for _ in range(2))
+    loss = info_nce(query, key, symmetric=True, chunk_rows=8)
+    (kept,) = kept_of(loss)
+    assert kept.shape == (8, 23)
+    first = torch.autograd.grad(loss, (query, key), retain_graph=True)
+    assert not kept_of(loss)
+    again = torch.autograd.grad(loss, (query, key))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    assert not kept_of(info_nce(query, key, symmetric=True, chunk_rows="low"))

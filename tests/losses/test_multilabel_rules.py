@@ -1,0 +1,32 @@
+"""Every multi-label loss keeps the rules that they share."""
+
+from functools import partial
+
+import pytest
+
+from lastlayer.losses.logistic import asymmetric_loss, binary_cross_entropy_loss
+from lastlayer.losses.multilabel_sparsemax import multilabel_sparsemax_loss
+from lastlayer.losses.zlpr import zlpr_loss
+from lastlayer.testing._multilabel import check_multilabel_loss
+
+LOSSES = {
+    "zlpr": (zlpr_loss, {}),
+    "bce": (binary_cross_entropy_loss, {}),
+    "asl": (asymmetric_loss, {"convex": False}),
+    "asl without margin": (partial(asymmetric_loss, margin=0.0), {"convex": False}),
+    "sparsemax": (multilabel_sparsemax_loss, {"derivatives": False}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_rules_hold(name, seed):
+    loss, options = LOSSES[name]
+    check_multilabel_loss(loss, seed=seed, **options)
+
+
+def test_a_broken_rule_is_named(seed):
+    def clipped(scores, target, **options):
+        return zlpr_loss(scores, target.double().clamp(1e-7, 1 - 1e-7), **options)
+
+    with pytest.raises(AssertionError, match="-inf costs nothing where the label is 0"):
+        check_multilabel_loss(clipped, seed=seed, compile=False)

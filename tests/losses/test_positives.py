@@ -1,0 +1,108 @@
+"""Lists of positives in one form, against sets."""
+
+import pytest
+import torch
+
+from lastlayer import debug
+from lastlayer.losses._positives import positive_lists
+
+
+def as_csr(padded):
+    kept = [[c for c in row if c != -100] for row in padded.tolist()]
+    offsets = torch.tensor([0, *(len(row) for row in kept)]).cumsum(0)
+    return torch.tensor([c for row in kept for c in row], dtype=torch.int64), offsets
+
+
+def drawn(n_rows=6, m=7, n=9):
+    padded = torch.randint(-4, n, (n_rows, m))
+    padded[padded < 0] = -100
+    padded[2] = -100
+    return padded
+
+
+def check(lists, padded):
+    n_rows = len(padded)
+    assert torch.equal(lists.valid, lists.classes >= 0)
+    assert lists.starts.shape == (n_rows + 1,)
+    for row, wanted in enumerate(padded.tolist()):
+        here = slice(int(lists.starts[row]), int(lists.starts[row + 1]))
+        assert (lists.rows[here] == row).all()
+        expected = sorted(set(wanted) - {-100})
+        count = int(lists.counts[row])
+        assert lists.classes[here][:count].tolist() == expected
+        assert (lists.classes[here][count:] == -1).all()
+
+
+def test_padded_lists_and_csr_are_sorted_sets():
+    padded = drawn()
+    check(positive_lists(padded, n_rows=6, n_classes=9), padded)
+    check(positive_lists(*as_csr(padded), n_rows=6, n_classes=9), padded)
+    check(positive_lists(padded.reshape(2, 3, 7), n_rows=6, n_classes=9, batch=(2, 3)), padded)
+
+
+def test_the_first_of_duplicates_keeps_its_value():
+    padded = drawn()
+    values = torch.rand(padded.shape, requires_grad=True)
+    lists = positive_lists(padded, n_rows=6, n_classes=9, values=values)
+    assert (lists.values[~lists.valid] == 0).all()
+    for place in lists.valid.nonzero().flatten().tolist():
+        row, named = int(lists.rows[place]), int(lists.classes[place])
+        first = padded[row].tolist().index(named)
+        assert lists.values[place] == values[row, first]
+    lists.values.sum().backward()
+    assert int((values.grad != 0).sum()) == int(lists.valid.sum())
+
+
+def test_smoothing_gives_what_is_listed_the_rest():
+    lists = positive_lists(drawn(), n_rows=6, n_classes=9, smoothing=0.1)
+    assert torch.equal(lists.values, lists.valid.double() * 0.9)
+
+
+def test_nothing_is_listed():
+    none = torch.zeros(0, dtype=torch.int64)
+    assert positive_lists(none.reshape(3, 0), n_rows=3, n_classes=2).counts.tolist() == [0, 0, 0]
+    in_csr = positive_lists(none, torch.zeros(4, dtype=torch.int64), n_rows=3, n_classes=2)
+    assert in_csr.counts.tolist() == [0, 0, 0]
+    assert positive_lists(none, torch.zeros(1).long(), n_rows=0, n_classes=2).counts.shape == (0,)
+
+
+IDS = torch.tensor([[0, 1], [2, -100]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "positives", "options"),
+    [
+        (TypeError, "positives: expected a torch.Tensor, got list", [[1]], {}),
+        (TypeError, r"positives: .*int64.*positives\.long\(\)", IDS.int(), {}),
+        (ValueError, r"positives: expected shape \(2, m\)", IDS.t()[:1], {}),
+        (ValueError, "positives: .* from 0 to 3, .*-100.* got 4", IDS + 2, {}),
+        (ValueError, "positives: .* got -7", IDS - 7, {}),
+        (ValueError, r"values: .*shape of positives", IDS, {"values": torch.ones(2)}),
+        (ValueError, r"values: .*\[0, 1\], got 1.5", IDS, {"values": torch.full((2, 2), 1.5)}),
+        (
+            ValueError,
+            r"values: .*\[0, 1\], got nan",
+            IDS,
+            {"values": torch.full((2, 2), torch.nan)},
+        ),
+        (TypeError, "values: .*floating.*int64", IDS, {"values": IDS}),
+        (ValueError, "smoothing: .*0.5, .*got 0.5", IDS, {"smoothing": 0.5}),
+        (TypeError, "smoothing: .*number, got str", IDS, {"smoothing": "a"}),
+        (TypeError, "ignore_index: .*int, got float", IDS, {"ignore_index": 1.0}),
+        (ValueError, r"offsets: expected shape \(3,\)", IDS[0], {"offsets": torch.arange(2)}),
+        (ValueError, "offsets: .*rise from 0 to 2", IDS[0], {"offsets": torch.arange(3) + 1}),
+        (ValueError, "offsets: .*rise", IDS[0], {"offsets": torch.tensor([0, 3, 2])}),
+        (TypeError, "offsets: .*int64", IDS[0], {"offsets": torch.ones(3)}),
+        (ValueError, r"positives: expected shape \(k,\)", IDS, {"offsets": torch.arange(3)}),
+    ],
+)
+def test_bad_lists(kind, message, positives, options):
+    with debug(), pytest.raises(kind, match=message):
+        positive_lists(
+            positives,
+            options.get("offsets"),
+            n_rows=2,
+            n_classes=4,
+            batch=(2,),
+            **{name: each for name, each in options.items() if name != "offsets"},
+        )
