@@ -23,7 +23,8 @@ def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor
     return scores
 
 
-@triton.jit
+# Classes are often a part of a longer list, which may begin anywhere.
+@triton.jit(do_not_specialize_on_alignment=["classes", "scores"])
 def _class_scores(
     hidden, weight, bias, classes, scores, k, depth, hidden_row, hidden_step, weight_row,
     weight_step, GROUP: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,

@@ -76,7 +76,12 @@ def finish_rows(
     return Rows(loss, factors, gradient)
 
 
-@triton.jit
+# Rows of a cluster differ from step to step: their number and where they begin must not decide
+# which program is compiled.
+@triton.jit(
+    do_not_specialize=["n"],
+    do_not_specialize_on_alignment=["target", "exact", "row_scale", "row_weight", "more", "loss"],
+)
 def _finish_row(
     lse, mean, weight, target, exact, row_scale, row_weight, more, loss, factors, gradient, n,
     depth, parts, weight_row, keep, z_loss, softcap, inverse_temperature, PARTS: tl.constexpr,

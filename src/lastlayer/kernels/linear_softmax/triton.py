@@ -127,7 +127,9 @@ def _splits(tiles: int, n_classes: int, hidden: Tensor) -> int:
     return max(1, min(8 * units // tiles, n_classes // 1024, 16))
 
 
-@triton.jit
+# Rows of a cluster differ from step to step: their number must not decide which program
+# is compiled.
+@triton.jit(do_not_specialize=["n"])
 def _mix_of_rows(
     hidden, weight, bias, lse, mean, n, n_classes, depth, share, hidden_row, weight_row, softcap,
     inverse_temperature, ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
@@ -186,7 +188,7 @@ def _mix_of_rows(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _gradient_of_classes(
     hidden, weight, bias, target, since, factors, size, weight_gradient, bias_gradient, n,
     n_classes, depth, hidden_row, weight_row, out_row, softcap,
