@@ -7,6 +7,7 @@ from lastlayer.heads._explain import Cost, Explanation
 from lastlayer.heads._log_z import Drift
 from lastlayer.heads._sampled_in_batch import in_batch_softmax_loss
 from lastlayer.heads._sampled_partial import PartialSoftmax
+from lastlayer.heads._span_decode import Span
 from lastlayer.heads._target_sampling import Partition, TargetSampling, target_partitions
 from lastlayer.heads.adaptive import AdaptiveSoftmax, cutoffs_from_counts
 from lastlayer.heads.adaptive_embedding import AdaptiveEmbedding
@@ -16,6 +17,7 @@ from lastlayer.heads.char_cnn import CharCNNSoftmax
 from lastlayer.heads.differentiated import DifferentiatedSoftmax, bands_from_counts
 from lastlayer.heads.entmax import Entmax
 from lastlayer.heads.full_softmax import FullSoftmax
+from lastlayer.heads.global_pointer import GlobalPointer
 from lastlayer.heads.hierarchical import HierarchicalSoftmax
 from lastlayer.heads.importance_sampling import ImportanceSampling
 from lastlayer.heads.multi_label import MultiLabel
@@ -37,6 +39,7 @@ __all__ = [
     "Entmax",
     "Explanation",
     "FullSoftmax",
+    "GlobalPointer",
     "GradientError",
     "Head",
     "HierarchicalSoftmax",
@@ -49,6 +52,7 @@ __all__ = [
     "Partition",
     "SampledSoftmax",
     "SelfNormalized",
+    "Span",
     "TargetSampling",
     "TopK",
     "TopKSoftmax",

@@ -1,0 +1,102 @@
+"""Minimise the objective of a linear model: by L-BFGS on all rows, or by Adam on some at a time."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lastlayer.integrations._linear_objective import Objective
+
+# Steps from which L-BFGS knows the curvature.
+_HISTORY = 10
+
+
+class Solution(NamedTuple):
+    """Where a solver ended; ``problem`` says why it did so too early, or is None."""
+
+    weight: Tensor
+    bias: Tensor
+    n_iter: int
+    problem: str | None
+
+
+def solve_lbfgs(
+    objective: Objective, dtype: torch.dtype, *, fit_intercept: bool, max_iter: int, tol: float
+) -> Solution:
+    """Ends where no entry of the gradient is above ``tol``, or where nothing but rounding moves.
+
+    Steps are made in float64. Memory is that of about 30 weights in it.
+    """
+    n_scores, width = objective.n_scores, objective.features.shape[1]
+    flat = torch.zeros(n_scores * (width + fit_intercept), dtype=torch.float64)
+
+    def model() -> tuple[Tensor, Tensor]:
+        weight, *bias = flat.to(dtype).split(n_scores * width)
+        return weight.view(n_scores, width), bias[0] if bias else weight.new_zeros(n_scores)
+
+    def value_and_gradient() -> float:
+        found = objective(*model())
+        pieces = [found.weight.ravel(), found.bias] if fit_intercept else [found.weight.ravel()]
+        flat.grad = torch.cat(pieces).double()
+        return found.value
+
+    steps = torch.optim.LBFGS(
+        [flat],
+        max_iter=max_iter,
+        max_eval=20 * max_iter,
+        tolerance_grad=tol,
+        tolerance_change=torch.finfo(dtype).eps / 8,
+        history_size=_HISTORY,
+        line_search_fn="strong_wolfe",
+    )
+    steps.step(value_and_gradient)
+    n_iter, problem = int(steps.state[flat]["n_iter"]), None
+    if n_iter >= max_iter:
+        value_and_gradient()
+        largest = float(flat.grad.abs().max())  # type: ignore[union-attr]
+        if not largest <= tol:
+            problem = (
+                f"L-BFGS took all of its {max_iter} iterations, with a gradient of {largest:.2g}"
+            )
+    weight, bias = model()
+    return Solution(weight.clone(), bias.clone(), n_iter, problem)
+
+
+def solve_adam(
+    objective: Objective,
+    dtype: torch.dtype,
+    random: np.random.RandomState,
+    *,
+    fit_intercept: bool,
+    max_iter: int,
+    tol: float,
+    batch_size: int,
+    learning_rate: float,
+    patience: int,
+) -> Solution:
+    """Ends once the loss of an epoch was not better by ``tol`` for ``patience`` epochs.
+
+    The learning rate falls with the root of the epoch. Memory is that of 4 weights.
+    """
+    n_rows = objective.n_rows
+    weight = torch.zeros(objective.n_scores, objective.features.shape[1], dtype=dtype)
+    bias = torch.zeros(objective.n_scores, dtype=dtype)
+    steps = torch.optim.Adam([weight, bias] if fit_intercept else [weight], lr=learning_rate)
+    best, waited = math.inf, 0
+    for epoch in range(1, max_iter + 1):
+        steps.param_groups[0]["lr"] = learning_rate / math.sqrt(epoch)
+        order, total = random.permutation(n_rows), 0.0
+        for first in range(0, n_rows, batch_size):
+            rows = order[first : first + batch_size]
+            found = objective(weight, bias, rows)
+            weight.grad, bias.grad = found.weight, found.bias
+            steps.step()
+            total += found.value * len(rows)
+        waited = 0 if total / n_rows < best - tol else waited + 1
+        best = min(best, total / n_rows)
+        if waited >= patience:
+            return Solution(weight, bias, epoch, None)
+    problem = f"Adam took all of its {max_iter} epochs, and the loss still fell"
+    return Solution(weight, bias, max_iter, problem)

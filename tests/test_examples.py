@@ -1,0 +1,89 @@
+"""Each example runs, on made data of the form that it reads."""
+
+import gzip
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def run(name, *arguments):
+    """What an example prints."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / name, *map(str, arguments)],
+        env=environment, capture_output=True, encoding="utf-8", timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def mulan(tmp_path, seed):
+    """Two labels that two features tell, in ARFF."""
+    draw = random.Random(seed)
+    header = "@relation made\n@attribute a numeric\n@attribute b numeric\n"
+    header += "@attribute low {0,1}\n@attribute high {0,1}\n@data\n"
+    for part, rows in (("train", 80), ("test", 40)):
+        points = [(draw.uniform(-1, 1), draw.uniform(-1, 1)) for _ in range(rows)]
+        lines = [f"{a:.4f},{b:.4f},{int(a < 0)},{int(b > 0)}" for a, b in points]
+        with gzip.open(tmp_path / f"made-{part}.arff.gz", "wt", encoding="utf-8") as file:
+            file.write(header + "\n".join(lines) + "\n")
+    names = '<labels><label name="low"></label><label name="high"></label></labels>'
+    (tmp_path / "made.xml").write_text(names)
+    return tmp_path
+
+
+@pytest.fixture
+def snli(tmp_path, seed):
+    """Texts of five words, and hypotheses with two of them; some premises have two."""
+    draw = random.Random(seed)
+    words = [f"word{i}" for i in range(60)]
+    premises = [" ".join(draw.sample(words, 5)) for _ in range(60)]
+    pairs = [(p, " ".join(draw.sample(p.split(), 2))) for p in [*premises, *premises[:20]]]
+    draw.shuffle(pairs)
+    with gzip.open(tmp_path / "small_train.tsv.gz", "wt", encoding="utf-8") as file:
+        file.writelines(f"3\t3\t{p}\t{h}\n" for p, h in pairs[:60])
+        file.write("1\t1\tneutral\tpair\n")
+    records = [{"sentence1": p, "sentence2": h, "gold_label": "entailment"} for p, h in pairs[60:]]
+    records.append({"sentence1": "other", "sentence2": "pair", "gold_label": "neutral"})
+    (tmp_path / "dev.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return tmp_path
+
+
+def test_losses_of_many_labels_are_compared(mulan):
+    printed = run("mulan_multilabel.py", mulan, "--steps", 60)
+    assert "80 rows" not in printed
+    assert "2 features, 2 labels" in printed
+    found = dict(re.findall(r"^(zlpr|bce|asymmetric|sparsemax) +([\d.]+)", printed, re.MULTILINE))
+    assert set(found) == {"zlpr", "bce", "asymmetric", "sparsemax"}
+    # The labels are told by the features; all labels for every row have an F1 of about 2/3.
+    assert float(found["zlpr"]) > 0.75
+
+
+def test_premises_are_found(snli):
+    printed = run("snli_retrieval.py", snli, "--epochs", 2)
+    assert "60 pairs in" in printed
+    assert "20 pairs held out" in printed
+    recalls = re.findall(r"recall@1 ([\d.]+), recall@10 ([\d.]+)", printed)
+    assert len(recalls) == 3
+    assert all(0.0 <= float(first) <= float(ten) <= 1.0 for first, ten in recalls)
+    # Texts that share both words of a hypothesis are few.
+    assert float(recalls[0][1]) > 0.5
+
+
+def test_each_example_says_where_its_data_comes_from():
+    for path in EXAMPLES.glob("*.py"):
+        top = path.read_text(encoding="utf-8").split('"""')[1]
+        assert f"python examples/{path.name}" in top
+        assert "not part of this project" in " ".join(top.split())
