@@ -23,8 +23,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[test,docs,lab]"
 	@touch $@
 
-demo: $(READY) ## Verify the maps, then time them beside torch and the peers
-	$(BIN)/lastlayer bench maps --quick
+demo: $(READY) ## Compare ten heads on the source of Python's own library, and write the page
+	$(BIN)/lastlayer compare
 
 test: lint unit docs ## Everything that must pass: lint, types, tests, doctests, docs
 

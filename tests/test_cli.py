@@ -31,7 +31,13 @@ def bench_calls(monkeypatch):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["bench", "--help"], ["bench", "maps", "--help"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["bench", "--help"],
+        ["bench", "maps", "--help"],
+        ["compare", "--help"],
+    ],
     ids=" ".join,
 )
 def test_help_and_version_import_no_torch(arguments):

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from lastlayer import __version__
+from lastlayer.lab.commands import register
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Verify a family, then time it beside its peers.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+register(app)
 
 Quick = Annotated[bool, typer.Option("--quick", help="Few and small shapes.")]
 Device = Annotated[
@@ -145,6 +147,60 @@ def bench_heads(
     code = run(
         device=device,
         quick=quick,
+        only=only,
+        json_path=json_path,
+        plot_path=plot_path,
+        out=Console(),
+    )
+    raise typer.Exit(code)
+
+
+@bench.command("multilabel")
+def bench_multilabel(
+    *,
+    quick: Quick = False,
+    device: Device = "auto",
+    only: Only = "",
+    no_peers: NoPeers = False,
+    json_path: JsonPath = None,
+    plot_path: PlotPath = None,
+) -> None:
+    """Losses of many labels, on a linear layer and on scores: times, memory, and errors."""
+    device = _checked(device, json_path, plot_path)
+
+    from lastlayer.bench.multilabel import run
+
+    code = run(
+        device=device,
+        quick=quick,
+        peers=not no_peers,
+        only=only,
+        json_path=json_path,
+        plot_path=plot_path,
+        out=Console(),
+    )
+    raise typer.Exit(code)
+
+
+@bench.command("contrastive")
+def bench_contrastive(
+    *,
+    quick: Quick = False,
+    device: Device = "auto",
+    only: Only = "",
+    no_peers: NoPeers = False,
+    json_path: JsonPath = None,
+    plot_path: PlotPath = None,
+) -> None:
+    """InfoNCE over batches of pairs, with gradients: times, rates, memory, and errors."""
+    device = _checked(device, json_path, plot_path)
+
+    from lastlayer.bench.contrastive import run
+
+    code = run(
+        device=device,
+        quick=quick,
+        peers=not no_peers,
         only=only,
         json_path=json_path,
         plot_path=plot_path,

@@ -61,7 +61,9 @@ def test_sums(impl, dtype, n, labels):
 def test_gradient(impl, dtype, n, labels, smooth):
     device = place(impl, dtype)
     scores, exact = slab(n, labels, dtype, device)
-    scale, above, below = (numbers(n, device, dtype, a, b) for a, b in ((-1, 1), (12, 16), (12, 16)))
+    scale, above, below = (
+        numbers(n, device, dtype, a, b) for a, b in ((-1, 1), (12, 16), (12, 16))
+    )
     zlpr_slab.gradient_(impl, scores, scale, above, below if smooth else None)
     up = torch.exp(exact - above.cpu().double().unsqueeze(-1))
     down = torch.exp(negated(exact) - below.cpu().double().unsqueeze(-1))

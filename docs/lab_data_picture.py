@@ -1,0 +1,62 @@
+"""The picture of the embedded corpus: draws pictures/frequencies.svg.
+
+``python docs/lab_data_picture.py``; counts differ a little from one version of Python to the next.
+"""
+
+import platform
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from lastlayer.heads import cutoffs_from_counts
+from lastlayer.lab._frequencies import zipf_fit
+from lastlayer.lab.data import load
+
+BLUE, ORANGE, INK, FAINT = "#0072B2", "#E69F00", "#333333", "#BBBBBB"
+STYLE = {
+    "axes.edgecolor": "#888888",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 10,
+    "legend.frameon": False,
+    "savefig.facecolor": "white",
+    "svg.hashsalt": "lastlayer",
+    "text.color": INK,
+}
+
+
+def frequencies() -> Figure:
+    counts = load(min_count=1).counts
+    counts = counts[counts > 0]
+    fit = zipf_fit(counts)
+    if fit is None:
+        raise SystemExit("the corpus is too small for a slope")
+    ranks = np.arange(1, len(counts) + 1)
+    places = np.unique(np.geomspace(1, len(counts), 400).astype(int)) - 1
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.loglog(ranks[places], counts[places], color=BLUE, linewidth=2.2, label="tokens")
+    middle = int(np.sqrt(fit.ranks))
+    fitted = ranks[: fit.ranks : max(1, fit.ranks // 400)]
+    level = np.exp(np.log(counts[places[places < fit.ranks]]).mean())
+    center = np.exp(np.log(ranks[places[places < fit.ranks]]).mean())
+    line = level * (fitted / center) ** -fit.slope
+    axes.loglog(fitted, line, color=ORANGE, linestyle="--", label=f"slope −{fit.slope:.2f}")
+    for cutoff in cutoffs_from_counts(counts, 256):
+        axes.axvline(cutoff, color=FAINT, linewidth=1)
+        axes.text(cutoff * 1.06, counts[middle] * 60, f"{cutoff:,}", color="#777777", fontsize=8)
+    axes.set(xlabel="rank", ylabel="how often", xlim=(1, len(counts) * 1.3))
+    title = f"Source of Python {platform.python_version()}'s library, with adaptive cutoffs"
+    axes.set_title(title, fontsize=10, color=INK, loc="left")
+    axes.legend(loc="lower left")
+    return figure
+
+
+if __name__ == "__main__":
+    with mpl.rc_context(STYLE):
+        target = Path(__file__).parent / "pictures" / "frequencies.svg"
+        frequencies().savefig(target, metadata={"Date": None})

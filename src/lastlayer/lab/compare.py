@@ -1,0 +1,243 @@
+"""Every head with every seed under the same budget, and the page that says which suits the data."""
+
+import gc
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from lastlayer.lab import environment
+from lastlayer.lab._fill import Needs
+from lastlayer.lab.data import LabelData, SparseRows, TextData
+from lastlayer.lab.errors import LabError
+from lastlayer.lab.evaluation import TextJudge
+from lastlayer.lab.explorer import explore
+from lastlayer.lab.feeding import Feed, LabelFeed, TextFeed
+from lastlayer.lab.files import check_space, check_writable, read_json
+from lastlayer.lab.label_evaluation import LabelJudge
+from lastlayer.lab.live import Watcher, watcher
+from lastlayer.lab.models import FeatureBody, ModelSettings, build_body
+from lastlayer.lab.options import CompareOptions, Settled
+from lastlayer.lab.reading import read_data
+from lastlayer.lab.records import SCHEMA, frozen_record, write_once
+from lastlayer.lab.runs import Bench, perform
+from lastlayer.lab.specs import HeadSpec, parse_specs
+
+_FLOAT = 4
+# Numbers of a checkpoint for each parameter: itself and two moments. An old one and a new one are
+# there at a time.
+_CHECKPOINT_COPIES = 6
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a comparison has left.
+
+    Attributes:
+        out: its folder.
+        results: of its runs, in the order they were made.
+        interrupted: whether a person has stopped it.
+    """
+
+    out: Path
+    results: list[dict[str, Any]]
+    interrupted: bool
+
+
+def compare(
+    options: CompareOptions, out: Path, *, resume: bool, quiet: bool, console: Console
+) -> Compared:
+    """Trains and judges; every mistake of the options is a LabError before the first run.
+
+    Args:
+        options: what to compare.
+        out: the folder of the comparison.
+        resume: go on with what is there.
+        quiet: show nothing on the way.
+        console: what it is shown on.
+    """
+    options = _options_of(options, out, resume)
+    settled = options.settled()
+    specs = parse_specs(settled.heads, task=settled.task)
+    device = environment.device_named(settled.device)
+    new = not out.exists()
+    check_writable(out)
+    try:
+        bench = _prepare(settled, specs, device, out, options, quiet, console)
+    except BaseException:
+        if new:
+            with suppress(OSError):
+                out.rmdir()
+        raise
+    watching = watcher(console, specs, settled.seeds, settled.budget, quiet=quiet)
+    try:
+        with _interruptible(watching.says) as stopped, _few_objects():
+            results = _run_all(bench, specs, settled.seeds, watching, stopped)
+            return Compared(out, results, bool(stopped))
+    finally:
+        watching.close()
+
+
+def _run_all(
+    bench: Bench, specs: list[HeadSpec], seeds: list[int], watching: Watcher, stopped: list[bool]
+) -> list[dict[str, Any]]:
+    """All heads with the first seed, then with the next: every head has a result early."""
+    results: list[dict[str, Any]] = []
+    for seed in seeds:
+        for spec in specs:
+            result = bench.finished(spec, seed)
+            if result is None:
+                if stopped:
+                    return results
+                watching.starts(spec, seed)
+                result = perform(bench, spec, seed, watching.moves, lambda: bool(stopped))
+            results.append(result)
+            watching.ends(spec, seed, result)
+    return results
+
+
+def _prepare(
+    settled: Settled,
+    specs: list[HeadSpec],
+    device: torch.device,
+    out: Path,
+    options: CompareOptions,
+    quiet: bool,
+    console: Console,
+) -> Bench:
+    """Everything before the first run."""
+    if not quiet:
+        console.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
+    data = read_data(settled)
+    feed, model = _feed(data, settled, device)
+    names = data.vocabulary.tokens if isinstance(data, TextData) else data.label_names
+    needs = Needs(settled.width, np.asarray(data.counts), names)
+    check_space(out, _bytes_needed(specs, len(settled.seeds), model, needs))
+    record = frozen_record(settled, specs, data, feed, model, device, options)
+    write_once(out, record, data)
+    shared = ("data", "model", "budget", "settings", "device", "versions", "git")
+    return Bench(
+        out=out,
+        model=model,
+        needs=needs,
+        feed=feed,
+        judge=_judge(data, feed),
+        explore=lambda body, head: _explored(data, body, head, feed, device),
+        budget=settled.budget,
+        lr=settled.lr,
+        device=device,
+        record={"schema": SCHEMA, **{name: record[name] for name in shared}},
+        fit=_fitted_to(data),
+    )
+
+
+def _feed(
+    data: TextData | LabelData, settled: Settled, device: torch.device
+) -> tuple[Feed, ModelSettings]:
+    if isinstance(data, TextData):
+        text = TextFeed(data, settled.batch, settled.length, device)
+        model = ModelSettings(
+            settled.model, "lm", data.n_classes, settled.width, settled.layers, text.length
+        )
+        return text, model
+    rows = LabelFeed(data, settled.batch, device)
+    dense = not isinstance(data.train.features, SparseRows)
+    model = ModelSettings(settled.model, "multilabel", data.n_features, settled.width, dense=dense)
+    return rows, model
+
+
+def _fitted_to(data: TextData | LabelData) -> Callable[[torch.nn.Module], None] | None:
+    """Dense features have units of their own: bodies learn them from the training part."""
+    if not isinstance(data, LabelData) or isinstance(data.train.features, SparseRows):
+        return None
+    features = torch.from_numpy(np.ascontiguousarray(data.train.features))
+
+    def fit(body: torch.nn.Module) -> None:
+        if isinstance(body, FeatureBody):
+            body.fit(features)
+
+    return fit
+
+
+def _judge(data: TextData | LabelData, feed: Feed) -> TextJudge | LabelJudge:
+    if isinstance(data, TextData):
+        return TextJudge(feed, np.asarray(data.counts))
+    return LabelJudge(feed, np.asarray(data.counts))
+
+
+def _explored(
+    data: TextData | LabelData,
+    body: torch.nn.Module,
+    head: torch.nn.Module,
+    feed: Feed,
+    device: torch.device,
+) -> list[dict[str, Any]]:
+    if isinstance(data, TextData) and isinstance(feed, TextFeed):
+        return explore(data, body, head, feed.length, device)
+    return []
+
+
+def _bytes_needed(specs: list[HeadSpec], seeds: int, model: ModelSettings, needs: Needs) -> int:
+    """Of all models and of the largest checkpoint. It builds every head once: bad values show."""
+    of_body = sum(each.numel() for each in build_body(model).parameters())
+    of_heads = [sum(each.numel() for each in spec.build(needs).parameters()) for spec in specs]
+    kept = seeds * sum(of_body + each for each in of_heads)
+    return _FLOAT * (kept + _CHECKPOINT_COPIES * (of_body + max(of_heads)))
+
+
+def _options_of(options: CompareOptions, out: Path, resume: bool) -> CompareOptions:
+    path = out / "compare.json"
+    if resume:
+        if not path.is_file():
+            raise LabError(
+                f"--resume: expected a folder with a compare.json, got '{out}'; leave --resume out "
+                "to begin there"
+            )
+        recorded = CompareOptions.from_json(read_json(path).get("options") or {})
+        return options.resumed(recorded, out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise LabError(
+            f"--out: expected a folder that is new or empty, got '{out}'; add --resume to go on "
+            "with what is there, or choose another one"
+        )
+    return options
+
+
+@contextmanager
+def _few_objects() -> Iterator[None]:
+    """Memory is collected after each run: what is there before them all is not looked through."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _interruptible(say: Callable[[str], None]) -> Iterator[list[bool]]:
+    """A list that fills with the first Ctrl-C, which is answered at once; the next is as always."""
+    pressed: list[bool] = []
+
+    def press(_number: int, _frame: FrameType | None) -> None:
+        pressed.append(True)
+        signal.signal(signal.SIGINT, before)
+        say("Stopping after this step; the page follows. Ctrl-C again ends at once.")
+
+    try:
+        before = signal.signal(signal.SIGINT, press)
+    except ValueError:
+        # Only the main thread hears signals.
+        yield pressed
+        return
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

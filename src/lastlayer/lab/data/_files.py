@@ -1,0 +1,176 @@
+"""Files as lines of text, plain or gzipped, with errors that name the place."""
+
+import codecs
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import IO
+
+from lastlayer.lab.data.errors import DataError, broken
+
+_BLOCK = 2**20
+# UTF-32 first: its mark begins with that of UTF-16.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+def existing(source: str) -> Path:
+    """The path, or an error that names what is nearest to it."""
+    if not source.strip():
+        raise DataError("expected a file, a folder or hf:name, got an empty name; give a path")
+    path = Path(source).expanduser()
+    try:
+        if path.exists():
+            return path
+        remedy = _nearest(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    raise broken("no such file or folder", remedy, path=path)
+
+
+def _nearest(path: Path) -> str:
+    parent = path.parent
+    if not parent.is_dir():
+        return f"the folder {parent} does not exist either"
+    names = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
+    near = get_close_matches(path.name, names, n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(str(parent / name) for name in near)}?"
+    some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    return f"{parent} has {some}" if names else f"{parent} is empty"
+
+
+def plain_suffix(path: Path) -> str:
+    """The suffix in small letters, without that of gzip."""
+    name = path.name.lower()
+    return Path(name.removesuffix(".gz")).suffix
+
+
+def plain_stem(path: Path) -> str:
+    """The name in small letters, without suffixes of the format and of gzip."""
+    return Path(path.name.lower().removesuffix(".gz")).stem
+
+
+def text_blocks(path: Path, encoding: str = "utf-8") -> Iterator[str]:
+    """The text in blocks of whole lines; their ends are line feeds, whatever the file has.
+
+    A line of more than a million characters comes in pieces that end with a space.
+    """
+    rest = ""
+    for block in _decoded(path, encoding):
+        text = rest + block if rest else block
+        end = text.rfind("\n") + 1 or max(text.rfind(" "), text.rfind("\t")) + 1
+        if end:
+            yield text[:end]
+        rest = text[end:]
+    if rest:
+        yield rest
+
+
+def lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
+    """Numbered lines from 1, without their ends."""
+    number = 1
+    pieces: list[str] = []
+    for block in text_blocks(path, encoding):
+        *whole, last = block.split("\n")
+        for line in whole:
+            yield number, "".join([*pieces, line]) if pieces else line
+            pieces.clear()
+            number += 1
+        if last:
+            pieces.append(last)
+    if pieces:
+        yield number, "".join(pieces)
+
+
+def _decoded(path: Path, encoding: str) -> Iterator[str]:
+    decoder = _decoder(encoding)
+    newlines = io.IncrementalNewlineDecoder(decoder, translate=True)
+    read = line = 0
+    for block in _bytes(path):
+        if not read:
+            _check_mark(path, block, encoding)
+        read += len(block)
+        try:
+            text = newlines.decode(block)
+        except UnicodeDecodeError as error:
+            # What the decoder kept of the blocks before stands in front of this one.
+            offset = read - len(error.object) + error.start
+            before = error.object[: error.start].count(b"\n")
+            raise _not_decoded(path, encoding, error, offset, line + before + 1) from None
+        nul = text.find("\0")
+        if nul >= 0:
+            what = f"a binary file: a NUL after {read - len(block) + nul:,} characters"
+            if encoding.lower().startswith(("utf-16", "utf-32")):
+                raise broken(what, "give the encoding it was written with", path=path)
+            raise broken(what, "give text, or encoding='utf-16' if that is what it is", path=path)
+        line += text.count("\n")
+        yield text
+    try:
+        yield newlines.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        offset = read - len(error.object) + error.start
+        raise _not_decoded(path, encoding, error, offset, line + 1) from None
+
+
+def _decoder(encoding: str) -> codecs.IncrementalDecoder:
+    try:
+        name = codecs.lookup(encoding).name
+        # A mark at the beginning is no part of the text.
+        return codecs.getincrementaldecoder("utf-8-sig" if name == "utf-8" else name)()
+    except (LookupError, TypeError):
+        raise DataError(
+            f"encoding: expected the name of an encoding, got {encoding!r}; utf-8, utf-16, "
+            "latin-1 and cp1252 are common ones"
+        ) from None
+
+
+def _check_mark(path: Path, block: bytes, encoding: str) -> None:
+    for mark, name in _MARKS:
+        if block.startswith(mark) and not encoding.lower().startswith(name):
+            what = f"begins with the mark of {name.upper()}, and was read as {encoding}"
+            raise broken(what, f"give encoding={name!r}", path=path)
+
+
+def _not_decoded(
+    path: Path, encoding: str, error: UnicodeDecodeError, offset: int, line: int
+) -> DataError:
+    byte = error.object[error.start]
+    what = f"not {encoding}: byte 0x{byte:02x} at offset {offset:,}"
+    # Byte by byte, text in an old encoding has few control characters; other files have many.
+    some = error.object[max(0, error.start - 512) : error.start + 512]
+    controls = sum(c < 32 and c not in b"\t\n\r\f\x1b" for c in some)
+    if controls > len(some) // 50:
+        return broken(f"a binary file, {what}", "give text", path=path)
+    other = "utf-8" if encoding.lower().startswith(("utf-16", "utf-32", "ascii")) else "latin-1"
+    remedy = f"give the encoding it was written with, perhaps encoding={other!r}"
+    return broken(what, remedy, path=path, line=line)
+
+
+def _bytes(path: Path) -> Iterator[bytes]:
+    try:
+        with _opened(path) as file:
+            while block := file.read(_BLOCK):
+                yield block
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise broken(f"damaged gzip data ({error})", "fetch the file again", path=path) from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _opened(path: Path) -> IO[bytes] | gzip.GzipFile:
+    if path.name.lower().endswith(".gz"):
+        return gzip.open(path, "rb")
+    return path.open("rb")
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    reason = error.strerror or str(error)
+    return broken(f"cannot be read ({reason})", "check the path and its permissions", path=path)

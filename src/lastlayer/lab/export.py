@@ -1,0 +1,34 @@
+"""A trained run as a folder that stands alone."""
+
+import shutil
+from pathlib import Path
+
+from lastlayer.lab.errors import LabError
+from lastlayer.lab.files import check_writable
+from lastlayer.lab.trained import CONFIG, HEAD, MODEL, VOCABULARY, run_folder, vocabulary_path
+
+_FEATURES, _RESULT = "features.json", "result.json"
+
+
+def export(run: Path, to: Path) -> list[Path]:
+    """Copies weights, head, settings, result and vocabulary; ``load_trained`` reads them back.
+
+    Args:
+        run: the folder of a finished run.
+        to: a folder that is new or empty.
+
+    Returns:
+        The files.
+    """
+    folder = run_folder(run)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise LabError(f"--to: expected a folder that is new or empty, got '{to}'")
+    check_writable(to)
+    for name in (MODEL, CONFIG, _RESULT):
+        shutil.copyfile(folder / name, to / name)
+    shutil.copytree(folder / HEAD, to / HEAD)
+    vocabulary = vocabulary_path(folder)
+    shutil.copyfile(vocabulary, to / VOCABULARY)
+    if (vocabulary.parent / _FEATURES).is_file():
+        shutil.copyfile(vocabulary.parent / _FEATURES, to / _FEATURES)
+    return sorted(each for each in to.rglob("*") if each.is_file())

@@ -1,0 +1,104 @@
+"""Files that are whole or not there: a kill at any moment leaves the old one or the new one."""
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lastlayer.lab.errors import LabError
+
+
+def finite(value: Any) -> Any:
+    """The same with None for every number that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return value
+
+
+def write_text(path: Path, text: str) -> None:
+    """Beside the place first, on the disk, and then into it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Infinite numbers and NaN become null."""
+    made = json.dumps(finite(value), indent=2, allow_nan=False)
+    write_text(path, made + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """What :func:`write_json` wrote, or a refusal that names the file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LabError(f"{path}: expected a file, got none there") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise LabError(f"{path}: expected JSON that can be read, got {error}") from error
+
+
+class Lines:
+    """A file of JSON lines that only grows; each line is there at once."""
+
+    def __init__(self, path: Path, keep: int = 0) -> None:
+        """Goes on after the first ``keep`` bytes; what comes later is cut off."""
+        self._file = path.open("a+b")
+        self._file.truncate(keep)
+        self._file.seek(0, os.SEEK_END)
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return self._file.tell()
+
+    def append(self, record: dict[str, Any]) -> None:
+        """One line."""
+        made = json.dumps(finite(record), allow_nan=False)
+        self._file.write(made.encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._file.close()
+
+
+def check_writable(folder: Path) -> None:
+    """Makes the folder and writes into it once, so that a run does not find out at its end."""
+    probe = folder / ".probe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"lastlayer")
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LabError(
+            f"--out: expected a folder that can be written, got '{folder}': {reason}"
+        ) from error
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Whether the disk has so many bytes left."""
+    _, _, free = shutil.disk_usage(folder)
+    if free < needed:
+        raise LabError(
+            f"--out: expected {_size(needed)} of free disk for the models and checkpoints of all "
+            f"runs, got {_size(free)} at '{folder}'; use fewer heads or seeds, or another disk"
+        )
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,148 @@
+"""What is measured of a run: its name, its unit, and which way is better."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Style = Literal["number", "percent", "share", "ms", "seconds", "megabytes", "count", "rate"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One column of the summary."""
+
+    key: str
+    """Its name in result.json."""
+    label: str
+    style: Style
+    lower_is_better: bool
+    log: bool = False
+    """Averaged and drawn on a logarithmic scale."""
+    tested: bool = True
+    """Measured on test data, else of the run itself."""
+    least: float = 0.0
+    """What it can be at least; an interval ends there."""
+
+    @property
+    def most(self) -> float:
+        """What it can be at most."""
+        return 1.0 if self.style in {"percent", "share"} else math.inf
+
+    def format(self, value: float | None) -> str:
+        """The value as it is shown, with its unit."""
+        return format_value(value, self.style)
+
+    def better(self, one: float, other: float) -> bool:
+        """Whether ``one`` is better than ``other``."""
+        return one < other if self.lower_is_better else one > other
+
+
+PERPLEXITY = Metric("perplexity", "perplexity", "number", lower_is_better=True, log=True, least=1.0)
+EPS_PERPLEXITY = Metric(
+    "eps_perplexity", "ε-smoothed perplexity", "number", lower_is_better=True, log=True, least=1.0
+)
+MICRO_F1 = Metric("micro_f1", "micro-F1", "percent", lower_is_better=False)
+PRECISION_AT_1 = Metric("precision_at_1", "precision@1", "percent", lower_is_better=False)
+
+QUALITY = (
+    PERPLEXITY,
+    EPS_PERPLEXITY,
+    MICRO_F1,
+    PRECISION_AT_1,
+    Metric("precision_at_3", "precision@3", "percent", lower_is_better=False),
+    Metric("precision_at_5", "precision@5", "percent", lower_is_better=False),
+    Metric("micro_precision", "micro-precision", "percent", lower_is_better=False),
+    Metric("micro_recall", "micro-recall", "percent", lower_is_better=False),
+    Metric("exact_match", "exact match", "percent", lower_is_better=False),
+    Metric("loss", "test loss", "number", lower_is_better=True),
+    Metric("top1", "top-1", "percent", lower_is_better=False),
+    Metric("top10", "top-10", "percent", lower_is_better=False),
+    Metric("coverage", "coverage", "share", lower_is_better=False),
+    Metric("support", "support size", "number", lower_is_better=True),
+    Metric("calibration_error", "calibration error", "percent", lower_is_better=True),
+)
+STEPS = Metric("steps", "steps", "count", lower_is_better=False, log=True, tested=False)
+SECONDS = Metric("seconds", "training time", "seconds", True, log=True, tested=False)
+STEP_MS = Metric("step_ms", "time a step", "ms", True, log=True, tested=False)
+RATE = Metric("tokens_per_second", "tokens a second", "rate", False, log=True, tested=False)
+MEMORY = Metric("peak_memory_mb", "peak memory", "megabytes", True, log=True, tested=False)
+PARAMETERS = Metric("parameters", "parameters", "count", True, log=True, tested=False)
+HEAD_PARAMETERS = Metric(
+    "head_parameters", "parameters of the head", "count", True, log=True, tested=False
+)
+COSTS = (STEPS, SECONDS, STEP_MS, RATE, MEMORY, PARAMETERS, HEAD_PARAMETERS)
+BY_KEY = {metric.key: metric for metric in (*QUALITY, *COSTS)}
+
+NOTHING = "–"
+
+
+def format_value(value: float | None, style: Style) -> str:
+    """Three significant digits and a unit.
+
+    Example:
+        >>> format_value(143.27, "number"), format_value(0.3127, "percent")
+        ('143', '31.3%')
+        >>> format_value(1_234_567, "count"), format_value(None, "ms")
+        ('1.23M', '–')
+    """
+    if value is None or math.isnan(value):
+        return NOTHING
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if style in {"percent", "share"}:
+        return f"{100 * value:.1f}%" if value < 0.9995 else f"{100 * value:.0f}%"
+    if style in {"count", "rate"}:
+        return _short(value)
+    if style == "seconds":
+        return seconds(value)
+    unit = {"ms": " ms", "megabytes": " MB"}.get(style, "")
+    return three_digits(value) + unit
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits, with separators; from a million on with a letter.
+
+    Example:
+        >>> three_digits(0.01234), three_digits(12.345), three_digits(12345.6)
+        ('0.0123', '12.3', '12,346')
+    """
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 1e12:
+        return f"{value:.0e}".replace("e+", "e")
+    if size >= 999_999.5:
+        return _short(value)
+    if size >= 99.95:
+        return f"{value:,.0f}"
+    if size >= 9.995:
+        return f"{value:.1f}"
+    if size >= 0.9995:
+        return f"{value:.2f}"
+    return f"{value:.3g}" if size >= 1e-4 else f"{value:.1e}"
+
+
+def seconds(value: float) -> str:
+    """A length of time.
+
+    Example:
+        >>> seconds(30.0), seconds(95.0), seconds(0.25)
+        ('30 s', '1 min 35 s', '0.25 s')
+    """
+    if value >= 3600:
+        hours, rest = divmod(round(value / 60), 60)
+        return f"{hours} h {rest} min"
+    if value >= 60:
+        minutes, rest = divmod(round(value), 60)
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    return f"{value:.3g} s"
+
+
+def _short(value: float) -> str:
+    """A count in thousands, millions or billions."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # What rounds to the unit is in the unit: 999,999.9 is 1M.
+        if abs(value) >= 0.9995 * size * (10 if letter == "k" else 1):
+            scaled = value / size
+            return f"{scaled:.3g}{letter}" if scaled < 999.5 else f"{scaled:,.0f}{letter}"
+    return f"{value:,.0f}"

@@ -1,0 +1,169 @@
+"""Small networks that end in a head: from tokens or features to hidden states."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lastlayer.lab.errors import LabError
+
+LM_MODELS = ("lstm", "transformer", "bag")
+MULTILABEL_MODELS = ("bag",)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What a body is made from.
+
+    Attributes:
+        kind: one of :data:`LM_MODELS`, or :data:`MULTILABEL_MODELS`.
+        task: ``lm`` or ``multilabel``.
+        inputs: how many tokens or features there are.
+        width: numbers of an embedding and of a hidden state.
+        layers: of an LSTM or a transformer.
+        length: tokens that are read at a time.
+        dense: whether features are dense, and brought to one scale first.
+    """
+
+    kind: str
+    task: str
+    inputs: int
+    width: int
+    layers: int = 1
+    length: int = 1
+    dense: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """For config.json."""
+        return asdict(self)
+
+
+def build_body(settings: ModelSettings) -> nn.Module:
+    """A body with fresh numbers, which depend on the state of torch's generator alone."""
+    known = LM_MODELS if settings.task == "lm" else MULTILABEL_MODELS
+    if settings.kind not in known:
+        raise LabError(
+            f"--model: expected one of {', '.join(known)} for --task {settings.task}, "
+            f"got {settings.kind!r}"
+        )
+    if settings.task == "multilabel":
+        return FeatureBody(settings.inputs, settings.width, dense=settings.dense)
+    if settings.kind == "lstm":
+        return LSTMBody(settings.inputs, settings.width, settings.layers)
+    if settings.kind == "transformer":
+        return TransformerBody(settings.inputs, settings.width, settings.layers, settings.length)
+    return BagBody(settings.inputs, settings.width)
+
+
+def _embedding(inputs: int, width: int) -> nn.Embedding:
+    """With row-sparse gradients: a step touches the tokens it has read, however many there are."""
+    made = nn.Embedding(inputs, width, sparse=True)
+    nn.init.normal_(made.weight, std=0.1)
+    return made
+
+
+class LSTMBody(nn.Module):
+    """Embeddings and an LSTM that starts from zero in each window."""
+
+    def __init__(self, inputs: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = _embedding(inputs, width)
+        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens ``(batch, length)`` to hidden states ``(batch, length, width)``."""
+        hidden: Tensor = self.lstm(self.embedding(tokens))[0]
+        return hidden
+
+
+class BagBody(nn.Module):
+    """A log-bilinear model: a weighted sum of the last embeddings, weights by their distance."""
+
+    reach = 8
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.embedding = _embedding(inputs, width)
+        self.weight = nn.Parameter(torch.empty(width, 1, self.reach))
+        nn.init.normal_(self.weight, mean=1 / self.reach, std=0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens ``(batch, length)`` to hidden states ``(batch, length, width)``."""
+        vectors = self.embedding(tokens).transpose(1, 2)
+        padded = functional.pad(vectors, (self.reach - 1, 0))
+        summed = functional.conv1d(padded, self.weight, groups=padded.shape[1])
+        return summed.transpose(1, 2)
+
+
+class TransformerBody(nn.Module):
+    """A small causal transformer with learned positions, normalised before each part."""
+
+    def __init__(self, inputs: int, width: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.embedding = _embedding(inputs, width)
+        self.positions = nn.Parameter(0.1 * torch.randn(length, width))
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens ``(batch, length)`` to hidden states ``(batch, length, width)``."""
+        hidden = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            hidden = block(hidden)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        # Heads of 32 numbers where the width allows it.
+        self.n_heads = width // 32 if width % 32 == 0 else 1
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix_in, self.mix_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        parts = self.mix_in(self.before(hidden)).view(batch, length, 3, self.n_heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.mix_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        added: Tensor = self.narrow(functional.gelu(self.wide(self.between(hidden))))
+        return hidden + added
+
+
+class FeatureBody(nn.Module):
+    """A bag of features: the sum of their vectors times their values, and a rectifier.
+
+    Dense features come in units of all kinds: they are shifted and scaled as ``fit`` has found.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, inputs: int, width: int, *, dense: bool = False) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(inputs, width, mode="sum", sparse=True)
+        nn.init.normal_(self.bag.weight, std=0.1)
+        self.bias = nn.Parameter(torch.full((width,), 0.01))
+        if dense:
+            self.register_buffer("shift", torch.zeros(inputs))
+            self.register_buffer("scale", torch.ones(inputs))
+
+    def fit(self, features: Tensor) -> None:
+        """Mean 0 and variance 1 for each dense feature over these rows; constant ones become 0."""
+        spread, middle = torch.var_mean(features.double(), 0, correction=0)
+        self.shift.copy_(middle)
+        self.scale.copy_(torch.where(spread > 0, spread, 1.0).rsqrt())
+
+    def forward(self, features: Tensor | tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Dense features ``(batch, inputs)``, or ids, offsets and values, to ``(batch, width)``."""
+        if isinstance(features, Tensor):
+            summed = ((features - self.shift) * self.scale) @ self.bag.weight
+        else:
+            ids, offsets, values = features
+            summed = self.bag(ids, offsets, per_sample_weights=values)
+        return functional.relu(summed + self.bias)

@@ -1,0 +1,176 @@
+"""What ``lastlayer compare`` can be asked for. Torch is not needed to read it."""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lastlayer.lab.budget import Budget
+from lastlayer.lab.errors import LabError
+
+TASKS = ("lm", "multilabel")
+MODELS = ("lstm", "transformer", "bag")
+DEVICES = ("auto", "cpu", "cuda")
+
+# A learning rate for each model under Adam, for runs of seconds to minutes.
+_RATES = {"lstm": 6e-3, "transformer": 2e-3, "bag": 8e-3}
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Options of a comparison; None for what was not given.
+
+    Attributes:
+        data: a file, a folder or ``hf:name``; None for the corpus that is always there.
+        heads: specs; none for a selection of every family.
+        budget: of each run, as text.
+        seeds: how many runs each head gets.
+        model: the body.
+        task: ``lm`` or ``multilabel``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        vocab_size: the most frequent tokens that are kept.
+        min_count: how often a token has to come.
+        batch: windows or rows in a step.
+        length: tokens in a window.
+        width: numbers of a hidden state.
+        layers: of an LSTM or a transformer.
+        lr: learning rate.
+        limit: the most tokens or rows for training.
+        encoding: of text files.
+        text_field: where JSON lines have their text.
+        labels_field: where they have their labels.
+        labels: the XML file with the labels of an ARFF set.
+    """
+
+    data: str | None = None
+    heads: tuple[str, ...] | None = None
+    budget: str | None = None
+    seeds: int | None = None
+    model: str | None = None
+    task: str | None = None
+    device: str | None = None
+    vocab_size: int | None = None
+    min_count: int | None = None
+    batch: int | None = None
+    length: int | None = None
+    width: int | None = None
+    layers: int | None = None
+    lr: float | None = None
+    limit: int | None = None
+    encoding: str | None = None
+    text_field: str | None = None
+    labels_field: str | None = None
+    labels: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What was given."""
+        given = {name: each for name, each in asdict(self).items() if each is not None}
+        return {**given, **({"heads": list(self.heads)} if self.heads else {})}
+
+    def command(self) -> list[str]:
+        """The command that asks for the same."""
+        words = ["lastlayer", "compare", *([self.data] if self.data else [])]
+        for head in self.heads or ():
+            words += ["--head", head]
+        for name, value in self.as_json().items():
+            if name not in ("data", "heads"):
+                words += [_flag(name), str(value)]
+        return words
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "CompareOptions":
+        """From what :meth:`as_json` gave."""
+        known = {each.name for each in fields(cls)}
+        made = {name: each for name, each in record.items() if name in known}
+        return cls(**{**made, **({"heads": tuple(made["heads"])} if "heads" in made else {})})
+
+    def resumed(self, before: "CompareOptions", folder: Path) -> "CompareOptions":
+        """The options of a folder, where nothing that was given now says otherwise."""
+        now, then = self.as_json(), before.as_json()
+        other = [
+            f"{_flag(name)} was {then.get(name, 'not given')} and is {value}"
+            for name, value in now.items()
+            if then.get(name) != value
+        ]
+        if other:
+            raise LabError(
+                f"--resume: expected the options that '{folder}' was made with, got others: "
+                f"{'; '.join(other)}; leave them out, or choose another --out"
+            )
+        return before
+
+    def settled(self) -> "Settled":
+        """Everything decided, after a look at each option."""
+        task = _one_of("--task", self.task or "lm", TASKS)
+        usual = "lstm" if task == "lm" else "bag"
+        model = _one_of("--model", self.model or usual, MODELS)
+        return Settled(
+            data=self.data,
+            heads=list(self.heads or ()),
+            budget=Budget.parse(self.budget or "3s"),
+            seeds=list(range(1, _count("--seeds", self.seeds, 3) + 1)),
+            model=model,
+            task=task,
+            device=_one_of("--device", self.device or "auto", DEVICES),
+            reading=self._reading(),
+            batch=_count("--batch", self.batch, 32 if task == "lm" else 128),
+            length=_count("--length", self.length, 32),
+            width=_count("--width", self.width, 128),
+            layers=_count("--layers", self.layers, 2 if model == "transformer" else 1),
+            lr=_positive("--lr", _RATES[model] if self.lr is None else self.lr),
+        )
+
+    def _reading(self) -> dict[str, Any]:
+        for option, value, least in (
+            ("--vocab-size", self.vocab_size, 2),
+            ("--min-count", self.min_count, 1),
+            ("--limit", self.limit, 2),
+        ):
+            if value is not None and value < least:
+                raise LabError(f"{option}: expected at least {least}, got {value}")
+        names = ("vocab_size", "min_count", "limit", "encoding", "text_field", "labels_field")
+        given = {name: getattr(self, name) for name in (*names, "labels")}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The same with nothing left open."""
+
+    data: str | None
+    heads: list[str]
+    budget: Budget
+    seeds: list[int]
+    model: str
+    task: str
+    device: str
+    reading: dict[str, Any]
+    """What the data is read with."""
+    batch: int
+    length: int
+    width: int
+    layers: int
+    lr: float
+
+
+def _flag(name: str) -> str:
+    return {"data": "DATA", "heads": "--head"}.get(name, "--" + name.replace("_", "-"))
+
+
+def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise LabError(f"{option}: expected one of {', '.join(known)}, got {value!r}")
+    return value
+
+
+def _count(option: str, value: int | None, usual: int) -> int:
+    if value is None:
+        return usual
+    if value < 1:
+        raise LabError(f"{option}: expected at least 1, got {value}")
+    return value
+
+
+def _positive(option: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise LabError(f"{option}: expected a number above 0, got {value}")
+    return value

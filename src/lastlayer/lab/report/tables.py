@@ -1,0 +1,180 @@
+"""The summary as rows: for the page, for Markdown and for CSV."""
+
+import csv
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lastlayer.lab import metrics
+from lastlayer.lab._intervals import Estimate
+from lastlayer.lab.metrics import Metric
+from lastlayer.lab.results import HeadSummary, Results
+from lastlayer.lab.verdict import describe, interval
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a table shows of one metric of one head."""
+
+    text: str
+    span: str = ""
+    """The interval, in small."""
+    sort: float | None = None
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric, or a metric at equal time or steps."""
+
+    key: str
+    label: str
+    help: str
+    metric: Metric
+    read: Callable[[HeadSummary], Estimate | None]
+
+
+def columns(results: Results, *, telling: bool = True) -> list[Column]:
+    """What was measured, the metric of the ranks first.
+
+    Args:
+        results: of a comparison.
+        telling: leave out what says nothing where no head is sparse: coverage, support and the
+            ε-smoothed perplexity.
+    """
+    metric = results.metric
+    found = [_column(metric, "test data, at the end of the budget; heads are ranked by it")]
+    if results.equal_seconds is not None and results.equal_steps is not None:
+        found += [
+            Column(
+                "equal_time",
+                "at equal time",
+                f"{metric.label}, validation data after {metrics.seconds(results.equal_seconds)} "
+                "of training",
+                metric,
+                lambda s: s.at_equal_seconds,
+            ),
+            Column(
+                "equal_steps",
+                "at equal steps",
+                f"{metric.label}, validation data after {results.equal_steps:,} steps",
+                metric,
+                lambda s: s.at_equal_steps,
+            ),
+        ]
+    costs = [metrics.STEP_MS, metrics.MEMORY, metrics.HEAD_PARAMETERS]
+    silent = _OF_SPARSE_HEADS if telling and not _any_sparse(results) else ()
+    others = [m for m in metrics.QUALITY if m is not metric and m.key not in silent]
+    rest = [m for m in metrics.COSTS if m not in costs]
+    return found + [
+        _column(m, _HELP.get(m.key, "")) for m in results.measured(costs + others + rest)
+    ]
+
+
+def cell(column: Column, summary: HeadSummary, results: Results) -> Cell:
+    """One cell, which knows whether it is the best of its column."""
+    found = column.read(summary)
+    if found is None:
+        infinite = column.metric.key == "perplexity" and summary.finished
+        return Cell("∞" if infinite else metrics.NOTHING)
+    means = [other.mean for s in results.ranked if (other := column.read(s)) is not None]
+    as_good = [m for m in means if not column.metric.better(found.mean, m)]
+    telling = len(means) > 1 and column.key not in _NO_BEST
+    return Cell(
+        column.metric.format(found.mean),
+        interval(column.metric, found) if column.metric.tested else "",
+        found.mean,
+        best=telling and len(as_good) == 1,
+    )
+
+
+def markdown(results: Results, sentence: str) -> str:
+    """The verdict, and the summary as a table."""
+    chosen = columns(results)
+    heading = ["#", "head", *(c.label for c in chosen), "runs"]
+    lines = [sentence, "", _line(heading), _line(["--:", ":--", *["--:"] * len(chosen), ":--"])]
+    for summary in results.summaries:
+        values = [
+            describe(c.metric, found)
+            if (found := c.read(summary))
+            else cell(c, summary, results).text
+            for c in chosen
+        ]
+        rank = "" if summary.rank is None else str(summary.rank)
+        lines.append(_line([rank, summary.title, *values, runs_text(summary)]))
+    return "\n".join([*lines, "", note(results), ""])
+
+
+def comma_separated(results: Results) -> str:
+    """One row a head: mean and both ends of the interval of everything that was measured."""
+    chosen = columns(results, telling=False)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    parts = ("", "_low", "_high")
+    writer.writerow(
+        ["rank", "head", "spec", "family", "runs", "finished", "status"]
+        + [f"{c.key}{part}" for c in chosen for part in parts]
+    )
+    for s in results.summaries:
+        found = [c.read(s) for c in chosen]
+        numbers = [n for e in found for n in ((e.mean, e.low, e.high) if e else (None,) * 3)]
+        first = [
+            s.rank,
+            s.title,
+            s.head.spec,
+            s.head.family,
+            len(s.runs),
+            len(s.finished),
+            s.status,
+        ]
+        writer.writerow([_safe("" if value is None else value) for value in (*first, *numbers)])
+    return out.getvalue()
+
+
+def note(results: Results, where: str = "in parentheses") -> str:
+    """How the numbers are to be read."""
+    most = max((len(s.finished) for s in results.summaries), default=0)
+    if most == 0:
+        return "No run has finished."
+    if most == 1:
+        return "One seed: there are no intervals."
+    return f"Means over seeds; {where} 95% t-intervals."
+
+
+def runs_text(summary: HeadSummary) -> str:
+    """What became of the runs of a head."""
+    n = len(summary.runs)
+    if summary.status == "ok":
+        return f"{n} ok"
+    return summary.status if n == 1 or "," in summary.status else f"{n} {summary.status}"
+
+
+def _any_sparse(results: Results) -> bool:
+    """Whether a head gives probability 0 to some class."""
+    supports = [found for s in results.ranked if (found := s.mean("support")) is not None]
+    return len(supports) > 0 and min(supports) < 0.999 * (results.comparison.n_classes or 0)
+
+
+def _column(metric: Metric, help_: str) -> Column:
+    return Column(metric.key, metric.label, help_, metric, lambda s: s.estimates.get(metric.key))
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
+
+
+def _safe(value: object) -> object:
+    """Text that a spreadsheet does not take for a formula."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in tuple("=+-@\t\r") else value
+
+
+_OF_SPARSE_HEADS = ("eps_perplexity", "coverage", "support")
+# More of these is neither better nor worse.
+_NO_BEST = {"support", "steps", "seconds", "parameters", "head_parameters"}
+_HELP = {
+    **{m.key: "test data" for m in metrics.QUALITY},
+    "step_ms": "median over steps, without warm-up and evaluation",
+    "tokens_per_second": "targets that were trained on, in training time",
+    "peak_memory_mb": "while the run was trained",
+    "parameters": "model and head together",
+}

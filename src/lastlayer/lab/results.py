@@ -1,0 +1,250 @@
+"""What a folder of runs shows: means over seeds, equal time, equal steps, ranks, and the front."""
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from lastlayer.lab import metrics
+from lastlayer.lab._intervals import Estimate, difference, estimate
+from lastlayer.lab._reading import Comparison, HeadEntry, Point, Run, read_comparison
+from lastlayer.lab.metrics import Metric
+
+Axis = Literal["seconds", "steps"]
+
+
+@dataclass(frozen=True)
+class HeadSummary:
+    """One head over all of its seeds."""
+
+    head: HeadEntry
+    runs: tuple[Run, ...]
+    estimates: Mapping[str, Estimate]
+    """By the key of a metric, from the runs that finished."""
+    at_equal_seconds: Estimate | None
+    """Validation quality at the time that all heads have reached."""
+    at_equal_steps: Estimate | None
+    """Validation quality at the step that all heads have reached."""
+    rank: int | None = None
+    """1 is best; None without a result."""
+
+    @property
+    def title(self) -> str:
+        """What the head is called."""
+        return self.head.title
+
+    @property
+    def finished(self) -> tuple[Run, ...]:
+        """The runs that came to their end."""
+        return tuple(run for run in self.runs if run.finished)
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether a seed came to no result."""
+        return any(run.failed for run in self.runs)
+
+    @property
+    def status(self) -> str:
+        """What became of the runs: ``ok``, or how many of which kind."""
+        kinds = Counter(run.status for run in self.runs)
+        if len(kinds) == 1:
+            return next(iter(kinds))
+        return ", ".join(f"{count} {status}" for status, count in kinds.items())
+
+    def mean(self, key: str) -> float | None:
+        """The mean of a metric, where it was measured."""
+        found = self.estimates.get(key)
+        return None if found is None else found.mean
+
+    def by_seed(self, metric: Metric) -> dict[int, float]:
+        """The metric of each run that finished."""
+        values = {run.seed: _of_run(run, metric) for run in self.finished}
+        return {seed: value for seed, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Results:
+    """A comparison, summarised."""
+
+    comparison: Comparison
+    metric: Metric
+    """What heads are ranked by."""
+    summaries: tuple[HeadSummary, ...]
+    """In the order of ranks; heads without a result come last."""
+    equal_seconds: float | None
+    """The training time up to which every finished run was validated."""
+    equal_steps: int | None
+    """The step up to which every finished run was validated."""
+
+    @property
+    def ranked(self) -> tuple[HeadSummary, ...]:
+        """The heads that have a rank, best first."""
+        return tuple(summary for summary in self.summaries if summary.rank is not None)
+
+    def measured(self, candidates: Sequence[Metric]) -> list[Metric]:
+        """Those of the metrics that at least one head has."""
+        return [m for m in candidates if any(m.key in s.estimates for s in self.summaries)]
+
+    def compare(self, one: HeadSummary, other: HeadSummary) -> Estimate | None:
+        """How much worse the other is, seed by seed, in the metric of the ranks.
+
+        Positive is worse. Of a metric on a logarithmic scale it is the logarithm of the ratio.
+        """
+        found = difference(
+            one.by_seed(self.metric), other.by_seed(self.metric), log=self.metric.log
+        )
+        if found is None or self.metric.lower_is_better:
+            return found
+        low, high = found.low, found.high
+        return Estimate(
+            -found.mean, found.n, None if high is None else -high, None if low is None else -low
+        )
+
+    def front(self, cost: Metric) -> tuple[HeadSummary, ...]:
+        """The heads that none other beats in both quality and cost, cheapest first."""
+        return pareto_front(self.ranked, self.metric, cost)
+
+
+def read_results(folder: Path) -> Results:
+    """Read and summarise a folder of ``lastlayer compare``, finished or not.
+
+    Raises:
+        LabError: it is no such folder, or a file in it is broken.
+    """
+    return summarise(read_comparison(folder))
+
+
+def summarise(comparison: Comparison) -> Results:
+    """Means, ranks, and quality at equal time and equal steps."""
+    metric = ranking_metric(comparison)
+    done = [run for run in comparison.runs if run.finished and run.valid]
+    equal_seconds = min((run.valid[-1].seconds for run in done), default=None)
+    equal_steps = min((run.valid[-1].step for run in done), default=None)
+    summaries = []
+    for head in comparison.heads:
+        runs = comparison.runs_of(head)
+        finished = [run for run in runs if run.finished]
+        summaries.append(
+            HeadSummary(
+                head=head,
+                runs=runs,
+                estimates=_estimates(finished),
+                at_equal_seconds=_at(finished, metric, "seconds", equal_seconds),
+                at_equal_steps=_at(finished, metric, "steps", equal_steps),
+            )
+        )
+    return Results(comparison, metric, _ranked(summaries, metric), equal_seconds, equal_steps)
+
+
+def ranking_metric(comparison: Comparison) -> Metric:
+    """What heads are ranked by.
+
+    Several labels: micro-F1. One class: perplexity, or where a head gives probability 0 to a
+    target, so that its perplexity is infinite, the ε-smoothed one, which every head has.
+    """
+    finished = [run for run in comparison.runs if run.finished]
+    measured = {key for run in finished for key in run.test}
+    if comparison.task == "multilabel" or ("micro_f1" in measured and "nll" not in measured):
+        return metrics.MICRO_F1 if "micro_f1" in measured else metrics.PRECISION_AT_1
+    every_one_finite = all("perplexity" in run.test or "nll" in run.test for run in finished)
+    if every_one_finite or "eps_perplexity" not in measured:
+        return metrics.PERPLEXITY
+    return metrics.EPS_PERPLEXITY
+
+
+def pareto_front(
+    summaries: Sequence[HeadSummary], metric: Metric, cost: Metric
+) -> tuple[HeadSummary, ...]:
+    """Those that none other beats in both; ties are kept."""
+    places = [
+        (summary, quality, price)
+        for summary in summaries
+        if (quality := summary.mean(metric.key)) is not None
+        and (price := summary.mean(cost.key)) is not None
+    ]
+    front = [
+        (summary, price)
+        for summary, quality, price in places
+        if not any(
+            (metric.better(q, quality) and not cost.better(price, p))
+            or (cost.better(p, price) and not metric.better(quality, q))
+            for _, q, p in places
+        )
+    ]
+    front.sort(key=lambda place: place[1] if cost.lower_is_better else -place[1])
+    return tuple(summary for summary, _ in front)
+
+
+def quality_of(point: Point, metric: Metric) -> float | None:
+    """The quality that a validation point has; perplexity may be written as its logarithm."""
+    value = point.values.get(metric.key)
+    if value is not None:
+        return value
+    logarithm = {"perplexity": "nll", "eps_perplexity": "eps_nll"}.get(metric.key)
+    return _exp(point.values.get(logarithm)) if logarithm else None
+
+
+def interpolate(run: Run, metric: Metric, axis: Axis, where: float) -> float | None:
+    """Validation quality of a run between two of its validations.
+
+    It is linear between neighbours, in the logarithm where the metric is on a logarithmic scale.
+    None where the run was not yet, or no longer, validated.
+    """
+    points = [
+        (point.seconds if axis == "seconds" else float(point.step), value)
+        for point in run.valid
+        if (value := quality_of(point, metric)) is not None
+    ]
+    if not points or not points[0][0] <= where <= points[-1][0]:
+        return None
+    index = bisect_left(points, where, key=lambda point: point[0])
+    x1, y1 = points[index]
+    if x1 == where:
+        return y1
+    x0, y0 = points[index - 1]
+    share = (where - x0) / (x1 - x0)
+    if metric.log and y0 > 0.0 and y1 > 0.0:
+        return math.exp((1 - share) * math.log(y0) + share * math.log(y1))
+    return (1 - share) * y0 + share * y1
+
+
+def _at(runs: Sequence[Run], metric: Metric, axis: Axis, where: float | None) -> Estimate | None:
+    if where is None:
+        return None
+    values = [interpolate(run, metric, axis, where) for run in runs]
+    return estimate([v for v in values if v is not None], log=metric.log)
+
+
+def _estimates(runs: Sequence[Run]) -> dict[str, Estimate]:
+    found = {}
+    for metric in (*metrics.QUALITY, *metrics.COSTS):
+        values = [value for run in runs if (value := _of_run(run, metric)) is not None]
+        # A mean over fewer seeds than finished would hide that one of them has no such number.
+        if len(values) == len(runs) and (mean := estimate(values, log=metric.log)):
+            found[metric.key] = mean
+    return found
+
+
+def _of_run(run: Run, metric: Metric) -> float | None:
+    if not metric.tested:
+        return run.numbers.get(metric.key)
+    value = run.test.get(metric.key)
+    if value is None and metric.key == "perplexity":
+        return _exp(run.test.get("nll"))
+    return value
+
+
+def _ranked(summaries: Sequence[HeadSummary], metric: Metric) -> tuple[HeadSummary, ...]:
+    """Best first; a head with a seed that failed ranks below all that never did."""
+    sign = 1.0 if metric.lower_is_better else -1.0
+    having = [(s, mean) for s in summaries if (mean := s.mean(metric.key)) is not None]
+    having.sort(key=lambda place: (place[0].any_failed, sign * place[1]))
+    placed = [replace(summary, rank=rank) for rank, (summary, _) in enumerate(having, 1)]
+    return (*placed, *(s for s in summaries if s.mean(metric.key) is None))
+
+
+def _exp(value: float | None) -> float | None:
+    return None if value is None or value > 700.0 else math.exp(value)

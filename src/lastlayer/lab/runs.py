@@ -1,0 +1,235 @@
+"""One run: a head and a seed, trained, judged and kept in a folder of its own."""
+
+import math
+import shutil
+import statistics
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lastlayer.lab._fill import Needs
+from lastlayer.lab.budget import Budget, Schedule
+from lastlayer.lab.checkpoint import Progress, save_tensors
+from lastlayer.lab.feeding import Feed
+from lastlayer.lab.files import read_json, write_json
+from lastlayer.lab.memory import PeakMemory, give_back
+from lastlayer.lab.models import ModelSettings, build_body
+from lastlayer.lab.specs import HeadSpec
+from lastlayer.lab.steps import Stepper
+from lastlayer.lab.training import InterruptedRunError, RunFailedError, Training, warm_up
+
+CLIP = 1.0
+# A run that ended so is not made again; what else went wrong may go right another time.
+FINAL = ("ok", "nan", "diverged")
+_COSTS = (
+    "steps", "seconds", "tokens", "step_ms", "step_ms_low", "step_ms_high", "tokens_per_second",
+    "peak_memory_mb", "parameters", "head_parameters",
+)  # fmt: skip
+# Far from the seeds of bodies and of batches.
+_HEAD_SEED = 1_000_003
+
+
+class Judge(Protocol):
+    """Judges models on held-out data."""
+
+    def on_the_way(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
+        """For a point of the learning curve."""
+
+    def at_the_end(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
+        """For the result."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all runs of a comparison share.
+
+    Attributes:
+        out: the folder of the comparison.
+        model: what bodies are made from.
+        needs: what heads are made from.
+        feed: where batches come from.
+        judge: what judges them.
+        explore: what the explorer shows of a model.
+        budget: of each run.
+        lr: learning rate.
+        device: where they run.
+        record: what config.json holds beside head and seed.
+        fit: what a body takes from the data before it is trained, if anything.
+    """
+
+    out: Path
+    model: ModelSettings
+    needs: Needs
+    feed: Feed
+    judge: Judge
+    explore: Callable[[nn.Module, nn.Module], list[dict[str, Any]]]
+    budget: Budget
+    lr: float
+    device: torch.device
+    record: dict[str, Any]
+    fit: Callable[[nn.Module], None] | None = None
+
+    def folder(self, spec: HeadSpec, seed: int) -> Path:
+        """Of one run."""
+        return self.out / "runs" / f"{spec.slug}-s{seed}"
+
+    def finished(self, spec: HeadSpec, seed: int) -> dict[str, Any] | None:
+        """The result of a run that need not be made again."""
+        path = self.folder(spec, seed) / "result.json"
+        result: dict[str, Any] | None = read_json(path) if path.is_file() else None
+        return result if result is not None and result.get("status") in FINAL else None
+
+
+Tell = Callable[[float, Progress, float | None], None]
+
+
+def perform(
+    bench: Bench, spec: HeadSpec, seed: int, tell: Tell, stopped: Callable[[], bool]
+) -> dict[str, Any]:
+    """Makes a run, or goes on with it. Whatever becomes of it is a result, and is written."""
+    folder = bench.folder(spec, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").unlink(missing_ok=True)
+    write_json(folder / "config.json", {**spec.as_json(), "seed": seed, **bench.record})
+    attempt = _Attempt(bench, spec, seed, folder)
+    with torch.random.fork_rng():
+        status, reason = attempt.make(tell, stopped)
+    result = {
+        "head": spec.text, "label": spec.label, "slug": spec.slug, "family": spec.family,
+        "seed": seed, "status": status, "reason": reason, **attempt.found,
+    }  # fmt: skip
+    write_json(folder / "result.json", result)
+    if status in FINAL:
+        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    attempt.forget()
+    return result
+
+
+class _Attempt:
+    """A run while it is made; ``found`` fills up."""
+
+    def __init__(self, bench: Bench, spec: HeadSpec, seed: int, folder: Path) -> None:
+        self._bench, self._spec, self._seed, self._folder = bench, spec, seed, folder
+        self._training: Training | None = None
+        self._memory: PeakMemory | None = None
+        self.found: dict[str, Any] = dict.fromkeys(_COSTS)
+        self.found |= {"test": None, "explorer": []}
+
+    def make(self, tell: Tell, stopped: Callable[[], bool]) -> tuple[str, str | None]:
+        """Status and reason."""
+        try:
+            self._make(tell, stopped)
+        except RunFailedError as failed:
+            ended: tuple[str, str | None] = failed.status, str(failed)
+        except InterruptedRunError:
+            ended = "interrupted", "stopped by Ctrl-C; --resume goes on from here"
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            ended = "out of memory", _first_line(error)
+        except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
+            ended = _as_result(error)
+            if ended[0] == "error":
+                self.found["traceback"] = traceback.format_exc()
+        else:
+            ended = "ok", None
+        self._costs()
+        return ended
+
+    def _make(self, tell: Tell, stopped: Callable[[], bool]) -> None:
+        bench, seed = self._bench, self._seed
+        # The body first and by the seed alone: it starts from the same numbers under every head.
+        torch.manual_seed(seed)
+        body = build_body(bench.model)
+        if bench.fit is not None:
+            bench.fit(body)
+        body = body.to(bench.device)
+        torch.manual_seed(seed + _HEAD_SEED)
+        head = self._spec.build(bench.needs.with_seed(seed)).to(bench.device)
+        self.found["parameters"] = _numbers(body) + _numbers(head)
+        self.found["head_parameters"] = _numbers(head)
+        stepper = Stepper(body, head, bench.lr, CLIP)
+        warm_up(stepper, bench.feed, seed)
+        self._memory = PeakMemory(bench.device, body, head)
+        torch.manual_seed(seed)
+        self._training = Training(
+            stepper=stepper,
+            feed=bench.feed,
+            seed=seed,
+            schedule=Schedule(bench.budget, bench.feed.steps_per_epoch),
+            folder=self._folder,
+            evaluate=lambda: bench.judge.on_the_way(body, head),
+            memory=self._memory,
+            tell=tell,
+            stopped=stopped,
+            device=bench.device,
+        )
+        self._training.run()
+        test = bench.judge.at_the_end(body, head)
+        if any(isinstance(each, float) and math.isnan(each) for each in test.values()):
+            raise RunFailedError("nan", "the head has NaN for some rows of the test data")
+        self.found["test"] = test
+        self.found["explorer"] = bench.explore(body, head)
+        _keep(self._folder, body, head)
+
+    def _costs(self) -> None:
+        if self._training is None:
+            return
+        now, times = self._training.progress, self._training.step_ms
+        low, middle, high = _quartiles(times)
+        before = now.peak_memory_mb or 0.0
+        peak = None if self._memory is None else self._memory.megabytes
+        self.found |= {
+            "steps": now.step,
+            "seconds": now.seconds,
+            "tokens": now.tokens,
+            "step_ms": middle,
+            "step_ms_low": low,
+            "step_ms_high": high,
+            "tokens_per_second": now.tokens / now.seconds if now.seconds else None,
+            "peak_memory_mb": None if peak is None else max(peak, before),
+        }
+
+    def forget(self) -> None:
+        """Gives the memory back before the next run."""
+        self._training = self._memory = None
+        give_back()
+
+
+def _keep(folder: Path, body: nn.Module, head: nn.Module) -> None:
+    """The trained model, for ``generate`` and ``export``."""
+    save_tensors(folder / "model.safetensors", body.state_dict())
+    new, place = folder / ".head.tmp", folder / "head"
+    for old in (new, place):
+        shutil.rmtree(old, ignore_errors=True)
+    head.save(new)  # type: ignore[operator]
+    new.replace(place)
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())
+
+
+def _quartiles(times: list[float]) -> tuple[float | None, float | None, float | None]:
+    if not times:
+        return None, None, None
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _as_result(error: Exception) -> tuple[str, str]:
+    """Torch has no class of its own for a CPU that is out of memory."""
+    text = _first_line(error)
+    full = isinstance(error, RuntimeError) and (
+        "not enough memory" in str(error) or "can't allocate memory" in str(error)
+    )
+    return ("out of memory", text) if full else ("error", f"{type(error).__name__}: {text}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

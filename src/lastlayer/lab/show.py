@@ -1,0 +1,180 @@
+"""Comparisons and runs side by side in a terminal: first their settings, then their results."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lastlayer.lab._reading import Comparison, read_comparison, read_object
+from lastlayer.lab._settings import flat, plain
+from lastlayer.lab.errors import LabError
+from lastlayer.lab.results import Results, summarise
+from lastlayer.lab.verdict import verdict
+
+_LONGEST_NAME = 30
+# Between two columns, and on both sides of all.
+_GAP = 3
+# Other names of the same head, and of the format.
+_REPEATED = ("label", "slug", "family", "schema")
+_GROUPS = ("data", "model", "budget", "settings", "device", "versions")
+_MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A folder that was asked for, with its settings."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+
+def show(
+    paths: Sequence[Path | str], *, as_json: bool = False, console: Console | None = None
+) -> None:
+    """Print settings side by side, then results with intervals.
+
+    Args:
+        paths: folders of comparisons, or of single runs in them. Runs of one comparison are
+            summarised together, as if no other had been made.
+        as_json: print JSON instead of tables.
+        console: where to.
+
+    Raises:
+        LabError: a path is neither, or a file in it is broken.
+    """
+    console = console or Console()
+    settings, found = _load([Path(path) for path in paths])
+    if as_json:
+        console.file.write(json.dumps(_as_json(settings, found), indent=2) + "\n")
+        return
+    console.print(settings_table(settings))
+    for results in found:
+        console.print(results_table(results, console.width))
+        console.print(Text(verdict(results).sentence), soft_wrap=True)
+        console.print()
+
+
+def settings_table(shown: Sequence[Shown]) -> Table:
+    """A row a setting and a column a folder; what differs stands out."""
+    table = _table("Settings")
+    table.add_column("setting", no_wrap=True)
+    for each in shown:
+        table.add_column(Text(each.name), overflow="fold")
+    for key in dict.fromkeys(key for each in shown for key in each.settings):
+        values = [plain(each.settings[key]) if key in each.settings else _MISSING for each in shown]
+        differs = len(set(values)) > 1
+        style = "bold yellow" if differs else ("dim" if len(shown) > 1 else "")
+        # A sign as well as a colour, for those who do not see it and for files.
+        mark = "≠ " if differs else "  " if len(shown) > 1 else ""
+        table.add_row(Text(mark + key, style=style), *(Text(v, style=style) for v in values))
+    return table
+
+
+def results_table(results: Results, width: int = 80) -> Table:
+    """A row a head, best first, with the interval of each mean; as many columns as have room.
+
+    Args:
+        results: of a comparison.
+        width: of the terminal, in characters.
+    """
+    from lastlayer.lab.report import tables
+
+    table = _table(f"Results · {results.comparison.folder}")
+    table.caption = tables.note(results, "below them")
+    names = [summary.title for summary in results.summaries]
+    table.add_column("#", justify="right", no_wrap=True)
+    name_width = min(_LONGEST_NAME, max(map(len, names), default=0))
+    table.add_column("head", overflow="fold", width=name_width)
+    fates = [tables.runs_text(summary) for summary in results.summaries]
+    left = width - name_width - min(_LONGEST_NAME, max(map(len, fates), default=4)) - 4 * _GAP
+    rows: list[list[Text]] = [[] for _ in names]
+    for column in tables.columns(results):
+        cells = [tables.cell(column, summary, results) for summary in results.summaries]
+        words = [*column.label.split(), *(w for c in cells for w in (c.text, c.span))]
+        left -= _GAP + max(map(len, words))
+        if left < 0:
+            break
+        table.add_column(column.label, justify="right", width=max(map(len, words)))
+        for row, c in zip(rows, cells, strict=True):
+            text = "\n".join(filter(None, (c.text, c.span)))
+            row.append(Text(text, style="bold" if c.best else ""))
+    table.add_column("runs", overflow="fold")
+    for summary, row, fate in zip(results.summaries, rows, fates, strict=True):
+        rank = _MISSING if summary.rank is None else str(summary.rank)
+        style = "" if summary.status == "ok" else "red"
+        table.add_row(rank, Text(summary.title), *row, Text(fate, style=style))
+    return table
+
+
+def _load(paths: Sequence[Path]) -> tuple[list[Shown], list[Results]]:
+    if not paths:
+        raise LabError("RUN: expected at least one folder of a run or a comparison, got none")
+    settings: list[Shown] = []
+    # Runs of one comparison together, in the order in which they were asked for.
+    chosen: dict[Path, tuple[Comparison, set[str] | None]] = {}
+    for path in paths:
+        if (path / "compare.json").is_file():
+            comparison = read_comparison(path)
+            settings.append(Shown(_name(path), _comparison_settings(comparison)))
+            chosen[path.resolve()] = (comparison, None)
+        elif (path / "config.json").is_file():
+            above = path.resolve().parent.parent
+            if above not in chosen:
+                chosen[above] = (read_comparison(above), set())
+            settings.append(Shown(_name(path), _run_settings(path)))
+            names = chosen[above][1]
+            if names is not None:
+                names.add(path.resolve().name)
+        else:
+            raise LabError(
+                f"RUN: expected the folder of a run, with config.json, or of a comparison, with "
+                f"compare.json, got '{path}'"
+            )
+    return settings, [summarise(_only(comparison, names)) for comparison, names in chosen.values()]
+
+
+def _only(comparison: Comparison, names: set[str] | None) -> Comparison:
+    """A comparison of these runs alone."""
+    if names is None:
+        return comparison
+    runs = tuple(run for run in comparison.runs if run.name in names)
+    slugs = {run.head.slug for run in runs}
+    heads = tuple(head for head in comparison.heads if head.slug in slugs)
+    return replace(comparison, runs=runs, heads=heads)
+
+
+def _run_settings(path: Path) -> dict[str, Any]:
+    settings = flat(read_object(path / "config.json"))
+    return {key: value for key, value in settings.items() if key not in _REPEATED}
+
+
+def _comparison_settings(comparison: Comparison) -> dict[str, Any]:
+    groups = {group: getattr(comparison, group) for group in _GROUPS}
+    heads = [head.spec for head in comparison.heads]
+    return flat({**groups, "heads": heads, "seeds": list(comparison.seeds), "git": comparison.git})
+
+
+def _as_json(settings: Sequence[Shown], found: Sequence[Results]) -> dict[str, Any]:
+    from lastlayer.lab.report.data import everything, jsonable
+
+    made: dict[str, Any] = jsonable(
+        {
+            "settings": [asdict(each) for each in settings],
+            "results": [everything(results, verdict(results)) for results in found],
+        }
+    )
+    return made
+
+
+def _name(path: Path) -> str:
+    return path.resolve().name
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)

@@ -1,0 +1,190 @@
+"""Specs of heads: ``adaptive:cutoffs=2000,10000`` is the head's own constructor.
+
+The name is one of :data:`CATALOGUE`, or a class of yours as ``mymodule:MyHead`` with arguments
+after another colon. What a constructor needs from the data is filled in.
+"""
+
+import difflib
+import inspect
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.nn import Module
+
+from lastlayer.heads import Head
+from lastlayer.lab._catalogue import CATALOGUE, Family, defaults_for
+from lastlayer.lab._fill import Needs
+from lastlayer.lab._importing import import_from_here
+from lastlayer.lab._values import parse_value, type_words
+from lastlayer.lab.errors import SpecError
+
+# What the lab decides, the same for all heads, or takes from the data.
+_DECIDED = frozenset(
+    {
+        "in_features", "n_classes", "counts", "spellings", "class_weight", "ignore_index",
+        "reduction", "device", "dtype", "seed", "per_rank", "loss_options", "calibrator",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """A head that can be built for any data.
+
+    Attributes:
+        text: as it was written.
+        family: the name in the catalogue, or ``mymodule:MyHead``.
+        label: what tables call it.
+        slug: its name in folders.
+        arguments: those that were given, as JSON can hold them.
+    """
+
+    text: str
+    family: str
+    label: str
+    slug: str
+    arguments: dict[str, Any]
+    made_by: Family = field(repr=False, compare=False)
+
+    def build(self, needs: Needs) -> Module:
+        """The head, on the CPU; its numbers depend on the state of torch's generator alone."""
+        try:
+            return self.made_by.build(needs, self.arguments)
+        except (ValueError, TypeError) as error:
+            raise SpecError(f"--head {self.text}: {error}") from error
+
+    def as_json(self) -> dict[str, Any]:
+        """For compare.json."""
+        return {
+            "spec": self.text,
+            "label": self.label,
+            "slug": self.slug,
+            "family": self.family,
+            "arguments": self.arguments,
+        }
+
+
+def parse_spec(text: str, *, task: str = "lm") -> HeadSpec:
+    """A spec from its text; mistakes name what is valid and what is nearest."""
+    name, colon, rest = text.strip().partition(":")
+    known = CATALOGUE.get(name)
+    if known is None and colon and not re.match(r"\w+=", rest):
+        family, rest = _of_user(text, name, rest)
+    elif known is None:
+        raise SpecError(f"--head {text}: {_unknown(name, sorted(CATALOGUE), 'head')}")
+    else:
+        family = known
+    if task not in family.tasks:
+        fitting = ", ".join(n for n, each in CATALOGUE.items() if task in each.tasks)
+        raise SpecError(
+            f"--head {text}: expected a head for --task {task}, got one for "
+            f"{' and '.join(family.tasks)}; for {task} there are {fitting}"
+        )
+    arguments = _arguments(text, family, rest)
+    shown = re.split(r"[:,](?=\w+=)", rest) if rest else []
+    short = family.name.rpartition(":")[2]
+    label = " ".join([short, *shown])
+    slug = _slug(" ".join([family.name, *shown]))
+    return HeadSpec(text.strip(), family.name, label, slug, arguments, family)
+
+
+def parse_specs(texts: list[str], *, task: str = "lm") -> list[HeadSpec]:
+    """All of them, no two alike; without any, the selection for the task."""
+    specs: list[HeadSpec] = []
+    for spec in (parse_spec(each, task=task) for each in texts or defaults_for(task)):
+        for other in specs:
+            if (other.family, other.arguments) == (spec.family, spec.arguments):
+                raise SpecError(
+                    f"--head {spec.text}: expected heads that differ, got it beside {other.text}"
+                )
+        taken = sum(other.slug.startswith(spec.slug) for other in specs)
+        clash = any(other.slug == spec.slug for other in specs)
+        specs.append(replace(spec, slug=f"{spec.slug}-{taken + 1}") if clash else spec)
+    return specs
+
+
+def _arguments(text: str, family: Family, rest: str) -> dict[str, Any]:
+    """``a=1,b=2,3`` by the types of the constructor: a piece without a name goes on a list."""
+    valid = _valid(family)
+    pieces: list[tuple[str, str]] = []
+    for piece in rest.split(",") if rest else []:
+        name, equals, value = piece.partition("=")
+        if equals:
+            pieces.append((name.strip(), value.strip()))
+        elif pieces:
+            pieces[-1] = pieces[-1][0], f"{pieces[-1][1]},{piece.strip()}"
+        else:
+            raise SpecError(
+                f"--head {text}: expected name=value after '{family.name}:', got {piece!r}; "
+                f"{_listed(family)}"
+            )
+    made: dict[str, Any] = {}
+    for name, value in pieces:
+        if name not in valid:
+            raise SpecError(
+                f"--head {text}: {_unknown(name, sorted(valid), 'argument')}; {_listed(family)}"
+            )
+        if name in made:
+            raise SpecError(f"--head {text}: expected {name} once, got it twice")
+        try:
+            made[name] = parse_value(value, valid[name])
+        except ValueError as error:
+            raise SpecError(f"--head {text}: {name}: {error}") from error
+    return made
+
+
+def _valid(family: Family) -> dict[str, Any]:
+    """The arguments that a person may give, with what their values are."""
+    taken = inspect.signature(family.cls()).parameters
+    own = {
+        name: each.annotation
+        for name, each in taken.items()
+        if name not in _DECIDED | family.fixed.keys() | family.filled
+        and each.kind != each.VAR_KEYWORD
+    }
+    return {**family.extra, **own}
+
+
+def _listed(family: Family) -> str:
+    words = (f"{name}={type_words(kind)}" for name, kind in _valid(family).items())
+    return f"{family.name} takes {', '.join(words) or 'no arguments'}"
+
+
+def _unknown(name: str, known: list[str], what: str) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    among = f"; there are {', '.join(known)}" if what == "head" else ""
+    if what == "head":
+        among += ", and mymodule:MyHead for one of your own"
+    return f"no {what} {name!r}{hint}{among}"
+
+
+def _of_user(text: str, module: str, rest: str) -> tuple[Family, str]:
+    """A class of the user's, from a module on the path or in this folder."""
+    name, _, arguments = rest.partition(":")
+    try:
+        imported = import_from_here(module)
+    except ImportError as error:
+        known = _unknown(module, sorted(CATALOGUE), "head")
+        raise SpecError(f"--head {text}: cannot import {module}: {error}; {known}") from error
+    made = getattr(imported, name, None)
+    if made is None:
+        classes = [n for n, each in vars(imported).items() if _is_head(each)]
+        raise SpecError(
+            f"--head {text}: {_unknown(name, classes, f'class in {module}')}; its heads are "
+            f"{', '.join(classes) or 'none'}"
+        )
+    if not _is_head(made):
+        raise SpecError(
+            f"--head {text}: expected a class that derives from lastlayer.heads.Head, got {made!r}"
+        )
+    return Family(f"{module}:{name}", lambda: made, tasks=("lm", "multilabel")), arguments
+
+
+def _is_head(made: Any) -> bool:
+    return isinstance(made, type) and issubclass(made, Head) and not inspect.isabstract(made)
+
+
+def _slug(label: str) -> str:
+    return re.sub(r"[^a-z0-9._]+", "-", label.lower()).strip("-.")[:80] or "head"

@@ -1,0 +1,54 @@
+"""Budgets as text, and the points at which a run is told and judged."""
+
+import pytest
+
+from lastlayer.lab.budget import Budget, Schedule
+from lastlayer.lab.errors import LabError
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "amount"),
+    [
+        ("30s", "seconds", 30), ("0.5s", "seconds", 0.5), ("2m", "seconds", 120),
+        ("2000steps", "steps", 2000), ("1 step", "steps", 1), ("3epochs", "epochs", 3),
+        ("0.5epochs", "epochs", 0.5),
+    ],
+)  # fmt: skip
+def test_budgets_are_read(text, kind, amount):
+    assert Budget.parse(text).as_json() == {"kind": kind, "amount": amount}
+
+
+@pytest.mark.parametrize("text", ["", "30", "s", "-3s", "0steps", "2.5steps", "3 weeks", "1e3s"])
+def test_other_budgets_are_refused(text):
+    with pytest.raises(LabError, match="--budget: expected"):
+        Budget.parse(text)
+
+
+def test_epochs_are_steps_of_the_data():
+    assert Budget.parse("3epochs").steps(70) == 210
+    assert Budget.parse("0.001epochs").steps(70) == 1
+    assert Budget.parse("3s").steps(70) is None
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 100, 12345])
+def test_steps_lead_from_point_to_point_to_the_end(steps):
+    schedule = Schedule(Budget("steps", steps), 10)
+    step, judged = 0, 1
+    while (ahead := schedule.steps_to_next(step)) is not None:
+        assert ahead >= 1
+        for passed in range(step + 1, step + ahead):
+            assert schedule.judged(passed) == schedule.judged(step)
+            assert schedule.told(passed) == schedule.told(step)
+        step += ahead
+        judged = max(judged, schedule.judged(step))
+    assert step == steps
+    assert schedule.judged(step) == judged
+    assert schedule.judged(0) == 1
+
+
+def test_seconds_have_the_same_shares_as_steps():
+    clock, counted = Schedule(Budget("seconds", 1000.0), 1), Schedule(Budget("steps", 1000), 1)
+    assert clock.steps_to_next(0) is None
+    for place in (0, 20, 51, 350, 999, 1000):
+        assert clock.judged(place) == counted.judged(place)
+        assert clock.told(place) == counted.told(place)

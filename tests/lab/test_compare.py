@@ -1,0 +1,383 @@
+"""lastlayer compare: every head with every seed, kept, resumed, and told."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lastlayer.cli import app
+from lastlayer.lab import commands, runs
+from lastlayer.lab import compare as lab
+from lastlayer.lab.compare import compare
+from lastlayer.lab.errors import LabError, SpecError
+from lastlayer.lab.options import CompareOptions
+
+runner = CliRunner()
+HEADS = ("full", "entmax", "hierarchical")
+QUICK = {"model": "bag", "width": 8, "batch": 4, "length": 8, "lr": 0.01}
+LINE = "the cat sat on the mat and the dog saw the cat run to the old mill by the sea\n"
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "small.txt"
+    path.write_text(LINE * 60, encoding="utf-8")
+    return path
+
+
+def run(text: Path, out: Path, **options):
+    resume = options.pop("resume", False)
+    given = {"data": str(text), "heads": HEADS, "budget": "8steps", "seeds": 1, **QUICK, **options}
+    return compare(
+        CompareOptions(**given), out, resume=resume, quiet=True, console=Console(quiet=True)
+    )
+
+
+@pytest.fixture(scope="session")
+def compared(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("compared") / "out"
+    return run(text, out, seeds=2)
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_time(lines: list[dict]) -> list[dict]:
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+def test_every_head_has_a_result_with_the_first_seed_before_the_second(compared):
+    order = [(each["label"], each["seed"]) for each in compared.results]
+    assert order == [(head, seed) for seed in (1, 2) for head in HEADS]
+    assert not compared.interrupted
+
+
+def test_results_hold_what_the_page_needs(compared):
+    for result in compared.results:
+        assert result["status"] == "ok", result["reason"]
+        assert result["steps"] == 8
+        assert result["tokens"] == 8 * 4 * 8
+        assert 0 < result["head_parameters"] < result["parameters"]
+        assert result["step_ms_low"] <= result["step_ms"] <= result["step_ms_high"]
+        test = result["test"]
+        assert 0 <= test["top1"] <= test["top10"] <= 1
+        assert sum(part["count"] for part in test["by_decile"]) == test["rows"]
+        assert sum(part["count"] for part in test["calibration"]) == test["rows"]
+        assert len(result["explorer"]) > 0
+        for entry in result["explorer"]:
+            assert (entry["path"] is not None) == (result["family"] == "hierarchical")
+    full = next(each for each in compared.results if each["family"] == "full")
+    assert full["test"]["coverage"] == 1.0
+    assert (
+        full["test"]["support"]
+        == json.loads((compared.out / "compare.json").read_text())["data"]["classes"]
+    )
+
+
+def test_the_path_to_the_target_multiplies_to_its_probability(compared):
+    result = next(each for each in compared.results if each["family"] == "hierarchical")
+    for entry in result["explorer"]:
+        product = 1.0
+        for choice in entry["path"]:
+            product *= choice["p"]
+        assert product == pytest.approx(entry["target_p"], rel=1e-4)
+
+
+def test_files_are_as_promised(compared):
+    frozen = json.loads((compared.out / "compare.json").read_text())
+    assert [head["slug"] for head in frozen["heads"]] == list(HEADS)
+    assert frozen["seeds"] == [1, 2]
+    assert frozen["command"][:2] == ["lastlayer", "compare"]
+    assert frozen["budget"] == {"kind": "steps", "amount": 8}
+    for head in HEADS:
+        folder = compared.out / "runs" / f"{head}-s2"
+        config = json.loads((folder / "config.json").read_text())
+        assert config["seed"] == 2
+        assert config["data"]["fingerprint"] == frozen["data"]["fingerprint"]
+        valid = [line for line in lines_of(folder) if line["kind"] == "valid"]
+        assert valid[0]["step"] == 0
+        assert valid[-1]["step"] == 8
+        assert valid[-1]["seconds"] > 0
+        assert not (folder / "checkpoint").exists()
+        assert not list(folder.rglob("*.tmp"))
+
+
+def test_the_command_asks_for_the_same(compared, tmp_path):
+    """However it was begun: typed again, it gives the same options."""
+    command = json.loads((compared.out / "compare.json").read_text())["command"]
+    asked = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(commands, "_compare", lambda options, *_: asked.append(options) or 0)
+        result = runner.invoke(app, command[1:])
+    assert result.exit_code == 0, result.output
+    assert asked[0].as_json() == json.loads((compared.out / "compare.json").read_text())["options"]
+
+
+def test_a_finished_comparison_is_not_made_again(compared, monkeypatch):
+    monkeypatch.setattr(lab, "perform", lambda *_: pytest.fail("made again"))
+    again = compare(
+        CompareOptions(), compared.out, resume=True, quiet=True, console=Console(quiet=True)
+    )
+    assert [each["label"] for each in again.results] == [e["label"] for e in compared.results]
+
+
+def test_other_options_are_not_resumed(compared):
+    other = CompareOptions(budget="9steps", heads=HEADS)
+    with pytest.raises(LabError, match="--budget was 8steps and is 9steps"):
+        compare(other, compared.out, resume=True, quiet=True, console=Console(quiet=True))
+
+
+def test_other_data_is_not_resumed(text, tmp_path):
+    moved = tmp_path / "moving.txt"
+    moved.write_text(LINE * 30, encoding="utf-8")
+    run(moved, tmp_path / "out", heads=("full",), budget="1steps")
+    moved.write_text(LINE * 31, encoding="utf-8")
+    with pytest.raises(LabError, match=r"data was .* and is"):
+        run(moved, tmp_path / "out", heads=("full",), budget="1steps", resume=True)
+
+
+def test_a_folder_that_holds_something_is_not_taken(text, tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(LabError, match="--out: expected a folder that is new or empty"):
+        run(text, tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_told_first(text, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    with pytest.raises(LabError, match="--out: expected a folder that can be written"):
+        run(text, blocked / "out")
+
+
+def test_a_full_disk_is_told_first(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("lastlayer.lab.files.shutil.disk_usage", lambda _: (0, 0, 100))
+    monkeypatch.setattr(lab, "perform", lambda *_: pytest.fail("trained"))
+    with pytest.raises(LabError, match=r"of free disk .* got 100 B"):
+        run(text, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_the_data_cannot_have_are_told_first(text, tmp_path):
+    with pytest.raises(SpecError, match=r"--head adaptive:cutoffs=9999: cutoffs: expected"):
+        run(text, tmp_path / "out", heads=("adaptive:cutoffs=9999",))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_body_starts_from_the_same_numbers_under_every_head(text, tmp_path, monkeypatch):
+    made, build = [], runs.build_body
+
+    def recorded(settings):
+        body = build(settings)
+        made.append(body.embedding.weight.detach().clone())
+        return body
+
+    monkeypatch.setattr(runs, "build_body", recorded)
+    run(text, tmp_path / "out", heads=("full", "adaptive:cutoffs=3"), budget="1steps", seeds=2)
+    one, other, next_seed, _ = made
+    assert torch.equal(one, other)
+    assert not torch.equal(one, next_seed)
+
+
+FAILING = """
+import torch
+from lastlayer.heads import FullSoftmax
+
+class Full(FullSoftmax):
+    def forward(self, hidden, target):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+class Broken(FullSoftmax):
+    def forward(self, hidden, target):
+        raise KeyError("no such key")
+
+class Vanishing(FullSoftmax):
+    def forward(self, hidden, target):
+        return super().forward(hidden, target) * float("nan")
+
+class Hollow(FullSoftmax):
+    def log_prob(self, hidden, classes=None):
+        return super().log_prob(hidden, classes) * float("nan")
+
+class Exploding(FullSoftmax):
+    calls = 0
+    def forward(self, hidden, target):
+        self.calls += 1
+        return super().forward(hidden, target) * 10.0 ** self.calls
+"""
+
+
+def test_what_goes_wrong_in_a_run_is_a_result(text, tmp_path, monkeypatch):
+    (tmp_path / "failing_heads.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ("Full", "Broken", "Vanishing", "Exploding", "Hollow")
+    heads = (*(f"failing_heads:{name}" for name in names), "full")
+    done = run(text, tmp_path / "out", heads=heads)
+    assert [each["status"] for each in done.results] == [
+        "out of memory", "error", "nan", "diverged", "nan", "ok",
+    ]  # fmt: skip
+    reasons = [each["reason"] for each in done.results]
+    assert "Tried to allocate 20 GiB" in reasons[0]
+    assert reasons[1] == "KeyError: 'no such key'"
+    assert "nan by step 1" in reasons[2]
+    assert "rose from" in reasons[3]
+    assert "NaN for some rows of the test data" in reasons[4]
+    assert [each["test"] is None for each in done.results] == [True] * 5 + [False]
+
+
+def test_ctrl_c_stops_and_resume_goes_on(text, tmp_path, monkeypatch):
+    moves = []
+
+    def interrupted(bench, spec, seed, tell, stopped):
+        def press(*told):
+            moves.append(told)
+            if spec.family == "entmax" and told[1].step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return perform(bench, spec, seed, press, stopped)
+
+    perform = lab.perform
+    monkeypatch.setattr(lab, "perform", interrupted)
+    said = io.StringIO()
+    given = {"data": str(text), "heads": HEADS, "budget": "8steps", "seeds": 1, **QUICK}
+    console = Console(file=said, width=100)
+    first = compare(
+        CompareOptions(**given), tmp_path / "out", resume=False, quiet=False, console=console
+    )
+    assert first.interrupted
+    lines = [line.partition(" ")[2] for line in said.getvalue().splitlines()]
+    # At once: before the line of the run that it ends.
+    at = next(i for i, line in enumerate(lines) if line.startswith("Stopping after this step"))
+    assert lines[at + 1] == "2/3 entmax seed 1: interrupted"
+    assert [each["status"] for each in first.results] == ["ok", "interrupted"]
+    assert (tmp_path / "out/runs/entmax-s1/checkpoint/state.json").is_file()
+    monkeypatch.setattr(lab, "perform", perform)
+    second = run(text, tmp_path / "out", resume=True)
+    assert [each["status"] for each in second.results] == ["ok"] * 3
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+import torch
+from rich.console import Console
+from lastlayer.lab import compare, options, training
+
+torch.set_num_threads(1)
+training._CHECKPOINT_SECONDS, training._CHECKPOINT_SHARE = 0.0, 1e9
+step = training.Stepper.step
+
+def slow(self, batch):
+    time.sleep(0.02)
+    return step(self, batch)
+
+training.Stepper.step = slow
+given = options.CompareOptions.from_json(eval(sys.argv[1]))
+compare.compare(given, Path(sys.argv[2]), resume=False, quiet=True, console=Console(quiet=True))
+"""
+
+
+def test_killed_and_resumed_ends_as_one_that_was_never_killed(text, tmp_path):
+    """The process gets no chance to clean up; it writes a checkpoint after every step."""
+    given = {"heads": ("full", "sampled:n_samples=4"), "budget": "14steps", "seeds": 1, **QUICK}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    doomed = subprocess.Popen(
+        [sys.executable, "-c", KILLED, repr({"data": str(text), **given}), str(killed)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    folder = killed / "runs" / "sampled-n_samples-4-s1"
+    state = folder / "checkpoint" / "state.json"
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and doomed.poll() is None:
+        if state.is_file() and json.loads(state.read_text())["step"] >= 5:
+            break
+        time.sleep(0.005)
+    doomed.kill()
+    said, _ = doomed.communicate()
+    assert doomed.returncode == -signal.SIGKILL, said
+    assert not (folder / "result.json").exists()
+
+    run(text, killed, resume=True, **given)
+    run(text, whole, **given)
+    for slug in ("full-s1", "sampled-n_samples-4-s1"):
+        one, other = (each / "runs" / slug for each in (killed, whole))
+        assert without_time(lines_of(one)) == without_time(lines_of(other))
+        results = [json.loads((each / "result.json").read_text()) for each in (one, other)]
+        assert results[0]["test"] == results[1]["test"]
+        assert results[0]["explorer"] == results[1]["explorer"]
+        assert results[0]["steps"] == results[1]["steps"] == 14
+
+
+def test_labels(tmp_path):
+    """Two labels that follow from the signs of two features, which have units of their own."""
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(400, 2, generator=draw) * torch.tensor([1e-3, 1e4]) + torch.tensor([2, 9e4])
+    arff = "@relation made\n@attribute a numeric\n@attribute b numeric\n"
+    arff += "@attribute small {0,1}\n@attribute large {0,1}\n@data\n"
+    arff += "".join(f"{a:.6f},{b:.2f},{int(a > 2)},{int(b > 9e4)}\n" for a, b in rows.tolist())
+    (tmp_path / "labels.arff").write_text(arff)
+    names = "".join(f'<label name="{name}"/>' for name in ("small", "large"))
+    xml = f'<labels xmlns="http://mulan.sourceforge.net/labels">{names}</labels>'
+    (tmp_path / "labels.xml").write_text(xml)
+    options = {"task": "multilabel", "width": 8, "batch": 40, "lr": 0.05, "budget": "60steps"}
+    heads = ("zlpr", "bce", "asymmetric", "sparsemax_labels")
+    done = run(
+        tmp_path / "labels.arff", tmp_path / "out", **{**options, "heads": heads, "length": None}
+    )
+    for result in done.results:
+        assert result["status"] == "ok", result["reason"]
+        test = result["test"]
+        assert test["precision_at_1"] <= 1
+        assert test["rows"] == 40
+        if result["family"] != "sparsemax_labels":
+            assert test["micro_f1"] > 0.85, result["family"]
+        found = 2 * test["micro_precision"] * test["micro_recall"]
+        assert test["micro_f1"] == pytest.approx(
+            found / (test["micro_precision"] + test["micro_recall"])
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "soon"], "--budget: expected an amount above 0 with its unit"),
+        (["--head", "ful"], "no head 'ful'; did you mean full?"),
+        (["--head", "full:bia=1"], "no argument 'bia'; did you mean bias?"),
+        (["--model", "gru"], "--model: expected one of lstm, transformer, bag, got 'gru'"),
+        (["--task", "speech"], "--task: expected one of lm, multilabel, got 'speech'"),
+        (["--seeds", "0"], "--seeds: expected at least 1, got 0"),
+        (["--lr", "-1"], "--lr: expected a number above 0, got -1"),
+        (["--vocab-size", "1"], "--vocab-size: expected at least 2, got 1"),
+        (["--resume"], "--resume: expected --out with the folder to go on with"),
+        (["--encoding", "klingon"], "klingon"),
+    ],
+)
+def test_mistakes_are_one_message_and_exit_code_2(text, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, ["compare", str(text), *arguments])
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.rglob("compare.json"))
+
+
+def test_the_command_ends_with_json(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("lastlayer.lab.report.write_report", lambda out: out / "report.html")
+    words = ["--model", "bag", "--width", "8", "--budget", "2steps", "--seeds", "1", "--json"]
+    result = runner.invoke(
+        app, ["compare", str(text), *words, "--head", "full", "--out", str(tmp_path / "out")]
+    )
+    assert result.exit_code == 0, result.output
+    made = json.loads(result.stdout)
+    assert made["page"] == str(tmp_path / "out" / "report.html")
+    assert [each["status"] for each in made["runs"]] == ["ok"]

@@ -1,0 +1,276 @@
+"""Rows with labels: JSON lines, marked text, svmlight, ARFF, and sets of a hub."""
+
+import gzip
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lastlayer.lab.data import DataError, SparseRows, load
+from lastlayer.lab.data._arff_header import Attribute, attribute, split_values
+from lastlayer.lab.data._rows import mixed_rows
+
+LABELS = ("red", "green", "blue")
+
+
+def documents(seed, n=60):
+    """Texts and labels; each label in some of them."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(n):
+        some = sorted({LABELS[i % 3], LABELS[rng.integers(3)]})
+        words = [f"w{j}" for j in rng.integers(0, 9, 5)]
+        rows.append((" ".join(words), some))
+    return rows
+
+
+def dense(part):
+    features = part.features
+    return features.dense() if isinstance(features, SparseRows) else features
+
+
+def labels_of(data, part):
+    lists = part.labels
+    return [
+        {data.label_names[c] for c in lists.indices[lists.offsets[i] : lists.offsets[i + 1]]}
+        for i in range(part.n_rows)
+    ]
+
+
+def check_invariants(data):
+    """What holds for every set of labelled rows."""
+    assert (np.diff(data.counts) <= 0).all()
+    expected = np.bincount(data.train.labels.indices, minlength=data.n_classes)
+    assert np.array_equal(data.counts, expected)
+    for part in (data.train, data.valid, data.test):
+        assert dense(part).shape == (part.n_rows, data.n_features)
+        assert dense(part).dtype == np.float32
+        for i in range(part.n_rows):
+            own = part.labels.indices[part.labels.offsets[i] : part.labels.offsets[i + 1]]
+            assert (np.diff(own) > 0).all()
+        rows = np.arange(part.n_rows)[::-2]
+        some = part.select(rows)
+        assert np.array_equal(dense(some), dense(part)[rows])
+        assert labels_of(data, some) == [labels_of(data, part)[i] for i in rows]
+    assert json.loads(json.dumps(data.description)) == data.description
+    assert data.task == "multilabel"
+
+
+def test_json_lines_with_splits_in_them(tmp_path, seed):
+    rows = documents(seed)
+    splits = ["train", "validation", "test"]
+    lines = [
+        json.dumps({"title": "t", "body": text, "topics": labels, "split": splits[i % 3]})
+        for i, (text, labels) in enumerate(rows)
+    ]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    data = load(
+        tmp_path / "a.jsonl.gz",
+        task="multilabel",
+        text_field="title, body",
+        labels_field="topics",
+        min_count=1,
+    )
+    check_invariants(data)
+    assert labels_of(data, data.train) == [{*labels} for _, labels in rows[::3]]
+    assert labels_of(data, data.test) == [{*labels} for _, labels in rows[2::3]]
+    for text, row in zip([text for text, _ in rows[::3]], dense(data.train), strict=True):
+        words = f"t {text}".split()
+        expected = np.array([np.log1p(words.count(name)) for name in data.feature_names])
+        np.testing.assert_allclose(row, expected / np.linalg.norm(expected), rtol=1e-5)
+
+
+def test_json_lines_as_text(tmp_path):
+    lines = [json.dumps({"text": f"a b\nc{i % 3}"}) for i in range(30)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+    data = load(tmp_path / "a.jsonl")
+    assert data.vocabulary.decode(data.train[:4]) == ["a", "b", "c0", "<eos>"]
+    assert len(data.train) + len(data.valid) + len(data.test) == 120
+    assert len(load(tmp_path / "a.jsonl", limit=16).train) == 16
+
+
+def test_labels_may_be_numbers_or_one_alone(tmp_path):
+    lines = [json.dumps({"text": "a b", "labels": 7 if i % 2 else [7, 8]}) for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = load(tmp_path / "a.jsonl", task="multilabel")
+    assert data.label_names == ("7", "8")
+
+
+def test_marked_text_equals_json_lines(tmp_path, seed):
+    rows = documents(seed)
+    marked = [" ".join([*(f"__label__{c}" for c in own), text]) for text, own in rows]
+    (tmp_path / "a.txt").write_text("\n".join(marked))
+    objects = [json.dumps({"text": text, "labels": own}) for text, own in rows]
+    (tmp_path / "b.jsonl").write_text("\n".join(objects))
+    one = load(tmp_path / "a.txt", task="multilabel")
+    other = load(tmp_path / "b.jsonl", task="multilabel")
+    check_invariants(one)
+    assert one.fingerprint == other.fingerprint
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_svmlight(tmp_path, seed, first):
+    rng = np.random.default_rng(seed)
+    table = np.round(rng.normal(size=(40, 6)) * (rng.random((40, 6)) < 0.5), 3)
+    table[:, [0, 5]] = np.where(table[:, [0, 5]] == 0, 1.0, table[:, [0, 5]])
+    labels = [sorted({*rng.integers(0, 3, i % 3).tolist()}) for i in range(40)]
+    labels[:10] = [[0, 1], [1, 2]] * 5  # each in some row that is not held out
+    lines = ["40 6 3"] * (1 - first)
+    for row, own in zip(table, labels, strict=True):
+        pairs = [f"{i + first}:{value}" for i, value in enumerate(row) if value]
+        lines.append(" ".join([",".join(map(str, own)), *pairs[::-1], "# remark"]))
+    (tmp_path / "train.svm").write_text("\n".join(lines))
+    (tmp_path / "test.svm").write_text("0 1:2.5\n")
+    data = load(tmp_path, task="multilabel")
+    check_invariants(data)
+    assert data.description["first_index"] == first
+    assert data.n_features == 6
+    assert data.train.n_rows + data.valid.n_rows == 40
+    assert dense(data.test)[0, 1 - first] == 2.5
+    held = np.sort(mixed_rows(40)[36:])
+    np.testing.assert_array_equal(dense(data.valid), table[held].astype(np.float32))
+    assert labels_of(data, data.valid) == [{str(c) for c in labels[i]} for i in held]
+
+
+ATTRIBUTES = """% remark
+@RELATION r
+
+@ATTRIBUTE 'a b' NUMERIC
+@attribute colour {red, 'dark, blue'}
+@attribute flag {no,yes}
+@attribute note string
+@attribute x\\~y {0,1}
+@attribute z {0,1}
+@DATA
+"""
+NAMES = '<labels><label name="x~y"><label name="z"/></label></labels>'
+
+
+def arff_rows(seed, n=30):
+    rng = np.random.default_rng(seed)
+    drawn = [(round(float(rng.normal()), 3), *rng.integers(0, 2, 4).tolist()) for _ in range(n)]
+    # Each label at least once, whichever rows are held out.
+    return [(1.5, 1, 0, 1, 1)] * 10 + drawn
+
+
+def test_arff_dense_and_sparse_are_the_same(tmp_path, seed):
+    rows = arff_rows(seed)
+    colours, flags = ("red", "'dark, blue'"), ("no", "yes")
+    lines = [f"{a},{colours[c]},{flags[f]},'it''s' ,{x},{z}" for a, c, f, x, z in rows]
+    lines = [line.replace("''", "\\'") for line in lines]
+    sparse = []
+    for a, c, f, x, z in rows:
+        pairs = [f"0 {a}", f"1 {colours[c]}" * c, f"2 {flags[f]}" * f, "4 1" * x, "5 1" * z]
+        sparse.append("{" + ", ".join(filter(None, pairs)) + "}")
+    for kind, text in (("dense", lines), ("sparse", sparse)):
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "set-train.arff").write_text(ATTRIBUTES + "\n".join(text[:-5]) + "\n")
+        (folder / "set-test.arff").write_text(ATTRIBUTES + "% more\n" + "\n".join(text[-5:]))
+        (folder / "set.arff").write_text("the whole set is left out beside its parts")
+        (folder / "set.xml").write_text(NAMES)
+    one = load(tmp_path / "dense", task="multilabel")
+    other = load(tmp_path / "sparse", task="multilabel")
+    check_invariants(one)
+    assert one.fingerprint == other.fingerprint
+    assert one.feature_names == ("a b", "flag", "colour=red", "colour=dark, blue")
+    assert {*one.label_names} == {"x~y", "z"}
+    assert one.description["left_out"] == ["note"]
+    expected = [[a, f, 1 - c, c] for a, c, f, _, _ in rows[-5:]]
+    np.testing.assert_array_equal(one.test.features, np.array(expected, np.float32))
+    assert labels_of(one, one.test) == [
+        {name for name, on in (("x~y", x), ("z", z)) if on} for *_, x, z in rows[-5:]
+    ]
+
+
+def test_sparse_arff_of_numbers_stays_sparse(tmp_path):
+    header = "@relation r\n@attribute f numeric\n@attribute g {0,1}\n@attribute l {0,1}\n"
+    rows = ["{0 2.5,2 1}", "{1 1,3 1}", "{}"] * 10
+    (tmp_path / "a.arff").write_text(f"{header}@attribute m {{0,1}}\n@data\n" + "\n".join(rows))
+    (tmp_path / "a.xml").write_text('<labels><label name="l"/><label name="m"/></labels>')
+    data = load(tmp_path / "a.arff", task="multilabel")
+    check_invariants(data)
+    assert isinstance(data.train.features, SparseRows)
+    total = sum(dense(part).sum(0) for part in (data.train, data.valid, data.test))
+    assert total.tolist() == [25.0, 10.0]
+
+
+def test_the_first_value_is_what_a_sparse_row_leaves_out(tmp_path):
+    header = "@relation r\n@attribute f {YES,NO}\n@attribute l {1,0}\n@attribute m {0,1}\n@data\n"
+    rows = ["{}", "{0 NO,1 0,2 1}"] * 10
+    (tmp_path / "a.arff").write_text(header + "\n".join(rows))
+    (tmp_path / "a.xml").write_text('<labels><label name="l"/><label name="m"/></labels>')
+    data = load(tmp_path / "a.arff", task="multilabel")
+    for features, own in zip(dense(data.train)[:, 0], labels_of(data, data.train), strict=True):
+        assert own == ({"l"} if features else {"m"})
+
+
+def test_headers_of_arff():
+    assert attribute("@attribute 'it\\'s' {a,'b c'}") == Attribute("it's", ("a", "b c"))
+    assert attribute('@ATTRIBUTE "a b" real') == Attribute("a b", None)
+    assert attribute("@attribute d date 'yyyy'") == Attribute("d", None, used=False)
+    assert split_values("a, 'b,c' ,\"d\",e\\,f") == ["a", "b,c", "d", "e,f"]
+
+
+def test_a_limit_of_rows(tmp_path, seed):
+    rows = documents(seed, 200)
+    objects = [json.dumps({"text": text, "labels": own}) for text, own in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(objects))
+    data = load(tmp_path / "a.jsonl", task="multilabel", limit=40)
+    check_invariants(data)
+    assert [part.n_rows for part in (data.train, data.valid, data.test)] == [40, 5, 5]
+
+
+class FakeHub:
+    """Has what the datasets package is asked for."""
+
+    def __init__(self, splits, features=None):
+        self.splits, self.features, self.asked = splits, features, None
+
+    def load_dataset(self, name, config, *, streaming):
+        if name == "gone":
+            raise FileNotFoundError("no such set\nand more")
+        self.asked = name, config, streaming
+        return {name: Rows(rows, self.features) for name, rows in self.splits.items()}
+
+
+class Rows(list):
+    def __init__(self, rows, features):
+        super().__init__(rows)
+        self.features = features
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    def install(*args):
+        fake = FakeHub(*args)
+        monkeypatch.setitem(sys.modules, "datasets", fake)
+        return fake
+
+    return install
+
+
+def test_text_of_the_hub(hub):
+    rows = [{"text": f"a b c{i % 3}", "other": f"x y{i % 4}"} for i in range(30)]
+    fake = hub({"train": rows, "validation": rows[:9], "unsupervised": rows, "test": rows[:3]})
+    data = load("hf:who/what:config-1")
+    assert fake.asked == ("who/what", "config-1", True)
+    assert [len(data.train), len(data.valid), len(data.test)] == [120, 36, 12]
+    other = load("hf:who/what::other", limit=20)
+    assert fake.asked == ("who/what", None, True)
+    assert "x" in other.vocabulary.ids
+    assert len(other.train) == 20
+    with pytest.raises(DataError, match=r"hf:gone: FileNotFoundError: no such set; check the name"):
+        load("hf:gone")
+
+
+def test_labels_of_the_hub_have_their_names(hub):
+    rows = [{"text": f"a b c{i % 3}", "labels": [i % 2, 2]} for i in range(30)]
+    named = SimpleNamespace(feature=SimpleNamespace(int2str=lambda i: LABELS[i]))
+    hub({"train": rows}, {"labels": named})
+    data = load("hf:set", task="multilabel")
+    check_invariants(data)
+    assert data.label_names[0] == "blue"
+    assert {*data.label_names} == {*LABELS}

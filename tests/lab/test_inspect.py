@@ -1,0 +1,208 @@
+"""What is said of data before training."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lastlayer import trees
+from lastlayer.cli import app
+from lastlayer.lab._frequencies import (
+    classes_for,
+    entropy_bits,
+    tail_mass,
+    unigram_nll,
+    zipf_fit,
+)
+from lastlayer.lab._suggestions import for_labels, for_text
+from lastlayer.lab.data import LabelData, LabelPart, Lists, TextData, Vocabulary, load
+from lastlayer.lab.inspect import inspect_data, render
+
+
+def text_of(counts, name="made"):
+    """Text with these counts, in all three parts."""
+    tokens = ("<unk>", *(f"w{i}" for i in range(1, len(counts))))
+    ids = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    words = Vocabulary(tokens, np.asarray(counts, np.int64))
+    return TextData(name, words, ids, ids, ids[: len(ids) // 2], {"source": "here"})
+
+
+@pytest.fixture(scope="module")
+def zipfian():
+    return inspect_data(text_of((200_000 / np.arange(1, 12_001)).astype(int)))
+
+
+@pytest.mark.parametrize("slope", [0.5, 1.0, 1.7])
+def test_the_slope_of_a_law_is_found(slope):
+    fit = zipf_fit((1e9 / np.arange(1, 1001) ** slope).astype(np.int64))
+    assert fit.slope == pytest.approx(slope, abs=0.01)
+    assert fit.r_squared > 0.999
+    assert fit.ranks == 1000 if slope < 1.7 else fit.ranks <= 1000
+
+
+def test_the_slope_does_not_hang_on_order_or_on_classes_that_are_rare(seed):
+    counts = (1e6 / np.arange(1, 3001)).astype(np.int64)
+    fit = zipf_fit(counts)
+    mixed = np.random.default_rng(seed).permutation(counts)
+    assert zipf_fit(mixed) == fit
+    assert zipf_fit(np.concatenate([counts, np.ones(50_000, np.int64)])) == fit
+
+
+def test_no_slope_where_there_is_nothing_to_fit():
+    assert zipf_fit(np.full(9, 100)) is None
+    assert zipf_fit(np.full(1000, 4)) is None
+    level = zipf_fit(np.full(1000, 50))
+    assert level.slope == pytest.approx(0.0, abs=1e-12)
+
+
+def test_entropy_tail_and_half():
+    counts = np.array([4, 2, 1, 1])
+    assert entropy_bits(counts) == pytest.approx(1.75)
+    assert entropy_bits(np.array([7, 0])) == 0.0
+    assert tail_mass(counts, 1) == 0.5
+    assert tail_mass(counts[::-1], 2) == 0.25
+    assert tail_mass(counts, 9) == 0.0
+    assert classes_for(counts, 0.5) == 1
+    assert classes_for(counts, 0.51) == 2
+
+
+def test_the_unigram_model_is_normalised(seed):
+    counts = np.random.default_rng(seed).integers(0, 9, 20)
+    counts[0] = 1
+    each = [np.exp(-unigram_nll(counts, np.array([c]))) for c in range(20)]
+    assert sum(each) == pytest.approx(1.0)
+
+
+def test_text(zipfian):
+    counts = (200_000 / np.arange(1, 12_001)).astype(int)
+    assert zipfian.task == "lm"
+    assert zipfian.classes == 12_000
+    assert zipfian.zipf.slope == pytest.approx(1.0, abs=0.02)
+    assert zipfian.effective_classes == pytest.approx(2**zipfian.entropy_bits)
+    # On its own counts the unigram model comes near the entropy.
+    assert zipfian.unigram_perplexity == pytest.approx(zipfian.effective_classes, rel=0.01)
+    assert zipfian.entropy_bits <= zipfian.huffman_bits < zipfian.entropy_bits + 1
+    assert zipfian.huffman_bits < zipfian.balanced_bits <= np.ceil(np.log2(12_000))
+    assert zipfian.tail_1k == pytest.approx(counts[1000:].sum() / counts.sum())
+    assert zipfian.tail_10k == pytest.approx(counts[10_000:].sum() / counts.sum())
+    assert zipfian.unknown == pytest.approx(counts[0] / counts.sum())
+    assert list(zipfian.cutoffs) == sorted(zipfian.cutoffs)
+    assert zipfian.adaptive_speedup > 1.5
+    assert json.loads(json.dumps(zipfian.as_json()))["task"] == "lm"
+
+
+def test_every_suggestion_is_a_spec_with_a_reason(zipfian):
+    from lastlayer.lab.specs import parse_spec
+
+    heads = [each.head for each in zipfian.suggestions]
+    assert heads[0].startswith("adaptive:cutoffs=")
+    assert "full" in heads
+    assert len({*heads}) == len(heads)
+    for each in zipfian.suggestions:
+        parse_spec(each.head, task="lm")
+        assert each.why.endswith(".")
+
+
+FACTS = {
+    "classes": 50_000,
+    "effective": 900.0,
+    "half": 100,
+    "seen_once": 0.1,
+    "huffman": 10.0,
+    "cutoffs": (100, 5000),
+    "speedup": 9.0,
+    "hidden": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "first", "has", "lacks"),
+    [
+        ({}, "adaptive:cutoffs=100,5000", "differentiated", "char_cnn"),
+        ({"classes": 500, "effective": 300.0}, "full", "full", "hierarchical"),
+        ({"cutoffs": (), "speedup": 1.0}, "full", "sampled", "adaptive:cutoffs="),
+        ({"effective": 40_000.0}, "adaptive:cutoffs=100,5000", "full", "entmax"),
+        ({"seen_once": 0.5}, "adaptive:cutoffs=100,5000", "char_cnn", "differentiated"),
+        ({"classes": 5_000}, "adaptive:cutoffs=100,5000", "hierarchical", "sampled"),
+    ],
+)
+def test_facts_decide(changed, first, has, lacks):
+    heads = [each.head for each in for_text(**{**FACTS, **changed})]
+    assert heads[0] == first
+    assert has in heads
+    assert lacks not in heads
+
+
+def test_labels():
+    lists = Lists(np.array([0, 1, 0, 0, 2]), np.array([0, 2, 3, 3, 5]))
+    train = LabelPart(np.array([[1, 0], [0, 0], [2, 1], [0, 3]], np.float32), lists)
+    test = LabelPart(train.features[:1], Lists(np.array([0, 3]), np.array([0, 2])))
+    names = ("a", "b", "c", "d")
+    counts = np.array([3, 1, 1, 0])
+    data = LabelData("set", train, test, test, ("x", "y"), names, counts, {"source": "s"})
+    found = inspect_data(data)
+    assert found.cardinality == 1.25
+    assert found.density == 1.25 / 4
+    assert found.without == 0.25
+    assert found.most == 2
+    assert found.distinct == 4
+    assert found.filled == 0.5
+    assert found.most_frequent == 0.75
+    assert found.unseen == 0.25
+    assert found.unseen_in_test == 0.5
+    assert found.imbalance == pytest.approx(3 / 1.25)
+    assert found.zipf is None
+    assert json.loads(json.dumps(found.as_json()))["classes"] == 4
+
+
+def test_facts_decide_for_labels():
+    few = {"labels": 6, "cardinality": 1.1, "density": 0.2, "imbalance": 2.0, "most": 3}
+    assert [each.head for each in for_labels(**few)] == ["zlpr", "bce", "sparsemax_labels"]
+    many = {"labels": 900, "cardinality": 19.0, "density": 0.02, "imbalance": 20.0, "most": 25}
+    assert [each.head for each in for_labels(**many)] == ["zlpr", "bce", "asymmetric"]
+
+
+def test_what_comes_from_the_data_is_printed_as_it_is():
+    console = Console(width=120, force_terminal=False)
+    with console.capture() as got:
+        render(inspect_data(text_of([30] * 40, name="[red]bold[/red]")), console)
+    assert "[red]bold[/red]" in got.get()
+    assert "Try first" in got.get()
+
+
+def test_the_command(tmp_path):
+    (tmp_path / "a.txt").write_text("a b a c\n" * 40)
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "a.txt")])
+    assert shown.exit_code == 0
+    assert "choices a target, Huffman's tree" in shown.output
+    told = CliRunner().invoke(
+        app, ["inspect", str(tmp_path / "a.txt"), "--json", "--min-count", "1"]
+    )
+    content = json.loads(told.output)
+    data = load(tmp_path / "a.txt", min_count=1)
+    assert content["classes"] == data.n_classes
+    depth = trees.huffman(np.maximum(data.counts, 1)).expected_depth(data.counts)
+    assert content["huffman_bits"] == pytest.approx(depth)
+    assert content["suggestions"][0]["head"] == "full"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["no-such-file"], ["--task", "sums"], ["--encoding", "utf-9"]]
+)
+def test_the_command_refuses_with_code_2(tmp_path, arguments, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a b a c\n" * 40)
+    source = [] if arguments[0] == "no-such-file" else ["a.txt"]
+    shown = CliRunner().invoke(app, ["inspect", *source, *arguments])
+    assert shown.exit_code == 2
+    assert "lastlayer: " in shown.output
+    assert "Traceback" not in shown.output
+
+
+def test_the_module_is_imported_without_torch():
+    code = "import sys, lastlayer.lab.inspect, lastlayer.lab.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,359 @@
+import csv
+import json
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+pytest.importorskip("altair")
+pytest.importorskip("vl_convert")
+
+from made_runs import CLASSES, HEADS, KINDS, NASTY, make
+
+from lastlayer.heads import cutoffs_from_counts
+from lastlayer.lab.errors import LabError
+from lastlayer.lab.report import axes, build, figures, tables, theme, theory, write_report
+from lastlayer.lab.report.charts import Charts
+from lastlayer.lab.report.embed import content_policy, json_for_script
+from lastlayer.lab.report.references import REFERENCES
+from lastlayer.lab.report.tokens import visible
+from lastlayer.lab.results import read_results
+from lastlayer.lab.verdict import verdict
+
+
+class Elements(HTMLParser):
+    """What a browser would find in a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict]] = []
+        self.data: dict[str, str] = {}
+        self._script: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self._script = dict(attrs).get("id") if tag == "script" else None
+
+    def handle_data(self, data):
+        if self._script:
+            self.data[self._script] = self.data.get(self._script, "") + data
+
+
+@pytest.fixture(scope="module")
+def folder(nasty_report):
+    return nasty_report
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def elements(page):
+    return Elements(page)
+
+
+def test_the_page_holds_the_verdict_and_every_head(folder, page):
+    results = read_results(folder)
+    text = page.replace("&#34;", '"').replace("\u2060", "")
+    assert verdict(results).headline in text
+    for summary in results.summaries:
+        assert summary.title in text
+
+
+def test_nothing_of_the_data_becomes_markup(elements):
+    tags = [tag for tag, _ in elements.found]
+    assert "img" not in tags
+    assert tags.count("script") == 4
+    assert not [a for _, attrs in elements.found for a in attrs if a.startswith("on")]
+
+
+def test_nothing_is_fetched(elements):
+    for tag, attributes in elements.found:
+        assert "src" not in attributes
+        assert tag not in {"link", "iframe", "object", "embed", "base"}
+        link = attributes.get("href", "#")
+        assert link.startswith("#") or (tag == "a" and link.startswith("https://arxiv.org/"))
+
+
+def test_the_policy_names_the_scripts_and_lets_nothing_be_fetched(elements):
+    (policy,) = [a["content"] for t, a in elements.found if t == "meta" and "http-equiv" in a]
+    assert "default-src 'none'" in policy
+    scripts = re.search("script-src ([^;]*)", policy)[1].split()
+    assert len(scripts) == 2
+    assert all(word.startswith("'sha256-") for word in scripts)
+
+
+def test_the_data_in_the_page_is_that_of_the_runs(folder, elements):
+    held = json.loads(elements.data["everything"])
+    results = read_results(folder)
+    assert held["data"]["name"] == NASTY
+    assert [head["rank"] for head in held["heads"]] == list(range(1, 9))
+    assert len(held["runs"]) == len(results.comparison.runs)
+    first = results.comparison.runs[0]
+    assert held["runs"][0]["test"] == first.test
+    assert len(held["runs"][0]["valid"]) == len(first.valid)
+    embedded = json.loads(elements.data["embedded"])
+    assert embedded["csv"] == (folder / "summary.csv").read_text(encoding="utf-8")
+    assert len(embedded["contexts"]) == 6
+    assert all(len(each["heads"]) == 8 for each in embedded["contexts"])
+
+
+def test_hierarchical_heads_have_a_path_in_the_explorer(elements):
+    heads = json.loads(elements.data["embedded"])["contexts"][0]["heads"]
+    having = {each["head"] for each in heads if each["path"]}
+    assert having == {"Hierarchical softmax"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [NASTY, {"<!--": "-->", "]]>": "<script>"}, ["\u2028\u2029", "é", None, 1.5], "\\u003c"],
+)
+def test_json_in_a_script_is_the_same_value(value):
+    text = str(json_for_script({"value": value}))
+    assert json.loads(text) == {"value": value}
+    assert not set("<>&\u2028\u2029") & set(text)
+
+
+def test_json_in_a_script_can_be_written_even_with_a_lone_surrogate():
+    assert str(json_for_script(["\ud800"])).encode("utf-8") == b'["?"]'
+
+
+def test_a_policy_without_the_script_does_not_name_it():
+    assert content_policy(["a"]) != content_policy(["b"])
+
+
+@pytest.mark.parametrize(
+    ("token", "shown"),
+    [
+        ("def", "def"),
+        ("\n", "⏎"),
+        ("\t", "⇥"),
+        ("  x ", "␣␣x␣"),
+        ("", "∅"),
+        ("\u202e", "⟨U+202E⟩"),
+        ("\x00", "⟨U+0000⟩"),
+        ("\ud800", "⟨U+D800⟩"),
+        ("\u0301", "◌\u0301"),
+        ("naïve", "naïve"),
+        ("日本", "日本"),
+    ],
+)
+def test_tokens_are_visible(token, shown):
+    assert visible(token) == shown
+
+
+def test_long_tokens_are_cut():
+    assert visible("x" * 10_000) == "x" * 39 + "…"
+    assert len(visible("\u200b" * 100)) == 40
+
+
+def test_pictures_are_written_as_png_and_svg(tmp_path):
+    folder = make(tmp_path, heads=2, seeds=2)
+    write_report(folder)
+    pictures = sorted(path.name for path in (folder / "plots").iterdir())
+    stems = {name.rsplit(".", 1)[0] for name in pictures}
+    assert {"tradeoff-step_ms", "equal", "curves-seconds", "curves-steps", "calibration"} <= stems
+    assert pictures == sorted(f"{stem}.{kind}" for stem in stems for kind in ("png", "svg"))
+    for stem in stems:
+        png = (folder / "plots" / f"{stem}.png").read_bytes()
+        assert png.startswith(b"\x89PNG")
+        root = ET.parse(folder / "plots" / f"{stem}.svg").getroot()
+        assert root.tag.endswith("svg")
+        assert list(root.iter("{http://www.w3.org/2000/svg}path"))
+
+
+def test_markdown_has_a_row_for_each_head(folder):
+    text = (folder / "summary.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + len(HEADS)
+    assert len({row.count(" | ") for row in rows}) == 1
+    assert text.startswith(verdict(read_results(folder)).sentence)
+
+
+def _rows(out):
+    return list(csv.DictReader((out / "summary.csv").read_text(encoding="utf-8").splitlines()))
+
+
+def test_csv_has_the_means_and_both_ends(folder):
+    rows = _rows(folder)
+    for row, summary in zip(rows, read_results(folder).summaries, strict=True):
+        found = summary.estimates["eps_perplexity"]
+        assert row["head"] == summary.title
+        ends = [row[f"eps_perplexity{part}"] for part in ("", "_low", "_high")]
+        assert [float(end) for end in ends] == [found.mean, found.low, found.high]
+
+
+def test_a_name_that_begins_like_a_formula_is_text_in_the_csv(tmp_path):
+    out = make(tmp_path, heads=1, seeds=1)
+    asked = json.loads((out / "compare.json").read_text())
+    asked["heads"][0] |= {"label": "=1+1", "family": "mine:Head"}
+    (out / "compare.json").write_text(json.dumps(asked))
+    write_report(out, pictures=False)
+    (row,) = _rows(out)
+    assert row["head"] == "'=1+1"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_comparison_has_a_page(report_of, kind):
+    out = report_of(kind)
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert verdict(read_results(out)).headline in page
+    json.loads(Elements(page).data["everything"])
+    for status in {"nan", "out of memory"} & set((KINDS[kind].get("statuses") or {}).values()):
+        assert f"it was {status} at step" in page
+
+
+def test_charts_are_valid_vega_lite(tmp_path):
+    results = read_results(make(tmp_path))
+    names = [head.title for head in results.comparison.heads]
+    shown = figures.all_figures(results)
+    assert len(shown) == 8
+    for figure, in_page in zip(shown, [True, False] * 4, strict=True):
+        charts = Charts(names, in_page=in_page, validate=True)
+        assert len({view.key for view in figure.views}) == len(figure.views)
+        for view in figure.views:
+            assert view.chart(charts)["layer"]
+            assert view.alt_text
+
+
+def test_a_missing_package_is_told_before_any_work(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "find_spec", lambda name: None if name == "altair" else object())
+    with pytest.raises(
+        LabError, match=r'expected altair to be installed; pip install "lastlayer\['
+    ):
+        write_report(tmp_path)
+
+
+def test_a_folder_that_is_none_is_told(tmp_path):
+    with pytest.raises(LabError, match=r"compare\.json"):
+        write_report(tmp_path)
+
+
+def test_no_two_heads_look_the_same():
+    looks = {(theme.colour_index(i), theme.dash(i)) for i in range(36)}
+    marks = {(theme.colour_index(i), theme.shape(i)) for i in range(72)}
+    assert (len(looks), len(marks)) == (36, 72)
+    assert len(theme.SHAPES) == len(theme.SHAPE_PATHS)
+    assert len(theme.LIGHT_COLOURS) == len(theme.DARK_COLOURS)
+    assert len(dict(theme.exchanges())) == len(theme.exchanges())
+
+
+@pytest.mark.parametrize("ink", [theme.LIGHT_INK, theme.DARK_INK])
+def test_text_can_be_read_on_paper(ink):
+    assert _contrast(ink.text, ink.paper) > 7
+    assert _contrast(ink.muted, ink.paper) > 4.5
+
+
+def _contrast(one, other):
+    """WCAG 2's ratio."""
+
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return float(np.dot([0.2126, 0.7152, 0.0722], linear))
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 50_000])
+def test_entropy_and_sums_of_zipf_s_law(n):
+    weights = 1 / np.arange(1, n + 1)
+    p = weights / weights.sum()
+    assert theory.harmonic(n) == pytest.approx(weights.sum(), rel=1e-9)
+    assert theory.zipf_entropy(n) == pytest.approx(-(p * np.log2(p)).sum(), rel=1e-4, abs=1e-9)
+
+
+def test_theory_of_each_head():
+    full = theory.operations("full", 5000, 64, {})
+    assert full == 5000 * 64
+    assert theory.operations("sampled", 5000, 64, {"n_samples": 99}) == 100 * 64
+    assert theory.operations("nce", 10, 64, {}) == theory.operations("full", 10, 64, {})
+    assert theory.operations("mine:Head", 10, 64, {}) is None
+    assert theory.in_words("mine:Head", {}) == ""
+    for family in ("hierarchical", "adaptive", "differentiated", "negative"):
+        assert theory.operations(family, 5000, 64, {}) < full
+        assert theory.in_words(family, {})
+    huffman, balanced, two_level = (
+        theory.operations("hierarchical", 4096, 64, {"tree": tree})
+        for tree in ("huffman", "balanced", "two_level")
+    )
+    assert balanced == 12 * 64
+    assert two_level == 128 * 64
+    assert huffman < balanced
+    assert theory.operations("differentiated", 5000, 64, {"bands": [(10, 64), (30, 16)]}) == (
+        5000 * 64 * (10 * 64 + 30 * 16) / (40 * 64)
+    )
+
+
+def test_theory_of_adaptive_softmax_is_the_expectation_over_targets():
+    v, d, cutoffs = 2000, 64, [100, 500]
+    p = 1 / np.arange(1, v + 1)
+    p /= p.sum()
+    cost = np.full(v, float(d * (100 + 2)))
+    cost[100:500] += 16 * (d + 400)
+    # Widths stop at 8, as those of the head do.
+    cost[500:] += 8 * (d + 1500)
+    found = theory.operations("adaptive", v, d, {"cutoffs": cutoffs})
+    assert found == pytest.approx(float((p * cost).sum()), rel=1e-6)
+    narrow = {"cutoffs": cutoffs, "min_width": 4}
+    cost[500:] -= 4 * (d + 1500)
+    found = theory.operations("adaptive", v, d, narrow)
+    assert found == pytest.approx(float((p * cost).sum()), rel=1e-6)
+
+
+def test_theory_of_adaptive_softmax_takes_the_cutoffs_of_the_head():
+    v, d = 20_000, 64
+    cutoffs = cutoffs_from_counts(1 / np.arange(1, v + 1), d)
+    assert len(cutoffs) > 1
+    given = theory.operations("adaptive", v, d, {"cutoffs": cutoffs})
+    assert theory.operations("adaptive", v, d, {}) == given
+
+
+def test_ticks_are_few_and_inside(seed):
+    draw = np.random.default_rng(seed)
+    for _ in range(50):
+        low = float(10 ** draw.uniform(-6, 6))
+        high = low * float(10 ** draw.uniform(0.02, 8))
+        ticks = axes.log_ticks(low, high)
+        assert ticks == sorted(set(ticks))
+        assert len(ticks) <= 6
+        assert all(low <= tick <= high for tick in ticks)
+        assert ticks or high / low < 1.5
+
+
+def test_every_family_that_is_not_plain_has_its_paper():
+    from lastlayer.lab._titles import TITLES
+
+    assert TITLES.keys() - REFERENCES.keys() == {"full", "topk", "bce"}
+    for papers in REFERENCES.values():
+        assert all(re.search(r"\d{4}", paper.text) for paper in papers)
+
+
+def test_the_number_of_classes_is_shown(page):
+    assert f"{CLASSES:,} classes" in page
+
+
+def test_columns_about_sparse_heads_are_there_with_sparse_heads_alone(tmp_path):
+    dense, sparse = (
+        read_results(make(tmp_path / str(heads), heads=heads, seeds=1)) for heads in (2, 8)
+    )
+    about = {"support", "coverage", "eps_perplexity"}
+    assert not about & {column.key for column in tables.columns(dense)}
+    assert about <= {column.key for column in tables.columns(sparse)}
+    assert about <= {column.key for column in tables.columns(dense, telling=False)}
+
+
+def test_the_best_of_a_column_is_marked_once_at_most(tmp_path):
+    results = read_results(make(tmp_path, seeds=2))
+    for column in tables.columns(results):
+        cells = [tables.cell(column, summary, results) for summary in results.summaries]
+        best = [cell.sort for cell in cells if cell.best]
+        assert len(best) <= 1
+        choose = min if column.metric.lower_is_better else max
+        assert best in ([], [choose(cell.sort for cell in cells if cell.sort is not None)])

@@ -1,0 +1,281 @@
+"""The page in a real browser. Chromium is looked for; LASTLAYER_CHROMIUM names another one."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from made_runs import NASTY
+
+pytest.importorskip("altair")
+pytest.importorskip("vl_convert")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="the browser test needs playwright: pip install playwright"
+)
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FLAGS = (
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-sync",
+    "--no-first-run",
+)
+PHONE, DESKTOP = (390, 844), (1280, 900)
+
+
+def _chromium() -> str | None:
+    named = os.environ.get("LASTLAYER_CHROMIUM")
+    return named or next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = _chromium()
+    with playwright.sync_playwright() as started:
+        if path is None and not Path(started.chromium.executable_path).exists():
+            pytest.skip(
+                "no Chromium: install Debian's package chromium, run `playwright install "
+                "chromium`, or set LASTLAYER_CHROMIUM"
+            )
+        # Chromium has no sandbox for root.
+        flags = [*FLAGS, *(["--no-sandbox"] if os.name == "posix" and os.geteuid() == 0 else [])]
+        running = started.chromium.launch(executable_path=path, args=flags)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def address(nasty_report):
+    return (nasty_report / "report.html").as_uri()
+
+
+class Watched:
+    """A page, and all that it said and asked for."""
+
+    def __init__(self, browser, address, size=DESKTOP, **options):
+        width, height = size
+        self.context = browser.new_context(
+            viewport={"width": width, "height": height}, accept_downloads=True, **options
+        )
+        self.page = self.context.new_page()
+        self.said, self.asked = [], []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(address)
+        self.wait()
+
+    def wait(self):
+        """Until every chart is drawn."""
+        self.page.wait_for_function(
+            "[...document.querySelectorAll('.chart')].every(c => c.dataset.ready === 'true')"
+        )
+
+    def chart(self, key):
+        return self.page.locator(f"#{key} .chart")
+
+    def text_of(self, key):
+        return self.chart(key).locator("svg").text_content()
+
+
+@pytest.fixture(scope="module")
+def opened(browser, address):
+    """One page for the tests that leave it as it was."""
+    watched = Watched(browser, address)
+    yield watched
+    # Whatever the tests did, nothing went wrong and nothing was fetched.
+    assert watched.said == []
+    assert [url for url in watched.asked if not url.startswith(("blob:", "data:"))] == [address]
+    watched.context.close()
+
+
+def test_it_opens_without_errors_or_requests(opened, address):
+    assert opened.said == []
+    assert opened.asked == [address]
+    assert opened.page.locator(".chart svg").count() == 8
+    for chart in opened.page.locator(".chart").all():
+        assert chart.locator("path, line").count() > 10
+        assert chart.get_attribute("aria-label")
+
+
+def test_nothing_of_the_data_is_run(opened):
+    page = opened.page
+    assert page.locator("img").count() == 0
+    assert page.evaluate("window.hacked") is None
+    assert NASTY in page.locator(".about").text_content()
+    assert page.locator("#cards .token", has_text="</script>").count() == 8
+
+
+def test_a_script_that_is_not_the_page_s_own_does_not_run(opened):
+    opened.page.evaluate(
+        "() => { const s = document.createElement('script'); s.textContent = 'window.hacked = 1';"
+        " document.body.append(s); s.remove(); }"
+    )
+    assert opened.page.evaluate("window.hacked") is None
+    # The browser told of the violation, as it should.
+    assert "Content Security Policy" in opened.said.pop()
+
+
+def test_selectors_change_the_charts(opened):
+    page = opened.page
+    for key, label, view, title in (
+        ("tradeoff", "peak memory", "peak_memory_mb", "peak memory (MB)"),
+        ("curves", "over steps", "steps", "steps"),
+        ("deciles", "top-1 accuracy", "top1", "top-1 accuracy"),
+    ):
+        before = opened.text_of(key)
+        page.locator(f"#{key} .views label", has_text=label).first.click()
+        page.wait_for_selector(f"#{key} .chart[data-view='{view}']")
+        assert title in opened.text_of(key)
+        assert opened.text_of(key) != before
+        page.locator(f"#{key} .views label").first.click()
+        page.wait_for_function(
+            "([key, view]) => document.querySelector(`#${key} .chart`).dataset.view !== view",
+            arg=[key, view],
+        )
+        assert opened.text_of(key) == before
+
+
+def test_selectors_work_by_keyboard(opened):
+    page = opened.page
+    page.locator("#curves .views input").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("#curves .chart[data-view='steps']")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("#curves .chart[data-view='seconds']")
+
+
+def test_the_legend_hides_a_head_everywhere(opened):
+    page = opened.page
+    symbols = page.locator("#tradeoff .chart .mark-symbol path")
+    cards = page.locator("#cards .card")
+    assert (symbols.count(), cards.count()) == (8, 8)
+    chip = page.locator(".legend [data-head='0']")
+    chip.press("Enter")
+    page.wait_for_function(
+        "document.querySelectorAll('#tradeoff .chart .mark-symbol path').length === 7"
+    )
+    assert chip.get_attribute("aria-pressed") == "false"
+    assert cards.count() == 7
+    assert "Full softmax" not in page.locator("#cards").text_content()
+    for i in range(1, 8):
+        page.locator(f".legend [data-head='{i}']").click()
+    assert cards.count() == 0
+    page.locator("#show-all").click()
+    page.wait_for_function(
+        "document.querySelectorAll('#tradeoff .chart .mark-symbol path').length === 8"
+    )
+    assert cards.count() == 8
+
+
+def test_the_table_sorts_by_its_headings(opened):
+    page = opened.page
+    heading = page.locator("table.summary thead th", has_text="time a step")
+    column = heading.evaluate("th => th.cellIndex")
+
+    def values():
+        cells = page.locator(f"table.summary tbody tr > :nth-child({column + 1})").all()
+        return [float(cell.get_attribute("data-value")) for cell in cells]
+
+    for order, reverse in (("ascending", False), ("descending", True)):
+        heading.locator("button").click()
+        assert heading.get_attribute("aria-sort") == order
+        assert values() == sorted(values(), reverse=reverse)
+    page.locator("table.summary [data-sort='0']").click()
+    ranks = page.locator("table.summary tbody tr > :first-child").all_text_contents()
+    assert ranks == [str(i) for i in range(1, 9)]
+
+
+def test_the_explorer_shows_contexts_and_paths(opened):
+    page = opened.page
+    context = page.locator("#context-tokens")
+    assert "⏎" in context.text_content()
+    page.locator("#after").click()
+    assert "⇥" in context.text_content()
+    page.locator("#before").click()
+    page.locator("#context").select_option("4")
+    assert "</script><img" in context.text_content()
+    page.locator("#context").select_option("0")
+    assert page.locator("#cards .path").count() == 1
+    assert page.locator("#cards .path li").count() == 7
+    assert page.locator("#cards li.hit .token").first.text_content() == "len"
+
+
+@pytest.mark.parametrize("kind", ["csv", "json"])
+def test_data_can_be_saved(opened, tmp_path, kind):
+    with opened.page.expect_download() as waiting:
+        opened.page.locator(f"[data-download='{kind}']").click()
+    waiting.value.save_as(tmp_path / "data")
+    text = (tmp_path / "data").read_text(encoding="utf-8")
+    if kind == "csv":
+        assert len(text.splitlines()) == 9
+    else:
+        assert json.loads(text)["data"]["name"] == NASTY
+
+
+@pytest.mark.parametrize(("kind", "beginning"), [("png", b"\x89PNG"), ("svg", b"<svg")])
+def test_charts_can_be_saved(opened, tmp_path, kind, beginning):
+    with opened.page.expect_download() as waiting:
+        opened.page.locator(f"#curves [data-save='{kind}']").click()
+    waiting.value.save_as(tmp_path / "chart")
+    assert waiting.value.suggested_filename == f"curves-seconds.{kind}"
+    assert (tmp_path / "chart").read_bytes().startswith(beginning)
+
+
+def test_colours_follow_the_system_and_the_button(opened):
+    page = opened.page
+    page.emulate_media(color_scheme="dark")
+
+    def paper():
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    def axis():
+        label = page.locator("#tradeoff .chart .role-axis-title text").first
+        return label.evaluate("node => getComputedStyle(node).fill")
+
+    dark = paper(), axis()
+    page.locator("#theme").click()
+    light = paper(), axis()
+    assert light[0] == "rgb(255, 255, 255)"
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+    page.locator("#theme").click()
+    assert (paper(), axis()) == dark
+    page.emulate_media(media="print")
+    assert (paper(), axis()) == light
+    assert not page.locator("#theme").is_visible()
+    assert not page.locator(".views").first.is_visible()
+    page.emulate_media(media="screen", color_scheme="light")
+    assert page.locator("#theme").is_visible()
+
+
+@pytest.mark.parametrize("kind", ["one seed", "all failed", "nothing yet", "labels"])
+def test_every_comparison_opens(browser, report_of, kind):
+    watched = Watched(browser, (report_of(kind) / "report.html").as_uri())
+    assert watched.said == []
+    watched.context.close()
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_it_fits_and_can_be_photographed(opened, tmp_path, size):
+    page = opened.page
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+    # Charts follow the window.
+    page.wait_for_function(
+        "width => [...document.querySelectorAll('.chart svg')]"
+        ".every(svg => svg.getBoundingClientRect().right <= width)",
+        arg=size[0],
+    )
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    for chart in page.locator(".chart").all():
+        drawn = chart.locator("svg").bounding_box()
+        assert drawn["x"] >= 0
+        assert drawn["x"] + drawn["width"] <= size[0]
+    picture = tmp_path / "page.png"
+    page.screenshot(path=picture, full_page=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # A blank page of this size would be some 20 kB.
+    assert picture.stat().st_size > 150_000
