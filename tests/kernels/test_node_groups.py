@@ -20,6 +20,7 @@ from lastlayer.heads import _grouped_nodes
 from lastlayer.heads._node_scores import Nodes
 from lastlayer.heads._path_log_prob import any_tree_loss, path_log_prob
 from lastlayer.heads._tree_tables import TreeTables
+from lastlayer.kernels.node_groups import reference
 from lastlayer.kernels.node_groups import sizes as bounds
 from lastlayer.kernels.node_groups import triton as node_groups
 from lastlayer.kernels.node_groups.plan import make_plan
@@ -100,6 +101,17 @@ def off(actual: Tensor, right: Tensor) -> float:
 def test_as_in_float64(name):
     # At the root of two levels there are more rows than are added up at a time.
     check(case_of(name, HALF, n=40 if name == "two levels" else 12))
+
+
+@pytest.mark.parametrize("name", ["of two and three", "collapsed"])
+def test_the_reference_says_the_same(name):
+    case = case_of(name, torch.float64)
+    rows, weight, bias = case.leaves
+    edges, inside = case.tables.edges_of(case.classes[:, 0], case.counted)
+    node, position = case.tables.node_and_position(edges)
+    node = torch.where(inside, node, len(case.tables.row_start) - 1)
+    made = reference.log_probs(rows, weight, bias, node, position, case.tables.row_start)
+    torch.testing.assert_close(made.sum(-1, keepdim=True), run(case, torch.float64)[0])
 
 
 def test_small_factors_from_upstream_do_not_vanish_in_float16():

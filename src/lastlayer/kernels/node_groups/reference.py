@@ -1,0 +1,40 @@
+"""Choices among the children of nodes in plain torch, node by node: defines the truth."""
+
+import torch
+from torch import Tensor
+
+
+def log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    node: Tensor,
+    position: Tensor,
+    row_start: Tensor,
+) -> Tensor:
+    """Of the children at ``position`` given their nodes, ``(n, path)``; differentiable.
+
+    Args:
+        hidden: ``(n, d)``.
+        weight: ``(n_rows, d)``: one row for a node of two children, which decides for the second
+            one, and one a child for others.
+        bias: ``(n_rows,)``, or None.
+        node: ``(n, path)``; the number of nodes where nothing is asked for, and the result is 0.
+        position: ``(n, path)``.
+        row_start: the first row of each node, and the end.
+    """
+    made = hidden.new_zeros(node.shape)
+    for some in node.unique().tolist():
+        if some + 1 >= len(row_start):
+            continue
+        rows, level = (node == some).nonzero().unbind(1)
+        own = slice(*row_start[some : some + 2].tolist())
+        scores = hidden[rows] @ weight[own].t()
+        if bias is not None:
+            scores = scores + bias[own]
+        if scores.shape[1] == 1:
+            scores = torch.cat([torch.zeros_like(scores), scores], 1)
+        taken = position[rows, level].long().unsqueeze(1)
+        chosen = scores.log_softmax(1).gather(1, taken).squeeze(1)
+        made = made.index_put((rows, level), chosen)
+    return made
