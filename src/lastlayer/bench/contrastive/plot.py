@@ -63,5 +63,16 @@ def _lines(
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.set_xlabel("pairs in the batch", fontsize=8)
+    # Plain numbers: a range within one power of ten would be labelled in powers with factors.
+    panel.set_xticks(batches := sorted({r.shape[0] for r in records}), [f"{n:,}" for n in batches])
+    panel.minorticks_off()
+    panel.set_yticks(*_round_numbers(panel.get_ylim()))
     panel.tick_params(labelsize=7)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def _round_numbers(limits: tuple[float, float]) -> tuple[list[float], list[str]]:
+    """1, 2 and 5 times powers of ten between two numbers, and how they are written."""
+    steps = (m * 10.0**e for e in range(-4, 7) for m in (1, 2, 5))
+    inside = [step for step in steps if limits[0] <= step <= limits[1]]
+    return inside, [f"{step:g}" for step in inside]
