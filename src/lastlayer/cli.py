@@ -1,9 +1,10 @@
 """The ``lastlayer`` command. Torch is imported inside the commands, so that help is instant."""
 
 import json
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -87,20 +88,8 @@ def bench_maps(
     for name in dtypes:
         if name not in DTYPES:
             _refuse("--dtype", f"one of {', '.join(DTYPES)}", repr(name), "repeat it for several")
-    device = _checked(device, json_path, plot_path)
-
-    from lastlayer.bench.maps import run
-
-    code = run(
-        device=device,
-        dtypes=dtypes,
-        quick=quick,
-        peers=not no_peers,
-        json_path=json_path,
-        plot_path=plot_path,
-        out=Console(),
-    )
-    raise typer.Exit(code)
+    options = dict(peers=not no_peers, quick=quick, dtypes=dtypes)
+    _run("maps", device, json_path, plot_path, **options)
 
 
 @bench.command("fused")
@@ -114,20 +103,8 @@ def bench_fused(
     plot_path: PlotPath = None,
 ) -> None:
     """Losses on a linear layer, with gradients: times, rates, memory, and errors."""
-    device = _checked(device, json_path, plot_path)
-
-    from lastlayer.bench.fused import run
-
-    code = run(
-        device=device,
-        quick=quick,
-        peers=not no_peers,
-        only=only,
-        json_path=json_path,
-        plot_path=plot_path,
-        out=Console(),
-    )
-    raise typer.Exit(code)
+    options = dict(peers=not no_peers, quick=quick, only=only)
+    _run("fused", device, json_path, plot_path, **options)
 
 
 @bench.command("heads")
@@ -140,19 +117,8 @@ def bench_heads(
     plot_path: PlotPath = None,
 ) -> None:
     """Training steps and best classes of heads: times, memory, parameters, and growth with V."""
-    device = _checked(device, json_path, plot_path)
-
-    from lastlayer.bench.heads import run
-
-    code = run(
-        device=device,
-        quick=quick,
-        only=only,
-        json_path=json_path,
-        plot_path=plot_path,
-        out=Console(),
-    )
-    raise typer.Exit(code)
+    options = dict(quick=quick, only=only)
+    _run("heads", device, json_path, plot_path, **options)
 
 
 @bench.command("multilabel")
@@ -166,20 +132,8 @@ def bench_multilabel(
     plot_path: PlotPath = None,
 ) -> None:
     """Losses of many labels, on a linear layer and on scores: times, memory, and errors."""
-    device = _checked(device, json_path, plot_path)
-
-    from lastlayer.bench.multilabel import run
-
-    code = run(
-        device=device,
-        quick=quick,
-        peers=not no_peers,
-        only=only,
-        json_path=json_path,
-        plot_path=plot_path,
-        out=Console(),
-    )
-    raise typer.Exit(code)
+    options = dict(peers=not no_peers, quick=quick, only=only)
+    _run("multilabel", device, json_path, plot_path, **options)
 
 
 @bench.command("contrastive")
@@ -193,20 +147,8 @@ def bench_contrastive(
     plot_path: PlotPath = None,
 ) -> None:
     """InfoNCE over batches of pairs, with gradients: times, rates, memory, and errors."""
-    device = _checked(device, json_path, plot_path)
-
-    from lastlayer.bench.contrastive import run
-
-    code = run(
-        device=device,
-        quick=quick,
-        peers=not no_peers,
-        only=only,
-        json_path=json_path,
-        plot_path=plot_path,
-        out=Console(),
-    )
-    raise typer.Exit(code)
+    options = dict(peers=not no_peers, quick=quick, only=only)
+    _run("contrastive", device, json_path, plot_path, **options)
 
 
 @app.command()
@@ -223,11 +165,15 @@ def doctor(
         _doctor.render(report, Console())
 
 
-def _checked(device: str, json_path: Path | None, plot_path: Path | None) -> str:
-    """The device to run on, after the options that all families have were looked at."""
+def _run(
+    family: str, device: str, json_path: Path | None, plot_path: Path | None, **options: Any
+) -> None:
+    """Measures a family, after the options that all of them have were looked at."""
     _check_file("--json", json_path)
     _check_plot(plot_path)
-    return _resolve_device(device)
+    options |= dict(device=_resolve_device(device), json_path=json_path, plot_path=plot_path)
+    run = import_module(f"lastlayer.bench.{family}").run
+    raise typer.Exit(run(**options, out=Console()))
 
 
 def _check_file(option: str, path: Path | None) -> None:
