@@ -10,27 +10,13 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import matplotlib as mpl
 import torch
+from drawn_style import BLUE, FAINT, GREEN, ORANGE, STYLE, VERMILION
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lastlayer.losses.contrastive import info_nce
-
-BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-INK, FAINT = "#333333", "#BBBBBB"
-STYLE = {
-    "axes.edgecolor": "#888888",
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlesize": 10,
-    "font.size": 9,
-    "legend.frameon": False,
-    "savefig.facecolor": "white",
-    "svg.hashsalt": "lastlayer",
-    "text.color": INK,
-}
 
 
 def temperature(axes: Axes) -> None:

@@ -11,6 +11,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import matplotlib as mpl
 import torch
+from drawn_style import BLUE, FAINT, GREEN, INK, ORANGE, STYLE, VERMILION
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -19,21 +20,6 @@ from torch import Tensor
 from lastlayer.losses.calibration import ZLPRCalibrator
 from lastlayer.losses.logistic import binary_cross_entropy_loss
 from lastlayer.losses.zlpr import zlpr_loss, zlpr_probability
-
-BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-INK, FAINT = "#333333", "#BBBBBB"
-STYLE = {
-    "axes.edgecolor": "#888888",
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlesize": 10,
-    "font.size": 9,
-    "legend.frameon": False,
-    "savefig.facecolor": "white",
-    "svg.hashsalt": "lastlayer",
-    "text.color": INK,
-}
 
 
 def threshold(axes: Axes) -> None:
