@@ -27,6 +27,20 @@ settings.register_profile(
 settings.load_profile("lastlayer")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--seeds", type=int, default=1, help="run each test with so many seeds (hunts flaky tests)"
+    )
+
+
+def pytest_generate_tests(metafunc):
+    seeds = metafunc.config.getoption("seeds")
+    if seeds > 1:
+        # Counted, not drawn: the workers of a run must collect the same tests.
+        first = int(os.environ.get("LASTLAYER_TEST_SEED", "0"))
+        metafunc.parametrize("seed", range(first, first + seeds), ids=lambda seed: f"seed{seed}")
+
+
 def pytest_report_header() -> str:
     return f"lastlayer: LASTLAYER_TEST_SEED={SEED}"
 
@@ -36,7 +50,8 @@ def pytest_runtest_makereport(item):
     outcome = yield
     report = outcome.get_result()
     if report.failed:
-        report.sections.append(("Seed", f"repeat with LASTLAYER_TEST_SEED={SEED}"))
+        seed = getattr(item, "funcargs", {}).get("seed", SEED)
+        report.sections.append(("Seed", f"repeat with LASTLAYER_TEST_SEED={seed}"))
 
 
 def pytest_collection_modifyitems(items):

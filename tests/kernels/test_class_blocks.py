@@ -90,11 +90,13 @@ def test_the_best_classes_are_those_of_a_sort(monkeypatch):
         hidden = hidden.mul(2).round()
     right = head.log_prob(hidden).sort(dim=-1, descending=True, stable=True)
     monkeypatch.setattr(_adaptive_blocks, "selected", lambda *_: "triton")
+    # Scores of hundreds: their last bit is what a logarithm near zero can be off by.
+    within = {"rtol": 1e-6, "atol": 2e-4}
     for k in (1, 4):
         found = head.topk(hidden, k)
-        torch.testing.assert_close(found.values, right.values[:, :k])
+        torch.testing.assert_close(found.values, right.values[:, :k], **within)
         torch.testing.assert_close(
-            head.log_prob(hidden).gather(-1, found.classes), right.values[:, :k]
+            head.log_prob(hidden).gather(-1, found.classes), right.values[:, :k], **within
         )
         for values, classes in zip(found.values.tolist(), found.classes.tolist(), strict=True):
             pairs = [(-value, chosen) for value, chosen in zip(values, classes, strict=True)]
