@@ -74,6 +74,18 @@ def test_minus_zero_equals_zero():
     assert topk_softmax(scores, 2, impl="reference").tolist() == [[0.5, 0.5, 0.0, 0.0, 0.0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_kth_of_numbers_that_are_hard_to_halve(dtype):
+    """Neighbours, the smallest and the largest numbers there are, both zeros, and many equal."""
+    last = torch.finfo(dtype)
+    pool = [-torch.inf, last.min, -1.0, -last.tiny, -last.tiny / 8, -0.0, 0.0, last.tiny / 8]
+    pool += [last.tiny, 1.0 - last.eps, 1.0, 1.0 + last.eps, last.max / 2, last.max]
+    scores = torch.tensor(pool, dtype=dtype)[torch.randint(len(pool), (40, 150))]
+    scores[:20] = torch.where(scores[:20] > 2, 1.0, scores[:20])
+    for k in (1, 2, 3, 40, 149, 150):
+        check_topk("cpu", scores, k)
+
+
 @pytest.mark.parametrize("alpha", [1.5, 2.0])
 def test_scores_on_the_threshold_do_not_come_and_go_for_ever(alpha):
     """Rounding lets them leave the support and return; one row in a thousand of these did."""

@@ -119,6 +119,25 @@ def top_of(_typing: Any, matrix: Any, row: Any, first: Any, count: Any) -> Any:
 
 
 @intrinsic
+def count_at_least(_typing: Any, matrix: Any, row: Any, count: Any, threshold: Any) -> Any:
+    """How many numbers of the first ``count`` vectors of a row are no less than ``threshold``."""
+    _check(matrix)
+    signature = types.intp(matrix, types.intp, types.intp, matrix.dtype)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = _Row(context, builder, matrix, args[0], args[1])
+        at = line.spread(args[3])
+        number, set_number = _variable(builder, ir.Constant(ir.IntType(32), 0))
+        count_bits = builder.module.declare_intrinsic("llvm.ctpop", [ir.IntType(32)])
+        with line.each(args[2]) as (values,):
+            reached = line.mask_bits(builder.fcmp_ordered(">=", values, at))
+            set_number(builder.add(number(), builder.call(count_bits, [reached])))
+        return builder.zext(number(), ir.IntType(64))
+
+    return signature, code
+
+
+@intrinsic
 def margins(_typing: Any, matrix: Any, row: Any, pairs: Any, threshold: Any) -> Any:
     """The sum of ``max(x - threshold, 0)``, and how many are not 0, as a float.
 

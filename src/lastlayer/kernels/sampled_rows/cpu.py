@@ -8,8 +8,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from lastlayer.kernels._exp import exp
 from lastlayer.kernels._threads import by_rows
-from lastlayer.kernels.softmax_rows._exp import exp
 
 # Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}

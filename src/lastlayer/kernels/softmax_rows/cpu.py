@@ -11,8 +11,8 @@ from numba import njit
 from torch import Tensor
 
 from lastlayer.kernels._blocks import BLOCK, find_peaks, room_for_peaks
+from lastlayer.kernels._exp import exp, tanh_and_slope
 from lastlayer.kernels._threads import by_rows
-from lastlayer.kernels.softmax_rows._exp import exp, tanh_and_slope
 
 # Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}

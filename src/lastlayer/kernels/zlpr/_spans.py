@@ -5,7 +5,7 @@ import math
 from numba import njit
 
 from lastlayer.kernels._blocks import BLOCK
-from lastlayer.kernels.softmax_rows._exp import exp
+from lastlayer.kernels._exp import exp
 
 # Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}

@@ -1,6 +1,6 @@
-"""exp and tanh that LLVM turns into vector instructions, for the CPU kernel; README.md has the why.
+"""exp and tanh that LLVM turns into vector instructions, for the CPU kernels.
 
-Those of Numba ask the C library for one number at a time.
+Those of Numba ask the C library for one number at a time. softmax_rows/README.md has the why.
 """
 
 from math import factorial
