@@ -14,6 +14,7 @@ from torch import Tensor
 from lastlayer.kernels._arrays import as_rows, empty_rows, in_dtype
 from lastlayer.kernels._blocks import BLOCK, bits, find_peaks, room_for_peaks, top_of_rest
 from lastlayer.kernels._threads import by_rows
+from lastlayer.kernels.entmax._any_alpha import powers_of, room_for_any, solve_any
 from lastlayer.kernels.entmax._four_rows import (
     LONGEST,
     LONGEST_BACKWARD,
@@ -95,9 +96,10 @@ def _forward(start, stop, rows, out, alphas, kind):
     n = rows.shape[1]
     peaks = room_for_peaks(rows)
     probs = np.empty(n + BLOCK, rows.dtype)
-    column = np.empty(n, np.int32)
+    column = np.empty(n + 1, np.int32)
     short = kind > 0 and n <= LONGEST
     four = room_for_four(rows, n if short else 0)
+    copies = room_for_any(n if kind == 0 else 0)
     row = start
     while row < stop:
         last = min(row + 3, stop - 1)
@@ -123,7 +125,8 @@ def _forward(start, stop, rows, out, alphas, kind):
             top = peaks[-1]
             solve_four(rows, row, row, row, row, top, top, top, top, out, four, kind)
         elif state > 0:
-            count = _solve(rows, row, peaks, probs, column, _alpha_of(alphas, row), kind)
+            alpha = _alpha_of(alphas, row)
+            count = _solve(rows, row, peaks, probs, column, copies, alpha, kind)
             for i in range(count):
                 out[row, column[i]] = probs[i]
         row += 1
@@ -134,10 +137,11 @@ def _support(start, stop, rows, values, indices, size, alphas, kind, too_small):
     n = rows.shape[1]
     peaks = room_for_peaks(rows)
     probs = np.empty(n + BLOCK, rows.dtype)
-    column = np.empty(n, np.int32)
+    column = np.empty(n + 1, np.int32)
     room = values.shape[1]
     short = kind > 0 and n <= LONGEST
     four = room_for_four(rows, n if short else 0)
+    copies = room_for_any(n if kind == 0 else 0)
     dense = np.empty((1, n if short else 0), rows.dtype)
     for row in range(start, stop):
         state = find_peaks(rows, row, peaks)
@@ -157,7 +161,8 @@ def _support(start, stop, rows, values, indices, size, alphas, kind, too_small):
                     probs[i] = dense[0, i]
                     column[i] = i
             else:
-                count = _solve(rows, row, peaks, probs, column, _alpha_of(alphas, row), kind)
+                alpha = _alpha_of(alphas, row)
+                count = _solve(rows, row, peaks, probs, column, copies, alpha, kind)
             for i in range(count):
                 if probs[i] > too_small:
                     if filled < room:
@@ -174,7 +179,7 @@ def _alpha_of(alphas, row):
 
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
-def _solve(rows, row, peaks, probs, column, alpha, kind):
+def _solve(rows, row, peaks, probs, column, copies, alpha, kind):
     """Probabilities of the candidates, with their columns beside; says how many there are.
 
     ``probs`` has room for a block more than a row: it is filled up with what has no share.
@@ -186,11 +191,11 @@ def _solve(rows, row, peaks, probs, column, alpha, kind):
     for block in range(len(peaks) - 1):
         if peaks[block] - peak > edge:
             for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
+                # Written in any case: a branch would be guessed wrong half of the time.
                 distance = rows[row, i] - peak
-                if distance > edge:
-                    probs[count] = distance
-                    column[count] = i
-                    count += 1
+                probs[count] = distance
+                column[count] = i
+                count += distance > edge
     full = (count + BLOCK - 1) // BLOCK * BLOCK
     for i in range(count, full):
         probs[i] = -math.inf
@@ -199,7 +204,7 @@ def _solve(rows, row, peaks, probs, column, alpha, kind):
     elif kind == 2:
         _solve_entmax15(probs, full)
     else:
-        _solve_any(probs[:count], alpha - 1.0)
+        solve_any(probs, copies, count, alpha - 1.0)
     return count
 
 
@@ -269,104 +274,61 @@ def _solve_entmax15(x, count):
             x[first + i] = share if share > zero else zero
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
-def _share(distance, log_top, excess):
-    """The probability at a guess of ``log(max(p))``, and its slope, for any alpha."""
-    # Without the bound 0 * inf would drop the maximum itself when alpha is very large.
-    ratio = distance * (excess * math.exp(min(-excess * log_top, 700.0)))
-    if not ratio > -1.0:
-        return 0.0, 0.0
-    power = distance if excess < 1e-12 else math.log1p(ratio) / excess
-    share = math.exp(log_top + power)
-    return share, share / (1.0 + ratio)
-
-
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
-def _solve_any(x, excess):
-    """Newton's method on the logarithm of the sum, in a bracket that every fourth step halves."""
-    low, high = -math.log(len(x)), 0.0
-    log_top = 0.0
-    for trip in range(400):
-        total, weight = 0.0, 0.0
-        for i in range(len(x)):
-            share, slope = _share(x[i], log_top, excess)
-            total += share
-            weight += slope
-        if abs(total - 1.0) <= 1e-15:
-            break
-        if total < 1.0:
-            low = max(low, log_top)
-        else:
-            high = min(high, log_top)
-        following = log_top - math.log(total) * total / weight
-        if trip % 4 == 3 or not low < following < high:
-            following = 0.5 * (low + high)
-        if not low < following < high:
-            # The bracket is closed; its upper end has the whole support.
-            following = high
-        if following == log_top:
-            break
-        log_top = following
-    missing = (1.0 - total) / weight
-    norm = 0.0
-    for i in range(len(x)):
-        share, slope = _share(x[i], log_top, excess)
-        share = max(share + slope * missing, 0.0)
-        x[i] = share
-        norm += share
-    if excess > 1.0:
-        # The slopes are steep at the edge of the support and a step may overshoot.
-        for i in range(len(x)):
-            x[i] /= norm
-
-
-@njit(nogil=True, inline="always", fastmath=_FAST, error_model="numpy")
-def _slope(share, excess, kind):
-    """``p ** (2 - alpha)`` on the support."""
-    if kind == 1:
-        return share / share
-    if kind == 2:
-        return math.sqrt(share)
-    if kind == 3:
-        return share
-    return share ** (1.0 - excess)
-
-
 @njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
 def _backward(start, stop, probs, prob_bits, grad, out, alphas, kind):
     n = probs.shape[1]
-    column = np.empty(n, np.int32)
-    slopes = np.empty(n, np.float64)
+    column = np.empty(n + 1, np.int32)
+    slopes = np.empty(n + 1, np.float64)
     for row in range(start, stop):
         if kind > 0 and n <= LONGEST_BACKWARD:
             backward_row(probs, grad, out, row, kind)
             continue
         for i in range(n):
             out[row, i] = 0.0
-        excess = _alpha_of(alphas, row) - 1.0
-        count = 0
-        total, steepest, shift = 0.0, 0.0, 0.0
-        for first in range(0, n, BLOCK):
-            if first + BLOCK <= n and _all_zero(prob_bits, row, first):
-                continue
-            for i in range(first, min(n, first + BLOCK)):
-                share = probs[row, i]
-                if share != 0.0:
-                    slope = _slope(share, excess, kind)
-                    column[count] = i
-                    slopes[count] = slope
-                    count += 1
-                    total += slope
-                    if not slope <= steepest:
-                        steepest, shift = slope, grad[row, i]
+        count = _pick_support(probs, prob_bits, row, slopes, column)
+        _to_slopes(slopes, count, _alpha_of(alphas, row) - 1.0, kind)
         # Where alpha > 2 one slope can dwarf all others; measured from its gradient nothing
         # cancels.
+        total, steepest, shift = 0.0, 0.0, 0.0
+        for i in range(count):
+            slope = slopes[i]
+            total += slope
+            if not slope <= steepest:
+                steepest, shift = slope, grad[row, column[i]]
         mean = 0.0
         for i in range(count):
             mean += slopes[i] * (grad[row, column[i]] - shift)
         mean /= total if count else 1.0
         for i in range(count):
             out[row, column[i]] = slopes[i] * (grad[row, column[i]] - shift - mean)
+
+
+@njit(nogil=True)
+def _pick_support(probs, prob_bits, row, shares, column):
+    """The probabilities of a row that are not 0, with their columns; says how many there are."""
+    n = probs.shape[1]
+    count = 0
+    for first in range(0, n, BLOCK):
+        if first + BLOCK <= n and _all_zero(prob_bits, row, first):
+            continue
+        for i in range(first, min(n, first + BLOCK)):
+            shares[count] = probs[row, i]
+            column[count] = i
+            count += probs[row, i] != 0.0
+    return count
+
+
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def _to_slopes(shares, count, excess, kind):
+    """``p ** (2 - alpha)`` in place of p."""
+    if kind == 1:
+        for i in range(count):
+            shares[i] /= shares[i]
+    elif kind == 2:
+        for i in range(count):
+            shares[i] = math.sqrt(shares[i])
+    elif kind == 0:
+        powers_of(shares, count, 1.0 - excess)
 
 
 @njit(nogil=True)
