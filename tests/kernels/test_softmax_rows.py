@@ -325,37 +325,3 @@ def test_threads_share_the_rows(dtype, monkeypatch):
         torch.set_num_threads(before)
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one, other)
-
-
-def test_vector_functions_are_as_good_as_those_of_the_c_library():
-    pytest.importorskip("numba")
-    import numpy as np
-    from numba import njit
-
-    from lastlayer.kernels.softmax_rows import _exp
-
-    # As careless as the kernel's own flags: the functions have to keep theirs.
-    @njit(fastmath={"reassoc", "contract", "nsz", "arcp"})
-    def all_of(x, exp, tanh, slope):
-        for i in range(len(x)):
-            exp[i] = _exp.exp(x[i])
-            tanh[i], slope[i] = _exp.tanh_and_slope(x[i])
-
-    for dtype, least in ((np.float32, -87.0), (np.float64, -708.0)):
-        for size in (1.0, -least):
-            x = (-torch.rand(5000).double() * size).numpy().astype(dtype)
-            exp, tanh, slope = (np.full_like(x, np.nan) for _ in range(3))
-            all_of(x, exp, tanh, slope)
-            wide = x.astype(np.longdouble)
-            unit = np.finfo(dtype).eps
-            assert np.max(np.abs(exp / np.exp(wide) - 1)) <= unit
-            nonzero = x < 0
-            assert np.max(np.abs(tanh[nonzero] / np.tanh(wide[nonzero]) - 1)) <= 3 * unit
-            near = x > least / 3
-            assert np.max(np.abs(slope[near] * np.cosh(wide[near]) ** 2 - 1)) <= 4 * unit
-        x = np.array([0.0, -np.inf, np.nan, least * 1.01, -1e30, 30.0], dtype)
-        exp, tanh, slope = (np.full_like(x, 7) for _ in range(3))
-        all_of(x, exp, tanh, slope)
-        assert np.array_equal(exp[:5], [1, 0, np.nan, 0, 0], equal_nan=True)
-        assert abs(exp[5] / np.exp(30.0) - 1) <= 2 * np.finfo(dtype).eps
-        assert np.array_equal(tanh, [0, -1, np.nan, -1, -1, 1], equal_nan=True)

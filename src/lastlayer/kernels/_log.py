@@ -69,11 +69,12 @@ def log(x):
 @overload(log, jit_options=_EXACT)
 def _compiled_log(x):
     if x == types.float32:
-        parts, series, tiny, up, bits = _parts_32, _series_32, _TINY_32, _UP_32, np.float32(32)
-        high, low, zero, half, two = _HIGH_32, _LOW_32, *(np.float32(c) for c in (0, 0.5, 2))
+        number, parts, series = np.float32, _parts_32, _series_32
+        tiny, up, bits, high, low = _TINY_32, _UP_32, number(32), _HIGH_32, _LOW_32
     else:
-        parts, series, tiny, up, bits = _parts_64, _series_64, _TINY_64, _UP_64, np.float64(64)
-        high, low, zero, half, two = _HIGH_64, _LOW_64, *(np.float64(c) for c in (0, 0.5, 2))
+        number, parts, series = np.float64, _parts_64, _series_64
+        tiny, up, bits, high, low = _TINY_64, _UP_64, number(64), _HIGH_64, _LOW_64
+    zero, half, two = number(0), number(0.5), number(2)
 
     def compiled(x):
         small = x < tiny
