@@ -3,16 +3,16 @@
 from itertools import groupby
 
 from contrastive_targets import contrastive_targets
-from page import Part, markdown, timed
+from page import Part, loss_table
 from targets import Results
 
 from lastlayer.bench.contrastive import plot
 from lastlayer.bench.contrastive.cases import SECTIONS
 from lastlayer.bench.contrastive.family import MADE
 from lastlayer.bench.contrastive.record import ContrastiveRecord
-from lastlayer.bench.contrastive.tables import gigabytes, limit, rank, rate
+from lastlayer.bench.contrastive.tables import COLUMNS
 from lastlayer.bench.contrastive.truth import SYMMETRIC
-from lastlayer.bench.table import milliseconds, percent, ratio, small
+from lastlayer.bench.table import gemm_limit, rank
 
 MEASURED = f"""\
 ### Contrastive losses
@@ -34,7 +34,7 @@ def _tables(results: Results[ContrastiveRecord]) -> list[str]:
         return f"{record.section.capitalize()}, {record.case}"
 
     return [
-        f"### {title}\n\n{_table(sorted(group, key=rank))}"
+        f"### {title}\n\n{loss_table(sorted(group, key=rank), COLUMNS)}"
         for title, group in groupby(sorted(results.records, key=_place), key=case)
     ]
 
@@ -42,27 +42,6 @@ def _tables(results: Results[ContrastiveRecord]) -> list[str]:
 def _place(record: ContrastiveRecord) -> tuple[object, ...]:
     known = SECTIONS.index(record.section) if record.section in SECTIONS else len(SECTIONS)
     return known, record.section, record.shape
-
-
-def _table(found: list[ContrastiveRecord]) -> str:
-    baseline = found[0].baseline or "baseline"
-    headings = ["", "ms", "TFLOP/s", "of GEMM", f"÷ {baseline}", "GB", "loss", "dQ", "dK", "dT"]
-    rows = [
-        [
-            record.label,
-            timed(record, milliseconds(record.median_ms)),
-            rate(record.tflop_per_s),
-            percent(record.fraction_of_gemm),
-            ratio(record.ratio_to_baseline),
-            gigabytes(record.peak_bytes),
-            small(record.loss_error),
-            small(record.query_error),
-            small(record.key_error),
-            small(record.temperature_error),
-        ]
-        for record in found
-    ]
-    return markdown(headings, rows)
 
 
 def _pictured(results: Results[ContrastiveRecord]) -> list[ContrastiveRecord]:
@@ -76,7 +55,7 @@ def _pictured(results: Results[ContrastiveRecord]) -> list[ContrastiveRecord]:
 CONTRASTIVE = Part(
     title="Contrastive losses",
     kind=ContrastiveRecord,
-    limit=lambda record: limit(record.gemm_tflop_per_s),
+    limit=lambda record: gemm_limit(record.gemm_tflop_per_s),
     targets=contrastive_targets,
     tables=_tables,
     picture="contrastive_times.png",

@@ -7,8 +7,8 @@ from targets import Results, Target, judge, times
 from lastlayer.bench.contrastive.cases import CPU_SHAPES, CUDA_SHAPES
 from lastlayer.bench.contrastive.methods import MAIN
 from lastlayer.bench.contrastive.record import ContrastiveRecord
-from lastlayer.bench.contrastive.tables import gigabytes
 from lastlayer.bench.contrastive.truth import SYMMETRIC
+from lastlayer.bench.table import gigabytes
 
 # The batch that is compared with torch.compile, and one whose similarities no memory would hold.
 COMPARED, LARGEST = 32768, 131072

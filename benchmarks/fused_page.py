@@ -3,7 +3,7 @@
 from itertools import groupby
 
 from fused_targets import fused_targets
-from page import Part, markdown, timed
+from page import Part, loss_table
 from targets import Results
 
 from lastlayer.bench.fused import plot
@@ -11,8 +11,8 @@ from lastlayer.bench.fused.cases import KINDS, SPARSE
 from lastlayer.bench.fused.methods import CHUNK_ROWS
 from lastlayer.bench.fused.record import FusedRecord
 from lastlayer.bench.fused.scores import TRAINED
-from lastlayer.bench.fused.tables import gigabytes, limit, rank, rate, supports
-from lastlayer.bench.table import milliseconds, percent, ratio, small
+from lastlayer.bench.fused.tables import COLUMNS, supports
+from lastlayer.bench.table import gemm_limit, rank
 
 _SCORES = "\n".join(f"  - *{kind.name}*: {kind.made}." for kind in KINDS)
 
@@ -52,7 +52,7 @@ def _tables(results: Results[FusedRecord]) -> list[str]:
         found = sorted(group, key=rank)
         sizes = supports(found)
         known = f"\n\nMean support of a row: {sizes}." if sizes else ""
-        blocks.append(f"### {title}{known}\n\n{_table(found)}")
+        blocks.append(f"### {title}{known}\n\n{loss_table(found, COLUMNS)}")
     return blocks
 
 
@@ -62,26 +62,6 @@ def _place(record: FusedRecord) -> tuple[object, ...]:
     # In the order of the plan: by section, then by the work a shape is.
     work = record.shape[0] * record.shape[1] * record.shape[2]
     return record.section, -work, record.shape, known, record.scores
-
-
-def _table(found: list[FusedRecord]) -> str:
-    baseline = found[0].baseline or "baseline"
-    headings = ["", "ms", "TFLOP/s", "of GEMM", f"÷ {baseline}", "GB", "loss", "dX", "dW"]
-    rows = [
-        [
-            record.label,
-            timed(record, milliseconds(record.median_ms)),
-            rate(record.tflop_per_s),
-            percent(record.fraction_of_gemm),
-            ratio(record.ratio_to_baseline),
-            gigabytes(record.peak_bytes),
-            small(record.loss_error),
-            small(record.hidden_error),
-            small(record.weight_error),
-        ]
-        for record in found
-    ]
-    return markdown(headings, rows)
 
 
 def _pictured(results: Results[FusedRecord]) -> list[FusedRecord]:
@@ -99,7 +79,7 @@ def _pictured(results: Results[FusedRecord]) -> list[FusedRecord]:
 FUSED = Part(
     title="Fused losses",
     kind=FusedRecord,
-    limit=lambda record: limit(record.gemm_tflop_per_s),
+    limit=lambda record: gemm_limit(record.gemm_tflop_per_s),
     targets=fused_targets,
     tables=_tables,
     picture="fused.png",

@@ -8,8 +8,7 @@ from lastlayer.bench.fused import methods
 from lastlayer.bench.fused.cases import CPU_SHAPES, CUDA_SHAPES, KINDS, LARGE, SMALL, SPARSE
 from lastlayer.bench.fused.record import FusedRecord
 from lastlayer.bench.fused.scores import FLAT, TRAINED
-from lastlayer.bench.fused.tables import gigabytes
-from lastlayer.bench.table import percent
+from lastlayer.bench.table import gigabytes, percent
 
 Shape = tuple[int, int, int]
 

@@ -12,8 +12,8 @@ from lastlayer.bench.heads.cases import AGAINST, SECTIONS, STEP, TOP, TREES
 from lastlayer.bench.heads.problem import WIDE
 from lastlayer.bench.heads.record import HeadRecord
 from lastlayer.bench.heads.replay import LONGEST_MS
-from lastlayer.bench.heads.tables import REPLAYED, faster, limit, megabytes, millions, rank
-from lastlayer.bench.table import EMPTY, milliseconds, small
+from lastlayer.bench.heads.tables import REPLAYED, faster, megabytes, millions
+from lastlayer.bench.table import EMPTY, gemm_limit, milliseconds, rank, small
 
 MEASURED = f"""\
 ### Heads
@@ -143,7 +143,7 @@ def _pictured(results: Results[HeadRecord]) -> list[HeadRecord]:
 HEADS = Part(
     title="Heads",
     kind=HeadRecord,
-    limit=lambda record: limit(record.gemm_tflop_per_s),
+    limit=lambda record: gemm_limit(record.gemm_tflop_per_s),
     targets=heads_targets,
     tables=_tables,
     picture="heads.png",

@@ -3,17 +3,16 @@
 from itertools import groupby
 
 from multilabel_targets import multilabel_targets
-from page import Part, markdown, timed
+from page import Part, loss_table
 from targets import Results
 
-from lastlayer.bench.fused.tables import gigabytes, rate
-from lastlayer.bench.maps.tables import unit_for
+from lastlayer.bench.maps.tables import limit as copy_limit
 from lastlayer.bench.multilabel import plot
 from lastlayer.bench.multilabel.cases import SECTIONS
 from lastlayer.bench.multilabel.family import MADE
 from lastlayer.bench.multilabel.record import MultilabelRecord
-from lastlayer.bench.multilabel.tables import is_dense, limit, rank
-from lastlayer.bench.table import milliseconds, percent, ratio, small
+from lastlayer.bench.multilabel.tables import LINEAR_COLUMNS, dense_columns, is_dense
+from lastlayer.bench.table import gemm_limit, rank
 
 MEASURED = f"""\
 ### Many labels
@@ -38,52 +37,15 @@ def _tables(results: Results[MultilabelRecord]) -> list[str]:
     blocks = []
     for title, group in groupby(sorted(results.records, key=_place), key=case):
         found = sorted(group, key=rank)
-        blocks.append(f"### {title}\n\n{(_dense if is_dense(found[0]) else _linear)(found)}")
+        dense = is_dense(found[0])
+        columns = dense_columns(found[0].copy_tb_per_s) if dense else LINEAR_COLUMNS
+        blocks.append(f"### {title}\n\n{loss_table(found, columns)}")
     return blocks
 
 
 def _place(record: MultilabelRecord) -> tuple[object, ...]:
     known = SECTIONS.index(record.section) if record.section in SECTIONS else len(SECTIONS)
     return known, record.section, record.shape, record.direction
-
-
-def _linear(found: list[MultilabelRecord]) -> str:
-    baseline = found[0].baseline or "baseline"
-    headings = ["", "ms", "TFLOP/s", "of GEMM", f"÷ {baseline}", "GB", "loss", "dX", "dW"]
-    rows = [
-        [
-            record.label,
-            timed(record, milliseconds(record.median_ms)),
-            rate(record.tflop_per_s),
-            percent(record.fraction_of_gemm),
-            ratio(record.ratio_to_baseline),
-            gigabytes(record.peak_bytes),
-            small(record.loss_error),
-            small(record.hidden_error),
-            small(record.weight_error),
-        ]
-        for record in found
-    ]
-    return markdown(headings, rows)
-
-
-def _dense(found: list[MultilabelRecord]) -> str:
-    baseline, unit = found[0].baseline or "baseline", unit_for(found[0].copy_tb_per_s)
-    headings = ["", "ms", unit.name, "of copy", f"÷ {baseline}", "GB", "loss", "dS"]
-    rows = [
-        [
-            record.label,
-            timed(record, milliseconds(record.median_ms)),
-            unit.show(record.tb_per_s),
-            percent(record.fraction_of_copy),
-            ratio(record.ratio_to_baseline),
-            gigabytes(record.peak_bytes),
-            small(record.loss_error),
-            small(record.scores_error),
-        ]
-        for record in found
-    ]
-    return markdown(headings, rows)
 
 
 def _pictured(results: Results[MultilabelRecord]) -> list[MultilabelRecord]:
@@ -93,7 +55,9 @@ def _pictured(results: Results[MultilabelRecord]) -> list[MultilabelRecord]:
 MULTILABEL = Part(
     title="Many labels",
     kind=MultilabelRecord,
-    limit=lambda record: limit(record.gemm_tflop_per_s, record.copy_tb_per_s),
+    limit=lambda record: (
+        f"{gemm_limit(record.gemm_tflop_per_s)}, {copy_limit(record.copy_tb_per_s)}"
+    ),
     targets=multilabel_targets,
     tables=_tables,
     picture="multilabel_times.png",

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 
 from targets import Results, Target, judge, times
 
-from lastlayer.bench.fused.tables import gigabytes
 from lastlayer.bench.multilabel.cases import CPU_SHAPES, CUDA_SHAPES
 from lastlayer.bench.multilabel.methods import MAIN
 from lastlayer.bench.multilabel.record import MultilabelRecord
 from lastlayer.bench.multilabel.truth import DENSE_ZLPR, LINEAR_ZLPR
-from lastlayer.bench.table import milliseconds, percent
+from lastlayer.bench.table import gigabytes, milliseconds, percent
 
 MOST_MS, MOST_BYTES = 12.0, 1.0e9
 FRACTION_OF_COPY = 0.7

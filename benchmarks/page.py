@@ -1,12 +1,13 @@
 """What the parts of the page have in common."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
 
 from targets import MET, RecordT, Results, Target
 
+from lastlayer.bench.baseline_record import LossRecord
 from lastlayer.bench.record import Record
 
 
@@ -92,6 +93,19 @@ def timed(record: Record, text: str) -> str:
     if record.median_ms is None:
         return record.status.replace("|", "\\|")
     return text if record.verified else f"{text} *inexact*"
+
+
+def loss_table(found: Sequence[LossRecord], columns: Mapping[str, Callable[[Any], str]]) -> str:
+    """A table of one case, the baseline by its name."""
+    shown = dict(columns)
+    of_time = shown.pop("ms")
+    baseline = found[0].baseline or "baseline"
+    headings = ["", "ms", *(f"÷ {baseline}" if name == "÷ base" else name for name in shown)]
+    rows = [
+        [record.label, timed(record, of_time(record)), *(show(record) for show in shown.values())]
+        for record in found
+    ]
+    return markdown(headings, rows)
 
 
 def markdown(headings: list[str], rows: list[list[str]]) -> str:

@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from made_up_record import MADE_UP
 from rich.console import Console
 
 from lastlayer import maps
 from lastlayer.bench import fused as bench_fused
 from lastlayer.bench import maps as bench_maps
-from lastlayer.bench import runner
+from lastlayer.bench import runner, timing
 from lastlayer.bench.cases import Family
 from lastlayer.bench.fused import cases as fused_cases
-from lastlayer.bench.fused import family as fused_family
-from lastlayer.bench.fused.family import Fused
 from lastlayer.bench.fused.record import FusedRecord
+from lastlayer.bench.losses import Losses
 from lastlayer.bench.maps import cases as map_cases
 from lastlayer.bench.maps import family as map_family
 from lastlayer.bench.maps.record import MapRecord
@@ -26,26 +27,6 @@ from lastlayer.kernels import _registry
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-MADE_UP = dict(
-    run="run 1",
-    quick=False,
-    device="NVIDIA H200",
-    device_type="cuda",
-    threads=None,
-    python="3.12.3",
-    torch="2.11.0",
-    triton="3.6.0",
-    numba="0.62.0",
-    lastlayer="0.1.0",
-    date="2026-11-15T09:00:00+00:00",
-    seed=7,
-    source="lastlayer",
-    source_version="0.1.0",
-    implementation="triton",
-    ratio_to_ours=None,
-    verified=True,
-    status="ok",
-)
 MAP = dict(
     family="maps",
     section="shapes",
@@ -129,7 +110,7 @@ def fast(monkeypatch):
     """One sample of everything, on one set of inputs."""
     monkeypatch.setattr(runner, "_ROTATED_BYTES", 0)
     timer = CpuTimer(budget_s=0.0, fewest_samples=1, sample_ms=0.01)
-    for family in (Family, Fused):
+    for family in (Family, Losses):
         monkeypatch.setattr(family, "timer", lambda self, device, *, quick: timer)
 
 
@@ -182,7 +163,7 @@ def small_fused_run(monkeypatch, tmp_path, fast):
     }
     monkeypatch.setattr(fused_cases, "QUICK_CPU_SHAPES", shapes)
     monkeypatch.setattr(fused_cases, "CPU_SHAPES", shapes)
-    monkeypatch.setattr(fused_family, "_PRODUCT", {"cpu": 64})
+    monkeypatch.setattr(timing, "_PRODUCT", {"cpu": (64, torch.float32)})
 
     def run(
         *, quick: bool = True, peers: bool = False, only: str = "", plot: bool = False

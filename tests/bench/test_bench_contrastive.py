@@ -1,29 +1,24 @@
 """The bench of contrastive losses: its truth, a small run, its page."""
 
 import io
-import sys
-from types import ModuleType
 
 import pytest
 import torch
+from made_up_record import MADE_UP
 from rich.console import Console
 from torch.nn import functional
-from typer.testing import CliRunner
 
-from lastlayer.bench import contrastive
+from lastlayer.bench import contrastive, timing
 from lastlayer.bench.contrastive import cases, family, methods, plot, tables, truth
 from lastlayer.bench.contrastive.record import ContrastiveRecord
 from lastlayer.bench.contrastive.truth import ONE_WAY, SYMMETRIC
+from lastlayer.bench.losses import judge
 from lastlayer.bench.record import append
 from lastlayer.bench.results import read
 from lastlayer.bench.timing import CpuTimer
-from lastlayer.cli import app
 
-RECORD = dict(
-    run="run 1", quick=False, device="NVIDIA H200", device_type="cuda", threads=None,
-    python="3.12.3", torch="2.11.0", triton="3.6.0", numba="0.62.0", lastlayer="0.1.0",
-    date="2026-11-15T09:00:00+00:00", seed=7, source="lastlayer", source_version="0.1.0",
-    implementation="triton", ratio_to_ours=None, verified=True, status="ok", family="contrastive",
+RECORD = MADE_UP | dict(
+    family="contrastive",
     section=SYMMETRIC, method=methods.MAIN, computes=SYMMETRIC, shape=(32768, 768),
     dtype="bfloat16", direction="forward+backward", median_ms=12.0, p20_ms=11.9, p80_ms=12.1,
     samples=10, inputs_made="somehow", tflop_per_s=412.0, gemm_tflop_per_s=745.0,
@@ -50,15 +45,13 @@ def test_the_truth_is_the_loss_on_stored_similarities(section, monkeypatch):
     expected = torch.autograd.grad(loss, (query, key, temperature))
     found = truth.truth_of(section, query.detach(), key.detach(), temperature.detach())
     assert found.loss == pytest.approx(loss.item(), rel=1e-12)
-    torch.testing.assert_close(found.query, expected[0])
-    torch.testing.assert_close(found.key, expected[1])
-    assert found.temperature == pytest.approx(float(expected[2]), rel=1e-9)
+    torch.testing.assert_close(found.gradients, expected)
 
 
 def test_a_run_verifies_times_and_draws(monkeypatch, tmp_path):
     timer = CpuTimer(budget_s=0.0, fewest_samples=1, sample_ms=0.01)
     monkeypatch.setattr(family.Contrastive, "timer", lambda self, device, *, quick: timer)
-    monkeypatch.setattr(family, "_PRODUCT", {"cpu": 64})
+    monkeypatch.setattr(timing, "_PRODUCT", {"cpu": (64, torch.float32)})
     shapes = {SYMMETRIC: ((24, 8),), ONE_WAY: ((24, 8),)}
     monkeypatch.setattr(cases, "QUICK_CPU_SHAPES", shapes)
     text, results, picture = io.StringIO(), tmp_path / "r.jsonl", tmp_path / "p.png"
@@ -79,9 +72,11 @@ def test_a_wrong_gradient_is_found():
     leaves = [each.requires_grad_() for each in (query, key, temperature)]
     step = methods.of(ONE_WAY, "cpu", quick=True)[1].load()(*leaves)
     known = truth.truth_of(ONE_WAY, *(each.detach() for each in leaves))
-    assert family._compared(step, known, torch.float32, None).reason is None
-    wrong = step._replace(key=step.key * 1.1)
-    reason = family._compared(wrong, known, torch.float32, None).reason
+    tolerances = family.Contrastive().tolerances(ONE_WAY, torch.float32)
+    assert judge(step, known, tolerances, None).reason is None
+    query, key, temperature = step.gradients
+    wrong = step._replace(gradients=(query, key * 1.1, temperature))
+    reason = judge(wrong, known, tolerances, None).reason
     assert reason is not None
     assert reason.startswith("gradient of key off by 1.0e-01")
 
@@ -110,23 +105,3 @@ def test_the_page_holds_it_against_its_goals(render, tmp_path):
 def test_a_picture_of_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="expected timings of contrastive losses, got none"):
         plot.against_batch([record(median_ms=None)], tmp_path / "p.png")
-
-
-def test_the_command_passes_its_options_on(monkeypatch, tmp_path):
-    made = []
-    stub = ModuleType("lastlayer.bench.contrastive")
-    stub.run = lambda **options: made.append(options) or 3
-    monkeypatch.setitem(sys.modules, "lastlayer.bench.contrastive", stub)
-    results = tmp_path / "r.jsonl"
-    options = ["--quick", "--no-peers", "--device", "cpu", "--only", "one", "--json", str(results)]
-    assert CliRunner().invoke(app, ["bench", "contrastive", *options]).exit_code == 3
-    (call,) = made
-    assert isinstance(call.pop("out"), Console)
-    assert call == {
-        "device": "cpu",
-        "quick": True,
-        "peers": False,
-        "only": "one",
-        "json_path": results,
-        "plot_path": None,
-    }

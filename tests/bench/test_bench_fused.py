@@ -11,11 +11,13 @@ from lastlayer import fused
 from lastlayer.bench import fused as bench_fused
 from lastlayer.bench import memory, session
 from lastlayer.bench.cases import Method
+from lastlayer.bench.command import chosen
 from lastlayer.bench.fused import cases, methods
 from lastlayer.bench.fused.cases import LARGE, SMALL, SPARSE
 from lastlayer.bench.peers import PeerMissing
 from lastlayer.bench.results import read
 
+CUDA = torch.device("cuda")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -156,7 +158,7 @@ def test_what_cannot_be_run_is_refused_before_any_work(monkeypatch):
 
 
 def test_the_full_plan_for_cuda_is_what_the_goals_need():
-    planned = cases.plan("cuda", quick=False, peers=True)
+    planned = cases.plan(CUDA, quick=False, peers=True)
     assert [(c.section, c.shape) for c in planned if c.section != SPARSE] == [
         (LARGE, (8192, 4096, 128256)),
         (LARGE, (8192, 2048, 256000)),
@@ -190,12 +192,12 @@ def test_the_full_plan_for_cuda_is_what_the_goals_need():
 
 
 def test_without_peers_only_torch_is_left():
-    for case in cases.plan("cuda", quick=True, peers=False):
+    for case in cases.plan(CUDA, quick=True, peers=False):
         assert {method.source for method in case.methods} <= {"lastlayer", "torch"}
 
 
 def test_only_looks_at_the_title():
-    planned = cases.plan("cuda", quick=False, peers=True, only="Trained")
+    planned = chosen(cases.plan(CUDA, quick=False, peers=True), "Trained")
     assert [c.title() for c in planned] == ["sparse 8192×2048×128256 bfloat16, trained-like scores"]
 
 
@@ -222,7 +224,7 @@ def test_chunks_add_up_to_the_whole(monkeypatch):
     monkeypatch.setattr(methods, "CHUNK_ROWS", 4)
     given = inputs()
     step = methods.ON_CHUNKS.load()(*given)
-    for got, expected in zip(step, plain_step(*given), strict=True):
+    for got, expected in zip((step.loss, *step.gradients), plain_step(*given), strict=True):
         torch.testing.assert_close(got, expected, check_dtype=False, rtol=1e-6, atol=1e-7)
 
 
@@ -238,7 +240,7 @@ def test_torchs_ways_give_loss_and_gradients(method, monkeypatch):
         step = method.load()(*given)
     except PeerMissing:
         pytest.skip("this torch has no linear_cross_entropy")
-    for got, expected in zip(step, plain_step(*given), strict=True):
+    for got, expected in zip((step.loss, *step.gradients), plain_step(*given), strict=True):
         torch.testing.assert_close(got, expected)
     assert given[0].grad is None
     assert given[1].grad is None
@@ -250,11 +252,11 @@ def test_the_float32_sum_is_the_gradient(small_fused_run):
     ]
     given[0].requires_grad_()
     given[1].requires_grad_()
-    step = methods.FLOAT32_SUM.load()(*given)
-    assert step.weight.dtype == torch.float32
+    _, of_weight = methods.FLOAT32_SUM.load()(*given).gradients
+    assert of_weight.dtype == torch.float32
     exact = [tensor.detach().double().requires_grad_() for tensor in given[:2]]
     _, _, expected = plain_step(*exact, given[2])
-    assert float((step.weight - expected).norm() / expected.norm()) < 1e-5
+    assert float((of_weight - expected).norm() / expected.norm()) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from lastlayer.bench.fused import tables
 from lastlayer.bench.fused.cases import CPU_SHAPES, CUDA_SHAPES, LARGE, SMALL, SPARSE
 from lastlayer.bench.fused.plot import times_and_memory
 from lastlayer.bench.record import append
+from lastlayer.bench.table import gigabytes
 
 
 def page_of(render, tmp_path, records) -> str:
@@ -164,7 +165,7 @@ def test_the_terminals_table_fits(large):
     ("peak", "shown"), [(None, "·"), (1_104_000_000, "1.10"), (99_600_000, "0.100"), (0, "0.000")]
 )
 def test_memory_is_shown_in_billions_of_bytes(peak, shown):
-    assert tables.gigabytes(peak) == shown
+    assert gigabytes(peak) == shown
 
 
 def test_the_picture_has_two_panels_a_case(tmp_path, large, make_fused):

@@ -9,8 +9,10 @@ from torch.nn import functional
 
 from lastlayer import heads
 from lastlayer.bench import heads as bench_heads
-from lastlayer.bench import memory, runner, session
-from lastlayer.bench.heads import cases, entries, family, top, truth
+from lastlayer.bench import memory, runner, session, timing
+from lastlayer.bench.cases import USUAL_DTYPE
+from lastlayer.bench.command import chosen
+from lastlayer.bench.heads import cases, entries, top, truth
 from lastlayer.bench.heads.cases import AGAINST, STEP, TOP, TREES, Sizes
 from lastlayer.bench.heads.entries import ADAPTIVE, FULL, HUFFMAN, LINEAR, SAMPLED, TWO_LEVEL
 from lastlayer.bench.heads.entry import CPU, CUDA, SWEEP, WORDS, Entry
@@ -37,7 +39,7 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(runner, "_ROTATED_BYTES", 0)
     timer = CpuTimer(budget_s=0.0, fewest_samples=1, sample_ms=0.01)
     monkeypatch.setattr(Heads, "timer", lambda self, device, *, quick: timer)
-    monkeypatch.setattr(family, "_PRODUCT", {"cpu": 64})
+    monkeypatch.setattr(timing, "_PRODUCT", {"cpu": (64, torch.float32)})
     monkeypatch.setattr(cases, "CPU_SIZES", SMALL)
     monkeypatch.setattr(cases, "QUICK_CPU_SIZES", SMALL)
 
@@ -122,7 +124,7 @@ def test_a_head_is_added_by_one_entry(run, monkeypatch):
 def test_every_run_draws_the_same(run):
     first, again = run(only="top")[2], run(only="top")[2]
     assert {r.seed for r in first} == {r.seed for r in again}
-    (case,) = cases.plan(CPU_DEVICE, quick=True, only="top")
+    (case,) = chosen(cases.plan(CPU_DEVICE, quick=True), "top")
     inputs = [Heads().draw(case, CPU_DEVICE, 3)[0] for _ in range(2)]
     assert torch.equal(*inputs)
 
@@ -246,7 +248,7 @@ def test_the_full_plan_is_what_the_goals_need(device):
     assert [c.shape for c in of[TOP]] == [(256, 512, 1_000_000)]
     assert [c.shape[-1] for c in of[AGAINST]] == list(cases.MANY)
     assert bool(of[TREES]) == (device == "cpu")
-    assert {c.dtype for c in of[TOP] + of[AGAINST]} == {cases.DTYPE[device]}
+    assert {c.dtype for c in of[TOP] + of[AGAINST]} == {USUAL_DTYPE[device]}
     for case in of[STEP] + of[TOP] + of[AGAINST]:
         assert case.baseline is case.methods[0]
         names = [(m.source, m.name) for m in case.methods]
@@ -262,7 +264,7 @@ def test_the_full_plan_is_what_the_goals_need(device):
 
 
 def test_only_looks_at_the_title():
-    planned = cases.plan(CPU_DEVICE, quick=False, only="COST")
+    planned = chosen(cases.plan(CPU_DEVICE, quick=False), "COST")
     assert {c.section for c in planned} == {AGAINST}
 
 

@@ -1,6 +1,7 @@
 import io
 
 import pytest
+from made_up_record import MADE_UP
 from rich.console import Console
 
 from lastlayer.bench.heads import tables, top
@@ -20,24 +21,10 @@ from lastlayer.bench.heads.plot import time_against_classes
 from lastlayer.bench.heads.record import HeadRecord
 from lastlayer.bench.record import append
 
-MADE_UP = dict(
-    run="run 1",
-    quick=False,
-    device="NVIDIA H200",
-    device_type="cuda",
-    threads=None,
-    python="3.12.3",
-    torch="2.11.0",
-    triton="3.6.0",
-    numba="0.62.0",
-    lastlayer="0.1.0",
-    date="2026-11-15T09:00:00+00:00",
+HEAD = MADE_UP | dict(
     family="heads",
     section=STEP,
-    seed=7,
     method=HUFFMAN,
-    source="lastlayer",
-    source_version="0.1.0",
     computes=HUFFMAN,
     implementation=None,
     shape=CUDA_SIZES.steps[-1],
@@ -47,9 +34,6 @@ MADE_UP = dict(
     p20_ms=0.54,
     p80_ms=0.57,
     samples=60,
-    ratio_to_ours=None,
-    verified=True,
-    status="ok",
     settings="24 deep",
     parameters=512_999_487,
     gemm_tflop_per_s=745.0,
@@ -73,7 +57,7 @@ CPU = dict(
 
 
 def made(**changes) -> HeadRecord:
-    return HeadRecord(**{**MADE_UP, **changes})
+    return HeadRecord(**{**HEAD, **changes})
 
 
 def page_of(render, tmp_path, records) -> str:

@@ -178,7 +178,7 @@ def test_a_case_that_does_not_fit_in_memory_is_noted(small_run, monkeypatch):
 
 
 def test_the_full_plan_for_cuda_is_what_the_goals_need():
-    cases = map_cases.plan("cuda", (), quick=False, peers=True, widths=True)
+    cases = map_cases.plan(torch.device("cuda"), quick=False, peers=True)
     shapes = [case for case in cases if case.section == "shapes"]
     assert {case.shape for case in shapes} == set(map_cases.CUDA_SHAPES)
     assert {case.dtype for case in shapes} == {"float32", "bfloat16"}

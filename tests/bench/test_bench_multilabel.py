@@ -1,16 +1,15 @@
-"""The bench of losses of many labels: its runs, its truth, its page and its command."""
+"""The bench of losses of many labels: its runs, its truth and its page."""
 
 import io
-import sys
-from types import ModuleType
 
 import pytest
 import torch
+from made_up_record import MADE_UP
 from rich.console import Console
-from typer.testing import CliRunner
 
 from lastlayer.bench import multilabel as bench_multilabel
-from lastlayer.bench import runner, session
+from lastlayer.bench import runner, session, timing
+from lastlayer.bench.command import chosen
 from lastlayer.bench.multilabel import cases, family, methods, tables, truth
 from lastlayer.bench.multilabel.cases import CPU_SHAPES, CUDA_SHAPES
 from lastlayer.bench.multilabel.plot import times_and_memory
@@ -20,16 +19,13 @@ from lastlayer.bench.multilabel.truth import DENSE_ZLPR, LINEAR_BCE, LINEAR_ZLPR
 from lastlayer.bench.record import append
 from lastlayer.bench.results import read
 from lastlayer.bench.timing import CpuTimer, Timing
-from lastlayer.cli import app
 from lastlayer.fused import zlpr
 from lastlayer.kernels import _registry
 from lastlayer.losses import zlpr as on_scores
 
-RECORD = dict(
-    run="run 1", quick=False, device="NVIDIA H200", device_type="cuda", threads=None,
-    python="3.12.3", torch="2.11.0", triton="3.6.0", numba="0.62.0", lastlayer="0.1.0",
-    date="2026-11-15T09:00:00+00:00", seed=7, source="lastlayer", source_version="0.1.0",
-    implementation="triton", ratio_to_ours=None, verified=True, status="ok", family="multilabel",
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+RECORD = MADE_UP | dict(
+    family="multilabel",
     section=LINEAR_ZLPR, method="linear_zlpr_loss", computes=LINEAR_ZLPR,
     shape=(1024, 768, 1_000_000), dtype="bfloat16", direction="forward+backward", median_ms=10.4,
     p20_ms=10.3, p80_ms=10.5, samples=30, inputs_made="hidden ~ N(0, 1)", tflop_per_s=453.0,
@@ -58,7 +54,7 @@ def small_run(monkeypatch, tmp_path):
     monkeypatch.setattr(family.Multilabel, "timer", lambda self, device, *, quick: timer)
     shapes = {LINEAR_ZLPR: ((12, 8, 90),), LINEAR_BCE: ((12, 8, 90),), DENSE_ZLPR: ((10, 90),)}
     monkeypatch.setattr(cases, "QUICK_CPU_SHAPES", shapes)
-    monkeypatch.setattr(family, "_PRODUCT", {"cpu": 64})
+    monkeypatch.setattr(timing, "_PRODUCT", {"cpu": (64, torch.float32)})
     monkeypatch.setattr(family, "_COPIED", {"cpu": 2**16})
 
     def run(*, only="", plot=False):
@@ -137,7 +133,7 @@ def test_what_cannot_be_run_is_refused_before_any_work(small_run, monkeypatch):
 
 
 def test_the_full_plan_for_cuda_is_what_the_goals_need():
-    planned = cases.plan("cuda", quick=False, peers=True)
+    planned = cases.plan(CUDA, quick=False, peers=True)
     assert [(c.section, c.shape, c.direction) for c in planned] == [
         (LINEAR_ZLPR, (1024, 768, 1_000_000), "forward+backward"),
         (LINEAR_BCE, (1024, 768, 1_000_000), "forward+backward"),
@@ -149,7 +145,7 @@ def test_the_full_plan_for_cuda_is_what_the_goals_need():
         main = [m for m in case.methods if m.is_ours and not m.variant]
         assert [m.name for m in main] == [methods.MAIN[case.section]]
         assert main[0] is case.methods[1]
-    without = cases.plan("cuda", quick=False, peers=False)
+    without = cases.plan(CUDA, quick=False, peers=False)
     assert {m.source for c in without for m in c.methods} == {"lastlayer", "torch"}
 
 
@@ -173,8 +169,8 @@ def test_the_truth_is_that_of_torch(section, monkeypatch):
 
 
 def test_labels_of_a_row_differ():
-    (case,) = cases.plan("cpu", quick=True, peers=False, only="linear + ZLPR")
-    *_, lists = family.Multilabel().draw(case, torch.device("cpu"), 3)
+    (case,) = chosen(cases.plan(CPU, quick=True, peers=False), "linear + ZLPR")
+    *_, lists = family.Multilabel().draw(case, CPU, 3)
     assert lists.shape == (64, 8)
     assert (lists.diff(dim=1) > 0).all()
     assert lists.min() >= 0
@@ -263,25 +259,3 @@ def test_the_terminals_tables_fit():
 def test_a_picture_of_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="expected timings of losses of many labels, got none"):
         times_and_memory([made_up(median_ms=None)], tmp_path / "p.png")
-
-
-def test_the_command_passes_its_options_on(monkeypatch, tmp_path):
-    calls = []
-    stub = ModuleType("lastlayer.bench.multilabel")
-    stub.run = lambda **options: calls.append(options) or 3
-    monkeypatch.setitem(sys.modules, "lastlayer.bench.multilabel", stub)
-    results, picture = tmp_path / "m.jsonl", tmp_path / "m.png"
-    options = ["--quick", "--no-peers", "--device", "cpu", "--only", "dense"]
-    files = ["--json", str(results), "--png", str(picture)]
-    result = CliRunner().invoke(app, ["bench", "multilabel", *options, *files])
-    assert result.exit_code == 3
-    (call,) = calls
-    assert isinstance(call.pop("out"), Console)
-    assert call == {
-        "device": "cpu",
-        "quick": True,
-        "peers": False,
-        "only": "dense",
-        "json_path": results,
-        "plot_path": picture,
-    }

@@ -3,13 +3,14 @@ import importlib
 import pytest
 import torch
 
+from lastlayer.bench import timing
 from lastlayer.bench.timing import (
     CpuTimer,
     CudaTimer,
     CudaTurnsTimer,
     Timing,
     copy_tb_per_s,
-    product_tflop_per_s,
+    gemm_tflop_per_s,
     tera_per_s,
 )
 
@@ -129,9 +130,11 @@ def test_a_copy_counts_bytes_read_and_written():
     assert tera_per_s(4_000_000_000, 2.0) == pytest.approx(2.0)
 
 
-def test_a_product_counts_a_multiplication_and_an_addition():
-    rate = product_tflop_per_s(16, torch.device("cpu"), torch.float32, OneMillisecond())
-    assert rate == 2 * 16**3 / 1e9
+@pytest.mark.parametrize(("quick", "size"), [(False, 16), (True, 4)])
+def test_a_product_counts_a_multiplication_and_an_addition(quick, size, monkeypatch):
+    monkeypatch.setattr(timing, "_PRODUCT", {"cpu": (16, torch.float32)})
+    rate = gemm_tflop_per_s(torch.device("cpu"), OneMillisecond(), quick=quick)
+    assert rate == 2 * size**3 / 1e9
 
 
 def test_a_competitor_that_fails_later_has_no_time():

@@ -1,14 +1,14 @@
 """What is measured: methods, the cases they are compared on, and the family that owns them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from lastlayer.bench import timing
+from lastlayer.bench import table, timing
 from lastlayer.bench.record import Record
 from lastlayer.bench.timing import Thunk, Timer
 from lastlayer.bench.verify import Verdict
@@ -23,6 +23,12 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+# What a family is measured in where nobody asks for another dtype.
+USUAL_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
+
+
+class PlanError(ValueError):
+    """A run that cannot be made as asked, found before any work."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,16 @@ class Method:
         """Whether this library is what is measured."""
         return self.source == OURS
 
+    @property
+    def label(self) -> str:
+        """Source and name."""
+        return f"{self.source} {self.name}"
+
+
+def competing(methods: Iterable[Method], *, peers: bool) -> tuple[Method, ...]:
+    """All of them, or those that need no other package."""
+    return tuple(method for method in methods if peers or method.source in (OURS, "torch"))
+
 
 @dataclass(frozen=True)
 class Case:
@@ -71,6 +87,11 @@ class Case:
     direction: Direction
 
     @property
+    def baseline(self) -> Method | None:
+        """The method that every time of the case is divided by: the first."""
+        return self.methods[0]
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of the inputs."""
         return DTYPES[self.dtype]
@@ -83,6 +104,33 @@ class Case:
 CaseT = TypeVar("CaseT", bound=Case)
 VerdictT = TypeVar("VerdictT", bound=Verdict)
 RecordT = TypeVar("RecordT", bound=Record)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Generic[VerdictT]):
+    """What was found of one method on one case.
+
+    Attributes:
+        verdict: None where it could not be verified.
+        milliseconds: None where it was not timed; ``baseline_ms`` the same of the baseline.
+        limit: what the device can do at best.
+    """
+
+    verdict: VerdictT | None
+    milliseconds: float | None
+    baseline_ms: float | None
+    limit: float
+
+    @property
+    def ratio_to_baseline(self) -> float | None:
+        """The time over that of the baseline."""
+        if not (self.milliseconds and self.baseline_ms):
+            return None
+        return self.milliseconds / self.baseline_ms
+
+    def tera_per_s(self, count: float) -> float | None:
+        """So many bytes or operations over the time."""
+        return timing.tera_per_s(count, self.milliseconds) if self.milliseconds else None
 
 
 class Family(ABC, Generic[CaseT, VerdictT, RecordT]):
@@ -106,25 +154,16 @@ class Family(ABC, Generic[CaseT, VerdictT, RecordT]):
         """What is timed: one call, on the next set of inputs each time."""
 
     @abstractmethod
-    def baseline(self, case: CaseT) -> Method | None:
-        """The method that every time of a case is divided by."""
-
-    @abstractmethod
-    def limit(self, device: torch.device, timer: Timer, *, quick: bool) -> float:
-        """What the device can do at best, measured once a run."""
-
-    @abstractmethod
-    def details(
-        self,
-        case: CaseT,
-        method: Method,
-        *,
-        verdict: VerdictT | None,
-        milliseconds: float | None,
-        baseline_ms: float | None,
-        limit: float,
-    ) -> dict[str, Any]:
+    def details(self, case: CaseT, method: Method, measured: Measured[VerdictT]) -> dict[str, Any]:
         """The fields of a record that only this family has."""
+
+    def limit(self, device: torch.device, timer: Timer, *, quick: bool) -> float:
+        """What the device can do at best, measured once a run: the rate of a large product."""
+        return timing.gemm_tflop_per_s(device, timer, quick=quick)
+
+    def in_words(self, limit: float) -> str:
+        """The limit for the terminal."""
+        return table.gemm_limit(limit)
 
     def timer(self, device: torch.device, *, quick: bool) -> Timer:
         """What times the methods."""

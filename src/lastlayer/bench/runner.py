@@ -12,7 +12,7 @@ from torch import Tensor
 from lastlayer import kernels
 from lastlayer.bench import memory
 from lastlayer.bench import record as records
-from lastlayer.bench.cases import OURS, Call, CaseT, Family, Method, RecordT, VerdictT
+from lastlayer.bench.cases import OURS, Call, CaseT, Family, Measured, Method, RecordT, VerdictT
 from lastlayer.bench.peers import PeerMissing
 from lastlayer.bench.progress import Reporter
 from lastlayer.bench.record import Environment
@@ -69,7 +69,7 @@ class Bench(Generic[CaseT, VerdictT, RecordT]):
             except Exception as error:  # noqa: BLE001 — a method may fail in any way
                 self._write(case, method, status=describe(error))
                 continue
-            self.reporter.verified(f"{method.source} {method.name}", time.perf_counter() - start)
+            self.reporter.verified(method.label, time.perf_counter() - start)
             if verdict.ok or not method.is_ours:
                 verdicts[method], calls[method] = verdict, call
             else:
@@ -109,7 +109,7 @@ class Bench(Generic[CaseT, VerdictT, RecordT]):
         return f"does not fit: needs about {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
 
     def _input_sets(self, case: CaseT, inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-        size = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+        size = sum(tensor.nbytes for tensor in inputs)
         count = 1 if self.device.type == "cuda" else max(1, _ROTATED_BYTES // max(size, 1))
         # Far from the seeds of later cases, which follow each other.
         seeds = (self.seed + 2**20 * index for index in range(1, count))
@@ -127,10 +127,16 @@ class Bench(Generic[CaseT, VerdictT, RecordT]):
     ) -> None:
         times = times or {}
         ours = _time_of_ours(times, method)
-        baseline = self.family.baseline(case)
+        baseline = case.baseline
         implementation = None
         if method.op is not None:
             implementation = kernels.selected(method.op, self.device.type, case.torch_dtype)
+        measured = Measured(
+            verdict=verdict,
+            milliseconds=timing.median_ms if timing else None,
+            baseline_ms=None if baseline is None else times.get(baseline),
+            limit=self.limit,
+        )
         self._keep(
             self.family.record(
                 **asdict(self.environment),
@@ -154,14 +160,7 @@ class Bench(Generic[CaseT, VerdictT, RecordT]):
                 verified=verdict is not None and verdict.ok,
                 status=status,
                 eager_ms=timing.eager_ms if timing else None,
-                **self.family.details(
-                    case,
-                    method,
-                    verdict=verdict,
-                    milliseconds=timing.median_ms if timing else None,
-                    baseline_ms=None if baseline is None else times.get(baseline),
-                    limit=self.limit,
-                ),
+                **self.family.details(case, method, measured),
             )
         )
 

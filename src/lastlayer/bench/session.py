@@ -12,34 +12,33 @@ from rich.table import Table
 
 from lastlayer.bench import plot
 from lastlayer.bench import record as records
-from lastlayer.bench.cases import DTYPES, CaseT, Family, RecordT, VerdictT
+from lastlayer.bench.cases import CaseT, Family, PlanError, RecordT, VerdictT
 from lastlayer.bench.progress import reporting
 from lastlayer.bench.runner import Bench
 
 _TABLE_WIDTH = 116
 
 
-def problem(
-    device: str, dtypes: tuple[str, ...], json_path: Path | None, plot_path: Path | None
-) -> str | None:
-    """Why a run cannot be made as asked, found before any work; None if it can."""
+def check(device: str, json_path: Path | None, plot_path: Path | None) -> None:
+    """Look at what every run is told.
+
+    Raises:
+        PlanError: the device or a folder is not there, or matplotlib where it is needed.
+    """
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
-        return f"device: expected 'cpu' or 'cuda', got {device!r}"
+        raise PlanError(f"device: expected 'cpu' or 'cuda', got {device!r}")
     if kind == "cuda" and not torch.cuda.is_available():
-        return "device: 'cuda' was asked for, but torch sees no CUDA device; use 'cpu'"
-    unknown = [name for name in dtypes if name not in DTYPES]
-    if unknown:
-        return f"dtypes: expected names among {', '.join(DTYPES)}, got {', '.join(unknown)}"
+        raise PlanError("device: 'cuda' was asked for, but torch sees no CUDA device; use 'cpu'")
     for name, path in (("json_path", json_path), ("plot_path", plot_path)):
         if path is not None and not path.absolute().parent.is_dir():
-            return f"{name}: the folder {path.absolute().parent} does not exist; make it first"
+            folder = path.absolute().parent
+            raise PlanError(f"{name}: the folder {folder} does not exist; make it first")
     if plot_path is not None:
         try:
             plot.require_matplotlib()
         except plot.MissingPlotLibrary as missing:
-            return str(missing)
-    return None
+            raise PlanError(str(missing)) from missing
 
 
 def refuse(reason: str, out: Console) -> int:

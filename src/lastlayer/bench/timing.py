@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 Thunk = Callable[[], Any]
+# The side of the two square matrices whose product is a limit, and their dtype.
+_PRODUCT = {"cuda": (8192, torch.bfloat16), "cpu": (2048, torch.float32)}
 # While a call this long runs, Python has asked for all of it.
 _HOST_HIDES_BEHIND_MS = 2.0
 K = TypeVar("K", bound=Hashable)
@@ -247,8 +249,10 @@ def copy_tb_per_s(device: torch.device, buffer_bytes: int, timer: Timer) -> floa
     return tera_per_s(2 * source.numel() * source.element_size(), milliseconds)
 
 
-def product_tflop_per_s(size: int, device: torch.device, dtype: torch.dtype, timer: Timer) -> float:
-    """Teraflops a second of the product of two square matrices."""
+def gemm_tflop_per_s(device: torch.device, timer: Timer, *, quick: bool) -> float:
+    """Teraflops a second of the product of two large square matrices."""
+    size, dtype = _PRODUCT[device.type]
+    size //= 4 if quick else 1
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     return tera_per_s(2 * size**3, _time_of(lambda: torch.mm(left, right, out=out), timer))

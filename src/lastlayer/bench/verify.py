@@ -8,6 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Largest accepted |loss − truth| / |truth|.
+LOSS_TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 1e-3,
+    torch.bfloat16: 1e-3,
+}
 # Largest accepted ‖gradient − truth‖ / ‖truth‖.
 GRADIENT_TOLERANCE = {
     torch.float64: 1e-10,
@@ -43,9 +50,10 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
     """‖got − truth‖ / ‖truth‖ in float64, with a small copy at a time.
 
     Args:
-        got: a matrix in any floating dtype.
-        truth: the float64 matrix it should be.
+        got: a matrix, or one number, in any floating dtype.
+        truth: what it should be, in float64.
     """
+    got, truth = torch.atleast_1d(got, truth)
     wrong, right = truth.new_zeros(()), truth.new_zeros(())
     rows = max(1, _COPIED // max(1, truth.shape[-1]))
     for some, exact in zip(got.split(rows), truth.split(rows), strict=True):

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-from lastlayer.bench.cases import OURS, Case, Method
+import torch
+
+from lastlayer.bench.cases import USUAL_DTYPE, Case, competing
 from lastlayer.bench.contrastive import methods
 from lastlayer.bench.contrastive.truth import ONE_WAY, SYMMETRIC
 
 SECTIONS = (SYMMETRIC, ONE_WAY)
-DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 # Pairs and width of the vectors.
 Shapes = tuple[tuple[int, int], ...]
@@ -27,22 +28,20 @@ QUICK_CPU_SHAPES: dict[str, Shapes] = {SYMMETRIC: ((512, 64),), ONE_WAY: ((512, 
 class ContrastiveCase(Case):
     """A loss on one batch of pairs, forward and backward."""
 
-    baseline: Method
-
     def title(self) -> str:
         """One line that names the case."""
         return f"{self.section} {super().title()}"
 
 
-def plan(device: str, *, quick: bool, peers: bool, only: str = "") -> list[ContrastiveCase]:
+def plan(place: torch.device, *, quick: bool, peers: bool) -> list[ContrastiveCase]:
     """All cases of a run.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``.
+        place: a CPU or a GPU.
         quick: small batches.
         peers: leave the peers' methods in.
-        only: what the titles of the cases must contain.
     """
+    device = place.type
     if device == "cuda":
         shapes = QUICK_CUDA_SHAPES if quick else CUDA_SHAPES
     else:
@@ -50,16 +49,7 @@ def plan(device: str, *, quick: bool, peers: bool, only: str = "") -> list[Contr
     cases = []
     for section in SECTIONS:
         for shape in shapes[section]:
-            baseline, *others = methods.of(section, device, quick=quick)
-            kept = (m for m in others if peers or m.source in (OURS, "torch"))
-            cases.append(
-                ContrastiveCase(
-                    section,
-                    shape,
-                    DTYPES[device],
-                    (baseline, *kept),
-                    "forward+backward",
-                    baseline,
-                )
-            )
-    return [case for case in cases if only.lower() in case.title().lower()]
+            kept = competing(methods.of(section, device, quick=quick), peers=peers)
+            dtype = USUAL_DTYPE[device]
+            cases.append(ContrastiveCase(section, shape, dtype, kept, "forward+backward"))
+    return cases

@@ -1,7 +1,7 @@
 """Every way to get InfoNCE with its gradients: ours, torch's, the peers'."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from lastlayer.bench.cases import OURS, Call, Method
 from lastlayer.bench.contrastive.truth import SYMMETRIC
+from lastlayer.bench.losses import Step
 from lastlayer.bench.peers import attribute
 from lastlayer.losses.contrastive import info_nce
 
@@ -17,22 +18,13 @@ MAIN, LOW = "info_nce", "info_nce, low memory"
 LossFunction = Callable[[Tensor, Tensor, Tensor], Any]
 
 
-class Step(NamedTuple):
-    """What one forward and backward pass gives."""
-
-    loss: Tensor
-    query: Tensor
-    key: Tensor
-    temperature: Tensor
-
-
 def step_of(loss_function: LossFunction) -> Call:
     """Forward and backward of a loss on (query, key, temperature), from gradients set to None."""
 
     def step(query: Tensor, key: Tensor, temperature: Tensor) -> Step:
         leaves = query, key, temperature
         loss = loss_function(*leaves)
-        return Step(loss.detach(), *torch.autograd.grad(loss, leaves))
+        return Step(loss.detach(), torch.autograd.grad(loss, leaves))
 
     return step
 

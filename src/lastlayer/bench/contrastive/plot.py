@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lastlayer.bench.contrastive.record import ContrastiveRecord
 from lastlayer.bench.contrastive.truth import SYMMETRIC
-from lastlayer.bench.plot import OTHER_COLOURS, OURS_COLOURS, new_figure, save
+from lastlayer.bench.plot import OTHER_COLOURS, OURS_COLOURS, new_figure, save, without_frame
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +68,7 @@ def _lines(
     panel.minorticks_off()
     panel.set_yticks(*_round_numbers(panel.get_ylim()))
     panel.tick_params(labelsize=7)
-    panel.spines[["top", "right"]].set_visible(False)
+    without_frame(panel)
 
 
 def _round_numbers(limits: tuple[float, float]) -> tuple[list[float], list[str]]:

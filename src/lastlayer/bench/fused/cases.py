@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 
-from lastlayer.bench.cases import OURS, Case, Method
+import torch
+
+from lastlayer.bench.cases import USUAL_DTYPE, Case, Method, competing
 from lastlayer.bench.fused import methods
 from lastlayer.bench.fused.scores import FLAT, TRAINED, VERY_FLAT_SCORES, Scores
 
 LARGE, SMALL, SPARSE = "large width", "small width", "sparse"
 SECTIONS = (LARGE, SMALL, SPARSE)
 KINDS = (TRAINED, FLAT, VERY_FLAT_SCORES)
-DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 # Rows, hidden width, classes.
 Shapes = tuple[tuple[int, int, int], ...]
@@ -40,41 +41,30 @@ class FusedCase(Case):
     """Losses on a linear layer with scores of one kind, forward and backward."""
 
     scores: Scores
-    baseline: Method
 
     def title(self) -> str:
         """One line that names the case."""
         return f"{self.section} {super().title()}, {self.scores.name} scores"
 
 
-def plan(device: str, *, quick: bool, peers: bool, only: str = "") -> list[FusedCase]:
+def plan(place: torch.device, *, quick: bool, peers: bool) -> list[FusedCase]:
     """All cases of a run.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``.
+        place: a CPU or a GPU.
         quick: small shapes.
         peers: leave the peers' methods in.
-        only: what the titles of the cases must contain.
     """
+    device = place.type
     shapes = _shapes(device, quick=quick)
     cases = []
     for section in SECTIONS:
         for shape in shapes[section]:
             for scores in KINDS if section == SPARSE else (FLAT,):
-                baseline, *others = _methods(section, device, quick=quick)
-                kept = (m for m in others if peers or m.source in (OURS, "torch"))
-                cases.append(
-                    FusedCase(
-                        section,
-                        shape,
-                        DTYPES[device],
-                        (baseline, *kept),
-                        "forward+backward",
-                        scores,
-                        baseline,
-                    )
-                )
-    return [case for case in cases if only.lower() in case.title().lower()]
+                kept = competing(_methods(section, device, quick=quick), peers=peers)
+                dtype = USUAL_DTYPE[device]
+                cases.append(FusedCase(section, shape, dtype, kept, "forward+backward", scores))
+    return cases
 
 
 def _shapes(device: str, *, quick: bool) -> dict[str, Shapes]:

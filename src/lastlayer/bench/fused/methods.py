@@ -1,7 +1,7 @@
 """Every way to get a loss on a linear layer with its two gradients: ours, torch's, the peers'."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,20 +10,13 @@ from torch.nn import functional
 from lastlayer import fused, losses
 from lastlayer.bench.cases import OURS, Call, Method
 from lastlayer.bench.fused.truth import CROSS_ENTROPY
+from lastlayer.bench.losses import Step, scores_held
 from lastlayer.bench.maps.cases import TOPK, K
 from lastlayer.bench.peers import PeerMissing, attribute
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Any]
 # Rows of a chunk where torch.compile is called on chunks.
 CHUNK_ROWS = 2048
-
-
-class Step(NamedTuple):
-    """What one forward and backward pass gives."""
-
-    loss: Tensor
-    hidden: Tensor
-    weight: Tensor
 
 
 def step_of(loss_function: LossFunction) -> Call:
@@ -44,7 +37,7 @@ def _taken(loss: Tensor, hidden: Tensor, weight: Tensor, total: Tensor | None = 
     hidden.grad = weight.grad = None
     if of_hidden is None or of_weight is None:
         raise RuntimeError(f"no gradient of {'hidden' if of_hidden is None else 'weight'}")
-    return Step(loss.detach(), of_hidden, of_weight)
+    return Step(loss.detach(), (of_hidden, of_weight))
 
 
 def ours(computes: str, name: str = "", **options: Any) -> Method:
@@ -84,18 +77,8 @@ def unfused(computes: str) -> Method:
         return step_of(lambda h, w, y: function(functional.linear(h, w), y))
 
     return Method(
-        f"{computes}, stored scores", OURS, computes, load, variant=True, scratch=_scratch(8, 4)
+        f"{computes}, stored scores", OURS, computes, load, variant=True, scratch=scores_held(8, 4)
     )
-
-
-def _scratch(fixed: int, copies: int) -> Callable[[tuple[int, ...], int], int]:
-    """Bytes of so many bytes a score and so many copies of the scores."""
-
-    def needed(shape: tuple[int, ...], itemsize: int) -> int:
-        rows, _, classes = shape
-        return rows * classes * (fixed + copies * itemsize)
-
-    return needed
 
 
 def _cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -170,9 +153,9 @@ FLOAT32_SUM = Method(
     variant=True,
 )
 EAGER = Method(
-    "eager", "torch", CROSS_ENTROPY, lambda: step_of(_cross_entropy), scratch=_scratch(12, 1)
+    "eager", "torch", CROSS_ENTROPY, lambda: step_of(_cross_entropy), scratch=scores_held(12, 1)
 )
-COMPILED = Method("compiled", "torch", CROSS_ENTROPY, _compiled, scratch=_scratch(0, 2))
+COMPILED = Method("compiled", "torch", CROSS_ENTROPY, _compiled, scratch=scores_held(0, 2))
 ON_CHUNKS = Method(
     f"compiled, {CHUNK_ROWS}-row chunks", "torch", CROSS_ENTROPY, _compiled_on_chunks
 )

@@ -1,39 +1,22 @@
 """Measurements of fused losses as a table for a terminal."""
 
 from collections.abc import Iterable
+from itertools import groupby
 
 from rich.table import Table
 
-from lastlayer.bench import table
+from lastlayer.bench import loss_table, table
 from lastlayer.bench.fused.record import FusedRecord
-from lastlayer.bench.table import EMPTY, milliseconds, percent, ratio, small
+from lastlayer.bench.table import small
 
-LEGEND = (
-    "TFLOP/s: 6·rows·width·classes over the time, whatever the method does · "
-    "of GEMM: the same, over the rate of a square product\n"
-    "÷ base: time over that of the first method of the case · "
-    "GB: peak memory beyond inputs and gradients\n"
-    "loss, dX, dW: relative errors against float64, of the loss and in norm of the gradients"
+LEGEND = loss_table.legend(
+    "6·rows·width·classes",
+    "loss, dX, dW: relative errors against float64, of the loss and in norm of the gradients",
 )
-
-
-def gigabytes(peak_bytes: int | None) -> str:
-    """Bytes as GB, 10⁹ bytes."""
-    if peak_bytes is None:
-        return EMPTY
-    return f"{peak_bytes / 1e9:.{2 if peak_bytes >= 1e8 else 3}f}"
-
-
-def rate(tflop_per_s: float | None) -> str:
-    """Teraflops a second."""
-    if tflop_per_s is None:
-        return EMPTY
-    return f"{tflop_per_s:.0f}" if tflop_per_s >= 10 else f"{tflop_per_s:.3f}"
-
-
-def limit(gemm_tflop_per_s: float) -> str:
-    """The rate of a product in words."""
-    return f"GEMM {rate(gemm_tflop_per_s)} TFLOP/s"
+COLUMNS = loss_table.COLUMNS | {
+    "dX": lambda r: small(r.hidden_error),
+    "dW": lambda r: small(r.weight_error),
+}
 
 
 def supports(records: Iterable[FusedRecord]) -> str:
@@ -46,28 +29,19 @@ def supports(records: Iterable[FusedRecord]) -> str:
     return ", ".join(found.values())
 
 
+def notes(records: Iterable[FusedRecord]) -> list[str]:
+    """The supports of each case that has some."""
+    cases = groupby(records, key=lambda record: record.case)
+    found = {case: supports(group) for case, group in cases}
+    return [f"supports, {case}: {sizes}" for case, sizes in found.items() if sizes]
+
+
 def comparison(records: Iterable[FusedRecord]) -> Table:
     """Times, rates, memory and errors."""
     return table.comparison(
         "fused losses: verified, then timed, forward + backward",
         records,
-        {
-            "ms": lambda r: milliseconds(r.median_ms),
-            "TFLOP/s": lambda r: rate(r.tflop_per_s),
-            "of GEMM": lambda r: percent(r.fraction_of_gemm),
-            "÷ base": lambda r: ratio(r.ratio_to_baseline),
-            "GB": lambda r: gigabytes(r.peak_bytes),
-            "loss": lambda r: small(r.loss_error),
-            "dX": lambda r: small(r.hidden_error),
-            "dW": lambda r: small(r.weight_error),
-        },
+        COLUMNS,
         case=lambda r: f"{r.section} {r.case}",
-        rank=rank,
+        rank=table.rank,
     )
-
-
-def rank(record: FusedRecord) -> int:
-    """The baseline first, then ours."""
-    if record.label == record.baseline:
-        return 0
-    return 1 if record.is_ours else 2

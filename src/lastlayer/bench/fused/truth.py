@@ -1,10 +1,9 @@
 """Loss and gradients in float64, a few rows at a time."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from lastlayer.bench.losses import Truth
 from lastlayer.bench.maps import cases as map_cases
 
 CROSS_ENTROPY = "cross_entropy"
@@ -12,14 +11,6 @@ CROSS_ENTROPY = "cross_entropy"
 _BYTES = {"cuda": 2**31, "cpu": 2**27}
 # What entropy the loss of a function has; 1 is Shannon's.
 _ALPHAS = {CROSS_ENTROPY: 1.0, map_cases.TOPK: 1.0, "sparsemax": 2.0, "entmax 1.5": 1.5}
-
-
-class Truth(NamedTuple):
-    """The mean loss, and its gradients in float64."""
-
-    loss: float
-    hidden: Tensor
-    weight: Tensor
 
 
 def truth_of(computes: str, hidden: Tensor, weight: Tensor, target: Tensor) -> Truth:
@@ -37,7 +28,7 @@ def truth_of(computes: str, hidden: Tensor, weight: Tensor, target: Tensor) -> T
         gradient /= rows
         torch.mm(gradient, weight, out=hidden_gradient[part])
         weight_gradient.addmm_(gradient.t(), hidden[part])
-    return Truth(float(total / rows), hidden_gradient, weight_gradient)
+    return Truth(float(total / rows), (hidden_gradient, weight_gradient))
 
 
 def _of_scores(computes: str, scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

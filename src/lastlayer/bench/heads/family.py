@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lastlayer.bench import timing
-from lastlayer.bench.cases import Call, Family, Method
-from lastlayer.bench.heads.cases import DTYPE, TOP, HeadCase
+from lastlayer.bench.cases import Call, Family, Measured, Method
+from lastlayer.bench.heads.cases import TOP, HeadCase
 from lastlayer.bench.heads.problem import zipf
 from lastlayer.bench.heads.record import HeadRecord
 from lastlayer.bench.heads.replay import replayed_ms
@@ -19,8 +18,6 @@ from lastlayer.bench.heads.timer import CudaWallTimer
 from lastlayer.bench.heads.verdict import HeadVerdict
 from lastlayer.bench.timing import CpuTimer, Thunk, Timer
 
-# The side of the two square matrices whose product is the limit.
-_PRODUCT = {"cuda": 8192, "cpu": 2048}
 # Sets of inputs that calls on a GPU rotate among, so that its cache does not hold their vectors.
 _SETS = 8
 # How many of them one graph has.
@@ -93,10 +90,6 @@ class Heads(Family[HeadCase, HeadVerdict, HeadRecord]):
         rotation = itertools.cycle([_leaves(inputs) for inputs in (*sets, *self._more)])
         return lambda: call(*next(rotation))
 
-    def baseline(self, case: HeadCase) -> Method | None:
-        """linear + cross_entropy on a CPU, our full softmax on a GPU and against V."""
-        return case.baseline
-
     def timer(self, device: torch.device, *, quick: bool) -> Timer:
         """Wall clock, on a GPU too, where Python and the host's waiting are part of a step."""
         if device.type == "cuda":
@@ -109,33 +102,20 @@ class Heads(Family[HeadCase, HeadVerdict, HeadRecord]):
             )
         return CpuTimer(budget_s=0.05 if quick else 0.8, patience_s=2.0)
 
-    def limit(self, device: torch.device, timer: Timer, *, quick: bool) -> float:
-        """The rate of a product of two large square matrices."""
-        size = _PRODUCT[device.type] // (4 if quick else 1)
-        dtype = getattr(torch, DTYPE[device.type])
-        return timing.product_tflop_per_s(size, device, dtype, timer)
-
     def details(
         self,
         case: HeadCase,
         method: Method,  # noqa: ARG002 — the verdict has all of it
-        *,
-        verdict: HeadVerdict | None,
-        milliseconds: float | None,
-        baseline_ms: float | None,
-        limit: float,
+        measured: Measured[HeadVerdict],
     ) -> dict[str, Any]:
         """Ratio, memory, parameters and errors."""
-        found = verdict or HeadVerdict()
-        baseline = case.baseline
+        found = measured.verdict or HeadVerdict()
         return {
             "settings": found.settings,
             "parameters": found.parameters,
-            "gemm_tflop_per_s": limit,
-            "baseline": baseline and f"{baseline.source} {baseline.name}",
-            "ratio_to_baseline": (
-                milliseconds / baseline_ms if milliseconds and baseline_ms else None
-            ),
+            "gemm_tflop_per_s": measured.limit,
+            "baseline": case.baseline and case.baseline.label,
+            "ratio_to_baseline": measured.ratio_to_baseline,
             "peak_bytes": found.peak_bytes,
             "loss_error": found.loss_error,
             "hidden_error": found.hidden_error,

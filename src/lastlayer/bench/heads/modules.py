@@ -13,7 +13,7 @@ from lastlayer.trees import Tree
 class FlatLayer(torch.nn.Linear):
     """``nn.Linear`` with ``cross_entropy``, and with ``torch.topk`` on its scores."""
 
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]  # a head has targets
         """The mean loss, from scores in float32, or in float64 from float64."""
         return functional.cross_entropy(_wide(self._scores(hidden)), target)
 

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from lastlayer.bench.heads.cases import AGAINST
 from lastlayer.bench.heads.entries import FULL, HUFFMAN, TWO_LEVEL
 from lastlayer.bench.heads.record import HeadRecord
-from lastlayer.bench.plot import OTHER_COLOURS, OURS_COLOURS, new_figure, save
+from lastlayer.bench.plot import (
+    OTHER_COLOURS,
+    OURS_COLOURS,
+    beside_legend,
+    panels_by_device,
+    save,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,11 +42,8 @@ def time_against_classes(records: Sequence[HeadRecord], path: Path) -> None:
     swept = [r for r in records if r.section == AGAINST and r.median_ms is not None]
     if not swept:
         raise ValueError(f"records: expected timings of the section {AGAINST!r}, got none")
-    devices = list(dict.fromkeys(record.device for record in swept))
-    figure = new_figure(8.5, 4.2 * len(devices))
-    panels = figure.subplots(len(devices), 1, squeeze=False)[:, 0]
-    for panel, device in zip(panels, devices, strict=True):
-        mine = [record for record in swept if record.device == device]
+    figure, panels = panels_by_device((8.5, 4.2), swept)
+    for panel, device, mine in panels:
         _draw_lines(panel, mine)
         _draw_guides(panel, mine)
         rows, width, _ = mine[0].shape
@@ -50,9 +53,7 @@ def time_against_classes(records: Sequence[HeadRecord], path: Path) -> None:
         panel.set_yscale("log")
         panel.set_xlabel("classes V")
         panel.set_ylabel("ms of a training step")
-        panel.grid(visible=True, alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.08, 0.5))
+        beside_legend(panel, 0.08)
     save(figure, path)
 
 

@@ -2,23 +2,20 @@
 
 from dataclasses import dataclass
 
-from lastlayer.bench.record import Record
+from lastlayer.bench.baseline_record import BaselineRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadRecord(Record):
+class HeadRecord(BaselineRecord):
     """One measurement of a training step, of the best classes, or of building a tree.
 
     Attributes:
         shape: rows, hidden width and classes; of trees the classes alone.
         settings: what was chosen for this many classes, such as cutoffs.
         parameters: how many numbers the head learns.
-        gemm_tflop_per_s: the rate of a product of two large square matrices in this run.
-        baseline: the method that the time is divided by in ratio_to_baseline.
         peak_bytes: the most memory held at once beyond inputs and parameters; gradients count.
-        loss_error: |loss − truth| / |truth|, the truth in float64 from the same numbers.
-        hidden_error: ‖gradient − truth‖ / ‖truth‖ of the hidden states, and weight_error of the
-            parameter where it is largest.
+        hidden_error: of the gradient of the hidden states, and weight_error of the parameter where
+            it is largest.
         value_error: of the best classes, the largest difference between the log-probabilities of
             those that were found and of the true ones, both in float64.
         classes_differ: how many of these classes are others than in a sort of all.
@@ -28,11 +25,6 @@ class HeadRecord(Record):
 
     settings: str
     parameters: int | None
-    gemm_tflop_per_s: float
-    baseline: str | None
-    ratio_to_baseline: float | None
-    peak_bytes: int | None
-    loss_error: float | None
     hidden_error: float | None
     weight_error: float | None
     value_error: float | None
@@ -55,8 +47,3 @@ class HeadRecord(Record):
         if len(self.shape) == 1:
             return f"{self.shape[0]:,} classes"
         return f"{self.size} {self.dtype}"
-
-    @property
-    def part(self) -> tuple[str, ...]:
-        """One case: the cases of a run can be measured one at a time."""
-        return self.section, self.case

@@ -11,10 +11,7 @@ from torch import Tensor
 from lastlayer.bench import memory
 from lastlayer.bench.heads.truth import Losses, truth_of
 from lastlayer.bench.heads.verdict import HeadVerdict
-from lastlayer.bench.verify import GRADIENT_TOLERANCE, poison, relative_error
-
-# Largest accepted |loss − truth| / |truth|.
-LOSS_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-3}
+from lastlayer.bench.verify import GRADIENT_TOLERANCE, LOSS_TOLERANCE, poison, relative_error
 
 
 class Gradients(NamedTuple):

@@ -1,17 +1,24 @@
 """Measurements of heads as tables for a terminal."""
 
-from collections.abc import Callable, Iterable
-from itertools import groupby
+from collections.abc import Callable, Iterable, Sequence
 
-from rich.markup import escape
 from rich.table import Table
 
 from lastlayer.bench import table
+from lastlayer.bench.heads.cases import AGAINST, STEP, TOP, TREES
 from lastlayer.bench.heads.record import HeadRecord
 from lastlayer.bench.table import EMPTY, milliseconds, small
 
 REPLAYED: dict[str, Callable[[HeadRecord], str]] = {
     "replayed": lambda r: milliseconds(r.replayed_ms)
+}
+# By heading, what is shown of every call of a head; errors come after these.
+COLUMNS: dict[str, Callable[[HeadRecord], str]] = {
+    "ms": lambda r: milliseconds(r.median_ms),
+    **REPLAYED,
+    "faster": lambda r: faster(r.times_faster),
+    "MB": lambda r: megabytes(r.peak_bytes),
+    "M": lambda r: millions(r.parameters),
 }
 LEGEND = (
     "replayed: ms of a CUDA graph of the same call, on a GPU, unless the host waits in it · "
@@ -43,10 +50,11 @@ def millions(count: int | None) -> str:
     return EMPTY if count is None else f"{count / 1e6:.{1 if count >= 1e7 else 2}f}"
 
 
-def limit(gemm_tflop_per_s: float) -> str:
-    """The rate of a product in words."""
-    digits = 0 if gemm_tflop_per_s >= 10 else 3
-    return f"GEMM {gemm_tflop_per_s:.{digits}f} TFLOP/s"
+def all_of(records: Sequence[HeadRecord]) -> list[Table]:
+    """One table a section that there are records of."""
+    made = {STEP: steps, TOP: best, AGAINST: against_classes, TREES: built}
+    found = {name: [r for r in records if r.section == name] for name in made}
+    return [made[name](mine) for name, mine in found.items() if mine]
 
 
 def steps(records: Iterable[HeadRecord]) -> Table:
@@ -54,18 +62,14 @@ def steps(records: Iterable[HeadRecord]) -> Table:
     return table.comparison(
         "heads: a training step, verified, then timed, forward + backward",
         records,
-        {
-            "ms": lambda r: milliseconds(r.median_ms),
-            **REPLAYED,
-            "faster": lambda r: faster(r.times_faster),
-            "MB": lambda r: megabytes(r.peak_bytes),
-            "M": lambda r: millions(r.parameters),
+        COLUMNS
+        | {
             "loss": lambda r: small(r.loss_error),
             "dX": lambda r: small(r.hidden_error),
             "dW": lambda r: small(r.weight_error),
         },
         case=lambda r: f"{r.section} {r.case}",
-        rank=rank,
+        rank=table.rank,
     )
 
 
@@ -74,16 +78,9 @@ def best(records: Iterable[HeadRecord]) -> Table:
     return table.comparison(
         "heads: the best classes of each row",
         records,
-        {
-            "ms": lambda r: milliseconds(r.median_ms),
-            **REPLAYED,
-            "faster": lambda r: faster(r.times_faster),
-            "MB": lambda r: megabytes(r.peak_bytes),
-            "M": lambda r: millions(r.parameters),
-            "error": lambda r: small(r.value_error),
-        },
+        COLUMNS | {"error": lambda r: small(r.value_error)},
         case=lambda r: f"{r.section} {r.case}",
-        rank=rank,
+        rank=table.rank,
     )
 
 
@@ -92,27 +89,19 @@ def built(records: Iterable[HeadRecord]) -> Table:
     return table.comparison(
         "trees: what building them takes",
         records,
-        {"ms": lambda r: milliseconds(r.median_ms), "MB": lambda r: megabytes(r.peak_bytes)},
+        {name: COLUMNS[name] for name in ("ms", "MB")},
         case=lambda r: r.case,
-        rank=rank,
+        rank=table.rank,
     )
 
 
 def against_classes(records: Iterable[HeadRecord]) -> Table:
     """Milliseconds of each head, one row a number of classes."""
-    records = list(records)
-    labels = list(dict.fromkeys(record.label for record in records))
-    made = table.heading_only("ms of a training step against the number of classes", "classes")
-    for label in labels:
-        made.add_column(escape(label.replace(" ", "\n", 1)), justify="right")
-    for classes, group in groupby(records, key=lambda record: record.shape[-1]):
-        found = {r.label: milliseconds(r.median_ms) for r in group}
-        made.add_row(f"{classes:,}", *(found.get(label, EMPTY) for label in labels))
-    return made
-
-
-def rank(record: HeadRecord) -> int:
-    """The baseline first, then ours."""
-    if record.label == record.baseline:
-        return 0
-    return 1 if record.is_ours else 2
+    return table.by_method(
+        "ms of a training step against the number of classes",
+        "classes",
+        records,
+        row=lambda r: f"{r.shape[-1]:,}",
+        cell=lambda r: milliseconds(r.median_ms),
+        rank=table.rank,
+    )

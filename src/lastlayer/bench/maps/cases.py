@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import maps
-from lastlayer.bench.cases import OURS, Case, Direction, Method
+from lastlayer.bench.cases import DTYPES, OURS, Case, Direction, Method, PlanError, competing
 from lastlayer.bench.maps import peers as peer_methods
 
 SECTIONS = ("shapes", "scales", "widths")
@@ -30,6 +30,11 @@ class MapCase(Case):
     """Maps on scale · N(0, 1) scores."""
 
     scale: float
+
+    @property
+    def baseline(self) -> Method | None:
+        """torch.softmax, where it is among the methods."""
+        return SOFTMAX if SOFTMAX in self.methods else None
 
     @property
     def backward(self) -> bool:
@@ -145,17 +150,31 @@ def _sweep(device: str, *, quick: bool) -> list[tuple[int, int]]:
 
 
 def plan(
-    device: str, dtypes: tuple[str, ...], *, quick: bool, peers: bool, widths: bool
+    place: torch.device,
+    *,
+    quick: bool,
+    peers: bool,
+    dtypes: tuple[str, ...] = (),
+    widths: bool = False,
 ) -> list[MapCase]:
     """All cases of a run, those that matter most first.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``.
-        dtypes: names of dtypes; none means the defaults of the device.
+        place: a CPU or a GPU.
         quick: few shapes and no other scales.
         peers: leave the peers' methods in.
-        widths: add the sweep over widths, in the first dtype.
+        dtypes: names of torch dtypes; none means those that the device is judged by.
+        widths: sweep over widths in a quick run too, in the first dtype.
+
+    Raises:
+        PlanError: a dtype is not known.
     """
+    unknown = [name for name in dtypes if name not in DTYPES]
+    if unknown:
+        raise PlanError(
+            f"dtypes: expected names among {', '.join(DTYPES)}, got {', '.join(unknown)}"
+        )
+    device = place.type
     dtypes = dtypes or DEFAULT_DTYPES[device]
 
     def case(
@@ -166,7 +185,7 @@ def plan(
         scale: float = DEFAULT_SCALE,
         direction: Direction = "forward",
     ) -> MapCase:
-        kept = tuple(m for m in methods if peers or m.source in (OURS, "torch"))
+        kept = competing(methods, peers=peers)
         return MapCase(section, shape, dtype, kept, direction, scale)
 
     cases = []
@@ -182,7 +201,7 @@ def plan(
     for shape in _scaled_shapes(device, quick=quick):
         for dtype in dtypes:
             cases += [case("scales", shape, dtype, _scale_methods(device), s) for s in SCALES]
-    if widths:
+    if widths or not quick:
         for shape in _sweep(device, quick=quick):
             cases.append(case("widths", shape, dtypes[0], _width_methods(device, shape[1])))
     return cases

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lastlayer.bench import timing
-from lastlayer.bench.cases import Call, Family, Method
-from lastlayer.bench.maps import cases
+from lastlayer.bench.cases import Call, Family, Measured, Method
+from lastlayer.bench.maps import cases, tables
 from lastlayer.bench.maps.cases import MapCase
 from lastlayer.bench.maps.record import MapRecord
 from lastlayer.bench.maps.verify import (
@@ -71,35 +71,27 @@ class Maps(Family[MapCase, MapVerdict, MapRecord]):
 
         return forward_and_backward
 
-    def baseline(self, case: MapCase) -> Method | None:
-        """torch.softmax."""
-        return cases.SOFTMAX if cases.SOFTMAX in case.methods else None
-
     def limit(self, device: torch.device, timer: Timer, *, quick: bool) -> float:
         """The bandwidth of a copy."""
         return timing.copy_tb_per_s(device, _copy_bytes(device, quick=quick), timer)
 
+    def in_words(self, limit: float) -> str:
+        """The limit for the terminal."""
+        return tables.limit(limit)
+
     def details(
-        self,
-        case: MapCase,
-        method: Method,
-        *,
-        verdict: MapVerdict | None,
-        milliseconds: float | None,
-        baseline_ms: float | None,
-        limit: float,
+        self, case: MapCase, method: Method, measured: Measured[MapVerdict]
     ) -> dict[str, Any]:
         """The bytes that had to move and how fast they did."""
         moved = _bytes_moved(case, method)
-        speed = timing.tera_per_s(moved, milliseconds) if milliseconds else None
-        ratio = milliseconds / baseline_ms if milliseconds and baseline_ms else None
+        speed, verdict = measured.tera_per_s(moved), measured.verdict
         return {
             "scale": case.scale,
             "bytes": moved,
             "tb_per_s": speed,
-            "copy_tb_per_s": limit,
-            "fraction_of_copy": speed / limit if speed else None,
-            "ratio_to_softmax": ratio,
+            "copy_tb_per_s": measured.limit,
+            "fraction_of_copy": speed / measured.limit if speed else None,
+            "ratio_to_softmax": measured.ratio_to_baseline,
             "error": verdict.error if verdict else None,
             "row_sum_error": verdict.row_sum_error if verdict else None,
         }

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from lastlayer.bench.maps.record import MapRecord
 from lastlayer.bench.maps.tables import Unit, unit_for
-from lastlayer.bench.plot import OTHER_COLOURS, OURS_COLOURS, new_figure, save
+from lastlayer.bench.plot import (
+    OTHER_COLOURS,
+    OURS_COLOURS,
+    beside_legend,
+    panels_by_device,
+    save,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,11 +33,8 @@ def bandwidth_against_width(records: Sequence[MapRecord], path: Path) -> None:
     swept = [r for r in records if r.section == "widths" and r.tb_per_s is not None]
     if not swept:
         raise ValueError("records: expected timings of the section 'widths', got none")
-    devices = list(dict.fromkeys(record.device for record in swept))
-    figure = new_figure(7.5, 4.6 * len(devices))
-    panels = figure.subplots(len(devices), 1, squeeze=False)[:, 0]
-    for panel, device in zip(panels, devices, strict=True):
-        mine = [record for record in swept if record.device == device]
+    figure, panels = panels_by_device((7.5, 4.6), swept)
+    for panel, device, mine in panels:
         unit = unit_for(mine[-1].copy_tb_per_s)
         _draw_lines(panel, mine, unit)
         limit = mine[-1].copy_tb_per_s * unit.per_tb
@@ -50,9 +53,7 @@ def bandwidth_against_width(records: Sequence[MapRecord], path: Path) -> None:
         panel.set_title(f"{device}, {mine[0].dtype}, forward", loc="left", fontsize=10)
         panel.set_xlabel("columns (the number of scores is constant)")
         panel.set_ylabel(f"{unit.name} read and written")
-        panel.grid(visible=True, alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        beside_legend(panel, 0.0)
     save(figure, path)
 
 

@@ -1,14 +1,13 @@
 """Measurements of maps as tables for a terminal."""
 
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from lastlayer.bench import table
+from lastlayer.bench.maps.cases import SECTIONS
 from lastlayer.bench.maps.record import MapRecord
 from lastlayer.bench.table import EMPTY, milliseconds, percent, ratio, small
 
@@ -45,6 +44,14 @@ def limit(copy_tb_per_s: float) -> str:
     return f"copy {unit.show(copy_tb_per_s)} {unit.name}"
 
 
+def all_of(records: Sequence[MapRecord]) -> list[Table]:
+    """The comparison, and a table for each sweep that was made."""
+    of = {name: [r for r in records if r.section == name] for name in SECTIONS}
+    made = [comparison(of["shapes"], "maps: verified, then timed")]
+    sweeps = {"scales": by_scale, "widths": by_width}
+    return made + [show(of[name]) for name, show in sweeps.items() if of[name]]
+
+
 def comparison(records: Iterable[MapRecord], title: str) -> Table:
     """Times, ratios and the fraction of the limit."""
     records = list(records)
@@ -64,35 +71,28 @@ def comparison(records: Iterable[MapRecord], title: str) -> Table:
 
 def by_scale(records: Iterable[MapRecord]) -> Table:
     """Milliseconds and worst row sum of each method, one row a scale."""
-    records = list(records)
-    made, labels = _with_methods("ms and |Σ−1| at other scales of the scores", "case", records)
-    groups = groupby(records, key=lambda r: f"{r.size} {r.dtype} scale {r.scale:g}")
-    for case, group in groups:
-        found = {record.label: _time_and_sum(record) for record in group}
-        made.add_row(case, *(found.get(label, EMPTY) for label in labels))
-    return made
+    return table.by_method(
+        "ms and |Σ−1| at other scales of the scores",
+        "case",
+        records,
+        row=lambda r: f"{r.size} {r.dtype} scale {r.scale:g}",
+        cell=_time_and_sum,
+        rank=_rank,
+    )
 
 
 def by_width(records: Iterable[MapRecord]) -> Table:
     """Bandwidth of each method, one row a width."""
     records = list(records)
     unit = _unit_of(records)
-    made, labels = _with_methods(f"{unit.name} against width", "columns", records)
-    for width, group in groupby(records, key=lambda record: record.shape[-1]):
-        found = {record.label: unit.show(record.tb_per_s) for record in group}
-        made.add_row(str(width), *(found.get(label, EMPTY) for label in labels))
-    return made
-
-
-def _with_methods(
-    title: str, first_column: str, records: list[MapRecord]
-) -> tuple[Table, list[str]]:
-    """A table with one column a method, and the labels of these."""
-    labels = list(dict.fromkeys(record.label for record in sorted(records, key=_rank)))
-    made = table.heading_only(title, first_column)
-    for label in labels:
-        made.add_column(escape(label.replace(" ", "\n", 1)), justify="right")
-    return made, labels
+    return table.by_method(
+        f"{unit.name} against width",
+        "columns",
+        records,
+        row=lambda r: str(r.shape[-1]),
+        cell=lambda r: unit.show(r.tb_per_s),
+        rank=_rank,
+    )
 
 
 def _unit_of(records: list[MapRecord]) -> Unit:

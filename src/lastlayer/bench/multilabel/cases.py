@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-from lastlayer.bench.cases import OURS, Case, Direction, Method
+import torch
+
+from lastlayer.bench.cases import USUAL_DTYPE, Case, Direction, competing
 from lastlayer.bench.multilabel import methods
 from lastlayer.bench.multilabel.truth import DENSE_ZLPR, LINEAR_BCE, LINEAR_ZLPR
 
 SECTIONS = (LINEAR_ZLPR, LINEAR_BCE, DENSE_ZLPR)
-DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 # Labels of each row that are on.
 POSITIVES = 8
 
@@ -39,8 +40,6 @@ QUICK_CPU_SHAPES: dict[str, Shapes] = {
 class MultilabelCase(Case):
     """A loss on one size of input."""
 
-    baseline: Method
-
     @property
     def is_dense(self) -> bool:
         """Whether the inputs are scores and labels, and not what makes them."""
@@ -51,15 +50,15 @@ class MultilabelCase(Case):
         return f"{self.section} {super().title()} {self.direction}"
 
 
-def plan(device: str, *, quick: bool, peers: bool, only: str = "") -> list[MultilabelCase]:
+def plan(place: torch.device, *, quick: bool, peers: bool) -> list[MultilabelCase]:
     """All cases of a run.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``.
+        place: a CPU or a GPU.
         quick: small shapes.
         peers: leave the peers' methods in.
-        only: what the titles of the cases must contain.
     """
+    device = place.type
     if device == "cuda":
         shapes = QUICK_CUDA_SHAPES if quick else CUDA_SHAPES
     else:
@@ -71,10 +70,7 @@ def plan(device: str, *, quick: bool, peers: bool, only: str = "") -> list[Multi
             directions = ("forward", "forward+backward")
         for shape in shapes[section]:
             for direction in directions:
-                baseline, *others = methods.of(section, device, backward="backward" in direction)
-                kept = (m for m in others if peers or m.source in (OURS, "torch"))
-                every = (baseline, *kept)
-                cases.append(
-                    MultilabelCase(section, shape, DTYPES[device], every, direction, baseline)
-                )
-    return [case for case in cases if only.lower() in case.title().lower()]
+                found = methods.of(section, device, backward="backward" in direction)
+                kept = competing(found, peers=peers)
+                cases.append(MultilabelCase(section, shape, USUAL_DTYPE[device], kept, direction))
+    return cases

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lastlayer.bench.cases import OURS, Call, Method
+from lastlayer.bench.losses import Step, scores_held
 from lastlayer.bench.multilabel.truth import DENSE_ZLPR, LINEAR_BCE, LINEAR_ZLPR
 from lastlayer.bench.peers import attribute
 from lastlayer.fused import bce, zlpr
@@ -22,13 +23,6 @@ MAIN = {
     DENSE_ZLPR: "zlpr_loss",
 }
 _OPS = {LINEAR_ZLPR: "zlpr_slab_sums", LINEAR_BCE: "logistic_slab_", DENSE_ZLPR: "zlpr"}
-
-
-class Step(NamedTuple):
-    """What one call gives; no gradients of a forward pass alone."""
-
-    loss: Tensor
-    gradients: tuple[Tensor, ...]
 
 
 def step_of(loss_function: LossFunction, section: str, *, backward: bool = True) -> Call:
@@ -56,18 +50,18 @@ def of(section: str, device: str, *, backward: bool) -> list[Method]:
 
         return Method(name, options.pop("source", "torch"), section, loaded, **options)
 
-    eager = method("eager", lambda: function, scratch=_scratch(20, 2))
+    eager = method("eager", lambda: function, scratch=scores_held(20, 2))
     # One graph for one shape: a break or a general graph would be timed as something it is not.
     compiled = method(
         "compiled",
         lambda: torch.compile(function, fullgraph=True, dynamic=False),
-        scratch=_scratch(2, 2),
+        scratch=scores_held(2, 2),
     )
     ours = [method(MAIN[section], lambda: _ours(section), source=OURS, op=_OPS[section])]
     others = []
     if section == DENSE_ZLPR:
         others.append(
-            method("multilabel CE", _bert4torch, source="bert4torch", scratch=_scratch(0, 12))
+            method("multilabel CE", _bert4torch, source="bert4torch", scratch=scores_held(0, 12))
         )
     else:
         low = method(
@@ -89,15 +83,6 @@ def _ours(section: str, **options: Any) -> LossFunction:
         DENSE_ZLPR: on_scores.zlpr_loss,
     }
     return partial(functions[section], **options)
-
-
-def _scratch(fixed: int, copies: int) -> Callable[[tuple[int, ...], int], int]:
-    """Bytes of so many bytes a score and so many copies of the scores."""
-
-    def needed(shape: tuple[int, ...], itemsize: int) -> int:
-        return shape[0] * shape[-1] * (fixed + copies * itemsize)
-
-    return needed
 
 
 def _beside_zero(terms: Tensor) -> Tensor:

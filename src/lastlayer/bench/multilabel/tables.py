@@ -1,31 +1,37 @@
 """Measurements of losses of many labels as tables for a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.table import Table
 
-from lastlayer.bench import table
-from lastlayer.bench.fused.tables import gigabytes, rate
-from lastlayer.bench.fused.tables import limit as gemm_limit
-from lastlayer.bench.maps.tables import limit as copy_limit
+from lastlayer.bench import loss_table, table
 from lastlayer.bench.maps.tables import unit_for
 from lastlayer.bench.multilabel.record import MultilabelRecord
-from lastlayer.bench.table import milliseconds, percent, ratio, small
+from lastlayer.bench.table import percent, small
 
-LEGEND = (
-    "TFLOP/s: 6·rows·width·labels over the time, whatever the method does · "
-    "of GEMM: the same, over the rate of a square product\n"
+LEGEND = loss_table.legend(
+    "6·rows·width·labels",
     "TB/s, GB/s: bytes that must be read and written, over the time · of copy: the same, over the "
-    "copy bandwidth\n"
-    "÷ base: time over that of the first method of the case · "
-    "GB: peak memory beyond inputs and gradients\n"
-    "loss, dX, dW, dS: relative errors against float64, of the loss and in norm of the gradients"
+    "copy bandwidth",
+    "loss, dX, dW, dS: relative errors against float64, of the loss and in norm of the gradients",
 )
+LINEAR_COLUMNS = loss_table.COLUMNS | {
+    "dX": lambda r: small(r.hidden_error),
+    "dW": lambda r: small(r.weight_error),
+}
 
 
-def limit(gemm_tflop_per_s: float, copy_tb_per_s: float) -> str:
-    """Both limits in words."""
-    return f"{gemm_limit(gemm_tflop_per_s)}, {copy_limit(copy_tb_per_s)}"
+def dense_columns(copy_tb_per_s: float) -> dict[str, Callable[[Any], str]]:
+    """Those of losses of scores: bandwidth in place of operations."""
+    unit = unit_for(copy_tb_per_s)
+    columns = {
+        "ms": loss_table.COLUMNS["ms"],
+        unit.name: lambda r: unit.show(r.tb_per_s),
+        "of copy": lambda r: percent(r.fraction_of_copy),
+    }
+    same = {name: loss_table.COLUMNS[name] for name in ("÷ base", "GB", "loss")}
+    return columns | same | {"dS": lambda r: small(r.scores_error)}
 
 
 def all_of(records: Sequence[MultilabelRecord]) -> list[Table]:
@@ -40,46 +46,21 @@ def is_dense(record: MultilabelRecord) -> bool:
     return len(record.shape) == 2
 
 
-def rank(record: MultilabelRecord) -> int:
-    """The baseline first, then ours."""
-    if record.label == record.baseline:
-        return 0
-    return 1 if record.is_ours else 2
-
-
 def _linear(records: list[MultilabelRecord]) -> Table:
     return table.comparison(
         "linear layer and loss: verified, then timed, forward + backward",
         records,
-        {
-            "ms": lambda r: milliseconds(r.median_ms),
-            "TFLOP/s": lambda r: rate(r.tflop_per_s),
-            "of GEMM": lambda r: percent(r.fraction_of_gemm),
-            "÷ base": lambda r: ratio(r.ratio_to_baseline),
-            "GB": lambda r: gigabytes(r.peak_bytes),
-            "loss": lambda r: small(r.loss_error),
-            "dX": lambda r: small(r.hidden_error),
-            "dW": lambda r: small(r.weight_error),
-        },
+        LINEAR_COLUMNS,
         case=lambda r: f"{r.section} {r.size} {r.dtype}",
-        rank=rank,
+        rank=table.rank,
     )
 
 
 def _dense(records: list[MultilabelRecord]) -> Table:
-    unit = unit_for(records[0].copy_tb_per_s)
     return table.comparison(
         "loss of scores and labels: verified, then timed",
         records,
-        {
-            "ms": lambda r: milliseconds(r.median_ms),
-            unit.name: lambda r: unit.show(r.tb_per_s),
-            "of copy": lambda r: percent(r.fraction_of_copy),
-            "÷ base": lambda r: ratio(r.ratio_to_baseline),
-            "GB": lambda r: gigabytes(r.peak_bytes),
-            "loss": lambda r: small(r.loss_error),
-            "dS": lambda r: small(r.scores_error),
-        },
+        dense_columns(records[0].copy_tb_per_s),
         case=lambda r: f"{r.section} {r.case}",
-        rank=rank,
+        rank=table.rank,
     )

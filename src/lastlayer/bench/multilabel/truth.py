@@ -1,21 +1,14 @@
 """Losses and gradients in float64, a few rows at a time."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lastlayer.bench.losses import Truth
+
 LINEAR_ZLPR, LINEAR_BCE, DENSE_ZLPR = "linear + ZLPR", "linear + BCE", "ZLPR of scores"
 # Bytes of scores that are held at a time.
 _BYTES = {"cuda": 2**31, "cpu": 2**26}
-
-
-class Truth(NamedTuple):
-    """The mean loss, and its gradients in float64: of hidden and weight, or of the scores."""
-
-    loss: float
-    gradients: tuple[Tensor, ...]
 
 
 def of_linear(section: str, hidden: Tensor, weight: Tensor, positives: Tensor) -> Truth:
