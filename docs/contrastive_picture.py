@@ -4,15 +4,12 @@
 """
 
 import os
-from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-import matplotlib as mpl
 import torch
-from drawn_style import BLUE, FAINT, GREEN, ORANGE, STYLE, VERMILION
+from drawn_style import BLUE, FAINT, GREEN, ORANGE, VERMILION, new_figure, write
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -62,8 +59,10 @@ def passes(axes: Axes) -> None:
     axes.set(xlim=(-2.4, 8.6), ylim=(-1.7, 7.2), title="some queries at a time, against all keys")
     axes.set_axis_off()
     axes.add_patch(Rectangle((0, 0), 6, 6, fill=False, ec=FAINT, ls="--", lw=1.2))
-    axes.add_patch(Rectangle((0, 2.6), 6, 1.4, color=ORANGE, alpha=0.85, lw=0))
-    axes.plot([0, 6], [6, 0], color=BLUE, lw=1.5)
+    axes.add_patch(Rectangle((0, 2.6), 6, 1.4, color=ORANGE, lw=0))
+    for since, until in ((0.0, 2.0), (3.4, 6.0)):  # not through the words
+        axes.plot([since, until], [6 - since, 6 - until], color=BLUE, lw=1.5)
+    axes.text(4.2, 0.9, "own keys", color=BLUE, ha="right", va="center")
     axes.text(3.0, 5.1, "never all at once", color="#888888", ha="center", va="center")
     axes.text(3.0, 3.6, "products, then their gradient,", ha="center", va="center", fontsize=8)
     axes.text(3.0, 3.1, "in the same memory", ha="center", va="center", fontsize=8)
@@ -76,8 +75,7 @@ def passes(axes: Axes) -> None:
 
 
 def draw() -> Figure:
-    figure = Figure(figsize=(11.5, 3.3), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.5, 3.3)
     left, middle, right = figure.subplots(1, 3)
     temperature(left)
     repeated(middle)
@@ -86,6 +84,4 @@ def draw() -> Figure:
 
 
 if __name__ == "__main__":
-    with mpl.rc_context(STYLE):
-        target = Path(__file__).parent / "pictures" / "contrastive.svg"
-        draw().savefig(target, bbox_inches="tight", metadata={"Date": None})
+    write("contrastive.svg", draw)

@@ -1,4 +1,11 @@
-"""Colours and style of the pictures that scripts here draw into pictures/."""
+"""Colours, style and files of the pictures that scripts here draw into pictures/."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -15,3 +22,17 @@ STYLE = {
     "svg.hashsalt": "lastlayer",
     "text.color": INK,
 }
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of so many inches that no window is opened for."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write(name: str, draw: Callable[[], Figure], **style: object) -> None:
+    """Draw pictures/name, the same bytes each time, in this style but for what is given."""
+    with mpl.rc_context(STYLE | style):
+        target = Path(__file__).parent / "pictures" / name
+        draw().savefig(target, bbox_inches="tight", metadata={"Date": None})

@@ -1,21 +1,10 @@
 """The picture of the fused losses: ``python docs/engine_picture.py`` draws pictures/engine.svg."""
 
-from pathlib import Path
-
-import matplotlib as mpl
+from drawn_style import BLUE, FAINT, GREEN, INK, ORANGE, new_figure, write
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-INK, FAINT = "#333333", "#BBBBBB"
-STYLE = {
-    "font.size": 9,
-    "savefig.facecolor": "white",
-    "svg.hashsalt": "lastlayer",
-    "text.color": INK,
-}
 Box = tuple[float, float, float, float]
 
 
@@ -98,8 +87,7 @@ def tiles(axes: Axes) -> None:
 
 
 def engine() -> Figure:
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.8)
     left, right = figure.subplots(1, 2, width_ratios=[10.8, 8.8])
     for axes, draw in ((left, chunks), (right, tiles)):
         draw(axes)
@@ -109,5 +97,4 @@ def engine() -> Figure:
 
 
 if __name__ == "__main__":
-    with mpl.rc_context(STYLE):
-        engine().savefig(Path(__file__).parent / "pictures" / "engine.svg", metadata={"Date": None})
+    write("engine.svg", engine)

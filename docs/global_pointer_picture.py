@@ -5,28 +5,17 @@ a few steps on the one text that it shows.
 """
 
 import os
-from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-import matplotlib as mpl
 import torch
+from drawn_style import FAINT, INK, ORANGE, new_figure, write
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lastlayer.heads.global_pointer import GlobalPointer
 
-BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-INK, FAINT = "#333333", "#BBBBBB"
-STYLE = {
-    "axes.titlesize": 10,
-    "font.size": 9,
-    "savefig.facecolor": "white",
-    "svg.hashsalt": "lastlayer",
-    "text.color": INK,
-}
 TOKENS = ["the", "University", "of", "New", "York", "hired", "Ada", "PAD", "PAD"]
 SPANS = {"organisation": [(1, 4)], "place": [(3, 4)], "person": [(6, 6)]}
 
@@ -85,9 +74,7 @@ def tiles(axes: Axes) -> None:
         )
     axes.plot([0, n, n], [0, 0, n], color=INK, lw=1)
     axes.plot([0, n], [0, n], color=INK, lw=1, ls="--")
-    axes.text(
-        (n + height) / 2, 1.5 * height, "a tile:\nscores → two sums", ha="center", va="center"
-    )
+    axes.text(0.8 * n, 1.5 * height, "a tile:\nscores →\ntwo sums", ha="center", va="center")
     axes.text(
         0.3, n - 0.4, "ends before\nit starts:\nnever made", ha="left", va="bottom", color="#777777"
     )
@@ -101,8 +88,7 @@ def tiles(axes: Axes) -> None:
 
 
 def draw() -> Figure:
-    figure = Figure(figsize=(12, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 3.5)
     *panels, last = figure.subplots(1, len(SPANS) + 1)
     for axes, scores, (name, spans) in zip(panels, trained_scores(), SPANS.items(), strict=True):
         triangle(axes, scores, spans, name)
@@ -114,6 +100,4 @@ def draw() -> Figure:
 
 
 if __name__ == "__main__":
-    with mpl.rc_context(STYLE):
-        target = Path(__file__).parent / "pictures" / "global_pointer.svg"
-        draw().savefig(target, bbox_inches="tight", metadata={"Date": None})
+    write("global_pointer.svg", draw)

@@ -4,28 +4,14 @@
 """
 
 import platform
-from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from drawn_style import BLUE, FAINT, INK, ORANGE, new_figure, write
 from matplotlib.figure import Figure
 
 from lastlayer.heads import cutoffs_from_counts
 from lastlayer.lab._frequencies import zipf_fit
 from lastlayer.lab.data import load
-
-BLUE, ORANGE, INK, FAINT = "#0072B2", "#E69F00", "#333333", "#BBBBBB"
-STYLE = {
-    "axes.edgecolor": "#888888",
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 10,
-    "legend.frameon": False,
-    "savefig.facecolor": "white",
-    "svg.hashsalt": "lastlayer",
-    "text.color": INK,
-}
 
 
 def frequencies() -> Figure:
@@ -36,8 +22,7 @@ def frequencies() -> Figure:
         raise SystemExit("the corpus is too small for a slope")
     ranks = np.arange(1, len(counts) + 1)
     places = np.unique(np.geomspace(1, len(counts), 400).astype(int)) - 1
-    figure = Figure(figsize=(7.5, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7.5, 4)
     axes = figure.subplots()
     axes.loglog(ranks[places], counts[places], color=BLUE, linewidth=2.2, label="tokens")
     middle = int(np.sqrt(fit.ranks))
@@ -57,6 +42,4 @@ def frequencies() -> Figure:
 
 
 if __name__ == "__main__":
-    with mpl.rc_context(STYLE):
-        target = Path(__file__).parent / "pictures" / "frequencies.svg"
-        frequencies().savefig(target, metadata={"Date": None})
+    write("frequencies.svg", frequencies, **{"font.size": 10})

@@ -5,15 +5,12 @@
 
 import itertools
 import os
-from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-import matplotlib as mpl
 import torch
-from drawn_style import BLUE, FAINT, GREEN, INK, ORANGE, STYLE, VERMILION
+from drawn_style import BLUE, FAINT, GREEN, INK, ORANGE, VERMILION, new_figure, write
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -97,8 +94,7 @@ def calibration(axes: Axes) -> None:
 
 
 def draw() -> Figure:
-    figure = Figure(figsize=(11.5, 3.3), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.5, 3.3)
     left, middle, right = figure.subplots(1, 3)
     threshold(left)
     push(middle)
@@ -107,6 +103,4 @@ def draw() -> Figure:
 
 
 if __name__ == "__main__":
-    with mpl.rc_context(STYLE):
-        target = Path(__file__).parent / "pictures" / "multilabel.svg"
-        draw().savefig(target, bbox_inches="tight", metadata={"Date": None})
+    write("multilabel.svg", draw)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import drawn_style
 import matplotlib as mpl
 import torch
+from drawn_style import BLUE, FAINT, GREEN, INK, ORANGE, VERMILION, new_figure
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -22,24 +23,14 @@ from torch import Tensor
 import lastlayer
 from lastlayer import trees
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-PURPLE, SKY, INK, FAINT = "#CC79A7", "#56B4E9", "#333333", "#BBBBBB"
-STYLE = {
-    "axes.edgecolor": "#888888",
+PURPLE, SKY = "#CC79A7", "#56B4E9"
+STYLE = drawn_style.STYLE | {
     "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
     "axes.titlecolor": INK,
     "axes.titlesize": 11,
     "font.size": 10,
     "grid.color": "#E6E6E6",
-    "legend.frameon": False,
     "lines.linewidth": 2.2,
-    "savefig.facecolor": "white",
-    "svg.hashsalt": "lastlayer",
-    "text.color": INK,
     "xtick.color": "#555555",
     "ytick.color": "#555555",
 }
@@ -63,8 +54,7 @@ def _tsallis_entropy(alpha: float) -> Map:
 def _panels(
     count: int, width: float, height: float, **options: object
 ) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width, height)
     return figure, [*figure.subplots(1, count, squeeze=False, **options)[0]]
 
 
@@ -232,8 +222,13 @@ def alpha_sweep() -> Figure:
 def newton() -> Figure:
     """How the threshold of entmax 1.5 is found: Newton's method from below."""
     scores = torch.cat([torch.tensor([0.0, -0.3]), torch.linspace(-0.9, -2.5, 60)]).double()
-    margins = lambda tau: (scores / 2 - tau).clamp(min=0)  # noqa: E731
-    norm = lambda tau: margins(tau).norm()  # noqa: E731
+
+    def margins(tau: Tensor) -> Tensor:
+        return (scores / 2 - tau).clamp(min=0)
+
+    def norm(tau: Tensor) -> Tensor:
+        return margins(tau).norm()
+
     top = _entmax(1.5)(scores).max()
     root = -top.sqrt()
     taus = torch.linspace(-1.05, -0.5, 300, dtype=torch.float64)
@@ -320,8 +315,7 @@ def tree_kinds() -> Figure:
         "huffman(counts).collapse(4)": trees.huffman(often, labels=words).collapse(4),
         "from_parents({…})": trees.from_parents(parents, words),
     }
-    figure = Figure(figsize=(10, 6.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 6.6)
     for panel, (name, tree) in zip(figure.subplots(2, 2).flat, made.items(), strict=True):
         tree.plot(panel, counts=often)
         depth = tree.expected_depth(often)

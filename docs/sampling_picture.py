@@ -1,13 +1,11 @@
 """What samples cost in bias and noise: ``python docs/sampling_picture.py`` draws the picture."""
 
 from collections.abc import Callable
-from pathlib import Path
 
-import matplotlib as mpl
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from drawn_style import BLUE, GREEN, INK, ORANGE, VERMILION, new_figure, write
 from matplotlib.figure import Figure
-from pictures import BLUE, GREEN, INK, ORANGE, STYLE, VERMILION
+from pictures import STYLE
 
 from lastlayer import heads, samplers
 
@@ -48,8 +46,7 @@ def sampling() -> Figure:
     weight, bias = torch.randn(CLASSES, WIDTH) * 0.4, COUNTS.log()
     probs = torch.softmax(hidden @ weight.T + bias, -1)
     target = torch.multinomial(probs, 1)[:, 0]
-    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9.5, 3.8)
     of_bias, of_noise = figure.subplots(1, 2, sharey=True)
     for name, (make, colour, style) in KINDS.items():
         errors = []
@@ -81,7 +78,4 @@ def sampling() -> Figure:
 
 
 if __name__ == "__main__":
-    with mpl.rc_context(STYLE):
-        sampling().savefig(
-            Path(__file__).parent / "pictures" / "sampling.svg", metadata={"Date": None}
-        )
+    write("sampling.svg", sampling, **STYLE)
