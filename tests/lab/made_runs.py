@@ -138,7 +138,7 @@ def _write_run(folder, head, seed, status, task, noise, budget) -> None:
     }  # fmt: skip
     if status == "ok":
         result["test"] = _test(task, nll, sparse, draw)
-        result["explorer"] = _explorer(spec, draw) if task == "lm" else []
+        result["explorer"] = (_explorer if task == "lm" else _label_explorer)(spec, draw)
     (folder / "result.json").write_text(json.dumps(result))
 
 
@@ -191,6 +191,24 @@ def _explorer(spec, draw) -> list[dict]:
         if spec.startswith("hierarchical"):
             path = [{"node": n, "direction": n % 2, "p": draw.uniform(0.6, 1.0)} for n in range(7)]
         entries.append({"context": context, "target": "len", "top": top, "path": path})
+    return entries
+
+
+def _label_explorer(_spec, draw) -> list[dict]:
+    entries = []
+    for i in range(6):
+        names = ("science fiction", "drama", NASTY, "", "b")
+        right = names[: i % 4]
+        top = [{"label": name, "p": draw.random(), "predicted": n < 2, "right": name in right}
+               for n, name in enumerate(names[1:])]  # fmt: skip
+        below = [{"label": name, "p": 0.01, "predicted": False, "right": True}
+                 for name in right[:1]]  # fmt: skip
+        features = [{"name": name, "value": n - 1.25} for n, name in enumerate(ODD_TOKENS)]
+        entries.append({
+            "features": features, "standardised": i > 0, "labels": list(right),
+            "n_labels": len(right) + (i == 5), "n_predicted": 2, "n_found": len(right[1:]),
+            "top": top, "below": below,
+        })  # fmt: skip
     return entries
 
 

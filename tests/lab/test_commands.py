@@ -44,10 +44,16 @@ def test_the_program_lists_every_command():
         (["generate", "no/such/run"], "no/such/run"),
         (["export", "no/such/run", "--to", "there"], "no/such/run"),
         (["plan", "--classes", "10", "--hidden", "4", "--rows", "2", "--device", "tpu"], "tpu"),
+        (["plan", "--classes", "9" * 12, "--hidden", "4", "--rows", "2"], "at most 20,000,000"),
+        (["compare", "--task", "multilabel", "--model", "lstm"], "expected bag for --task"),
+        (["compare", "--seeds", "9" * 12], "--seeds: expected at most 10,000"),
+        (["compare", "--head", ":"], "no head ''; there are adaptive"),
+        (["compare", "--head", "broken_module:Head"], "broken_module.py:1: "),
     ],
 )
 def test_mistakes_have_exit_code_2(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_module.py").write_text("def (:")
     result = runner.invoke(app, words)
     assert result.exit_code == 2, result.output
     assert message in result.output.replace("\n", "")

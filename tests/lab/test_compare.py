@@ -15,8 +15,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lastlayer.cli import app
-from lastlayer.lab import commands, runs
 from lastlayer.lab import compare as lab
+from lastlayer.lab import runs
+from lastlayer.lab.commands import comparing
 from lastlayer.lab.compare import compare
 from lastlayer.lab.errors import LabError, SpecError
 from lastlayer.lab.options import CompareOptions
@@ -117,7 +118,7 @@ def test_the_command_asks_for_the_same(compared, tmp_path):
     command = json.loads((compared.out / "compare.json").read_text())["command"]
     asked = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(commands, "_compare", lambda options, *_: asked.append(options) or 0)
+        patched.setattr(comparing, "_compare", lambda options, *_: asked.append(options) or 0)
         result = runner.invoke(app, command[1:])
     assert result.exit_code == 0, result.output
     assert asked[0].as_json() == json.loads((compared.out / "compare.json").read_text())["options"]
@@ -264,6 +265,27 @@ def test_ctrl_c_stops_and_resume_goes_on(text, tmp_path, monkeypatch):
     monkeypatch.setattr(lab, "perform", perform)
     second = run(text, tmp_path / "out", resume=True)
     assert [each["status"] for each in second.results] == ["ok"] * 3
+
+
+@pytest.mark.parametrize("option", ["--quiet", "--json"])
+def test_ctrl_c_is_answered_beside_what_machines_read(text, tmp_path, monkeypatch, option):
+    def interrupted(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        return perform(*given)
+
+    perform, out = lab.perform, tmp_path / "my out"
+    monkeypatch.setattr(lab, "perform", interrupted)
+    monkeypatch.setattr("lastlayer.lab.report.write_report", lambda out: out / "report.html")
+    words = ["--model", "bag", "--width", "8", "--budget", "9steps", "--seeds", "1", option]
+    result = runner.invoke(app, ["compare", str(text), *words, "--out", str(out)])
+    assert result.exit_code == 130, result.output
+    told = result.stderr.splitlines()
+    assert told[0].startswith("Stopping after this step; the page follows.")
+    assert told[1] == f"Stopped. Go on with: lastlayer compare --resume --out '{out}'"
+    if option == "--quiet":
+        assert result.stdout == f"{out / 'report.html'}\n"
+    else:
+        assert json.loads(result.stdout)["interrupted"] is True
 
 
 KILLED = """

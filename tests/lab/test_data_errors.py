@@ -199,6 +199,12 @@ def test_parts_of_one_arff_set_have_the_same_columns(tmp_path):
         load(tmp_path, task="multilabel")
 
 
+def test_a_link_to_nowhere(tmp_path):
+    (tmp_path / "a.txt").symlink_to("gone.txt")
+    with pytest.raises(DataError, match=r"a\.txt: a link to gone\.txt, which does not exist; mend"):
+        load(tmp_path / "a.txt")
+
+
 def test_the_hub_needs_its_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(DataError, match=r'hf:wikitext: needs .*pip install "lastlayer\[hub\]"'):

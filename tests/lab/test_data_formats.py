@@ -226,6 +226,8 @@ def test_a_limit_of_rows(tmp_path, seed):
 class FakeHub:
     """Has what the datasets package is asked for."""
 
+    config = SimpleNamespace(HF_HUB_OFFLINE=True)
+
     def __init__(self, splits, features=None):
         self.splits, self.features, self.asked = splits, features, None
 
@@ -262,7 +264,7 @@ def test_text_of_the_hub(hub):
     assert fake.asked == ("who/what", None, True)
     assert "x" in other.vocabulary.ids
     assert len(other.train) == 20
-    with pytest.raises(DataError, match=r"hf:gone: FileNotFoundError: no such set; check the name"):
+    with pytest.raises(DataError, match=r"hf:gone: FileNotFoundError: no such set and more; check"):
         load("hf:gone")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from scipy.stats import spearmanr
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from lastlayer.heads import cutoffs_from_counts
 from lastlayer.lab import _plan_costs as costs
 from lastlayer.lab import plan as planning
 from lastlayer.lab._catalogue import CATALOGUE
+from lastlayer.lab._fill import Needs
 from lastlayer.lab._machine import Machine, measure
 from lastlayer.lab.plan import FACTOR, ON_CUDA, plan, render_plan
 from lastlayer.lab.specs import parse_spec
@@ -133,6 +135,7 @@ def test_parameters_are_those_of_the_heads():
             d, heads.bands_from_counts(shares, d, v * d // 2)
         ),
         "sampled": heads.SampledSoftmax(d, v, samplers.Uniform(v), 8),
+        "adaptive_importance": heads.AdaptiveImportanceSampling(d, v, shares),
     }
     for name, head in made.items():
         assert planned[name].parameters == sum(p.numel() for p in head.parameters()), name
@@ -150,13 +153,38 @@ def test_every_head_is_a_spec_and_the_fastest_is_first(task):
 
 
 def test_every_family_is_planned():
-    """But one: the cost of a proposal that learns hangs on what it has learned."""
     planned = {
         each.head.partition(":")[0] for task in ("lm", "multilabel")
         for each in plan(500, 16, 16, task=task, machine=MACHINE)
     }  # fmt: skip
     # Sparsemax is an entmax.
-    assert planned == CATALOGUE.keys() - {"adaptive_importance", "sparsemax"}
+    assert planned == CATALOGUE.keys() - {"sparsemax"}
+
+
+def test_draws_are_those_of_a_fresh_head(seed):
+    """What the lab makes without arguments, on a problem it has learned nothing of."""
+    v, d, n = 2000, 32, 64
+    problem = costs.Problem(n, d, costs.zipf_shares(v), 4, "cpu")
+    counts = (1e6 * problem.shares).astype(np.int64)
+    torch.manual_seed(seed)
+    head = parse_spec("adaptive_importance").build(Needs(d, counts, ()))
+    words = torch.randint(v, (n + 1,))
+    head(torch.randn(n, d), words[1:], context=words[:-1, None])
+    planned = costs.draws_at_first(problem, planning.ESS, planning.BLOCK)
+    assert head.target_ess == planning.ESS
+    assert head.n_samples == planning.BLOCK
+    assert 0.5 < planned / float(head.n_drawn.double().mean()) < 2
+
+
+def test_equal_shares_need_no_more_draws_than_the_sample_size():
+    problem = costs.Problem(4, 4, np.full(100, 0.01), 4, "cpu")
+    assert costs.draws_at_first(problem, 50.0, 1) == 70
+    work = costs.drawn_alone(problem, 100, 50)
+    twice = costs.drawn_alone(replace(problem, rows=8), 100, 50)
+    assert twice.scores == 2 * work.scores
+    assert twice.calls == work.calls
+    # No more rows of the weight have a gradient than there are.
+    assert work.gradient == twice.gradient == 100 * 5 * 4
 
 
 H200 = RECORDS.with_name("heads-h200.jsonl")
@@ -216,6 +244,7 @@ def test_few_classes():
     ("arguments", "error", "message"),
     [
         ((1, 8, 8), ValueError, "classes: expected at least 2, got 1"),
+        ((10**12, 8, 8), ValueError, "classes: expected at most 20,000,000, got 1,000,000,000,000"),
         ((8, 0, 8), ValueError, "hidden: expected at least 1, got 0"),
         ((8, 8, 2.0), TypeError, "rows: expected an int, got float"),
         ((8, 8, 8, "tpu"), ValueError, "device: expected one of"),

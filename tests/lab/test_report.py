@@ -10,11 +10,21 @@ import pytest
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
 
+from made_costs import SIZES, make_costs
 from made_runs import CLASSES, HEADS, KINDS, NASTY, make
 
 from lastlayer.heads import cutoffs_from_counts
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.report import axes, build, figures, tables, theme, theory, write_report
+from lastlayer.lab.report import (
+    axes,
+    build,
+    cost_figures,
+    figures,
+    tables,
+    theme,
+    theory,
+    write_report,
+)
 from lastlayer.lab.report.charts import Charts
 from lastlayer.lab.report.embed import content_policy, json_for_script
 from lastlayer.lab.report.references import REFERENCES
@@ -209,7 +219,7 @@ def test_every_comparison_has_a_page(report_of, kind):
 
 
 def test_charts_are_valid_vega_lite(tmp_path):
-    results = read_results(make(tmp_path))
+    results = read_results(make_costs(make(tmp_path)))
     names = [head.title for head in results.comparison.heads]
     shown = figures.all_figures(results)
     assert len(shown) == 8
@@ -357,3 +367,54 @@ def test_the_best_of_a_column_is_marked_once_at_most(tmp_path):
         assert len(best) <= 1
         choose = min if column.metric.lower_is_better else max
         assert best in ([], [choose(cell.sort for cell in cells if cell.sort is not None)])
+
+
+def test_costs_against_classes_are_measured_and_in_theory(folder, page, elements):
+    (figure,) = [
+        each for each in figures.all_figures(read_results(folder)) if each.key == "classes"
+    ]
+    assert [view.key for view in figure.views] == ["time", "memory", "theory"]
+    assert "1,024 rows at width 256" in figure.caption
+    chart = figure.views[0].chart(Charts(["Full softmax"]))
+    rows = chart["layer"][1]["data"]["values"]
+    assert len([row for row in rows if row["head"] == "Full softmax"]) == 4
+    assert len(rows) == 4 * len(HEADS) - (len(HEADS) - 1)
+    assert rows[0]["text"] == "2.50 ms"
+    low, high = chart["layer"][1]["encoding"]["x"]["scale"]["domain"]
+    assert low < SIZES[0] < SIZES[-1] < high
+    assert "What was not measured" in page
+    held = json.loads(elements.data["everything"])["costs"]
+    assert (held["rows"], held["own"]) == (1024, CLASSES)
+    assert sum(cost["reason"] == NASTY for cost in held["found"]) == len(HEADS) - 1
+
+
+def test_sizes_with_the_same_reason_are_told_together(tmp_path):
+    out = make_costs(make(tmp_path, heads=2, seeds=1), reason="no time")
+    costs = json.loads((out / "costs.json").read_text())
+    costs["costs"][-2] = {**costs["costs"][-1], "classes": CLASSES}
+    (out / "costs.json").write_text(json.dumps(costs))
+    ((_, reasons),) = cost_figures.left_out(read_results(out))
+    assert reasons == ["10,000 and 40,000 classes: no time"]
+
+
+def test_the_place_of_the_data_is_on_the_axis_without_a_time_there(tmp_path):
+    out = make_costs(make(tmp_path, heads=1, seeds=1))
+    costs = json.loads((out / "costs.json").read_text())
+    costs["costs"] = costs["costs"][:1]
+    (out / "costs.json").write_text(json.dumps(costs))
+    time = cost_figures.against_classes(read_results(out)).views[0]
+    assert "nothing was measured" in time.alt_text
+    x = time.chart(Charts(["Full softmax"]))["layer"][1]["encoding"]["x"]
+    low, high = x["scale"]["domain"]
+    assert low < SIZES[0] < CLASSES < high
+    assert x["axis"]["values"] == [SIZES[0], CLASSES]
+
+
+def test_a_folder_without_costs_has_theory_alone(report_of):
+    out = report_of("one seed")
+    (figure,) = [each for each in figures.all_figures(read_results(out)) if each.key == "classes"]
+    assert [view.key for view in figure.views] == ["theory"]
+    assert "Measured" not in figure.caption
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "What was not measured" not in page
+    assert json.loads(Elements(page).data["everything"])["costs"] is None

@@ -204,6 +204,33 @@ def test_the_explorer_shows_contexts_and_paths(opened):
     assert page.locator("#cards li.hit .token").first.text_content() == "len"
 
 
+def test_the_explorer_shows_rows_and_labels(browser, report_of):
+    watched = Watched(browser, (report_of("labels") / "report.html").as_uri(), PHONE)
+    page, row = watched.page, watched.page.locator("#context-tokens")
+    assert page.locator("#context option").count() == 6
+    assert "no label" in row.text_content()
+    assert "σ" not in row.text_content()
+    # By keyboard alone.
+    page.locator("#after").focus()
+    for _ in range(3):
+        page.keyboard.press("Enter")
+    assert row.locator(".target").all_text_contents()[:2] == ["science fiction", "drama"]
+    assert NASTY[:20] in row.locator(".target").nth(2).text_content()
+    assert "−1.2σ" in row.text_content()
+    assert page.locator("#cards .card").count() == 3
+    card = page.locator("#cards .card").first
+    assert card.locator(".said").text_content() == "2 of 3 labels found, 2 predicted"
+    signs = card.locator(".sign").all_text_contents()
+    assert signs == ["●predicted"] * 2 + ["○not predicted"] * 3
+    assert card.locator("details li.hit .token").all_text_contents() == ["science fiction"]
+    page.locator("#before").click()
+    assert row.locator(".target").count() == 2
+    assert page.evaluate("window.hacked") is None
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert watched.said == []
+    watched.context.close()
+
+
 @pytest.mark.parametrize("kind", ["csv", "json"])
 def test_data_can_be_saved(opened, tmp_path, kind):
     with opened.page.expect_download() as waiting:

@@ -7,6 +7,7 @@ by hand to the steps in benchmarks/results/heads-cpu.jsonl and to a few more on 
 each costs is measured where the plan is made.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,10 @@ LABELS, ASYMMETRIC, SPARSE_LABELS = 7.0, 140.0, 220.0
 _GROUPED_CALLS = 165.0
 # Times that a gathered vector moves: read twice, its gradient written, sorted and summed.
 _GATHERED = 6
+# In scores: a class that one row draws for itself from the proposal of its context, with what the
+# proposal learns from it. Calls of a block of such draws. Draws of a fresh head beside those of
+# scores that are all equal. By hand, from a few steps on one thread.
+ALONE, _BLOCK_CALLS, _UNEVEN = 900.0, 350.0, 1.4
 # Letters of a word through all filters, forward and backward, at the rate of large products.
 _SPELLING = 14e6
 
@@ -226,6 +231,33 @@ def drawn(
         parameters=problem.classes * (d + 1),
         gradient=float(vectors * (d + 1) * b),
         held=float(b * (n * samples + vectors * d)),
+    )
+
+
+def draws_at_first(problem: Problem, size: float, block: int) -> int:
+    """Draws by frequency until equal scores have an effective sample size, in whole blocks.
+
+    Weights are then 1 / share, and n draws are worth n V² / Σ (1 / share).
+    """
+    worth = problem.classes**2 / float((1.0 / problem.shares).sum())
+    return block * math.ceil(_UNEVEN * size / worth / block)
+
+
+def drawn_alone(problem: Problem, draws: int, block: int) -> Work:
+    """Each row draws for itself, block by block; gradients of what was drawn."""
+    n, d, b = problem.rows, problem.width, problem.number
+    vectors = n * (draws + 1)
+    touched = min(vectors, problem.classes)
+    return Work(
+        flops=6.0 * vectors * d,
+        scores=ALONE * n * draws,
+        moved=float(_GATHERED * vectors * d * b),
+        anew=0.0,
+        calls=_BLOCK_CALLS * draws / block,
+        parameters=problem.classes * (d + 1),
+        gradient=float(touched * (d + 1) * b),
+        # Class ids of eight bytes, their log-probabilities and their scores.
+        held=float(n * draws * (8 + 2 * b) + vectors * d * b),
     )
 
 

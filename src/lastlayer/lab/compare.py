@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from lastlayer.lab import environment
 from lastlayer.lab._fill import Needs
+from lastlayer.lab.costs import measure_costs
 from lastlayer.lab.data import LabelData, SparseRows, TextData
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.evaluation import TextJudge
@@ -22,6 +24,7 @@ from lastlayer.lab.explorer import explore
 from lastlayer.lab.feeding import Feed, LabelFeed, TextFeed
 from lastlayer.lab.files import check_space, check_writable, read_json
 from lastlayer.lab.label_evaluation import LabelJudge
+from lastlayer.lab.label_explorer import explore_labels
 from lastlayer.lab.live import Watcher, watcher
 from lastlayer.lab.models import FeatureBody, ModelSettings, build_body
 from lastlayer.lab.options import CompareOptions, Settled
@@ -44,11 +47,14 @@ class Compared:
         out: its folder.
         results: of its runs, in the order they were made.
         interrupted: whether a person has stopped it.
+        costs: against the number of classes, as costs.json has them; None where it was stopped
+            before.
     """
 
     out: Path
     results: list[dict[str, Any]]
     interrupted: bool
+    costs: dict[str, Any] | None = None
 
 
 def compare(
@@ -78,9 +84,12 @@ def compare(
         raise
     watching = watcher(console, specs, settled.seeds, settled.budget, quiet=quiet)
     try:
-        with _interruptible(watching.says) as stopped, _few_objects():
+        with _interruptible(_say_aside if quiet else watching.says) as stopped, _few_objects():
             results = _run_all(bench, specs, settled.seeds, watching, stopped)
-            return Compared(out, results, bool(stopped))
+            costs = None
+            if not stopped:
+                costs = measure_costs(bench, specs, results, watching, lambda: bool(stopped))
+            return Compared(out, results, bool(stopped), costs)
     finally:
         watching.close()
 
@@ -181,13 +190,24 @@ def _explored(
 ) -> list[dict[str, Any]]:
     if isinstance(data, TextData) and isinstance(feed, TextFeed):
         return explore(data, body, head, feed.length, device)
+    if isinstance(data, LabelData) and isinstance(body, FeatureBody):
+        return explore_labels(data, body, head, feed)
     return []
 
 
 def _bytes_needed(specs: list[HeadSpec], seeds: int, model: ModelSettings, needs: Needs) -> int:
     """Of all models and of the largest checkpoint. It builds every head once: bad values show."""
-    of_body = sum(each.numel() for each in build_body(model).parameters())
-    of_heads = [sum(each.numel() for each in spec.build(needs).parameters()) for spec in specs]
+    try:
+        of_body = sum(each.numel() for each in build_body(model).parameters())
+        of_heads = [sum(each.numel() for each in spec.build(needs).parameters()) for spec in specs]
+    except (MemoryError, RuntimeError) as error:
+        told = str(error).partition("\n")[0]
+        if isinstance(error, RuntimeError) and "allocate memory" not in told:
+            raise
+        raise LabError(
+            f"--width: expected a model that fits into memory, got {model.width:,} for "
+            f"{needs.n_classes:,} classes ({told}); choose a smaller one, or lower --vocab-size"
+        ) from error
     kept = seeds * sum(of_body + each for each in of_heads)
     return _FLOAT * (kept + _CHECKPOINT_COPIES * (of_body + max(of_heads)))
 
@@ -219,6 +239,12 @@ def _few_objects() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _say_aside(text: str) -> None:
+    """Quiet or not, a person who presses Ctrl-C is there and waits for an answer."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 @contextmanager

@@ -23,11 +23,15 @@ def export(run: Path, to: Path) -> list[Path]:
     folder = run_folder(run)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise LabError(f"--to: expected a folder that is new or empty, got '{to}'")
-    check_writable(to)
+    vocabulary = vocabulary_path(folder)
+    needed = [*(folder / name for name in (MODEL, CONFIG, _RESULT, HEAD)), vocabulary]
+    missing = [str(each) for each in needed if not each.exists()]
+    if missing:
+        raise LabError(f"RUN: expected a whole run, got '{folder}' without {', '.join(missing)}")
+    check_writable(to, option="--to")
     for name in (MODEL, CONFIG, _RESULT):
         shutil.copyfile(folder / name, to / name)
     shutil.copytree(folder / HEAD, to / HEAD)
-    vocabulary = vocabulary_path(folder)
     shutil.copyfile(vocabulary, to / VOCABULARY)
     if (vocabulary.parent / _FEATURES).is_file():
         shutil.copyfile(vocabulary.parent / _FEATURES, to / _FEATURES)

@@ -72,7 +72,7 @@ class Lines:
         self._file.close()
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, *, option: str = "--out") -> None:
     """Makes the folder and writes into it once, so that a run does not find out at its end."""
     probe = folder / ".probe"
     try:
@@ -82,7 +82,7 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise LabError(
-            f"--out: expected a folder that can be written, got '{folder}': {reason}"
+            f"{option}: expected a folder that can be written, got '{folder}': {reason}"
         ) from error
 
 

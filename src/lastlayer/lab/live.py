@@ -37,6 +37,9 @@ class Watcher(Protocol):
     def ends(self, spec: HeadSpec, seed: int, result: dict[str, Any]) -> None:
         """The run is over, or was before."""
 
+    def measures(self, spec: HeadSpec, classes: int, share: float) -> None:
+        """The runs are over, and costs are measured: so far, from 0 to 1, and this comes next."""
+
     def close(self) -> None:
         """The comparison is over."""
 
@@ -48,6 +51,7 @@ class Silent:
     def starts(self, spec: HeadSpec, seed: int) -> None: ...
     def moves(self, share: float, progress: Progress, loss: float | None) -> None: ...
     def ends(self, spec: HeadSpec, seed: int, result: dict[str, Any]) -> None: ...
+    def measures(self, spec: HeadSpec, classes: int, share: float) -> None: ...
     def close(self) -> None: ...
 
 
@@ -57,6 +61,7 @@ class Lines(Silent):
     def __init__(self, out: Console, runs: int) -> None:
         self._out, self._runs, self._done = out, runs, 0
         self._title, self._told = "", 0.0
+        self._measures = False
 
     def says(self, text: str) -> None:
         """As it is."""
@@ -78,6 +83,16 @@ class Lines(Silent):
         """What came out."""
         self._done += 1
         self._line(f"{self._done}/{self._runs} {spec.label} seed {seed}: {outcome(result)}")
+
+    def measures(self, spec: HeadSpec, classes: int, share: float) -> None:
+        """At the beginning, and every few seconds."""
+        if not self._measures:
+            self._line("Measuring the cost of each head against the number of classes")
+        elif time.perf_counter() - self._told >= _TOLD_SECONDS:
+            self._line(f"cost against classes: {share:.0%}, {spec.label} with {classes:,}")
+        else:
+            return
+        self._measures, self._told = True, time.perf_counter()
 
     def _line(self, text: str) -> None:
         stamp = datetime.now().astimezone().strftime("%H:%M:%S")
@@ -145,6 +160,11 @@ class LiveTable(Silent):
         self._current = None
         self._draw()
 
+    def measures(self, spec: HeadSpec, classes: int, share: float) -> None:
+        """Below the table, with how far it is."""
+        self._note = f"cost against classes: {share:.0%}, {spec.label} with {classes:,}"
+        self._draw()
+
     def close(self) -> None:
         """Leaves the terminal as it was."""
         self._live.stop()
@@ -185,6 +205,8 @@ class LiveTable(Silent):
         passed = time.perf_counter() - self._began
         if done <= 0 or total <= 0:
             return ""
+        if done >= total:
+            return f"{_clock(passed)} passed"
         return f"{_clock(passed)} passed, about {_clock(passed / done * (total - done))} left"
 
 

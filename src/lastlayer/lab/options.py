@@ -1,5 +1,6 @@
 """What ``lastlayer compare`` can be asked for. Torch is not needed to read it."""
 
+import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from lastlayer.lab.errors import LabError
 TASKS = ("lm", "multilabel")
 MODELS = ("lstm", "transformer", "bag")
 DEVICES = ("auto", "cpu", "cuda")
+MOST_SEEDS = 10_000
 
 # A learning rate for each model under Adam, for runs of seconds to minutes.
 _RATES = {"lstm": 6e-3, "transformer": 2e-3, "bag": 8e-3}
@@ -103,11 +105,16 @@ class CompareOptions:
         task = _one_of("--task", self.task or "lm", TASKS)
         usual = "lstm" if task == "lm" else "bag"
         model = _one_of("--model", self.model or usual, MODELS)
+        if task == "multilabel" and model != usual:
+            raise LabError(
+                f"--model: expected bag for --task multilabel, got {model!r}; rows of features "
+                "have no order to read them in"
+            )
         return Settled(
             data=self.data,
             heads=list(self.heads or ()),
             budget=Budget.parse(self.budget or "3s"),
-            seeds=list(range(1, _count("--seeds", self.seeds, 3) + 1)),
+            seeds=list(range(1, _count("--seeds", self.seeds, 3, most=MOST_SEEDS) + 1)),
             model=model,
             task=task,
             device=_one_of("--device", self.device or "auto", DEVICES),
@@ -162,11 +169,13 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
     return value
 
 
-def _count(option: str, value: int | None, usual: int) -> int:
+def _count(option: str, value: int | None, usual: int, most: int = sys.maxsize) -> int:
     if value is None:
         return usual
     if value < 1:
         raise LabError(f"{option}: expected at least 1, got {value}")
+    if value > most:
+        raise LabError(f"{option}: expected at most {most:,}, got {value:,}")
     return value
 
 

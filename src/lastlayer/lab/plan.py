@@ -11,12 +11,17 @@ __all__ = ["Machine", "PlannedHead", "measure", "plan", "render_plan"]
 
 # How far off a time may be, as a factor. The recorded steps of a CPU stay within the first one, but
 # the counts behind the times were fitted to these steps. Entmax hangs on how sparse rows are,
-# spelling on the length of words, and of top-k and labels few steps are behind the weights. Those
-# of a GPU were not fitted: its times are the same counts at its own rates.
+# spelling on the length of words, a proposal that learns on what it has learned, and of top-k and
+# labels few steps are behind the weights. Those of a GPU were not fitted: its times are the same
+# counts at its own rates.
 FACTOR, WIDER, ON_CUDA = 3.0, 4.0, 2.0
 # What the lab draws, and word2vec.
 SAMPLES, FEW_SAMPLES, BEST = 512, 64, 100
+# Of importance sampling whose proposal learns: the sample size that it asks for, and a block.
+ESS, BLOCK = 50.0, 50
 DEVICES = ("cpu", "cuda")
+# Trees and bands are made for the frequencies of all classes, in some 150 bytes each.
+MOST_CLASSES = 20_000_000
 
 
 class _Entry(NamedTuple):
@@ -50,6 +55,8 @@ def plan(
     """
     for name, value, least in (("classes", classes, 2), ("hidden", hidden, 1), ("rows", rows, 1)):
         _check_size(name, value, least)
+    if classes > MOST_CLASSES:
+        raise ValueError(f"classes: expected at most {MOST_CLASSES:,}, got {classes:,}")
     for name, text, known in (("device", device, DEVICES), ("task", task, TASKS)):
         if text not in known:
             raise ValueError(f"{name}: expected one of {known}, got {text!r}")
@@ -118,6 +125,10 @@ def _entries() -> list[_Entry]:
 
         return work
 
+    def drawn_alone(p: costs.Problem) -> tuple[costs.Work, str]:
+        draws = costs.draws_at_first(p, ESS, BLOCK)
+        return costs.drawn_alone(p, draws, BLOCK), f"{draws} drawn a row: at first"
+
     return [
         _Entry("full", lambda p: (costs.flat(p), "")),
         _Entry("self_normalized", lambda p: (costs.flat(p), "")),
@@ -133,6 +144,7 @@ def _entries() -> list[_Entry]:
         _Entry("differentiated", differentiated),
         _Entry("sampled", drawn(SAMPLES)),
         _Entry("importance", drawn(SAMPLES)),
+        _Entry("adaptive_importance", drawn_alone, WIDER),
         _Entry("nce", drawn(SAMPLES, per_score=costs.LOGISTIC)),
         _Entry("negative", drawn(FEW_SAMPLES, per_score=costs.LOGISTIC)),
         _Entry("char_cnn", lambda p: (costs.spelled(p), "words of 11 letters"), WIDER),

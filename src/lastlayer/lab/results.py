@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from lastlayer.lab import metrics
+from lastlayer.lab._costs_reading import Costs, read_costs
 from lastlayer.lab._intervals import Estimate, difference, estimate
 from lastlayer.lab._reading import Comparison, HeadEntry, Point, Run, read_comparison
 from lastlayer.lab.metrics import Metric
@@ -78,6 +79,8 @@ class Results:
     """The training time up to which every finished run was validated."""
     equal_steps: int | None
     """The step up to which every finished run was validated."""
+    costs: Costs | None = None
+    """Of each head against the number of classes; None where they were not measured."""
 
     @property
     def ranked(self) -> tuple[HeadSummary, ...]:
@@ -114,7 +117,7 @@ def read_results(folder: Path) -> Results:
     Raises:
         LabError: it is no such folder, or a file in it is broken.
     """
-    return summarise(read_comparison(folder))
+    return replace(summarise(read_comparison(folder)), costs=read_costs(Path(folder)))
 
 
 def summarise(comparison: Comparison) -> Results:

@@ -163,8 +163,13 @@ def _unknown(name: str, known: list[str], what: str) -> str:
 def _of_user(text: str, module: str, rest: str) -> tuple[Family, str]:
     """A class of the user's, from a module on the path or in this folder."""
     name, _, arguments = rest.partition(":")
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise SpecError(f"--head {text}: {_unknown(module, sorted(CATALOGUE), 'head')}")
     try:
         imported = import_from_here(module)
+    except SyntaxError as error:
+        where = f"{error.filename}:{error.lineno}"
+        raise SpecError(f"--head {text}: cannot import {module}: {where}: {error.msg}") from error
     except ImportError as error:
         known = _unknown(module, sorted(CATALOGUE), "head")
         raise SpecError(f"--head {text}: cannot import {module}: {error}; {known}") from error

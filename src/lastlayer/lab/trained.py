@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -61,12 +62,27 @@ def load_trained(path: Path, device: torch.device | str = "cpu") -> Trained:
     """What ``lastlayer compare`` trained or ``lastlayer export`` wrote. Nothing is unpickled."""
     folder = run_folder(path)
     config = read_json(folder / CONFIG)
-    _import_users_class(str(config["family"]))
-    body = build_body(ModelSettings(**config["model"]))
-    body.load_state_dict(load_file(str(folder / MODEL)))
-    head = Head.load(folder / HEAD, device=device)
-    vocabulary = Vocabulary.load(vocabulary_path(folder))
+    try:
+        family, settings = str(config["family"]), ModelSettings(**config["model"])
+    except (KeyError, TypeError) as error:
+        raise _damaged(folder / CONFIG, error) from error
+    _import_users_class(family)
+    body = build_body(settings)
+    try:
+        body.load_state_dict(load_file(str(folder / MODEL)))
+    except (SafetensorError, RuntimeError) as error:
+        raise _damaged(folder / MODEL, error) from error
+    try:
+        head = Head.load(folder / HEAD, device=device)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise _damaged(folder / HEAD, error) from error
+    vocabulary = Vocabulary.load(vocabulary_path(folder), unknown=settings.task == "lm")
     return Trained(body.to(device).eval(), head.eval(), vocabulary, config)
+
+
+def _damaged(path: Path, error: Exception) -> LabError:
+    told = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return LabError(f"RUN: expected what lastlayer compare wrote, got '{path}' damaged: {told}")
 
 
 def _import_users_class(family: str) -> None:

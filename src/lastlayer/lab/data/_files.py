@@ -29,6 +29,8 @@ def existing(source: str) -> Path:
     try:
         if path.exists():
             return path
+        if path.is_symlink():
+            raise broken(f"a link to {path.readlink()}, which does not exist", "mend it", path=path)
         remedy = _nearest(path)
     except OSError as error:
         raise _unreadable(path, error) from None

@@ -90,8 +90,8 @@ class Vocabulary:
         )
 
     @classmethod
-    def load(cls, path: Path | str) -> "Vocabulary":
-        """Read what :meth:`save` wrote."""
+    def load(cls, path: Path | str, *, unknown: bool = True) -> "Vocabulary":
+        """Read what :meth:`save` wrote; names of labels have no ``<unk>`` among them."""
         remedy = "give the vocabulary.json of a run"
         try:
             content = json.loads(Path(path).read_bytes().decode("utf-8", _SURROGATES))
@@ -102,8 +102,9 @@ class Vocabulary:
         except (ValueError, KeyError, TypeError) as error:
             raise broken(f"not a vocabulary ({error})", remedy, path=path) from None
         alike = len(result.tokens) == len(result.counts) == len(result.ids)
-        if not alike or UNKNOWN not in result.ids:
-            what = f"expected one count for each token, no token twice, and {UNKNOWN}"
+        if not alike or (unknown and UNKNOWN not in result.ids):
+            also = f", and {UNKNOWN}" if unknown else ""
+            what = f"expected one count for each token and no token twice{also}"
             raise broken(what, remedy, path=path)
         return result
 

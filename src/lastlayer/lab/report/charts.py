@@ -115,22 +115,28 @@ class Charts:
         layers.append(base.mark_point(filled=True, size=55, opacity=1).encode(shape=self.shape))
         return self._finish(alt.layer(*layers), height=height)
 
-    def theory(
-        self, rows: Sequence[Row], here: Sequence[Row], x: alt.X, y: alt.Y, tooltip: list[Any]
+    def against_classes(
+        self,
+        rows: Sequence[Row],
+        marked: Sequence[Row],
+        own: int,
+        x: alt.X,
+        y: alt.Y,
+        tooltip: list[Any],
     ) -> dict[str, Any]:
-        """A line a head, and its symbol at the number of classes that was measured."""
+        """A line a head, its symbol at what is marked, and a rule at the data's own number."""
         line = (
             self._base(rows)
             .mark_line(strokeWidth=2)
             .encode(x=x, y=y, color=self.colour, strokeDash=self.dash, tooltip=tooltip)
         )
         points = (
-            self._base(here)
+            self._base(marked)
             .mark_point(filled=True, size=80, opacity=1)
             .encode(x=x, y=y, color=self.colour, shape=self.shape, tooltip=tooltip)
         )
         rule = (
-            alt.Chart(alt.Data(values=[{"x": here[0]["x"]}] if here else []))
+            alt.Chart(alt.Data(values=[{"x": own}]))
             .mark_rule(strokeDash=[2, 3], color=alt.expr("muted"))
             .encode(x=x)
         )

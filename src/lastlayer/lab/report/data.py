@@ -48,6 +48,7 @@ def everything(results: Results, verdict: Verdict) -> dict[str, Any]:
             }
             for run in asked.runs
         ],
+        "costs": None if results.costs is None else asdict(results.costs),
     })  # fmt: skip
     return made
 

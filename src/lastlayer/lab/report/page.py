@@ -11,6 +11,7 @@ from lastlayer.lab import metrics
 from lastlayer.lab._settings import flat, plain
 from lastlayer.lab.report import explorer, tables, theme, vega
 from lastlayer.lab.report.charts import Charts
+from lastlayer.lab.report.cost_figures import left_out
 from lastlayer.lab.report.data import everything, jsonable
 from lastlayer.lab.report.embed import content_policy, json_for_script
 from lastlayer.lab.report.figure import Figure
@@ -67,6 +68,7 @@ def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> s
         runs_text=tables.runs_text,
         note=tables.note(results, "in small"),
         failures=[run for run in asked.runs if not run.finished and run.status != "not started"],
+        left_out=left_out(results),
         contexts=contexts,
         settings=_settings(results),
         command=shlex.join(asked.command),

@@ -105,22 +105,59 @@
     if (chip) title.append(chip.querySelector("svg").cloneNode(true));
     title.append(make("span", "", expected.head));
     made.append(title);
-    if (expected.target_p !== null) {
-      made.append(make("p", "said", `${percent(expected.target_p)} for what came`));
-    }
-    const list = make("ol");
+    const body = expected.below ? labelled(expected) : expectation(expected);
+    if (chip) made.style.setProperty("--bar", chip.querySelector("svg").style.color);
+    made.append(...body);
+    return made;
+  }
+
+  function entry(each, width) {
+    const row = make("li", each.hit ? "hit" : "");
+    row.style.setProperty("--p", `${100 * width}%`);
+    const token = make("span", "token", each.token);
+    token.title = each.token;
+    if (each.predicted !== undefined) row.append(sign(each.predicted));
+    row.append(token, make("span", "p", percent(each.p)));
+    return row;
+  }
+
+  // What a head expects after a text.
+  function expectation(expected) {
     const most = Math.max(...expected.top.map((each) => each.p ?? 0), 1e-9);
-    for (const each of expected.top) {
-      const row = make("li", each.hit ? "hit" : "");
-      row.style.setProperty("--p", `${(100 * (each.p ?? 0)) / most}%`);
-      const token = make("span", "token", each.token);
-      token.title = each.token;
-      row.append(token, make("span", "p", percent(each.p)));
-      list.append(row);
+    const list = make("ol");
+    list.append(...expected.top.map((each) => entry(each, (each.p ?? 0) / most)));
+    const made = [list];
+    if (expected.target_p !== null) {
+      made.unshift(make("p", "said", `${percent(expected.target_p)} for what came`));
     }
-    if (chip) list.style.setProperty("--bar", chip.querySelector("svg").style.color);
-    made.append(list);
-    if (expected.path.length) made.append(path(expected.path));
+    if (expected.path.length) made.push(path(expected.path));
+    return made;
+  }
+
+  // The labels that a head gives a row.
+  function labelled(expected) {
+    const { labels, predicted, found } = expected;
+    const listed = (entries) => {
+      const list = make("ol");
+      list.append(...entries.map((each) => entry(each, each.p ?? 0)));
+      return list;
+    };
+    const said = `${found} of ${labels} label${labels === 1 ? "" : "s"} found, ${predicted} predicted`;
+    const made = [make("p", "said", said), listed(expected.top)];
+    if (expected.below.length) {
+      const below = make("details");
+      below.open = true;
+      below.append(make("summary", "", "its other labels"), listed(expected.below));
+      made.push(below);
+    }
+    return made;
+  }
+
+  function sign(predicted) {
+    const made = make("span", "sign");
+    const drawn = make("span", "", predicted ? "●" : "○");
+    drawn.setAttribute("aria-hidden", "true");
+    made.append(drawn, make("span", "unseen", predicted ? "predicted" : "not predicted"));
     return made;
   }
 
@@ -140,12 +177,24 @@
     return made;
   }
 
+  const apart = (nodes) => nodes.flatMap((node) => [node, " "]);
+  const words = ({ context, target }) =>
+    ["… ", ...apart(context.map((word) => make("span", "", word))), make("span", "target", target)];
+  const row = ({ features, labels, more }) => {
+    const names = features.map(({ name, value }) => {
+      const made = make("span", "", name);
+      if (value) made.append("\u00a0", make("small", "", value));
+      return made;
+    });
+    const right = labels.map((label) => make("span", "target", label));
+    const rest = right.length ? (more ? `and ${more} more` : "") : "no label";
+    return [...apart(names), "→ ", ...apart(right), rest];
+  };
+
   function explore() {
     if (!select) return;
     const chosen = page.contexts[select.value];
-    const words = document.getElementById("context-tokens");
-    words.replaceChildren("… ", ...chosen.context.flatMap((word) => [make("span", "", word), " "]));
-    words.append(make("span", "target", chosen.target));
+    document.getElementById("context-tokens").replaceChildren(...(chosen.labels ? row(chosen) : words(chosen)));
     const heads = chosen.heads.filter((each) => shown.has(each.head));
     document.getElementById("cards").replaceChildren(...heads.map(card));
   }

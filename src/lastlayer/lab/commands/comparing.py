@@ -1,0 +1,138 @@
+"""``lastlayer compare``."""
+
+import json
+import re
+import shlex
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lastlayer.lab.commands.options import (
+    AsJson,
+    Data,
+    Device,
+    Encoding,
+    Labels,
+    LabelsField,
+    Limit,
+    MinCount,
+    Task,
+    TextField,
+    VocabSize,
+)
+from lastlayer.lab.commands.speaking import console, refusals
+
+_RUNS = "lastlayer-runs"
+_INTERRUPTED = 130
+
+
+def compare(
+    data: Data = None,
+    *,
+    head: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SPEC",
+            help="A head and its arguments, such as adaptive:cutoffs=2000,10000 or "
+            "mymodule:MyHead; repeatable. Without it, one of every family.",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="30s|2000steps|3epochs", help="Of each run; 3s by default."),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs of each head; 3 by default.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="lstm|transformer|bag", help="What the head ends; lstm by default."),
+    ] = None,
+    task: Task = None,
+    device: Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help=f"Where everything goes; by default below {_RUNS}/."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the comparison in --out.")
+    ] = False,
+    vocab_size: VocabSize = None,
+    min_count: MinCount = None,
+    limit: Limit = None,
+    encoding: Encoding = None,
+    text_field: TextField = None,
+    labels_field: LabelsField = None,
+    labels: Labels = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Windows in a step, 32 by default, or rows, 128.")
+    ] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens in a window; 32 by default.")] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Numbers of a hidden state; 128 by default.")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Of an LSTM, 1 by default, or of a transformer, 2.")
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate; by default what suits the model.")
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show the path of the page alone.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train the same model with each head under the same budget, and write a page about it."""
+    from lastlayer.lab.options import CompareOptions
+
+    options = CompareOptions(
+        data=data, heads=tuple(head) if head else None, budget=budget, seeds=seeds, model=model,
+        task=task, device=device, vocab_size=vocab_size, min_count=min_count, batch=batch,
+        length=length, width=width, layers=layers, lr=lr, limit=limit, encoding=encoding,
+        text_field=text_field, labels_field=labels_field, labels=labels,
+    )  # fmt: skip
+    with refusals():
+        if resume and out is None:
+            from lastlayer.lab.errors import LabError
+
+            raise LabError("--resume: expected --out with the folder to go on with, got none")
+        options.settled()
+        raise typer.Exit(_compare(options, out or _new_folder(data), resume, quiet, as_json))
+
+
+def _compare(options: Any, out: Path, resume: bool, quiet: bool, as_json: bool) -> int:
+    from lastlayer.lab.compare import compare as run
+    from lastlayer.lab.files import finite
+    from lastlayer.lab.report import write_report
+    from lastlayer.lab.report.build import require_packages
+    from lastlayer.lab.summary import print_summary
+
+    require_packages()
+    shown = console()
+    done = run(options, out, resume=resume, quiet=quiet or as_json, console=shown)
+    page = write_report(out)
+    if as_json:
+        runs = [{k: v for k, v in each.items() if k != "explorer"} for each in done.results]
+        made = {
+            "out": str(out), "page": str(page), "interrupted": done.interrupted, "runs": runs,
+            "costs": done.costs,
+        }  # fmt: skip
+        typer.echo(json.dumps(finite(made), indent=2))
+    elif not quiet:
+        print_summary(out, shown)
+    if done.interrupted:
+        # What is read by machines stays as it is without a Ctrl-C.
+        resumed = f"lastlayer compare --resume --out {shlex.quote(str(out))}"
+        typer.echo(f"Stopped. Go on with: {resumed}", err=quiet or as_json)
+    if not as_json:
+        typer.echo(str(page) if quiet else f"Page: {page}")
+    if done.interrupted:
+        return _INTERRUPTED
+    return 0 if any(each["status"] == "ok" for each in done.results) else 1
+
+
+def _new_folder(data: str | None) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(data).stem if data else "python").strip("-.")
+    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    return Path(_RUNS) / f"{name or 'data'}-{stamp}"
