@@ -12,10 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lastlayer.fused._gradient_scale import (
+    near_one,
+    rounded_product,
+    scaled_gradients,
+    summed_in,
+    unmade_gradients,
+)
 from lastlayer.fused._label_rows import LabelLoss, LogisticLabels, ZlprLabels
 from lastlayer.fused._label_slabs import classes_at_a_time, run_labels
 from lastlayer.fused._listed import GivenLists
-from lastlayer.fused._loss import near_one, rounded_product, scaled_gradients, summed_in
 from lastlayer.fused.engine import Wanted
 from lastlayer.kernels._registry import is_plain
 
@@ -187,18 +193,8 @@ def _(
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     n = hidden.shape[0]
     found = n if normalisers is None and loss == "zlpr" else 0
-    sources = [
-        (hidden, hidden.dtype),
-        (weight, summed_in(weight.dtype)),
-        (bias, None if bias is None else summed_in(bias.dtype)),
-    ]
     return [
         hidden.new_empty(n, dtype=dtype),
         hidden.new_empty(2, found, dtype=dtype),
-        *(
-            torch.empty_like(source, dtype=dtype)
-            if source is not None and needed
-            else hidden.new_empty(0)
-            for (source, dtype), needed in zip(sources, wanted, strict=True)
-        ),
+        *unmade_gradients(hidden, weight, bias, wanted),
     ]

@@ -51,7 +51,7 @@ class ZlprLabels:
         self._above: list[Tensor] = []
         self._below: list[Tensor] = []
 
-    def look_(self, scores: Tensor, scale: Tensor | None) -> None:  # noqa: ARG002
+    def look_(self, scores: Tensor, scale: Tensor | None) -> None:  # noqa: ARG002 — sums need no scale
         above, below = zlpr_slab.sums("auto", scores, self._log_some is not None)
         self._above.append(above)
         self._below.append(below)

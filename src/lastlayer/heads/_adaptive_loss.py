@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lastlayer.fused._loss import summed_in
+from lastlayer.fused._gradient_scale import summed_in
 from lastlayer.fused._products import set_weight_gradient
 from lastlayer.fused.engine import Result, Wanted
 from lastlayer.heads._group_loss import GroupProblem, group_loss, group_operation

@@ -15,8 +15,9 @@ from torch import Tensor
 from lastlayer import kernels
 from lastlayer.fused import engine
 from lastlayer.fused._chunks import rows_at_a_time
-from lastlayer.fused._loss import kept_rows, summed_in
+from lastlayer.fused._gradient_scale import summed_in
 from lastlayer.fused._products import scores_into
+from lastlayer.fused._run_rows import kept_rows
 from lastlayer.fused._sparse_rows import can_wait
 from lastlayer.heads._group_loss import GroupProblem, group_loss, group_operation
 from lastlayer.heads._ranked import wide_dtype

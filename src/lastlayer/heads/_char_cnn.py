@@ -105,10 +105,8 @@ class CharCNN(Module):
 
     def reset_parameters(self) -> None:
         self.chars.reset_parameters()
-        for layer in self.filters:
-            layer.reset_parameters()  # type: ignore[operator]
-        for layer in self.highway:
-            layer.reset_parameters()  # type: ignore[operator]
+        for layer in (*self.filters, *self.highway):
+            layer.reset_parameters()
         # Scores then differ between classes about as much as those of a fresh nn.Linear.
         bound = 3.0 / math.sqrt(self.features * self.project.out_features)
         torch.nn.init.uniform_(self.project.weight, -bound, bound)

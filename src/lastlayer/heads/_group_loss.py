@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer.fused._loss import near_one, rounded_product, scaled_gradients, summed_in
+from lastlayer.fused._gradient_scale import near_one, rounded_product, scaled_gradients, summed_in
 from lastlayer.heads._ranked import wide_dtype
 from lastlayer.kernels._registry import is_plain
 

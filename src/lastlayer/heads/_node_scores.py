@@ -2,19 +2,22 @@
 
 What is asked for are *entries*: a row of hidden states and a node. Binary nodes take a gathered
 vector each. Wider ones have a block of vectors, which is gathered where it is small; else entries
-are sorted by node, and each node has one product with the rows that ask for it: on CUDA all nodes
-in one launch, see :mod:`lastlayer.heads._grouped_nodes`.
+are sorted by node, and each node has one product with the rows that ask for it, see
+:mod:`lastlayer.heads._node_by_node`: on CUDA all nodes in one launch, see
+:mod:`lastlayer.heads._grouped_nodes`.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, logsigmoid
+from torch.nn.functional import logsigmoid
 
 from lastlayer.fused._sparse_rows import can_wait
+from lastlayer.heads._gathered_rows import gathered
 from lastlayer.heads._grouped_nodes import grouped_log_prob, groups_suit
+from lastlayer.heads._node_by_node import block_scores, by_node, log_prob_by_node
 from lastlayer.heads._tree_tables import TreeTables
 
 # Blocks of more vectors than this are not gathered.
@@ -38,7 +41,7 @@ class Nodes(NamedTuple):
     def with_top(self, rows: Tensor) -> "Nodes":
         """The same, with one product for the nodes near the root, which most rows will open."""
         first = slice(0, min(_TOP_ROWS, self.weight.shape[0]))
-        return self._replace(top=_block_scores(self, rows, first))
+        return self._replace(top=block_scores(self.weight, self.bias, rows, first))
 
 
 def edge_log_prob(
@@ -111,11 +114,11 @@ def _two_log_probs(nodes: Nodes, rows: Tensor, of_row: Tensor, node: Tensor) -> 
         scores[known, 0] = nodes.top[of_row[known], picked[known]]
         far = (~near).nonzero().squeeze(-1)
         of_row, picked = of_row[far], picked[far]
-    gathered = [
+    by_parts = [
         _scores(nodes, rows[of_row[part]], picked[part].unsqueeze(-1))
         for part in _parts(len(picked), rows.shape[1])
     ]
-    scores[far] = torch.cat([rows.new_empty(0, 1), *gathered])
+    scores[far] = torch.cat([rows.new_empty(0, 1), *by_parts])
     return logsigmoid(torch.cat([-scores, scores], -1))
 
 
@@ -127,8 +130,8 @@ def _block_log_probs(
         made = [_gathered_block(nodes, rows[of_row[part]], node[part], width) for part in parts]
         return torch.cat(made)
     made_all = rows.new_full((len(node), width), -torch.inf)
-    for block, entries in _by_node(nodes.tables, node):
-        scores = _block_scores(nodes, rows[of_row[entries]], block)
+    for block, entries in by_node(nodes.tables, node):
+        scores = block_scores(nodes.weight, nodes.bias, rows[of_row[entries]], block)
         made_all[entries, : scores.shape[1]] = torch.log_softmax(scores, -1)
     return made_all
 
@@ -167,10 +170,9 @@ def _wide_log_prob(
     nodes: Nodes, rows: Tensor, of_row: Tensor, node: Tensor, position: Tensor
 ) -> Tensor:
     if nodes.tables.widest > _WIDEST_GATHERED and _host_knows(node):
-        made: Tensor = _GroupedLogProb.apply(
-            rows, nodes.weight, nodes.bias, of_row, node, position, nodes
+        return log_prob_by_node(
+            nodes.tables, nodes.weight, nodes.bias, rows, of_row, node, position, nodes.sparse
         )
-        return made
     log_probs = _gathered_block(nodes, rows[of_row], node, nodes.tables.widest)
     return log_probs.gather(-1, position.unsqueeze(-1)).squeeze(-1)
 
@@ -181,11 +183,11 @@ def _host_knows(tensor: Tensor) -> bool:
 
 def _scores(nodes: Nodes, rows: Tensor, picked: Tensor) -> Tensor:
     """Of the rows of the weight that are picked for each row, ``(n, m)``."""
-    vectors = _gathered(nodes.weight, picked, rows.dtype, nodes.sparse)
+    vectors = gathered(nodes.weight, picked, rows.dtype, nodes.sparse)
     scores = torch.bmm(vectors, rows.unsqueeze(-1)).squeeze(-1)
     if nodes.bias is None:
         return scores
-    return scores + _gathered(nodes.bias, picked, rows.dtype, nodes.sparse)
+    return scores + gathered(nodes.bias, picked, rows.dtype, nodes.sparse)
 
 
 def _gathered_block(nodes: Nodes, rows: Tensor, node: Tensor, width: int) -> Tensor:
@@ -196,115 +198,6 @@ def _gathered_block(nodes: Nodes, rows: Tensor, node: Tensor, width: int) -> Ten
     picked = torch.where(there, first.unsqueeze(-1) + steps, 0)
     # -inf and no number: padding takes no probability from the children.
     return torch.log_softmax(torch.where(there, _scores(nodes, rows, picked), -torch.inf), -1)
-
-
-def _block_scores(nodes: Nodes, rows: Tensor, block: slice) -> Tensor:
-    weight = nodes.weight[block].to(rows.dtype)
-    bias = None if nodes.bias is None else nodes.bias[block].to(rows.dtype)
-    return torch.nn.functional.linear(rows, weight, bias)
-
-
-def _by_node(tables: TreeTables, node: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of the weight of each node, and the entries that ask for it."""
-    ordered, order = node.sort()
-    asked, sizes = torch.unique_consecutive(ordered, return_counts=True)
-    bounds = torch.stack([tables.row_start[asked], tables.row_start[asked + 1]]).tolist()
-    for first, last, entries in zip(*bounds, order.split(sizes.tolist()), strict=True):
-        yield slice(first, last), entries
-
-
-class _GroupedLogProb(torch.autograd.Function):
-    """Log-probability of one child an entry; backward makes the scores of each node again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        of_row: Tensor,
-        node: Tensor,
-        position: Tensor,
-        nodes: Nodes,
-    ) -> Tensor:
-        ctx.save_for_backward(rows, weight, bias, of_row, node, position)
-        ctx.tables, ctx.sparse = nodes.tables, nodes.sparse
-        plain = Nodes(nodes.tables, weight, bias)
-        made = rows.new_empty(len(node))
-        for block, entries in _by_node(nodes.tables, node):
-            scores = _block_scores(plain, rows[of_row[entries]], block)
-            chosen = position[entries].unsqueeze(-1)
-            made[entries] = torch.log_softmax(scores, -1).gather(-1, chosen).squeeze(-1)
-        return made
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, of_row, node, position = ctx.saved_tensors
-        plain = Nodes(ctx.tables, weight, bias)
-        rows_grad = torch.zeros_like(rows)
-        picked, vectors, biases = [], [], []
-        for block, entries in _by_node(ctx.tables, node):
-            mine = of_row[entries]
-            hidden = rows[mine]
-            upstream = grad[entries].unsqueeze(-1)
-            scores = torch.softmax(_block_scores(plain, hidden, block), -1).mul_(-upstream)
-            scores.scatter_add_(-1, position[entries].unsqueeze(-1), upstream)
-            rows_grad.index_add_(0, mine, scores @ weight[block].to(rows.dtype))
-            picked.append(torch.arange(block.start, block.stop, device=grad.device))
-            vectors.append((scores.t() @ hidden).to(weight.dtype))
-            biases.append(scores.sum(0).to(weight.dtype))
-        weight_grad = _spread(picked, vectors, weight, ctx.sparse)
-        bias_grad = None if bias is None else _spread(picked, biases, bias, ctx.sparse)
-        return rows_grad, weight_grad, bias_grad, None, None, None, None
-
-
-def _spread(picked: list[Tensor], parts: list[Tensor], like: Tensor, sparse: bool) -> Tensor:
-    """Parts at rows that are picked, each at most once, of a tensor that is 0 elsewhere."""
-    at = torch.cat([*picked, torch.empty(0, dtype=torch.int64, device=like.device)])
-    values = torch.cat([*parts, like.new_empty(0, *like.shape[1:])])
-    if sparse:
-        return torch.sparse_coo_tensor(
-            at.unsqueeze(0), values, like.shape, is_coalesced=True, check_invariants=False
-        )
-    return torch.zeros_like(like).index_copy_(0, at, values)
-
-
-def _gathered(values: Tensor, picked: Tensor, dtype: torch.dtype, sparse: bool) -> Tensor:
-    """``values[picked]`` in ``dtype``; with row-sparse gradient where asked for."""
-    if not (torch.is_grad_enabled() and values.requires_grad):
-        return values[picked].to(dtype)
-    if values.dim() == 2 and values.dtype == dtype:
-        return embedding(picked, values, sparse=sparse)
-    if not sparse and values.dtype == dtype:
-        return values[picked]
-    made: Tensor = _GatheredRows.apply(values, picked, dtype, sparse)
-    return made
-
-
-class _GatheredRows(torch.autograd.Function):
-    """Sums the gradient of a row in the wider dtype: the root has a part from every row."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, picked: Tensor, dtype: torch.dtype, sparse: bool
-    ) -> Tensor:
-        ctx.save_for_backward(picked)
-        ctx.like = values.shape, values.dtype, sparse
-        return values[picked].to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (picked,) = ctx.saved_tensors
-        shape, dtype, sparse = ctx.like
-        at, grad = picked.reshape(-1), grad.reshape(-1, *shape[1:])
-        if not sparse:
-            total = grad.new_zeros(shape).index_add(0, at, grad)
-            return total.to(dtype), None, None, None
-        made = torch.sparse_coo_tensor(at.unsqueeze(0), grad, shape, check_invariants=False)
-        if dtype != grad.dtype:
-            made = made.coalesce().to(dtype)
-        return made, None, None, None
 
 
 def _parts(n: int, numbers: int) -> Iterator[slice]:

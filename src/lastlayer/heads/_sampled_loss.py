@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer.fused._loss import near_one
+from lastlayer.fused._gradient_scale import near_one
 from lastlayer.heads._group_loss import row_scale
 from lastlayer.heads._sampled_one_target import suits
 from lastlayer.heads._sampled_pass import Pieces, run

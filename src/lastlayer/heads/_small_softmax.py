@@ -9,8 +9,9 @@ from torch.nn.functional import pad
 from lastlayer import kernels
 from lastlayer.fused import engine
 from lastlayer.fused._chunks import rows_at_a_time
-from lastlayer.fused._loss import run_rows, summed_in
+from lastlayer.fused._gradient_scale import summed_in
 from lastlayer.fused._products import scores_into
+from lastlayer.fused._run_rows import run_rows
 from lastlayer.fused._tiles import tiles_suit
 from lastlayer.fused.engine import Result, Wanted
 from lastlayer.heads._ranked import wide_dtype

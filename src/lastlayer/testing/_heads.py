@@ -20,7 +20,7 @@ def check_head(
     log_prob_gradients: bool = True,
     draws: int = 20_000,
     save: bool = True,
-    compile: str | Literal[False] = "aot_eager",  # noqa: A002
+    compile: str | Literal[False] = "aot_eager",  # noqa: A002 — reads well in a call
     autocast: bool = True,
     device: str | torch.device = "cpu",
     seed: int | None = None,

@@ -14,7 +14,7 @@ from lastlayer.testing._suite import fresh_seed
 
 def check_loss(
     loss: Callable[..., Tensor],
-    map: Callable[[Tensor], Tensor] | None = None,  # noqa: A002
+    map: Callable[[Tensor], Tensor] | None = None,  # noqa: A002 — reads well in a call
     *,
     dtypes: tuple[torch.dtype, ...] = FLOATING,
     distributions: bool = True,
@@ -22,7 +22,7 @@ def check_loss(
     ignore_index: int | None = -100,
     masks: bool = True,
     derivatives: bool = True,
-    compile: str | Literal[False] = "aot_eager",  # noqa: A002
+    compile: str | Literal[False] = "aot_eager",  # noqa: A002 — reads well in a call
     vmap: bool = True,
     autocast: bool = True,
     device: str | torch.device = "cpu",

@@ -14,7 +14,7 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_map(
-    map: Callable[..., Tensor],  # noqa: A002
+    map: Callable[..., Tensor],  # noqa: A002 — reads well in a call
     *,
     dtypes: tuple[torch.dtype, ...] = FLOATING,
     widths: tuple[int, ...] = (1, 2, 33, 4097),
@@ -23,7 +23,7 @@ def check_map(
     masks: bool = True,
     empty_rows: bool = True,
     second_order: bool = True,
-    compile: str | Literal[False] = "aot_eager",  # noqa: A002
+    compile: str | Literal[False] = "aot_eager",  # noqa: A002 — reads well in a call
     vmap: bool = True,
     autocast: bool = True,
     device: str | torch.device = "cpu",

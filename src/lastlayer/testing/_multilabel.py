@@ -19,7 +19,7 @@ def check_multilabel_loss(
     soft: bool = True,
     convex: bool = True,
     derivatives: bool = True,
-    compile: str | Literal[False] = "aot_eager",  # noqa: A002
+    compile: str | Literal[False] = "aot_eager",  # noqa: A002 — reads well in a call
     vmap: bool = True,
     device: str | torch.device = "cpu",
     seed: int | None = None,

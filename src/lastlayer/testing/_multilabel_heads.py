@@ -44,7 +44,7 @@ def check_multilabel_head(
     dtypes: tuple[torch.dtype, ...] = FLOATING,
     gradients: bool = True,
     save: bool = True,
-    compile: str | Literal[False] = "aot_eager",  # noqa: A002
+    compile: str | Literal[False] = "aot_eager",  # noqa: A002 — reads well in a call
     device: str | torch.device = "cpu",
     seed: int | None = None,
 ) -> None:

@@ -69,10 +69,11 @@ def bad_input_is_refused(suite: SamplerSuite) -> None:
     for counter in (3, (1,), (1, 2.5), (1, 2**63), torch.zeros(2), torch.zeros(3).long()):
         _refused(suite, "counter", f"a counter of {counter}", counted, counter)
     generator = torch.Generator(suite.device)
-    both: Callable[[Any], Any] = lambda given: sampler.sample(  # noqa: E731
-        3, context=context, counter=(1, 2), generator=given
-    )
-    _refused(suite, "counter", "a counter and a generator", both, generator)
+
+    def with_both(given: Any) -> Any:
+        return sampler.sample(3, context=context, counter=(1, 2), generator=given)
+
+    _refused(suite, "counter", "a counter and a generator", with_both, generator)
 
     def asked(given: Any) -> Any:
         return sampler.log_prob(given, context)
@@ -88,11 +89,14 @@ def bad_input_is_refused(suite: SamplerSuite) -> None:
     _refused(suite, "ids", "floating ids", asked, ids.double())
     _refused(suite, "ids", "int32 ids", asked, ids.int())
     _refused(suite, "ids", "ids that are no tensor", asked, [0])
-    given: Callable[[Any], Any] = lambda given: sampler.sample(3, context=given)  # noqa: E731
+
+    def in_context(given: Any) -> Any:
+        return sampler.sample(3, context=given)
+
     wrong = ids if context is None else context[:, :0]
-    _refused(suite, "context", "a context of the wrong shape", given, wrong)
+    _refused(suite, "context", "a context of the wrong shape", in_context, wrong)
     if context is not None:
-        _refused(suite, "context", "no context", given, None)
+        _refused(suite, "context", "no context", in_context, None)
     else:
         _refused(suite, "n", f"unique({n + 1})", sampler.unique, n + 1)
 

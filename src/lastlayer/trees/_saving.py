@@ -35,7 +35,7 @@ def load_tree(path: Path) -> dict[str, Any]:
     try:
         with safetensors.safe_open(str(path), framework="numpy") as file:
             metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — no iterator
     except safetensors.SafetensorError as error:
         raise ValueError(
             f"path: expected a file that Tree.save wrote, got {path}: {error}"

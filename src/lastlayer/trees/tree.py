@@ -174,16 +174,12 @@ class Tree:
 
     @cached_property
     def class_start(self) -> Offsets:
-        """``(n_classes + 1,)``: the paths of class c are ``class_start[c]`` to
-        ``class_start[c + 1] - 1``.
-        """  # noqa: D205 — one sentence
+        """``(n_classes + 1,)``: the first path of each class, and last how many there are."""
         return frozen(offsets(np.bincount(self.path_class)), np.int64)
 
     @cached_property
     def path_start(self) -> Offsets:
-        """``(n_paths + 1,)``: path p is ``path_start[p]`` to ``path_start[p + 1] - 1`` in
-        ``path_node`` and ``path_position``.
-        """  # noqa: D205 — one sentence
+        """``(n_paths + 1,)``: where each path starts in ``path_node`` and ``path_position``."""
         if not self.n_inner:
             return frozen(np.zeros(2), np.int64)
         lengths = self.node_depth[self._owner[self._leaf_edge]].astype(np.int64) + 1
