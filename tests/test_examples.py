@@ -61,6 +61,35 @@ def snli(tmp_path, seed):
     return tmp_path
 
 
+@pytest.fixture
+def cluener(tmp_path, seed):
+    """Small letters around a name in capitals and a number."""
+    draw = random.Random(seed)
+
+    def some(letters):
+        return "".join(draw.choices(letters, k=draw.randint(1, 4)))
+
+    for part, texts in (("train", 300), ("dev", 60)):
+        lines = []
+        for _ in range(texts):
+            pieces = [some("abc"), some("XYZ"), some("abc"), some("123"), some("abc")]
+            text, label = "".join(pieces), {}
+            for kind, place in (("name", 1), ("number", 3)):
+                start = len("".join(pieces[:place]))
+                label[kind] = {pieces[place]: [[start, start + len(pieces[place]) - 1]]}
+            lines.append(json.dumps({"text": text, "label": label}))
+        (tmp_path / f"{part}.json").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_spans_are_found(cluener):
+    printed = run("cluener_spans.py", cluener, "--epochs", 4)
+    assert "300 texts, 9 characters, types: name, number" in printed
+    scores = re.findall(r"F1 ([\d.]+)", printed)
+    assert len(scores) == 4
+    assert float(scores[-1]) > 0.8
+
+
 def test_losses_of_many_labels_are_compared(mulan):
     printed = run("mulan_multilabel.py", mulan, "--steps", 60)
     assert "80 rows" not in printed

@@ -70,6 +70,18 @@ def test_of_equal_spans_the_first_are_kept(chunk_spans):
     assert head.decode(torch.randn(5, 3)) == [[]]
 
 
+@pytest.mark.parametrize("chunk_spans", [1, 30, "auto"])
+def test_a_nan_takes_no_place_among_the_best(chunk_spans):
+    head = GlobalPointer(3, 2, 4, chunk_spans=chunk_spans)
+    hidden = torch.randn(6, 3)
+    hidden[2] = math.nan
+    (every,) = head.decode(hidden, threshold=-math.inf)
+    assert len(every) == 2 * 15  # of 21 spans, those that neither start nor end there
+    (best,) = head.decode(hidden, threshold=-math.inf, max_spans=3)
+    ranked = sorted((span.score for span in every), reverse=True)
+    assert sorted((span.score for span in best), reverse=True) == ranked[:3]
+
+
 def test_what_is_decoded_is_a_target():
     head, hidden = made(chunk_spans=50)
     found = head.decode(hidden, MASK, 0.2)

@@ -1,5 +1,6 @@
 """The loss for sentence-transformers: with the library's own losses, and in training."""
 
+import copy
 import importlib.util
 import string
 import warnings
@@ -70,6 +71,7 @@ def test_equals_the_ranking_loss_of_the_library(model):
 
 @needs_library
 def test_trains_a_model_and_its_scale(model):
+    model = copy.deepcopy(model)  # other tests have it untrained
     loss = InfoNCELoss(model, learn_scale=True, symmetric=True)
     scale = loss.info_nce.log_scale
     start = float(scale.detach())

@@ -161,6 +161,47 @@ def test_a_weight_of_two_is_the_row_twice(estimator, seed):
     np.testing.assert_allclose(weighted.coef_, repeated.coef_, atol=1e-5)
 
 
+@BOTH
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_features_times_a_number_give_the_same_scores(estimator, scale, seed):
+    features, y = made(seed, "labels")
+    before = estimator(tol=1e-6, max_iter=2000).fit(features, y)
+    after = estimator(tol=1e-6, max_iter=2000).fit(scale * features, y)
+    assert after.alpha_ == pytest.approx(scale**2 * before.alpha_)
+    scores = before.decision_function(features)
+    found = after.decision_function(scale * features)
+    np.testing.assert_allclose(found, scores, atol=1e-2 * np.abs(scores).max())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_penalty_is_that_of_scores_that_deviate_by_ten(dtype, seed):
+    features, y = made(seed, "labels")
+    features = (features + 3.0).astype(dtype)
+    weights = np.random.default_rng(seed).integers(0, 3, len(y))
+    weights[:2] = 2
+    given = [(features, y, weights), (sparse.csr_array(features), y, weights)]
+    given.append((features.repeat(weights, 0), y.repeat(weights, 0), None))
+    rows = features.repeat(weights, 0).astype(float)
+    expected = ((rows - rows.mean(0)) ** 2).sum(1).mean() / (100 * len(rows))
+    for rows_of, labels, counts in given:
+        found = ZLPRClassifier().fit(rows_of, labels, sample_weight=counts).alpha_
+        assert found == pytest.approx(expected, rel=1e-4)
+    twice = ZLPRClassifier().fit(features, y, sample_weight=np.full(len(y), 2.0)).alpha_
+    assert twice == pytest.approx(ZLPRClassifier().fit(features, y).alpha_ / 2)
+    assert ZLPRClassifier(alpha=0.5).fit(features, y).alpha_ == 0.5
+
+
+@BOTH
+def test_rows_of_length_one_are_learnt_by_default(estimator, seed):
+    random = np.random.default_rng(seed)
+    words = np.array([random.choice(40, 3, replace=False) for _ in range(900)])
+    texts = [" ".join(f"word{word}" for word in row) for row in words]
+    labels = (words[:, :, None] == np.arange(20)).any(1).astype(int)
+    labels[:, 0] = 1  # the loss of sparsemax leaves rows without labels out
+    model = make_pipeline(TfidfVectorizer(), estimator()).fit(texts[:700], labels[:700])
+    assert f1_score(labels[700:], model.predict(texts[700:]), average="micro") > 0.9
+
+
 def test_class_weights_are_row_weights(seed):
     features, y = made(seed, "classes")
     weights = dict(enumerate([1.0, 2.0, 0.5, 3.0]))
@@ -296,7 +337,7 @@ def test_a_pipeline_and_a_grid_search(seed):
 def test_text_in_a_pipeline():
     texts = ["red apple", "green apple", "red car", "green car", "apple", "car"]
     labels = [[1, 1, 0], [1, 0, 0], [0, 1, 1], [0, 0, 1], [1, 0, 0], [0, 0, 1]]
-    model = make_pipeline(TfidfVectorizer(), ZLPRClassifier(alpha=1e-4)).fit(texts, labels)
+    model = make_pipeline(TfidfVectorizer(), ZLPRClassifier()).fit(texts, labels)
     np.testing.assert_array_equal(model.predict(["red", "red car"]), [[0, 1, 0], [0, 1, 1]])
 
 
@@ -311,7 +352,8 @@ def test_training_that_ends_early_says_so(seed):
     ("options", "error", "message"),
     [
         ({"alpha": -1.0}, ValueError, "alpha: expected at least 0"),
-        ({"alpha": "1"}, TypeError, "alpha: expected a number"),
+        ({"alpha": None}, TypeError, "alpha: expected a number"),
+        ({"alpha": "1"}, ValueError, "alpha: expected a number or 'scale', got '1'"),
         ({"tol": float("nan")}, ValueError, "tol: expected"),
         ({"learning_rate": 0.0}, ValueError, "learning_rate: expected above 0"),
         ({"max_iter": 0}, ValueError, "max_iter: expected at least 1"),

@@ -18,10 +18,8 @@ def expected_failures(estimator):
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 @parametrize_with_checks(
-    [
-        ZLPRClassifier(alpha=0.1, max_iter=100),
-        SparsemaxClassifier(alpha=0.1, max_iter=100),
-    ],
+    # Some compare two fits to seven digits: a loss with flat parts has these with a firm penalty.
+    [ZLPRClassifier(max_iter=100), SparsemaxClassifier(alpha=0.1, max_iter=100)],
     expected_failed_checks=expected_failures,
 )
 def test_scikit_learn_agrees(estimator, check):

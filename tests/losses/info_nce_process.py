@@ -1,7 +1,7 @@
 """Processes that share a batch: their averaged gradients are those of one process with all of it.
 
-``python info_nce_process.py PROCESSES FILE``; says what is wrong and fails. Processes are forked
-before any of them has used torch, which is then imported once.
+``python info_nce_process.py PROCESSES FILE SEED``; says what is wrong and fails. Processes are
+forked before any of them has used torch, which is then imported once.
 """
 
 import itertools
@@ -20,9 +20,12 @@ MORE = (2, 0, 3, 1)
 INPUT, WIDTH = 7, 5
 
 
+SEED = 0
+
+
 def parameters() -> list[torch.Tensor]:
     """Two encoders and a temperature, the same everywhere."""
-    torch.manual_seed(1)
+    torch.manual_seed(SEED)
     encoders = [torch.randn(INPUT, WIDTH, dtype=torch.float64) for _ in range(2)]
     return [p.requires_grad_() for p in (*encoders, torch.tensor(0.3, dtype=torch.float64))]
 
@@ -34,13 +37,15 @@ def part(counts: tuple[int, ...], rank: int) -> slice:
 
 def run(inputs, mine, further, gather, options):
     """Loss and gradients with the rows ``mine`` of the batch."""
-    query, key, negatives, groups, key_groups, negative_groups = inputs
+    query, key, negatives, own_negatives, groups, key_groups, negative_groups = inputs
     first, second, temperature = leaves = parameters()
     given = dict(options)
     kind = given.pop("groups", None)
     if kind is not None:
         given["groups"] = groups[mine] if kind == "one" else (groups[mine], key_groups[mine])
     extra = None
+    if given.pop("own_negatives", False):
+        extra = own_negatives[mine] @ second
     if given.pop("negatives", False):
         extra = negatives[further] @ second
         if kind is not None:
@@ -53,7 +58,7 @@ def run(inputs, mine, further, gather, options):
         gather=gather,
         **given,
     )
-    return loss, torch.autograd.grad(loss, leaves)
+    return loss, torch.autograd.grad(loss.sum(), leaves)
 
 
 def cases():
@@ -65,25 +70,33 @@ def cases():
     yield True, dict(symmetric=True, reduction="sum")
     yield True, dict(negatives=True, in_batch=False)
     yield True, dict(negatives=True, gather_negatives=False)
+    yield True, dict(own_negatives=True, groups="one")
+    yield True, dict(symmetric=True, reduction="none")
 
 
 def compare(rank: int, processes: int, gather, options) -> None:
     counts = EVEN if gather == "even" else UNEVEN
-    torch.manual_seed(2)
+    torch.manual_seed(SEED + 1)
     n, m = sum(counts), sum(MORE)
-    inputs = [torch.randn(k, INPUT, dtype=torch.float64) for k in (n, n, m)]
+    shapes = (n,), (n,), (m,), (n, 2)
+    inputs = [torch.randn(*shape, INPUT, dtype=torch.float64) for shape in shapes]
     inputs += [torch.randint(3, (k,)) for k in (n, n, m)]
     shared = options.get("gather_negatives") is False
     further = slice(None) if shared else part(MORE, rank)
     loss, gradients = run(inputs, part(counts, rank), further, gather, options)
+    one_each = options.get("reduction") == "none"
     for each in gradients:
         dist.all_reduce(each)
-        each.div_(processes)
+        # Losses that each process adds up itself are not those of an average.
+        each.div_(1 if one_each else processes)
     alone = {name: value for name, value in options.items() if name != "gather_negatives"}
     expected_loss, expected = run(inputs, slice(None), slice(None), False, alone)
+    if one_each:
+        expected_loss = expected_loss[part(counts, rank)]
     torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
     for one, other in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+        # Shares of a softmax, of which most cancels.
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10 * n)
 
 
 def check_queue(rank: int) -> None:
@@ -108,7 +121,8 @@ def process(rank: int, processes: int, file: str) -> None:
 
 
 def main() -> None:
-    processes, file = int(sys.argv[1]), sys.argv[2]
+    global SEED
+    processes, file, SEED = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     children = []
     for rank in range(processes):
         child = os.fork()

@@ -40,6 +40,17 @@ def test_it_is_the_minimum_of_the_likelihood():
     assert (miss * scores.double()).sum(0).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("n_classes", [None, 3])
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1e5, 1e30])
+def test_the_scale_of_scores_does_not_matter(n_classes, scale):
+    scores, _, labels = drawn([0.5, 1.0, 1.6], [-1.0, 0.5, -2.0], n_rows=200)
+    scores = scores.double()
+    before = ZLPRCalibrator(n_classes).fit(scores, labels)
+    after = ZLPRCalibrator(n_classes).fit(scale * scores, labels)
+    torch.testing.assert_close(after(scale * scores), before(scores), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(after.threshold / scale, before.threshold, rtol=1e-5, atol=1e-7)
+
+
 def test_curves_never_fall():
     scores, _, labels = drawn([-1.0, 1.0], [0.0, 0.0], n_rows=500)
     calibrator = ZLPRCalibrator(2).fit(scores, labels)

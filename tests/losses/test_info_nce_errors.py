@@ -61,6 +61,8 @@ def test_module_refuses():
         InfoNCELoss(0.001, learn_temperature=True)
     with pytest.raises(ValueError, match="max_scale: expected a number above 0"):
         InfoNCELoss(0.1, max_scale=0.0)
+    with pytest.raises(TypeError, match="max_scale: expected a number or None, got str"):
+        InfoNCELoss(0.1, max_scale="100")
     with pytest.raises(TypeError, match="margin: expected one of the options"):
         InfoNCELoss(0.1, margin=2)
 

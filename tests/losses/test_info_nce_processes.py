@@ -19,9 +19,9 @@ PROCESSES = 4
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
     reason="this torch has no gloo",
 )
-def test_gradients_after_averaging_are_those_of_one_process(tmp_path):
+def test_gradients_after_averaging_are_those_of_one_process(tmp_path, seed):
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), str(PROCESSES), str(tmp_path / "meeting")],
+        [sys.executable, str(SCRIPT), str(PROCESSES), str(tmp_path / "meeting"), str(seed)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -79,6 +79,8 @@ def test_weights_are_those_of_a_beta():
     ("kind", "message", "call"),
     [
         (TypeError, "target: expected a torch.Tensor", lambda: smooth_labels([0], 0.1)),
+        (ValueError, r"target: .*\[0, 1\], got 2", lambda: smooth_labels(2.0 * torch.eye(2), 0.1)),
+        (ValueError, "target: .*0 or 1, got 3", lambda: mixup(torch.eye(1), torch.tensor([3]))),
         (ValueError, "smoothing: .*got 0.7", lambda: smooth_labels(torch.ones(2), 0.7)),
         (ValueError, "alpha: .*got 0", lambda: mixup(torch.eye(2), torch.eye(2), alpha=0)),
         (TypeError, "alpha: .*got str", lambda: mixup(torch.eye(2), torch.eye(2), alpha="1")),

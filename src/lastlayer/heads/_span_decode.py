@@ -56,7 +56,9 @@ def decoded(
 
 def _scores(parts: SpanParts, tile: Tile) -> Tensor:
     """``(texts, starts, ends, types)``: the cells of a text in the order of start, end, type."""
-    scores = tile_scores(parts, tile).masked_fill_(not_spans(parts, tile), -math.inf)
+    scores = tile_scores(parts, tile)
+    # A NaN is above no threshold, but would take the place of a span among the best.
+    scores = scores.masked_fill_(not_spans(parts, tile) | scores.isnan(), -math.inf)
     return scores.permute(0, 2, 3, 1)
 
 

@@ -40,6 +40,8 @@ class Objective:
         loss: the loss of a row.
         n_scores: how many scores a row has.
         alpha: the penalty.
+        unit: how far rows are from their mean. To solvers that divide by it, features of any scale
+            are alike.
     """
 
     features: Any
@@ -48,6 +50,7 @@ class Objective:
     loss: RowLoss
     n_scores: int
     alpha: float
+    unit: float = 1.0
 
     @property
     def n_rows(self) -> int:

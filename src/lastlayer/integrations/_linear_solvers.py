@@ -27,19 +27,20 @@ def solve_lbfgs(
 ) -> Solution:
     """Ends where no entry of the gradient is above ``tol``, or where nothing but rounding moves.
 
-    Steps are made in float64. Memory is that of about 30 weights in it.
+    Steps are made in float64, in ``weight * unit``. Memory is that of about 30 weights in it.
     """
-    n_scores, width = objective.n_scores, objective.features.shape[1]
+    n_scores, width, unit = objective.n_scores, objective.features.shape[1], objective.unit
     flat = torch.zeros(n_scores * (width + fit_intercept), dtype=torch.float64)
 
     def model() -> tuple[Tensor, Tensor]:
-        weight, *bias = flat.to(dtype).split(n_scores * width)
-        return weight.view(n_scores, width), bias[0] if bias else weight.new_zeros(n_scores)
+        weight, *bias = flat.split(n_scores * width)
+        weight = (weight / unit).to(dtype).view(n_scores, width)
+        return weight, bias[0].to(dtype) if bias else weight.new_zeros(n_scores)
 
     def value_and_gradient() -> float:
         found = objective(*model())
-        pieces = [found.weight.ravel(), found.bias] if fit_intercept else [found.weight.ravel()]
-        flat.grad = torch.cat(pieces).double()
+        pieces = [found.weight.ravel().double() / unit]
+        flat.grad = torch.cat([*pieces, found.bias.double()] if fit_intercept else pieces)
         return found.value
 
     steps = torch.optim.LBFGS(
@@ -78,15 +79,19 @@ def solve_adam(
 ) -> Solution:
     """Ends once the loss of an epoch was not better by ``tol`` for ``patience`` epochs.
 
-    The learning rate falls with the root of the epoch. Memory is that of 4 weights.
+    The learning rate is for features of deviation 1, and falls with the root of the epoch. Memory
+    is that of 4 weights.
     """
-    n_rows = objective.n_rows
+    n_rows, deviation = objective.n_rows, objective.unit / math.sqrt(objective.features.shape[1])
+    rates = learning_rate / deviation, learning_rate
     weight = torch.zeros(objective.n_scores, objective.features.shape[1], dtype=dtype)
     bias = torch.zeros(objective.n_scores, dtype=dtype)
-    steps = torch.optim.Adam([weight, bias] if fit_intercept else [weight], lr=learning_rate)
+    groups = [{"params": [each]} for each in ((weight, bias) if fit_intercept else (weight,))]
+    steps = torch.optim.Adam(groups)
     best, waited = math.inf, 0
     for epoch in range(1, max_iter + 1):
-        steps.param_groups[0]["lr"] = learning_rate / math.sqrt(epoch)
+        for group, rate in zip(steps.param_groups, rates, strict=False):
+            group["lr"] = rate / math.sqrt(epoch)
         order, total = random.permutation(n_rows), 0.0
         for first in range(0, n_rows, batch_size):
             rows = order[first : first + batch_size]

@@ -15,6 +15,7 @@ import torch
 from scipy import sparse
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state, compute_sample_weight
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
@@ -30,6 +31,9 @@ from lastlayer.integrations._linear_objective import (
 from lastlayer.integrations._linear_solvers import Solution, solve_adam, solve_lbfgs
 from lastlayer.integrations._sklearn_targets import Target, target_of
 
+# With alpha="scale": how far from 0 scores are expected.
+_DEVIATION = 10.0
+
 
 class LinearClassifier(ClassifierMixin, BaseEstimator):
     """A linear model of class labels, or of any number of labels a row."""
@@ -39,6 +43,31 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
     coef_: Array
     intercept_: Array
     classes_: Array
+
+    def __init__(
+        self,
+        *,
+        alpha: float | str,
+        fit_intercept: bool,
+        class_weight: Any,
+        solver: str,
+        max_iter: int,
+        tol: float,
+        batch_size: int,
+        learning_rate: float,
+        n_iter_no_change: int,
+        random_state: Any,
+    ) -> None:
+        self.alpha = alpha
+        self.fit_intercept = fit_intercept
+        self.class_weight = class_weight
+        self.solver = solver
+        self.max_iter = max_iter
+        self.tol = tol
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.n_iter_no_change = n_iter_no_change
+        self.random_state = random_state
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Trains the model.
@@ -68,13 +97,16 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
         weights: Array | None,
         random: np.random.RandomState,
     ) -> None:
+        features = StandardScaler(with_mean=not sparse.issparse(X)).fit(X, sample_weight=weights)
+        self.alpha_ = self._penalty(features, weights)
         objective = Objective(
             features_of(X),
             target.labels,
             None if weights is None else tensor(weights),
             self._loss(target.kind),
             target.n_scores,
-            float(self.alpha),
+            self.alpha_,
+            math.sqrt(features.var_.sum()) or 1.0,
         )
         found = self._solve(objective, tensor(np.empty(0, X.dtype)).dtype, random)
         if found.problem is not None:
@@ -85,6 +117,13 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
             )
         self.coef_, self.intercept_ = found.weight.numpy(), found.bias.numpy()
         self.n_iter_ = found.n_iter
+
+    def _penalty(self, features: StandardScaler, weights: Array | None) -> float:
+        """As it was given, or that of a prior under which scores deviate by so much."""
+        if self.alpha != "scale":
+            return float(self.alpha)
+        rows = features.n_samples_seen_ if weights is None else weights.sum(dtype=np.float64)
+        return float(features.var_.sum() / (rows * _DEVIATION**2))
 
     def _solve(
         self, objective: Objective, dtype: torch.dtype, random: np.random.RandomState
@@ -123,7 +162,7 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
             weights = weights * compute_sample_weight(self.class_weight, np.ravel(y))
         if not (weights > 0).any():
             raise ValueError("sample_weight: expected some weight above 0, got zero for every row")
-        return None if (weights == weights[0]).all() else weights.astype(X.dtype, copy=False)
+        return None if (weights == 1).all() else weights.astype(X.dtype, copy=False)
 
     def decision_function(self, X: Any) -> Array:
         """Scores ``(rows, n_classes)``; ``(rows,)`` for two classes, above 0 for the second.
@@ -170,7 +209,10 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
         """Of each label or class; of the second of two."""
 
     def _check_parameters(self) -> None:
-        check_number("alpha", self.alpha, 0.0)
+        if not isinstance(self.alpha, str):
+            check_number("alpha", self.alpha, 0.0)
+        elif self.alpha != "scale":
+            raise ValueError(f"alpha: expected a number or 'scale', got {self.alpha!r}")
         check_number("tol", self.tol, 0.0)
         check_number("learning_rate", self.learning_rate, 0.0, above=True)
         for name in ("max_iter", "batch_size", "n_iter_no_change"):

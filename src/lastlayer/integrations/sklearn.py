@@ -51,6 +51,14 @@ class ZLPRClassifier(LinearClassifier):
     * labels of two classes: ZLPR with one score is the logistic loss, and this is
       ``LogisticRegression(C=1 / (alpha * rows))``.
 
+    The penalty suits the features by itself: with ``alpha="scale"`` it is
+
+    .. math:: \alpha = \frac{\operatorname{E} \|x - \operatorname{E} x\|^2}{100 \sum_i w_i},
+
+    that of a normal prior under which the scores of rows deviate by 10. Features times a number
+    give the same predictions, and rows of length 1, as tf-idf makes them, are penalised as little
+    as features of deviation 1. A number is taken as it is.
+
     Probabilities: those of two classes are :math:`\sigma(s)` and right as they are. Those of more
     classes are a softmax, and of labels :math:`\sigma(2s)`: the sign of a score is learnt, but
     the scale of scores from hard labels is not that of log-odds, see
@@ -65,15 +73,17 @@ class ZLPRClassifier(LinearClassifier):
     :class:`lastlayer.heads.MultiLabel`.
 
     Args:
-        alpha: the penalty of the weights, at least 0; intercepts have none.
+        alpha: the penalty of the weights, at least 0, or "scale"; intercepts have none.
         fit_intercept: whether each label has an intercept.
         class_weight: None, "balanced" or weights by class, as in scikit-learn; for classes only.
         solver: "lbfgs" for all rows at once, or "adam" for batches, where there are many rows.
         max_iter: the most iterations of L-BFGS, or epochs of Adam.
-        tol: L-BFGS ends where no entry of the gradient is above it; Adam where the loss of an
-            epoch got no better by it.
+        tol: L-BFGS ends where no entry of the gradient is above it, where that of the weights is
+            divided by how far rows are from their mean; Adam where the loss of an epoch got no
+            better by it.
         batch_size: rows of a step of Adam.
-        learning_rate: of Adam in its first epoch; it falls with the root of the epoch.
+        learning_rate: of Adam in its first epoch, for features of deviation 1; it falls with the
+            root of the epoch.
         n_iter_no_change: epochs without an improvement after which Adam ends.
         calibrate: whether probabilities and thresholds are fitted on a share of the rows.
         validation_fraction: that share, above 0 and below 1. No more than 4 million scores are
@@ -84,6 +94,7 @@ class ZLPRClassifier(LinearClassifier):
         coef_: ``(n_scores, n_features)``; one score for two classes.
         intercept_: ``(n_scores,)``.
         classes_: the classes; for labels 0 to ``n_labels - 1``.
+        alpha_: the penalty.
         n_iter_: how many iterations or epochs there were.
         calibrator_: the fitted :class:`lastlayer.ZLPRCalibrator`, or None.
         n_features_in_: how many features there are.
@@ -102,7 +113,7 @@ class ZLPRClassifier(LinearClassifier):
     def __init__(
         self,
         *,
-        alpha: float = 1e-4,
+        alpha: float | str = "scale",
         fit_intercept: bool = True,
         class_weight: Any = None,
         solver: str = "lbfgs",
@@ -115,18 +126,13 @@ class ZLPRClassifier(LinearClassifier):
         validation_fraction: float = 0.1,
         random_state: Any = None,
     ) -> None:
-        self.alpha = alpha
-        self.fit_intercept = fit_intercept
-        self.class_weight = class_weight
-        self.solver = solver
-        self.max_iter = max_iter
-        self.tol = tol
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.n_iter_no_change = n_iter_no_change
+        super().__init__(
+            alpha=alpha, fit_intercept=fit_intercept, class_weight=class_weight, solver=solver,
+            max_iter=max_iter, tol=tol, batch_size=batch_size, learning_rate=learning_rate,
+            n_iter_no_change=n_iter_no_change, random_state=random_state,
+        )  # fmt: skip
         self.calibrate = calibrate
         self.validation_fraction = validation_fraction
-        self.random_state = random_state
 
     def _train(
         self,
@@ -201,17 +207,20 @@ class SparsemaxClassifier(LinearClassifier):
       the row's threshold, above 0 where a label is predicted.
 
     Args:
-        alpha: the penalty of the weights, at least 0; intercepts have none.
+        alpha: the penalty of the weights, at least 0, or "scale", as in :class:`ZLPRClassifier`;
+            intercepts have none.
         threshold: for labels: the probability above which one is predicted, from 0 to below 1.
             Choose it on held-out data, with a grid search for one.
         fit_intercept: whether each label has an intercept.
         class_weight: None, "balanced" or weights by class, as in scikit-learn; for classes only.
         solver: "lbfgs" for all rows at once, or "adam" for batches, where there are many rows.
         max_iter: the most iterations of L-BFGS, or epochs of Adam.
-        tol: L-BFGS ends where no entry of the gradient is above it; Adam where the loss of an
-            epoch got no better by it.
+        tol: L-BFGS ends where no entry of the gradient is above it, where that of the weights is
+            divided by how far rows are from their mean; Adam where the loss of an epoch got no
+            better by it.
         batch_size: rows of a step of Adam.
-        learning_rate: of Adam in its first epoch; it falls with the root of the epoch.
+        learning_rate: of Adam in its first epoch, for features of deviation 1; it falls with the
+            root of the epoch.
         n_iter_no_change: epochs without an improvement after which Adam ends.
         random_state: for the order of rows.
 
@@ -219,6 +228,7 @@ class SparsemaxClassifier(LinearClassifier):
         coef_: ``(n_scores, n_features)``; one score for two classes.
         intercept_: ``(n_scores,)``.
         classes_: the classes; for labels 0 to ``n_labels - 1``.
+        alpha_: the penalty.
         n_iter_: how many iterations or epochs there were.
         n_features_in_: how many features there are.
         feature_names_in_: their names, where X had names.
@@ -236,7 +246,7 @@ class SparsemaxClassifier(LinearClassifier):
     def __init__(
         self,
         *,
-        alpha: float = 1e-4,
+        alpha: float | str = "scale",
         threshold: float = 0.0,
         fit_intercept: bool = True,
         class_weight: Any = None,
@@ -248,17 +258,12 @@ class SparsemaxClassifier(LinearClassifier):
         n_iter_no_change: int = 5,
         random_state: Any = None,
     ) -> None:
-        self.alpha = alpha
+        super().__init__(
+            alpha=alpha, fit_intercept=fit_intercept, class_weight=class_weight, solver=solver,
+            max_iter=max_iter, tol=tol, batch_size=batch_size, learning_rate=learning_rate,
+            n_iter_no_change=n_iter_no_change, random_state=random_state,
+        )  # fmt: skip
         self.threshold = threshold
-        self.fit_intercept = fit_intercept
-        self.class_weight = class_weight
-        self.solver = solver
-        self.max_iter = max_iter
-        self.tol = tol
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.n_iter_no_change = n_iter_no_change
-        self.random_state = random_state
 
     def _train(
         self,

@@ -50,6 +50,16 @@ def check_number(temperature: Any) -> None:
     check_temperature(temperature)
 
 
+def check_max_scale(max_scale: Any) -> None:
+    """A number above 0, or None for no bound."""
+    if max_scale is None:
+        return
+    if isinstance(max_scale, bool) or not isinstance(max_scale, (int, float)):
+        raise TypeError(f"max_scale: expected a number or None, got {type(max_scale).__name__}")
+    if not max_scale > 0.0:
+        raise ValueError(f"max_scale: expected a number above 0 or None, got {max_scale}")
+
+
 def check_vectors(query: Any, key: Any) -> None:
     """Two matrices of one shape, dtype and device; autocast may bring dtypes together."""
     check_scores(query, name="query")
@@ -102,4 +112,7 @@ def _check_like(name: str, vectors: Any, query: Tensor) -> None:
             f"{name}: expected the device of query, {query.device}, got {vectors.device}"
         )
     if vectors.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
-        raise TypeError(f"{name}: expected the dtype of query, {query.dtype}, got {vectors.dtype}")
+        raise TypeError(
+            f"{name}: expected the dtype of query, {query.dtype}, got {vectors.dtype}; convert one "
+            "of them, or use torch.autocast"
+        )

@@ -27,8 +27,7 @@ def check_multilabel(scores: Any, target: Any, mask: Any, reduction: Any) -> Non
         raise ValueError(
             f"target: expected the device of scores, {scores.device}, got {target.device}"
         )
-    if target.dtype != torch.bool and target.numel() and values_are_checked(target):
-        _check_labels(target, mask)
+    check_labels(target, mask)
 
 
 def check_allowed(mask: Any, scores: Tensor) -> None:
@@ -40,7 +39,10 @@ def check_allowed(mask: Any, scores: Tensor) -> None:
         raise ValueError(f"mask: expected the device of scores, {scores.device}, got {mask.device}")
 
 
-def _check_labels(target: Tensor, mask: Tensor | None) -> None:
+def check_labels(target: Tensor, mask: Tensor | None = None) -> None:
+    """Labels from 0 to 1, wherever the mask does not leave them out."""
+    if target.dtype == torch.bool or not target.numel() or not values_are_checked(target):
+        return
     lowest, highest = (bound.item() for bound in target.detach().aminmax())
     if lowest >= 0 and highest <= 1:
         return
@@ -51,7 +53,7 @@ def _check_labels(target: Tensor, mask: Tensor | None) -> None:
         kind = "in [0, 1]" if target.is_floating_point() else "0 or 1"
         raise ValueError(
             f"target: expected labels {kind}, got {target[wrong].flatten()[0].item()}; classes "
-            "that do not count are left out by mask="
+            "that do not count are left out by mask= of the loss"
         )
 
 

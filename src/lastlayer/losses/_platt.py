@@ -20,8 +20,13 @@ class Curve(NamedTuple):
     bias: Tensor
 
 
-def columns_of(scores: Tensor, target: Tensor, mask: Tensor | None) -> Columns:
-    """Some classes at a time in float64: where, scores, labels, and what counts as 0 or 1."""
+def columns_of(
+    scores: Tensor, target: Tensor, mask: Tensor | None, unit: Tensor | None = None
+) -> Columns:
+    """Some classes at a time in float64: where, scores, labels, and what counts as 0 or 1.
+
+    Scores are in multiples of ``unit``, where it is given.
+    """
     n_rows, n = scores.shape
     step = max(1, _WIDENED // max(1, n_rows))
 
@@ -33,9 +38,22 @@ def columns_of(scores: Tensor, target: Tensor, mask: Tensor | None) -> Columns:
             if mask is not None:
                 counts = counts & mask[:, part]
             labels = torch.where(counts, target[:, part].double(), 0.0)
+            x = x if unit is None else x / unit
             yield part, torch.where(counts, x, 0.0), labels, counts.double()
 
     return each
+
+
+def typical_size(columns: Columns, device: torch.device) -> Tensor:
+    """The mean of the sizes of scores; 1 where all are 0.
+
+    In this unit a fit takes the same steps for scores of any scale, and is drawn as strongly.
+    """
+    total, number = torch.zeros(2, dtype=torch.float64, device=device)
+    for _, x, _, counts in columns():
+        total += x.abs().sum()
+        number += counts.sum()
+    return torch.where(total > 0, total / number, 1.0)
 
 
 def fit_shared(columns: Columns, device: torch.device) -> Curve:

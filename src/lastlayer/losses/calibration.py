@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lastlayer._checks import check_scores
 from lastlayer.losses._multilabel import check_multilabel, rows_of_mask, wide_dtype
-from lastlayer.losses._platt import Columns, Curve, columns_of, fit_each, fit_shared
+from lastlayer.losses._platt import Columns, Curve, columns_of, fit_each, fit_shared, typical_size
 
 
 class ZLPRCalibrator(torch.nn.Module):
@@ -18,7 +18,8 @@ class ZLPRCalibrator(torch.nn.Module):
     scores are no log-odds, see :func:`lastlayer.zlpr_probability`. Fitted on data that was not
     trained on, :math:`a` and :math:`b` minimise the negative log-likelihood. A curve a class is
     drawn to the curve of all classes, as if by ``strength`` observations, so that rare classes have
-    a sensible one. All is done in float64 by Newton's method, and is deterministic.
+    a sensible one. All is done in float64 by Newton's method, and is deterministic; scores of
+    another scale give the same probabilities.
 
     Before it is fitted it is :math:`\sigma(2s)`, with a threshold of 0. Its state is a plain
     ``state_dict`` of four buffers.
@@ -76,9 +77,12 @@ class ZLPRCalibrator(torch.nn.Module):
         flat, labels = scores.reshape(n_rows, n), target.reshape(n_rows, n)
         _check_values(flat, labels, rows_mask)
         columns = columns_of(flat, labels, rows_mask)
-        curve = fit_shared(columns, scores.device)
+        unit = typical_size(columns, scores.device)
+        in_units = columns_of(flat, labels, rows_mask, unit)
+        curve = fit_shared(in_units, scores.device)
         if self.n_classes is not None:
-            curve = fit_each(columns, curve, n, self.strength)
+            curve = fit_each(in_units, curve, n, self.strength)
+        curve = Curve(curve.slope / unit, curve.bias)
         threshold = _at_half(curve)
         if self.threshold_kind == "f1":
             threshold = _at_best_f1(columns, threshold)

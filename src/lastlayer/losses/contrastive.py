@@ -81,7 +81,9 @@ def info_nce(
         gather_negatives: False where all processes have the same negatives, as from a
             :class:`lastlayer.NegativeQueue` that was given the keys of all.
         process_group: of ``torch.distributed``; by default that of all processes.
-        reduction: "mean" over queries, "sum" or "none"; "none" gives the queries of this process.
+        reduction: "mean" over queries, "sum" or "none". Across processes "none" gives the losses of
+            this process's queries; of what each makes of them gradients are to be summed, not
+            averaged.
         chunk_rows: queries whose similarities are held at a time, "auto", or "low", which holds
             fewer, and none from forward to backward.
 
@@ -222,8 +224,7 @@ class InfoNCELoss(torch.nn.Module):
         super().__init__()
         checks.check_number(temperature)
         self._check_options(options)
-        if max_scale is not None and not max_scale > 0.0:
-            raise ValueError(f"max_scale: expected a number above 0 or None, got {max_scale}")
+        checks.check_max_scale(max_scale)
         if learn_temperature and max_scale is not None and 1.0 / temperature > max_scale * 1.000001:
             raise ValueError(
                 f"temperature: expected at least 1/max_scale = {1.0 / max_scale:.6g}, got "

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lastlayer.losses._multilabel import check_labels
 from lastlayer.losses._positives import check_smoothing
 
 
@@ -53,6 +54,7 @@ def smooth_labels(target: Tensor, smoothing: float) -> Tensor:
         tensor([0.1000, 0.9000])
     """
     _check_tensor("target", target)
+    check_labels(target)
     check_smoothing(smoothing)
     if not target.is_floating_point():
         target = target.to(torch.get_default_dtype())
@@ -76,7 +78,7 @@ def mixup(
 
     Args:
         inputs: ``(rows, …)``, floating.
-        target: dense labels ``(rows, …)``: bool, integer or floating.
+        target: dense labels ``(rows, …)``: bool, integers 0 and 1, or floating in [0, 1].
         alpha: above 0; small numbers leave most rows nearly as they are.
         generator: what to draw with, on the device of the inputs.
 
@@ -93,6 +95,7 @@ def mixup(
         Zhang et al., mixup: Beyond Empirical Risk Minimization, ICLR 2018, arXiv:1710.09412.
     """
     _check_rows(inputs, "target", target)
+    check_labels(target)
     weight, partner = _draw(inputs, alpha, generator)
     if not target.is_floating_point():
         target = target.to(torch.get_default_dtype())
