@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastlayer import trees
-from lastlayer.heads import Head
+from lastlayer.heads import Head, _node_scores
 from lastlayer.heads._path_log_prob import chosen_log_prob
 from lastlayer.heads.hierarchical import HierarchicalSoftmax
 from lastlayer.testing import check_head
@@ -116,8 +116,11 @@ def test_random_trees_keep_to_the_definition(tree, bias):
 
 
 @each_tree
-@pytest.mark.parametrize("bias", [True, False])
-def test_gradients_are_those_of_the_dense_formula(tree, bias):
+@pytest.mark.parametrize(("bias", "by_node"), [(True, False), (False, False), (True, True)])
+def test_gradients_are_those_of_the_dense_formula(tree, bias, by_node, monkeypatch):
+    if by_node:
+        # As if there were many rows for each node.
+        monkeypatch.setattr(_node_scores, "_NUMBERS_A_NODE", 0)
     heads = [
         HierarchicalSoftmax(6, tree, bias=bias, sparse=sparse, dtype=torch.float64)
         for sparse in (False, True)

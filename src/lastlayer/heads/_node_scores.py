@@ -8,6 +8,7 @@ are sorted by node, and each node has one product with the rows that ask for it,
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from lastlayer.heads._tree_tables import TreeTables
 
 # Blocks of more vectors than this are not gathered.
 _WIDEST_GATHERED = 32
+# Numbers to gather that take as long as the product of a node takes to be called (on a CPU).
+_NUMBERS_A_NODE = 30_000
 # Rows of the weight that a search scores at once.
 _TOP_ROWS = 2048
 # Numbers gathered at a time where no gradient is recorded.
@@ -70,7 +73,8 @@ def edge_log_prob(
         decided = logsigmoid(torch.where(position == 1, scores, -scores))
         return torch.where(inside, decided, 0.0)
     binary = tables.child_start[node + 1] - tables.child_start[node] == 2
-    made = _listed(_wide_log_prob, nodes, rows, node, position, inside & ~binary)
+    wide = partial(_wide_log_prob, once)
+    made = _listed(wide, nodes, rows, node, position, inside & ~binary)
     if tables.has_binary:
         made = made + _listed(_binary_log_prob, nodes, rows, node, position, inside & binary)
     return made
@@ -167,9 +171,11 @@ def _binary_log_prob(
 
 
 def _wide_log_prob(
-    nodes: Nodes, rows: Tensor, of_row: Tensor, node: Tensor, position: Tensor
+    once: bool, nodes: Nodes, rows: Tensor, of_row: Tensor, node: Tensor, position: Tensor
 ) -> Tensor:
-    if nodes.tables.widest > _WIDEST_GATHERED and _host_knows(node):
+    widest, n_inner = nodes.tables.widest, nodes.tables.n_inner
+    crowded = once and len(node) * widest * rows.shape[1] > _NUMBERS_A_NODE * n_inner
+    if (widest > _WIDEST_GATHERED or crowded) and _host_knows(node):
         return log_prob_by_node(
             nodes.tables, nodes.weight, nodes.bias, rows, of_row, node, position, nodes.sparse
         )
