@@ -8,7 +8,7 @@ from unfused import cross_entropy, distance, entmax, gradients, topk_softmax, un
 
 from lastlayer.fused import (
     _chunks,
-    _loss,
+    _run_rows,
     _slabs,
     linear_cross_entropy,
     linear_entmax_loss,
@@ -59,7 +59,7 @@ def test_low_memory_adds_no_more_often(monkeypatch, dtype, options):
     monkeypatch.setitem(_chunks._LOW_BYTES, "cpu", 20 * V * 2)
     taken = []
     monkeypatch.setattr(
-        _loss, "run_slabs", lambda *args: taken.append(args) or _slabs.run_slabs(*args)
+        _run_rows, "run_slabs", lambda *args: taken.append(args) or _slabs.run_slabs(*args)
     )
     if "class_weight" in options:
         options = {**options, "class_weight": torch.rand(V, dtype=torch.float64) + 0.5}

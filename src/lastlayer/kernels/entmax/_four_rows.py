@@ -10,6 +10,7 @@ import math
 import numpy as np
 from numba import njit
 
+from lastlayer.kernels._blocks import top_of_rest
 from lastlayer.kernels._vectors import lanes_of, margins, squares
 
 # Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
@@ -19,12 +20,32 @@ LONGEST = 1024
 LONGEST_BACKWARD = 1024
 
 
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+def solve_short(rows, out, four, kind):
+    """Probabilities of one to four rows into ``out``; says whether all of them have some.
+
+    If not, nothing is written. ``four`` is room to work in, as :func:`room_for_four` makes it.
+    """
+    last = len(rows) - 1
+    second, third = min(1, last), min(2, last)
+    (p0, sane0), (p1, sane1) = top_of_rest(rows, 0, 0), top_of_rest(rows, second, 0)
+    (p2, sane2), (p3, sane3) = top_of_rest(rows, third, 0), top_of_rest(rows, last, 0)
+    if not (sane0 and sane1 and sane2 and sane3 and min(p0, p1, p2, p3) > -math.inf):
+        return False
+    # Inlined for a known kind, each is a loop of its own.
+    if kind == 1:
+        _solve_four(rows, 0, second, third, last, p0, p1, p2, p3, out, four, 1)
+    else:
+        _solve_four(rows, 0, second, third, last, p0, p1, p2, p3, out, four, 2)
+    return True
+
+
 @njit(nogil=True, forceinline=True, fastmath=_FAST, error_model="numpy")
-def solve_four(rows, r0, r1, r2, r3, p0, p1, p2, p3, out, x, kind):
+def _solve_four(rows, r0, r1, r2, r3, p0, p1, p2, p3, out, x, kind):
     """Probabilities of four rows, which may be one and the same, into ``out``.
 
     ``p0`` to ``p3`` are their maxima, which must be finite. What comes out for a row does not
-    depend on the others. ``x`` is room to work in, as :func:`room_for_four` makes it.
+    depend on the others.
     """
     scale = x.dtype.type(1.0 / kind)
     _centre(rows, r0, p0, x, 0, scale)

@@ -12,7 +12,7 @@ from numba import njit
 from torch import Tensor
 
 from lastlayer.kernels._arrays import as_rows, empty_rows, in_dtype
-from lastlayer.kernels._blocks import BLOCK, bits, find_peaks, room_for_peaks, top_of_rest
+from lastlayer.kernels._blocks import BLOCK, bits, find_peaks, room_for_peaks
 from lastlayer.kernels._threads import by_rows
 from lastlayer.kernels.entmax._any_alpha import powers_of, room_for_any, solve_any
 from lastlayer.kernels.entmax._four_rows import (
@@ -20,7 +20,7 @@ from lastlayer.kernels.entmax._four_rows import (
     LONGEST_BACKWARD,
     backward_row,
     room_for_four,
-    solve_four,
+    solve_short,
 )
 
 # Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
@@ -102,28 +102,17 @@ def _forward(start, stop, rows, out, alphas, kind):
     copies = room_for_any(n if kind == 0 else 0)
     row = start
     while row < stop:
-        last = min(row + 3, stop - 1)
-        second, third = min(row + 1, last), min(row + 2, last)
-        if short:
-            (p0, sane0), (p1, sane1) = top_of_rest(rows, row, 0), top_of_rest(rows, second, 0)
-            (p2, sane2), (p3, sane3) = top_of_rest(rows, third, 0), top_of_rest(rows, last, 0)
-            lowest = min(p0, p1, p2, p3)
-            if sane0 and sane1 and sane2 and sane3 and lowest > -math.inf:
-                # Inlined for a known kind, each is a loop of its own.
-                if kind == 1:
-                    solve_four(rows, row, second, third, last, p0, p1, p2, p3, out, four, 1)
-                else:
-                    solve_four(rows, row, second, third, last, p0, p1, p2, p3, out, four, 2)
-                row += 4
-                continue
+        after = min(row + 4, stop)
+        if short and solve_short(rows[row:after], out[row:after], four, kind):
+            row = after
+            continue
         for i in range(n):
             out[row, i] = 0.0
         state = find_peaks(rows, row, peaks)
         if state < 0 or not _alpha_of(alphas, row) >= 1.0:
             out[row] = math.nan
         elif state > 0 and short:
-            top = peaks[-1]
-            solve_four(rows, row, row, row, row, top, top, top, top, out, four, kind)
+            solve_short(rows[row : row + 1], out[row : row + 1], four, kind)
         elif state > 0:
             alpha = _alpha_of(alphas, row)
             count = _solve(rows, row, peaks, probs, column, copies, alpha, kind)
@@ -138,38 +127,50 @@ def _support(start, stop, rows, values, indices, size, alphas, kind, too_small):
     peaks = room_for_peaks(rows)
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n + 1, np.int32)
-    room = values.shape[1]
     short = kind > 0 and n <= LONGEST
     four = room_for_four(rows, n if short else 0)
     copies = room_for_any(n if kind == 0 else 0)
-    dense = np.empty((1, n if short else 0), rows.dtype)
-    for row in range(start, stop):
+    # Short rows are solved as for the dense result, so that both agree to the last bit.
+    dense = np.empty((4, n if short else 0), rows.dtype)
+    everywhere = np.arange(n if short else 0)
+    row = start
+    while row < stop:
+        after = min(row + 4, stop)
+        if short and solve_short(rows[row:after], dense[: after - row], four, kind):
+            for each in range(row, after):
+                one = dense[each - row]
+                size[each] = _keep(one, everywhere, n, too_small, values, indices, each)
+            row = after
+            continue
         state = find_peaks(rows, row, peaks)
-        filled = 0
         if state < 0 or not _alpha_of(alphas, row) >= 1.0:
-            filled = n
+            size[row] = n
             values[row, :n] = math.nan
-            for i in range(min(n, room)):
+            for i in range(min(n, values.shape[1])):
                 indices[row, i] = i
+            row += 1
+            continue
+        if state > 0 and short:
+            solve_short(rows[row : row + 1], dense[:1], four, kind)
+            size[row] = _keep(dense[0], everywhere, n, too_small, values, indices, row)
         elif state > 0:
-            if short:
-                # The way of the dense result, so that both agree to the last bit.
-                one, top = rows[row : row + 1], peaks[-1]
-                solve_four(one, 0, 0, 0, 0, top, top, top, top, dense, four, kind)
-                count = n
-                for i in range(n):
-                    probs[i] = dense[0, i]
-                    column[i] = i
-            else:
-                alpha = _alpha_of(alphas, row)
-                count = _solve(rows, row, peaks, probs, column, copies, alpha, kind)
-            for i in range(count):
-                if probs[i] > too_small:
-                    if filled < room:
-                        values[row, filled] = probs[i]
-                        indices[row, filled] = column[i]
-                    filled += 1
-        size[row] = filled
+            alpha = _alpha_of(alphas, row)
+            count = _solve(rows, row, peaks, probs, column, copies, alpha, kind)
+            size[row] = _keep(probs, column, count, too_small, values, indices, row)
+        row += 1
+
+
+@njit(nogil=True)
+def _keep(probs, column, count, too_small, values, indices, row):
+    """Writes what is large enough, as far as there is room; says how many that would be."""
+    room, kept = values.shape[1], 0
+    for i in range(count):
+        if probs[i] > too_small:
+            if kept < room:
+                values[row, kept] = probs[i]
+                indices[row, kept] = column[i]
+            kept += 1
+    return kept
 
 
 @njit(nogil=True)
