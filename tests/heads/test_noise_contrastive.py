@@ -250,6 +250,7 @@ def test_a_resumed_run_draws_the_same_noise(kind):
     ids=str,
 )
 def test_the_heads_keep_the_contract(options, seed):
+    options = dict(options)
     kind = options.pop("kind")
     check_head(
         lambda: kind(8, 30, samplers.Unigram(torch.rand(30) + 0.1), 20, **options),
