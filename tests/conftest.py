@@ -1,7 +1,7 @@
-"""What every test needs: an environment set before torch is imported, and fresh seeds."""
+"""What every test needs: an environment set before torch is imported, and seeds."""
 
 import os
-import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,15 @@ if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
 # They hold fixtures, no doctests, and all have the same name.
 collect_ignore_glob = ["*conftest.py"]
 
-SEED = int(os.environ.get("LASTLAYER_TEST_SEED") or time.time_ns() % 2**31)
+
+def seed_of_the_tree() -> int:
+    """Another one after every change, the same wherever the same code is tested."""
+    root = Path(__file__).parents[1]
+    files = sorted(path for part in ("src", "tests") for path in (root / part).rglob("*.py"))
+    return zlib.crc32(b"".join(path.read_bytes() for path in files)) >> 1
+
+
+SEED = int(os.environ.get("LASTLAYER_TEST_SEED") or seed_of_the_tree())
 
 settings.register_profile(
     "lastlayer",
@@ -36,9 +44,12 @@ def pytest_addoption(parser):
 def pytest_generate_tests(metafunc):
     seeds = metafunc.config.getoption("seeds")
     if seeds > 1:
-        # Counted, not drawn: the workers of a run must collect the same tests.
-        first = int(os.environ.get("LASTLAYER_TEST_SEED", "0"))
-        metafunc.parametrize("seed", range(first, first + seeds), ids=lambda seed: f"seed{seed}")
+        metafunc.parametrize("seed", range(SEED, SEED + seeds), ids=lambda seed: f"seed{seed}")
+
+
+def pytest_configure(config):
+    if getattr(config.option, "hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(SEED)
 
 
 def pytest_report_header() -> str:
@@ -78,15 +89,20 @@ def _one_thread():
 
 @pytest.fixture
 def seed() -> int:
-    """Another one in each run, unless LASTLAYER_TEST_SEED is set."""
+    """What the random inputs of a test come from; LASTLAYER_TEST_SEED sets it."""
     return SEED
 
 
 @pytest.fixture(autouse=True)
-def _seeded(seed):
+def _seeded(seed, monkeypatch):
     import torch
 
+    from lastlayer.testing import _suite
+
     torch.manual_seed(seed)
+    # The conformance suites draw seeds of their own.
+    generator = torch.Generator().manual_seed(seed)
+    monkeypatch.setattr(_suite, "_own_generator", lambda: generator)
 
 
 @pytest.fixture(scope="session")

@@ -232,9 +232,13 @@ def test_many_chunks_in_float32_are_one_chunk():
 def test_log_probabilities_come_from_exact_scores(dtype):
     problem, exact = half_problem(dtype, 1024)
     known = linear_statistics(*problem)
-    truth = torch.log_softmax(exact[0] @ exact[1].T, -1).gather(-1, exact[2][:, None])[:, 0]
-    # The score itself would be off by up to 2**-8 of its size where it is rounded.
-    assert (known.log_prob - truth).abs().max() < 1e-1 * torch.finfo(dtype).eps * 8
+    scores, rounding = exact[0] @ exact[1].T, torch.finfo(dtype).eps
+    truth = torch.log_softmax(scores, -1).gather(-1, exact[2][:, None])[:, 0]
+    error = (known.log_prob - truth).abs()
+    # Of the normaliser, where one rounded score is nearly all of it.
+    assert (error <= 0.51 * rounding * scores.abs().amax(-1)).all()
+    # In most rows roundings cancel there. That of the target's own score would not.
+    assert error.mean() < 0.1 * rounding
 
 
 @pytest.mark.parametrize("function", [linear_cross_entropy, linear_entmax_loss])
