@@ -1,5 +1,6 @@
 """The CPU kernels equal the reference in float64."""
 
+import numpy as np
 import pytest
 import torch
 from compare import (
@@ -12,6 +13,7 @@ from compare import (
 )
 
 from lastlayer import kernels
+from lastlayer.kernels.topk_softmax._edge import order_of, value_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WIDTHS = (1, 2, 63, 64, 65, 1000, 1025, 2049)
@@ -84,6 +86,16 @@ def test_the_kth_of_numbers_that_are_hard_to_halve(dtype):
     scores[:20] = torch.where(scores[:20] > 2, 1.0, scores[:20])
     for k in (1, 2, 3, 40, 149, 150):
         check_topk("cpu", scores, k)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_integers_have_the_order_of_their_floats(dtype):
+    last = np.finfo(dtype)
+    values = np.array([-np.inf, last.min, -1, -last.tiny, 0, last.tiny, 1, last.max, np.inf], dtype)
+    orders = [order_of(value) for value in values]
+    assert orders == sorted(orders)
+    assert [value_of(order, dtype(0)) for order in orders] == values.tolist()
+    assert value_of(order_of(dtype(1)) - 1, dtype(0)) == np.nextafter(dtype(1), dtype(0))
 
 
 @pytest.mark.parametrize("alpha", [1.5, 2.0])

@@ -69,7 +69,11 @@ def test_arguments_are_those_of_the_constructor(needs, text, check):
     [
         ("ful", r"no head 'ful'; did you mean full\?; there are adaptive, .*mymodule:MyHead"),
         ("full:bia=1", r"no argument 'bia'; did you mean bias\?; full takes bias=true\|false, "),
-        ("full:in_features=3", r"no argument 'in_features'"),
+        (
+            "full:in_features=3",
+            r"in_features is what the data .* it; leave it out; full takes bias",
+        ),
+        ("char_cnn:filters=3", r"filters: expected INTxINT,…, got .3."),
         ("full:bias=perhaps", r"bias: expected true\|false, got 'perhaps'"),
         ("adaptive:cutoffs=a", r"cutoffs: expected none\|int,int,…, got 'a'"),
         ("entmax:1.5", r"expected name=value after 'entmax:', got '1.5'; entmax takes alpha=float"),

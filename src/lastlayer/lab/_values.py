@@ -89,5 +89,5 @@ def _word(kind: Any) -> str:
     if get_origin(kind) is list:
         inner = _word(get_args(kind)[0])
         return f"{inner},{inner},…"
-    names = {type(None): "none", bool: "true|false", Pairs: "NxWIDTH,…", str: "text"}
+    names = {type(None): "none", bool: "true|false", Pairs: "INTxINT,…", str: "text"}
     return names.get(kind, getattr(kind, "__name__", str(kind)))

@@ -122,9 +122,10 @@ def _arguments(text: str, family: Family, rest: str) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, value in pieces:
         if name not in valid:
-            raise SpecError(
-                f"--head {text}: {_unknown(name, sorted(valid), 'argument')}; {_listed(family)}"
-            )
+            what = _unknown(name, sorted(valid), "argument")
+            if name in _DECIDED:
+                what = f"{name} is what the data and the options make it; leave it out"
+            raise SpecError(f"--head {text}: {what}; {_listed(family)}")
         if name in made:
             raise SpecError(f"--head {text}: expected {name} once, got it twice")
         try:

@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from numba import njit, types
+from numba import njit, typeof, types
 from numba.extending import overload
 
 from lastlayer.kernels._vectors import count_at_least
@@ -14,12 +14,12 @@ _BY_VALUE = 16
 
 def order_of(value):
     """A float as an integer of the same order."""
-    raise NotImplementedError("for compiled code")
+    return _order_of(typeof(value))(value)
 
 
 def value_of(order, like):
     """The float of the type of ``like`` behind an :func:`order_of`."""
-    raise NotImplementedError("for compiled code")
+    return _value_of(typeof(order), typeof(like))(order, like)
 
 
 @overload(order_of)
@@ -34,10 +34,10 @@ def _order_of(value):
 
 
 @overload(value_of)
-def _value_of(order, like):  # noqa: ARG001 - an overload has the arguments of its function
+def _value_of(order, like):  # noqa: ARG001 — an overload has the arguments of its function
     number, integer, low_bits = _kinds(like)
 
-    def compiled(order, like):  # noqa: ARG001
+    def compiled(order, like):  # noqa: ARG001 — as above
         return integer(order if order >= 0 else order ^ low_bits).view(number)
 
     return compiled
