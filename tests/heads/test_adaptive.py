@@ -413,6 +413,34 @@ def test_on_a_gpu_it_is_what_it_is_on_a_cpu():
         torch.testing.assert_close(one.cpu(), other)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_features", [64, 320], ids=["top in tiles", "top in chunks"])
+@pytest.mark.parametrize(
+    ("dtype", "within"), [(torch.float32, 1e-4), (torch.float16, 4e-3), (torch.bfloat16, 1.5e-2)]
+)
+def test_loss_and_gradients_on_a_gpu(in_features, dtype, within):
+    n_classes = 9001
+    order = torch.randperm(n_classes)
+    options = {"cutoffs": [300, 1500, 4000], "n_classes": n_classes, "order": order}
+    head = AdaptiveSoftmax(in_features, **options, head_bias=True, device="cuda", dtype=dtype)
+    right = AdaptiveSoftmax(in_features, **options, head_bias=True, dtype=torch.float64)
+    right.load_state_dict(head.state_dict())
+    hidden = torch.randn(700, in_features, device="cuda").to(dtype).requires_grad_()
+    exact = hidden.detach().double().cpu().requires_grad_()
+    # Few in the last cluster, several in the same class, and some that do not count.
+    target = order[(n_classes * torch.rand(700).pow(4)).long()]
+    target[::9] = -100
+    # A loss scale: float16 has nothing as small as the mean's own gradients.
+    expected = right(exact, target)
+    (1000.0 * expected).backward()
+    loss = head(hidden, target.cuda())
+    (1000.0 * loss).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=within)
+    for got, want in zip([hidden, *head.parameters()], [exact, *right.parameters()], strict=True):
+        difference = got.grad.cpu().double() - want.grad
+        assert difference.norm() <= within * want.grad.norm()
+
+
 @pytest.mark.parametrize("chunk_rows", [3, "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_longer_lines_of_scores_change_nothing(dtype, chunk_rows):

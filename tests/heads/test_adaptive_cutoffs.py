@@ -24,11 +24,13 @@ def brute_force(counts, in_features, rows, most, top_share, cost):
             top, ends = [*cutoffs, n][0], [*cutoffs, n]
             if share[:top].sum() < top_share - 1e-12:
                 continue
-            total = cost.of(top + clusters, rows, in_features)
+            total = cost.work(top + clusters, rows, in_features)
             for width, a, b in zip(widths, ends[:-1], ends[1:], strict=True):
                 expected = rows * share[a:b].sum()
-                total += cost.of(b - a, expected, width) if b - a >= width else np.inf
+                total += cost.work(b - a, expected, width) if b - a >= width else np.inf
                 total += cost.product * expected * width * in_features
+            calls = cost.call * (1 + clusters)
+            total = max(calls, total) if cost.overlap else calls + total
             if total < best[0] - 1e-9:
                 best = (total, list(cutoffs))
     return best
@@ -37,9 +39,10 @@ def brute_force(counts, in_features, rows, most, top_share, cost):
 @pytest.mark.parametrize("most", [1, 2, 3])
 @pytest.mark.parametrize("top_share", [0.0, 0.3])
 @pytest.mark.parametrize("call", [0.1, 2.0, 50.0])
-def test_cutoffs_are_those_of_a_brute_force(most, top_share, call, seed):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_cutoffs_are_those_of_a_brute_force(most, top_share, call, overlap, seed):
     counts = np.random.default_rng(seed).pareto(1.0, 14) + 1e-3
-    cost = MatrixCost(call, 0.01, 0.01, 0.01)
+    cost = MatrixCost(call, 0.01, 0.01, 0.01, overlap)
     least, expected = brute_force(counts, 8, 30, most, top_share, cost)
     got = cutoffs_from_counts(
         counts, 8, div_value=2.0, min_width=1, rows=30, max_clusters=most, top_share=top_share,
@@ -56,7 +59,7 @@ def test_cutoffs_of_words():
     assert zipf[: cutoffs[0]].sum() >= 0.5 * zipf.sum()
     assert head.order is None
     cost = COSTS["cpu"]
-    assert cost.of(50_000, 256, 256) > 10 * cost.of(cutoffs[0], 256, 256)
+    assert cost.work(50_000, 256, 256) > 10 * cost.work(cutoffs[0], 256, 256)
     assert cutoffs_from_counts(zipf, 256, top_share=1.0) == []
     assert cutoffs_from_counts([3], 4) == []
 

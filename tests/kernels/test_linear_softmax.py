@@ -218,6 +218,22 @@ def test_masked_classes(device):
     assert out.isfinite().all()
 
 
+def test_rows_in_the_order_of_their_targets_need_no_sort(device):
+    case = problem((70, 300, 40), torch.float16, device, True)
+    lse = truth(case)[0].float().to(device)
+    target = torch.randint(300, (70,), device=device).sort().values
+    factors = torch.cat([lse[None], torch.rand(2, 70, device=device)])
+    made = []
+    for in_order in (False, True):
+        out, bias_out = torch.empty_like(case.weight), torch.empty(300, device=device)
+        gradient_of_classes(
+            *case[:3], target, factors, *case[3:], out, bias_out, False, in_order=in_order
+        )
+        made.append((out, bias_out))
+    for sorted_here, sorted_before in zip(*made, strict=True):
+        assert torch.equal(sorted_here, sorted_before)
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_classes_cut_into_parts(splits, monkeypatch, device):
     """Each part has its own logsumexp and mean; they are put together afterwards."""

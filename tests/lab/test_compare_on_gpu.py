@@ -38,7 +38,7 @@ def test_every_head_trains_and_is_judged(task, model, text, labels, tmp_path):
     done = compare(options, tmp_path / "out", resume=False, quiet=True, console=quiet)
     assert len(done.results) >= (8 if task == "lm" else 3)
     for result in done.results:
-        assert result["status"] == "ok", result
+        assert result["status"] == "ok", result.get("traceback", result["reason"])
         assert result["peak_memory_mb"] > 0
         assert result["explorer"]
     assert any(cost.get("ms") for cost in done.costs["costs"])

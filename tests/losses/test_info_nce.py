@@ -75,33 +75,59 @@ def test_reductions_are_those_of_the_rows():
     torch.testing.assert_close(info_nce(query, key, symmetric=True, reduction="sum"), rows.sum())
 
 
+def check_reduced(negatives, chunk_rows, **options):
+    """The gradients of sums and means against the definition, all at once and each alone."""
+    query, key = vectors(N, D), vectors(N, D)
+    temperature = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    leaves = [each for each in (query, key, negatives, temperature) if each is not None]
+    options |= dict(temperature=temperature)
+    expected = dense_info_nce(query, key, negatives, **options)
+    given = dict(options, chunk_rows=chunk_rows)
+    for reduction, reduced in (("sum", expected.sum()), ("mean", expected.mean())):
+        loss = info_nce(query, key, negatives, **given, reduction=reduction)
+        torch.testing.assert_close(loss, reduced)
+        wanted = torch.autograd.grad(3.0 * reduced, leaves, retain_graph=True)
+        # The second time they are made again.
+        for _ in range(2):
+            found = torch.autograd.grad(3.0 * loss, leaves, retain_graph=True)
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other)
+    for leaf, other in zip(leaves, wanted, strict=True):
+        others = [each.detach() if each is not leaf else each for each in leaves]
+        alone = info_nce(*others[:-1], **dict(given, temperature=others[-1]))
+        (found,) = torch.autograd.grad(3.0 * alone, leaf)
+        torch.testing.assert_close(found, other)
+
+
 @pytest.mark.parametrize("same_group", ["positive", "ignore"])
 @pytest.mark.parametrize("kind", GROUPED)
 def test_reduced_one_way_losses_make_their_gradients_at_once(kind, same_group):
     for shape, normalize, chunk_rows in ((None, True, 5), (SHARED, False, "auto")):
-        query, key = vectors(N, D), vectors(N, D)
         negatives = None if shape is None else vectors(*shape)
-        temperature = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-        leaves = [each for each in (query, key, negatives, temperature) if each is not None]
-        options = dict(temperature=temperature, same_group=same_group, normalize=normalize)
-        options |= some_groups(kind, negatives)
-        expected = dense_info_nce(query, key, negatives, **options)
-        given = dict(options, chunk_rows=chunk_rows)
-        for reduction, reduced in (("sum", expected.sum()), ("mean", expected.mean())):
-            loss = info_nce(query, key, negatives, **given, reduction=reduction)
-            torch.testing.assert_close(loss, reduced)
-            wanted = torch.autograd.grad(3.0 * reduced, leaves, retain_graph=True)
-            # The second time they are made again.
-            for _ in range(2):
-                found = torch.autograd.grad(3.0 * loss, leaves, retain_graph=True)
-                for one, other in zip(found, wanted, strict=True):
-                    torch.testing.assert_close(one, other)
-        for leaf, other in zip(leaves, wanted, strict=True):
-            others = [each.detach() if each is not leaf else each for each in leaves]
-            given = dict(options, temperature=others[-1])
-            alone = info_nce(*others[:-1], **given)
-            (found,) = torch.autograd.grad(3.0 * alone, leaf)
-            torch.testing.assert_close(found, other)
+        groups = some_groups(kind, negatives)
+        check_reduced(negatives, chunk_rows, same_group=same_group, normalize=normalize, **groups)
+
+
+@pytest.mark.parametrize("chunk_rows", [5, N, "auto"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_reduced_symmetric_losses(normalize, chunk_rows):
+    """Where all queries are one chunk their gradients are made at once."""
+    check_reduced(None, chunk_rows, symmetric=True, normalize=normalize)
+
+
+def test_symmetric_losses_of_one_chunk_are_made_in_one_pass(monkeypatch):
+    from lastlayer.losses import _contrastive_pass
+
+    made = []
+    product = _contrastive_pass._product
+    monkeypatch.setattr(
+        _contrastive_pass, "_product", lambda *given: made.append(1) or product(*given)
+    )
+    query, key = vectors(N, D), vectors(N, D)
+    loss = info_nce(query, key, symmetric=True)
+    assert len(made) == 3
+    torch.autograd.grad(loss, (query, key))
+    assert len(made) == 3
 
 
 def test_float16_gradients_of_a_mean_come_back_with_a_loss_scale():

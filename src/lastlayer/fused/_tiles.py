@@ -41,8 +41,12 @@ def run_tiles(
     wanted: Wanted,
     options: Sequence[float],
     weight_dtype: torch.dtype,
+    in_order: bool = False,
 ) -> Result:
-    """Losses and gradients of all rows; as :func:`lastlayer.fused.engine.run`."""
+    """Losses and gradients of all rows; as :func:`lastlayer.fused.engine.run`.
+
+    ``in_order`` says that rows are sorted by their targets, which saves a sort.
+    """
     # Imported here: Triton is not on every machine.
     from lastlayer.kernels.linear_softmax.triton import (
         finish_rows,
@@ -89,7 +93,7 @@ def run_tiles(
             bias_gradient = loss.new_zeros(n_classes)
         gradient_of_classes(
             hidden, weight, bias, target, rows.factors, softcap, temperature, weight_gradient,
-            bias_gradient, into is not None,
+            bias_gradient, into is not None, in_order,
         )  # fmt: skip
         if weights is not None:
             scaled = torch.mv(hidden.float().t(), row_scale) * (-spread / temperature)

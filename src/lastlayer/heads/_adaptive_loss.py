@@ -92,7 +92,7 @@ def _losses(
     memory = shared_memory(hidden, list(zip(n_rows, vectors_of_each, strict=True)), rows)
     top = softmax_rows(
         shares.hidden, weights[0], bias, shares.column, shares.row_scale,
-        Wanted(of_hidden, of_top, of_bias), rows, memory,
+        Wanted(of_hidden, of_top, of_bias), rows, memory, in_order=shares.rows is not None,
     )  # fmt: skip
     made = [top.bias, top.weight]
     pairs = zip(
@@ -127,8 +127,9 @@ def _add_cluster(
     narrow = torch.mm(rows, narrow_projection.t())
     wanted = Wanted(top.hidden is not None or of_projection, of_vectors)
     below = softmax_rows(
-        narrow, vectors, None, share.target, share.row_scale, wanted, chunk_rows, memory
-    )
+        narrow, vectors, None, share.target, share.row_scale, wanted, chunk_rows, memory,
+        in_order=share.inside is None,
+    )  # fmt: skip
     loss = below.loss if share.inside is None else torch.where(share.inside, below.loss, 0.0)
     top.loss[share.part].add_(loss)
     if top.hidden is not None and below.hidden is not None:

@@ -19,24 +19,34 @@ _ROWS, _CUDA_ROWS = 256, 8192
 
 
 class MatrixCost(NamedTuple):
-    r"""The time of a training step of one small softmax, in microseconds.
+    r"""The time of a training step of small softmaxes, in microseconds.
 
-    .. math:: g(k, B, d) = c + \alpha\,k d + \beta\,k B + \lambda\,k B d
+    A call c for each of them, and the work of
 
-    for k classes, B rows and d numbers a row. Of Grave et al. it has the constant and the product;
+    .. math:: g(k, B, d) = \alpha\,k d + \beta\,k B + \lambda\,k B d
+
+    for k classes, B rows and d numbers a row. Of Grave et al. it has the call and the product;
     the other two terms are what few rows and narrow rows pay: the gradient of all weights is
     written whatever B is, and all scores are exponentiated whatever d is.
+
+    Where ``overlap`` is true the host makes calls while the device works, and the step takes as
+    long as the longer of the two; else one comes after the other.
     """
 
     call: float
     weight: float
     score: float
     product: float
+    overlap: bool = False
 
-    def of(self, k: Any, rows: Any, width: float) -> Any:
+    def work(self, k: Any, rows: Any, width: float) -> Any:
         """g, for numbers or arrays that broadcast."""
-        per_class = self.weight * width + rows * (self.score + self.product * width)
-        return self.call + k * per_class
+        return k * (self.weight * width + rows * (self.score + self.product * width))
+
+    def step(self, softmaxes: int, work: float) -> float:
+        """Of so many softmaxes with so much work together."""
+        calls = self.call * softmaxes
+        return max(calls, work) if self.overlap else calls + work
 
 
 COSTS = {
@@ -49,7 +59,7 @@ COSTS = {
     # 1.2 ms a cluster apart. The rest is by rates: a weight that is read twice and a gradient that
     # is written, 6 bytes at 4.2 TB/s; what goes with two exponentials a score, as measured where
     # vectors are narrow; six operations a product at 600 TFLOP/s.
-    "cuda": MatrixCost(call=1200.0, weight=1.4e-6, score=2.1e-6, product=1.0e-8),
+    "cuda": MatrixCost(1200.0, weight=1.4e-6, score=2.1e-6, product=1.0e-8, overlap=True),
 }
 
 
@@ -83,7 +93,7 @@ def cutoffs_from_counts(
         rows: how many rows a step has; without it 8,192 where ``cost`` is "cuda", and else 256.
         max_clusters: the most clusters.
         top_share: from 0 to 1.
-        cost: the time of a small softmax: "cpu", "cuda", or four numbers of your own machine,
+        cost: the time of a small softmax: "cpu", "cuda", or the numbers of your own machine,
             which :class:`MatrixCost` explains.
 
     Returns:
@@ -140,16 +150,16 @@ def _best_with(
     expected = rows * (share[None, :] - share[:, None])
     for width in reversed(widths):
         projection = cost.product * expected * width * in_features
-        step = cost.of(sizes, expected, width) + projection
+        step = cost.work(sizes, expected, width) + projection
         step = np.where(sizes >= width, step, np.inf) + rest[None, :]
         following.append(step.argmin(1))
         rest = step.min(1)
-    total = cost.of(places + float(len(widths)), rows, in_features) + rest
+    total = cost.work(places + float(len(widths)), rows, in_features) + rest
     # At least one class at the top, and its share; rounding may leave the last sum short of 1.
     allowed = (places > 0) & ((share >= top_share) | (places == places[-1]))
     total = np.where(allowed, total, np.inf)
     place = int(total.argmin())
-    cutoffs, least = [], float(total[place])
+    cutoffs, least = [], cost.step(1 + len(widths), float(total[place]))
     for nearest in reversed(following):
         cutoffs.append(int(places[place]))
         place = int(nearest[place])

@@ -12,7 +12,7 @@ from lastlayer.fused._chunks import rows_at_a_time
 from lastlayer.fused._gradient_scale import summed_in
 from lastlayer.fused._products import scores_into
 from lastlayer.fused._run_rows import run_rows
-from lastlayer.fused._tiles import tiles_suit
+from lastlayer.fused._tiles import run_tiles, tiles_suit
 from lastlayer.fused.engine import Result, Wanted
 from lastlayer.heads._ranked import wide_dtype
 
@@ -32,10 +32,12 @@ def softmax_rows(
     wanted: Wanted,
     chunk_rows: int | str,
     memory: Tensor | None,
+    in_order: bool = False,
 ) -> Result:
     """Cross entropy and gradients of all rows; none of these where ``row_scale`` is None.
 
-    ``memory`` is what :func:`shared_memory` gave.
+    ``memory`` is what :func:`shared_memory` gave; ``in_order`` says that rows are sorted by their
+    targets.
     """
     wanted = Wanted() if row_scale is None else wanted
     n_scores = hidden.shape[0] * weight.shape[0]
@@ -43,8 +45,13 @@ def softmax_rows(
         scores = memory[:n_scores].view(hidden.shape[0], weight.shape[0])
         row_scale = row_scale if wanted.any else None
         return _plain(scores, hidden, weight, bias, target, row_scale, wanted)
-    odd = weight.shape[0] % _ALIGNED and hidden.device.type == "cuda"
-    if odd and not tiles_suit(hidden, _PLAIN, chunk_rows, wanted):
+    if tiles_suit(hidden, _PLAIN, chunk_rows, wanted):
+        dtype, narrow = summed_in(weight.dtype), weight.to(hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.dtype)
+        return run_tiles(
+            hidden, narrow, bias, target, row_scale, None, wanted, _PLAIN, dtype, in_order
+        )
+    if weight.shape[0] % _ALIGNED and hidden.device.type == "cuda":
         return aligned_rows(hidden, weight, bias, target, row_scale, wanted, chunk_rows)
     return run_rows(
         hidden, weight, bias, target, row_scale, None, "cross_entropy", _PLAIN, 1.0, None,

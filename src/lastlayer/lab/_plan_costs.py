@@ -185,10 +185,10 @@ def adaptive_microseconds(
 ) -> float:
     """A step by the cost model with which cutoffs are chosen."""
     top, *inside = adaptive_parts(shares, cutoffs, width, rows)
-    total = cost.of(*top)
+    work = cost.work(*top)
     for k, some, narrow in inside:
-        total += cost.of(k, some, narrow) + cost.product * some * narrow * width
-    return float(total)
+        work += cost.work(k, some, narrow) + cost.product * some * narrow * width
+    return cost.step(1 + len(inside), float(work))
 
 
 def tree_paths(problem: Problem, tree: "Tree") -> Work:

@@ -95,7 +95,7 @@ def _adaptive(counts: Any, hidden: int, rows: int = 256) -> tuple[tuple[int, ...
     cutoffs = cutoffs_from_counts(counts, hidden, rows=rows)
     cost = COSTS["cpu"]
     shares = np.sort(counts)[::-1] / counts.sum()
-    full = cost.of(len(counts), rows, hidden)
+    full = cost.step(1, cost.work(len(counts), rows, hidden))
     return tuple(cutoffs), float(full / adaptive_microseconds(cost, shares, cutoffs, hidden, rows))
 
 

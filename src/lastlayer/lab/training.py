@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lastlayer.lab.budget import Schedule
 from lastlayer.lab.checkpoint import Progress, load_checkpoint, save_checkpoint
@@ -46,6 +46,10 @@ class InterruptedRunError(Exception):
 def warm_up(stepper: Stepper, feed: Feed, seed: int) -> None:
     """A few steps on a copy, which compile and allocate; they are neither counted nor learned."""
     parts = copy.deepcopy((stepper.body, stepper.head))
+    for module in parts[0].modules():
+        # cuDNN wants the weights in one piece, which copies are not.
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
     rehearsal = Stepper(*parts, lr=0.0, clip=1.0)
     for step in range(WARM_UP):
         rehearsal.step(feed.batch(seed, step))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer.kernels._registry import is_plain
-from lastlayer.losses._contrastive_pass import Upstream, gradients, normalisers, sizes
+from lastlayer.losses._contrastive_pass import factors_of, gradients, normalisers, sizes
 
 
 class Similarities(NamedTuple):
@@ -181,12 +181,12 @@ def _differentiate(
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     how = sizes(query, key, products, normalize, _rows(chunk_rows))
-    upstream = Upstream(
+    factors = factors_of(
         row_lse, column_lse, by_row_lse, by_row_positive, by_column_lse, by_column_positive
     )
     with torch.autocast(query.device.type, enabled=False):
         to_query, to_key, to_scale = gradients(
-            query, key, scale, query_groups, key_groups, positive, own, normalize, how, upstream,
+            query, key, scale, query_groups, key_groups, positive, own, normalize, how, factors,
             (wanted[0], wanted[1]), kept,
         )  # fmt: skip
     nothing = [query.new_empty(0) if each is None else each for each in (to_query, to_key)]

@@ -19,7 +19,7 @@ _BYTES, _ROWS, _MOST_BYTES = 190_000_000, 4096, 1_080_000_000
 _CPU_BYTES = 16_000_000
 _LOW = 4
 # Gradients are brought to this size, where float16 is precise and twice two of them fit.
-_SIZE = 4096.0
+SIZE = 4096.0
 
 
 class Sizes(NamedTuple):
@@ -92,8 +92,11 @@ def normalisers(
     return (row_lse, row_positive, column_lse, column_positive), memory
 
 
-class Upstream(NamedTuple):
-    """Gradients by the four results of :func:`normalisers`, and the normalisers."""
+class Factors(NamedTuple):
+    """The normalisers, and gradients by the four results of :func:`normalisers`.
+
+    They are divided by ``size``, such that the largest are about :data:`SIZE`.
+    """
 
     row_lse: Tensor
     column_lse: Tensor
@@ -101,6 +104,16 @@ class Upstream(NamedTuple):
     by_row_positive: Tensor
     by_column_lse: Tensor
     by_column_positive: Tensor
+    size: Tensor | float
+
+
+def factors_of(row_lse: Tensor, column_lse: Tensor, *upstream: Tensor) -> Factors:
+    """From gradients of any size."""
+    together = torch.cat(upstream)
+    size = together.abs().amax() if together.shape[0] else together.new_ones(())
+    size = torch.where(size == 0, 1.0, size) / SIZE
+    row, row_positive, column, column_positive = (each / size for each in upstream)
+    return Factors(row_lse, column_lse, row, row_positive, column, column_positive, size)
 
 
 def gradients(
@@ -113,7 +126,7 @@ def gradients(
     own: int,
     normalize: bool,
     how: Sizes,
-    upstream: Upstream,
+    factors: Factors,
     wanted: tuple[bool, bool],
     kept: Tensor | None,
     row_positive: Tensor | None = None,
@@ -121,14 +134,12 @@ def gradients(
     """Gradients of query and key, where wanted, and of scale.
 
     ``kept`` are the products that :func:`normalisers` left; they are overwritten. Where
-    ``row_positive`` is given, nothing is known of rows yet: it and ``upstream.row_lse`` are found
-    here, which without normalisers of columns needs no pass of its own.
+    ``row_positive`` is given, nothing is known of rows yet: it and the normalisers are found here,
+    which needs no pass of its own without those of columns, or where all queries are one chunk.
     """
     (n, depth), m = query.shape, key.shape[0]
     wide = scale.dtype
-    *factors, size = _near(upstream)
-    by_row, by_row_positive, by_column, by_column_positive = factors
-    back = scale * size
+    back = scale * factors.size
     to_query = wanted[0] or not wanted[1]
     keys = unit(key, normalize, how.operands)
     memory = query.new_empty(how.rows, m, dtype=how.scores) if kept is None else kept
@@ -149,14 +160,15 @@ def gradients(
         if row_positive is not None:
             info_nce.statistics_(
                 "auto", scores, scale, own + part.start, _some(query_groups, part), key_groups,
-                positive, normalize, upstream.row_lse[part], row_positive[part],
-                upstream.column_lse, upstream.by_column_positive,
+                positive, normalize, factors.row_lse[part], row_positive[part],
+                factors.column_lse, factors.by_column_positive,
             )  # fmt: skip
         weights = scores if other is None else other[:count]
         info_nce.weights_(
             "auto", scores, scale, own + part.start, _some(query_groups, part), key_groups,
-            positive, normalize, upstream.row_lse[part], by_row[part], by_row_positive[part],
-            upstream.column_lse, by_column, by_column_positive, weights,
+            positive, normalize, factors.row_lse[part], factors.by_row_lse[part],
+            factors.by_row_positive[part], factors.column_lse, factors.by_column_lse,
+            factors.by_column_positive, weights,
         )  # fmt: skip
         if to_query:
             _product(raw[:count], weights, keys)
@@ -183,16 +195,6 @@ def unit(rows: Tensor, normalize: bool, dtype: torch.dtype) -> Tensor:
     out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
     info_nce.unit_rows_("auto", rows, out, normalize)
     return out
-
-
-def _near(upstream: Upstream) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Upstream gradients of a size that float16 can take, and what they were divided by."""
-    given = upstream[2:]
-    together = torch.cat(given)
-    size = together.abs().amax() if together.shape[0] else together.new_ones(())
-    size = torch.where(size == 0, 1.0, size) / _SIZE
-    row, row_positive, column, column_positive = (each / size for each in given)
-    return row, row_positive, column, column_positive, size
 
 
 def _parts(n: int, rows: int) -> list[slice]:

@@ -9,7 +9,8 @@ from torch.nn import functional
 from lastlayer.kernels._registry import is_plain
 from lastlayer.losses._contrastive import Groups, Similarities, similarities
 from lastlayer.losses._contrastive_groups import matches
-from lastlayer.losses._contrastive_one_way import one_way_total
+from lastlayer.losses._contrastive_pass import sizes
+from lastlayer.losses._contrastive_total import one_pass_total
 from lastlayer.losses._gathered import Shares, gathered, shares
 
 
@@ -67,17 +68,29 @@ def losses_of(
     return 0.5 * (losses + _of_keys(found, pulled, batch, options, of, slice(first, first + n)))
 
 
-def is_one_pass(batch: Batch, scale: Tensor, options: Options) -> bool:
-    """Whether the sum of losses is :func:`total_of`, which makes gradients in the forward pass."""
+def is_one_pass(batch: Batch, scale: Tensor, options: Options, of: Shares | None) -> bool:
+    """Whether the sum of losses is :func:`total_of`, which makes gradients in the forward pass.
+
+    With losses of keys only where all that a key is compared with is held at a time; further
+    negatives and groups, which they see otherwise than queries do, are left to the other way.
+    """
     leaves = batch.query, batch.key, batch.negatives, scale
+    only_pairs = batch.negatives is None and batch.groups is None and of is None
     return (
         options.in_batch
-        and not options.symmetric
+        and (not options.symmetric or (only_pairs and _at_a_time(batch, options)))
         and (batch.negatives is None or batch.negatives.dim() == 2)
         and is_plain(batch.query)
         and torch.is_grad_enabled()
         and any(each is not None and each.requires_grad for each in leaves)
     )
+
+
+def _at_a_time(batch: Batch, options: Options) -> bool:
+    """Whether all queries are one chunk."""
+    query, key = batch.query, batch.key
+    how = sizes(query, key, _products(query), options.normalize, options.chunk_rows)
+    return how.rows >= query.shape[0]
 
 
 def total_of(
@@ -96,11 +109,13 @@ def total_of(
     pull = scale.detach().new_full((n,), -1.0)
     if number.rows is not None:
         pull = pull / number.rows
-    total = late * one_way_total(
-        batch.query, batch.key if keys is None else keys, scale, pull, factor / late,
-        groups=number.groups, own=first, normalize=options.normalize,
-        products=_products(batch.query), chunk_rows=options.chunk_rows,
+    keys = batch.key if keys is None else keys
+    how = sizes(batch.query, keys, _products(batch.query), options.normalize, options.chunk_rows)
+    total = one_pass_total(
+        batch.query, keys, scale, pull, factor / late, groups=number.groups, own=first,
+        normalize=options.normalize, symmetric=options.symmetric, how=how,
     )  # fmt: skip
+    total = total if late == 1.0 else late * total
     return total if number.rows is None else total + factor * pull.neg().log().sum()
 
 

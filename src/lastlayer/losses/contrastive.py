@@ -57,8 +57,9 @@ def info_nce(
     process with the whole batch, and so is the loss that "mean" and "sum" return.
 
     Cost: 2nmd operations forward and 6nmd backward, less for the last queries, whose similarities
-    are kept, and a memory that grows with n + m. Where one-way losses are reduced, and no query has
-    negatives of its own, the forward pass makes the gradients, and 6nmd are all.
+    are kept, and a memory that grows with n + m. Where losses are reduced, and no query has
+    negatives of its own, the forward pass makes the gradients, and 6nmd are all: of one-way losses,
+    and of symmetric ones of pairs alone whose similarities can all be held.
 
     Args:
         query: ``(n, d)``.
@@ -140,7 +141,7 @@ def info_nce(
     factor = 1.0 / max(1, rows) if reduction == "mean" else 1.0
     if of is not None:
         factor *= of.processes
-    if is_one_pass(batch, scale, options):
+    if is_one_pass(batch, scale, options, of):
         total = total_of(batch, scale, options, of, gather_negatives, factor)
     else:
         total = losses_of(batch, scale, options, of, gather_negatives).sum() * factor

@@ -70,10 +70,12 @@ def gradient_of_classes(
     weight_gradient: Tensor,
     bias_gradient: Tensor | None,
     add: bool,
+    in_order: bool = False,
 ) -> None:
     """Writes, or adds, ``sum_i (push_i p_ij - pull_i [j = target_i]) slope_ij hidden_i``.
 
-    ``factors`` are the logsumexp, push and pull of each row, float32 ``(3, n)``.
+    ``factors`` are the logsumexp, push and pull of each row, float32 ``(3, n)``. ``in_order`` says
+    that rows are sorted by their targets.
     """
     n, depth = hidden.shape
     n_classes = weight.shape[0]
@@ -83,8 +85,10 @@ def gradient_of_classes(
     size = factors[1].abs().amax().clamp_min(1e-30) if hidden.dtype == torch.float16 else None
     # With rows in the order of their targets, those that belong to a tile of classes lie together,
     # and all other tiles need not look for them.
-    target, order = torch.sort(target.int())
-    hidden, factors = hidden.index_select(0, order), factors.index_select(1, order)
+    target = target.int()
+    if not in_order:
+        target, order = torch.sort(target)
+        hidden, factors = hidden.index_select(0, order), factors.index_select(1, order)
     edges = torch.arange(0, n_classes + classes, classes, device=target.device, dtype=torch.int32)
     since = torch.searchsorted(target, edges, out_int32=True)
     _gradient_of_classes[(triton.cdiv(n_classes, classes),)](

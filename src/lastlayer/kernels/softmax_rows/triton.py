@@ -1,6 +1,7 @@
 """Cross entropy of rows on CUDA: one program a row, which it reads twice and writes once.
 
-The second reading finds the row in the L2 cache: few large programs run at a time.
+The second reading goes backwards: of rows that are too long for the L2 cache, it still finds the
+end there. What is written is not kept in the cache, to leave the room to what is yet to be read.
 """
 
 import torch
@@ -143,8 +144,9 @@ def _softmax_row(
         true *= scale * slope_at_target
         push *= scale
         spread *= scale
-        for first in range(0, n, BLOCK):
-            column = first + tl.arange(0, BLOCK)
+        last = (n - 1) // BLOCK * BLOCK
+        for back in range(0, n, BLOCK):
+            column = last - back + tl.arange(0, BLOCK)
             live = column < n
             values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
             values, slope = _shaped(values, softcap, inverse_temperature, CAPPED)
@@ -156,4 +158,5 @@ def _softmax_row(
                 else:
                     gradient -= spread
             gradient = tl.where(column == right, true, gradient * slope)
-            tl.store(scores + column, gradient.to(scores.dtype.element_ty), mask=live)
+            gradient = gradient.to(scores.dtype.element_ty)
+            tl.store(scores + column, gradient, mask=live, eviction_policy="evict_first")
