@@ -20,7 +20,14 @@ WORKFLOW = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 LAYERS, KERNELS = PYPROJECT["tool"]["importlinter"]["contracts"]
 
 # Elsewhere fused/ does the same work with more memory.
-CUDA_ONLY = ("linear_softmax", "entmax_flat", "node_groups", "class_blocks", "sampled_targets")
+CUDA_ONLY = (
+    "linear_softmax",
+    "entmax_flat",
+    "node_groups",
+    "class_blocks",
+    "sampled_targets",
+    "span_sums",
+)
 
 
 def test_the_version_is_stated_once():

@@ -28,6 +28,7 @@ from lastlayer.kernels.sampled_targets import triton as sampled_targets
 from lastlayer.kernels.scale import triton as scale
 from lastlayer.kernels.softmax_gradient import triton as softmax_gradient
 from lastlayer.kernels.softmax_rows import triton as softmax_rows
+from lastlayer.kernels.span_sums import _tiles_triton as span_tiles
 from lastlayer.kernels.sparse_gradient import triton as sparse_gradient
 from lastlayer.kernels.topk_softmax import triton as topk
 from lastlayer.kernels.touched_rows import _slots_triton as slots
@@ -264,6 +265,18 @@ NCE_CASES = [
     (nce_vectors._row_gradient, dict(WIDTH=1024, NORMALIZE=True)),
 ]
 
+SPAN_FLOATS = ("vectors", "other_vectors", "bias", "other_bias", "found", "grad", "parts")
+SPAN_TYPES = dict.fromkeys((*SPAN_FLOATS, "of_vectors", "of_bias"), "*fp32") | {
+    "mask": "*u8",
+    "target": "*i64",
+    "since": "*i32",
+}
+SPAN_TILE = dict(SIDE=64, DEPTH=64, EVEN=True, SHARED=True, BIASED=True, MASKED=True)
+SPAN_CASES = [
+    (span_tiles.walk, dict(LISTED=True, ENDS=False, GRADIENT=False, **SPAN_TILE)),
+    (span_tiles.walk, dict(LISTED=True, ENDS=True, GRADIENT=True, **SPAN_TILE)),
+]
+
 
 def compile_case(kernel, types, constants, **options) -> None:
     types = types | dict.fromkeys(constants, "constexpr")
@@ -290,6 +303,8 @@ def main() -> None:
         compile_case(kernel, SLAB_TYPES, constants)
     for kernel, constants in NCE_CASES:
         compile_case(kernel, NCE_TYPES, constants)
+    for kernel, constants in SPAN_CASES:
+        compile_case(kernel, SPAN_TYPES, constants)
     for kernel, constants in GROUP_CASES:
         compile_case(kernel, GROUP_TYPES, constants)
     for kernel, constants in DRAWN_CASES:

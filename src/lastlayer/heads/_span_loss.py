@@ -4,7 +4,8 @@ A row is a text and a type. Its loss is :math:`\log(1 + A) + \log(1 + B)` with :
 :math:`e^s` over spans that are not right and :math:`B` that of :math:`e^{-s}` over those that are.
 Forward adds both up tile by tile, starting from the 1; backward makes each tile again, and from it
 the shares :math:`e^{s}/(1 + A)` and :math:`-e^{-s}/(1 + B)`, which go into the gradients of the
-vectors at once.
+vectors at once. On CUDA :mod:`lastlayer.kernels.span_sums` does all of that without storing a tile,
+where vectors are as short as they usually are.
 """
 
 import math
@@ -14,9 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lastlayer import kernels
 from lastlayer.heads._span_labels import SpanLabels, TileLabels, span_labels
 from lastlayer.heads._span_tiles import SpanParts, Tile, not_spans, tile_scores, tiles
 from lastlayer.kernels._registry import is_plain
+
+# Wider vectors take more shared memory in the kernels than some devices have.
+_WIDEST = 64
 
 
 def span_losses(parts: SpanParts, target: Tensor, n_types: int, n_spans: int) -> Tensor:
@@ -82,6 +87,11 @@ def _log_sums(
 ) -> Tensor:
     """``log(1 + A)`` and ``log(1 + B)`` of each row, ``(2, texts, types)``."""
     parts = SpanParts(query, key, start_bias, end_bias, mask)
+    if _kernels_suit(query):
+        # Imported here: Triton is not on every machine.
+        from lastlayer.kernels.span_sums import triton as span_sums
+
+        return span_sums.log_sums(*parts, target, n_types)
     n_texts, n = query.shape[0], query.shape[2]
     labels = span_labels(target, n_types, n)
     found = query.new_zeros(2, n_texts, n_types)
@@ -112,6 +122,11 @@ def _gradients(
 ) -> list[Tensor]:
     """Of query, key and the biases; empty ones for biases that are not there."""
     parts = SpanParts(query, key, start_bias, end_bias, mask)
+    if _kernels_suit(query):
+        from lastlayer.kernels.span_sums import triton as span_sums
+
+        given = span_sums.gradients(*parts, target, found, grad, n_types)
+        return [query.new_empty(0) if each is None else each for each in given]
     n_texts, shared, n = query.shape[0], query.shape[1] < n_types, query.shape[2]
     labels = span_labels(target, n_types, n)
     made = of_query, of_key, of_start, of_end = _zeros((query, key, start_bias, end_bias))
@@ -132,6 +147,18 @@ def _gradients(
             of_query[texts, :, starts] = scores @ key[texts, :, ends]
             of_key[texts, :, ends] += scores.mT @ query[texts, :, starts]
     return made
+
+
+def _kernels_suit(query: Tensor) -> bool:
+    """Whether the kernels can take such vectors; before sm_80 there is no tf32."""
+    return (
+        query.device.type == "cuda"
+        and kernels.available()["triton"] is None
+        and query.dtype == torch.float32
+        and query.shape[-1] <= _WIDEST
+        and query.numel() > 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
 
 
 def _cells(parts: SpanParts, tile: Tile, labels: SpanLabels) -> tuple[Tensor, TileLabels]:
