@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lastlayer import kernels
-from lastlayer.kernels.span_sums import reference
+from lastlayer.kernels.span_sums import SpanParts, reference
 
 pytest.importorskip("triton")
 if kernels.available()["triton"] is not None:
@@ -35,19 +35,21 @@ def problem(shape, device, shared=False, biased=False, masked=False, listed=True
     cells = torch.where(torch.rand(cells.shape, device=device) < 0.2, -1, cells)
     if not listed:
         cells = torch.rand(n_texts, n_types, n, n, device=device) < 0.1
-    return query, key, *biases, mask, cells
+    return SpanParts(query, key, *biases, mask), cells
 
 
-def check(given, n_types):
-    exact = [
-        each if each is None else (each.double() if each.is_floating_point() else each).cpu()
-        for each in given
-    ]
-    found, right = kernel.log_sums(*given, n_types), reference.log_sums(*exact, n_types)
+def in_float64(each):
+    return each if each is None or each.dtype == torch.bool else each.double()
+
+
+def check(parts, target, n_types):
+    exact = SpanParts(*(None if each is None else in_float64(each).cpu() for each in parts))
+    found = kernel.log_sums(parts, target, n_types)
+    right = reference.log_sums(exact, target.cpu(), n_types)
     torch.testing.assert_close(found.cpu().double(), right, rtol=2e-5, atol=1e-5)
     grad = torch.randn(found.shape[1:], device=found.device)
-    made = kernel.gradients(*given, found, grad, n_types)
-    wanted = reference.gradients(*exact, right, grad.double().cpu(), n_types)
+    made = kernel.gradients(parts, target, found, grad, n_types)
+    wanted = reference.gradients(exact, target.cpu(), right, grad.double().cpu(), n_types)
     for one, other in zip(made, wanted, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
@@ -58,7 +60,7 @@ def check(given, n_types):
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "dense"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_the_dense_formula(shape, listed, device):
-    check(problem(shape, device, listed=listed), shape[1])
+    check(*problem(shape, device, listed=listed), shape[1])
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -66,22 +68,23 @@ def test_equals_the_dense_formula(shape, listed, device):
 @pytest.mark.parametrize("masked", [True, False])
 def test_every_form(shared, biased, masked, device):
     shape = 2, 3, 67, 12
-    check(problem(shape, device, shared, biased, masked), shape[1])
+    check(*problem(shape, device, shared, biased, masked), shape[1])
 
 
 def test_nothing_right_and_nothing_there(device):
-    query, key, _, _, mask, cells = problem((2, 2, 70, 8), device, masked=True)
-    mask[1] = False
-    check((query, key, None, None, mask, torch.full_like(cells, -1)), 2)
-    found = kernel.log_sums(query, key, None, None, mask, torch.full_like(cells, -1), 2)
+    parts, cells = problem((2, 2, 70, 8), device, masked=True)
+    parts.mask[1] = False
+    nothing = torch.full_like(cells, -1)
+    check(parts, nothing, 2)
+    found = kernel.log_sums(parts, nothing, 2)
     assert (found[1] == 0).all()
     assert (found[:, 1] == 0).all()
 
 
 @pytest.mark.parametrize("size", [1e-3, 100.0, 1e4])
 def test_very_large_and_very_small_scores(size, device):
-    query, key, *rest = problem((1, 2, 66, 4), device)
-    check((query * size, key, *rest), 2)
+    parts, cells = problem((1, 2, 66, 4), device)
+    check(parts._replace(query=parts.query * size), cells, 2)
 
 
 def test_tiny_sums_keep_their_digits(device):
@@ -89,7 +92,8 @@ def test_tiny_sums_keep_their_digits(device):
     start_bias = torch.full((1, 1, 66), -18.0, device=device)
     vectors = torch.zeros(1, 1, 66, 4, device=device)
     cells = torch.full((1, 1), -1, device=device)
-    found = kernel.log_sums(vectors, vectors, start_bias, 0 * start_bias, None, cells, 1)
+    parts = SpanParts(vectors, vectors, start_bias, torch.zeros_like(start_bias), None)
+    found = kernel.log_sums(parts, cells, 1)
     expected = math.log1p(66 * 67 / 2 * math.exp(-18.0))
     assert found[0].item() == pytest.approx(expected, rel=1e-5)
 
@@ -109,4 +113,4 @@ def test_the_same_to_the_last_bit_again(device):
 @pytest.mark.parametrize("depth", [64, 50])
 def test_long_texts_on_a_gpu(depth, shared, device):
     shape = 2, 5, 700, depth
-    check(problem(shape, device, shared, biased=shared, masked=True, n_right=300), shape[1])
+    check(*problem(shape, device, shared, biased=shared, masked=True, n_right=300), shape[1])

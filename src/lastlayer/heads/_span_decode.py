@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer.heads._span_tiles import SpanParts, Tile, not_spans, tile_scores, tiles
+from lastlayer.heads._span_tiles import Tile, not_spans, tile_scores, tiles
 from lastlayer.heads._top import top_classes
+from lastlayer.kernels.span_sums import SpanParts
 
 
 class Span(NamedTuple):

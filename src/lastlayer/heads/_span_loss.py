@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer.heads._span_labels import SpanLabels, TileLabels, span_labels
-from lastlayer.heads._span_tiles import SpanParts, Tile, not_spans, tile_scores, tiles
+from lastlayer.heads._span_tiles import Tile, not_spans, tile_scores, tiles
 from lastlayer.kernels._registry import is_plain
+from lastlayer.kernels.span_sums import SpanParts
 
 # Wider vectors take more shared memory in the kernels than some devices have.
 _WIDEST = 64
@@ -91,7 +92,7 @@ def _log_sums(
         # Imported here: Triton is not on every machine.
         from lastlayer.kernels.span_sums import triton as span_sums
 
-        return span_sums.log_sums(*parts, target, n_types)
+        return span_sums.log_sums(parts, target, n_types)
     n_texts, n = query.shape[0], query.shape[2]
     labels = span_labels(target, n_types, n)
     found = query.new_zeros(2, n_texts, n_types)
@@ -125,7 +126,7 @@ def _gradients(
     if _kernels_suit(query):
         from lastlayer.kernels.span_sums import triton as span_sums
 
-        given = span_sums.gradients(*parts, target, found, grad, n_types)
+        given = span_sums.gradients(parts, target, found, grad, n_types)
         return [query.new_empty(0) if each is None else each for each in given]
     n_texts, shared, n = query.shape[0], query.shape[1] < n_types, query.shape[2]
     labels = span_labels(target, n_types, n)

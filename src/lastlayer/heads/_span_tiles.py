@@ -6,29 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lastlayer.kernels.span_sums import SpanParts
+
 # Scores that are held at a time. On a CPU a tile stays near its cache.
 _SPANS = {"cuda": 1 << 25, "cpu": 1 << 19}
 _LOW_SPANS = {"cuda": 1 << 23, "cpu": 1 << 17}
 # Fewer starts than that make thin products; rather take fewer texts.
 _STARTS = 64
-
-
-class SpanParts(NamedTuple):
-    """What scores are made of: a product of two vectors, and what start and end add.
-
-    Attributes:
-        query: ``(texts, types or 1, n, head_size)``.
-        key: the same.
-        start_bias: ``(texts, types, n)``, or None.
-        end_bias: the same.
-        mask: ``(texts, n)`` bool, True for tokens; None where all are.
-    """
-
-    query: Tensor
-    key: Tensor
-    start_bias: Tensor | None
-    end_bias: Tensor | None
-    mask: Tensor | None
 
 
 class Tile(NamedTuple):

@@ -24,13 +24,13 @@ from lastlayer.heads._span_decode import Span, decoded
 from lastlayer.heads._span_labels import listed_cells
 from lastlayer.heads._span_loss import span_losses
 from lastlayer.heads._span_tiles import (
-    SpanParts,
     Tile,
     check_chunk_spans,
     not_spans,
     spans_at_a_time,
     tile_scores,
 )
+from lastlayer.kernels.span_sums import SpanParts
 from lastlayer.losses._multilabel import reduced
 
 if TYPE_CHECKING:

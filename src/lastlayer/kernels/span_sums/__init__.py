@@ -3,9 +3,28 @@
 There is no other implementation: elsewhere tiles of scores are stored, see
 :mod:`lastlayer.heads._span_loss`. README.md has the derivation.
 
-``query`` and ``key`` are float32 ``(texts, types, n, depth)``, with one type where all share them.
-The score of the span from i to j is ``<query_i, key_j>``, and what start and end add to it where
-biases are given, ``(texts, types, n)``. ``mask`` is bool ``(texts, n)``, True for tokens.
 ``target`` are bools ``(texts, types, n, n)``, or int64 cells ``(texts, m)``, each ``(type · n +
 start) · n + end``, or -1 for none.
 """
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class SpanParts(NamedTuple):
+    """What scores are made of: a product of two vectors, and what start and end add.
+
+    Attributes:
+        query: ``(texts, types or 1, n, head_size)``.
+        key: the same.
+        start_bias: ``(texts, types, n)``, or None.
+        end_bias: the same.
+        mask: ``(texts, n)`` bool, True for tokens; None where all are.
+    """
+
+    query: Tensor
+    key: Tensor
+    start_bias: Tensor | None
+    end_bias: Tensor | None
+    mask: Tensor | None

@@ -3,18 +3,12 @@
 import torch
 from torch import Tensor
 
+from lastlayer.kernels.span_sums import SpanParts
 
-def log_sums(
-    query: Tensor,
-    key: Tensor,
-    start_bias: Tensor | None,
-    end_bias: Tensor | None,
-    mask: Tensor | None,
-    target: Tensor,
-    n_types: int,
-) -> Tensor:
+
+def log_sums(parts: SpanParts, target: Tensor, n_types: int) -> Tensor:
     """``log(1 + A)`` and ``log(1 + B)`` of each text and type, ``(2, texts, types)``."""
-    scores, wrong, right = _cells(query, key, start_bias, end_bias, mask, target, n_types)
+    scores, wrong, right = _cells(parts, target, n_types)
     sums = [
         torch.where(cells, values, -torch.inf).flatten(-2).logsumexp(-1)
         for cells, values in ((wrong, scores), (right, -scores))
@@ -23,39 +17,24 @@ def log_sums(
 
 
 def gradients(
-    query: Tensor,
-    key: Tensor,
-    start_bias: Tensor | None,
-    end_bias: Tensor | None,
-    mask: Tensor | None,
-    target: Tensor,
-    found: Tensor,
-    grad: Tensor,
-    n_types: int,
+    parts: SpanParts, target: Tensor, found: Tensor, grad: Tensor, n_types: int
 ) -> list[Tensor | None]:
     """Of query, key and the biases, from what :func:`log_sums` found and the upstream gradient."""
-    scores, wrong, right = _cells(query, key, start_bias, end_bias, mask, target, n_types)
+    scores, wrong, right = _cells(parts, target, n_types)
     below, above = found[..., None, None]
     weights = torch.where(wrong, (scores - below).exp(), 0.0)
     weights = torch.where(right, -(-scores - above).exp(), weights) * grad[..., None, None]
-    of_query, of_key = weights @ key, weights.mT @ query
-    if query.shape[1] < n_types:
+    of_query, of_key = weights @ parts.key, weights.mT @ parts.query
+    if parts.query.shape[1] < n_types:
         of_query, of_key = of_query.sum(1, keepdim=True), of_key.sum(1, keepdim=True)
-    if start_bias is None:
+    if parts.start_bias is None:
         return [of_query, of_key, None, None]
     return [of_query, of_key, weights.sum(-1), weights.sum(-2)]
 
 
-def _cells(
-    query: Tensor,
-    key: Tensor,
-    start_bias: Tensor | None,
-    end_bias: Tensor | None,
-    mask: Tensor | None,
-    target: Tensor,
-    n_types: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cells(parts: SpanParts, target: Tensor, n_types: int) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, and which of them are wrong spans and right ones."""
+    query, key, start_bias, end_bias, mask = parts
     n_texts, _, n, _ = query.shape
     scores = (query @ key.mT).expand(n_texts, n_types, n, n)
     if start_bias is not None and end_bias is not None:

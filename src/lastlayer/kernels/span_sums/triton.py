@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lastlayer.kernels.span_sums import SpanParts
 from lastlayer.kernels.span_sums._tiles_triton import walk
 
 # Starts and ends of a tile.
@@ -24,66 +25,49 @@ class _Spans(NamedTuple):
     options: dict[str, int | bool]
 
 
-def log_sums(
-    query: Tensor,
-    key: Tensor,
-    start_bias: Tensor | None,
-    end_bias: Tensor | None,
-    mask: Tensor | None,
-    target: Tensor,
-    n_types: int,
-) -> Tensor:
+def log_sums(parts: SpanParts, target: Tensor, n_types: int) -> Tensor:
     """As the reference's."""
-    spans = _spans(query, start_bias, mask, target, n_types)
-    parts = query.new_empty(2, *spans.grid)
+    spans = _spans(parts, target, n_types)
+    query, key, start_bias, end_bias, _ = (_whole(each) for each in parts)
+    of_blocks = parts.query.new_empty(2, *spans.grid)
     walk[spans.grid](
-        query.contiguous(), key.contiguous(), _whole(start_bias), _whole(end_bias), *spans[:3],
-        None, None, parts, None, None, *spans.numbers, **spans.options, ENDS=False, GRADIENT=False,
+        query, key, start_bias, end_bias, *spans[:3], None, None, of_blocks, None, None,
+        *spans.numbers, **spans.options, ENDS=False, GRADIENT=False,
     )  # fmt: skip
-    sums = parts.logsumexp(-1)
-    return torch.logaddexp(sums, torch.zeros_like(sums)).view(2, query.shape[0], n_types)
+    sums = of_blocks.logsumexp(-1)
+    return torch.logaddexp(sums, torch.zeros_like(sums)).view(2, -1, n_types)
 
 
 def gradients(
-    query: Tensor,
-    key: Tensor,
-    start_bias: Tensor | None,
-    end_bias: Tensor | None,
-    mask: Tensor | None,
-    target: Tensor,
-    found: Tensor,
-    grad: Tensor,
-    n_types: int,
+    parts: SpanParts, target: Tensor, found: Tensor, grad: Tensor, n_types: int
 ) -> list[Tensor | None]:
     """As the reference's."""
-    spans = _spans(query, start_bias, mask, target, n_types)
-    n_texts, shared, n, depth = query.shape
+    spans = _spans(parts, target, n_types)
+    n_texts, held, n, depth = parts.query.shape
     factors = found.contiguous(), grad.contiguous()
-    starts = query.contiguous(), _whole(start_bias)
-    ends = key.contiguous(), _whole(end_bias)
+    query, key, start_bias, end_bias, _ = (_whole(each) for each in parts)
+    starts, ends = (query, start_bias), (key, end_bias)
     made = []
     for own, other in ((starts, ends), (ends, starts)):
-        of_vectors = query.new_empty(n_texts, n_types, n, depth)
+        of_vectors = parts.query.new_empty(n_texts, n_types, n, depth)
         of_bias = None if own[1] is None else torch.empty_like(own[1])
         walk[spans.grid](
             own[0], other[0], own[1], other[1], *spans[:3], *factors, None, of_vectors, of_bias,
             *spans.numbers, **spans.options, ENDS=own is ends, GRADIENT=True,
         )  # fmt: skip
-        if shared < n_types:
+        if held < n_types:
             of_vectors = of_vectors.sum(1, keepdim=True)
         made.append((of_vectors, of_bias))
     (of_query, of_start), (of_key, of_end) = made
     return [of_query, of_key, of_start, of_end]
 
 
-def _whole(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.contiguous()
+def _whole(part: Tensor | None) -> Tensor | None:
+    return None if part is None else part.contiguous()
 
 
-def _spans(
-    query: Tensor, bias: Tensor | None, mask: Tensor | None, target: Tensor, n_types: int
-) -> _Spans:
-    n_texts, shared, n, depth = query.shape
+def _spans(parts: SpanParts, target: Tensor, n_types: int) -> _Spans:
+    n_texts, held, n, depth = parts.query.shape
     blocks, listed = triton.cdiv(n, SIDE), target.dtype != torch.bool
     since = None
     if listed:
@@ -91,7 +75,7 @@ def _spans(
         since = _first_of_blocks(target, n_types, n, blocks)
     width = max(16, triton.next_power_of_2(depth))
     return _Spans(
-        None if mask is None else mask.contiguous().view(torch.uint8),
+        None if parts.mask is None else parts.mask.contiguous().view(torch.uint8),
         target if listed else target.contiguous().view(torch.uint8),
         since,
         (n, depth, n_types, blocks, target.shape[-1]),
@@ -100,9 +84,9 @@ def _spans(
             "SIDE": SIDE,
             "DEPTH": width,
             "EVEN": width == depth,
-            "SHARED": shared < n_types,
-            "BIASED": bias is not None,
-            "MASKED": mask is not None,
+            "SHARED": held < n_types,
+            "BIASED": parts.start_bias is not None,
+            "MASKED": parts.mask is not None,
             "LISTED": listed,
             "num_warps": 4,
             "num_stages": 2,
