@@ -179,15 +179,15 @@ def _(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    positives: Tensor,  # noqa: ARG001
-    offsets: Tensor | None,  # noqa: ARG001
-    values: Tensor | None,  # noqa: ARG001
-    row_scale: Tensor | None,  # noqa: ARG001
+    positives: Tensor,
+    offsets: Tensor | None,
+    values: Tensor | None,
+    row_scale: Tensor | None,
     normalisers: Tensor | None,
     loss: str,
-    ignore_index: int,  # noqa: ARG001
-    smoothing: float,  # noqa: ARG001
-    chunk_classes: str,  # noqa: ARG001
+    ignore_index: int,
+    smoothing: float,
+    chunk_classes: str,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32

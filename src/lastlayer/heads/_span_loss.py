@@ -181,13 +181,13 @@ _gradients_op = torch.library.custom_op("lastlayer::span_gradients", mutates_arg
 @_log_sums_op.register_fake
 def _(
     query: Tensor,
-    key: Tensor,  # noqa: ARG001
-    start_bias: Tensor | None,  # noqa: ARG001
-    end_bias: Tensor | None,  # noqa: ARG001
-    mask: Tensor | None,  # noqa: ARG001
-    target: Tensor,  # noqa: ARG001
+    key: Tensor,
+    start_bias: Tensor | None,
+    end_bias: Tensor | None,
+    mask: Tensor | None,
+    target: Tensor,
     n_types: int,
-    n_spans: int,  # noqa: ARG001
+    n_spans: int,
 ) -> Tensor:
     return query.new_empty(2, query.shape[0], n_types)
 
@@ -198,11 +198,11 @@ def _(
     key: Tensor,
     start_bias: Tensor | None,
     end_bias: Tensor | None,
-    mask: Tensor | None,  # noqa: ARG001
-    target: Tensor,  # noqa: ARG001
-    found: Tensor,  # noqa: ARG001
-    grad: Tensor,  # noqa: ARG001
-    n_types: int,  # noqa: ARG001
-    n_spans: int,  # noqa: ARG001
+    mask: Tensor | None,
+    target: Tensor,
+    found: Tensor,
+    grad: Tensor,
+    n_types: int,
+    n_spans: int,
 ) -> list[Tensor]:
     return _zeros((query, key, start_bias, end_bias))
