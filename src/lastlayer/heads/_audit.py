@@ -31,6 +31,7 @@ def audit(
     leaves = {"hidden": leaf, **_learned(head)}
     rows, counts = _counted_rows(head, hidden, target)
     weights: list[Importance] = []
+    drawn: list[tuple[float, float]] = []
     with _as_in_training(head), torch.enable_grad():
         exact = torch.autograd.grad(head._exact_loss(leaf, target), list(leaves.values()))
         sums = {
@@ -44,18 +45,20 @@ def audit(
             for name, gradient in zip(leaves, made, strict=True):
                 sums[name].add(gradient)
             weights.append(_weights(head, rows, counts, counter))
+            drawn.append(_drawn(head, counts))
     log_z = getattr(head, "_row_log_z", lambda some: log_normalizer(head, some))(rows)
     return Audit(
         head=type(head).__name__,
         n_rows=rows.shape[0],
         n_classes=head.n_classes,
-        n_samples=head.n_samples,
+        n_samples=round(sum(each for each, _ in drawn) / n_draws),
         n_draws=n_draws,
         gradients={name: each.compared() for name, each in sums.items()},
         ess=torch.stack([each.ess for each in weights]).mean(0).double().cpu(),
         least_ess=min((float(each.ess.min()) for each in weights if each.ess.numel()), default=0.0),
         log_z=log_z.double().cpu(),
         log_z_error=_errors(weights, log_normalizer(head, rows)),
+        took_all=sum(each for _, each in drawn) / n_draws,
     )
 
 
@@ -74,9 +77,20 @@ def _counted_rows(head: "SampledHead", hidden: Tensor, target: Tensor) -> tuple[
 def _weights(head: "SampledHead", rows: Tensor, counts: Tensor, counter: Tensor) -> Importance:
     """As the head reports them; for one that has no weights, those of its draws."""
     own = head.ess
+    if not rows.shape[0]:
+        return Importance(rows.new_empty(0), None)
     if own is not None and bool((own > 0).any()):
         return Importance(own.detach()[counts], None)
     return importance(head, rows, counter)
+
+
+def _drawn(head: "SampledHead", counts: Tensor) -> tuple[float, float]:
+    """How many classes a row drew in the last step, and which share of the rows took all."""
+    n_drawn: Tensor | None = getattr(head, "n_drawn", None)
+    took_all: Tensor | None = getattr(head, "took_all", None)
+    if n_drawn is None or took_all is None or not bool(counts.any()):
+        return float(head.n_samples), 0.0
+    return float(n_drawn[counts].double().mean()), float(took_all[counts].double().mean())
 
 
 def _errors(weights: list[Importance], exact: Tensor) -> Any:

@@ -25,7 +25,7 @@ class Audit:
     """Rows that counted."""
     n_classes: int
     n_samples: int
-    """Classes drawn in a step."""
+    """Classes drawn in a step; the mean over rows where each draws until it has enough."""
     n_draws: int
     """How often the loss was drawn."""
     gradients: dict[str, GradientError]
@@ -38,6 +38,8 @@ class Audit:
     """How far log Z of each row is from where an unnormalised model has it, ``(n_rows,)``."""
     log_z_error: Drift | None
     """Of log Z as draws of noise estimate it, less the exact one; None for other heads."""
+    took_all: float = 0.0
+    """The share of rows that gave up drawing and took all classes."""
 
     @property
     def mean_ess(self) -> float:
@@ -68,6 +70,8 @@ class Audit:
             f"at most {drift.largest:.3f}"
         )
         lines = [title, "", head, *rows, "", sizes, away]
+        if self.took_all:
+            lines.insert(-1, f"all classes taken by {self.took_all:.1%} of the rows")
         if error is not None:
             lines.append(
                 f"log Z from the draws: {error.mean:+.3f} ± {error.deviation:.3f} from the exact "

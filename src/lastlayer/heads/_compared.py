@@ -105,7 +105,7 @@ class ComparedHead(LinearHead):
     def _batch(self, hidden: Tensor, target: Tensor) -> Batch:
         """Rows, and targets, negative where they are ignored."""
         batch = hidden.shape[:-1]
-        ids = target.reshape(batch.numel(), -1 if target.dim() == hidden.dim() else 1)
+        ids = target.reshape(batch.numel(), target.shape[-1] if target.dim() == hidden.dim() else 1)
         # A negative one needs no other.
         if self.ignore_index is not None and self.ignore_index >= 0:
             ids = torch.where(ids == self.ignore_index, -1, ids)

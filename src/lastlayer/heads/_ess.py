@@ -77,6 +77,11 @@ def check_stopping(target_ess: Any, n_samples: int, max_samples: Any) -> None:
         check_positive("target_ess", target_ess)
     if max_samples is not None:
         check_count("max_samples", max_samples)
+        if target_ess is None:
+            raise ValueError(
+                f"max_samples: expected None without target_ess, got {max_samples}; every row "
+                "draws n_samples then"
+            )
         if max_samples < n_samples:
             raise ValueError(
                 f"max_samples: expected at least n_samples={n_samples}, one block, got "

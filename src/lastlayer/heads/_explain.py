@@ -43,6 +43,7 @@ class Explanation:
     n_rows: int
     n_classes: int
     n_samples: int
+    """Classes that are drawn; as an audit found where each row draws until it has enough."""
     sampled: Cost
     """Of this head."""
     full: Cost
@@ -97,12 +98,16 @@ def explain(head: "SampledHead", audit: Audit | None = None, *, n_rows: int = 10
     check_count("n_rows", n_rows)
     _check_audit(audit, head.n_classes)
     suggested, reason = _suggestion(head.n_classes, audit)
+    if audit is None and getattr(head, "target_ess", None) is not None:
+        reason += " Rows draw until they have enough: an audit counts how many that takes."
+    n_samples = head.n_samples if audit is None else audit.n_samples
+    took_all = 0.0 if audit is None else audit.took_all
     return Explanation(
         head=type(head).__name__,
         n_rows=n_rows,
         n_classes=head.n_classes,
-        n_samples=head.n_samples,
-        sampled=_sampled_cost(head, n_rows),
+        n_samples=n_samples,
+        sampled=_sampled_cost(head, n_rows, n_samples, took_all),
         full=_full_cost(head, n_rows),
         sparse=head.sparse,
         suggested=suggested,
@@ -110,13 +115,17 @@ def explain(head: "SampledHead", audit: Audit | None = None, *, n_rows: int = 10
     )
 
 
-def _sampled_cost(head: "SampledHead", n_rows: int) -> Cost:
+def _sampled_cost(head: "SampledHead", n_rows: int, n_samples: int, took_all: float) -> Cost:
+    """Of ``n_samples`` a row, where a share of the rows took all classes besides."""
     vector, wide = _vector_bytes(head)
-    gathered = head.n_samples + n_rows
+    always = head._always_counted()
+    gathered = n_samples * (n_rows if head.draws_for_each_row else 1) + always + n_rows
+    gathered += head.n_classes if took_all else 0
     touched = min(gathered, head.n_classes)
     written = touched if head.sparse else head.n_classes
+    scored = n_samples + always + 1 + took_all * head.n_classes
     return Cost(
-        flops=6.0 * n_rows * (head.n_samples + 1) * head.in_features,
+        flops=6.0 * n_rows * scored * head.in_features,
         gathered=gathered,
         traffic=gathered * vector + written * vector,
         optimizer=written * (vector * 3 + 4 * wide),
@@ -165,6 +174,8 @@ def _suggestion(v: int, found: Audit | None) -> tuple[int, str]:
         f"In the audit {found.n_samples:,} samples were worth {found.mean_ess:.0f} a row, and "
         f"{low:.0f} or less in a tenth of the rows"
     )
+    if found.took_all:
+        worth += f", and {found.took_all:.0%} of the rows took all classes"
     if exact > _WORTHWHILE * v:
         return v, (
             f"{worth}: for {WANTED_ESS:.0f} there, {exact:,.0f} samples would be needed of {v:,} "

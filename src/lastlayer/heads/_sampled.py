@@ -10,6 +10,7 @@ from torch import Tensor
 from lastlayer.heads._audited import Audited
 from lastlayer.heads._checks import check_count
 from lastlayer.heads._compared import Batch, ComparedHead, ComparedOptions
+from lastlayer.heads._recomputed import Steps
 from lastlayer.heads._sampled_checks import check_sampler, check_seed
 from lastlayer.heads._sampled_config import sampler_from_config, sampler_to_config
 from lastlayer.samplers import Sampler, Uniform, fork
@@ -51,6 +52,8 @@ class SampledHead(ComparedHead, Audited):
         dtype: of the parameters.
     """
 
+    # Whether a row has its own draws, or all rows the same.
+    draws_for_each_row = False
     sampler: Sampler
     draws: Tensor
 
@@ -72,6 +75,7 @@ class SampledHead(ComparedHead, Audited):
         self._check_sampler()
         self.n_samples, self.per_rank = n_samples, per_rank
         self.register_buffer("draws", torch.tensor([seed, 0]))
+        self._steps = Steps()
         self._move_chance()
 
     def _sampled_loss(self, batch: Batch) -> Tensor:
@@ -85,19 +89,24 @@ class SampledHead(ComparedHead, Audited):
 
     def _counter(self) -> Tensor:
         """Seed and step of this step's draws, to be read until the step is counted."""
-        distributed = torch.distributed
+        draws, distributed = self._steps.counter(self.draws), torch.distributed
         if self.per_rank and distributed.is_available() and distributed.is_initialized():
-            return fork(self.draws, distributed.get_rank())
-        return self.draws
+            return fork(draws, distributed.get_rank())
+        return draws
 
     def _count_step(self) -> None:
         """Once all is drawn; on the device, so that nothing waits for it."""
-        self.draws[1:].add_(1)
+        if not self._steps.is_recomputed():
+            self.draws[1:].add_(1)
 
     def _drawn(self, counter: Tensor) -> tuple[Tensor, Tensor]:
         """Classes of a step and their log-probabilities, -inf for one that is always counted."""
         ids, log_prob = self.sampler.sample_with_log_prob(self.n_samples, counter=counter)
         return ids, log_prob
+
+    def _always_counted(self) -> int:
+        """Classes that every step looks at beside those it draws."""
+        return 0
 
     def _check_sampler(self) -> None:
         check_sampler(self.sampler, self.n_classes)

@@ -85,7 +85,10 @@ def check_positive(name: str, value: Any) -> None:
 
 def as_class_ids(name: str, ids: Any, n_classes: int) -> Tensor:
     """Different class ids, ascending."""
-    given = torch.as_tensor(ids)
+    try:
+        given = torch.as_tensor(ids)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"{name}: expected class ids, got {type(ids).__name__}") from error
     if given.dtype not in (torch.int64, torch.int32) or given.dim() != 1 or not len(given):
         raise TypeError(
             f"{name}: expected class ids, int64 (n,) with at least one, got {given.dtype} of shape "

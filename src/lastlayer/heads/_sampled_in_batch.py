@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_chunk_rows, check_reduction, check_scores
+from lastlayer._debug import values_are_checked
 from lastlayer.heads._sampled_checks import check_choice, check_positive
 from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem, sampled_loss
 
@@ -74,6 +75,7 @@ def in_batch_softmax_loss(
         log_prob = query.new_zeros(m, dtype=dtype)
     else:
         log_prob = _checked_per_key("log_q", log_q, key).detach().to(dtype)
+        _check_log_probs(log_prob)
     place = torch.arange(m, device=key.device)
     names = place
     if ids is not None:
@@ -113,6 +115,20 @@ def _check_pairs(query: Tensor, key: Tensor) -> None:
         raise ValueError(f"key: expected the device of query, {query.device}, got {key.device}")
     if query.dtype != key.dtype and not torch.is_autocast_enabled(query.device.type):
         raise TypeError(f"key: expected the dtype of query, {query.dtype}, got {key.dtype}")
+
+
+def _check_log_probs(log_q: Tensor) -> None:
+    """What a probability above 0 has; looked at where that does not wait for a device."""
+    if not values_are_checked(log_q):
+        return
+    # Rounding may leave a probability of 1 a little above it.
+    wrong = ((log_q > 1e-6) | ~log_q.isfinite()).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        raise ValueError(
+            "log_q: expected logarithms of probabilities, finite and at most 0, got "
+            f"{float(log_q[place]):g} at position {place}"
+        )
 
 
 def _checked_per_key(name: str, given: Tensor | None, key: Tensor) -> Tensor:

@@ -57,6 +57,11 @@ class PartialSoftmax(ComparedHead):
 
     def _sampled_loss(self, batch: Batch) -> Tensor:
         best = self._best(batch.hidden)
+        if best.shape[0]:
+            # Rows that do not count look at classes that another one looks at, and touch no more.
+            counts = (batch.target >= 0).any(-1)
+            one = best.index_select(0, counts.long().argmax().reshape(1))
+            best = torch.where(counts.unsqueeze(-1), best, one)
         nothing = torch.zeros_like(best, dtype=torch.float32)
         return self._reduced(
             batch,

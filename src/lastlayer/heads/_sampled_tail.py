@@ -40,8 +40,8 @@ class Tail(torch.nn.Module):
         size = head_classes if first else len(ids)
         if not 0 <= size < n_classes:
             raise ValueError(
-                f"head_classes: expected fewer than n_classes={n_classes}, so that something is "
-                f"left to draw, got {size}"
+                f"head_classes: expected 0 to {n_classes - 1}, so that something is left to draw, "
+                f"got {size}"
             )
         ids = torch.arange(size) if first else ids
         left = n_classes - size
@@ -108,7 +108,8 @@ class Tail(torch.nn.Module):
         taken = probs.masked_fill(again | (target < 0), 0.0).sum(-1)
         if self.n_head and not self.is_own:
             taken = taken + sampler.log_prob(self.head_ids, dtype=torch.float64).exp().sum()
-        return torch.log1p(-taken).to(dtype)
+        # Where they are all there is, rounding may make their sum more than 1.
+        return torch.log1p(-taken.clamp(max=1.0)).to(dtype)
 
     def _class_of(self, names: Tensor) -> Tensor:
         return names + self.n_head if self.tail_ids is None else self.tail_ids[names]

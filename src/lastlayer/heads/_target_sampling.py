@@ -22,12 +22,16 @@ class Partition(NamedTuple):
     """int64, ascending."""
 
 
-def target_partitions(target: Any, size: int) -> Iterator[Partition]:
+def target_partitions(
+    target: Any, size: int, *, ignore_index: int | None = -100
+) -> Iterator[Partition]:
     """Stretches of targets, each as long as it can be with ``size`` different classes.
 
     Args:
         target: class ids in the order of training, one dimension.
-        size: how many classes a stretch may have; the last one has fewer.
+        size: how many classes a stretch may have; the last one has fewer, or none where all of it
+            is ignored.
+        ignore_index: is no class; None where every target is one.
 
     Example:
         >>> for part in target_partitions([3, 1, 3, 2, 2, 1, 0], 2):
@@ -46,7 +50,14 @@ def target_partitions(target: Any, size: int) -> Iterator[Partition]:
     while start < len(ids):
         window = 2 * size
         while True:
-            classes, first = np.unique(ids[start : start + window], return_index=True)
+            some = ids[start : start + window]
+            known = (
+                np.arange(len(some))
+                if ignore_index is None
+                else np.flatnonzero(some != ignore_index)
+            )
+            classes, first = np.unique(some[known], return_index=True)
+            first = known[first]
             if len(classes) > size or start + window >= len(ids):
                 break
             window *= 2

@@ -76,6 +76,7 @@ class AdaptiveImportanceSampling(ImportanceSampling):
         19(4), 2008.
     """
 
+    draws_for_each_row = True
     sampler: AdaptiveNGram
 
     def __init__(
@@ -122,11 +123,14 @@ class AdaptiveImportanceSampling(ImportanceSampling):
             check_context(hidden, context, self.sampler.order)
         if not self.training:
             return self._exact_loss(hidden, target)
+        if self._steps.is_recomputed():
+            raise RuntimeError(
+                "AdaptiveImportanceSampling cannot be recomputed by torch.utils.checkpoint: its "
+                "proposal has learned from the first pass; call it outside of what is checkpointed"
+            )
         batch = self._batch(hidden, target)
-        if context is None:
-            words = batch.target.new_full((batch.hidden.shape[0], self.sampler.order - 1), -1)
-        else:
-            words = context.reshape(batch.hidden.shape[0], -1)
+        shape = batch.hidden.shape[0], self.sampler.order - 1
+        words = batch.target.new_full(shape, -1) if context is None else context.reshape(shape)
         loss = self._adapted_loss(batch, words, self._counter())
         self._count_step()
         return loss

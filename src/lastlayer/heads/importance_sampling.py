@@ -96,7 +96,7 @@ class ImportanceSampling(SampledHead):
 
     def _loss_of_step(self, batch: Batch, counter: Tensor) -> Tensor:
         if self.target_ess is None:
-            return self._reduced(batch, self._problem(batch, self._block(counter)))
+            return self._reduced(batch, self._problem(batch, self._block(counter, batch)))
         return self._stopped_loss(batch, counter)
 
     def _problem(self, batch: Batch, draws: Draws) -> SampledProblem:
@@ -104,8 +104,10 @@ class ImportanceSampling(SampledHead):
             batch.hidden, self.weight, self.bias, batch.target, draws, SELF_NORMALISED
         )
 
-    def _block(self, counter: Tensor) -> Draws:
+    def _block(self, counter: Tensor, batch: Batch) -> Draws:
         ids, log_prob = self.sampler.sample_with_log_prob(self.n_samples, counter=counter)
+        if batch.hidden.dtype == torch.float64:
+            log_prob = self.sampler.log_prob(ids, dtype=torch.float64)
         return Draws(ids, log_prob + math.log(self.n_samples))
 
     def _stopped_loss(self, batch: Batch, counter: Tensor) -> Tensor:
@@ -116,7 +118,7 @@ class ImportanceSampling(SampledHead):
 
         @torch.no_grad()
         def add_block(block: int, rows: Tensor) -> None:
-            blocks.append(self._block(fork(counter, block)))
+            blocks.append(self._block(fork(counter, block), batch))
             some = Batch(batch.hidden[rows], batch.target[rows], rows.shape)
             # Less the target's score, which is the same in every block.
             made = sampled_loss(self._problem(some, blocks[-1]), "none", chunk_rows=self.chunk_rows)

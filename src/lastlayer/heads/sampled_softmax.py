@@ -106,6 +106,9 @@ class SampledSoftmax(SampledHead):
     def _check_sampler(self) -> None:
         self.tail = Tail(self._head_classes, self.n_classes, self.sampler)
 
+    def _always_counted(self) -> int:
+        return self.tail.n_head
+
     def _drawn(self, counter: Tensor) -> tuple[Tensor, Tensor]:
         ids, log_prob = self.tail.draw(self.sampler, self.n_samples, counter, unique=False)
         return ids, log_prob

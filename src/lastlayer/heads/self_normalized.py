@@ -11,6 +11,7 @@ from lastlayer.heads._checks import check_hidden, check_target
 from lastlayer.heads._linear import LinearHead, LinearOptions
 from lastlayer.heads._log_z import Drift, chosen_scores, drift_of, log_normalizer
 from lastlayer.heads._ranked import wide_dtype
+from lastlayer.heads._recomputed import Steps
 from lastlayer.heads._sampled_checks import check_positive, check_seed
 from lastlayer.heads._target_scores import target_scores
 from lastlayer.kernels.philox import words
@@ -96,6 +97,7 @@ class SelfNormalized(LinearHead):
         device = None if self.weight.device.type == "meta" else self.weight.device
         # Seed and step: a resumed run draws the rows that the first one would have drawn.
         self.register_buffer("draws", torch.tensor([seed, 0], device=device))
+        self._steps = Steps()
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """In training mode the loss above; in eval mode the exact cross entropy."""
@@ -144,8 +146,9 @@ class SelfNormalized(LinearHead):
         """Rows in even distances from a random start: each is among them equally often."""
         n = ids.shape[0]
         size = math.ceil(self.fraction * n)
-        word: Tensor = words("auto", self.draws.clone(), 1)[0, 0]
-        self.draws[1:].add_(1)
+        word: Tensor = words("auto", self._steps.counter(self.draws).clone(), 1)[0, 0]
+        if not self._steps.is_recomputed():
+            self.draws[1:].add_(1)
         start = word.double() * 2.0**-32
         places = (torch.arange(size, device=ids.device) + start) * (n / max(1, size))
         return places.long().clamp(max=max(0, n - 1))

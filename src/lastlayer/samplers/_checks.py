@@ -35,7 +35,8 @@ def check_real(name: str, value: Any, *, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if not least <= value <= most or math.isinf(value):
-        raise ValueError(f"{name}: expected {least:g} to {most:g}, got {value:g}")
+        up_to = "a finite number" if math.isinf(most) else f"{most:g}"
+        raise ValueError(f"{name}: expected {least:g} to {up_to}, got {value:g}")
     return float(value)
 
 

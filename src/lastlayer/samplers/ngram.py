@@ -170,7 +170,8 @@ class AdaptiveNGram(Sampler):
         per_class = target / mixed.masked_fill(again, 1.0)
         within = target.sum(1) / mixed.sum(1)
         slopes = [((per_class * part).sum(1) - within * part.sum(1)).mean() for part in parts]
-        shares = self.mixture.double() * (self.mixture_rate * torch.stack(slopes)).exp()
+        moves = self.mixture_rate * torch.stack(slopes)
+        shares = self.mixture.double() * (moves - moves.max()).exp()
         shares = _LEAST_PART + (1.0 - self.order * _LEAST_PART) * shares / shares.sum()
         moved = (shares * _PARTS).long()
         moved[0] += _PARTS - moved.sum()
