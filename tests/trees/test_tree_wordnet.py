@@ -225,16 +225,16 @@ def nltk_synsets(lemma, part):
 
 
 def test_nltk_gives_the_same_tree(folder, monkeypatch):
-    def morphy(form, part):
-        base = {"dogs": "dog", "saw": "see"}.get(form, form)
-        return base if nltk_synsets(base, part) else None
+    def bases(form, part):
+        found = [form, *{"dogs": ["dog"], "saw": ["see"], "rose": ["rise"]}.get(form, [])]
+        return [each for each in found if nltk_synsets(each, part)]
 
-    corpus = SimpleNamespace(ensure_loaded=lambda: None, morphy=morphy, synsets=nltk_synsets)
+    corpus = SimpleNamespace(ensure_loaded=lambda: None, _morphy=bases, synsets=nltk_synsets)
     package, module = ModuleType("nltk"), ModuleType("nltk.corpus")
     module.wordnet = corpus
     monkeypatch.setitem(sys.modules, "nltk", package)
     monkeypatch.setitem(sys.modules, "nltk.corpus", module)
-    words = ["cat", "dogs", "poodle", "Rex", "run", "saw", "oak", "happy", "sad", "zzz"]
+    words = ["cat", "dogs", "poodle", "Rex", "run", "saw", "rose", "oak", "happy", "sad", "zzz"]
     assert trees.wordnet(words, reader="nltk") == trees.wordnet(words, path=folder)
 
     def missing():
@@ -270,10 +270,16 @@ WN = {row[1]: WnSynset(row) for row in tiny_wordnet.SYNSETS}
 
 def test_wn_gives_the_same_structure(folder, monkeypatch):
     def senses(form, part):
-        found = [s for s in WN.values() if s.pos == part and form in s.words.lower().split()]
+        forms = [form, *{"rose": ["rise"]}.get(form, [])]
         return [
-            SimpleNamespace(synset=lambda s=s: s, counts=lambda s=s: [9] if s.pos == "v" else [])
-            for s in found
+            SimpleNamespace(
+                synset=lambda s=s: s,
+                counts=lambda s=s: [9] if s.pos == "v" else [],
+                word=lambda each=each: SimpleNamespace(lemma=lambda: each),
+            )
+            for each in forms
+            for s in WN.values()
+            if s.pos == part and each.replace(" ", "_") in s.words.lower().split()
         ]
 
     installed = ["tiny"]
@@ -283,7 +289,7 @@ def test_wn_gives_the_same_structure(folder, monkeypatch):
     morphy.morphy = None
     monkeypatch.setitem(sys.modules, "wn", module)
     monkeypatch.setitem(sys.modules, "wn.morphy", morphy)
-    words = ["cat", "dog", "poodle", "oak", "run", "rise", "happy", "sad", "zzz"]
+    words = ["cat", "Domestic_dog", "poodle", "oak", "run", "rose", "happy", "sad", "zzz"]
     tree = trees.wordnet(words, reader="wn", binary=False)
     files = trees.wordnet(words, path=folder, binary=False)
     assert [tree.code(word) for word in words] == [files.code(word) for word in words]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lastlayer.fused._sparse_rows import can_wait
+from lastlayer.heads._node_by_node import refuse_second_derivatives
 from lastlayer.heads._tree_tables import TreeTables
 from lastlayer.kernels import selected
 from lastlayer.kernels._registry import is_plain
@@ -124,7 +125,6 @@ class _GroupedLosses(torch.autograd.Function):
         return kernel.losses_of(target, made, tables.n_classes, ignore_index)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad
         of_rows, of_weight, of_bias = _all_gradients(ctx, -grad, needed[0], needed[2], needed[3])
@@ -152,7 +152,6 @@ class _GroupedLogProb(torch.autograd.Function):
         return made
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad
         of_rows, of_weight, of_bias = _all_gradients(ctx, grad, needed[0], needed[3], needed[4])
@@ -163,6 +162,7 @@ def _all_gradients(
     ctx: Any, grad: Tensor, to_rows: bool, to_weight: bool, to_bias: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Of rows, weight and bias, from that of each entry, or of each row."""
+    refuse_second_derivatives()
     rows, weight, bias, position, *kept = ctx.saved_tensors
     wanted = to_rows, to_weight, bias is not None and to_bias
     sparse = ctx.sparse and not torch.compiler.is_compiling() and can_wait(rows)

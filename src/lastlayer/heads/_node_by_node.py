@@ -51,6 +51,16 @@ def by_node(tables: TreeTables, node: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield slice(first, last), entries
 
 
+def refuse_second_derivatives() -> None:
+    """Called where a backward pass of wide nodes begins."""
+    # Where an upstream gradient is a constant, `once_differentiable` would let it pass.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "backward: paths through wide nodes have no second derivatives, and create_graph=True "
+            "asks for them; use head.log_prob(hidden), of all classes, which has them"
+        )
+
+
 class _ByNode(torch.autograd.Function):
     """Log-probability of one child an entry; backward makes the scores of each node again."""
 
@@ -76,8 +86,13 @@ class _ByNode(torch.autograd.Function):
         return made
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        with torch.autocast(grad.device.type, enabled=False):
+            return _ByNode._gradients(ctx, grad)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, of_row, node, position = ctx.saved_tensors
         rows_grad = torch.zeros_like(rows)
         picked, vectors, biases = [], [], []

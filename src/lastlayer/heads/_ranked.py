@@ -62,6 +62,17 @@ class RankedHead(Head):
         by_class = None if by_place is None else by_place.argsort()
         for name, values in (("order", by_place), ("places", by_class)):
             self.register_buffer(name, None if values is None else values.to(device))
+        # On meta nothing is kept; what is filled in later has to be known until then.
+        self._order_to_come = by_place if torch.device(device).type == "meta" else None
+
+    def _fill_order(self) -> None:
+        """What :meth:`reset_parameters` leaves of a head that was made on the meta device."""
+        to_come = self._order_to_come
+        if to_come is None or self.order is None or self.places is None or self.order.is_meta:
+            return
+        self.order.copy_(to_come)
+        self.places.copy_(to_come.argsort())
+        self._order_to_come = None
 
     def _places_of(self, classes: Tensor) -> Tensor:
         return classes if self.places is None else self.places[classes]

@@ -24,8 +24,11 @@ from lastlayer.heads._tree_levels import (
 from lastlayer.heads._tree_tables import TreeTables
 from lastlayer.trees._checks import as_counts
 
-# How much lighter than the heaviest a class may be; lighter ones count as if they had this weight.
-_LIGHTEST = math.log(1e-12)
+# How much lighter than the heaviest a class may be, in float64; lighter ones count as if they had
+# this weight.
+_LIGHTEST = math.log(1e-280)
+# Numbers of a vector that are summed at a time: float64 takes twice the memory.
+_NUMBERS = 32
 
 
 def vectors_of_layer(linear: Any, n_classes: int) -> tuple[Tensor, Tensor]:
@@ -84,19 +87,25 @@ def node_vectors(
     """
     if not tables.n_inner:
         return vectors[:0], biases[:0]
-    log_weights = log_weights - log_weights.max()
-    log_weights = log_weights.clamp(min=_LIGHTEST)
+    log_weights = log_weights.double()
+    log_weights = (log_weights - log_weights.max()).clamp(min=_LIGHTEST)
     classes = tables.path_class
     # A class with several paths has its part of the weight on each.
-    shares = torch.bincount(classes).to(vectors.dtype).log()
+    shares = torch.bincount(classes).double().log()
     paths = (log_weights - shares)[classes]
     weights = paths.exp().unsqueeze(-1)
     ends = tables.path_end.long()
     mass = _up_to_root(tables, ends, weights)
-    mean = _up_to_root(tables, ends, weights * vectors[classes]) / mass
+    rows = [
+        _as_rows(tables, _up_to_root(tables, ends, weights * some[classes].double()) / mass)
+        for some in vectors.split(_NUMBERS, 1)
+    ]
     # Of the biases and the entropy together.
-    offset = _up_to_root(tables, ends, weights * (biases[classes] - paths).unsqueeze(-1)) / mass
-    return _as_rows(tables, mean), _as_rows(tables, offset + mass.log()).squeeze(-1)
+    own = (biases[classes].double() - paths).unsqueeze(-1)
+    offset = _as_rows(tables, _up_to_root(tables, ends, weights * own) / mass + mass.log())
+    return torch.cat([each.to(vectors.dtype) for each in rows], 1), offset.squeeze(-1).to(
+        vectors.dtype
+    )
 
 
 def class_vectors(tables: TreeTables, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

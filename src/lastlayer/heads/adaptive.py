@@ -144,7 +144,13 @@ class AdaptiveSoftmax(RankedHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh numbers, distributed as those of ``nn.Linear``."""
+        """Fresh numbers, distributed as those of ``nn.Linear``.
+
+        A head that was made on the meta device is whole after ``to_empty`` and this.
+        """
+        self._fill_order()
+        if not self.cutoffs.is_meta:
+            self.cutoffs.copy_(torch.tensor([start for start, _ in self._clusters]))
         for weight in (self.head_weight, *self.projections, *self.tails):
             bound = 1.0 / math.sqrt(weight.shape[1])
             torch.nn.init.uniform_(weight, -bound, bound)

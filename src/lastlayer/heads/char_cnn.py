@@ -15,6 +15,7 @@ from lastlayer.heads._char_cnn import CharCNN, Words, check_filters
 from lastlayer.heads._checks import check_count, check_hidden
 from lastlayer.heads._scoring import ScoringHead
 from lastlayer.heads._spelling import check_spellings
+from lastlayer.heads._stale_steps import refuse_stale_steps
 from lastlayer.heads._vector_cache import VectorCache
 
 FILTERS = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256))
@@ -191,7 +192,7 @@ class CharCNNSoftmax(ScoringHead):
 
         ``corrections`` and ``bias`` stay the same parameters, with more rows and without a
         gradient. An optimiser that keeps numbers for each of them, as Adam and momentum do, has
-        too few: make a new one, or it raises an error at its next step. The other parameters, and
+        too few: make a new one; the next step of the old one is refused. The other parameters, and
         all of them where the head has neither correction nor bias, are as before.
 
         Args:
@@ -264,6 +265,7 @@ class CharCNNSoftmax(ScoringHead):
 def _extend(parameter: Parameter, more: Tensor) -> None:
     parameter.data = torch.cat([parameter.data, more])
     parameter.grad = None
+    refuse_stale_steps(parameter)
 
 
 def _check_from_zero(name: str, value: Any, zero: str) -> None:

@@ -109,7 +109,11 @@ class DifferentiatedSoftmax(RankedHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh numbers, distributed as those of ``nn.Linear`` on what each band sees."""
+        """Fresh numbers, distributed as those of ``nn.Linear`` on what each band sees.
+
+        A head that was made on the meta device is whole after ``to_empty`` and this.
+        """
+        self._fill_order()
         for weight in self.weights:
             bound = 1.0 / math.sqrt(weight.shape[1])
             torch.nn.init.uniform_(weight, -bound, bound)

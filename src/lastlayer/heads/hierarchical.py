@@ -6,6 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lastlayer._checks import check_reduction
 from lastlayer.heads._checks import (
     check_classes,
     check_count,
@@ -153,6 +154,7 @@ class HierarchicalSoftmax(TreeHead):
         """Minus the log-probability of the targets. Only nodes on their paths are touched."""
         check_hidden(self, hidden)
         check_target(self, hidden, target)
+        check_reduction(self.reduction)
         rows, classes = hidden.reshape(-1, self.in_features), target.reshape(-1)
         if self._tables.is_plain:
             loss = path_loss(
@@ -196,10 +198,9 @@ class HierarchicalSoftmax(TreeHead):
         return made.reshape(*hidden.shape[:-1], made.shape[-1])
 
     def _product_rows(self, hidden: Tensor) -> Tensor:
-        """Rows in the dtype of autocast where it is on."""
-        rows, device = hidden.reshape(-1, self.in_features), hidden.device.type
-        autocast = device != "meta" and torch.is_autocast_enabled(device)
-        return rows.to(torch.get_autocast_dtype(device)) if autocast else rows
+        """Rows in a dtype that rounds neither them nor the vectors: those of paths are not."""
+        dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
+        return hidden.reshape(-1, self.in_features).to(dtype)
 
     def _wide_rows(self, hidden: Tensor) -> Tensor:
         """Rows in float32, or in float64 from float64: what is gathered is not rounded."""

@@ -21,16 +21,18 @@ class Nltk:
         self._corpus = wordnet
 
     def sense(self, word: str) -> Any:
-        """The most frequent sense of a word, or of its base form by nltk's morphy."""
-        best, found = -1, None
+        """The most frequent sense of a word, or of a base form of it by nltk's morphy."""
+        form = word.lower().replace(" ", "_")
+        best: tuple[int, bool] = (-1, False)
+        found = None
         for part in "nvar":
-            lemma = self._corpus.morphy(word.lower().replace(" ", "_"), part)
-            senses = self._corpus.synsets(lemma, part) if lemma else []
-            for synset in senses[:1]:
-                names = [each for each in synset.lemmas() if each.name().lower() == lemma]
-                times = sum(each.count() for each in names)
-                if times > best:
-                    best, found = times, synset
+            # `morphy` itself stops at a word that is there, such as "saw".
+            for lemma in dict.fromkeys([form, *self._corpus._morphy(form, part)]):
+                for synset in self._corpus.synsets(lemma, part)[:1]:
+                    names = [each for each in synset.lemmas() if each.name().lower() == lemma]
+                    rank = sum(each.count() for each in names), lemma == form
+                    if names and rank > best:
+                        best, found = rank, synset
         return found
 
     def above(self, synset: Any) -> Any:
@@ -62,13 +64,18 @@ class Wn:
         self._net = wn.Wordnet(lemmatizer=morphy)
 
     def sense(self, word: str) -> Any:
-        """The most frequent sense of a word, or of its base form by wn's morphy."""
-        best, found = -1, None
+        """The most frequent sense of a word, or of a base form of it by wn's morphy."""
+        form = word.lower().replace("_", " ")
+        best: tuple[int, bool] = (-1, False)
+        found = None
         for part in "nvasr":
-            for sense in self._net.senses(word, part)[:1]:
-                times = sum(sense.counts())
-                if times > best:
-                    best, found = times, sense.synset()
+            first: dict[str, Any] = {}
+            for sense in self._net.senses(form, part):
+                first.setdefault(sense.word().lemma().lower(), sense)
+            for lemma, sense in first.items():
+                rank = sum(int(each) for each in sense.counts()), lemma == form
+                if rank > best:
+                    best, found = rank, sense.synset()
         return found
 
     def above(self, synset: Any) -> Any:

@@ -1,0 +1,123 @@
+"""Structured heads at their edges: second derivatives, autocast, meta, and more classes."""
+
+import pytest
+import torch
+
+from lastlayer import heads, trees
+
+WIDE = [lambda: trees.two_level(2500), lambda: trees.balanced(40, 40)]
+
+
+@pytest.mark.parametrize("make", WIDE)
+def test_wide_nodes_refuse_second_derivatives(make):
+    head = heads.HierarchicalSoftmax(4, make(), dtype=torch.float64)
+    hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    classes = torch.randint(40, (3,))
+    for made in (head(hidden, classes), head.log_prob(hidden, classes.unsqueeze(-1)).sum()):
+        with pytest.raises(RuntimeError, match=r"use head\.log_prob\(hidden\)"):
+            torch.autograd.grad(made, hidden, create_graph=True)
+    (slope,) = torch.autograd.grad(head.log_prob(hidden)[:, 0].sum(), hidden, create_graph=True)
+    (second,) = torch.autograd.grad(slope.square().sum(), hidden)
+    assert second.abs().max() > 0
+
+
+def test_under_autocast_the_best_are_those_of_a_sort():
+    tree = trees.huffman([1 / rank for rank in range(1, 2001)])
+    head = heads.HierarchicalSoftmax(64, tree)
+    hidden = torch.randn(64, 64).bfloat16()
+    target = torch.randint(2000, (64,))
+    with torch.autocast("cpu", torch.bfloat16):
+        every = head.log_prob(hidden)
+        torch.testing.assert_close(head.topk(hidden, 10).values, every.topk(10).values)
+        assert (head.topk(hidden, 10).classes == every.topk(10).indices).all()
+        loss = head(hidden, target)
+    torch.testing.assert_close(loss, -every.gather(1, target.unsqueeze(-1)).mean())
+
+
+def test_backward_inside_autocast():
+    head = heads.HierarchicalSoftmax(8, trees.balanced(40, 40))
+    hidden = torch.randn(6, 8, requires_grad=True)
+    target = torch.randint(40, (6,))
+    with torch.autocast("cpu", torch.bfloat16):
+        head(hidden, target).backward()
+    found, head.weight.grad = head.weight.grad, None
+    head(hidden, target).backward()
+    torch.testing.assert_close(found, head.weight.grad, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimiser_of_fewer_classes_makes_no_step(fused):
+    head = heads.CharCNNSoftmax(8, ["one", "two", "three"], char_features=4, filters=[(2, 4)])
+    optimizer = torch.optim.Adam(head.parameters(), fused=fused)
+
+    def step():
+        optimizer.zero_grad()
+        head(torch.randn(5, 8), torch.randint(head.n_classes, (5,))).backward()
+        optimizer.step()
+
+    step()
+    head.add_classes(["four"])
+    with pytest.raises(RuntimeError, match="make a new optimizer"):
+        step()
+    head.add_classes(["five"])
+    optimizer = torch.optim.Adam(head.parameters(), fused=fused)
+    step()
+    step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **given: heads.AdaptiveSoftmax(
+            16, cutoffs=[5, 20], n_classes=40, order=torch.arange(39, -1, -1), **given
+        ),
+        lambda **given: heads.DifferentiatedSoftmax(
+            16, [(10, 8), (30, 8)], order=torch.arange(39, -1, -1), **given
+        ),
+    ],
+    ids=["adaptive", "differentiated"],
+)
+def test_made_on_meta_and_filled_later(make):
+    here, later = make(), make(device="meta").to_empty(device="cpu")
+    for buffer in later.buffers():
+        buffer.fill_(-7)
+    later.reset_parameters()
+    for one, other in zip(here.buffers(), later.buffers(), strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        for one, other in zip(here.parameters(), later.parameters(), strict=True):
+            other.copy_(one)
+    hidden, classes = torch.randn(3, 16), torch.tensor([2, 7, 30])
+    assert torch.equal(here.log_prob(hidden, classes), later.log_prob(hidden, classes))
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0, 8.0])
+def test_relearned_on_the_same_tree_nothing_changes(spread):
+    for tree in (trees.balanced(256), trees.huffman([1.4**-i for i in range(60)])):
+        head = heads.HierarchicalSoftmax(4, tree, dtype=torch.float64)
+        torch.nn.init.normal_(head.bias, std=spread)
+        hidden = torch.randn(5, 4, dtype=torch.float64)
+        torch.testing.assert_close(
+            head.relearn(tree).log_prob(hidden), head.log_prob(hidden), rtol=1e-6, atol=1e-6
+        )
+
+
+def test_a_reduction_that_is_none_is_told():
+    made = [
+        heads.AdaptiveSoftmax(8, cutoffs=[5], n_classes=20),
+        heads.DifferentiatedSoftmax(8, [(5, 4), (15, 4)]),
+        heads.HierarchicalSoftmax(8, trees.balanced(20)),
+        heads.HierarchicalSoftmax(8, trees.balanced(40, 40)),
+    ]
+    for head in made:
+        head.reduction = "average"
+        with pytest.raises(ValueError, match="reduction: expected"):
+            head(torch.randn(2, 8), torch.tensor([1, 2]))
+
+
+def test_float64_stays_float64_under_autocast():
+    head = heads.CharCNNSoftmax(8, ["one", "two", "three"], filters=[(2, 4)], dtype=torch.float64)
+    hidden = torch.randn(4, 8, dtype=torch.float64)
+    expected = head.log_prob(hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(head.log_prob(hidden), expected)
