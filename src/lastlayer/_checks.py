@@ -9,15 +9,22 @@ from torch import Tensor
 from lastlayer._debug import values_are_checked
 
 REDUCTIONS = ("mean", "sum", "none")
+# What the kernels take: torch counts float8 as floating too, but has hardly an operation for it.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_scores(scores: Any, *, name: str = "scores", at_least_1d: bool = True) -> None:
-    """A floating tensor with at least one dimension."""
+    """A tensor of one of the dtypes, with at least one dimension."""
     if not isinstance(scores, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(scores).__name__}")
     if not scores.is_floating_point():
         raise TypeError(
             f"{name}: expected a floating dtype, got {scores.dtype}; convert with {name}.float()"
+        )
+    if scores.dtype not in DTYPES:
+        raise TypeError(
+            f"{name}: expected torch.float16, torch.bfloat16, torch.float32 or torch.float64, got "
+            f"{scores.dtype}; convert with {name}.float()"
         )
     if at_least_1d and scores.dim() == 0:
         raise ValueError(f"{name}: expected at least one dimension, got a 0-dimensional tensor")
@@ -139,6 +146,22 @@ def check_class_weight(weight: Any, scores: Tensor, *, name: str = "weight") -> 
     if weight.shape != (n,):
         raise ValueError(
             f"{name}: expected shape ({n},), one weight a class, got {tuple(weight.shape)}"
+        )
+
+
+def check_id_range(target: Tensor, n_classes: int, ignore_index: int | None) -> None:
+    """Class ids below ``n_classes``, or the ignored one, where values are checked."""
+    if not values_are_checked(target):
+        return
+    wrong = (target < 0) | (target >= n_classes)
+    if ignore_index is not None:
+        wrong &= target != ignore_index
+    if bool(wrong.any()):
+        first = tuple(wrong.nonzero()[0].tolist())
+        allowed = "" if ignore_index is None else f", or ignore_index={ignore_index}"
+        raise ValueError(
+            f"target: expected class ids from 0 to {n_classes - 1}{allowed}, got "
+            f"{target[first].item()} at position {first}"
         )
 
 

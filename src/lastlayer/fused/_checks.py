@@ -5,8 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_chunk_rows, check_class_weight, check_reduction, check_scores
-from lastlayer._debug import values_are_checked
+from lastlayer._checks import (
+    check_chunk_rows,
+    check_class_weight,
+    check_id_range,
+    check_reduction,
+    check_scores,
+)
 from lastlayer.fused._loss import Problem
 
 
@@ -66,6 +71,11 @@ def make_problem(
     if class_weight is not None:
         check_class_weight(class_weight, weight.t(), name="class_weight")
         _check_device("class_weight", class_weight, hidden)
+        if class_weight.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "class_weight: expected a tensor that needs no gradient, since none flows to it, "
+                "got one with requires_grad=True; give class_weight.detach()"
+            )
     if row_weight is not None:
         _check_row_weight(row_weight, target)
     if weight_grad is not None:
@@ -118,18 +128,7 @@ def check_class_ids(target: Any, hidden: Tensor, n_classes: int, ignore_index: i
             f"{tuple(hidden.shape)}, got {tuple(target.shape)}"
         )
     _check_device("target", target, hidden)
-    if not values_are_checked(target):
-        return
-    wrong = (target < 0) | (target >= n_classes)
-    if ignore_index is not None:
-        wrong &= target != ignore_index
-    if bool(wrong.any()):
-        first = tuple(wrong.nonzero()[0].tolist())
-        allowed = "" if ignore_index is None else f", or ignore_index={ignore_index}"
-        raise ValueError(
-            f"target: expected class ids from 0 to {n_classes - 1}{allowed}, got "
-            f"{target[first].item()} at position {first}"
-        )
+    check_id_range(target, n_classes, ignore_index)
 
 
 def _check_row_weight(row_weight: Any, target: Tensor) -> None:

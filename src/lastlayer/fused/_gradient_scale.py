@@ -55,17 +55,26 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def returned_gradients(hidden: Tensor, made: Sequence[Tensor | None]) -> list[Tensor]:
+    """What an operation returns for the three gradients: contiguous, and empty for None.
+
+    Whatever the strides of the operands: which way it runs also depends on the device and on
+    values, which a fake does not see.
+    """
+    return [hidden.new_empty(0) if each is None else each.contiguous() for each in made]
+
+
 def unmade_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]
 ) -> list[Tensor]:
-    """What a fake returns for the three gradients: empty where one is not wanted."""
+    """What a fake returns for :func:`returned_gradients`: empty where one is not wanted."""
     sources = (
         (hidden, hidden.dtype),
         (weight, summed_in(weight.dtype)),
         (bias, None if bias is None else summed_in(bias.dtype)),
     )
     return [
-        torch.empty_like(source, dtype=dtype)
+        source.new_empty(source.shape, dtype=dtype)
         if source is not None and needed
         else hidden.new_empty(0)
         for (source, dtype), needed in zip(sources, wanted, strict=True)

@@ -7,6 +7,7 @@ backward makes the scores again; it knows the normalisers of all rows from the f
 """
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lastlayer.fused._gradient_scale import (
     near_one,
+    returned_gradients,
     rounded_product,
     scaled_gradients,
     summed_in,
@@ -24,6 +26,7 @@ from lastlayer.fused._label_slabs import classes_at_a_time, run_labels
 from lastlayer.fused._listed import GivenLists
 from lastlayer.fused.engine import Wanted
 from lastlayer.kernels._registry import is_plain
+from lastlayer.losses._positives import check_positives
 
 # Makes a loss from its smoothing, and from the normalisers of all rows where they are known.
 LABEL_LOSSES: dict[str, Callable[[float, Tensor | None], LabelLoss]] = {
@@ -164,8 +167,20 @@ def _losses_and_gradients(
     ]
 
 
+@wraps(_losses_and_gradients)
+def _checked(*given: Any) -> list[Tensor]:
+    """With checks of values, which nobody could read while a compiler traced the caller."""
+    hidden, weight, _, positives, offsets, values, _, _, _, ignore_index, smoothing, *_ = given
+    check_positives(
+        positives, offsets, n_rows=hidden.shape[0], n_classes=weight.shape[0],
+        ignore_index=ignore_index, values=values, smoothing=smoothing,
+    )  # fmt: skip
+    losses, normalisers, *made = _losses_and_gradients(*given)
+    return [losses, normalisers, *returned_gradients(hidden, made)]
+
+
 _linear_label_loss = torch.library.custom_op("lastlayer::linear_label_loss", mutates_args=())(
-    _losses_and_gradients
+    _checked
 )
 
 

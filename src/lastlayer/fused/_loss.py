@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lastlayer._checks import check_id_range
 from lastlayer.fused._gradient_scale import (
     near_one,
+    returned_gradients,
     rounded_product,
     scaled_gradients,
     summed_in,
@@ -85,6 +87,9 @@ def _row_scale(problem: Problem, row_weight: Tensor | None, reduction: str) -> T
     counted = scale
     if problem.class_weight is not None:
         inside = torch.where(scale == 0, 0, target)
+        if torch.compiler.is_compiling() and target.device.type == "cpu":
+            # Left for the operation to refuse, which says what is wrong.
+            inside = inside.clamp(0, problem.class_weight.shape[0] - 1)
         counted = scale * problem.class_weight[inside].to(dtype)
     total = counted.sum()
     return scale / torch.where(total == 0, 1.0, total)
@@ -185,17 +190,18 @@ def _linear_loss(
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """Losses, statistics, and the gradients of hidden, weight and bias (empty if not wanted)."""
+    # Once more: nothing could be read while a compiler traced the caller.
+    check_id_range(target, weight.shape[0], ignore_index)
     rows: int | str = int(chunk_rows) if chunk_rows.isdecimal() else chunk_rows
     result = run_rows(
         hidden, weight, bias, target, row_scale, class_weight, loss, options, copies,
         ignore_index, rows, Wanted(wanted[0], wanted[1], wanted[2]),
     )  # fmt: skip
-    empty = hidden.new_empty(0)
     bias_gradient = result.bias
     if bias_gradient is not None and bias is not None:
         bias_gradient = bias_gradient.to(summed_in(bias.dtype))
     made = [result.hidden, result.weight, bias_gradient]
-    return [result.loss, *result.statistics, *(empty.clone() if g is None else g for g in made)]
+    return [result.loss, *result.statistics, *returned_gradients(hidden, made)]
 
 
 @_linear_loss.register_fake
@@ -217,5 +223,5 @@ def _(
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     floats, integers = statistics
     numbers = [hidden.new_empty(target.shape, dtype=dtype) for _ in range(1 + floats)]
-    ids = [torch.empty_like(target) for _ in range(integers)]
+    ids = [target.new_empty(target.shape) for _ in range(integers)]
     return [*numbers, *ids, *unmade_gradients(hidden, weight, bias, wanted)]

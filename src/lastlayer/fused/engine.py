@@ -146,7 +146,7 @@ class Gradients:
     ) -> None:
         self._hidden, self._weight, self._wanted = hidden, weight, wanted
         self._weight_dtype = weight_dtype
-        self.hidden = torch.empty_like(hidden) if wanted.hidden else None
+        self.hidden = hidden.new_empty(hidden.shape) if wanted.hidden else None
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         many = hidden.shape[0] > MOST_ROUNDED_ADDITIONS * chunk_rows
         # No product of two half-precision matrices gives the other half precision, or float64.

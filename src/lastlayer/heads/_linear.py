@@ -93,6 +93,21 @@ class LinearHead(ScoringHead):
                 f"{type(linear.weight).__name__}; "
                 "torch.nn.utils.parametrize.remove_parametrizations makes it one"
             )
+        if torch.nn.parameter.is_lazy(linear.weight):
+            raise ValueError(
+                f"linear: expected a layer that has its parameters, got a {type(linear).__name__} "
+                "before its first forward; call it once"
+            )
+        if linear.weight.layout != torch.strided:
+            raise TypeError(
+                f"linear: expected a dense weight, got one of layout {linear.weight.layout}; "
+                "weight.to_dense() makes it one"
+            )
+        for name in ("in_features", "n_classes", "bias", "device", "dtype"):
+            if name in options:
+                raise TypeError(
+                    f"{name}: expected none, since it follows from the layer, got {options[name]!r}"
+                )
         n_classes, in_features = linear.weight.shape
         bias = linear.bias if isinstance(linear, torch.nn.Linear) else None
         class_weight = options.pop("class_weight", None)
