@@ -55,7 +55,8 @@ def truth(case: Problem) -> tuple[Tensor, Tensor, Tensor]:
     slope = torch.full_like(scores, 1 / case.temperature)
     if case.softcap:
         slope = slope / torch.cosh(scores / case.softcap).square()
-        scores = case.softcap * torch.tanh(scores / case.softcap)
+        capped = case.softcap * torch.tanh(scores / case.softcap)
+        scores = capped.masked_fill(scores == -torch.inf, -torch.inf)
     scores = scores / case.temperature
     return torch.logsumexp(scores, -1), torch.softmax(scores, -1), slope
 
@@ -198,9 +199,10 @@ def test_large_scores(device):
     assert relative(mean, probs @ (case.weight * 64).cpu().double()) <= 1e-2
 
 
-def test_masked_classes(device):
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_masked_classes(softcap, device):
     """A bias of -inf: no probability, no gradient."""
-    case = problem((9, 150, 32), torch.float16, device, True)
+    case = problem((9, 150, 32), torch.float16, device, True, softcap)
     case.bias[torch.rand(150, device=device) < 0.5] = -float("inf")
     # All that a program sees first, and the whole of one share.
     case.bias[:140] = -float("inf")
@@ -212,10 +214,62 @@ def test_masked_classes(device):
     ones = torch.ones(9, device=device)
     target = torch.full((9,), 145, device=device)
     factors = torch.stack([lse, ones, ones])
-    gradient_of_classes(*case[:3], target, factors, 0.0, 1.0, out, bias_out, False)
+    gradient_of_classes(*case[:3], target, factors, softcap, 1.0, out, bias_out, False)
     assert (out[masked] == 0).all()
     assert (bias_out[masked] == 0).all()
     assert out.isfinite().all()
+    # The target is among them.
+    gone = torch.full((9,), -torch.inf, device=device)
+    rows = finish_rows(
+        mix_of_rows(*case, True), case.weight, torch.zeros_like(target), gone, ones, None, 1.0,
+        None, 0.1, softcap, 1.0, torch.float32,
+    )  # fmt: skip
+    assert (rows.loss == torch.inf).all()
+    assert rows.factors.isfinite().all()
+    assert rows.gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_rows_with_nothing_allowed(softcap, device):
+    case = problem((9, 150, 32), torch.float16, device, True, softcap)
+    case.bias[:] = -torch.inf
+    mix = mix_of_rows(*case, True)
+    assert (mix.lse == -torch.inf).all()
+    assert (mix.mean_vector == 0).all()
+    gone, ones = torch.full((9,), -torch.inf, device=device), torch.ones(9, device=device)
+    target, more = torch.arange(9, device=device), torch.ones((), device=device)
+    rows = finish_rows(
+        mix, case.weight, target, gone, ones, ones, 0.9, more, 0.1, softcap, 1.0, torch.float32
+    )
+    assert (rows.loss == torch.inf).all()
+    assert (rows.factors[0] == -torch.inf).all()
+    assert (rows.factors[1:] == 0).all()
+    assert (rows.gradient == 0).all()
+    out, bias_out = torch.empty_like(case.weight), torch.empty(150, device=device)
+    gradient_of_classes(*case[:3], target, rows.factors, softcap, 1.0, out, bias_out, False)
+    assert (out == 0).all()
+    assert (bias_out == 0).all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_reference_agrees_on_masked_classes(softcap, device):
+    from lastlayer.kernels.linear_softmax import reference
+
+    case = problem((9, 40, 16), torch.float16, device, True, softcap)
+    case.bias[10:] = -torch.inf
+    lse, probs, slope = truth(case)
+    made, mean = reference.mix_of_rows(*case)
+    assert (made.cpu() - lse).abs().max() <= 1e-5
+    assert relative(mean, (probs * slope) @ case.weight.cpu().double()) <= 1e-5
+    case.bias[:] = -torch.inf
+    lse, mean = reference.mix_of_rows(*case)
+    assert (lse == -torch.inf).all()
+    assert (mean == 0).all()
+    nothing, target = torch.zeros_like(lse), torch.arange(9, device=device)
+    for each in reference.gradient_of_classes(
+        *case[:3], target, lse, nothing, nothing, softcap, 1.0
+    ):
+        assert (each == 0).all()
 
 
 def test_rows_in_the_order_of_their_targets_need_no_sort(device):

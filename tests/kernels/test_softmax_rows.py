@@ -74,7 +74,10 @@ def truth(rows: Rows, options: Options) -> Truth:
     place_of_target = target[:, None]
     with torch.enable_grad():
         leaf = scores.scatter(-1, place_of_target, target_scores[:, None]).requires_grad_()
-        capped = softcap * torch.tanh(leaf / softcap) if softcap else leaf
+        capped = leaf
+        if softcap:
+            capped = softcap * torch.tanh(leaf / softcap)
+            capped = capped.masked_fill(leaf == -math.inf, -math.inf)
         logs = torch.log_softmax(capped / temperature, -1)
         lse = torch.logsumexp(capped / temperature, -1)
         weights = torch.ones(scores.shape[1]).double() if class_weight is None else class_weight
@@ -179,7 +182,7 @@ def test_large_scores(impl, options):
 @every_implementation
 @pytest.mark.parametrize("options", [PLAIN, Options(z_loss=0.1, temperature=0.5), EVERYTHING])
 def test_masked_classes(impl, options):
-    """-inf: no probability, no gradient; with a soft cap it is a very low score."""
+    """-inf: no probability, no gradient, with a soft cap as well."""
     rows = problem(5, 90, device=place(impl))
     masked = torch.rand(5, 90, device=rows.scores.device) < 0.6
     masked.scatter_(-1, rows.target[:, None], False)
@@ -187,12 +190,47 @@ def test_masked_classes(impl, options):
     masked[0, rows.target[0]] = False
     rows.scores[masked] = -math.inf
     check(impl, rows, options, statistics=True)
-    if not options.softcap:
-        assert (run(impl, rows, options)[-1][masked] == 0).all()
+    assert (run(impl, rows, options)[-1][masked] == 0).all()
 
 
 @every_implementation
-@pytest.mark.parametrize("options", [PLAIN, Options(temperature=0.5)])
+@pytest.mark.parametrize("options", EACH)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("n", [1, 40, 1030])
+def test_a_row_with_nothing_allowed_costs_infinity_and_moves_nothing(impl, options, weighted, n):
+    rows = problem(3, n, weighted=weighted, device=place(impl))
+    rows.scores[1], rows.target_scores[1] = -math.inf, -math.inf
+    loss, lse, entropy, argmax, rank, gradient = run(impl, rows, options, statistics=True)
+    assert loss[1] == math.inf
+    assert lse[1] == -math.inf
+    assert entropy[1] == argmax[1] == rank[1] == 0
+    assert (gradient[1] == 0).all()
+    assert gradient.isfinite().all()
+    alone = run(impl, rows, options, statistics=True, gradient=False)
+    assert torch.equal(alone[-1], rows.scores)
+    assert torch.equal(alone[0], loss)
+    kept = torch.tensor([0, 2], device=rows.scores.device)
+    others = Rows(*(each if each is None else each[kept] for each in rows[:4]), rows.class_weight)
+    check(impl, others, options, statistics=True)
+    torch.testing.assert_close(loss[kept], run(impl, others, options)[0])
+
+
+@every_implementation
+@pytest.mark.parametrize("options", [PLAIN, Options(softcap=4.0)])
+def test_no_rank_where_a_score_is_no_number(impl, options):
+    rows = problem(4, 80, device=place(impl))
+    rows.scores.scatter_(-1, rows.target[:, None], 20.0)
+    rows.target_scores.fill_(20.0)
+    rows.scores[1, (rows.target[1] + 1) % 80] = math.nan
+    rows.scores[2, rows.target[2]] = rows.target_scores[2] = math.nan
+    *_, argmax, rank, _ = run(impl, rows, options, statistics=True)
+    none = kernels.softmax_rows.NO_RANK
+    assert rank.tolist() == [0, none, none, 0]
+    assert argmax[[0, 3]].tolist() == rows.target[[0, 3]].tolist()
+
+
+@every_implementation
+@pytest.mark.parametrize("options", [PLAIN, Options(temperature=0.5), Options(softcap=4.0)])
 def test_a_masked_target_costs_infinity(impl, options):
     rows = problem(2, 33, device=place(impl))
     rows.scores.scatter_(-1, rows.target[:, None], -math.inf)

@@ -1,5 +1,8 @@
 """The row loss of the cross entropy."""
 
+import math
+
+import torch
 from torch import Tensor
 
 from lastlayer import kernels
@@ -35,7 +38,9 @@ def cross_entropy_rows(
         if not statistics:
             return RowResult(loss, gradient)
         lse, entropy, argmax, rank = known
-        log_prob = shaped(chunk.target_scores, softcap, temperature)[0] - lse
+        at_target = shaped(chunk.target_scores, softcap, temperature)[0]
+        # In a row of nothing but -inf a difference would be none.
+        log_prob = torch.where(lse == -math.inf, lse, at_target - lse)
         return RowResult(loss, gradient, (lse, log_prob, entropy, argmax, rank))
 
     return rows

@@ -58,11 +58,11 @@ def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:
 
 
 def _lists(scores: Tensor, alpha: float, widest: int, rounded: bool) -> tuple[Tensor, Tensor, int]:
-    """Candidates for the support of each row, and how many the largest has."""
+    """Candidates for the support of each row, and how many the largest has, 1 at least."""
     values, classes, size = kernels.entmax.support(
         "auto", scores, alpha, None, widest, True, SLACK if rounded else 1.0
     )
-    return values, classes, int(size.max()) if size.numel() else 0
+    return values, classes, max(1, int(size.max())) if size.numel() else 0
 
 
 def _has_flat_kernel(scores: Tensor, alpha: float) -> bool:

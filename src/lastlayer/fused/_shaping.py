@@ -1,5 +1,7 @@
 """The soft cap and the temperature on scores of chosen classes."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,4 +11,6 @@ def shaped(scores: Tensor, softcap: float, temperature: float) -> tuple[Tensor, 
     if not softcap:
         return scores / temperature, torch.full_like(scores, 1.0 / temperature)
     bent = torch.tanh(scores / softcap)
-    return bent * (softcap / temperature), (1.0 - bent.square()) / temperature
+    # What is out of the running stays out: a cap would bring it back.
+    capped = (bent * (softcap / temperature)).masked_fill(scores == -math.inf, -math.inf)
+    return capped, (1.0 - bent.square()) / temperature

@@ -101,6 +101,7 @@ class _Block:
         self._target_scores = exact.squeeze(-1)
         self._at_target, self._slope = shaped(self._target_scores, self._softcap, self._temperature)
         self._lse = torch.full_like(self._target_scores, -torch.inf)
+        self._empty = torch.zeros_like(target, dtype=torch.bool)
         self._held: slice | None = None
 
     def loss(self, slabs: list[slice], weights: Tensor | None) -> Tensor:
@@ -118,12 +119,17 @@ class _Block:
             self._lse = torch.logaddexp(self._lse, lse)
         gap = self._lse - self._at_target
         gap = gap if weights is None else gap * weights
-        return gap + self._z_loss * self._lse.square()
+        losses = gap + self._z_loss * self._lse.square()
+        # Where nothing can be, no target is met, and nothing is to be moved.
+        self._empty = self._lse == -torch.inf
+        self._lse.masked_fill_(self._empty, 0.0)
+        return losses.masked_fill(self._empty, torch.inf)
 
     def gradient(self, slab: slice, row_scale: Tensor, weights: Tensor | None) -> Tensor:
         """The gradient of the scores of a slab, in the memory."""
         scores = self._scores(slab)
         self._held = None
+        row_scale = row_scale.masked_fill(self._empty, 0.0)
         pull = row_scale if weights is None else row_scale * weights
         push = pull + row_scale * (2.0 * self._z_loss) * self._lse
         below_one = torch.expm1(self._at_target - self._lse)

@@ -25,12 +25,16 @@ def can_wait(scores: Tensor) -> bool:
 def lead_of_classes(
     scores: Tensor, chunk: Chunk, classes: Tensor, listed: Tensor | None, rounded: bool
 ) -> Tensor:
-    """By how much each of the classes (rows, k) beats the target; -inf where it is not listed."""
+    """By how much each of the classes (rows, k) beats the target; -inf where it is not listed.
+
+    A target of -inf counts as 0 here: its loss is known anyway, and differences stay finite.
+    """
     if rounded:
         wanted = classes if listed is None else torch.where(listed, classes, -1)
-        lead = chunk.exact_scores(wanted) - chunk.target_scores.unsqueeze(-1)
+        values, base = chunk.exact_scores(wanted), chunk.target_scores.unsqueeze(-1)
     else:
-        lead = scores.gather(-1, classes) - scores.gather(-1, chunk.target.unsqueeze(-1))
+        values, base = scores.gather(-1, classes), scores.gather(-1, chunk.target.unsqueeze(-1))
+    lead = values - base.masked_fill(base == -math.inf, 0.0)
     return lead if listed is None else torch.where(listed, lead, -math.inf)
 
 
@@ -44,17 +48,21 @@ def sparse_rows(
 ) -> RowResult:
     """From the probabilities (rows, k) of some classes, and the entropy of each row.
 
-    ``lead`` says by how much each class beats the target.
+    ``lead`` says by how much each class beats the target. A row without any probability costs +inf
+    and has no gradient.
     """
     place = chunk.target.unsqueeze(-1)
     # Not `probs > 0`: a NaN has to show.
     loss = torch.where(probs == 0, 0.0, probs * lead).sum(-1) + entropy
+    # A target that is out of the running cannot be met; a NaN stays one.
+    loss = loss.masked_fill((chunk.target_scores == -math.inf) & ~loss.isnan(), math.inf)
     weights = torch.ones_like(loss) if class_weight is None else class_weight[chunk.target]
     loss = loss * weights
     if chunk.row_scale is None:
         return RowResult(loss, None)
     scale = (chunk.row_scale * weights).unsqueeze(-1)
-    values = torch.cat([probs * scale, -scale], -1)
+    some = (probs != 0).any(-1, keepdim=True)
+    values = torch.cat([probs * scale, torch.where(some, -scale, 0.0)], -1)
     return RowResult(loss, Sparse(values, torch.cat([classes, place], -1)))
 
 

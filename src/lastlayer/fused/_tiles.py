@@ -77,7 +77,12 @@ def run_tiles(
         summed = torch.mv(hidden.float(), vector)
         if bias is not None:
             summed = summed + torch.dot(bias.float(), weights)
-        loss = loss + more * rows.factors[0] - summed * (spread / temperature)
+        lse = rows.factors[0]
+        smoothed = loss + more * lse - summed * (spread / temperature)
+        # Where nothing can be, the loss is known, and nothing is to be moved.
+        empty = lse == -torch.inf
+        loss = torch.where(empty, loss, smoothed)
+        row_scale = None if row_scale is None else row_scale.masked_fill(empty, 0.0)
     if not gradient_wanted or row_scale is None:
         return Result(loss, (), None, None, None)
 

@@ -1,5 +1,7 @@
 """The row loss of top-k softmax: only the k largest scores and the target have a gradient."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,10 @@ def topk_rows(class_weight: Tensor | None, k: float) -> RowLoss:
             if rounded:
                 lead, best = torch.topk(lead, k, sorted=False)
                 classes = classes.gather(-1, best)
-            logs = torch.log_softmax(lead, -1)
-            probs = torch.exp(logs)
+            # Nothing but -inf has no softmax, and no probability.
+            empty = lead.amax(-1, keepdim=True) == -math.inf
+            logs = torch.log_softmax(lead.masked_fill(empty, 0.0), -1)
+            probs = torch.exp(logs).masked_fill(empty, 0.0)
             entropy = -torch.where(probs == 0, 0.0, probs * logs).sum(-1)
             return sparse_rows(chunk, class_weight, probs, classes, lead, entropy)
         largest = min(k, scores.shape[1])

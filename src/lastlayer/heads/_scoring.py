@@ -64,7 +64,7 @@ class ScoringHead(Head):
         """Rows, weight and bias in the dtype of autocast where it is on."""
         rows = hidden.reshape(-1, self.in_features)
         device = hidden.device.type
-        if torch.is_autocast_enabled(device):
+        if torch.is_autocast_enabled(device) and rows.dtype != torch.float64:
             rows = rows.to(torch.get_autocast_dtype(device))
         weight, bias = self._vectors_and_biases()
         return rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)

@@ -1,5 +1,6 @@
 """The softmax over all classes, exact."""
 
+import math
 from typing import Any, Unpack
 
 import torch
@@ -73,7 +74,9 @@ class FullSoftmax(LinearHead):
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+            capped = self.softcap * torch.tanh(scores / self.softcap)
+            # A cap must not bring back what a bias takes out.
+            scores = capped.masked_fill(scores == -math.inf, -math.inf)
         if self.temperature != 1.0:
             scores = scores / self.temperature
         return torch.log_softmax(scores, -1)

@@ -70,7 +70,9 @@ def _forward(start, stop, probs, prob_bits, scores, target, row_scale, loss, alp
             if len(row_scale):
                 _scale(part, scale)
         if len(row_scale):
-            probs[row, right] = (share_of_target - real(1.0)) * scale
+            # A row without any probability has nothing to move.
+            short = real(0.0) if mass == 0.0 else share_of_target - real(1.0)
+            probs[row, right] = short * scale
         # Rounded probabilities need not sum to 1: what is missing has its price.
         price = (leads + alpha * entropy) / mass - 1.0 / alpha
         total = leads + entropy - (mass - 1.0) * price

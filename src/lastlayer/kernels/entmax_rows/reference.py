@@ -11,7 +11,8 @@ def forward_(
 ) -> Tensor:
     """``<p - y, scores> + H(p)`` for each row.
 
-    Where ``row_scale`` is given, ``probs`` become the gradient of ``sum(row_scale * loss)``.
+    Where ``row_scale`` is given, ``probs`` become the gradient of ``sum(row_scale * loss)``. A row
+    without any probability costs +inf and has no gradient.
     """
     dtype = torch.float64 if probs.dtype == torch.float64 else torch.float32
     place = target.unsqueeze(-1)
@@ -39,7 +40,7 @@ def forward_(
     out = (at_target.squeeze(-1) == -math.inf) & ~mass.isnan()
     loss = torch.where(out, math.inf, loss)
     if row_scale is not None:
-        one = torch.ones((), dtype=dtype, device=probs.device).expand_as(place)
+        one = (mass != 0).to(dtype).unsqueeze(-1)
         gradient = shares.scatter_add(-1, place, -one)
         probs.copy_(gradient * row_scale.to(dtype).unsqueeze(-1))
     return loss

@@ -57,6 +57,7 @@ def _entmax_row(
     scale = 1.0
     if GRADIENT:
         scale = tl.load(row_scale + row).to(tl.float32)
+        own = tl.load(probs + right).to(tl.float32)
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     given = tl.zeros((BLOCK,), dtype=tl.float32)
     prices = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -72,11 +73,14 @@ def _entmax_row(
         given += shares
         prices += shares * (lead + slope)
         if GRADIENT:
-            gradient = (shares - tl.where(column == right, 1.0, 0.0)) * scale
-            changed = live & (present | (column == right))
-            tl.store(probs + column, gradient.to(probs.dtype.element_ty), mask=changed)
+            gradient = (shares * scale).to(probs.dtype.element_ty)
+            tl.store(probs + column, gradient, mask=live & present & (column != right))
     # Rounded probabilities need not sum to 1: what is missing has its price, see the reference.
     mass = tl.sum(given, 0)
+    if GRADIENT:
+        # A row without any probability has nothing to move.
+        short = tl.where(mass == 0.0, 0.0, own - 1.0) * scale
+        tl.store(probs + right, short.to(probs.dtype.element_ty))
     price = tl.sum(prices, 0) / mass
     total = tl.sum(sums, 0) - (mass - 1.0) * price
     # A target that is out of the running cannot be met; a NaN stays one.

@@ -100,16 +100,21 @@ def _finish_row(
     slope = inverse_temperature
     if CAPPED:
         bent = tanh(at_target / softcap)
-        at_target = bent * softcap
+        at_target = tl.where(at_target == -float("inf"), at_target, bent * softcap)
         slope *= 1.0 - bent * bent
     at_target *= inverse_temperature
     pull = keep
     if WEIGHTED:
         pull *= tl.load(row_weight + row).to(tl.float32)
-    tl.store(loss + row, pull * (total - at_target) + z_loss * total * total)
+    # Where nothing can be, no target is met, and nothing is to be moved.
+    empty = total == -float("inf")
+    row_loss = pull * (total - at_target) + z_loss * total * total
+    tl.store(loss + row, tl.where(empty, float("inf"), row_loss))
     push = pull + 2.0 * z_loss * total
     if MORE:
         push += tl.load(more).to(tl.float32)
+    push = tl.where(empty, 0.0, push)
+    pull = tl.where(empty, 0.0, pull)
     if SCALED:
         scale = tl.load(row_scale + row).to(tl.float32)
         push *= scale

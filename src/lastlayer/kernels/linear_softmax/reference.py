@@ -1,5 +1,7 @@
 """Softmax over class scores in plain torch, with all scores stored: defines the truth."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ def mix_of_rows(
     """The logsumexp of each row, and ``sum_j p_j * slope_j * weight_j``."""
     scores, slope = _shaped(hidden, weight, bias, softcap, temperature)
     lse = torch.logsumexp(scores, -1)
-    return lse, (torch.exp(scores - lse.unsqueeze(-1)) * slope) @ weight.to(scores.dtype)
+    return lse, (_probs(scores, lse) * slope) @ weight.to(scores.dtype)
 
 
 def gradient_of_classes(
@@ -26,9 +28,14 @@ def gradient_of_classes(
 ) -> tuple[Tensor, Tensor]:
     """``sum_i (push_i p_ij - pull_i [j = target_i]) slope_ij hidden_i``, and without hidden."""
     scores, slope = _shaped(hidden, weight, bias, softcap, temperature)
-    gradient = torch.exp(scores - lse.unsqueeze(-1)) * push.unsqueeze(-1)
+    gradient = _probs(scores, lse) * push.unsqueeze(-1)
     gradient = gradient.scatter_add(-1, target.unsqueeze(-1), -pull.unsqueeze(-1)) * slope
     return gradient.t() @ hidden.to(gradient.dtype), gradient.sum(0)
+
+
+def _probs(scores: Tensor, lse: Tensor) -> Tensor:
+    """All 0 in a row of nothing but -inf."""
+    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
 
 
 def _shaped(
@@ -41,6 +48,6 @@ def _shaped(
         scores = scores + bias.to(dtype)
     slope = torch.ones_like(scores)
     if softcap:
-        bent = torch.tanh(scores / softcap)
-        scores, slope = softcap * bent, 1.0 - bent.square()
+        bent, out = torch.tanh(scores / softcap), scores == -math.inf
+        scores, slope = (softcap * bent).masked_fill(out, -math.inf), 1.0 - bent.square()
     return scores / temperature, slope / temperature

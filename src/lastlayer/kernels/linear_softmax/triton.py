@@ -87,7 +87,7 @@ def gradient_of_classes(
     # and all other tiles need not look for them.
     target = target.int()
     if not in_order:
-        target, order = torch.sort(target)
+        target, order = torch.sort(target, stable=True)
         hidden, factors = hidden.index_select(0, order), factors.index_select(1, order)
     edges = torch.arange(0, n_classes + classes, classes, device=target.device, dtype=torch.int32)
     since = torch.searchsorted(target, edges, out_int32=True)
@@ -167,7 +167,8 @@ def _mix_of_rows(
             scores += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
         if CAPPED:
             bent = tanh(scores / softcap)
-            scores = bent * softcap
+            # -inf stays: a cap would bring back what is out of the running.
+            scores = tl.where(scores == -float("inf"), scores, bent * softcap)
         if first + CLASSES > stop:
             scores = tl.where(live[None, :], scores, -float("inf"))
         grown = tl.maximum(peak, tl.max(scores, 1) * scale)
@@ -232,13 +233,15 @@ def _gradient_of_classes(
         else:
             states = tl.load(place, mask=known[:, None] & inside[None, :], other=0.0)
         log2_sum = tl.load(factors + row, mask=known, other=0.0) * LOG2E
+        # A row without any class: no difference of infinities.
+        log2_sum = tl.where(log2_sum == -float("inf"), 0.0, log2_sum)
         push_row = tl.load(push + row, mask=known, other=0.0) * shrink
         scores = tl.dot(vectors, tl.trans(states))
         if BIASED:
             scores += offset[:, None]
         if CAPPED:
             bent = tanh(scores / softcap)
-            scores = bent * softcap
+            scores = tl.where(scores == -float("inf"), scores, bent * softcap)
         gradient = tl.exp2(scores * scale - log2_sum[None, :]) * push_row[None, :]
         if (first < last_own) & (first + ROWS > first_own):
             pull_row = tl.load(pull + row, mask=known, other=0.0) * shrink

@@ -1,5 +1,7 @@
 """On a CPU: torch's vectorised exponential, on as many rows as a cache holds."""
 
+import math
+
 from torch import Tensor
 
 _NUMBERS = 1 << 16
@@ -21,9 +23,10 @@ def forward_(
         values = scores[part].to(lse.dtype, copy=True)
         slope = None
         if softcap:
+            out = values == -math.inf
             bent = values.div_(softcap).tanh_()
             slope = (1.0 - bent.square()) / temperature
-            values = bent * softcap
+            values = (bent * softcap).masked_fill_(out, -math.inf)
         values.div_(temperature).sub_(lse[part].unsqueeze(-1)).exp_()
         values.mul_(push[part].unsqueeze(-1))
         values = values.div_(temperature) if slope is None else values.mul_(slope)

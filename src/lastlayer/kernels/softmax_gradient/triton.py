@@ -43,7 +43,8 @@ def _gradient(
     slope = inverse_temperature
     if CAPPED:
         bent = tanh(values / softcap)
-        values = bent * softcap
+        # -inf stays: a cap would bring back what is out of the running.
+        values = tl.where(values == -float("inf"), values, bent * softcap)
         slope = (1.0 - bent * bent) * inverse_temperature
     power = (values * inverse_temperature - tl.load(lse + row)) * LOG2E
     gradient = tl.exp2(power) * (tl.load(push + row) * slope)

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from lastlayer.kernels._registry import Operation
 
+# The rank of a target where a score is no number: beyond any k.
+NO_RANK = 1 << 62
+
 
 def _fake(scores: Tensor, target: Tensor, *_: object) -> tuple[Tensor, ...]:
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32

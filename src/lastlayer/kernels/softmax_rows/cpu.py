@@ -13,6 +13,7 @@ from torch import Tensor
 from lastlayer.kernels._blocks import BLOCK, find_peaks, room_for_peaks
 from lastlayer.kernels._exp import exp, tanh_and_slope
 from lastlayer.kernels._threads import by_rows
+from lastlayer.kernels.softmax_rows import NO_RANK
 
 # Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -96,8 +97,10 @@ def _forward(
         peak, at_target, slope = _largest(x, lanes), float(exact[row]), 1.0 / temperature
         if capped:
             bent = math.tanh(at_target / softcap)
-            at_target, slope = softcap * bent, slope * (1.0 - bent * bent)
-            peak = real(softcap * math.tanh(peak / softcap))
+            slope *= 1.0 - bent * bent
+            # What is out of the running stays out: a cap would bring it back.
+            at_target = softcap * bent if at_target != -math.inf else -math.inf
+            peak = real(softcap * math.tanh(peak / softcap)) if peak != -math.inf else peak
         # With nothing but -inf there is no difference to take.
         origin = real(0.0) if peak == -math.inf else peak
 
@@ -120,6 +123,16 @@ def _forward(
         distance = (at_target - origin) / temperature
         share = math.exp(distance)
         total = others + share
+        if total == 0.0:
+            # Nothing can be: no target is met, and no score is to be moved.
+            loss[row], lse[row] = math.inf, -math.inf
+            if len(entropy):
+                entropy[row] = 0.0
+            if len(row_scale):
+                x[:] = 0.0
+            else:
+                x[right] = rounded
+            continue
         log_total = math.log(total)
         log_sum = origin / temperature + log_total
 
@@ -137,6 +150,8 @@ def _forward(
             if share > 0.0:
                 mixed += share * (at_target - origin)
             entropy[row] = log_total - mixed / (total * temperature)
+            if math.isnan(total):
+                rank[row] = NO_RANK
 
         if len(row_scale) == 0:
             x[right] = rounded
@@ -201,12 +216,14 @@ def _count_above(x, floor):
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def _bent(span, softcap, values, slopes):
-    """Capped scores; their slopes go into ``slopes``."""
-    inverse = span.dtype.type(1.0) / softcap
+    """Capped scores; their slopes go into ``slopes``. -inf stays, with slope 0."""
+    real = span.dtype.type
+    inverse, zero, least = real(1.0) / softcap, real(0.0), real(-math.inf)
     for i in range(len(span)):
         bent, slope = tanh_and_slope(span[i] * inverse)
-        values[i] = softcap * bent
-        slopes[i] = slope
+        out = span[i] == least
+        values[i] = least if out else softcap * bent
+        slopes[i] = zero if out else slope
     return values[: len(span)]
 
 

@@ -1,7 +1,11 @@
 """Cross entropy of rows in plain torch: defines the truth."""
 
+import math
+
 import torch
 from torch import Tensor
+
+from lastlayer.kernels.softmax_rows import NO_RANK
 
 
 def forward_(
@@ -19,7 +23,8 @@ def forward_(
     """Loss, logsumexp, entropy, argmax and rank of the target, for each row.
 
     Where ``row_scale`` is given, ``scores`` become the gradient of ``sum(row_scale * loss)``.
-    Entropy, argmax and rank are empty without ``statistics``.
+    Entropy, argmax and rank are empty without ``statistics``. A row of nothing but -inf costs +inf
+    and has no gradient.
     """
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     n_classes = scores.shape[-1]
@@ -32,32 +37,38 @@ def forward_(
     values = values.scatter(-1, place, target_scores.to(dtype).unsqueeze(-1))
     slope: float | Tensor = 1.0 / temperature
     if softcap:
-        bent = torch.tanh(values / softcap)
+        bent, out = torch.tanh(values / softcap), values == -math.inf
         values, slope = softcap * bent, (1.0 - bent.square()) / temperature
+        values = values.masked_fill(out, -math.inf)
     values = values / temperature
 
     weights = torch.ones(n_classes, dtype=dtype, device=scores.device)
     weights = weights if class_weight is None else class_weight.to(dtype)
     lse = torch.logsumexp(values, -1)
+    empty = lse == -math.inf
+    origin = lse.masked_fill(empty, 0.0)
     at_target = values.gather(-1, place).squeeze(-1)
     pull = (1.0 - smoothing) * weights[target]
     spread = smoothing / n_classes
     loss = pull * (lse - at_target) + z_loss * lse.square()
-    push = pull + 2.0 * z_loss * lse
+    push = pull + 2.0 * z_loss * origin
     if smoothing:
         loss = loss + spread * (weights.sum() * lse - values @ weights)
         push = push + spread * weights.sum()
-    probs = torch.exp(values - lse.unsqueeze(-1))
+    loss = loss.masked_fill(empty, math.inf)
+    probs = torch.exp(values - origin.unsqueeze(-1))
     if statistics:
-        entropy = lse - torch.where(probs > 0, probs * values, 0.0).sum(-1)
+        entropy = origin - torch.where(probs > 0, probs * values, 0.0).sum(-1)
+        rank = rank.masked_fill(lse.isnan(), NO_RANK)
     if row_scale is not None:
         gradient = probs * push.unsqueeze(-1)
         if smoothing:
             gradient = gradient - spread * weights
         # (p - 1) from the exact score: the difference of rounded ones would lose it near 1.
-        true = push * torch.expm1(at_target - lse) + (push - pull)
+        true = push * torch.expm1(at_target - origin) + (push - pull)
         if smoothing:
             true = true - spread * weights[target]
         gradient = gradient.scatter(-1, place, true.unsqueeze(-1)) * slope
-        scores.copy_(gradient * row_scale.to(dtype).unsqueeze(-1))
+        gradient = gradient * row_scale.to(dtype).unsqueeze(-1)
+        scores.copy_(gradient.masked_fill(empty.unsqueeze(-1), 0.0))
     return loss, lse, entropy, argmax, rank

@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels import softmax_rows
 from lastlayer.kernels._tanh import tanh
 
 # Scores that a program looks at together.
 WIDEST_BLOCK = 4096
 LOG2E = tl.constexpr(1.4426950408889634)
+NO_RANK = tl.constexpr(softmax_rows.NO_RANK)
 
 
 def forward_(
@@ -53,7 +55,9 @@ def _shaped(values, softcap, inverse_temperature, CAPPED: tl.constexpr):
     """Scores after the soft cap and the temperature, and their slope."""
     if CAPPED:
         bent = tanh(values / softcap)
-        return bent * (softcap * inverse_temperature), (1.0 - bent * bent) * inverse_temperature
+        # What is out of the running stays out: a cap would bring it back.
+        capped = tl.where(values == -float("inf"), values, bent * (softcap * inverse_temperature))
+        return capped, (1.0 - bent * bent) * inverse_temperature
     else:
         return values * inverse_temperature, inverse_temperature
 
@@ -90,8 +94,6 @@ def _softmax_row(
             best = tl.maximum(best, top)
         values = tl.where(column == right, exact, values)
         values, _ = _shaped(values, softcap, inverse_temperature, CAPPED)
-        if CAPPED:
-            values = tl.where(live, values, -float("inf"))
         grown = tl.maximum(peak, tl.max(values, 0))
         # -inf everywhere so far: nothing to scale, and no difference of infinities.
         origin = tl.where(grown == -float("inf"), 0.0, grown)
@@ -109,6 +111,8 @@ def _softmax_row(
         peak = grown
     total = tl.sum(sums, 0)
     log_sum = peak + tl.log(total)
+    empty = log_sum == -float("inf")
+    origin = tl.where(empty, 0.0, log_sum)
 
     at_target, slope_at_target = _shaped(exact, softcap, inverse_temperature, CAPPED)
     pull = 1.0 - smoothing
@@ -121,21 +125,24 @@ def _softmax_row(
             weights = tl.load(weight_sum).to(tl.float32)
     spread = smoothing / n
     row_loss = pull * (log_sum - at_target) + z_loss * log_sum * log_sum
-    push = pull + 2.0 * z_loss * log_sum
+    push = pull + 2.0 * z_loss * origin
     if SMOOTH:
         row_loss += spread * (weights * log_sum - tl.sum(smooth_sums, 0))
         push += spread * weights
-    tl.store(loss + row, row_loss)
+    # Where nothing can be, no target is met.
+    tl.store(loss + row, tl.where(empty, float("inf"), row_loss))
     tl.store(lse + row, log_sum)
     if STATISTICS:
-        tl.store(entropy + row, log_sum - tl.sum(score_sums, 0) / total)
+        known = log_sum - tl.sum(score_sums, 0) / total
+        tl.store(entropy + row, tl.where(empty, 0.0, known))
         tl.store(argmax + row, best_at)
-        tl.store(rank + row, tl.sum(higher, 0).to(tl.int64))
+        above = tl.sum(higher, 0).to(tl.int64)
+        tl.store(rank + row, tl.where(log_sum == log_sum, above, NO_RANK))
 
     if GRADIENT:
-        scale = tl.load(row_scale + row).to(tl.float32)
+        scale = tl.where(empty, 0.0, tl.load(row_scale + row).to(tl.float32))
         # p - 1 from the exact score, where it is small without cancelling.
-        gap = at_target - log_sum
+        gap = at_target - origin
         below_one = tl.where(gap > -0.1, gap * (1.0 + gap * (0.5 + gap * (
             0.16666667 + gap * (0.041666668 + gap * 0.008333334)))), tl.exp(gap) - 1.0)  # fmt: skip
         true = push * below_one + (push - pull)
@@ -150,7 +157,7 @@ def _softmax_row(
             live = column < n
             values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
             values, slope = _shaped(values, softcap, inverse_temperature, CAPPED)
-            gradient = tl.exp2((values - log_sum) * LOG2E) * push
+            gradient = tl.exp2((values - origin) * LOG2E) * push
             if SMOOTH:
                 if WEIGHTED:
                     weight = tl.load(class_weight + column, mask=live, other=0.0).to(tl.float32)
