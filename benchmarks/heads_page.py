@@ -7,8 +7,8 @@ from heads_targets import heads_targets
 from page import Part, markdown, timed
 from targets import Results
 
-from lastlayer.bench.heads import builders, plot, top
-from lastlayer.bench.heads.cases import AGAINST, SECTIONS, STEP, TOP, TREES
+from lastlayer.bench.heads import builders, draws, plot, top
+from lastlayer.bench.heads.cases import AGAINST, DRAWS, SECTIONS, STEP, TOP, TREES
 from lastlayer.bench.heads.problem import WIDE
 from lastlayer.bench.heads.record import HeadRecord
 from lastlayer.bench.heads.replay import LONGEST_MS
@@ -56,6 +56,10 @@ MEASURED = f"""\
   the classes are those of a sort of all log-probabilities in float64, except where two differ by
   less than rounding does; *error* is the largest such difference. Compared are
   {top.COMPARED["cpu"]} rows on a CPU and {top.COMPARED["cuda"]} on a GPU.
+- *Draws* are {draws.DRAWN:,} classes with replacement and their log-probabilities (torch's has
+  none), from counts by Zipf's law in random order, or from the distribution of that name; what they
+  are drawn from is ready. Verified: of {draws.VERIFIED:,} draws, {draws.GROUPS} groups of classes
+  come as often as they should, by a χ² test; *log q* is the largest error of a log-probability.
 - *Trees* are built from counts by Zipf's law in random order, clusters from {builders.NUMBERS}
   random numbers a class, and the taxonomy from names in {builders.GROUPS} groups. Verified: even
   choices give every class a probability, in sum 1.
@@ -85,6 +89,12 @@ _COLUMNS: dict[str, dict[str, Column]] = {
         "error": lambda r: small(r.value_error),
         "other classes": lambda r: EMPTY if r.classes_differ is None else str(r.classes_differ),
         **_SETTINGS,
+    },
+    DRAWS: {
+        **REPLAYED,
+        **_FASTER,
+        **_MEMORY,
+        "log q": lambda r: small(r.value_error),
     },
     TREES: {**_MEMORY, **_SETTINGS},
 }

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from targets import Results, Target, judge, times
 
-from lastlayer.bench.heads import top
-from lastlayer.bench.heads.cases import CPU_SIZES, CUDA_SIZES, STEP, TOP, TREES
+from lastlayer.bench.heads import draws, top
+from lastlayer.bench.heads.cases import CPU_SIZES, CUDA_SIZES, DRAWS, STEP, TOP, TREES
 from lastlayer.bench.heads.entries import (
     ADAPTIVE,
     ADAPTIVE_25,
@@ -25,6 +25,8 @@ TOP_FASTER = 50.0
 MOST_MS = {HUFFMAN: 0.6, ADAPTIVE: 6.0, ADAPTIVE_25: 6.0, SAMPLED: 0.8, SAMPLED + UPDATED: 1.5}
 # Megabytes that a sampled step holds there, and how many times faster it is than the full softmax.
 MOST_SAMPLED_MB, SAMPLED_FASTER = 250.0, 40.0
+# Of drawing by alias: how many times faster than multinomial on a CPU, and milliseconds on an H200.
+DRAWN_FASTER, MOST_DRAWN_MS = 20.0, 0.02
 # And of building a tree of a million classes on a CPU.
 MOST_BUILDING_MS = 2000.0
 
@@ -87,6 +89,10 @@ def _cpu_targets(results: Results[HeadRecord]) -> Iterator[Target]:
         goal = f"top {top.K}, {name}: at least {TOP_FASTER:g} times faster than linear + topk"
         found = _find(results, TOP, CPU_SIZES.top, name)
         yield _faster(found, goal, _where(CPU_SIZES.top), TOP_FASTER)
+    for classes in CPU_SIZES.draws:
+        goal = f"{draws.ALIAS}: at least {DRAWN_FASTER:g} times faster than multinomial"
+        found = _find(results, DRAWS, (classes,), draws.ALIAS)
+        yield _faster(found, goal, f"{classes:,} classes", DRAWN_FASTER)
     for classes in CPU_SIZES.trees:
         goal = f"trees.huffman: at most {MOST_BUILDING_MS / 1000:g} s"
         found = _find(results, TREES, (classes,), "huffman")
@@ -122,6 +128,10 @@ def _cuda_targets(results: Results[HeadRecord]) -> Iterator[Target]:
         lambda value: value >= SAMPLED_FASTER,
         times,
     )
+    for classes in CUDA_SIZES.draws:
+        goal = f"{draws.ALIAS}: at most {MOST_DRAWN_MS:g} ms for {draws.DRAWN:,} draws"
+        found = _find(results, DRAWS, (classes,), draws.ALIAS)
+        yield _at_most(found, goal, f"{classes:,} classes", MOST_DRAWN_MS)
     dense = _find(results, TOP, CUDA_SIZES.top, top.DENSE, ours=False)
     for spread in top.SPREADS:
         for kind in (top.HIERARCHICAL, top.ADAPTIVE):

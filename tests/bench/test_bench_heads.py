@@ -13,7 +13,7 @@ from lastlayer.bench import memory, runner, session, timing
 from lastlayer.bench.cases import USUAL_DTYPE
 from lastlayer.bench.command import chosen
 from lastlayer.bench.heads import cases, entries, top, truth
-from lastlayer.bench.heads.cases import AGAINST, STEP, TOP, TREES, Sizes
+from lastlayer.bench.heads.cases import AGAINST, DRAWS, STEP, TOP, TREES, Sizes
 from lastlayer.bench.heads.entries import ADAPTIVE, FULL, HUFFMAN, LINEAR, SAMPLED, TWO_LEVEL
 from lastlayer.bench.heads.entry import CPU, CUDA, SWEEP, WORDS, Entry
 from lastlayer.bench.heads.family import Heads
@@ -28,6 +28,7 @@ SMALL = Sizes(
     top=(8, 16, 700),
     against=(6, 16),
     classes=(50, 200),
+    draws=(400,),
     trees=(300,),
     clustered=(200,),
 )
@@ -71,6 +72,7 @@ def test_a_run_verifies_times_and_writes_down(run):
         (TOP, (8, 16, 700)),
         (AGAINST, (6, 16, 50)),
         (AGAINST, (6, 16, 200)),
+        (DRAWS, (400,)),
         (TREES, (300,)),
         (TREES, (200,)),
     }
@@ -248,6 +250,7 @@ def test_the_full_plan_is_what_the_goals_need(device):
     assert [c.shape for c in of[TOP]] == [(256, 512, 1_000_000)]
     assert [c.shape[-1] for c in of[AGAINST]] == list(cases.MANY)
     assert bool(of[TREES]) == (device == "cpu")
+    assert [c.shape for c in of[DRAWS]] == [(10_000_000,) if device == "cpu" else (1_000_000,)]
     assert {c.dtype for c in of[TOP] + of[AGAINST]} == {USUAL_DTYPE[device]}
     for case in of[STEP] + of[TOP] + of[AGAINST]:
         assert case.baseline is case.methods[0]

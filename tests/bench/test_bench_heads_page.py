@@ -4,8 +4,8 @@ import pytest
 from made_up_record import MADE_UP
 from rich.console import Console
 
-from lastlayer.bench.heads import tables, top
-from lastlayer.bench.heads.cases import AGAINST, CPU_SIZES, CUDA_SIZES, STEP, TOP, TREES
+from lastlayer.bench.heads import draws, tables, top
+from lastlayer.bench.heads.cases import AGAINST, CPU_SIZES, CUDA_SIZES, DRAWS, STEP, TOP, TREES
 from lastlayer.bench.heads.entries import (
     ADAPTIVE,
     ADAPTIVE_25,
@@ -135,7 +135,7 @@ def test_goals_of_a_gpu(render, tmp_path):
     tree = f"top 10, {top.HIERARCHICAL}, spread"
     assert goal(page, f"{tree} 1: faster than linear + topk") == ("2.00×", "met")
     assert goal(page, f"{tree} 2: faster than linear + topk") == ("1.00×", "**missed**")
-    assert "4 of 11 met." in page
+    assert "4 of 12 met." in page
 
 
 def test_a_replay_has_its_column_on_a_gpu(render, tmp_path):
@@ -147,6 +147,7 @@ def test_a_replay_has_its_column_on_a_gpu(render, tmp_path):
 
 def test_goals_of_a_cpu(render, tmp_path):
     best = {**CPU, "section": TOP, "shape": CPU_SIZES.top}
+    drawn = {**CPU, "section": DRAWS, "shape": CPU_SIZES.draws}
     built = {**CPU, "section": TREES, "shape": CPU_SIZES.trees, "baseline": None}
     records = [
         made(**CPU, ratio_to_baseline=1 / 60),
@@ -155,6 +156,7 @@ def test_goals_of_a_cpu(render, tmp_path):
         # A peer of the same name is not ours.
         made(**CPU, method=ADAPTIVE_50, source="torch", ratio_to_baseline=1 / 20),
         made(**best, method=top.named(top.HIERARCHICAL, 1), ratio_to_baseline=1 / 49),
+        made(**drawn, method=draws.ALIAS, ratio_to_baseline=1 / 21),
         made(**built, method="huffman", median_ms=1999.0, ratio_to_baseline=None),
     ]
     page = page_of(render, tmp_path, records)
@@ -167,6 +169,8 @@ def test_goals_of_a_cpu(render, tmp_path):
     )
     assert goal(page, "spread 1: at least 50 times faster") == ("49.00×", "**missed**")
     assert goal(page, "spread 2: at least 50 times faster") == ("·", "not measured")
+    assert goal(page, "alias: at least 20 times faster than multinomial") == ("21.00×", "met")
+    assert "### Draws, 10,000,000 classes\n" in page
     assert goal(page, "trees.huffman: at most 2 s") == ("1999 ms", "met")
     assert "### Trees, 1,000,000 classes\n" in page
 
@@ -207,6 +211,7 @@ def test_the_terminals_tables_fit():
     console = Console(file=text, width=116)
     console.print(tables.steps([made(method=entry.name) for entry in ENTRIES]))
     console.print(tables.best([made(section=TOP, value_error=1e-7, classes_differ=0)]))
+    console.print(tables.drawn([made(section=DRAWS, shape=(400,), value_error=1e-7)]))
     console.print(tables.built([made(section=TREES, shape=(300,), baseline=None)]))
     console.print(tables.against_classes(against()))
     lines = text.getvalue().splitlines()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lastlayer import heads, trees
-from lastlayer.bench.heads import builders, entries, replay, top, truth
+from lastlayer.bench.heads import builders, draws, entries, replay, top, truth
 from lastlayer.bench.heads import timer as timers
 from lastlayer.bench.heads.entries import ENTRIES
 from lastlayer.bench.heads.entry import seeded
@@ -141,6 +141,36 @@ def test_built_trees_have_all_classes(name):
 def test_a_tree_of_other_classes_is_found():
     work = builders.Build(lambda counts: trees.balanced(len(counts) - 1), 9)
     assert work.verify((torch.ones(9, dtype=torch.float64),)).reason == "8 classes"
+
+
+@pytest.mark.parametrize("method", draws.methods(300, CPU), ids=lambda method: method.name)
+def test_draws_come_as_often_as_they_should(method):
+    work = method.load()
+    verdict = work.verify((torch.ones(300),))
+    assert verdict.ok, verdict
+    ids, log_prob = work(torch.ones(300))
+    assert ids.shape == (draws.DRAWN,)
+    assert (log_prob is None) == (method.name == draws.MULTINOMIAL)
+
+
+def test_draws_of_another_distribution_are_found():
+    probs = zipf(300) / zipf(300).sum()
+    even = torch.full((300,), 1 / 300)
+
+    def draw(n):
+        return torch.multinomial(even, n, replacement=True), None
+
+    assert "chi-square" in draws.Draws(draw, probs).verify((even,)).reason
+    right = torch.from_numpy(probs)
+
+    def told_wrong(n):
+        ids = torch.multinomial(right, n, replacement=True)
+        return ids, right.log()[ids] + 0.01
+
+    assert "off by 1.0e-02" in draws.Draws(told_wrong, probs).verify((even,)).reason
+    assert draws.Draws(lambda _: (torch.tensor([300]), None), probs).verify((even,)).reason == (
+        "classes from 300 to 300"
+    )
 
 
 def test_automatic_cutoffs_of_torch_are_ours():

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch
 
 from lastlayer.bench.cases import DTYPES, USUAL_DTYPE, Case, Method
-from lastlayer.bench.heads import builders, top
+from lastlayer.bench.heads import builders, draws, top
 from lastlayer.bench.heads.entries import ENTRIES, FULL, LINEAR
 from lastlayer.bench.heads.entry import CPU, SWEEP, WORDS
 from lastlayer.bench.heads.problem import Problem
 
-STEP, TOP, AGAINST, TREES = "step", f"top {top.K}", "cost against V", "trees"
-SECTIONS = (STEP, TOP, AGAINST, TREES)
+STEP, TOP, AGAINST = "step", f"top {top.K}", "cost against V"
+DRAWS, TREES = "draws", "trees"
+SECTIONS = (STEP, TOP, AGAINST, DRAWS, TREES)
 
 # Rows, hidden width, classes.
 Shape = tuple[int, int, int]
@@ -26,6 +27,7 @@ class Sizes:
         words: of a step with class vectors from spellings.
         top: of the best classes.
         against: rows and width of the cost against the number of ``classes``.
+        draws: classes that are drawn from.
         trees: classes of a tree that is built, and ``clustered`` of one that is learned.
     """
 
@@ -34,6 +36,7 @@ class Sizes:
     top: Shape
     against: tuple[int, int]
     classes: tuple[int, ...]
+    draws: tuple[int, ...] = ()
     trees: tuple[int, ...] = ()
     clustered: tuple[int, ...] = ()
 
@@ -45,6 +48,7 @@ CPU_SIZES = Sizes(
     top=(256, 512, 1_000_000),
     against=(64, 64),
     classes=MANY,
+    draws=(10_000_000,),
     trees=(1_000_000,),
     clustered=(100_000,),
 )
@@ -54,6 +58,7 @@ CUDA_SIZES = Sizes(
     top=(256, 512, 1_000_000),
     against=(8192, 512),
     classes=MANY,
+    draws=(1_000_000,),
 )
 QUICK_CPU_SIZES = Sizes(
     steps=((64, 64, 10_000),),
@@ -61,6 +66,7 @@ QUICK_CPU_SIZES = Sizes(
     top=(32, 64, 20_000),
     against=(32, 32),
     classes=(1_000, 4_000, 16_000),
+    draws=(10_000,),
     trees=(10_000,),
     clustered=(2_000,),
 )
@@ -70,15 +76,16 @@ QUICK_CUDA_SIZES = Sizes(
     top=(256, 256, 100_000),
     against=(2048, 256),
     classes=(1_000, 10_000, 100_000),
+    draws=(100_000,),
 )
 
 
 @dataclass(frozen=True)
 class HeadCase(Case):
-    """Heads on one problem, or builders of trees, which have none.
+    """Heads on one problem, or what draws classes or builds trees, which have none.
 
     Attributes:
-        problem: what inputs are drawn for; None where trees are built.
+        problem: what inputs are drawn for; None where there are no heads.
     """
 
     problem: Problem | None
@@ -86,7 +93,7 @@ class HeadCase(Case):
     @property
     def baseline(self) -> Method | None:
         """linear + cross_entropy on a CPU, our full softmax on a GPU; none of trees."""
-        return None if self.problem is None else super().baseline
+        return None if self.section == TREES else super().baseline
 
     def title(self) -> str:
         """One line that names the case."""
@@ -103,6 +110,7 @@ def plan(device: torch.device, *, quick: bool) -> list[HeadCase]:
         *(_step(STEP, WORDS, shape, device) for shape in sizes.words),
         _top(sizes.top, device),
         *(_step(AGAINST, SWEEP, (*sizes.against, n), device) for n in sizes.classes),
+        *(_draws(n, device) for n in sizes.draws),
         *(_trees(n, builders.BUILDERS) for n in sizes.trees),
         *(_trees(n, builders.CLUSTERED) for n in sizes.clustered),
     ]
@@ -132,6 +140,11 @@ def _top(shape: Shape, device: torch.device) -> HeadCase:
     problem = Problem(*shape, DTYPES[dtype], device)
     found = tuple(top.methods(problem))
     return HeadCase(TOP, shape, dtype, found, "forward", problem)
+
+
+def _draws(classes: int, device: torch.device) -> HeadCase:
+    found = tuple(draws.methods(classes, device))
+    return HeadCase(DRAWS, (classes,), "float64", found, "forward", None)
 
 
 def _trees(classes: int, made_by: dict[str, builders.Prepare]) -> HeadCase:

@@ -47,7 +47,7 @@ class Heads(Family[HeadCase, HeadVerdict, HeadRecord]):
         self._more: list[tuple[Tensor, ...]] = []
 
     def draw(self, case: HeadCase, device: torch.device, seed: int) -> tuple[Tensor, ...]:
-        """Hidden states, with targets by Zipf's law; for trees counts in random order."""
+        """Hidden states, with targets by Zipf's law; without heads counts in random order."""
         if case.problem is None:
             (classes,) = case.shape
             counts = np.random.default_rng(seed).permutation(zipf(classes))
@@ -72,7 +72,7 @@ class Heads(Family[HeadCase, HeadVerdict, HeadRecord]):
         call: Call,
         inputs: tuple[Tensor, ...],
     ) -> HeadVerdict:
-        """A step by its loss and gradients, the best classes by a dense sort, a tree by itself.
+        """Steps by loss and gradients, the best classes by a dense sort, draws and trees alone.
 
         On a GPU what is right is then captured as a CUDA graph and replayed.
         """

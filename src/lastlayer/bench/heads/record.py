@@ -1,4 +1,4 @@
-"""One measurement of a head, or of what builds a tree."""
+"""One measurement of a head, or of what draws classes or builds a tree."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,18 @@ from lastlayer.bench.baseline_record import BaselineRecord
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRecord(BaselineRecord):
-    """One measurement of a training step, of the best classes, or of building a tree.
+    """One measurement of a training step, of the best classes, of draws, or of building a tree.
 
     Attributes:
-        shape: rows, hidden width and classes; of trees the classes alone.
+        shape: rows, hidden width and classes; of draws and trees the classes alone.
         settings: what was chosen for this many classes, such as cutoffs.
         parameters: how many numbers the head learns.
         peak_bytes: the most memory held at once beyond inputs and parameters; gradients count.
         hidden_error: of the gradient of the hidden states, and weight_error of the parameter where
             it is largest.
         value_error: of the best classes, the largest difference between the log-probabilities of
-            those that were found and of the true ones, both in float64.
+            those that were found and of the true ones, both in float64; of draws, of what is told
+            of them.
         classes_differ: how many of these classes are others than in a sort of all.
         replayed_ms: on a GPU, the median of replays of a CUDA graph of the same call; None where
             the host waits for the device, and where the call is so long that it hides the host.

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from rich.table import Table
 
 from lastlayer.bench import table
-from lastlayer.bench.heads.cases import AGAINST, STEP, TOP, TREES
+from lastlayer.bench.heads.cases import AGAINST, DRAWS, STEP, TOP, TREES
+from lastlayer.bench.heads.draws import DRAWN
 from lastlayer.bench.heads.record import HeadRecord
 from lastlayer.bench.table import EMPTY, milliseconds, small
 
@@ -52,7 +53,7 @@ def millions(count: int | None) -> str:
 
 def all_of(records: Sequence[HeadRecord]) -> list[Table]:
     """One table a section that there are records of."""
-    made = {STEP: steps, TOP: best, AGAINST: against_classes, TREES: built}
+    made = {STEP: steps, TOP: best, AGAINST: against_classes, DRAWS: drawn, TREES: built}
     found = {name: [r for r in records if r.section == name] for name in made}
     return [made[name](mine) for name, mine in found.items() if mine]
 
@@ -80,6 +81,18 @@ def best(records: Iterable[HeadRecord]) -> Table:
         records,
         COLUMNS | {"error": lambda r: small(r.value_error)},
         case=lambda r: f"{r.section} {r.case}",
+        rank=table.rank,
+    )
+
+
+def drawn(records: Iterable[HeadRecord]) -> Table:
+    """Time and memory of drawing classes."""
+    return table.comparison(
+        f"samplers: {DRAWN:,} draws with replacement",
+        records,
+        {name: COLUMNS[name] for name in ("ms", "replayed", "faster", "MB")}
+        | {"log q": lambda r: small(r.value_error)},
+        case=lambda r: r.case,
         rank=table.rank,
     )
 
