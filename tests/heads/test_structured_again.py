@@ -108,6 +108,15 @@ def test_a_reduction_that_is_none_is_told():
         heads.DifferentiatedSoftmax(8, [(5, 4), (15, 4)]),
         heads.HierarchicalSoftmax(8, trees.balanced(20)),
         heads.HierarchicalSoftmax(8, trees.balanced(40, 40)),
+        heads.CharCNNSoftmax(8, ["one", "two", "three"], filters=[(2, 4)]),
+        heads.FullSoftmax(8, 20),
+        heads.SampledSoftmax(8, 20, n_samples=4),
+        heads.ImportanceSampling(8, 20, n_samples=4, target_ess=5.0),
+        heads.AdaptiveImportanceSampling(8, 20, [1.0] * 20),
+        heads.NoiseContrastive(8, 20, n_samples=4),
+        heads.NegativeSampling(8, 20, n_samples=4),
+        heads.PartialSoftmax(8, 20, k=3),
+        heads.SelfNormalized(8, 20, fraction=0.5),
     ]
     for head in made:
         head.reduction = "average"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_scores
+from lastlayer._checks import check_reduction, check_scores
 from lastlayer._debug import values_are_checked
 from lastlayer.fused._checks import check_class_ids
 
@@ -56,7 +56,11 @@ def check_hidden(head: "Head", hidden: Any) -> None:
 
 
 def check_target(head: "Head", hidden: Tensor, target: Any) -> None:
-    """One class id a row, or the ignored one. ``hidden`` is checked already."""
+    """One class id a row, or the ignored one. ``hidden`` is checked already.
+
+    The reduction as well, which may be changed at any time.
+    """
+    check_reduction(head.reduction)
     check_class_ids(target, hidden, head.n_classes, head.ignore_index)
 
 

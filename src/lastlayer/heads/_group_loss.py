@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_reduction
 from lastlayer.fused._gradient_scale import near_one, rounded_product, scaled_gradients, summed_in
 from lastlayer.heads._ranked import wide_dtype
 from lastlayer.kernels._registry import is_plain
@@ -46,7 +45,6 @@ def group_loss(
         reduction: "mean" over the rows that count, "sum" or "none".
         factor: of every loss.
     """
-    check_reduction(reduction)
     operation, hidden, bias, target, weights, options = problem
     recording = torch.is_grad_enabled()
     wanted = tuple(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lastlayer.fused._checks import check_class_ids
+from lastlayer.heads._checks import check_target
 from lastlayer.samplers import Sampler
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def check_targets(head: "Head", hidden: Tensor, target: Any) -> None:
     if isinstance(target, Tensor) and target.dim() == hidden.dim() and target.shape[-1:] != (0,):
         # Seen as one row a target, so that shapes are compared and positions named.
         hidden = hidden[..., :1].expand(*hidden.shape[:-1], target.shape[-1]).unsqueeze(-1)
-    check_class_ids(target, hidden, head.n_classes, head.ignore_index)
+    check_target(head, hidden, target)
 
 
 def check_adaptive_sampler(sampler: Sampler, n_classes: int) -> None:

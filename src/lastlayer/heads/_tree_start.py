@@ -103,9 +103,8 @@ def node_vectors(
     # Of the biases and the entropy together.
     own = (biases[classes].double() - paths).unsqueeze(-1)
     offset = _as_rows(tables, _up_to_root(tables, ends, weights * own) / mass + mass.log())
-    return torch.cat([each.to(vectors.dtype) for each in rows], 1), offset.squeeze(-1).to(
-        vectors.dtype
-    )
+    made = torch.cat([each.to(vectors.dtype) for each in rows], 1)
+    return made, offset.squeeze(-1).to(vectors.dtype)
 
 
 def class_vectors(tables: TreeTables, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

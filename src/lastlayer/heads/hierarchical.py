@@ -6,7 +6,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_reduction
 from lastlayer.heads._checks import (
     check_classes,
     check_count,
@@ -154,7 +153,6 @@ class HierarchicalSoftmax(TreeHead):
         """Minus the log-probability of the targets. Only nodes on their paths are touched."""
         check_hidden(self, hidden)
         check_target(self, hidden, target)
-        check_reduction(self.reduction)
         rows, classes = hidden.reshape(-1, self.in_features), target.reshape(-1)
         if self._tables.is_plain:
             loss = path_loss(
