@@ -285,7 +285,7 @@ def test_a_run_on_a_gpu_measures_memory_and_times(monkeypatch, tmp_path):
     settings = {"quick": True, "only": "", "json_path": path, "plot_path": None}
     assert bench_heads.run(device="cuda", out=Console(file=text), **settings) == 0
     records = read(path)
-    assert {r.section for r in records} == {STEP, TOP, AGAINST}
+    assert {r.section for r in records} == {STEP, TOP, AGAINST, DRAWS}
     for record in records:
         assert record.verified or not record.is_ours, record
         assert record.peak_bytes is not None

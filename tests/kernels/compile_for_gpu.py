@@ -17,6 +17,7 @@ from lastlayer.kernels.info_nce import _vectors_triton as nce_vectors
 from lastlayer.kernels.info_nce import triton as info_nce
 from lastlayer.kernels.linear_softmax import _finish_triton as finish
 from lastlayer.kernels.linear_softmax import triton as linear_softmax
+from lastlayer.kernels.list_rows import triton as list_rows
 from lastlayer.kernels.logistic_slab import triton as logistic_slab
 from lastlayer.kernels.node_groups import _kernels_triton as node_groups
 from lastlayer.kernels.node_groups import _plan_triton as node_plan
@@ -40,6 +41,9 @@ from lastlayer.kernels.zlpr_slab import triton as zlpr_slab
 
 TENSORS = {"indices": "*i64", "size": "*i64", "peaks": "*fp32", "chosen": "*i32"}
 TENSORS |= {"alphas": "*fp32", "sums": "*fp32", "excess": "fp32", "log_n": "fp32"}
+TENSORS |= dict.fromkeys(("target_scores", "row_scale", "class_weight", "loss", "values"), "*fp32")
+TENSORS |= dict.fromkeys(("classes", "target", "entries"), "*i64")
+TENSORS |= {"log_k": "fp32", "alpha": "fp32"}
 OF_SCORES = ("scores", "rows", "out", "zeros", "probs", "grad")
 
 BLOCKS = dict(BLOCKS=128, WIDTH=64, GROUP=16)
@@ -69,6 +73,14 @@ CASES = [
             ("*bf16", 2, True, False),
             ("*fp32", 0, False, False),
         )
+    ],
+    *[
+        (
+            list_rows._list_rows,
+            "*fp32",
+            dict(**tile, KIND=kind, ENTROPY=entropy, GRADIENT=True, WEIGHTED=True),
+        )
+        for tile, kind, entropy in ((ONE_ROW, 0, 3), (MANY_ROWS, 2, 2), (MANY_ROWS, 0, 0))
     ],
     (backward._backward_in_registers, "*bf16", dict(**ONE_ROW, KIND=2, PER_ROW=False)),
     (backward._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1, PER_ROW=False)),

@@ -110,6 +110,7 @@ def test_masked_classes_and_rows_without_a_result(alpha, device):
     assert scores[2].isnan().all()
     assert scores[3].isnan().all()
     assert (scores[0, 50:] == 0).all()
+    assert (scores[1] == 0).all(), "nothing to move"
 
 
 def test_no_rows(device):

@@ -203,7 +203,8 @@ def test_a_row_with_nothing_allowed_costs_infinity_and_moves_nothing(impl, optio
     loss, lse, entropy, argmax, rank, gradient = run(impl, rows, options, statistics=True)
     assert loss[1] == math.inf
     assert lse[1] == -math.inf
-    assert entropy[1] == argmax[1] == rank[1] == 0
+    assert entropy[1] == argmax[1] == 0
+    assert rank[1] == kernels.softmax_rows.NO_RANK
     assert (gradient[1] == 0).all()
     assert gradient.isfinite().all()
     alone = run(impl, rows, options, statistics=True, gradient=False)
@@ -217,15 +218,16 @@ def test_a_row_with_nothing_allowed_costs_infinity_and_moves_nothing(impl, optio
 
 @every_implementation
 @pytest.mark.parametrize("options", [PLAIN, Options(softcap=4.0)])
-def test_no_rank_where_a_score_is_no_number(impl, options):
-    rows = problem(4, 80, device=place(impl))
+def test_no_rank_where_a_score_is_no_number_or_the_target_is_out(impl, options):
+    rows = problem(5, 80, device=place(impl))
     rows.scores.scatter_(-1, rows.target[:, None], 20.0)
     rows.target_scores.fill_(20.0)
     rows.scores[1, (rows.target[1] + 1) % 80] = math.nan
     rows.scores[2, rows.target[2]] = rows.target_scores[2] = math.nan
+    rows.scores[4, rows.target[4]] = rows.target_scores[4] = -math.inf
     *_, argmax, rank, _ = run(impl, rows, options, statistics=True)
     none = kernels.softmax_rows.NO_RANK
-    assert rank.tolist() == [0, none, none, 0]
+    assert rank.tolist() == [0, none, none, 0, none]
     assert argmax[[0, 3]].tolist() == rows.target[[0, 3]].tolist()
 
 

@@ -7,7 +7,7 @@ from lastlayer import kernels
 from lastlayer.fused._sparse_rows import (
     can_wait,
     dense_rows,
-    lead_of_classes,
+    scores_of_listed,
     sparse_rows,
     weights_and_scale,
 )
@@ -29,23 +29,18 @@ def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:
     def rows(scores: Tensor, chunk: Chunk) -> RowResult:
         nonlocal flat
         widest = min(WIDEST_LIST, scores.shape[1])
-        rounded = scores.itemsize < 4
         # Here the host waits: which products follow depends on the supports.
         step = scores.shape[0] // _PROBED_ROWS
         if flat is None and step >= _PROBES_PAY and can_wait(scores):
-            *_, needed = _lists(scores[::step], alpha, widest, rounded)
+            *_, needed = _lists(scores[::step], alpha, widest)
             flat = needed > widest
         # After one flat chunk the others are taken to be flat as well.
         if not flat and can_wait(scores):
-            values, classes, needed = _lists(scores, alpha, widest, rounded)
+            values, classes, needed = _lists(scores, alpha, widest)
             if needed <= widest:
-                values, classes = values[:, :needed], classes[:, :needed].contiguous()
-                lead = lead_of_classes(scores, chunk, classes, values != 0, rounded)
-                if rounded:
-                    values = kernels.entmax.forward("auto", lead, alpha, None)
-                return sparse_rows(
-                    chunk, class_weight, values, classes, lead, _entropy(values, alpha)
-                )
+                listed = torch.where(values[:, :needed] == 0, -1, classes[:, :needed])
+                own, at_target = scores_of_listed(scores, chunk, listed)
+                return sparse_rows(chunk, class_weight, own, at_target, listed, alpha)
             flat = True
         if _has_flat_kernel(scores, alpha):
             return _flat_rows(scores, chunk, class_weight, alpha)
@@ -57,10 +52,10 @@ def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:
     return rows
 
 
-def _lists(scores: Tensor, alpha: float, widest: int, rounded: bool) -> tuple[Tensor, Tensor, int]:
+def _lists(scores: Tensor, alpha: float, widest: int) -> tuple[Tensor, Tensor, int]:
     """Candidates for the support of each row, and how many the largest has, 1 at least."""
     values, classes, size = kernels.entmax.support(
-        "auto", scores, alpha, None, widest, True, SLACK if rounded else 1.0
+        "auto", scores, alpha, None, widest, True, SLACK if scores.itemsize < 4 else 1.0
     )
     return values, classes, max(1, int(size.max())) if size.numel() else 0
 
@@ -82,8 +77,3 @@ def _flat_rows(
     loss = forward_(scores, chunk.target, scale, alpha)
     loss = loss if weights is None else loss * weights
     return RowResult(loss, None if scale is None else scores)
-
-
-def _entropy(probs: Tensor, alpha: float) -> Tensor:
-    logs = torch.log(torch.where(probs > 0, probs, 1.0))
-    return -(probs * torch.expm1((alpha - 1.0) * logs)).sum(-1) / (alpha * (alpha - 1.0))

@@ -4,7 +4,6 @@ Both are the Fenchel-Young loss ``<p - y, scores> + H(p)`` with gradient ``p - y
 weight of the target's class.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -22,48 +21,28 @@ def can_wait(scores: Tensor) -> bool:
     return scores.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-def lead_of_classes(
-    scores: Tensor, chunk: Chunk, classes: Tensor, listed: Tensor | None, rounded: bool
-) -> Tensor:
-    """By how much each of the classes (rows, k) beats the target; -inf where it is not listed.
-
-    A target of -inf counts as 0 here: its loss is known anyway, and differences stay finite.
-    """
-    if rounded:
-        wanted = classes if listed is None else torch.where(listed, classes, -1)
-        values, base = chunk.exact_scores(wanted), chunk.target_scores.unsqueeze(-1)
-    else:
-        values, base = scores.gather(-1, classes), scores.gather(-1, chunk.target.unsqueeze(-1))
-    lead = values - base.masked_fill(base == -math.inf, 0.0)
-    return lead if listed is None else torch.where(listed, lead, -math.inf)
+def scores_of_listed(scores: Tensor, chunk: Chunk, classes: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the classes (rows, k) and of the target, in full precision; -1 is none, with anything."""
+    if scores.itemsize < 4:
+        return chunk.exact_scores(classes), chunk.target_scores
+    # Both from one product, whose rounding they share.
+    at_target = scores.gather(-1, chunk.target.unsqueeze(-1)).squeeze(-1)
+    return scores.gather(-1, classes.clamp(min=0)), at_target
 
 
 def sparse_rows(
     chunk: Chunk,
     class_weight: Tensor | None,
-    probs: Tensor,
+    own: Tensor,
+    at_target: Tensor,
     classes: Tensor,
-    lead: Tensor,
-    entropy: Tensor,
+    alpha: float,
 ) -> RowResult:
-    """From the probabilities (rows, k) of some classes, and the entropy of each row.
-
-    ``lead`` says by how much each class beats the target. A row without any probability costs +inf
-    and has no gradient.
-    """
-    place = chunk.target.unsqueeze(-1)
-    # Not `probs > 0`: a NaN has to show.
-    loss = torch.where(probs == 0, 0.0, probs * lead).sum(-1) + entropy
-    # A target that is out of the running cannot be met; a NaN stays one.
-    loss = loss.masked_fill((chunk.target_scores == -math.inf) & ~loss.isnan(), math.inf)
-    weights = torch.ones_like(loss) if class_weight is None else class_weight[chunk.target]
-    loss = loss * weights
-    if chunk.row_scale is None:
-        return RowResult(loss, None)
-    scale = (chunk.row_scale * weights).unsqueeze(-1)
-    some = (probs != 0).any(-1, keepdim=True)
-    values = torch.cat([probs * scale, torch.where(some, -scale, 0.0)], -1)
-    return RowResult(loss, Sparse(values, torch.cat([classes, place], -1)))
+    """From the scores (rows, k) of all classes that can have probability; -1 is none."""
+    loss, *gradient = kernels.list_rows.forward(
+        "auto", own, classes, chunk.target, at_target, chunk.row_scale, class_weight, alpha
+    )
+    return RowResult(loss, None if chunk.row_scale is None else Sparse(*gradient))
 
 
 def weights_and_scale(

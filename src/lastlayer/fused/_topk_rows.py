@@ -1,12 +1,10 @@
 """The row loss of top-k softmax: only the k largest scores and the target have a gradient."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer.fused._sparse_rows import dense_rows, lead_of_classes, sparse_rows
+from lastlayer.fused._sparse_rows import dense_rows, scores_of_listed, sparse_rows
 from lastlayer.fused.engine import Chunk, RowLoss, RowResult
 
 # Beyond this many classes a row, dense products are faster than lists.
@@ -24,16 +22,11 @@ def topk_rows(class_weight: Tensor | None, k: float) -> RowLoss:
             rounded = scores.itemsize < 4
             candidates = min(k + SLACK, scores.shape[1]) if rounded else k
             classes = torch.topk(scores, candidates, sorted=False).indices
-            lead = lead_of_classes(scores, chunk, classes, None, rounded)
+            own, at_target = scores_of_listed(scores, chunk, classes)
             if rounded:
-                lead, best = torch.topk(lead, k, sorted=False)
+                own, best = torch.topk(own, k, sorted=False)
                 classes = classes.gather(-1, best)
-            # Nothing but -inf has no softmax, and no probability.
-            empty = lead.amax(-1, keepdim=True) == -math.inf
-            logs = torch.log_softmax(lead.masked_fill(empty, 0.0), -1)
-            probs = torch.exp(logs).masked_fill(empty, 0.0)
-            entropy = -torch.where(probs == 0, 0.0, probs * logs).sum(-1)
-            return sparse_rows(chunk, class_weight, probs, classes, lead, entropy)
+            return sparse_rows(chunk, class_weight, own, at_target, classes, 1.0)
         largest = min(k, scores.shape[1])
         return dense_rows(
             scores, chunk, class_weight, 1.0,

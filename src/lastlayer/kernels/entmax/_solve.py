@@ -152,6 +152,30 @@ def solve_tile(distance, at, log_n, excess, KIND: tl.constexpr, AXIS: tl.constex
 
 
 @triton.jit
+def is_broken(peak, excess, KIND: tl.constexpr):
+    """Rows whose result is NaN: a score is NaN or +inf, or alpha is below 1 or NaN."""
+    broken = peak == float("inf")
+    if KIND == 0:
+        broken = broken | (excess < 0.0) | (excess != excess)
+    return broken
+
+
+@triton.jit
+def solved_tile(distance, at, broken, log_n, excess, KIND: tl.constexpr, AXIS: tl.constexpr):
+    """The probabilities of a tile held on chip, from a bound ``at``; NaN in rows that are broken."""
+    at, total, weight = solve_tile(distance, at, log_n, excess, KIND, AXIS)
+    probs, slope = shares(distance, per_class(at, AXIS), per_class(excess, AXIS), KIND)
+    missing = correction(total, weight, broken)
+    probs = polished(probs, slope, per_class(missing, AXIS))
+    if KIND == 0:
+        # Where alpha > 2 slopes are steep at the edge of the support, and a step overshoots.
+        reached = row_sum(probs, AXIS)
+        reached = tl.where((excess > 1.0) & (reached != 0.0), reached, 1.0)
+        probs = probs / per_class(reached, AXIS)
+    return probs
+
+
+@triton.jit
 def bound_from_part(distance, peak, log_n, excess, KIND: tl.constexpr):
     """A bound on the unknown of a row from a part of it that has its maximum.
 

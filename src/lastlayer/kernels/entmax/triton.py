@@ -25,12 +25,13 @@ from lastlayer.kernels.entmax._solve import (
     advance,
     bound_from_part,
     correction,
+    is_broken,
     leap,
     per_class,
     polished,
     row_sum,
     shares,
-    solve_tile,
+    solved_tile,
     unsolved_row,
 )
 from lastlayer.kernels.entmax._tiles import Alpha, as_alpha, as_rows, register_tile, tile
@@ -120,27 +121,12 @@ def _warps(n: int) -> int:
 
 
 @triton.jit
-def _is_broken(peak, excess, KIND: tl.constexpr):
-    """Rows whose result is NaN: a score is NaN or +inf, or alpha is below 1 or NaN."""
-    broken = peak == float("inf")
-    if KIND == 0:
-        broken = broken | (excess < 0.0) | (excess != excess)
-    return broken
-
-
-@triton.jit
 def _below(values, origin, SHRINK: tl.constexpr):
     """How far scores lie from the maximum, at most 0."""
     if SHRINK == 1.0:
         return values - origin
     else:
         return (values - origin) * SHRINK
-
-
-@triton.jit
-def _overshoot(total, excess):
-    """What to divide by: where alpha > 2 slopes are steep at the edge of the support."""
-    return tl.where((excess > 1.0) & (total != 0.0), total, 1.0)
 
 
 @triton.jit
@@ -161,13 +147,8 @@ def _forward_in_registers(
     else:
         excess = tl.zeros_like(peak) + excess
     distance = _below(values, per_class(origin, AXIS), SHRINK)
-    at = unsolved_row(peak, KIND)
-    at, total, weight = solve_tile(distance, at, log_n, excess, KIND, AXIS)
-    probs, slope = shares(distance, per_class(at, AXIS), per_class(excess, AXIS), KIND)
-    missing = correction(total, weight, _is_broken(peak, excess, KIND))
-    probs = polished(probs, slope, per_class(missing, AXIS))
-    if KIND == 0:
-        probs = probs / per_class(_overshoot(row_sum(probs, AXIS), excess), AXIS)
+    broken = is_broken(peak, excess, KIND)
+    probs = solved_tile(distance, unsolved_row(peak, KIND), broken, log_n, excess, KIND, AXIS)
     if COMPACT:
         present = _survives(probs, out) & live
         slot = tl.cumsum(present.to(tl.int32), AXIS) - 1
@@ -269,11 +250,7 @@ def _finish_few(
     column, live = chosen_columns(chosen, 0, count, n, GROUP, WIDTH)
     values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
     distance = _below(values, origin, SHRINK)
-    at, total, weight = solve_tile(distance, at, log_n, excess, KIND, BOTH)
-    probs, slope = shares(distance, at, excess, KIND)
-    probs = polished(probs, slope, correction(total, weight, broken))
-    if KIND == 0:
-        probs = probs / _overshoot(row_sum(probs, BOTH), excess)
+    probs = solved_tile(distance, at, broken, log_n, excess, KIND, BOTH)
     return _write_chosen(out, indices, probs, column, live, 0, max_support, GROUP, WIDTH, COMPACT)
 
 
@@ -330,7 +307,7 @@ def _forward_of_chosen(
         place = row * n_blocks + block
         peak_of = tl.load(peaks + place, mask=block < n_blocks, other=-float("inf"))
     peak = tl.max(peak_of, 0)
-    broken = _is_broken(peak, excess, KIND)
+    broken = is_broken(peak, excess, KIND)
     origin = tl.where(peak == -float("inf"), 0.0, peak)
 
     # Blocks whose peak does not pass the threshold of the peaks have no share.

@@ -88,6 +88,8 @@ def _flat_row(
     scale = 1.0
     if GRADIENT:
         scale = tl.load(row_scale + row).to(tl.float32)
+    # A row of nothing but -inf has nothing to move.
+    one = tl.where(peak == -float("inf"), 0.0, 1.0)
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     lead_of_peak = origin - at_target
     for first in range(0, n, BLOCK):
@@ -101,7 +103,7 @@ def _flat_row(
             entropy = (4.0 / 3.0) * probs * (1.0 - tl.sqrt(probs))
         sums += probs * lead + entropy
         if GRADIENT:
-            gradient = (probs - tl.where(column == right, 1.0, 0.0)) * scale
+            gradient = (probs - tl.where(column == right, one, 0.0)) * scale
             tl.store(scores + column, gradient.to(scores.dtype.element_ty), mask=column < n)
     row_loss = tl.sum(sums, 0)
     # A target that is out of the running cannot be met; a NaN stays one.

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._expm1 import expm1
+
 WIDEST_BLOCK = 4096
 
 
@@ -19,14 +21,19 @@ def forward_(
         _entmax_row[(n_rows,)](
             probs, scores, target, row_scale, loss, n, probs.stride(0), scores.stride(0), alpha,
             BLOCK=block, GRADIENT=row_scale is not None,
-            KIND=1 if alpha == 2.0 else 2 if alpha == 1.5 else 3 if alpha == 1.0 else 0,
+            KIND=entropy_kind(alpha),
             num_warps=max(1, block // 512), enable_fp_fusion=True,
         )  # fmt: skip
     return loss
 
 
+def entropy_kind(alpha: float) -> int:
+    """What :func:`entropy_and_slope` calls this alpha."""
+    return {2.0: 1, 1.5: 2, 1.0: 3}.get(alpha, 0)
+
+
 @triton.jit
-def _entropy_and_slope(shares, alpha, KIND: tl.constexpr):
+def entropy_and_slope(shares, alpha, KIND: tl.constexpr):
     """The entropy of each class, and its derivative by the probability."""
     if KIND == 1:
         return 0.5 * shares * (1.0 - shares), 0.5 - shares
@@ -39,9 +46,9 @@ def _entropy_and_slope(shares, alpha, KIND: tl.constexpr):
             return -shares * logs, -logs - 1.0
         else:
             excess = alpha - 1.0
-            power = tl.exp(excess * logs)
+            fall = expm1(excess * logs)
             factor = 1.0 / (alpha * excess)
-            return shares * (1.0 - power) * factor, (1.0 - alpha * power) * factor
+            return -shares * fall * factor, -(alpha * fall + excess) * factor
 
 
 @triton.jit
@@ -68,7 +75,7 @@ def _entmax_row(
         present = shares != 0.0
         values = tl.load(scores + column, mask=live & present, other=0.0).to(tl.float32)
         lead = tl.where(present, values - at_target, 0.0)
-        entropy, slope = _entropy_and_slope(shares, alpha, KIND)
+        entropy, slope = entropy_and_slope(shares, alpha, KIND)
         sums += shares * lead + entropy
         given += shares
         prices += shares * (lead + slope)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lastlayer.kernels._registry import Operation
 
-# The rank of a target where a score is no number: beyond any k.
+# The rank of a target of -inf, or in a row with a NaN: beyond any k.
 NO_RANK = 1 << 62
 
 

@@ -127,7 +127,7 @@ def _forward(
             # Nothing can be: no target is met, and no score is to be moved.
             loss[row], lse[row] = math.inf, -math.inf
             if len(entropy):
-                entropy[row] = 0.0
+                entropy[row], rank[row] = 0.0, NO_RANK
             if len(row_scale):
                 x[:] = 0.0
             else:
@@ -150,7 +150,7 @@ def _forward(
             if share > 0.0:
                 mixed += share * (at_target - origin)
             entropy[row] = log_total - mixed / (total * temperature)
-            if math.isnan(total):
+            if math.isnan(total) or at_target == -math.inf:
                 rank[row] = NO_RANK
 
         if len(row_scale) == 0:

@@ -59,7 +59,7 @@ def forward_(
     probs = torch.exp(values - origin.unsqueeze(-1))
     if statistics:
         entropy = origin - torch.where(probs > 0, probs * values, 0.0).sum(-1)
-        rank = rank.masked_fill(lse.isnan(), NO_RANK)
+        rank = rank.masked_fill(lse.isnan() | (at_target == -math.inf), NO_RANK)
     if row_scale is not None:
         gradient = probs * push.unsqueeze(-1)
         if smoothing:

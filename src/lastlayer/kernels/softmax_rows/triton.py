@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels import softmax_rows
+from lastlayer.kernels._expm1 import expm1
 from lastlayer.kernels._tanh import tanh
 
 # Scores that a program looks at together.
@@ -137,15 +138,14 @@ def _softmax_row(
         tl.store(entropy + row, tl.where(empty, 0.0, known))
         tl.store(argmax + row, best_at)
         above = tl.sum(higher, 0).to(tl.int64)
-        tl.store(rank + row, tl.where(log_sum == log_sum, above, NO_RANK))
+        ranked = (log_sum == log_sum) & (at_target > -float("inf"))
+        tl.store(rank + row, tl.where(ranked, above, NO_RANK))
 
     if GRADIENT:
         scale = tl.where(empty, 0.0, tl.load(row_scale + row).to(tl.float32))
         # p - 1 from the exact score, where it is small without cancelling.
         gap = at_target - origin
-        below_one = tl.where(gap > -0.1, gap * (1.0 + gap * (0.5 + gap * (
-            0.16666667 + gap * (0.041666668 + gap * 0.008333334)))), tl.exp(gap) - 1.0)  # fmt: skip
-        true = push * below_one + (push - pull)
+        true = push * expm1(gap) + (push - pull)
         if SMOOTH:
             true -= spread * right_weight
         true *= scale * slope_at_target
