@@ -149,20 +149,48 @@ def check_class_weight(weight: Any, scores: Tensor, *, name: str = "weight") -> 
         )
 
 
-def check_id_range(target: Tensor, n_classes: int, ignore_index: int | None) -> None:
+def check_id_range(
+    name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None
+) -> None:
     """Class ids below ``n_classes``, or the ignored one, where values are checked."""
-    if not values_are_checked(target):
+    if not values_are_checked(ids):
         return
-    wrong = (target < 0) | (target >= n_classes)
+    wrong = (ids < 0) | (ids >= n_classes)
     if ignore_index is not None:
-        wrong &= target != ignore_index
+        wrong &= ids != ignore_index
     if bool(wrong.any()):
         first = tuple(wrong.nonzero()[0].tolist())
         allowed = "" if ignore_index is None else f", or ignore_index={ignore_index}"
         raise ValueError(
-            f"target: expected class ids from 0 to {n_classes - 1}{allowed}, got "
-            f"{target[first].item()} at position {first}"
+            f"{name}: expected class ids from 0 to {n_classes - 1}{allowed}, got "
+            f"{ids[first].item()} at position {first}"
         )
+
+
+def checked_ids(name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None) -> Tensor:
+    """``ids``, after :func:`check_id_range`: in compiled code on a CPU it comes when that runs.
+
+    Kernels on a CPU trust their ids, and a wrong one would be read or written out of bounds.
+    """
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if ids.device.type != "cpu":
+            return ids
+        checked: Tensor = _checked_ids(ids, name, n_classes, ignore_index)
+        return checked
+    check_id_range(name, ids, n_classes, ignore_index)
+    return ids
+
+
+@torch.library.custom_op("lastlayer::checked_ids", mutates_args=())
+def _checked_ids(ids: Tensor, name: str, n_classes: int, ignore_index: int | None) -> Tensor:
+    check_id_range(name, ids, n_classes, ignore_index)
+    # What an operation returns may not be what it was given.
+    return ids.clone()
+
+
+@_checked_ids.register_fake
+def _(ids: Tensor, name: str, n_classes: int, ignore_index: int | None) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(ids)
 
 
 def check_target(target: Any, scores: Tensor, ignore_index: int) -> bool:

@@ -16,8 +16,8 @@ def debug() -> Iterator[None]:
 
     Shapes and dtypes are always checked. Values (a target out of range, a distribution that does
     not sum to 1) are always checked on a CPU; on a GPU reading one would stall the stream, so it
-    is done only inside this context. While torch.compile traces there are no values to read: the
-    fused losses check theirs when the compiled code runs.
+    is done only inside this context. While torch.compile traces there are no values to read: class
+    ids that go to a fused loss, or on a CPU to a head, are checked when the compiled code runs.
 
     Example:
         >>> import torch, lastlayer

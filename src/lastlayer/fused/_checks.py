@@ -67,7 +67,8 @@ def make_problem(
             f"ignore_index: expected an int, or None where every target counts, got "
             f"{type(ignore_index).__name__}"
         )
-    check_class_ids(target, hidden, weight.shape[0], ignore_index)
+    check_class_ids(target, hidden)
+    check_id_range("target", target, weight.shape[0], ignore_index)
     if class_weight is not None:
         check_class_weight(class_weight, weight.t(), name="class_weight")
         _check_device("class_weight", class_weight, hidden)
@@ -114,7 +115,8 @@ def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
         )
 
 
-def check_class_ids(target: Any, hidden: Tensor, n_classes: int, ignore_index: int | None) -> None:
+def check_class_ids(target: Any, hidden: Tensor) -> None:
+    """One class id a row; which ones they are is not looked at."""
     if not isinstance(target, Tensor):
         raise TypeError(f"target: expected a torch.Tensor, got {type(target).__name__}")
     if target.dtype != torch.int64:
@@ -128,7 +130,6 @@ def check_class_ids(target: Any, hidden: Tensor, n_classes: int, ignore_index: i
             f"{tuple(hidden.shape)}, got {tuple(target.shape)}"
         )
     _check_device("target", target, hidden)
-    check_id_range(target, n_classes, ignore_index)
 
 
 def _check_row_weight(row_weight: Any, target: Tensor) -> None:

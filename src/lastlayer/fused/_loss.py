@@ -191,7 +191,7 @@ def _linear_loss(
 ) -> list[Tensor]:
     """Losses, statistics, and the gradients of hidden, weight and bias (empty if not wanted)."""
     # Once more: nothing could be read while a compiler traced the caller.
-    check_id_range(target, weight.shape[0], ignore_index)
+    check_id_range("target", target, weight.shape[0], ignore_index)
     rows: int | str = int(chunk_rows) if chunk_rows.isdecimal() else chunk_rows
     result = run_rows(
         hidden, weight, bias, target, row_scale, class_weight, loss, options, copies,

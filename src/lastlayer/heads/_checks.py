@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_reduction, check_scores
-from lastlayer._debug import values_are_checked
+from lastlayer._checks import check_reduction, check_scores, checked_ids
 from lastlayer.fused._checks import check_class_ids
 
 if TYPE_CHECKING:
@@ -55,13 +54,15 @@ def check_hidden(head: "Head", hidden: Any) -> None:
         )
 
 
-def check_target(head: "Head", hidden: Tensor, target: Any) -> None:
+def check_target(head: "Head", hidden: Tensor, target: Any) -> Tensor:
     """One class id a row, or the ignored one. ``hidden`` is checked already.
 
-    The reduction as well, which may be changed at any time.
+    The reduction as well, which may be changed at any time. What is returned is to be used: in
+    compiled code its values are checked when that runs.
     """
     check_reduction(head.reduction)
-    check_class_ids(target, hidden, head.n_classes, head.ignore_index)
+    check_class_ids(target, hidden)
+    return checked_ids("target", target, head.n_classes, head.ignore_index)
 
 
 def check_classes(head: "Head", hidden: Tensor, classes: Any) -> Tensor:
@@ -85,14 +86,7 @@ def check_classes(head: "Head", hidden: Tensor, classes: Any) -> Tensor:
         raise ValueError(
             f"classes: expected the device of hidden, {hidden.device}, got {classes.device}"
         )
-    if values_are_checked(classes):
-        wrong = (classes < 0) | (classes >= head.n_classes)
-        if bool(wrong.any()):
-            first = tuple(wrong.nonzero()[0].tolist())
-            raise ValueError(
-                f"classes: expected class ids from 0 to {head.n_classes - 1}, got "
-                f"{classes[first].item()} at position {first}"
-            )
+    classes = checked_ids("classes", classes, head.n_classes)
     k = classes.shape[-1]
     return classes.expand(*batch, k).reshape(batch.numel(), k)
 

@@ -89,7 +89,7 @@ class ComparedHead(LinearHead):
                 log-probabilities.
         """
         check_hidden(self, hidden)
-        check_targets(self, hidden, target)
+        target = check_targets(self, hidden, target)
         if self._takes_all():
             return self._exact_loss(hidden, target)
         return self._sampled_loss(self._batch(hidden, target))

@@ -40,12 +40,12 @@ def check_seed(seed: Any) -> None:
         raise ValueError(f"seed: expected an integer of 64 bits, got {seed}")
 
 
-def check_targets(head: "Head", hidden: Tensor, target: Any) -> None:
-    """One class id a row, or several in a last dimension. ``hidden`` is checked already."""
+def check_targets(head: "Head", hidden: Tensor, target: Any) -> Tensor:
+    """As :func:`check_target`, or several class ids a row in a last dimension."""
     if isinstance(target, Tensor) and target.dim() == hidden.dim() and target.shape[-1:] != (0,):
         # Seen as one row a target, so that shapes are compared and positions named.
         hidden = hidden[..., :1].expand(*hidden.shape[:-1], target.shape[-1]).unsqueeze(-1)
-    check_target(head, hidden, target)
+    return check_target(head, hidden, target)
 
 
 def check_adaptive_sampler(sampler: Sampler, n_classes: int) -> None:

@@ -161,7 +161,7 @@ class AdaptiveSoftmax(RankedHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets, smoothed where asked for."""
         check_hidden(self, hidden)
-        check_target(self, hidden, target)
+        target = check_target(self, hidden, target)
         rows, place = self._operand(hidden), self._target_places(target.reshape(-1)).contiguous()
         counts = None if self.ignore_index is None else place >= 0
         top = self.head_weight, self.head_bias

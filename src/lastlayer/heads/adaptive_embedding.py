@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from lastlayer._debug import values_are_checked
+from lastlayer._checks import checked_ids
 
 if TYPE_CHECKING:
     from lastlayer.heads.adaptive import AdaptiveSoftmax
@@ -61,7 +61,7 @@ class AdaptiveEmbedding(torch.nn.Module):
     def forward(self, classes: Tensor) -> Tensor:
         """Vectors ``(*batch, in_features)`` of class ids ``(*batch)``, in the dtype of the head."""
         head = self.head
-        _check_ids(classes, head)
+        classes = _check_ids(classes, head)
         place = head._places_of(classes.reshape(-1))
         n, dtype = head._n_top, head.head_weight.dtype
         at_top = (place < n).unsqueeze(-1)
@@ -82,7 +82,7 @@ class AdaptiveEmbedding(torch.nn.Module):
         return f"{self.head.n_classes}, {self.head.in_features}"
 
 
-def _check_ids(classes: Any, head: "AdaptiveSoftmax") -> None:
+def _check_ids(classes: Any, head: "AdaptiveSoftmax") -> Tensor:
     if not isinstance(classes, Tensor):
         raise TypeError(f"classes: expected a torch.Tensor, got {type(classes).__name__}")
     if classes.dtype != torch.int64:
@@ -95,11 +95,4 @@ def _check_ids(classes: Any, head: "AdaptiveSoftmax") -> None:
         raise ValueError(
             f"classes: expected the device of the head, {device}, got {classes.device}"
         )
-    if values_are_checked(classes):
-        wrong = (classes < 0) | (classes >= head.n_classes)
-        if bool(wrong.any()):
-            first = tuple(wrong.nonzero()[0].tolist())
-            raise ValueError(
-                f"classes: expected class ids from 0 to {head.n_classes - 1}, got "
-                f"{classes[first].item()} at position {first}"
-            )
+    return checked_ids("classes", classes, head.n_classes)

@@ -125,7 +125,7 @@ class DifferentiatedSoftmax(RankedHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets, smoothed where asked for."""
         check_hidden(self, hidden)
-        check_target(self, hidden, target)
+        target = check_target(self, hidden, target)
         rows, place = self._operand(hidden), self._target_places(target.reshape(-1))
         if self.projection is not None and self.ignore_index is not None:
             # A NaN in a row that does not count would reach the gradient of the projection.

@@ -152,7 +152,7 @@ class HierarchicalSoftmax(TreeHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets. Only nodes on their paths are touched."""
         check_hidden(self, hidden)
-        check_target(self, hidden, target)
+        target = check_target(self, hidden, target)
         rows, classes = hidden.reshape(-1, self.in_features), target.reshape(-1)
         if self._tables.is_plain:
             loss = path_loss(

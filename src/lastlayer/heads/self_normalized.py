@@ -104,8 +104,7 @@ class SelfNormalized(LinearHead):
         check_hidden(self, hidden)
         options = self._loss_options()
         if self.training and self.fraction < 1.0:
-            check_target(self, hidden, target)
-            return self._infrequent(hidden, target)
+            return self._infrequent(hidden, check_target(self, hidden, target))
         alpha = self.alpha if self.training else 0.0
         return linear_cross_entropy(hidden, self.weight, target, self.bias, z_loss=alpha, **options)
 

@@ -131,6 +131,21 @@ def compiling_changes_nothing(suite: HeadSuite, backend: str) -> None:
     suite.close(rule, loss, plain, suite.same, hidden)
     for name, expected in suite.gradients(head, plain, hidden).items():
         suite.close(f"{rule}: that of {name}", made[name], expected, suite.same, hidden)
+    if suite.device.type == "cpu":
+        _refuses_outside(suite, rule, compiled, hidden, target)
+
+
+def _refuses_outside(
+    suite: HeadSuite, rule: str, compiled: Any, hidden: Tensor, target: Tensor
+) -> None:
+    outside = target.clone()
+    # As far out as a segmentation fault would be.
+    outside[-1] = suite.n_classes + 2**40
+    try:
+        suite.loss(compiled, hidden, outside)
+    except Exception:
+        return
+    raise suite.failure(f"{rule}: a target out of range is refused", "nothing was raised")
 
 
 def _changed(suite: HeadSuite, head: Any) -> Any:
