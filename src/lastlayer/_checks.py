@@ -149,9 +149,7 @@ def check_class_weight(weight: Any, scores: Tensor, *, name: str = "weight") -> 
         )
 
 
-def check_id_range(
-    name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None
-) -> None:
+def check_id_range(name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None) -> None:
     """Class ids below ``n_classes``, or the ignored one, where values are checked."""
     if not values_are_checked(ids):
         return

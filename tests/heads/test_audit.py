@@ -9,6 +9,8 @@ import torch
 
 from lastlayer import samplers
 from lastlayer.heads._audit_gradients import GradientSums
+from lastlayer.heads._sampled_partial import PartialSoftmax
+from lastlayer.heads._target_sampling import TargetSampling
 from lastlayer.heads.negative_sampling import NegativeSampling
 from lastlayer.heads.noise_contrastive import NoiseContrastive
 from lastlayer.heads.sampled_softmax import SampledSoftmax
@@ -136,6 +138,45 @@ def test_frozen_parameters_are_not_audited():
     head = make(bias=False)
     head.weight.requires_grad_(False)
     assert list(head.audit(*batch(), n_draws=2).gradients) == ["hidden"]
+
+
+def test_heads_that_leave_nothing_to_chance_have_a_bias_alone():
+    """And none where all classes count."""
+    hidden, target = batch()
+    target[2] = -100
+    biases = []
+    for k in (2, 10, V):
+        head = PartialSoftmax(D, V, k, dtype=torch.float64)
+        torch.nn.init.normal_(head.weight)
+        before = {name: each.clone() for name, each in head.state_dict().items()}
+        found = head.audit(hidden, target, n_draws=2)
+        assert (found.n_rows, found.n_samples, found.n_classes) == (6, k, V)
+        leaf = hidden.clone().requires_grad_()
+        exact = gradients(head.eval(), head(leaf, target), leaf)
+        made = gradients(head.train(), head(leaf, target), leaf)
+        for of, right, got in zip(found.gradients.values(), exact, made, strict=True):
+            assert of.deviation <= 1e-6 * of.norm
+            torch.testing.assert_close(of.bias, (got - right).norm().item(), atol=1e-10, rtol=1e-9)
+        assert all(torch.equal(each, before[name]) for name, each in head.state_dict().items())
+        biases.append(found.gradients["hidden"].bias)
+    assert min(biases[:2]) > 1e-6
+    assert biases[2] < 1e-10
+
+
+def test_a_part_of_the_data():
+    head = TargetSampling(D, V, dtype=torch.float64)
+    hidden, target = batch()
+    found = head.audit(hidden, target, n_draws=2)
+    assert found.n_samples == V
+    assert found.mean_ess == V
+    assert found.gradients["weight"].bias <= 1e-10
+    head.use(target.unique())
+    found = head.audit(hidden, target, n_draws=2)
+    assert found.n_samples == len(target.unique())
+    assert 1.0 <= found.least_ess <= found.n_samples
+    assert found.gradients["weight"].bias > 1e-6
+    assert "TargetSampling" in found.table()
+    assert torch.equal(head.classes, target.unique())
 
 
 def test_an_estimate_without_chance_has_neither_bias_nor_deviation():

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -15,13 +15,14 @@ from lastlayer.heads._log_z import drift_of, log_normalizer
 from lastlayer.heads._sampled_checks import check_targets
 
 if TYPE_CHECKING:
+    from lastlayer.heads._compared import ComparedHead
     from lastlayer.heads._sampled import SampledHead
 
 
 def audit(
-    head: "SampledHead", hidden: Tensor, target: Tensor, n_draws: int = 64, **given: Any
+    head: "ComparedHead", hidden: Tensor, target: Tensor, n_draws: int = 64, **given: Any
 ) -> Audit:
-    """As :meth:`SampledHead.audit` says it."""
+    """As :meth:`Audited.audit` says it."""
     check_hidden(head, hidden)
     check_targets(head, hidden, target)
     check_count("n_draws", n_draws)
@@ -39,7 +40,8 @@ def audit(
             for name, gradient in zip(leaves, exact, strict=True)
         }
         for _ in range(n_draws):
-            counter = head.draws.clone()
+            draws = getattr(head, "draws", None)
+            counter = None if draws is None else draws.clone()
             loss = head.forward(leaf, target, **given)
             made = torch.autograd.grad(loss, list(leaves.values()))
             for name, gradient in zip(leaves, made, strict=True):
@@ -62,34 +64,39 @@ def audit(
     )
 
 
-def _learned(head: "SampledHead") -> dict[str, Tensor]:
+def _learned(head: "ComparedHead") -> dict[str, Tensor]:
     named = {"weight": head.weight, "bias": head.bias}
     return {k: v for k, v in named.items() if v is not None and v.requires_grad}
 
 
-def _counted_rows(head: "SampledHead", hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _counted_rows(head: "ComparedHead", hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The rows that have a target, and which they are."""
     batch = head._batch(hidden.detach(), target)
     counts = (batch.target >= 0).any(-1)
     return hidden.detach().reshape(-1, head.in_features)[counts], counts
 
 
-def _weights(head: "SampledHead", rows: Tensor, counts: Tensor, counter: Tensor) -> Importance:
+def _weights(
+    head: "ComparedHead", rows: Tensor, counts: Tensor, counter: Tensor | None
+) -> Importance:
     """As the head reports them; for one that has no weights, those of its draws."""
     own = head.ess
     if not rows.shape[0]:
         return Importance(rows.new_empty(0), None)
     if own is not None and bool((own > 0).any()):
         return Importance(own.detach()[counts], None)
-    return importance(head, rows, counter)
+    if counter is None:
+        # All classes counted, and nothing was left to chance.
+        return Importance(rows.new_full(rows.shape[:1], head.n_classes), None)
+    return importance(cast("SampledHead", head), rows, counter)
 
 
-def _drawn(head: "SampledHead", counts: Tensor) -> tuple[float, float]:
+def _drawn(head: "ComparedHead", counts: Tensor) -> tuple[float, float]:
     """How many classes a row drew in the last step, and which share of the rows took all."""
     n_drawn: Tensor | None = getattr(head, "n_drawn", None)
     took_all: Tensor | None = getattr(head, "took_all", None)
     if n_drawn is None or took_all is None or not bool(counts.any()):
-        return float(head.n_samples), 0.0
+        return float(head._classes_a_step()), 0.0
     return float(n_drawn[counts].double().mean()), float(took_all[counts].double().mean())
 
 
@@ -99,7 +106,7 @@ def _errors(weights: list[Importance], exact: Tensor) -> Any:
 
 
 @contextmanager
-def _as_in_training(head: "SampledHead") -> Iterator[None]:
+def _as_in_training(head: "ComparedHead") -> Iterator[None]:
     """Training mode with a mean of rows and sparse gradients; everything is put back."""
     # What is no parameter, buffer or part: options, and what heads tell of their last step.
     plain = {name: value for name, value in vars(head).items() if not name.startswith("_")}

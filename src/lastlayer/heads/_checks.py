@@ -88,7 +88,8 @@ def check_classes(head: "Head", hidden: Tensor, classes: Any) -> Tensor:
         )
     classes = checked_ids("classes", classes, head.n_classes)
     k = classes.shape[-1]
-    return classes.expand(*batch, k).reshape(batch.numel(), k)
+    lists: Tensor = classes.expand(*batch, k).reshape(batch.numel(), k)
+    return lists
 
 
 def check_generator(generator: Any, hidden: Tensor) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lastlayer.fused import linear_cross_entropy
+from lastlayer.heads._audited import Audited
 from lastlayer.heads._checks import check_hidden
 from lastlayer.heads._linear import LinearHead
 from lastlayer.heads._sampled_checks import check_targets
@@ -36,7 +37,7 @@ class Batch(NamedTuple):
     """That of a loss a row."""
 
 
-class ComparedHead(LinearHead):
+class ComparedHead(LinearHead, Audited):
     """One vector a class. In training mode a row is compared with some classes, in eval with all.
 
     Args:
@@ -101,6 +102,10 @@ class ComparedHead(LinearHead):
     @abstractmethod
     def _sampled_loss(self, batch: Batch) -> Tensor:
         """The reduced training loss; :meth:`_reduced` makes it from a problem."""
+
+    @abstractmethod
+    def _classes_a_step(self) -> int:
+        """How many classes a row is compared with."""
 
     def _batch(self, hidden: Tensor, target: Tensor) -> Batch:
         """Rows, and targets, negative where they are ignored."""

@@ -7,7 +7,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor
 
-from lastlayer.heads._audited import Audited
+from lastlayer.heads._audited import Explained
 from lastlayer.heads._checks import check_count
 from lastlayer.heads._compared import Batch, ComparedHead, ComparedOptions
 from lastlayer.heads._recomputed import Steps
@@ -25,7 +25,7 @@ class SampledOptions(ComparedOptions, total=False):
     per_rank: bool
 
 
-class SampledHead(ComparedHead, Audited):
+class SampledHead(ComparedHead, Explained):
     """One vector a class, trained against a few classes that are drawn anew in every step.
 
     In training mode the loss is that of :meth:`_loss_of_step`. In eval mode it is the exact cross
@@ -103,6 +103,9 @@ class SampledHead(ComparedHead, Audited):
         """Classes of a step and their log-probabilities, -inf for one that is always counted."""
         ids, log_prob = self.sampler.sample_with_log_prob(self.n_samples, counter=counter)
         return ids, log_prob
+
+    def _classes_a_step(self) -> int:
+        return self.n_samples
 
     def _always_counted(self) -> int:
         """Classes that every step looks at beside those it draws."""

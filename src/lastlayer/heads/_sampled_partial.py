@@ -70,6 +70,9 @@ class PartialSoftmax(ComparedHead):
             ),
         )
 
+    def _classes_a_step(self) -> int:
+        return self.k
+
     @torch.no_grad()
     def _best(self, rows: Tensor) -> Tensor:
         """Class ids ``(n, k)``; which of equal scores are taken does not change the loss."""

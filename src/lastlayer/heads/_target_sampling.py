@@ -138,3 +138,6 @@ class TargetSampling(ComparedHead):
         draws = Draws(classes, torch.zeros_like(classes, dtype=torch.float32))
         problem = SampledProblem(batch.hidden, self.weight, self.bias, batch.target, draws, Rule())
         return self._reduced(batch, problem)
+
+    def _classes_a_step(self) -> int:
+        return self.n_classes if self.classes is None else self.classes.shape[0]

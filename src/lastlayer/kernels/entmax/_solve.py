@@ -162,7 +162,7 @@ def is_broken(peak, excess, KIND: tl.constexpr):
 
 @triton.jit
 def solved_tile(distance, at, broken, log_n, excess, KIND: tl.constexpr, AXIS: tl.constexpr):
-    """The probabilities of a tile held on chip, from a bound ``at``; NaN in rows that are broken."""
+    """The probabilities of a tile held on chip, from a bound ``at``; NaN in broken rows."""
     at, total, weight = solve_tile(distance, at, log_n, excess, KIND, AXIS)
     probs, slope = shares(distance, per_class(at, AXIS), per_class(excess, AXIS), KIND)
     missing = correction(total, weight, broken)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._expm1 import expm1
+from lastlayer.kernels.entmax_rows._entropy_triton import entropy_and_slope, entropy_kind
 
 WIDEST_BLOCK = 4096
 
@@ -25,30 +25,6 @@ def forward_(
             num_warps=max(1, block // 512), enable_fp_fusion=True,
         )  # fmt: skip
     return loss
-
-
-def entropy_kind(alpha: float) -> int:
-    """What :func:`entropy_and_slope` calls this alpha."""
-    return {2.0: 1, 1.5: 2, 1.0: 3}.get(alpha, 0)
-
-
-@triton.jit
-def entropy_and_slope(shares, alpha, KIND: tl.constexpr):
-    """The entropy of each class, and its derivative by the probability."""
-    if KIND == 1:
-        return 0.5 * shares * (1.0 - shares), 0.5 - shares
-    elif KIND == 2:
-        root = tl.sqrt(shares)
-        return (4.0 / 3.0) * shares * (1.0 - root), (4.0 / 3.0) - 2.0 * root
-    else:
-        logs = tl.log(tl.where(shares > 0.0, shares, 1.0))
-        if KIND == 3:
-            return -shares * logs, -logs - 1.0
-        else:
-            excess = alpha - 1.0
-            fall = expm1(excess * logs)
-            factor = 1.0 / (alpha * excess)
-            return -shares * fall * factor, -(alpha * fall + excess) * factor
 
 
 @triton.jit

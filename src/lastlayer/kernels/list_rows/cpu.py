@@ -4,8 +4,8 @@ import math
 
 from torch import Tensor
 
-from lastlayer.kernels.entmax import cpu as entmax
-from lastlayer.kernels.list_rows.reference import loss_and_gradient
+from lastlayer.kernels import entmax
+from lastlayer.kernels.list_rows._finish import loss_and_gradient
 
 
 def forward(
@@ -19,7 +19,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference's."""
     listed = scores.masked_fill(classes < 0, -math.inf)
-    probs = entmax.forward(listed, alpha, None)
+    probs = entmax.forward("cpu", listed, alpha, None)
     return loss_and_gradient(
         probs, listed, classes, target, target_scores, row_scale, class_weight, alpha
     )

@@ -16,7 +16,7 @@ from lastlayer.kernels.entmax._solve import (
     unsolved_row,
 )
 from lastlayer.kernels.entmax._tiles import as_alpha, register_tile, tile
-from lastlayer.kernels.entmax_rows.triton import entropy_and_slope, entropy_kind
+from lastlayer.kernels.entmax_rows._entropy_triton import entropy_and_slope, entropy_kind
 
 
 def forward(
