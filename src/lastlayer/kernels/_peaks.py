@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
+
 # Peaks of one row that the second stage holds on chip.
 MAX_PEAKS = 2048
 # Measured on an H200: blocks of a short row are narrower, so that fewer scores are read again.
@@ -22,18 +24,18 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 def block_width(n: int) -> int:
     """Scores a block: a power of two that leaves at most ``MAX_PEAKS`` blocks a row."""
-    usual = min(USUAL_BLOCK, triton.next_power_of_2(triton.cdiv(n, USUAL_PEAKS)))
-    return max(NARROWEST_BLOCK, usual, triton.next_power_of_2(triton.cdiv(n, MAX_PEAKS)))
+    usual = min(USUAL_BLOCK, next_power_of_2(cdiv(n, USUAL_PEAKS)))
+    return max(NARROWEST_BLOCK, usual, next_power_of_2(cdiv(n, MAX_PEAKS)))
 
 
 def find_peaks(rows: Tensor, zeros: Tensor | None) -> Tensor:
     """The largest score of each block, +inf for a block with a NaN; fills ``zeros`` with 0."""
     n_rows, n = rows.shape
     width = block_width(n)
-    n_blocks = triton.cdiv(n, width)
+    n_blocks = cdiv(n, width)
     peaks = torch.empty(n_rows, n_blocks, device=rows.device, dtype=torch.float32)
     blocks = max(1, SCORES_A_PROGRAM // width)
-    tiles = triton.cdiv(n_blocks, blocks)
+    tiles = cdiv(n_blocks, blocks)
     _find_peaks[(n_rows * tiles,)](
         rows,
         peaks if zeros is None else zeros,

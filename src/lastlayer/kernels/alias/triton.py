@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv
 from lastlayer.kernels.philox._rounds_triton import philox
 
 _PAIRS = 64
@@ -15,7 +16,7 @@ def draw(table: Tensor, weight: Tensor, counter: Tensor, n: int) -> tuple[Tensor
     ids = torch.empty(n, dtype=torch.int64, device=table.device)
     log_prob = torch.empty(n, dtype=torch.float32, device=table.device)
     if n:
-        _draw[(triton.cdiv(n, 2 * _PAIRS),)](
+        _draw[(cdiv(n, 2 * _PAIRS),)](
             table, weight, counter, ids, log_prob, n, BITS=len(table).bit_length() - 1,
             PAIRS=_PAIRS, num_warps=2, enable_fp_fusion=True,
         )  # fmt: skip
@@ -27,7 +28,7 @@ def log_complement(weight: Tensor, target: Tensor, bits: int, wide: bool) -> Ten
     dtype = torch.float64 if wide else torch.float32
     made = torch.empty(target.shape, dtype=dtype, device=weight.device)
     if target.numel():
-        _complement[(triton.cdiv(target.numel(), 128),)](
+        _complement[(cdiv(target.numel(), 128),)](
             weight, target.contiguous(), made, target.numel(), BITS=bits, BLOCK=128,
             enable_fp_fusion=True,
         )  # fmt: skip

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
+
 # Classes of a block. A power of 2.
 CLASSES = 128
 _ROWS, _DEPTH = 64, 64
@@ -28,10 +30,10 @@ def peaks_and_levels_(hidden: Tensor, weight: Tensor, peaks: Tensor, levels: Ten
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     if n and n_classes:
         wide = hidden.dtype == torch.float32 or hidden.dtype != weight.dtype
-        _peaks_and_levels[(triton.cdiv(n_classes, CLASSES), triton.cdiv(n, _ROWS))](
+        _peaks_and_levels[(cdiv(n_classes, CLASSES), cdiv(n, _ROWS))](
             hidden, weight, peaks, levels, n, n_classes, depth, peaks.stride(0), hidden.stride(0),
             weight.stride(0), ROWS=_ROWS, CLASSES=CLASSES,
-            DEPTH=min(_DEPTH, max(16, triton.next_power_of_2(depth))), WIDE=wide, num_warps=4,
+            DEPTH=min(_DEPTH, max(16, next_power_of_2(depth))), WIDE=wide, num_warps=4,
             num_stages=3, enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -48,8 +50,8 @@ def largest(values: Tensor, ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]
     """
     while True:
         n, m = values.shape
-        width = min(WIDEST, max(16, triton.next_power_of_2(m)))
-        parts = triton.cdiv(m, width)
+        width = min(WIDEST, max(16, next_power_of_2(m)))
+        parts = cdiv(m, width)
         # Where a part has fewer than k, what is left over is -inf, behind all others.
         best = torch.empty(n, parts * k, device=values.device, dtype=torch.float32)
         found = torch.empty(n, parts * k, device=values.device, dtype=torch.int64)

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
+
 
 def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> Tensor:
     """As the reference's."""
@@ -12,12 +14,12 @@ def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor
     n, k = classes.shape
     if scores.numel():
         depth = hidden.shape[1]
-        group = min(16, triton.next_power_of_2(k))
-        _class_scores[(n, triton.cdiv(k, group))](
+        group = min(16, next_power_of_2(k))
+        _class_scores[(n, cdiv(k, group))](
             hidden, weight, None if bias is None else bias.contiguous(), classes.contiguous(),
             scores, k, depth, hidden.stride(0), hidden.stride(1), weight.stride(0),
             weight.stride(1), GROUP=group,
-            DEPTH=min(1024, max(16, triton.next_power_of_2(depth))), BIASED=bias is not None,
+            DEPTH=min(1024, max(16, next_power_of_2(depth))), BIASED=bias is not None,
             enable_fp_fusion=True,
         )  # fmt: skip
     return scores

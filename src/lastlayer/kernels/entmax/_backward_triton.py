@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._peaks import block_width, choose_blocks, chosen_columns
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
 from lastlayer.kernels.entmax._solve import per_class
 from lastlayer.kernels.entmax._tiles import as_alpha, as_rows, register_tile, tile
 
@@ -32,16 +33,16 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
     alphas = probs if per_row is None else per_row
     if n <= WIDEST_IN_REGISTERS:
         width, rows, warps = register_tile(n)
-        _backward_in_registers[(triton.cdiv(n_rows, rows),)](
+        _backward_in_registers[(cdiv(n_rows, rows),)](
             probs, grad, out, alphas, excess, n_rows, n, probs.stride(0), grad.stride(0),
             ROWS=rows, WIDTH=width, KIND=kind, PER_ROW=per_row is not None, num_warps=warps,
         )  # fmt: skip
         return out
     width = block_width(n)
-    n_blocks = triton.cdiv(n, width)
+    n_blocks = cdiv(n, width)
     sums = torch.empty(2, n_rows, n_blocks, device=probs.device, dtype=torch.float32)
     blocks = max(1, SCORES_A_PROGRAM // width)
-    tiles = triton.cdiv(n_blocks, blocks)
+    tiles = cdiv(n_blocks, blocks)
     _backward_sums[(n_rows * tiles,)](
         probs, grad, out, sums, alphas, excess, n_rows, n, probs.stride(0), grad.stride(0),
         tiles, n_blocks, BLOCKS=blocks, WIDTH=width, KIND=kind, PER_ROW=per_row is not None,
@@ -50,7 +51,7 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
     chosen = torch.empty(n_rows, n_blocks, device=probs.device, dtype=torch.int32)
     _backward_of_chosen[(n_rows,)](
         probs, grad, out, sums, chosen, alphas, excess, n_rows, n, probs.stride(0),
-        grad.stride(0), n_blocks, BLOCKS=triton.next_power_of_2(n_blocks), WIDTH=width,
+        grad.stride(0), n_blocks, BLOCKS=next_power_of_2(n_blocks), WIDTH=width,
         GROUP=max(1, GROUP_SCORES // width), KIND=kind, PER_ROW=per_row is not None,
         num_warps=4,
     )  # fmt: skip

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import next_power_of_2
+
 
 class Alpha(NamedTuple):
     """alpha as the kernels take it."""
@@ -29,7 +31,7 @@ def as_alpha(alpha: float, row_alpha: Tensor | None) -> Alpha:
 
 def register_tile(n: int) -> tuple[int, int, int]:
     """Width and rows of a tile that one program holds, and its warps."""
-    width = max(16, triton.next_power_of_2(n))
+    width = max(16, next_power_of_2(n))
     return width, max(1, 512 // width), max(1, min(8, width // 1024))
 
 

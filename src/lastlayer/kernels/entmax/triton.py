@@ -19,6 +19,7 @@ from lastlayer.kernels._peaks import (
     peaks_of_row,
     row_max,
 )
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
 from lastlayer.kernels.entmax._backward_triton import backward
 from lastlayer.kernels.entmax._solve import (
     BOTH,
@@ -94,19 +95,19 @@ def _solve(
     )
     if n <= WIDEST_IN_REGISTERS:
         width, row_count, warps = register_tile(n)
-        _forward_in_registers[(triton.cdiv(n_rows, row_count),)](
+        _forward_in_registers[(cdiv(n_rows, row_count),)](
             rows, out, indices, size, alphas, alpha.excess, n_rows, n, rows.stride(0), math.log(n),
             max_support, ROWS=row_count, WIDTH=width, num_warps=warps, **shared,
         )  # fmt: skip
         return
     width = block_width(n)
-    n_blocks = triton.cdiv(n, width)
+    n_blocks = cdiv(n, width)
     in_one = n <= WIDEST_IN_ONE_PROGRAM
     chosen = torch.empty(n_rows, n_blocks, device=rows.device, dtype=torch.int32)
     peaks = chosen if in_one else find_peaks(rows, None if compact else out)
     _forward_of_chosen[(n_rows,)](
         rows, out, indices, size, peaks, chosen, alphas, alpha.excess, n, rows.stride(0),
-        math.log(n), n_blocks, max_support, BLOCKS=triton.next_power_of_2(n_blocks), WIDTH=width,
+        math.log(n), n_blocks, max_support, BLOCKS=next_power_of_2(n_blocks), WIDTH=width,
         GROUP=max(1, _group_scores(n) // width), IN_ONE=in_one, num_warps=_warps(n), **shared,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._peaks import row_max
+from lastlayer.kernels._sizes import next_power_of_2
 from lastlayer.kernels.entmax._solve import (
     advance,
     correction,
@@ -25,7 +26,7 @@ def forward_(scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: fl
     n_rows, n = scores.shape
     loss = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
     if n_rows:
-        block = min(WIDEST_BLOCK, max(32, triton.next_power_of_2(n)))
+        block = min(WIDEST_BLOCK, max(32, next_power_of_2(n)))
         _flat_row[(n_rows,)](
             scores, target, row_scale, loss, n, scores.stride(0), BLOCK=block,
             GRADIENT=row_scale is not None, KIND=KINDS[alpha], num_warps=max(1, block // 512),

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import next_power_of_2
 from lastlayer.kernels.entmax_rows._entropy_triton import entropy_and_slope, entropy_kind
 
 WIDEST_BLOCK = 4096
@@ -17,7 +18,7 @@ def forward_(
     n_rows, n = probs.shape
     loss = torch.empty(n_rows, device=probs.device, dtype=torch.float32)
     if n_rows:
-        block = min(WIDEST_BLOCK, max(32, triton.next_power_of_2(n)))
+        block = min(WIDEST_BLOCK, max(32, next_power_of_2(n)))
         _entmax_row[(n_rows,)](
             probs, scores, target, row_scale, loss, n, probs.stride(0), scores.stride(0), alpha,
             BLOCK=block, GRADIENT=row_scale is not None,

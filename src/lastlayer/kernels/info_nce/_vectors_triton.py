@@ -4,12 +4,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import next_power_of_2
+
 
 def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
     """As the reference's."""
     n, depth = rows.shape
     if n and depth:
-        width = max(16, triton.next_power_of_2(depth))
+        width = max(16, next_power_of_2(depth))
         _unit_row[(n,)](
             rows, out, depth, rows.stride(0), rows.stride(1), WIDTH=width, NORMALIZE=normalize,
             num_warps=_warps(width), enable_fp_fusion=True,
@@ -22,7 +24,7 @@ def row_gradients_(
     """As the reference's; ``gradient``, ``out`` and ``along`` are contiguous."""
     n, depth = rows.shape
     if n and depth:
-        width = max(16, triton.next_power_of_2(depth))
+        width = max(16, next_power_of_2(depth))
         _row_gradient[(n,)](
             rows, gradient, factor, out, along, depth, rows.stride(0), rows.stride(1), WIDTH=width,
             NORMALIZE=normalize, num_warps=_warps(width), enable_fp_fusion=True,

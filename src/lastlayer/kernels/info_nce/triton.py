@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv
 from lastlayer.kernels.info_nce._powers_triton import LARGEST, LOG2E, common_origin
 from lastlayer.kernels.info_nce._statistics_triton import _fold, _statistics
 from lastlayer.kernels.info_nce._vectors_triton import row_gradients_, unit_rows_
@@ -43,10 +44,10 @@ def statistics_(
         row_positive.zero_()
         return
     columns = column_lse.shape[0] > 0
-    tiles, share = triton.cdiv(n, ROWS), WIDTH * TILES_IN_TURN
-    if tiles * triton.cdiv(m, share) < PROGRAMS:
+    tiles, share = cdiv(n, ROWS), WIDTH * TILES_IN_TURN
+    if tiles * cdiv(m, share) < PROGRAMS:
         share = WIDTH * FEWER_IN_TURN
-    splits = triton.cdiv(m, share)
+    splits = cdiv(m, share)
     row_parts = row_lse.new_empty(2, splits, n)
     column_parts = row_lse.new_empty(2 if column_positive.shape[0] else 1, tiles, m * columns)
     _statistics[(tiles, splits)](
@@ -55,8 +56,8 @@ def statistics_(
         BOUNDED=bounded, GROUPS=_kind(query_groups, positive), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     block = 128
-    row_blocks = triton.cdiv(n, block)
-    _fold[(row_blocks + (triton.cdiv(m, block) if columns else 0),)](
+    row_blocks = cdiv(n, block)
+    _fold[(row_blocks + (cdiv(m, block) if columns else 0),)](
         row_parts, row_lse, row_positive, column_parts, column_lse, column_positive, n, m, splits,
         tiles, row_blocks, BLOCK=block, GROUPED=column_positive.shape[0] > 0, num_warps=4,
         enable_fp_fusion=True,
@@ -83,7 +84,7 @@ def weights_(
     n, m = scores.shape
     if not n or not m:
         return
-    grid = (triton.cdiv(n, WEIGHT_ROWS), triton.cdiv(m, WEIGHT_WIDTH))
+    grid = (cdiv(n, WEIGHT_ROWS), cdiv(m, WEIGHT_WIDTH))
     _weights[grid](
         scores, scale, query_groups, key_groups, row_lse, row_push, row_pull, column_lse,
         column_push, column_pull, out, own, n, m, scores.stride(0), out.stride(0),

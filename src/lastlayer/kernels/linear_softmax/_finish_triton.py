@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import next_power_of_2
 from lastlayer.kernels._tanh import tanh
 
 
@@ -68,8 +69,8 @@ def finish_rows(
     _finish_row[(n,)](
         mix.lse, mix.mean_vector, weight, target, exact, row_scale, row_weight, more, loss,
         factors, gradient, n, depth, parts, weight.stride(0), keep, z_loss, softcap,
-        1.0 / temperature, PARTS=triton.next_power_of_2(parts),
-        DEPTH=max(16, triton.next_power_of_2(depth)), CAPPED=softcap != 0.0,
+        1.0 / temperature, PARTS=next_power_of_2(parts),
+        DEPTH=max(16, next_power_of_2(depth)), CAPPED=softcap != 0.0,
         WEIGHTED=row_weight is not None, MORE=more is not None, SCALED=row_scale is not None,
         MEAN=kept > 0, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip

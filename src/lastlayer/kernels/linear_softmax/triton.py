@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
 from lastlayer.kernels._tanh import tanh
 from lastlayer.kernels.linear_softmax._finish_triton import Mix, finish_rows
 
@@ -43,12 +44,12 @@ def mix_of_rows(
     n_classes = weight.shape[0]
     bias = None if bias is None else bias.contiguous()
     rows, classes, warps, stages = _row_tiles(depth)
-    tiles = triton.cdiv(n, rows)
+    tiles = cdiv(n, rows)
     splits = _splits(tiles, n_classes, hidden)
     lse = torch.empty(splits, n, device=hidden.device, dtype=torch.float32)
     kept = n if mean_wanted else 0
     mean = torch.empty(splits, kept, depth, device=hidden.device, dtype=torch.float32)
-    share = triton.cdiv(triton.cdiv(n_classes, splits), classes) * classes
+    share = cdiv(cdiv(n_classes, splits), classes) * classes
     _mix_of_rows[(tiles, splits)](
         hidden, weight, bias, lse, mean, n, n_classes, depth, share, hidden.stride(0),
         weight.stride(0), softcap, 1.0 / temperature, ROWS=rows, CLASSES=classes,
@@ -91,7 +92,7 @@ def gradient_of_classes(
         hidden, factors = hidden.index_select(0, order), factors.index_select(1, order)
     edges = torch.arange(0, n_classes + classes, classes, device=target.device, dtype=torch.int32)
     since = torch.searchsorted(target, edges, out_int32=True)
-    _gradient_of_classes[(triton.cdiv(n_classes, classes),)](
+    _gradient_of_classes[(cdiv(n_classes, classes),)](
         hidden, weight, bias, target, since, factors, size, weight_gradient, bias_gradient, n,
         n_classes, depth, hidden.stride(0), weight.stride(0),
         weight_gradient.stride(0), softcap, 1.0 / temperature, ROWS=rows, CLASSES=classes,
@@ -102,7 +103,7 @@ def gradient_of_classes(
 
 
 def _padded(depth: int) -> int:
-    return max(16, triton.next_power_of_2(depth))
+    return max(16, next_power_of_2(depth))
 
 
 def _row_tiles(depth: int) -> tuple[int, int, int, int]:

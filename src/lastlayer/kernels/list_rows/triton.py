@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._peaks import row_max
+from lastlayer.kernels._sizes import cdiv
 from lastlayer.kernels.entmax._solve import (
     is_broken,
     per_class,
@@ -36,7 +37,7 @@ def forward(
     entries = torch.empty(values.shape, device=scores.device, dtype=torch.int64)
     if n:
         width, rows, warps = register_tile(k)
-        _list_rows[(triton.cdiv(n, rows),)](
+        _list_rows[(cdiv(n, rows),)](
             scores.contiguous(), classes.contiguous(), target.contiguous(),
             target_scores.contiguous(), row_scale, class_weight, loss, values, entries, n, k,
             math.log(k), alpha, ROWS=rows, WIDTH=width, KIND=as_alpha(alpha, None).kind,

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
+
 # Scores that a program looks at together, and in all.
 BLOCK = 2048
 SHARE = 8 * BLOCK
@@ -14,10 +16,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def forward_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
     """As the reference's."""
     n_rows, n = scores.shape
-    parts = max(1, triton.cdiv(n, SHARE))
+    parts = max(1, cdiv(n, SHARE))
     losses = torch.empty(parts, n_rows, device=scores.device, dtype=torch.float32)
     if scores.numel():
-        block = min(BLOCK, max(32, triton.next_power_of_2(n)))
+        block = min(BLOCK, max(32, next_power_of_2(n)))
         _logistic[(n_rows, parts)](
             scores, scale, losses, n_rows, n, scores.stride(0), SHARE, smoothing, BLOCK=block,
             GRADIENT=scale is not None, SMOOTH=smoothing != 0.0, num_warps=max(1, block // 512),

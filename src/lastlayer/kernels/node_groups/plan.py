@@ -5,9 +5,9 @@ that much memory and that many programs; those beyond the end have nothing to do
 """
 
 import torch
-import triton
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv
 from lastlayer.kernels.node_groups._plan_triton import (
     list_tiles,
     mark_first,
@@ -36,21 +36,21 @@ def make_plan(node: Tensor, row_start: Tensor, sizes: TreeSizes, n: int) -> Plan
     m, n_groups = node.shape[0], most_groups(node.shape[0], sizes)
     by_node, entry = torch.sort(node, stable=True)
     fresh = torch.empty_like(by_node)
-    mark_first[(triton.cdiv(m, _BLOCK),)](by_node, fresh, m, BLOCK=_BLOCK, enable_fp_fusion=True)
+    mark_first[(cdiv(m, _BLOCK),)](by_node, fresh, m, BLOCK=_BLOCK, enable_fp_fusion=True)
     group = torch.cumsum(fresh, 0, dtype=torch.int32)
     start = torch.empty(n_groups, dtype=torch.int32, device=node.device)
-    start_groups[(triton.cdiv(m, _BLOCK),)](group, start, m, BLOCK=_BLOCK, enable_fp_fusion=True)
+    start_groups[(cdiv(m, _BLOCK),)](group, start, m, BLOCK=_BLOCK, enable_fp_fusion=True)
     groups, amounts = torch.empty(
         2, 5, n_groups, dtype=torch.int64, device=node.device
     ).unbind()  # fmt: skip
-    measure_groups[(triton.cdiv(n_groups, _BLOCK),)](
+    measure_groups[(cdiv(n_groups, _BLOCK),)](
         by_node, group, start, row_start, groups, amounts, m, n_groups, sizes.n_inner, ROWS=ROWS,
         CHILDREN=CHILDREN, BLOCK=_BLOCK, enable_fp_fusion=True,
     )  # fmt: skip
     ends = amounts.cumsum(1)
     most = most_tiles(m, n, sizes)
     tiles = torch.empty(sum(most), dtype=torch.int32, device=node.device)
-    list_tiles[(triton.cdiv(max(most), _BLOCK), 3)](
+    list_tiles[(cdiv(max(most), _BLOCK), 3)](
         ends, tiles, n_groups, most[0], most[1], most[2], SEARCH=n_groups.bit_length(),
         BLOCK=_BLOCK, enable_fp_fusion=True,
     )  # fmt: skip

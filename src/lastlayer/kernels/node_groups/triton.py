@@ -14,9 +14,9 @@ Every number is written by one program, which adds up in a fixed order.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
 from lastlayer.kernels.node_groups._kernels_triton import (
     gradient_of_children,
     gradient_of_rows,
@@ -62,8 +62,8 @@ def entries_of(
     """
     n = target.shape[0]
     node, position = torch.empty(2, n, longest, device=target.device, dtype=torch.int32).unbind()
-    levels = min(32, triton.next_power_of_2(longest))
-    entries_of_targets[(triton.cdiv(n, 32), triton.cdiv(longest, levels))](
+    levels = min(32, next_power_of_2(longest))
+    entries_of_targets[(cdiv(n, 32), cdiv(longest, levels))](
         target, *paths, node, position, n, longest, len(paths.start) - 1, n_inner,
         **_ignoring(ignore_index), ROWS=32, LEVELS=levels, enable_fp_fusion=True,
     )  # fmt: skip
@@ -76,9 +76,9 @@ def losses_of(
     """Minus the sum of log-probabilities ``(n, path)``; 0 if ignored, NaN if it is no class."""
     n, path = log_probs.shape
     losses = torch.empty(n, device=target.device, dtype=torch.float32)
-    losses_of_targets[(triton.cdiv(n, 64),)](
+    losses_of_targets[(cdiv(n, 64),)](
         target, log_probs, losses, n, path, n_classes, **_ignoring(ignore_index), ROWS=64,
-        LEVELS=min(32, triton.next_power_of_2(path)), enable_fp_fusion=True,
+        LEVELS=min(32, next_power_of_2(path)), enable_fp_fusion=True,
     )  # fmt: skip
     return losses
 
@@ -120,7 +120,7 @@ def log_probs(
         DEPTH=SUMMED, BIASED=bias is not None, WIDE=_wide(hidden, weight), num_warps=4,
         num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
-    block = min(1024, max(16, triton.next_power_of_2(sizes.widest)))
+    block = min(1024, max(16, next_power_of_2(sizes.widest)))
     log_probs_of_entries[(n * path,)](
         scores, position.reshape(-1), plan.entry, plan.group, plan.groups, plan.ends, made, lse,
         n_groups, BLOCK=block, num_warps=1 if block <= 256 else 4, enable_fp_fusion=True,
@@ -142,7 +142,7 @@ def to_hidden(hidden: Tensor, weight: Tensor, position: Tensor, grad: Tensor, ke
     for first in range(0, depth, step):
         last = min(depth, first + step)
         parts = grad.new_zeros(n, path, last - first, dtype=torch.float32)
-        gradient_of_rows[(len(plan.row_tiles), triton.cdiv(last - first, HELD))](
+        gradient_of_rows[(len(plan.row_tiles), cdiv(last - first, HELD))](
             weight, kept.scores, position.reshape(-1), plan.entry, kept.lse, grad, plan.groups,
             plan.ends, plan.row_tiles, parts, n_groups, _shared(grad, path), first, last - first,
             last, weight.stride(0), ROWS=ROWS, CHILDREN=CHILDREN, DEPTH=HELD,
@@ -180,7 +180,7 @@ def to_children(
     wide = _wide(hidden, weight)
     # Numbers in float32 take twice the registers.
     held = HELD // 2 if wide else HELD
-    blocks = triton.cdiv(depth, held) if to_weight else 1
+    blocks = cdiv(depth, held) if to_weight else 1
     gradient_of_children[(len(plan.child_tiles), blocks)](
         hidden, kept.scores, position.reshape(-1), plan.entry, kept.lse, grad, plan.groups,
         plan.ends, plan.child_tiles, weight_gradient, bias_gradient, touched, scale, n_groups, path,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv
 from lastlayer.kernels.philox._exp2 import SERIES, SQRT_2
 from lastlayer.kernels.philox._rounds_triton import philox
 
@@ -20,9 +21,7 @@ def words(counter: Tensor, n: int) -> Tensor:
     blocks = (n + 1) // 2
     made = torch.empty(blocks, 4, dtype=torch.int64, device=counter.device)
     if n:
-        _words[(triton.cdiv(blocks, 128),)](
-            counter, made, blocks, BLOCKS=128, enable_fp_fusion=True
-        )
+        _words[(cdiv(blocks, 128),)](counter, made, blocks, BLOCKS=128, enable_fp_fusion=True)
     return made.view(-1, 2)[:n]
 
 
@@ -30,7 +29,7 @@ def integers(counter: Tensor, n: int, below: int) -> Tensor:
     """As the reference's."""
     ids = torch.empty(n, dtype=torch.int64, device=counter.device)
     if n:
-        _integers[(triton.cdiv(n, 256),)](counter, ids, n, below, BLOCKS=128, enable_fp_fusion=True)
+        _integers[(cdiv(n, 256),)](counter, ids, n, below, BLOCKS=128, enable_fp_fusion=True)
     return ids
 
 
@@ -42,7 +41,7 @@ def log_uniform(
     log_prob = torch.empty(n, dtype=torch.float32, device=counter.device)
     if n:
         # Products and sums stay apart, or they would be rounded differently from a CPU's.
-        _ranks[(triton.cdiv(n, 256),)](
+        _ranks[(cdiv(n, 256),)](
             counter, order, ids, log_prob, n, n_classes, OCTAVES=math.log2(n_classes + 1),
             ORDERED=order is not None, BLOCKS=128, enable_fp_fusion=False,
         )  # fmt: skip

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import next_power_of_2
+
 WIDEST = 1024
 
 
@@ -55,7 +57,7 @@ def adam_(
 
 
 def _width(depth: int) -> int:
-    return min(WIDEST, max(16, triton.next_power_of_2(depth)))
+    return min(WIDEST, max(16, next_power_of_2(depth)))
 
 
 def _log(beta: float) -> float:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
 from lastlayer.kernels.sampled_rows import parts_of_columns
 from lastlayer.kernels.sampled_rows._columns_triton import LOG2E, _counts, _softplus
 from lastlayer.kernels.sampled_rows._long_triton import _long_rows
@@ -43,7 +44,7 @@ def forward_(
             columns.zero_()
         return
     offset, ids, target = offset.contiguous(), ids.contiguous(), target.contiguous()
-    block = max(16, triton.next_power_of_2(m))
+    block = max(16, next_power_of_2(m))
     apart = offset.dim() == 2
     numbers = n_exact, factor, scores.stride(0), gradient.stride(0), m if apart else 0
     options = dict(
@@ -63,7 +64,7 @@ def forward_(
     parts = columns.shape[0] if columns.numel() else parts_of_columns(n, m, "cuda")
     _rows[(parts,)](
         scores, gradient, first, second, columns, offset, ids, target, shift, exact, row_scale, n,
-        triton.cdiv(n, parts), m, target.shape[1], *numbers, BLOCK=block,
+        cdiv(n, parts), m, target.shape[1], *numbers, BLOCK=block,
         KEPT=not apart and block <= MOST_KEPT, HEAD=n_exact > 0, COLUMNS=columns.numel() > 0,
         ADDS=adds, num_warps=max(1, min(MOST_WARPS, block // 256)), **options,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import next_power_of_2
 from lastlayer.kernels.sampled_rows._columns_triton import _softplus
 
 WIDEST = 1024
@@ -15,7 +16,7 @@ def row_scale(hidden: Tensor, target: Tensor, mean: bool) -> Tensor:
     n, p = target.shape
     scale = torch.empty(n, device=hidden.device, dtype=torch.float32)
     if n:
-        block = min(8192, max(16, triton.next_power_of_2(n)))
+        block = min(8192, max(16, next_power_of_2(n)))
         # One program: rows are counted before the first of them gets its share.
         _scale[(1,)](
             target.contiguous(), scale, n, p, MEAN=mean, BLOCK=block,
@@ -80,7 +81,7 @@ def finish_(
 
 
 def _width(depth: int) -> int:
-    return min(WIDEST, max(16, triton.next_power_of_2(depth)))
+    return min(WIDEST, max(16, next_power_of_2(depth)))
 
 
 @triton.jit

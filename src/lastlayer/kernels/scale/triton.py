@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv
+
 # A program that finds the number to be 1 costs its launch: few of them, that take several blocks.
 MOST_PROGRAMS = 2048
 
@@ -12,10 +14,10 @@ def forward_(values: Tensor, factor: Tensor) -> None:
     """As the reference's; values must be contiguous."""
     if values.numel():
         block = 4096
-        blocks = triton.cdiv(values.numel(), block)
+        blocks = cdiv(values.numel(), block)
         programs = min(blocks, MOST_PROGRAMS)
         _scale[(programs,)](
-            values, factor, values.numel(), triton.cdiv(blocks, programs), BLOCK=block,
+            values, factor, values.numel(), cdiv(blocks, programs), BLOCK=block,
             num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
 

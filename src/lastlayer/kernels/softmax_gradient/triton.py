@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
 from lastlayer.kernels._tanh import tanh
 
 BLOCK = 4096
@@ -22,8 +23,8 @@ def forward_(
     """As the reference's."""
     n_rows, n = scores.shape
     if scores.numel():
-        block = min(BLOCK, max(32, triton.next_power_of_2(n)))
-        _gradient[(n_rows, triton.cdiv(n, block))](
+        block = min(BLOCK, max(32, next_power_of_2(n)))
+        _gradient[(n_rows, cdiv(n, block))](
             scores, target, true, lse, push, n, scores.stride(0), softcap, 1.0 / temperature,
             WIDTH=block, CAPPED=softcap != 0.0, num_warps=max(1, block // 512),
             enable_fp_fusion=True,

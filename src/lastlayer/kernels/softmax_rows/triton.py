@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lastlayer.kernels import softmax_rows
 from lastlayer.kernels._expm1 import expm1
+from lastlayer.kernels._sizes import next_power_of_2
 from lastlayer.kernels._tanh import tanh
 
 # Scores that a program looks at together.
@@ -39,7 +40,7 @@ def forward_(
     entropy = loss.new_empty(kept)
     argmax, rank = target.new_empty(kept), target.new_empty(kept)
     if n_rows:
-        block = min(WIDEST_BLOCK, max(32, triton.next_power_of_2(n)))
+        block = min(WIDEST_BLOCK, max(32, next_power_of_2(n)))
         _softmax_row[(n_rows,)](
             scores, target, target_scores, row_scale, class_weight,
             None if class_weight is None or not smoothing else class_weight.sum(),

@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
 from lastlayer.kernels.span_sums import SpanParts
 from lastlayer.kernels.span_sums._tiles_triton import walk
 
@@ -68,12 +68,12 @@ def _whole(part: Tensor | None) -> Tensor | None:
 
 def _spans(parts: SpanParts, target: Tensor, n_types: int) -> _Spans:
     n_texts, held, n, depth = parts.query.shape
-    blocks, listed = triton.cdiv(n, SIDE), target.dtype != torch.bool
+    blocks, listed = cdiv(n, SIDE), target.dtype != torch.bool
     since = None
     if listed:
         target = target.sort(-1).values
         since = _first_of_blocks(target, n_types, n, blocks)
-    width = max(16, triton.next_power_of_2(depth))
+    width = max(16, next_power_of_2(depth))
     return _Spans(
         None if parts.mask is None else parts.mask.contiguous().view(torch.uint8),
         target if listed else target.contiguous().view(torch.uint8),

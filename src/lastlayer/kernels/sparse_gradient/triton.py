@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
+
 # Entries that a program adds up together.
 GROUP = 16
 WIDEST = 512
@@ -22,7 +24,7 @@ def to_hidden(values: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(n, depth, device=weight.device, dtype=weight.dtype)
     if out.numel():
         width = _width(depth)
-        _gather_classes[(n, triton.cdiv(depth, width))](
+        _gather_classes[(n, cdiv(depth, width))](
             values.contiguous(), classes.contiguous(), weight, out, k, depth, weight.stride(0),
             weight.stride(1), GROUP=GROUP, WIDTH=width, enable_fp_fusion=True,
         )  # fmt: skip
@@ -42,7 +44,7 @@ def add_to_weight_(
     edges = torch.arange(n_classes + 1, device=key.device, dtype=torch.int32)
     starts = torch.searchsorted(key, edges)
     width = _width(depth)
-    _gather_rows[(n_classes, triton.cdiv(depth, width))](
+    _gather_rows[(n_classes, cdiv(depth, width))](
         values.contiguous(), order, starts, hidden, weight_gradient, values.shape[1], depth,
         hidden.stride(0), hidden.stride(1), weight_gradient.stride(0), weight_gradient.stride(1),
         GROUP=GROUP, WIDTH=width, enable_fp_fusion=True,
@@ -50,7 +52,7 @@ def add_to_weight_(
 
 
 def _width(depth: int) -> int:
-    return min(WIDEST, max(16, triton.next_power_of_2(depth)))
+    return min(WIDEST, max(16, next_power_of_2(depth)))
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from lastlayer.kernels._peaks import (
     peaks_of_row,
     row_max,
 )
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
 
 WIDEST_IN_REGISTERS = 2048
 # Up to here one program finds the peaks of a row and finishes it.
@@ -34,23 +35,23 @@ def forward(scores: Tensor, k: int) -> Tensor:
     n_rows, n = rows.shape
     k = min(k, n)
     if n <= WIDEST_IN_REGISTERS:
-        width = max(16, triton.next_power_of_2(n))
+        width = max(16, next_power_of_2(n))
         _forward_in_registers[(n_rows,)](
             rows, out, n, rows.stride(0), k, WIDTH=width, num_warps=max(1, min(4, width // 512))
         )
         return out
     width = block_width(n)
-    n_blocks = triton.cdiv(n, width)
+    n_blocks = cdiv(n, width)
     in_one = n <= WIDEST_IN_ONE_PROGRAM
     chosen = torch.empty(n_rows, n_blocks, device=rows.device, dtype=torch.int32)
     peaks = chosen if in_one else find_peaks(rows, out)
     # Scores of 16 bits are often equal at the edge, and then more than k blocks stay.
     expected = 2 * k if scores.element_size() == 2 else k
-    group = triton.next_power_of_2(min(expected, n_blocks))
+    group = next_power_of_2(min(expected, n_blocks))
     group = min(group, max(1, MOST_ON_CHIP // width))
     _forward_of_chosen[(n_rows,)](
         rows, out, peaks, chosen, n, rows.stride(0), n_blocks, k,
-        BLOCKS=triton.next_power_of_2(n_blocks), WIDTH=width, GROUP=group, IN_ONE=in_one,
+        BLOCKS=next_power_of_2(n_blocks), WIDTH=width, GROUP=group, IN_ONE=in_one,
         num_warps=4,
     )  # fmt: skip
     return out

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
+
 # Slots of a block, at which runs are cut.
 BLOCK = 16
 # Entries that a program reads together, and segments.
@@ -36,9 +38,9 @@ def slots_(
     to_weight, to_bias = weight.dim() == 2, bias.numel() > 0
     if not size or not (to_weight or to_bias):
         return
-    width = min(WIDEST, max(16, triton.next_power_of_2(depth)))
-    tiles = triton.cdiv(depth, width) if to_weight else 1
-    blocks = triton.cdiv(size, BLOCK)
+    width = min(WIDEST, max(16, next_power_of_2(depth)))
+    tiles = cdiv(depth, width) if to_weight else 1
+    blocks = cdiv(size, BLOCK)
     # Two segments of a block may be parts of longer runs: its first one and its last one.
     partial = slopes.new_empty(2 * blocks, depth if to_weight else 0)
     partial_bias = slopes.new_empty(2 * blocks)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
 from lastlayer.kernels.touched_rows._slots_triton import slots_
 
 __all__ = ["forward", "slots_"]
@@ -28,9 +29,9 @@ def forward(
     groups, depth = starts.shape[0] - 1, hidden.shape[1]
     weight = slopes.new_empty((groups, depth) if to_weight else 0)
     bias = slopes.new_empty(groups if to_bias else 0)
-    width = min(WIDEST, max(16, triton.next_power_of_2(depth)))
+    width = min(WIDEST, max(16, next_power_of_2(depth)))
     if groups:
-        _sums[(groups, triton.cdiv(depth, width) if to_weight else 1)](
+        _sums[(groups, cdiv(depth, width) if to_weight else 1)](
             columns.contiguous(), column_biases, slopes.contiguous(), hidden, order, starts,
             factor, weight, bias, order.shape[0] - slopes.numel(), max(1, slopes.shape[1]), depth,
             hidden.stride(0), hidden.stride(1), GROUP=GROUP, WIDTH=width, WEIGHT=to_weight,

@@ -12,9 +12,9 @@ README.md has the derivation.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
 from lastlayer.kernels.tree_path._losses_triton import losses_of_rows, sort_keys
 from lastlayer.kernels.tree_path._sums_triton import compare_paths, sum_pieces, sum_tiles
 
@@ -50,13 +50,13 @@ def loss(
     order = None
     if to_nodes:
         keys = torch.empty(n, device=hidden.device, dtype=torch.int32)
-        sort_keys[(triton.cdiv(n, 1024),)](
+        sort_keys[(cdiv(n, 1024),)](
             target, rank, keys, n, len(rank), **ignoring, ROWS=1024, enable_fp_fusion=True
         )
         order = torch.sort(keys, stable=True).indices
-    width = max(16, triton.next_power_of_2(depth))
+    width = max(16, next_power_of_2(depth))
     # A warp or two: a row is little work, and many rows at a time hide the wait for a gather.
-    nodes = max(1, min(16, 1024 // width, triton.next_power_of_2(longest)))
+    nodes = max(1, min(16, 1024 // width, next_power_of_2(longest)))
     losses_of_rows[(n,)](
         hidden, weight, bias, target, order, path_start, path_edge, losses, slopes, gradient,
         depth, longest, len(rank), hidden.stride(0), weight.stride(0), **ignoring, NODES=nodes,
@@ -140,7 +140,7 @@ def _runs(
     length, shared = torch.empty(2, n, device=target.device, dtype=torch.int32).unbind()
     new = torch.empty(longest if placed else 0, n, device=target.device, dtype=torch.int32)
     if n:
-        compare_paths[(triton.cdiv(n, 32),)](
+        compare_paths[(cdiv(n, 32),)](
             target.contiguous(), order, path_start, path_edge, start, length, shared, new, n,
             len(path_start) - 1, longest, ignored=ignore_index or 0,
             IGNORES=ignore_index is not None, ROWS=32, LEVELS=32, PLACED=placed,
@@ -167,22 +167,22 @@ def _add_up(
         return
     hidden = _in_rows(hidden)
     tile = TILE
-    while tile < WIDEST_TILE and triton.cdiv(n, tile) * longest * depth > PIECE_NUMBERS:
+    while tile < WIDEST_TILE and cdiv(n, tile) * longest * depth > PIECE_NUMBERS:
         tile *= 2
-    tiles = triton.cdiv(n, tile)
+    tiles = cdiv(n, tile)
     # Of the run that starts in a tile and goes on, and of the one that came in, at each level.
     pieces = slopes.new_empty(2, tiles, longest, depth if weight.numel() else 0)
     bias_pieces = slopes.new_empty(2, tiles, longest)
     through = torch.empty(tiles, longest, device=slopes.device, dtype=torch.int32)
-    width = min(WIDEST, max(16, triton.next_power_of_2(depth)))
-    blocks = triton.cdiv(depth, width) if weight.numel() else 1
+    width = min(WIDEST, max(16, next_power_of_2(depth)))
+    blocks = cdiv(depth, width) if weight.numel() else 1
     given = runs.start, runs.shared, runs.place, path_edge, touched, weight, bias
     parts = pieces, bias_pieces, through
     options: dict[str, Any] = dict(
         TILE=tile, WIDTH=width, PLACED=touched is not None,
         TO_WEIGHT=weight.numel() > 0, TO_BIAS=bias.numel() > 0, enable_fp_fusion=True,
     )  # fmt: skip
-    sum_tiles[(n, triton.cdiv(longest, LEVELS), blocks)](
+    sum_tiles[(n, cdiv(longest, LEVELS), blocks)](
         slopes, factor, hidden, order, runs.length, *given, *parts, n, depth, longest,
         hidden.stride(0), int(factor.dim() > 0), LEVELS=LEVELS, GROUP=ROWS, **options,
     )  # fmt: skip

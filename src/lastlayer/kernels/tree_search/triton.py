@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import next_power_of_2
 from lastlayer.kernels.tree_search import MOST_ON_CUDA
 
 # Room of a row for nodes of one level and for leaves, and nodes that may be opened for it. A row
@@ -44,8 +45,8 @@ def best_leaves(
     classes = torch.empty(n, k, device=hidden.device, dtype=torch.int64)
     opened = torch.empty(n, device=hidden.device, dtype=torch.int64)
     if n:
-        width = triton.next_power_of_2(max(k, NARROWEST))
-        widest = max(16, triton.next_power_of_2(depth))
+        width = next_power_of_2(max(k, NARROWEST))
+        widest = max(16, next_power_of_2(depth))
         room = 2 * NODES + LEAVES
         _search[(n,)](
             hidden.float().contiguous(), weight, None if bias is None else bias.contiguous(),

@@ -4,9 +4,9 @@ README.md beside this file has the derivation.
 """
 
 import torch
-import triton
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
 from lastlayer.kernels.zlpr._gradient_triton import fill_gradient
 from lastlayer.kernels.zlpr._labels_triton import BITS, HARD, LISTED, SOFT
 from lastlayer.kernels.zlpr._sums_triton import merge_parts, sum_rows
@@ -71,7 +71,7 @@ def _dense(target):
 def _lists(scores, classes, rows, starts, values, smoothing):
     """One bit a class says whether it is listed."""
     n_rows, n = scores.shape
-    words = triton.cdiv(n, 32)
+    words = cdiv(n, 32)
     listed = classes.clamp(min=0)
     bit = torch.where(classes < 0, 0, 1 << (listed & 31)).to(torch.int32)
     bits = torch.zeros(n_rows * words, dtype=torch.int32, device=scores.device)
@@ -93,10 +93,10 @@ def _forward(scores, mask, kind, labels, classes, values, starts, smoothing):
     if not n_rows:
         return losses, stats, counts.view(torch.bool)
     height, width = _tile_of(n, kind)
-    tiles, blocks = triton.cdiv(n_rows, height), triton.cdiv(n, width)
-    parts = max(1, min(triton.cdiv(ENOUGH_PROGRAMS, tiles), blocks // 4, 1024))
-    span = triton.cdiv(blocks, parts) * width
-    parts = max(1, triton.cdiv(n, span)) if span else 1
+    tiles, blocks = cdiv(n_rows, height), cdiv(n, width)
+    parts = max(1, min(cdiv(ENOUGH_PROGRAMS, tiles), blocks // 4, 1024))
+    span = cdiv(blocks, parts) * width
+    parts = max(1, cdiv(n, span)) if span else 1
     pieces = losses if parts == 1 else stats.new_empty((5, parts, n_rows))
     mask_view, mask_row, mask_column = _mask_of(mask)
     sum_rows[(tiles, parts)](
@@ -107,7 +107,7 @@ def _forward(scores, mask, kind, labels, classes, values, starts, smoothing):
     )  # fmt: skip
     if parts > 1:
         merge_parts[(n_rows,)](
-            pieces, losses, stats, counts, n_rows, parts, PARTS=triton.next_power_of_2(parts),
+            pieces, losses, stats, counts, n_rows, parts, PARTS=next_power_of_2(parts),
             num_warps=1, enable_fp_fusion=True,
         )  # fmt: skip
     return losses, stats, counts.view(torch.bool)
@@ -121,7 +121,7 @@ def _backward(scores, mask, stats, grad, kind, labels, classes, values, starts, 
         return out
     height, width = _tile_of(n, kind)
     mask_view, mask_row, mask_column = _mask_of(mask)
-    fill_gradient[(triton.cdiv(n_rows, height), triton.cdiv(n, width))](
+    fill_gradient[(cdiv(n_rows, height), cdiv(n, width))](
         scores, labels, mask_view, classes, values, starts, stats, grad.contiguous(), out,
         n_rows, n, scores.stride(0), labels.stride(0), mask_row, mask_column, smoothing,
         ROWS=height, BLOCK=width, KIND=kind.value, MASKED=mask is not None,
@@ -132,7 +132,7 @@ def _backward(scores, mask, stats, grad, kind, labels, classes, values, starts, 
 
 def _tile_of(n, kind):
     """Rows and columns that a program looks at together; one row where it has a list."""
-    width = min(SCORES_A_PROGRAM, max(16, triton.next_power_of_2(n)))
+    width = min(SCORES_A_PROGRAM, max(16, next_power_of_2(n)))
     return (1 if kind.value == LISTED.value else SCORES_A_PROGRAM // width), width
 
 

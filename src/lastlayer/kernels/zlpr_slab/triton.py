@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._sizes import cdiv, next_power_of_2
+
 # Scores that a program looks at together, and in all where it only sums.
 BLOCK = 2048
 SHARE = 16 * BLOCK
@@ -14,7 +16,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
     """As the reference's."""
     n_rows, n = scores.shape
-    parts = max(1, triton.cdiv(n, SHARE))
+    parts = max(1, cdiv(n, SHARE))
     above = torch.empty(parts, n_rows, device=scores.device, dtype=torch.float32)
     below = torch.empty_like(above) if negated else above.new_empty(0)
     if scores.numel():
@@ -34,14 +36,14 @@ def gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor | None
     n_rows, n = scores.shape
     if scores.numel():
         block = _block(n)
-        _gradient[(n_rows, triton.cdiv(n, block))](
+        _gradient[(n_rows, cdiv(n, block))](
             scores, scale, above, below, n, scores.stride(0), BLOCK=block,
             NEGATED=below is not None, num_warps=_warps(block), enable_fp_fusion=True,
         )  # fmt: skip
 
 
 def _block(n: int) -> int:
-    return min(BLOCK, max(32, triton.next_power_of_2(n)))
+    return min(BLOCK, max(32, next_power_of_2(n)))
 
 
 def _warps(block: int) -> int:
