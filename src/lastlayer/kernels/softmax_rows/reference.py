@@ -58,7 +58,9 @@ def forward_(
     loss = loss.masked_fill(empty, math.inf)
     probs = torch.exp(values - origin.unsqueeze(-1))
     if statistics:
-        entropy = origin - torch.where(probs > 0, probs * values, 0.0).sum(-1)
+        gap = origin.unsqueeze(-1) - values
+        # Not `probs > 0`: a NaN has to show.
+        entropy = torch.where(probs == 0, 0.0, probs * gap).sum(-1)
         rank = rank.masked_fill(lse.isnan() | (at_target == -math.inf), NO_RANK)
     if row_scale is not None:
         gradient = probs * push.unsqueeze(-1)
