@@ -1,5 +1,6 @@
 """How often each class occurs, as trees, samplers and heads are given it."""
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,19 @@ def as_array(name: str, values: Any, expected: str, kinds: str = "iufb") -> NDAr
     except (ValueError, TypeError, OverflowError) as error:
         raise TypeError(f"{name}: expected {expected}, got values that are not: {error}") from None
     if array.dtype.kind not in kinds and array.size:
-        raise TypeError(f"{name}: expected {expected}, got an array of {array.dtype}")
+        raise TypeError(f"{name}: expected {expected}, got {_first_that_is_none(values, array)}")
     return array
+
+
+def _first_that_is_none(values: Any, array: NDArray[Any]) -> str:
+    """What was given in place of a number, and where."""
+    if array.ndim == 0:
+        return type(values).__name__
+    if array.ndim == 1 and isinstance(values, (list, tuple)):
+        for place, each in enumerate(values):
+            if not isinstance(each, (Real, np.bool_, torch.Tensor)):
+                return f"{each!r} at position {place}"
+    return f"an array of {array.dtype}"
 
 
 def as_counts(

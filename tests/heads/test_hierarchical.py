@@ -344,6 +344,7 @@ def test_one_class_is_certain(tmp_path):
     loss.backward()
     assert loss.item() == 0.0
     assert not hidden.grad.any()
+    head(hidden.detach(), target).backward()
     assert head.log_prob(hidden).tolist() == torch.zeros(2, 4, 1).tolist()
     assert head.log_prob(hidden, target.unsqueeze(-1)).tolist() == torch.zeros(2, 4, 1).tolist()
     values, classes = head.topk(hidden, 1)

@@ -86,10 +86,13 @@ def test_labels(labels, kind, parts):
         ([[1, 2], [3, 4]], ValueError, ("counts: expected shape", "got (2, 2)")),
         ("abcd", TypeError, ("counts: expected one number a class, got str",)),
         (
-            ["a", "b", "c", "d"],
+            [1, 2, "c", 4],
             TypeError,
-            ("counts: expected one number a class, got an array of",),
+            ("counts: expected one number a class, got 'c' at position 2",),
         ),
+        ([1, None, 3, 4], TypeError, ("counts: expected one number", "got None at position 1")),
+        ({"a": 1}, TypeError, ("counts: expected one number a class, got dict",)),
+        (np.array(list("abcd")), TypeError, ("counts: expected one number", "got an array of <U1")),
         ([[1], [2, 3]], TypeError, ("counts: expected one number a class",)),
         (2.5, TypeError, ("counts: expected one number a class, got float",)),
     ],
@@ -316,3 +319,12 @@ def test_vectors(vectors, options, kind, parts):
 def test_words(words, options, kind, parts):
     with raises(kind, *parts):
         trees.wordnet(words, **options)
+
+
+def test_saving_where_no_file_can_be(tmp_path):
+    pytest.importorskip("safetensors")
+    with raises(FileNotFoundError, "path: expected a file in a folder that is there", "nowhere"):
+        TREE.save(tmp_path / "nowhere" / "tree.safetensors")
+    with raises(IsADirectoryError, "path: expected a file, got the folder"):
+        TREE.save(tmp_path)
+    assert not list(tmp_path.iterdir())

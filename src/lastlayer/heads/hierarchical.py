@@ -163,6 +163,9 @@ class HierarchicalSoftmax(TreeHead):
             with torch.autocast(hidden.device.type, enabled=False):
                 rows = rows if groups_suit(self._tables, rows) else wide(rows)
                 loss = any_tree_loss(self._nodes, rows, classes, self.ignore_index, self.reduction)
+        if not len(self.weight):
+            # A single class has no node: a sum over none, so that backward finds the parameters.
+            loss = loss + self.weight.sum().to(loss.dtype)
         return loss.reshape(target.shape) if self.reduction == "none" else loss
 
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:

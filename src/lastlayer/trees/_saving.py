@@ -18,6 +18,10 @@ _ARRAYS, _NAMES = ("child_start", "child"), ("labels", "node_labels")
 def save_tree(tree: "Tree", path: Path) -> None:
     """Writes the file."""
     safetensors = _safetensors()
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"path: expected a file in a folder that is there, got {path}")
+    if path.is_dir():
+        raise IsADirectoryError(f"path: expected a file, got the folder {path}")
     arrays: dict[str, NDArray[Any]] = {name: getattr(tree, name) for name in _ARRAYS}
     for name in _NAMES:
         names = getattr(tree, name)
