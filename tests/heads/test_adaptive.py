@@ -326,7 +326,7 @@ def test_topk_leaves_clusters_closed_whose_classes_are_alike():
     with torch.no_grad():
         head.tails[0].mul_(0.01)
         head.head_bias[10] = 3.0  # the cluster as a whole is likely, none of its classes is
-    hidden = torch.randn(30, 8)
+    hidden = 0.3 * torch.randn(30, 8)
     top = head._top_log_prob(hidden)
     kth = top[:, :10].sort(-1, descending=True).values[:, 2]
     assert (top[:, 10] > kth).all()

@@ -297,6 +297,8 @@ def test_draws_beside_an_exact_head(own):
     head = SampledSoftmax(D, V, sampler, n, head_classes=head_classes, dtype=torch.float64)
     torch.nn.init.normal_(head.weight)
     hidden, target = batch()
+    # Of the head, so that no draw is a hit, which would not count.
+    target %= head_classes
     ids, log_prob = head._drawn(torch.tensor([3, 4]))
     assert ((ids >= head_classes) == (log_prob > -math.inf)).all()
     ratio = torch.exp(hidden @ head.weight[head_classes:].mT + head.bias[head_classes:]).detach()

@@ -206,3 +206,71 @@ def sampled(**options):
 def test_bad_options(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_weights_count_in_all_of_a_self_normalised_loss(reduction):
+    options = dict(alpha=0.2, class_weight=torch.rand(9) + 0.1, reduction=reduction)
+    whole = heads.SelfNormalized(4, 9, dtype=torch.float64, **options)
+    nearly = heads.SelfNormalized(4, 9, dtype=torch.float64, fraction=1 - 1e-12, **options)
+    nearly.load_state_dict(whole.state_dict())
+    hidden, target = torch.randn(6, 4, dtype=torch.float64), torch.randint(9, (6,))
+    target[2] = -100
+    torch.testing.assert_close(whole(hidden, target), nearly(hidden, target))
+    scores = hidden @ whole.weight.T + whole.bias
+    log_z = scores.logsumexp(-1)
+    weight = torch.where(target < 0, 0.0, whole.class_weight.double()[target.clamp(min=0)])
+    right = scores.gather(-1, target.clamp(min=0)[:, None]).squeeze(-1)
+    losses = weight * (log_z - right + 0.2 * log_z.square())
+    total = {"mean": losses.sum() / weight.sum(), "sum": losses.sum(), "none": losses}[reduction]
+    torch.testing.assert_close(whole(hidden, target), total)
+
+
+def test_an_audit_does_not_tell_of_an_older_step():
+    hidden, target = torch.randn(8, D), torch.randint(N_CLASSES, (8,))
+    head = heads.TargetSampling(D, N_CLASSES)
+    head.use([1, 2, 3])
+    head(hidden, target)
+    head.use(None)
+    assert (head.audit(hidden[:6], target[:6], 2).ess == N_CLASSES).all()
+    head.use([3])
+    assert (head.audit(hidden, torch.full((8,), 3), 2).ess == 0).all(), "all hits"
+    sampled = heads.SampledSoftmax(D, 1, n_samples=3)
+    assert sampled.audit(hidden, torch.zeros(8, dtype=torch.int64), 2).log_z_error is None
+
+
+@pytest.mark.parametrize("head_classes", [3, [7, 8, 9]])
+def test_classes_that_always_count_are_there_after_meta(head_classes):
+    def make(**how):
+        return heads.SampledSoftmax(
+            D, 10, samplers.Unigram(range(1, 11)), 5, head_classes=head_classes, **how
+        )
+
+    head, other = make(), make(device="meta").to_empty(device="cpu")
+    other.load_state_dict(head.state_dict())
+    assert torch.equal(other.tail.head_ids, head.tail.head_ids)
+    hidden, target = torch.randn(8, D), torch.randint(10, (8,))
+    torch.testing.assert_close(other(hidden, target), head(hidden, target))
+
+
+def test_rows_without_a_context_do_not_move_the_mixture():
+    sampler = samplers.AdaptiveNGram([1.0] * 6)
+    sampler.mixture.copy_(torch.tensor([858993459, 2**32 - 858993459]))
+    before = sampler.mixture.clone()
+    for _ in range(20):
+        sampler.update(torch.full((4, 1), -1), torch.arange(4), torch.randn(4, 4))
+    torch.testing.assert_close(sampler.mixture, before, rtol=0, atol=40)
+    nothing = sampler.sample_with_log_prob(2, context=torch.zeros(0, 1, dtype=torch.int64))
+    assert nothing.log_prob.shape == (0, 2)
+
+
+def test_a_probability_that_rounding_left_above_one():
+    query = torch.randn(3, 4)
+    made = [
+        heads.in_batch_softmax_loss(
+            query, query.clone(), torch.tensor([first, -30.0, -30.0]), reduction="none"
+        )
+        for first in (1e-7, 0.0)
+    ]
+    assert not made[0].isnan().any()
+    torch.testing.assert_close(*made)

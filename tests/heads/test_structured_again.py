@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lastlayer import heads, trees
+from lastlayer import heads, optim, trees
 
 WIDE = [lambda: trees.two_level(2500), lambda: trees.balanced(40, 40)]
 
@@ -130,3 +130,121 @@ def test_float64_stays_float64_under_autocast():
     expected = head.log_prob(hidden)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(head.log_prob(hidden), expected)
+
+
+WORDS = ["play", "plays", "walk", "walks"]
+
+
+def spelled(**options):
+    return heads.CharCNNSoftmax(8, WORDS, filters=((1, 4),), correction=3, **options)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_kept_vectors_are_made_again_after_a_step_of_a_fused_optimiser(kind):
+    head = spelled()
+    optimizer = kind(head.parameters(), lr=0.1, fused=True)
+    head(torch.randn(5, 8), torch.tensor([0, 1, 2, 0, 1])).backward()
+    with torch.no_grad():
+        before = head.class_vectors().clone()
+        optimizer.step()
+        assert not torch.equal(head.class_vectors(), before)
+        torch.testing.assert_close(head.class_vectors(), head._made_vectors())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: optim.RowAdagrad(p, lr=0.1),
+        lambda p: optim.RowAdam(p, lr=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.1),
+        lambda p: torch.optim.Adafactor(p, lr=0.1),
+    ],
+)
+def test_an_optimiser_made_after_classes_were_added_makes_steps(make):
+    head = spelled()
+
+    def steps(optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            head(torch.randn(5, 8), torch.tensor([0, 1, 2, 0, 1])).backward()
+            optimizer.step()
+
+    old = make(head.parameters())
+    steps(old)
+    head.add_classes(["new"])
+    with pytest.raises(RuntimeError, match="make a new optimizer"):
+        steps(old)
+    steps(make(head.parameters()))
+
+
+def test_classes_added_in_inference_mode_can_be_trained():
+    head = spelled()
+    with torch.inference_mode():
+        head.add_classes(["new"])
+    head(torch.randn(5, 8), torch.tensor([0, 1, 2, 4, 4])).backward()
+    assert head.corrections.grad.shape == (5, 3)
+
+
+@pytest.mark.parametrize("overlap", [0.3, 0.45])
+def test_a_tree_that_overlaps_starts_with_the_probabilities_of_the_layer(overlap):
+    linear = torch.nn.Linear(4, 30, dtype=torch.float64)
+    tree = trees.cluster(linear.weight.detach(), kind="adaptive", overlap=overlap)
+    assert tree.overlaps
+    head = heads.HierarchicalSoftmax.from_linear(linear, tree)
+    hidden = torch.zeros(1, 4, dtype=torch.float64)
+    torch.testing.assert_close(head.log_prob(hidden), linear(hidden).log_softmax(-1))
+    slope = torch.func.jacrev(lambda h: linear(h).log_softmax(-1))(hidden[0])
+    made = torch.autograd.functional.jacobian(lambda h: head.log_prob(h)[0], hidden)
+    torch.testing.assert_close(made[:, 0], slope)
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.1])
+@pytest.mark.parametrize(
+    ("of_head", "of_hidden"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)],
+)
+def test_the_best_of_flat_rows_under_autocast(of_head, of_hidden, scale):
+    head = heads.HierarchicalSoftmax(8, trees.balanced(5000), dtype=of_head)
+    with torch.no_grad():
+        head.weight.mul_(scale)
+        head.bias.zero_()
+    hidden = torch.randn(20, 8, dtype=of_hidden)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        logs = head.log_prob(hidden)
+        values, classes = head.topk(hidden, 5)
+    expected = logs.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(classes, expected.indices[:, :5])
+    assert torch.equal(values, expected.values[:, :5])
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **how: heads.HierarchicalSoftmax(8, trees.balanced(4), **how),
+        lambda **how: heads.HierarchicalSoftmax(8, trees.balanced(4).collapse(4), **how),
+        spelled,
+    ],
+)
+def test_heads_made_on_meta_take_a_state(make, assign):
+    head, other = make(), make(device="meta")
+    if not assign:
+        other.to_empty(device="cpu")
+    other.load_state_dict(head.state_dict(), assign=assign)
+    hidden, target = torch.randn(6, 8), torch.randint(4, (6,))
+    torch.testing.assert_close(other(hidden, target), head(hidden, target))
+    torch.testing.assert_close(other.log_prob(hidden), head.log_prob(hidden))
+    assert torch.equal(other.topk(hidden, 2).classes, head.topk(hidden, 2).classes)
+
+
+def test_a_tree_of_one_class_finds_all_parameters():
+    head = heads.HierarchicalSoftmax(3, trees.balanced(1))
+    head(torch.randn(2, 3), torch.zeros(2, dtype=torch.int64)).backward()
+    assert all(each.grad is not None for each in head.parameters())
+
+
+def test_widths_and_cutoffs_that_are_none():
+    head = heads.AdaptiveSoftmax(4, cutoffs=[1, 2], n_classes=3, div_value=1e200)
+    assert [len(each) for each in head.projections] == [4, 4]
+    with pytest.raises(TypeError, match="cutoffs: expected whole numbers, got bool at position 0"):
+        heads.AdaptiveSoftmax(4, cutoffs=[True], n_classes=3)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import pickle
 import re
 import sys
 
@@ -349,3 +350,18 @@ def test_without_safetensors_the_way_out_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=re.escape('pip install "lastlayer[save]"')):
         trees.balanced(3).save(tmp_path / "tree.safetensors")
+
+
+def test_a_pickled_tree_is_as_fixed_as_the_first():
+    tree = trees.huffman([5, 4, 3, 2, 1], labels=list("abcde"))
+    hash(tree)
+    other = pickle.loads(pickle.dumps(tree))
+    assert other == tree
+    assert hash(other) == hash(tree)
+    assert "_hash" not in pickle.loads(pickle.dumps(tree)).__dict__
+    assert not other.child.flags.writeable
+    assert not other.child_start.flags.writeable
+    overlapping = trees.from_codes([["00", "10"], "01", "11"])
+    assert pickle.loads(pickle.dumps(overlapping)) == overlapping
+    with pytest.raises(AttributeError, match="child: a Tree cannot be changed"):
+        del other.child

@@ -13,6 +13,7 @@ from lastlayer._checks import (
     check_scores,
 )
 from lastlayer.fused._loss import Problem
+from lastlayer.kernels._registry import is_plain
 
 
 def check_linear(hidden: Any, weight: Any, bias: Any) -> None:
@@ -154,12 +155,21 @@ def _check_weight_grad(weight_grad: Any, weight: Tensor) -> None:
     if weight_grad.dtype not in (weight.dtype, wide):
         expected = " or ".join(str(dtype) for dtype in dict.fromkeys((weight.dtype, wide)))
         raise TypeError(f"weight_grad: expected {expected}, got {weight_grad.dtype}")
-    if weight_grad.shape != weight.shape or weight_grad.stride(-1) != 1:
+    (n_classes, width), strides = weight.shape, weight_grad.stride()
+    if (
+        weight_grad.shape != weight.shape
+        or (width > 1 and strides[1] != 1)
+        or (n_classes > 1 and strides[0] < width)
+    ):
         raise ValueError(
-            f"weight_grad: expected shape {tuple(weight.shape)} with rows that lie together, got "
-            f"{tuple(weight_grad.shape)} with strides {weight_grad.stride()}"
+            f"weight_grad: expected shape {tuple(weight.shape)} with rows that lie together, each "
+            f"in memory of its own, got {tuple(weight_grad.shape)} with strides {strides}"
         )
     _check_device("weight_grad", weight_grad, weight)
+    if weight_grad is weight or (
+        is_plain(weight) and weight_grad.numel() and weight_grad.data_ptr() == weight.data_ptr()
+    ):
+        raise ValueError("weight_grad: expected memory of its own, got that of weight")
     if torch.compiler.is_compiling():
         raise ValueError(
             "weight_grad: cannot be used inside torch.compile, which does not see that backward "

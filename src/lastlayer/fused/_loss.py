@@ -92,7 +92,7 @@ def _row_scale(problem: Problem, row_weight: Tensor | None, reduction: str) -> T
             inside = inside.clamp(0, problem.class_weight.shape[0] - 1)
         counted = scale * problem.class_weight[inside].to(dtype)
     total = counted.sum()
-    return scale / torch.where(total == 0, 1.0, total)
+    return torch.where(total == 0, 0.0, scale / total)
 
 
 class _LinearLoss(torch.autograd.Function):

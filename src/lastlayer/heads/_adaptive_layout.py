@@ -57,6 +57,8 @@ def check_cutoffs(cutoffs: Any, n_classes: int) -> list[int]:
     for position, each in enumerate(cutoffs):
         try:
             place = operator.index(each)
+            if isinstance(each, bool):
+                raise TypeError
         except TypeError:
             raise TypeError(
                 f"cutoffs: expected whole numbers, got {type(each).__name__} at position {position}"

@@ -42,6 +42,7 @@ def audit(
         for _ in range(n_draws):
             draws = getattr(head, "draws", None)
             counter = None if draws is None else draws.clone()
+            head.ess = None
             loss = head.forward(leaf, target, **given)
             made = torch.autograd.grad(loss, list(leaves.values()))
             for name, gradient in zip(leaves, made, strict=True):
@@ -83,11 +84,12 @@ def _weights(
     own = head.ess
     if not rows.shape[0]:
         return Importance(rows.new_empty(0), None)
-    if own is not None and bool((own > 0).any()):
+    if own is None or counter is None:
+        # All classes counted, or those that count are not left to chance.
+        size = rows.new_full(rows.shape[:1], head.n_classes) if own is None else own[counts]
+        return Importance(size.detach(), None)
+    if head.weighs_draws:
         return Importance(own.detach()[counts], None)
-    if counter is None:
-        # All classes counted, and nothing was left to chance.
-        return Importance(rows.new_full(rows.shape[:1], head.n_classes), None)
     return importance(cast("SampledHead", head), rows, counter)
 
 

@@ -52,6 +52,8 @@ class ComparedHead(LinearHead, Audited):
         dtype: of the parameters.
     """
 
+    # Whether the loss weighs classes by their scores; one of noise does not.
+    weighs_draws = True
     ess: Tensor | None
     """Effective sample size of each row in the last training step, ``(n,)``; None before."""
 

@@ -180,7 +180,14 @@ def tail_widths(in_features: int, clusters: int, div_value: float, min_width: in
     Never 0, with which a cluster would be uniform for ever; and never more than ``in_features``.
     """
     least = min(min_width, in_features)
-    return [max(least, int(in_features // div_value**i)) for i in range(1, clusters + 1)]
+    return [max(least, _narrowed(in_features, div_value, i)) for i in range(1, clusters + 1)]
+
+
+def _narrowed(in_features: int, div_value: float, times: int) -> int:
+    try:
+        return int(in_features // div_value**times)
+    except OverflowError:  # a power beyond all numbers
+        return 0
 
 
 def check_widths(div_value: Any, min_width: Any) -> None:

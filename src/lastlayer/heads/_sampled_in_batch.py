@@ -94,7 +94,9 @@ def in_batch_softmax_loss(
         temperature=temperature,
     )
     if correction == "exact":
-        problem = problem._replace(shift=torch.log(-torch.expm1(log_prob[:n])))
+        # Rounding may have left a probability above 1.
+        certain = log_prob[:n].clamp(max=0.0)
+        problem = problem._replace(shift=torch.log(-torch.expm1(certain)))
     elif correction == "classic":
         problem = problem._replace(target_log_expected=log_prob[:n, None])
     return sampled_loss(problem, reduction, chunk_rows=chunk_rows).loss

@@ -52,9 +52,12 @@ class Tail(torch.nn.Module):
             kept = torch.ones(n_classes, dtype=torch.bool)
             kept[ids] = False
             others = kept.nonzero().squeeze(1)
-        # Both follow from the configuration: they are no state.
+        # Both follow from the configuration: they are no state. Kept apart as well, for a head that
+        # was made on the meta device and gets its parameters later.
+        self._made = ids, others
         self.register_buffer("head_ids", ids, persistent=False)
         self.register_buffer("tail_ids", others, persistent=False)
+        self.register_load_state_dict_post_hook(_fill_in)
 
     @property
     def n_head(self) -> int:
@@ -127,3 +130,9 @@ def _as_ids(head_classes: Any, n_classes: int) -> Tensor:
             f"{type(head_classes).__name__}"
         )
     return as_class_ids("head_classes", head_classes, n_classes)
+
+
+def _fill_in(tail: "Tail", _keys: Any) -> None:
+    for buffer, made in zip((tail.head_ids, tail.tail_ids), tail._made, strict=True):
+        if buffer is not None and made is not None and not buffer.is_meta:
+            buffer.copy_(made)

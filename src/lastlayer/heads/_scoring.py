@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lastlayer.fused.engine import MOST_ROUNDED_ADDITIONS
 from lastlayer.heads._checks import check_classes, check_hidden
 from lastlayer.heads._rows import row_chunks
 from lastlayer.heads._scores import wide_scores
@@ -78,13 +79,23 @@ class ScoringHead(Head):
     def _remade_in_backward(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor
     ) -> Tensor:
+        chunks = list(self._chunks(rows))
+        if rows.itemsize < 4 and len(chunks) > MOST_ROUNDED_ADDITIONS:
+            # The gradients of the chunks are added where these are made: in float32.
+            weight, bias = weight.float(), None if bias is None else bias.float()
         return torch.cat([
             checkpoint(
-                self._rows_log_prob, rows[part], weight, bias, chosen[part],
+                self._rounded_log_prob, rows[part], weight, bias, chosen[part],
                 use_reentrant=False, preserve_rng_state=False,
             )
-            for part in self._chunks(rows)
+            for part in chunks
         ])  # fmt: skip
+
+    def _rounded_log_prob(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor
+    ) -> Tensor:
+        bias = None if bias is None else bias.to(rows.dtype)
+        return self._rows_log_prob(rows, weight.to(rows.dtype), bias, chosen)
 
     def _filled_in_chunks(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor | None

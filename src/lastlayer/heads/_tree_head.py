@@ -46,6 +46,7 @@ class TreeHead(Head):
         self.register_parameter("bias", None if biases is None else Parameter(biases))
         # In the state, so that it is not loaded into a head with another tree of the same size.
         self.register_buffer("tree_digest", torch.tensor(0, device=device))
+        self.register_load_state_dict_post_hook(_fill_tables)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -53,13 +54,17 @@ class TreeHead(Head):
 
         A head that was made on the meta device is whole after ``to_empty`` and this.
         """
-        self._tables = TreeTables(self.tree, self.weight.device)
+        self._make_tables()
         self.tree_digest = torch.tensor(tree_digest(self.tree), device=self.weight.device)
         bound = 1.0 / math.sqrt(self.in_features)
         with torch.no_grad():
             self.weight.uniform_(-bound, bound)
             if self.bias is not None:
                 self.bias.uniform_(-bound, bound)
+
+    def _make_tables(self) -> None:
+        self._tables = TreeTables(self.tree, self.weight.device)
+        self._tables_are_made = not self.weight.is_meta
 
     @property
     def _nodes(self) -> Nodes:
@@ -91,3 +96,9 @@ class TreeHead(Head):
     def extra_repr(self) -> str:
         first, *rest = super().extra_repr().split(", ")
         return ", ".join([first, f"tree={self.tree!r}", *rest])
+
+
+def _fill_tables(head: TreeHead, _keys: Any) -> None:
+    """A head that was made on the meta device has no tables before it has its parameters."""
+    if not head._tables_are_made:
+        head._make_tables()

@@ -100,8 +100,8 @@ def node_vectors(
         _as_rows(tables, _up_to_root(tables, ends, weights * some[classes].double()) / mass)
         for some in vectors.split(_NUMBERS, 1)
     ]
-    # Of the biases and the entropy together.
-    own = (biases[classes].double() - paths).unsqueeze(-1)
+    # Of the biases and the entropy together; a class is shared out over its paths here as well.
+    own = ((biases.double() - shares)[classes] - paths).unsqueeze(-1)
     offset = _as_rows(tables, _up_to_root(tables, ends, weights * own) / mass + mass.log())
     made = torch.cat([each.to(vectors.dtype) for each in rows], 1)
     return made, offset.squeeze(-1).to(vectors.dtype)

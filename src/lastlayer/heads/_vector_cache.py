@@ -6,6 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+# Steps of any optimiser so far: fused ones write to parameters and leave their version as it is.
+_n_steps = 0
+_hooks: list[Any] = []
+
+
+def _count_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    global _n_steps  # noqa: PLW0603
+    _n_steps += 1
 
 
 class VectorCache:
@@ -15,12 +25,14 @@ class VectorCache:
         self._made_of: tuple[Any, ...] = ()
         self._parameters: list[Parameter] = []
         self._vectors: Tensor | None = None
+        if not _hooks:
+            _hooks.append(register_optimizer_step_post_hook(_count_step))
 
     def get(self, parameters: Sequence[Parameter], make: Callable[[], Tensor]) -> Tensor:
         """The vectors of before, or those of ``make`` where a parameter changed since."""
         if any(_is_unversioned(each) for each in parameters):
             return make()
-        now = _modes(parameters[0].device.type), *map(_state, parameters)
+        now = _n_steps, _modes(parameters[0].device.type), *map(_state, parameters)
         if self._vectors is None or now != self._made_of or not self._are(parameters):
             self._vectors = make()
             self._made_of, self._parameters = now, list(parameters)

@@ -122,6 +122,7 @@ class CharCNNSoftmax(ScoringHead):
         self.correct = Linear(correction, in_features, bias=False, **made) if correction else None
         self._cache = VectorCache()
         self.words = ModuleList()
+        self.register_load_state_dict_post_hook(_spell_again)
         self.reset_parameters()
 
     def _register(self, name: str, values: Tensor | None) -> None:
@@ -148,12 +149,14 @@ class CharCNNSoftmax(ScoringHead):
         widths = [width for width, _ in self.filters]
         chunks = self.cnn.spell(self._spellings, widths, self.max_length, self.chunk_classes)
         self.words = chunks
+        self._is_spelled = all(not each.is_meta for each in self.parameters())
         self._cache.drop()
 
     def class_vectors(self) -> Tensor:
-        """The vectors of all classes, ``(n_classes, in_features)``, in the dtype of the head.
+        """The vectors of all classes, ``(n_classes, in_features)``.
 
-        They are differentiable, so every fused loss can be trained on them. Call it once a step.
+        They are in the dtype of the head, or of autocast where it is on, and differentiable, so
+        every fused loss can be trained on them. Call it once a step.
         Where no gradient is recorded, the vectors of the last call are given again until a
         parameter changes: is written in place, replaced or loaded. What is written through
         ``parameter.data`` or by another process is not seen; ``train()`` and ``eval()`` forget
@@ -182,6 +185,8 @@ class CharCNNSoftmax(ScoringHead):
         corrected: Tensor = vectors + self.correct(self.corrections)
         return corrected
 
+    # Not in inference mode, whose tensors could never be trained.
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def add_classes(self, spellings: Sequence[str]) -> range:
         """More classes, after those there are. Their words are scored by spelling at once.
@@ -262,10 +267,17 @@ class CharCNNSoftmax(ScoringHead):
         return super().extra_repr().replace(words, f"n_classes={self.n_classes}")
 
 
+def _spell_again(head: "CharCNNSoftmax", _keys: Any) -> None:
+    """A head that was made on the meta device has no words before it has its parameters."""
+    if not head._is_spelled:
+        head._spell()
+
+
 def _extend(parameter: Parameter, more: Tensor) -> None:
+    n_rows = parameter.shape[0]
     parameter.data = torch.cat([parameter.data, more])
     parameter.grad = None
-    refuse_stale_steps(parameter)
+    refuse_stale_steps(parameter, n_rows)
 
 
 def _check_from_zero(name: str, value: Any, zero: str) -> None:

@@ -165,7 +165,8 @@ class HierarchicalSoftmax(TreeHead):
                 loss = any_tree_loss(self._nodes, rows, classes, self.ignore_index, self.reduction)
         if not len(self.weight):
             # A single class has no node: a sum over none, so that backward finds the parameters.
-            loss = loss + self.weight.sum().to(loss.dtype)
+            for each in self.parameters():
+                loss = loss + each.sum().to(loss.dtype)
         return loss.reshape(target.shape) if self.reduction == "none" else loss
 
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
@@ -241,19 +242,22 @@ class HierarchicalSoftmax(TreeHead):
 
     def _search(self, hidden: Tensor, k: int, beam: int | None = None) -> Found:
         rows = self._wide_rows(hidden)
+        given = hidden.reshape(-1, self.in_features).split(_SEARCHED_ROWS)
         found = []
+        mixed = torch.is_autocast_enabled(hidden.device.type)
         with torch.autocast(hidden.device.type, enabled=False):
-            for some in rows.split(_SEARCHED_ROWS):
+            for some, as_given in zip(rows.split(_SEARCHED_ROWS), given, strict=True):
                 nodes = self._nodes
                 if beam is None:
-                    sort = partial(self._sorted, some.to(self.weight.dtype), k)
+                    sort = partial(self._sorted, as_given, k, mixed)
                     found.append(exact_search(nodes, some, k, sort))
                 else:
                     found.append(beam_search(nodes, some, k, beam))
         return Found(*(torch.cat(each) for each in zip(*found, strict=True)))
 
-    def _sorted(self, rows: Tensor, k: int, some: Tensor) -> tuple[Tensor, Tensor]:
-        best = super().topk(rows[some], k)
+    def _sorted(self, rows: Tensor, k: int, mixed: bool, some: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(rows.device.type, enabled=mixed):
+            best = super().topk(rows[some], k)
         return best.values, best.classes
 
     def _check_beam(self, beam: Any, k: int) -> None:

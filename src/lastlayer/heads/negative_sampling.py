@@ -75,6 +75,8 @@ class NegativeSampling(SampledHead):
         Factorization, NeurIPS 2014.
     """
 
+    weighs_draws = False
+
     def __init__(
         self,
         in_features: int,

@@ -77,6 +77,8 @@ class NoiseContrastive(SampledHead):
 
     log_z: Parameter | float
 
+    weighs_draws = False
+
     def __init__(
         self,
         in_features: int,

@@ -105,8 +105,19 @@ class SelfNormalized(LinearHead):
         options = self._loss_options()
         if self.training and self.fraction < 1.0:
             return self._infrequent(hidden, check_target(self, hidden, target))
+        if self.training and self.class_weight is not None:
+            return self._weighted(hidden, check_target(self, hidden, target))
         alpha = self.alpha if self.training else 0.0
         return linear_cross_entropy(hidden, self.weight, target, self.bias, z_loss=alpha, **options)
+
+    def _weighted(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """With the weight of a class on all of the loss: the fused one's leaves log² Z without."""
+        row_weight = self._row_weight(target, wide_dtype(hidden))
+        return linear_cross_entropy(
+            hidden, self.weight, target, self.bias, row_weight=row_weight, z_loss=self.alpha,
+            ignore_index=self.ignore_index, chunk_rows=self.chunk_rows,
+            reduction="none" if self.reduction == "none" else "sum",
+        )  # fmt: skip
 
     def _infrequent(self, hidden: Tensor, target: Tensor) -> Tensor:
         rows, weight, bias = self._operands(hidden)

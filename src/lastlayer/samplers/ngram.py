@@ -107,7 +107,7 @@ class AdaptiveNGram(Sampler):
                 f"ids: expected shape ({rows}, n) or ({rows},), one row a context, "
                 f"got {tuple(ids.shape)}"
             )
-        wide = ids.reshape(rows, -1)
+        wide = ids if ids.dim() == 2 else ids.unsqueeze(1)
         parts = self._parts(places, wide, self.unigram.weight[wide])
         return (self._mixed(parts).log() - self.unigram.log_total).view(ids.shape)
 
@@ -156,23 +156,31 @@ class AdaptiveNGram(Sampler):
         known = target.isfinite().all(1)
         places = [lists.find(key) for lists, key in zip(self._lists(), keys, strict=True)]
         parts = [part.masked_fill(again, 0.0) for part in self._parts(places, classes, weight)]
-        self._move_mixture(parts, target.masked_fill(~known[:, None], 0.0), again)
+        taught = known & (keys[0] >= 0)
+        self._move_mixture(parts, target.masked_fill(~taught[:, None], 0.0), again, taught)
         # A class that is there again goes behind the others, which stay sorted.
         classes, order = classes.masked_fill(again, UNUSED).sort(dim=1, stable=True)
         for lists, key, part in zip(self._lists(), keys, parts[1:], strict=True):
             moved = part + self.rate * (part.sum(1, keepdim=True) * target - part)
-            taught = Update(classes, moved.gather(1, order), weight.gather(1, order))
-            lists.learn(lists.place(torch.where(known, key, -1)), taught, self.unigram.weight)
+            found = Update(classes, moved.gather(1, order), weight.gather(1, order))
+            lists.learn(lists.place(torch.where(known, key, -1)), found, self.unigram.weight)
 
-    def _move_mixture(self, parts: list[Tensor], target: Tensor, again: Tensor) -> None:
-        """One step of exponentiated gradient on the KL divergence within the classes scored."""
+    def _move_mixture(
+        self, parts: list[Tensor], target: Tensor, again: Tensor, taught: Tensor
+    ) -> None:
+        """One step of exponentiated gradient on the KL divergence within the classes scored.
+
+        Of the rows that were ``taught``, which have a context; without one nothing moves.
+        """
         mixed = self._mixed(parts)
         per_class = target / mixed.masked_fill(again, 1.0)
         within = target.sum(1) / mixed.sum(1)
-        slopes = [((per_class * part).sum(1) - within * part.sum(1)).mean() for part in parts]
-        moves = self.mixture_rate * torch.stack(slopes)
+        n_taught = taught.sum().clamp(min=1)
+        slopes = [((per_class * part).sum(1) - within * part.sum(1)).sum() for part in parts]
+        moves = self.mixture_rate * torch.stack(slopes) / n_taught
         shares = self.mixture.double() * (moves - moves.max()).exp()
-        shares = _LEAST_PART + (1.0 - self.order * _LEAST_PART) * shares / shares.sum()
+        shares = (shares / shares.sum()).clamp(min=_LEAST_PART)
+        shares = shares / shares.sum()
         moved = (shares * _PARTS).long()
         moved[0] += _PARTS - moved.sum()
         self.mixture.copy_(moved)

@@ -94,7 +94,7 @@ def _numbers_of(classes: Any, number: Mapping[str | None, int]) -> Integers:
     if isinstance(classes, (str, bytes)) or not hasattr(classes, "__len__"):
         raise TypeError(f"classes: expected a list of names, got {type(classes).__name__}")
     for c, name in enumerate(classes):
-        if name is None or name not in number:
+        if not isinstance(name, str) or name not in number:
             raise ValueError(f"classes: expected names in parents, got {name!r} for class {c}")
     check_no_label_twice(classes, "classes")
     return np.array([number[name] for name in classes], np.int64)

@@ -1,7 +1,7 @@
 """The value object: inner nodes, their children, and classes as leaves."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -91,6 +91,14 @@ class Tree:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name}: a Tree cannot be changed; build another one")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{name}: a Tree cannot be changed; build another one")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not as it lies in memory: arrays would come back writable, and hashes are of a process.
+        parts = self.child_start, self.child, self.labels, self.node_labels
+        return partial(type(self), overlap=self.overlaps), parts
 
     @property
     def n_inner(self) -> int:
