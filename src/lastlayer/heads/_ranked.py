@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lastlayer._checks import check_chunk_rows
 from lastlayer.fused._options import cross_entropy_options
+from lastlayer.fused.engine import MOST_ROUNDED_ADDITIONS
 from lastlayer.heads._checks import check_classes, check_hidden
 from lastlayer.heads._rows import row_chunks
 from lastlayer.heads.base import Head
@@ -139,13 +140,27 @@ class RankedHead(Head):
         return made
 
     def _remade_in_backward(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        chunks = list(self._chunks(rows, self.n_classes))
+        parameters = {}
+        if rows.itemsize < 4 and len(chunks) > MOST_ROUNDED_ADDITIONS:
+            # The gradients of the chunks are added where these are made: in float32.
+            parameters = {name: each.float() for name, each in self.named_parameters()}
         return torch.cat([
             checkpoint(
-                self._rows_log_prob, rows[part], chosen[part],
+                self._rounded_log_prob, rows[part], chosen[part], parameters,
                 use_reentrant=False, preserve_rng_state=False,
             )
-            for part in self._chunks(rows, self.n_classes)
+            for part in chunks
         ])  # fmt: skip
+
+    def _rounded_log_prob(
+        self, rows: Tensor, chosen: Tensor, parameters: dict[str, Tensor]
+    ) -> Tensor:
+        rounded = {f"head.{name}": each.to(rows.dtype) for name, each in parameters.items()}
+        if not rounded:
+            return self._rows_log_prob(rows, chosen)
+        made: Tensor = torch.func.functional_call(_RowsLogProb(self), rounded, (rows, chosen))
+        return made
 
     def _chunks(self, rows: Tensor, n_scores: int) -> Iterator[slice]:
         return row_chunks(rows, n_scores, self.chunk_rows, self._copies)
@@ -165,6 +180,17 @@ class RankedHead(Head):
         if config["order"]:
             head.order, head.places = (torch.arange(head.n_classes) for _ in range(2))
         return head
+
+
+class _RowsLogProb(torch.nn.Module):
+    """The head as a module that is called for log-probabilities."""
+
+    def __init__(self, head: RankedHead) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        return self.head._rows_log_prob(rows, chosen)
 
 
 def wide_dtype(rows: Tensor) -> torch.dtype:
