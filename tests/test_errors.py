@@ -265,7 +265,7 @@ def test_values_on_a_gpu_are_checked_inside_debug():
 
 
 def test_debug_is_left_as_it_was_found():
-    from lastlayer._debug import values_are_checked
+    from lastlayer._torch import values_are_checked
 
     meta = torch.empty(1, device="meta")
     with lastlayer.debug():

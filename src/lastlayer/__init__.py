@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lastlayer import fused, heads, optim, samplers, trees
-    from lastlayer._debug import debug
+    from lastlayer._torch import debug
     from lastlayer.losses import (
         EntmaxLoss,
         InfoNCELoss,
@@ -48,7 +48,7 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 
 # Names are imported at first use, so that `lastlayer --help` does not wait for torch.
 _HOME = {
-    "debug": "lastlayer._debug",
+    "debug": "lastlayer._torch",
     "entmax": "lastlayer.maps",
     "entmax_support": "lastlayer.maps",
     "sparsemax": "lastlayer.maps",

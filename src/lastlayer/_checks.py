@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer._debug import values_are_checked
+from lastlayer._torch import values_are_checked
 
 REDUCTIONS = ("mean", "sum", "none")
 # What the kernels take: torch counts float8 as floating too, but has hardly an operation for it.

@@ -12,8 +12,8 @@ from lastlayer._checks import (
     check_reduction,
     check_scores,
 )
+from lastlayer._torch import accumulation_dtype, is_eager
 from lastlayer.fused._loss import Problem
-from lastlayer.kernels._registry import is_plain
 
 
 def check_linear(hidden: Any, weight: Any, bias: Any) -> None:
@@ -151,7 +151,7 @@ def _check_weight_grad(weight_grad: Any, weight: Tensor) -> None:
             f"weight_grad: expected a tensor to add to, got {type(weight_grad).__name__}; "
             "weight.grad is None before the first backward: set it to zeros"
         )
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(weight.dtype)
     if weight_grad.dtype not in (weight.dtype, wide):
         expected = " or ".join(str(dtype) for dtype in dict.fromkeys((weight.dtype, wide)))
         raise TypeError(f"weight_grad: expected {expected}, got {weight_grad.dtype}")
@@ -167,7 +167,7 @@ def _check_weight_grad(weight_grad: Any, weight: Tensor) -> None:
         )
     _check_device("weight_grad", weight_grad, weight)
     if weight_grad is weight or (
-        is_plain(weight) and weight_grad.numel() and weight_grad.data_ptr() == weight.data_ptr()
+        is_eager(weight) and weight_grad.numel() and weight_grad.data_ptr() == weight.data_ptr()
     ):
         raise ValueError("weight_grad: expected memory of its own, got that of weight")
     if torch.compiler.is_compiling():

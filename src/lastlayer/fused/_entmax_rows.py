@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer._torch import host_sync_allowed
 from lastlayer.fused._sparse_rows import (
-    can_wait,
     dense_rows,
     scores_of_listed,
     sparse_rows,
@@ -31,11 +31,11 @@ def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:
         widest = min(WIDEST_LIST, scores.shape[1])
         # Here the host waits: which products follow depends on the supports.
         step = scores.shape[0] // _PROBED_ROWS
-        if flat is None and step >= _PROBES_PAY and can_wait(scores):
+        if flat is None and step >= _PROBES_PAY and host_sync_allowed(scores):
             *_, needed = _lists(scores[::step], alpha, widest)
             flat = needed > widest
         # After one flat chunk the others are taken to be flat as well.
-        if not flat and can_wait(scores):
+        if not flat and host_sync_allowed(scores):
             values, classes, needed = _lists(scores, alpha, widest)
             if needed <= widest:
                 listed = torch.where(values[:, :needed] == 0, -1, classes[:, :needed])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer._torch import gradient_sum_dtype
 
 
 def near_one(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -50,11 +51,6 @@ def scaled_gradients(ctx: Any, grad: Tensor) -> list[Tensor]:
     return made
 
 
-def summed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a sum over rows: with row factors near 1 it may be too large for float16."""
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
 def returned_gradients(hidden: Tensor, made: Sequence[Tensor | None]) -> list[Tensor]:
     """What an operation returns for the three gradients: contiguous, and empty for None.
 
@@ -70,8 +66,8 @@ def unmade_gradients(
     """What a fake returns for :func:`returned_gradients`: empty where one is not wanted."""
     sources = (
         (hidden, hidden.dtype),
-        (weight, summed_in(weight.dtype)),
-        (bias, None if bias is None else summed_in(bias.dtype)),
+        (weight, gradient_sum_dtype(weight.dtype)),
+        (bias, None if bias is None else gradient_sum_dtype(bias.dtype)),
     )
     return [
         source.new_empty(source.shape, dtype=dtype)

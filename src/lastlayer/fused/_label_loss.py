@@ -13,19 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype, gradient_sum_dtype, is_eager
 from lastlayer.fused._gradient_scale import (
     near_one,
     returned_gradients,
     rounded_product,
     scaled_gradients,
-    summed_in,
     unmade_gradients,
 )
 from lastlayer.fused._label_rows import LabelLoss, LogisticLabels, ZlprLabels
 from lastlayer.fused._label_slabs import classes_at_a_time, run_labels
 from lastlayer.fused._listed import GivenLists
 from lastlayer.fused.engine import Wanted
-from lastlayer.kernels._registry import is_plain
 from lastlayer.losses._positives import check_positives
 
 # Makes a loss from its smoothing, and from the normalisers of all rows where they are known.
@@ -80,7 +79,7 @@ class _LinearLabelLoss(torch.autograd.Function):
         wanted: tuple[bool, bool, bool],
     ) -> Tensor:
         n = hidden.shape[0]
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        dtype = accumulation_dtype(hidden.dtype)
         share = 1.0 / max(1, n) if reduction == "mean" else 1.0
         scale = hidden.new_full((n,), share, dtype=dtype)
         at_once = any(wanted) and reduction != "none"
@@ -120,7 +119,7 @@ def _recomputed(ctx: Any, grad: Tensor) -> list[Tensor]:
     """The gradients from scores that are made again."""
     *operands, normalisers = ctx.saved_tensors
     hidden = operands[0]
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(hidden.dtype)
     scale, size = near_one(grad.to(dtype), hidden.dtype)
     known = normalisers if normalisers.numel() else None
     _, _, *made = _operation(hidden)(*operands, scale, known, *ctx.options, ctx.wanted)
@@ -151,11 +150,11 @@ def _losses_and_gradients(
         result = run_labels(
             rule, hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype),
             GivenLists(positives, offsets, values, ignore_index, smoothing), row_scale,
-            Wanted(wanted[0], wanted[1], wanted[2]), at_a_time, summed_in(weight.dtype),
+            Wanted(wanted[0], wanted[1], wanted[2]), at_a_time, gradient_sum_dtype(weight.dtype),
         )  # fmt: skip
     bias_gradient = result.bias
     if bias_gradient is not None and bias is not None:
-        bias_gradient = bias_gradient.to(summed_in(bias.dtype))
+        bias_gradient = bias_gradient.to(gradient_sum_dtype(bias.dtype))
     made = [result.hidden, result.weight, bias_gradient]
     # What is given to an operation may not be what it returns.
     found = () if normalisers is not None else result.statistics
@@ -186,7 +185,7 @@ _linear_label_loss = torch.library.custom_op("lastlayer::linear_label_loss", mut
 
 def _operation(hidden: Tensor) -> Callable[..., list[Tensor]]:
     """The function itself where nobody looks at it: an operation takes the host a while."""
-    return _losses_and_gradients if is_plain(hidden) else _linear_label_loss
+    return _losses_and_gradients if is_eager(hidden) else _linear_label_loss
 
 
 @_linear_label_loss.register_fake
@@ -205,7 +204,7 @@ def _(
     chunk_classes: str,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(hidden.dtype)
     n = hidden.shape[0]
     found = n if normalisers is None and loss == "zlpr" else 0
     return [

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.fused._label_rows import LabelLoss
 from lastlayer.fused._listed import GivenLists, Listed
 from lastlayer.fused._products import add_weight_gradient_, scores_into, set_weight_gradient
@@ -150,7 +151,7 @@ class _Gradients:
         self, hidden: Tensor, weight: Tensor, wanted: Wanted, weight_dtype: torch.dtype
     ) -> None:
         self._rows, self._vectors = hidden, weight
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(weight.dtype)
         self._wide = wide
         self._hidden = torch.zeros_like(hidden, dtype=wide) if wanted.hidden else None
         self._weight = torch.empty_like(weight, dtype=weight_dtype) if wanted.weight else None

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_id_range
+from lastlayer._torch import accumulation_dtype, gradient_sum_dtype
 from lastlayer.fused._gradient_scale import (
     near_one,
     returned_gradients,
     rounded_product,
     scaled_gradients,
-    summed_in,
     unmade_gradients,
 )
 from lastlayer.fused._run_rows import STATISTICS, run_rows
@@ -76,7 +76,7 @@ def linear_loss(
 def _row_scale(problem: Problem, row_weight: Tensor | None, reduction: str) -> Tensor:
     """What the loss of each row counts in the result."""
     hidden, target = problem.hidden, problem.target
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(hidden.dtype)
     scale = hidden.new_ones(target.shape, dtype=dtype)
     if row_weight is not None:
         scale = row_weight.detach().reshape(-1).to(dtype)
@@ -199,7 +199,7 @@ def _linear_loss(
     )  # fmt: skip
     bias_gradient = result.bias
     if bias_gradient is not None and bias is not None:
-        bias_gradient = bias_gradient.to(summed_in(bias.dtype))
+        bias_gradient = bias_gradient.to(gradient_sum_dtype(bias.dtype))
     made = [result.hidden, result.weight, bias_gradient]
     return [result.loss, *result.statistics, *returned_gradients(hidden, made)]
 
@@ -220,7 +220,7 @@ def _(
     chunk_rows: str,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(hidden.dtype)
     floats, integers = statistics
     numbers = [hidden.new_empty(target.shape, dtype=dtype) for _ in range(1 + floats)]
     ids = [target.new_empty(target.shape) for _ in range(integers)]

@@ -6,13 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype, gradient_sum_dtype, host_sync_allowed
 from lastlayer.fused import engine
 from lastlayer.fused._chunks import rows_at_a_time
 from lastlayer.fused._cross_entropy_rows import cross_entropy_rows
 from lastlayer.fused._entmax_rows import entmax_rows
-from lastlayer.fused._gradient_scale import summed_in
 from lastlayer.fused._slabs import run_slabs, slabs_suit
-from lastlayer.fused._sparse_rows import can_wait
 from lastlayer.fused._tiles import run_tiles, tiles_suit
 from lastlayer.fused._topk_rows import topk_rows
 from lastlayer.fused.engine import Result, RowLoss, Wanted
@@ -42,17 +41,17 @@ def run_rows(
 ) -> Result:
     """All rows by the way that suits them, ignored ones left out."""
     kept, ignored = kept_rows(target, ignore_index), None
-    if ignore_index is not None and not can_wait(target):
+    if ignore_index is not None and not host_sync_allowed(target):
         ignored = target == ignore_index
         target = torch.where(ignored, 0, target)
     n = hidden.shape[0]
-    weight_dtype = summed_in(weight.dtype)
+    weight_dtype = gradient_sum_dtype(weight.dtype)
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     if kept is not None:
         hidden, target = hidden[kept], target[kept]
         row_scale = None if row_scale is None else row_scale[kept]
     if class_weight is not None:
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        dtype = accumulation_dtype(hidden.dtype)
         class_weight = class_weight.to(dtype)
     copies *= engine.PRECISE_COPIES if wanted.precise(hidden) else 1.0
     rows = rows_at_a_time(chunk_rows, hidden, weight.shape[0], copies)
@@ -86,7 +85,7 @@ def kept_rows(target: Tensor, ignore_index: int | None) -> Tensor | None:
     The host has to know how many there are, and waits for it once. While a CUDA graph is captured
     it cannot: ignored rows are then computed with a factor of 0.
     """
-    if ignore_index is None or not can_wait(target):
+    if ignore_index is None or not host_sync_allowed(target):
         return None
     kept = (target != ignore_index).nonzero().squeeze(-1)
     return None if kept.shape[0] == target.shape[0] else kept

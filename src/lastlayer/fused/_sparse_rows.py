@@ -16,11 +16,6 @@ from lastlayer.fused.engine import Chunk, RowResult, Sparse
 PIECES = 4
 
 
-def can_wait(scores: Tensor) -> bool:
-    """Whether the host may read a number: not while a CUDA graph is being captured."""
-    return scores.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-
-
 def scores_of_listed(scores: Tensor, chunk: Chunk, classes: Tensor) -> tuple[Tensor, Tensor]:
     """Of the classes (rows, k) and of the target, in full precision; -1 is none, with anything."""
     if scores.itemsize < 4:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer._torch import accumulation_dtype
 from lastlayer.fused._products import add_weight_gradient_, scores_into, set_weight_gradient
 from lastlayer.kernels._memory import empty
 
@@ -147,7 +148,7 @@ class Gradients:
         self._hidden, self._weight, self._wanted = hidden, weight, wanted
         self._weight_dtype = weight_dtype
         self.hidden = hidden.new_empty(hidden.shape) if wanted.hidden else None
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(weight.dtype)
         many = hidden.shape[0] > MOST_ROUNDED_ADDITIONS * chunk_rows
         # No product of two half-precision matrices gives the other half precision, or float64.
         foreign = weight_dtype not in (weight.dtype, wide)

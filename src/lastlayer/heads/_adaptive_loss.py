@@ -11,11 +11,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lastlayer.fused._gradient_scale import summed_in
+from lastlayer._torch import accumulation_dtype, gradient_sum_dtype
 from lastlayer.fused._products import set_weight_gradient
 from lastlayer.fused.engine import Result, Wanted
 from lastlayer.heads._group_loss import GroupProblem, group_loss, group_operation
-from lastlayer.heads._ranked import wide_dtype
 from lastlayer.heads._shares import Share, share_out
 from lastlayer.heads._small_softmax import shared_memory, softmax_rows
 
@@ -107,7 +106,7 @@ def _losses(
         losses = _back(losses, shares.rows, hidden.shape[0])
         of_rows = None if of_rows is None else _back(of_rows, shares.rows, hidden.shape[0])
     if made[0] is not None and bias is not None:
-        made[0] = made[0].to(summed_in(bias.dtype))
+        made[0] = made[0].to(gradient_sum_dtype(bias.dtype))
     return [losses, *(hidden.new_empty(0) if each is None else each for each in (of_rows, *made))]
 
 
@@ -137,9 +136,9 @@ def _add_cluster(
         torch.addmm(some, below.hidden, narrow_projection, out=some)
     made = None
     if of_projection and below.hidden is not None:
-        dtype = summed_in(projection.dtype)
+        dtype = gradient_sum_dtype(projection.dtype)
         # No product of two half-precision matrices gives the other half precision.
-        product = dtype if dtype == rows.dtype else wide_dtype(rows)
+        product = dtype if dtype == rows.dtype else accumulation_dtype(rows.dtype)
         made = torch.empty_like(projection, dtype=product)
         set_weight_gradient(made, below.hidden, rows)
         made = made.to(dtype)

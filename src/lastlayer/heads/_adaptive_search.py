@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from lastlayer.fused._sparse_rows import can_wait
+from lastlayer._torch import accumulation_dtype, host_sync_allowed
 from lastlayer.heads._adaptive_blocks import best_by_blocks, blocks_suit
-from lastlayer.heads._ranked import wide_dtype
 from lastlayer.heads._top import top_classes
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def ceiling(projection: Tensor, vectors: Tensor, rows: Tensor) -> Tensor:
     The log of the normaliser is at least the mean score plus log n, and no score is further
     above the mean than :math:`\|z\| \max_j \|w_j - \bar w\|`.
     """
-    narrow = linear(rows, projection.to(rows.dtype)).to(wide_dtype(rows))
+    narrow = linear(rows, projection.to(rows.dtype)).to(accumulation_dtype(rows.dtype))
     vectors = vectors.to(rows.dtype).to(narrow.dtype)
     mean = vectors.mean(0)
     squares = torch.linalg.vector_norm(vectors, dim=1).square()
@@ -106,7 +105,7 @@ def ceiling(projection: Tensor, vectors: Tensor, rows: Tensor) -> Tensor:
 
 def rows_where(asked: Tensor) -> Tensor:
     """The rows that ask; all of them where the host cannot wait to know."""
-    if can_wait(asked):
+    if host_sync_allowed(asked):
         return asked.nonzero().squeeze(-1)
     return torch.arange(asked.shape[0], device=asked.device)
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.fused import linear_cross_entropy
 from lastlayer.heads._group_loss import row_scale
-from lastlayer.heads._ranked import IGNORED, wide_dtype
+from lastlayer.heads._ranked import IGNORED
 
 
 def spread_loss(
@@ -31,7 +32,7 @@ def spread_loss(
     n_columns = top[0].shape[0]
     n_classes = n_columns - len(sizes) + sum(sizes)
     # The column of a cluster counts once for each of its classes.
-    times = hidden.new_ones(n_columns, dtype=wide_dtype(hidden))
+    times = hidden.new_ones(n_columns, dtype=accumulation_dtype(hidden.dtype))
     for column, size in enumerate(sizes, n_columns - len(sizes)):
         times[column] = size
     target = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)

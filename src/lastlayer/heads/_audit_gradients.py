@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 
 @dataclass(frozen=True)
 class GradientError:
@@ -37,7 +39,7 @@ class GradientSums:
     """The sum of estimates and that of their squared norms; memory for two gradients."""
 
     def __init__(self, exact: Tensor) -> None:
-        dtype = torch.float64 if exact.dtype == torch.float64 else torch.float32
+        dtype = accumulation_dtype(exact.dtype)
         self._exact = exact.to(dtype)
         self._sum = torch.zeros_like(self._exact)
         self._squares = torch.zeros((), dtype=torch.float64, device=exact.device)

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer._torch import accumulation_dtype, gradient_sum_dtype, host_sync_allowed
 from lastlayer.fused import engine
 from lastlayer.fused._chunks import rows_at_a_time
-from lastlayer.fused._gradient_scale import summed_in
 from lastlayer.fused._products import scores_into
 from lastlayer.fused._run_rows import kept_rows
-from lastlayer.fused._sparse_rows import can_wait
 from lastlayer.heads._group_loss import GroupProblem, group_loss, group_operation
-from lastlayer.heads._ranked import wide_dtype
 
 
 def band_loss(
@@ -70,20 +68,20 @@ def _band_loss(
     if kept is not None:
         hidden, target = hidden[kept], target[kept]
         row_scale = None if row_scale is None else row_scale[kept]
-    if ignore_index is not None and not can_wait(target):
+    if ignore_index is not None and not host_sync_allowed(target):
         target = torch.where(target == ignore_index, 0, target)
     bands = _Bands(
         hidden,
         [weight.to(dtype) for weight in weights],
         None if bias is None else bias.to(dtype),
-        [summed_in(weight.dtype) for weight in weights],
+        [gradient_sum_dtype(weight.dtype) for weight in weights],
         int(chunk_rows) if chunk_rows.isdecimal() else chunk_rows,
     )
     # Dtypes are settled by now; autocast would still round the float32 sums on the way.
     with torch.autocast(hidden.device.type, enabled=False):
         losses, *made = bands.run(target, row_scale, smoothing, wanted)
     if bias is not None and wanted[1]:
-        made[1] = made[1].to(summed_in(bias.dtype))
+        made[1] = made[1].to(gradient_sum_dtype(bias.dtype))
     if kept is not None:
         losses = losses.new_zeros(n).index_copy_(0, kept, losses)
         if wanted[0]:
@@ -166,7 +164,7 @@ class _Bands:
 
     def _at(self, target: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
         """The scores of the targets in full precision, each from the band it is in."""
-        if rows.device.type == "cpu" and rows.dtype == wide_dtype(rows):
+        if rows.device.type == "cpu" and rows.dtype == accumulation_dtype(rows.dtype):
             # Nothing is rounded there; a GPU may take TF32.
             return scores.gather(-1, target.unsqueeze(-1)).squeeze(-1)
         total = rows.new_zeros((), dtype=torch.float32)

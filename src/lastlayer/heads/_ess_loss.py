@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.fused import linear_cross_entropy
 from lastlayer.heads._ess import Stopped
 from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem, sampled_loss
@@ -78,7 +79,7 @@ def _together(
     problem: SampledProblem, parts: list[tuple[Tensor, Tensor]], reduction: str
 ) -> Tensor:
     hidden = problem.hidden
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(hidden.dtype)
     if reduction == "none":
         losses = hidden.new_zeros(hidden.shape[0], dtype=dtype)
         for rows, loss in parts:

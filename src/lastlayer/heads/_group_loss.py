@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer.fused._gradient_scale import near_one, rounded_product, scaled_gradients, summed_in
-from lastlayer.heads._ranked import wide_dtype
-from lastlayer.kernels._registry import is_plain
+from lastlayer._torch import accumulation_dtype, gradient_sum_dtype, is_eager
+from lastlayer.fused._gradient_scale import near_one, rounded_product, scaled_gradients
 
 
 class GroupProblem(NamedTuple):
@@ -59,7 +58,7 @@ def group_loss(
 
 def row_scale(hidden: Tensor, counts: Tensor | None, reduction: str, factor: float) -> Tensor:
     """What the loss of each row is multiplied by."""
-    dtype, n = wide_dtype(hidden), hidden.shape[0]
+    dtype, n = accumulation_dtype(hidden.dtype), hidden.shape[0]
     if counts is None:
         total = max(1, n) if reduction == "mean" else 1
         return hidden.new_full((n,), factor / total, dtype=dtype)
@@ -133,7 +132,7 @@ def _call(
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     given = hidden, bias, target, row_scale, list(weights), *options, list(wanted)
-    if is_plain(hidden):
+    if is_eager(hidden):
         return _functions[operation](*given)
     made: list[Tensor] = getattr(torch.ops.lastlayer, operation).default(*given)
     return made
@@ -159,12 +158,12 @@ def _fake_results(
     hidden: Tensor, bias: Tensor | None, weights: Sequence[Tensor], wanted: Sequence[bool]
 ) -> list[Tensor]:
     """Empty results of the right shapes and dtypes, for tracing."""
-    made = [hidden.new_empty(hidden.shape[:1], dtype=wide_dtype(hidden))]
+    made = [hidden.new_empty(hidden.shape[:1], dtype=accumulation_dtype(hidden.dtype))]
     for source, needed in zip((hidden, bias, *weights), wanted, strict=True):
         if source is None or not needed:
             made.append(hidden.new_empty(0))
         else:
-            dtype = source.dtype if source is hidden else summed_in(source.dtype)
+            dtype = source.dtype if source is hidden else gradient_sum_dtype(source.dtype)
             made.append(source.new_empty(source.shape, dtype=dtype))
     return made
 

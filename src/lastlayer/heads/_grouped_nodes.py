@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lastlayer.fused._sparse_rows import can_wait
+from lastlayer._torch import host_sync_allowed, is_eager
 from lastlayer.heads._node_by_node import refuse_second_derivatives
 from lastlayer.heads._tree_tables import TreeTables
 from lastlayer.kernels import selected
-from lastlayer.kernels._registry import is_plain
 from lastlayer.kernels.node_groups.sizes import (
     Plan,
     TreeSizes,
@@ -73,7 +72,7 @@ def grouped_log_prob(
 
 def losses_suit(tables: TreeTables, rows: Tensor) -> bool:
     """Whether :func:`grouped_losses` can be taken: its paths need no list of torch's making."""
-    if not groups_suit(tables, rows) or tables.overlaps or not is_plain(rows):
+    if not groups_suit(tables, rows) or tables.overlaps or not is_eager(rows):
         return False
     return 0 < len(rows) * most_scores(1, _sizes(tables, 1)) <= _HELD_SCORES
 
@@ -145,7 +144,7 @@ class _GroupedLogProb(torch.autograd.Function):
         sparse: bool,
     ) -> Tensor:
         position = position.to(torch.int32)
-        run = log_probs if is_plain(rows) else _log_probs
+        run = log_probs if is_eager(rows) else _log_probs
         made, *kept = run(rows, weight, bias, node.to(torch.int32), position, row_start, sizes)
         ctx.save_for_backward(rows, weight, bias, position, *kept)
         ctx.sparse = sparse
@@ -165,8 +164,8 @@ def _all_gradients(
     refuse_second_derivatives()
     rows, weight, bias, position, *kept = ctx.saved_tensors
     wanted = to_rows, to_weight, bias is not None and to_bias
-    sparse = ctx.sparse and not torch.compiler.is_compiling() and can_wait(rows)
-    run = gradients if is_plain(rows) else _gradients
+    sparse = ctx.sparse and not torch.compiler.is_compiling() and host_sync_allowed(rows)
+    run = gradients if is_eager(rows) else _gradients
     of_rows, of_weight, of_bias, touched = run(rows, weight, position, grad, kept, sparse, wanted)
     if sparse:
         of_weight = _row_sparse(touched, of_weight, weight.shape)

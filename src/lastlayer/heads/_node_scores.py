@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lastlayer.fused._sparse_rows import can_wait
+from lastlayer._torch import host_sync_allowed
 from lastlayer.heads._gathered_rows import gathered
 from lastlayer.heads._grouped_nodes import grouped_log_prob, groups_suit
 from lastlayer.heads._node_by_node import block_scores, by_node, log_prob_by_node
@@ -184,7 +184,7 @@ def _wide_log_prob(
 
 
 def _host_knows(tensor: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and can_wait(tensor)
+    return not torch.compiler.is_compiling() and host_sync_allowed(tensor)
 
 
 def _scores(nodes: Nodes, rows: Tensor, picked: Tensor) -> Tensor:

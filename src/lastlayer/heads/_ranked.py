@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lastlayer._checks import check_chunk_rows
+from lastlayer._torch import accumulation_dtype
 from lastlayer.fused._options import cross_entropy_options
 from lastlayer.fused.engine import MOST_ROUNDED_ADDITIONS
 from lastlayer.heads._checks import check_classes, check_hidden
@@ -134,7 +135,7 @@ class RankedHead(Head):
 
     def _filled_in_chunks(self, rows: Tensor, chosen: Tensor | None) -> Tensor:
         width = self.n_classes if chosen is None else chosen.shape[-1]
-        made = rows.new_empty(rows.shape[0], width, dtype=wide_dtype(rows))
+        made = rows.new_empty(rows.shape[0], width, dtype=accumulation_dtype(rows.dtype))
         for part in self._chunks(rows, self.n_classes):
             made[part] = self._rows_log_prob(rows[part], None if chosen is None else chosen[part])
         return made
@@ -191,11 +192,6 @@ class _RowsLogProb(torch.nn.Module):
 
     def forward(self, rows: Tensor, chosen: Tensor) -> Tensor:
         return self.head._rows_log_prob(rows, chosen)
-
-
-def wide_dtype(rows: Tensor) -> torch.dtype:
-    """Of losses and log-probabilities."""
-    return torch.float64 if rows.dtype == torch.float64 else torch.float32
 
 
 def _autocast_is_on(tensor: Tensor) -> bool:

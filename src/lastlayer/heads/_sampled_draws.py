@@ -6,8 +6,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer._torch import accumulation_dtype
 from lastlayer.fused._products import add_weight_gradient_, scores_into, set_weight_gradient
-from lastlayer.heads._ranked import wide_dtype
 from lastlayer.heads._sampled_chunks import rows_for
 from lastlayer.heads._sampled_rule import Rule
 from lastlayer.kernels import sampled_rows
@@ -65,7 +65,7 @@ class Made(NamedTuple):
 
 def operands(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden and the vectors drawn in the dtype of the products."""
-    dtype = hidden.dtype if _multiplies_narrow(hidden) else wide_dtype(hidden)
+    dtype = hidden.dtype if _multiplies_narrow(hidden) else accumulation_dtype(hidden.dtype)
     return hidden.to(dtype), weight.detach().index_select(0, ids).to(dtype)
 
 
@@ -78,7 +78,7 @@ def shared_draws(
     impl: kernels.Impl = "auto",
 ) -> Made:
     """Of draws that are the same for every row, some rows at a time."""
-    dtype = wide_dtype(hidden)
+    dtype = accumulation_dtype(hidden.dtype)
     (n, d), m = hidden.shape, vectors.shape[0]
     to_hidden, to_weight, to_bias, _ = (each and rows.row_scale is not None for each in wanted)
     narrow = _multiplies_narrow(hidden)
@@ -107,14 +107,14 @@ def shared_draws(
 
 def _multiplies_narrow(hidden: Tensor) -> bool:
     """Whether products of half precision come out in float32: on a CPU operands are widened."""
-    return hidden.device.type == "cuda" and hidden.dtype != wide_dtype(hidden)
+    return hidden.device.type == "cuda" and hidden.dtype != accumulation_dtype(hidden.dtype)
 
 
 def draws_apart(
     hidden: Tensor, weight: Tensor, ids: Tensor, rows: Rows, wanted: Sequence[bool]
 ) -> Made:
     """As of :func:`shared_draws`, with the gradient of scores in the place of the vectors'."""
-    dtype = wide_dtype(hidden)
+    dtype = accumulation_dtype(hidden.dtype)
     to_hidden, to_weight, to_bias, _ = (each and rows.row_scale is not None for each in wanted)
     scores = kernels.class_scores.forward("auto", hidden, weight, None, ids)
     nothing = hidden.new_empty(0, dtype=dtype)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_chunk_rows, check_reduction, check_scores
-from lastlayer._debug import values_are_checked
+from lastlayer._torch import accumulation_dtype, values_are_checked
 from lastlayer.heads._sampled_checks import check_choice, check_positive
 from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem, sampled_loss
 
@@ -70,7 +70,7 @@ def in_batch_softmax_loss(
     check_chunk_rows(chunk_rows)
     _check_pairs(query, key)
     n, m = query.shape[0], key.shape[0]
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(query.dtype)
     if correction == "none":
         log_prob = query.new_zeros(m, dtype=dtype)
     else:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lastlayer._torch import is_eager
 from lastlayer.fused._gradient_scale import near_one
 from lastlayer.heads._group_loss import row_scale
 from lastlayer.heads._sampled_one_target import suits
@@ -21,7 +22,6 @@ from lastlayer.heads._sampled_pass import Pieces, run
 from lastlayer.heads._sampled_rule import Rule
 from lastlayer.heads._sampled_touched import class_gradients
 from lastlayer.kernels import sampled_targets
-from lastlayer.kernels._registry import is_plain
 
 __all__ = ["Draws", "Rule", "SampledLoss", "SampledProblem", "sampled_loss"]
 
@@ -205,13 +205,13 @@ def _scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def _without_uncounted(hidden: Tensor, scale: Tensor) -> Tensor:
     """0 in rows that do not count, whose NaN would come into the products."""
     counts = scale != 0
-    if is_plain(hidden) and hidden.device.type == "cpu" and bool(counts.all()):
+    if is_eager(hidden) and hidden.device.type == "cpu" and bool(counts.all()):
         return hidden
     return torch.where(counts.unsqueeze(-1), hidden, 0.0)
 
 
 def _call(*given: Any) -> Sequence[Tensor]:
-    if is_plain(given[0]):
+    if is_eager(given[0]):
         return run(*given)
     made: Sequence[Tensor] = torch.ops.lastlayer.sampled_loss.default(*given)
     return made

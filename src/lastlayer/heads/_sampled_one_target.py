@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer._torch import is_eager
 from lastlayer.heads._sampled_draws import Made, Rows, shared_draws
 from lastlayer.heads._sampled_rule import Rule
 from lastlayer.kernels import sampled_targets
-from lastlayer.kernels._registry import is_plain
 
 # Classes are told apart by 32 bits.
 _MOST_CLASSES = 2**31 - 1
@@ -24,7 +24,7 @@ def suits(hidden: Tensor, weight: Tensor, target: Tensor, ids: Tensor, labels: o
     """Whether the kernels can take it."""
     return (
         hidden.device.type == "cuda"
-        and is_plain(hidden)
+        and is_eager(hidden)
         and ids.dim() == 1
         and ids.shape[0] > 0
         and target.shape[1] == 1

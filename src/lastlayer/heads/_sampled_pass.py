@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer.heads._ranked import wide_dtype
+from lastlayer._torch import accumulation_dtype
 from lastlayer.heads._sampled_draws import Rows, draws_apart, operands, shared_draws
 from lastlayer.heads._sampled_one_target import one_target, suits
 from lastlayer.heads._sampled_rule import Rule
@@ -56,7 +56,7 @@ def run(
     """Losses times ``scale``, effective sample sizes ``(n,)``; then :class:`Pieces`."""
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         how, factor = Rule(*rule), 1.0 / temperature
-        dtype = wide_dtype(hidden)
+        dtype = accumulation_dtype(hidden.dtype)
         if row_shift is not None:
             shift = row_shift.to(dtype) if shift is None else shift.to(dtype) + row_shift
         to_classes = row_scale is not None and (wanted[1] or wanted[2])
@@ -129,7 +129,7 @@ def _fake(*given: Any) -> list[Tensor]:
     """Empty results of the right shapes and dtypes, for tracing."""
     hidden, weight, target, ids, row_scale = (given[place] for place in (0, 1, 4, 5, 12))
     to_hidden, to_weight, to_bias, to_shift = given[-1]
-    dtype, (n, d) = wide_dtype(hidden), hidden.shape
+    dtype, (n, d) = accumulation_dtype(hidden.dtype), hidden.shape
 
     def empty(*shape: int, needed: bool = True) -> Tensor:
         made: Tensor = hidden.new_empty(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lastlayer._torch import is_eager
 from lastlayer.kernels import touched_rows
-from lastlayer.kernels._registry import is_plain
 
 if TYPE_CHECKING:
     from lastlayer.heads._sampled_pass import Pieces
@@ -48,7 +48,7 @@ def class_gradients(
         nothing = pieces.targets.new_empty(0)
         entries = nothing, nothing, torch.cat([pieces.draws, pieces.targets], 1), hidden
     keys, order = torch.sort(pieces.entries, stable=True)
-    make = _grouped if hidden.device.type == "cpu" or not is_plain(hidden) else _slotted
+    make = _grouped if hidden.device.type == "cpu" or not is_eager(hidden) else _slotted
     return make(entries, keys, order, factor, shape, dtypes, wanted, sparse)
 
 
@@ -93,7 +93,7 @@ def _grouped(
 ) -> tuple[Tensor | None, Tensor | None]:
     """On a CPU, where the number of classes is known at once; and while it is traced."""
     columns, biases, slopes, hidden = entries
-    counted = is_plain(hidden)
+    counted = is_eager(hidden)
     known, starts = _groups(keys, counted)
     sums = touched_rows.forward(
         "auto", columns, biases, slopes, hidden, order, starts, factor, *wanted

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lastlayer._debug import values_are_checked
+from lastlayer._torch import values_are_checked
 
 # Numbers held for each log-probability, itself included: sums are in float64.
 COPIES = 5.0

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.fused.engine import MOST_ROUNDED_ADDITIONS
 from lastlayer.heads._checks import check_classes, check_hidden
 from lastlayer.heads._rows import row_chunks
@@ -101,7 +102,7 @@ class ScoringHead(Head):
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor | None
     ) -> Tensor:
         width = self.n_classes if chosen is None else chosen.shape[-1]
-        dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        dtype = accumulation_dtype(rows.dtype)
         made = rows.new_empty(rows.shape[0], width, dtype=dtype)
         for part in self._chunks(rows):
             some = None if chosen is None else chosen[part]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer.fused._sparse_rows import can_wait
+from lastlayer._torch import host_sync_allowed
 
 
 class Share(NamedTuple):
@@ -49,7 +49,7 @@ def share_out(
             is wanted.
         starts: the first place of each cluster.
     """
-    way = in_segments if can_wait(place) else all_rows
+    way = in_segments if host_sync_allowed(place) else all_rows
     return way(hidden, place, row_scale, starts)
 
 

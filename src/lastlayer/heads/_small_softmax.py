@@ -7,14 +7,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lastlayer import kernels
+from lastlayer._torch import accumulation_dtype, gradient_sum_dtype
 from lastlayer.fused import engine
 from lastlayer.fused._chunks import rows_at_a_time
-from lastlayer.fused._gradient_scale import summed_in
 from lastlayer.fused._products import scores_into
 from lastlayer.fused._run_rows import run_rows
 from lastlayer.fused._tiles import run_tiles, tiles_suit
 from lastlayer.fused.engine import Result, Wanted
-from lastlayer.heads._ranked import wide_dtype
 
 # On CUDA there are a multiple of so many classes: the matrix unit reads 16 bytes at a time, and one
 # column for each cluster makes their number an odd one.
@@ -46,7 +45,7 @@ def softmax_rows(
         row_scale = row_scale if wanted.any else None
         return _plain(scores, hidden, weight, bias, target, row_scale, wanted)
     if tiles_suit(hidden, _PLAIN, chunk_rows, wanted):
-        dtype, narrow = summed_in(weight.dtype), weight.to(hidden.dtype)
+        dtype, narrow = gradient_sum_dtype(weight.dtype), weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
         return run_tiles(
             hidden, narrow, bias, target, row_scale, None, wanted, _PLAIN, dtype, in_order
@@ -73,7 +72,7 @@ def aligned_rows(
     No row counts them: their scores are 0, and stay so where those of the others become slopes.
     """
     (n, dtype), n_classes = (hidden.shape[0], hidden.dtype), weight.shape[0]
-    gradient_dtype, more = summed_in(weight.dtype), -n_classes % _ALIGNED
+    gradient_dtype, more = gradient_sum_dtype(weight.dtype), -n_classes % _ALIGNED
     weight = pad(weight.to(dtype), (0, 0, 0, more))
     bias = None if bias is None else pad(bias.to(dtype), (0, more))
     step = rows_at_a_time(chunk_rows, hidden, len(weight))
@@ -117,7 +116,7 @@ def shared_memory(
         softmaxes: how many rows each has, and its class vectors.
         chunk_rows: those that do not fit one chunk need the engine.
     """
-    if hidden.device.type != "cpu" or hidden.dtype != wide_dtype(hidden):
+    if hidden.device.type != "cpu" or hidden.dtype != accumulation_dtype(hidden.dtype):
         return None
     largest = 0
     for n, vectors in softmaxes:

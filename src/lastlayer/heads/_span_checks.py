@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_scores
-from lastlayer._debug import values_are_checked
+from lastlayer._torch import values_are_checked
 
 
 def check_head_size(head_size: int, rope: bool) -> None:

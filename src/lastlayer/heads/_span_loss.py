@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer._torch import is_eager
 from lastlayer.heads._span_labels import SpanLabels, TileLabels, span_labels
 from lastlayer.heads._span_tiles import Tile, not_spans, tile_scores, tiles
-from lastlayer.kernels._registry import is_plain
 from lastlayer.kernels.span_sums import SpanParts
 
 # Wider vectors take more shared memory in the kernels than some devices have.
@@ -52,7 +52,7 @@ class _SpanLosses(torch.autograd.Function):
         n_spans: int,
     ) -> Tensor:
         operands = query, key, start_bias, end_bias, mask, target
-        sums: Callable[..., Tensor] = _log_sums if is_plain(query) else _log_sums_op
+        sums: Callable[..., Tensor] = _log_sums if is_eager(query) else _log_sums_op
         found = sums(*operands, n_types, n_spans)
         ctx.save_for_backward(*operands, found)
         ctx.options = n_types, n_spans
@@ -67,7 +67,7 @@ class _SpanLosses(torch.autograd.Function):
                 "head.scores(hidden) returns"
             )
         *operands, found = ctx.saved_tensors
-        made: Callable[..., list[Tensor]] = _gradients if is_plain(grad) else _gradients_op
+        made: Callable[..., list[Tensor]] = _gradients if is_eager(grad) else _gradients_op
         gradients = made(*operands, found, grad.contiguous(), *ctx.options)
         there = (
             None if given is None else each

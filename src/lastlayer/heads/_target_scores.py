@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer.fused._sparse_rows import can_wait
-from lastlayer.heads._ranked import wide_dtype
-from lastlayer.kernels._registry import is_plain
+from lastlayer._torch import accumulation_dtype, host_sync_allowed, is_eager
 
 
 def target_scores(
@@ -67,11 +65,11 @@ def _weight_gradient(slopes: Tensor, classes: Tensor, rows: Tensor, weight: Tens
     the dense gradient of another loss in place.
     """
     n_classes, depth = weight.shape
-    compact = is_plain(rows) and can_wait(rows)
+    compact = is_eager(rows) and host_sync_allowed(rows)
     if compact:
         touched, classes = torch.unique(classes, return_inverse=True)
         n_classes = touched.shape[0]
-    sums = rows.new_zeros(n_classes, depth, dtype=wide_dtype(rows))
+    sums = rows.new_zeros(n_classes, depth, dtype=accumulation_dtype(rows.dtype))
     kernels.sparse_gradient.add_to_weight_("auto", slopes, classes, rows, sums)
     gradient = sums.to(weight.dtype)
     if not compact:

@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from lastlayer._debug import values_are_checked
+from lastlayer._torch import values_are_checked
 
 # Numbers held for each number of the input, itself included. Keys and what they are made of take
 # six times its memory, so they are made for a few rows at a time.

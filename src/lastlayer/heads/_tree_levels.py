@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.heads._node_scores import Nodes
 from lastlayer.heads._rows import row_chunks
 from lastlayer.heads._scores import wide_scores
@@ -24,7 +25,7 @@ def all_classes_log_prob(
     bias = None if nodes.bias is None else nodes.bias.to(rows.dtype)
     if recording:
         return all_log_prob(tables, wide_scores(rows, weight, bias))
-    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(rows.dtype)
     made = rows.new_empty(rows.shape[0], tables.n_classes, dtype=dtype)
     for part in row_chunks(rows, tables.n_edges // 2, chunk_rows, _COPIES):
         made[part] = all_log_prob(tables, wide_scores(rows[part], weight, bias))

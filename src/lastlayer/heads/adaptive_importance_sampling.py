@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer._torch import accumulation_dtype
 from lastlayer.heads._checks import check_hidden
 from lastlayer.heads._ess import RunningWeights, Stopped, draw_until
 from lastlayer.heads._ess_loss import Options, loss_of_groups
-from lastlayer.heads._ranked import wide_dtype
 from lastlayer.heads._sampled import Batch, SampledOptions
 from lastlayer.heads._sampled_checks import check_adaptive_sampler, check_context, check_targets
 from lastlayer.heads._sampled_loss import Draws, SampledProblem
@@ -139,7 +139,9 @@ class AdaptiveImportanceSampling(ImportanceSampling):
         most = self._most_blocks()
         n = batch.hidden.shape[0]
         drawn = _Drawn(n, batch.hidden)
-        weights = RunningWeights(n, batch.hidden.new_empty(0, dtype=wide_dtype(batch.hidden)))
+        weights = RunningWeights(
+            n, batch.hidden.new_empty(0, dtype=accumulation_dtype(batch.hidden.dtype))
+        )
 
         @torch.no_grad()
         def add_block(block: int, rows: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_reduction
+from lastlayer._torch import accumulation_dtype
 from lastlayer.heads._checks import check_count
 from lastlayer.heads._rotary import rotated
 from lastlayer.heads._saving import load_head, save_head
@@ -228,7 +229,7 @@ class GlobalPointer(torch.nn.Module):
         """Start and end vectors, rotated and scaled, of all texts one after the other."""
         n = hidden.shape[-2]
         n_texts = hidden.shape[:-2].numel()
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(hidden.dtype)
         states = hidden.reshape(n_texts, n, self.in_features)
         if mask is not None:
             mask = mask.reshape(n_texts, n)

@@ -6,9 +6,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.heads._ess import BLOCKS, RunningWeights, Stopped, check_stopping, draw_until
 from lastlayer.heads._ess_loss import SELF_NORMALISED, Options, loss_of_groups
-from lastlayer.heads._ranked import wide_dtype
 from lastlayer.heads._sampled import Batch, SampledHead, SampledOptions
 from lastlayer.heads._sampled_loss import Draws, SampledProblem, sampled_loss
 from lastlayer.samplers import Sampler, fork
@@ -113,7 +113,7 @@ class ImportanceSampling(SampledHead):
     def _stopped_loss(self, batch: Batch, counter: Tensor) -> Tensor:
         blocks: list[Draws] = []
         counted = (batch.target >= 0).any(-1)
-        like = batch.hidden.new_empty(0, dtype=wide_dtype(batch.hidden))
+        like = batch.hidden.new_empty(0, dtype=accumulation_dtype(batch.hidden.dtype))
         weights = RunningWeights(batch.hidden.shape[0], like)
 
         @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from lastlayer.heads._ranked import wide_dtype
+from lastlayer._torch import accumulation_dtype
 from lastlayer.heads._sampled import Batch, SampledHead, SampledOptions
 from lastlayer.heads._sampled_checks import check_choice, check_positive
 from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem
@@ -114,7 +114,7 @@ class SampledSoftmax(SampledHead):
         return ids, log_prob
 
     def _loss_of_step(self, batch: Batch, counter: Tensor) -> Tensor:
-        tail, dtype = self.tail, wide_dtype(batch.hidden)
+        tail, dtype = self.tail, accumulation_dtype(batch.hidden.dtype)
         ids, log_prob = tail.draw(self.sampler, self.n_samples, counter, self.unique, dtype)
         log_expected = torch.zeros_like(log_prob) if self.correction == "none" else log_prob
         if tail.n_head:
@@ -139,7 +139,7 @@ class SampledSoftmax(SampledHead):
 
     def _classic(self, problem: SampledProblem) -> SampledProblem:
         """Targets and draws alike by how often they are expected."""
-        target, dtype = problem.target.clamp(min=0), wide_dtype(problem.hidden)
+        target, dtype = problem.target.clamp(min=0), accumulation_dtype(problem.hidden.dtype)
         expected = self.tail.log_prob(self.sampler, target, self.n_samples, self.unique)
         if not self.unique:
             log_draws = math.log(self.n_samples)

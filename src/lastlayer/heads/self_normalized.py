@@ -6,11 +6,11 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.fused import linear_cross_entropy
 from lastlayer.heads._checks import check_hidden, check_target
 from lastlayer.heads._linear import LinearHead, LinearOptions
 from lastlayer.heads._log_z import Drift, chosen_scores, drift_of, log_normalizer
-from lastlayer.heads._ranked import wide_dtype
 from lastlayer.heads._recomputed import Steps
 from lastlayer.heads._sampled_checks import check_positive, check_seed
 from lastlayer.heads._target_scores import target_scores
@@ -112,7 +112,7 @@ class SelfNormalized(LinearHead):
 
     def _weighted(self, hidden: Tensor, target: Tensor) -> Tensor:
         """With the weight of a class on all of the loss: the fused one's leaves log² Z without."""
-        row_weight = self._row_weight(target, wide_dtype(hidden))
+        row_weight = self._row_weight(target, accumulation_dtype(hidden.dtype))
         return linear_cross_entropy(
             hidden, self.weight, target, self.bias, row_weight=row_weight, z_loss=self.alpha,
             ignore_index=self.ignore_index, chunk_rows=self.chunk_rows,
@@ -122,7 +122,7 @@ class SelfNormalized(LinearHead):
     def _infrequent(self, hidden: Tensor, target: Tensor) -> Tensor:
         rows, weight, bias = self._operands(hidden)
         ids = target.reshape(-1)
-        row_weight = self._row_weight(ids, wide_dtype(rows))
+        row_weight = self._row_weight(ids, accumulation_dtype(rows.dtype))
         present = torch.where(row_weight == 0, 0, ids)
         chosen = self._chosen(ids)
         times = ids.shape[0] / max(1, chosen.shape[0])

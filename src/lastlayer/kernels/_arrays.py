@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._memory import empty
 
 
@@ -22,11 +23,6 @@ def as_rows(tensor: Tensor) -> NDArray[Any]:
 
 def empty_rows(tensor: Tensor) -> tuple[NDArray[Any], Tensor]:
     """Memory for a result of that shape, as rows and as a tensor."""
-    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(tensor.dtype)
     result = empty(tensor.shape, dtype)
     return as_rows(result), result
-
-
-def in_dtype(result: Tensor, dtype: torch.dtype) -> Tensor:
-    """``result.to(dtype)``, which costs the host microseconds even where there is nothing to do."""
-    return result if result.dtype == dtype else result.to(dtype)

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._registry import is_plain
+from lastlayer._torch import is_eager
 
 LARGE = 1 << 22
 _MADV_HUGEPAGE = 14
@@ -23,7 +23,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     every 2 MiB. On Linux they have to be asked for, unless the system gives them to everyone.
     """
     result = torch.empty(shape, dtype=dtype, device=device)
-    if result.nbytes >= LARGE and is_plain(result) and result.device.type == "cpu":
+    if result.nbytes >= LARGE and is_eager(result) and result.device.type == "cpu":
         _ask_for_huge_pages(result.data_ptr(), result.nbytes)
     return result
 

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from lastlayer._torch import is_eager
+
 Impl = Literal["auto", "reference", "triton", "cpu"]
 IMPLEMENTATIONS: tuple[str, ...] = ("reference", "triton", "cpu")
 
@@ -80,7 +82,7 @@ class Operation:
 
     def __call__(self, impl: Impl, *args: Any) -> Any:
         if impl == "auto":
-            if is_plain(args[0]):
+            if is_eager(args[0]):
                 return self._run_selected(*args)
             return self._dispatched(*args)
         self._check_can_run(impl, args[0])
@@ -121,16 +123,6 @@ class Operation:
                 f"impl: {impl!r} cannot run {self.name} here: {reason}; "
                 "use impl='auto' or impl='reference'"
             )
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether nothing but the device decides, so that the dispatcher's cost can be saved."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-    )
 
 
 _operations: dict[str, Operation] = {}

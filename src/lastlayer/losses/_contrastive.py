@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._registry import is_plain
+from lastlayer._torch import is_eager
 from lastlayer.losses._contrastive_pass import factors_of, gradients, normalisers, sizes
 
 
@@ -94,7 +94,7 @@ class _Similarities(torch.autograd.Function):
         options: Any = positive, own, normalize, columns, products, chunk_rows
         # Not among the saved tensors: the backward pass writes over it, and can do without.
         ctx.kept = None
-        if is_plain(query):
+        if is_eager(query):
             found, last = _find(*problem, *options)
             if any(ctx.needs_input_grad[:3]) and chunk_rows != "low":
                 ctx.kept = last
@@ -109,7 +109,7 @@ class _Similarities(torch.autograd.Function):
         *problem, row_lse, column_lse = ctx.saved_tensors
         wanted = [bool(each) for each in ctx.needs_input_grad[:2]]
         given: Any = *problem, row_lse, column_lse, *upstream, *ctx.options, wanted
-        plain = is_plain(problem[0])
+        plain = is_eager(problem[0])
         if plain:
             given, ctx.kept = (*given, ctx.kept), None
         differentiate: Any = _differentiate if plain else _backward

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_scores
-from lastlayer._debug import values_are_checked
+from lastlayer._torch import values_are_checked
 
 SAME_GROUP = ("positive", "ignore")
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lastlayer.kernels._registry import is_plain
+from lastlayer._torch import accumulation_dtype, is_eager
 from lastlayer.losses._contrastive import Groups, Similarities, similarities
 from lastlayer.losses._contrastive_groups import matches
 from lastlayer.losses._contrastive_pass import sizes
@@ -80,7 +80,7 @@ def is_one_pass(batch: Batch, scale: Tensor, options: Options, of: Shares | None
         options.in_batch
         and (not options.symmetric or (only_pairs and _at_a_time(batch, options)))
         and (batch.negatives is None or batch.negatives.dim() == 2)
-        and is_plain(batch.query)
+        and is_eager(batch.query)
         and torch.is_grad_enabled()
         and any(each is not None and each.requires_grad for each in leaves)
     )
@@ -237,7 +237,7 @@ def _products(query: Tensor) -> torch.dtype:
 
 def _pair_scores(query: Tensor, key: Tensor, normalize: bool) -> Tensor:
     """Products of pairs over the last dimension, in float32 or float64."""
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(query.dtype)
     query, key = query.to(wide), key.to(wide)
     if normalize:
         query, key = (functional.normalize(each, dim=-1) for each in (query, key))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_mask, check_reduction, check_scores
-from lastlayer._debug import values_are_checked
+from lastlayer._torch import accumulation_dtype, values_are_checked
 
 
 def check_multilabel(scores: Any, target: Any, mask: Any, reduction: Any) -> None:
@@ -59,7 +59,7 @@ def check_labels(target: Tensor, mask: Tensor | None = None) -> None:
 
 def wide_dtype(scores: Tensor) -> torch.dtype:
     """The dtype of losses."""
-    return torch.float64 if scores.dtype == torch.float64 else torch.float32
+    return accumulation_dtype(scores.dtype)
 
 
 def rows_of_mask(mask: Tensor | None, scores: Tensor, n_rows: int) -> Tensor | None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer._debug import values_are_checked
+from lastlayer._torch import values_are_checked
 
 
 class Positives(NamedTuple):

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_scores
-from lastlayer.losses._multilabel import check_multilabel, rows_of_mask, wide_dtype
+from lastlayer._torch import accumulation_dtype
+from lastlayer.losses._multilabel import check_multilabel, rows_of_mask
 from lastlayer.losses._platt import Columns, Curve, columns_of, fit_each, fit_shared, typical_size
 
 
@@ -98,7 +99,7 @@ class ZLPRCalibrator(torch.nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         """Probabilities, of the shape and dtype of ``scores``."""
         self._check_classes(scores)
-        dtype = wide_dtype(scores)
+        dtype = accumulation_dtype(scores.dtype)
         slope, bias = self.slope.to(dtype), self.bias.to(dtype)
         # A slope of 0 makes nothing of an infinite score.
         scaled = torch.where(slope == 0, 0.0, slope * scores.to(dtype))

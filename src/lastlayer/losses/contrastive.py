@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_chunk_rows, check_reduction
+from lastlayer._torch import accumulation_dtype
 from lastlayer.losses import _contrastive_checks as checks
 from lastlayer.losses._contrastive_terms import Batch, Options, is_one_pass, losses_of, total_of
 from lastlayer.losses._gathered import Shares, check_gather, shares, summed
@@ -154,7 +155,7 @@ def _over_processes(mine: Tensor, of: Shares) -> Tensor:
 
 
 def _scale(temperature: float | Tensor, query: Tensor) -> Tensor:
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(query.dtype)
     if isinstance(temperature, Tensor):
         return temperature.to(query.device, wide).reciprocal()
     return torch.full((), 1.0 / temperature, dtype=wide, device=query.device)

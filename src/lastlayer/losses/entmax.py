@@ -1,9 +1,9 @@
 """The losses of sparsemax and entmax."""
 
-import torch
 from torch import Tensor
 
 from lastlayer._checks import check_alpha, check_alpha_shape, check_scores
+from lastlayer._torch import accumulation_dtype
 from lastlayer.losses._module import MapLoss
 from lastlayer.losses.fenchel_young import fenchel_young_loss, parametric_loss
 from lastlayer.maps._tsallis import tsallis_entropy, tsallis_entropy_alpha_slope
@@ -106,7 +106,7 @@ def entmax_loss(
             reduction=reduction,
         )
     check_alpha_shape(alpha, scores, scores.dim() - 1)
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     row_alpha = alpha.to(dtype).expand(*scores.shape[:-1], 1).squeeze(-1)
     return parametric_loss(
         scores,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lastlayer.losses._multilabel import check_multilabel, reduced, wide_dtype
+from lastlayer._torch import accumulation_dtype
+from lastlayer.losses._multilabel import check_multilabel, reduced
 
 
 def binary_cross_entropy_loss(
@@ -122,7 +123,10 @@ def _sides(
     There a score is replaced by one that is infinitely right, which costs exactly 0 with gradient
     0, whatever stood there.
     """
-    scores, labels = scores.to(wide_dtype(scores)), target.to(wide_dtype(scores))
+    scores, labels = (
+        scores.to(accumulation_dtype(scores.dtype)),
+        target.to(accumulation_dtype(scores.dtype)),
+    )
     if mask is None:
         positive, negative = labels > 0, labels < 1
     else:

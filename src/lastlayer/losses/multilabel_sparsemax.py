@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_scores
-from lastlayer.losses._multilabel import check_allowed, check_multilabel, reduced, wide_dtype
+from lastlayer._torch import accumulation_dtype
+from lastlayer.losses._multilabel import check_allowed, check_multilabel, reduced
 from lastlayer.losses.entmax import sparsemax_loss
 from lastlayer.maps.sparsemax import sparsemax
 
@@ -48,7 +49,7 @@ def multilabel_sparsemax_loss(
         Martins and Astudillo, From Softmax to Sparsemax, ICML 2016, arXiv:1602.02068.
     """
     check_multilabel(scores, target, mask, reduction)
-    labels = target.to(wide_dtype(scores))
+    labels = target.to(accumulation_dtype(scores.dtype))
     if mask is not None:
         labels = torch.where(mask, labels, 0.0)
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -91,7 +92,7 @@ def multilabel_sparsemax_predict(
     check_scores(scores)
     check_allowed(mask, scores)
     _check_threshold(threshold)
-    return sparsemax(scores.to(wide_dtype(scores)), mask=mask) > threshold
+    return sparsemax(scores.to(accumulation_dtype(scores.dtype)), mask=mask) > threshold
 
 
 def _check_threshold(threshold: Any) -> None:

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_reduction, check_scores
+from lastlayer._torch import accumulation_dtype
 from lastlayer.losses._multilabel import (
     check_allowed,
     check_multilabel,
     reduced,
     rows_of_mask,
-    wide_dtype,
 )
 from lastlayer.losses._positives import positive_lists
 from lastlayer.losses._zlpr_rows import zlpr_listed_rows, zlpr_rows
@@ -188,7 +188,7 @@ def zlpr_probability(scores: Tensor) -> Tensor:
     """
     check_scores(scores, at_least_1d=False)
     # Doubled in the wide dtype: float16 ends at 65504.
-    return torch.sigmoid(2.0 * scores.to(wide_dtype(scores))).to(scores.dtype)
+    return torch.sigmoid(2.0 * scores.to(accumulation_dtype(scores.dtype))).to(scores.dtype)
 
 
 class ZLPRLoss(torch.nn.Module):

@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 
 def tsallis_entropy(probs: Tensor, alpha: float | Tensor) -> Tensor:
     r"""``H(p) = sum(p - p**alpha) / (alpha (alpha - 1))``, Shannon's at alpha = 1; per row."""
@@ -25,7 +27,7 @@ def tsallis_entropy_alpha_slope(probs: Tensor, alpha: Tensor) -> Tensor:
 
 def alpha_slope(probs: Tensor, alpha: Tensor) -> Tensor:
     """The derivative of ``entmax(scores, alpha)`` by alpha, from its value; shape of ``probs``."""
-    dtype = torch.float64 if probs.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(probs.dtype)
     probs, excess = probs.to(dtype), alpha.to(dtype).unsqueeze(-1) - 1.0
     log_probs = _log_on_support(probs)
     power = -excess * log_probs

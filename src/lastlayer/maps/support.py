@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_alpha, check_alpha_shape, check_max_support
-from lastlayer._debug import values_are_checked
+from lastlayer._torch import values_are_checked
 from lastlayer.kernels import Impl
 from lastlayer.maps._function import batch_first, entmax_jacobian_product
 from lastlayer.maps._rows import as_rows

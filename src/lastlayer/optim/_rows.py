@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lastlayer import kernels
+from lastlayer._torch import accumulation_dtype
 from lastlayer.optim._slots import Slots
 
 
@@ -56,7 +57,7 @@ class RowOptimizer(Optimizer):
         _check_parameter(parameter)
         state = self.state[parameter]
         if not state:
-            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            dtype = accumulation_dtype(parameter.dtype)
             state.update(self._fresh_state(parameter, dtype, group))
         if gradient.layout == torch.strided:
             self._update("reference", parameter, None, gradient, state, group)

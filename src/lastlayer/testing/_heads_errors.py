@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lastlayer._debug import debug
+from lastlayer._torch import debug
 from lastlayer.testing._heads_suite import HeadSuite
 
 

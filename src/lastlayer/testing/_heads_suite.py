@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.testing._suite import Suite
 
 
@@ -92,4 +93,4 @@ class HeadSuite(Suite):
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of losses and log-probabilities."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return accumulation_dtype(dtype)

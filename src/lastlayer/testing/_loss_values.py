@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.testing._suite import Suite
 
 CLASSES = 7
@@ -190,7 +191,7 @@ def masked_scores_are_handled(suite: LossSuite) -> None:
 def the_dtype_is_float32_or_float64(suite: LossSuite) -> None:
     for dtype in suite.dtypes:
         scores = suite.normal(3, CLASSES, dtype=dtype)
-        expected = torch.float64 if dtype == torch.float64 else torch.float32
+        expected = accumulation_dtype(dtype)
         for reduction in ("none", "mean", "sum"):
             got = suite.losses(scores, suite.integers(CLASSES, 3), reduction).dtype
             rule = f"a loss of {dtype} scores is {expected}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.testing._suite import Suite
 
 CLASSES = 7
@@ -47,7 +48,7 @@ class MultilabelSuite(Suite):
 def the_dtype_is_float32_or_float64(suite: MultilabelSuite) -> None:
     for dtype in suite.dtypes:
         scores = suite.normal(3, CLASSES, dtype=dtype)
-        expected = torch.float64 if dtype == torch.float64 else torch.float32
+        expected = accumulation_dtype(dtype)
         for reduction in ("none", "mean", "sum"):
             got = suite.losses(scores, suite.labels(3, CLASSES), None, reduction).dtype
             rule = f"a loss of {dtype} scores is {expected}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lastlayer._debug import debug
+from lastlayer._torch import debug
 from lastlayer.testing._samplers_suite import SamplerSuite
 
 

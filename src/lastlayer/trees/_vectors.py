@@ -7,13 +7,14 @@ import torch
 from numpy.typing import NDArray
 
 from lastlayer._counts import as_array
+from lastlayer._torch import accumulation_dtype
 
 
 def as_vectors(name: str, vectors: Any, normalize: bool) -> NDArray[np.float32]:
     """Rows in float32, scaled and centred so that their squares neither overflow nor vanish."""
     expected = "floating vectors, one a class"
     if isinstance(vectors, torch.Tensor) and vectors.is_floating_point():
-        wide = torch.float64 if vectors.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(vectors.dtype)
         array: NDArray[Any] = vectors.detach().to("cpu", wide).numpy()
     else:
         array = as_array(name, vectors, expected)

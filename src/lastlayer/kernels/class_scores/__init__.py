@@ -3,14 +3,14 @@
 A class of -1 is padding, with a score of 0.
 """
 
-import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import Operation
 
 
 def _fake(hidden: Tensor, _weight: Tensor, _bias: Tensor | None, classes: Tensor) -> Tensor:
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(hidden.dtype)
     return hidden.new_empty(classes.shape, dtype=dtype)
 
 

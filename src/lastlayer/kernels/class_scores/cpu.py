@@ -4,6 +4,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._arrays import as_rows
 from lastlayer.kernels._threads import by_rows
 
@@ -15,7 +16,7 @@ _WIDENED = 1 << 20
 
 def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> Tensor:
     """As the reference's."""
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(hidden.dtype)
     scores = torch.empty(classes.shape, dtype=dtype)
     if weight.dtype == dtype:
         _run(hidden, weight, classes, scores)

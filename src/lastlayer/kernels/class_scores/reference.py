@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 # Class vectors gathered at a time, in numbers: bounds the memory.
 _GATHERED = 1 << 24
 
@@ -12,7 +14,7 @@ def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor
 
     Accumulated in float32, or in float64 from float64. A class of -1 is padding: its score is 0.
     """
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(hidden.dtype)
     scores = torch.empty(classes.shape, dtype=dtype, device=hidden.device)
     rows = max(1, _GATHERED // max(1, classes.shape[1] * hidden.shape[1]))
     for first in range(0, hidden.shape[0], rows):

@@ -11,7 +11,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from lastlayer.kernels._arrays import as_rows, empty_rows, in_dtype
+from lastlayer._torch import in_dtype
+from lastlayer.kernels._arrays import as_rows, empty_rows
 from lastlayer.kernels._blocks import BLOCK, bits, find_peaks, room_for_peaks
 from lastlayer.kernels._threads import by_rows
 from lastlayer.kernels.entmax._any_alpha import powers_of, room_for_any, solve_any

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """Probabilities of each row, in the dtype of ``scores``."""
@@ -84,7 +86,7 @@ def support(
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return accumulation_dtype(dtype)
 
 
 def _sorted(distance: Tensor, alpha: float) -> Tensor:

@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 
 def forward_(scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float) -> Tensor:
     """``<p - y, scores> + H(p)`` for each row, ``alpha`` 1.5 or 2.
 
     Where ``row_scale`` is given, ``scores`` become the gradient of ``sum(row_scale * loss)``.
     """
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     values = scores.to(dtype)
     distance = (values - values.amax(-1, keepdim=True)) * (alpha - 1.0)
     ordered = distance.sort(dim=-1, descending=True).values

@@ -3,14 +3,14 @@
 ``alpha`` 1 takes Shannon's entropy, as softmax over all or the k largest scores does.
 """
 
-import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import Operation
 
 
 def _fake(probs: Tensor, _scores: Tensor, target: Tensor, *_: object) -> Tensor:
-    dtype = torch.float64 if probs.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(probs.dtype)
     return probs.new_empty(target.shape, dtype=dtype)
 
 

@@ -9,6 +9,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._blocks import BLOCK, bits
 from lastlayer.kernels._threads import by_rows
 
@@ -22,7 +23,7 @@ def forward_(
     probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float
 ) -> Tensor:
     """As the reference's."""
-    dtype = torch.float64 if probs.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(probs.dtype)
     loss = torch.empty(target.shape, dtype=dtype)
     scale = loss.new_empty(0) if row_scale is None else row_scale.to(dtype)
     per_row = target, scale, loss

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 
 def forward_(
     probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float
@@ -14,7 +16,7 @@ def forward_(
     Where ``row_scale`` is given, ``probs`` become the gradient of ``sum(row_scale * loss)``. A row
     without any probability costs +inf and has no gradient.
     """
-    dtype = torch.float64 if probs.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(probs.dtype)
     place = target.unsqueeze(-1)
     shares, values = probs.to(dtype), scores.to(dtype)
     at_target = values.gather(-1, place)

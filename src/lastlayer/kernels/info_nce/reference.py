@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 
 def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
     """``rows`` of length 1, or as they are, into ``out``; a row of zeros stays one."""
@@ -121,4 +123,4 @@ def _inverse_length(wide: Tensor) -> Tensor:
 
 
 def _wide(rows: Tensor) -> torch.dtype:
-    return torch.float64 if rows.dtype == torch.float64 else torch.float32
+    return accumulation_dtype(rows.dtype)

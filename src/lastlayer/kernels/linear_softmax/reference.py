@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 
 def mix_of_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, temperature: float
@@ -42,7 +44,7 @@ def _shaped(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Scores after cap and temperature, and their derivative by the plain ones."""
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(hidden.dtype)
     scores = hidden.to(dtype) @ weight.to(dtype).t()
     if bias is not None:
         scores = scores + bias.to(dtype)

@@ -5,14 +5,14 @@ scores become the gradient, in place, where a factor is given for each row. A sc
 for nothing and has the gradient 0: so are the listed labels left out.
 """
 
-import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import Operation
 
 
 def _fake(scores: Tensor, *_: object) -> Tensor:
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     return scores.new_empty(scores.shape[0], dtype=dtype)
 
 

@@ -4,12 +4,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lastlayer._torch import accumulation_dtype
+
 _NUMBERS = 1 << 16
 
 
 def forward_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
     """As the reference's."""
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     losses = scores.new_empty(scores.shape[0], dtype=dtype)
     rows = max(1, _NUMBERS // max(1, scores.shape[1]))
     for first in range(0, scores.shape[0], rows):

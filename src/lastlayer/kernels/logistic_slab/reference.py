@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lastlayer._torch import accumulation_dtype
+
 
 def forward_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
     """The losses of all rows (rows, labels), added up; ``scale`` has one number a row."""
-    values = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    values = scores.to(accumulation_dtype(scores.dtype))
     absent = values == -torch.inf
     # Not functional.softplus: it is linear from 20 on.
     loss = -functional.logsigmoid(-values)

@@ -8,6 +8,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._exp import exp
 from lastlayer.kernels._threads import by_rows
 
@@ -35,7 +36,7 @@ def forward_(
     adds: bool,
 ) -> None:
     """As the reference's."""
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     n, m = scores.shape
     wide = scores.detach() if _is_ready(scores, dtype) else scores.detach().to(dtype).contiguous()
     per_row = (

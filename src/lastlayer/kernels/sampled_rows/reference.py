@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 
 def forward_(
     scores: Tensor,
@@ -51,7 +53,7 @@ def forward_(
         average: divide drawn columns by their number.
         adds: columns are added to; else they are set.
     """
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     values = scores.to(dtype) * factor + offset
     out = (offset == -torch.inf).expand_as(values)
     if drop_hits:

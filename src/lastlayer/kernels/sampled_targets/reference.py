@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lastlayer._torch import accumulation_dtype
+
 
 def row_scale(hidden: Tensor, target: Tensor, mean: bool) -> Tensor:
     """What the loss of each row counts: 1, or 1 / their number with ``mean``; 0 without a target.
@@ -114,4 +116,4 @@ def finish_(
 
 
 def _wide(hidden: Tensor) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    return accumulation_dtype(hidden.dtype)

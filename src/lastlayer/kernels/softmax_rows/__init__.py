@@ -8,6 +8,7 @@ once more in full precision, since the one among ``scores`` may be rounded.
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import Operation
 
 # The rank of a target of -inf, or in a row with a NaN: beyond any k.
@@ -15,7 +16,7 @@ NO_RANK = 1 << 62
 
 
 def _fake(scores: Tensor, target: Tensor, *_: object) -> tuple[Tensor, ...]:
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     loss = scores.new_empty(target.shape, dtype=dtype)
     return (
         loss,

@@ -10,6 +10,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._blocks import BLOCK, find_peaks, room_for_peaks
 from lastlayer.kernels._exp import exp, tanh_and_slope
 from lastlayer.kernels._threads import by_rows
@@ -36,7 +37,7 @@ def forward_(
     statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As the reference's."""
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     n_rows, n = scores.shape
     loss = torch.empty(n_rows, dtype=dtype)
     lse = torch.empty_like(loss)

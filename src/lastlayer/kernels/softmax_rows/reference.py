@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels.softmax_rows import NO_RANK
 
 
@@ -26,7 +27,7 @@ def forward_(
     Entropy, argmax and rank are empty without ``statistics``. A row of nothing but -inf costs +inf
     and has no gradient.
     """
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     n_classes = scores.shape[-1]
     place = target.unsqueeze(-1)
     values = scores.to(dtype)

@@ -10,6 +10,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._arrays import as_rows
 from lastlayer.kernels._threads import by_rows
 
@@ -19,7 +20,7 @@ _WIDENED = 1 << 20
 
 def to_hidden(values: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
     """As the reference's."""
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(weight.dtype)
     out = torch.empty(values.shape[0], weight.shape[1], dtype=weight.dtype)
     values = values.detach().to(dtype)
     if weight.dtype == dtype:
@@ -41,7 +42,7 @@ def add_to_weight_(
     values: Tensor, classes: Tensor, hidden: Tensor, weight_gradient: Tensor
 ) -> None:
     """As the reference's."""
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(hidden.dtype)
     flat = values.detach().to(dtype).flatten()
     entries = flat.nonzero().squeeze(-1)
     if not entries.numel() or not weight_gradient.numel():

@@ -6,7 +6,8 @@ import numpy as np
 from numba import njit
 from torch import Tensor
 
-from lastlayer.kernels._arrays import as_rows, empty_rows, in_dtype
+from lastlayer._torch import in_dtype
+from lastlayer.kernels._arrays import as_rows, empty_rows
 from lastlayer.kernels._blocks import BLOCK, find_peaks, room_for_peaks
 from lastlayer.kernels._exp import exp
 from lastlayer.kernels._threads import by_rows

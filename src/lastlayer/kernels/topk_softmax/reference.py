@@ -5,12 +5,14 @@ import math
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 
 def forward(scores: Tensor, k: int) -> Tensor:
     """Softmax over the ``k`` largest scores of a row, the first of equal ones; zero elsewhere."""
     if scores.numel() == 0:
         return torch.empty_like(scores)
-    values = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    values = scores.to(accumulation_dtype(scores.dtype))
     edge = values.topk(min(k, values.shape[-1]), dim=-1).values[..., -1:]
     above, equal = values > edge, values == edge
     left = k - above.sum(-1, keepdim=True)

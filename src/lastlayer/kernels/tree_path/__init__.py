@@ -9,6 +9,7 @@ has a gradient.
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import Operation
 
 _PATHS = "Tensor path_start, Tensor path_edge, int? ignore_index"
@@ -29,7 +30,7 @@ def _fake_loss(
     to_nodes: bool,
     to_hidden: bool,
 ) -> tuple[Tensor, ...]:
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(hidden.dtype)
     n, depth = hidden.shape
     return (
         hidden.new_empty(n, dtype=wide),

@@ -12,6 +12,7 @@ from numba import njit
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._arrays import as_rows
 from lastlayer.kernels._threads import by_rows
 from lastlayer.kernels.tree_path._runs import (
@@ -39,7 +40,7 @@ def loss(
     to_hidden: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As the reference's."""
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(hidden.dtype)
     n, depth = hidden.shape
     losses = torch.empty(n, dtype=wide)
     slopes = torch.zeros(n if to_nodes else 0, longest, dtype=wide)

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
+from lastlayer._torch import accumulation_dtype
+
 # Vectors gathered at a time, in numbers: bounds the memory.
 _GATHERED = 1 << 24
 
@@ -48,7 +50,7 @@ def loss(
 
         The last three are empty where they are not asked for.
     """
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(hidden.dtype)
     n, depth = hidden.shape
     ignored, known = _kinds(target, path_start, ignore_index)
     losses = hidden.new_zeros(n, dtype=dtype)

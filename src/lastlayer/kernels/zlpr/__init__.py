@@ -12,12 +12,13 @@ the negatives, peak and sum of the positives), and whether anything counts in th
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import Operation
 
 
 def _losses(scores: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     n_rows = scores.shape[0]
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     return (
         scores.new_empty(n_rows, dtype=dtype),
         scores.new_empty((4, n_rows), dtype=dtype),

@@ -7,6 +7,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._arrays import as_rows, empty_rows
 from lastlayer.kernels._blocks import BLOCK
 from lastlayer.kernels._threads import by_rows
@@ -58,7 +59,7 @@ def backward_listed(
 
 
 def _dense(scores, target):
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     target = target.to(dtype) if target.is_floating_point() else target.bool().view(torch.uint8)
     nothing = torch.empty(0, dtype=torch.int64).numpy()
     return (
@@ -68,7 +69,7 @@ def _dense(scores, target):
 
 
 def _lists(scores, classes, starts, values, smoothing):
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     # An array of no labels says by its type what labels are: 0 and 1, or numbers.
     hard = values is None and smoothing == 0.0
     labels = torch.ones(len(classes), dtype=dtype) if values is None else values.detach().to(dtype)

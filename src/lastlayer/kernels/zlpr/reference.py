@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 Rows = tuple[Tensor, Tensor, Tensor]
 
 
@@ -66,7 +68,7 @@ def dense_target(
 ) -> Tensor:
     """Labels of the shape of the scores; entries that do not count have the class -1."""
     n_rows, n = scores.shape
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     target = torch.full((n_rows, n + 1), smoothing, dtype=dtype, device=scores.device)
     labels = torch.ones_like(classes, dtype=dtype) if values is None else values.to(dtype)
     place = (rows, torch.where(classes < 0, n, classes))
@@ -75,7 +77,7 @@ def dense_target(
 
 def _sides(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Rows, Rows, Tensor]:
     """What is summed for negatives and for positives: exponents, weights, and what takes part."""
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     scores, labels = scores.to(dtype), target.to(dtype)
     allowed = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
     negatives = scores, 1.0 - labels, allowed & (labels < 1)

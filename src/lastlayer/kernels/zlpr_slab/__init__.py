@@ -8,14 +8,14 @@ exp(-s_ij - below_i))``, the second part only where ``below`` is given.
 A score of -inf counts for nothing and has the gradient 0: so are the listed labels left out.
 """
 
-import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import Operation
 
 
 def _fake_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     n = scores.shape[0]
     return scores.new_empty(n, dtype=dtype), scores.new_empty(n if negated else 0, dtype=dtype)
 

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 _NUMBERS = 1 << 16
 
 
 def sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
     """As the reference's."""
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(scores.dtype)
     n = scores.shape[0]
     above = scores.new_empty(n, dtype=dtype)
     below = scores.new_empty(n if negated else 0, dtype=dtype)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype
+
 
 def sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
     """The logsumexp of each row (rows, labels), and that of minus the row, or an empty tensor."""
@@ -26,4 +28,4 @@ def _negated(values: Tensor) -> Tensor:
 
 
 def _wide(scores: Tensor) -> torch.dtype:
-    return torch.float64 if scores.dtype == torch.float64 else torch.float32
+    return accumulation_dtype(scores.dtype)

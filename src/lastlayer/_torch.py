@@ -1,0 +1,139 @@
+"""What lastlayer asks of torch beyond its public functions, each question in one place.
+
+Accumulation dtype and autocast; whether a call is plain eager code; whether the host may wait for
+the device; what autograd is doing. Everything of ``torch._C`` is here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+_checking_device_values: ContextVar[bool] = ContextVar("lastlayer_debug", default=False)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, losses and log-probabilities: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gradient_sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a gradient is summed over rows whose factors are near 1.
+
+    That sum can exceed the range of float16, so float16 gradients are summed in float32.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype that autocast asks for on the device of ``tensor``, None where it is off."""
+    device = tensor.device.type
+    if device == "meta" or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def in_autocast_dtype(tensor: Tensor) -> Tensor:
+    """``tensor`` in the dtype of autocast; as it is where autocast is off, or in float64."""
+    dtype = autocast_dtype(tensor)
+    return tensor if dtype is None or dtype == tensor.dtype else tensor.to(dtype)
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, which costs microseconds even where there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def is_eager(tensor: Tensor) -> bool:
+    """Whether only the device decides what runs: no compiler, transform, mode or subclass.
+
+    Operations are then called directly, which saves the host the dispatcher's time.
+    """
+    return (
+        type(tensor) in _TENSOR_TYPES
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def in_functorch() -> bool:
+    """Whether a transform of ``torch.func``, such as vmap or grad, is active."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def is_functorch_wrapped(tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands for one that a transform of ``torch.func`` works on."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def host_sync_allowed(tensor: Tensor) -> bool:
+    """Whether the host may read a value of ``tensor``: not while a CUDA graph is captured."""
+    return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def values_are_checked(tensor: Tensor) -> bool:
+    """Whether the values of ``tensor`` are checked now.
+
+    On a CPU always; on a GPU, where reading one waits for the device, only inside ``debug()``.
+    """
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    if tensor.device.type == "cpu":
+        return not isinstance(tensor, torch._subclasses.FakeTensor)
+    return _checking_device_values.get() and tensor.device.type != "meta"
+
+
+@contextmanager
+def debug() -> Iterator[None]:
+    """Check values on every device, also where the check waits for the device.
+
+    Shapes and dtypes are always checked. Values (a target out of range, a distribution that does
+    not sum to 1) are always checked on a CPU; on a GPU reading one would stall the stream, so it
+    is done only inside this context. While torch.compile traces there are no values to read: class
+    ids are checked when the compiled code runs, on a CPU.
+
+    Example:
+        >>> import torch, lastlayer
+        >>> with lastlayer.debug():
+        ...     loss = lastlayer.sparsemax_loss(torch.zeros(1, 3), torch.tensor([2]))
+    """
+    token = _checking_device_values.set(True)
+    try:
+        yield
+    finally:
+        _checking_device_values.reset(token)
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward pass that is running was started with ``retain_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass, as a recomputed checkpoint is."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def saves_tensors_through_hooks() -> bool:
+    """Whether saved tensors go through hooks, as they do inside a checkpoint."""
+    hooks: object = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None
+
+
+def refuse_second_derivatives(what: str, instead: str) -> None:
+    """Raise in a backward pass with ``create_graph=True``, for what has no second derivatives.
+
+    ``torch.autograd.function.once_differentiable`` would let this pass where the upstream gradient
+    is a constant.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"backward: {what} has no second derivatives, and create_graph=True asks for them; "
+            f"use {instead}"
+        )
