@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lastlayer
+from lastlayer import heads, trees
 from lastlayer.heads import Entmax, FullSoftmax, TopKSoftmax
 
 HIDDEN = torch.zeros(2, 3)
@@ -101,3 +102,25 @@ def test_values_on_a_gpu_are_checked_inside_debug():
         head.sample(hidden)
     with raises(ValueError, "generator: expected one on the device of hidden", "got one on cpu"):
         head.sample(hidden, generator=torch.Generator())
+
+
+def test_a_reduction_that_is_none_is_told():
+    made = [
+        heads.AdaptiveSoftmax(8, cutoffs=[5], n_classes=20),
+        heads.DifferentiatedSoftmax(8, [(5, 4), (15, 4)]),
+        heads.HierarchicalSoftmax(8, trees.balanced(20)),
+        heads.HierarchicalSoftmax(8, trees.balanced(40, 40)),
+        heads.CharCNNSoftmax(8, ["one", "two", "three"], filters=[(2, 4)]),
+        heads.FullSoftmax(8, 20),
+        heads.SampledSoftmax(8, 20, n_samples=4),
+        heads.ImportanceSampling(8, 20, n_samples=4, target_ess=5.0),
+        heads.AdaptiveImportanceSampling(8, 20, [1.0] * 20),
+        heads.NoiseContrastive(8, 20, n_samples=4),
+        heads.NegativeSampling(8, 20, n_samples=4),
+        heads.PartialSoftmax(8, 20, k=3),
+        heads.SelfNormalized(8, 20, fraction=0.5),
+    ]
+    for head in made:
+        head.reduction = "average"
+        with pytest.raises(ValueError, match="reduction: expected"):
+            head(torch.randn(2, 8), torch.tensor([1, 2]))

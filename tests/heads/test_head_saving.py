@@ -6,7 +6,15 @@ import sys
 import pytest
 import torch
 
-from lastlayer.heads import Entmax, FullSoftmax, Head, TopKSoftmax
+from lastlayer import trees
+from lastlayer.heads import (
+    CharCNNSoftmax,
+    Entmax,
+    FullSoftmax,
+    Head,
+    HierarchicalSoftmax,
+    TopKSoftmax,
+)
 
 
 def heads():
@@ -70,3 +78,25 @@ def test_without_safetensors_the_error_says_what_to_install(tmp_path, monkeypatc
     for call in (FullSoftmax(5, 11).save, Head.load):
         with pytest.raises(ImportError, match=r'pip install "lastlayer\[save\]"'):
             call(tmp_path)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **how: HierarchicalSoftmax(8, trees.balanced(4), **how),
+        lambda **how: HierarchicalSoftmax(8, trees.balanced(4).collapse(4), **how),
+        lambda **how: CharCNNSoftmax(
+            8, ["play", "plays", "walk", "walks"], filters=[(1, 4)], correction=3, **how
+        ),
+    ],
+)
+def test_heads_made_on_meta_take_a_state(make, assign):
+    head, other = make(), make(device="meta")
+    if not assign:
+        other.to_empty(device="cpu")
+    other.load_state_dict(head.state_dict(), assign=assign)
+    hidden, target = torch.randn(6, 8), torch.randint(4, (6,))
+    torch.testing.assert_close(other(hidden, target), head(hidden, target))
+    torch.testing.assert_close(other.log_prob(hidden), head.log_prob(hidden))
+    assert torch.equal(other.topk(hidden, 2).classes, head.topk(hidden, 2).classes)

@@ -204,3 +204,54 @@ def test_many_small_classes_are_drawn_as_often_as_they_are_probable():
     assert abs(len(small) / 40_000 - 0.5) < 0.02
     assert abs((small > n // 2).float().mean() - 0.5) < 0.03
     assert len(small.unique()) > 0.95 * len(small)
+
+
+CHUNKED = {
+    "full": lambda **how: heads.FullSoftmax(32, 200, **how),
+    "adaptive": lambda **how: heads.AdaptiveSoftmax(32, cutoffs=[20, 80], n_classes=200, **how),
+    "differentiated": lambda **how: heads.DifferentiatedSoftmax(32, [(50, 24), (150, 8)], **how),
+}
+
+
+@pytest.mark.parametrize("make", CHUNKED.values(), ids=CHUNKED)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("chunk_rows", [4, 64, 1024])
+def test_gradients_of_chosen_log_probs_do_not_depend_on_the_number_of_chunks(
+    make, chunk_rows, autocast
+):
+    dtype = torch.float32 if autocast else torch.bfloat16
+    head = make(chunk_rows=chunk_rows, dtype=dtype)
+    exact = make(dtype=torch.float64)
+    exact.load_state_dict(head.state_dict())
+    hidden, target = torch.randn(1024, 32).bfloat16(), torch.randint(200, (1024, 1))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = -head.log_prob(hidden.to(dtype), target).mean()
+    right = -exact.log_prob(hidden.double(), target).mean()
+    made = torch.autograd.grad(loss, list(head.parameters()))
+    expected = torch.autograd.grad(right, list(exact.parameters()))
+    for got, true in zip(made, expected, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - true).norm() <= 8e-3 * true.norm()
+
+
+SEARCHED = {
+    "full": lambda **how: heads.FullSoftmax(16, 90, **how),
+    "entmax": lambda **how: heads.Entmax(16, 90, alpha=1.3, **how),
+    "topk": lambda **how: heads.TopKSoftmax(16, 90, 20, **how),
+}
+
+
+@pytest.mark.parametrize("make", SEARCHED.values(), ids=SEARCHED)
+@pytest.mark.filterwarnings("ignore")
+def test_searches_in_compiled_code(make):
+    head = make()
+    hidden = torch.randn(7, 16)
+    with torch.no_grad():
+        head.weight[40:60] = head.weight[40]  # ties
+        head.bias[40:60] = 3.0
+    torch.compiler.reset()
+    search = torch.compile(lambda x: head.topk(x, 5), backend="aot_eager", fullgraph=True)
+    for got, right in zip(search(hidden), head.topk(hidden, 5), strict=True):
+        torch.testing.assert_close(got, right)
+    logs = torch.compile(head.log_prob, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(logs(hidden), head.log_prob(hidden))
