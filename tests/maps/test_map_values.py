@@ -207,7 +207,7 @@ def test_state_dicts_hold_alpha():
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
 def test_a_gradient_does_not_depend_on_where_memory_lies(alpha):
-    """To the last bit: sums in an order that depends on addresses would differ from call to call."""
+    """Sums whose order depends on addresses would differ in their last bit from call to call."""
     kept = []
     for _ in range(20):
         scores = (1.5 * torch.randn(2, 5, dtype=torch.float64)).requires_grad_()
