@@ -71,7 +71,7 @@ def make_problem(
     check_class_ids(target, hidden)
     check_id_range("target", target, weight.shape[0], ignore_index)
     if class_weight is not None:
-        check_class_weight(class_weight, weight.t(), name="class_weight")
+        check_class_weight(class_weight, weight.shape[0])
         _check_device("class_weight", class_weight, hidden)
         if class_weight.requires_grad and torch.is_grad_enabled():
             raise ValueError(

@@ -55,7 +55,7 @@ class LinearHead(ScoringHead):
         biases = torch.empty(n_classes, device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if biases is None else Parameter(biases))
         if class_weight is not None:
-            check_class_weight(class_weight, self.weight.t(), name="class_weight")
+            check_class_weight(class_weight, self.weight.shape[0])
             class_weight = class_weight.detach().to(self.weight.device)
         self.register_buffer("class_weight", class_weight)
         self.reset_parameters()
@@ -115,7 +115,7 @@ class LinearHead(ScoringHead):
         head = cls(in_features, n_classes, bias=bias is not None, device="meta", **options)
         head.weight, head.bias = linear.weight, bias
         if class_weight is not None:
-            check_class_weight(class_weight, linear.weight.t(), name="class_weight")
+            check_class_weight(class_weight, linear.weight.shape[0])
             head.class_weight = class_weight.detach().to(linear.weight.device)
         return head
 
