@@ -28,7 +28,8 @@ from lastlayer._torch import (
     refuse_second_derivatives,
 )
 
-Operands = Sequence[Tensor | None]
+# Tensors, or None for those that are absent.
+Operands = Sequence[Any]
 _library = torch.library.Library("lastlayer", "FRAGMENT")
 
 
@@ -136,7 +137,7 @@ class Engine(ABC):
     ) -> Result:
         """:meth:`compute`: directly in eager mode, since the dispatcher costs the host time."""
         first = operands[0]
-        if first is not None and is_eager(first):
+        if is_eager(first):
             return self.compute(operands, upstream, options, reduction, wanted)
         made = self._operation(list(operands), upstream, *options, reduction, list(wanted))
         n = 2 + self.statistics(options)
@@ -243,9 +244,9 @@ def near_one(scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, T
     float16 has nothing below 6e-8, which is less than what 1/n leaves of a probability. So factors
     are brought to 1, and gradients back with the upstream one, which may be a loss scale.
     """
-    if dtype != torch.float16 or scale is None or scale.shape[0] == 0:
+    if dtype != torch.float16 or scale is None:
         return scale, None
-    size = scale.abs().amax()
+    size = scale.abs().amax() if scale.shape[0] else scale.new_ones(())
     size = torch.where(size == 0, 1.0, size)
     return scale / size, size
 
@@ -282,18 +283,24 @@ class RowScale(NamedTuple):
         return torch.where(self.divisor == 0, 0.0, total / self.divisor)
 
     def factors(self, like: Tensor, n: int, upstream: Tensor | None = None) -> Tensor:
-        """What the gradient of each row's loss is multiplied by, ``(n,)``."""
+        """What the gradient of each row's loss is multiplied by, ``(n,)``.
+
+        ``upstream`` is the gradient of the reduced loss, or with "none" of each row's.
+        """
         dtype = accumulation_dtype(like.dtype)
-        if upstream is not None:
-            upstream = upstream.to(dtype)
+        if upstream is not None and upstream.dim():
+            upstream = in_dtype(upstream, dtype)
             return upstream if self.weight is None else upstream * self.weight
         if isinstance(self.divisor, float):
             share = 1.0 / max(1.0, self.divisor)
             if self.weight is None:
-                return like.new_full((n,), share, dtype=dtype)
-            return self.weight if share == 1.0 else self.weight * share
-        scale = like.new_ones(n, dtype=dtype) if self.weight is None else self.weight
-        return torch.where(self.divisor == 0, 0.0, scale / self.divisor)
+                scale = like.new_full((n,), share, dtype=dtype)
+            else:
+                scale = self.weight if share == 1.0 else self.weight * share
+        else:
+            weight = like.new_ones(n, dtype=dtype) if self.weight is None else self.weight
+            scale = torch.where(self.divisor == 0, 0.0, weight / self.divisor)
+        return scale if upstream is None else scale * in_dtype(upstream, dtype)
 
 
 def empty_gradients(
