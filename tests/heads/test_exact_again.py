@@ -8,8 +8,8 @@ from lastlayer.fused import linear_cross_entropy
 
 HEADS = {
     "full": lambda **how: heads.FullSoftmax(16, 90, **how),
-    "entmax": lambda **how: heads.Entmax(16, 90, alpha=1.3, **how),
-    "topk": lambda **how: heads.TopKSoftmax(16, 90, 20, **how),
+    "entmax": lambda **how: heads.EntmaxHead(16, 90, alpha=1.3, **how),
+    "topk": lambda **how: heads.TopKSoftmaxHead(16, 90, 20, **how),
 }
 
 

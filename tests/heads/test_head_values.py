@@ -36,8 +36,8 @@ def made(request):
 
 def test_heads_have_a_package_of_their_own():
     assert lastlayer.__getattr__("heads") is heads
-    assert heads.Entmax is not lastlayer.Entmax
-    assert heads.TopKSoftmax is not lastlayer.TopKSoftmax
+    assert heads.EntmaxHead is not lastlayer.Entmax
+    assert heads.TopKSoftmaxHead is not lastlayer.TopKSoftmax
 
 
 def test_log_prob_is_the_log_of_the_map(made):

@@ -143,7 +143,6 @@ def _gradients(
                 sums[i] = wide if so_far is None else so_far + wide
     sums[0] = of_rows
     return [
-        None if each is None else in_dtype(each, source.dtype)
+        None if each is None or source is None else in_dtype(each, source.dtype)
         for each, source in zip(sums, (rows, *shared), strict=True)
-        if source is not None or each is None
     ]

@@ -161,7 +161,7 @@ class Head(torch.nn.Module, ABC):
         )
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments: ``cls(**head.config())`` makes such a head, without state."""
+        """The constructor's arguments: ``cls(**head.config())`` makes such a head."""
         return {
             "in_features": self.in_features,
             "n_classes": self.n_classes,
@@ -212,7 +212,7 @@ class Head(torch.nn.Module, ABC):
                 f"cannot be read: {error}"
             ) from error
         made = _class_named(name, cls, folder)
-        head = made.from_config({**arguments, **made._load_extra(folder)})
+        head: Self = made.from_config({**arguments, **made._load_extra(folder)})
         try:
             state = safetensors.load_file(str(folder / _STATE), str(torch.device(device)))
         except Exception as error:
@@ -233,7 +233,7 @@ class Head(torch.nn.Module, ABC):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """A head from what :meth:`save` wrote of :meth:`config`; its state is still to be loaded."""
+        """A head from what :meth:`save` wrote of :meth:`config`, without its state."""
         return cls(**config)
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -456,7 +456,7 @@ def log_of_probs(probs: Tensor) -> Tensor:
 
 
 def log_softmax(scores: Tensor) -> Tensor:
-    """``torch.log_softmax`` over the last dimension; -inf without gradient in a fully masked row."""
+    """``torch.log_softmax`` over the last dimension; -inf in a fully masked row."""
     masked = scores.detach().amax(-1, keepdim=True) == -torch.inf
     if values_are_checked(masked) and masked.device.type == "cpu" and not bool(masked.any()):
         return torch.log_softmax(scores, -1)
