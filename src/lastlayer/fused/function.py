@@ -138,7 +138,9 @@ class Engine(ABC):
     ) -> Result:
         """:meth:`compute`: directly in eager mode, since the dispatcher costs the host time."""
         first = operands[0]
-        if is_eager(first) and first.device.type != "meta":
+        # No operation may write to what it is given.
+        writes = self.written is not None and operands[self.written] is not None
+        if writes or (is_eager(first) and first.device.type != "meta"):
             return self.compute(operands, upstream, options, reduction, wanted)
         made = self._operation(list(operands), upstream, *options, reduction, list(wanted))
         n = 2 + self.statistics(options)
@@ -194,10 +196,7 @@ class _FusedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         result = engine.call(operands, None, options, reduction, wanted)
         ctx.given = engine, options, reduction, wanted
-        ctx.like = [
-            (None, 0) if each is None else (each.dtype, each.dim())
-            for each in operands[: len(wanted)]
-        ]
+        ctx.dtypes = [None if each is None else each.dtype for each in operands[: len(wanted)]]
         ctx.n_operands = len(operands)
         ctx.written = None if engine.written is None else operands[engine.written]
         kept = range(len(operands)) if engine.recomputes(options, reduction) else engine.kept
@@ -227,10 +226,9 @@ class _FusedLoss(torch.autograd.Function):
         if size is not None:
             factor = size if factor is None else factor * size
         made = engine.finish(operands, pieces, factor, options, reusable)
-        # Of another number of dimensions is only what stands for a gradient that was not made.
         gradients = [
-            in_dtype(each, dtype) if needed and each is not None and each.dim() == dims else None
-            for each, needed, (dtype, dims) in zip(made, wanted, ctx.like, strict=True)
+            in_dtype(each, dtype) if needed and each is not None else None
+            for each, needed, dtype in zip(made, wanted, ctx.dtypes, strict=True)
         ]
         return *(None,) * 4, *gradients, *(None,) * (n - len(gradients))
 
