@@ -143,7 +143,7 @@ def test_alpha_of_a_wrong_type(alpha):
 def test_alpha_tensors_that_do_not_fit():
     with raises(TypeError, "alpha: expected a number or a floating tensor", "torch.int64"):
         entmax(SCORES, torch.tensor(2))
-    parts = ("alpha: expected a shape that broadcasts to (2, 1)", "one alpha a row", "got (3,)")
+    parts = ("alpha: expected a shape that broadcasts to (2, 1)", "one alpha per row", "got (3,)")
     for call in (entmax, entmax_support):
         with raises(ValueError, *parts):
             call(SCORES, torch.full((3,), 1.5))

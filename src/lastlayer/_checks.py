@@ -1,46 +1,170 @@
-"""Checks of what a user passes. Each error names the argument, what was expected and what came."""
+"""Checks of what a user passes. Each error names the argument, what was expected and what came.
+
+One policy for all packages: integers are whatever ``operator.index`` takes (numpy's too, bools
+not), reals are whatever ``numbers.Real`` covers (bools not), class ids may have any integer dtype.
+"""
 
 import math
+import operator
+from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import values_are_checked
+from lastlayer._torch import autocast_dtype, values_are_checked
 
 REDUCTIONS = ("mean", "sum", "none")
 # What the kernels take: torch counts float8 as floating too, but has hardly an operation for it.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_int(
+    name: str, value: Any, *, least: int | None = 1, most: int | None = None, note: str = ""
+) -> int:
+    """``value`` as an int from ``least`` to ``most``; ``note`` says more about the bound."""
+    if isinstance(value, (bool, np.bool_, Tensor)):
+        got = "Tensor" if isinstance(value, Tensor) else "bool"
+        raise TypeError(f"{name}: expected an int, got {got}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{name}: expected at least {least}, got {number}{note and '; '}{note}")
+    if most is not None and number > most:
+        raise ValueError(f"{name}: expected at most {most}{note and ', '}{note}, got {number}")
+    return number
+
+
+def check_real(
+    name: str,
+    value: Any,
+    expected: str = "a finite number",
+    fits: Callable[[float], bool] | None = None,
+) -> float:
+    """``value`` as a float for which ``fits`` holds, finite if that is None."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    number = float(value)
+    if not (math.isfinite(number) if fits is None else fits(number)):
+        raise ValueError(f"{name}: expected {expected}, got {value}")
+    return number
+
+
+def check_positive(name: str, value: Any) -> float:
+    """A finite number above 0."""
+    return check_real(name, value, "a finite number above 0", lambda x: 0.0 < x < math.inf)
+
+
+def check_not_negative(name: str, value: Any) -> float:
+    """A finite number of at least 0."""
+    return check_real(name, value, "a finite number of at least 0", lambda x: 0.0 <= x < math.inf)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: expected one of {tuple(choices)}, got {value!r}")
+
+
+def check_reduction(reduction: Any) -> None:
+    """One of the three ways to reduce."""
+    check_choice("reduction", reduction, REDUCTIONS)
+
+
+def check_ignore_index(ignore_index: Any) -> int | None:
+    """An int, or None."""
+    if ignore_index is None:
+        return None
+    try:
+        return check_int("ignore_index", ignore_index, least=None)
+    except TypeError:
+        raise TypeError(
+            "ignore_index: expected an int, or None where every target counts, got "
+            f"{type(ignore_index).__name__}"
+        ) from None
+
+
+def check_seed(seed: Any) -> int:
+    """An integer of 64 bits."""
+    number = check_int("seed", seed, least=None)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"seed: expected an integer of 64 bits, got {number}")
+    return number
+
+
+def check_chunk(chunk: Any, name: str = "chunk_rows") -> None:
+    """A whole number of at least 1, "auto" or "low"."""
+    if isinstance(chunk, str) and chunk in ("auto", "low"):
+        return
+    try:
+        check_int(name, chunk)
+    except TypeError:
+        raise TypeError(
+            f"{name}: expected an int, 'auto' or 'low', got {type(chunk).__name__} {chunk!r}"
+        ) from None
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """A tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
 
 
 def check_scores(scores: Any, *, name: str = "scores", at_least_1d: bool = True) -> None:
     """A tensor of one of the dtypes, with at least one dimension."""
-    if not isinstance(scores, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(scores).__name__}")
-    if not scores.is_floating_point():
-        raise TypeError(
-            f"{name}: expected a floating dtype, got {scores.dtype}; convert with {name}.float()"
-        )
+    check_tensor(name, scores)
     if scores.dtype not in DTYPES:
+        if not scores.is_floating_point():
+            expected = "a floating dtype"
+        else:
+            expected = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
         raise TypeError(
-            f"{name}: expected torch.float16, torch.bfloat16, torch.float32 or torch.float64, got "
-            f"{scores.dtype}; convert with {name}.float()"
+            f"{name}: expected {expected}, got {scores.dtype}; convert with {name}.float()"
         )
     if at_least_1d and scores.dim() == 0:
         raise ValueError(f"{name}: expected at least one dimension, got a 0-dimensional tensor")
 
 
+def check_device(name: str, tensor: Tensor, like: Tensor, of: str = "hidden") -> None:
+    """On the device of another argument."""
+    if tensor.device != like.device:
+        raise ValueError(
+            f"{name}: expected the device of {of}, {like.device}, got {tensor.device}; move one of "
+            "them with .to(device)"
+        )
+
+
+def check_dtype(name: str, tensor: Tensor, like: Tensor, of: str = "hidden") -> None:
+    """In the dtype of another argument, unless autocast makes them agree."""
+    if tensor.dtype != like.dtype and autocast_dtype(like) is None:
+        raise TypeError(
+            f"{name}: expected the dtype of {of}, {like.dtype}, got {tensor.dtype}; convert one of "
+            "them, or use torch.autocast"
+        )
+
+
 def check_dim(dim: Any, scores: Tensor) -> int:
     """``dim`` counted from the front."""
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"dim: expected an int, got {type(dim).__name__}")
-    rank = scores.dim()
-    if not -rank <= dim < rank:
+    number, rank = check_int("dim", dim, least=None), scores.dim()
+    if not -rank <= number < rank:
         raise ValueError(
             f"dim: expected {-rank} to {rank - 1} for scores of shape {tuple(scores.shape)}, "
-            f"got {dim}"
+            f"got {number}"
         )
-    return dim % rank
+    return number % rank
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    try:
+        return tuple(torch.broadcast_shapes(shape, to)) == tuple(to)
+    except RuntimeError:
+        return False
 
 
 def check_mask(mask: Any, scores: Tensor) -> None:
@@ -52,23 +176,16 @@ def check_mask(mask: Any, scores: Tensor) -> None:
             f"mask: expected dtype torch.bool with True for allowed, got {mask.dtype}; "
             "convert with mask.bool()"
         )
-    try:
-        fits = torch.broadcast_shapes(mask.shape, scores.shape) == scores.shape
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not _broadcasts(mask.shape, scores.shape):
         raise ValueError(
             f"mask: expected a shape that broadcasts to that of scores {tuple(scores.shape)}, "
             f"got {tuple(mask.shape)}"
         )
 
 
-def check_k(k: Any) -> None:
+def check_k(k: Any) -> int:
     """A whole number of at least 1."""
-    if not isinstance(k, int) or isinstance(k, bool):
-        raise TypeError(f"k: expected an int, got {type(k).__name__}")
-    if k < 1:
-        raise ValueError(f"k: expected at least 1, got {k}; a k of n or more is the full softmax")
+    return check_int("k", k, note="a k of n or more is the full softmax")
 
 
 def check_alpha(alpha: Any) -> None:
@@ -87,143 +204,160 @@ def check_alpha(alpha: Any) -> None:
                     "Entmax(learn_alpha=True) learns an alpha that stays above 1"
                 )
         return
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+    if isinstance(alpha, bool) or not isinstance(alpha, Real):
         raise TypeError(
             f"alpha: expected a number or a floating tensor, got {type(alpha).__name__}"
         )
-    if not 1.0 <= alpha < math.inf:
+    if not 1.0 <= float(alpha) < math.inf:
         raise ValueError(f"alpha: {expected}, got {alpha}")
 
 
+def check_alpha_number(alpha: Any) -> float:
+    """A number of at least 1, for what cannot learn alpha."""
+    if isinstance(alpha, Tensor):
+        raise TypeError(
+            "alpha: expected a number, got a torch.Tensor; a learned alpha works with "
+            "lastlayer.entmax_loss on scores"
+        )
+    check_alpha(alpha)
+    return float(alpha)
+
+
 def check_alpha_shape(alpha: Tensor, scores: Tensor, dim: int) -> None:
-    """One alpha a row: broadcasts to the scores with size 1 at ``dim``."""
+    """One alpha per row: broadcasts to the scores with size 1 at ``dim``."""
     rows = list(scores.shape)
     rows[dim] = 1
-    try:
-        fits = list(torch.broadcast_shapes(alpha.shape, rows)) == rows
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not _broadcasts(alpha.shape, rows):
         raise ValueError(
-            f"alpha: expected a shape that broadcasts to {tuple(rows)}, one alpha a row of scores "
-            f"{tuple(scores.shape)} along dim {dim}, got {tuple(alpha.shape)}"
+            f"alpha: expected a shape that broadcasts to {tuple(rows)}, one alpha per row of "
+            f"scores {tuple(scores.shape)} along dim {dim}, got {tuple(alpha.shape)}"
         )
 
 
-def check_reduction(reduction: Any) -> None:
-    """One of the three ways to reduce."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: expected one of {REDUCTIONS}, got {reduction!r}")
-
-
-def check_max_support(max_support: Any) -> None:
-    """A whole number of at least 1."""
-    if not isinstance(max_support, int) or isinstance(max_support, bool):
-        raise TypeError(f"max_support: expected an int, got {type(max_support).__name__}")
-    if max_support < 1:
-        raise ValueError(f"max_support: expected at least 1, got {max_support}")
-
-
-def check_chunk_rows(chunk_rows: Any) -> None:
-    """A whole number of at least 1, "auto" or "low"."""
-    if chunk_rows in ("auto", "low") and isinstance(chunk_rows, str):
-        return
-    if not isinstance(chunk_rows, int) or isinstance(chunk_rows, bool):
+def check_class_weight(class_weight: Any, n_classes: int, like: Tensor | None = None) -> None:
+    """One floating weight per class, on the device of ``like``, that needs no gradient there."""
+    if not isinstance(class_weight, Tensor) or not class_weight.is_floating_point():
+        got = (
+            class_weight.dtype if isinstance(class_weight, Tensor) else type(class_weight).__name__
+        )
         raise TypeError(
-            f"chunk_rows: expected an int, 'auto' or 'low', got {type(chunk_rows).__name__} "
-            f"{chunk_rows!r}"
+            f"class_weight: expected a floating tensor with one weight per class, got {got}"
         )
-    if chunk_rows < 1:
-        raise ValueError(f"chunk_rows: expected at least 1, got {chunk_rows}")
-
-
-def check_class_weight(weight: Any, scores: Tensor, *, name: str = "weight") -> None:
-    """One floating weight a class."""
-    if not isinstance(weight, Tensor) or not weight.is_floating_point():
-        got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-        raise TypeError(f"{name}: expected a floating tensor with one weight a class, got {got}")
-    n = scores.shape[-1]
-    if weight.shape != (n,):
+    if class_weight.shape != (n_classes,):
         raise ValueError(
-            f"{name}: expected shape ({n},), one weight a class, got {tuple(weight.shape)}"
+            f"class_weight: expected shape ({n_classes},), one weight per class, got "
+            f"{tuple(class_weight.shape)}"
+        )
+    if like is None:
+        return
+    check_device("class_weight", class_weight, like)
+    if class_weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "class_weight: expected a tensor that needs no gradient, since none flows to it, got "
+            "one with requires_grad=True; give class_weight.detach()"
         )
 
 
-def check_id_range(name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None) -> None:
-    """Class ids below ``n_classes``, or the ignored one, where values are checked."""
-    if not values_are_checked(ids):
+def check_ids(
+    name: str,
+    ids: Any,
+    shape: Sequence[int] | None,
+    n_classes: int,
+    ignore_index: int | None = None,
+    *,
+    like: Tensor | None = None,
+    of: str = "hidden",
+) -> Tensor:
+    """Class ids as int64, checked: their dtype, shape, device and, where possible, their values.
+
+    Use what is returned: in compiled code on a CPU, where kernels trust their ids and a wrong one
+    would be read or written out of bounds, the values are checked when that code runs.
+
+    Args:
+        name: of the argument.
+        ids: of any integer dtype.
+        shape: that is expected; None for any.
+        n_classes: ids are below it.
+        ignore_index: an id that is allowed as well.
+        like: the argument whose device is expected.
+        of: its name.
+    """
+    check_tensor(name, ids)
+    if ids.dtype not in _INTEGERS:
+        advice = "" if ids.is_floating_point() else f"; convert with {name}.long()"
+        if ids.is_floating_point() and ids.dim() and ids.shape[-1] == n_classes:
+            advice = "; for distributions use a loss on scores, such as lastlayer.entmax_loss"
+        raise TypeError(f"{name}: expected integer class ids, got {ids.dtype}{advice}")
+    if shape is not None and ids.shape != tuple(shape):
+        raise ValueError(
+            f"{name}: expected shape {tuple(shape)}, one class id per row of {of}, got "
+            f"{tuple(ids.shape)}"
+        )
+    if like is not None:
+        check_device(name, ids, like, of)
+    given: Tensor = ids if ids.dtype == torch.int64 else ids.long()
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if given.device.type != "cpu":
+            return given
+        checked: Tensor = torch.ops.lastlayer.checked_ids(given, name, n_classes, ignore_index)
+        return checked
+    if values_are_checked(given):
+        check_id_values(name, given, n_classes, ignore_index)
+    return given
+
+
+def check_id_values(name: str, ids: Tensor, n_classes: int, ignore_index: int | None) -> None:
+    """Ids from 0 to ``n_classes`` - 1, or the ignored one; waits for the device."""
+    if not ids.numel():
         return
-    wrong = (ids < 0) | (ids >= n_classes)
+    # In numpy: its two reductions cost the host a fifth of torch's.
+    values = ids.detach().cpu().numpy() if ids.device.type != "cpu" else ids.numpy()
+    if values.min() >= 0 and values.max() < n_classes:
+        return
+    wrong = (values < 0) | (values >= n_classes)
     if ignore_index is not None:
-        wrong &= ids != ignore_index
-    if bool(wrong.any()):
-        first = tuple(wrong.nonzero()[0].tolist())
+        wrong &= values != ignore_index
+    if wrong.any():
+        first = tuple(int(i[0]) for i in wrong.nonzero())
         allowed = "" if ignore_index is None else f", or ignore_index={ignore_index}"
         raise ValueError(
             f"{name}: expected class ids from 0 to {n_classes - 1}{allowed}, got "
-            f"{ids[first].item()} at position {first}"
+            f"{values[first]} at position {first}"
         )
 
 
-def checked_ids(name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None) -> Tensor:
-    """``ids``, after :func:`check_id_range`: in compiled code on a CPU it comes when that runs.
-
-    Kernels on a CPU trust their ids, and a wrong one would be read or written out of bounds.
-    """
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        if ids.device.type != "cpu":
-            return ids
-        checked: Tensor = _checked_ids(ids, name, n_classes, ignore_index)
-        return checked
-    check_id_range(name, ids, n_classes, ignore_index)
-    return ids
+_library = torch.library.Library("lastlayer", "FRAGMENT")
+_library.define("checked_ids(Tensor ids, str name, int n_classes, int? ignore_index) -> Tensor")
 
 
-@torch.library.custom_op("lastlayer::checked_ids", mutates_args=())
 def _checked_ids(ids: Tensor, name: str, n_classes: int, ignore_index: int | None) -> Tensor:
-    check_id_range(name, ids, n_classes, ignore_index)
-    # What an operation returns may not be what it was given.
+    check_id_values(name, ids, n_classes, ignore_index)
+    # An operation may not return what it was given.
     return ids.clone()
 
 
-@_checked_ids.register_fake
-def _(ids: Tensor, name: str, n_classes: int, ignore_index: int | None) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(ids)
+_library.impl("checked_ids", _checked_ids, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "lastlayer::checked_ids", lambda ids, *_: torch.empty_like(ids), lib=_library
+)
 
 
-def check_target(target: Any, scores: Tensor, ignore_index: int) -> bool:
-    """Class ids or distributions; True where they are class ids."""
-    batch, n = scores.shape[:-1], scores.shape[-1]
-    if not isinstance(target, Tensor):
-        raise TypeError(f"target: expected a torch.Tensor, got {type(target).__name__}")
+def check_target(target: Any, scores: Tensor, ignore_index: int | None) -> tuple[Tensor, bool]:
+    """Class ids as int64, or distributions; and whether they are class ids."""
+    check_tensor("target", target)
     if target.is_floating_point():
         _check_distributions(target, scores)
-        return False
-    if target.dtype != torch.int64:
-        raise TypeError(
-            "target: expected torch.int64 class ids or floating distributions, "
-            f"got {target.dtype}; convert ids with target.long()"
-        )
-    if target.shape != batch:
-        raise ValueError(
-            f"target: expected class ids of shape {tuple(batch)} for scores of shape "
-            f"{tuple(scores.shape)}, got {tuple(target.shape)}"
-        )
-    if values_are_checked(target):
-        wrong = ((target < 0) | (target >= n)) & (target != ignore_index)
-        if bool(wrong.any()):
-            raise ValueError(
-                f"target: expected class ids from 0 to {n - 1}, or ignore_index={ignore_index}, "
-                f"got {target[wrong].flatten()[0].item()}"
-            )
-    return True
+        return target, False
+    n = scores.shape[-1]
+    ids = check_ids("target", target, scores.shape[:-1], n, ignore_index, like=scores, of="scores")
+    return ids, True
 
 
 def _check_distributions(target: Tensor, scores: Tensor) -> None:
     if target.shape != scores.shape:
         raise ValueError(
             f"target: expected distributions of the shape of scores {tuple(scores.shape)}, "
-            f"got {tuple(target.shape)}; class ids must be torch.int64"
+            f"got {tuple(target.shape)}; class ids must have an integer dtype"
         )
     if not values_are_checked(target) or target.numel() == 0:
         return
@@ -239,3 +373,122 @@ def _check_distributions(target: Tensor, scores: Tensor) -> None:
             f"target: expected distributions that sum to 1 within {tolerance}, got a sum of "
             f"{furthest:.6g}; divide by target.sum(-1, keepdim=True)"
         )
+
+
+def check_linear(hidden: Any, weight: Any, bias: Any) -> None:
+    """Hidden states, class vectors and biases that fit together."""
+    check_scores(hidden, name="hidden")
+    check_scores(weight, name="weight")
+    if weight.dim() != 2:
+        raise ValueError(
+            "weight: expected shape (n_classes, in_features), one row per class, as in nn.Linear, "
+            f"got {tuple(weight.shape)}"
+        )
+    n_classes, width = weight.shape
+    if n_classes == 0:
+        raise ValueError(f"weight: expected at least one class, got shape {tuple(weight.shape)}")
+    if hidden.shape[-1] != width:
+        raise ValueError(
+            f"hidden: expected shape (*batch, {width}) for weight of shape "
+            f"{tuple(weight.shape)}, got {tuple(hidden.shape)}"
+        )
+    check_device("weight", weight, hidden)
+    check_dtype("weight", weight, hidden)
+    if bias is None:
+        return
+    check_scores(bias, name="bias")
+    if bias.shape != (n_classes,):
+        raise ValueError(
+            f"bias: expected shape ({n_classes},), one number per class, got {tuple(bias.shape)}"
+        )
+    check_device("bias", bias, hidden)
+    check_dtype("bias", bias, hidden)
+
+
+def check_generator(generator: Any, device: torch.device, of: str = "hidden") -> None:
+    """A generator on that device, or None."""
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator: expected a torch.Generator, got {type(generator).__name__}")
+    if generator.device.type != device.type:
+        raise ValueError(
+            f"generator: expected one on the device of {of}, {device}, got one on "
+            f"{generator.device}; make it with torch.Generator({device.type!r})"
+        )
+
+
+def as_array(name: str, values: Any, expected: str, kinds: str = "iufb") -> NDArray[Any]:
+    """Numbers from a sequence, an array or a tensor on any device; ``kinds`` are numpy's."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        # numpy has no bfloat16.
+        values = (values.double() if values.is_floating_point() else values).numpy()
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+        raise TypeError(f"{name}: expected {expected}, got {type(values).__name__}")
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise TypeError(f"{name}: expected {expected}, got values that are not: {error}") from None
+    if array.dtype.kind not in kinds and array.size:
+        raise TypeError(f"{name}: expected {expected}, got {_first_not_real(values, array)}")
+    return array
+
+
+def _first_not_real(values: Any, array: NDArray[Any]) -> str:
+    """What was given in place of a number, and where."""
+    if array.ndim == 0:
+        return type(values).__name__
+    if array.ndim == 1 and isinstance(values, (list, tuple)):
+        for place, each in enumerate(values):
+            if not isinstance(each, (Real, np.bool_, Tensor)):
+                return f"{each!r} at position {place}"
+    return f"an array of {array.dtype}"
+
+
+def as_counts(
+    counts: Any,
+    n_classes: int | None = None,
+    *,
+    name: str = "counts",
+    kinds: str = "iufb",
+    alike: str = "give ones where every class is as likely as another",
+) -> NDArray[np.float64]:
+    """One count per class: finite, not negative, not all zero (``alike`` says what else)."""
+    expected = "one number per class"
+    array = as_array(name, counts, expected, kinds)
+    if array.ndim != 1 or (n_classes is not None and len(array) != n_classes):
+        shape = "(n_classes,)" if n_classes is None else f"({n_classes},)"
+        raise ValueError(f"{name}: expected shape {shape}, {expected}, got {array.shape}")
+    if not len(array):
+        raise ValueError(f"{name}: expected {expected}, got none; there is at least one class")
+    result: NDArray[np.float64] = array.astype(np.float64)
+    wrong = ~((result >= 0) & np.isfinite(result))
+    if wrong.any():
+        c = int(wrong.argmax())
+        raise ValueError(
+            f"{name}: expected finite numbers of at least 0, got {result[c]:g} for class {c}"
+        )
+    if not result.any():
+        raise ValueError(f"{name}: expected at least one above 0, got {len(result)} zeros; {alike}")
+    return result
+
+
+# Names of before, until their last callers are gone.
+
+
+def check_id_range(name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None) -> None:
+    if values_are_checked(ids):
+        check_id_values(name, ids, n_classes, ignore_index)
+
+
+def checked_ids(name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None) -> Tensor:
+    return check_ids(name, ids, None, n_classes, ignore_index)
+
+
+def check_chunk_rows(chunk_rows: Any) -> None:
+    check_chunk(chunk_rows)
+
+
+def check_max_support(max_support: Any) -> None:
+    check_int("max_support", max_support)

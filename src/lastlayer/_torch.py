@@ -5,7 +5,7 @@ the device; what autograd is doing. Everything of ``torch._C`` is here.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -137,3 +137,14 @@ def refuse_second_derivatives(what: str, instead: str) -> None:
             f"backward: {what} has no second derivatives, and create_graph=True asks for them; "
             f"use {instead}"
         )
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """A context without autocast on the device of ``tensor``, free where autocast is off.
+
+    Once dtypes are settled autocast would still round sums in float32.
+    """
+    device = tensor.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)

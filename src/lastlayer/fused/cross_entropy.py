@@ -1,10 +1,41 @@
-"""Cross entropy from hidden states and class vectors."""
+"""Cross entropy from hidden states and class vectors, without the matrix of scores.
 
+Beside the chunks of :mod:`lastlayer.fused.rows` it has two ways of its own. *Tiles*, on CUDA for
+short class vectors: scores are made in tiles on the chip and never stored. *Slabs*, for
+``chunk_rows="low"`` in half precision: blocks of an eighth of the rows and some of the classes.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
-from lastlayer.fused._call import fused_loss
-from lastlayer.fused._loss import Loss
-from lastlayer.fused._options import cross_entropy_options
+from lastlayer import kernels
+from lastlayer._checks import check_int, check_not_negative, check_positive, check_real
+from lastlayer.fused.budget import budget_bytes
+from lastlayer.fused.products import add_weight_gradient_, scores_into
+from lastlayer.fused.rows import (
+    MOST_ROUNDED_ADDITIONS,
+    ROW_LOSSES,
+    Chunk,
+    Made,
+    Problem,
+    RowLoss,
+    RowLossKind,
+    RowResult,
+    Wanted,
+    linear_loss,
+)
+
+# Up to this hidden size making a score again in a tile is cheaper than storing it.
+WIDEST_TILED = 256
+# No smoothing, no z loss, no soft cap, a temperature of 1.
+PLAIN = 0.0, 0.0, 0.0, 1.0
+# Multiples that suit the tiles of a matrix unit.
+_SLAB_STEP = 128
 
 
 def linear_cross_entropy(
@@ -63,10 +94,6 @@ def linear_cross_entropy(
     Returns:
         The loss in float32, or in float64 from float64.
 
-    Raises:
-        RuntimeError: in a second backward through the same loss, unless it was made with
-            ``reduction="none"`` or ``weight_grad``.
-
     Example:
         >>> import torch
         >>> hidden, weight = torch.zeros(2, 8), torch.zeros(100, 8)
@@ -77,17 +104,390 @@ def linear_cross_entropy(
         Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, ICLR 2025,
         arXiv:2411.09009; Hsu et al., Liger Kernel, 2024, arXiv:2410.10989.
     """
-    options = cross_entropy_options(label_smoothing, z_loss, softcap, temperature)
-    return fused_loss(
-        Loss("cross_entropy", options),
-        hidden,
-        weight,
-        target,
-        bias,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        class_weight=class_weight,
-        row_weight=row_weight,
-        weight_grad=weight_grad,
-        chunk_rows=chunk_rows,
-    )[0]
+    numbers = cross_entropy_numbers(label_smoothing, z_loss, softcap, temperature)
+    return linear_loss(
+        "cross_entropy", numbers, hidden, weight, target, bias, ignore_index=ignore_index,
+        reduction=reduction, class_weight=class_weight, row_weight=row_weight,
+        weight_grad=weight_grad, chunk_rows=chunk_rows,
+    )[0]  # fmt: skip
+
+
+class Statistics(NamedTuple):
+    """What :func:`linear_statistics` returns; all but the loss have the shape of the target.
+
+    Only the loss is differentiable. In rows with an ignored target all entries are 0.
+    """
+
+    loss: Tensor
+    log_prob: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    argmax: Tensor
+    in_top_k: Tensor
+
+
+def linear_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    k: int = 5,
+    ignore_index: int | None = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    chunk_rows: int | str = "auto",
+    weight_grad: Tensor | None = None,
+) -> Statistics:
+    """:func:`linear_cross_entropy`, and what else the same pass over the scores can tell.
+
+    Of each row: the log-probability of the target, the entropy, the logsumexp, the best class, and
+    whether the target is among the k best.
+
+    Choose it for accuracy, calibration and z-monitoring in training or validation, and for the
+    log-probabilities that policy gradients need. It always works in chunks of rows.
+
+    Cost: that of :func:`linear_cross_entropy`; the numbers are found while scores are read.
+
+    Args:
+        hidden: ``(*batch, d)``.
+        weight: ``(v, d)``, one row a class.
+        target: class ids ``(*batch)``, int64.
+        bias: ``(v,)``.
+        k: ``in_top_k`` says whether fewer than k classes have a higher score than the target.
+        ignore_index: rows with this target are left out; None where there are none.
+        reduction: "mean" over the rows that count, by their weights; "sum" or "none".
+        label_smoothing: how much of the target is spread evenly over all classes.
+        class_weight: one weight a class, ``(v,)``.
+        row_weight: one weight a row, ``(*batch)``.
+        z_loss: weight of the squared logsumexp.
+        softcap: c, bends scores into ``c * tanh(score / c)``.
+        temperature: divides the scores. What is returned is after softcap and temperature.
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        weight_grad: a tensor to which backward adds the gradient of the weight, as in
+            :func:`linear_cross_entropy`.
+
+    Returns:
+        :class:`Statistics`.
+
+    Example:
+        >>> import torch
+        >>> known = linear_statistics(torch.ones(1, 1), torch.eye(3)[:, :1], torch.tensor([0]))
+        >>> known.argmax, known.in_top_k, known.log_prob
+        (tensor([0]), tensor([True]), tensor([-0.5514]))
+    """
+    k = check_int("k", k)
+    numbers = cross_entropy_numbers(label_smoothing, z_loss, softcap, temperature)
+    loss, lse, log_prob, entropy, argmax, rank = linear_loss(
+        "cross_entropy_statistics", numbers, hidden, weight, target, bias,
+        ignore_index=ignore_index, reduction=reduction, class_weight=class_weight,
+        row_weight=row_weight, weight_grad=weight_grad, chunk_rows=chunk_rows,
+    )  # fmt: skip
+    in_top_k = rank < k
+    if ignore_index is not None:
+        in_top_k = in_top_k & (target != ignore_index)
+    return Statistics(loss, log_prob, entropy, lse, argmax, in_top_k)
+
+
+def cross_entropy_numbers(
+    label_smoothing: Any, z_loss: Any, softcap: Any, temperature: Any
+) -> tuple[float, float, float, float]:
+    """The options of the cross entropy, checked, as its row loss takes them: 0 for no soft cap."""
+    return (
+        check_real("label_smoothing", label_smoothing, "a number from 0 to 1", _is_share),
+        check_not_negative("z_loss", z_loss),
+        0.0 if softcap is None else check_positive("softcap", softcap),
+        check_positive("temperature", temperature),
+    )
+
+
+def _is_share(number: float) -> bool:
+    return 0.0 <= number <= 1.0
+
+
+def shaped(scores: Tensor, softcap: float, temperature: float) -> tuple[Tensor, Tensor]:
+    """Capped (0: not at all) and tempered scores, and their derivative by the plain ones."""
+    if not softcap:
+        return scores / temperature, torch.full_like(scores, 1.0 / temperature)
+    bent = torch.tanh(scores / softcap)
+    # A masked class stays masked: a cap would bring it back.
+    capped = (bent * (softcap / temperature)).masked_fill(scores == -math.inf, -math.inf)
+    return capped, (1.0 - bent.square()) / temperature
+
+
+def cross_entropy_rows(
+    class_weight: Tensor | None,
+    smoothing: float,
+    z_loss: float,
+    softcap: float,
+    temperature: float,
+    statistics: bool = False,
+) -> RowLoss:
+    """The row loss: a dense gradient in the memory of the scores."""
+
+    def rows(scores: Tensor, chunk: Chunk) -> RowResult:
+        loss, *known = kernels.softmax_rows.forward_(
+            "auto", scores, chunk.target, chunk.target_scores, chunk.row_scale, class_weight,
+            smoothing, z_loss, softcap, temperature, statistics,
+        )  # fmt: skip
+        gradient = None if chunk.row_scale is None else scores
+        if not statistics:
+            return RowResult(loss, gradient)
+        lse, entropy, argmax, rank = known
+        at_target = shaped(chunk.target_scores, softcap, temperature)[0]
+        # A row that is all -inf has no finite difference.
+        log_prob = torch.where(lse == -math.inf, lse, at_target - lse)
+        return RowResult(loss, gradient, (lse, log_prob, entropy, argmax, rank))
+
+    return rows
+
+
+def tiles_or_slabs(
+    problem: Problem, numbers: Sequence[float], chunk_rows: int | str, rows: int
+) -> Made | None:
+    """By tiles or slabs, where these are the faster way."""
+    if tiles_suit(problem.hidden, numbers, chunk_rows, problem.wanted):
+        return run_tiles(problem, numbers)
+    if slabs_suit(problem, numbers, chunk_rows, rows):
+        return _run_slabs(problem, numbers, str(chunk_rows))
+    return None
+
+
+ROW_LOSSES["cross_entropy"] = RowLossKind(cross_entropy_rows, shortcut=tiles_or_slabs)
+ROW_LOSSES["cross_entropy_statistics"] = RowLossKind(
+    partial(cross_entropy_rows, statistics=True), statistics=(3, 2)
+)
+
+
+def tiles_suit(
+    hidden: Tensor, numbers: Sequence[float], chunk_rows: int | str, wanted: Wanted
+) -> bool:
+    """Whether the tiled kernels can take a problem, and are the faster way."""
+    smoothing, _, softcap, _ = numbers
+    return (
+        # An explicit row count asks for chunks.
+        hidden.device.type == "cuda"
+        and isinstance(chunk_rows, str)
+        and hidden.dtype in (torch.float16, torch.bfloat16)
+        and 0 < hidden.shape[1] <= WIDEST_TILED
+        and hidden.shape[0] > 0
+        and kernels.available()["triton"] is None
+        and not wanted.precise(hidden)
+        # A smoothed loss is a matrix product more, unless the scores are bent.
+        and not (smoothing and softcap)
+    )
+
+
+def run_tiles(problem: Problem, numbers: Sequence[float], in_order: bool = False) -> Made:
+    """Losses and gradients of all rows; as :func:`lastlayer.fused.rows.run_chunks`.
+
+    ``in_order`` says that rows are sorted by their targets, which saves a sort.
+    """
+    # Imported here: Triton is not on every machine.
+    from lastlayer.kernels.linear_softmax.triton import (
+        finish_rows,
+        gradient_of_classes,
+        mix_of_rows,
+    )
+
+    hidden, weight, bias, target, row_scale, class_weight, wanted, weight_dtype = problem
+    smoothing, z_loss, softcap, temperature = numbers
+    hidden, weight = hidden.contiguous(), weight.contiguous()
+    n_classes = weight.shape[0]
+    place = target.unsqueeze(-1)
+    exact = kernels.class_scores.forward("auto", hidden, weight, bias, place).squeeze(-1)
+    gradient_wanted = wanted.any and row_scale is not None
+    mix = mix_of_rows(hidden, weight, bias, softcap, temperature, wanted.hidden and gradient_wanted)
+    spread, weights, more = smoothing / n_classes, None, None
+    if smoothing:
+        weights = exact.new_ones(n_classes) if class_weight is None else class_weight.float()
+        more = spread * weights.sum()
+    rows = finish_rows(
+        mix, weight, target, exact, row_scale,
+        None if class_weight is None else class_weight[target].float(), 1.0 - smoothing, more,
+        z_loss, softcap, temperature, torch.float32 if smoothing else hidden.dtype,
+    )  # fmt: skip
+    loss, hidden_gradient = rows.loss, rows.gradient if wanted.hidden else None
+    if weights is not None and more is not None:
+        # The sum of all scores is the score of the sum of all class vectors.
+        vector = _weighted_sum(weights, weight)
+        summed = torch.mv(hidden.float(), vector)
+        if bias is not None:
+            summed = summed + torch.dot(bias.float(), weights)
+        lse = rows.factors[0]
+        smoothed = loss + more * lse - summed * (spread / temperature)
+        # Fully masked rows have infinite loss and zero gradient.
+        empty = lse == -torch.inf
+        loss = torch.where(empty, loss, smoothed)
+        row_scale = None if row_scale is None else row_scale.masked_fill(empty, 0.0)
+    if not gradient_wanted or row_scale is None:
+        return Made(loss, (), None, None, None)
+
+    if hidden_gradient is not None and smoothing:
+        hidden_gradient -= torch.outer(row_scale * (spread / temperature), vector)
+        hidden_gradient = hidden_gradient.to(hidden.dtype)
+    weight_gradient = bias_gradient = None
+    if wanted.weight or wanted.bias:
+        into = wanted.weight_into
+        weight_gradient = torch.empty_like(weight, dtype=weight_dtype) if into is None else into
+        if wanted.bias:
+            # What is written may be added instead, with what is added to the weight's gradient.
+            bias_gradient = loss.new_zeros(n_classes)
+        gradient_of_classes(
+            hidden, weight, bias, target, rows.factors, softcap, temperature, weight_gradient,
+            bias_gradient, into is not None, in_order,
+        )  # fmt: skip
+        if weights is not None:
+            scaled = torch.mv(hidden.float().t(), row_scale) * (-spread / temperature)
+            weight_gradient.addr_(weights.to(weight_dtype), scaled.to(weight_dtype))
+            if bias_gradient is not None:
+                bias_gradient -= weights * (row_scale.sum() * spread / temperature)
+    if not wanted.weight:
+        weight_gradient = None
+    return Made(loss, (), hidden_gradient, weight_gradient, bias_gradient)
+
+
+def _weighted_sum(weights: Tensor, vectors: Tensor) -> Tensor:
+    """``weights @ vectors`` in float32, with a small copy at a time."""
+    total = weights.new_zeros(vectors.shape[1])
+    for some, of_them in zip(weights.split(1 << 16), vectors.split(1 << 16), strict=True):
+        total += some @ of_them.float()
+    return total
+
+
+def slabs_suit(
+    problem: Problem, numbers: Sequence[float], chunk_rows: int | str, rows: int
+) -> bool:
+    """Whether ``rows`` at a time would add too often to a gradient in half precision.
+
+    Only where memory was asked to be low: a float32 sum is faster than making scores again.
+    """
+    hidden, wanted = problem.hidden, problem.wanted
+    return (
+        chunk_rows == "low"
+        and hidden.itemsize < 4
+        and hidden.shape[0] > rows * MOST_ROUNDED_ADDITIONS
+        and problem.row_scale is not None
+        and wanted.weight
+        and wanted.weight_into is None
+        and not numbers[0]
+    )
+
+
+def _run_slabs(problem: Problem, numbers: Sequence[float], chunk_rows: str) -> Made:
+    """Losses and gradients of all rows; as :func:`lastlayer.fused.rows.run_chunks`.
+
+    Many small chunks of rows would add to the weight's gradient so often that half precision loses
+    it, or need a float32 sum of its size. A first walk over the slabs of a block finds the
+    normaliser of each row; the second makes the scores again, all but the last slab's, and turns
+    them into the gradient.
+    """
+    hidden, weight, bias, target, row_scale, class_weight, wanted, weight_dtype = problem
+    if row_scale is None:
+        raise RuntimeError("row_scale: slabs are for gradients")
+    n, n_classes = hidden.shape[0], weight.shape[0]
+    rows = _up_to_step(-(-n // MOST_ROUNDED_ADDITIONS))
+    fitting = budget_bytes("rows", chunk_rows, hidden) // (rows * hidden.itemsize)
+    classes = min(n_classes, max(_SLAB_STEP, fitting // _SLAB_STEP * _SLAB_STEP))
+    memory = hidden.new_empty(rows * classes)
+    # The last slab is a full one: it need not be made again.
+    short = n_classes % classes
+    starts = [*([0] if short else []), *range(short, n_classes, classes)]
+    slabs = [slice(a, b) for a, b in zip(starts, [*starts[1:], n_classes], strict=True)]
+    weight_gradient = torch.zeros_like(weight, dtype=weight_dtype)
+    hidden_gradient = torch.zeros_like(hidden) if wanted.hidden else None
+    bias_gradient = hidden.new_zeros(n_classes, dtype=torch.float32) if wanted.bias else None
+    losses = []
+    for first in range(0, n, rows):
+        part = slice(first, min(n, first + rows))
+        block = _Block(memory, hidden[part], weight, bias, target[part], numbers)
+        weights = None if class_weight is None else class_weight[target[part]]
+        losses.append(block.loss(slabs, weights))
+        for slab in reversed(slabs):
+            gradient = block.gradient(slab, row_scale[part], weights)
+            add_weight_gradient_(weight_gradient[slab], gradient, block.hidden)
+            if hidden_gradient is not None:
+                some = hidden_gradient[part]
+                torch.addmm(some, gradient, weight[slab], out=some)
+            if bias_gradient is not None:
+                bias_gradient[slab] += gradient.sum(0, dtype=torch.float32)
+    return Made(torch.cat(losses), (), hidden_gradient, weight_gradient, bias_gradient)
+
+
+class _Block:
+    """A block of rows, whose scores are made slab by slab in the same memory."""
+
+    def __init__(
+        self,
+        memory: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        numbers: Sequence[float],
+    ) -> None:
+        self.hidden = hidden
+        self._memory, self._weight, self._bias, self._target = memory, weight, bias, target
+        _, self._z_loss, self._softcap, self._temperature = numbers
+        place = target.unsqueeze(-1)
+        exact = kernels.class_scores.forward("auto", hidden, weight, bias, place)
+        self._target_scores = exact.squeeze(-1)
+        self._at_target, self._slope = shaped(self._target_scores, self._softcap, self._temperature)
+        self._lse = torch.full_like(self._target_scores, -torch.inf)
+        self._empty = torch.zeros_like(target, dtype=torch.bool)
+        self._held: slice | None = None
+
+    def loss(self, slabs: list[slice], weights: Tensor | None) -> Tensor:
+        """The loss of each row, from all slabs; the scores of the last one stay."""
+        for slab in slabs:
+            scores = self._scores(slab)
+            inside = (self._target >= slab.start) & (self._target < slab.stop)
+            local = torch.where(inside, self._target - slab.start, 0)
+            # A row whose target is elsewhere puts back what it has.
+            exact = torch.where(inside, self._target_scores, scores[:, 0].float())
+            _, lse, *_ = kernels.softmax_rows.forward_(
+                "auto", scores, local, exact, None, None, 0.0, 0.0,
+                self._softcap, self._temperature, False,
+            )  # fmt: skip
+            self._lse = torch.logaddexp(self._lse, lse)
+        gap = self._lse - self._at_target
+        gap = gap if weights is None else gap * weights
+        losses = gap + self._z_loss * self._lse.square()
+        # Fully masked rows have infinite loss and zero gradient.
+        self._empty = self._lse == -torch.inf
+        self._lse.masked_fill_(self._empty, 0.0)
+        return losses.masked_fill(self._empty, torch.inf)
+
+    def gradient(self, slab: slice, row_scale: Tensor, weights: Tensor | None) -> Tensor:
+        """The gradient of the scores of a slab, in the memory."""
+        scores = self._scores(slab)
+        self._held = None
+        row_scale = row_scale.masked_fill(self._empty, 0.0)
+        pull = row_scale if weights is None else row_scale * weights
+        push = pull + row_scale * (2.0 * self._z_loss) * self._lse
+        below_one = torch.expm1(self._at_target - self._lse)
+        true = (push * below_one + (push - pull)) * self._slope
+        inside = (self._target >= slab.start) & (self._target < slab.stop)
+        local = torch.where(inside, self._target - slab.start, -1)
+        kernels.softmax_gradient.forward_(
+            "auto", scores, local, true, self._lse, push, self._softcap, self._temperature
+        )
+        return scores
+
+    def _scores(self, slab: slice) -> Tensor:
+        rows, classes = self.hidden.shape[0], slab.stop - slab.start
+        scores = self._memory[: rows * classes].view(rows, classes)
+        if self._held != slab:
+            bias = None if self._bias is None else self._bias[slab]
+            scores_into(scores, self.hidden, self._weight[slab], bias)
+            self._held = slab
+        return scores
+
+
+def _up_to_step(count: int) -> int:
+    return -(-count // _SLAB_STEP) * _SLAB_STEP

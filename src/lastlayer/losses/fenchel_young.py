@@ -86,9 +86,9 @@ def parametric_loss(
     """
     check_scores(scores)
     check_reduction(reduction)
-    by_class = check_target(target, scores, ignore_index)
+    target, by_class = check_target(target, scores, ignore_index)
     if weight is not None:
-        check_class_weight(weight, scores)
+        check_class_weight(weight, scores.shape[-1])
     scores = scores if scores.dtype == torch.float64 else scores.float()
     ignored = target == ignore_index if by_class else None
     target = target.masked_fill(ignored, 0) if ignored is not None else target.to(scores.dtype)

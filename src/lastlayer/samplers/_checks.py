@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._counts import as_counts as counts_of_classes
+from lastlayer._checks import as_counts as counts_of_classes
 from lastlayer._torch import values_are_checked
 from lastlayer.kernels.alias.build import MOST_CLASSES
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from lastlayer._counts import as_array
-from lastlayer._counts import as_counts as counts_of_classes
+from lastlayer._checks import as_array
+from lastlayer._checks import as_counts as counts_of_classes
 from lastlayer.trees._arrays import MOST_IDS, Integers, Reals
 
 

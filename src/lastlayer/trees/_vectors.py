@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lastlayer._counts import as_array
+from lastlayer._checks import as_array
 from lastlayer._torch import accumulation_dtype
 
 

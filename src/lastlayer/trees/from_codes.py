@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lastlayer._counts import as_array
+from lastlayer._checks import as_array
 from lastlayer.trees._arrays import MOST_IDS, Integers, Offsets, offsets
 from lastlayer.trees.tree import Tree
 

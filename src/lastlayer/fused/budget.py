@@ -1,0 +1,79 @@
+"""How much memory the scores of a fused loss may take: one table for all engines.
+
+A chunk is some rows of scores with all classes, a slab all rows with some classes. The larger they
+are, the less often the weight and its gradient are read.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from lastlayer._torch import accumulation_dtype
+
+# Bytes of scores held at a time, by engine, device and setting.
+BYTES = {
+    ("rows", "cuda", "auto"): 1_060_000_000,
+    ("rows", "cuda", "low"): 290_000_000,
+    ("rows", "cpu", "auto"): 48_000_000,
+    ("rows", "cpu", "low"): 12_000_000,
+    ("labels", "cuda", "auto"): 900_000_000,
+    ("labels", "cuda", "low"): 250_000_000,
+    ("labels", "cpu", "auto"): 8_000_000,
+    ("labels", "cpu", "low"): 2_000_000,
+}
+# On a CPU a quarter of the weight's own size is allowed as well: less would be slower.
+_SHARE_OF_WEIGHT = 4
+# Rows that suit the tiles of a matrix unit.
+_STEP = {"cuda": 128, "cpu": 8}
+
+
+def device_kind(tensor: Tensor) -> str:
+    """Which entries of the table count: "cpu", or "cuda" for every other device."""
+    return "cpu" if tensor.device.type == "cpu" else "cuda"
+
+
+def budget_bytes(engine: str, chunk: str, tensor: Tensor) -> int:
+    """Bytes of scores that "auto" or "low" allow on the device of ``tensor``."""
+    return BYTES[engine, device_kind(tensor), chunk]
+
+
+def as_chunk(text: str) -> int | str:
+    """A chunk size as it was before an operation took it as a string."""
+    return int(text) if text.isdecimal() else text
+
+
+def rows_at_a_time(
+    chunk_rows: int | str, hidden: Tensor, n_classes: int, copies: float = 1.0
+) -> int:
+    """Rows of a chunk; ``copies`` is how many times its scores are held in memory."""
+    n = max(1, hidden.shape[0])
+    if isinstance(chunk_rows, int):
+        return min(n, chunk_rows)
+    kind = device_kind(hidden)
+    budget = BYTES["rows", kind, chunk_rows]
+    row_bytes = max(1, n_classes) * hidden.element_size() * copies
+    if n * row_bytes <= budget:
+        return n
+    step = _STEP[kind]
+    if chunk_rows == "auto" and kind == "cpu":
+        weight_bytes = n_classes * hidden.shape[-1] * hidden.element_size()
+        budget = max(budget, weight_bytes // _SHARE_OF_WEIGHT)
+    fitting = int(budget / row_bytes)
+    fitting = fitting // step * step or max(1, fitting)
+    # Chunks of the same size: a small last one would pay for the whole weight again.
+    even = -(-n // -(-n // fitting))
+    return min(n, -(-even // step) * step)
+
+
+def row_chunks(
+    rows: Tensor, n_classes: int, chunk_rows: int | str, copies: float
+) -> Iterator[slice]:
+    """Slices of the rows: at least one, an empty one where there are no rows.
+
+    ``copies`` is how many numbers in the accumulation dtype are held for each row and class.
+    """
+    size = accumulation_dtype(rows.dtype).itemsize
+    step = rows_at_a_time(chunk_rows, rows, n_classes, copies * size / rows.element_size())
+    n = rows.shape[0]
+    for first in range(0, max(1, n), step):
+        yield slice(first, min(n, first + step))

@@ -1,0 +1,326 @@
+"""The one autograd function behind every fused loss: gradients are made in forward.
+
+An :class:`Engine` turns the operands of a problem (hidden states, class vectors, targets) into
+losses and gradients. While the scores of some rows are in memory their gradient costs little, so
+the forward pass makes the gradients and the backward pass multiplies them by the upstream one.
+That needs an upstream gradient that is a single number. Where it has one number per row
+(``reduction="none"``), backward computes scores and gradients again from the operands.
+
+Everything that is a matter of policy is decided here, for all engines: which gradients are wanted,
+``retain_graph``, second derivatives, the range of float16, and how torch.compile sees the loss
+(one registered operation per engine; in eager mode the engine is called directly).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lastlayer import kernels
+from lastlayer._torch import (
+    accumulation_dtype,
+    gradient_sum_dtype,
+    graph_is_kept,
+    in_dtype,
+    is_eager,
+    refuse_second_derivatives,
+)
+
+# Tensors, or None for those that are absent.
+Operands = Sequence[Any]
+_library = torch.library.Library("lastlayer", "FRAGMENT")
+
+
+class Result(NamedTuple):
+    """What an engine makes of its operands.
+
+    ``pieces`` are the gradients of the differentiable operands, None where not wanted, or whatever
+    :meth:`Engine.finish` makes them from. They are divided by ``size``, None for 1.
+    """
+
+    loss: Tensor
+    pieces: Sequence[Tensor | None] = ()
+    statistics: Sequence[Tensor] = ()
+    size: Tensor | None = None
+
+
+class Engine(ABC):
+    """A loss of rows, computed together with its gradients.
+
+    Operands are tensors: those that may need a gradient first, then ``n_constants`` that never do.
+    Options are plain values (numbers, strings, None), of which ``schema`` declares names and types
+    in the schema language of ``torch.library``.
+
+    Attributes:
+        name: of the operation below ``torch.ops.lastlayer``.
+        schema: of the options, such as ``"int? ignore_index, str chunk_rows"``.
+        n_constants: how many operands, from the end, have no gradient.
+        kept: which operands :meth:`finish` reads.
+        written: which operand backward writes to, if any; torch is not asked to guard it.
+        what: what the loss is called in an error.
+        instead: what has second derivatives, for the same error.
+    """
+
+    name: str
+    schema: str
+    n_constants: int
+    kept: tuple[int, ...] = ()
+    written: int | None = None
+    what = "a fused loss"
+    instead = "log_prob(hidden, classes), which has them"
+
+    def __init__(self) -> None:
+        tail = ", str reduction, bool[] wanted) -> Tensor[]"
+        _library.define(f"{self.name}(Tensor?[] operands, Tensor? upstream, {self.schema}{tail}")
+        _library.impl(self.name, self._registered, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"lastlayer::{self.name}", self._fake, lib=_library)
+        self._operation = getattr(torch.ops.lastlayer, self.name).default
+
+    @abstractmethod
+    def compute(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        """The reduced loss, and the gradients of the operands that are ``wanted``.
+
+        With ``reduction="none"`` the loss has one number per row; then gradients are made only
+        where ``upstream`` is given, one number per row: those of ``(loss * upstream).sum()``.
+        """
+
+    @abstractmethod
+    def fake(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        """Empty results of the right shapes and dtypes, for tracing."""
+
+    def statistics(self, options: tuple[Any, ...]) -> int:  # noqa: ARG002 - for engines with any
+        """How many statistics :meth:`compute` returns."""
+        return 0
+
+    def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:  # noqa: ARG002
+        """Whether backward starts again from the operands."""
+        return reduction == "none"
+
+    def finish(
+        self,
+        operands: Operands,
+        pieces: Sequence[Tensor | None],
+        factor: Tensor | None,
+        options: tuple[Any, ...],  # noqa: ARG002 - for engines that finish in another way
+        reusable: bool,
+    ) -> list[Tensor | None]:
+        """The gradients from the pieces, times ``factor``; in their memory where ``reusable``."""
+        del operands
+        if factor is None:
+            return list(pieces)
+        if factor.device.type == "cpu" and is_eager(factor) and factor.item() == 1.0:
+            return [each if reusable or each is None else each.clone() for each in pieces]
+        return [None if each is None else scaled(each, factor, reusable) for each in pieces]
+
+    def call(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        """:meth:`compute`: directly in eager mode, since the dispatcher costs the host time."""
+        first = operands[0]
+        # No operation may write to what it is given.
+        writes = self.written is not None and operands[self.written] is not None
+        if writes or (is_eager(first) and first.device.type != "meta"):
+            return self.compute(operands, upstream, options, reduction, wanted)
+        made = self._operation(list(operands), upstream, *options, reduction, list(wanted))
+        n = 2 + self.statistics(options)
+        size = made[1] if made[1].numel() else None
+        return Result(made[0], made[n:], made[2:n], size)
+
+    def _registered(self, operands: Operands, upstream: Tensor | None, *rest: Any) -> list[Tensor]:
+        return self._flat(self.compute(operands, upstream, rest[:-2], rest[-2], rest[-1]))
+
+    def _fake(self, operands: Operands, upstream: Tensor | None, *rest: Any) -> list[Tensor]:
+        return self._flat(self.fake(operands, upstream, rest[:-2], rest[-2], rest[-1]))
+
+    def _flat(self, result: Result) -> list[Tensor]:
+        """As an operation returns it: contiguous tensors, empty ones for None."""
+        none = result.loss.new_empty(0)
+        pieces = [none.clone() if each is None else each.contiguous() for each in result.pieces]
+        size = none if result.size is None else result.size
+        return [result.loss, size, *result.statistics, *pieces]
+
+
+def fused_loss(
+    engine: Engine, operands: Operands, options: tuple[Any, ...], reduction: str
+) -> tuple[Tensor, ...]:
+    """The reduced loss, differentiable, and the statistics of each row.
+
+    Args:
+        engine: computes it.
+        operands: as the engine takes them, checked, in the dtype of the products.
+        options: as its schema says.
+        reduction: "mean", "sum" or "none".
+    """
+    n = len(operands) - engine.n_constants
+    recording = torch.is_grad_enabled()
+    wanted = tuple([
+        recording and each is not None and each.requires_grad for each in operands[:n]
+    ])  # fmt: skip
+    if not any(wanted):
+        result = engine.call(operands, None, options, reduction, wanted)
+        return result.loss, *result.statistics
+    made: tuple[Tensor, ...] = _FusedLoss.apply(engine, options, reduction, wanted, *operands)
+    return made
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        engine: Engine,
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: tuple[bool, ...],
+        *operands: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        result = engine.call(operands, None, options, reduction, wanted)
+        ctx.given = engine, options, reduction, wanted
+        ctx.dtypes = [None if each is None else each.dtype for each in operands[: len(wanted)]]
+        ctx.n_operands = len(operands)
+        ctx.written = None if engine.written is None else operands[engine.written]
+        kept = range(len(operands)) if engine.recomputes(options, reduction) else engine.kept
+        operands = tuple([
+            each if i in kept and i != engine.written else None for i, each in enumerate(operands)
+        ])  # fmt: skip
+        ctx.save_for_backward(*operands, result.size, *result.pieces)
+        ctx.mark_non_differentiable(*result.statistics)
+        return result.loss, *result.statistics
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        engine, options, reduction, wanted = ctx.given
+        refuse_second_derivatives(engine.what, engine.instead)
+        n = ctx.n_operands
+        saved = ctx.saved_tensors
+        operands, size, pieces = list(saved[:n]), saved[n], saved[n + 1 :]
+        if engine.written is not None:
+            operands[engine.written] = ctx.written
+        factor: Tensor | None = grad
+        # In place where nothing needs the pieces again: a second gradient of the weight may be
+        # more than the device can hold.
+        reusable = not torch.compiler.is_compiling() and not graph_is_kept()
+        if engine.recomputes(options, reduction):
+            result = engine.call(operands, grad, options, reduction, wanted)
+            factor, size, pieces, reusable = None, result.size, result.pieces, True
+        if size is not None:
+            factor = size if factor is None else factor * size
+        made = engine.finish(operands, pieces, factor, options, reusable)
+        gradients = [
+            in_dtype(each, dtype) if needed and each is not None else None
+            for each, needed, dtype in zip(made, wanted, ctx.dtypes, strict=True)
+        ]
+        return *(None,) * 4, *gradients, *(None,) * (n - len(gradients))
+
+
+def scaled(values: Tensor, factor: Tensor, reusable: bool) -> Tensor:
+    """``values * factor``, rounded once; in the memory of ``values`` where that is reusable.
+
+    The factor is a single number, which may be out of the range of half precision.
+    """
+    if not reusable:
+        return (values.to(factor.dtype) * factor).to(values.dtype)
+    kernels.scale.forward_("auto", values, factor)
+    return values
+
+
+def near_one(scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Row factors as products in ``dtype`` can take them, and what they were divided by.
+
+    float16 has nothing below 6e-8, which is less than what 1/n leaves of a probability. So factors
+    are brought to 1, and gradients back with the upstream one, which may be a loss scale.
+    """
+    if dtype != torch.float16 or scale is None:
+        return scale, None
+    size = scale.abs().amax() if scale.shape[0] else scale.new_ones(())
+    size = torch.where(size == 0, 1.0, size)
+    return scale / size, size
+
+
+class RowScale(NamedTuple):
+    """What each row counts: its weight in the loss, and its factor in the gradient."""
+
+    weight: Tensor | None
+    """Of the loss of each row, ``(n,)``; None for 1."""
+    divisor: Tensor | float
+    """Of the sum of weighted losses; 0 where nothing counts."""
+
+    @classmethod
+    def of(
+        cls, weight: Tensor | None, reduction: str, n: int, counted: Tensor | None = None
+    ) -> "RowScale":
+        """From the weight of each row; ``counted`` is what a mean divides by, if not their sum."""
+        if reduction != "mean":
+            return cls(weight, 1.0)
+        if weight is None and counted is None:
+            return cls(None, float(n))
+        counted = weight if counted is None else counted
+        return cls(weight, 0.0 if counted is None else counted.sum())
+
+    def reduce(self, losses: Tensor, reduction: str) -> Tensor:
+        """The loss of all rows; rows of weight 0 do not count, whatever their loss is."""
+        if self.weight is not None:
+            losses = torch.where(self.weight == 0, 0.0, losses * self.weight)
+        if reduction == "none":
+            return losses
+        total = losses.sum()
+        if isinstance(self.divisor, float):
+            return total if self.divisor == 1.0 else total / max(1.0, self.divisor)
+        return torch.where(self.divisor == 0, 0.0, total / self.divisor)
+
+    def factors(self, like: Tensor, n: int, upstream: Tensor | None = None) -> Tensor:
+        """What the gradient of each row's loss is multiplied by, ``(n,)``.
+
+        ``upstream`` is the gradient of the reduced loss, or with "none" of each row's.
+        """
+        dtype = accumulation_dtype(like.dtype)
+        if upstream is not None and upstream.dim():
+            upstream = in_dtype(upstream, dtype)
+            return upstream if self.weight is None else upstream * self.weight
+        if isinstance(self.divisor, float):
+            share = 1.0 / max(1.0, self.divisor)
+            if self.weight is None:
+                scale = like.new_full((n,), share, dtype=dtype)
+            else:
+                scale = self.weight if share == 1.0 else self.weight * share
+        else:
+            weight = like.new_ones(n, dtype=dtype) if self.weight is None else self.weight
+            scale = torch.where(self.divisor == 0, 0.0, weight / self.divisor)
+        return scale if upstream is None else scale * in_dtype(upstream, dtype)
+
+
+def empty_gradients(
+    operands: Operands, wanted: Sequence[bool], hidden: int = 0
+) -> list[Tensor | None]:
+    """What :meth:`Engine.fake` returns for gradients that are made in forward.
+
+    Sums over rows, all but that of the operand ``hidden``, are in :func:`gradient_sum_dtype`.
+    """
+    made: list[Tensor | None] = []
+    for i, (source, needed) in enumerate(zip(operands, wanted, strict=False)):
+        if source is None or not needed:
+            made.append(None)
+        else:
+            dtype = source.dtype if i == hidden else gradient_sum_dtype(source.dtype)
+            made.append(source.new_empty(source.shape, dtype=dtype))
+    return made

@@ -1,0 +1,521 @@
+"""The engine of losses on rows of scores: chunk by chunk, losses and gradients together.
+
+For each chunk of rows one product makes the scores, a row loss turns them into losses and, in the
+same memory, into the gradient of the scores, and two products carry that on to hidden and weight.
+The scores of one chunk are all that is ever stored. A new loss is one small function, see
+:class:`RowLoss`, and a line in :data:`ROW_LOSSES`; everything else is here, once.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lastlayer import kernels
+from lastlayer._checks import (
+    check_chunk,
+    check_class_weight,
+    check_device,
+    check_ids,
+    check_ignore_index,
+    check_linear,
+    check_reduction,
+)
+from lastlayer._torch import (
+    accumulation_dtype,
+    gradient_sum_dtype,
+    host_sync_allowed,
+    in_autocast_dtype,
+    in_dtype,
+    is_eager,
+    without_autocast,
+)
+from lastlayer.fused.budget import as_chunk, rows_at_a_time
+from lastlayer.fused.function import (
+    Engine,
+    Operands,
+    Result,
+    RowScale,
+    empty_gradients,
+    fused_loss,
+    near_one,
+)
+from lastlayer.fused.products import add_weight_gradient_, scores_into, set_weight_gradient
+from lastlayer.kernels._memory import empty
+
+# Beyond this many additions in half precision a gradient of the weight is no longer within
+# 4e-3 of the exact one.
+MOST_ROUNDED_ADDITIONS = 8
+# What a chunk takes where scores are float32 and their gradient is held in two halves as well.
+_PRECISE_COPIES = 4.0
+
+
+class Chunk(NamedTuple):
+    """What a row loss is given with the scores of a few rows.
+
+    ``target_scores`` are those of the target in full precision, and ``exact_scores`` gives those
+    of other classes, (rows, k), where the scores of the chunk are rounded. ``row_scale`` is what
+    the loss of each row is multiplied by in the end; it is None where no gradient is wanted.
+    """
+
+    target: Tensor
+    target_scores: Tensor
+    exact_scores: Callable[[Tensor], Tensor]
+    row_scale: Tensor | None
+
+
+class Sparse(NamedTuple):
+    """A score gradient with few non-zeros: values (rows, k) and their classes; 0 is padding."""
+
+    values: Tensor
+    classes: Tensor
+
+
+class RowResult(NamedTuple):
+    """What a row loss makes of a chunk: ``gradient`` is the scores' own memory, or sparse."""
+
+    loss: Tensor
+    gradient: Tensor | Sparse | None
+    statistics: tuple[Tensor, ...] = ()
+
+
+class RowLoss(Protocol):
+    """A loss on rows of scores, which it may overwrite."""
+
+    def __call__(self, scores: Tensor, chunk: Chunk) -> RowResult: ...
+
+
+class Made(NamedTuple):
+    """Losses of all rows, what else was asked for, and the gradients that were wanted."""
+
+    loss: Tensor
+    statistics: tuple[Tensor, ...]
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class Wanted(NamedTuple):
+    """Which gradients are wanted, and what the weight's is added to: None makes one."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+    weight_into: Tensor | None = None
+
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
+    def precise(self, hidden: Tensor) -> bool:
+        """Whether half-precision rows meet a float32 sum: nothing is rounded on the way then."""
+        return self.weight_into is not None and self.weight_into.itemsize > hidden.itemsize
+
+
+class Problem(NamedTuple):
+    """Rows that all count: tensors in the dtype of the products, targets that are class ids."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    row_scale: Tensor | None
+    """What the gradient of each row's loss is multiplied by; None where none is wanted."""
+    class_weight: Tensor | None
+    wanted: Wanted
+    weight_dtype: torch.dtype
+    """Of the weight's gradient."""
+
+
+class RowLossKind(NamedTuple):
+    """How a row loss is made, and what it needs."""
+
+    make: Callable[..., RowLoss]
+    """From the class weights and the numbers of the options."""
+    copies: float = 1.0
+    """How many times the scores of a chunk are held."""
+    statistics: tuple[int, int] = (0, 0)
+    """How many numbers per row it leaves beside the loss: float ones, then int64 ones."""
+    shortcut: Callable[[Problem, Sequence[float], int | str, int], Made | None] | None = None
+    """Another way than chunks where that is faster: from problem, numbers, ``chunk_rows``, rows."""
+
+
+ROW_LOSSES: dict[str, RowLossKind] = {}
+
+
+class _RowsEngine(Engine):
+    """Operands: hidden, weight, bias; target, class_weight, row_weight, weight_grad."""
+
+    name = "linear_loss"
+    schema = "str loss, float[] numbers, int? ignore_index, str chunk_rows, bool into_weight_grad"
+    n_constants = 4
+    written = 6
+    instead = "a loss on scores, such as lastlayer.entmax_loss or torch's cross_entropy"
+
+    def statistics(self, options: tuple[Any, ...]) -> int:
+        return sum(ROW_LOSSES[options[0]].statistics)
+
+    def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:
+        return bool(reduction == "none" or options[-1])
+
+    def compute(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        hidden, weight, bias, target, class_weight, row_weight, weight_grad = operands
+        name, numbers, ignore_index, chunk, _ = options
+        with_gradients = upstream is not None or not self.recomputes(options, reduction)
+        with without_autocast(hidden):
+            n, dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
+            kept, ignored = counted_rows(target, ignore_index)
+            if kept is not None:
+                hidden, target = hidden[kept], target[kept]
+                row_weight = None if row_weight is None else row_weight[kept]
+                if upstream is not None and upstream.dim():
+                    upstream = upstream[kept]
+            row_weight = None if row_weight is None else in_dtype(row_weight, dtype)
+            if ignored is not None:
+                target = torch.where(ignored, 0, target)
+                row_weight = torch.where(ignored, 0.0, 1.0 if row_weight is None else row_weight)
+                row_weight = in_dtype(row_weight, dtype)
+            counted = None
+            if class_weight is not None:
+                class_weight = in_dtype(class_weight, dtype)
+                if reduction == "mean":
+                    counted = class_weight[target]
+                    counted = counted if row_weight is None else counted * row_weight
+            scale = RowScale.of(row_weight, reduction, hidden.shape[0], counted)
+            factors = size = into = None
+            if with_gradients and (any(wanted) or weight_grad is not None):
+                factors = scale.factors(hidden, hidden.shape[0], upstream)
+                factors, size = near_one(factors, hidden.dtype)
+                into = weight_grad
+                if weight_grad is not None and size is not None:
+                    into = torch.zeros_like(weight_grad, dtype=dtype)
+            made = _run(
+                name, numbers, as_chunk(chunk),
+                Problem(
+                    hidden, in_dtype(weight, hidden.dtype),
+                    None if bias is None else in_dtype(bias, hidden.dtype), target, factors,
+                    class_weight,
+                    Wanted(wanted[0], wanted[1] or weight_grad is not None, wanted[2], into)
+                    if factors is not None else Wanted(),
+                    gradient_sum_dtype(weight.dtype),
+                ),
+            )  # fmt: skip
+            if into is not None and size is not None and weight_grad is not None:
+                weight_grad.add_(into.mul_(size))
+            loss = scale.reduce(made.loss, reduction)
+            statistics = made.statistics
+            if ignored is not None:
+                statistics = tuple(each.masked_fill(ignored, 0) for each in statistics)
+            of_hidden, of_bias = made.hidden, made.bias
+            if kept is not None:
+                loss = spread_rows(loss, kept, n) if reduction == "none" else loss
+                statistics = tuple(spread_rows(each, kept, n) for each in statistics)
+                of_hidden = None if of_hidden is None else spread_rows(of_hidden, kept, n)
+            if of_bias is not None and bias is not None:
+                of_bias = in_dtype(of_bias, gradient_sum_dtype(bias.dtype))
+        of_weight = made.weight if weight_grad is None else None
+        return Result(loss, (of_hidden, of_weight, of_bias), statistics, size)
+
+    def fake(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        hidden, target = operands[0], operands[3]
+        dtype = accumulation_dtype(hidden.dtype)
+        floats, integers = ROW_LOSSES[options[0]].statistics
+        statistics = [hidden.new_empty(target.shape, dtype=dtype) for _ in range(floats)]
+        statistics += [target.new_empty(target.shape) for _ in range(integers)]
+        loss = hidden.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
+        if upstream is None and self.recomputes(options, reduction):
+            return Result(loss, (None,) * 3, statistics)
+        size = None
+        if hidden.dtype == torch.float16 and any(wanted):
+            size = hidden.new_empty((), dtype=dtype)
+        return Result(loss, empty_gradients(operands, wanted), statistics, size)
+
+
+def linear_loss(
+    loss: str,
+    numbers: Sequence[float],
+    hidden: Any,
+    weight: Any,
+    target: Any,
+    bias: Any,
+    *,
+    ignore_index: Any,
+    reduction: Any,
+    class_weight: Any,
+    row_weight: Any,
+    weight_grad: Any,
+    chunk_rows: Any,
+) -> tuple[Tensor, ...]:
+    """The loss of a linear layer by one of :data:`ROW_LOSSES`, and its statistics.
+
+    It checks every argument but ``numbers``. Results have the shape of the target.
+    """
+    check_linear(hidden, weight, bias)
+    check_reduction(reduction)
+    check_chunk(chunk_rows)
+    ignore_index = check_ignore_index(ignore_index)
+    batch = hidden.shape[:-1]
+    target = check_ids("target", target, batch, weight.shape[0], ignore_index, like=hidden)
+    if class_weight is not None:
+        check_class_weight(class_weight, weight.shape[0], hidden)
+    if row_weight is not None:
+        _check_row_weight(row_weight, target)
+        row_weight = row_weight.detach()
+    if weight_grad is not None:
+        _check_weight_grad(weight_grad, weight)
+    rows = in_autocast_dtype(hidden)
+    if len(batch) != 1:
+        rows, target = rows.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
+        row_weight = None if row_weight is None else row_weight.reshape(-1)
+    made = fused_loss(
+        ROWS, (rows, weight, bias, target, class_weight, row_weight, weight_grad),
+        (loss, tuple(numbers), ignore_index, str(chunk_rows), weight_grad is not None), reduction,
+    )  # fmt: skip
+    if len(batch) == 1:
+        return made
+    return tuple(each.reshape(batch) if each.dim() else each for each in made)
+
+
+ROWS = _RowsEngine()
+
+
+def counted_rows(target: Tensor, ignore_index: int | None) -> tuple[Tensor | None, Tensor | None]:
+    """Which rows to keep, or which ones are ignored but stay; None and None where all count.
+
+    Ignored rows are left out before any product, for which the host has to know how many there
+    are, and waits once. While a CUDA graph is captured it cannot: they stay, with a factor of 0.
+    """
+    if ignore_index is None:
+        return None, None
+    if not host_sync_allowed(target):
+        return None, target == ignore_index
+    if target.device.type == "cpu" and is_eager(target):
+        # Nothing is dispatched where no target is ignored, which is the rule.
+        ids = target.numpy()
+        if not (ids == ignore_index).any():
+            return None, None
+    kept = (target != ignore_index).nonzero().squeeze(-1)
+    return (None if kept.shape[0] == target.shape[0] else kept), None
+
+
+def spread_rows(some: Tensor, kept: Tensor, n: int) -> Tensor:
+    """Results of the rows that were kept as results of all rows, 0 elsewhere."""
+    return some.new_zeros(n, *some.shape[1:]).index_copy_(0, kept, some)
+
+
+def _run(name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem) -> Made:
+    """All rows by the way that suits them."""
+    kind, wanted = ROW_LOSSES[name], problem.wanted
+    copies = kind.copies * (_PRECISE_COPIES if wanted.precise(problem.hidden) else 1.0)
+    rows = rows_at_a_time(chunk_rows, problem.hidden, problem.weight.shape[0], copies)
+    if kind.shortcut is not None:
+        made = kind.shortcut(problem, numbers, chunk_rows, rows)
+        if made is not None:
+            return made
+    return run_chunks(kind.make(problem.class_weight, *numbers), problem, rows)
+
+
+def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
+    """Losses and gradients of all rows, so many at a time."""
+    hidden, weight, bias, target, row_scale, _, wanted, weight_dtype = problem
+    n, n_classes = hidden.shape[0], weight.shape[0]
+    gradients = Gradients(hidden, weight, wanted, chunk_rows, weight_dtype)
+    dtype = torch.float32 if wanted.precise(hidden) else hidden.dtype
+    memory = empty((min(n, chunk_rows), n_classes), dtype, hidden.device)
+    if n <= chunk_rows:
+        exact = partial(kernels.class_scores.forward, "auto", hidden, weight, bias)
+        scores = scores_into(memory, hidden, weight, bias)
+        chunk = Chunk(target, target_scores(scores, target, exact), exact, row_scale)
+        result = row_loss(scores, chunk)
+        if result.gradient is not None:
+            gradients.add(slice(0, n), result.gradient)
+        return Made(result.loss, result.statistics, *gradients.finished())
+    losses: list[Tensor] = []
+    statistics: list[tuple[Tensor, ...]] = []
+    for first in range(0, n, chunk_rows):
+        part = slice(first, min(n, first + chunk_rows))
+        rows, ids = hidden[part], target[part]
+        scores = scores_into(memory, rows, weight, bias)
+        exact = partial(kernels.class_scores.forward, "auto", rows, weight, bias)
+        scale = None if row_scale is None else row_scale[part]
+        result = row_loss(scores, Chunk(ids, target_scores(scores, ids, exact), exact, scale))
+        losses.append(result.loss)
+        statistics.append(result.statistics)
+        if result.gradient is not None:
+            gradients.add(part, result.gradient)
+    together = tuple(torch.cat(each) for each in zip(*statistics, strict=True))
+    return Made(torch.cat(losses), together, *gradients.finished())
+
+
+def target_scores(scores: Tensor, target: Tensor, exact: Callable[[Tensor], Tensor]) -> Tensor:
+    """The score of each row's target in full precision."""
+    place = target.unsqueeze(-1)
+    if scores.device.type == "cpu" and scores.itemsize >= 4:
+        # Nothing is rounded there; a GPU may take TF32.
+        return scores.gather(-1, place).squeeze(-1)
+    return exact(place).squeeze(-1)
+
+
+class Gradients:
+    """The gradients of hidden, weight and bias as chunks come in."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        wanted: Wanted,
+        chunk_rows: int,
+        weight_dtype: torch.dtype,
+    ) -> None:
+        self._hidden, self._weight, self._wanted = hidden, weight, wanted
+        self._weight_dtype = weight_dtype
+        self._whole = hidden.shape[0] <= chunk_rows
+        wide = accumulation_dtype(weight.dtype)
+        many = hidden.shape[0] > MOST_ROUNDED_ADDITIONS * chunk_rows
+        # No product of two half-precision matrices gives the other half precision, or float64.
+        foreign = weight_dtype not in (weight.dtype, wide)
+        self._sum_dtype = wide if many or foreign else weight_dtype
+        into = wanted.weight_into
+        straight = into is not None and into.dtype in (wide, self._sum_dtype)
+        self._weight_sum: Tensor | None = into if straight else None
+        self._hidden_sum: Tensor | None = None
+        self._bias_sum: Tensor | None = None
+        self._sparse: list[tuple[slice, Sparse]] = []
+
+    def add(self, part: slice, gradient: Tensor | Sparse) -> None:
+        """Takes the gradient of the scores of some rows."""
+        if isinstance(gradient, Sparse):
+            self._add_sparse(part, gradient)
+            return
+        rows = self._hidden if self._whole else self._hidden[part]
+        if self._wanted.bias:
+            some = gradient.sum(0, dtype=accumulation_dtype(gradient.dtype))
+            self._bias_sum = some if self._bias_sum is None else self._bias_sum.add_(some)
+        rounded = in_dtype(gradient, self._weight.dtype)
+        if self._wanted.hidden:
+            if self._whole:
+                self._hidden_sum = torch.mm(rounded, self._weight)
+            else:
+                torch.mm(rounded, self._weight, out=self._hidden_memory()[part])
+        if self._wanted.weight:
+            self._add_to_weight(rounded, rows)
+            if rounded is not gradient:
+                self._add_to_weight((gradient - rounded).to(rounded.dtype), rows)
+
+    def _hidden_memory(self) -> Tensor:
+        if self._hidden_sum is None:
+            self._hidden_sum = self._hidden.new_empty(self._hidden.shape)
+        return self._hidden_sum
+
+    def _add_to_weight(self, gradient: Tensor, rows: Tensor) -> None:
+        if self._weight_sum is None:
+            self._weight_sum = self._room_for_weight()
+            set_weight_gradient(self._weight_sum, gradient, rows)
+        else:
+            add_weight_gradient_(self._weight_sum, gradient, rows)
+
+    def _room_for_weight(self) -> Tensor:
+        return empty(self._weight.shape, self._sum_dtype, self._weight.device)
+
+    def _add_sparse(self, part: slice, gradient: Sparse) -> None:
+        if self._wanted.hidden:
+            self._hidden_memory()[part] = kernels.sparse_gradient.to_hidden(
+                "auto", gradient.values, gradient.classes, self._weight
+            )
+        if self._wanted.weight:
+            # One sort for all chunks: classes are then visited once.
+            self._sparse.append((part, gradient))
+        if self._wanted.bias:
+            if self._bias_sum is None:
+                dtype = accumulation_dtype(self._weight.dtype)
+                self._bias_sum = self._weight.new_zeros(self._weight.shape[0], dtype=dtype)
+            values = gradient.values.to(self._bias_sum.dtype).flatten()
+            self._bias_sum.index_add_(0, gradient.classes.flatten(), values)
+
+    def finished(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of hidden, weight and bias."""
+        total, into = self._weight_sum, self._wanted.weight_into
+        if self._wanted.weight and total is None:
+            total = self._room_for_weight().zero_()
+        if self._sparse and total is not None:
+            self._add_lists(total)
+        if total is not None and into is not None:
+            if total is not into:
+                into.add_(total)
+            total = into
+        elif total is not None:
+            total = in_dtype(total, self._weight_dtype)
+        return self._hidden_sum, total, self._bias_sum
+
+    def _add_lists(self, total: Tensor) -> None:
+        rows = torch.cat([self._hidden[part] for part, _ in self._sparse])
+        width = max(each.values.shape[1] for _, each in self._sparse)
+        values = torch.cat([_padded(each.values, width) for _, each in self._sparse])
+        classes = torch.cat([_padded(each.classes, width) for _, each in self._sparse])
+        kernels.sparse_gradient.add_to_weight_("auto", values, classes, rows, total)
+
+
+def _padded(entries: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(entries, (0, width - entries.shape[1]))
+
+
+def _check_row_weight(row_weight: Any, target: Tensor) -> None:
+    if not isinstance(row_weight, Tensor) or not row_weight.is_floating_point():
+        got = row_weight.dtype if isinstance(row_weight, Tensor) else type(row_weight).__name__
+        raise TypeError(
+            f"row_weight: expected a floating tensor with one weight per row, got {got}"
+        )
+    if row_weight.shape != target.shape:
+        raise ValueError(
+            f"row_weight: expected the shape of target, {tuple(target.shape)}, got "
+            f"{tuple(row_weight.shape)}"
+        )
+    check_device("row_weight", row_weight, target)
+
+
+def _check_weight_grad(weight_grad: Any, weight: Tensor) -> None:
+    if not isinstance(weight_grad, Tensor):
+        raise TypeError(
+            f"weight_grad: expected a tensor to add to, got {type(weight_grad).__name__}; "
+            "weight.grad is None before the first backward: set it to zeros"
+        )
+    wide = accumulation_dtype(weight.dtype)
+    if weight_grad.dtype not in (weight.dtype, wide):
+        expected = " or ".join(str(dtype) for dtype in dict.fromkeys((weight.dtype, wide)))
+        raise TypeError(f"weight_grad: expected {expected}, got {weight_grad.dtype}")
+    (n_classes, width), strides = weight.shape, weight_grad.stride()
+    if (
+        weight_grad.shape != weight.shape
+        or (width > 1 and strides[1] != 1)
+        or (n_classes > 1 and strides[0] < width)
+    ):
+        raise ValueError(
+            f"weight_grad: expected shape {tuple(weight.shape)} with rows that are contiguous and "
+            f"do not overlap, got {tuple(weight_grad.shape)} with strides {strides}"
+        )
+    check_device("weight_grad", weight_grad, weight)
+    if weight_grad is weight or (
+        is_eager(weight) and weight_grad.numel() and weight_grad.data_ptr() == weight.data_ptr()
+    ):
+        raise ValueError("weight_grad: expected memory of its own, got that of weight")
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "weight_grad: cannot be used inside torch.compile, which does not see that backward "
+            "writes to it; call the loss outside, or leave weight_grad out"
+        )
