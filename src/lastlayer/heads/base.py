@@ -28,6 +28,7 @@ from lastlayer._torch import (
 )
 from lastlayer.fused.budget import row_chunks
 from lastlayer.fused.recompute import in_chunks
+from lastlayer.heads.recipes import Recipe
 
 _CONFIG, _STATE = "config.json", "model.safetensors"
 # Numbers held for each log-probability, itself included: of top_classes, whose keys and what they
@@ -65,6 +66,8 @@ class Head(torch.nn.Module, ABC):
             an attribute and can be changed at any time.
     """
 
+    recipes: tuple[Recipe, ...] = ()
+    """How the lab and the benchmarks make such a head from data."""
     chunk_rows: int | str = "auto"
 
     def __init__(
