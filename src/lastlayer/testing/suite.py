@@ -59,7 +59,7 @@ class Suite:
         return SAME_TOLERANCE[self.finest]
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        drawn = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
         return drawn.to(self.device, dtype)
 
     def integers(self, high: int, *shape: int) -> Tensor:
