@@ -148,8 +148,13 @@ def linear_topk_softmax_loss(
         Su, spaces.ac.cn/archives/8046 (sparse softmax).
     """
     k = check_k(k)
+    # The top n of n classes is the softmax.
+    everything = isinstance(weight, Tensor) and weight.dim() == 2 and k >= weight.shape[0]
+    name: str
+    numbers: tuple[float, ...]
+    name, numbers = ("cross_entropy", PLAIN) if everything else ("topk_softmax", (float(k),))
     return linear_loss(
-        "topk_softmax", (float(k),), hidden, weight, target, bias, ignore_index=ignore_index,
+        name, numbers, hidden, weight, target, bias, ignore_index=ignore_index,
         reduction=reduction, class_weight=class_weight, row_weight=row_weight,
         weight_grad=weight_grad, chunk_rows=chunk_rows,
     )[0]  # fmt: skip
