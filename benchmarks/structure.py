@@ -92,7 +92,7 @@ def _steps() -> dict[str, Callable[[], None]]:
 
     made: dict[str, Any] = {
         "FullSoftmax": heads.FullSoftmax(WIDTH, CLASSES),
-        "EntmaxHead": (getattr(heads, "EntmaxHead", None) or heads.Entmax)(WIDTH, CLASSES),
+        "EntmaxHead": (getattr(heads, "EntmaxHead", None) or heads.EntmaxHead)(WIDTH, CLASSES),
         "AdaptiveSoftmax": heads.AdaptiveSoftmax(WIDTH, cutoffs=[20, 60], n_classes=CLASSES),
         "HierarchicalSoftmax": heads.HierarchicalSoftmax(WIDTH, trees.huffman(counts)),
         "SampledSoftmax": heads.SampledSoftmax(WIDTH, CLASSES, samplers.Unigram(counts), DRAWN),
