@@ -12,7 +12,7 @@ from lastlayer.bench.cases import OURS, Call, Method
 from lastlayer.bench.losses import Step, scores_held
 from lastlayer.bench.multilabel.truth import DENSE_ZLPR, LINEAR_BCE, LINEAR_ZLPR
 from lastlayer.bench.peers import attribute
-from lastlayer.fused import bce, zlpr
+from lastlayer.fused import labels
 from lastlayer.losses import zlpr as on_scores
 
 LossFunction = Callable[..., Any]
@@ -78,8 +78,8 @@ def of(section: str, device: str, *, backward: bool) -> list[Method]:
 
 def _ours(section: str, **options: Any) -> LossFunction:
     functions: dict[str, LossFunction] = {
-        LINEAR_ZLPR: zlpr.linear_zlpr_loss,
-        LINEAR_BCE: bce.linear_bce_loss,
+        LINEAR_ZLPR: labels.linear_zlpr_loss,
+        LINEAR_BCE: labels.linear_bce_loss,
         DENSE_ZLPR: on_scores.zlpr_loss,
     }
     return partial(functions[section], **options)
