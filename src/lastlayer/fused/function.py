@@ -92,6 +92,8 @@ class Engine(ABC):
 
         With ``reduction="none"`` the loss has one number per row; then gradients are made only
         where ``upstream`` is given, one number per row: those of ``(loss * upstream).sum()``.
+        Without it the pieces may be tensors that this computation leaves for that one, which then
+        finds them behind the operands.
         """
 
     @abstractmethod
@@ -240,7 +242,8 @@ class _FusedLoss(torch.autograd.Function):
         # more than the device can hold.
         reusable = not torch.compiler.is_compiling() and not graph_is_kept()
         if engine.recomputes(options, reduction):
-            result = engine.call(operands, grad, options, reduction, wanted)
+            left = [each for each in pieces if each is not None and each.numel()]
+            result = engine.call([*operands, *left], grad, options, reduction, wanted)
             factor, size, pieces, reusable = None, result.size, result.pieces, True
         if size is not None:
             factor = size if factor is None else factor * size

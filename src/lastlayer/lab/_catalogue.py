@@ -64,12 +64,4 @@ REST: list[tuple[Any, Recipe]] = [
         "negative", "negative sampling of word2vec", n_samples=64, power=0.75,
         compared=("negative",), rank=32,
     )),
-    *((heads.MultiLabel, Recipe(
-        name, about, task="multilabel", fixed={"loss": loss}, compared=(name,), rank=rank
-    )) for rank, name, loss, about in (
-        (40, "zlpr", "zlpr", "zero-bounded log-sum-exp and pairwise ranking"),
-        (41, "bce", "bce", "one logistic choice per label"),
-        (42, "asymmetric", "asymmetric", "logistic choices with fewer easy negatives"),
-        (43, "sparsemax_labels", "sparsemax", "one sparse distribution over the labels"),
-    )),
 ]  # fmt: skip
