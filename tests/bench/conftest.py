@@ -6,10 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_up_record import MADE_UP
-from rich.console import Console
-
-from lastlayer import maps
 from lastlayer.bench import fused as bench_fused
 from lastlayer.bench import maps as bench_maps
 from lastlayer.bench import runner, timing
@@ -23,6 +19,10 @@ from lastlayer.bench.maps.record import MapRecord
 from lastlayer.bench.record import Record
 from lastlayer.bench.results import read
 from lastlayer.bench.timing import CpuTimer
+from made_up_record import MADE_UP
+from rich.console import Console
+
+from lastlayer import maps
 from lastlayer.kernels import _registry
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

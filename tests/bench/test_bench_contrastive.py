@@ -4,10 +4,6 @@ import io
 
 import pytest
 import torch
-from made_up_record import MADE_UP
-from rich.console import Console
-from torch.nn import functional
-
 from lastlayer.bench import contrastive, timing
 from lastlayer.bench.contrastive import cases, family, methods, plot, tables, truth
 from lastlayer.bench.contrastive.record import ContrastiveRecord
@@ -16,6 +12,9 @@ from lastlayer.bench.losses import judge
 from lastlayer.bench.record import append
 from lastlayer.bench.results import read
 from lastlayer.bench.timing import CpuTimer
+from made_up_record import MADE_UP
+from rich.console import Console
+from torch.nn import functional
 
 RECORD = MADE_UP | dict(
     family="contrastive",

@@ -4,10 +4,6 @@ import sys
 
 import pytest
 import torch
-from rich.console import Console
-from torch.nn import functional
-
-from lastlayer import fused
 from lastlayer.bench import fused as bench_fused
 from lastlayer.bench import memory, session
 from lastlayer.bench.cases import Method
@@ -16,6 +12,10 @@ from lastlayer.bench.fused import cases, methods
 from lastlayer.bench.fused.cases import LARGE, SMALL, SPARSE
 from lastlayer.bench.peers import PeerMissing
 from lastlayer.bench.results import read
+from rich.console import Console
+from torch.nn import functional
+
+from lastlayer import fused
 
 CUDA = torch.device("cuda")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

@@ -1,13 +1,12 @@
 import io
 
 import pytest
-from rich.console import Console
-
 from lastlayer.bench.fused import tables
 from lastlayer.bench.fused.cases import CPU_SHAPES, CUDA_SHAPES, LARGE, SMALL, SPARSE
 from lastlayer.bench.fused.plot import times_and_memory
 from lastlayer.bench.record import append
 from lastlayer.bench.table import gigabytes
+from rich.console import Console
 
 
 def page_of(render, tmp_path, records) -> str:

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from torch.nn import functional
-
-from lastlayer import losses
 from lastlayer.bench import memory
 from lastlayer.bench.fused import truth as truths
 from lastlayer.bench.fused.scores import FLAT, TRAINED, VERY_FLAT_SCORES
 from lastlayer.bench.maps.cases import TOPK, K
+from torch.nn import functional
+
+from lastlayer import losses
 
 CPU = torch.device("cpu")
 ON_SCORES = {

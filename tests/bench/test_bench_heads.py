@@ -4,10 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
-from torch.nn import functional
-
-from lastlayer import heads
 from lastlayer.bench import heads as bench_heads
 from lastlayer.bench import memory, runner, session, timing
 from lastlayer.bench.cases import USUAL_DTYPE
@@ -19,6 +15,10 @@ from lastlayer.bench.heads.entry import CPU, CUDA, SWEEP, WORDS, Entry
 from lastlayer.bench.heads.family import Heads
 from lastlayer.bench.results import read
 from lastlayer.bench.timing import CpuTimer
+from rich.console import Console
+from torch.nn import functional
+
+from lastlayer import heads
 
 CPU_DEVICE = torch.device("cpu")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

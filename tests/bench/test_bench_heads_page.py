@@ -1,9 +1,6 @@
 import io
 
 import pytest
-from made_up_record import MADE_UP
-from rich.console import Console
-
 from lastlayer.bench.heads import draws, tables, top
 from lastlayer.bench.heads.cases import AGAINST, CPU_SIZES, CUDA_SIZES, DRAWS, STEP, TOP, TREES
 from lastlayer.bench.heads.entries import (
@@ -20,6 +17,8 @@ from lastlayer.bench.heads.entries import (
 from lastlayer.bench.heads.plot import time_against_classes
 from lastlayer.bench.heads.record import HeadRecord
 from lastlayer.bench.record import append
+from made_up_record import MADE_UP
+from rich.console import Console
 
 HEAD = MADE_UP | dict(
     family="heads",

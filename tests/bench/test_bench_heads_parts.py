@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
-from lastlayer import heads, trees
 from lastlayer.bench.heads import builders, draws, entries, replay, top, truth
 from lastlayer.bench.heads import timer as timers
 from lastlayer.bench.heads.entries import ENTRIES
@@ -13,6 +11,8 @@ from lastlayer.bench.heads.modules import GatheredPaths
 from lastlayer.bench.heads.problem import Problem, huffman, zipf
 from lastlayer.bench.heads.step import Step
 from lastlayer.bench.heads.timer import CudaWallTimer
+
+from lastlayer import heads, trees
 
 CPU = torch.device("cpu")
 PROBLEM = Problem(20, 64, 3000, torch.float64, CPU)

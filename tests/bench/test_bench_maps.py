@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
-
-from lastlayer import maps
 from lastlayer.bench import maps as bench_maps
 from lastlayer.bench import peers, plot, session
 from lastlayer.bench.cases import Method
 from lastlayer.bench.maps import cases as map_cases
 from lastlayer.bench.maps import peers as map_peers
 from lastlayer.bench.maps.family import Maps
+from rich.console import Console
+
+from lastlayer import maps
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -4,9 +4,6 @@ import io
 
 import pytest
 import torch
-from made_up_record import MADE_UP
-from rich.console import Console
-
 from lastlayer.bench import multilabel as bench_multilabel
 from lastlayer.bench import runner, session, timing
 from lastlayer.bench.command import chosen
@@ -19,7 +16,10 @@ from lastlayer.bench.multilabel.truth import DENSE_ZLPR, LINEAR_BCE, LINEAR_ZLPR
 from lastlayer.bench.record import append
 from lastlayer.bench.results import read
 from lastlayer.bench.timing import CpuTimer, Timing
-from lastlayer.fused import zlpr
+from made_up_record import MADE_UP
+from rich.console import Console
+
+from lastlayer.fused import labels
 from lastlayer.kernels import _registry
 from lastlayer.losses import zlpr as on_scores
 
@@ -96,12 +96,12 @@ def test_a_run_verifies_times_and_writes_down(small_run, tmp_path):
 
 
 def test_a_wrong_gradient_is_not_timed_and_fails_the_run(small_run, monkeypatch):
-    right = zlpr.linear_zlpr_loss
+    right = labels.linear_zlpr_loss
 
     def half_a_gradient(hidden, weight, positives, **options):
         return right(hidden, weight / 2 + weight.detach() / 2, positives, **options)
 
-    monkeypatch.setattr(zlpr, "linear_zlpr_loss", half_a_gradient)
+    monkeypatch.setattr(labels, "linear_zlpr_loss", half_a_gradient)
     code, text, records = small_run(only="linear + ZLPR")
     assert code == 1
     wrong = {r.method: r for r in records if r.source == "lastlayer"}

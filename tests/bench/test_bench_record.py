@@ -3,7 +3,6 @@ import math
 
 import pytest
 import torch
-
 from lastlayer.bench.record import append, environment, version
 from lastlayer.bench.results import read
 

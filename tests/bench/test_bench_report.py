@@ -1,12 +1,11 @@
 import io
 
 import pytest
-from rich.console import Console
-
 from lastlayer.bench import table
 from lastlayer.bench.maps import tables
 from lastlayer.bench.maps.plot import bandwidth_against_width
 from lastlayer.bench.progress import reporting
+from rich.console import Console
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -2,7 +2,6 @@ import importlib
 
 import pytest
 import torch
-
 from lastlayer.bench import timing
 from lastlayer.bench.timing import (
     CpuTimer,

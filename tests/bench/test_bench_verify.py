@@ -1,12 +1,12 @@
 import pytest
 import torch
-
-from lastlayer import maps
 from lastlayer.bench.cases import Method
 from lastlayer.bench.maps.cases import TOPK, K, MapCase
 from lastlayer.bench.maps.family import Maps
 from lastlayer.bench.maps.verify import judge, sample_rows
 from lastlayer.bench.verify import Verdict, relative_error
+
+from lastlayer import maps
 
 
 def reference(scores, alpha=2.0):

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lastlayer.heads._rotary import rotated
-from lastlayer.heads.global_pointer import GlobalPointer
+from lastlayer.heads.spans import GlobalPointer, rotated
 from lastlayer.losses.zlpr import zlpr_loss
 
 PAD = -100

@@ -28,6 +28,7 @@ from lastlayer._torch import (
 )
 from lastlayer.fused.budget import row_chunks
 from lastlayer.fused.recompute import in_chunks
+from lastlayer.heads.recipes import Recipe
 
 _CONFIG, _STATE = "config.json", "model.safetensors"
 # Numbers held for each log-probability, itself included: of top_classes, whose keys and what they
@@ -45,129 +46,14 @@ class TopK(NamedTuple):
     """Their class ids, int64, ``(*batch, k)``."""
 
 
-class Head(torch.nn.Module, ABC):
-    """An output layer: from hidden states ``(*batch, in_features)`` to one of many classes.
+class SavedModule(torch.nn.Module):
+    """A module on hidden states that says what makes it, and that can be saved and loaded."""
 
-    Every head has a training loss, :meth:`forward`; normalised log-probabilities,
-    :meth:`log_prob`; its best classes, :meth:`topk`; and random ones, :meth:`sample`. A head of
-    your own defines the first two. It gets the other two from :meth:`log_prob` of a chunk of rows
-    at a time, and may do better. :func:`lastlayer.testing.check_head` checks all that is promised
-    here.
-
-    Train through ``head(hidden, target)``, so that the hooks of DDP and FSDP fire.
-
-    Args:
-        in_features: size of the hidden state.
-        n_classes: number of classes.
-        ignore_index: rows with this target have loss 0 and no gradient; None where every target
-            counts.
-        reduction: "mean" over the rows that count, 0 where there are none; "sum" or "none". It is
-            an attribute and can be changed at any time.
-    """
-
-    chunk_rows: int | str = "auto"
-
-    def __init__(
-        self,
-        in_features: int,
-        n_classes: int,
-        *,
-        ignore_index: int | None = -100,
-        reduction: str = "mean",
-    ) -> None:
-        super().__init__()
-        check_reduction(reduction)
-        self.in_features = check_int("in_features", in_features)
-        self.n_classes = check_int("n_classes", n_classes)
-        self.ignore_index, self.reduction = check_ignore_index(ignore_index), reduction
-
-    @abstractmethod
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """The training loss in float32, or in float64 from float64.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            target: class ids ``(*batch)``, of any integer dtype.
-        """
-
-    @abstractmethod
-    def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
-        """Normalised log-probabilities in float32, or in float64 from float64.
-
-        ``head.log_prob(hidden, target)`` is the log-likelihood of each row.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            classes: class ids of any integer dtype: ``(*batch)``, one per row, or ``(*batch, k)``;
-                None for all classes. A list shared by all rows is ``classes.expand(*batch, k)``.
-
-        Returns:
-            ``(*batch)``, ``(*batch, k)`` or ``(*batch, n_classes)``; -inf for a class of
-            probability 0.
-        """
-
-    @torch.no_grad()
-    def topk(self, hidden: Tensor, k: int) -> TopK:
-        """The k most probable classes, exactly as a sort of all log-probabilities has them.
-
-        Of equal log-probabilities the lower class id comes first. Where fewer than k classes have
-        a probability, the rest has the value -inf. No gradient is recorded.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            k: from 1 to ``n_classes``.
-        """
-        rows, k = self._check_rows(hidden), self._check_k(k)
-        chunks = row_chunks(rows, self.n_classes, self.chunk_rows, TOP_COPIES)
-        best = [top_classes(self.log_prob(rows[part]), k) for part in chunks]
-        values, classes = (torch.cat(each) for each in zip(*best, strict=True))
-        shape = *hidden.shape[:-1], k
-        return TopK(values.reshape(shape), classes.reshape(shape))
-
-    @torch.no_grad()
-    def sample(
-        self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Independent draws from the probabilities of each row, with replacement.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            n_samples: draws per row.
-            generator: source of randomness, on the device of hidden; torch's own otherwise.
-
-        Returns:
-            Class ids ``(*batch, n_samples)``, int64. A row without probabilities, as a NaN
-            makes it, is an error on a CPU and inside ``lastlayer.debug()``, and else all -1.
-        """
-        rows = self._check_rows(hidden)
-        n_samples = check_int("n_samples", n_samples)
-        check_generator(generator, hidden.device)
-        # All random numbers at once: what is drawn does not depend on the size of the chunks.
-        uniform = torch.rand(
-            rows.shape[0], n_samples, dtype=torch.float64, device=rows.device, generator=generator
-        )
-        chunks = row_chunks(rows, self.n_classes, self.chunk_rows, _DRAW_COPIES)
-        drawn = [draw_classes(self.log_prob(rows[part]), uniform[part]) for part in chunks]
-        return checked_draws(torch.cat(drawn).reshape(*hidden.shape[:-1], n_samples))
-
-    def init_bias_from_counts(self, counts: Any) -> None:
-        """Start at the class frequencies: biases become log frequencies, the cheapest speed-up.
-
-        Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
-        """
-        raise NotImplementedError(
-            f"init_bias_from_counts: {type(self).__name__} has no biases to start from counts"
-        )
+    in_features: int
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments: ``cls(**head.config())`` makes such a head."""
-        return {
-            "in_features": self.in_features,
-            "n_classes": self.n_classes,
-            "ignore_index": self.ignore_index,
-            "reduction": self.reduction,
-        }
+        """The constructor's arguments: ``cls(**head.config())`` makes such a head, without state."""
+        raise NotImplementedError
 
     def save(self, folder: str | Path) -> None:
         """Write ``model.safetensors``, the state, and ``config.json``, what :meth:`config` gives.
@@ -283,6 +169,133 @@ class Head(torch.nn.Module, ABC):
                 f"hidden: expected the dtype of the head, {parameter.dtype}, got {hidden.dtype}; "
                 "convert one of them, or use torch.autocast"
             )
+
+
+class Head(SavedModule, ABC):
+    """An output layer: from hidden states ``(*batch, in_features)`` to one of many classes.
+
+    Every head has a training loss, :meth:`forward`; normalised log-probabilities,
+    :meth:`log_prob`; its best classes, :meth:`topk`; and random ones, :meth:`sample`. A head of
+    your own defines the first two. It gets the other two from :meth:`log_prob` of a chunk of rows
+    at a time, and may do better. :func:`lastlayer.testing.check_head` checks all that is promised
+    here.
+
+    Train through ``head(hidden, target)``, so that the hooks of DDP and FSDP fire.
+
+    Args:
+        in_features: size of the hidden state.
+        n_classes: number of classes.
+        ignore_index: rows with this target have loss 0 and no gradient; None where every target
+            counts.
+        reduction: "mean" over the rows that count, 0 where there are none; "sum" or "none". It is
+            an attribute and can be changed at any time.
+    """
+
+    recipes: tuple[Recipe, ...] = ()
+    """How the lab and the benchmarks make such a head from data."""
+    chunk_rows: int | str = "auto"
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        *,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__()
+        check_reduction(reduction)
+        self.in_features = check_int("in_features", in_features)
+        self.n_classes = check_int("n_classes", n_classes)
+        self.ignore_index, self.reduction = check_ignore_index(ignore_index), reduction
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """The training loss in float32, or in float64 from float64.
+
+        Args:
+            hidden: ``(*batch, in_features)``.
+            target: class ids ``(*batch)``, of any integer dtype.
+        """
+
+    @abstractmethod
+    def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
+        """Normalised log-probabilities in float32, or in float64 from float64.
+
+        ``head.log_prob(hidden, target)`` is the log-likelihood of each row.
+
+        Args:
+            hidden: ``(*batch, in_features)``.
+            classes: class ids of any integer dtype: ``(*batch)``, one per row, or ``(*batch, k)``;
+                None for all classes. A list shared by all rows is ``classes.expand(*batch, k)``.
+
+        Returns:
+            ``(*batch)``, ``(*batch, k)`` or ``(*batch, n_classes)``; -inf for a class of
+            probability 0.
+        """
+
+    @torch.no_grad()
+    def topk(self, hidden: Tensor, k: int) -> TopK:
+        """The k most probable classes, exactly as a sort of all log-probabilities has them.
+
+        Of equal log-probabilities the lower class id comes first. Where fewer than k classes have
+        a probability, the rest has the value -inf. No gradient is recorded.
+
+        Args:
+            hidden: ``(*batch, in_features)``.
+            k: from 1 to ``n_classes``.
+        """
+        rows, k = self._check_rows(hidden), self._check_k(k)
+        chunks = row_chunks(rows, self.n_classes, self.chunk_rows, TOP_COPIES)
+        best = [top_classes(self.log_prob(rows[part]), k) for part in chunks]
+        values, classes = (torch.cat(each) for each in zip(*best, strict=True))
+        shape = *hidden.shape[:-1], k
+        return TopK(values.reshape(shape), classes.reshape(shape))
+
+    @torch.no_grad()
+    def sample(
+        self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Independent draws from the probabilities of each row, with replacement.
+
+        Args:
+            hidden: ``(*batch, in_features)``.
+            n_samples: draws per row.
+            generator: source of randomness, on the device of hidden; torch's own otherwise.
+
+        Returns:
+            Class ids ``(*batch, n_samples)``, int64. A row without probabilities, as a NaN
+            makes it, is an error on a CPU and inside ``lastlayer.debug()``, and else all -1.
+        """
+        rows = self._check_rows(hidden)
+        n_samples = check_int("n_samples", n_samples)
+        check_generator(generator, hidden.device)
+        # All random numbers at once: what is drawn does not depend on the size of the chunks.
+        uniform = torch.rand(
+            rows.shape[0], n_samples, dtype=torch.float64, device=rows.device, generator=generator
+        )
+        chunks = row_chunks(rows, self.n_classes, self.chunk_rows, _DRAW_COPIES)
+        drawn = [draw_classes(self.log_prob(rows[part]), uniform[part]) for part in chunks]
+        return checked_draws(torch.cat(drawn).reshape(*hidden.shape[:-1], n_samples))
+
+    def init_bias_from_counts(self, counts: Any) -> None:
+        """Start at the class frequencies: biases become log frequencies, the cheapest speed-up.
+
+        Args:
+            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
+        """
+        raise NotImplementedError(
+            f"init_bias_from_counts: {type(self).__name__} has no biases to start from counts"
+        )
+
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments: ``cls(**head.config())`` makes such a head."""
+        return {
+            "in_features": self.in_features,
+            "n_classes": self.n_classes,
+            "ignore_index": self.ignore_index,
+            "reduction": self.reduction,
+        }
 
     def _check_rows(self, hidden: Any) -> Tensor:
         """Checked hidden states as rows, ``(n, in_features)``."""
