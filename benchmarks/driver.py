@@ -56,6 +56,7 @@ class Work:
     Attributes:
         call: what is timed: takes the inputs of the case and returns results.
         captured: the same for a CUDA graph, where gradients must not be accumulated.
+        replayed: whether a CUDA graph of it may be captured.
         verified: the same for the verification, where it is not what is timed.
         errors: distances of results to the reference, where the case has none for this method.
         facts: fields of the record, from results.
@@ -66,6 +67,7 @@ class Work:
     verified: Call | None = None
     errors: Callable[[Any, Inputs], dict[str, float]] | None = None
     facts: Callable[[Any], dict[str, Any]] = lambda _: {}
+    replayed: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,8 +324,9 @@ class Run:
                 continue
             if not facts["verified"]:
                 facts["status"] = f"inexact: {facts['status']}"
-            if timed.median_ms <= timing.LONGEST_REPLAYED_MS:
-                call = works[method].captured or works[method].call
+            work = works[method]
+            if work.replayed and timed.median_ms <= timing.LONGEST_REPLAYED_MS:
+                call = work.captured or work.call
                 calls = [partial(call, *each) for each in _leaves(case, sets[:_REPLAYED_SETS])]
                 facts["replayed_ms"] = timing.replayed_ms(calls, self.device)
             self._write(case, method, timed, **facts)

@@ -156,7 +156,7 @@ def _into_float32() -> Work:
             raise RuntimeError("no gradient of hidden")
         return {"loss": loss.detach(), "hidden": gradient, "weight": total}
 
-    return Work(call)
+    return Work(call, replayed=False)
 
 
 def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def _on_chunks() -> Work:
             raise RuntimeError("no gradient of weight")
         return {"loss": total, "hidden": torch.cat(gradients), "weight": of_weight}
 
-    return Work(call)
+    return Work(call, replayed=False)
 
 
 def _torch_fused() -> Work:
