@@ -7,8 +7,8 @@ import pytest
 import torch
 from implementations import DTYPES, ROUNDING, error, every_implementation, place
 
-from lastlayer.kernels import zlpr
 from lastlayer._labels import positive_lists
+from lastlayer.kernels import zlpr
 
 KINDS = ("hard", "soft", "lists", "values")
 
