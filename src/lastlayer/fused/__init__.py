@@ -8,7 +8,6 @@ from lastlayer.fused.cross_entropy import (
 from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
 
-
 __all__ = [
     "Statistics",
     "linear_bce_loss",

@@ -19,8 +19,9 @@ from lastlayer._checks import (
 )
 from lastlayer._torch import accumulation_dtype, in_dtype, values_are_checked, without_autocast
 from lastlayer.fused.budget import spans_at_a_time
-from lastlayer.fused.spans import SpanParts, Tile, not_spans, span_loss, tile_scores, tiles
+from lastlayer.fused.spans import Tile, not_spans, span_loss, tile_scores, tiles
 from lastlayer.heads.base import SavedModule, top_classes
+from lastlayer.kernels.span_sums import SpanParts
 
 _ROTARY_BASE = 10_000.0
 
@@ -132,9 +133,7 @@ class GlobalPointer(SavedModule):
         self.reduction, self.chunk_spans = reduction, chunk_spans
         vectors = 2 * self.head_size * (1 if efficient else self.n_types)
         # For each type first the numbers of q, then those of k.
-        self.project = torch.nn.Linear(
-            self.in_features, vectors, bias, device=device, dtype=dtype
-        )
+        self.project = torch.nn.Linear(self.in_features, vectors, bias, device=device, dtype=dtype)
         self.type_bias = (
             torch.nn.Linear(2 * self.head_size, 2 * self.n_types, bias, device=device, dtype=dtype)
             if efficient
