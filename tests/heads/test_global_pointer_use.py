@@ -156,6 +156,18 @@ def test_options_show():
     assert head.extra_repr() == "in_features=3, n_types=2, head_size=64, rope=False"
 
 
+def test_a_config_makes_the_same_head():
+    head = GlobalPointer(3, 2, 4, rope=False, ignore_index=-1, reduction="sum", chunk_spans="low")
+    other = GlobalPointer(**head.config())
+    assert other.config() == head.config()
+    assert repr(other) == repr(head)
+
+
+def test_there_are_no_biases_to_start_from_counts():
+    with pytest.raises(NotImplementedError, match="pairs of tokens"):
+        GlobalPointer(3, 2, 4).init_bias_from_counts([1, 2])
+
+
 def test_efficient_has_few_parameters():
     def size(**options):
         return sum(each.numel() for each in GlobalPointer(768, 50, **options).parameters())
@@ -254,7 +266,11 @@ def backward():
         (torch.zeros(2, 2, 7, 7), TypeError, r"target\.bool"),
         (torch.zeros(2, 3, dtype=torch.int64), ValueError, r"expected shape \(2, m, 3\)"),
         (torch.zeros(2, 1, 4, dtype=torch.int64), ValueError, r"got \(2, 1, 4\)"),
-        (torch.zeros(2, 2, 7, 7, dtype=torch.int64), ValueError, "one label per span is torch.bool"),
+        (
+            torch.zeros(2, 2, 7, 7, dtype=torch.int64),
+            ValueError,
+            "one label per span is torch.bool",
+        ),
         (torch.zeros(2, 7, 7, dtype=torch.bool), ValueError, r"expected shape \(2, 2, 7, 7\)"),
         (backward(), ValueError, r"spans that end where they start or later.*\(0, 5, 3\)"),
         (torch.tensor([[[0, 1, 2]], [[1, 4, 3]]]), ValueError, r"or later.*\(1, 4, 3\)"),

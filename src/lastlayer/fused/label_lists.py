@@ -5,10 +5,14 @@ sums over segments. Both are sorted within their rows, so that duplicates are ne
 the first that was given counts.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer._checks import check_device, check_tensor
+from lastlayer._labels import check_positives
 from lastlayer._torch import values_are_checked
 
 # Numbers of hidden states gathered at a time.
@@ -43,6 +47,12 @@ class Lists:
             return self.values.to(dtype)
         # On the CPU whatever the device: torch takes it as a number.
         return None if self.on == 1.0 else torch.tensor(self.on, dtype=dtype, device="cpu")
+
+    def positive(self, dtype: torch.dtype) -> Tensor:
+        """1 for entries with a label above 0, else 0."""
+        if self.values is None:
+            return torch.ones_like(self.classes, dtype=dtype)
+        return (self.values > 0).to(dtype)
 
     def scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The score of each entry in full precision; undefined where it does not count."""
@@ -107,8 +117,33 @@ class Lists:
             if self.values is None:
                 labels.scatter_(0, place, self.on)
             else:
-                labels.scatter_(0, place, self.values.detach().to(labels.dtype).view(-1))
+                labels.scatter_(0, place, self.values.to(labels.dtype).view(-1))
         return labels[:-1].view(n, n_classes)
+
+
+def check_lists(
+    hidden: Tensor,
+    n_classes: int,
+    positives: Any,
+    offsets: Any,
+    values: Any,
+    ignore_index: Any,
+    label_smoothing: Any,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Checked positives, offsets and values, as :func:`sorted_lists` takes them."""
+    check_tensor("positives", positives)
+    check_device("positives", positives, hidden)
+    batch = hidden.shape[:-1]
+    n = batch.numel()
+    positives, offsets = check_positives(
+        positives, offsets, n_rows=n, n_classes=n_classes, ignore_index=ignore_index,
+        values=values, label_smoothing=label_smoothing, batch=tuple(batch),
+    )  # fmt: skip
+    values = None if values is None else values.detach()
+    if offsets is None and len(batch) != 1:
+        positives = positives.reshape(n, positives.shape[-1])
+        values = None if values is None else values.reshape(positives.shape)
+    return positives, offsets, values
 
 
 def sorted_lists(
@@ -120,9 +155,9 @@ def sorted_lists(
     ignore_index: int | None,
     label_smoothing: float,
 ) -> Lists:
-    """Lists of ``n`` rows that :func:`lastlayer._labels.check_positives` returned.
+    """Lists of ``n`` rows in order, with one sort.
 
-    They are sorted once. Ids out of range, which a GPU does not check, do not count.
+    Ids out of range, which a GPU does not check, do not count.
     """
     on = 1.0 - label_smoothing
     listed = positives
@@ -133,11 +168,9 @@ def sorted_lists(
             counts &= positives != ignore_index
         listed = torch.where(counts, positives, -1)
     if offsets is None:
-        shape = n, positives.shape[-1]
-        classes, order = listed.reshape(shape).sort(stable=True)
+        classes, order = listed.sort(stable=True)
         each_once_(classes)
-        values = None if values is None else values.reshape(shape).gather(-1, order)
-        return Lists(classes, values, on)
+        return Lists(classes, None if values is None else values.gather(-1, order), on)
     place = torch.arange(positives.shape[0], device=positives.device)
     rows = torch.searchsorted(offsets, place, right=True) - 1
     inside = (rows >= 0) & (rows < n) & (listed >= 0)

@@ -6,22 +6,16 @@ slab and count by their exact scores: they are left out of sums, never subtracte
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lastlayer import kernels
-from lastlayer._checks import (
-    check_chunk,
-    check_device,
-    check_linear,
-    check_reduction,
-    check_tensor,
-)
-from lastlayer._labels import check_positives
+from lastlayer._checks import check_chunk, check_linear, check_reduction
 from lastlayer._torch import (
     accumulation_dtype,
     gradient_sum_dtype,
@@ -39,7 +33,7 @@ from lastlayer.fused.function import (
     fused_loss,
     near_one,
 )
-from lastlayer.fused.label_lists import Lists, sorted_lists
+from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
 from lastlayer.fused.products import add_weight_gradient_, scores_into, set_weight_gradient
 from lastlayer.kernels._memory import empty
 
@@ -172,50 +166,50 @@ def _label_loss(
     check_linear(hidden, weight, bias)
     check_reduction(reduction)
     check_chunk(chunk_classes, "chunk_classes")
-    check_tensor("positives", positives)
-    check_device("positives", positives, hidden)
-    batch = hidden.shape[:-1]
-    n = batch.numel()
-    positives, offsets = check_positives(
-        positives, offsets, n_rows=n, n_classes=weight.shape[0], ignore_index=ignore_index,
-        values=values, label_smoothing=label_smoothing, batch=tuple(batch),
-    )  # fmt: skip
-    rows = in_autocast_dtype(hidden)
-    rows = rows if len(batch) == 1 else rows.reshape(n, hidden.shape[-1])
-    values = None if values is None else values.detach()
+    lists = check_lists(
+        hidden, weight.shape[0], positives, offsets, values, ignore_index, label_smoothing
+    )
+    batch, rows = hidden.shape[:-1], in_autocast_dtype(hidden)
+    rows = rows if len(batch) == 1 else rows.reshape(batch.numel(), hidden.shape[-1])
     (made,) = fused_loss(
-        LABELS, (rows, weight, bias, positives, offsets, values),
+        LABELS, (rows, weight, bias, *lists),
         (loss, float(label_smoothing), ignore_index, str(chunk_classes)), reduction,
     )  # fmt: skip
     return made.reshape(batch) if reduction == "none" and len(batch) != 1 else made
 
 
-class _LabelRule(Protocol):
+class _LabelRule(ABC):
     """A loss of rows from slabs of their scores, which it may overwrite.
 
     Where the gradient of a label depends on all labels, ``two_walks``, all slabs are first shown
     to :meth:`look`; then, or at once, :meth:`turn_` makes the gradient of each.
     """
 
-    two_walks: bool
+    two_walks = False
+    normalisers: Tensor | None = None
+    """What gradients need to know of all labels, where there are two walks."""
 
-    def look(self, scores: Tensor) -> None:
-        """Takes a slab into account."""
+    def look(self, scores: Tensor) -> None:  # noqa: B027 - for losses with two walks
+        """Takes a slab into account, in the first of two walks."""
 
+    @abstractmethod
     def settle(self, lists: Lists, at_listed: Tensor) -> None:
         """Takes the listed labels into account, by their exact scores; before any gradient."""
 
+    @abstractmethod
     def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
         """Turns a slab into its gradient, if a factor per row is given."""
 
+    @abstractmethod
     def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
         """The gradient of each entry; undefined where it does not count."""
 
+    @abstractmethod
     def losses(self) -> Tensor:
         """The loss of each row, once all slabs were seen."""
 
 
-class _Zlpr:
+class _Zlpr(_LabelRule):
     """``log(1 + sum (1 - t) e^s) + log(1 + sum t e^-s)``; the two terms are the normalisers."""
 
     two_walks = True
@@ -249,9 +243,9 @@ class _Zlpr:
         self.normalisers = torch.logaddexp(both, both.new_zeros(()))
 
     def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
-        if self.normalisers is None or scale is None:
+        if scale is None:
             return
-        above, below = self.normalisers.unbind()
+        above, below = self._known().unbind()
         if self._log_some is None:
             kernels.zlpr_slab.gradient_("auto", scores, scale, above, None)
         else:
@@ -259,9 +253,7 @@ class _Zlpr:
             kernels.zlpr_slab.gradient_("auto", scores, scale, above, below)
 
     def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
-        if self.normalisers is None:
-            raise RuntimeError("normalisers: expected a first walk over all slabs")
-        above, below = self.normalisers.unbind()
+        above, below = self._known().unbind()
         labels = lists.labels(at_listed.dtype)
         if labels is None:
             return torch.exp(-at_listed - lists.of_rows(below)) * lists.of_rows(-scale)
@@ -270,22 +262,20 @@ class _Zlpr:
         return gradient * lists.of_rows(scale)
 
     def losses(self) -> Tensor:
+        return self._known().sum(0)
+
+    def _known(self) -> Tensor:
         if self.normalisers is None:
             raise RuntimeError("normalisers: expected a first walk over all slabs")
-        return self.normalisers.sum(0)
+        return self.normalisers
 
 
-class _Bce:
+class _Bce(_LabelRule):
     """``sum softplus(s) - t s``: every label stands for itself."""
-
-    two_walks = False
 
     def __init__(self, label_smoothing: float, _: Tensor | None) -> None:
         self._label_smoothing = label_smoothing
         self._terms: list[Tensor] = []
-
-    def look(self, scores: Tensor) -> None:
-        raise RuntimeError("look: expected one walk over the slabs")
 
     def settle(self, lists: Lists, at_listed: Tensor) -> None:
         # For a label of 1 softplus(-s), where softplus(s) - s would cancel.
@@ -378,7 +368,7 @@ class _LabelsEngine(Engine):
                 pieces = gradients.finished(bias)
             loss = scale.reduce(rule.losses(), reduction)
         if reduction == "none" and upstream is None:
-            pieces = (rule.normalisers,) if isinstance(rule, _Zlpr) else ()
+            pieces = (rule.normalisers,) if rule.two_walks else ()
         return Result(loss, pieces, (), size)
 
     def fake(
@@ -402,11 +392,8 @@ class _LabelsEngine(Engine):
 
     def _registered(self, operands: Operands, upstream: Tensor | None, *rest: Any) -> list[Tensor]:
         """With the checks of values, which no one could read while a compiler traced the call."""
-        hidden, weight, _, positives, offsets, values, *_ = operands
-        check_positives(
-            positives, offsets, n_rows=hidden.shape[0], n_classes=weight.shape[0],
-            ignore_index=rest[2], values=values, label_smoothing=rest[1],
-        )  # fmt: skip
+        hidden, weight, _, positives, offsets, values = operands[:6]
+        check_lists(hidden, weight.shape[0], positives, offsets, values, rest[2], rest[1])
         return super()._registered(operands, upstream, *rest)
 
 

@@ -269,7 +269,7 @@ def _by_tiles(
 def _cells(
     parts: SpanParts, tile: Tile, target: Tensor, n_types: int
 ) -> tuple[Tensor, "_RightSpans"]:
-    """Scores of the wrong spans of a tile, -inf elsewhere, in one block of memory; the right ones."""
+    """The scores of the wrong spans of a tile, -inf elsewhere, and those of the right ones."""
     absent = not_spans(parts, tile)
     scores = tile_scores(parts, tile).contiguous().masked_fill_(absent, -math.inf)
     if target.dtype == torch.bool:

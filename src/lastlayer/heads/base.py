@@ -52,7 +52,7 @@ class SavedModule(torch.nn.Module):
     in_features: int
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments: ``cls(**head.config())`` makes such a head, without state."""
+        """The constructor's arguments: ``cls(**head.config())`` makes one without the state."""
         raise NotImplementedError
 
     def save(self, folder: str | Path) -> None:

@@ -1,6 +1,7 @@
 """Any number of labels per row, of very many."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, Self
 
@@ -13,16 +14,14 @@ from lastlayer._checks import (
     as_counts,
     check_choice,
     check_chunk,
-    check_device,
     check_int,
     check_real,
     check_reduction,
-    check_tensor,
 )
-from lastlayer._labels import check_label_smoothing, check_positives
-from lastlayer._torch import in_autocast_dtype, in_dtype, without_autocast
+from lastlayer._labels import check_label_smoothing
+from lastlayer._torch import in_autocast_dtype, without_autocast
 from lastlayer.fused.budget import row_chunks
-from lastlayer.fused.label_lists import sorted_lists
+from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
 from lastlayer.fused.products import wide_scores
 from lastlayer.fused.recompute import in_chunks
@@ -39,8 +38,8 @@ _DENSE: dict[str, Callable[..., Tensor]] = {
     "asymmetric": asymmetric_loss,
     "sparsemax": multilabel_sparsemax_loss,
 }
-LOSSES = (*_FUSED, *_DENSE)
-_NAMES = {
+# What the lab calls each loss, and says of it.
+_RECIPES = {
     "zlpr": ("zlpr", "zero-bounded log-sum-exp and pairwise ranking"),
     "bce": ("bce", "one logistic choice per label"),
     "asymmetric": ("asymmetric", "logistic choices with fewer easy negatives"),
@@ -104,7 +103,7 @@ class MultiLabel(LinearHead):
 
     recipes = tuple(
         Recipe(name, about, task="multilabel", fixed={"loss": loss}, compared=(name,), rank=rank)
-        for rank, (loss, (name, about)) in enumerate(_NAMES.items(), 40)
+        for rank, (loss, (name, about)) in enumerate(_RECIPES.items(), 40)
     )
     ignore_index: int
 
@@ -125,7 +124,7 @@ class MultiLabel(LinearHead):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_choice("loss", loss, LOSSES)
+        check_choice("loss", loss, tuple(_RECIPES))
         _check_loss_options(loss, loss_options)
         _check_calibrator(calibrator, loss, n_classes)
         if ignore_index is None:
@@ -159,32 +158,21 @@ class MultiLabel(LinearHead):
         log of each label's share of all labels.
 
         Args:
-            counts: how many rows have each label, ``(n_classes,)``; 0 counts as a half, and
-                ``n_rows`` as a half less.
+            counts: how many rows have each label, ``(n_classes,)``; 0 counts as a half.
             n_rows: number of rows that were counted; "sparsemax" does without it.
         """
-        if self.loss == "sparsemax" and n_rows is None:
-            super().init_bias_from_counts(counts)
-            return
         given = torch.from_numpy(as_counts(counts, self.n_classes))
-        if n_rows is None:
+        if n_rows is not None:
+            if float(given.max()) > check_int("n_rows", n_rows):
+                raise ValueError(
+                    f"counts: expected at most n_rows={n_rows} for each label, got {given.max():g}"
+                )
+        elif self.loss != "sparsemax":
             raise ValueError(
-                "n_rows: expected the number of rows in which labels were counted, got None; "
-                f"without it loss={self.loss!r} has no log-odds to start from"
+                "n_rows: expected the number of rows in which labels were counted, got None"
             )
-        n_rows = check_int("n_rows", n_rows)
-        if bool((given > n_rows).any()):
-            raise ValueError(
-                f"counts: expected at most n_rows={n_rows} for each label, got {given.max():g}"
-            )
-        if self.loss == "sparsemax":
-            super().init_bias_from_counts(counts)
-        elif self.bias is None:
-            raise ValueError(
-                "init_bias_from_counts: expected a head with biases, got one with bias=False; make "
-                "it with bias=True"
-            )
-        else:
+        super().init_bias_from_counts(counts)
+        if n_rows is not None and self.loss != "sparsemax" and self.bias is not None:
             log_odds = (given.clamp(0.5, n_rows - 0.5) / n_rows).logit()
             self.bias.copy_(log_odds / 2 if self.loss == "zlpr" else log_odds)
 
@@ -202,38 +190,28 @@ class MultiLabel(LinearHead):
             hidden: ``(*batch, in_features)``.
             positives: the labels that are on, class ids of any integer dtype: ``(*batch, m)``,
                 padded with ``ignore_index``; or ``(k,)`` with offsets. Duplicates count once.
-            offsets: ``(rows + 1,)`` integers: row i lists
-                ``positives[offsets[i] : offsets[i + 1]]``.
+            offsets: ``(rows + 1,)`` integers: where each list starts and the last one ends.
             values: the label of each listed class, in [0, 1]; no gradient flows to it.
         """
         self._check_hidden(hidden)
         if self.class_weight is not None:
             raise TypeError(_NO_CLASS_WEIGHT)
-        lists = {
-            "offsets": offsets,
-            "values": values,
-            "ignore_index": self.ignore_index,
-            "label_smoothing": self.label_smoothing,
-        }
         if self.loss in _FUSED:
             return _FUSED[self.loss](
-                hidden, self.weight, positives, self.bias, **lists, reduction=self.reduction,
-                chunk_classes=self.chunk_classes,
+                hidden, self.weight, positives, self.bias, offsets=offsets, values=values,
+                label_smoothing=self.label_smoothing, ignore_index=self.ignore_index,
+                reduction=self.reduction, chunk_classes=self.chunk_classes,
             )  # fmt: skip
-        check_reduction(self.reduction)
-        return self._dense_loss(hidden, positives, lists)
+        return self._dense_loss(hidden, positives, offsets, values)
 
-    def _dense_loss(self, hidden: Tensor, positives: Any, given: dict[str, Any]) -> Tensor:
+    def _dense_loss(self, hidden: Tensor, positives: Any, offsets: Any, values: Any) -> Tensor:
         """By scores and labels of a chunk of rows at a time."""
-        batch, n_classes, smoothing = hidden.shape[:-1], self.n_classes, self.label_smoothing
-        n = batch.numel()
-        check_tensor("positives", positives)
-        check_device("positives", positives, hidden)
-        positives, offsets = check_positives(
-            positives, n_rows=n, n_classes=n_classes, batch=tuple(batch), **given
+        check_reduction(self.reduction)
+        n, smoothing = hidden.shape[:-1].numel(), self.label_smoothing
+        given = check_lists(
+            hidden, self.n_classes, positives, offsets, values, self.ignore_index, smoothing
         )
-        values = given["values"]
-        lists = sorted_lists(positives, offsets, values, n, n_classes, self.ignore_index, smoothing)
+        lists = sorted_lists(*given, n, self.n_classes, self.ignore_index, smoothing)
 
         def losses_of(some: Tensor, ids: Tensor, *tensors: Tensor | None) -> Tensor:
             scores = _scores(some, *tensors)
@@ -244,16 +222,16 @@ class MultiLabel(LinearHead):
         rows = in_autocast_dtype(hidden.reshape(n, self.in_features))
         with without_autocast(hidden):
             ids, tensors = torch.arange(n, device=rows.device), self._score_tensors(rows.dtype)
-            losses = in_chunks(losses_of, rows, [ids], tensors, self._row_chunks(rows))
+            chunks = list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
+            losses = in_chunks(losses_of, rows, [ids], tensors, chunks)
             if self.reduction == "none":
-                return losses.reshape(batch)
+                return losses.reshape(hidden.shape[:-1])
             if self.reduction == "sum":
                 return losses.sum()
             if self.loss != "sparsemax" or smoothing:
                 return losses.sum() / max(1, n)
             # Without labels there is no distribution over them, and so no loss.
-            on = torch.ones_like(lists.classes) if values is None else lists.values > 0
-            counted = lists.sum(in_dtype(on, losses.dtype)) > 0
+            counted = lists.sum(lists.positive(losses.dtype)) > 0
             return losses.sum() / counted.sum().clamp(min=1)
 
     @torch.no_grad()
@@ -274,15 +252,12 @@ class MultiLabel(LinearHead):
         """
         rows = in_autocast_dtype(self._check_rows(hidden))
         least = self._check_threshold(threshold, hidden.device)
-        found, n_rows = [], 0
+        found, n_rows = [], rows.shape[0]
         with without_autocast(hidden):
-            tensors = self._score_tensors(rows.dtype)
-            for part in self._row_chunks(rows):
-                scores = _scores(rows[part], *tensors)
+            for first, scores in self._scores_in_chunks(rows, self._copies):
                 told = sparsemax(scores) if self.loss == "sparsemax" else scores
                 row, label = (told > least).nonzero(as_tuple=True)
-                found.append((row + n_rows, label))
-                n_rows += scores.shape[0]
+                found.append((row + first, label))
         row, label = (torch.cat(each) for each in zip(*found, strict=True))
         counts = torch.bincount(row, minlength=n_rows)
         longest = int(counts.max()) if n_rows else 0
@@ -296,12 +271,7 @@ class MultiLabel(LinearHead):
 
         Args:
             hidden: ``(*batch, in_features)``.
-            classes: class ids of any integer dtype: ``(*batch)``, one per row, or ``(*batch, k)``;
-                None for all.
-
-        Returns:
-            ``(*batch)``, ``(*batch, k)`` or ``(*batch, n_classes)``, float32, or float64 from
-            float64.
+            classes: as for :meth:`log_prob`, and the result has the same shape.
         """
         return self.log_prob(hidden, classes).exp()
 
@@ -319,9 +289,7 @@ class MultiLabel(LinearHead):
         rows, k = in_autocast_dtype(self._check_rows(hidden)), self._check_k(k)
         best = []
         with without_autocast(hidden):
-            tensors = self._score_tensors(rows.dtype)
-            for part in row_chunks(rows, self.n_classes, self.chunk_rows, TOP_COPIES):
-                scores = _scores(rows[part], *tensors)
+            for _, scores in self._scores_in_chunks(rows, TOP_COPIES):
                 top, classes = top_classes(scores, k)
                 if self.loss == "sparsemax":
                     best.append((self._log_probs(scores).gather(-1, classes), classes))
@@ -363,15 +331,18 @@ class MultiLabel(LinearHead):
         scores = kernels.class_scores.forward("auto", rows, *tensors, chosen)
         return self._log_probs(scores, chosen)
 
-    def _row_chunks(self, rows: Tensor) -> list[slice]:
-        return list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
+    def _scores_in_chunks(self, rows: Tensor, copies: float) -> Iterator[tuple[int, Tensor]]:
+        """Of each chunk of rows the first one, and the scores of all labels."""
+        tensors = self._score_tensors(rows.dtype)
+        for part in row_chunks(rows, self.n_classes, self.chunk_rows, copies):
+            yield part.start, _scores(rows[part], *tensors)
 
     def _check_threshold(self, threshold: Any, device: torch.device) -> float | Tensor:
         """A number, or one per label, on the device; by default the calibrator's, or 0."""
         if threshold is None:
             threshold = 0.0 if self.calibrator is None else self.calibrator.threshold
         if not isinstance(threshold, Tensor):
-            return check_real("threshold", threshold, "a number", lambda x: x == x)
+            return check_real("threshold", threshold, "a number", lambda x: not math.isnan(x))
         if threshold.shape not in ((1,), (self.n_classes,)):
             raise ValueError(
                 f"threshold: expected a number, or one per label, ({self.n_classes},), got "
@@ -440,8 +411,7 @@ def _check_calibrator(calibrator: Any, loss: str, n_classes: int) -> None:
         raise TypeError(f"calibrator: expected a ZLPRCalibrator, got {type(calibrator).__name__}")
     if loss == "sparsemax":
         raise ValueError(
-            "calibrator: expected none for loss='sparsemax', whose probabilities are one "
-            "distribution over the labels, got one"
+            "calibrator: expected none for loss='sparsemax', a distribution over labels, got one"
         )
     if calibrator.n_classes not in (None, n_classes):
         raise ValueError(

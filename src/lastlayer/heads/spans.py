@@ -19,8 +19,9 @@ from lastlayer._checks import (
 )
 from lastlayer._torch import accumulation_dtype, in_dtype, values_are_checked, without_autocast
 from lastlayer.fused.budget import spans_at_a_time
-from lastlayer.fused.spans import SpanParts, Tile, not_spans, span_loss, tile_scores, tiles
+from lastlayer.fused.spans import Tile, not_spans, span_loss, tile_scores, tiles
 from lastlayer.heads.base import SavedModule, top_classes
+from lastlayer.kernels.span_sums import SpanParts
 
 _ROTARY_BASE = 10_000.0
 
