@@ -222,10 +222,10 @@ class Head(torch.nn.Module, ABC):
                 f"folder: expected {_STATE} as save writes it, got {folder / _STATE}, which cannot "
                 f"be read: {error}; it may have been cut off while it was written or copied"
             ) from error
-        # The tensors themselves become the state: they bring their dtype along.
-        head.load_state_dict(state, assign=True)
-        head = head.to(device)
         try:
+            # The tensors themselves become the state: they bring their dtype along.
+            head.load_state_dict(state, assign=True)
+            head = head.to(device)
             head._check_state()
         except ValueError as error:
             raise ValueError(f"folder: {folder / _STATE} was altered: {error}") from error
@@ -253,10 +253,14 @@ class Head(torch.nn.Module, ABC):
 
     def extra_repr(self) -> str:
         """What the constructor takes by position, and options that are not as by default."""
+        return self._shown(self.config())
+
+    def _shown(self, config: dict[str, Any]) -> str:
+        """For ``extra_repr``; a head may leave out what is long."""
         taken = inspect.signature(type(self)).parameters
         return ", ".join(
             f"{name}={value!r}"
-            for name, value in self.config().items()
+            for name, value in config.items()
             if name not in taken
             or taken[name].kind is not inspect.Parameter.KEYWORD_ONLY
             or (taken[name].default is not value and not _equal(taken[name].default, value))
@@ -356,8 +360,8 @@ class ScoredHead(Head):
         chosen = None
         if classes is not None:
             chosen, shape = self._check_classes(hidden, classes)
+        tensors = self._score_tensors(rows.dtype)
         with without_autocast(hidden):
-            tensors = self._score_tensors(rows.dtype)
             recording = torch.is_grad_enabled() and any(
                 each is not None and each.requires_grad for each in (rows, *tensors)
             )
