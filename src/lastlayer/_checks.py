@@ -234,7 +234,9 @@ def check_alpha_shape(alpha: Tensor, scores: Tensor, dim: int) -> None:
         )
 
 
-def check_class_weight(class_weight: Any, n_classes: int, like: Tensor | None = None) -> None:
+def check_class_weight(
+    class_weight: Any, n_classes: int, like: Tensor | None = None, of: str = "hidden"
+) -> None:
     """One floating weight per class, on the device of ``like``, that needs no gradient there."""
     if not isinstance(class_weight, Tensor) or not class_weight.is_floating_point():
         got = (
@@ -250,7 +252,7 @@ def check_class_weight(class_weight: Any, n_classes: int, like: Tensor | None = 
         )
     if like is None:
         return
-    check_device("class_weight", class_weight, like)
+    check_device("class_weight", class_weight, like, of)
     if class_weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "class_weight: expected a tensor that needs no gradient, since none flows to it, got "

@@ -453,9 +453,7 @@ def test_longer_lines_of_scores_change_nothing(dtype, chunk_rows):
     hidden, weight, bias = torch.randn(8, 5), torch.randn(11, 5), torch.randn(11)
     given = [each.to(dtype) for each in (hidden, weight, bias)]
     wanted = Wanted(hidden=True, weight=True, bias=True)
-    problem = Problem(
-        *given, torch.randint(11, (8,)), torch.rand(8), None, wanted, torch.float32
-    )
+    problem = Problem(*given, torch.randint(11, (8,)), torch.rand(8), None, wanted, torch.float32)
     made = clusters.softmax_in_chunks(problem, chunk_rows, more=5)
     right = clusters.softmax_in_chunks(problem, chunk_rows)
     for name in ("loss", "hidden", "weight", "bias"):

@@ -67,13 +67,14 @@ def test_hidden_on_another_device():
         head.log_prob(HIDDEN)
 
 
-def test_one_class_a_row_without_a_dimension_for_it():
-    hidden = torch.zeros(2, 5, 3)
-    classes = torch.zeros(2, 5, dtype=torch.int64)
-    with raises(ValueError, "classes: expected shape (2, 5, k)", "or (k,)", "unsqueeze(-1)"):
-        FullSoftmax(3, 4).log_prob(hidden, classes)
-    with raises(ValueError, "classes: expected shape (2, k)", "got ()"):
-        FullSoftmax(3, 4).log_prob(HIDDEN, torch.tensor(1))
+def test_classes_of_another_shape():
+    head, hidden = FullSoftmax(3, 4), torch.zeros(2, 5, 3)
+    for wrong in (torch.zeros(3), torch.tensor(1), torch.zeros(2, 4), torch.zeros(1, 5, 2)):
+        parts = ("classes: expected shape (2, 5), one class id per row, or (2, 5, k)",)
+        with raises(ValueError, *parts, f"got {tuple(wrong.shape)}"):
+            head.log_prob(hidden, wrong.long())
+    assert head.log_prob(hidden, torch.zeros(2, 5, dtype=torch.int32)).shape == (2, 5)
+    assert head.log_prob(hidden[0, 0], torch.tensor(2)).shape == ()
 
 
 def test_the_first_class_out_of_range_is_named():

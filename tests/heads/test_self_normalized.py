@@ -185,7 +185,7 @@ def test_bad_arguments_are_named():
         ValueError, match="fraction: expected a share of the rows, above 0 and at most 1"
     ):
         SelfNormalized(D, V, fraction=1.5)
-    with pytest.raises(ValueError, match="fraction: expected a finite number above 0"):
+    with pytest.raises(ValueError, match="fraction: expected a share of the rows"):
         SelfNormalized(D, V, fraction=0.0)
     with pytest.raises(TypeError, match="seed: expected an int, got float"):
         SelfNormalized(D, V, seed=0.5)

@@ -7,7 +7,7 @@ import torch
 
 from lastlayer.samplers import AdaptiveNGram
 from lastlayer.samplers._lists import SHARES, UNUSED, WAYS, ContextLists
-from lastlayer.testing._samplers import check_sampler
+from lastlayer.testing import check_sampler
 from waits import no_waits
 
 CLASSES = 300

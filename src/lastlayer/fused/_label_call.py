@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_reduction
+from lastlayer._labels import check_positives
 from lastlayer.fused._checks import check_linear
 from lastlayer.fused._label_loss import LabelProblem, linear_label_loss
 from lastlayer.fused._listed import GivenLists
-from lastlayer.losses._positives import check_positives
 
 
 def fused_label_loss(
@@ -22,7 +22,7 @@ def fused_label_loss(
     offsets: Tensor | None,
     values: Tensor | None,
     smoothing: float,
-    ignore_index: int,
+    ignore_index: int | None,
     reduction: str,
     chunk_classes: int | str,
 ) -> Tensor:
@@ -35,14 +35,16 @@ def fused_label_loss(
         raise ValueError(
             f"positives: expected the device of hidden, {hidden.device}, got {positives.device}"
         )
-    check_positives(
+    positives, offsets = check_positives(
         positives, offsets, n_rows=batch.numel(), n_classes=weight.shape[0],
-        ignore_index=ignore_index, values=values, smoothing=smoothing, batch=tuple(batch),
+        ignore_index=ignore_index, values=values, label_smoothing=smoothing, batch=tuple(batch),
     )  # fmt: skip
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     rows = hidden.reshape(batch.numel(), hidden.shape[-1])
-    given = GivenLists(positives, offsets, values, ignore_index, float(smoothing))
+    # What is no class id is padding anyway.
+    padding = -1 if ignore_index is None else ignore_index
+    given = GivenLists(positives, offsets, values, padding, float(smoothing))
     problem = LabelProblem(rows, weight, bias, given, chunk_classes)
     result = linear_label_loss(loss, problem, reduction)
     return result.reshape(batch) if reduction == "none" else result

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lastlayer._labels import check_positives
 from lastlayer._torch import accumulation_dtype, gradient_sum_dtype, is_eager
 from lastlayer.fused._gradient_scale import (
     near_one,
@@ -25,7 +26,6 @@ from lastlayer.fused._label_rows import LabelLoss, LogisticLabels, ZlprLabels
 from lastlayer.fused._label_slabs import classes_at_a_time, run_labels
 from lastlayer.fused._listed import GivenLists
 from lastlayer.fused.engine import Wanted
-from lastlayer.losses._positives import check_positives
 
 # Makes a loss from its smoothing, and from the normalisers of all rows where they are known.
 LABEL_LOSSES: dict[str, Callable[[float, Tensor | None], LabelLoss]] = {
@@ -172,7 +172,7 @@ def _checked(*given: Any) -> list[Tensor]:
     hidden, weight, _, positives, offsets, values, _, _, _, ignore_index, smoothing, *_ = given
     check_positives(
         positives, offsets, n_rows=hidden.shape[0], n_classes=weight.shape[0],
-        ignore_index=ignore_index, values=values, smoothing=smoothing,
+        ignore_index=ignore_index, values=values, label_smoothing=smoothing,
     )  # fmt: skip
     losses, normalisers, *made = _losses_and_gradients(*given)
     return [losses, normalisers, *returned_gradients(hidden, made)]

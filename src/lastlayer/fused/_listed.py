@@ -121,7 +121,7 @@ class FlatLists(Listed):
 
 
 class GivenLists(NamedTuple):
-    """Lists as they were given, checked: see :func:`lastlayer.losses._positives.positive_lists`."""
+    """Lists as they were given, checked: see :func:`lastlayer._labels.positive_lists`."""
 
     positives: Tensor
     offsets: Tensor | None

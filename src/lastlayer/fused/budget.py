@@ -20,6 +20,10 @@ BYTES = {
     ("labels", "cuda", "low"): 250_000_000,
     ("labels", "cpu", "auto"): 8_000_000,
     ("labels", "cpu", "low"): 2_000_000,
+    ("similarity", "cuda", "auto"): 190_000_000,
+    ("similarity", "cuda", "low"): 47_500_000,
+    ("similarity", "cpu", "auto"): 16_000_000,
+    ("similarity", "cpu", "low"): 4_000_000,
 }
 # On a CPU a quarter of the weight's own size is allowed as well: less would be slower.
 _SHARE_OF_WEIGHT = 4

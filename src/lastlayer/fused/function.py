@@ -25,6 +25,7 @@ from lastlayer._torch import (
     graph_is_kept,
     in_dtype,
     is_eager,
+    is_vmapped,
     refuse_second_derivatives,
 )
 
@@ -57,7 +58,7 @@ class Engine(ABC):
         name: of the operation below ``torch.ops.lastlayer``.
         schema: of the options, such as ``"int? ignore_index, str chunk_rows"``.
         n_constants: how many operands, from the end, have no gradient.
-        kept: which operands :meth:`finish` reads.
+        kept: which operands :meth:`finish` and :meth:`differentiable` read.
         written: which operand backward writes to, if any; torch is not asked to guard it.
         what: what the loss is called in an error.
         instead: what has second derivatives, for the same error.
@@ -128,6 +129,21 @@ class Engine(ABC):
             return [each if reusable or each is None else each.clone() for each in pieces]
         return [None if each is None else scaled(each, factor, reusable) for each in pieces]
 
+    def differentiable(
+        self,
+        operands: Operands,  # noqa: ARG002 - for engines with second derivatives
+        grad: Tensor,  # noqa: ARG002
+        options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str,  # noqa: ARG002
+    ) -> list[Tensor | None] | None:
+        """The gradients in operations that can be differentiated again, from the operands.
+
+        Asked for with ``create_graph=True``, which raises here, and for upstream gradients in a
+        batch.
+        """
+        refuse_second_derivatives(self.what, self.instead)
+        return None
+
     def call(
         self,
         operands: Operands,
@@ -138,7 +154,9 @@ class Engine(ABC):
     ) -> Result:
         """:meth:`compute`: directly in eager mode, since the dispatcher costs the host time."""
         first = operands[0]
-        if is_eager(first) and first.device.type != "meta":
+        # No operation may write to what it is given.
+        writes = self.written is not None and operands[self.written] is not None
+        if writes or (is_eager(first) and first.device.type != "meta"):
             return self.compute(operands, upstream, options, reduction, wanted)
         made = self._operation(list(operands), upstream, *options, reduction, list(wanted))
         n = 2 + self.statistics(options)
@@ -194,10 +212,7 @@ class _FusedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         result = engine.call(operands, None, options, reduction, wanted)
         ctx.given = engine, options, reduction, wanted
-        ctx.like = [
-            (None, 0) if each is None else (each.dtype, each.dim())
-            for each in operands[: len(wanted)]
-        ]
+        ctx.dtypes = [None if each is None else each.dtype for each in operands[: len(wanted)]]
         ctx.n_operands = len(operands)
         ctx.written = None if engine.written is None else operands[engine.written]
         kept = range(len(operands)) if engine.recomputes(options, reduction) else engine.kept
@@ -211,12 +226,15 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         engine, options, reduction, wanted = ctx.given
-        refuse_second_derivatives(engine.what, engine.instead)
         n = ctx.n_operands
         saved = ctx.saved_tensors
         operands, size, pieces = list(saved[:n]), saved[n], saved[n + 1 :]
         if engine.written is not None:
             operands[engine.written] = ctx.written
+        if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_vmapped(grad)):
+            made = engine.differentiable(operands, grad, options, reduction)
+            if made is not None:
+                return _returned(made, wanted, ctx.dtypes, n)
         factor: Tensor | None = grad
         # In place where nothing needs the pieces again: a second gradient of the weight may be
         # more than the device can hold.
@@ -227,12 +245,21 @@ class _FusedLoss(torch.autograd.Function):
         if size is not None:
             factor = size if factor is None else factor * size
         made = engine.finish(operands, pieces, factor, options, reusable)
-        # Of another number of dimensions is only what stands for a gradient that was not made.
-        gradients = [
-            in_dtype(each, dtype) if needed and each is not None and each.dim() == dims else None
-            for each, needed, (dtype, dims) in zip(made, wanted, ctx.like, strict=True)
-        ]
-        return *(None,) * 4, *gradients, *(None,) * (n - len(gradients))
+        return _returned(made, wanted, ctx.dtypes, n)
+
+
+def _returned(
+    made: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    n_operands: int,
+) -> tuple[Tensor | None, ...]:
+    """Gradients as ``backward`` returns them: in the operands' dtypes, None for all else."""
+    gradients = [
+        in_dtype(each, dtype) if needed and each is not None else None
+        for each, needed, dtype in zip(made, wanted, dtypes, strict=True)
+    ]
+    return *(None,) * 4, *gradients, *(None,) * (n_operands - len(gradients))
 
 
 def scaled(values: Tensor, factor: Tensor, reusable: bool) -> Tensor:

@@ -20,6 +20,7 @@ from lastlayer.heads.linear import EntmaxHead, FullSoftmax, TopKSoftmaxHead
 from lastlayer.heads.multi_label import MultiLabel
 from lastlayer.heads.negative_sampling import NegativeSampling
 from lastlayer.heads.noise_contrastive import NoiseContrastive
+from lastlayer.heads.recipes import ClassData, Recipe, registered
 from lastlayer.heads.sampled_softmax import SampledSoftmax
 from lastlayer.heads.self_normalized import Drift, SelfNormalized
 
@@ -29,6 +30,7 @@ __all__ = [
     "AdaptiveSoftmax",
     "Audit",
     "CharCNNSoftmax",
+    "ClassData",
     "Cost",
     "DifferentiatedSoftmax",
     "Drift",
@@ -46,6 +48,7 @@ __all__ = [
     "NoiseContrastive",
     "PartialSoftmax",
     "Partition",
+    "Recipe",
     "SampledSoftmax",
     "SelfNormalized",
     "Span",
@@ -55,5 +58,6 @@ __all__ = [
     "bands_from_counts",
     "cutoffs_from_counts",
     "in_batch_softmax_loss",
+    "registered",
     "target_partitions",
 ]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lastlayer._labels import Positives
 from lastlayer.heads._scores import wide_scores
-from lastlayer.losses._positives import Positives
 
 # From scores and labels of some rows to the loss of each.
 RowLoss = Callable[[Tensor, Tensor], Tensor]

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lastlayer._labels import check_label_smoothing
 from lastlayer.fused.bce import linear_bce_loss
 from lastlayer.fused.zlpr import linear_zlpr_loss
-from lastlayer.losses._positives import check_smoothing
 from lastlayer.losses.calibration import ZLPRCalibrator
-from lastlayer.losses.logistic import asymmetric_loss
-from lastlayer.losses.multilabel_sparsemax import multilabel_sparsemax_loss
+from lastlayer.losses.multilabel import asymmetric_loss, multilabel_sparsemax_loss
 
 # From hidden states, and from scores and labels of some rows.
 FUSED: dict[str, Callable[..., Tensor]] = {"zlpr": linear_zlpr_loss, "bce": linear_bce_loss}
@@ -31,7 +30,7 @@ def check_options(
 ) -> None:
     """What a multi-label head is made with beside what every linear head is."""
     _check_loss(loss, loss_options)
-    check_smoothing(smoothing)
+    check_label_smoothing(smoothing)
     _check_calibrator(calibrator, loss, n_classes)
     if ignore_index is None:
         raise TypeError("ignore_index: expected an int, the id that pads lists, got None")

@@ -106,15 +106,14 @@ class RankedHead(ScoredHead):
         order = self.order if self._order_to_come is None else self._order_to_come
         return {
             **super().config(),
-            "order": None if order is None else order.tolist(),
+            "order": order,
             "label_smoothing": self.label_smoothing,
             "chunk_rows": self.chunk_rows,
         }
 
     def extra_repr(self) -> str:
-        config = {"in_features": self.in_features, "n_classes": self.n_classes, **self.config()}
-        ordered = config.pop("order") is not None
-        return self._shown(config) + ordered * ", order=[...]"
+        sizes = {"in_features": self.in_features, "n_classes": self.n_classes}
+        return self._shown(sizes | self.config())
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         # The order itself is part of the state.

@@ -327,9 +327,8 @@ class CharCNNSoftmax(ScoredHead):
         }
 
     def extra_repr(self) -> str:
-        config = {"in_features": self.in_features, "n_classes": self.n_classes, **self.config()}
-        del config["spellings"]
-        return self._shown(config)
+        sizes = {"in_features": self.in_features, "n_classes": self.n_classes}
+        return self._shown({k: v for k, v in (sizes | self.config()).items() if k != "spellings"})
 
 
 def _spell_again(head: "CharCNNSoftmax", _keys: Any) -> None:

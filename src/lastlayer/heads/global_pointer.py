@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_reduction
+from lastlayer._labels import reduced
 from lastlayer._torch import accumulation_dtype
 from lastlayer.heads._checks import check_count
 from lastlayer.heads._rotary import rotated
@@ -32,7 +33,6 @@ from lastlayer.heads._span_tiles import (
     tile_scores,
 )
 from lastlayer.kernels.span_sums import SpanParts
-from lastlayer.losses._multilabel import reduced
 
 if TYPE_CHECKING:
     from lastlayer.heads.base import Head

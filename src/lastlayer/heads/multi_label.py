@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer._labels import positive_lists
 from lastlayer.heads import _label_options as labels
 from lastlayer.heads._checks import check_count, check_hidden
 from lastlayer.heads._dense_labels import dense_label_losses, reduced_label_losses
@@ -18,7 +19,6 @@ from lastlayer.heads._scores import wide_scores
 from lastlayer.heads._top import COPIES as TOP_COPIES
 from lastlayer.heads._top import top_classes
 from lastlayer.heads.base import TopK
-from lastlayer.losses._positives import positive_lists
 from lastlayer.losses.calibration import ZLPRCalibrator
 from lastlayer.maps.sparsemax import sparsemax
 
@@ -33,7 +33,7 @@ class MultiLabel(LinearHead):
     * ``"zlpr"``: :func:`lastlayer.zlpr_loss`, which keeps few positives and very many negatives in
       balance. Choose it first. The probability that it reports is :math:`\sigma(2s)`, which is
       that of *soft* labels; read :func:`lastlayer.zlpr_probability` before you trust it.
-    * ``"bce"``: :func:`lastlayer.binary_cross_entropy_loss`; :math:`\sigma(s)` is a probability.
+    * ``"bce"``: :func:`lastlayer.bce_loss`; :math:`\sigma(s)` is a probability.
     * ``"asymmetric"``: :func:`lastlayer.asymmetric_loss`; :math:`\sigma(s)` is a ranking only.
     * ``"sparsemax"``: :func:`lastlayer.multilabel_sparsemax_loss`. Its probabilities are one
       distribution over the labels, and the predicted labels are its support, at least one. Rows
@@ -130,8 +130,8 @@ class MultiLabel(LinearHead):
     def _dense_loss(self, hidden: Tensor, positives: Tensor, options: dict[str, Any]) -> Tensor:
         batch = hidden.shape[:-1]
         lists = positive_lists(
-            positives, n_rows=batch.numel(), n_classes=self.n_classes, smoothing=self.smoothing,
-            batch=tuple(batch), **options,
+            positives, n_rows=batch.numel(), n_classes=self.n_classes, batch=tuple(batch),
+            label_smoothing=self.smoothing, **options,
         )  # fmt: skip
         row_loss = partial(labels.DENSE[self.loss], reduction="none", **self.loss_options)
         made_of = rows, _, _ = self._operands(hidden)
