@@ -19,6 +19,7 @@ from lastlayer.heads._adaptive_topk import best_classes, rows_where
 from lastlayer.heads._ranked import RankedHead
 from lastlayer.heads.base import TopK, checked_draws, draw_classes, log_softmax
 from lastlayer.heads.layout import check_cutoffs, check_widths, cutoffs_from_counts, tail_widths
+from lastlayer.heads.recipes import Recipe
 
 
 class AdaptiveSoftmax(RankedHead):
@@ -84,6 +85,17 @@ class AdaptiveSoftmax(RankedHead):
     cutoffs: Tensor
     head_weight: Parameter
     head_bias: Parameter | None
+
+    recipes = (
+        Recipe(
+            "adaptive",
+            "frequent classes first, clusters of rare ones",
+            from_data=lambda data, _given: {"counts": data.positive_counts()},
+            filled=frozenset({"order"}),
+            compared=("adaptive",),
+            rank=21,
+        ),
+    )
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_en
 from lastlayer.fused.products import wide_scores
 from lastlayer.heads._char_cnn import CharCNN, Words, check_filters, check_spellings
 from lastlayer.heads.base import ScoredHead, TopK, log_frequencies, log_softmax
+from lastlayer.heads.recipes import Recipe
 
 FILTERS = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256))
 
@@ -75,6 +76,15 @@ class CharCNNSoftmax(ScoredHead):
 
     bias: Parameter | None
     corrections: Parameter | None
+
+    recipes = (
+        Recipe(
+            "char_cnn",
+            "class vectors from their spelling",
+            compared=("char_cnn:filters=1x16,2x16,3x32",),
+            rank=23,
+        ),
+    )
 
     def __init__(
         self,

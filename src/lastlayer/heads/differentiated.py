@@ -17,7 +17,24 @@ from lastlayer.fused.clusters import band_loss
 from lastlayer.fused.products import wide_scores
 from lastlayer.heads._ranked import RankedHead
 from lastlayer.heads.base import log_softmax
-from lastlayer.heads.layout import VARIANTS
+from lastlayer.heads.layout import VARIANTS, bands_from_counts
+from lastlayer.heads.recipes import Arguments, ClassData, Recipe
+
+
+def _bands_of_data(data: ClassData, given: Arguments) -> Arguments:
+    """The bands of a recipe: as given, or with a ``share`` of a full layer's parameters."""
+    if "bands" in given:
+        return {"bands": given["bands"]}
+    share, variant = given.get("share", 0.5), given.get("variant", "slices")
+    most = max(1, int(share * data.n_classes * data.in_features))
+    return {
+        "bands": data.once(
+            ("bands", share, variant),
+            lambda: bands_from_counts(
+                data.positive_counts(), data.in_features, most, variant=variant
+            ),
+        )
+    }
 
 
 class DifferentiatedSoftmax(RankedHead):
@@ -69,6 +86,18 @@ class DifferentiatedSoftmax(RankedHead):
 
     bias: Parameter | None
     projection: Parameter | None
+
+    recipes = (
+        Recipe(
+            "differentiated",
+            "narrower vectors for rare classes",
+            extra={"bands": list[tuple[int, int]], "share": float},
+            from_data=_bands_of_data,
+            filled=frozenset({"bands", "order"}),
+            compared=("differentiated",),
+            rank=22,
+        ),
+    )
 
     def __init__(
         self,
