@@ -6,16 +6,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from lastlayer.heads.multi_label import MultiLabel
 from lastlayer.losses.calibration import ZLPRCalibrator
-from lastlayer.losses.logistic import asymmetric_loss, binary_cross_entropy_loss
-from lastlayer.losses.multilabel_sparsemax import multilabel_sparsemax_loss
+from lastlayer.losses.multilabel import asymmetric_loss, bce_loss, multilabel_sparsemax_loss
 from lastlayer.losses.zlpr import zlpr_loss
 from lastlayer.maps.sparsemax import sparsemax
-from lastlayer.testing._multilabel_heads import check_multilabel_head
+from lastlayer.testing import check_multilabel_head
 
 PAD = -100
 LOSSES = {
     "zlpr": zlpr_loss,
-    "bce": binary_cross_entropy_loss,
+    "bce": bce_loss,
     "asymmetric": asymmetric_loss,
     "sparsemax": multilabel_sparsemax_loss,
 }

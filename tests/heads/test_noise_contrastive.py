@@ -8,8 +8,7 @@ import torch
 from lastlayer import samplers
 from lastlayer.heads.negative_sampling import NegativeSampling
 from lastlayer.heads.noise_contrastive import NoiseContrastive
-from lastlayer.losses.nce import nce_loss
-from lastlayer.losses.negative_sampling import negative_sampling_loss
+from lastlayer.losses.noise import nce_loss, negative_sampling_loss
 from lastlayer.testing import check_head
 
 D, V, K = 6, 20, 30

@@ -316,7 +316,8 @@ def counted_rows(target: Tensor, ignore_index: int | None) -> tuple[Tensor | Non
 
 def spread_rows(some: Tensor, kept: Tensor, n: int) -> Tensor:
     """Results of the rows that were kept as results of all rows, 0 elsewhere."""
-    return some.new_zeros(n, *some.shape[1:]).index_copy_(0, kept, some)
+    everything = some.new_zeros if kept.shape[0] < n else some.new_empty
+    return everything(n, *some.shape[1:]).index_copy_(0, kept, some)
 
 
 def _run(name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem) -> Made:

@@ -108,10 +108,10 @@ class SavedModule(torch.nn.Module):
                 f"folder: expected {_STATE} as save writes it, got {folder / _STATE}, which cannot "
                 f"be read: {error}; it may have been cut off while it was written or copied"
             ) from error
-        # The tensors themselves become the state: they bring their dtype along.
-        head.load_state_dict(state, assign=True)
-        head = head.to(device)
         try:
+            # The tensors themselves become the state: they bring their dtype along.
+            head.load_state_dict(state, assign=True)
+            head = head.to(device)
             head._check_state()
         except ValueError as error:
             raise ValueError(f"folder: {folder / _STATE} was altered: {error}") from error
@@ -139,9 +139,13 @@ class SavedModule(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """What the constructor takes by position, and options that are not as by default."""
+        return self._shown(self.config())
+
+    def _shown(self, config: dict[str, Any]) -> str:
+        """For ``extra_repr``; a head may leave out what is long."""
         taken = inspect.signature(type(self)).parameters
         shown = []
-        for name, value in self.config().items():
+        for name, value in config.items():
             known = taken.get(name)
             by_name = known is not None and known.kind is inspect.Parameter.KEYWORD_ONLY
             if isinstance(value, Tensor):
@@ -371,8 +375,8 @@ class ScoredHead(Head):
         chosen = None
         if classes is not None:
             chosen, shape = self._check_classes(hidden, classes)
+        tensors = self._score_tensors(rows.dtype)
         with without_autocast(hidden):
-            tensors = self._score_tensors(rows.dtype)
             recording = torch.is_grad_enabled() and any(
                 each is not None and each.requires_grad for each in (rows, *tensors)
             )

@@ -29,8 +29,7 @@ from lastlayer.heads.base import TOP_COPIES, TopK, log_of_probs, top_classes
 from lastlayer.heads.linear import LinearHead
 from lastlayer.heads.recipes import Recipe
 from lastlayer.losses.calibration import ZLPRCalibrator
-from lastlayer.losses.logistic import asymmetric_loss
-from lastlayer.losses.multilabel_sparsemax import multilabel_sparsemax_loss
+from lastlayer.losses.multilabel import asymmetric_loss, multilabel_sparsemax_loss
 from lastlayer.maps.sparsemax import sparsemax
 
 # From hidden states, and from scores and dense labels of some rows.

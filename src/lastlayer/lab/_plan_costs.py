@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lastlayer.heads._cutoffs import MatrixCost, tail_widths
+from lastlayer.heads.layout import MatrixCost, tail_widths
 from lastlayer.lab._machine import Machine
 from lastlayer.trees._measure import sums_below
 

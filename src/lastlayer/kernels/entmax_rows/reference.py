@@ -14,7 +14,7 @@ def forward_(
     """``<p - y, scores> + H(p)`` for each row.
 
     Where ``row_scale`` is given, ``probs`` become the gradient of ``sum(row_scale * loss)``. A row
-    without any probability costs +inf and has no gradient.
+    without any probability costs +inf and has no gradient; nor has one of scale 0, even of NaN.
     """
     dtype = accumulation_dtype(probs.dtype)
     place = target.unsqueeze(-1)
@@ -44,5 +44,6 @@ def forward_(
     if row_scale is not None:
         one = (mass != 0).to(dtype).unsqueeze(-1)
         gradient = shares.scatter_add(-1, place, -one)
-        probs.copy_(gradient * row_scale.to(dtype).unsqueeze(-1))
+        scale = row_scale.to(dtype).unsqueeze(-1)
+        probs.copy_(torch.where(scale == 0, 0.0, gradient * scale))
     return loss

@@ -57,13 +57,14 @@ def _entmax_row(
         given += shares
         prices += shares * (lead + slope)
         if GRADIENT:
-            gradient = (shares * scale).to(probs.dtype.element_ty)
+            # Not a product where the scale is 0: a row that does not count may be NaN.
+            gradient = tl.where(scale == 0.0, 0.0, shares * scale).to(probs.dtype.element_ty)
             tl.store(probs + column, gradient, mask=live & present & (column != right))
     # Rounded probabilities need not sum to 1: what is missing has its price, see the reference.
     mass = tl.sum(given, 0)
     if GRADIENT:
         # A row without any probability has nothing to move.
-        short = tl.where(mass == 0.0, 0.0, own - 1.0) * scale
+        short = tl.where((mass == 0.0) | (scale == 0.0), 0.0, (own - 1.0) * scale)
         tl.store(probs + right, short.to(probs.dtype.element_ty))
     price = tl.sum(prices, 0) / mass
     total = tl.sum(sums, 0) - (mass - 1.0) * price
