@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lastlayer import trees
 from lastlayer.heads import _node_scores, _tree_search, _tree_search_levels, _tree_search_walks
-from lastlayer.heads._top import top_classes
+from lastlayer.heads.base import top_classes
 from lastlayer.heads.hierarchical import HierarchicalSoftmax
 
 sys.path.append(str(Path(__file__).parents[1] / "trees"))
