@@ -490,7 +490,7 @@ class _Gradients:
             set_weight_gradient(of_slab(self._weight, slab), gradient, self._rows)
         if of_hidden:
             vectors = of_slab(self._vectors, slab)
-            if self._whole:
+            if self._whole and gradient.dtype == self._wide:
                 self._hidden = torch.mm(gradient, vectors)
             elif self._hidden is None:
                 self._hidden = self._rows.new_empty(self._rows.shape, dtype=self._wide)
