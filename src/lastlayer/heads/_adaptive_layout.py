@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from lastlayer._checks import as_counts
 from lastlayer.heads._checks import check_count
 from lastlayer.heads._cutoffs import cutoffs_from_counts
-from lastlayer.trees._checks import as_counts
 
 
 def adaptive_layout(

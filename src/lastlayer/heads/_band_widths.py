@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lastlayer._checks import as_counts
 from lastlayer.heads._checks import check_count
-from lastlayer.trees._checks import as_counts
 
 VARIANTS = ("slices", "projections")
 _MOST_BANDS = 4

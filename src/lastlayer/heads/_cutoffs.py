@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lastlayer._checks import as_counts
 from lastlayer.heads._checks import check_count
-from lastlayer.trees._checks import as_counts
 
 Reals = NDArray[np.float64]
 # Beyond so many classes only some places are candidates for a cutoff: from one to the next 4 %.

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lastlayer._checks import check_chunk_rows
+from lastlayer._checks import as_permutation, check_chunk_rows
 from lastlayer._torch import accumulation_dtype
 from lastlayer.fused._options import cross_entropy_options
 from lastlayer.fused.engine import MOST_ROUNDED_ADDITIONS
 from lastlayer.heads._checks import check_classes, check_hidden
 from lastlayer.heads._rows import row_chunks
 from lastlayer.heads.base import Head
-from lastlayer.trees._checks import as_permutation
 
 # The place of a target that does not count.
 IGNORED = -1

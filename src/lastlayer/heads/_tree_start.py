@@ -22,7 +22,7 @@ from lastlayer.heads._tree_levels import (
     rows_by_arity,
 )
 from lastlayer.heads._tree_tables import TreeTables
-from lastlayer.trees._checks import as_counts
+from lastlayer._checks import as_counts
 
 # How much lighter than the heaviest a class may be, in float64; lighter ones count as if they had
 # this weight.
