@@ -83,7 +83,7 @@ _HOME = {
     "SparsemaxLoss": "lastlayer.losses",
     "TopKSoftmaxLoss": "lastlayer.losses",
 }
-# Packages with public names of their own: lastlayer.heads.Entmax is not lastlayer.Entmax.
+# Packages with public names of their own: lastlayer.heads.EntmaxHead is not lastlayer.Entmax.
 _PACKAGES = ("fused", "heads", "optim", "samplers", "trees")
 
 __all__ = [

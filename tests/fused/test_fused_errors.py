@@ -241,3 +241,24 @@ def test_targets_on_a_gpu_are_checked_in_debug(loss):
     problem = HIDDEN.cuda(), WEIGHT.cuda(), torch.tensor([0, 77]).cuda()
     with lastlayer.debug(), raises(ValueError, "got 77 at position (1,)"):
         loss(*problem)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w: torch.zeros(1, 3).expand(6, 3),
+        lambda w: torch.zeros(20).as_strided((6, 3), (1, 1)),
+        lambda w: torch.zeros(3, 6).t(),
+        lambda w: w,
+        lambda w: w.detach(),
+    ],
+    ids=["expanded", "overlapping", "transposed", "the weight", "a view of it"],
+)
+def test_memory_that_no_gradient_can_be_added_to(make):
+    weight = torch.randn(6, 3, requires_grad=True)
+    kept = weight.detach().clone()
+    with pytest.raises(ValueError, match="weight_grad: expected"):
+        linear_cross_entropy(
+            torch.randn(4, 3), weight, torch.randint(6, (4,)), weight_grad=make(weight)
+        )
+    assert torch.equal(weight, kept)

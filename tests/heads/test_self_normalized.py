@@ -191,3 +191,21 @@ def test_bad_arguments_are_named():
     target[3] = V
     with pytest.raises(ValueError, match="target: expected class ids"):
         make(fraction=0.5)(hidden, target)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_weights_count_in_all_of_a_self_normalised_loss(reduction):
+    options = dict(alpha=0.2, class_weight=torch.rand(9) + 0.1, reduction=reduction)
+    whole = SelfNormalized(4, 9, dtype=torch.float64, **options)
+    nearly = SelfNormalized(4, 9, dtype=torch.float64, fraction=1 - 1e-12, **options)
+    nearly.load_state_dict(whole.state_dict())
+    hidden, target = torch.randn(6, 4, dtype=torch.float64), torch.randint(9, (6,))
+    target[2] = -100
+    torch.testing.assert_close(whole(hidden, target), nearly(hidden, target))
+    scores = hidden @ whole.weight.T + whole.bias
+    log_z = scores.logsumexp(-1)
+    weight = torch.where(target < 0, 0.0, whole.class_weight.double()[target.clamp(min=0)])
+    right = scores.gather(-1, target.clamp(min=0)[:, None]).squeeze(-1)
+    losses = weight * (log_z - right + 0.2 * log_z.square())
+    total = {"mean": losses.sum() / weight.sum(), "sum": losses.sum(), "none": losses}[reduction]
+    torch.testing.assert_close(whole(hidden, target), total)

@@ -106,9 +106,9 @@ def _sampled(
 
 _FAMILIES = (
     Family("full", lambda: heads.FullSoftmax, "softmax over all classes, fused"),
-    Family("entmax", lambda: heads.Entmax, "entmax: most probabilities exactly 0"),
-    Family("sparsemax", lambda: heads.Entmax, "entmax with α = 2", fixed={"alpha": 2.0}),
-    Family("topk", lambda: heads.TopKSoftmax, "softmax over the k best", usual={"k": 100}),
+    Family("entmax", lambda: heads.EntmaxHead, "entmax: most probabilities exactly 0"),
+    Family("sparsemax", lambda: heads.EntmaxHead, "entmax with α = 2", fixed={"alpha": 2.0}),
+    Family("topk", lambda: heads.TopKSoftmaxHead, "softmax over the k best", usual={"k": 100}),
     Family(
         "hierarchical",
         lambda: heads.HierarchicalSoftmax,
