@@ -37,7 +37,11 @@ def raises(kind, *parts):
             ("class_weight: expected shape (4,)", "got (3,)"),
         ),
         (lambda: EntmaxHead(3, 4, 0.5), ValueError, ("alpha: expected at least 1", "got 0.5")),
-        (lambda: EntmaxHead(3, 4, torch.tensor(1.5)), TypeError, ("alpha:", "torch.Tensor", "learned")),
+        (
+            lambda: EntmaxHead(3, 4, torch.tensor(1.5)),
+            TypeError,
+            ("alpha:", "torch.Tensor", "learned"),
+        ),
         (lambda: TopKSoftmaxHead(3, 4, 0), ValueError, ("k: expected at least 1", "got 0")),
         (lambda: TopKSoftmaxHead(3, 4, 2.0), TypeError, ("k: expected an int", "got float")),
     ],
@@ -84,7 +88,9 @@ def test_generators():
         head.sample(HIDDEN, generator=3)
 
 
-@pytest.mark.parametrize("head", [FullSoftmax(3, 4), EntmaxHead(3, 4), TopKSoftmaxHead(3, 4, 2)], ids=repr)
+@pytest.mark.parametrize(
+    "head", [FullSoftmax(3, 4), EntmaxHead(3, 4), TopKSoftmaxHead(3, 4, 2)], ids=repr
+)
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_a_row_without_probabilities_cannot_be_drawn_from(head, wrong):
     hidden = torch.zeros(2, 2, 3)
