@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from lastlayer.heads.layout import MatrixCost, tail_widths
 from lastlayer.lab._machine import Machine
-from lastlayer.trees._measure import sums_below
 
 if TYPE_CHECKING:
     from lastlayer.trees import Tree
@@ -194,7 +193,7 @@ def adaptive_microseconds(
 def tree_paths(problem: Problem, tree: "Tree") -> Work:
     """The nodes on the way to each target: binary ones gathered, wide ones each a small softmax."""
     n, d, b = problem.rows, problem.width, problem.number
-    chance = sums_below(tree, problem.shares)
+    chance = tree.sums_below(problem.shares)
     met = 1.0 - (1.0 - np.minimum(chance, 1.0)) ** n
     wide = tree.arity > 2
     steps = float(chance[~wide].sum())
