@@ -3,7 +3,7 @@
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from lastlayer.heads._tree_nodes import (
 )
 from lastlayer.heads._tree_search import Found, beam_search, draw_leaves, exact_search
 from lastlayer.heads.base import Head, TopK, checked_draws
+from lastlayer.heads.recipes import Recipe
 from lastlayer.trees import Tree
 
 # Beside the state of a saved head.
@@ -98,6 +99,20 @@ class HierarchicalSoftmax(Head):
         Mnih and Hinton, A scalable hierarchical distributed language model, NIPS 2008.
     """
 
+    recipes = (
+        Recipe(
+            "hierarchical",
+            "a path through a tree of small choices",
+            defaults={"sparse": True},
+            extra={"tree": Literal["huffman", "balanced", "two_level"], "arity": int},
+            from_data=lambda data, given: {
+                "tree": data.tree(given.get("tree", "huffman"), given.get("arity"))
+            },
+            filled=frozenset({"tree"}),
+            compared=("hierarchical", "hierarchical:tree=two_level"),
+            rank=20,
+        ),
+    )
     weight: Parameter
     bias: Parameter | None
     tree_digest: Tensor
