@@ -9,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lastlayer.heads.spans import GlobalPointer, rotated
+from lastlayer.kernels.span_sums import reference
 from lastlayer.losses.zlpr import zlpr_loss
 
 PAD = -100
@@ -326,6 +327,21 @@ def test_compiling_changes_nothing():
     results = [
         (each(hidden), torch.autograd.grad(each(hidden), leaves)) for each in (loss, compiled)
     ]
+    torch.testing.assert_close(*results)
+
+
+@each_form
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_kernels_in_place_of_tiles(efficient, reduction, monkeypatch):
+    """The way of a GPU, with the kernels' reference."""
+    head, hidden = made(efficient, reduction=reduction)
+    leaves = [hidden, *head.parameters()]
+    results = []
+    for suit in (False, True):
+        monkeypatch.setattr("lastlayer.fused.spans._kernels_suit", lambda _, suit=suit: suit)
+        monkeypatch.setattr("lastlayer.kernels.span_sums.triton", reference, raising=False)
+        loss = head(hidden, SPANS, MASK)
+        results.append((loss, torch.autograd.grad(loss.square().sum(), leaves)))
     torch.testing.assert_close(*results)
 
 

@@ -14,7 +14,7 @@ from implementations import DTYPES, every_implementation, place
 from torch.nn.functional import logsigmoid
 
 from lastlayer import trees
-from lastlayer.heads._tree_tables import TreeTables
+from lastlayer.fused.paths import TreeTables
 from lastlayer.kernels import tree_search
 
 sys.path.append(str(Path(__file__).parents[1] / "trees"))

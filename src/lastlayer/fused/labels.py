@@ -100,18 +100,10 @@ def linear_zlpr_loss(
 
 
 def linear_bce_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    positives: Tensor,
-    bias: Tensor | None = None,
-    *,
-    offsets: Tensor | None = None,
-    values: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    ignore_index: int | None = -100,
-    reduction: str = "mean",
-    chunk_classes: int | str = "auto",
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, positives: Tensor, bias: Tensor | None = None, *,
+    offsets: Tensor | None = None, values: Tensor | None = None, label_smoothing: float = 0.0,
+    ignore_index: int | None = -100, reduction: str = "mean", chunk_classes: int | str = "auto",
+) -> Tensor:  # fmt: skip
     r"""The binary cross entropy of ``hidden @ weight.T + bias``, without the scores.
 
     .. math:: L = \sum_j \log(1 + e^{s_j}) - t_j s_j, \qquad s = W h + b
@@ -320,7 +312,6 @@ class _LabelsEngine(Engine):
     name = "linear_label_loss"
     schema = "str loss, float label_smoothing, int? ignore_index, str chunk_classes"
     n_constants = 3
-    what = "a fused loss of labels"
     instead = "a loss on scores, such as lastlayer.zlpr_loss_from_indices"
 
     def compute(
@@ -490,7 +481,7 @@ class _Gradients:
             set_weight_gradient(of_slab(self._weight, slab), gradient, self._rows)
         if of_hidden:
             vectors = of_slab(self._vectors, slab)
-            if self._whole:
+            if self._whole and gradient.dtype == self._wide:
                 self._hidden = torch.mm(gradient, vectors)
             elif self._hidden is None:
                 self._hidden = self._rows.new_empty(self._rows.shape, dtype=self._wide)

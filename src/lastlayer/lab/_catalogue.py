@@ -1,13 +1,9 @@
 """Heads whose recipes are still to move into their own files."""
 
-from typing import Any, Literal
+from typing import Any
 
 from lastlayer import heads
 from lastlayer.heads.recipes import Arguments, ClassData, Recipe, sampled_recipe
-
-
-def _tree(data: ClassData, given: Arguments) -> Arguments:
-    return {"tree": data.tree(given.get("tree", "huffman"), given.get("arity"))}
 
 
 def _counts(data: ClassData, _given: Arguments) -> Arguments:
@@ -15,12 +11,6 @@ def _counts(data: ClassData, _given: Arguments) -> Arguments:
 
 
 REST: list[tuple[Any, Recipe]] = [
-    (heads.HierarchicalSoftmax, Recipe(
-        "hierarchical", "a path through a tree of small choices", defaults={"sparse": True},
-        extra={"tree": Literal["huffman", "balanced", "two_level"], "arity": int},
-        filled=frozenset({"tree"}), from_data=_tree,
-        compared=("hierarchical", "hierarchical:tree=two_level"), rank=20,
-    )),
     (heads.SampledSoftmax, sampled_recipe(
         "sampled", "softmax against drawn classes", compared=("sampled",), rank=30
     )),
