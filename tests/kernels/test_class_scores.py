@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from implementations import DTYPES, error, every_implementation, place
+from implementations import DTYPES, error, every_implementation, place, three_threads
 
 from lastlayer import kernels
 
@@ -74,9 +74,5 @@ def test_threads_share_the_rows():
     place("cpu")
     arguments = problem(300, 50, 128, 4, torch.float32, "cpu")
     alone = kernels.class_scores.forward("cpu", *arguments)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with three_threads():
         assert torch.equal(kernels.class_scores.forward("cpu", *arguments), alone)
-    finally:
-        torch.set_num_threads(before)

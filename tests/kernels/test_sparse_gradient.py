@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from implementations import DTYPES, ROUNDING, SMALLEST, error, every_implementation, place
+from implementations import (
+    DTYPES,
+    ROUNDING,
+    SMALLEST,
+    error,
+    every_implementation,
+    place,
+    three_threads,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -131,13 +139,9 @@ def test_threads_and_pieces_change_nothing(dtype, n_classes, monkeypatch):
 
     alone = both()
     check_to_weight("cpu", values, classes, hidden, weight)
-    before = torch.get_num_threads()
     monkeypatch.setattr(cpu, "_WIDENED", 150 * 48)
-    torch.set_num_threads(3)
-    try:
+    with three_threads():
         together = both()
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(alone[0], together[0])
     assert torch.equal(alone[1], together[1])
 

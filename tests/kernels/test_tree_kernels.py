@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import DTYPES, every_implementation, place
+from implementations import DTYPES, every_implementation, place, three_threads
 from torch.nn.functional import logsigmoid
 
 from lastlayer import trees
@@ -252,11 +252,8 @@ def test_wide_nodes_without_probability():
 def test_threads_change_nothing():
     problem = Problem(trees.huffman(zipf(900)), 32, 40)
     alone = problem.search("cpu", 12)
-    torch.set_num_threads(2)
-    try:
+    with three_threads():
         together = problem.search("cpu", 12)
-    finally:
-        torch.set_num_threads(1)
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 

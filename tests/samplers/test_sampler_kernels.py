@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lastlayer import kernels
-from lastlayer.kernels import _registry, alias, philox
+from lastlayer.kernels import _registry, _threads, alias, philox
 from lastlayer.kernels.alias.build import alias_table, column_bits, integer_weights
 from lastlayer.kernels.philox._exp2 import SERIES
 from lastlayer.kernels.philox._rounds import philox as rounds
@@ -153,11 +153,12 @@ def test_the_log_complement_is_exact_at_both_ends(impl, bits, wide):
     assert made[1, 2] == 0.0
 
 
-def test_threads_share_the_draws(seed):
+def test_threads_share_the_draws(seed, monkeypatch):
     table, weight = table_of(500, seed)
     counter = torch.tensor([1, 2])
     alone = alias.draw("cpu", table, weight, counter, 20_001)
     before = torch.get_num_threads()
+    monkeypatch.setattr(_threads, "_ENTRIES_A_THREAD", 1024)
     torch.set_num_threads(3)
     try:
         together = alias.draw("cpu", table, weight, counter, 20_001)

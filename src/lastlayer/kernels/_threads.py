@@ -1,55 +1,108 @@
-"""Rows shared out over threads for the CPU kernels."""
+"""Rows shared out over threads for the CPU kernels.
+
+The threads are Python's: kernels release the GIL, and Numba's own parallel loops would be compiled
+again in every process, meddle with torch's OpenMP threads, and abort after a fork.
+"""
 
 import os
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
-import numba
 import torch
-from numba import njit, prange
 
-# Numba's first look at its threads sets those of OpenMP, which torch shares: torch's are put back.
-_torch_threads = torch.get_num_threads()
-numba.get_num_threads()
-torch.set_num_threads(_torch_threads)
-# Not asked at every call: get_num_threads takes a lock of the whole process. Where fewer are set,
-# parts take turns.
-_MOST_THREADS = numba.config.NUMBA_NUM_THREADS
-
-# Below this many entries a second thread costs more than it brings.
-_ENTRIES_A_THREAD = 16_384
-
-# One of Numba's threading layers aborts the process when two threads enter it at once, and
-# another when it is entered after a fork: whoever finds the lock taken, or was forked, goes alone.
-_entrance = threading.Lock()
+# Below this many entries per thread, waking a thread (some 40 us) costs more than it brings.
+_ENTRIES_A_THREAD = 98_304
 
 
 def by_rows(kernel: Callable[..., None]) -> Callable[..., None]:
     """From ``kernel(start, stop, *args)`` a function ``(n_rows, n_columns, *args)`` for all rows.
 
-    It uses as many threads as torch does. ``kernel`` is compiled by Numba.
+    It uses as many threads as torch does, the calling one among them. ``kernel`` is compiled by
+    Numba with ``nogil``; what it makes of a row must not depend on where the rows are cut.
     """
 
-    @njit(nogil=True, parallel=True)
-    def in_parallel(parts, n_rows, *args):
-        for part in prange(parts):
-            kernel(n_rows * part // parts, n_rows * (part + 1) // parts, *args)
-
     def run(n_rows: int, n_columns: int, *args: Any) -> None:
-        wanted = max(1, n_rows * n_columns // _ENTRIES_A_THREAD)
-        parts = min(torch.get_num_threads(), _MOST_THREADS, n_rows, wanted)
-        if parts > 1 and _entrance.acquire(blocking=False):
-            try:
-                in_parallel(parts, n_rows, *args)
-            finally:
-                _entrance.release()
+        threads = min(n_rows, n_rows * n_columns // _ENTRIES_A_THREAD)
+        if threads > 1:
+            threads = min(threads, torch.get_num_threads())
+        if threads > 1:
+            _Job(kernel, n_rows, -(-n_rows // threads), args).run(threads - 1)
         else:
             kernel(0, n_rows, *args)
 
     return run
 
 
+class _Job:
+    """The rows of one call, in parts: whoever is free takes the next one."""
+
+    def __init__(self, kernel: Callable[..., None], n_rows: int, size: int, args: Any) -> None:
+        self._kernel, self._n_rows, self._size, self._args = kernel, n_rows, size, args
+        self._lock, self._finished = threading.Lock(), threading.Lock()
+        self._next, self._left = 0, n_rows
+        self._error: BaseException | None = None
+
+    def run(self, helpers: int) -> None:
+        self._finished.acquire()
+        _workers.help(self, helpers)
+        # Where all workers are busy with other calls, this thread does every part.
+        self.work()
+        self._finished.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def work(self) -> None:
+        while True:
+            with self._lock:
+                start = self._next
+                self._next = stop = min(start + self._size, self._n_rows)
+            if start == stop:
+                return
+            try:
+                self._kernel(start, stop, *self._args)
+            except BaseException as error:  # noqa: BLE001 — the calling thread raises it
+                self._error = error
+            with self._lock:
+                self._left -= stop - start
+                last = self._left == 0
+            if last:
+                self._finished.release()
+
+
+class _Workers:
+    """Threads that wait for jobs, started when they are first needed."""
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+
+    def help(self, job: _Job, count: int) -> None:
+        """Have ``count`` threads work on ``job``, as soon as they are free."""
+        if self._count < count:
+            with self._lock:
+                for number in range(self._count, count):
+                    name = f"lastlayer-{number}"
+                    threading.Thread(target=self._serve, name=name, daemon=True).start()
+                self._count = max(self._count, count)
+        for _ in range(count):
+            self._jobs.put(job)
+
+    def _serve(self) -> None:
+        while True:
+            job = self._jobs.get()
+            job.work()
+            # The arrays of a job must not live until the next one.
+            del job
+
+
+def _start_anew() -> None:
+    """In a forked child, where no thread is left and a lock may have been taken for good."""
+    global _workers  # noqa: PLW0603
+    _workers = _Workers()
+
+
+_workers = _Workers()
 if hasattr(os, "register_at_fork"):
-    # Taken for good in a child.
-    os.register_at_fork(after_in_child=lambda: _entrance.acquire(blocking=False))
+    os.register_at_fork(after_in_child=_start_anew)
