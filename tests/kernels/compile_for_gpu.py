@@ -4,7 +4,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lastlayer.kernels import _peaks
+from lastlayer.kernels import _triton
 from lastlayer.kernels.alias import triton as alias
 from lastlayer.kernels.class_blocks import triton as class_blocks
 from lastlayer.kernels.class_scores import triton as class_scores
@@ -49,7 +49,7 @@ OF_SCORES = ("scores", "rows", "out", "zeros", "probs", "grad")
 BLOCKS = dict(BLOCKS=128, WIDTH=64, GROUP=16)
 ONE_ROW, MANY_ROWS = dict(ROWS=1, WIDTH=1024), dict(ROWS=64, WIDTH=16)
 CASES = [
-    (_peaks._find_peaks, "*bf16", dict(BLOCKS=32, WIDTH=64, ZEROS=True)),
+    (_triton._find_peaks, "*bf16", dict(BLOCKS=32, WIDTH=64, ZEROS=True)),
     *[
         (
             entmax._forward_in_registers,

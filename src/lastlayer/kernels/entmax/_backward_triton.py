@@ -10,8 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._peaks import block_width, choose_blocks, chosen_columns
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
+from lastlayer.kernels._triton import (
+    block_width,
+    cdiv,
+    choose_blocks,
+    chosen_columns,
+    next_power_of_2,
+)
 from lastlayer.kernels.entmax._solve import per_class
 from lastlayer.kernels.entmax._tiles import as_alpha, as_rows, register_tile, tile
 
@@ -36,6 +41,7 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
         _backward_in_registers[(cdiv(n_rows, rows),)](
             probs, grad, out, alphas, excess, n_rows, n, probs.stride(0), grad.stride(0),
             ROWS=rows, WIDTH=width, KIND=kind, PER_ROW=per_row is not None, num_warps=warps,
+            enable_fp_fusion=True,
         )  # fmt: skip
         return out
     width = block_width(n)
@@ -46,14 +52,14 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
     _backward_sums[(n_rows * tiles,)](
         probs, grad, out, sums, alphas, excess, n_rows, n, probs.stride(0), grad.stride(0),
         tiles, n_blocks, BLOCKS=blocks, WIDTH=width, KIND=kind, PER_ROW=per_row is not None,
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     chosen = torch.empty(n_rows, n_blocks, device=probs.device, dtype=torch.int32)
     _backward_of_chosen[(n_rows,)](
         probs, grad, out, sums, chosen, alphas, excess, n_rows, n, probs.stride(0),
         grad.stride(0), n_blocks, BLOCKS=next_power_of_2(n_blocks), WIDTH=width,
         GROUP=max(1, GROUP_SCORES // width), KIND=kind, PER_ROW=per_row is not None,
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 

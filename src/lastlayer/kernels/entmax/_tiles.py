@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import next_power_of_2
+from lastlayer.kernels._triton import next_power_of_2
 
 
 class Alpha(NamedTuple):

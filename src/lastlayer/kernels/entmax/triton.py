@@ -1,6 +1,6 @@
 """entmax on CUDA. Narrow rows are solved in registers, wide ones by their peaks.
 
-README.md beside this file has the derivation; _solve.py the threshold; ../_peaks.py the first
+README.md beside this file has the derivation; _solve.py the threshold; ../_triton.py the first
 stage on wide rows; _backward_triton.py the way back.
 """
 
@@ -11,15 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._peaks import (
+from lastlayer.kernels._triton import (
     block_width,
+    cdiv,
     choose_blocks,
     chosen_columns,
     find_peaks,
+    next_power_of_2,
     peaks_of_row,
     row_max,
 )
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
 from lastlayer.kernels.entmax._backward_triton import backward
 from lastlayer.kernels.entmax._solve import (
     BOTH,

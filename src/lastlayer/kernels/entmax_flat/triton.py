@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._peaks import row_max
-from lastlayer.kernels._sizes import next_power_of_2
+from lastlayer.kernels._triton import next_power_of_2, row_max
 from lastlayer.kernels.entmax._solve import (
     advance,
     correction,

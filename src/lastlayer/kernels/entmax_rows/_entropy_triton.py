@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lastlayer.kernels._expm1 import expm1
+from lastlayer.kernels._triton import expm1
 
 
 def entropy_kind(alpha: float) -> int:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import next_power_of_2
+from lastlayer.kernels._triton import next_power_of_2
 from lastlayer.kernels.entmax_rows._entropy_triton import entropy_and_slope, entropy_kind
 
 WIDEST_BLOCK = 4096

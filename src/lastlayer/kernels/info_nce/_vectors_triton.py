@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import next_power_of_2
+from lastlayer.kernels._triton import next_power_of_2
 
 
 def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv
+from lastlayer.kernels._triton import cdiv
 from lastlayer.kernels.info_nce._powers_triton import LARGEST, LOG2E, common_origin
 from lastlayer.kernels.info_nce._statistics_triton import _fold, _statistics
 from lastlayer.kernels.info_nce._vectors_triton import row_gradients_, unit_rows_

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import next_power_of_2
-from lastlayer.kernels._tanh import tanh
+from lastlayer.kernels._triton import next_power_of_2, tanh
 
 
 class Mix(NamedTuple):
@@ -77,10 +76,10 @@ def finish_rows(
     return Rows(loss, factors, gradient)
 
 
-# Rows of a cluster differ from step to step: their number and where they begin must not decide
-# which program is compiled.
+# Rows of a cluster differ from step to step: their number, the parts that it asks for and where
+# they begin must not decide which program is compiled.
 @triton.jit(
-    do_not_specialize=["n"],
+    do_not_specialize=["n", "parts"],
     do_not_specialize_on_alignment=["target", "exact", "row_scale", "row_weight", "more", "loss"],
 )
 def _finish_row(

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
-from lastlayer.kernels._tanh import tanh
+from lastlayer.kernels._triton import cdiv, multiprocessors, next_power_of_2, tanh
 from lastlayer.kernels.linear_softmax._finish_triton import Mix, finish_rows
 
 __all__ = ["Mix", "finish_rows", "gradient_of_classes", "mix_of_rows"]
@@ -128,8 +127,7 @@ def _splits(tiles: int, n_classes: int, hidden: Tensor) -> int:
     """Into how many parts the classes are cut, so that all multiprocessors have work."""
     if hidden.device.type != "cuda":
         return min(2, n_classes)
-    units = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-    return max(1, min(8 * units // tiles, n_classes // 1024, 16))
+    return max(1, min(8 * multiprocessors(hidden.device) // tiles, n_classes // 1024, 16))
 
 
 # Rows of a cluster differ from step to step: their number must not decide which program

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._peaks import row_max
-from lastlayer.kernels._sizes import cdiv
+from lastlayer.kernels._triton import cdiv, row_max
 from lastlayer.kernels.entmax._solve import (
     is_broken,
     per_class,

@@ -7,7 +7,7 @@ that much memory and that many programs; those beyond the end have nothing to do
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv
+from lastlayer.kernels._triton import cdiv
 from lastlayer.kernels.node_groups._plan_triton import (
     list_tiles,
     mark_first,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
+from lastlayer.kernels._triton import cdiv, next_power_of_2
 from lastlayer.kernels.node_groups._kernels_triton import (
     gradient_of_children,
     gradient_of_rows,

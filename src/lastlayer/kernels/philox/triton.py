@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv
+from lastlayer.kernels._triton import cdiv
 from lastlayer.kernels.philox._exp2 import SERIES, SQRT_2
 from lastlayer.kernels.philox._rounds_triton import philox
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
+from lastlayer.kernels._triton import cdiv, next_power_of_2
 from lastlayer.kernels.sampled_rows import parts_of_columns
 from lastlayer.kernels.sampled_rows._columns_triton import LOG2E, _counts, _softplus
 from lastlayer.kernels.sampled_rows._long_triton import _long_rows

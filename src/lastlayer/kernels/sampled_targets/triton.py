@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import next_power_of_2
+from lastlayer.kernels._triton import next_power_of_2
 from lastlayer.kernels.sampled_rows._columns_triton import _softplus
 
 WIDEST = 1024

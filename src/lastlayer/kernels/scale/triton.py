@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv
+from lastlayer.kernels._triton import cdiv
 
 # A program that finds the number to be 1 costs its launch: few of them, that take several blocks.
 MOST_PROGRAMS = 2048
@@ -22,7 +22,7 @@ def forward_(values: Tensor, factor: Tensor) -> None:
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["trips"])
 def _scale(values, factor, n, trips, BLOCK: tl.constexpr):
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:

@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
-from lastlayer.kernels._tanh import tanh
+from lastlayer.kernels._triton import cdiv, next_power_of_2, tanh
 
 BLOCK = 4096
 LOG2E = tl.constexpr(1.4426950408889634)

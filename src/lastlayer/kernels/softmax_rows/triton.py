@@ -10,9 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels import softmax_rows
-from lastlayer.kernels._expm1 import expm1
-from lastlayer.kernels._sizes import next_power_of_2
-from lastlayer.kernels._tanh import tanh
+from lastlayer.kernels._triton import expm1, next_power_of_2, tanh
 
 # Scores that a program looks at together.
 WIDEST_BLOCK = 4096

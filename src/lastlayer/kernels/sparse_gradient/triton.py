@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
+from lastlayer.kernels._triton import cdiv, next_power_of_2
 
 # Entries that a program adds up together.
 GROUP = 16

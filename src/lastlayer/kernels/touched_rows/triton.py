@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
+from lastlayer.kernels._triton import cdiv, next_power_of_2
 from lastlayer.kernels.touched_rows._slots_triton import slots_
 
 __all__ = ["forward", "slots_"]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
+from lastlayer.kernels._triton import cdiv, next_power_of_2
 from lastlayer.kernels.tree_path._losses_triton import losses_of_rows, sort_keys
 from lastlayer.kernels.tree_path._sums_triton import compare_paths, sum_pieces, sum_tiles
 

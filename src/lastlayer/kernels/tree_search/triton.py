@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import next_power_of_2
+from lastlayer.kernels._triton import next_power_of_2
 from lastlayer.kernels.tree_search import MOST_ON_CUDA
 
 # Room of a row for nodes of one level and for leaves, and nodes that may be opened for it. A row

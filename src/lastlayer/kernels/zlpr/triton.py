@@ -6,7 +6,7 @@ README.md beside this file has the derivation.
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
+from lastlayer.kernels._triton import cdiv, next_power_of_2
 from lastlayer.kernels.zlpr._gradient_triton import fill_gradient
 from lastlayer.kernels.zlpr._labels_triton import BITS, HARD, LISTED, SOFT
 from lastlayer.kernels.zlpr._sums_triton import merge_parts, sum_rows

@@ -1,18 +1,22 @@
-"""The first stage of every map on wide rows: one streaming read that leaves a peak per block.
+"""What the Triton kernels share: sizes, small functions, and the first stage of maps on wide rows.
 
-The largest score of each block of a row, a *peak*, is all that the second stage needs to know
-which few blocks it has to read again. No program waits for another, so the stage runs at the
-speed of memory whatever the shape; the zeros of a sparse result are written on the way.
+That stage is one streaming read that leaves the largest score of each block of a row, a *peak*: all
+that the second stage needs to know which few blocks it has to read again. No program waits for
+another, so it runs at the speed of memory whatever the shape; the zeros of a sparse result are
+written on the way.
 """
 
+import functools
+import hashlib
 import os
+from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
+from triton.compiler import compiler
+from triton.runtime import cache
 
 # Peaks of one row that the second stage holds on chip.
 MAX_PEAKS = 2048
@@ -20,6 +24,82 @@ MAX_PEAKS = 2048
 NARROWEST_BLOCK, USUAL_BLOCK, USUAL_PEAKS = 16, 64, 128
 SCORES_A_PROGRAM = 2048
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def cdiv(n: int, size: int) -> int:
+    """How many pieces of a size cover ``n``; Triton's own function takes microseconds a call."""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least ``n``, and at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def tile_width(n: int, widest: int, narrowest: int = 16) -> int:
+    """How many numbers a program looks at together: a power of two that covers ``n``, if it may."""
+    return min(widest, max(narrowest, next_power_of_2(n)))
+
+
+def in_rows(matrix: Tensor) -> Tensor:
+    """``matrix``, or a copy of it, whose rows lie together in memory."""
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of a GPU run side by side, at least."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _kept_triton_key() -> None:
+    """Have Triton's hash of itself kept on the disk.
+
+    Triton hashes its own library, half a gigabyte, before it looks for the first compiled kernel of
+    a process, which takes longer than all the rest. The hash is kept in Triton's cache, under the
+    sizes and times of the files that it is of.
+    """
+    module = next((each for each in (cache, compiler) if hasattr(each, "triton_key")), None)
+    if module is None:
+        return
+    make_key = module.triton_key
+
+    @functools.cache
+    def triton_key() -> str:
+        root = Path(triton.__file__).parent
+        files = [root / "runtime/cache.py", *root.glob("_C/libtriton*")]
+        files += (each for folder in ("compiler", "backends", "language")
+                  for each in (root / folder).rglob("*.py"))  # fmt: skip
+        found = ((each, each.stat()) for each in sorted(files))
+        stamp = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found]
+        kept = cache.get_cache_manager(hashlib.sha256(repr(stamp).encode()).hexdigest())
+        path = kept.get_file("triton_key")
+        if path is not None:
+            return Path(path).read_text()
+        key = make_key()
+        kept.put(key, "triton_key", binary=False)
+        return key
+
+    module.triton_key = triton_key
+
+
+_kept_triton_key()
+
+
+@triton.jit
+def tanh(x):
+    """From exp(-2|x|), which cannot overflow as exp(2x) does."""
+    shrunk = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def expm1(x):
+    """For x up to 0.1: a series near 0, where exp(x) - 1 would cancel."""
+    near = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
+    return tl.where(x > -0.1, near, tl.exp(x) - 1.0)
 
 
 def block_width(n: int) -> int:
@@ -48,6 +128,7 @@ def find_peaks(rows: Tensor, zeros: Tensor | None) -> Tensor:
         WIDTH=width,
         ZEROS=zeros is not None,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return peaks
 
