@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer.kernels import _threads
+from lastlayer.kernels import _cpu
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Of a number that is stored; Triton's interpreter cuts bfloat16 off where hardware rounds.
@@ -37,14 +37,14 @@ def place(impl: str, dtype: torch.dtype = torch.float32) -> str:
 @contextmanager
 def three_threads() -> Iterator[None]:
     """Three threads for the CPU kernels, for little work too."""
-    threads, entries = torch.get_num_threads(), _threads._ENTRIES_A_THREAD
+    threads, entries = torch.get_num_threads(), _cpu._ENTRIES_A_THREAD
     torch.set_num_threads(3)
-    _threads._ENTRIES_A_THREAD = 1024
+    _cpu._ENTRIES_A_THREAD = 1024
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        _threads._ENTRIES_A_THREAD = entries
+        _cpu._ENTRIES_A_THREAD = entries
 
 
 def error(actual: Tensor, expected: Tensor, size: Tensor | float = 1.0) -> float:

@@ -18,7 +18,7 @@ def problem(n, n_classes, depth, k, dtype, device):
 
 
 def check(impl, hidden, weight, bias, classes):
-    scores = kernels.class_scores.forward(impl, hidden, weight, bias, classes)
+    scores = kernels.products.scores(impl, hidden, weight, bias, classes)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     assert scores.dtype == wide
     every_score = hidden.cpu().double() @ weight.cpu().double().t()
@@ -64,15 +64,15 @@ def test_layouts(impl, dtype):
 
 def test_half_precision_is_gathered_in_pieces(monkeypatch):
     place("cpu")
-    from lastlayer.kernels.class_scores import cpu
+    from lastlayer.kernels.products import cpu
 
-    monkeypatch.setattr(cpu, "_WIDENED", 100)
+    monkeypatch.setattr(cpu, "WIDENED", 100)
     check("cpu", *problem(23, 30, 16, 3, torch.bfloat16, "cpu"))
 
 
 def test_threads_share_the_rows():
     place("cpu")
     arguments = problem(300, 50, 128, 4, torch.float32, "cpu")
-    alone = kernels.class_scores.forward("cpu", *arguments)
+    alone = kernels.products.scores("cpu", *arguments)
     with three_threads():
-        assert torch.equal(kernels.class_scores.forward("cpu", *arguments), alone)
+        assert torch.equal(kernels.products.scores("cpu", *arguments), alone)

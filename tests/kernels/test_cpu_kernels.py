@@ -14,7 +14,7 @@ from compare import (
 from implementations import three_threads
 
 from lastlayer import kernels
-from lastlayer.kernels.topk_softmax._edge import order_of, value_of
+from lastlayer.kernels.topk_softmax.cpu import order_of, value_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WIDTHS = (1, 2, 63, 64, 65, 1000, 1025, 2049)

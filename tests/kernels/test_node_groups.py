@@ -20,10 +20,10 @@ from lastlayer.heads import _grouped_nodes
 from lastlayer.heads._node_scores import Nodes
 from lastlayer.heads._path_log_prob import any_tree_loss, path_log_prob
 from lastlayer.heads._tree_tables import TreeTables
+from lastlayer.kernels import node_groups as bounds
 from lastlayer.kernels.node_groups import reference
-from lastlayer.kernels.node_groups import sizes as bounds
 from lastlayer.kernels.node_groups import triton as node_groups
-from lastlayer.kernels.node_groups.plan import make_plan
+from lastlayer.kernels.node_groups.triton import _make_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the bits of bfloat16; float32 shows there that nothing else is lost.
@@ -171,7 +171,7 @@ def test_the_plan_has_every_score_once():
     node, _ = tables.node_and_position(edges.flatten(1))
     node = torch.where(inside.flatten(1), node, tables.n_inner).reshape(-1)
     sizes = bounds.TreeSizes(tables.n_inner, tables.n_rows, tables.widest, tables.most_scores, 1)
-    made = make_plan(node.int(), tables.row_start, sizes, 70)
+    made = _make_plan(node.int(), tables.row_start, sizes, 70)
     asked = node[node < tables.n_inner]
     found, counts = asked.unique(return_counts=True)
     first, size, row, width, line = made.groups[:, : len(found)]

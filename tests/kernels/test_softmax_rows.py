@@ -364,7 +364,7 @@ def test_threads_share_the_rows(dtype, monkeypatch):
 
     rows = problem(41, 3000, dtype)
     alone = run("cpu", rows, EVERYTHING, statistics=True)
-    monkeypatch.setattr(cpu, "_WIDENED", 20 * 3000)
+    monkeypatch.setattr(cpu, "WIDENED", 20 * 3000)
     with three_threads():
         together = run("cpu", rows, EVERYTHING, statistics=True)
     for one, other in zip(alone, together, strict=True):

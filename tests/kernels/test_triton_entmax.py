@@ -13,7 +13,6 @@ from waits import no_waits
 pytest.importorskip("triton")
 
 from lastlayer.kernels import _triton
-from lastlayer.kernels.entmax import _backward_triton as backward_kernel
 from lastlayer.kernels.entmax import triton as kernel
 
 if kernels.available()["triton"] is not None:
@@ -28,7 +27,7 @@ def path(request, monkeypatch):
     """Sends rows of any width down one path; the last keeps few scores on chip."""
     if request.param != "registers":
         monkeypatch.setattr(kernel, "WIDEST_IN_REGISTERS", 0)
-        monkeypatch.setattr(backward_kernel, "WIDEST_IN_REGISTERS", 0)
+        monkeypatch.setattr(kernel, "WIDEST_BACKWARD", 0)
     if request.param in ("two kernels", "many candidates"):
         monkeypatch.setattr(kernel, "WIDEST_IN_ONE_PROGRAM", 0)
     if request.param == "many candidates":

@@ -71,9 +71,9 @@ def _flat_rows(
 ) -> RowResult:
     """As :func:`dense_rows`, but probabilities are not stored on the way."""
     # Here, as Triton is not everywhere.
-    from lastlayer.kernels.entmax_flat.triton import forward_
+    from lastlayer.kernels.entmax_rows.triton import flat_
 
     weights, scale = weights_and_scale(chunk, class_weight)
-    loss = forward_(scores, chunk.target, scale, alpha)
+    loss = flat_(scores, chunk.target, scale, alpha)
     loss = loss if weights is None else loss * weights
     return RowResult(loss, None if scale is None else scores)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lastlayer.fused._listed import Listed
-from lastlayer.kernels import logistic_slab, zlpr_slab
+from lastlayer.kernels import zlpr
 
 
 class LabelLoss(Protocol):
@@ -52,7 +52,7 @@ class ZlprLabels:
         self._below: list[Tensor] = []
 
     def look_(self, scores: Tensor, scale: Tensor | None) -> None:  # noqa: ARG002 — sums need no scale
-        above, below = zlpr_slab.sums("auto", scores, self._log_some is not None)
+        above, below = zlpr.slab_sums("auto", scores, self._log_some is not None)
         self._above.append(above)
         self._below.append(below)
 
@@ -77,10 +77,10 @@ class ZlprLabels:
     def turn_(self, scores: Tensor, scale: Tensor) -> None:
         above, below = self._known()
         if self._log_some is None:
-            zlpr_slab.gradient_("auto", scores, scale, above, None)
+            zlpr.slab_gradient_("auto", scores, scale, above, None)
         else:
             less = above - self._log_rest, below - self._log_some
-            zlpr_slab.gradient_("auto", scores, scale, *less)
+            zlpr.slab_gradient_("auto", scores, scale, *less)
 
     def gradient_of_listed(self, listed: Listed, at_listed: Tensor, scale: Tensor) -> Tensor:
         above, below = map(listed.of_rows, self._known())
@@ -110,7 +110,7 @@ class LogisticLabels:
         self._losses: list[Tensor] = []
 
     def look_(self, scores: Tensor, scale: Tensor | None) -> None:
-        self._losses.append(logistic_slab.forward_("auto", scores, scale, self._smoothing))
+        self._losses.append(zlpr.logistic_slab_("auto", scores, scale, self._smoothing))
 
     def finish(self, listed: Listed, at_listed: Tensor) -> Tensor:
         # For a label of 1 softplus(-s), where softplus(s) - s would cancel.

@@ -62,7 +62,7 @@ class PaddedLists(Listed):
         self.classes, self.values = classes, values
 
     def scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        found: Tensor = kernels.class_scores.forward("auto", hidden, weight, bias, self.classes)
+        found: Tensor = kernels.products.scores("auto", hidden, weight, bias, self.classes)
         return found
 
     def of_rows(self, numbers: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class FlatLists(Listed):
         step = max(1, _GATHERED.get(hidden.device.type, 1 << 20) // max(1, hidden.shape[1]))
         parts = zip(self._rows.split(step), self.classes.split(step), strict=True)
         some = [
-            kernels.class_scores.forward("auto", hidden[rows], weight, bias, classes.unsqueeze(-1))
+            kernels.products.scores("auto", hidden[rows], weight, bias, classes.unsqueeze(-1))
             for rows, classes in parts
         ]
         return torch.cat(some).squeeze(-1)

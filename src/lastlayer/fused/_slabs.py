@@ -97,7 +97,7 @@ class _Block:
         self._memory, self._weight, self._bias, self._target = memory, weight, bias, target
         _, self._z_loss, self._softcap, self._temperature = options
         place = target.unsqueeze(-1)
-        exact = kernels.class_scores.forward("auto", hidden, weight, bias, place)
+        exact = kernels.products.scores("auto", hidden, weight, bias, place)
         self._target_scores = exact.squeeze(-1)
         self._at_target, self._slope = shaped(self._target_scores, self._softcap, self._temperature)
         self._lse = torch.full_like(self._target_scores, -torch.inf)
@@ -136,7 +136,7 @@ class _Block:
         true = (push * below_one + (push - pull)) * self._slope
         inside = (self._target >= slab.start) & (self._target < slab.stop)
         local = torch.where(inside, self._target - slab.start, -1)
-        kernels.softmax_gradient.forward_(
+        kernels.softmax_rows.gradient_(
             "auto", scores, local, true, self._lse, push, self._softcap, self._temperature
         )
         return scores

@@ -34,7 +34,7 @@ def sparse_rows(
     alpha: float,
 ) -> RowResult:
     """From the scores (rows, k) of all classes that can have probability; -1 is none."""
-    loss, *gradient = kernels.list_rows.forward(
+    loss, *gradient = kernels.entmax_rows.listed(
         "auto", own, classes, chunk.target, at_target, chunk.row_scale, class_weight, alpha
     )
     return RowResult(loss, None if chunk.row_scale is None else Sparse(*gradient))

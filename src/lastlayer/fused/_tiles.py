@@ -58,7 +58,7 @@ def run_tiles(
     hidden, weight = hidden.contiguous(), weight.contiguous()
     n_classes = weight.shape[0]
     place = target.unsqueeze(-1)
-    exact = kernels.class_scores.forward("auto", hidden, weight, bias, place).squeeze(-1)
+    exact = kernels.products.scores("auto", hidden, weight, bias, place).squeeze(-1)
     gradient_wanted = wanted.any and row_scale is not None
     mix = mix_of_rows(hidden, weight, bias, softcap, temperature, wanted.hidden and gradient_wanted)
     spread, weights, more = smoothing / n_classes, None, None

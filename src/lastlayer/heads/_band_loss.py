@@ -171,7 +171,7 @@ class _Bands:
         for columns, band in zip(self._classes, self._each(rows), strict=True):
             inside = (target >= columns.start) & (target < columns.stop)
             local = torch.where(inside, target - columns.start, -1).unsqueeze(-1)
-            total = total + kernels.class_scores.forward("auto", *band, local).squeeze(-1)
+            total = total + kernels.products.scores("auto", *band, local).squeeze(-1)
         return total
 
 

@@ -15,7 +15,7 @@ from lastlayer._torch import host_sync_allowed, is_eager
 from lastlayer.heads._node_by_node import refuse_second_derivatives
 from lastlayer.heads._tree_tables import TreeTables
 from lastlayer.kernels import selected
-from lastlayer.kernels.node_groups.sizes import (
+from lastlayer.kernels.node_groups import (
     Plan,
     TreeSizes,
     most_groups,

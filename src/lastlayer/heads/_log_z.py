@@ -66,5 +66,5 @@ def chosen_scores(head: "LinearHead", hidden: Tensor, classes: Tensor) -> Tensor
     check_hidden(head, hidden)
     chosen = check_classes(head, hidden, classes)
     rows, weight, bias = head._operands(hidden)
-    scores: Tensor = kernels.class_scores.forward("auto", rows, weight, bias, chosen)
+    scores: Tensor = kernels.products.scores("auto", rows, weight, bias, chosen)
     return scores.reshape(*hidden.shape[:-1], chosen.shape[-1])

@@ -83,7 +83,7 @@ def aligned_rows(
         part = slice(first, min(n, first + step))
         scores = scores_into(memory, hidden[part], weight, bias)
         place = target[part].unsqueeze(-1)
-        exact = kernels.class_scores.forward("auto", hidden[part], weight, bias, place)
+        exact = kernels.products.scores("auto", hidden[part], weight, bias, place)
         scale = row_scale[part] if wanted.any and row_scale is not None else None
         loss, *_ = kernels.softmax_rows.forward_(
             "auto", scores[:, :n_classes], target[part], exact.squeeze(-1), scale, None, *_PLAIN,

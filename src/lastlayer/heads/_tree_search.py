@@ -8,7 +8,7 @@ from lastlayer.heads._node_scores import Nodes
 from lastlayer.heads._tree_search_eager import eager
 from lastlayer.heads._tree_search_levels import Found, beam_by_levels, search_by_levels
 from lastlayer.heads._tree_search_walks import draw_leaves
-from lastlayer.kernels import selected, tree_search
+from lastlayer.kernels import search, selected
 
 __all__ = ["Found", "beam_search", "draw_leaves", "exact_search"]
 
@@ -33,7 +33,7 @@ def exact_search(nodes: Nodes, rows: Tensor, k: int, dense: Dense) -> Found:
     hold a better one. On CUDA, for binary nodes, a first sweep down the tree follows the best
     few nodes of each level and finds k leaves, whose worst is the bound, and a second one opens
     all that is not below it; both in one launch. Wider nodes on CUDA, more than
-    ``tree_search.MOST_ON_CUDA`` leaves, float64 there and other devices take the same two sweeps
+    ``search.MOST_ON_CUDA`` leaves, float64 there and other devices take the same two sweeps
     with operations of torch for each level.
 
     Rows in which little is ruled out, as where all classes are alike, rows in which fewer than k
@@ -49,7 +49,7 @@ def exact_search(nodes: Nodes, rows: Tensor, k: int, dense: Dense) -> Found:
     tables = nodes.tables
     if _has_kernel(nodes, rows, k):
         most = max(_MOST_READ, int(tables.n_rows * _MOST_READ_PART))
-        found = Found(*tree_search.best_leaves(
+        found = Found(*search.best_leaves(
             "auto", rows, nodes.weight, nodes.bias, tables.child_start, tables.row_start,
             tables.child, len(tables.levels), k, most,
         ))  # fmt: skip
@@ -73,7 +73,7 @@ def beam_search(nodes: Nodes, rows: Tensor, k: int, width: int) -> Found:
     if selected("tree_search", rows.device.type, rows.dtype) != "cpu":
         return beam_by_levels(nodes, rows, k, width)
     # Imported at first use, as all that needs Numba.
-    from lastlayer.kernels.tree_search.beam import beam_leaves
+    from lastlayer.kernels.search.cpu import beam_leaves
 
     # There are no more nodes on a level than in the tree.
     width = min(width, tables.n_inner)
@@ -86,5 +86,5 @@ def beam_search(nodes: Nodes, rows: Tensor, k: int, width: int) -> Found:
 def _has_kernel(nodes: Nodes, rows: Tensor, k: int) -> bool:
     chosen = selected("tree_search", rows.device.type, rows.dtype)
     if chosen == "triton":
-        return not nodes.tables.has_wide and k <= tree_search.MOST_ON_CUDA
+        return not nodes.tables.has_wide and k <= search.MOST_ON_CUDA
     return chosen == "cpu"

@@ -7,7 +7,7 @@ from lastlayer.heads._node_scores import Nodes, child_log_prob
 from lastlayer.heads._sampling import draw_classes
 from lastlayer.heads._tree_search_eager import eager
 from lastlayer.kernels import selected
-from lastlayer.kernels.tree_search import NOWHERE
+from lastlayer.kernels.search import NOWHERE
 
 # Numbers held at a time where walks choose a child.
 _NUMBERS = 2_000_000
@@ -36,7 +36,7 @@ def draw_leaves(
 
 def _step_down_on_cpu(nodes: Nodes, rows: Tensor, at: Tensor, chance: Tensor) -> None:
     # Imported at first use, as all that needs Numba.
-    from lastlayer.kernels.tree_search.walk import step_down_
+    from lastlayer.kernels.search.cpu import step_down_
 
     tables = nodes.tables
     step_down_(

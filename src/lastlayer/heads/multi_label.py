@@ -228,7 +228,7 @@ class MultiLabel(LinearHead):
         if chosen is None or self.loss == "sparsemax":
             return super()._filled_in_chunks(rows, weight, bias, chosen)
         # A label stands for itself: the others are not looked at.
-        scores = kernels.class_scores.forward("auto", rows, weight, bias, chosen)
+        scores = kernels.products.scores("auto", rows, weight, bias, chosen)
         return self._log_probs(scores, chosen)
 
     def config(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lastlayer.heads._log_z import Drift, chosen_scores, drift_of, log_normalize
 from lastlayer.heads._recomputed import Steps
 from lastlayer.heads._sampled_checks import check_positive, check_seed
 from lastlayer.heads._target_scores import target_scores
-from lastlayer.kernels.philox import words
+from lastlayer.kernels.rng import words
 
 
 class SelfNormalized(LinearHead):

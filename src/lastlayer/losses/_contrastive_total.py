@@ -85,7 +85,7 @@ class _Total(torch.autograd.Function):
         else:
             for each in made[:2]:
                 if each is not None and each.numel():
-                    kernels.scale.forward_("auto", each, grad)
+                    kernels.products.scale_("auto", each, grad)
             made = *made[:2], made[2] * grad
         needed = zip(made, ctx.needs_input_grad[:3], strict=True)
         return *(each if needs else None for each, needs in needed), *(None,) * 9
