@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer.kernels import _cpu
+from lastlayer.kernels import _cpu, _registry
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Of a number that is stored; Triton's interpreter cuts bfloat16 off where hardware rounds.
@@ -45,6 +45,18 @@ def three_threads() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         _cpu._ENTRIES_A_THREAD = entries
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """As in a process without Numba and Triton."""
+    absent = {"reference": None, "triton": "it is absent", "cpu": "it is absent"}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (kernels, _registry):
+            patch.setattr(module, "available", lambda: absent)
+        for operation in _registry._operations.values():
+            patch.setattr(operation, "_resolved", {})
+        yield
 
 
 def error(actual: Tensor, expected: Tensor, size: Tensor | float = 1.0) -> float:

@@ -259,10 +259,10 @@ def test_threads_change_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_widened_exactly(dtype):
-    from lastlayer.kernels.search import _nodes
+    from lastlayer.kernels.search import cpu
 
     bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
-    widen = _nodes._widen_bfloat16 if dtype == torch.bfloat16 else _nodes._widen_float16
+    widen = cpu._widen_bfloat16 if dtype == torch.bfloat16 else cpu._widen_float16
     out = np.empty(len(bits), np.float32)
     widen(bits.numpy(), out)
     torch.testing.assert_close(

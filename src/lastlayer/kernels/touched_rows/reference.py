@@ -38,8 +38,8 @@ def forward(
         own = (entry - c).clamp(min=0)
         if to_weight:
             vectors = flat.new_zeros(entry.shape[0], hidden.shape[1])
-            # Without columns they may have one dimension.
-            vectors[drawn] = columns.view(c, -1)[entry[drawn]] if c else vectors[drawn]
+            if c:
+                vectors[drawn] = columns[entry[drawn]]
             rest = own[~drawn]
             vectors[~drawn] = flat[rest].unsqueeze(-1) * hidden[rest // q].to(flat.dtype)
             weight.index_add_(0, at, vectors)
