@@ -59,7 +59,7 @@ from lastlayer.fused.rows import (
     run_chunks,
     spread_rows,
 )
-from lastlayer.kernels._memory import empty
+from lastlayer.kernels import empty
 
 # On CUDA a softmax has a multiple of so many columns: the matrix unit reads 16 bytes at a time, and
 # one column per cluster makes their number an odd one.
@@ -520,7 +520,7 @@ def _target_scores(
     for column, band in zip(columns, bands, strict=True):
         inside = (target >= column.start) & (target < column.stop)
         local = torch.where(inside, target - column.start, -1).unsqueeze(-1)
-        total = total + kernels.class_scores.forward("auto", *band, local).squeeze(-1)
+        total = total + kernels.products.scores("auto", *band, local).squeeze(-1)
     return total
 
 

@@ -10,19 +10,10 @@ _LARGEST = 42.0
 
 
 def statistics_(
-    scores: Tensor,
-    scale: Tensor,
-    own: int,
-    query_groups: Tensor | None,
-    key_groups: Tensor | None,
-    positive: bool,
-    bounded: bool,
-    row_lse: Tensor,
-    row_positive: Tensor,
-    column_lse: Tensor,
+    scores: Tensor, scale: Tensor, own: int, query_groups: Tensor | None, key_groups: Tensor | None,
+    positive: bool, bounded: bool, row_lse: Tensor, row_positive: Tensor, column_lse: Tensor,
     column_positive: Tensor,
-) -> None:
-    """As the reference's."""
+) -> None:  # fmt: skip
     n, m = scores.shape
     row_positive.zero_()
     columns = column_lse.shape[0] > 0
@@ -68,22 +59,10 @@ def statistics_(
 
 
 def weights_(
-    scores: Tensor,
-    scale: Tensor,
-    own: int,
-    query_groups: Tensor | None,
-    key_groups: Tensor | None,
-    positive: bool,
-    bounded: bool,
-    row_lse: Tensor,
-    row_push: Tensor,
-    row_pull: Tensor,
-    column_lse: Tensor,
-    column_push: Tensor,
-    column_pull: Tensor,
-    out: Tensor,
-) -> None:
-    """As the reference's."""
+    scores: Tensor, scale: Tensor, own: int, query_groups: Tensor | None, key_groups: Tensor | None,
+    positive: bool, bounded: bool, row_lse: Tensor, row_push: Tensor, row_pull: Tensor,
+    column_lse: Tensor, column_push: Tensor, column_pull: Tensor, out: Tensor,
+) -> None:  # fmt: skip
     n, m = scores.shape
     columns = column_lse.shape[0] > 0
     room, other_room = (row_lse.new_empty(_rows(m), m) for _ in range(2))
@@ -120,7 +99,6 @@ def weights_(
 
 
 def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
-    """As the reference's."""
     for _, part in _blocks(*rows.shape):
         wide = rows[part].to(out.dtype)
         out[part] = wide * _inverse_length(wide) if normalize else wide
@@ -129,7 +107,6 @@ def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
 def row_gradients_(
     rows: Tensor, gradient: Tensor, factor: Tensor, normalize: bool, out: Tensor, along: Tensor
 ) -> None:
-    """As the reference's."""
     for _, part in _blocks(*rows.shape):
         wide, slope = rows[part].to(along.dtype), gradient[part] * factor
         if normalize:
