@@ -74,9 +74,7 @@ def chosen_scores(head: LinearHead, hidden: Tensor, classes: Tensor) -> Tensor:
     """Scores of chosen classes alone, in float32, or float64 from float64."""
     rows = in_autocast_dtype(head._check_rows(hidden))
     chosen, shape = head._check_classes(hidden, classes)
-    scores: Tensor = kernels.products.scores(
-        "auto", rows, *head._score_tensors(rows.dtype), chosen
-    )
+    scores: Tensor = kernels.products.scores("auto", rows, *head._score_tensors(rows.dtype), chosen)
     return scores.reshape(shape)
 
 

@@ -261,7 +261,7 @@ def gradient_(
     temperature: float,
 ) -> None:  # fmt: skip
     # torch's vectorised exponential, on as many rows as a cache holds.
-    for part in parts(*scores.shape, _IN_CACHE):
+    for part in parts(scores.shape[0], scores.shape[1], _IN_CACHE):
         values = scores[part].to(lse.dtype, copy=True)
         slope = None
         if softcap:

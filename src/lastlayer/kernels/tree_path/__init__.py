@@ -50,7 +50,8 @@ def _to_touched_nodes(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     most = args[11] if len(args) > 11 else None
     touched = torch.library.get_ctx().new_dynamic_size() if most is None else most
     nodes = args[0].new_empty(touched, dtype=torch.int64)
-    return nodes, *_to_nodes(*args[:8], touched, *args[8:11])
+    weight, bias = _to_nodes(*[*args[:8], touched, *args[8:11]])
+    return nodes, weight, bias
 
 
 loss = _operation(
