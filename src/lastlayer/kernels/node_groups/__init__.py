@@ -1,5 +1,5 @@
 """Choices among the children of many nodes, on CUDA: rows that are at one node are a group.
 
 There is none for the CPU: elsewhere nodes are taken one by one, see
-:mod:`lastlayer.heads._node_scores`. README.md has the derivation.
+:mod:`lastlayer.fused.paths`. README.md has the derivation.
 """
