@@ -72,8 +72,11 @@ def _forward(start, stop, probs, prob_bits, scores, target, row_scale, loss, alp
                 _scale(part, scale)
         if len(row_scale):
             # A row without any probability has nothing to move.
-            nothing = mass == 0.0 or scale == real(0.0)
-            probs[row, right] = real(0.0) if nothing else (share_of_target - real(1.0)) * scale
+            short = real(0.0) if mass == 0.0 else share_of_target - real(1.0)
+            probs[row, right] = short * scale
+            if scale == 0.0:
+                # Not a product: a row that does not count may be NaN.
+                probs[row] = 0.0
         # Rounded probabilities need not sum to 1: what is missing has its price.
         price = (leads + alpha * entropy) / mass - 1.0 / alpha
         total = leads + entropy - (mass - 1.0) * price
@@ -99,10 +102,6 @@ def _sum(part):
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def _scale(part, by):
-    if by == 0.0:
-        # Not a product: a row that does not count may be NaN.
-        part[:] = 0.0
-        return
     for i in range(len(part)):
         part[i] *= by
 
