@@ -59,7 +59,7 @@ _HOME = {
     "Support": "lastlayer.maps",
     "TopKSoftmax": "lastlayer.maps",
 }
-# Packages with public names of their own: lastlayer.heads.Entmax is not lastlayer.Entmax.
+# Packages with public names of their own: lastlayer.heads.EntmaxHead is not lastlayer.Entmax.
 _PACKAGES = ("fused", "heads", "optim", "samplers", "trees")
 
 __all__ = [

@@ -27,8 +27,9 @@ def check_int(
     name: str, value: Any, *, least: int | None = 1, most: int | None = None, note: str = ""
 ) -> int:
     """``value`` as an int from ``least`` to ``most``; ``note`` says more about the bound."""
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected an int, got bool")
+    if isinstance(value, (bool, np.bool_, Tensor)):
+        got = "Tensor" if isinstance(value, Tensor) else "bool"
+        raise TypeError(f"{name}: expected an int, got {got}")
     try:
         number = operator.index(value)
     except TypeError:
@@ -472,7 +473,43 @@ def as_counts(
         )
     if not result.any():
         raise ValueError(f"{name}: expected at least one above 0, got {len(result)} zeros; {alike}")
+    with np.errstate(over="ignore"):
+        total = float(result.sum())
+    if not math.isfinite(total):
+        raise ValueError(f"{name}: expected a finite sum, got {total}; divide by the largest")
     return result
+
+
+def as_integers(name: str, values: Any, expected: str) -> NDArray[np.int64]:
+    """A list of whole numbers."""
+    array = as_array(name, values, expected)
+    if array.ndim != 1:
+        raise ValueError(f"{name}: expected {expected}, one dimension, got shape {array.shape}")
+    if array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"{name}: expected {expected}, got an array of {array.dtype}")
+    return array.astype(np.int64)
+
+
+def as_permutation(name: str, values: Any, n: int) -> NDArray[np.int64]:
+    """Every class once, in an order of the caller's."""
+    classes = as_integers(name, values, f"all class ids from 0 to {n - 1}")
+    if len(classes) != n:
+        raise ValueError(f"{name}: expected all {n} classes, got {len(classes)}")
+    wrong = (classes < 0) | (classes >= n)
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise ValueError(
+            f"{name}: expected class ids from 0 to {n - 1}, got {classes[place]} at position "
+            f"{place}"
+        )
+    times = np.bincount(classes, minlength=n)
+    if (times > 1).any():
+        c = int((times > 1).argmax())
+        first, second = np.flatnonzero(classes == c)[:2]
+        raise ValueError(
+            f"{name}: expected each class once, got class {c} at positions {first} and {second}"
+        )
+    return classes
 
 
 # Names of before, until their last callers are gone.

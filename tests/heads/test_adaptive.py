@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from lastlayer.fused.engine import Wanted
-from lastlayer.heads import AdaptiveSoftmax, _small_softmax
-from lastlayer.heads import _shares as shares
-from lastlayer.heads._adaptive_search import ceiling, opened
+from lastlayer.fused import clusters
+from lastlayer.fused.rows import Problem, Wanted
+from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax
+from lastlayer.heads._adaptive_topk import ceiling, opened
 from lastlayer.testing import check_head
 
 N_CLASSES = 40
@@ -89,12 +89,12 @@ def dense_loss(head, hidden, target):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
-@pytest.mark.parametrize("way", [shares.in_segments, shares.all_rows])
+@pytest.mark.parametrize("way", [clusters.in_segments, clusters.all_rows])
 @pytest.mark.parametrize("chunk_rows", ["auto", 2])
 def test_both_ways_have_the_loss_and_gradients_of_the_dense_formula(
     way, smoothing, reduction, chunk_rows, monkeypatch
 ):
-    monkeypatch.setattr("lastlayer.heads._adaptive_loss.share_out", way)
+    monkeypatch.setattr("lastlayer.fused.clusters.share_out", way)
     head = make(
         label_smoothing=smoothing, reduction=reduction, order=shuffled(), head_bias=True,
         ignore_index=-100, chunk_rows=chunk_rows,
@@ -114,10 +114,10 @@ def test_both_ways_have_the_loss_and_gradients_of_the_dense_formula(
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("way", [shares.in_segments, shares.all_rows])
+@pytest.mark.parametrize("way", [clusters.in_segments, clusters.all_rows])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_a_nan_in_a_row_that_does_not_count_reaches_nothing(way, smoothing, monkeypatch):
-    monkeypatch.setattr("lastlayer.heads._adaptive_loss.share_out", way)
+    monkeypatch.setattr("lastlayer.fused.clusters.share_out", way)
     head = make(label_smoothing=smoothing)
     hidden, target = torch.randn(6, 12, dtype=torch.float64), torch.randint(N_CLASSES, (6,))
     hidden[2], target[2] = torch.nan, -100
@@ -182,25 +182,30 @@ def test_what_is_frozen_has_no_gradient_and_changes_none(frozen, chunk_rows):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("wanted", [True, False])
 def test_what_the_compiler_is_told_of_the_operation_is_true(dtype, wanted):
-    head = make(head_bias=True).to(dtype)
-    place = torch.tensor([0, 39, 17, 8, -1, 2])
-    weights = [head.head_weight, *itertools.chain(*zip(head.projections, head.tails, strict=True))]
-    given = (
-        torch.randn(6, 12, dtype=dtype), head.head_bias.detach(), place,
-        torch.ones(6) if wanted else None, [each.detach() for each in weights], [6, 15], "auto",
-        [wanted] * (2 + len(weights)),
-    )  # fmt: skip
-    operation = torch.ops.lastlayer.adaptive_loss.default
-    torch.library.opcheck(operation, given, test_utils=["test_schema", "test_faketensor"])
+    head = make(head_bias=True, order=shuffled()).to(dtype)
+    target = torch.tensor([0, 39, 17, 8, -100, 2])
+    pairs = itertools.chain(*zip(head.projections, head.tails, strict=True))
+    operands = torch.randn(6, 12, dtype=dtype), head.head_bias, head.head_weight, *pairs
+    operands = [each.detach() for each in operands]
+    wants = [wanted] * len(operands)
+    operation = torch.ops.lastlayer.cluster_loss.default
+    for upstream, reduction in ((None, "mean"), (None, "none"), (torch.ones(6), "none")):
+        torch.library.opcheck(
+            operation,
+            ([*operands, target, head.places], upstream, [6, 15], -100, "auto", reduction, wants),
+            test_utils=["test_schema", "test_faketensor"],
+        )
 
 
-def test_a_second_backward_is_refused():
+def test_a_second_backward_gives_the_same_and_second_derivatives_are_refused():
     head, target = make(), torch.tensor([1, 20, 39])
     hidden = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
     loss = head(hidden, target)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="handed out by the first backward"):
-        loss.backward()
+    leaves = [hidden, *head.parameters()]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(2.0 * loss, leaves)
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(2.0 * one, other)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(head(hidden, target), hidden, create_graph=True)
 
@@ -447,8 +452,35 @@ def test_longer_lines_of_scores_change_nothing(dtype, chunk_rows):
     """What a GPU does where the number of columns is an odd one."""
     hidden, weight, bias = torch.randn(8, 5), torch.randn(11, 5), torch.randn(11)
     given = [each.to(dtype) for each in (hidden, weight, bias)]
-    rest = torch.randint(11, (8,)), torch.rand(8), Wanted(True, True, True), chunk_rows
-    made = _small_softmax.aligned_rows(*given, *rest)
-    right = _small_softmax.softmax_rows(*given, *rest, None)
+    wanted = Wanted(hidden=True, weight=True, bias=True)
+    problem = Problem(*given, torch.randint(11, (8,)), torch.rand(8), None, wanted, torch.float32)
+    made = clusters.softmax_in_chunks(problem, chunk_rows, more=5)
+    right = clusters.softmax_in_chunks(problem, chunk_rows)
     for name in ("loss", "hidden", "weight", "bias"):
         torch.testing.assert_close(getattr(made, name), getattr(right, name))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **given: AdaptiveSoftmax(
+            16, cutoffs=[5, 20], n_classes=40, order=torch.arange(39, -1, -1), **given
+        ),
+        lambda **given: DifferentiatedSoftmax(
+            16, [(10, 8), (30, 8)], order=torch.arange(39, -1, -1), **given
+        ),
+    ],
+    ids=["adaptive", "differentiated"],
+)
+def test_made_on_meta_and_filled_later(make):
+    here, later = make(), make(device="meta").to_empty(device="cpu")
+    for buffer in later.buffers():
+        buffer.fill_(-7)
+    later.reset_parameters()
+    for one, other in zip(here.buffers(), later.buffers(), strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        for one, other in zip(here.parameters(), later.parameters(), strict=True):
+            other.copy_(one)
+    hidden, classes = torch.randn(3, 16), torch.tensor([2, 7, 30])
+    assert torch.equal(here.log_prob(hidden, classes), later.log_prob(hidden, classes))

@@ -10,8 +10,8 @@ V, D = 60, 8
 COUNTS = 1.0 / np.arange(1.0, V + 1.0)
 HEADS = {
     "full": lambda: heads.FullSoftmax(D, V),
-    "entmax": lambda: heads.Entmax(D, V),
-    "topk": lambda: heads.TopKSoftmax(D, V, 5),
+    "entmax": lambda: heads.EntmaxHead(D, V),
+    "topk": lambda: heads.TopKSoftmaxHead(D, V, 5),
     "binary": lambda: heads.HierarchicalSoftmax(D, trees.huffman(COUNTS)),
     "wide": lambda: heads.HierarchicalSoftmax(D, trees.huffman(COUNTS).collapse(40)),
     "adaptive": lambda: heads.AdaptiveSoftmax(D, cutoffs=[10, 30], n_classes=V),

@@ -15,8 +15,8 @@ COUNTS = 1.0 / np.arange(1.0, V + 1.0)
 HUFFMAN = trees.huffman(COUNTS)
 HEADS = {
     "full": lambda **how: heads.FullSoftmax(D, V, **how),
-    "entmax": lambda **how: heads.Entmax(D, V, **how),
-    "topk": lambda **how: heads.TopKSoftmax(D, V, 5, **how),
+    "entmax": lambda **how: heads.EntmaxHead(D, V, **how),
+    "topk": lambda **how: heads.TopKSoftmaxHead(D, V, 5, **how),
     "binary": lambda **how: heads.HierarchicalSoftmax(D, HUFFMAN, **how),
     "binary, sparse": lambda **how: heads.HierarchicalSoftmax(D, HUFFMAN, sparse=True, **how),
     "wide": lambda **how: heads.HierarchicalSoftmax(D, HUFFMAN.collapse(20), **how),

@@ -38,7 +38,7 @@ def judged(head, batch) -> Rows:
     "head",
     [
         heads.FullSoftmax(WIDTH, CLASSES),
-        heads.Entmax(WIDTH, CLASSES, alpha=2.0),
+        heads.EntmaxHead(WIDTH, CLASSES, alpha=2.0),
         heads.SampledSoftmax(WIDTH, CLASSES, n_samples=4),
         heads.HierarchicalSoftmax(WIDTH, trees.balanced(CLASSES)),
         heads.AdaptiveSoftmax(WIDTH, cutoffs=[10, 20], n_classes=CLASSES),

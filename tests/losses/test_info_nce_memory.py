@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lastlayer.bench import memory
+from benchmarks import memory
 from lastlayer.losses.contrastive import info_nce
 
 PAIRS = 4096

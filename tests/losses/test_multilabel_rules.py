@@ -6,7 +6,7 @@ import pytest
 
 from lastlayer.losses.multilabel import asymmetric_loss, bce_loss, multilabel_sparsemax_loss
 from lastlayer.losses.zlpr import zlpr_loss
-from lastlayer.testing._multilabel import check_multilabel_loss
+from lastlayer.testing import check_multilabel_loss
 
 LOSSES = {
     "zlpr": (zlpr_loss, {}),

@@ -14,8 +14,8 @@ COUNTS = {
     "got nan for class 1": [3, math.nan, 1],
     "got inf for class 0": torch.tensor([math.inf, 1.0]),
     "got 3 zeros; .* use Uniform": [0, 0, 0],
-    r"expected one number a class, got none": [],
-    r"expected shape \(n_classes,\), one number a class, got \(2, 2\)": np.ones((2, 2)),
+    r"expected one number per class, got none": [],
+    r"expected shape \(n_classes,\), one number per class, got \(2, 2\)": np.ones((2, 2)),
 }
 
 
@@ -30,7 +30,7 @@ def test_counts_that_are_none(make, told):
     "counts", ["abc", 5, None, [1j, 2], ["a"], [[1], [1, 2]], torch.tensor([True, False])]
 )
 def test_counts_of_another_type(counts):
-    with pytest.raises(TypeError, match="counts: expected one number a class, got"):
+    with pytest.raises(TypeError, match="counts: expected one number per class, got"):
         samplers.Unigram(counts)
 
 

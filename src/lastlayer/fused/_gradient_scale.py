@@ -47,7 +47,7 @@ def scaled_gradients(ctx: Any, grad: Tensor) -> list[Tensor]:
         grad = grad if size is None else grad * size
         for each in made:
             # In place: a copy of the weight's gradient may be more than the device can hold.
-            kernels.scale.forward_("auto", each, grad)
+            kernels.products.scale_("auto", each, grad)
     return made
 
 

@@ -1,7 +1,7 @@
 """How much memory the scores of a fused loss may take: one table for all engines.
 
-A chunk is some rows of scores with all classes, a slab all rows with some classes. The larger they
-are, the less often the weight and its gradient are read.
+A chunk is some rows of scores with all classes, a slab all rows with some classes, a tile some
+spans of some texts. The larger they are, the less often the weight and its gradient are read.
 """
 
 from collections.abc import Iterator
@@ -24,11 +24,16 @@ BYTES = {
     ("similarity", "cuda", "low"): 47_500_000,
     ("similarity", "cpu", "auto"): 16_000_000,
     ("similarity", "cpu", "low"): 4_000_000,
+    ("spans", "cuda", "auto"): 1 << 27,
+    ("spans", "cuda", "low"): 1 << 25,
+    ("spans", "cpu", "auto"): 1 << 21,
+    ("spans", "cpu", "low"): 1 << 19,
 }
 # On a CPU a quarter of the weight's own size is allowed as well: less would be slower.
 _SHARE_OF_WEIGHT = 4
-# Rows that suit the tiles of a matrix unit.
+# Rows of a chunk, and labels of a slab, that suit the tiles of a matrix unit.
 _STEP = {"cuda": 128, "cpu": 8}
+_LABEL_STEP = {"cuda": 128, "cpu": 16}
 
 
 def device_kind(tensor: Tensor) -> str:
@@ -81,3 +86,26 @@ def row_chunks(
     n = rows.shape[0]
     for first in range(0, max(1, n), step):
         yield slice(first, min(n, first + step))
+
+
+def classes_at_a_time(chunk_classes: int | str, hidden: Tensor, n_classes: int) -> int:
+    """Labels of a slab."""
+    if isinstance(chunk_classes, int):
+        return min(n_classes, chunk_classes)
+    step = _LABEL_STEP[device_kind(hidden)]
+    row_bytes = max(1, hidden.shape[0]) * hidden.element_size()
+    fitting = budget_bytes("labels", chunk_classes, hidden) // row_bytes
+    return min(n_classes, max(1, fitting // step) * step)
+
+
+def slab_stride(hidden: Tensor, classes: int) -> int:
+    """How far apart the rows of a slab are in memory: on a GPU as suits its matrix units."""
+    step = 1 if hidden.device.type == "cpu" else _LABEL_STEP["cuda"]
+    return -(-classes // step) * step
+
+
+def spans_at_a_time(chunk_spans: int | str, vectors: Tensor) -> int:
+    """Scores of a tile of spans."""
+    if isinstance(chunk_spans, str):
+        return budget_bytes("spans", chunk_spans, vectors) // vectors.element_size()
+    return chunk_spans

@@ -16,7 +16,7 @@ from torch import Tensor
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype
 from lastlayer.fused._products import add_weight_gradient_, scores_into, set_weight_gradient
-from lastlayer.kernels._memory import empty
+from lastlayer.kernels import empty
 
 # Beyond this many additions in half precision a gradient of the weight is no longer within
 # 4e-3 of the exact one.
@@ -122,7 +122,7 @@ def run(
         part = slice(first, min(n, first + chunk_rows))
         rows = hidden[part]
         scores = scores_into(memory, rows, weight, bias)
-        exact = partial(kernels.class_scores.forward, "auto", rows, weight, bias)
+        exact = partial(kernels.products.scores, "auto", rows, weight, bias)
         at_target = exact(target[part].unsqueeze(-1)).squeeze(-1)
         scale = row_scale[part] if wanted.any and row_scale is not None else None
         result = row_loss(scores, Chunk(target[part], at_target, exact, scale))
@@ -185,7 +185,7 @@ class Gradients:
 
     def _add_sparse(self, part: slice, gradient: Sparse) -> None:
         if self.hidden is not None:
-            self.hidden[part] = kernels.sparse_gradient.to_hidden(
+            self.hidden[part] = kernels.products.to_hidden(
                 "auto", gradient.values, gradient.classes, self._weight
             )
         if self._wanted.weight:
@@ -215,7 +215,7 @@ class Gradients:
         width = max(each.values.shape[1] for _, each in self._sparse)
         values = torch.cat([_padded(each.values, width) for _, each in self._sparse])
         classes = torch.cat([_padded(each.classes, width) for _, each in self._sparse])
-        kernels.sparse_gradient.add_to_weight_("auto", values, classes, rows, total)
+        kernels.products.add_to_weight_("auto", values, classes, rows, total)
 
 
 def _padded(entries: Tensor, width: int) -> Tensor:

@@ -59,6 +59,7 @@ class Engine(ABC):
         schema: of the options, such as ``"int? ignore_index, str chunk_rows"``.
         n_constants: how many operands, from the end, have no gradient.
         kept: which operands :meth:`finish` and :meth:`differentiable` read.
+        written: which operand backward writes to, if any; torch is not asked to guard it.
         what: what the loss is called in an error.
         instead: what has second derivatives, for the same error.
     """
@@ -67,6 +68,7 @@ class Engine(ABC):
     schema: str
     n_constants: int
     kept: tuple[int, ...] = ()
+    written: int | None = None
     what = "a fused loss"
     instead = "log_prob(hidden, classes), which has them"
 
@@ -90,6 +92,8 @@ class Engine(ABC):
 
         With ``reduction="none"`` the loss has one number per row; then gradients are made only
         where ``upstream`` is given, one number per row: those of ``(loss * upstream).sum()``.
+        Without it the pieces may be tensors that this computation leaves for that one, which then
+        finds them behind the operands.
         """
 
     @abstractmethod
@@ -121,12 +125,11 @@ class Engine(ABC):
     ) -> list[Tensor | None]:
         """The gradients from the pieces, times ``factor``; in their memory where ``reusable``."""
         del operands
-        if factor is None or (factor.device.type == "cpu" and is_eager(factor) and factor == 1.0):
+        if factor is None:
             return list(pieces)
-        return [
-            None if each is None or not each.numel() else scaled(each, factor, reusable)
-            for each in pieces
-        ]
+        if factor.device.type == "cpu" and is_eager(factor) and factor.item() == 1.0:
+            return [each if reusable or each is None else each.clone() for each in pieces]
+        return [None if each is None else scaled(each, factor, reusable) for each in pieces]
 
     def differentiable(
         self,
@@ -153,7 +156,9 @@ class Engine(ABC):
     ) -> Result:
         """:meth:`compute`: directly in eager mode, since the dispatcher costs the host time."""
         first = operands[0]
-        if is_eager(first):
+        # No operation may write to what it is given.
+        writes = self.written is not None and operands[self.written] is not None
+        if writes or (is_eager(first) and first.device.type != "meta"):
             return self.compute(operands, upstream, options, reduction, wanted)
         made = self._operation(list(operands), upstream, *options, reduction, list(wanted))
         n = 2 + self.statistics(options)
@@ -211,10 +216,11 @@ class _FusedLoss(torch.autograd.Function):
         ctx.given = engine, options, reduction, wanted
         ctx.dtypes = [None if each is None else each.dtype for each in operands[: len(wanted)]]
         ctx.n_operands = len(operands)
-        if not engine.recomputes(options, reduction):
-            operands = tuple(
-                [each if i in engine.kept else None for i, each in enumerate(operands)]
-            )
+        ctx.written = None if engine.written is None else operands[engine.written]
+        kept = range(len(operands)) if engine.recomputes(options, reduction) else engine.kept
+        operands = tuple([
+            each if i in kept and i != engine.written else None for i, each in enumerate(operands)
+        ])  # fmt: skip
         ctx.save_for_backward(*operands, result.size, *result.pieces)
         ctx.mark_non_differentiable(*result.statistics)
         return result.loss, *result.statistics
@@ -224,7 +230,9 @@ class _FusedLoss(torch.autograd.Function):
         engine, options, reduction, wanted = ctx.given
         n = ctx.n_operands
         saved = ctx.saved_tensors
-        operands, size, pieces = saved[:n], saved[n], saved[n + 1 :]
+        operands, size, pieces = list(saved[:n]), saved[n], saved[n + 1 :]
+        if engine.written is not None:
+            operands[engine.written] = ctx.written
         if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_vmapped(grad)):
             made = engine.differentiable(operands, grad, options, reduction)
             if made is not None:
@@ -234,7 +242,8 @@ class _FusedLoss(torch.autograd.Function):
         # more than the device can hold.
         reusable = not torch.compiler.is_compiling() and not graph_is_kept()
         if engine.recomputes(options, reduction):
-            result = engine.call(operands, grad, options, reduction, wanted)
+            left = [each for each in pieces if each is not None and each.numel()]
+            result = engine.call([*operands, *left], grad, options, reduction, wanted)
             factor, size, pieces, reusable = None, result.size, result.pieces, True
         if size is not None:
             factor = size if factor is None else factor * size
@@ -263,7 +272,7 @@ def scaled(values: Tensor, factor: Tensor, reusable: bool) -> Tensor:
     """
     if not reusable:
         return (values.to(factor.dtype) * factor).to(values.dtype)
-    kernels.scale.forward_("auto", values, factor)
+    kernels.products.scale_("auto", values, factor)
     return values
 
 

@@ -43,7 +43,7 @@ from lastlayer.fused.function import (
     near_one,
 )
 from lastlayer.fused.products import add_weight_gradient_, scores_into, set_weight_gradient
-from lastlayer.kernels._memory import empty
+from lastlayer.kernels import empty
 
 # Beyond this many additions in half precision a gradient of the weight is no longer within
 # 4e-3 of the exact one.
@@ -151,6 +151,7 @@ class _RowsEngine(Engine):
     name = "linear_loss"
     schema = "str loss, float[] numbers, int? ignore_index, str chunk_rows, bool into_weight_grad"
     n_constants = 4
+    written = 6
     instead = "a loss on scores, such as lastlayer.entmax_loss or torch's cross_entropy"
 
     def statistics(self, options: tuple[Any, ...]) -> int:
@@ -315,7 +316,8 @@ def counted_rows(target: Tensor, ignore_index: int | None) -> tuple[Tensor | Non
 
 def spread_rows(some: Tensor, kept: Tensor, n: int) -> Tensor:
     """Results of the rows that were kept as results of all rows, 0 elsewhere."""
-    return some.new_zeros(n, *some.shape[1:]).index_copy_(0, kept, some)
+    everything = some.new_zeros if kept.shape[0] < n else some.new_empty
+    return everything(n, *some.shape[1:]).index_copy_(0, kept, some)
 
 
 def _run(name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem) -> Made:
@@ -338,7 +340,7 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
     dtype = torch.float32 if wanted.precise(hidden) else hidden.dtype
     memory = empty((min(n, chunk_rows), n_classes), dtype, hidden.device)
     if n <= chunk_rows:
-        exact = partial(kernels.class_scores.forward, "auto", hidden, weight, bias)
+        exact = partial(kernels.products.scores, "auto", hidden, weight, bias)
         scores = scores_into(memory, hidden, weight, bias)
         chunk = Chunk(target, target_scores(scores, target, exact), exact, row_scale)
         result = row_loss(scores, chunk)
@@ -351,7 +353,7 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
         part = slice(first, min(n, first + chunk_rows))
         rows, ids = hidden[part], target[part]
         scores = scores_into(memory, rows, weight, bias)
-        exact = partial(kernels.class_scores.forward, "auto", rows, weight, bias)
+        exact = partial(kernels.products.scores, "auto", rows, weight, bias)
         scale = None if row_scale is None else row_scale[part]
         result = row_loss(scores, Chunk(ids, target_scores(scores, ids, exact), exact, scale))
         losses.append(result.loss)
@@ -434,7 +436,7 @@ class Gradients:
 
     def _add_sparse(self, part: slice, gradient: Sparse) -> None:
         if self._wanted.hidden:
-            self._hidden_memory()[part] = kernels.sparse_gradient.to_hidden(
+            self._hidden_memory()[part] = kernels.products.to_hidden(
                 "auto", gradient.values, gradient.classes, self._weight
             )
         if self._wanted.weight:
@@ -467,7 +469,7 @@ class Gradients:
         width = max(each.values.shape[1] for _, each in self._sparse)
         values = torch.cat([_padded(each.values, width) for _, each in self._sparse])
         classes = torch.cat([_padded(each.classes, width) for _, each in self._sparse])
-        kernels.sparse_gradient.add_to_weight_("auto", values, classes, rows, total)
+        kernels.products.add_to_weight_("auto", values, classes, rows, total)
 
 
 def _padded(entries: Tensor, width: int) -> Tensor:
@@ -485,7 +487,7 @@ def _check_row_weight(row_weight: Any, target: Tensor) -> None:
             f"row_weight: expected the shape of target, {tuple(target.shape)}, got "
             f"{tuple(row_weight.shape)}"
         )
-    check_device("row_weight", row_weight, target, "target")
+    check_device("row_weight", row_weight, target)
 
 
 def _check_weight_grad(weight_grad: Any, weight: Tensor) -> None:
@@ -508,7 +510,7 @@ def _check_weight_grad(weight_grad: Any, weight: Tensor) -> None:
             f"weight_grad: expected shape {tuple(weight.shape)} with rows that are contiguous and "
             f"do not overlap, got {tuple(weight_grad.shape)} with strides {strides}"
         )
-    check_device("weight_grad", weight_grad, weight, "weight")
+    check_device("weight_grad", weight_grad, weight)
     if weight_grad is weight or (
         is_eager(weight) and weight_grad.numel() and weight_grad.data_ptr() == weight.data_ptr()
     ):

@@ -116,12 +116,12 @@ def draws_apart(
     """As of :func:`shared_draws`, with the gradient of scores in the place of the vectors'."""
     dtype = accumulation_dtype(hidden.dtype)
     to_hidden, to_weight, to_bias, _ = (each and rows.row_scale is not None for each in wanted)
-    scores = kernels.class_scores.forward("auto", hidden, weight, None, ids)
+    scores = kernels.products.scores("auto", hidden, weight, None, ids)
     nothing = hidden.new_empty(0, dtype=dtype)
     results = hidden.new_empty(2, hidden.shape[0], dtype=dtype)
     rows.run("auto", scores, scores, results, nothing, slice(0, hidden.shape[0]))
     of_hidden = nothing
     if to_hidden:
-        of_hidden = kernels.sparse_gradient.to_hidden("auto", scores, ids, weight).to(dtype)
+        of_hidden = kernels.products.to_hidden("auto", scores, ids, weight).to(dtype)
     of_scores = scores if to_weight or to_bias else nothing
     return Made(results[0], results[1], of_hidden, of_scores, nothing)

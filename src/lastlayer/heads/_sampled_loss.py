@@ -21,7 +21,7 @@ from lastlayer.heads._sampled_one_target import suits
 from lastlayer.heads._sampled_pass import Pieces, run
 from lastlayer.heads._sampled_rule import Rule
 from lastlayer.heads._sampled_touched import class_gradients
-from lastlayer.kernels import sampled_targets
+from lastlayer.kernels import sampled_rows
 
 __all__ = ["Draws", "Rule", "SampledLoss", "SampledProblem", "sampled_loss"]
 
@@ -190,7 +190,7 @@ def _gradients(ctx: Any, factor: Tensor, hidden: Tensor, pieces: Pieces) -> list
 
 def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> Tensor:
     if hidden.device.type == "cuda" and hidden.dtype != torch.float64:
-        scale: Tensor = sampled_targets.row_scale("auto", hidden, target, reduction == "mean")
+        scale: Tensor = sampled_rows.row_scale("auto", hidden, target, reduction == "mean")
         return scale
     return row_scale(hidden, (target >= 0).any(-1), reduction, 1.0)
 

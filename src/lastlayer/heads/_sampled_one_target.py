@@ -14,7 +14,7 @@ from lastlayer import kernels
 from lastlayer._torch import is_eager
 from lastlayer.heads._sampled_draws import Made, Rows, shared_draws
 from lastlayer.heads._sampled_rule import Rule
-from lastlayer.kernels import sampled_targets
+from lastlayer.kernels import sampled_rows
 
 # Classes are told apart by 32 bits.
 _MOST_CLASSES = 2**31 - 1
@@ -56,7 +56,7 @@ def one_target(
 ) -> tuple[Tensor, Made, Tensor, Tensor]:
     """Losses, what comes of the draws, slopes ``(n,)``, and the classes of draws and targets."""
     m = ids.shape[0]
-    hidden, vectors, logits, offset, entries = sampled_targets.start(
+    hidden, vectors, logits, offset, entries = sampled_rows.start(
         impl, hidden, weight.detach(), None if bias is None else bias.detach(), target.view(-1),
         ids, log_expected, None if target_log_expected is None else target_log_expected.reshape(-1),
         row_shift, factor,
@@ -67,7 +67,7 @@ def one_target(
         offset, labels, of_targets.unsqueeze(-1), shift, exact, row_scale, factor, n_exact, rule
     )
     made = shared_draws(hidden, vectors, rows, chunk_rows, wanted, impl)
-    losses, slopes = sampled_targets.finish_(
+    losses, slopes = sampled_rows.finish_(
         impl, made.first, logits, scale, row_scale, of_targets, weight.detach(), made.of_hidden,
         factor, rule.logistic, rule.with_target,
     )  # fmt: skip

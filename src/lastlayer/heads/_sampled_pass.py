@@ -92,7 +92,7 @@ def run(
                 raw = raw * row_scale.to(dtype).unsqueeze(-1)
                 slopes = raw * factor
             if wanted[0] and row_scale is not None:
-                of_hidden = of_hidden + kernels.sparse_gradient.to_hidden(
+                of_hidden = of_hidden + kernels.products.to_hidden(
                     "auto", slopes, target.clamp(min=0), weight
                 )
         ess = torch.zeros_like(made.second) if how.logistic else made.second

@@ -17,7 +17,7 @@ def target_logits(
     log_expected: Tensor | None,
     row_shift: Tensor | None,
 ) -> Tensor:
-    logits: Tensor = kernels.class_scores.forward("auto", hidden, weight, bias, target)
+    logits: Tensor = kernels.products.scores("auto", hidden, weight, bias, target)
     if factor != 1.0:
         logits = logits * factor
     if log_expected is not None:

@@ -186,7 +186,7 @@ class AdaptiveImportanceSampling(ImportanceSampling):
                 )
 
     def _scores(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        made: Tensor = kernels.class_scores.forward(
+        made: Tensor = kernels.products.scores(
             "auto", hidden.detach(), self.weight.detach(), self.bias, ids
         )
         return made

@@ -1,21 +1,40 @@
-"""The contract of all heads."""
+"""The contract of all heads, and what they share: checks, chunks, top-k, draws, saving."""
 
 import inspect
+import json
 from abc import ABC, abstractmethod
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_reduction
-from lastlayer.heads._checks import check_count, check_generator, check_hidden, check_ignore_index
-from lastlayer.heads._rows import row_chunks
-from lastlayer.heads._sampling import COPIES as SAMPLING_COPIES
-from lastlayer.heads._sampling import check_drawn, draw_classes
-from lastlayer.heads._saving import load_head, save_head
-from lastlayer.heads._top import COPIES as TOP_COPIES
-from lastlayer.heads._top import top_classes
+from lastlayer._checks import (
+    as_counts,
+    check_generator,
+    check_ids,
+    check_ignore_index,
+    check_int,
+    check_reduction,
+    check_scores,
+)
+from lastlayer._torch import (
+    autocast_dtype,
+    in_autocast_dtype,
+    in_dtype,
+    values_are_checked,
+    without_autocast,
+)
+from lastlayer.fused.budget import row_chunks
+from lastlayer.fused.recompute import in_chunks
+from lastlayer.heads.recipes import Recipe
+
+_CONFIG, _STATE = "config.json", "model.safetensors"
+# Numbers held for each log-probability, itself included: of top_classes, whose keys and what they
+# are made of take six times its memory for a few rows at a time, and of draw_classes.
+TOP_COPIES, _TOP_PARTS = 4.0, 4
+_DRAW_COPIES = 5.0
 
 
 class TopK(NamedTuple):
@@ -27,8 +46,137 @@ class TopK(NamedTuple):
     """Their class ids, int64, ``(*batch, k)``."""
 
 
-class Head(torch.nn.Module, ABC):
-    """The end of a network: from hidden states ``(*batch, in_features)`` to one of many classes.
+class SavedModule(torch.nn.Module):
+    """A module on hidden states that says what makes it, and that can be saved and loaded."""
+
+    in_features: int
+
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments: ``cls(**head.config())`` makes one without the state."""
+        raise NotImplementedError
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``model.safetensors``, the state, and ``config.json``, what :meth:`config` gives.
+
+        Args:
+            folder: made where it does not exist.
+        """
+        folder, safetensors = Path(folder), _safetensors()
+        config = self._saved_config(self.config())
+        text = json.dumps({"head": type(self).__name__, "arguments": config}, indent=2) + "\n"
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
+        safetensors.save_file(state, str(folder / _STATE))
+        self._save_extra(folder)
+        (folder / _CONFIG).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path, *, device: str | torch.device = "cpu") -> Self:
+        """The head that :meth:`save` wrote. Nothing is unpickled.
+
+        Args:
+            folder: where it was saved.
+            device: where its state goes.
+
+        Returns:
+            A head of the class that was saved, which is this one or derives from it, so that
+            ``Head.load`` takes them all. A class of your own has to be imported before.
+        """
+        folder, safetensors = Path(folder), _safetensors()
+        for name in (_CONFIG, _STATE):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(
+                    f"folder: expected {_CONFIG} and {_STATE}, as save writes them, got {folder}, "
+                    f"which has no {name}"
+                )
+        try:
+            made_of = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+            name, arguments = made_of["head"], made_of["arguments"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"folder: expected {_CONFIG} as save writes it, got {folder / _CONFIG}, which "
+                f"cannot be read: {error}"
+            ) from error
+        made = _class_named(name, cls, folder)
+        head: Self = made.from_config({**arguments, **made._load_extra(folder)})
+        try:
+            state = safetensors.load_file(str(folder / _STATE), str(torch.device(device)))
+        except Exception as error:
+            if isinstance(error, (OSError, MemoryError)):
+                raise
+            raise ValueError(
+                f"folder: expected {_STATE} as save writes it, got {folder / _STATE}, which cannot "
+                f"be read: {error}; it may have been cut off while it was written or copied"
+            ) from error
+        try:
+            # The tensors themselves become the state: they bring their dtype along.
+            head.load_state_dict(state, assign=True)
+            head = head.to(device)
+            head._check_state()
+        except ValueError as error:
+            raise ValueError(f"folder: {folder / _STATE} was altered: {error}") from error
+        return head
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """A head from what :meth:`save` wrote of :meth:`config`, without its state."""
+        return cls(**config)
+
+    def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What of :meth:`config` goes into JSON."""
+        return config
+
+    def _save_extra(self, folder: Path) -> None:
+        """Write arguments of the constructor that JSON cannot hold; here there are none."""
+
+    @classmethod
+    def _load_extra(cls, folder: Path) -> dict[str, Any]:  # noqa: ARG003 - for heads that write
+        """The arguments that :meth:`_save_extra` wrote, by name."""
+        return {}
+
+    def _check_state(self) -> None:
+        """Raise ValueError where loaded buffers cannot be right; kernels trust them."""
+
+    def extra_repr(self) -> str:
+        """What the constructor takes by position, and options that are not as by default."""
+        return self._shown(self.config())
+
+    def _shown(self, config: dict[str, Any]) -> str:
+        """For ``extra_repr``; a head may leave out what is long."""
+        taken = inspect.signature(type(self)).parameters
+        shown = []
+        for name, value in config.items():
+            known = taken.get(name)
+            by_name = known is not None and known.kind is inspect.Parameter.KEYWORD_ONLY
+            if isinstance(value, Tensor):
+                shown.append(f"{name}=<{tuple(value.shape)}>")
+            elif not by_name or known is None or known.default != value:
+                shown.append(f"{name}={value!r}")
+        return ", ".join(shown)
+
+    def _check_hidden(self, hidden: Any) -> None:
+        """Hidden states of the head's width, on its device and in its dtype."""
+        check_scores(hidden, name="hidden")
+        if hidden.shape[-1] != self.in_features:
+            raise ValueError(
+                f"hidden: expected shape (*batch, {self.in_features}), in_features of the head "
+                f"last, got {tuple(hidden.shape)}"
+            )
+        parameter = next(self.parameters())
+        if hidden.device != parameter.device:
+            raise ValueError(
+                f"hidden: expected the device of the head, {parameter.device}, got "
+                f"{hidden.device}; move one of them with .to(device)"
+            )
+        if hidden.dtype != parameter.dtype and autocast_dtype(hidden) is None:
+            raise TypeError(
+                f"hidden: expected the dtype of the head, {parameter.dtype}, got {hidden.dtype}; "
+                "convert one of them, or use torch.autocast"
+            )
+
+
+class Head(SavedModule, ABC):
+    """An output layer: from hidden states ``(*batch, in_features)`` to one of many classes.
 
     Every head has a training loss, :meth:`forward`; normalised log-probabilities,
     :meth:`log_prob`; its best classes, :meth:`topk`; and random ones, :meth:`sample`. A head of
@@ -39,14 +187,16 @@ class Head(torch.nn.Module, ABC):
     Train through ``head(hidden, target)``, so that the hooks of DDP and FSDP fire.
 
     Args:
-        in_features: how many numbers a hidden state has.
-        n_classes: how many classes there are.
+        in_features: size of the hidden state.
+        n_classes: number of classes.
         ignore_index: rows with this target have loss 0 and no gradient; None where every target
             counts.
         reduction: "mean" over the rows that count, 0 where there are none; "sum" or "none". It is
             an attribute and can be changed at any time.
     """
 
+    recipes: tuple[Recipe, ...] = ()
+    """How the lab and the benchmarks make such a head from data."""
     chunk_rows: int | str = "auto"
 
     def __init__(
@@ -58,12 +208,10 @@ class Head(torch.nn.Module, ABC):
         reduction: str = "mean",
     ) -> None:
         super().__init__()
-        check_count("in_features", in_features)
-        check_count("n_classes", n_classes)
-        check_ignore_index(ignore_index)
         check_reduction(reduction)
-        self.in_features, self.n_classes = in_features, n_classes
-        self.ignore_index, self.reduction = ignore_index, reduction
+        self.in_features = check_int("in_features", in_features)
+        self.n_classes = check_int("n_classes", n_classes)
+        self.ignore_index, self.reduction = check_ignore_index(ignore_index), reduction
 
     @abstractmethod
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
@@ -71,20 +219,22 @@ class Head(torch.nn.Module, ABC):
 
         Args:
             hidden: ``(*batch, in_features)``.
-            target: class ids ``(*batch)``, int64.
+            target: class ids ``(*batch)``, of any integer dtype.
         """
 
     @abstractmethod
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
         """Normalised log-probabilities in float32, or in float64 from float64.
 
+        ``head.log_prob(hidden, target)`` is the log-likelihood of each row.
+
         Args:
             hidden: ``(*batch, in_features)``.
-            classes: class ids, int64: ``(*batch, k)``, or ``(k,)`` for every row; None for all
-                classes.
+            classes: class ids of any integer dtype: ``(*batch)``, one per row, or ``(*batch, k)``;
+                None for all classes. A list shared by all rows is ``classes.expand(*batch, k)``.
 
         Returns:
-            ``(*batch, n_classes)``, or ``(*batch, k)`` for chosen classes; -inf for a class of
+            ``(*batch)``, ``(*batch, k)`` or ``(*batch, n_classes)``; -inf for a class of
             probability 0.
         """
 
@@ -99,9 +249,7 @@ class Head(torch.nn.Module, ABC):
             hidden: ``(*batch, in_features)``.
             k: from 1 to ``n_classes``.
         """
-        check_hidden(self, hidden)
-        check_count("k", k, most=self.n_classes)
-        rows = hidden.reshape(-1, self.in_features)
+        rows, k = self._check_rows(hidden), self._check_k(k)
         chunks = row_chunks(rows, self.n_classes, self.chunk_rows, TOP_COPIES)
         best = [top_classes(self.log_prob(rows[part]), k) for part in chunks]
         values, classes = (torch.cat(each) for each in zip(*best, strict=True))
@@ -116,29 +264,36 @@ class Head(torch.nn.Module, ABC):
 
         Args:
             hidden: ``(*batch, in_features)``.
-            n_samples: draws a row.
-            generator: where chance comes from, on the device of hidden; torch's own otherwise.
+            n_samples: draws per row.
+            generator: source of randomness, on the device of hidden; torch's own otherwise.
 
         Returns:
             Class ids ``(*batch, n_samples)``, int64. A row without probabilities, as a NaN
             makes it, is an error on a CPU and inside ``lastlayer.debug()``, and else all -1.
         """
-        check_hidden(self, hidden)
-        check_count("n_samples", n_samples)
-        check_generator(generator, hidden)
-        rows = hidden.reshape(-1, self.in_features)
-        # All chance at once: what is drawn does not depend on the size of the chunks.
-        chance = torch.rand(
+        rows = self._check_rows(hidden)
+        n_samples = check_int("n_samples", n_samples)
+        check_generator(generator, hidden.device)
+        # All random numbers at once: what is drawn does not depend on the size of the chunks.
+        uniform = torch.rand(
             rows.shape[0], n_samples, dtype=torch.float64, device=rows.device, generator=generator
         )
-        chunks = row_chunks(rows, self.n_classes, self.chunk_rows, SAMPLING_COPIES)
-        drawn = [draw_classes(self.log_prob(rows[part]), chance[part]) for part in chunks]
-        classes = torch.cat(drawn).reshape(*hidden.shape[:-1], n_samples)
-        check_drawn(classes)
-        return classes
+        chunks = row_chunks(rows, self.n_classes, self.chunk_rows, _DRAW_COPIES)
+        drawn = [draw_classes(self.log_prob(rows[part]), uniform[part]) for part in chunks]
+        return checked_draws(torch.cat(drawn).reshape(*hidden.shape[:-1], n_samples))
+
+    def init_bias_from_counts(self, counts: Any) -> None:
+        """Start at the class frequencies: biases become log frequencies, the cheapest speed-up.
+
+        Args:
+            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
+        """
+        raise NotImplementedError(
+            f"init_bias_from_counts: {type(self).__name__} has no biases to start from counts"
+        )
 
     def config(self) -> dict[str, Any]:
-        """The arguments that make such a head, as JSON can hold them; without its state."""
+        """The constructor's arguments: ``cls(**head.config())`` makes such a head."""
         return {
             "in_features": self.in_features,
             "n_classes": self.n_classes,
@@ -146,48 +301,211 @@ class Head(torch.nn.Module, ABC):
             "reduction": self.reduction,
         }
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """A head from what :meth:`config` gave; its state is still to be loaded."""
-        return cls(**config)
+    def _check_rows(self, hidden: Any) -> Tensor:
+        """Checked hidden states as rows, ``(n, in_features)``."""
+        self._check_hidden(hidden)
+        rows: Tensor = hidden if hidden.dim() == 2 else hidden.reshape(-1, self.in_features)
+        return rows
 
-    def save(self, folder: str | Path) -> None:
-        """Write ``model.safetensors``, the state, and ``config.json``, what :meth:`config` gives.
+    def _check_target(self, hidden: Tensor, target: Any) -> Tensor:
+        """One class id per row, or the ignored one, as int64; and the reduction."""
+        check_reduction(self.reduction)
+        return check_ids(
+            "target", target, hidden.shape[:-1], self.n_classes, self.ignore_index, like=hidden
+        )
+
+    def _check_classes(self, hidden: Tensor, classes: Any) -> tuple[Tensor, tuple[int, ...]]:
+        """Chosen classes as one list per row, ``(n, k)``, and the shape of a result for them."""
+        ids = check_ids("classes", classes, None, self.n_classes, like=hidden)
+        batch = tuple(hidden.shape[:-1])
+        if ids.shape != batch and (ids.dim() != len(batch) + 1 or ids.shape[:-1] != batch):
+            expected = ", ".join(map(str, batch))
+            raise ValueError(
+                f"classes: expected shape ({expected}), one class id per row, or "
+                f"({expected}{', ' if batch else ''}k) for hidden of shape {tuple(hidden.shape)}, "
+                f"got {tuple(ids.shape)}; a list for all rows is classes.expand(*batch, k)"
+            )
+        n = hidden.shape[:-1].numel()
+        k = 1 if ids.shape == batch else ids.shape[-1]
+        return ids.reshape(n, k), tuple(ids.shape)
+
+    def _check_k(self, k: Any) -> int:
+        return check_int("k", k, most=self.n_classes, note="the head's n_classes")
+
+
+class ScoredHead(Head):
+    """A head whose log-probabilities come from rows and a few tensors, chunk by chunk.
+
+    It defines :meth:`_score_tensors` and :meth:`_rows_log_prob`, and gets :meth:`log_prob` in
+    bounded memory from them.
+    """
+
+    # Numbers held for each score of a chunk, itself included.
+    _copies = 4.0
+
+    @abstractmethod
+    def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """Everything differentiable that :meth:`_rows_log_prob` needs beside rows, in ``dtype``."""
+
+    @abstractmethod
+    def _rows_log_prob(
+        self, rows: Tensor, chosen: Tensor | None, *tensors: Tensor | None
+    ) -> Tensor:
+        """Log-probabilities of all classes, or of ``chosen`` ones (rows, k); differentiable."""
+
+    def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
+        """Exact log-probabilities in float32, or in float64 from float64.
+
+        Scores are float32 also where the head is in half precision. They are made for a chunk of
+        rows at a time, so that for chosen classes memory is bounded; only a result for all
+        classes has one number per row and class. The result is differentiable; for chosen classes
+        backward makes the scores of each chunk again.
 
         Args:
-            folder: made where it does not exist.
-        """
-        save_head(self, Path(folder))
-
-    @classmethod
-    def load(cls, folder: str | Path, *, device: str | torch.device = "cpu") -> Self:
-        """The head that :meth:`save` wrote. Nothing is unpickled.
-
-        Args:
-            folder: where it was saved.
-            device: where its state goes.
+            hidden: ``(*batch, in_features)``.
+            classes: class ids of any integer dtype: ``(*batch)``, one per row, or ``(*batch, k)``;
+                None for all classes. A list shared by all rows is ``classes.expand(*batch, k)``.
 
         Returns:
-            A head of the class that was saved, which is this one or derives from it, so that
-            ``Head.load`` takes them all. A class of your own has to be imported before.
+            ``(*batch)``, ``(*batch, k)`` or ``(*batch, n_classes)``; -inf for a class of
+            probability 0.
         """
-        return load_head(cls, Path(folder), torch.device(device))
+        rows = in_autocast_dtype(self._check_rows(hidden))
+        shape: tuple[int, ...] = (*hidden.shape[:-1], self.n_classes)
+        chosen = None
+        if classes is not None:
+            chosen, shape = self._check_classes(hidden, classes)
+        tensors = self._score_tensors(rows.dtype)
+        with without_autocast(hidden):
+            recording = torch.is_grad_enabled() and any(
+                each is not None and each.requires_grad for each in (rows, *tensors)
+            )
+            if recording and chosen is None:
+                made = self._rows_log_prob(rows, None, *tensors)
+            else:
+                chunks = list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
+                made = in_chunks(self._rows_log_prob, rows, [chosen], tensors, chunks)
+        return made.reshape(shape)
 
-    def _save_extra(self, folder: Path) -> None:
-        """Write arguments of the constructor that JSON cannot hold; here there are none."""
 
-    @classmethod
-    def _load_extra(cls, folder: Path) -> dict[str, Any]:  # noqa: ARG003 — for heads that write
-        """The arguments that :meth:`_save_extra` wrote, by name."""
-        return {}
+def top_classes(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values and classes ``(rows, k)`` of scores ``(rows, n)``, the largest first.
 
-    def extra_repr(self) -> str:
-        """What the constructor takes by position, and options that are not as by default."""
-        taken = inspect.signature(type(self)).parameters
-        return ", ".join(
-            f"{name}={value!r}"
-            for name, value in self.config().items()
-            if name not in taken
-            or taken[name].kind is not inspect.Parameter.KEYWORD_ONLY
-            or taken[name].default != value
-        )
+    Of equal scores the lower class comes first, which ``torch.topk`` leaves open. The values have
+    a gradient. A NaN comes first, as it does for torch.
+    """
+    known = scores.detach()
+    # To look for ties a GPU would have to wait, and its arithmetic is cheap; while a compiler
+    # traces there are none to be seen.
+    on_cpu = known.device.type == "cpu" and values_are_checked(known)
+    classes = _top_unless_tied(known, k) if on_cpu else _top_in_order(known, k)
+    return scores.gather(-1, classes), classes
+
+
+def _top_unless_tied(scores: Tensor, k: int) -> Tensor:
+    """By ``torch.topk`` in rows where the next score is lower than the k-th."""
+    n = scores.shape[-1]
+    values, classes = scores.topk(min(k + 1, n))
+    kept = classes[:, :k].sort(-1).values
+    order = scores.gather(-1, kept).sort(dim=-1, descending=True, stable=True).indices
+    kept = kept.gather(-1, order)
+    if k < n:
+        tied = ~(values[:, k - 1] > values[:, k])
+        if bool(tied.any()):
+            kept[tied] = _top_in_order(scores[tied], k)
+    return kept
+
+
+def _top_in_order(scores: Tensor, k: int) -> Tensor:
+    if scores.dtype == torch.float64:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    parts = scores.split(max(1, -(-scores.shape[0] // _TOP_PARTS)))
+    keys = torch.cat([_unique_keys(part).topk(k).values for part in parts])
+    return keys.bitwise_not_().bitwise_and_(0xFFFFFFFF)
+
+
+def _unique_keys(scores: Tensor) -> Tensor:
+    """Integers of the order of float32 scores above, and the complement of the class below."""
+    inf = torch.inf
+    # A NaN of either sign goes to the top; + 0.0 makes -0.0 equal to 0.0.
+    bits = scores.nan_to_num(nan=inf, posinf=inf, neginf=-inf).add_(0.0).view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    classes = torch.arange(scores.shape[-1], device=scores.device)
+    return (bits.long() << 32).add_(classes.bitwise_not_().bitwise_and_(0xFFFFFFFF))
+
+
+def draw_classes(log_probs: Tensor, uniform: Tensor) -> Tensor:
+    """Class ids ``(rows, m)`` from log-probabilities ``(rows, n)`` and as many numbers in [0, 1).
+
+    The first class whose cumulated probability exceeds the number: a class of probability 0 is
+    never drawn. Sums are in float64, so that the many small classes of a wide row keep their
+    shares, which they would lose in ``torch.multinomial``. A row without probabilities gives -1.
+    """
+    reached = log_probs.double().exp().cumsum_(-1)
+    total = reached[:, -1:]
+    below = torch.nextafter(total, torch.zeros_like(total))
+    places = torch.searchsorted(reached, torch.minimum(uniform * total, below), right=True)
+    return torch.where(total > 0, places, -1)
+
+
+def checked_draws(classes: Tensor) -> Tensor:
+    """``classes`` ``(*batch, m)``; an error where a row has nothing to draw from."""
+    if values_are_checked(classes):
+        wrong = (classes < 0).any(-1)
+        if bool(wrong.any()):
+            first = tuple(wrong.nonzero()[0].tolist())
+            raise ValueError(
+                f"hidden: expected states with probabilities to draw from, got none at position "
+                f"{first}; look for NaN or inf in hidden and in the head's parameters"
+            )
+    return classes
+
+
+def log_frequencies(counts: Any, n_classes: int, like: Tensor) -> Tensor:
+    """The log of each class's share, finite where a count is 0; in the dtype of ``like``."""
+    given = torch.from_numpy(as_counts(counts, n_classes)).clamp(min=0.5)
+    return in_dtype((given / given.sum()).log(), like.dtype).to(like.device)
+
+
+def log_of_probs(probs: Tensor) -> Tensor:
+    """``log(probs)``, -inf at 0, where no gradient passes."""
+    outside = probs == 0
+    # The log of 1 in their place: that of 0 would make their gradient NaN.
+    return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
+
+
+def log_softmax(scores: Tensor) -> Tensor:
+    """``torch.log_softmax`` over the last dimension; -inf in a fully masked row."""
+    masked = scores.detach().amax(-1, keepdim=True) == -torch.inf
+    if values_are_checked(masked) and masked.device.type == "cpu" and not bool(masked.any()):
+        return torch.log_softmax(scores, -1)
+    made = torch.log_softmax(scores.masked_fill(masked, 0.0), -1)
+    return made.masked_fill(masked, -torch.inf)
+
+
+def _class_named(name: str, cls: type[Any], folder: Path) -> type[Any]:
+    if cls.__name__ == name:
+        return cls
+    found = [each for each in _below(cls) if each.__name__ == name]
+    if len(found) == 1:
+        return found[0]
+    trouble = "no such class is imported" if not found else f"{len(found)} classes have this name"
+    raise ValueError(
+        f"folder: expected a saved {cls.__name__}, got {name!r} in {folder}, and {trouble}; "
+        f"call load on the class that was saved: {name}.load(folder)"
+    )
+
+
+def _below(cls: type[Any]) -> list[type[Any]]:
+    return [each for child in cls.__subclasses__() for each in (child, *_below(child))]
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "saving and loading heads needs the package safetensors; install it with "
+            'pip install "lastlayer[save]"'
+        ) from error
+    return safetensors.torch

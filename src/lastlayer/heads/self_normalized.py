@@ -1,26 +1,87 @@
 """A softmax whose normaliser learns to be 1."""
 
 import math
-from typing import Any, Self, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import torch
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype
-from lastlayer.fused import linear_cross_entropy
-from lastlayer.heads._checks import check_hidden, check_target
-from lastlayer.heads._linear import LinearHead, LinearOptions
-from lastlayer.heads._log_z import Drift, chosen_scores, drift_of, log_normalizer
+from lastlayer import kernels
+from lastlayer._checks import check_positive, check_real, check_seed
+from lastlayer._torch import (
+    accumulation_dtype,
+    host_sync_allowed,
+    in_autocast_dtype,
+    in_dtype,
+    is_eager,
+)
+from lastlayer.fused import linear_cross_entropy, linear_statistics
 from lastlayer.heads._recomputed import Steps
-from lastlayer.heads._sampled_checks import check_positive, check_seed
-from lastlayer.heads._target_scores import target_scores
-from lastlayer.kernels.philox import words
+from lastlayer.heads.linear import LinearHead, LinearOptions
+from lastlayer.heads.recipes import Recipe
+from lastlayer.kernels.rng import words
+
+
+class Drift(NamedTuple):
+    """How far log Z is from where it should be, over some rows."""
+
+    mean: float
+    """What could be subtracted from all scores."""
+    deviation: float
+    """Its standard deviation, which cannot; the error of an unnormalised log-probability."""
+    largest: float
+    """Of all rows, without its sign."""
+
+
+def drift_of(log_z: Tensor) -> Drift:
+    """From one number a row; all are 0 where there are none. The host waits."""
+    rows = log_z.detach().flatten().double()
+    if not rows.numel():
+        return Drift(0.0, 0.0, 0.0)
+    spread = rows.std(correction=0)
+    return Drift(rows.mean().item(), spread.item(), rows.abs().max().item())
+
+
+@torch.no_grad()
+def log_normalizer(head: LinearHead, hidden: Tensor, biases: Tensor | None = None) -> Tensor:
+    """log Σ e^s of the scores of all classes, exact, ``(*batch)``, in bounded memory.
+
+    Args:
+        head: whose classes.
+        hidden: ``(*batch, in_features)``.
+        biases: instead of those of the head.
+    """
+    head._check_hidden(hidden)
+    anything = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    return linear_statistics(
+        hidden,
+        head.weight,
+        anything,
+        head.bias if biases is None else biases,
+        ignore_index=None,
+        temperature=temperature_of(head),
+        chunk_rows=head.chunk_rows,
+    ).logsumexp
+
+
+def temperature_of(head: LinearHead) -> float:
+    """What a head divides its scores by; 1 where it has none."""
+    return float(getattr(head, "temperature", 1.0))
+
+
+@torch.no_grad()
+def chosen_scores(head: LinearHead, hidden: Tensor, classes: Tensor) -> Tensor:
+    """Scores of chosen classes alone, in float32, or float64 from float64."""
+    rows = in_autocast_dtype(head._check_rows(hidden))
+    chosen, shape = head._check_classes(hidden, classes)
+    scores: Tensor = kernels.products.scores("auto", rows, *head._score_tensors(rows.dtype), chosen)
+    return scores.reshape(shape)
 
 
 class SelfNormalized(LinearHead):
     r"""A full softmax that is taught to need no normaliser.
 
-    .. math:: L = \log Z - s_y + \alpha \log^2 Z, \qquad Z = \sum_c e^{s_c}
+    .. math:: L = \log Z - s_y + \lambda \log^2 Z, \qquad Z = \sum_c e^{s_c}
 
     The last term keeps Z near 1, so that after training a score is a log-probability,
     :meth:`unnormalized_log_prob`, at the cost of one class instead of all. :meth:`drift` says
@@ -30,12 +91,12 @@ class SelfNormalized(LinearHead):
     With ``fraction`` :math:`\gamma < 1` a step takes the sum over all classes for that share of its
     rows alone (infrequent normalisation):
 
-    .. math:: L = -s_y + \frac{1_S}{\gamma}\,(\log Z + \alpha \log^2 Z)
+    .. math:: L = -s_y + \frac{1_S}{\gamma}\,(\log Z + \lambda \log^2 Z)
 
     where S are rows that are drawn anew in every step. On average it is the loss above, with the
     same optimum; its gradient is noisier, and a step costs :math:`\gamma` of the full one. (Without
     the plain :math:`\log Z` the penalty alone would have to hold the scores down, and log Z would
-    settle at :math:`1 / 2\alpha` instead of 0.)
+    settle at :math:`1 / 2\lambda` instead of 0.)
 
     Choose it to score single classes fast after training, where a full softmax can be afforded in
     training. :class:`NoiseContrastive` gets there without one.
@@ -43,15 +104,16 @@ class SelfNormalized(LinearHead):
     Cost: a training step three products of :math:`\gamma` × rows × in_features × n_classes.
 
     Args:
-        in_features: how many numbers a hidden state has.
-        n_classes: how many classes there are.
+        in_features: size of the hidden state.
+        n_classes: number of classes.
         bias: whether each class has a bias.
-        alpha: :math:`\alpha`. A larger one brings log Z closer to 0, at the expense of likelihood.
+        z_loss: :math:`\lambda`, the weight of log² Z. A larger one brings log Z closer
+            to 0, at the expense of likelihood.
         fraction: :math:`\gamma`, the share of rows that are normalised in a step, above 0 and at
             most 1; rounded up to whole rows.
         seed: of the rows drawn.
-        class_weight: one weight a class for the loss, ``(n_classes,)``; kept as a buffer.
-        ignore_index: rows with this target count for nothing; None where every target counts.
+        class_weight: one weight per class for the loss, ``(n_classes,)``; kept as a buffer.
+        ignore_index: rows with this target do not count; None where every target counts.
         reduction: "mean" over the rows that count, "sum" or "none".
         chunk_rows: rows of scores held at a time, "auto" or "low".
         device: where the parameters are made.
@@ -62,8 +124,8 @@ class SelfNormalized(LinearHead):
         >>> head = SelfNormalized(16, 1000, fraction=0.25)
         >>> hidden, target = torch.randn(8, 16), torch.randint(1000, (8,))
         >>> head(hidden, target).backward()
-        >>> head.unnormalized_log_prob(hidden, target.unsqueeze(-1)).shape
-        torch.Size([8, 1])
+        >>> head.unnormalized_log_prob(hidden, target).shape
+        torch.Size([8])
         >>> head.drift(hidden).mean > 5  # near log 1000: nothing has been learned yet
         True
 
@@ -74,7 +136,8 @@ class SelfNormalized(LinearHead):
         Vocabulary Neural Language Models, ACL 2016, arXiv:1512.04906.
     """
 
-    draws: Tensor
+    recipes = (Recipe("self_normalized", "softmax whose log Z is near 0", rank=14),)
+    rng_counter: Tensor
 
     def __init__(
         self,
@@ -82,45 +145,48 @@ class SelfNormalized(LinearHead):
         n_classes: int,
         bias: bool = True,
         *,
-        alpha: float = 0.1,
+        z_loss: float = 0.1,
         fraction: float = 1.0,
         seed: int = 0,
         **options: Unpack[LinearOptions],
     ) -> None:
-        check_positive("alpha", alpha)
-        check_positive("fraction", fraction)
-        if fraction > 1.0:
-            raise ValueError(f"fraction: expected a share of the rows, at most 1, got {fraction}")
-        check_seed(seed)
+        self.z_loss = check_positive("z_loss", z_loss)
+        self.fraction = check_real(
+            "fraction", fraction, "a share of the rows, above 0 and at most 1", _is_positive_share
+        )
+        self.seed = check_seed(seed)
         super().__init__(in_features, n_classes, bias, **options)
-        self.alpha, self.fraction = float(alpha), float(fraction)
         device = None if self.weight.device.type == "meta" else self.weight.device
         # Seed and step: a resumed run draws the rows that the first one would have drawn.
-        self.register_buffer("draws", torch.tensor([seed, 0], device=device))
+        self.register_buffer("rng_counter", torch.tensor([self.seed, 0], device=device))
         self._steps = Steps()
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """In training mode the loss above; in eval mode the exact cross entropy."""
-        check_hidden(self, hidden)
+        self._check_hidden(hidden)
         options = self._loss_options()
         if self.training and self.fraction < 1.0:
-            return self._infrequent(hidden, check_target(self, hidden, target))
+            return self._infrequent(hidden, self._check_target(hidden, target))
         if self.training and self.class_weight is not None:
-            return self._weighted(hidden, check_target(self, hidden, target))
-        alpha = self.alpha if self.training else 0.0
-        return linear_cross_entropy(hidden, self.weight, target, self.bias, z_loss=alpha, **options)
+            return self._weighted(hidden, self._check_target(hidden, target))
+        z_loss = self.z_loss if self.training else 0.0
+        return linear_cross_entropy(
+            hidden, self.weight, target, self.bias, z_loss=z_loss, **options
+        )
 
     def _weighted(self, hidden: Tensor, target: Tensor) -> Tensor:
         """With the weight of a class on all of the loss: the fused one's leaves log² Z without."""
         row_weight = self._row_weight(target, accumulation_dtype(hidden.dtype))
         return linear_cross_entropy(
-            hidden, self.weight, target, self.bias, row_weight=row_weight, z_loss=self.alpha,
+            hidden, self.weight, target, self.bias, row_weight=row_weight, z_loss=self.z_loss,
             ignore_index=self.ignore_index, chunk_rows=self.chunk_rows,
             reduction="none" if self.reduction == "none" else "sum",
         )  # fmt: skip
 
     def _infrequent(self, hidden: Tensor, target: Tensor) -> Tensor:
-        rows, weight, bias = self._operands(hidden)
+        rows = in_autocast_dtype(hidden).reshape(-1, self.in_features)
+        weight = in_dtype(self.weight, rows.dtype)
+        bias = None if self.bias is None else in_dtype(self.bias, rows.dtype)
         ids = target.reshape(-1)
         row_weight = self._row_weight(ids, accumulation_dtype(rows.dtype))
         present = torch.where(row_weight == 0, 0, ids)
@@ -128,12 +194,12 @@ class SelfNormalized(LinearHead):
         times = ids.shape[0] / max(1, chosen.shape[0])
         # The loss on chosen rows has -s_y as well, with all of its factor.
         factor = torch.full_like(row_weight, -1.0).index_fill_(0, chosen, times - 1.0)
-        scores = target_scores(rows, self.weight, self.bias, present, row_weight * factor)
+        scores = _target_scores(rows, self.weight, self.bias, present, row_weight * factor)
         reduced = self.reduction != "none"
         losses = linear_cross_entropy(
             rows[chosen], weight, ids[chosen], bias, row_weight=row_weight[chosen] * times,
             ignore_index=self.ignore_index, reduction="sum" if reduced else "none",
-            z_loss=self.alpha, chunk_rows=self.chunk_rows,
+            z_loss=self.z_loss, chunk_rows=self.chunk_rows,
         )  # fmt: skip
         if reduced:
             return losses + scores.sum()
@@ -156,9 +222,9 @@ class SelfNormalized(LinearHead):
         """Rows in even distances from a random start: each is among them equally often."""
         n = ids.shape[0]
         size = math.ceil(self.fraction * n)
-        word: Tensor = words("auto", self._steps.counter(self.draws).clone(), 1)[0, 0]
+        word: Tensor = words("auto", self._steps.counter(self.rng_counter).clone(), 1)[0, 0]
         if not self._steps.is_recomputed():
-            self.draws[1:].add_(1)
+            self.rng_counter[1:].add_(1)
         start = word.double() * 2.0**-32
         places = (torch.arange(size, device=ids.device) + start) * (n / max(1, size))
         return places.long().clamp(max=max(0, n - 1))
@@ -170,10 +236,10 @@ class SelfNormalized(LinearHead):
 
         Args:
             hidden: ``(*batch, in_features)``.
-            classes: class ids, int64: ``(*batch, k)``, or ``(k,)`` for every row.
+            classes: class ids ``(*batch)`` or ``(*batch, k)``.
 
         Returns:
-            ``(*batch, k)``, float32, or float64 from float64.
+            Of the shape of ``classes``, float32, or float64 from float64.
         """
         return chosen_scores(self, hidden, classes)
 
@@ -187,16 +253,87 @@ class SelfNormalized(LinearHead):
         """
         return drift_of(log_normalizer(self, hidden))
 
-    def _log_probs(self, scores: Tensor) -> Tensor:
-        return torch.log_softmax(scores, -1)
-
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
-        """A head on the very parameters of a layer: a step on one is a step on both."""
+        """A head that shares the parameters of a layer: a step on one is a step on both."""
         head = super().from_linear(linear, **options)
-        head.draws = head.draws.to(linear.weight.device)
+        head.rng_counter = head.rng_counter.to(linear.weight.device)
         return head
 
     def config(self) -> dict[str, Any]:
-        # The seed is part of the state.
-        return {**super().config(), "alpha": self.alpha, "fraction": self.fraction}
+        own = {"z_loss": self.z_loss, "fraction": self.fraction, "seed": self.seed}
+        return {**super().config(), **own}
+
+
+def _is_positive_share(number: float) -> bool:
+    return 0.0 < number <= 1.0
+
+
+def _target_scores(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, factor: Tensor
+) -> Tensor:
+    """``factor`` times the score of each row's target, in float32, or float64 from float64.
+
+    Args:
+        rows: ``(n, d)``.
+        weight: ``(v, d)``.
+        bias: ``(v,)`` or None.
+        target: class ids ``(n,)``.
+        factor: ``(n,)``, in the dtype of the result; a row with a factor of 0 is 0 without
+            gradient, whatever is in it.
+    """
+    rows = torch.where((factor != 0).unsqueeze(-1), rows, 0.0)
+    scores: Tensor = _TargetScores.apply(rows, weight, bias, target, factor)
+    return scores
+
+
+class _TargetScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, factor: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, target, factor)
+        ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+        narrow = None if bias is None else bias.to(rows.dtype)
+        scores: Tensor = kernels.products.scores(
+            "auto", rows, weight.to(rows.dtype), narrow, target.unsqueeze(-1)
+        )
+        return scores.squeeze(-1) * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, target, factor = ctx.saved_tensors
+        slopes, classes = (grad * factor).unsqueeze(-1), target.unsqueeze(-1)
+        to_rows, to_weight, to_bias = ctx.needs_input_grad[:3]
+        of_rows = of_weight = of_bias = None
+        if to_rows:
+            vectors = weight.to(rows.dtype)
+            of_rows = kernels.products.to_hidden("auto", slopes, classes, vectors)
+        if to_weight:
+            of_weight = _weight_gradient(slopes, classes, rows, weight)
+        if to_bias:
+            shape, dtype = ctx.bias_like
+            zeros = slopes.new_zeros(shape)
+            of_bias = zeros.index_add_(0, target, slopes.squeeze(-1)).to(dtype)
+        return of_rows, of_weight, of_bias, None, None
+
+
+def _weight_gradient(slopes: Tensor, classes: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """In full precision until the end: a frequent class is the target of many rows.
+
+    Where the host may wait for their number it has the touched rows alone, which autograd adds to
+    the dense gradient of another loss in place.
+    """
+    n_classes, depth = weight.shape
+    compact = is_eager(rows) and host_sync_allowed(rows)
+    if compact:
+        touched, classes = torch.unique(classes, return_inverse=True)
+        n_classes = touched.shape[0]
+    sums = rows.new_zeros(n_classes, depth, dtype=accumulation_dtype(rows.dtype))
+    kernels.products.add_to_weight_("auto", slopes, classes, rows, sums)
+    gradient = sums.to(weight.dtype)
+    if not compact:
+        return gradient
+    return torch.sparse_coo_tensor(
+        touched.unsqueeze(0), gradient, weight.shape, is_coalesced=True, check_invariants=False
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lastlayer._checks import as_counts as counts_of_classes
 from lastlayer._torch import values_are_checked
-from lastlayer.kernels.alias.build import MOST_CLASSES
+from lastlayer.kernels.rng.table import MOST_CLASSES
 
 if TYPE_CHECKING:
     from lastlayer.samplers.base import Sampler

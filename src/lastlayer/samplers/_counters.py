@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer.kernels.philox import words
+from lastlayer.kernels.rng import words
 
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 EXPECTED = "expected (seed, step) as two ints or an int64 tensor of shape (2,)"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lastlayer.kernels.philox import words
+from lastlayer.kernels.rng import words
 from lastlayer.samplers._counters import fractions
 
 METHODS = ("fixed", "poisson")

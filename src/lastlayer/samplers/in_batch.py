@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer.kernels.philox import integers
+from lastlayer.kernels.rng import integers
 from lastlayer.samplers._checks import as_counts, check_ids, check_real
 from lastlayer.samplers.base import Sampler
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lastlayer.kernels.philox import log_uniform
+from lastlayer.kernels.rng import log_uniform
 from lastlayer.samplers._checks import as_counts
 from lastlayer.samplers._drawn import Sampled
 from lastlayer.samplers.base import Sampler

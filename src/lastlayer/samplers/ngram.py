@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_scores
-from lastlayer.kernels.philox import words
+from lastlayer.kernels.rng import words
 from lastlayer.samplers._checks import check_device, check_ids, check_number, check_real
 from lastlayer.samplers._counters import fork
 from lastlayer.samplers._lists import UNUSED, ContextLists, Update

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lastlayer.kernels.philox import integers
+from lastlayer.kernels.rng import integers
 from lastlayer.samplers._drawn import Sampled
 from lastlayer.samplers.base import Sampler
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lastlayer.kernels.alias import draw, log_complement
-from lastlayer.kernels.alias.build import alias_table, column_bits, integer_weights
+from lastlayer.kernels.rng import draw, log_complement
+from lastlayer.kernels.rng.table import alias_table, column_bits, integer_weights
 from lastlayer.samplers._checks import as_counts, check_number, check_real
 from lastlayer.samplers._drawn import Sampled
 from lastlayer.samplers.base import Sampler

@@ -14,19 +14,10 @@ _SMALLEST = 1e-30
 
 
 def statistics_(
-    scores: Tensor,
-    scale: Tensor,
-    own: int,
-    query_groups: Tensor | None,
-    key_groups: Tensor | None,
-    positive: bool,
-    bounded: bool,
-    row_lse: Tensor,
-    row_positive: Tensor,
-    column_lse: Tensor,
+    scores: Tensor, scale: Tensor, own: int, query_groups: Tensor | None, key_groups: Tensor | None,
+    positive: bool, bounded: bool, row_lse: Tensor, row_positive: Tensor, column_lse: Tensor,
     column_positive: Tensor,
-) -> None:
-    """As the reference's."""
+) -> None:  # fmt: skip
     n, m = scores.shape
     row_positive.zero_()
     columns = column_lse.shape[0] > 0
@@ -74,22 +65,10 @@ def statistics_(
 
 
 def weights_(
-    scores: Tensor,
-    scale: Tensor,
-    own: int,
-    query_groups: Tensor | None,
-    key_groups: Tensor | None,
-    positive: bool,
-    bounded: bool,
-    row_lse: Tensor,
-    row_push: Tensor,
-    row_pull: Tensor,
-    column_lse: Tensor,
-    column_push: Tensor,
-    column_pull: Tensor,
-    out: Tensor,
-) -> None:
-    """As the reference's."""
+    scores: Tensor, scale: Tensor, own: int, query_groups: Tensor | None, key_groups: Tensor | None,
+    positive: bool, bounded: bool, row_lse: Tensor, row_push: Tensor, row_pull: Tensor,
+    column_lse: Tensor, column_push: Tensor, column_pull: Tensor, out: Tensor,
+) -> None:  # fmt: skip
     n, m = scores.shape
     columns = column_lse.shape[0] > 0
     room = row_lse.new_empty(min(n, _rows(m)), m)
@@ -129,7 +108,6 @@ def weights_(
 
 
 def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
-    """As the reference's."""
     for _, part in _blocks(*rows.shape):
         wide, here = in_dtype(_some(rows, part), out.dtype), _some(out, part)
         if normalize:
@@ -141,7 +119,6 @@ def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
 def row_gradients_(
     rows: Tensor, gradient: Tensor, factor: Tensor, normalize: bool, out: Tensor, along: Tensor
 ) -> None:
-    """As the reference's."""
     for _, part in _blocks(*rows.shape):
         wide, slope = in_dtype(_some(rows, part), along.dtype), _some(gradient, part) * factor
         if normalize:

@@ -1,0 +1,148 @@
+"""A function of rows in bounded memory: chunk by chunk, and once more in backward.
+
+``torch.utils.checkpoint`` would recompute from whatever the parameters are by then. Here they are
+saved for backward, so that torch raises where one was changed in place, and their gradients are
+summed over chunks in the accumulation dtype.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lastlayer._torch import accumulation_dtype, in_dtype
+
+# From some rows, what belongs to each of them, and the shared tensors, to one result per row.
+RowFunction = Callable[..., Tensor]
+
+
+def in_chunks(
+    function: RowFunction,
+    rows: Tensor,
+    per_row: Sequence[Tensor | None],
+    shared: Sequence[Tensor | None],
+    chunks: Sequence[slice],
+) -> Tensor:
+    """``function(rows, *per_row, *shared)``, the results of all chunks one after the other.
+
+    Args:
+        function: must be differentiable in rows and ``shared``.
+        rows: ``(n, d)``.
+        per_row: tensors with one entry per row, without a gradient; or None.
+        shared: tensors that all rows share; or None.
+        chunks: slices that cover the rows, in order; at least one.
+    """
+    if not _recording(rows, *shared):
+        return _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])
+    if torch.compiler.is_compiling():
+        # A compiler sees no change in place; it only has to be told to recompute.
+        return _cat([
+            checkpoint(
+                function, *_part(part, rows, per_row), *shared, use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for part in chunks
+        ])  # fmt: skip
+    made: Tensor = _InChunks.apply(function, tuple(chunks), len(per_row), rows, *per_row, *shared)
+    return made
+
+
+def _recording(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(
+        each is not None and each.requires_grad for each in tensors
+    )
+
+
+def _part(part: slice, rows: Tensor, per_row: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [rows[part], *(None if each is None else each[part] for each in per_row)]
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _InChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        function: RowFunction,
+        chunks: tuple[slice, ...],
+        n_per_row: int,
+        rows: Tensor,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        ctx.given = function, chunks, n_per_row
+        ctx.save_for_backward(rows, *tensors)
+        per_row, shared = tensors[:n_per_row], tensors[n_per_row:]
+        return _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        function, chunks, n_per_row = ctx.given
+        rows, *tensors = ctx.saved_tensors
+        per_row, shared = tensors[:n_per_row], tensors[n_per_row:]
+        needed = ctx.needs_input_grad[3], *ctx.needs_input_grad[4 + n_per_row :]
+        with torch.autocast(rows.device.type, enabled=False):
+            if torch.is_grad_enabled():
+                # create_graph=True: second derivatives go through the tensors themselves.
+                made = _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])
+                sources = [each for each, need in zip((rows, *shared), needed, strict=True) if need]
+                found = iter(torch.autograd.grad(made, sources, grad, create_graph=True))
+                gradients = [next(found) if need else None for need in needed]
+            else:
+                gradients = _gradients(function, chunks, rows, per_row, shared, needed, grad)
+        return None, None, None, gradients[0], *(None,) * n_per_row, *gradients[1:]
+
+
+def _gradients(
+    function: RowFunction,
+    chunks: Sequence[slice],
+    rows: Tensor,
+    per_row: Sequence[Tensor | None],
+    shared: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    grad: Tensor,
+) -> list[Tensor | None]:
+    """Of rows and of each shared tensor, summed over chunks in the accumulation dtype."""
+    sums: list[Tensor | None] = [None] * len(needed)
+    of_rows = rows.new_empty(rows.shape) if needed[0] else None
+    sources = [
+        None if each is None else each.detach().requires_grad_(need)
+        for each, need in zip(shared, needed[1:], strict=True)
+    ]
+    first = 0
+    for part in chunks:
+        some, *given = _part(part, rows, per_row)
+        if some is None:
+            continue
+        some = some.detach().requires_grad_(needed[0])
+        with torch.enable_grad():
+            made = function(some, *given, *sources)
+        wanted = [
+            each for each, need in zip((some, *sources), needed, strict=True)
+            if need and each is not None
+        ]  # fmt: skip
+        upstream = grad[first : first + made.shape[0]]
+        first += made.shape[0]
+        if not made.requires_grad:
+            continue
+        found = iter(torch.autograd.grad(made, wanted, upstream, allow_unused=True))
+        for i, need in enumerate(needed):
+            gradient = next(found) if need else None
+            if gradient is None:
+                continue
+            if i == 0 and of_rows is not None:
+                of_rows[part] = gradient
+            elif len(chunks) == 1:
+                sums[i] = gradient
+            else:
+                wide = in_dtype(gradient, accumulation_dtype(gradient.dtype))
+                so_far = sums[i]
+                sums[i] = wide if so_far is None else so_far + wide
+    sums[0] = of_rows
+    return [
+        None if each is None or source is None else in_dtype(each, source.dtype)
+        for each, source in zip(sums, (rows, *shared), strict=True)
+    ]

@@ -1,0 +1,460 @@
+"""Heads with one vector per class, exact: softmax, entmax and top-k softmax over all classes."""
+
+import inspect
+import math
+from typing import Any, Self, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lastlayer._checks import check_alpha_number, check_chunk, check_class_weight, check_k
+from lastlayer._torch import in_autocast_dtype, in_dtype
+from lastlayer.fused.budget import row_chunks
+from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
+from lastlayer.fused.products import wide_scores
+from lastlayer.fused.recompute import in_chunks
+from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
+from lastlayer.heads.base import (
+    TOP_COPIES,
+    ScoredHead,
+    log_frequencies,
+    log_of_probs,
+    log_softmax,
+    top_classes,
+)
+from lastlayer.heads.recipes import Recipe
+from lastlayer.maps.entmax import entmax
+
+
+class LinearOptions(TypedDict, total=False):
+    """Options that all of their constructors take; :class:`LinearHead` has the defaults."""
+
+    class_weight: Tensor | None
+    ignore_index: int | None
+    reduction: str
+    chunk_rows: int | str
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class LinearHead(ScoredHead):
+    """Scores ``hidden @ weight.T + bias``, a chunk of rows at a time; a map and its loss on them.
+
+    ``weight`` is ``(n_classes, in_features)`` and ``bias`` ``(n_classes,)``, or None, as in
+    ``nn.Linear``. A head of this kind defines :meth:`forward` and :meth:`_log_probs`.
+    """
+
+    weight: Parameter
+    bias: Parameter | None
+    class_weight: Tensor | None
+    __signature__: inspect.Signature
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        bias: bool = True,
+        *,
+        class_weight: Tensor | None = None,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+        chunk_rows: int | str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, n_classes, ignore_index=ignore_index, reduction=reduction)
+        check_chunk(chunk_rows)
+        self.chunk_rows = chunk_rows
+        shape = self.n_classes, self.in_features
+        self.weight = Parameter(torch.empty(shape, device=device, dtype=dtype))
+        biases = torch.empty(self.n_classes, device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if biases is None else Parameter(biases))
+        self.register_buffer("class_weight", None)
+        self._set_class_weight(class_weight)
+        self.reset_parameters()
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.__signature__ = _with_inherited_options(cls)
+
+    def _set_class_weight(self, class_weight: Any) -> None:
+        if class_weight is not None:
+            check_class_weight(class_weight, self.n_classes)
+            self.class_weight = class_weight.detach().to(self.weight.device)
+
+    def reset_parameters(self) -> None:
+        """Fresh parameters, distributed as those of ``nn.Linear``."""
+        bound = 1.0 / math.sqrt(self.in_features)
+        torch.nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            torch.nn.init.uniform_(self.bias, -bound, bound)
+
+    @torch.no_grad()
+    def init_bias_from_counts(self, counts: Any) -> None:
+        """Set the biases to the log frequencies of the classes: the cheapest speed-up there is.
+
+        At the hidden state 0 the head then predicts the class frequencies.
+
+        Args:
+            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
+        """
+        if self.bias is None:
+            raise ValueError(
+                f"init_bias_from_counts: expected a head with biases, got {type(self).__name__} "
+                "with bias=False; make it with bias=True"
+            )
+        self.bias.copy_(log_frequencies(counts, self.n_classes, self.bias))
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
+        """A head that shares the parameters of a layer: a step on one is a step on both.
+
+        With an ``nn.Embedding`` the class vectors are its rows (tied embeddings); there is no
+        bias then, unless you set ``head.bias`` to a parameter.
+
+        Args:
+            linear: the layer that owns the parameters.
+            options: what else the constructor takes, by name; the layer decides ``bias``, device
+                and dtype.
+        """
+        if not isinstance(linear, (torch.nn.Linear, torch.nn.Embedding)):
+            raise TypeError(
+                f"linear: expected an nn.Linear or nn.Embedding, got {type(linear).__name__}"
+            )
+        if not isinstance(linear.weight, Parameter):
+            raise TypeError(
+                "linear: expected a weight that is a parameter, to share it, got "
+                f"{type(linear.weight).__name__}; "
+                "torch.nn.utils.parametrize.remove_parametrizations makes it one"
+            )
+        if torch.nn.parameter.is_lazy(linear.weight):
+            raise ValueError(
+                f"linear: expected a layer that has its parameters, got a {type(linear).__name__} "
+                "before its first forward; call it once"
+            )
+        if linear.weight.layout != torch.strided:
+            raise TypeError(
+                f"linear: expected a dense weight, got one of layout {linear.weight.layout}; "
+                "weight.to_dense() makes it one"
+            )
+        for name in ("in_features", "n_classes", "bias", "device", "dtype"):
+            if name in options:
+                raise TypeError(
+                    f"{name}: expected none, since it follows from the layer, got {options[name]!r}"
+                )
+        n_classes, in_features = linear.weight.shape
+        bias = linear.bias if isinstance(linear, torch.nn.Linear) else None
+        class_weight = options.pop("class_weight", None)
+        # On meta no memory is filled that the layer's parameters would replace at once.
+        head = cls(in_features, n_classes, bias=bias is not None, device="meta", **options)
+        head.weight, head.bias = linear.weight, bias
+        head._set_class_weight(class_weight)
+        return head
+
+    def to_linear(self) -> torch.nn.Linear:
+        """An ``nn.Linear`` that shares the parameters of this head; its outputs are the logits."""
+        linear = torch.nn.Linear(
+            self.in_features, self.n_classes, bias=self.bias is not None, device="meta"
+        )
+        linear.weight = self.weight
+        if self.bias is not None:
+            linear.bias = self.bias
+        return linear
+
+    def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        bias = None if self.bias is None else in_dtype(self.bias, dtype)
+        return in_dtype(self.weight, dtype), bias
+
+    def _rows_log_prob(
+        self, rows: Tensor, chosen: Tensor | None, *tensors: Tensor | None
+    ) -> Tensor:
+        weight, bias = tensors
+        if weight is None:
+            raise RuntimeError("weight: expected class vectors")
+        log_probs = self._log_probs(wide_scores(rows, weight, bias))
+        return log_probs if chosen is None else log_probs.gather(-1, chosen)
+
+    def _log_probs(self, scores: Tensor) -> Tensor:
+        """The log of the map of scores ``(rows, n_classes)``, differentiable."""
+        return log_softmax(scores)
+
+    # Names of before, until their last callers are gone.
+    def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        rows = in_autocast_dtype(hidden.reshape(-1, self.in_features))
+        weight, bias = self._score_tensors(rows.dtype)
+        if weight is None:
+            raise RuntimeError("weight: expected class vectors")
+        return rows, weight, bias
+
+    def _chunks(self, rows: Tensor) -> list[slice]:
+        return list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
+
+    def _filled_in_chunks(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor | None
+    ) -> Tensor:
+        return in_chunks(self._rows_log_prob, rows, [chosen], (weight, bias), self._chunks(rows))
+
+    def _loss_options(self) -> dict[str, Any]:
+        """What the fused losses take beside hidden, weight, target and bias."""
+        return {
+            "ignore_index": self.ignore_index,
+            "reduction": self.reduction,
+            "class_weight": self.class_weight,
+            "chunk_rows": self.chunk_rows,
+        }
+
+    def config(self) -> dict[str, Any]:
+        return {
+            **super().config(),
+            "bias": self.bias is not None,
+            "class_weight": self.class_weight,
+            "chunk_rows": self.chunk_rows,
+        }
+
+    def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        # The weights themselves are part of the state.
+        weighted = config.get("class_weight") is not None
+        return config | ({"class_weight": True} if weighted else {})
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        weighted = config.get("class_weight")
+        head = cls(**config | ({"class_weight": None} if weighted else {}))
+        if weighted:
+            head.class_weight = torch.ones(head.n_classes)
+        return head
+
+
+def _with_inherited_options(head: type[LinearHead]) -> inspect.Signature:
+    """The constructor's signature with the names that its ``**options`` hand on to its parent."""
+    kinds = inspect.Parameter
+    # Without self.
+    own = list(inspect.signature(head.__init__).parameters.values())[1:]
+    rest = [each for each in own if each.kind is not kinds.VAR_KEYWORD]
+    if len(rest) < len(own):
+        parent = next(each for each in head.__mro__[1:] if issubclass(each, LinearHead))
+        taken = {each.name for each in rest}
+        handed_on = inspect.signature(parent).parameters.values()
+        rest += [e for e in handed_on if e.kind is kinds.KEYWORD_ONLY and e.name not in taken]
+    return inspect.Signature(rest)
+
+
+class FullSoftmax(LinearHead):
+    r"""A linear layer with softmax and cross entropy, without the matrix of scores.
+
+    .. math:: \log p_c = \theta_c - \log \sum_j e^{\theta_j},
+              \qquad \theta = \mathrm{cap}(W h + b) / T
+
+    Choose it first: it is exact, trains fastest up to some 100,000 classes, and every other head
+    is measured against it.
+
+    Cost: a training step three products of rows × in_features × n_classes, everything else one.
+    A chunk of scores is held at a time, see :func:`lastlayer.fused.linear_cross_entropy`.
+
+    Args:
+        in_features: size of the hidden state.
+        n_classes: number of classes.
+        bias: whether each class has a bias.
+        label_smoothing: how much of the target the loss spreads evenly over all classes.
+        z_loss: how much the square of the log of the normaliser counts in the loss.
+        softcap: c, bends scores into :math:`c \tanh(\theta / c)`; None for none.
+        temperature: T, divides the scores, in training as in prediction.
+        class_weight: one weight per class for the loss, ``(n_classes,)``; kept as a buffer.
+        ignore_index: rows with this target do not count; None where every target counts.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Example:
+        >>> import torch
+        >>> head = FullSoftmax(16, 1000)
+        >>> hidden, target = torch.randn(8, 16), torch.randint(1000, (8,))
+        >>> head(hidden, target).backward()
+        >>> head.topk(hidden, 5).classes.shape
+        torch.Size([8, 5])
+        >>> tied = FullSoftmax.from_linear(torch.nn.Embedding(1000, 16))
+    """
+
+    recipes = (Recipe("full", "softmax over all classes, fused", compared=("full",), rank=10),)
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        bias: bool = True,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        temperature: float = 1.0,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        super().__init__(in_features, n_classes, bias, **options)
+        cross_entropy_numbers(label_smoothing, z_loss, softcap, temperature)
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.softcap, self.temperature = softcap, temperature
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """The cross entropy of the targets; see :func:`lastlayer.fused.linear_cross_entropy`."""
+        self._check_hidden(hidden)
+        options = {**self._loss_options(), **self._softmax_options()}
+        return linear_cross_entropy(hidden, self.weight, target, self.bias, **options)
+
+    def _log_probs(self, scores: Tensor) -> Tensor:
+        if self.softcap is not None:
+            capped = self.softcap * torch.tanh(scores / self.softcap)
+            # A cap must not bring back a class that a bias of -inf masks.
+            scores = capped.masked_fill(scores == -math.inf, -math.inf)
+        if self.temperature != 1.0:
+            scores = scores / self.temperature
+        return log_softmax(scores)
+
+    def _softmax_options(self) -> dict[str, Any]:
+        return {
+            "label_smoothing": self.label_smoothing,
+            "z_loss": self.z_loss,
+            "softcap": self.softcap,
+            "temperature": self.temperature,
+        }
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), **self._softmax_options()}
+
+
+class EntmaxHead(LinearHead):
+    r"""A linear layer with :func:`lastlayer.entmax` and its loss, without the matrix of scores.
+
+    .. math:: p_c = \bigl[(\alpha - 1)\,\theta_c - \tau\bigr]_+^{1/(\alpha - 1)},
+              \qquad \theta = W h + b
+
+    alpha = 2 is sparsemax, alpha = 1 softmax. Most classes have probability 0: their
+    ``log_prob`` is -inf, and ``sample`` never draws them. The loss is that of entmax, not
+    minus the log-probability of the target, so it is finite for a class of probability 0.
+
+    Choose it where a short list of classes that may come is worth more than a likelihood for
+    every class: translation, morphology, generation without a cut-off.
+
+    Cost: that of :class:`FullSoftmax`, less once the supports are small; see
+    :func:`lastlayer.fused.linear_entmax_loss`.
+
+    Args:
+        in_features: size of the hidden state.
+        n_classes: number of classes.
+        alpha: a number of at least 1.
+        bias: whether each class has a bias.
+        class_weight: one weight per class for the loss, ``(n_classes,)``; kept as a buffer.
+        ignore_index: rows with this target do not count; None where every target counts.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Example:
+        >>> import torch
+        >>> linear = torch.nn.Linear(1, 3, bias=False)
+        >>> _ = linear.weight.data.copy_(torch.tensor([[2.0], [1.5], [0.0]]))
+        >>> head = EntmaxHead.from_linear(linear, alpha=2.0)
+        >>> head.log_prob(torch.ones(1)).exp()
+        tensor([0.7500, 0.2500, 0.0000], grad_fn=<ExpBackward0>)
+    """
+
+    recipes = (
+        Recipe("entmax", "entmax: most probabilities exactly 0", compared=("entmax",), rank=11),
+        Recipe("sparsemax", "entmax with α = 2", fixed={"alpha": 2.0}, rank=12),
+    )
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        alpha: float = 1.5,
+        bias: bool = True,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        super().__init__(in_features, n_classes, bias, **options)
+        self.alpha = check_alpha_number(alpha)
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """The entmax loss of the targets; see :func:`lastlayer.fused.linear_entmax_loss`."""
+        self._check_hidden(hidden)
+        options = {**self._loss_options(), "alpha": self.alpha}
+        return linear_entmax_loss(hidden, self.weight, target, self.bias, **options)
+
+    def _log_probs(self, scores: Tensor) -> Tensor:
+        return (
+            log_softmax(scores) if self.alpha == 1.0 else log_of_probs(entmax(scores, self.alpha))
+        )
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "alpha": self.alpha}
+
+
+class TopKSoftmaxHead(LinearHead):
+    r"""A linear layer with :func:`lastlayer.topk_softmax` and its loss, without the scores.
+
+    .. math:: \log p_c = \theta_c - \log \sum_{j \in \Omega_k} e^{\theta_j}
+              \quad (c \in \Omega_k), \qquad \theta = W h + b
+
+    where :math:`\Omega_k` holds the k best classes, the first of equal ones. All others have
+    probability 0: their ``log_prob`` is -inf, and ``sample`` never draws them. The loss
+    is finite for them all the same: it is the formula above for any target.
+
+    Choose it where a model is fine-tuned on little data and softmax overfits by pushing away
+    classes that are far behind, or where the number of survivors must be known.
+
+    Cost: that of :class:`FullSoftmax`, with a backward pass over k + 1 classes per row; see
+    :func:`lastlayer.fused.linear_topk_softmax_loss`.
+
+    Args:
+        in_features: size of the hidden state.
+        n_classes: number of classes.
+        k: number of classes that keep a probability, at least 1; n_classes or more is the softmax.
+        bias: whether each class has a bias.
+        class_weight: one weight per class for the loss, ``(n_classes,)``; kept as a buffer.
+        ignore_index: rows with this target do not count; None where every target counts.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Example:
+        >>> import torch
+        >>> head = TopKSoftmaxHead(16, 1000, k=10)
+        >>> hidden = torch.randn(4, 16)
+        >>> (head.log_prob(hidden) > -torch.inf).sum(-1)
+        tensor([10, 10, 10, 10])
+    """
+
+    recipes = (Recipe("topk", "softmax over the k best classes", defaults={"k": 100}, rank=13),)
+    _copies = TOP_COPIES + 2.0
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        k: int,
+        bias: bool = True,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        super().__init__(in_features, n_classes, bias, **options)
+        self.k = check_k(k)
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """The loss of the targets; see :func:`lastlayer.fused.linear_topk_softmax_loss`."""
+        self._check_hidden(hidden)
+        options = {**self._loss_options(), "k": self.k}
+        return linear_topk_softmax_loss(hidden, self.weight, target, self.bias, **options)
+
+    def _log_probs(self, scores: Tensor) -> Tensor:
+        if self.k >= scores.shape[-1]:
+            return log_softmax(scores)
+        values, classes = top_classes(scores, self.k)
+        logs = log_softmax(values)
+        broken = logs.isnan().any(-1, keepdim=True)
+        nothing = torch.full_like(scores, -torch.inf).masked_fill_(broken, torch.nan)
+        return nothing.scatter(-1, classes, logs)
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "k": self.k}
