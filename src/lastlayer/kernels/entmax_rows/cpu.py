@@ -68,8 +68,11 @@ def _forward_rows(start, stop, probs, prob_bits, scores, target, row_scale, loss
                 multiply(part, scale)
         if len(row_scale):
             # A row without any probability has nothing to move.
-            nothing = mass == 0.0 or scale == real(0.0)
-            probs[row, right] = real(0.0) if nothing else (share_of_target - real(1.0)) * scale
+            short = real(0.0) if mass == 0.0 else share_of_target - real(1.0)
+            probs[row, right] = short * scale
+            if scale == 0.0:
+                # Not a product: a row that does not count may be NaN.
+                probs[row] = 0.0
         # Rounded probabilities need not sum to 1: what is missing has its price.
         price = (leads + alpha * entropy) / mass - 1.0 / alpha
         # Beyond the range of the dtype the correction would be infinite as well.
