@@ -222,7 +222,7 @@ class CharCNNSoftmax(ScoredHead):
         return vectors
 
     def _made_vectors(self) -> Tensor:
-        vectors: Tensor = self.cnn(cast("list[Words]", list(self.words)))
+        vectors: Tensor = self.cnn.vectors(cast("list[Words]", list(self.words)))
         if self.corrections is None or self.correct is None:
             return vectors
         corrected: Tensor = vectors + self.correct(self.corrections)
