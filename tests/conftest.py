@@ -1,7 +1,14 @@
-"""What every test needs: an environment set before torch is imported, and seeds."""
+"""What every test needs: an environment set before torch is imported, seeds, and thinned cases.
+
+Variables of the environment:
+    LASTLAYER_TEST_SEED: where random inputs come from; 1 unless it is set. The nightly run sets it.
+    LASTLAYER_TEST_FULL: 1 to run every case of tests that are marked ``thin``, as the nightly run
+        does.
+"""
 
 import os
 import zlib
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -17,14 +24,8 @@ if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
 collect_ignore_glob = ["*conftest.py"]
 
 
-def seed_of_the_tree() -> int:
-    """Another one after every change, the same wherever the same code is tested."""
-    root = Path(__file__).parents[1]
-    files = sorted(path for part in ("src", "tests") for path in (root / part).rglob("*.py"))
-    return zlib.crc32(b"".join(path.read_bytes() for path in files)) >> 1
-
-
-SEED = int(os.environ.get("LASTLAYER_TEST_SEED") or seed_of_the_tree())
+SEED = int(os.environ.get("LASTLAYER_TEST_SEED") or 1)
+FULL = os.environ.get("LASTLAYER_TEST_FULL", "") not in ("", "0")
 
 settings.register_profile(
     "lastlayer",
@@ -48,12 +49,16 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "thin(n): the normal run takes about one in n of the cases (tests/conftest.py says which)",
+    )
     if getattr(config.option, "hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(SEED)
 
 
 def pytest_report_header() -> str:
-    return f"lastlayer: LASTLAYER_TEST_SEED={SEED}"
+    return f"lastlayer: LASTLAYER_TEST_SEED={SEED} LASTLAYER_TEST_FULL={int(FULL)}"
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -65,7 +70,13 @@ def pytest_runtest_makereport(item):
         report.sections.append(("Seed", f"repeat with LASTLAYER_TEST_SEED={seed}"))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    # Whoever names a test or a word of it wants all of its cases.
+    named = config.option.keyword or any("::" in each for each in config.args)
+    if not FULL and not named:
+        dropped = thinned(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+        items[:] = [item for item in items if item not in dropped]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -74,6 +85,37 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
+def thinned(items):
+    """The cases that the normal run leaves out of tests marked ``thin(n)``.
+
+    One in n stays: the first, the last, at least one for every value of a parameter that has no
+    more values than cases stay, and then whatever comes first in an order that looks random and is
+    the same in every run.
+    """
+    groups = defaultdict(list)
+    for item in items:
+        if (marker := item.get_closest_marker("thin")) and hasattr(item, "callspec"):
+            test = item.nodeid.partition("[")[0], item.callspec.params.get("seed")
+            groups[test, marker.args[0]].append(item)
+    dropped = set()
+    for (_, n), cases in groups.items():
+        values = {item: set(item.callspec.indices.items()) for item in cases}
+        n_values = Counter(name for name, _ in set().union(*values.values()))
+        room = -(-len(cases) // n)
+        first, *middle, last = cases if len(cases) > 1 else cases * 2
+        kept, seen = {first, last}, values[first] | values[last]
+        middle.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in middle:
+            if any(n_values[name] <= room for name, _ in values[item] - seen):
+                kept.add(item)
+                seen |= values[item]
+        for item in middle:
+            if len(kept) < room:
+                kept.add(item)
+        dropped.update(item for item in cases if item not in kept)
+    return dropped
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -97,12 +139,12 @@ def seed() -> int:
 def _seeded(seed, monkeypatch):
     import torch
 
-    from lastlayer.testing import _suite
+    from lastlayer.testing import suite
 
     torch.manual_seed(seed)
     # The conformance suites draw seeds of their own.
     generator = torch.Generator().manual_seed(seed)
-    monkeypatch.setattr(_suite, "_own_generator", lambda: generator)
+    monkeypatch.setattr(suite, "_own_generator", lambda: generator)
 
 
 @pytest.fixture(scope="session")

@@ -27,8 +27,9 @@ def check_int(
     name: str, value: Any, *, least: int | None = 1, most: int | None = None, note: str = ""
 ) -> int:
     """``value`` as an int from ``least`` to ``most``; ``note`` says more about the bound."""
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected an int, got bool")
+    if isinstance(value, (bool, np.bool_, Tensor)):
+        got = "Tensor" if isinstance(value, Tensor) else "bool"
+        raise TypeError(f"{name}: expected an int, got {got}")
     try:
         number = operator.index(value)
     except TypeError:

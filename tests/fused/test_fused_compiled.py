@@ -9,7 +9,7 @@ from unfused import LOSSES
 
 import lastlayer
 from lastlayer.fused import (
-    _loss,
+    cross_entropy,
     linear_bce_loss,
     linear_cross_entropy,
     linear_statistics,
@@ -117,7 +117,7 @@ class TestStrides:
         ("name", "options", "statistics"),
         [
             ("cross_entropy", (0.1, 0.0, 0.0, 1.0), (0, 0)),
-            ("cross_entropy+statistics", (0.0, 0.0, 0.0, 1.0), (3, 2)),
+            ("cross_entropy_statistics", (0.0, 0.0, 0.0, 1.0), (3, 2)),
             ("entmax", (1.5,), (0, 0)),
             ("topk_softmax", (3.0,), (0, 0)),
         ],
@@ -135,10 +135,10 @@ class TestStrides:
         target = torch.randint(150, (300,))
         target[:ignored] = -100
         ran = []
-        monkeypatch.setattr("lastlayer.fused._run_rows.rows_at_a_time", lambda *_: 16)
-        slabs = _loss.run_rows.__globals__["run_slabs"]
+        monkeypatch.setattr("lastlayer.fused.rows.rows_at_a_time", lambda *_: 16)
+        slabs = cross_entropy._run_slabs
         monkeypatch.setattr(
-            "lastlayer.fused._run_rows.run_slabs", lambda *given: ran.append(1) or slabs(*given)
+            cross_entropy, "_run_slabs", lambda *given: ran.append(1) or slabs(*given)
         )
         self.check_rows(
             hidden, weight, target, "cross_entropy", (0.0, 0.0, 0.0, 1.0), (0, 0), "low"
@@ -147,14 +147,15 @@ class TestStrides:
 
     def check_rows(self, hidden, weight, target, name, options, statistics, chunk_rows):
         bias = torch.randn(weight.shape[0], 2).to(hidden.dtype)[:, 0]
-        torch.library.opcheck(
-            torch.ops.lastlayer.linear_loss.default,
-            (
-                hidden, weight, bias, target, torch.rand(hidden.shape[0]), None, name, options,
-                statistics, 1.0, -100, chunk_rows, (True, True, True),
-            ),
-            test_utils=["test_schema", "test_faketensor"],
-        )  # fmt: skip
+        for reduction, upstream in (("mean", None), ("none", torch.rand(hidden.shape[0]))):
+            torch.library.opcheck(
+                torch.ops.lastlayer.linear_loss.default,
+                (
+                    [hidden, weight, bias, target, None, None, None], upstream, name, options,
+                    -100, chunk_rows, False, reduction, [True, True, True],
+                ),
+                test_utils=["test_schema", "test_faketensor"],
+            )  # fmt: skip
 
     @with_each_layout
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

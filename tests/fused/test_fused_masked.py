@@ -16,9 +16,8 @@ from lastlayer.fused import (
     linear_statistics,
     linear_topk_softmax_loss,
 )
-from lastlayer.fused._slabs import run_slabs
-from lastlayer.fused._tiles import run_tiles
-from lastlayer.fused.engine import Wanted
+from lastlayer.fused.cross_entropy import _run_slabs, run_tiles
+from lastlayer.fused.rows import Problem, Wanted
 from lastlayer.heads import FullSoftmax
 
 N, D, V = 6, 12, 40
@@ -143,16 +142,15 @@ def test_statistics_where_nothing_is_allowed():
 def test_in_slabs_of_classes(dtype, softcap, allowed, monkeypatch):
     """Some slabs, or all of them, have no class that is allowed."""
     n, d, v = 20, 8, 400
-    monkeypatch.setattr("lastlayer.fused._slabs.budget_bytes", lambda *_: 128 * 128 * 2)
+    monkeypatch.setattr("lastlayer.fused.cross_entropy.budget_bytes", lambda *_: 128 * 128 * 2)
     hidden, weight = torch.randn(n, d).to(dtype), torch.randn(v, d).to(dtype)
     bias, target = torch.randn(v).to(dtype), torch.randint(150, (n,))
     bias[allowed:] = -math.inf
     if allowed:
         target[3] = allowed + 1
-    result = run_slabs(
-        hidden, weight, bias, target, torch.ones(n), None, Wanted(True, True, True),
-        (0.0, 0.1, softcap, 0.8), torch.float32, "low",
-    )  # fmt: skip
+    wanted = Wanted(True, True, True)
+    problem = Problem(hidden, weight, bias, target, torch.ones(n), None, wanted, torch.float32)
+    result = _run_slabs(problem, (0.0, 0.1, softcap, 0.8), "low")
     made = result.hidden, result.weight, result.bias
     if not allowed:
         assert (result.loss == math.inf).all()
@@ -183,10 +181,9 @@ def test_in_tiles(smoothing, softcap, device):
     bias = torch.full((150,), -math.inf, device=device).half()
     target = torch.randint(150, (20,), device=device)
     ones = torch.ones(20, device=device)
-    result = run_tiles(
-        hidden, weight, bias, target, ones, None, Wanted(True, True, True),
-        (smoothing, 0.1, softcap, 0.7), torch.float32,
-    )  # fmt: skip
+    wanted = Wanted(True, True, True)
+    problem = Problem(hidden, weight, bias, target, ones, None, wanted, torch.float32)
+    result = run_tiles(problem, (smoothing, 0.1, softcap, 0.7))
     assert (result.loss == math.inf).all()
     for each in (result.hidden, result.weight, result.bias):
         assert (each == 0).all()

@@ -7,14 +7,13 @@ import torch
 from unfused import cross_entropy, distance, entmax, gradients, topk_softmax, unfused
 
 from lastlayer.fused import (
-    _chunks,
-    _run_rows,
-    _slabs,
+    budget,
     linear_cross_entropy,
     linear_entmax_loss,
     linear_statistics,
     linear_topk_softmax_loss,
 )
+from lastlayer.fused import cross_entropy as fused_cross_entropy
 
 HALVES = (torch.bfloat16, torch.float16)
 N, D, V = 2048, 24, 384
@@ -56,10 +55,11 @@ def test_loss_and_gradients_of_the_cross_entropy(dtype, chunks):
 )
 def test_low_memory_adds_no_more_often(monkeypatch, dtype, options):
     """Where a few rows fill the memory there would be many chunks: classes are cut instead."""
-    monkeypatch.setitem(_chunks._LOW_BYTES, "cpu", 20 * V * 2)
+    monkeypatch.setitem(budget.BYTES, ("rows", "cpu", "low"), 20 * V * 2)
     taken = []
+    slabs = fused_cross_entropy._run_slabs
     monkeypatch.setattr(
-        _run_rows, "run_slabs", lambda *args: taken.append(args) or _slabs.run_slabs(*args)
+        fused_cross_entropy, "_run_slabs", lambda *args: taken.append(args) or slabs(*args)
     )
     if "class_weight" in options:
         options = {**options, "class_weight": torch.rand(V, dtype=torch.float64) + 0.5}

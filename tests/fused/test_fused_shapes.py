@@ -147,3 +147,21 @@ def test_tensors_that_are_not_contiguous(function, reduction):
 def test_statistics_of_no_rows_are_empty():
     known = linear_statistics(*make_problem((0, 2)))
     assert all(each.shape == (0, 2) for each in known[1:])
+
+
+def test_a_single_column_may_have_any_strides():
+    weight, hidden = torch.randn(6, 1, requires_grad=True), torch.randn(4, 1)
+    target, into = torch.randint(6, (4,)), torch.zeros(1, 6).t()
+    linear_cross_entropy(hidden, weight, target, weight_grad=into).backward()
+    (expected,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), weight)
+    torch.testing.assert_close(into, expected)
+
+
+@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"z_loss": 0.1}])
+def test_a_mean_of_rows_without_any_weight_is_zero(options):
+    weights = torch.tensor([0.0, 1.0, 1.0, 1.0])
+    weight = torch.randn(4, 3, requires_grad=True)
+    target = torch.zeros(5, dtype=torch.int64)
+    loss = linear_cross_entropy(torch.randn(5, 3), weight, target, class_weight=weights, **options)
+    assert loss == 0
+    assert (torch.autograd.grad(loss, weight)[0] == 0).all()

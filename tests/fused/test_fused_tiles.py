@@ -6,8 +6,8 @@ import torch
 from unfused import cross_entropy, distance, scores
 
 from lastlayer import kernels
-from lastlayer.fused._tiles import run_tiles
-from lastlayer.fused.engine import Wanted
+from lastlayer.fused.cross_entropy import run_tiles
+from lastlayer.fused.rows import Problem, Wanted
 
 pytest.importorskip("triton")
 if kernels.available()["triton"] is not None:
@@ -43,10 +43,10 @@ def test_loss_and_gradients(options, weighted, device):
     row_scale = (torch.rand(n, device=device) + 0.5) / n
     class_weight = torch.rand(v, device=device) + 0.5 if weighted else None
     chosen = {**PLAIN, **options}
-    result = run_tiles(
-        hidden, weight, bias, target, row_scale, class_weight, Wanted(True, True, True),
-        tuple(chosen.values()), torch.float32,
-    )  # fmt: skip
+    given = hidden, weight, bias, target
+    wanted = Wanted(True, True, True)
+    problem = Problem(*given, row_scale, class_weight, wanted, torch.float32)
+    result = run_tiles(problem, tuple(chosen.values()))
     leaves = [each.double().requires_grad_() for each in (hidden, weight, bias)]
     values = scores(*leaves, chosen["softcap"] or None, chosen["temperature"])
     wide = None if class_weight is None else class_weight.double()
@@ -58,10 +58,8 @@ def test_loss_and_gradients(options, weighted, device):
     expected = torch.autograd.grad((losses * row_scale).sum(), leaves)
     for made, true in zip((result.hidden, result.weight, result.bias), expected, strict=True):
         assert distance(made, true) < 3e-3
-    alone = run_tiles(
-        hidden, weight, bias, target, None, class_weight, Wanted(), tuple(chosen.values()),
-        torch.float32,
-    )  # fmt: skip
+    alone = Problem(*given, None, class_weight, Wanted(), torch.float32)
+    alone = run_tiles(alone, tuple(chosen.values()))
     assert torch.equal(alone.loss, result.loss)
     assert alone.hidden is alone.weight is alone.bias is None
 
@@ -71,9 +69,8 @@ def test_what_is_not_wanted_is_not_made(device):
     weight = torch.randn(70, 16, device=device).half()
     target, ones = torch.randint(70, (9,), device=device), torch.ones(9, device=device)
     for wanted in (Wanted(hidden=True), Wanted(weight=True), Wanted(bias=True)):
-        made = run_tiles(
-            hidden, weight, weight[:, 0], target, ones, None, wanted, tuple(PLAIN.values()),
-            torch.float16,
-        )  # fmt: skip
+        bias = weight[:, 0]
+        problem = Problem(hidden, weight, bias, target, ones, None, wanted, torch.float16)
+        made = run_tiles(problem, tuple(PLAIN.values()))
         there = tuple(each is not None for each in (made.hidden, made.weight, made.bias))
         assert there == wanted[:3]

@@ -15,11 +15,10 @@ from unfused import (
 )
 
 from lastlayer.fused import (
-    _entmax_rows,
-    _topk_rows,
     linear_cross_entropy,
     linear_entmax_loss,
     linear_topk_softmax_loss,
+    sparse,
 )
 
 N, V = 13, 29
@@ -140,7 +139,7 @@ def test_entmax(alpha, reduction, chunk_rows):
     ("scale", "path"), [(20.0, {"sparse_rows"}), (1e-6, {"dense_rows"})], ids=["peaked", "flat"]
 )
 def test_entmax_on_peaked_and_on_flat_rows(monkeypatch, alpha, reduction, scale, path):
-    paths = Paths(monkeypatch, _entmax_rows)
+    paths = Paths(monkeypatch, sparse)
     problem = make_problem(N, v=400, bias=False, ignored=IGNORED, scale=scale)
     assert_fused_equals_unfused(
         linear_entmax_loss, entmax, problem, alpha=alpha, reduction=reduction, chunk_rows=4
@@ -151,7 +150,7 @@ def test_entmax_on_peaked_and_on_flat_rows(monkeypatch, alpha, reduction, scale,
 @with_each_reduction
 @pytest.mark.parametrize("alpha", [1.2, 2.0])
 def test_entmax_where_some_chunks_are_peaked_and_some_flat(monkeypatch, alpha, reduction):
-    paths = Paths(monkeypatch, _entmax_rows)
+    paths = Paths(monkeypatch, sparse)
     problem = make_problem(12, v=400, bias=True)
     with torch.no_grad():
         problem[0][::2] *= 20
@@ -170,8 +169,8 @@ def test_entmax_lists_that_are_just_full_and_just_too_short(monkeypatch):
     with torch.no_grad():
         widest = int((entmax_probs(scores(*problem[:2], problem[3]), 1.5) > 0).sum(-1).max())
     for room, path in ((widest, "sparse_rows"), (widest - 1, "dense_rows")):
-        monkeypatch.setattr(_entmax_rows, "WIDEST_LIST", room)
-        paths = Paths(monkeypatch, _entmax_rows)
+        monkeypatch.setattr(sparse, "WIDEST_SUPPORT", room)
+        paths = Paths(monkeypatch, sparse)
         assert_fused_equals_unfused(linear_entmax_loss, entmax, problem, chunk_rows=N)
         assert path in paths.taken
 
@@ -192,8 +191,8 @@ def test_topk(k, reduction, chunk_rows):
 @with_each_reduction
 @pytest.mark.parametrize(("k", "path"), [(4, "sparse_rows"), (5, "dense_rows"), (V, "dense_rows")])
 def test_topk_by_lists_and_dense(monkeypatch, k, path, reduction):
-    monkeypatch.setattr(_topk_rows, "WIDEST_LIST", 4)
-    paths = Paths(monkeypatch, _topk_rows)
+    monkeypatch.setattr(sparse, "WIDEST_TOP", 4)
+    paths = Paths(monkeypatch, sparse)
     problem = make_problem(N, v=V, ignored=IGNORED)
     assert_fused_equals_unfused(
         linear_topk_softmax_loss, topk_softmax, problem, k=k, reduction=reduction, chunk_rows=4
@@ -202,7 +201,7 @@ def test_topk_by_lists_and_dense(monkeypatch, k, path, reduction):
 
 
 def test_topk_beyond_the_widest_list(monkeypatch):
-    paths = Paths(monkeypatch, _topk_rows)
+    paths = Paths(monkeypatch, sparse)
     problem = make_problem(5, v=600)
     assert_fused_equals_unfused(
         linear_topk_softmax_loss, topk_softmax, problem, k=513, chunk_rows=2

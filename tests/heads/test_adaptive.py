@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 from lastlayer.fused.engine import Wanted
-from lastlayer.heads import AdaptiveSoftmax, _small_softmax
+from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax, _small_softmax
 from lastlayer.heads import _shares as shares
 from lastlayer.heads._adaptive_search import ceiling, opened
 from lastlayer.testing import check_head
@@ -452,3 +452,29 @@ def test_longer_lines_of_scores_change_nothing(dtype, chunk_rows):
     right = _small_softmax.softmax_rows(*given, *rest, None)
     for name in ("loss", "hidden", "weight", "bias"):
         torch.testing.assert_close(getattr(made, name), getattr(right, name))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **given: AdaptiveSoftmax(
+            16, cutoffs=[5, 20], n_classes=40, order=torch.arange(39, -1, -1), **given
+        ),
+        lambda **given: DifferentiatedSoftmax(
+            16, [(10, 8), (30, 8)], order=torch.arange(39, -1, -1), **given
+        ),
+    ],
+    ids=["adaptive", "differentiated"],
+)
+def test_made_on_meta_and_filled_later(make):
+    here, later = make(), make(device="meta").to_empty(device="cpu")
+    for buffer in later.buffers():
+        buffer.fill_(-7)
+    later.reset_parameters()
+    for one, other in zip(here.buffers(), later.buffers(), strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        for one, other in zip(here.parameters(), later.parameters(), strict=True):
+            other.copy_(one)
+    hidden, classes = torch.randn(3, 16), torch.tensor([2, 7, 30])
+    assert torch.equal(here.log_prob(hidden, classes), later.log_prob(hidden, classes))

@@ -83,3 +83,10 @@ def test_shares_of_the_top():
 def test_costs(cost):
     with raises(ValueError, "cost: expected one of ('cpu', 'cuda') or a MatrixCost", repr(cost)):
         cutoffs_from_counts([1, 2], 4, cost=cost)
+
+
+def test_widths_and_cutoffs_that_are_none():
+    head = AdaptiveSoftmax(4, cutoffs=[1, 2], n_classes=3, div_value=1e200)
+    assert [len(each) for each in head.projections] == [4, 4]
+    with pytest.raises(TypeError, match="cutoffs: expected whole numbers, got bool at position 0"):
+        AdaptiveSoftmax(4, cutoffs=[True], n_classes=3)

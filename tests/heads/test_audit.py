@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lastlayer import samplers
+from lastlayer.heads import AdaptiveImportanceSampling, ImportanceSampling
 from lastlayer.heads._audit_gradients import GradientSums
 from lastlayer.heads._sampled_partial import PartialSoftmax
 from lastlayer.heads._target_sampling import TargetSampling
@@ -307,3 +308,47 @@ def test_draws_beside_an_exact_head(own):
     expected = share * n * ratio.mean(-1).square() / ratio.square().mean(-1)
     found = head.audit(hidden, target, n_draws=3)
     assert found.ess.mean().item() == pytest.approx(expected.mean().item(), rel=0.1)
+
+
+def test_an_audit_counts_what_each_row_drew():
+    hidden, target = torch.randn(64, D), torch.randint(V, (64,))
+    head = ImportanceSampling(D, V, samplers.Unigram(COUNTS), 4, target_ess=100.0)
+    found = head.audit(8.0 * hidden, target, n_draws=2)
+    assert found.n_samples > 64
+    assert found.took_all > 0.5
+    assert "all classes taken by" in found.table()
+    explained = head.explain(found, n_rows=64)
+    assert explained.n_samples == found.n_samples
+    assert explained.speedup < 1.0
+    assert "took all classes" in explained.reason
+    assert "an audit counts" in head.explain().reason
+
+
+def test_what_is_always_counted_or_drawn_for_each_row_is_part_of_the_cost():
+    some = SampledSoftmax(D, V, samplers.Unigram(COUNTS), 4, head_classes=10).explain(n_rows=8)
+    assert some.sampled.gathered == 4 + 10 + 8
+    assert some.speedup == pytest.approx(V / (4 + 10 + 1))
+    own = AdaptiveImportanceSampling(D, V, COUNTS, n_samples=4, target_ess=4.0)
+    assert own.explain(n_rows=8).sampled.gathered == 4 * 8 + 8
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_an_audit_where_no_row_counts(rows):
+    head = AdaptiveImportanceSampling(D, V, COUNTS)
+    target, context = torch.full((rows,), -100), torch.zeros(rows, 1, dtype=torch.int64)
+    found = head.audit(torch.randn(rows, D), target, n_draws=2, context=context)
+    assert found.n_rows == 0
+    assert found.mean_ess == 0.0
+
+
+def test_an_audit_does_not_tell_of_an_older_step():
+    hidden, target = torch.randn(8, D), torch.randint(V, (8,))
+    head = TargetSampling(D, V)
+    head.use([1, 2, 3])
+    head(hidden, target)
+    head.use(None)
+    assert (head.audit(hidden[:6], target[:6], 2).ess == V).all()
+    head.use([3])
+    assert (head.audit(hidden, torch.full((8,), 3), 2).ess == 0).all(), "all hits"
+    sampled = SampledSoftmax(D, 1, n_samples=3)
+    assert sampled.audit(hidden, torch.zeros(8, dtype=torch.int64), 2).log_z_error is None

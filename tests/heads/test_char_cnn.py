@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from lastlayer import fused
+from lastlayer import fused, optim
 from lastlayer.heads import Head
 from lastlayer.heads.char_cnn import CharCNNSoftmax
 from lastlayer.testing import check_head
@@ -415,3 +415,83 @@ def test_bad_words_change_nothing(head, words, message):
         head.add_classes(words)
     assert head.spellings == tuple(WORDS)
     assert head.corrections.shape == before["corrections"].shape
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimiser_of_fewer_classes_makes_no_step(fused):
+    head = CharCNNSoftmax(8, ["one", "two", "three"], char_features=4, filters=[(2, 4)])
+    optimizer = torch.optim.Adam(head.parameters(), fused=fused)
+
+    def step():
+        optimizer.zero_grad()
+        head(torch.randn(5, 8), torch.randint(head.n_classes, (5,))).backward()
+        optimizer.step()
+
+    step()
+    head.add_classes(["four"])
+    with pytest.raises(RuntimeError, match="make a new optimizer"):
+        step()
+    head.add_classes(["five"])
+    optimizer = torch.optim.Adam(head.parameters(), fused=fused)
+    step()
+    step()
+
+
+def test_float64_stays_float64_under_autocast():
+    head = CharCNNSoftmax(8, ["one", "two", "three"], filters=[(2, 4)], dtype=torch.float64)
+    hidden = torch.randn(4, 8, dtype=torch.float64)
+    expected = head.log_prob(hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(head.log_prob(hidden), expected)
+
+
+def spelled(**options):
+    return CharCNNSoftmax(
+        8, ["play", "plays", "walk", "walks"], filters=((1, 4),), correction=3, **options
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_kept_vectors_are_made_again_after_a_step_of_a_fused_optimiser(kind):
+    head = spelled()
+    optimizer = kind(head.parameters(), lr=0.1, fused=True)
+    head(torch.randn(5, 8), torch.tensor([0, 1, 2, 0, 1])).backward()
+    with torch.no_grad():
+        before = head.class_vectors().clone()
+        optimizer.step()
+        assert not torch.equal(head.class_vectors(), before)
+        torch.testing.assert_close(head.class_vectors(), head._made_vectors())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: optim.RowAdagrad(p, lr=0.1),
+        lambda p: optim.RowAdam(p, lr=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.1),
+        lambda p: torch.optim.Adafactor(p, lr=0.1),
+    ],
+)
+def test_an_optimiser_made_after_classes_were_added_makes_steps(make):
+    head = spelled()
+
+    def steps(optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            head(torch.randn(5, 8), torch.tensor([0, 1, 2, 0, 1])).backward()
+            optimizer.step()
+
+    old = make(head.parameters())
+    steps(old)
+    head.add_classes(["new"])
+    with pytest.raises(RuntimeError, match="make a new optimizer"):
+        steps(old)
+    steps(make(head.parameters()))
+
+
+def test_classes_added_in_inference_mode_can_be_trained():
+    head = spelled()
+    with torch.inference_mode():
+        head.add_classes(["new"])
+    head(torch.randn(5, 8), torch.tensor([0, 1, 2, 4, 4])).backward()
+    assert head.corrections.grad.shape == (5, 3)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import lastlayer
-from lastlayer.heads import Entmax, FullSoftmax, TopKSoftmax
+from lastlayer import heads, trees
+from lastlayer.heads import EntmaxHead, FullSoftmax, TopKSoftmaxHead
 
 HIDDEN = torch.zeros(2, 3)
 
@@ -35,10 +36,14 @@ def raises(kind, *parts):
             ValueError,
             ("class_weight: expected shape (4,)", "got (3,)"),
         ),
-        (lambda: Entmax(3, 4, 0.5), ValueError, ("alpha: expected at least 1", "got 0.5")),
-        (lambda: Entmax(3, 4, torch.tensor(1.5)), TypeError, ("alpha:", "torch.Tensor", "learned")),
-        (lambda: TopKSoftmax(3, 4, 0), ValueError, ("k: expected at least 1", "got 0")),
-        (lambda: TopKSoftmax(3, 4, 2.0), TypeError, ("k: expected an int", "got float")),
+        (lambda: EntmaxHead(3, 4, 0.5), ValueError, ("alpha: expected at least 1", "got 0.5")),
+        (
+            lambda: EntmaxHead(3, 4, torch.tensor(1.5)),
+            TypeError,
+            ("alpha:", "torch.Tensor", "learned"),
+        ),
+        (lambda: TopKSoftmaxHead(3, 4, 0), ValueError, ("k: expected at least 1", "got 0")),
+        (lambda: TopKSoftmaxHead(3, 4, 2.0), TypeError, ("k: expected an int", "got float")),
     ],
 )
 def test_constructors(make, kind, parts):
@@ -62,13 +67,14 @@ def test_hidden_on_another_device():
         head.log_prob(HIDDEN)
 
 
-def test_one_class_a_row_without_a_dimension_for_it():
-    hidden = torch.zeros(2, 5, 3)
-    classes = torch.zeros(2, 5, dtype=torch.int64)
-    with raises(ValueError, "classes: expected shape (2, 5, k)", "or (k,)", "unsqueeze(-1)"):
-        FullSoftmax(3, 4).log_prob(hidden, classes)
-    with raises(ValueError, "classes: expected shape (2, k)", "got ()"):
-        FullSoftmax(3, 4).log_prob(HIDDEN, torch.tensor(1))
+def test_classes_of_another_shape():
+    head, hidden = FullSoftmax(3, 4), torch.zeros(2, 5, 3)
+    for wrong in (torch.zeros(3), torch.tensor(1), torch.zeros(2, 4), torch.zeros(1, 5, 2)):
+        parts = ("classes: expected shape (2, 5), one class id per row, or (2, 5, k)",)
+        with raises(ValueError, *parts, f"got {tuple(wrong.shape)}"):
+            head.log_prob(hidden, wrong.long())
+    assert head.log_prob(hidden, torch.zeros(2, 5, dtype=torch.int32)).shape == (2, 5)
+    assert head.log_prob(hidden[0, 0], torch.tensor(2)).shape == ()
 
 
 def test_the_first_class_out_of_range_is_named():
@@ -83,7 +89,9 @@ def test_generators():
         head.sample(HIDDEN, generator=3)
 
 
-@pytest.mark.parametrize("head", [FullSoftmax(3, 4), Entmax(3, 4), TopKSoftmax(3, 4, 2)], ids=repr)
+@pytest.mark.parametrize(
+    "head", [FullSoftmax(3, 4), EntmaxHead(3, 4), TopKSoftmaxHead(3, 4, 2)], ids=repr
+)
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_a_row_without_probabilities_cannot_be_drawn_from(head, wrong):
     hidden = torch.zeros(2, 2, 3)
@@ -101,3 +109,25 @@ def test_values_on_a_gpu_are_checked_inside_debug():
         head.sample(hidden)
     with raises(ValueError, "generator: expected one on the device of hidden", "got one on cpu"):
         head.sample(hidden, generator=torch.Generator())
+
+
+def test_a_reduction_that_is_none_is_told():
+    made = [
+        heads.AdaptiveSoftmax(8, cutoffs=[5], n_classes=20),
+        heads.DifferentiatedSoftmax(8, [(5, 4), (15, 4)]),
+        heads.HierarchicalSoftmax(8, trees.balanced(20)),
+        heads.HierarchicalSoftmax(8, trees.balanced(40, 40)),
+        heads.CharCNNSoftmax(8, ["one", "two", "three"], filters=[(2, 4)]),
+        heads.FullSoftmax(8, 20),
+        heads.SampledSoftmax(8, 20, n_samples=4),
+        heads.ImportanceSampling(8, 20, n_samples=4, target_ess=5.0),
+        heads.AdaptiveImportanceSampling(8, 20, [1.0] * 20),
+        heads.NoiseContrastive(8, 20, n_samples=4),
+        heads.NegativeSampling(8, 20, n_samples=4),
+        heads.PartialSoftmax(8, 20, k=3),
+        heads.SelfNormalized(8, 20, fraction=0.5),
+    ]
+    for head in made:
+        head.reduction = "average"
+        with pytest.raises(ValueError, match="reduction: expected"):
+            head(torch.randn(2, 8), torch.tensor([1, 2]))

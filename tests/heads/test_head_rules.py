@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from lastlayer.heads import Entmax, FullSoftmax, TopKSoftmax
+from lastlayer.heads import EntmaxHead, FullSoftmax, TopKSoftmaxHead
 from lastlayer.testing import check_head
 
 # Heads whose loss is minus the log-probability of the target, and those with a loss of their own.
@@ -18,16 +18,16 @@ LIKELIHOODS = {
     "a class is ignored": partial(FullSoftmax, 7, 23, ignore_index=4),
     "every target counts": partial(FullSoftmax, 7, 23, ignore_index=None),
     "wide": partial(FullSoftmax, 5, 1201, chunk_rows="low"),
-    "entmax at 1": partial(Entmax, 7, 23, 1.0),
-    "top of all": partial(TopKSoftmax, 7, 23, 30),
+    "entmax at 1": partial(EntmaxHead, 7, 23, 1.0),
+    "top of all": partial(TopKSoftmaxHead, 7, 23, 30),
 }
 OTHERS = {
     "smoothed": partial(FullSoftmax, 7, 23, label_smoothing=0.1, z_loss=0.01),
-    "entmax": partial(Entmax, 7, 23, chunk_rows=3),
-    "sparsemax": partial(Entmax, 7, 23, 2.0, bias=False),
-    "entmax 1.25": partial(Entmax, 7, 23, 1.25),
-    "top 5": partial(TopKSoftmax, 7, 23, 5, chunk_rows=4),
-    "top 1": partial(TopKSoftmax, 7, 23, 1),
+    "entmax": partial(EntmaxHead, 7, 23, chunk_rows=3),
+    "sparsemax": partial(EntmaxHead, 7, 23, 2.0, bias=False),
+    "entmax 1.25": partial(EntmaxHead, 7, 23, 1.25),
+    "top 5": partial(TopKSoftmaxHead, 7, 23, 5, chunk_rows=4),
+    "top 1": partial(TopKSoftmaxHead, 7, 23, 1),
 }
 quick = partial(check_head, compile=False)
 
@@ -42,7 +42,7 @@ def test_heads_with_a_loss_of_their_own(name, seed):
     quick(OTHERS[name], loss_is_nll=False, seed=seed)
 
 
-@pytest.mark.parametrize("head", [FullSoftmax, Entmax, TopKSoftmax])
+@pytest.mark.parametrize("head", [FullSoftmax, EntmaxHead, TopKSoftmaxHead])
 def test_the_signature_names_all_that_a_constructor_takes(head):
     taken = inspect.signature(head).parameters
     shared = {"class_weight", "ignore_index", "reduction", "chunk_rows", "device", "dtype"}
@@ -50,11 +50,11 @@ def test_the_signature_names_all_that_a_constructor_takes(head):
     assert taken["ignore_index"].default == -100
     assert "options" not in taken
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
-        head(3, 4, colour=1, **({"k": 2} if head is TopKSoftmax else {}))
+        head(3, 4, colour=1, **({"k": 2} if head is TopKSoftmaxHead else {}))
 
 
 @pytest.mark.parametrize(
-    "head", [FullSoftmax(7, 23), Entmax(7, 23), TopKSoftmax(7, 23, 5)], ids=repr
+    "head", [FullSoftmax(7, 23), EntmaxHead(7, 23), TopKSoftmaxHead(7, 23, 5)], ids=repr
 )
 def test_compiled(head, seed):
     check_head(head, loss_is_nll=isinstance(head, FullSoftmax), draws=1000, seed=seed)

@@ -6,16 +6,30 @@ import sys
 import pytest
 import torch
 
-from lastlayer.heads import Entmax, FullSoftmax, Head, TopKSoftmax
+from lastlayer import trees
+from lastlayer.heads import (
+    CharCNNSoftmax,
+    EntmaxHead,
+    FullSoftmax,
+    Head,
+    HierarchicalSoftmax,
+    TopKSoftmaxHead,
+)
 
 
 def heads():
     return [
         FullSoftmax(5, 11, False, label_smoothing=0.1, z_loss=1e-4, softcap=30.0, temperature=2.0),
         FullSoftmax(5, 11, class_weight=torch.rand(11), dtype=torch.bfloat16),
-        Entmax(5, 11, 1.3, ignore_index=None, chunk_rows=7),
-        TopKSoftmax(5, 11, 4, reduction="none", ignore_index=-1, chunk_rows="low"),
+        EntmaxHead(5, 11, 1.3, ignore_index=None, chunk_rows=7),
+        TopKSoftmaxHead(5, 11, 4, reduction="none", ignore_index=-1, chunk_rows="low"),
     ]
+
+
+def assert_same_config(one, other):
+    for name, value in other.config().items():
+        same = one.config()[name]
+        assert torch.equal(same, value) if isinstance(value, torch.Tensor) else same == value
 
 
 @pytest.mark.parametrize("head", heads(), ids=repr)
@@ -23,7 +37,8 @@ def test_any_head_comes_back_whole(head, tmp_path):
     head.save(tmp_path / "a" / "b")
     loaded = Head.load(tmp_path / "a" / "b")
     assert type(loaded) is type(head)
-    assert loaded.config() == head.config()
+    assert_same_config(loaded, head)
+    assert_same_config(type(head)(**head.config()), head)
     assert repr(loaded) == repr(head)
     state = head.state_dict()
     assert loaded.state_dict().keys() == state.keys()
@@ -37,12 +52,12 @@ def test_any_head_comes_back_whole(head, tmp_path):
 
 
 def test_the_files_are_json_and_safetensors(tmp_path):
-    head = Entmax(5, 11, 1.3)
+    head = EntmaxHead(5, 11, 1.3)
     head.save(str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["head"] == "Entmax"
-    assert Entmax(**config["arguments"]).config() == head.config()
+    assert config["head"] == "EntmaxHead"
+    assert EntmaxHead(**config["arguments"]).config() == head.config()
 
 
 def test_a_tied_head_is_saved_with_its_vectors(tmp_path):
@@ -53,9 +68,9 @@ def test_a_tied_head_is_saved_with_its_vectors(tmp_path):
 
 def test_a_class_loads_itself_alone(tmp_path):
     FullSoftmax(5, 11).save(tmp_path)
-    message = r"folder: expected a saved Entmax, got 'FullSoftmax' in .*; call load on"
+    message = r"folder: expected a saved EntmaxHead, got 'FullSoftmax' in .*; call load on"
     with pytest.raises(ValueError, match=message):
-        Entmax.load(tmp_path)
+        EntmaxHead.load(tmp_path)
 
 
 def test_a_folder_without_a_head(tmp_path):
@@ -70,3 +85,25 @@ def test_without_safetensors_the_error_says_what_to_install(tmp_path, monkeypatc
     for call in (FullSoftmax(5, 11).save, Head.load):
         with pytest.raises(ImportError, match=r'pip install "lastlayer\[save\]"'):
             call(tmp_path)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **how: HierarchicalSoftmax(8, trees.balanced(4), **how),
+        lambda **how: HierarchicalSoftmax(8, trees.balanced(4).collapse(4), **how),
+        lambda **how: CharCNNSoftmax(
+            8, ["play", "plays", "walk", "walks"], filters=[(1, 4)], correction=3, **how
+        ),
+    ],
+)
+def test_heads_made_on_meta_take_a_state(make, assign):
+    head, other = make(), make(device="meta")
+    if not assign:
+        other.to_empty(device="cpu")
+    other.load_state_dict(head.state_dict(), assign=assign)
+    hidden, target = torch.randn(6, 8), torch.randint(4, (6,))
+    torch.testing.assert_close(other(hidden, target), head(hidden, target))
+    torch.testing.assert_close(other.log_prob(hidden), head.log_prob(hidden))
+    assert torch.equal(other.topk(hidden, 2).classes, head.topk(hidden, 2).classes)

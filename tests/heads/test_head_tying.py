@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 
-from lastlayer.heads import Entmax, FullSoftmax, TopKSoftmax
+from lastlayer.heads import EntmaxHead, FullSoftmax, TopKSoftmaxHead
 
 MAKERS = {
     "softmax": (FullSoftmax, {"label_smoothing": 0.1}),
-    "entmax": (Entmax, {"alpha": 1.7}),
-    "top 3": (TopKSoftmax, {"k": 3}),
+    "entmax": (EntmaxHead, {"alpha": 1.7}),
+    "top 3": (TopKSoftmaxHead, {"k": 3}),
 }
 with_each_head = pytest.mark.parametrize(("cls", "options"), MAKERS.values(), ids=MAKERS)
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import lastlayer
 from lastlayer import entmax, heads, topk_softmax
-from lastlayer.heads import Entmax, FullSoftmax, TopKSoftmax
+from lastlayer.heads import EntmaxHead, FullSoftmax, TopKSoftmaxHead
 from lastlayer.heads._top import _in_order, _unless_tied
 
 HEADS = {
@@ -20,9 +20,9 @@ HEADS = {
         {"softcap": 2.0, "temperature": 0.5},
         lambda s: torch.softmax(2 * torch.tanh(s / 2) / 0.5, -1),
     ),
-    "entmax": (Entmax, {"alpha": 1.5}, lambda s: entmax(s, 1.5)),
-    "sparsemax": (Entmax, {"alpha": 2.0}, lambda s: entmax(s, 2.0)),
-    "top 4": (TopKSoftmax, {"k": 4}, lambda s: topk_softmax(s, 4)),
+    "entmax": (EntmaxHead, {"alpha": 1.5}, lambda s: entmax(s, 1.5)),
+    "sparsemax": (EntmaxHead, {"alpha": 2.0}, lambda s: entmax(s, 2.0)),
+    "top 4": (TopKSoftmaxHead, {"k": 4}, lambda s: topk_softmax(s, 4)),
 }
 
 
@@ -36,8 +36,7 @@ def made(request):
 
 def test_heads_have_a_package_of_their_own():
     assert lastlayer.__getattr__("heads") is heads
-    assert heads.EntmaxHead is not lastlayer.Entmax
-    assert heads.TopKSoftmaxHead is not lastlayer.TopKSoftmax
+    assert not {*heads.__all__} & {*lastlayer.__all__}
 
 
 def test_log_prob_is_the_log_of_the_map(made):
@@ -98,7 +97,7 @@ def test_the_largest_are_those_of_a_stable_sort(find, dtype):
 
 
 def test_beyond_the_support_topk_has_minus_infinity():
-    head = Entmax(2, 6, 2.0, bias=False)
+    head = EntmaxHead(2, 6, 2.0, bias=False)
     with torch.no_grad():
         head.weight.zero_()
         head.weight[4] = 9.0
@@ -109,7 +108,7 @@ def test_beyond_the_support_topk_has_minus_infinity():
 
 
 def test_of_equal_scores_the_first_k_are_in_the_running():
-    head = TopKSoftmax(2, 6, 3, bias=False)
+    head = TopKSoftmaxHead(2, 6, 3, bias=False)
     torch.nn.init.zeros_(head.weight)
     log_prob = head.log_prob(torch.ones(2))
     expected = topk_softmax(torch.zeros(6), 3).log()
@@ -117,7 +116,7 @@ def test_of_equal_scores_the_first_k_are_in_the_running():
 
 
 def test_log_probabilities_that_underflow_are_still_finite():
-    head = TopKSoftmax(1, 4, 3, bias=False)
+    head = TopKSoftmaxHead(1, 4, 3, bias=False)
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[0.0], [300.0], [-300.0], [-301.0]]))
     assert head.log_prob(torch.ones(1)).tolist() == [-300.0, 0.0, -600.0, -math.inf]
@@ -173,7 +172,7 @@ def test_the_scores_of_all_rows_are_never_held(made):
     head, _, _ = made
     head.chunk_rows = 4
     hidden, classes = torch.randn(200, 9, dtype=torch.float64), torch.arange(5)
-    target = torch.randint(37, (200,))
+    target, classes = torch.randint(37, (200,)), classes.expand(200, 5)
     # The sampler's chance and the targets are larger than a chunk; all scores are larger still.
     with Largest() as largest:
         head(hidden.requires_grad_(), target).backward()
@@ -204,3 +203,54 @@ def test_many_small_classes_are_drawn_as_often_as_they_are_probable():
     assert abs(len(small) / 40_000 - 0.5) < 0.02
     assert abs((small > n // 2).float().mean() - 0.5) < 0.03
     assert len(small.unique()) > 0.95 * len(small)
+
+
+CHUNKED = {
+    "full": lambda **how: heads.FullSoftmax(32, 200, **how),
+    "adaptive": lambda **how: heads.AdaptiveSoftmax(32, cutoffs=[20, 80], n_classes=200, **how),
+    "differentiated": lambda **how: heads.DifferentiatedSoftmax(32, [(50, 24), (150, 8)], **how),
+}
+
+
+@pytest.mark.parametrize("make", CHUNKED.values(), ids=CHUNKED)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("chunk_rows", [4, 64, 1024])
+def test_gradients_of_chosen_log_probs_do_not_depend_on_the_number_of_chunks(
+    make, chunk_rows, autocast
+):
+    dtype = torch.float32 if autocast else torch.bfloat16
+    head = make(chunk_rows=chunk_rows, dtype=dtype)
+    exact = make(dtype=torch.float64)
+    exact.load_state_dict(head.state_dict())
+    hidden, target = torch.randn(1024, 32).bfloat16(), torch.randint(200, (1024, 1))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = -head.log_prob(hidden.to(dtype), target).mean()
+    right = -exact.log_prob(hidden.double(), target).mean()
+    made = torch.autograd.grad(loss, list(head.parameters()))
+    expected = torch.autograd.grad(right, list(exact.parameters()))
+    for got, true in zip(made, expected, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - true).norm() <= 8e-3 * true.norm()
+
+
+SEARCHED = {
+    "full": lambda **how: heads.FullSoftmax(16, 90, **how),
+    "entmax": lambda **how: heads.EntmaxHead(16, 90, alpha=1.3, **how),
+    "topk": lambda **how: heads.TopKSoftmaxHead(16, 90, 20, **how),
+}
+
+
+@pytest.mark.parametrize("make", SEARCHED.values(), ids=SEARCHED)
+@pytest.mark.filterwarnings("ignore")
+def test_searches_in_compiled_code(make):
+    head = make()
+    hidden = torch.randn(7, 16)
+    with torch.no_grad():
+        head.weight[40:60] = head.weight[40]  # ties
+        head.bias[40:60] = 3.0
+    torch.compiler.reset()
+    search = torch.compile(lambda x: head.topk(x, 5), backend="aot_eager", fullgraph=True)
+    for got, right in zip(search(hidden), head.topk(hidden, 5), strict=True):
+        torch.testing.assert_close(got, right)
+    logs = torch.compile(head.log_prob, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(logs(hidden), head.log_prob(hidden))

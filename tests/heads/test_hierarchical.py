@@ -511,3 +511,60 @@ def test_a_random_order_of_targets_does_not_matter():
     hidden, target = torch.randn(40, 5), torch.randint(90, (40,))
     order = random.Random(1).sample(range(40), 40)
     torch.testing.assert_close(head(hidden, target)[order], head(hidden[order], target[order]))
+
+
+WIDE = [lambda: trees.two_level(2500), lambda: trees.balanced(40, 40)]
+
+
+@pytest.mark.parametrize("make", WIDE)
+def test_wide_nodes_refuse_second_derivatives(make):
+    head = HierarchicalSoftmax(4, make(), dtype=torch.float64)
+    hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    classes = torch.randint(40, (3,))
+    for made in (head(hidden, classes), head.log_prob(hidden, classes.unsqueeze(-1)).sum()):
+        with pytest.raises(RuntimeError, match=r"use head\.log_prob\(hidden\)"):
+            torch.autograd.grad(made, hidden, create_graph=True)
+    (slope,) = torch.autograd.grad(head.log_prob(hidden)[:, 0].sum(), hidden, create_graph=True)
+    (second,) = torch.autograd.grad(slope.square().sum(), hidden)
+    assert second.abs().max() > 0
+
+
+def test_backward_inside_autocast():
+    head = HierarchicalSoftmax(8, trees.balanced(40, 40))
+    hidden = torch.randn(6, 8, requires_grad=True)
+    target = torch.randint(40, (6,))
+    with torch.autocast("cpu", torch.bfloat16):
+        head(hidden, target).backward()
+    found, head.weight.grad = head.weight.grad, None
+    head(hidden, target).backward()
+    torch.testing.assert_close(found, head.weight.grad, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0, 8.0])
+def test_relearned_on_the_same_tree_nothing_changes(spread):
+    for tree in (trees.balanced(256), trees.huffman([1.4**-i for i in range(60)])):
+        head = HierarchicalSoftmax(4, tree, dtype=torch.float64)
+        torch.nn.init.normal_(head.bias, std=spread)
+        hidden = torch.randn(5, 4, dtype=torch.float64)
+        torch.testing.assert_close(
+            head.relearn(tree).log_prob(hidden), head.log_prob(hidden), rtol=1e-6, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("overlap", [0.3, 0.45])
+def test_a_tree_that_overlaps_starts_with_the_probabilities_of_the_layer(overlap):
+    linear = torch.nn.Linear(4, 30, dtype=torch.float64)
+    tree = trees.cluster(linear.weight.detach(), kind="adaptive", overlap=overlap)
+    assert tree.overlaps
+    head = HierarchicalSoftmax.from_linear(linear, tree)
+    hidden = torch.zeros(1, 4, dtype=torch.float64)
+    torch.testing.assert_close(head.log_prob(hidden), linear(hidden).log_softmax(-1))
+    slope = torch.func.jacrev(lambda h: linear(h).log_softmax(-1))(hidden[0])
+    made = torch.autograd.functional.jacobian(lambda h: head.log_prob(h)[0], hidden)
+    torch.testing.assert_close(made[:, 0], slope)
+
+
+def test_a_tree_of_one_class_finds_all_parameters():
+    head = HierarchicalSoftmax(3, trees.balanced(1))
+    head(torch.randn(2, 3), torch.zeros(2, dtype=torch.int64)).backward()
+    assert all(each.grad is not None for each in head.parameters())

@@ -323,3 +323,14 @@ class TestAdaptive:
             AdaptiveImportanceSampling(6, 50, range(1, 41))
         with pytest.raises(ValueError, match="order: expected 2 to 3, got 4"):
             self.head(order=4)
+
+
+def test_importance_sampling_in_float64_has_float64_probabilities():
+    head = ImportanceSampling(7, 23, UNEVEN, 8, dtype=torch.float64)
+    hidden, target = torch.randn(5, 7, dtype=torch.float64), torch.randint(23, (5,))
+    ids = head.sampler.sample(8, counter=head.draws.clone())
+    log_q = head.sampler.log_prob(ids, dtype=torch.float64)
+    scores = hidden @ head.weight.T + head.bias
+    logits = scores[:, ids] - log_q - math.log(8)
+    wanted = (logits.logsumexp(-1) - scores.gather(1, target[:, None]).squeeze(1)).mean()
+    torch.testing.assert_close(head(hidden, target), wanted, rtol=1e-13, atol=1e-13)

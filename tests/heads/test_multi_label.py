@@ -9,7 +9,7 @@ from lastlayer.losses.logistic import asymmetric_loss, binary_cross_entropy_loss
 from lastlayer.losses.multilabel_sparsemax import multilabel_sparsemax_loss
 from lastlayer.losses.zlpr import zlpr_loss
 from lastlayer.maps.sparsemax import sparsemax
-from lastlayer.testing._multilabel_heads import check_multilabel_head
+from lastlayer.testing import check_multilabel_head
 
 PAD = -100
 LOSSES = {

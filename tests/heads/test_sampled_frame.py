@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 from sampled import Scripted
+from torch.utils.checkpoint import checkpoint
 
-from lastlayer import samplers
+from lastlayer import heads, samplers
 from lastlayer.heads import FullSoftmax
 from lastlayer.heads._sampled_chunks import rows_for
 from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem, sampled_loss
@@ -316,3 +317,72 @@ class TestRules:
             assert list(taken)[:4] == ["in_features", "n_classes", "sampler", "n_samples"]
             with pytest.raises(TypeError, match="unexpected keyword argument 'class_weight'"):
                 cls(3, 4, class_weight=None)
+
+
+def recorded():
+    hidden, target = batch(20)
+    return hidden.requires_grad_(), target
+
+
+DRAWING = {
+    "sampled softmax": lambda: heads.SampledSoftmax(6, 50, samplers.Unigram(COUNTS), 8),
+    "importance": lambda: heads.ImportanceSampling(6, 50, samplers.Unigram(COUNTS), 8),
+    "enough": lambda: heads.ImportanceSampling(6, 50, samplers.Unigram(COUNTS), 8, target_ess=9.0),
+    "noise contrastive": lambda: heads.NoiseContrastive(6, 50, samplers.Unigram(COUNTS), 8),
+    "negative sampling": lambda: heads.NegativeSampling(6, 50, samplers.Unigram(COUNTS), 8),
+    "some rows": lambda: heads.SelfNormalized(6, 50, fraction=0.3),
+}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", DRAWING)
+def test_a_checkpoint_sees_the_same_draws(name, reentrant):
+    head, plain = DRAWING[name](), DRAWING[name]()
+    plain.load_state_dict(head.state_dict())
+    batches = [recorded(), recorded()]
+    # Both passes are waiting when the first gradient is asked for.
+    losses = [checkpoint(head, *each, use_reentrant=reentrant) for each in batches]
+    assert head.draws.tolist() == [0, 2]
+    for (hidden, target), loss in zip(batches, losses, strict=True):
+        leaves = hidden, *plain.parameters()
+        wanted = torch.autograd.grad(plain(hidden, target), leaves)
+        head.zero_grad(set_to_none=True)
+        hidden.grad = None
+        loss.backward()
+        found = hidden.grad, *(each.grad for each in head.parameters())
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+    assert head.draws.tolist() == [0, 2]
+
+
+def test_a_checkpoint_that_forgets_chance_is_told():
+    head, (hidden, target) = DRAWING["sampled softmax"](), recorded()
+    loss = checkpoint(head, hidden, target, use_reentrant=False, preserve_rng_state=False)
+    with pytest.raises(RuntimeError, match="preserve_rng_state=True"):
+        loss.backward()
+
+
+def test_a_proposal_that_learns_cannot_be_checkpointed():
+    head, (hidden, target) = heads.AdaptiveImportanceSampling(6, 50, COUNTS), recorded()
+    loss = checkpoint(head, hidden, target, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="cannot be recomputed"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 2), (3, 0)])
+def test_nothing_to_look_at(shape):
+    made = [DRAWING[name]() for name in DRAWING if name != "some rows"]
+    made += [heads.PartialSoftmax(6, 50, k=5), heads.TargetSampling(6, 50)]
+    made[-1].use([1, 2])
+    several = (*shape, 2)
+    for head in made:
+        for target in (torch.zeros(shape, dtype=torch.int64),
+                       torch.zeros(several, dtype=torch.int64)):  # fmt: skip
+            hidden = torch.randn(*shape, 6, requires_grad=True)
+            loss = head(hidden, target)
+            loss.backward()
+            assert loss.item() == 0.0
+    adaptive = heads.AdaptiveImportanceSampling(6, 50, COUNTS)
+    nothing = torch.zeros(shape, dtype=torch.int64)
+    context = torch.zeros(*shape, 1, dtype=torch.int64)
+    assert adaptive(torch.randn(*shape, 6), nothing, context=context).item() == 0.0

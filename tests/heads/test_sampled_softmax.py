@@ -10,11 +10,13 @@ import torch
 from sampled import Scripted, every_draw, expected_gradient
 
 from lastlayer import samplers
+from lastlayer.heads import FullSoftmax, ImportanceSampling
 from lastlayer.heads._sampled_in_batch import in_batch_softmax_loss
 from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem, sampled_loss
 from lastlayer.heads._sampled_partial import PartialSoftmax
 from lastlayer.heads._target_sampling import TargetSampling, target_partitions
 from lastlayer.heads.sampled_softmax import SampledSoftmax
+from lastlayer.optim import RowAdam
 from lastlayer.testing import check_head
 
 UNEVEN = samplers.Unigram(range(1, 24))
@@ -394,3 +396,100 @@ def test_every_draw_is_every_draw():
     assert draws == [list(each) for each in itertools.product(range(3), repeat=2)]
     head = SampledSoftmax(1, 3, Scripted((2, 1, 1), [0, 2]), 2)
     assert copy.deepcopy(head).sampler.sample(2).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("n_classes", range(2, 11))
+def test_targets_that_are_all_there_is(n_classes):
+    """Their probabilities sum to 1 and a little, by rounding; no draw counts."""
+    for sampler in (
+        samplers.Uniform(n_classes),
+        samplers.Unigram([1 / rank for rank in range(1, n_classes + 1)]),
+    ):
+        head = SampledSoftmax(6, n_classes, sampler, 5)
+        hidden = torch.randn(2, 6, requires_grad=True)
+        loss = head(hidden, torch.arange(n_classes).expand(2, n_classes))
+        loss.backward()
+        assert loss.isfinite()
+        assert hidden.grad.isfinite().all()
+        covered = SampledSoftmax(6, n_classes, sampler, 64, head_classes=n_classes - 1)
+        target = torch.full((2,), n_classes - 1)
+        exact = FullSoftmax(6, n_classes)
+        exact.load_state_dict({"weight": covered.weight, "bias": covered.bias})
+        torch.testing.assert_close(covered(hidden, target), exact(hidden, target))
+
+
+def test_partitions_leave_out_what_is_ignored():
+    parts = list(target_partitions([3, -100, 1, -100, 2, 2, -100], 2))
+    assert [(each.start, each.stop, each.classes.tolist()) for each in parts] == [
+        (0, 4, [1, 3]), (4, 7, [2]),
+    ]  # fmt: skip
+    assert [each.classes.tolist() for each in target_partitions([-100] * 3, 2)] == [[]]
+    (part,) = target_partitions([7, 7], 2, ignore_index=None)
+    assert part.classes.tolist() == [7]
+
+
+def test_ignored_rows_touch_no_class():
+    head = PartialSoftmax(6, 40, k=5, sparse=True)
+    hidden, target = torch.randn(4, 6), torch.tensor([-100, 3, -100, -100])
+    before = head.weight.detach().clone()
+    head(hidden, target).backward()
+    assert head.weight.grad.coalesce().indices().shape[1] <= 6
+    RowAdam(head.parameters(), weight_decay=0.5).step()
+    assert int((head.weight != before).any(1).sum()) <= 6
+
+
+@pytest.mark.parametrize("wrong", [0.1, -math.inf, math.nan])
+def test_logarithms_of_probabilities_are_checked(wrong):
+    query, log_q = torch.randn(4, 6), torch.full((4,), -2.0)
+    log_q[2] = wrong
+    with pytest.raises(ValueError, match=r"log_q: expected logarithms .* at position 2"):
+        in_batch_softmax_loss(query, query, log_q)
+
+
+def test_a_probability_that_rounding_left_above_one():
+    query = torch.randn(3, 4)
+    made = [
+        in_batch_softmax_loss(
+            query, query.clone(), torch.tensor([first, -30.0, -30.0]), reduction="none"
+        )
+        for first in (1e-7, 0.0)
+    ]
+    assert not made[0].isnan().any()
+    torch.testing.assert_close(*made)
+
+
+def sampled(**options):
+    return SampledSoftmax(6, 9, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: sampled(head_classes={1}), TypeError, "head_classes: expected"),
+        (lambda: sampled(head_classes=None), TypeError, "head_classes: expected"),
+        (lambda: sampled(head_classes=-1), ValueError, "expected 0 to 8.*got -1"),
+        (lambda: TargetSampling(6, 9).use({1}), TypeError, "classes: expected.*got set"),
+        (
+            lambda: ImportanceSampling(6, 9, n_samples=8, max_samples=70),
+            ValueError,
+            "max_samples: expected None without target_ess",
+        ),
+    ],
+)
+def test_bad_options(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+@pytest.mark.parametrize("head_classes", [3, [7, 8, 9]])
+def test_classes_that_always_count_are_there_after_meta(head_classes):
+    def make(**how):
+        return SampledSoftmax(
+            6, 10, samplers.Unigram(range(1, 11)), 5, head_classes=head_classes, **how
+        )
+
+    head, other = make(), make(device="meta").to_empty(device="cpu")
+    other.load_state_dict(head.state_dict())
+    assert torch.equal(other.tail.head_ids, head.tail.head_ids)
+    hidden, target = torch.randn(8, 6), torch.randint(10, (8,))
+    torch.testing.assert_close(other(hidden, target), head(hidden, target))

@@ -37,12 +37,12 @@ def same(head, hidden, loss, expected):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("alpha", [0.1, 1.0])
-def test_on_all_rows_it_is_the_cross_entropy_with_a_penalty(alpha):
-    head = make(alpha=alpha)
+@pytest.mark.parametrize("z_loss", [0.1, 1.0])
+def test_on_all_rows_it_is_the_cross_entropy_with_a_penalty(z_loss):
+    head = make(z_loss=z_loss)
     hidden, target = batch()
     at_target, log_z = terms(head, hidden, target)
-    same(head, hidden, head(hidden, target), (log_z - at_target + alpha * log_z**2).mean())
+    same(head, hidden, head(hidden, target), (log_z - at_target + z_loss * log_z**2).mean())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -51,11 +51,11 @@ def test_on_all_rows_it_is_the_cross_entropy_with_a_penalty(alpha):
 def test_on_some_rows_it_is_the_formula(reduction, weighted, bias):
     class_weight = torch.rand(V).double() if weighted else None
     options = dict(fraction=0.25, bias=bias, reduction=reduction, class_weight=class_weight)
-    head = make(alpha=0.3, **options)
+    head = make(z_loss=0.3, **options)
     hidden, target = batch()
     target[[2, 7]] = -100
     chosen = head._chosen(target)
-    head.draws[1] -= 1
+    head.rng_counter[1] -= 1
     assert len(chosen) == 3
     at_target, log_z = terms(head, hidden, target)
     inside = torch.zeros(12).double().index_fill(0, chosen, 12 / 3)
@@ -69,14 +69,14 @@ def test_on_some_rows_it_is_the_formula(reduction, weighted, bias):
 
 def test_on_average_some_rows_are_as_good_as_all():
     hidden, target = batch(6)
-    full = make(alpha=0.3)
-    head = make(alpha=0.3, fraction=1 / 3)
+    full = make(z_loss=0.3)
+    head = make(z_loss=0.3, fraction=1 / 3)
     head.load_state_dict(full.state_dict())
     losses = {}
     for _ in range(60):
-        before = head.draws.clone()
+        before = head.rng_counter.clone()
         rows = tuple(head._chosen(target).tolist())
-        head.draws.copy_(before)
+        head.rng_counter.copy_(before)
         loss = head(hidden, target)
         losses[rows] = loss.detach(), *torch.autograd.grad(loss, [hidden, head.weight])
     # Each of them is equally probable.
@@ -114,7 +114,7 @@ def test_a_nan_in_an_ignored_row_reaches_nothing():
 
 @pytest.mark.parametrize("fraction", [1.0, 0.25])
 def test_training_brings_log_z_to_zero(fraction):
-    head = SelfNormalized(D, V, alpha=1.0, fraction=fraction)
+    head = SelfNormalized(D, V, z_loss=1.0, fraction=fraction)
     hidden = torch.randn(256, D)
     target = (hidden @ torch.randn(D, V)).argmax(-1)
     before = head.drift(hidden)
@@ -136,7 +136,7 @@ def test_in_eval_mode_it_is_the_cross_entropy():
     hidden, target = batch()
     at_target, log_z = terms(head, hidden, target)
     torch.testing.assert_close(head(hidden, target), (log_z - at_target).mean())
-    assert head.draws.tolist() == [0, 0]
+    assert head.rng_counter.tolist() == [0, 0]
 
 
 def test_a_resumed_run_normalises_the_same_rows():
@@ -173,17 +173,19 @@ def test_it_keeps_the_contract(options, seed):
 
 def test_a_layer_can_be_taken_over():
     linear = torch.nn.Linear(D, V)
-    head = SelfNormalized.from_linear(linear, fraction=0.5, alpha=0.2)
+    head = SelfNormalized.from_linear(linear, fraction=0.5, z_loss=0.2)
     head(torch.randn(4, D), torch.arange(4)).backward()
     assert linear.weight.grad is not None
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="alpha: expected a finite number above 0, got 0"):
-        SelfNormalized(D, V, alpha=0.0)
-    with pytest.raises(ValueError, match="fraction: expected a share of the rows, at most 1"):
+    with pytest.raises(ValueError, match="z_loss: expected a finite number above 0, got 0"):
+        SelfNormalized(D, V, z_loss=0.0)
+    with pytest.raises(
+        ValueError, match="fraction: expected a share of the rows, above 0 and at most 1"
+    ):
         SelfNormalized(D, V, fraction=1.5)
-    with pytest.raises(ValueError, match="fraction: expected a finite number above 0"):
+    with pytest.raises(ValueError, match="fraction: expected a share of the rows"):
         SelfNormalized(D, V, fraction=0.0)
     with pytest.raises(TypeError, match="seed: expected an int, got float"):
         SelfNormalized(D, V, seed=0.5)
@@ -191,3 +193,21 @@ def test_bad_arguments_are_named():
     target[3] = V
     with pytest.raises(ValueError, match="target: expected class ids"):
         make(fraction=0.5)(hidden, target)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_weights_count_in_all_of_a_self_normalised_loss(reduction):
+    options = dict(z_loss=0.2, class_weight=torch.rand(9) + 0.1, reduction=reduction)
+    whole = SelfNormalized(4, 9, dtype=torch.float64, **options)
+    nearly = SelfNormalized(4, 9, dtype=torch.float64, fraction=1 - 1e-12, **options)
+    nearly.load_state_dict(whole.state_dict())
+    hidden, target = torch.randn(6, 4, dtype=torch.float64), torch.randint(9, (6,))
+    target[2] = -100
+    torch.testing.assert_close(whole(hidden, target), nearly(hidden, target))
+    scores = hidden @ whole.weight.T + whole.bias
+    log_z = scores.logsumexp(-1)
+    weight = torch.where(target < 0, 0.0, whole.class_weight.double()[target.clamp(min=0)])
+    right = scores.gather(-1, target.clamp(min=0)[:, None]).squeeze(-1)
+    losses = weight * (log_z - right + 0.2 * log_z.square())
+    total = {"mean": losses.sum() / weight.sum(), "sum": losses.sum(), "none": losses}[reduction]
+    torch.testing.assert_close(whole(hidden, target), total)

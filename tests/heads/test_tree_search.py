@@ -299,3 +299,35 @@ def test_on_a_gpu(dtype, arity):
     opened = head._search(hidden, 10).opened
     assert (opened > 0).all()
     assert opened[:3].float().mean() < 0.1 * tree.n_inner
+
+
+def test_under_autocast_the_best_are_those_of_a_sort():
+    tree = trees.huffman([1 / rank for rank in range(1, 2001)])
+    head = HierarchicalSoftmax(64, tree)
+    hidden = torch.randn(64, 64).bfloat16()
+    target = torch.randint(2000, (64,))
+    with torch.autocast("cpu", torch.bfloat16):
+        every = head.log_prob(hidden)
+        torch.testing.assert_close(head.topk(hidden, 10).values, every.topk(10).values)
+        assert (head.topk(hidden, 10).classes == every.topk(10).indices).all()
+        loss = head(hidden, target)
+    torch.testing.assert_close(loss, -every.gather(1, target.unsqueeze(-1)).mean())
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.1])
+@pytest.mark.parametrize(
+    ("of_head", "of_hidden"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)],
+)
+def test_the_best_of_flat_rows_under_autocast(of_head, of_hidden, scale):
+    head = HierarchicalSoftmax(8, trees.balanced(5000), dtype=of_head)
+    with torch.no_grad():
+        head.weight.mul_(scale)
+        head.bias.zero_()
+    hidden = torch.randn(20, 8, dtype=of_hidden)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        logs = head.log_prob(hidden)
+        values, classes = head.topk(hidden, 5)
+    expected = logs.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(classes, expected.indices[:, :5])
+    assert torch.equal(values, expected.values[:, :5])

@@ -11,10 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from lastlayer.heads.recipes import ClassData
 from lastlayer.lab import _cost_timing, costs
 from lastlayer.lab._cost_problem import Problem, words_for
 from lastlayer.lab._costs_reading import read_costs
-from lastlayer.lab._fill import Needs
 from lastlayer.lab.budget import Budget
 from lastlayer.lab.compare import Compared, compare
 from lastlayer.lab.errors import LabError
@@ -221,7 +221,7 @@ def test_words_are_different_and_as_many_as_classes():
 
 def problem(shape, lengths) -> Problem:
     counts = np.arange(50, 0, -1)
-    needs = Needs(8, counts, [f"w{i}" for i in range(50)])
+    needs = ClassData(8, counts, [f"w{i}" for i in range(50)])
     return Problem(needs, shape, lengths, torch.device("cpu"))
 
 

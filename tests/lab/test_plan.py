@@ -18,13 +18,12 @@ from typer.testing import CliRunner
 from lastlayer import heads, samplers, trees
 from lastlayer.cli import app
 from lastlayer.heads import cutoffs_from_counts
+from lastlayer.heads.recipes import ClassData
 from lastlayer.lab import _plan_costs as costs
 from lastlayer.lab import plan as planning
-from lastlayer.lab._catalogue import CATALOGUE
-from lastlayer.lab._fill import Needs
 from lastlayer.lab._machine import Machine, measure
 from lastlayer.lab.plan import FACTOR, ON_CUDA, plan, render_plan
-from lastlayer.lab.specs import parse_spec
+from lastlayer.lab.specs import catalogue, parse_spec
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "heads-cpu.jsonl"
 
@@ -158,7 +157,7 @@ def test_every_family_is_planned():
         for each in plan(500, 16, 16, task=task, machine=MACHINE)
     }  # fmt: skip
     # Sparsemax is an entmax.
-    assert planned == CATALOGUE.keys() - {"sparsemax"}
+    assert planned == catalogue().keys() - {"sparsemax"}
 
 
 def test_draws_are_those_of_a_fresh_head(seed):
@@ -167,7 +166,7 @@ def test_draws_are_those_of_a_fresh_head(seed):
     problem = costs.Problem(n, d, costs.zipf_shares(v), 4, "cpu")
     counts = (1e6 * problem.shares).astype(np.int64)
     torch.manual_seed(seed)
-    head = parse_spec("adaptive_importance").build(Needs(d, counts, ()))
+    head = parse_spec("adaptive_importance").build(ClassData(d, counts, ()))
     words = torch.randint(v, (n + 1,))
     head(torch.randn(n, d), words[1:], context=words[:-1, None])
     planned = costs.draws_at_first(problem, planning.ESS, planning.BLOCK)

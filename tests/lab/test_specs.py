@@ -6,28 +6,27 @@ import torch
 
 from lastlayer import heads
 from lastlayer.heads.multi_label import MultiLabel
-from lastlayer.lab._catalogue import CATALOGUE, defaults_for
-from lastlayer.lab._fill import Needs
+from lastlayer.heads.recipes import ClassData
 from lastlayer.lab._suggestions import for_labels, for_text
 from lastlayer.lab.errors import SpecError
-from lastlayer.lab.specs import parse_spec, parse_specs
+from lastlayer.lab.specs import catalogue, defaults_for, parse_spec, parse_specs
 
 WIDTH, CLASSES = 16, 60
 
 
 @pytest.fixture(scope="module")
-def needs() -> Needs:
+def needs() -> ClassData:
     counts = (1000 / np.arange(1, CLASSES + 1)).astype(np.int64)
-    return Needs(WIDTH, counts, [f"word{i}" for i in range(CLASSES)], seed=3)
+    return ClassData(WIDTH, counts, [f"word{i}" for i in range(CLASSES)], seed=3)
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", catalogue())
 def test_every_family_can_be_built_from_its_name(needs, name):
-    family = CATALOGUE[name]
+    family = catalogue()[name]
     head = parse_spec(name, task=family.tasks[0]).build(needs)
     assert isinstance(head, heads.Head)
     assert (head.in_features, head.n_classes) == (WIDTH, CLASSES)
-    assert family.about
+    assert family.recipe.about
     target = torch.randint(CLASSES, (4,) if "lm" in family.tasks else (4, 2))
     assert head(torch.randn(4, WIDTH), target).isfinite()
 

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from lastlayer import entmax, entmax_loss
-from lastlayer.testing._suite import Suite
+from lastlayer.testing.suite import Suite
 
 
 @pytest.mark.parametrize("soft", [False, True])

@@ -7,7 +7,7 @@ import pytest
 from lastlayer.losses.logistic import asymmetric_loss, binary_cross_entropy_loss
 from lastlayer.losses.multilabel_sparsemax import multilabel_sparsemax_loss
 from lastlayer.losses.zlpr import zlpr_loss
-from lastlayer.testing._multilabel import check_multilabel_loss
+from lastlayer.testing import check_multilabel_loss
 
 LOSSES = {
     "zlpr": (zlpr_loss, {}),

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from lastlayer import Entmax, entmax
-from lastlayer.testing._suite import Suite
+from lastlayer.testing.suite import Suite
 
 
 def settled(seed, alpha, rows, n):

@@ -203,3 +203,18 @@ def test_state_dicts_hold_alpha():
     assert not list(fixed.parameters())
     assert torch.equal(fixed.state_dict()["fixed_alpha"], fixed.alpha)
     assert not Entmax(1.5).state_dict()
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
+def test_a_gradient_does_not_depend_on_where_memory_lies(alpha):
+    """Sums whose order depends on addresses would differ in their last bit from call to call."""
+    kept = []
+    for _ in range(20):
+        scores = (1.5 * torch.randn(2, 5, dtype=torch.float64)).requires_grad_()
+        upstream, seen = torch.randn(2, 5, dtype=torch.float64), set()
+        for size in range(100):
+            kept.append(torch.empty(size % 40))
+            del kept[: -1 - size % 7]
+            (gradient,) = torch.autograd.grad(entmax(scores, alpha), scores, upstream)
+            seen.add(tuple(gradient.flatten().tolist()))
+        assert len(seen) == 1

@@ -7,7 +7,7 @@ import torch
 
 from lastlayer.samplers import AdaptiveNGram
 from lastlayer.samplers._lists import SHARES, UNUSED, WAYS, ContextLists
-from lastlayer.testing._samplers import check_sampler
+from lastlayer.testing import check_sampler
 from waits import no_waits
 
 CLASSES = 300
@@ -261,3 +261,25 @@ def test_other_bad_input_is_refused():
         AdaptiveNGram(zipf(9), rate=2)
     with pytest.raises(ValueError, match="unique: expected a sampler without context"):
         sampler.unique(2)
+
+
+@pytest.mark.parametrize("mixture_rate", [100.0, 1e4, 1e6])
+def test_a_large_rate_leaves_a_mixture(mixture_rate):
+    sampler = AdaptiveNGram(zipf(40), 2, mixture_rate=mixture_rate)
+    context = torch.randint(40, (8, 1))
+    for _ in range(4):
+        sampler.update(context, torch.randint(40, (8, 10)), 3 * torch.randn(8, 10))
+    every = torch.arange(40).expand(8, -1)
+    total = sampler.log_prob(every, context=context).exp().sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total))
+
+
+def test_rows_without_a_context_do_not_move_the_mixture():
+    sampler = AdaptiveNGram([1.0] * 6)
+    sampler.mixture.copy_(torch.tensor([858993459, 2**32 - 858993459]))
+    before = sampler.mixture.clone()
+    for _ in range(20):
+        sampler.update(torch.full((4, 1), -1), torch.arange(4), torch.randn(4, 4))
+    torch.testing.assert_close(sampler.mixture, before, rtol=0, atol=40)
+    nothing = sampler.sample_with_log_prob(2, context=torch.zeros(0, 1, dtype=torch.int64))
+    assert nothing.log_prob.shape == (0, 2)

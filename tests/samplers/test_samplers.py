@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lastlayer import samplers
-from lastlayer.testing._samplers import check_sampler
-from lastlayer.testing._samplers_suite import MOST_DEVIATIONS, chi_square_deviations
+from lastlayer.testing import check_sampler
+from lastlayer.testing.suite import MOST_DEVIATIONS, chi_square_deviations
 from waits import no_waits
 
 

@@ -58,6 +58,7 @@ class Engine(ABC):
         schema: of the options, such as ``"int? ignore_index, str chunk_rows"``.
         n_constants: how many operands, from the end, have no gradient.
         kept: which operands :meth:`finish` reads.
+        written: which operand backward writes to, if any; torch is not asked to guard it.
         what: what the loss is called in an error.
         instead: what has second derivatives, for the same error.
     """
@@ -66,6 +67,7 @@ class Engine(ABC):
     schema: str
     n_constants: int
     kept: tuple[int, ...] = ()
+    written: int | None = None
     what = "a fused loss"
     instead = "log_prob(hidden, classes), which has them"
 
@@ -120,12 +122,11 @@ class Engine(ABC):
     ) -> list[Tensor | None]:
         """The gradients from the pieces, times ``factor``; in their memory where ``reusable``."""
         del operands
-        if factor is None or (factor.device.type == "cpu" and is_eager(factor) and factor == 1.0):
+        if factor is None:
             return list(pieces)
-        return [
-            None if each is None or not each.numel() else scaled(each, factor, reusable)
-            for each in pieces
-        ]
+        if factor.device.type == "cpu" and is_eager(factor) and factor.item() == 1.0:
+            return [each if reusable or each is None else each.clone() for each in pieces]
+        return [None if each is None else scaled(each, factor, reusable) for each in pieces]
 
     def call(
         self,
@@ -137,7 +138,9 @@ class Engine(ABC):
     ) -> Result:
         """:meth:`compute`: directly in eager mode, since the dispatcher costs the host time."""
         first = operands[0]
-        if is_eager(first):
+        # No operation may write to what it is given.
+        writes = self.written is not None and operands[self.written] is not None
+        if writes or (is_eager(first) and first.device.type != "meta"):
             return self.compute(operands, upstream, options, reduction, wanted)
         made = self._operation(list(operands), upstream, *options, reduction, list(wanted))
         n = 2 + self.statistics(options)
@@ -195,10 +198,11 @@ class _FusedLoss(torch.autograd.Function):
         ctx.given = engine, options, reduction, wanted
         ctx.dtypes = [None if each is None else each.dtype for each in operands[: len(wanted)]]
         ctx.n_operands = len(operands)
-        if not engine.recomputes(options, reduction):
-            operands = tuple(
-                [each if i in engine.kept else None for i, each in enumerate(operands)]
-            )
+        ctx.written = None if engine.written is None else operands[engine.written]
+        kept = range(len(operands)) if engine.recomputes(options, reduction) else engine.kept
+        operands = tuple([
+            each if i in kept and i != engine.written else None for i, each in enumerate(operands)
+        ])  # fmt: skip
         ctx.save_for_backward(*operands, result.size, *result.pieces)
         ctx.mark_non_differentiable(*result.statistics)
         return result.loss, *result.statistics
@@ -209,7 +213,9 @@ class _FusedLoss(torch.autograd.Function):
         refuse_second_derivatives(engine.what, engine.instead)
         n = ctx.n_operands
         saved = ctx.saved_tensors
-        operands, size, pieces = saved[:n], saved[n], saved[n + 1 :]
+        operands, size, pieces = list(saved[:n]), saved[n], saved[n + 1 :]
+        if engine.written is not None:
+            operands[engine.written] = ctx.written
         factor: Tensor | None = grad
         # In place where nothing needs the pieces again: a second gradient of the weight may be
         # more than the device can hold.

@@ -151,6 +151,7 @@ class _RowsEngine(Engine):
     name = "linear_loss"
     schema = "str loss, float[] numbers, int? ignore_index, str chunk_rows, bool into_weight_grad"
     n_constants = 4
+    written = 6
     instead = "a loss on scores, such as lastlayer.entmax_loss or torch's cross_entropy"
 
     def statistics(self, options: tuple[Any, ...]) -> int:
@@ -485,7 +486,7 @@ def _check_row_weight(row_weight: Any, target: Tensor) -> None:
             f"row_weight: expected the shape of target, {tuple(target.shape)}, got "
             f"{tuple(row_weight.shape)}"
         )
-    check_device("row_weight", row_weight, target, "target")
+    check_device("row_weight", row_weight, target)
 
 
 def _check_weight_grad(weight_grad: Any, weight: Tensor) -> None:
@@ -508,7 +509,7 @@ def _check_weight_grad(weight_grad: Any, weight: Tensor) -> None:
             f"weight_grad: expected shape {tuple(weight.shape)} with rows that are contiguous and "
             f"do not overlap, got {tuple(weight_grad.shape)} with strides {strides}"
         )
-    check_device("weight_grad", weight_grad, weight, "weight")
+    check_device("weight_grad", weight_grad, weight)
     if weight_grad is weight or (
         is_eager(weight) and weight_grad.numel() and weight_grad.data_ptr() == weight.data_ptr()
     ):

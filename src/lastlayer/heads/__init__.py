@@ -21,6 +21,7 @@ from lastlayer.heads.linear import EntmaxHead, FullSoftmax, TopKSoftmaxHead
 from lastlayer.heads.multi_label import MultiLabel
 from lastlayer.heads.negative_sampling import NegativeSampling
 from lastlayer.heads.noise_contrastive import NoiseContrastive
+from lastlayer.heads.recipes import ClassData, Recipe, registered
 from lastlayer.heads.sampled_softmax import SampledSoftmax
 from lastlayer.heads.self_normalized import Drift, SelfNormalized
 
@@ -30,6 +31,7 @@ __all__ = [
     "AdaptiveSoftmax",
     "Audit",
     "CharCNNSoftmax",
+    "ClassData",
     "Cost",
     "DifferentiatedSoftmax",
     "Drift",
@@ -47,6 +49,7 @@ __all__ = [
     "NoiseContrastive",
     "PartialSoftmax",
     "Partition",
+    "Recipe",
     "SampledSoftmax",
     "SelfNormalized",
     "Span",
@@ -56,5 +59,6 @@ __all__ = [
     "bands_from_counts",
     "cutoffs_from_counts",
     "in_batch_softmax_loss",
+    "registered",
     "target_partitions",
 ]

@@ -28,6 +28,7 @@ from lastlayer._torch import (
 )
 from lastlayer.fused.budget import row_chunks
 from lastlayer.fused.recompute import in_chunks
+from lastlayer.heads.recipes import Recipe
 
 _CONFIG, _STATE = "config.json", "model.safetensors"
 # Numbers held for each log-probability, itself included: of top_classes, whose keys and what they
@@ -65,6 +66,8 @@ class Head(torch.nn.Module, ABC):
             an attribute and can be changed at any time.
     """
 
+    recipes: tuple[Recipe, ...] = ()
+    """How the lab and the benchmarks make such a head from data."""
     chunk_rows: int | str = "auto"
 
     def __init__(
@@ -254,13 +257,15 @@ class Head(torch.nn.Module, ABC):
     def extra_repr(self) -> str:
         """What the constructor takes by position, and options that are not as by default."""
         taken = inspect.signature(type(self)).parameters
-        return ", ".join(
-            f"{name}={value!r}"
-            for name, value in self.config().items()
-            if name not in taken
-            or taken[name].kind is not inspect.Parameter.KEYWORD_ONLY
-            or (taken[name].default is not value and not _equal(taken[name].default, value))
-        )
+        shown = []
+        for name, value in self.config().items():
+            known = taken.get(name)
+            by_name = known is not None and known.kind is inspect.Parameter.KEYWORD_ONLY
+            if isinstance(value, Tensor):
+                shown.append(f"{name}=<{tuple(value.shape)}>")
+            elif not by_name or known is None or known.default != value:
+                shown.append(f"{name}={value!r}")
+        return ", ".join(shown)
 
     def _check_hidden(self, hidden: Any) -> None:
         """Hidden states of the head's width, on its device and in its dtype."""
@@ -462,12 +467,6 @@ def log_softmax(scores: Tensor) -> Tensor:
         return torch.log_softmax(scores, -1)
     made = torch.log_softmax(scores.masked_fill(masked, 0.0), -1)
     return made.masked_fill(masked, -torch.inf)
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return isinstance(left, Tensor) and isinstance(right, Tensor) and torch.equal(left, right)
-    return bool(left == right)
 
 
 def _class_named(name: str, cls: type[Any], folder: Path) -> type[Any]:

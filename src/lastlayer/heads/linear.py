@@ -23,6 +23,7 @@ from lastlayer.heads.base import (
     log_softmax,
     top_classes,
 )
+from lastlayer.heads.recipes import Recipe
 from lastlayer.maps.entmax import entmax
 
 
@@ -276,6 +277,8 @@ class FullSoftmax(LinearHead):
         >>> tied = FullSoftmax.from_linear(torch.nn.Embedding(1000, 16))
     """
 
+    recipes = (Recipe("full", "softmax over all classes, fused", compared=("full",), rank=10),)
+
     def __init__(
         self,
         in_features: int,
@@ -357,6 +360,11 @@ class EntmaxHead(LinearHead):
         tensor([0.7500, 0.2500, 0.0000], grad_fn=<ExpBackward0>)
     """
 
+    recipes = (
+        Recipe("entmax", "entmax: most probabilities exactly 0", compared=("entmax",), rank=11),
+        Recipe("sparsemax", "entmax with α = 2", fixed={"alpha": 2.0}, rank=12),
+    )
+
     def __init__(
         self,
         in_features: int,
@@ -419,6 +427,7 @@ class TopKSoftmaxHead(LinearHead):
         tensor([10, 10, 10, 10])
     """
 
+    recipes = (Recipe("topk", "softmax over the k best classes", defaults={"k": 100}, rank=13),)
     _copies = TOP_COPIES + 2.0
 
     def __init__(

@@ -18,6 +18,7 @@ from lastlayer._torch import (
 from lastlayer.fused import linear_cross_entropy, linear_statistics
 from lastlayer.heads._recomputed import Steps
 from lastlayer.heads.linear import LinearHead, LinearOptions
+from lastlayer.heads.recipes import Recipe
 from lastlayer.kernels.philox import words
 
 
@@ -137,6 +138,7 @@ class SelfNormalized(LinearHead):
         Vocabulary Neural Language Models, ACL 2016, arXiv:1512.04906.
     """
 
+    recipes = (Recipe("self_normalized", "softmax whose log Z is near 0", rank=14),)
     rng_counter: Tensor
 
     def __init__(

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lastlayer.lab._fill import Needs
+from lastlayer.heads.recipes import ClassData
 from lastlayer.lab._plan_costs import zipf_shares
 from lastlayer.lab.feeding import PADDING, Batch, Feed
 
@@ -42,14 +42,14 @@ class Problem:
         device: where it is.
     """
 
-    needs: Needs
+    needs: ClassData
     shape: tuple[int, ...]
     lengths: NDArray[np.int64] | None
     device: torch.device
-    _made: dict[int, Needs] = field(default_factory=dict, repr=False)
+    _made: dict[int, ClassData] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, needs: Needs, feed: Feed, task: str, device: torch.device) -> "Problem":
+    def of(cls, needs: ClassData, feed: Feed, task: str, device: torch.device) -> "Problem":
         """With steps as the feed has them."""
         target = feed.batch(0, 0).target.cpu().numpy()
         lengths = (target != PADDING).sum(1) if task == "multilabel" else None
@@ -60,13 +60,13 @@ class Problem:
         """Of a step."""
         return self.shape[0] if self.lengths is not None else int(np.prod(self.shape))
 
-    def at(self, classes: int) -> Needs:
+    def at(self, classes: int) -> ClassData:
         """What heads are made from at so many classes."""
         if classes not in self._made:
             total = max(int(self.needs.counts.sum()), classes)
             counts = np.maximum(total * zipf_shares(classes), 1).astype(np.int64)
             words = words_for(self.needs.spellings, classes)
-            self._made[classes] = Needs(self.needs.in_features, counts, words)
+            self._made[classes] = ClassData(self.needs.in_features, counts, words)
         return self._made[classes]
 
     def body(self) -> GivenStates:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from lastlayer.heads.recipes import ClassData
 from lastlayer.lab import environment
-from lastlayer.lab._fill import Needs
 from lastlayer.lab.costs import measure_costs
 from lastlayer.lab.data import LabelData, SparseRows, TextData
 from lastlayer.lab.errors import LabError
@@ -127,7 +127,7 @@ def _prepare(
     data = read_data(settled)
     feed, model = _feed(data, settled, device)
     names = data.vocabulary.tokens if isinstance(data, TextData) else data.label_names
-    needs = Needs(settled.width, np.asarray(data.counts), names)
+    needs = ClassData(settled.width, np.asarray(data.counts), names)
     check_space(out, _bytes_needed(specs, len(settled.seeds), model, needs))
     record = frozen_record(settled, specs, data, feed, model, device, options)
     write_once(out, record, data)
@@ -195,7 +195,7 @@ def _explored(
     return []
 
 
-def _bytes_needed(specs: list[HeadSpec], seeds: int, model: ModelSettings, needs: Needs) -> int:
+def _bytes_needed(specs: list[HeadSpec], seeds: int, model: ModelSettings, needs: ClassData) -> int:
     """Of all models and of the largest checkpoint. It builds every head once: bad values show."""
     try:
         of_body = sum(each.numel() for each in build_body(model).parameters())

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lastlayer.lab._fill import Needs
+from lastlayer.heads.recipes import ClassData
 from lastlayer.lab.budget import Budget, Schedule
 from lastlayer.lab.checkpoint import Progress, save_tensors
 from lastlayer.lab.feeding import Feed
@@ -64,7 +64,7 @@ class Bench:
 
     out: Path
     model: ModelSettings
-    needs: Needs
+    needs: ClassData
     feed: Feed
     judge: Judge
     explore: Callable[[nn.Module, nn.Module], list[dict[str, Any]]]

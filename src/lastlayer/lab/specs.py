@@ -1,7 +1,8 @@
 """Specs of heads: ``adaptive:cutoffs=2000,10000`` is the head's own constructor.
 
-The name is one of :data:`CATALOGUE`, or a class of yours as ``mymodule:MyHead`` with arguments
-after another colon. What a constructor needs from the data is filled in.
+The name is one that a head registers (:func:`lastlayer.heads.registered`), or a class of yours as
+``mymodule:MyHead`` with arguments after another colon. What a constructor needs from the data is
+filled in.
 """
 
 import difflib
@@ -13,8 +14,8 @@ from typing import Any
 from torch.nn import Module
 
 from lastlayer.heads import Head
-from lastlayer.lab._catalogue import CATALOGUE, Family, defaults_for
-from lastlayer.lab._fill import Needs
+from lastlayer.heads.recipes import ClassData, Recipe, registered
+from lastlayer.lab._catalogue import REST
 from lastlayer.lab._importing import import_from_here
 from lastlayer.lab._values import parse_value, type_words
 from lastlayer.lab.errors import SpecError
@@ -26,6 +27,34 @@ _DECIDED = frozenset(
         "reduction", "device", "dtype", "seed", "per_rank", "loss_options", "calibrator",
     }
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A recipe with the class of its head."""
+
+    cls: type[Head]
+    recipe: Recipe
+    tasks: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """In specs."""
+        return self.recipe.name
+
+
+def catalogue() -> dict[str, Family]:
+    """Every family of heads that the lab can compare, by name."""
+    rest = {recipe.name: (cls, recipe) for cls, recipe in REST}
+    found = {**registered(), **rest}
+    order = sorted(found.items(), key=lambda item: item[1][1].rank)
+    return {name: Family(cls, recipe, (recipe.task,)) for name, (cls, recipe) in order}
+
+
+def defaults_for(task: str) -> list[str]:
+    """Specs of a good selection: one of every family that suits the task."""
+    families = catalogue().values()
+    return [spec for each in families if task in each.tasks for spec in each.recipe.compared]
 
 
 @dataclass(frozen=True)
@@ -47,10 +76,10 @@ class HeadSpec:
     arguments: dict[str, Any]
     made_by: Family = field(repr=False, compare=False)
 
-    def build(self, needs: Needs) -> Module:
+    def build(self, needs: ClassData) -> Module:
         """The head, on the CPU; its numbers depend on the state of torch's generator alone."""
         try:
-            return self.made_by.build(needs, self.arguments)
+            return self.made_by.recipe.build(self.made_by.cls, needs, self.arguments)
         except (ValueError, TypeError) as error:
             raise SpecError(f"--head {self.text}: {error}") from error
 
@@ -68,15 +97,16 @@ class HeadSpec:
 def parse_spec(text: str, *, task: str = "lm") -> HeadSpec:
     """A spec from its text; mistakes name what is valid and what is nearest."""
     name, colon, rest = text.strip().partition(":")
-    known = CATALOGUE.get(name)
+    families = catalogue()
+    known = families.get(name)
     if known is None and colon and not re.match(r"\w+=", rest):
         family, rest = _of_user(text, name, rest)
     elif known is None:
-        raise SpecError(f"--head {text}: {_unknown(name, sorted(CATALOGUE), 'head')}")
+        raise SpecError(f"--head {text}: {_unknown(name, sorted(families), 'head')}")
     else:
         family = known
     if task not in family.tasks:
-        fitting = ", ".join(n for n, each in CATALOGUE.items() if task in each.tasks)
+        fitting = ", ".join(n for n, each in families.items() if task in each.tasks)
         raise SpecError(
             f"--head {text}: expected a head for --task {task}, got one for "
             f"{' and '.join(family.tasks)}; for {task} there are {fitting}"
@@ -137,14 +167,14 @@ def _arguments(text: str, family: Family, rest: str) -> dict[str, Any]:
 
 def _valid(family: Family) -> dict[str, Any]:
     """The arguments that a person may give, with what their values are."""
-    taken = inspect.signature(family.cls()).parameters
+    taken = inspect.signature(family.cls).parameters
     own = {
         name: each.annotation
         for name, each in taken.items()
-        if name not in _DECIDED | family.fixed.keys() | family.filled
+        if name not in _DECIDED | family.recipe.fixed.keys() | family.recipe.filled
         and each.kind != each.VAR_KEYWORD
     }
-    return {**family.extra, **own}
+    return {**family.recipe.extra, **own}
 
 
 def _listed(family: Family) -> str:
@@ -165,14 +195,14 @@ def _of_user(text: str, module: str, rest: str) -> tuple[Family, str]:
     """A class of the user's, from a module on the path or in this folder."""
     name, _, arguments = rest.partition(":")
     if not all(part.isidentifier() for part in module.split(".")):
-        raise SpecError(f"--head {text}: {_unknown(module, sorted(CATALOGUE), 'head')}")
+        raise SpecError(f"--head {text}: {_unknown(module, sorted(catalogue()), 'head')}")
     try:
         imported = import_from_here(module)
     except SyntaxError as error:
         where = f"{error.filename}:{error.lineno}"
         raise SpecError(f"--head {text}: cannot import {module}: {where}: {error.msg}") from error
     except ImportError as error:
-        known = _unknown(module, sorted(CATALOGUE), "head")
+        known = _unknown(module, sorted(catalogue()), "head")
         raise SpecError(f"--head {text}: cannot import {module}: {error}; {known}") from error
     made = getattr(imported, name, None)
     if made is None:
@@ -185,7 +215,7 @@ def _of_user(text: str, module: str, rest: str) -> tuple[Family, str]:
         raise SpecError(
             f"--head {text}: expected a class that derives from lastlayer.heads.Head, got {made!r}"
         )
-    return Family(f"{module}:{name}", lambda: made, tasks=("lm", "multilabel")), arguments
+    return Family(made, Recipe(f"{module}:{name}"), ("lm", "multilabel")), arguments
 
 
 def _is_head(made: Any) -> bool:

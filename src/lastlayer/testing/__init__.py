@@ -4,12 +4,11 @@ Each suite draws fresh inputs, raises ``AssertionError`` at the first rule that 
 which rule, on which input, by how much and with which seed.
 """
 
-from lastlayer.testing._heads import check_head
-from lastlayer.testing._losses import check_loss
-from lastlayer.testing._maps import check_map
-from lastlayer.testing._multilabel import check_multilabel_loss
-from lastlayer.testing._multilabel_heads import check_multilabel_head
-from lastlayer.testing._samplers import check_sampler
+from lastlayer.testing.heads import check_head
+from lastlayer.testing.losses import check_loss
+from lastlayer.testing.maps import check_map
+from lastlayer.testing.multilabel import check_multilabel_head, check_multilabel_loss
+from lastlayer.testing.samplers import check_sampler
 
 __all__ = [
     "check_head",

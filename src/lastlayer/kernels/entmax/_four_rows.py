@@ -135,23 +135,26 @@ def _write(x, four, out, row, threshold, total, weight, kind):
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def backward_row(probs, grad, out, row, kind):
     """The Jacobian at a short row times its gradient, for kinds 1, 2 and 3 (softmax)."""
-    zero, one = probs.dtype.type(0), probs.dtype.type(1)
-    large = probs.dtype.type(1e30)
+    zero = probs.dtype.type(0)
     n = probs.shape[1]
+    # This loop only reads. One that also writes is vectorised only where its arrays lie far enough
+    # apart: the order of its sums, and with it the last bit, would depend on addresses.
     total, product = zero, zero
     for i in range(n):
-        share = probs[row, i]
-        if kind == 1:
-            # 1 on the support, as above; the second term hands a NaN on.
-            slope = min(share * large, one) + share * zero
-        elif kind == 2:
-            slope = math.sqrt(share)
-        else:
-            slope = share
-        out[row, i] = slope
+        slope = _slope(probs[row, i], kind)
         total += slope
         product += slope * grad[row, i]
     mean = product / total if total != zero else zero
     for i in range(n):
-        slope = out[row, i]
+        slope = _slope(probs[row, i], kind)
         out[row, i] = slope * (grad[row, i] - mean) if slope != zero else zero
+
+
+@njit(nogil=True, forceinline=True, fastmath=_FAST, error_model="numpy")
+def _slope(share, kind):
+    """``p ** (2 - alpha)``, 0 outside the support."""
+    zero, one, large = type(share)(0), type(share)(1), type(share)(1e30)
+    if kind == 1:
+        # 1 on the support, as above; the second term hands a NaN on.
+        return min(share * large, one) + share * zero
+    return math.sqrt(share) if kind == 2 else share

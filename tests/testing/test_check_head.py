@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from lastlayer.heads import Entmax, FullSoftmax, Head, TopK, TopKSoftmax
+from lastlayer.heads import EntmaxHead, FullSoftmax, Head, TopK, TopKSoftmaxHead
 from lastlayer.testing import check_head
 
 quick = partial(check_head, compile=False, dtypes=(torch.float32, torch.float64))
@@ -126,7 +126,7 @@ class DeafToTheGenerator(Minimal):
         return super().sample(hidden, n_samples)
 
 
-class OutsideTheSupport(Entmax):
+class OutsideTheSupport(EntmaxHead):
     def sample(self, hidden, n_samples=1, *, generator=None):
         softmax = FullSoftmax.from_linear(self.to_linear())
         return softmax.sample(hidden, n_samples, generator=generator)
@@ -338,7 +338,7 @@ def test_draws_outside_the_support_are_told(seed):
 
 
 def test_a_loss_that_is_no_likelihood_is_told(seed):
-    for head in (FullSoftmax(6, 17, label_smoothing=0.1), TopKSoftmax(6, 17, 4)):
+    for head in (FullSoftmax(6, 17, label_smoothing=0.1), TopKSoftmaxHead(6, 17, 4)):
         with pytest.raises(AssertionError, match="the loss is minus log_prob of the target"):
             quick(head, seed=seed)
 

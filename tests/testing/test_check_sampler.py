@@ -7,8 +7,8 @@ import torch
 
 from lastlayer import samplers
 from lastlayer.samplers._counters import uniforms
-from lastlayer.testing._samplers import check_sampler
-from lastlayer.testing._samplers_suite import LEAST_EXPECTED, pooled
+from lastlayer.testing import check_sampler
+from lastlayer.testing.suite import LEAST_EXPECTED, pooled
 
 
 class Rounded(samplers.LogUniform):

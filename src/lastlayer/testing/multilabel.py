@@ -1,0 +1,378 @@
+"""check_multilabel_loss and check_multilabel_head: the rules where rows have several labels."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lastlayer.testing import head_rules, losses
+from lastlayer.testing.head_rules import HeadSuite
+from lastlayer.testing.losses import CLASSES, LossSuite
+from lastlayer.testing.suite import FLOATING, fresh_seed
+
+# Labels listed for a row, some of them twice and some padding.
+LISTED = 4
+
+
+@dataclass(kw_only=True)
+class MultiLabelLossSuite(LossSuite):
+    """A loss of scores and labels of the same shape, and what is asked of it."""
+
+    soft: bool
+    autocast_tolerance = 1e-5, 1e-5
+    empty_shapes = (0, CLASSES), (3, 0)
+
+    def labels(self, *shape: int) -> Tensor:
+        """Labels 0 and 1; each row has both."""
+        drawn = self.integers(2, *shape)
+        drawn[..., :1], drawn[..., 1:2] = 1, 0
+        return drawn
+
+    def targets(self, scores: Tensor) -> list[Tensor]:
+        """Hard labels, and soft ones with some 0 and 1 among them."""
+        hard = self.labels(*scores.shape)
+        if not self.soft:
+            return [hard]
+        between = torch.sigmoid(self.normal(*scores.shape)).to(scores.dtype)
+        return [hard, torch.where(self.integers(2, *scores.shape) == 0, hard.to(between), between)]
+
+    def masks(self, scores: Tensor) -> dict[str, Tensor]:
+        return {"mask": self.integers(3, *scores.shape) > 0}
+
+
+class MultiLabelHeadSuite(HeadSuite):
+    """A head whose targets are padded lists, ``(*batch, 4)``."""
+
+    def targets(self, *batch: int) -> Tensor:
+        """Lists with at least one label each, with padding and with duplicates."""
+        lists = self.integers(self.n_classes, *batch, LISTED)
+        lists[..., 1] = lists[..., 0]
+        lists[..., 2] = self.padding
+        return lists
+
+    def all_targets(self) -> Tensor:
+        """A list for each label."""
+        ids = torch.arange(self.n_classes, device=self.device).unsqueeze(-1)
+        return torch.cat([ids, ids.new_full((len(ids), LISTED - 1), self.padding)], -1)
+
+    def calls(self, head: Any) -> dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]]:
+        return {
+            **super().calls(head),
+            "probability": ((self.n_classes,), head.probability),
+            "predict": ((0,), head.predict),
+        }
+
+    @property
+    def padding(self) -> int:
+        return int(self.given.ignore_index)
+
+
+def check_multilabel_loss(
+    loss: Callable[..., Tensor],
+    *,
+    dtypes: tuple[torch.dtype, ...] = FLOATING,
+    soft: bool = True,
+    convex: bool = True,
+    derivatives: bool = True,
+    compile: str | Literal[False] = "aot_eager",  # noqa: A002 — reads well in a call
+    vmap: bool = True,
+    device: str | torch.device = "cpu",
+    seed: int | None = None,
+) -> None:
+    """Check that a loss keeps the rules of a loss of scores and labels of the same shape.
+
+    Always checked: float32 comes out, or float64 from float64; labels may be bool, integers or
+    floating; the loss is never negative; classes may come in any order; reductions and batch
+    dimensions agree; a class that the mask leaves out has no part, whatever its score (-1e4, -inf,
+    NaN) or label; a row of which nothing is left has loss and gradient 0 and does not count in
+    the mean; a score of -inf costs nothing where the label is 0, and +inf where it is 1; scores of
+    any size give the loss that they give in float64; a NaN stays in its own row; an empty batch
+    has loss 0; autocast changes nothing.
+
+    Args:
+        loss: ``loss(scores, target, mask=, reduction=)`` for scores ``(*batch, n)``.
+        dtypes: what the loss accepts; without float64 derivatives are not checked.
+        soft: labels may lie between 0 and 1.
+        convex: the loss is convex in the scores.
+        derivatives: ``gradcheck`` and ``gradgradcheck`` in float64.
+        compile: the backend for ``torch.compile(fullgraph=True)`` with gradient; False where the
+            loss cannot be compiled. Compiled code that is cached in this process is dropped.
+        vmap: the loss works under ``torch.func.vmap`` and ``torch.func.grad``.
+        device: where to run.
+        seed: repeats the inputs of an earlier run; fresh ones otherwise.
+
+    Raises:
+        AssertionError: names the rule that is broken, the input, the numbers and the seed.
+
+    Example:
+        >>> import torch, lastlayer
+        >>> from lastlayer.testing import check_multilabel_loss
+        >>> check_multilabel_loss(lastlayer.zlpr_loss, compile=False)
+    """
+    suite = MultiLabelLossSuite(
+        seed=fresh_seed(seed),
+        device=torch.device(device),
+        dtypes=dtypes,
+        backend=compile or "",
+        loss=loss,
+        soft=soft,
+    )
+    exact = derivatives and torch.float64 in dtypes
+    suite.hold(
+        losses.the_dtype_is_float32_or_float64,
+        labels_may_have_any_dtype,
+        losses.it_is_never_negative,
+        *([losses.it_is_convex] if convex else []),
+        classes_may_come_in_any_order,
+        losses.reductions_agree,
+        masked_classes_have_no_part,
+        rows_of_which_nothing_is_left_do_not_count,
+        a_score_of_minus_infinity_is_legal,
+        scores_of_any_size_are_right,
+        losses.a_nan_stays_in_its_row,
+        losses.an_empty_batch_works,
+        losses.autocast_works,
+        *([losses.the_derivatives_are_right] if exact else []),
+        *([losses.vmap_is_a_loop] if vmap else []),
+        *([losses.compiling_changes_nothing] if compile else []),
+    )
+
+
+def check_multilabel_head(
+    head: torch.nn.Module | Callable[[], torch.nn.Module],
+    *,
+    dtypes: tuple[torch.dtype, ...] = FLOATING,
+    gradients: bool = True,
+    save: bool = True,
+    compile: str | Literal[False] = "aot_eager",  # noqa: A002 — reads well in a call
+    device: str | torch.device = "cpu",
+    seed: int | None = None,
+) -> None:
+    """Check that a module keeps the contract of :class:`lastlayer.heads.MultiLabel`.
+
+    Always checked: log-probabilities are at most 0, and for chosen labels the gathered ones;
+    ``probability`` exponentiates them; ``topk`` is a sort; ``predict`` gives ascending lists, none
+    of them with a label that is less probable than one that was left out, in the form that the
+    loss takes; padding and duplicates change nothing, and lists in CSR are the same as padded
+    ones; autocast works; and the rules of :func:`check_head` that are not about one class.
+
+    Args:
+        head: the module, which is copied and left alone, or a function that makes one. It has
+            the attributes ``in_features``, ``n_classes``, ``ignore_index`` and ``reduction``. A
+            few dozen labels make the sharpest test.
+        dtypes: what the head accepts; without float64 gradients are not checked.
+        gradients: the gradient of the loss by hidden and by each parameter is its slope.
+        save: ``save`` and ``load`` work, and ``cls(**head.config())`` makes the same head. False
+            for a module that is no ``Head``.
+        compile: the backend for ``torch.compile(fullgraph=True)`` with gradient; False where the
+            head cannot be compiled. Compiled code that is cached in this process is dropped.
+        device: where to run.
+        seed: repeats the inputs of an earlier run; fresh ones otherwise.
+
+    Raises:
+        AssertionError: names the rule that is broken, the input, the numbers and the seed.
+
+    Example:
+        >>> from lastlayer.heads.multi_label import MultiLabel
+        >>> check_multilabel_head(MultiLabel(8, 20), compile=False)
+    """
+    suite = MultiLabelHeadSuite(
+        seed=fresh_seed(seed),
+        device=torch.device(device),
+        dtypes=dtypes,
+        backend=compile or "",
+        given=head,
+    )
+    exact = gradients and torch.float64 in dtypes
+    suite.hold(
+        head_rules.it_says_what_it_is,
+        head_rules.log_prob_has_the_promised_form,
+        probabilities_are_probabilities,
+        head_rules.chosen_classes_are_the_gathered_ones,
+        head_rules.topk_is_a_sort,
+        predicted_lists_are_the_most_probable_labels,
+        padding_and_duplicates_count_for_nothing,
+        csr_is_the_same_as_padded,
+        head_rules.reductions_agree,
+        head_rules.targets_may_have_any_integer_dtype,
+        head_rules.batch_dimensions_do_not_matter,
+        head_rules.an_empty_batch_works,
+        head_rules.a_nan_stays_in_its_row,
+        head_rules.a_masked_row_has_log_prob_minus_infinity,
+        head_rules.half_precision_keeps_to_float64,
+        head_rules.nothing_is_left_to_chance_in_eval,
+        head_rules.a_pass_without_gradients_changes_nothing,
+        head_rules.every_parameter_gets_a_gradient,
+        *([head_rules.the_gradient_is_right] if exact else []),
+        *([head_rules.the_gradient_of_log_prob_is_right] if exact else []),
+        head_rules.backward_can_be_repeated,
+        head_rules.changes_before_backward_are_noticed,
+        head_rules.a_checkpoint_changes_nothing,
+        head_rules.a_state_dict_is_all_it_takes,
+        head_rules.a_copy_stands_alone,
+        *([head_rules.a_config_makes_the_same_head] if save else []),
+        *([head_rules.saving_and_loading_change_nothing] if save else []),
+        head_rules.hidden_classes_and_k_are_checked,
+        labels_and_offsets_are_checked,
+        head_rules.other_reductions_are_refused,
+        head_rules.autocast_works,
+        *([head_rules.compiling_changes_nothing] if compile else []),
+    )
+
+
+def labels_may_have_any_dtype(suite: MultiLabelLossSuite) -> None:
+    scores, target = suite.scores(4, CLASSES), suite.labels(4, CLASSES)
+    expected = suite.losses(scores, target)
+    for dtype in (torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16):
+        rule = f"labels of {dtype} are those of int64"
+        suite.close(rule, suite.losses(scores, target.to(dtype)), expected, suite.same, scores)
+
+
+def classes_may_come_in_any_order(suite: MultiLabelLossSuite) -> None:
+    scores, order = suite.scores(4, CLASSES), suite.permutation(CLASSES)
+    for target in suite.targets(scores):
+        moved = suite.losses(scores[:, order], target[:, order])
+        rule = "classes may come in any order"
+        suite.close(rule, moved, suite.losses(scores, target), suite.same, scores)
+
+
+def masked_classes_have_no_part(suite: MultiLabelLossSuite) -> None:
+    mask = torch.ones(CLASSES, dtype=torch.bool, device=suite.device)
+    mask[[2, 5]] = False
+    odd = (-1e4, 1e4, -1e12, -math.inf, math.inf, math.nan)
+    for dtype in suite.dtypes:
+        clean = suite.scores(4, CLASSES, dtype=dtype)
+        for target in suite.targets(clean):
+            expected = suite.losses(clean[:, mask], target[:, mask])
+            right = suite.gradient(clean[:, mask], target[:, mask])
+            for score, label in [(score, label) for score in odd for label in (0, 1)]:
+                scores, labels = clean.clone(), target.clone()
+                scores[:, ~mask], labels[:, ~mask] = score, label
+                rule = f"a masked class with score {score:g} and label {label} has no part"
+                for shown in (mask, mask.expand_as(scores)):
+                    found = suite.losses(scores, labels, mask=shown)
+                    suite.close(rule, found, expected, 1e-5, scores)
+                gradient = suite.gradient(scores, labels, mask=mask)
+                suite.close(f"{rule}: gradient", gradient[:, mask], right, 1e-2, scores)
+                suite.zero(f"{rule}: its own", gradient[:, ~mask], scores)
+
+
+def rows_of_which_nothing_is_left_do_not_count(suite: MultiLabelLossSuite) -> None:
+    scores = suite.scores(4, CLASSES)
+    scores[1], scores[2] = math.nan, -math.inf
+    mask = torch.tensor([True, False, False, True], device=suite.device).unsqueeze(-1)
+    for target in suite.targets(scores):
+        found = suite.losses(scores, target, mask=mask)
+        suite.zero("a row that is masked has loss 0", found[1:3], scores)
+        mean = suite.losses(scores, target, "mean", mask=mask)
+        rule = "the mean is over rows that have a class that counts"
+        suite.close(rule, mean, found.sum() / 2, 1e-6, scores)
+        gradient = suite.gradient(scores, target, mask=mask)[1:3]
+        suite.zero("a row that is masked has gradient 0", gradient, scores)
+        for reduction in ("mean", "sum"):
+            loss = suite.losses(scores, target, reduction, mask=torch.zeros_like(mask))
+            suite.zero(f"reduction={reduction!r} is 0 where all is masked", loss, scores)
+
+
+def a_score_of_minus_infinity_is_legal(suite: MultiLabelLossSuite) -> None:
+    kept = torch.arange(CLASSES, device=suite.device) != 1
+    rule = "a score of -inf"
+    for dtype in suite.dtypes:
+        scores, target = suite.scores(4, CLASSES, dtype=dtype), suite.labels(4, CLASSES)
+        scores[:, 1] = -math.inf
+        found, expected = (
+            suite.losses(scores, target),
+            suite.losses(scores[:, kept], target[:, kept]),
+        )
+        suite.close(f"{rule} costs nothing where the label is 0", found, expected, 1e-5, scores)
+        gradient = suite.gradient(scores, target)
+        finite = gradient.isfinite()
+        suite.require(f"{rule} leaves the gradient finite", finite, "it is not", scores)
+        suite.zero(f"{rule} has gradient 0 where the label is 0", gradient[:, 1], scores)
+        scores[2, 0] = -math.inf
+        found = suite.losses(scores, target)
+        suite.close(f"{rule} costs +inf where the label is 1", found[2], math.inf, 0.0, scores)
+        others = found[[0, 1, 3]].isfinite()
+        suite.require(f"{rule} leaves other rows alone", others, "not finite", scores)
+
+
+def scores_of_any_size_are_right(suite: MultiLabelLossSuite) -> None:
+    for dtype in suite.dtypes if torch.float64 in suite.dtypes else ():
+        for size in (1e-3, 30.0, 1e3, 3e4):
+            scores = (size * suite.normal(6, CLASSES)).clamp(-6e4, 6e4).to(dtype)
+            for target in suite.targets(scores):
+                for name, function, part in (
+                    ("loss", suite.losses, 1e-5),
+                    ("gradient", suite.gradient, 1e-2),
+                ):
+                    found, truth = function(scores, target), function(scores.double(), target)
+                    tolerance = part * truth.abs().max().clamp(min=1.0).item()
+                    rule = f"{dtype} scores of the size {size:g} have the {name} of float64"
+                    suite.close(rule, found, truth, tolerance, scores)
+
+
+def probabilities_are_probabilities(suite: HeadSuite) -> None:
+    for dtype in suite.dtypes:
+        head = suite.head(dtype)
+        for scale in (0.01, 1.0, 20.0):
+            hidden = suite.hidden(5, dtype=dtype, scale=scale)
+            log_prob = head.log_prob(hidden).detach()
+            highest = f"got {log_prob.max():g}"
+            suite.require("log_prob is at most 0", (log_prob <= 0).all(-1), highest, hidden)
+            probs = head.probability(hidden)
+            suite.close("probability is exp(log_prob)", probs, log_prob.exp(), suite.same, hidden)
+
+
+def predicted_lists_are_the_most_probable_labels(suite: MultiLabelHeadSuite) -> None:
+    head, hidden = suite.head(), suite.hidden(2, 3, scale=3.0)
+    lists = head.predict(hidden)
+    rule = "predict gives lists of class ids, (*batch, m)"
+    suite.typed(rule, lists, torch.int64, (2, 3, lists.shape[-1]), hidden)
+    log_prob = head.log_prob(hidden).detach().reshape(6, -1)
+    for row, labels in enumerate(lists.reshape(6, -1).tolist()):
+        chosen = [label for label in labels if label != suite.padding]
+        rule = "a list is ascending, with padding behind it"
+        in_order = chosen == sorted(set(chosen)) and labels[: len(chosen)] == chosen
+        suite.require(rule, in_order, f"got {labels}", hidden)
+        rest = log_prob[row].clone()
+        rest[chosen] = -math.inf
+        least = min((log_prob[row, label].item() for label in chosen), default=0.0)
+        rule = "no label is left out that is more probable than a predicted one"
+        suite.require(rule, rest.max().item() <= least, f"got {labels}", hidden)
+    rule = "the loss takes the lists that predict gives"
+    loss = suite.runs(rule, hidden, suite.loss, head, hidden, lists)
+    suite.require(rule, loss.isfinite(), f"got {loss:g}", hidden)
+
+
+def padding_and_duplicates_count_for_nothing(suite: MultiLabelHeadSuite) -> None:
+    head, hidden, lists = suite.head(reduction="none"), suite.hidden(6), suite.targets(6)
+    padding = torch.full_like(lists[:, :2], suite.padding)
+    found = suite.loss(head, hidden, torch.cat([padding, lists.flip(-1), lists], -1))
+    expected = suite.loss(head, hidden, lists)
+    suite.close("padding and duplicates change nothing", found, expected, suite.same, hidden)
+
+
+def csr_is_the_same_as_padded(suite: MultiLabelHeadSuite) -> None:
+    head, hidden, lists = suite.head(reduction="none"), suite.hidden(6), suite.targets(6)
+    kept = lists != suite.padding
+    offsets = torch.nn.functional.pad(kept.sum(-1).cumsum(0), (1, 0))
+    rule = "lists one after the other with offsets are the same as padded ones"
+    found = suite.runs(rule, hidden, head, hidden, lists[kept], offsets)
+    suite.close(rule, found, suite.loss(head, hidden, lists), suite.same, hidden)
+
+
+def labels_and_offsets_are_checked(suite: HeadSuite) -> None:
+    head, hidden, lists = suite.head(), suite.hidden(2, 3), suite.targets(2, 3)
+    n = suite.n_classes
+    for what, given in {
+        f"a label of {n}": torch.full_like(lists, n),
+        "lists of another batch": lists[:, :2],
+        "lists that are no tensor": lists.tolist(),
+        "0/1 labels": torch.zeros_like(lists, dtype=torch.bool),
+    }.items():
+        suite.refused("positives", what, head, hidden, given)
+    wrong = torch.zeros(3, dtype=torch.int64, device=suite.device)
+    suite.refused("offsets", "offsets of another length", head, hidden, wrong, wrong)
