@@ -96,7 +96,7 @@ class Sampler(torch.nn.Module, ABC):
         Returns:
             Class ids, int64 ``(n,)``; with a context ``(rows, n)``.
         """
-        n, rng_counter = self._checked(n, context, generator, rng_counter)
+        n, context, rng_counter = self._checked(n, context, generator, rng_counter)
         return self._draw(n, rng_counter, context)
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ class Sampler(torch.nn.Module, ABC):
         rng_counter: RngCounter | None = None,
     ) -> Sampled:
         """What :meth:`sample` draws, and the log-probability of each draw in float32."""
-        n, rng_counter = self._checked(n, context, generator, rng_counter)
+        n, context, rng_counter = self._checked(n, context, generator, rng_counter)
         return self._draw_both(n, rng_counter, context)
 
     def _draw_both(self, n: int, rng_counter: Tensor, context: Tensor | None, /) -> Sampled:
@@ -131,7 +131,7 @@ class Sampler(torch.nn.Module, ABC):
             context: what came before, for a sampler that ``needs_context``.
             dtype: of the result; it is computed in float64.
         """
-        self._check_context(context)
+        context = self._check_context(context)
         return self._log_prob(self._check_ids("ids", ids), context).to(dtype)
 
     @torch.no_grad()
@@ -149,7 +149,7 @@ class Sampler(torch.nn.Module, ABC):
             context: what came before, for a sampler that ``needs_context``.
             dtype: of the result; it is computed in float64.
         """
-        self._check_context(context)
+        context = self._check_context(context)
         return self._log_complement(self._check_ids("target", target, True), context, dtype)
 
     def _log_complement(
@@ -250,12 +250,14 @@ class Sampler(torch.nn.Module, ABC):
         self._inclusion = None
         super()._load_from_state_dict(*args, **kwargs)
 
-    def _check_context(self, context: Any) -> None:
+    def _check_context(self, context: Any) -> Tensor | None:
+        """The context as :meth:`_draw` takes it."""
         if context is not None:
             raise ValueError(
                 f"context: expected None, since {type(self).__name__} does not look at it, "
                 f"got {type(context).__name__}"
             )
+        return None
 
     def _check_ids(self, name: str, ids: Any, optional: bool = False) -> Tensor:
         """Class ids of any shape as int64, on the device of the sampler; or -1 if ``optional``."""
@@ -270,7 +272,7 @@ class Sampler(torch.nn.Module, ABC):
         context: Tensor | None,
         generator: torch.Generator | None,
         rng_counter: RngCounter | None,
-    ) -> tuple[int, Tensor]:
-        self._check_context(context)
+    ) -> tuple[int, Tensor | None, Tensor]:
+        context = self._check_context(context)
         n = check_int("n", n, most=MOST_CLASSES)
-        return n, as_rng_counter(rng_counter, generator, self.device)
+        return n, context, as_rng_counter(rng_counter, generator, self.device)

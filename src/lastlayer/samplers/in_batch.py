@@ -71,15 +71,16 @@ class InBatch(Sampler):
             raise ValueError("context: expected the targets of the batch to draw from, got None")
         return context[philox.integers("auto", rng_counter, n, len(context))]
 
-    def _check_context(self, context: Any) -> None:
+    def _check_context(self, context: Any) -> Tensor | None:
         if context is None:
-            return
-        self._check_ids("context", context)
+            return None
+        context = self._check_ids("context", context)
         if context.dim() != 1 or not len(context):
             raise ValueError(
                 "context: expected the targets of the batch, shape (rows,) with at least one, "
                 f"got {tuple(context.shape)}"
             )
+        return context
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         total = self.get_buffer("total").view(torch.float64) + self.prior * self.n_classes

@@ -138,8 +138,7 @@ class AdaptiveNGram(Sampler):
                 counts once, however often it is there.
             scores: the model's, ``(rows, m)``.
         """
-        self._check_context(context)
-        keys = self._keys(context)
+        keys = self._keys(self._check_context(context))
         ids = self._check_ids("ids", ids)
         check_scores(scores)
         check_device("scores", scores, self.mixture, "the sampler")
@@ -206,13 +205,14 @@ class AdaptiveNGram(Sampler):
             keys.append(torch.where((context[:, -2:] < 0).any(1), -1, both))
         return keys
 
-    def _check_context(self, context: Any) -> None:
-        self._check_ids("context", context, True)
+    def _check_context(self, context: Any) -> Tensor:
+        context = self._check_ids("context", context, True)
         if context.dim() != 2 or context.shape[1] != self.order - 1:
             raise ValueError(
                 f"context: expected shape (rows, {self.order - 1}), the words before for order "
                 f"{self.order}, the nearest one last, got {tuple(context.shape)}"
             )
+        return context
 
     def config(self) -> dict[str, Any]:
         config = {**self._saved_config(), "counts": self.unigram.config()["counts"]}
