@@ -53,7 +53,9 @@ def test_a_gpu_draws_what_a_cpu_draws(name):
         assert torch.equal(there.sample(10_001, rng_counter=counter).cpu(), ids)
         n = (here.n_classes + 1) // 2
         for method in ("fixed", "poisson"):
-            mine, other = (each.unique(n, method=method, rng_counter=counter) for each in (here, there))
+            mine, other = (
+                each.unique(n, method=method, rng_counter=counter) for each in (here, there)
+            )
             assert torch.equal(other.ids.cpu(), mine.ids)
 
 
@@ -125,7 +127,9 @@ def test_ranks_draw_the_same_or_others_as_they_ask():
     sampler, counter = samplers.Uniform(10**6), torch.tensor([4, 2])
     streams = [samplers.fork(counter, rank) for rank in range(8)]
     assert all(int(stream[1]) == 2 for stream in streams)
-    drawn = [tuple(sampler.sample(9, rng_counter=stream).tolist()) for stream in [counter, *streams]]
+    drawn = [
+        tuple(sampler.sample(9, rng_counter=stream).tolist()) for stream in [counter, *streams]
+    ]
     assert len(set(drawn)) == 9
     assert tuple(sampler.sample(9, rng_counter=samplers.fork(counter, 3)).tolist()) == drawn[4]
     # Another seed gives the same rank another stream.
@@ -184,3 +188,29 @@ def test_it_can_be_compiled():
     made = torch.compile(negatives, backend="aot_eager", fullgraph=True)(counter)
     assert torch.equal(made[0], expected[0])
     assert torch.allclose(made[1], expected[1])
+
+
+@pytest.mark.parametrize("power", [1.0, 0.75, 0.0])
+def test_a_unigram_keeps_its_counts(power):
+    counts = zipf(300)
+    sampler = samplers.Unigram(counts, power)
+    assert sampler.config()["power"] == power
+    assert np.array_equal(sampler.config()["counts"], counts)
+    loaded = samplers.Unigram.from_config(sampler._saved_config())
+    loaded.load_state_dict(sampler.state_dict())
+    assert repr(loaded) == repr(sampler) == f"Unigram(n_classes=300, power={power})"
+    # What was loaded tells its weights instead: they have the same probabilities.
+    again = samplers.Unigram(**loaded.config())
+    ids = torch.arange(300)
+    assert torch.allclose(again.log_prob(ids), sampler.log_prob(ids), rtol=1e-6)
+    sampler.load_state_dict(copy.deepcopy(sampler.state_dict()))
+    assert np.array_equal(sampler.config()["counts"], counts)
+
+
+def test_ids_of_any_integer_dtype():
+    for sampler in (samplers.Uniform(20), samplers.Unigram(zipf(20)), samplers.LogUniform(20)):
+        ids = torch.arange(20)
+        for dtype in (torch.int32, torch.int16, torch.uint8):
+            assert torch.equal(sampler.log_prob(ids.to(dtype)), sampler.log_prob(ids))
+            left = sampler.log_complement(ids.to(dtype))
+            assert torch.equal(left, sampler.log_complement(ids))

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from lastlayer import heads
 from lastlayer.heads import bands_from_counts
-from lastlayer.heads.recipes import Arguments, ClassData, Recipe, sampled_recipe
+from lastlayer.heads.recipes import Arguments, ClassData, Recipe
 
 
 def _tree(data: ClassData, given: Arguments) -> Arguments:
@@ -46,23 +46,6 @@ REST: list[tuple[Any, Recipe]] = [
     (heads.CharCNNSoftmax, Recipe(
         "char_cnn", "class vectors from their spelling",
         compared=("char_cnn:filters=1x16,2x16,3x32",), rank=23,
-    )),
-    (heads.SampledSoftmax, sampled_recipe(
-        "sampled", "softmax against drawn classes", compared=("sampled",), rank=30
-    )),
-    (heads.ImportanceSampling, sampled_recipe(
-        "importance", "self-normalised importance sampling", rank=33
-    )),
-    (heads.AdaptiveImportanceSampling, Recipe(
-        "adaptive_importance", "importance sampling whose proposal learns",
-        defaults={"sparse": True}, from_data=_counts, rank=34,
-    )),
-    (heads.NoiseContrastive, sampled_recipe(
-        "nce", "noise-contrastive estimation", compared=("nce",), rank=31
-    )),
-    (heads.NegativeSampling, sampled_recipe(
-        "negative", "negative sampling of word2vec", n_samples=64, power=0.75,
-        compared=("negative",), rank=32,
     )),
     *((heads.MultiLabel, Recipe(
         name, about, task="multilabel", fixed={"loss": loss}, compared=(name,), rank=rank

@@ -169,7 +169,9 @@ def draws_follow_the_probabilities(suite: SamplerSuite) -> None:
         "steps": [(suite.seed, step) for step in range(STEPS)],
         "seeds": [(suite.seed + more, 0) for more in range(STEPS)],
     }.items():
-        first = [sampler.sample(1, context=context, rng_counter=each).reshape(-1) for each in counters]
+        first = [
+            sampler.sample(1, context=context, rng_counter=each).reshape(-1) for each in counters
+        ]
         rule = f"{name} draw on their own: the first draw of each is as frequent as log_prob says"
         suite.follows(rule, torch.cat(first), probs)
 

@@ -59,7 +59,8 @@ def start(
     offset = -log_expected.to(dtype)
     if bias is not None:
         logits = logits + bias[classes].to(dtype)
-        offset = offset + factor * bias[ids].to(dtype)
+        # A masked class has no mass, but it was drawn: -inf would say that it was not.
+        offset = offset + (factor * bias[ids].to(dtype)).clamp(min=-1e38)
     logits = logits * factor
     if target_log_expected is not None:
         logits = logits - target_log_expected

@@ -119,7 +119,9 @@ def _start(
         tl.store(entries + place, chosen.to(tl.int32))
         added = -tl.load(log_expected + place).to(tl.float32)
         if BIASED:
-            added += factor * tl.load(bias + chosen).to(tl.float32)
+            level = factor * tl.load(bias + chosen).to(tl.float32)
+            # A masked class has no mass, but it was drawn: -inf would say that it was not.
+            added += tl.where(level == -float("inf"), -1e38, level)
         tl.store(offset + place, added)
         for start in range(0, depth, WIDTH):
             step = start + tl.arange(0, WIDTH)
