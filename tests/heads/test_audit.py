@@ -355,5 +355,5 @@ def test_an_audit_does_not_tell_of_an_older_step():
     assert (head.audit(hidden[:6], target[:6], 2).ess == V).all()
     head.use([3])
     assert (head.audit(hidden, torch.full((8,), 3), 2).ess == 0).all(), "all hits"
-    sampled = SampledSoftmax(D, 1, n_samples=3)
+    sampled = SampledSoftmax(D, 1, samplers.Uniform(1), n_samples=3)
     assert sampled.audit(hidden, torch.zeros(8, dtype=torch.int64), 2).log_z_error is None

@@ -51,7 +51,9 @@ def test_contract(name, seed):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_contract_where_rows_take_all_classes(name, seed):
-    check_head(EXACT[name], compile=False, draws=2000, seed=seed)
+    # A proposal that has learned from a pass cannot repeat it.
+    fixed = "adaptive" not in name
+    check_head(EXACT[name], compile=False, checkpoint=fixed, draws=2000, seed=seed)
 
 
 def test_the_loss_is_that_of_the_formula():
@@ -230,8 +232,7 @@ def acceptance(width, steps):
     probs, used = logits.softmax(0).t(), []
     for _ in range(steps):
         target = torch.multinomial(probs, 1, generator=generator).squeeze(1)
-        with torch.no_grad():
-            head(torch.eye(40), target, torch.arange(40)[:, None])
+        head(torch.eye(40), target, torch.arange(40)[:, None])
         used.append(float(head.n_drawn.double().mean()))
     return head, probs, used
 
@@ -308,8 +309,8 @@ class TestAdaptive:
         [
             (torch.zeros(4, 2, dtype=torch.int64), r"context: expected shape \(4, 1\)"),
             (torch.zeros(4, dtype=torch.int64), r"context: expected shape \(4, 1\)"),
-            (torch.zeros(4, 1), "context: expected torch.int64"),
-            (torch.full((4, 1), 50), "context: expected class ids from -1 to 49, got 50"),
+            (torch.zeros(4, 1), "context: expected integer class ids"),
+            (torch.full((4, 1), 50), "context: expected class ids from 0 to 49, got 50"),
             ([[1]] * 4, "context: expected a torch.Tensor"),
         ],
     )
@@ -320,7 +321,7 @@ class TestAdaptive:
     def test_counts_that_do_not_fit_are_refused(self):
         with pytest.raises(ValueError, match=r"counts: expected shape \(50,\).*got \(40,\)"):
             AdaptiveImportanceSampling(6, 50, range(1, 41))
-        with pytest.raises(ValueError, match="order: expected 2 to 3, got 4"):
+        with pytest.raises(ValueError, match="order: expected at most 3, got 4"):
             self.head(order=4)
 
 

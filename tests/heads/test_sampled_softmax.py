@@ -363,7 +363,7 @@ def test_in_batch_loss_without_ids_leaves_out_its_own_key_alone():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"log_q": None}, "log_q: expected one log-probability a key, got None"),
+        ({"log_q": None}, "log_q: expected one log-probability per key, got None"),
         ({"log_q": torch.zeros(4)}, r"log_q: expected shape \(5,\)"),
         ({"key": torch.zeros(4, 3)}, r"key: expected shape \(m, 3\) with m of at least 5"),
         ({"ids": torch.zeros(5)}, "ids: expected torch.int64"),
@@ -470,7 +470,7 @@ def test_a_probability_that_rounding_left_above_one():
 
 
 def sampled(**options):
-    return SampledSoftmax(6, 9, **options)
+    return SampledSoftmax(6, 9, samplers.Uniform(9), **options)
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def sampled(**options):
         (lambda: sampled(head_classes=-1), ValueError, "expected 0 to 8.*got -1"),
         (lambda: TargetSampling(6, 9).use({1}), TypeError, "classes: expected.*got set"),
         (
-            lambda: ImportanceSampling(6, 9, n_samples=8, max_samples=70),
+            lambda: ImportanceSampling(6, 9, samplers.Uniform(9), 8, max_samples=70),
             ValueError,
             "max_samples: expected None without target_ess",
         ),
@@ -501,6 +501,6 @@ def test_classes_that_always_count_are_there_after_meta(head_classes):
 
     head, other = make(), make(device="meta").to_empty(device="cpu")
     other.load_state_dict(head.state_dict())
-    assert torch.equal(other.tail.head_ids, head.tail.head_ids)
+    assert torch.equal(other.head_ids, head.head_ids)
     hidden, target = torch.randn(8, 6), torch.randint(10, (8,))
     torch.testing.assert_close(other(hidden, target), head(hidden, target))

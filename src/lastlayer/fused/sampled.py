@@ -412,6 +412,9 @@ def _entries(ids: Tensor, target: Tensor, n_classes: int) -> Tensor:
     if ids.dim() == 1:
         entries = torch.cat([ids, target.flatten()])
     else:
+        if ids.device.type == "cpu":
+            # The slopes of a row without a target are 0, but its hidden state may hold anything.
+            ids = torch.where((target >= 0).any(-1, keepdim=True), ids, -1)
         entries = torch.cat([ids, target], 1).flatten()
     if entries.device.type == "cpu":
         return entries
@@ -559,7 +562,7 @@ def _combined(
     """
     if target.shape[1] == 1 and exact is not None:
         # The odds of the rest against the target: 1 - p is not what remains of 1.
-        odds = first - exact
+        odds = _difference(first, exact)
         return _softplus(odds), -torch.sigmoid(odds).unsqueeze(-1)
     there = (target >= 0).to(logits.dtype)
     share = there / there.sum(-1, keepdim=True).clamp(min=1.0)
@@ -568,11 +571,18 @@ def _combined(
         return losses, -share * torch.sigmoid(-logits)
     pull = (share * logits).sum(-1)
     if exact is None:
-        return first - pull, -share
-    odds = first - exact
+        return _difference(first, pull), -share
+    odds = _difference(first, exact)
     mass = torch.sigmoid(-odds).unsqueeze(-1) * torch.exp(logits - exact.unsqueeze(-1))
     slopes = mass.masked_fill(_left_out(target), 0.0) - share
     return _softplus(odds) + (exact - pull), slopes
+
+
+def _difference(first: Tensor, exact: Tensor) -> Tensor:
+    """``first - exact``; inf where the target is masked, also if nothing else has any mass."""
+    if exact.device.type == "cpu" and not np.isneginf(exact.numpy()).any():
+        return first - exact
+    return torch.where(exact == -torch.inf, torch.inf, first - exact)
 
 
 def _softplus(values: Tensor) -> Tensor:
