@@ -28,6 +28,13 @@ BYTES = {
     ("spans", "cuda", "low"): 1 << 25,
     ("spans", "cpu", "auto"): 1 << 21,
     ("spans", "cpu", "low"): 1 << 19,
+    ("sampled", "cuda", "auto"): 48_000_000,
+    ("sampled", "cuda", "low"): 12_000_000,
+    ("sampled", "cpu", "auto"): 48_000_000,
+    ("sampled", "cpu", "low"): 12_000_000,
+    # In half precision chunks are larger, so that products are, and launches few.
+    ("sampled half", "cuda", "auto"): 144_000_000,
+    ("sampled half", "cuda", "low"): 36_000_000,
 }
 # On a CPU a quarter of the weight's own size is allowed as well: less would be slower.
 _SHARE_OF_WEIGHT = 4

@@ -60,7 +60,7 @@ from lastlayer.fused.rows import (
     spread_rows,
     target_scores,
 )
-from lastlayer.kernels._memory import empty
+from lastlayer.kernels import empty
 
 # On CUDA a softmax has a multiple of so many columns: the matrix unit reads 16 bytes at a time, and
 # one column per cluster makes their number an odd one.
@@ -420,7 +420,7 @@ def _exact(
     for column, band in zip(columns, bands, strict=True):
         inside = (target >= column.start) & (target < column.stop)
         local = torch.where(inside, target - column.start, -1)
-        total = total + kernels.class_scores.forward("auto", *band, local)
+        total = total + kernels.products.scores("auto", *band, local)
     return total
 
 

@@ -35,7 +35,7 @@ from lastlayer.fused.function import (
 )
 from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
 from lastlayer.fused.products import add_weight_gradient_, scores_into, set_weight_gradient
-from lastlayer.kernels._memory import empty
+from lastlayer.kernels import empty
 
 
 def linear_zlpr_loss(
@@ -214,7 +214,7 @@ class _Zlpr(_LabelRule):
         self._below: list[Tensor] = []
 
     def look(self, scores: Tensor) -> None:
-        above, below = kernels.zlpr_slab.sums("auto", scores, self._log_some is not None)
+        above, below = kernels.zlpr.slab_sums("auto", scores, self._log_some is not None)
         self._above.append(above)
         self._below.append(below)
 
@@ -239,10 +239,10 @@ class _Zlpr(_LabelRule):
             return
         above, below = self._known().unbind()
         if self._log_some is None:
-            kernels.zlpr_slab.gradient_("auto", scores, scale, above, None)
+            kernels.zlpr.slab_gradient_("auto", scores, scale, above, None)
         else:
             above, below = above - self._log_rest, below - self._log_some
-            kernels.zlpr_slab.gradient_("auto", scores, scale, above, below)
+            kernels.zlpr.slab_gradient_("auto", scores, scale, above, below)
 
     def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
         above, below = self._known().unbind()
@@ -278,7 +278,7 @@ class _Bce(_LabelRule):
         self._terms.append(lists.sum(own).neg_())
 
     def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
-        made = kernels.logistic_slab.forward_("auto", scores, scale, self._label_smoothing)
+        made = kernels.zlpr.logistic_slab_("auto", scores, scale, self._label_smoothing)
         self._terms.append(made)
 
     def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:

@@ -328,7 +328,7 @@ class MultiLabel(LinearHead):
         # kernel have no gradient.
         if chosen is None or self.loss == "sparsemax" or torch.is_grad_enabled():
             return super()._rows_log_prob(rows, chosen, *tensors)
-        scores = kernels.class_scores.forward("auto", rows, *tensors, chosen)
+        scores = kernels.products.scores("auto", rows, *tensors, chosen)
         return self._log_probs(scores, chosen)
 
     def _scores_in_chunks(self, rows: Tensor, copies: float) -> Iterator[tuple[int, Tensor]]:
