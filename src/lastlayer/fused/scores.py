@@ -1,4 +1,4 @@
-"""The scores of a linear layer: how many are held at a time, and the products that make and use them.
+"""The scores of a linear layer: how many are held at a time, and the products around them.
 
 A chunk is some rows of scores with all classes, a slab all rows with some classes, a tile some
 spans of some texts. The larger they are, the less often the weight and its gradient are read. One
