@@ -6,6 +6,8 @@ Besides the exact search ``cpu.py`` has ``beam_leaves`` and ``step_down_``, and 
 blocks of classes, ``peaks_and_levels_`` and ``largest``; there are no others for these.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ MOST_ON_CUDA = 64
 NOWHERE = -(1 << 62)
 
 
-def _fake(hidden: Tensor, *rest: Tensor | int | None) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     n, k = hidden.shape[0], rest[-2]
     classes = hidden.new_empty(n, k, dtype=torch.int64)
     return hidden.new_empty(n, k), classes, hidden.new_empty(n, dtype=torch.int64)
@@ -26,8 +28,7 @@ def _fake(hidden: Tensor, *rest: Tensor | int | None) -> tuple[Tensor, Tensor, T
 best_leaves = Operation(
     __name__,
     "best_leaves",
-    "tree_search",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor child_start, Tensor row_start, "
-    "Tensor child, int levels, int k, int most) -> (Tensor, Tensor, Tensor)",
+    "tree_search(Tensor hidden, Tensor weight, Tensor? bias, Tensor child_start, "
+    "Tensor row_start, Tensor child, int levels, int k, int most) -> (Tensor, Tensor, Tensor)",
     _fake,
 )

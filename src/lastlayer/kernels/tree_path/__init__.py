@@ -50,25 +50,23 @@ def _to_touched_nodes(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     most = args[11] if len(args) > 11 else None
     touched = torch.library.get_ctx().new_dynamic_size() if most is None else most
     nodes = args[0].new_empty(touched, dtype=torch.int64)
-    return nodes, *_to_nodes(*args[:8], touched, *args[8:11])
+    weight, bias = _to_nodes(*args[:8], touched, *args[8:11])  # type: ignore[call-arg]
+    return nodes, weight, bias
 
 
 loss = _operation(
     "loss",
-    "tree_path_loss",
-    f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor rank, {_PATHS}, "
-    "int longest, bool to_nodes, bool to_hidden) -> (Tensor, Tensor, Tensor, Tensor)",
+    "tree_path_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor rank, "
+    f"{_PATHS}, int longest, bool to_nodes, bool to_hidden) -> (Tensor, Tensor, Tensor, Tensor)",
     _loss,
 )
 to_nodes = _operation(
     "to_nodes",
-    "tree_path_to_nodes",
-    f"({_SUMMED}, int n_nodes, {_WANTED}) -> (Tensor, Tensor)",
+    f"tree_path_to_nodes({_SUMMED}, int n_nodes, {_WANTED}) -> (Tensor, Tensor)",
     _to_nodes,
 )
 to_touched_nodes = _operation(
     "to_touched_nodes",
-    "tree_path_to_touched_nodes",
-    f"({_SUMMED}, {_WANTED}, int? most=None) -> (Tensor, Tensor, Tensor)",
+    f"tree_path_to_touched_nodes({_SUMMED}, {_WANTED}, int? most=None) -> (Tensor, Tensor, Tensor)",
     _to_touched_nodes,
 )
