@@ -16,7 +16,7 @@ def compare(old: list[Record], new: list[Record]) -> list[tuple[Record, Record]]
 
 
 def _key(record: Record) -> tuple[object, ...]:
-    return record.device, *record.case, record.label
+    return record.device_type, *record.case, record.label
 
 
 def report(old: Path, new: Path, *, limit: float, everything: bool) -> int:
@@ -38,12 +38,12 @@ def report(old: Path, new: Path, *, limit: float, everything: bool) -> int:
     others: dict[object, list[float]] = {}
     for was, now in pairs:
         if not now.is_ours:
-            others.setdefault((now.device, now.case), []).append(_ratio(was, now))
+            others.setdefault((now.device_type, now.case), []).append(_ratio(was, now))
     drift = {case: statistics.median(found) for case, found in others.items()}
     shown = sorted((p for p in pairs if everything or p[1].is_ours), key=lambda p: -_ratio(*p))
     rows = []
     for was, now in shown:
-        beside = drift.get((now.device, now.case))
+        beside = drift.get((now.device_type, now.case))
         rows.append([
             now.title, now.label, milliseconds(was.median_ms), milliseconds(now.median_ms),
             ratio(_ratio(was, now)), ratio(beside and _ratio(was, now) / beside),

@@ -407,6 +407,8 @@ def _verify(
             facts["support_max"] = int(support.max())
     if peak is not None and not case.results_count:
         peak = max(0, peak - sum(each.nbytes for each in results.values()))
+    if not errors:
+        raise RuntimeError("no result was compared with a reference")
     # Written so that NaN never passes.
     wrong = [n for n, error in errors.items() if not error <= method.tolerance(n, case.dtype)]
     status = f"{wrong[0]} off by {errors[wrong[0]]:.1e}" if wrong else "ok"

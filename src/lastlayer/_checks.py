@@ -510,23 +510,3 @@ def as_permutation(name: str, values: Any, n: int) -> NDArray[np.int64]:
             f"{name}: expected each class once, got class {c} at positions {first} and {second}"
         )
     return classes
-
-
-# Names of before, until their last callers are gone.
-
-
-def check_id_range(name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None) -> None:
-    if values_are_checked(ids):
-        check_id_values(name, ids, n_classes, ignore_index)
-
-
-def checked_ids(name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None) -> Tensor:
-    return check_ids(name, ids, None, n_classes, ignore_index)
-
-
-def check_chunk_rows(chunk_rows: Any) -> None:
-    check_chunk(chunk_rows)
-
-
-def check_max_support(max_support: Any) -> None:
-    check_int("max_support", max_support)

@@ -105,6 +105,13 @@ def test_whatever_a_peer_raises_is_its_status(measured):
     assert found["lastlayer main"].verified
 
 
+def test_a_result_that_nothing_was_compared_with_fails_the_run(measured):
+    run, _ = measured(("main", "lastlayer", lambda: lambda x: {}))
+    assert [r.status for r in run.failures] == [
+        "failed: RuntimeError: no result was compared with a reference"
+    ]
+
+
 def test_ours_that_raises_fails_the_run(measured):
     run, _ = measured(("main", "lastlayer", lambda: lambda x: 1 / 0))
     assert [r.status for r in run.failures] == ["failed: ZeroDivisionError: division by zero"]

@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 if kernels.available()["triton"] is not None:
     pytest.skip(kernels.available()["triton"], allow_module_level=True)
 
-from lastlayer.kernels.class_blocks import reference
-from lastlayer.kernels.class_blocks import triton as class_blocks
-from lastlayer.kernels.class_blocks.triton import CLASSES, largest, peaks_and_levels_
+from lastlayer.kernels.search import reference
+from lastlayer.kernels.search import triton as class_blocks
+from lastlayer.kernels.search.triton import CLASSES, largest, peaks_and_levels_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from implementations import DTYPES, ROUNDING, error, every_implementation, place
+from implementations import DTYPES, ROUNDING, error, every_implementation, place, three_threads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -277,12 +277,9 @@ def test_threads_change_nothing(dtype):
         summed = made.summed(slopes, torch.ones(400), order)
         return losses, rows, *tree_path.to_touched_nodes("cpu", *summed, dtype, True, True)
 
-    before, alone = torch.get_num_threads(), run()
-    torch.set_num_threads(3)
-    try:
+    alone = run()
+    with three_threads():
         together = run()
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from implementations import DTYPES, ROUNDING, error, every_implementation, place
+from implementations import DTYPES, ROUNDING, error, every_implementation, place, three_threads
 
 from lastlayer._labels import positive_lists
 from lastlayer.kernels import zlpr
@@ -219,11 +219,7 @@ def test_threads_share_the_rows():
     place("cpu")
     case = problem("hard", 20, 3000, mask="each")
     alone = run("cpu", case)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with three_threads():
         together = run("cpu", case)
-    finally:
-        torch.set_num_threads(before)
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one, other)

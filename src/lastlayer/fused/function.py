@@ -272,7 +272,7 @@ def scaled(values: Tensor, factor: Tensor, reusable: bool) -> Tensor:
     """
     if not reusable:
         return (values.to(factor.dtype) * factor).to(values.dtype)
-    kernels.scale.forward_("auto", values, factor)
+    kernels.products.scale_("auto", values, factor)
     return values
 
 

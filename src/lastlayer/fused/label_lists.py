@@ -57,12 +57,12 @@ class Lists:
     def scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The score of each entry in full precision; undefined where it does not count."""
         if self.rows is None:
-            made: Tensor = kernels.class_scores.forward("auto", hidden, weight, bias, self.classes)
+            made: Tensor = kernels.products.scores("auto", hidden, weight, bias, self.classes)
             return made
         step = max(1, _GATHERED.get(hidden.device.type, 1 << 20) // max(1, hidden.shape[1]))
         parts = zip(self.rows.split(step), self.classes.split(step), strict=True)
         some = [
-            kernels.class_scores.forward("auto", hidden[rows], weight, bias, classes.unsqueeze(-1))
+            kernels.products.scores("auto", hidden[rows], weight, bias, classes.unsqueeze(-1))
             for rows, classes in parts
         ]
         return torch.cat(some).squeeze(-1)

@@ -23,7 +23,6 @@ from lastlayer._torch import (
     in_dtype,
     without_autocast,
 )
-from lastlayer.fused.budget import as_chunk, classes_at_a_time, slab_stride
 from lastlayer.fused.function import (
     Engine,
     Operands,
@@ -34,8 +33,15 @@ from lastlayer.fused.function import (
     near_one,
 )
 from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
-from lastlayer.fused.products import add_weight_gradient_, scores_into, set_weight_gradient
-from lastlayer.kernels._memory import empty
+from lastlayer.fused.scores import (
+    add_weight_gradient_,
+    as_chunk,
+    classes_at_a_time,
+    scores_into,
+    set_weight_gradient,
+    slab_stride,
+)
+from lastlayer.kernels import empty
 
 
 def linear_zlpr_loss(
@@ -100,18 +106,10 @@ def linear_zlpr_loss(
 
 
 def linear_bce_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    positives: Tensor,
-    bias: Tensor | None = None,
-    *,
-    offsets: Tensor | None = None,
-    values: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    ignore_index: int | None = -100,
-    reduction: str = "mean",
-    chunk_classes: int | str = "auto",
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, positives: Tensor, bias: Tensor | None = None, *,
+    offsets: Tensor | None = None, values: Tensor | None = None, label_smoothing: float = 0.0,
+    ignore_index: int | None = -100, reduction: str = "mean", chunk_classes: int | str = "auto",
+) -> Tensor:  # fmt: skip
     r"""The binary cross entropy of ``hidden @ weight.T + bias``, without the scores.
 
     .. math:: L = \sum_j \log(1 + e^{s_j}) - t_j s_j, \qquad s = W h + b
@@ -222,7 +220,7 @@ class _Zlpr(_LabelRule):
         self._below: list[Tensor] = []
 
     def look(self, scores: Tensor) -> None:
-        above, below = kernels.zlpr_slab.sums("auto", scores, self._log_some is not None)
+        above, below = kernels.zlpr.slab_sums("auto", scores, self._log_some is not None)
         self._above.append(above)
         self._below.append(below)
 
@@ -247,10 +245,10 @@ class _Zlpr(_LabelRule):
             return
         above, below = self._known().unbind()
         if self._log_some is None:
-            kernels.zlpr_slab.gradient_("auto", scores, scale, above, None)
+            kernels.zlpr.slab_gradient_("auto", scores, scale, above, None)
         else:
             above, below = above - self._log_rest, below - self._log_some
-            kernels.zlpr_slab.gradient_("auto", scores, scale, above, below)
+            kernels.zlpr.slab_gradient_("auto", scores, scale, above, below)
 
     def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
         above, below = self._known().unbind()
@@ -286,7 +284,7 @@ class _Bce(_LabelRule):
         self._terms.append(lists.sum(own).neg_())
 
     def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
-        made = kernels.logistic_slab.forward_("auto", scores, scale, self._label_smoothing)
+        made = kernels.zlpr.logistic_slab_("auto", scores, scale, self._label_smoothing)
         self._terms.append(made)
 
     def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
@@ -320,7 +318,6 @@ class _LabelsEngine(Engine):
     name = "linear_label_loss"
     schema = "str loss, float label_smoothing, int? ignore_index, str chunk_classes"
     n_constants = 3
-    what = "a fused loss of labels"
     instead = "a loss on scores, such as lastlayer.zlpr_loss_from_indices"
 
     def compute(

@@ -22,7 +22,7 @@ from lastlayer._torch import accumulation_dtype, host_sync_allowed, is_eager, wi
 from lastlayer.fused.function import Engine, Operands, Result, fused_loss
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.kernels import selected, tree_path
-from lastlayer.kernels.node_groups.sizes import (
+from lastlayer.kernels.node_groups import (
     Plan,
     TreeSizes,
     most_groups,

@@ -23,8 +23,8 @@ from lastlayer._torch import (
     saves_tensors_through_hooks,
     without_autocast,
 )
-from lastlayer.fused.budget import as_chunk, budget_bytes, device_kind
 from lastlayer.fused.function import Engine, Operands, Result, fused_loss
+from lastlayer.fused.scores import as_chunk, budget_bytes, device_kind
 from lastlayer.kernels import info_nce
 
 # On CUDA products of this many queries are fast, and adding them to the gradient of the keys costs
@@ -354,7 +354,7 @@ class _Problem(NamedTuple):
 
     def arguments(self, part: slice) -> tuple[Any, ...]:
         """What the kernels are given beside the products of some queries."""
-        groups = None if self.query_groups is None else self.query_groups[part]
+        groups = None if self.query_groups is None else _some(self.query_groups, part)
         return (
             self.scale, self.own + part.start, groups, self.key_groups, self.positive,
             self.normalize,
@@ -384,10 +384,11 @@ def _normalisers(problem: _Problem, columns: bool) -> tuple[list[Tensor], Tensor
     queries, keys = problem.unit(query), problem.unit(problem.key)
     memory = problem.memory()
     for part in problem.parts():
-        scores = _product(memory[: part.stop - part.start], queries[part], keys.t())
+        here = slice(part.stop - part.start)
+        scores = _product(_some(memory, here), _some(queries, part), keys.t())
         info_nce.statistics_(
-            "auto", scores, *problem.arguments(part), row_lse[part], row_positive[part],
-            column_lse, column_positive,
+            "auto", scores, *problem.arguments(part), _some(row_lse, part),
+            _some(row_positive, part), column_lse, column_positive,
         )  # fmt: skip
     return [row_lse, row_positive, column_lse, column_positive], memory
 
@@ -439,28 +440,29 @@ def _gradients(
     # The last first: its products may be there.
     parts = problem.parts()[::-1]
     for part in parts:
-        count = part.stop - part.start
-        rows = problem.unit(query[part])
-        scores = memory[:count]
+        here, some = slice(part.stop - part.start), _some(query, part)
+        rows = problem.unit(some)
+        scores = _some(memory, here)
         if kept is None or part is not parts[0]:
             _product(scores, rows, keys.t())
-        arguments = problem.arguments(part)
+        arguments, row_lse = problem.arguments(part), _some(factors.row_lse, part)
         if row_positive is not None:
             info_nce.statistics_(
-                "auto", scores, *arguments, factors.row_lse[part], row_positive[part],
+                "auto", scores, *arguments, row_lse, _some(row_positive, part),
                 factors.column_lse, factors.by_column_positive,
             )  # fmt: skip
-        weights = scores if other is None else other[:count]
+        weights = scores if other is None else _some(other, here)
         info_nce.weights_(
-            "auto", scores, *arguments, factors.row_lse[part], factors.by_row_lse[part],
-            factors.by_row_positive[part], factors.column_lse, factors.by_column_lse,
+            "auto", scores, *arguments, row_lse, _some(factors.by_row_lse, part),
+            _some(factors.by_row_positive, part), factors.column_lse, factors.by_column_lse,
             factors.by_column_positive, weights,
         )  # fmt: skip
         if to_query:
-            _product(raw[:count], weights, keys)
+            product = _product(_some(raw, here), weights, keys)
             info_nce.row_gradients_(
-                "auto", query[part], raw[:count], back, normalize, query_gradient[part], along[part]
-            )
+                "auto", some, product, back, normalize, _some(query_gradient, part),
+                _some(along, part),
+            )  # fmt: skip
         if total is not None:
             _product(total, weights.t(), rows, add=part is not parts[0])
     del memory, other, raw, keys
@@ -472,6 +474,11 @@ def _gradients(
     # With s = scale <q, k> the sum of all gradients by s, each times <q, k>, is one over queries.
     to_scale = along.sum() / scale if wanted[2] else None
     return query_gradient if wanted[0] else None, key_gradient, to_scale
+
+
+def _some(values: Tensor, part: slice) -> Tensor:
+    """``values[part]``, which costs host time even where it is all of them."""
+    return values if part.stop - (part.start or 0) == values.shape[0] else values[part]
 
 
 def _product(out: Tensor, left: Tensor, right: Tensor, add: bool = False) -> Tensor:

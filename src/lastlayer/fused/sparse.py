@@ -204,10 +204,10 @@ def _flat_rows(
 ) -> RowResult:
     """As :func:`dense_rows`, but probabilities are not stored on the way."""
     # Here, as Triton is not everywhere.
-    from lastlayer.kernels.entmax_flat.triton import forward_
+    from lastlayer.kernels.entmax_rows.triton import flat_
 
     weights, scale = weights_and_scale(chunk, class_weight)
-    loss = forward_(scores, chunk.target, scale, alpha)
+    loss = flat_(scores, chunk.target, scale, alpha)
     loss = loss if weights is None else loss * weights
     return RowResult(loss, None if scale is None else scores)
 
@@ -255,7 +255,7 @@ def sparse_rows(
     alpha: float,
 ) -> RowResult:
     """From the scores (rows, k) of all classes that can have probability; -1 is none."""
-    loss, *gradient = kernels.list_rows.forward(
+    loss, *gradient = kernels.entmax_rows.listed(
         "auto", own, classes, chunk.target, at_target, chunk.row_scale, class_weight, alpha
     )
     return RowResult(loss, None if chunk.row_scale is None else Sparse(*gradient))

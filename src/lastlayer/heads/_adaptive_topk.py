@@ -16,7 +16,7 @@ from torch.nn.functional import linear, pad
 
 from lastlayer._torch import accumulation_dtype, host_sync_allowed, in_dtype
 from lastlayer.heads.base import top_classes
-from lastlayer.kernels import class_scores, selected
+from lastlayer.kernels import products, selected
 
 if TYPE_CHECKING:
     from lastlayer.heads.adaptive import AdaptiveSoftmax
@@ -148,7 +148,7 @@ def best_by_blocks(head: "AdaptiveSoftmax", rows: Tensor, k: int) -> tuple[Tenso
 
 def _best(head: "AdaptiveSoftmax", rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # Imported here: Triton is not on every machine.
-    from lastlayer.kernels.class_blocks.triton import largest
+    from lastlayer.kernels.search.triton import largest
 
     n_top, top = head._n_top, head._top_log_prob(rows)
     values, places = _in_best_blocks(head, rows, top[:, n_top:], k)
@@ -165,7 +165,7 @@ def _in_best_blocks(
     ``clusters`` has the log-probabilities of the c clusters. Beyond the last class of a cluster
     the place is that, and the log-probability -inf.
     """
-    from lastlayer.kernels.class_blocks.triton import largest, peaks_and_levels_
+    from lastlayer.kernels.search.triton import largest, peaks_and_levels_
 
     n, c = clusters.shape
     vectors = [in_dtype(tail, rows.dtype) for tail in head.tails]
@@ -182,7 +182,7 @@ def _in_best_blocks(
     there = columns < sizes
     asked = torch.where(there, columns, -1)
     scores = torch.stack([
-        class_scores.forward("auto", narrow[i], vectors[i], None, asked[i]) for i in range(c)
+        products.scores("auto", narrow[i], vectors[i], None, asked[i]) for i in range(c)
     ])  # fmt: skip
     # In this order: scores may be large, and only their differences matter.
     log_probs = (scores - normaliser.unsqueeze(-1)) + clusters.t().unsqueeze(-1)

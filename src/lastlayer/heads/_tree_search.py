@@ -22,8 +22,8 @@ from lastlayer.heads._tree_nodes import (
     gathered_scores,
 )
 from lastlayer.heads.base import draw_classes
-from lastlayer.kernels import selected, tree_search
-from lastlayer.kernels.tree_search import NOWHERE
+from lastlayer.kernels import search, selected
+from lastlayer.kernels.search import NOWHERE
 
 # A row for which more of the weight's rows than this, and than this part of all, would be read
 # one by one is sorted as a whole.
@@ -81,7 +81,7 @@ def exact_search(nodes: Nodes, rows: Tensor, k: int, dense: Dense) -> Found:
     hold a better one. On CUDA, for binary nodes, a first sweep down the tree follows the best
     few nodes of each level and finds k leaves, whose worst is the bound, and a second one opens
     all that is not below it; both in one launch. Wider nodes on CUDA, more than
-    ``tree_search.MOST_ON_CUDA`` leaves, float64 there and other devices take the same two sweeps
+    ``search.MOST_ON_CUDA`` leaves, float64 there and other devices take the same two sweeps
     with operations of torch.
 
     Rows in which little is ruled out, as where all classes are alike, rows in which fewer than k
@@ -96,10 +96,10 @@ def exact_search(nodes: Nodes, rows: Tensor, k: int, dense: Dense) -> Found:
     """
     tables = nodes.tables
     chosen = selected("tree_search", rows.device.type, rows.dtype)
-    on_cuda = chosen == "triton" and not tables.has_wide and k <= tree_search.MOST_ON_CUDA
+    on_cuda = chosen == "triton" and not tables.has_wide and k <= search.MOST_ON_CUDA
     if chosen == "cpu" or on_cuda:
         most = max(_MOST_READ, int(tables.n_rows * _MOST_READ_PART))
-        found = Found(*tree_search.best_leaves(
+        found = Found(*search.best_leaves(
             "auto", *_given(nodes, rows), len(tables.levels), k, most,
         ))  # fmt: skip
     else:
@@ -121,7 +121,7 @@ def beam_search(nodes: Nodes, rows: Tensor, k: int, width: int) -> Found:
     if selected("tree_search", rows.device.type, rows.dtype) != "cpu":
         return beam_by_levels(nodes, rows, k, width)
     # Imported at first use, as everything that needs Numba.
-    from lastlayer.kernels.tree_search.beam import beam_leaves
+    from lastlayer.kernels.search.cpu import beam_leaves
 
     # There are no more nodes on a level than in the tree.
     return Found(*beam_leaves(*_given(nodes, rows), k, min(width, nodes.tables.n_inner)))
@@ -139,7 +139,7 @@ def draw_leaves(
         # Random numbers for all walks, so that one does not depend on when the others end.
         uniform = torch.rand(at.shape, dtype=torch.float64, device=rows.device, generator=generator)
         if on_cpu:
-            from lastlayer.kernels.tree_search.walk import step_down_
+            from lastlayer.kernels.search.cpu import step_down_
 
             step_down_(*_given(nodes, rows), uniform, at)
         else:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer.kernels import row_updates
+from lastlayer.kernels import touched_rows
 from lastlayer.optim._rows import RowOptimizer, check_at_least_0
 
 
@@ -92,7 +92,7 @@ class RowAdagrad(RowOptimizer):
         group: dict[str, Any],
     ) -> None:
         options = group["lr"], group["weight_decay"], group["eps"]
-        row_updates.adagrad_(impl, rows, state["sum"], ids, gradient, *options)
+        touched_rows.adagrad_(impl, rows, state["sum"], ids, gradient, *options)
 
     @staticmethod
     def _check_options(options: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer.kernels import row_updates
+from lastlayer.kernels import touched_rows
 from lastlayer.optim._rows import RowOptimizer, check_at_least_0, check_option
 
 MISSED = ("skip", "decay")
@@ -127,7 +127,7 @@ class RowAdam(RowOptimizer):
         if ids is not None:
             first, second = (each.view(rows.shape) for each in moments)
             moments = first, second
-        row_updates.adam_(
+        touched_rows.adam_(
             impl, rows, *moments, state["row_step"], step, ids, gradient, group["lr"],
             group["weight_decay"], *group["betas"], group["eps"], decays,
         )  # fmt: skip
