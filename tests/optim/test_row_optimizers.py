@@ -315,7 +315,7 @@ def test_bad_options_are_named():
         RowAdam([parameter], betas=0.9)
     with pytest.raises(ValueError, match=r"missed: expected one of .*, got 'forget'"):
         RowAdam([parameter], missed="forget")
-    with pytest.raises(ValueError, match="initial_accumulator_value: expected a number"):
+    with pytest.raises(ValueError, match="initial_accumulator_value: expected a finite"):
         RowAdagrad([{"params": [parameter], "initial_accumulator_value": -1.0}])
 
 
