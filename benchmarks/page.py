@@ -1,114 +1,183 @@
-"""What the parts of the page have in common."""
+"""docs/performance.md and its pictures, from the records: the misses as well as the hits."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic
 
-from targets import MET, RecordT, Results, Target
+from benchmarks import plot, table
+from benchmarks.driver import Family
+from benchmarks.record import FAMILIES, ROOT, Record, newest, read
+from benchmarks.table import EMPTY, Grid, data_size, milliseconds, ratio
+from benchmarks.targets import FIGURES, MET, NOT_MEASURED, TARGETS, Figure
 
-from lastlayer.bench.baseline_record import LossRecord
-from lastlayer.bench.record import Record
+PAGE = ROOT / "docs" / "performance.md"
+PICTURES = ROOT / "docs" / "pictures"
+
+OPENING = """\
+# Performance
+
+Every figure is the time of a plain eager call in a loop, host time included; *replayed* is the same
+call in a CUDA graph, without the host. *Beside* is the fastest method of another package that
+computes the same in the same run, unless the row names another. A ratio above 1 is a miss.
+"""
+HOW = """\
+## How it is measured
+
+`python -m benchmarks page` makes this page from the records in `benchmarks/results`. To measure
+your own machine: `python -m benchmarks fused`, or `multilabel`, `contrastive`, `heads`, `maps`.
+
+- **Verified first.** Each result is compared with a float64 reference on the same inputs. A result
+  of ours that is wrong is not timed; a peer's is timed and marked *inexact*.
+- **Eager time.** Wall clock around consecutive plain calls, from an idle device to an idle device;
+  the competitors of a case take turns in random order, on inputs that rotate; the median.
+- **Replayed time.** Several calls captured as one CUDA graph, by device events. There is none where
+  the host waits for the device within a call, and for calls longer than 20 ms.
+- **Memory.** The most held at once beyond inputs and results: on a GPU what torch allocates, on a
+  CPU the peak of the resident memory of the process.
+- **Targets** are judged by the eager time; *replayed only* means that the device meets one and the
+  host does not. Where a target covers several shapes, the worst counts.
+- Records without a commit are older. Those of fused, multi-label and contrastive losses were timed
+  on a GPU by device events around plain calls, after a pause for the device to catch up in, so that
+  less of the host shows; the eager times of maps are device events around each call.
+"""
 
 
-@dataclass(frozen=True)
-class Part(Generic[RecordT]):
-    """What the page says of one family.
+def render(results: Path) -> str:
+    """The whole page as Markdown.
 
-    Attributes:
-        title: what the family is called.
-        kind: its records.
-        limit: the limit of a device in words, from one of its records.
-        targets: the goals for a device, with what was measured.
-        tables: everything that was measured on a device, as blocks of Markdown.
-        picture: the name of its picture, and ``caption`` what that shows.
-        pictured: those of the records that the picture shows.
-        draw: makes the picture of them.
+    Args:
+        results: a folder of ``*.jsonl`` files of records.
     """
-
-    title: str
-    kind: type[RecordT]
-    limit: Callable[[RecordT], str]
-    targets: Callable[[Results[RecordT]], list[Target]]
-    tables: Callable[[Results[RecordT]], list[str]]
-    picture: str
-    caption: str
-    pictured: Callable[[Results[RecordT]], list[RecordT]]
-    draw: Callable[[list[RecordT], Path], None]
-
-    def by_device(self, records: Iterable[Record]) -> list[Results[RecordT]]:
-        """Full runs only, one entry a device, GPUs first."""
-        devices: dict[tuple[str, str], list[RecordT]] = {}
-        for record in records:
-            if isinstance(record, self.kind) and not record.quick:
-                devices.setdefault((record.device_type, record.device), []).append(record)
-        ordered = sorted(devices.items(), key=lambda item: (item[0][0] != "cuda", item[0][1]))
-        return [Results(found) for _, found in ordered]
-
-    def in_picture(self, records: Iterable[Record]) -> list[RecordT]:
-        """What the picture shows; nothing where there is nothing to draw."""
-        return [r for results in self.by_device(records) for r in self.pictured(results)]
-
-    def render(self, records: Iterable[Record]) -> list[str]:
-        """The picture, then one block a device."""
-        records = list(records)
-        blocks = [self._device(results) for results in self.by_device(records)]
-        if self.in_picture(records):
-            shown = f"![{self.caption}](pictures/{self.picture})"
-            blocks.insert(0, f"## {self.title}: {self.caption.lower()}\n\n{shown}\n")
-        return blocks
-
-    def _device(self, results: Results[RecordT]) -> str:
-        last = results.last
-        cores = "" if last.threads is None else f", {last.threads} threads"
-        versions = {
-            "Python": last.python,
-            "torch": last.torch,
-            "Triton": last.triton if last.device_type == "cuda" else None,
-            "Numba": last.numba if last.device_type == "cpu" else None,
-            "lastlayer": last.lastlayer,
-        }
-        for record in results.records:
-            if record.source not in ("torch", "lastlayer"):
-                versions[record.source] = record.source_version
-        listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-        blocks = [
-            f"## {self.title}: {last.device}{cores}",
-            f"Measured {last.date[:10]} with {listed}. {self.limit(last)}.",
-            _targets_block(self.targets(results)),
-            *self.tables(results),
-        ]
-        return "\n\n".join(blocks) + "\n"
+    records = newest(read(results))
+    if not records:
+        return OPENING + "\nNo measurements have been recorded yet.\n"
+    families = [_family(name) for name in FAMILIES]
+    notes = [f"### {family.title}\n\n{family.notes}" for family in families]
+    blocks = [OPENING, _figures(records) + "\n", HOW, *notes]
+    for family in families:
+        blocks += _family_blocks(family, [r for r in records if r.family == family.name])
+    remarks = results / "remarks.md"
+    if remarks.exists():
+        blocks.append(remarks.read_text(encoding="utf-8"))
+    return "\n".join(blocks)
 
 
-def _targets_block(found: list[Target]) -> str:
-    met = sum(target.verdict == MET for target in found)
-    rows = [[target.goal, target.where, target.measured, target.verdict] for target in found]
-    table = markdown(["target", "where", "measured", ""], rows)
-    return f"### Targets\n\n{met} of {len(found)} met.\n\n{table}"
+def write(results: Path) -> list[Path]:
+    """Write the page, and the pictures where matplotlib is installed; returns what was written."""
+    PAGE.write_text(render(results), encoding="utf-8")
+    written = [PAGE]
+    records = newest(read(results))
+    for name in FAMILIES if plot.is_available() else ():
+        family = _family(name)
+        shown = _pictured(family, [r for r in records if r.family == name])
+        if shown:
+            written.append(PICTURES / _picture(family))
+            plot.draw(shown, written[-1], family.sweeps)
+    return written
 
 
-def timed(record: Record, text: str) -> str:
-    """What was measured, or why it was not."""
-    if record.median_ms is None:
-        return record.status.replace("|", "\\|")
-    return text if record.verified else f"{text} *inexact*"
+def _family(name: str) -> Family:
+    family: Family = import_module(f"benchmarks.{name}").FAMILY
+    return family
 
 
-def loss_table(found: Sequence[LossRecord], columns: Mapping[str, Callable[[Any], str]]) -> str:
-    """A table of one case, the baseline by its name."""
-    shown = dict(columns)
-    of_time = shown.pop("ms")
-    baseline = found[0].baseline or "baseline"
-    headings = ["", "ms", *(f"÷ {baseline}" if name == "÷ base" else name for name in shown)]
-    rows = [
-        [record.label, timed(record, of_time(record)), *(show(record) for show in shown.values())]
-        for record in found
+def _picture(family: Family) -> str:
+    return f"{family.name}_times.png"
+
+
+def _pictured(family: Family, records: Sequence[Record]) -> list[Record]:
+    """GPUs first; where every case has a panel, those of GPUs alone if there are any."""
+    timed = [r for r in records if r.median_ms is not None]
+    on_gpu = [r for r in timed if r.device_type == "cuda"]
+    if not family.pictured:
+        return on_gpu or timed
+    others = [r for r in timed if r.device_type != "cuda"]
+    return [r for r in on_gpu + others if r.section in family.pictured]
+
+
+def _figures(records: Sequence[Record]) -> str:
+    headings = ["", "where", "ms", "replayed", "beside", "ms", "ratio", "memory", "least other"]
+    rows = [_figure(figure, table.by_case(records)) for figure in FIGURES]
+    return Grid("", headings, rows).markdown()
+
+
+def _figure(figure: Figure, cases: Sequence[Sequence[Record]]) -> list[str]:
+    found = [(r, case) for case in cases for r in case if figure.which(r)]
+    if not found:
+        return [figure.what, NOT_MEASURED, *[EMPTY] * 7]
+    ours, case = found[-1]
+    timed = [r for r in case if r.median_ms is not None]
+    if figure.beside:
+        others = [r for r in timed if r.label == figure.beside]
+    else:
+        others = [r for r in timed if not r.is_ours and r.computes == ours.computes]
+    where = f"{ours.device}, {ours.title}"
+    mine = [milliseconds(ours.median_ms), milliseconds(ours.replayed_ms)]
+    if not others:
+        return [figure.what, where, *mine, EMPTY, EMPTY, EMPTY, data_size(ours.peak_bytes), EMPTY]
+    fastest = min(others, key=lambda r: r.median_ms or 0.0)
+    times = table.over(ours, fastest)
+    shown = f"**{ratio(times)}**" if times is not None and times > 1 else ratio(times)
+    held = [r for r in others if r.peak_bytes is not None]
+    least = min(held, key=lambda r: r.peak_bytes or 0, default=None)
+    return [
+        figure.what, where, *mine, _named(fastest), milliseconds(fastest.median_ms), shown,
+        data_size(ours.peak_bytes),
+        EMPTY if least is None else f"{data_size(least.peak_bytes)}, {_named(least)}",
+    ]  # fmt: skip
+
+
+def _named(record: Record) -> str:
+    return record.label if record.verified else f"{record.label} (inexact)"
+
+
+def _family_blocks(family: Family, records: Sequence[Record]) -> list[str]:
+    devices = dict.fromkeys((r.device_type, r.device) for r in records)
+    ordered = sorted(devices, key=lambda device: (device[0] != "cuda", device[1]))
+    blocks = [
+        _device(family, [r for r in records if (r.device_type, r.device) == device])
+        for device in ordered
     ]
-    return markdown(headings, rows)
+    if _pictured(family, records):
+        picture = f"![{family.title}](pictures/{_picture(family)})"
+        blocks.insert(0, f"## {family.title}: picture\n\n{picture}\n")
+    return blocks
 
 
-def markdown(headings: list[str], rows: list[list[str]]) -> str:
-    """A table."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _device(family: Family, records: Sequence[Record]) -> str:
+    last = records[-1]
+    threads = "" if last.threads is None else f", {last.threads} threads"
+    versions = {
+        "Python": last.python,
+        "torch": last.torch,
+        "Triton": last.triton if last.device_type == "cuda" else None,
+        "Numba": last.numba if last.device_type == "cpu" else None,
+        "lastlayer": last.lastlayer,
+    }
+    peers = (r for r in records if r.source not in ("torch", "lastlayer"))
+    versions |= {r.source: r.source_version for r in peers}
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    commits = ", ".join(dict.fromkeys(r.commit for r in records if r.commit))
+    limits = [
+        f"{last.gemm_tflop_per_s:.3g} TFLOP/s of a matrix product" if last.gemm_tflop_per_s else "",
+        f"{1000 * last.copy_tb_per_s:.0f} GB/s of a copy" if last.copy_tb_per_s else "",
+    ]
+    at = f"at {commits}" if commits else "(commit not recorded)"
+    said = f"Measured {last.date[:10]} {at} with {listed}."
+    blocks = [
+        f"## {family.title}: {last.device}{threads}",
+        f"{said} Limits: {', '.join(filter(None, limits))}.",
+        _targets(family, last.device_type, records),
+        *(f"### {grid.title}\n\n{grid.markdown()}" for grid in table.grids(records, family.sweeps)),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _targets(family: Family, device_type: str, records: Sequence[Record]) -> str:
+    cases = table.by_case(records)
+    wanted = (family.name, device_type)
+    mine = [t for t in TARGETS if (t.which.family, t.which.device_type) == wanted]
+    rows = [target.judge(cases) for target in mine]
+    met = sum(row[-1] == MET for row in rows)
+    grid = Grid("", ["target", "worst case", "measured", "replayed", ""], rows)
+    return f"### Targets\n\n{met} of {len(rows)} met.\n\n{grid.markdown()}"

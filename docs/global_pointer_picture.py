@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lastlayer.heads.global_pointer import GlobalPointer
+from lastlayer.heads.spans import GlobalPointer
 
 TOKENS = ["the", "University", "of", "New", "York", "hired", "Ada", "PAD", "PAD"]
 SPANS = {"organisation": [(1, 4)], "place": [(3, 4)], "person": [(6, 6)]}

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lastlayer.losses.calibration import ZLPRCalibrator
-from lastlayer.losses.logistic import binary_cross_entropy_loss
+from lastlayer.losses.multilabel import bce_loss
 from lastlayer.losses.zlpr import zlpr_loss, zlpr_probability
 
 
@@ -40,7 +40,7 @@ def push(axes: Axes) -> None:
     """The sum of what pushes negatives down, against what pulls one positive up."""
     sizes = [10**power for power in range(1, 6)]
     for name, loss, colour in (
-        ("binary cross entropy", binary_cross_entropy_loss, ORANGE),
+        ("binary cross entropy", bce_loss, ORANGE),
         ("ZLPR", zlpr_loss, BLUE),
     ):
         ratios = []

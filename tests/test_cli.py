@@ -6,7 +6,6 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,23 +18,12 @@ from lastlayer.cli import app
 runner = CliRunner()
 
 
-@pytest.fixture
-def bench_calls(monkeypatch):
-    """Stands in for the benchmark and keeps what it was called with."""
-    calls = []
-    stub = ModuleType("lastlayer.bench.maps")
-    stub.run = lambda **options: calls.append(options) or 3
-    monkeypatch.setitem(sys.modules, "lastlayer.bench.maps", stub)
-    return calls
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--help"],
         ["--version"],
-        ["bench", "--help"],
-        ["bench", "maps", "--help"],
+        ["doctor", "--help"],
         ["compare", "--help"],
     ],
     ids=" ".join,
@@ -61,81 +49,6 @@ def test_help_and_version_import_no_torch(arguments):
 
 def test_version_is_the_installed_one():
     assert runner.invoke(app, ["--version"]).output.strip() == metadata.version("lastlayer")
-
-
-def test_bench_maps_passes_its_options_on(bench_calls, tmp_path):
-    results, picture = tmp_path / "maps.jsonl", tmp_path / "maps.png"
-    options = ["--quick", "--no-peers", "--device", "cpu", "--json", results, "--plot", picture]
-    dtypes = ["--dtype", "bfloat16", "--dtype", "float32", "--dtype", "bfloat16"]
-    result = runner.invoke(app, ["bench", "maps", *map(str, options), *dtypes])
-    assert result.exit_code == 3
-    (call,) = bench_calls
-    assert isinstance(call.pop("out"), Console)
-    assert call == {
-        "device": "cpu",
-        "dtypes": ("bfloat16", "float32"),
-        "quick": True,
-        "peers": False,
-        "json_path": results,
-        "plot_path": picture,
-    }
-
-
-def test_bench_maps_defaults(bench_calls):
-    runner.invoke(app, ["bench", "maps"])
-    (call,) = bench_calls
-    del call["out"]
-    assert call == {
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "dtypes": (),
-        "quick": False,
-        "peers": True,
-        "json_path": None,
-        "plot_path": None,
-    }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--device", "gpu"], "--device: expected one of auto, cpu, cuda, got 'gpu'"),
-        (
-            ["--dtype", "float32", "--dtype", "int8"],
-            "--dtype: expected one of float32, bfloat16, float16, float64, got 'int8'",
-        ),
-        (["--plot", "maps.pdf"], "--plot: expected a file that ends in .png, got 'maps.pdf'"),
-        (["--plot", "no/maps.png"], "--plot: expected a file in an existing folder, got 'no/"),
-        (["--json", "no/maps.jsonl"], "--json: expected a file in an existing folder, got 'no/"),
-        (["--json", "."], "--json: expected a file, got the folder '.'"),
-    ],
-)
-def test_bad_options_are_refused_before_any_work(
-    bench_calls, monkeypatch, tmp_path, arguments, message
-):
-    monkeypatch.chdir(tmp_path)
-    result = runner.invoke(app, ["bench", "maps", *arguments])
-    assert result.exit_code == 2
-    assert message in result.output
-    assert result.output.count("\n") == 1
-    assert not bench_calls
-    assert not list(tmp_path.iterdir())
-
-
-def test_cuda_is_refused_where_there_is_none(bench_calls, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = runner.invoke(app, ["bench", "maps", "--device", "cuda"])
-    assert result.exit_code == 2
-    assert "--device: expected a CUDA GPU that torch can use, got none" in result.output
-    assert "--device cpu" in result.output
-    assert not bench_calls
-
-
-def test_plot_names_the_extra_it_needs(bench_calls, monkeypatch, tmp_path):
-    monkeypatch.setattr("lastlayer.cli.find_spec", lambda name: None)
-    result = runner.invoke(app, ["bench", "maps", "--plot", str(tmp_path / "maps.png")])
-    assert result.exit_code == 2
-    assert 'pip install "lastlayer[lab]"' in result.output
-    assert not bench_calls
 
 
 def test_doctor_json_agrees_with_what_it_reports_on():

@@ -199,20 +199,34 @@ class TestLosses:
             loss(SCORES, torch.tensor([0, wrong]))
 
     def test_targets_of_a_wrong_dtype(self, loss):
-        with raises(TypeError, "target: expected torch.int64", "torch.int32", "target.long()"):
-            loss(SCORES, IDS.int())
-        with raises(TypeError, "target: expected torch.int64", "torch.bool", "target.long()"):
+        with raises(TypeError, "target: expected integer class ids", "torch.bool", ".long()"):
             loss(SCORES, torch.tensor([True, False]))
+
+    @pytest.mark.parametrize("ignore_index", [1.0, "none", True])
+    def test_an_ignore_index_of_a_wrong_type(self, loss, ignore_index):
+        got = f"got {type(ignore_index).__name__}"
+        with raises(TypeError, "ignore_index: expected an int, or None", got):
+            loss(SCORES, IDS, ignore_index=ignore_index)
+
+    def test_every_target_counts_without_an_ignore_index(self, loss):
+        with raises(ValueError, "target: expected class ids from 0 to 2, got -100"):
+            loss(SCORES, torch.tensor([0, -100]), ignore_index=None)
+
+    def test_soft_targets_are_not_told_to_be_class_ids(self, loss):
+        """Rounding a distribution to integers would make all of its entries class 0."""
+        with pytest.raises(ValueError, match="target: expected distributions") as error:
+            loss(SCORES, torch.full((2, 3), 0.5))
+        assert "long()" not in str(error.value)
 
     def test_targets_that_are_no_tensor(self, loss):
         with raises(TypeError, "target: expected a torch.Tensor", "got list"):
             loss(SCORES, [0, 1])
 
     def test_targets_of_another_shape(self, loss):
-        with raises(ValueError, "target: expected class ids of shape (2,)", "(2, 3)", "got (3,)"):
+        with raises(ValueError, "target: expected shape (2,)", "row of scores", "got (3,)"):
             loss(SCORES, torch.tensor([0, 1, 2]))
         parts = ("target: expected distributions of the shape of scores (2, 3)", "got (2,)")
-        with raises(ValueError, *parts, "class ids must be torch.int64"):
+        with raises(ValueError, *parts, "class ids must have an integer dtype"):
             loss(SCORES, IDS.float())
 
     def test_a_negative_distribution(self, loss):
@@ -239,12 +253,16 @@ class TestLosses:
             loss(SCORES, IDS, reduction=reduction)
 
     def test_class_weights_that_do_not_fit(self, loss):
-        with raises(ValueError, "weight: expected shape (3,)", "one weight a class", "got (2,)"):
-            loss(SCORES, IDS, weight=torch.ones(2))
-        with raises(TypeError, "weight: expected a floating tensor", "got torch.int64"):
-            loss(SCORES, IDS, weight=torch.ones(3, dtype=torch.int64))
-        with raises(TypeError, "weight: expected a floating tensor", "got list"):
-            loss(SCORES, IDS, weight=[1.0, 1.0, 1.0])
+        with raises(
+            ValueError, "class_weight: expected shape (3,)", "one weight per class", "got (2,)"
+        ):
+            loss(SCORES, IDS, class_weight=torch.ones(2))
+        with raises(TypeError, "class_weight: expected a floating tensor", "got torch.int64"):
+            loss(SCORES, IDS, class_weight=torch.ones(3, dtype=torch.int64))
+        with raises(TypeError, "class_weight: expected a floating tensor", "got list"):
+            loss(SCORES, IDS, class_weight=[1.0, 1.0, 1.0])
+        with raises(ValueError, "class_weight: expected a tensor that needs no gradient"):
+            loss(SCORES, IDS, class_weight=torch.ones(3, requires_grad=True))
 
 
 def test_modules_refuse_a_reduction_when_they_are_made():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         ZLPRCalibrator,
         ZLPRLoss,
         asymmetric_loss,
-        binary_cross_entropy_loss,
+        bce_loss,
         entmax_loss,
         fenchel_young_loss,
         info_nce,
@@ -46,7 +46,8 @@ try:
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
 
-# Names are imported at first use, so that `lastlayer --help` does not wait for torch.
+# Names are imported at first use, so that `lastlayer --help` does not wait for torch. What is not
+# named here comes from lastlayer.losses.
 _HOME = {
     "debug": "lastlayer._torch",
     "entmax": "lastlayer.maps",
@@ -57,31 +58,6 @@ _HOME = {
     "Sparsemax": "lastlayer.maps",
     "Support": "lastlayer.maps",
     "TopKSoftmax": "lastlayer.maps",
-    "entmax_loss": "lastlayer.losses",
-    "fenchel_young_loss": "lastlayer.losses",
-    "nce_loss": "lastlayer.losses",
-    "negative_sampling_loss": "lastlayer.losses",
-    "sparsemax_loss": "lastlayer.losses",
-    "topk_softmax_loss": "lastlayer.losses",
-    "InfoNCELoss": "lastlayer.losses",
-    "Mixed": "lastlayer.losses",
-    "NegativeQueue": "lastlayer.losses",
-    "ZLPRCalibrator": "lastlayer.losses",
-    "ZLPRLoss": "lastlayer.losses",
-    "asymmetric_loss": "lastlayer.losses",
-    "binary_cross_entropy_loss": "lastlayer.losses",
-    "info_nce": "lastlayer.losses",
-    "mixup": "lastlayer.losses",
-    "mixup_from_indices": "lastlayer.losses",
-    "multilabel_sparsemax_loss": "lastlayer.losses",
-    "multilabel_sparsemax_predict": "lastlayer.losses",
-    "smooth_labels": "lastlayer.losses",
-    "zlpr_loss": "lastlayer.losses",
-    "zlpr_loss_from_indices": "lastlayer.losses",
-    "zlpr_probability": "lastlayer.losses",
-    "EntmaxLoss": "lastlayer.losses",
-    "SparsemaxLoss": "lastlayer.losses",
-    "TopKSoftmaxLoss": "lastlayer.losses",
 }
 # Packages with public names of their own: lastlayer.heads.EntmaxHead is not lastlayer.Entmax.
 _PACKAGES = ("fused", "heads", "optim", "samplers", "trees")
@@ -100,7 +76,7 @@ __all__ = [
     "ZLPRCalibrator",
     "ZLPRLoss",
     "asymmetric_loss",
-    "binary_cross_entropy_loss",
+    "bce_loss",
     "debug",
     "entmax",
     "entmax_loss",
@@ -132,9 +108,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return import_module(f"lastlayer.{name}")
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'lastlayer' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(_HOME.get(name, "lastlayer.losses")), name)
     globals()[name] = value
     return value
 

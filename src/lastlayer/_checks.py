@@ -234,7 +234,9 @@ def check_alpha_shape(alpha: Tensor, scores: Tensor, dim: int) -> None:
         )
 
 
-def check_class_weight(class_weight: Any, n_classes: int, like: Tensor | None = None) -> None:
+def check_class_weight(
+    class_weight: Any, n_classes: int, like: Tensor | None = None, of: str = "hidden"
+) -> None:
     """One floating weight per class, on the device of ``like``, that needs no gradient there."""
     if not isinstance(class_weight, Tensor) or not class_weight.is_floating_point():
         got = (
@@ -250,7 +252,7 @@ def check_class_weight(class_weight: Any, n_classes: int, like: Tensor | None = 
         )
     if like is None:
         return
-    check_device("class_weight", class_weight, like)
+    check_device("class_weight", class_weight, like, of)
     if class_weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "class_weight: expected a tensor that needs no gradient, since none flows to it, got "
@@ -471,24 +473,40 @@ def as_counts(
         )
     if not result.any():
         raise ValueError(f"{name}: expected at least one above 0, got {len(result)} zeros; {alike}")
+    with np.errstate(over="ignore"):
+        total = float(result.sum())
+    if not math.isfinite(total):
+        raise ValueError(f"{name}: expected a finite sum, got {total}; divide by the largest")
     return result
 
 
-# Names of before, until their last callers are gone.
+def as_integers(name: str, values: Any, expected: str) -> NDArray[np.int64]:
+    """A list of whole numbers."""
+    array = as_array(name, values, expected)
+    if array.ndim != 1:
+        raise ValueError(f"{name}: expected {expected}, one dimension, got shape {array.shape}")
+    if array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"{name}: expected {expected}, got an array of {array.dtype}")
+    return array.astype(np.int64)
 
 
-def check_id_range(name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None) -> None:
-    if values_are_checked(ids):
-        check_id_values(name, ids, n_classes, ignore_index)
-
-
-def checked_ids(name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None) -> Tensor:
-    return check_ids(name, ids, None, n_classes, ignore_index)
-
-
-def check_chunk_rows(chunk_rows: Any) -> None:
-    check_chunk(chunk_rows)
-
-
-def check_max_support(max_support: Any) -> None:
-    check_int("max_support", max_support)
+def as_permutation(name: str, values: Any, n: int) -> NDArray[np.int64]:
+    """Every class once, in an order of the caller's."""
+    classes = as_integers(name, values, f"all class ids from 0 to {n - 1}")
+    if len(classes) != n:
+        raise ValueError(f"{name}: expected all {n} classes, got {len(classes)}")
+    wrong = (classes < 0) | (classes >= n)
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise ValueError(
+            f"{name}: expected class ids from 0 to {n - 1}, got {classes[place]} at position "
+            f"{place}"
+        )
+    times = np.bincount(classes, minlength=n)
+    if (times > 1).any():
+        c = int((times > 1).argmax())
+        first, second = np.flatnonzero(classes == c)[:2]
+        raise ValueError(
+            f"{name}: expected each class once, got class {c} at positions {first} and {second}"
+        )
+    return classes

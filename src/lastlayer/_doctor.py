@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
-from lastlayer.kernels import _registry
+from lastlayer import kernels
 
 PACKAGE = "lastlayer"
 CORE = (PACKAGE, "torch", "triton", "numba", "numpy")
@@ -84,7 +84,7 @@ def examine() -> Report:
     return Report(
         versions=versions,
         devices=devices,
-        implementations=dict(_registry.available()),
+        implementations=dict(kernels.available()),
         kernels=tuple(_kernels(dict.fromkeys(device.type for device in devices))),
         extras=tuple(_extras()) if versions[PACKAGE] else (),
     )
@@ -111,10 +111,10 @@ def _devices() -> Iterator[Device]:
 
 
 def _kernels(device_types: dict[str, None]) -> Iterator[Kernel]:
-    for op in sorted(_registry._operations):
+    for op in kernels.operations():
         for device_type in device_types:
             for dtype in DTYPES:
-                chosen = _registry.selected(op, device_type, dtype)
+                chosen = kernels.selected(op, device_type, dtype)
                 yield Kernel(op, device_type, str(dtype).removeprefix("torch."), chosen)
 
 

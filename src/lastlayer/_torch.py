@@ -74,6 +74,11 @@ def is_functorch_wrapped(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_vmapped(tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands for many: under vmap, or as an upstream gradient of a batch."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor) or in_functorch()
+
+
 def host_sync_allowed(tensor: Tensor) -> bool:
     """Whether the host may read a value of ``tensor``: not while a CUDA graph is captured."""
     return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()

@@ -159,17 +159,19 @@ class TestStrides:
 
     @with_each_layout
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-    @pytest.mark.parametrize("name", ["zlpr", "logistic"])
+    @pytest.mark.parametrize("name", LABEL_LOSSES)
     def test_of_labels(self, name, dtype, layout):
         hidden, weight = strided(5, 6, 11, layout, dtype)
-        torch.library.opcheck(
-            torch.ops.lastlayer.linear_label_loss.default,
-            (
-                hidden, weight, torch.randn(11, dtype=dtype), torch.randint(11, (5, 3)), None, None,
-                torch.rand(5), None, name, -100, 0.0, "4", (True, True, True),
-            ),
-            test_utils=["test_schema", "test_faketensor"],
-        )  # fmt: skip
+        bias, positives = torch.randn(11, dtype=dtype), torch.randint(11, (5, 3))
+        for reduction, upstream in (("mean", None), ("none", None), ("none", torch.rand(5))):
+            torch.library.opcheck(
+                torch.ops.lastlayer.linear_label_loss.default,
+                (
+                    [hidden, weight, bias, positives, None, None], upstream, name, 0.0, -100, "4",
+                    reduction, [True, True, True],
+                ),
+                test_utils=["test_schema", "test_faketensor"],
+            )  # fmt: skip
 
     @pytest.mark.parametrize("name", ["cross_entropy", "zlpr"])
     def test_inductor_with_a_transposed_weight(self, name):

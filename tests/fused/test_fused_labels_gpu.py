@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lastlayer.fused.bce import linear_bce_loss
-from lastlayer.fused.zlpr import linear_zlpr_loss
+from lastlayer.fused import linear_bce_loss, linear_zlpr_loss
 from waits import no_waits
 
 pytestmark = pytest.mark.gpu
@@ -29,11 +28,11 @@ def test_against_float64(loss, dtype, smoothing):
     hidden, weight, lists, bias = made(67, 96, 5003, 3, dtype)
     leaves = hidden, weight, bias
     exact = [each.detach().cpu().double().requires_grad_() for each in leaves]
-    right = loss(exact[0], exact[1], lists.cpu(), exact[2], smoothing=smoothing)
+    right = loss(exact[0], exact[1], lists.cpu(), exact[2], label_smoothing=smoothing)
     slopes = torch.autograd.grad(right, exact)
     most = 1e-3 if dtype == torch.float32 else 1e-2
     for chunk_classes in (700, "auto"):
-        options = {"smoothing": smoothing, "chunk_classes": chunk_classes}
+        options = {"label_smoothing": smoothing, "chunk_classes": chunk_classes}
         ours = loss(hidden, weight, lists, bias, **options)
         assert ours.item() == pytest.approx(right.item(), rel=2e-3)
         for one, slope in zip(torch.autograd.grad(ours, leaves), slopes, strict=True):

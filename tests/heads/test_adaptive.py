@@ -6,12 +6,13 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
-from lastlayer.fused.engine import Wanted
-from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax, _small_softmax
-from lastlayer.heads import _shares as shares
-from lastlayer.heads._adaptive_search import ceiling, opened
+from lastlayer.fused import clusters
+from lastlayer.fused.rows import Problem, Wanted
+from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax, Head
+from lastlayer.heads._adaptive_topk import ceiling, opened
 from lastlayer.testing import check_head
 
 N_CLASSES = 40
@@ -89,12 +90,12 @@ def dense_loss(head, hidden, target):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
-@pytest.mark.parametrize("way", [shares.in_segments, shares.all_rows])
+@pytest.mark.parametrize("way", [clusters.in_segments, clusters.all_rows])
 @pytest.mark.parametrize("chunk_rows", ["auto", 2])
 def test_both_ways_have_the_loss_and_gradients_of_the_dense_formula(
     way, smoothing, reduction, chunk_rows, monkeypatch
 ):
-    monkeypatch.setattr("lastlayer.heads._adaptive_loss.share_out", way)
+    monkeypatch.setattr("lastlayer.fused.clusters.share_out", way)
     head = make(
         label_smoothing=smoothing, reduction=reduction, order=shuffled(), head_bias=True,
         ignore_index=-100, chunk_rows=chunk_rows,
@@ -114,10 +115,10 @@ def test_both_ways_have_the_loss_and_gradients_of_the_dense_formula(
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("way", [shares.in_segments, shares.all_rows])
+@pytest.mark.parametrize("way", [clusters.in_segments, clusters.all_rows])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_a_nan_in_a_row_that_does_not_count_reaches_nothing(way, smoothing, monkeypatch):
-    monkeypatch.setattr("lastlayer.heads._adaptive_loss.share_out", way)
+    monkeypatch.setattr("lastlayer.fused.clusters.share_out", way)
     head = make(label_smoothing=smoothing)
     hidden, target = torch.randn(6, 12, dtype=torch.float64), torch.randint(N_CLASSES, (6,))
     hidden[2], target[2] = torch.nan, -100
@@ -182,25 +183,30 @@ def test_what_is_frozen_has_no_gradient_and_changes_none(frozen, chunk_rows):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("wanted", [True, False])
 def test_what_the_compiler_is_told_of_the_operation_is_true(dtype, wanted):
-    head = make(head_bias=True).to(dtype)
-    place = torch.tensor([0, 39, 17, 8, -1, 2])
-    weights = [head.head_weight, *itertools.chain(*zip(head.projections, head.tails, strict=True))]
-    given = (
-        torch.randn(6, 12, dtype=dtype), head.head_bias.detach(), place,
-        torch.ones(6) if wanted else None, [each.detach() for each in weights], [6, 15], "auto",
-        [wanted] * (2 + len(weights)),
-    )  # fmt: skip
-    operation = torch.ops.lastlayer.adaptive_loss.default
-    torch.library.opcheck(operation, given, test_utils=["test_schema", "test_faketensor"])
+    head = make(head_bias=True, order=shuffled()).to(dtype)
+    target = torch.tensor([0, 39, 17, 8, -100, 2])
+    pairs = itertools.chain(*zip(head.projections, head.tails, strict=True))
+    operands = torch.randn(6, 12, dtype=dtype), head.head_bias, head.head_weight, *pairs
+    operands = [each.detach() for each in operands]
+    wants = [wanted] * len(operands)
+    operation = torch.ops.lastlayer.cluster_loss.default
+    for upstream, reduction in ((None, "mean"), (None, "none"), (torch.ones(6), "none")):
+        torch.library.opcheck(
+            operation,
+            ([*operands, target, head.places], upstream, [6, 15], -100, "auto", reduction, wants),
+            test_utils=["test_schema", "test_faketensor"],
+        )
 
 
-def test_a_second_backward_is_refused():
+def test_a_second_backward_gives_the_same_and_second_derivatives_are_refused():
     head, target = make(), torch.tensor([1, 20, 39])
     hidden = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
     loss = head(hidden, target)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="handed out by the first backward"):
-        loss.backward()
+    leaves = [hidden, *head.parameters()]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(2.0 * loss, leaves)
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(2.0 * one, other)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(head(hidden, target), hidden, create_graph=True)
 
@@ -370,6 +376,82 @@ def test_an_order_that_counts_is_none():
     assert {each.device.type for each in head.state_dict().values()} == {"meta"}
 
 
+def altered(head, folder, **buffers):
+    """The head as it was saved, with other buffers."""
+    head.save(folder)
+    state = load_file(folder / "model.safetensors")
+    assert buffers.keys() <= state.keys()
+    save_file({**state, **buffers}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "parts"),
+    [
+        ("order", [987744430, *range(1, 40)], ("order:", "from 0 to 39", "got 987744430")),
+        ("order", [1, 1, *range(2, 40)], ("order:", "class 1 at positions 0 and 1")),
+        ("places", [987744430, *range(1, 40)], ("places: expected the place of each class",)),
+        ("cutoffs", [6, 16], ("cutoffs: expected [6, 15]", "got [6, 16]")),
+    ],
+)
+def test_an_altered_state_is_refused(name, values, parts, tmp_path):
+    head = make(order=shuffled())
+    folder = altered(head, tmp_path, **{name: torch.tensor(values)})
+    with raises(ValueError, "folder:", "model.safetensors was altered", *parts):
+        Head.load(folder)
+    if name == "cutoffs":
+        return
+    before = head.state_dict()[name].clone()
+    with raises(ValueError, *parts):
+        head.load_state_dict({**head.state_dict(), name: torch.tensor(values)})
+    assert torch.equal(getattr(head, name), before)
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize("given", ["order", "counts", "neither"])
+def test_its_configuration_makes_the_same_head(given, where):
+    options = {"order": shuffled(), "counts": torch.rand(N_CLASSES), "neither": None}
+    options = {} if given == "neither" else {given: options[given]}
+    head = make(head_bias=True, label_smoothing=0.1, ignore_index=None, reduction="sum", **options)
+    source = head if where == "cpu" else make(head_bias=True, device="meta", **options)
+    other = AdaptiveSoftmax(**source.config(), dtype=torch.float64)
+    for one, two in zip(head.buffers(), other.buffers(), strict=True):
+        assert torch.equal(one, two)
+    other.load_state_dict(head.state_dict())
+    if where == "cpu":
+        assert repr(other) == repr(head)
+        assert ("order=<(40,)>" in repr(head)) == (given != "neither")
+    hidden = torch.randn(3, 12, dtype=torch.float64)
+    torch.testing.assert_close(other.log_prob(hidden), head.log_prob(hidden))
+
+
+@pytest.mark.parametrize("chunk_rows", ["auto", 2])
+def test_parameters_changed_before_backward_are_noticed(chunk_rows):
+    head, hidden = make(chunk_rows=chunk_rows), torch.randn(5, 12, dtype=torch.float64)
+    log_prob = head.log_prob(hidden, torch.tensor([0, 5, 9, 20, 39])).sum()
+    with torch.no_grad():
+        head.tails[1].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        log_prob.backward()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_biases_start_at_the_frequencies(ordered):
+    """Of classes at the top, and of clusters as a whole; in a cluster classes are alike."""
+    counts = torch.randint(0, 50, (N_CLASSES,)).double()
+    head = make(head_bias=True, order=shuffled() if ordered else None)
+    head.init_bias_from_counts(counts)
+    counts = counts.clamp(min=0.5) / counts.clamp(min=0.5).sum()
+    by_place = counts if head.order is None else counts[head.order]
+    expected = by_place.clone()
+    for first, last in ((6, 15), (15, 40)):
+        expected[first:last] = by_place[first:last].mean()
+    found = head.log_prob(torch.zeros(12, dtype=torch.float64)).exp()
+    torch.testing.assert_close(found if head.order is None else found[head.order], expected)
+    with raises(ValueError, "init_bias_from_counts:", "make it with head_bias=True"):
+        make().init_bias_from_counts(counts)
+
+
 # Bad input.
 
 
@@ -447,9 +529,10 @@ def test_longer_lines_of_scores_change_nothing(dtype, chunk_rows):
     """What a GPU does where the number of columns is an odd one."""
     hidden, weight, bias = torch.randn(8, 5), torch.randn(11, 5), torch.randn(11)
     given = [each.to(dtype) for each in (hidden, weight, bias)]
-    rest = torch.randint(11, (8,)), torch.rand(8), Wanted(True, True, True), chunk_rows
-    made = _small_softmax.aligned_rows(*given, *rest)
-    right = _small_softmax.softmax_rows(*given, *rest, None)
+    wanted = Wanted(hidden=True, weight=True, bias=True)
+    problem = Problem(*given, torch.randint(11, (8,)), torch.rand(8), None, wanted, torch.float32)
+    made = clusters.softmax_in_chunks(problem, chunk_rows, more=5)
+    right = clusters.softmax_in_chunks(problem, chunk_rows)
     for name in ("loss", "hidden", "weight", "bias"):
         torch.testing.assert_close(getattr(made, name), getattr(right, name))
 

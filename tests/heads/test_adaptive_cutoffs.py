@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lastlayer.heads import AdaptiveSoftmax, MatrixCost, cutoffs_from_counts
-from lastlayer.heads._cutoffs import COSTS, tail_widths
+from lastlayer.heads.layout import COSTS, tail_widths
 
 
 def raises(kind, *parts):

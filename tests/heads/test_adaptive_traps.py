@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lastlayer.heads import AdaptiveSoftmax, Head
-from lastlayer.heads._cutoffs import tail_widths
+from lastlayer.heads.layout import tail_widths
 from waits import counted_waits
 
 N_CLASSES = 40

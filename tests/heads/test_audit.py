@@ -281,9 +281,7 @@ def test_explain_suggests_from_the_number_of_classes_or_from_an_audit():
 def test_bad_arguments_are_named():
     head = make()
     hidden, target = batch()
-    with pytest.raises(
-        ValueError, match="n_draws: expected at least 2, got 1; a variance"
-    ):
+    with pytest.raises(ValueError, match="n_draws: expected at least 2, got 1; a variance"):
         head.audit(hidden, target, n_draws=1)
     with pytest.raises(TypeError, match="n_draws: expected an int, got float"):
         head.audit(hidden, target, n_draws=4.0)

@@ -163,25 +163,29 @@ def test_neither_a_dense_weight_nor_all_scores_are_ever_made():
 @pytest.mark.parametrize("wanted", [True, False])
 def test_what_the_compiler_is_told_of_the_operation_is_true(dtype, wanted):
     head = make(dtype=dtype)
-    weights = [each.detach() for each in head.weights]
-    given = (
-        torch.randn(4, 12, dtype=dtype), head.bias.detach(), torch.tensor([0, 39, -1, 17]),
-        torch.ones(4) if wanted else None, weights, 0.1, -1, "auto",
-        [wanted] * (2 + len(weights)),
-    )  # fmt: skip
+    operands = [torch.randn(4, 12, dtype=dtype), head.bias.detach()]
+    operands += [each.detach() for each in head.weights]
+    target, wants = torch.tensor([0, 39, -100, 17]), [wanted] * len(operands)
     operation = torch.ops.lastlayer.band_loss.default
-    torch.library.opcheck(operation, given, test_utils=["test_schema", "test_faketensor"])
+    for upstream, reduction in ((None, "mean"), (None, "none"), (torch.ones(4), "none")):
+        torch.library.opcheck(
+            operation,
+            ([*operands, target, head.places], upstream, 0.1, -100, "auto", reduction, wants),
+            test_utils=["test_schema", "test_faketensor"],
+        )
 
 
-def test_a_second_backward_is_refused():
-    head = make()
+def test_a_second_backward_gives_the_same_and_second_derivatives_are_refused():
+    head, target = make(), torch.tensor([1, 2, 3])
     hidden = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
-    loss = head(hidden, torch.tensor([1, 2, 3]))
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="handed out by the first backward"):
-        loss.backward()
+    loss = head(hidden, target)
+    leaves = [hidden, *head.parameters()]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(2.0 * loss, leaves)
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(2.0 * one, other)
     with pytest.raises(RuntimeError, match="no second derivatives"):
-        torch.autograd.grad(head(hidden, torch.tensor([1, 2, 3])), hidden, create_graph=True)
+        torch.autograd.grad(head(hidden, target), hidden, create_graph=True)
 
 
 @pytest.mark.parametrize("variant", ["slices", "projections"])
@@ -190,7 +194,7 @@ def test_saving(variant, tmp_path):
     head.save(tmp_path)
     loaded = Head.load(tmp_path)
     assert repr(loaded) == repr(head)
-    assert loaded.config() == head.config()
+    assert torch.equal(loaded.order, head.order)
     hidden, target = torch.randn(4, 12, dtype=torch.float64), torch.randint(N_CLASSES, (4,))
     assert torch.equal(loaded(hidden, target), head(hidden, target))
 
@@ -201,6 +205,49 @@ def test_inside_a_band_classes_stand_by_id():
         members = head.order[first:last].tolist()
         assert members == sorted(members)
     assert torch.equal(head.order[head.places], torch.arange(N_CLASSES))
+
+
+def test_its_configuration_makes_the_same_head():
+    head = make(variant="projections", reduction="sum", chunk_rows=7)
+    other = DifferentiatedSoftmax(**head.config(), dtype=torch.float64)
+    other.load_state_dict(head.state_dict())
+    assert repr(other) == repr(head)
+    assert f"n_classes={N_CLASSES}" in repr(head)
+    hidden = torch.randn(3, 12, dtype=torch.float64)
+    torch.testing.assert_close(other.log_prob(hidden), head.log_prob(hidden))
+
+
+def test_an_altered_order_is_refused():
+    head = make()
+    state = {**head.state_dict(), "order": torch.full((N_CLASSES,), 987744430)}
+    with raises(ValueError, "order:", "got 987744430 at position 0"):
+        head.load_state_dict(state)
+
+
+@pytest.mark.parametrize("chunk_rows", ["auto", 2])
+def test_parameters_changed_before_backward_are_noticed(chunk_rows):
+    head, hidden = make(chunk_rows=chunk_rows), torch.randn(5, 12, dtype=torch.float64)
+    log_prob = head.log_prob(hidden, torch.tensor([0, 5, 9, 20, 39])).sum()
+    with torch.no_grad():
+        head.weights[1].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        log_prob.backward()
+
+
+def test_biases_start_at_the_frequencies():
+    head, counts = make(), torch.randint(0, 50, (N_CLASSES,)).double()
+    head.init_bias_from_counts(counts)
+    expected = counts.clamp(min=0.5) / counts.clamp(min=0.5).sum()
+    found = head.log_prob(torch.zeros(12, dtype=torch.float64))
+    torch.testing.assert_close(found, expected.log())
+    with raises(ValueError, "init_bias_from_counts:", "make it with bias=True"):
+        make(bias=False).init_bias_from_counts(counts)
+
+
+def test_a_row_that_is_masked_whole_has_no_probabilities():
+    head = make()
+    torch.nn.init.constant_(head.bias, -torch.inf)
+    assert (head.log_prob(torch.randn(2, 12, dtype=torch.float64)) == -torch.inf).all()
 
 
 # Bands from counts.

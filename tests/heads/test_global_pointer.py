@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lastlayer.heads._rotary import rotated
-from lastlayer.heads.global_pointer import GlobalPointer
+from lastlayer.heads.spans import GlobalPointer, rotated
+from lastlayer.kernels.span_sums import reference
 from lastlayer.losses.zlpr import zlpr_loss
 
 PAD = -100
@@ -34,6 +34,13 @@ def made(efficient=False, **options):
             parameter.copy_(torch.randn_like(parameter))
     hidden = torch.randn(3, TOKENS, FEATURES, dtype=head.project.weight.dtype)
     return head, hidden.requires_grad_()
+
+
+def made_like(head):
+    """The same head, whose lists are padded."""
+    other = GlobalPointer(**{**head.config(), "ignore_index": PAD}, dtype=torch.float64)
+    other.load_state_dict(head.state_dict())
+    return other
 
 
 def dense(spans, n=TOKENS, n_types=TYPES):
@@ -321,6 +328,82 @@ def test_compiling_changes_nothing():
         (each(hidden), torch.autograd.grad(each(hidden), leaves)) for each in (loss, compiled)
     ]
     torch.testing.assert_close(*results)
+
+
+@each_form
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_kernels_in_place_of_tiles(efficient, reduction, monkeypatch):
+    """The way of a GPU, with the kernels' reference."""
+    head, hidden = made(efficient, reduction=reduction)
+    leaves = [hidden, *head.parameters()]
+    results = []
+    for suit in (False, True):
+        monkeypatch.setattr("lastlayer.fused.spans._kernels_suit", lambda _, suit=suit: suit)
+        monkeypatch.setattr("lastlayer.kernels.span_sums.triton", reference, raising=False)
+        loss = head(hidden, SPANS, MASK)
+        results.append((loss, torch.autograd.grad(loss.square().sum(), leaves)))
+    torch.testing.assert_close(*results)
+
+
+@each_form
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_operation_is_as_the_compiler_sees_it(efficient, reduction):
+    head, hidden = made(efficient)
+    with torch.no_grad():
+        parts = head._parts(hidden, MASK)
+    wanted = [each is not None for each in parts[:4]]
+    for upstream in (None, torch.rand(3, TYPES).double()) if reduction == "none" else (None,):
+        for target in (dense(SPANS), torch.tensor([[8, -1], [40, 3], [-1, -1]])):
+            torch.library.opcheck(
+                torch.ops.lastlayer.span_loss.default,
+                ([*parts, target], upstream, TYPES, 50, reduction, wanted),
+                test_utils=["test_schema", "test_faketensor"],
+            )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_kept_graph_can_be_walked_again(reduction):
+    head, hidden = made(chunk_spans=40, reduction=reduction)
+    loss = head(hidden, SPANS, MASK).sum()
+    leaves = [hidden, *head.parameters()]
+    first, second, third = (
+        torch.autograd.grad(factor * loss, leaves, retain_graph=True) for factor in (1.0, 3.0, 1.0)
+    )
+    torch.testing.assert_close([3.0 * each for each in first], list(second))
+    torch.testing.assert_close(first, third)
+
+
+def test_a_reduction_that_does_not_exist_is_refused():
+    head, hidden = made()
+    head.reduction = "avg"
+    with pytest.raises(ValueError, match="reduction: expected one of"):
+        head(hidden, SPANS, MASK)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8])
+def test_lists_of_any_integers(dtype):
+    head, hidden = made()
+    assert head(hidden, SPANS.to(dtype), MASK) == head(hidden, SPANS, MASK)
+
+
+def test_without_an_ignore_index_nothing_is_padding():
+    head, hidden = made(ignore_index=None)
+    listed = SPANS[:1, :2]
+    assert head(hidden[:1], listed) == made_like(head)(hidden[:1], listed)
+    with pytest.raises(ValueError, match=r"target: expected types from 0 to 2, got .*-100"):
+        head(hidden, SPANS, MASK)
+
+
+def test_the_scores_of_one_tile_are_made_once():
+    head, hidden = made(efficient=False)
+    products = {}
+    for chunk_spans in (60, "auto"):
+        head.chunk_spans = chunk_spans
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+            head(hidden, SPANS, MASK).backward()
+        products[chunk_spans] = sum(event.name == "aten::bmm" for event in seen.events())
+    assert products["auto"] == 3
+    assert products[60] > 3
 
 
 def test_second_derivatives_are_refused_here_and_found_by_scores():

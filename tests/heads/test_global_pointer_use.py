@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lastlayer import debug
-from lastlayer.heads._span_decode import Span
-from lastlayer.heads._span_tiles import spans_at_a_time, tiles
-from lastlayer.heads.global_pointer import GlobalPointer
+from lastlayer.fused.scores import BYTES, spans_at_a_time
+from lastlayer.fused.spans import tiles
+from lastlayer.heads.spans import GlobalPointer, Span
 from waits import no_waits
 
 MASK = torch.arange(7) < torch.tensor([[7], [0], [4]])
@@ -111,10 +111,11 @@ def test_tiles_have_each_span_once_and_keep_to_their_size(efficient, n_texts, n,
 
 
 def test_default_tiles():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert spans_at_a_time(17, cpu) == 17
-    assert spans_at_a_time("low", cpu) < spans_at_a_time("auto", cpu)
-    assert spans_at_a_time("low", cuda) < spans_at_a_time("auto", cuda)
+    vectors = torch.empty(0)
+    assert spans_at_a_time(17, vectors) == 17
+    assert spans_at_a_time("low", vectors) < spans_at_a_time("auto", vectors)
+    for device in ("cpu", "cuda"):
+        assert BYTES["spans", device, "low"] < BYTES["spans", device, "auto"]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,18 @@ def test_options_show():
     assert head.extra_repr() == "in_features=3, n_types=2, head_size=64, rope=False"
 
 
+def test_a_config_makes_the_same_head():
+    head = GlobalPointer(3, 2, 4, rope=False, ignore_index=-1, reduction="sum", chunk_spans="low")
+    other = GlobalPointer(**head.config())
+    assert other.config() == head.config()
+    assert repr(other) == repr(head)
+
+
+def test_there_are_no_biases_to_start_from_counts():
+    with pytest.raises(NotImplementedError, match="pairs of tokens"):
+        GlobalPointer(3, 2, 4).init_bias_from_counts([1, 2])
+
+
 def test_efficient_has_few_parameters():
     def size(**options):
         return sum(each.numel() for each in GlobalPointer(768, 50, **options).parameters())
@@ -179,7 +192,7 @@ def test_fresh_parameters():
         ({"n_types": 2.0}, TypeError, "n_types: expected an int"),
         ({"head_size": 5}, ValueError, "head_size: expected an even number.*got 5.*rope=False"),
         ({"ignore_index": 0}, ValueError, "ignore_index: expected a negative"),
-        ({"ignore_index": None}, TypeError, "ignore_index: expected an int"),
+        ({"ignore_index": 1.5}, TypeError, "ignore_index: expected an int"),
         ({"reduction": "max"}, ValueError, "reduction: expected one of"),
         ({"chunk_spans": 0}, ValueError, "chunk_spans: expected at least 1"),
         ({"chunk_spans": "all"}, TypeError, "chunk_spans: expected an int"),
@@ -249,11 +262,15 @@ def backward():
     ("target", "error", "words"),
     [
         ([[[0, 1, 2]]], TypeError, "target: expected a torch.Tensor"),
-        (torch.zeros(2, 1, 3), TypeError, "target: expected torch.int64 lists"),
-        (torch.zeros(2, 2, 7, 7, dtype=torch.int32), TypeError, r"target\.bool"),
+        (torch.zeros(2, 1, 3), TypeError, "target: expected integer lists"),
+        (torch.zeros(2, 2, 7, 7), TypeError, r"target\.bool"),
         (torch.zeros(2, 3, dtype=torch.int64), ValueError, r"expected shape \(2, m, 3\)"),
         (torch.zeros(2, 1, 4, dtype=torch.int64), ValueError, r"got \(2, 1, 4\)"),
-        (torch.zeros(2, 2, 7, 7, dtype=torch.int64), ValueError, "one label a span is torch.bool"),
+        (
+            torch.zeros(2, 2, 7, 7, dtype=torch.int64),
+            ValueError,
+            "one label per span is torch.bool",
+        ),
         (torch.zeros(2, 7, 7, dtype=torch.bool), ValueError, r"expected shape \(2, 2, 7, 7\)"),
         (backward(), ValueError, r"spans that end where they start or later.*\(0, 5, 3\)"),
         (torch.tensor([[[0, 1, 2]], [[1, 4, 3]]]), ValueError, r"or later.*\(1, 4, 3\)"),

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import lastlayer
 from lastlayer import entmax, heads, topk_softmax
 from lastlayer.heads import EntmaxHead, FullSoftmax, TopKSoftmaxHead
-from lastlayer.heads._top import _in_order, _unless_tied
+from lastlayer.heads.base import _top_in_order, _top_unless_tied
 
 HEADS = {
     "softmax": (FullSoftmax, {}, lambda s: torch.softmax(s, -1)),
@@ -81,7 +81,7 @@ def test_equal_log_probabilities_come_in_the_order_of_their_classes(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("find", [_unless_tied, _in_order], ids=["unless tied", "in order"])
+@pytest.mark.parametrize("find", [_top_unless_tied, _top_in_order], ids=["unless tied", "in order"])
 def test_the_largest_are_those_of_a_stable_sort(find, dtype):
     for n in (1, 2, 7, 40):
         scores = torch.randint(-3, 4, (9, n)).to(dtype)

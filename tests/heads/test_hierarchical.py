@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastlayer import trees
-from lastlayer.heads import Head, _node_scores
-from lastlayer.heads._path_log_prob import chosen_log_prob
+from lastlayer.heads import Head, _tree_nodes
 from lastlayer.heads.hierarchical import HierarchicalSoftmax
 from lastlayer.testing import check_head
 from waits import no_waits
@@ -110,7 +109,7 @@ def test_random_trees_keep_to_the_definition(tree, bias):
     expected = dense_log_prob(head, hidden)
     torch.testing.assert_close(everything, expected)
     torch.testing.assert_close(everything.exp().sum(-1), torch.ones(5, dtype=torch.float64))
-    by_paths = chosen_log_prob(head._nodes, hidden, target.unsqueeze(-1), "auto", False)
+    by_paths = _tree_nodes.path_log_prob(head._nodes, hidden, target.unsqueeze(-1), once=False)
     torch.testing.assert_close(by_paths, expected.gather(-1, target.unsqueeze(-1)))
     torch.testing.assert_close(head(hidden, target), -by_paths.squeeze(-1))
 
@@ -120,7 +119,7 @@ def test_random_trees_keep_to_the_definition(tree, bias):
 def test_gradients_are_those_of_the_dense_formula(tree, bias, by_node, monkeypatch):
     if by_node:
         # As if there were many rows for each node.
-        monkeypatch.setattr(_node_scores, "_NUMBERS_A_NODE", 0)
+        monkeypatch.setattr(_tree_nodes, "_NUMBERS_PER_NODE", 0)
     heads = [
         HierarchicalSoftmax(6, tree, bias=bias, sparse=sparse, dtype=torch.float64)
         for sparse in (False, True)
@@ -402,7 +401,7 @@ def test_a_start_from_a_flat_layer_beats_chance(arity, counted):
     layer, hidden, target = flat_layer()
     tree = trees.cluster(layer.weight, progress=False).collapse(arity)
     counts = torch.bincount(target, minlength=60) if counted else None
-    head = HierarchicalSoftmax.from_linear(layer, tree, counts=counts)
+    head = HierarchicalSoftmax.init_from_linear(layer, tree, counts=counts)
     started = head(hidden, target).item()
     fresh = HierarchicalSoftmax(8, tree)(hidden, target).item()
     flat = torch.nn.functional.cross_entropy(layer(hidden), target).item()
@@ -416,7 +415,7 @@ def test_a_start_from_equal_vectors_is_the_same_function():
     with torch.no_grad():
         layer.weight.copy_(torch.randn(3, 5)[torch.arange(12) // 4])
     tree = trees.from_codes([[[c // 4, c % 4]] for c in range(12)])
-    head = HierarchicalSoftmax.from_linear(layer, tree)
+    head = HierarchicalSoftmax.init_from_linear(layer, tree)
     hidden = torch.randn(7, 5, dtype=torch.float64)
     torch.testing.assert_close(head.log_prob(hidden), torch.log_softmax(layer(hidden), -1))
 
@@ -424,7 +423,7 @@ def test_a_start_from_equal_vectors_is_the_same_function():
 def test_at_zero_a_start_is_exact():
     layer, _, _ = flat_layer()
     for tree in (trees.balanced(60), trees.huffman(np.ones(60)).collapse(9)):
-        head = HierarchicalSoftmax.from_linear(layer, tree)
+        head = HierarchicalSoftmax.init_from_linear(layer, tree)
         expected = torch.log_softmax(layer.bias, -1)
         torch.testing.assert_close(head.log_prob(torch.zeros(8)), expected, atol=1e-5, rtol=1e-5)
 
@@ -443,7 +442,7 @@ def test_relearning_the_same_tree_changes_nothing(tree):
 
 def test_a_head_that_is_relearned_starts_better_than_chance():
     layer, hidden, target = flat_layer()
-    old = HierarchicalSoftmax.from_linear(layer, trees.cluster(layer.weight, progress=False))
+    old = HierarchicalSoftmax.init_from_linear(layer, trees.cluster(layer.weight, progress=False))
     tree = trees.cluster(layer.weight, kind="adaptive", overlap=0.2, seed=1, progress=False)
     for new_tree in (tree, trees.cluster(layer.weight, seed=2, progress=False).collapse(6)):
         new = old.relearn(new_tree, counts=torch.bincount(target, minlength=60))
@@ -462,14 +461,14 @@ def test_bad_arguments_are_named():
         (TypeError, "tree: expected a lastlayer.trees.Tree", lambda: HierarchicalSoftmax(4, 6)),
         (ValueError, "in_features: expected at least 1", lambda: HierarchicalSoftmax(0, tree)),
         (TypeError, "linear: expected an nn.Linear",
-         lambda: HierarchicalSoftmax.from_linear(layer.weight, tree)),
+         lambda: HierarchicalSoftmax.init_from_linear(layer.weight, tree)),
         (ValueError, "linear: expected 7 classes",
-         lambda: HierarchicalSoftmax.from_linear(layer, trees.balanced(7))),
+         lambda: HierarchicalSoftmax.init_from_linear(layer, trees.balanced(7))),
         (ValueError, "counts: expected shape",
-         lambda: HierarchicalSoftmax.from_linear(layer, tree, counts=[1, 2])),
+         lambda: HierarchicalSoftmax.init_from_linear(layer, tree, counts=[1, 2])),
         (ValueError, "tree: expected the 6 classes", lambda: head.relearn(trees.balanced(5))),
         (TypeError, "tree: expected", lambda: head.relearn(None)),
-        (ValueError, "beam: expected at least k", lambda: head.topk(torch.ones(4), 3, beam=2)),
+        (ValueError, "beam: expected at least 3", lambda: head.topk(torch.ones(4), 3, beam=2)),
         (TypeError, "beam: expected an int", lambda: head.topk(torch.ones(4), 3, beam=4.0)),
         (ValueError, "beam: expected None for a tree that overlaps",
          lambda: HierarchicalSoftmax(4, overlapping()).topk(torch.ones(4), 1, beam=2)),
@@ -498,10 +497,12 @@ def test_it_says_what_it_is():
 def test_chunks_change_nothing():
     head = HierarchicalSoftmax(5, TREES["collapsed"])
     hidden = torch.randn(7, 5)
-    whole = head.log_prob(hidden), head.log_prob(hidden, torch.tensor([4]))
+    each = torch.randint(head.n_classes, (7, 2))
+    shared = torch.tensor([4, 9]).expand(7, 2)
+    whole = [head.log_prob(hidden, classes) for classes in (None, each, shared)]
     head.chunk_rows = 2
     with torch.no_grad():
-        parts = head.log_prob(hidden), head.log_prob(hidden, torch.tensor([4]))
+        parts = [head.log_prob(hidden, classes) for classes in (None, each, shared)]
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -556,7 +557,7 @@ def test_a_tree_that_overlaps_starts_with_the_probabilities_of_the_layer(overlap
     linear = torch.nn.Linear(4, 30, dtype=torch.float64)
     tree = trees.cluster(linear.weight.detach(), kind="adaptive", overlap=overlap)
     assert tree.overlaps
-    head = HierarchicalSoftmax.from_linear(linear, tree)
+    head = HierarchicalSoftmax.init_from_linear(linear, tree)
     hidden = torch.zeros(1, 4, dtype=torch.float64)
     torch.testing.assert_close(head.log_prob(hidden), linear(hidden).log_softmax(-1))
     slope = torch.func.jacrev(lambda h: linear(h).log_softmax(-1))(hidden[0])
@@ -568,3 +569,141 @@ def test_a_tree_of_one_class_finds_all_parameters():
     head = HierarchicalSoftmax(3, trees.balanced(1))
     head(torch.randn(2, 3), torch.zeros(2, dtype=torch.int64)).backward()
     assert all(each.grad is not None for each in head.parameters())
+
+
+@each_tree
+def test_biases_from_counts_start_at_the_frequencies(tree):
+    head = HierarchicalSoftmax(4, tree, dtype=torch.float64)
+    counts = np.random.default_rng(1).integers(0, 50, tree.n_classes)
+    counts[0] = 0
+    head.init_bias_from_counts(counts)
+    known = torch.from_numpy(counts).double().clamp(min=0.5)
+    at_zero = head.log_prob(torch.zeros(4, dtype=torch.float64))
+    torch.testing.assert_close(at_zero, (known / known.sum()).log())
+    assert head.bias.isfinite().all()
+    # Biases of the children of a wide node are their log shares.
+    first = 0
+    for arity in tree.arity.tolist():
+        if arity > 2:
+            assert math.isclose(head.bias[first : first + arity].exp().sum().item(), 1.0)
+        first += 1 if arity == 2 else arity
+
+
+def test_biases_from_counts_are_refused_where_there_are_none():
+    with pytest.raises(ValueError, match=r"init_bias_from_counts: .* bias=False"):
+        HierarchicalSoftmax(4, TREES["huffman"], bias=False).init_bias_from_counts([1] * 30)
+    head = HierarchicalSoftmax(4, TREES["huffman"])
+    with pytest.raises(ValueError, match=r"counts: expected shape \(30,\)"):
+        head.init_bias_from_counts([1, 2])
+    single = HierarchicalSoftmax(4, trees.balanced(1))
+    single.init_bias_from_counts([3])
+    assert single.log_prob(torch.ones(4)).tolist() == [0.0]
+
+
+@each_tree
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_log_prob_of_one_class_of_lists_and_of_shared_lists(tree, dtype):
+    head = HierarchicalSoftmax(4, tree, dtype=torch.float64)
+    hidden = torch.randn(2, 3, 4, dtype=torch.float64)
+    everything = head.log_prob(hidden)
+    n = tree.n_classes
+    each = torch.randint(n, (2, 3))
+    lists = torch.randint(n, (2, 3, 2))
+    shared = torch.randint(n, (2,))
+    for classes, wanted in (
+        (each, everything.gather(-1, each.unsqueeze(-1)).squeeze(-1)),
+        (lists, everything.gather(-1, lists)),
+        (shared.expand(2, 3, 2), everything[..., shared]),
+        (shared[0].expand(2, 3), everything[..., shared[0]]),
+    ):
+        torch.testing.assert_close(head.log_prob(hidden, classes.to(dtype)), wanted)
+    with pytest.raises(ValueError, match=r"classes\.expand\(\*batch, k\)"):
+        head.log_prob(hidden, shared)
+
+
+@each_tree
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_shared_list_has_the_gradients_of_lists(tree, sparse, monkeypatch):
+    """And each vector is scored once, for which its strides are looked at."""
+    head = HierarchicalSoftmax(4, tree, sparse=sparse, dtype=torch.float64)
+    # However small the tree is: by paths.
+    head._tables.n_rows = 10**6
+    hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    shared = torch.randint(tree.n_classes, (3,)).expand(5, 3)
+    leaves, upstream = [hidden, *head.parameters()], torch.rand(5, 3).double()
+    calls = []
+    real = _tree_nodes.shared_log_prob
+    monkeypatch.setattr(
+        "lastlayer.heads.hierarchical.shared_log_prob",
+        lambda *args: calls.append(len(args[1])) or real(*args),
+    )
+    made = []
+    for classes, chunk in ((shared, "auto"), (shared, 2), (shared.clone(), "auto")):
+        head.chunk_rows = chunk
+        log_prob = head.log_prob(hidden, classes)
+        made.append([log_prob, *torch.autograd.grad(log_prob, leaves, upstream)])
+    # Forward and backward, whole and by chunks.
+    assert calls == [5, 5, 2, 2, 1, 2, 2, 1]
+    for one, parts, lists in zip(*made, strict=True):
+        torch.testing.assert_close(one.to_dense(), lists.to_dense())
+        torch.testing.assert_close(parts.to_dense(), lists.to_dense())
+
+
+@each_tree
+def test_parameters_changed_before_backward_are_told(tree):
+    head = HierarchicalSoftmax(4, tree)
+    hidden = torch.randn(5, 4, requires_grad=True)
+    lists = torch.randint(tree.n_classes, (5, 1))
+    for n_rows in (head._tables.n_rows, 10**6):
+        head._tables.n_rows = n_rows
+        for classes in (None, lists, lists[:1].expand(5, 1)):
+            for parameter in (head.weight, head.bias):
+                made = head.log_prob(hidden, classes).sum()
+                with torch.no_grad():
+                    parameter.add_(1.0)
+                if parameter is head.bias and classes is None:
+                    continue  # Biases are only added: their gradient is that of the scores.
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    made.backward()
+
+
+@pytest.mark.parametrize("name", ["huffman", "collapsed"])
+def test_second_derivatives_of_chosen_classes(name):
+    head = HierarchicalSoftmax(3, TREES[name], dtype=torch.float64)
+    head._tables.n_rows = 10**6
+    lists = torch.randint(30, (2, 2))
+    for classes in (lists, lists[:1].expand(2, 2)):
+
+        def log_prob(hidden, weight, bias, classes=classes):
+            given = {"weight": weight, "bias": bias}
+            return torch.func.functional_call(head, given, (hidden, classes))
+
+        head.forward = head.log_prob
+        hidden = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradgradcheck(log_prob, (hidden, head.weight, head.bias))
+
+
+@pytest.mark.parametrize("name", ["huffman", "overlapping"])
+def test_its_config_makes_the_same_head(name):
+    head = HierarchicalSoftmax(5, TREES[name], bias=False, sparse=True, ignore_index=None)
+    again = HierarchicalSoftmax(**head.config())
+    assert again.config() == head.config()
+    assert again.config()["tree"] is head.tree
+    assert repr(again) == repr(head)
+    again.load_state_dict(head.state_dict())
+
+
+def test_files_that_were_cut_or_altered_are_refused_by_name(tmp_path):
+    head = HierarchicalSoftmax(5, TREES["huffman"])
+    head.save(tmp_path)
+    for name in ("tree.safetensors", "model.safetensors"):
+        path = tmp_path / name
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+        with pytest.raises(ValueError, match=name):
+            Head.load(tmp_path)
+        path.write_bytes(data)
+    # Another tree of the same size: the state says which one it was trained with.
+    trees.balanced(30).save(tmp_path / "tree.safetensors")
+    with pytest.raises(ValueError, match="the same tree"):
+        Head.load(tmp_path)

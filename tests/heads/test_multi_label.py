@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from lastlayer.heads.multi_label import MultiLabel
 from lastlayer.losses.calibration import ZLPRCalibrator
-from lastlayer.losses.logistic import asymmetric_loss, binary_cross_entropy_loss
-from lastlayer.losses.multilabel_sparsemax import multilabel_sparsemax_loss
+from lastlayer.losses.multilabel import asymmetric_loss, bce_loss, multilabel_sparsemax_loss
 from lastlayer.losses.zlpr import zlpr_loss
 from lastlayer.maps.sparsemax import sparsemax
 from lastlayer.testing import check_multilabel_head
@@ -14,7 +14,7 @@ from lastlayer.testing import check_multilabel_head
 PAD = -100
 LOSSES = {
     "zlpr": zlpr_loss,
-    "bce": binary_cross_entropy_loss,
+    "bce": bce_loss,
     "asymmetric": asymmetric_loss,
     "sparsemax": multilabel_sparsemax_loss,
 }
@@ -48,7 +48,7 @@ def test_it_keeps_the_contract(loss, bias):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_is_that_of_dense_labels(loss, reduction, smoothing):
-    head, hidden, lists = made(loss, reduction=reduction, smoothing=smoothing, chunk_rows=3)
+    head, hidden, lists = made(loss, reduction=reduction, label_smoothing=smoothing, chunk_rows=3)
     right = LOSSES[loss](head.to_linear()(hidden), dense(lists, smoothing), reduction=reduction)
     ours = head(hidden, lists)
     torch.testing.assert_close(ours, right)
@@ -125,7 +125,9 @@ def test_probabilities():
 
 def test_options_are_saved(tmp_path):
     options = {"gamma_negative": 2.0, "margin": 0.0}
-    head = MultiLabel(3, 9, "asymmetric", smoothing=0.1, loss_options=options, reduction="sum")
+    head = MultiLabel(
+        3, 9, "asymmetric", label_smoothing=0.1, loss_options=options, reduction="sum"
+    )
     head.save(tmp_path)
     loaded = MultiLabel.load(tmp_path)
     assert repr(loaded) == repr(head)
@@ -157,6 +159,148 @@ def test_a_calibrator_gives_probabilities_and_thresholds(tmp_path, n_classes):
     )
 
 
+@with_each_loss
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_kept_graph_can_be_walked_again(loss, reduction):
+    head, hidden, lists = made(loss, reduction=reduction, chunk_rows=3)
+    leaves = [hidden, *head.parameters()]
+    total = head(hidden, lists).sum()
+    first, second, third = (
+        torch.autograd.grad(factor * total, leaves, retain_graph=True) for factor in (1.0, 3.0, 1.0)
+    )
+    torch.testing.assert_close([3.0 * each for each in first], list(second))
+    torch.testing.assert_close(first, third)
+
+
+@pytest.mark.parametrize("loss", ["asymmetric", "sparsemax"])
+def test_a_weight_changed_in_place_before_backward_is_found_out(loss):
+    head, hidden, lists = made(loss)
+    total = head(hidden, lists)
+    with torch.no_grad():
+        head.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@with_each_loss
+def test_a_reduction_that_does_not_exist_is_refused(loss):
+    head, hidden, lists = made(loss)
+    head.reduction = "avg"
+    with pytest.raises(ValueError, match="reduction: expected one of"):
+        head(hidden, lists)
+
+
+@with_each_loss
+def test_lists_of_any_integers(loss):
+    head, hidden, lists = made(loss)
+    right = head(hidden, lists)
+    assert head(hidden, lists.int()) == right
+    assert head(hidden, lists.to(torch.int16).flatten(), torch.arange(0, 31, 3).int()) == right
+
+
+@pytest.mark.parametrize("chunk_classes", [1, 7, "low"])
+def test_chunk_classes_bound_the_slabs(chunk_classes):
+    for loss in ("zlpr", "bce"):
+        head, hidden, lists = made(loss, chunk_classes=chunk_classes)
+        right = LOSSES[loss](head.to_linear()(hidden), dense(lists))
+        torch.testing.assert_close(head(hidden, lists), right)
+    with pytest.raises(ValueError, match=r"chunk_classes: expected 'auto'.*chunk_rows="):
+        MultiLabel(2, 3, "asymmetric", chunk_classes=chunk_classes)
+
+
+def test_chunk_classes_are_what_is_held():
+    head, hidden, lists = (
+        MultiLabel(6, 640, chunk_classes=64),
+        torch.randn(32, 6),
+        torch.randint(640, (32, 3)),
+    )
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        head(hidden, lists).backward()
+    largest = max(event.self_cpu_memory_usage for event in seen.events())
+    assert 0 < largest <= max(head.weight.nbytes, (32 * 64 + 1) * 4)
+
+
+class TestClassWeight:
+    """There are none: the losses of labels have no weights per label."""
+
+    def test_in_the_constructor(self):
+        with pytest.raises(TypeError, match="class_weight"):
+            MultiLabel(2, 3, class_weight=torch.ones(3))
+
+    def test_from_a_layer(self):
+        with pytest.raises(TypeError, match="class_weight: expected none"):
+            MultiLabel.from_linear(torch.nn.Linear(2, 3), class_weight=torch.ones(3))
+
+    def test_set_later(self):
+        head = MultiLabel(2, 3)
+        head.class_weight = torch.ones(3)
+        with pytest.raises(TypeError, match="class_weight: expected none"):
+            head(torch.zeros(1, 2), torch.zeros(1, 1).long())
+
+
+class TestConfig:
+    @pytest.mark.parametrize("loss", ["zlpr", "asymmetric"])
+    def test_it_makes_the_same_head(self, loss):
+        head, hidden, lists = made(
+            loss, label_smoothing=0.1, reduction="sum", chunk_rows=4, ignore_index=-1,
+            loss_options={"margin": 0.1} if loss == "asymmetric" else None,
+            calibrator=ZLPRCalibrator(23, threshold="f1"),
+        )  # fmt: skip
+        scores = head.to_linear()(hidden).detach()
+        head.calibrator.fit(scores, torch.rand(scores.shape) < 0.3)
+        other = MultiLabel(**head.config(), dtype=torch.float64)
+        assert repr(other) == repr(head)
+        other.load_state_dict(head.state_dict())
+        lists = torch.where(lists == PAD, -1, lists)
+        assert torch.equal(other(hidden, lists), head(hidden, lists))
+        assert torch.equal(other.predict(hidden), head.predict(hidden))
+        assert other.calibrator is not head.calibrator
+
+    def test_what_from_linear_makes_can_be_loaded(self, tmp_path):
+        head = MultiLabel.from_linear(
+            torch.nn.Linear(4, 9), loss="bce", chunk_classes=3, calibrator=ZLPRCalibrator()
+        )
+        head.save(tmp_path)
+        loaded = MultiLabel.load(tmp_path)
+        assert repr(loaded) == repr(head)
+        hidden = torch.randn(3, 4)
+        assert torch.equal(loaded.probability(hidden), head.probability(hidden))
+
+
+class TestBiasFromCounts:
+    COUNTS = (5, 0, 20, 10)
+
+    @pytest.mark.parametrize("loss", ["zlpr", "bce", "asymmetric"])
+    def test_probabilities_are_the_shares_of_rows(self, loss):
+        head = MultiLabel(3, 4, loss, dtype=torch.float64)
+        head.init_bias_from_counts(self.COUNTS, n_rows=20)
+        right = torch.tensor([0.25, 0.025, 0.975, 0.5], dtype=torch.float64)
+        torch.testing.assert_close(head.probability(head.weight.new_zeros(3)), right)
+
+    def test_sparsemax_starts_at_log_frequencies(self):
+        head = MultiLabel(3, 4, "sparsemax", dtype=torch.float64)
+        right = torch.tensor([5, 0.5, 20, 10], dtype=torch.float64)
+        for n_rows in (None, 20):
+            head.init_bias_from_counts(self.COUNTS, n_rows)
+            torch.testing.assert_close(head.bias.detach(), (right / right.sum()).log())
+
+    @pytest.mark.parametrize(
+        ("options", "given", "words"),
+        [
+            ({}, {}, "n_rows: expected the number of rows"),
+            ({}, {"n_rows": 19}, "counts: expected at most n_rows=19"),
+            ({"loss": "sparsemax"}, {"n_rows": 19}, "counts: expected at most n_rows=19"),
+            ({"bias": False}, {"n_rows": 20}, "a head with biases"),
+        ],
+    )
+    def test_what_cannot_be(self, options, given, words):
+        head = MultiLabel(3, 4, **options)
+        before = None if head.bias is None else head.bias.detach().clone()
+        with pytest.raises(ValueError, match=words):
+            head.init_bias_from_counts(self.COUNTS, **given)
+        assert head.bias is None or torch.equal(head.bias, before)
+
+
 def test_there_is_no_sample():
     with pytest.raises(NotImplementedError, match=r"torch\.bernoulli"):
         MultiLabel(2, 3).sample(torch.zeros(1, 2))
@@ -165,8 +309,8 @@ def test_there_is_no_sample():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"loss": "softmax"}, ValueError, "loss: expected one of zlpr, bce, asymmetric, sparsemax"),
-        ({"smoothing": 0.7}, ValueError, "smoothing: expected 0 to below 0.5"),
+        ({"loss": "softmax"}, ValueError, "loss: expected one of .*zlpr.*sparsemax"),
+        ({"label_smoothing": 0.7}, ValueError, "label_smoothing: expected 0 to below 0.5"),
         ({"ignore_index": None}, TypeError, "ignore_index: expected an int"),
         ({"loss_options": {"margin": 0.1}}, ValueError, "loss_options: expected none"),
         ({"loss": "asymmetric", "loss_options": {"margin": 2.0}}, ValueError, "margin"),

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from lastlayer.losses.nce import nce_loss
+from lastlayer.losses.negative_sampling import negative_sampling_loss
 from torch.nn.utils import parametrize
 
 from lastlayer import samplers
 from lastlayer.heads import NegativeSampling, NoiseContrastive
-from lastlayer.losses.nce import nce_loss
-from lastlayer.losses.negative_sampling import negative_sampling_loss
 from lastlayer.testing import check_head
 
 D, V, K = 6, 20, 30

@@ -111,7 +111,7 @@ def test_labels_are_groups_where_they_are_asked_for():
 
 
 def test_errors_and_the_card():
-    with pytest.raises(ValueError, match="scale: expected a number above 0, got 0"):
+    with pytest.raises(ValueError, match="scale: expected a finite number above 0, got 0"):
         InfoNCELoss(Vectors(), 0)
     with pytest.raises(ValueError, match=r"similarity: expected one of .* got 'euclid'"):
         InfoNCELoss(Vectors(), similarity="euclid")

@@ -102,7 +102,9 @@ def test_sparse_features_give_what_dense_ones_do(estimator, kind, solver, seed):
     dense, thin = clone(model).fit(features, y), clone(model).fit(sparse.csr_matrix(features), y)
     np.testing.assert_allclose(thin.coef_, dense.coef_, atol=1e-7)
     np.testing.assert_allclose(
-        thin.predict_proba(sparse.csc_array(features)), dense.predict_proba(features), atol=1e-6
+        thin.decision_function(sparse.csc_array(features)),
+        dense.decision_function(features),
+        atol=1e-6,
     )
 
 
@@ -248,9 +250,12 @@ def test_the_rules_of_sparsemax(threshold, seed):
     np.testing.assert_array_equal(predicted[~unclear], expected.numpy()[~unclear])
     if not threshold:
         assert (predicted.sum(1) >= 1).all()
-    probs = model.predict_proba(features)
+    probs = model.predict_distribution(features)
     np.testing.assert_allclose(probs.sum(1), 1.0)
     assert (probs == 0).any()
+    assert not hasattr(model, "predict_proba")
+    with pytest.raises(AttributeError, match="predict_proba"):
+        model.predict_proba(features)
     two = SparsemaxClassifier(alpha=1e-4).fit(*made(seed, "two")).predict_proba(features)
     np.testing.assert_allclose(two.sum(1), 1.0)
     assert ((two == 0) | (two == 1)).any()

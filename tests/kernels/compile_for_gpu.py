@@ -4,40 +4,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lastlayer.kernels import _peaks
-from lastlayer.kernels.alias import triton as alias
-from lastlayer.kernels.class_blocks import triton as class_blocks
-from lastlayer.kernels.class_scores import triton as class_scores
-from lastlayer.kernels.entmax import _backward_triton as backward
+from lastlayer.kernels import _triton
 from lastlayer.kernels.entmax import triton as entmax
-from lastlayer.kernels.entmax_flat import triton as entmax_flat
 from lastlayer.kernels.entmax_rows import triton as entmax_rows
-from lastlayer.kernels.info_nce import _statistics_triton as nce_statistics
-from lastlayer.kernels.info_nce import _vectors_triton as nce_vectors
 from lastlayer.kernels.info_nce import triton as info_nce
-from lastlayer.kernels.linear_softmax import _finish_triton as finish
 from lastlayer.kernels.linear_softmax import triton as linear_softmax
-from lastlayer.kernels.list_rows import triton as list_rows
-from lastlayer.kernels.logistic_slab import triton as logistic_slab
-from lastlayer.kernels.node_groups import _kernels_triton as node_groups
-from lastlayer.kernels.node_groups import _plan_triton as node_plan
-from lastlayer.kernels.philox import triton as philox
-from lastlayer.kernels.row_updates import triton as row_updates
-from lastlayer.kernels.sampled_rows import _long_triton as long_rows
+from lastlayer.kernels.node_groups import triton as node_groups
+from lastlayer.kernels.products import triton as products
+from lastlayer.kernels.rng import triton as rng
 from lastlayer.kernels.sampled_rows import triton as sampled_rows
-from lastlayer.kernels.sampled_targets import triton as sampled_targets
-from lastlayer.kernels.scale import triton as scale
-from lastlayer.kernels.softmax_gradient import triton as softmax_gradient
+from lastlayer.kernels.search import triton as search
 from lastlayer.kernels.softmax_rows import triton as softmax_rows
-from lastlayer.kernels.span_sums import _tiles_triton as span_tiles
-from lastlayer.kernels.sparse_gradient import triton as sparse_gradient
-from lastlayer.kernels.topk_softmax import triton as topk
-from lastlayer.kernels.touched_rows import _slots_triton as slots
+from lastlayer.kernels.span_sums import triton as span_sums
+from lastlayer.kernels.topk_softmax import triton as topk_softmax
 from lastlayer.kernels.touched_rows import triton as touched_rows
-from lastlayer.kernels.tree_path import _losses_triton as tree_losses
-from lastlayer.kernels.tree_path import _sums_triton as tree_sums
-from lastlayer.kernels.tree_search import triton as tree_search
-from lastlayer.kernels.zlpr_slab import triton as zlpr_slab
+from lastlayer.kernels.tree_path import triton as tree_path
+from lastlayer.kernels.zlpr import triton as zlpr
 
 TENSORS = {"indices": "*i64", "size": "*i64", "peaks": "*fp32", "chosen": "*i32"}
 TENSORS |= {"alphas": "*fp32", "sums": "*fp32", "excess": "fp32", "log_n": "fp32"}
@@ -49,7 +31,7 @@ OF_SCORES = ("scores", "rows", "out", "zeros", "probs", "grad")
 BLOCKS = dict(BLOCKS=128, WIDTH=64, GROUP=16)
 ONE_ROW, MANY_ROWS = dict(ROWS=1, WIDTH=1024), dict(ROWS=64, WIDTH=16)
 CASES = [
-    (_peaks._find_peaks, "*bf16", dict(BLOCKS=32, WIDTH=64, ZEROS=True)),
+    (_triton._find_peaks, "*bf16", dict(BLOCKS=32, WIDTH=64, ZEROS=True)),
     *[
         (
             entmax._forward_in_registers,
@@ -76,17 +58,17 @@ CASES = [
     ],
     *[
         (
-            list_rows._list_rows,
+            entmax_rows._list_rows,
             "*fp32",
             dict(**tile, KIND=kind, ENTROPY=entropy, GRADIENT=True, WEIGHTED=True),
         )
         for tile, kind, entropy in ((ONE_ROW, 0, 3), (MANY_ROWS, 2, 2), (MANY_ROWS, 0, 0))
     ],
-    (backward._backward_in_registers, "*bf16", dict(**ONE_ROW, KIND=2, PER_ROW=False)),
-    (backward._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1, PER_ROW=False)),
-    (backward._backward_of_chosen, "*fp32", dict(**BLOCKS, KIND=0, PER_ROW=True)),
-    (topk._forward_in_registers, "*bf16", dict(WIDTH=1024)),
-    (topk._forward_of_chosen, "*fp32", dict(**BLOCKS, IN_ONE=False)),
+    (entmax._backward_in_registers, "*bf16", dict(**ONE_ROW, KIND=2, PER_ROW=False)),
+    (entmax._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1, PER_ROW=False)),
+    (entmax._backward_of_chosen, "*fp32", dict(**BLOCKS, KIND=0, PER_ROW=True)),
+    (topk_softmax._forward_in_registers, "*bf16", dict(WIDTH=1024)),
+    (topk_softmax._forward_of_chosen, "*fp32", dict(**BLOCKS, IN_ONE=False)),
 ]
 
 
@@ -124,13 +106,13 @@ SEARCH = dict(WIDTH=16, GROUP=16, BEAM_DEPTH=256, DEPTH=256)
 RUNS = dict(TILE=64, WIDTH=512, PLACED=True, TO_WEIGHT=True, TO_BIAS=True)
 FUSED_CASES = [
     (softmax_rows._softmax_row, dict(BLOCK=4096, **ALL)),
-    (softmax_gradient._gradient, dict(WIDTH=4096, CAPPED=True)),
+    (softmax_rows._gradient, dict(WIDTH=4096, CAPPED=True)),
     (entmax_rows._entmax_row, dict(BLOCK=4096, GRADIENT=True, KIND=0)),
-    (entmax_flat._flat_row, dict(BLOCK=4096, GRADIENT=True, KIND=2)),
-    (class_scores._class_scores, dict(GROUP=4, DEPTH=1024, BIASED=True)),
-    (sparse_gradient._gather_classes, dict(GROUP=16, WIDTH=512)),
-    (sparse_gradient._gather_rows, dict(GROUP=16, WIDTH=512)),
-    (scale._scale, dict(BLOCK=4096)),
+    (entmax_rows._flat_row, dict(BLOCK=4096, GRADIENT=True, KIND=2)),
+    (products._class_scores, dict(GROUP=4, DEPTH=1024, BIASED=True)),
+    (products._gather_classes, dict(GROUP=16, WIDTH=512)),
+    (products._gather_rows, dict(GROUP=16, WIDTH=512)),
+    (products._scale, dict(BLOCK=4096)),
     (
         linear_softmax._mix_of_rows,
         dict(ROWS=64, CLASSES=64, DEPTH=64, MEAN=True, **TILE),
@@ -140,29 +122,29 @@ FUSED_CASES = [
         dict(ROWS=64, CLASSES=64, DEPTH=64, BIAS_GRADIENT=True, ADD=True, SIZED=True, **TILE),
     ),
     (
-        finish._finish_row,
+        linear_softmax._finish_row,
         dict(PARTS=16, DEPTH=64, WEIGHTED=True, MORE=True, SCALED=True, MEAN=True, CAPPED=True),
     ),
-    (tree_losses.sort_keys, dict(IGNORES=True, ROWS=1024)),
+    (tree_path._sort_keys, dict(IGNORES=True, ROWS=1024)),
     (
-        tree_losses.losses_of_rows,
+        tree_path._losses_of_rows,
         dict(NODES=8, WIDTH=512, IGNORES=True, BIASED=True, ORDERED=True, **TO_BOTH),
     ),
-    (tree_sums.compare_paths, dict(IGNORES=True, ROWS=32, LEVELS=32, PLACED=True)),
-    (tree_sums.sum_tiles, dict(LEVELS=8, GROUP=4, **RUNS)),
-    (tree_sums.sum_pieces, dict(GROUP=16, **RUNS)),
-    (tree_search._search, dict(NODES=512, LEAVES=512, BIASED=True, **SEARCH)),
+    (tree_path._compare_paths, dict(IGNORES=True, ROWS=32, LEVELS=32, PLACED=True)),
+    (tree_path._sum_tiles, dict(LEVELS=8, GROUP=4, **RUNS)),
+    (tree_path._sum_pieces, dict(GROUP=16, **RUNS)),
+    (search._search, dict(NODES=512, LEAVES=512, BIASED=True, **SEARCH)),
 ]
 
 
 INTEGERS = dict.fromkeys(("counter", "order", "ids", "table", "weight"), "*i64")
 DRAWN_TYPES = INTEGERS | {"log_prob": "*fp32", "target": "*i64", "made": "*i64"}
 DRAWN_CASES = [
-    (philox._words, dict(BLOCKS=128)),
-    (philox._integers, dict(BLOCKS=128)),
-    (philox._ranks, dict(BLOCKS=128, OCTAVES=19.93, ORDERED=True)),
-    (alias._draw, dict(BITS=20, PAIRS=64)),
-    (alias._complement, dict(BITS=63, BLOCK=128)),
+    (rng._words, dict(BLOCKS=128)),
+    (rng._integers, dict(BLOCKS=128)),
+    (rng._ranks, dict(BLOCKS=128, OCTAVES=19.93, ORDERED=True)),
+    (rng._draw, dict(BITS=20, PAIRS=64)),
+    (rng._complement, dict(BITS=63, BLOCK=128)),
 ]
 
 NAMES = ("lr", "kept", "eps", "beta1", "beta2", "new1", "new2", "log1", "log2")
@@ -173,9 +155,9 @@ UPDATE_TYPES = (
     | {"ids": "*i64", "step": "*i64", "row_step": "*i32"}
 )
 UPDATE_CASES = [
-    (row_updates._adagrad, dict(WIDTH=512)),
-    (row_updates._adam, dict(WIDTH=512, DECAYS=True)),
-    (row_updates._adam, dict(WIDTH=512, DECAYS=False)),
+    (touched_rows._adagrad, dict(WIDTH=512)),
+    (touched_rows._adam, dict(WIDTH=512, DECAYS=True)),
+    (touched_rows._adam, dict(WIDTH=512, DECAYS=False)),
 ]
 
 SAMPLED = dict(HITS=True, AVERAGE=True, SHIFTED=True, EXACT=True, GRADIENT=True)
@@ -198,11 +180,11 @@ SAMPLED_CASES = [
         sampled_rows._rows,
         dict(BLOCK=4096, KEPT=False, LOGISTIC=True, HEAD=True, **SUMMED, **SAMPLED),
     ),
-    (long_rows._long_rows, dict(BLOCK=4096, LOGISTIC=False, **SAMPLED)),
-    (sampled_targets._scale, dict(MEAN=True, BLOCK=8192)),
-    (sampled_targets._start, dict(BIASED=True, WEIGHTED=True, SHIFTED=True, WIDTH=512)),
+    (sampled_rows._long_rows, dict(BLOCK=4096, LOGISTIC=False, **SAMPLED)),
+    (sampled_rows._scale, dict(MEAN=True, BLOCK=8192)),
+    (sampled_rows._start, dict(BIASED=True, WEIGHTED=True, SHIFTED=True, WIDTH=512)),
     (
-        sampled_targets._finish,
+        sampled_rows._finish,
         dict(LOGISTIC=False, WITH_TARGET=True, GRADIENT=True, HIDDEN=True, WIDTH=512),
     ),
 ]
@@ -215,9 +197,9 @@ TOUCHED_TYPES = (
 TO_CLASSES = dict(WIDTH=256, WEIGHT=True, BIAS=True)
 TOUCHED_CASES = [
     (touched_rows._sums, dict(GROUP=16, **TO_CLASSES)),
-    (slots._segments, dict(BLOCK=16, GROUP=2, KNOWN=True, SCATTERED=False, **TO_CLASSES)),
+    (touched_rows._segments, dict(BLOCK=16, GROUP=2, KNOWN=True, SCATTERED=False, **TO_CLASSES)),
     (
-        slots._runs_that_were_cut,
+        touched_rows._runs_that_were_cut,
         dict(BLOCK=16, SEARCH=15, PARTS=8, SCATTERED=True, **TO_CLASSES),
     ),
 ]
@@ -226,9 +208,9 @@ SLAB_TYPES = {"scores": "*bf16", "smoothing": "fp32"} | dict.fromkeys(
     ("above", "below", "scale", "losses"), "*fp32"
 )
 SLAB_CASES = [
-    (zlpr_slab._sums, dict(BLOCK=2048, NEGATED=True)),
-    (zlpr_slab._gradient, dict(BLOCK=2048, NEGATED=True)),
-    (logistic_slab._logistic, dict(BLOCK=2048, GRADIENT=True, SMOOTH=True)),
+    (zlpr._slab_sums, dict(BLOCK=2048, NEGATED=True)),
+    (zlpr._slab_gradient, dict(BLOCK=2048, NEGATED=True)),
+    (zlpr._logistic, dict(BLOCK=2048, GRADIENT=True, SMOOTH=True)),
 ]
 
 
@@ -244,19 +226,19 @@ GROUP_TYPES = (
 TILES = dict(ROWS=16, CHILDREN=64, WIDE=False)
 TO_CHILDREN = dict(MANY=32, DEPTH=256, PACKED=True, TO_WEIGHT=True, TO_BIAS=True)
 GROUP_CASES = [
-    (node_plan.entries_of_targets, dict(IGNORES=True, ROWS=32, LEVELS=8)),
-    (node_plan.losses_of_targets, dict(IGNORES=True, ROWS=64, LEVELS=8)),
-    (node_plan.mark_first, dict(BLOCK=256)),
-    (node_plan.start_groups, dict(BLOCK=256)),
-    (node_plan.measure_groups, dict(ROWS=16, CHILDREN=64, BLOCK=256)),
-    (node_plan.list_tiles, dict(SEARCH=15, BLOCK=256)),
-    (node_groups.scores_of_tiles, dict(DEPTH=128, BIASED=True, **TILES)),
-    (node_groups.log_probs_of_entries, dict(BLOCK=1024)),
-    (node_groups.gradient_of_rows, dict(DEPTH=256, **TILES)),
-    (node_groups.gradient_of_children, dict(SCALED=True, **TO_CHILDREN, **TILES)),
-    (class_blocks._peaks_and_levels, dict(ROWS=64, CLASSES=128, DEPTH=64, WIDE=False)),
-    (class_blocks._largest, dict(WIDTH=8192, COLUMNS=False)),
-    (class_blocks._largest, dict(WIDTH=1024, COLUMNS=True)),
+    (node_groups._entries_of_targets, dict(IGNORES=True, ROWS=32, LEVELS=8)),
+    (node_groups._losses_of_targets, dict(IGNORES=True, ROWS=64, LEVELS=8)),
+    (node_groups._mark_first, dict(BLOCK=256)),
+    (node_groups._start_groups, dict(BLOCK=256)),
+    (node_groups._measure_groups, dict(ROWS=16, CHILDREN=64, BLOCK=256)),
+    (node_groups._list_tiles, dict(SEARCH=15, BLOCK=256)),
+    (node_groups._scores_of_tiles, dict(DEPTH=128, BIASED=True, **TILES)),
+    (node_groups._log_probs_of_entries, dict(BLOCK=1024)),
+    (node_groups._gradient_of_rows, dict(DEPTH=256, **TILES)),
+    (node_groups._gradient_of_children, dict(SCALED=True, **TO_CHILDREN, **TILES)),
+    (search._peaks_and_levels, dict(ROWS=64, CLASSES=128, DEPTH=64, WIDE=False)),
+    (search._largest, dict(WIDTH=8192, COLUMNS=False)),
+    (search._largest, dict(WIDTH=1024, COLUMNS=True)),
 ]
 
 
@@ -269,12 +251,12 @@ NCE_TYPES = (
 )
 NCE_TILE = dict(ROWS=64, WIDTH=128, COLUMNS=True, BOUNDED=True)
 NCE_CASES = [
-    (nce_statistics._statistics, dict(SHARE=2048, GROUPS=0, **NCE_TILE)),
-    (nce_statistics._statistics, dict(SHARE=2048, GROUPS=2, **NCE_TILE)),
-    (nce_statistics._fold, dict(BLOCK=128, GROUPED=True)),
+    (info_nce._statistics, dict(SHARE=2048, GROUPS=0, **NCE_TILE)),
+    (info_nce._statistics, dict(SHARE=2048, GROUPS=2, **NCE_TILE)),
+    (info_nce._fold, dict(BLOCK=128, GROUPED=True)),
     (info_nce._weights, dict(PULLED=True, GROUPS=2, **NCE_TILE)),
-    (nce_vectors._unit_row, dict(WIDTH=1024, NORMALIZE=True)),
-    (nce_vectors._row_gradient, dict(WIDTH=1024, NORMALIZE=True)),
+    (info_nce._unit_row, dict(WIDTH=1024, NORMALIZE=True)),
+    (info_nce._row_gradient, dict(WIDTH=1024, NORMALIZE=True)),
 ]
 
 SPAN_FLOATS = ("vectors", "other_vectors", "bias", "other_bias", "found", "grad", "parts")
@@ -285,8 +267,8 @@ SPAN_TYPES = dict.fromkeys((*SPAN_FLOATS, "of_vectors", "of_bias"), "*fp32") | {
 }
 SPAN_TILE = dict(SIDE=64, DEPTH=64, EVEN=True, SHARED=True, BIASED=True, MASKED=True)
 SPAN_CASES = [
-    (span_tiles.walk, dict(LISTED=True, ENDS=False, GRADIENT=False, **SPAN_TILE)),
-    (span_tiles.walk, dict(LISTED=True, ENDS=True, GRADIENT=True, **SPAN_TILE)),
+    (span_sums._walk, dict(LISTED=True, ENDS=False, GRADIENT=False, **SPAN_TILE)),
+    (span_sums._walk, dict(LISTED=True, ENDS=True, GRADIENT=True, **SPAN_TILE)),
 ]
 
 

@@ -1,10 +1,14 @@
 """Each implementation of a kernel that can run here, with a device for it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer.kernels import _cpu, _registry
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Of a number that is stored; Triton's interpreter cuts bfloat16 off where hardware rounds.
@@ -28,6 +32,31 @@ def place(impl: str, dtype: torch.dtype = torch.float32) -> str:
     if impl == "triton" and dtype == torch.float64:
         pytest.skip("Triton kernels have no float64")
     return "cuda" if impl != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def three_threads() -> Iterator[None]:
+    """Three threads for the CPU kernels, for little work too."""
+    threads, entries = torch.get_num_threads(), _cpu._ENTRIES_A_THREAD
+    torch.set_num_threads(3)
+    _cpu._ENTRIES_A_THREAD = 1024
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        _cpu._ENTRIES_A_THREAD = entries
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """As in a process without Numba and Triton."""
+    absent = {"reference": None, "triton": "it is absent", "cpu": "it is absent"}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (kernels, _registry):
+            patch.setattr(module, "available", lambda: absent)
+        for operation in _registry._operations.values():
+            patch.setattr(operation, "_resolved", {})
+        yield
 
 
 def error(actual: Tensor, expected: Tensor, size: Tensor | float = 1.0) -> float:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from implementations import DTYPES, error, every_implementation, place
+from implementations import DTYPES, error, every_implementation, place, three_threads
 
 from lastlayer import kernels
 
@@ -18,7 +18,7 @@ def problem(n, n_classes, depth, k, dtype, device):
 
 
 def check(impl, hidden, weight, bias, classes):
-    scores = kernels.class_scores.forward(impl, hidden, weight, bias, classes)
+    scores = kernels.products.scores(impl, hidden, weight, bias, classes)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     assert scores.dtype == wide
     every_score = hidden.cpu().double() @ weight.cpu().double().t()
@@ -64,19 +64,15 @@ def test_layouts(impl, dtype):
 
 def test_half_precision_is_gathered_in_pieces(monkeypatch):
     place("cpu")
-    from lastlayer.kernels.class_scores import cpu
+    from lastlayer.kernels.products import cpu
 
-    monkeypatch.setattr(cpu, "_WIDENED", 100)
+    monkeypatch.setattr(cpu, "WIDENED", 100)
     check("cpu", *problem(23, 30, 16, 3, torch.bfloat16, "cpu"))
 
 
 def test_threads_share_the_rows():
     place("cpu")
     arguments = problem(300, 50, 128, 4, torch.float32, "cpu")
-    alone = kernels.class_scores.forward("cpu", *arguments)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert torch.equal(kernels.class_scores.forward("cpu", *arguments), alone)
-    finally:
-        torch.set_num_threads(before)
+    alone = kernels.products.scores("cpu", *arguments)
+    with three_threads():
+        assert torch.equal(kernels.products.scores("cpu", *arguments), alone)

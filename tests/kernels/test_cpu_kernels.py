@@ -11,9 +11,10 @@ from compare import (
     check_topk,
     rows,
 )
+from implementations import three_threads
 
 from lastlayer import kernels
-from lastlayer.kernels.topk_softmax._edge import order_of, value_of
+from lastlayer.kernels.topk_softmax.cpu import order_of, value_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WIDTHS = (1, 2, 63, 64, 65, 1000, 1025, 2049)
@@ -43,20 +44,13 @@ def test_topk(k, dtype):
         check_topk("cpu", rows(n, dtype), k)
 
 
-@pytest.fixture
-def three_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_many_rows_are_shared_out_over_threads(three_threads):
+def test_many_rows_are_shared_out_over_threads():
     """More rows than one thread is given, in an order that shows who wrote where."""
     scores = torch.randn(700, 200)
-    for check in CHECKS:
-        check("cpu", scores, 1.5)
-    check_topk("cpu", scores, 5)
+    with three_threads():
+        for check in CHECKS:
+            check("cpu", scores, 1.5)
+        check_topk("cpu", scores, 5)
 
 
 @pytest.mark.parametrize("alpha", [1.5, 1.3])

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer.kernels.entmax_flat import reference
+from lastlayer.kernels.entmax_rows import reference
 
 pytest.importorskip("triton")
 if kernels.available()["triton"] is not None:
     pytest.skip(kernels.available()["triton"], allow_module_level=True)
 
-from lastlayer.kernels.entmax_flat import triton as kernel
+from lastlayer.kernels.entmax_rows import triton as kernel
 
 ON_A_GPU = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -65,7 +65,7 @@ def check(function, scores, target, row_scale, alpha, within):
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 33), (2, 1000), (3, 9001)])
 def test_reference(shape, scale, alpha):
     inputs = problem(*shape, scale, torch.float64, "cpu")
-    check(reference.forward_, *inputs, alpha, 1e-9)
+    check(reference.flat_, *inputs, alpha, 1e-9)
 
 
 @with_each_alpha
@@ -74,7 +74,7 @@ def test_reference(shape, scale, alpha):
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 33), (2, 1000), (3, 9001)])
 def test_kernel(shape, scale, dtype, alpha, device):
     inputs = problem(*shape, scale, dtype, device)
-    check(kernel.forward_, *inputs, alpha, ROUNDING[dtype])
+    check(kernel.flat_, *inputs, alpha, ROUNDING[dtype])
 
 
 @with_each_alpha
@@ -83,8 +83,8 @@ def test_offsets_cost_no_accuracy(alpha, device):
     scores = (scores * 8).round() / 8
     moved = scores + 2.0**18
     assert torch.equal(
-        kernel.forward_(scores, target, row_scale, alpha),
-        kernel.forward_(moved, target, row_scale, alpha),
+        kernel.flat_(scores, target, row_scale, alpha),
+        kernel.flat_(moved, target, row_scale, alpha),
     )
     assert torch.equal(scores, moved)
 
@@ -100,7 +100,7 @@ def test_masked_classes_and_rows_without_a_result(alpha, device):
     scores[4, 3] = -math.inf
     rows = torch.tensor([0, 5], device=device)
     loss, gradient = truth(scores[rows], target[rows], row_scale[rows], alpha)
-    made = kernel.forward_(scores, target, row_scale, alpha)
+    made = kernel.flat_(scores, target, row_scale, alpha)
     torch.testing.assert_close(made[rows].double(), loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(scores[rows].double(), gradient, rtol=1e-5, atol=1e-6)
     assert made[1] == math.inf
@@ -114,7 +114,7 @@ def test_masked_classes_and_rows_without_a_result(alpha, device):
 
 
 def test_no_rows(device):
-    loss = kernel.forward_(torch.empty(0, 5, device=device), torch.empty(0), None, 1.5)
+    loss = kernel.flat_(torch.empty(0, 5, device=device), torch.empty(0), None, 1.5)
     assert loss.shape == (0,)
 
 
@@ -125,4 +125,4 @@ def test_no_rows(device):
 def test_wide_rows_on_a_gpu(scale, dtype, alpha):
     for n in (32000, 128256, 1_000_003):
         inputs = problem(40, n, scale, dtype, "cuda")
-        check(kernel.forward_, *inputs, alpha, ROUNDING[dtype])
+        check(kernel.flat_, *inputs, alpha, ROUNDING[dtype])

@@ -5,7 +5,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from implementations import DTYPES, ROUNDING, SMALLEST, error, every_implementation, place
+from implementations import (
+    DTYPES,
+    ROUNDING,
+    SMALLEST,
+    error,
+    every_implementation,
+    place,
+    three_threads,
+)
 from torch import Tensor
 
 from lastlayer import kernels
@@ -179,13 +187,9 @@ def test_threads_share_the_rows(dtype, monkeypatch):
         return kernels.entmax_rows.forward_("cpu", probs, *inputs[1:], 1.5), probs
 
     alone = both()
-    before = torch.get_num_threads()
-    monkeypatch.setattr(cpu, "_WIDENED", 20 * 2000)
-    torch.set_num_threads(3)
-    try:
+    monkeypatch.setattr(cpu, "WIDENED", 20 * 2000)
+    with three_threads():
         together = both()
-    finally:
-        torch.set_num_threads(before)
     assert all(map(torch.equal, alone, together))
 
 

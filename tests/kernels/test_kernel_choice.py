@@ -1,9 +1,14 @@
 """Which implementation runs, and that torch accepts each operation."""
 
+import copy
+import importlib
+
 import pytest
 import torch
+from implementations import reference_only
 
-from lastlayer import entmax, kernels, sparsemax, topk_softmax
+from lastlayer import entmax, heads, kernels, samplers, sparsemax, topk_softmax, trees
+from lastlayer.kernels import _registry
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -30,6 +35,75 @@ def test_what_auto_takes(op):
         assert kernels.selected(op, "cuda", torch.bfloat16) == "triton"
     with pytest.raises(ValueError, match=r"op: expected one of .* got 'softmax'"):
         kernels.selected("softmax", "cpu")
+
+
+def test_the_reference_is_taken_where_there_is_no_other():
+    """An operation may have no CPU implementation, and says so where one is asked for."""
+    for op in ("sampled_start", "sampled_row_scale", "sampled_finish_"):
+        assert kernels.selected(op, "cpu") == "reference"
+    with pytest.raises(ValueError, match=r"'cpu' cannot run sampled_row_scale here: it has no CPU"):
+        kernels.sampled_rows.row_scale("cpu", torch.zeros(2, 3), torch.zeros(2, 1).long(), True)
+    with reference_only():
+        assert {kernels.selected(op, "cpu") for op in kernels.operations()} == {"reference"}
+
+
+@pytest.mark.parametrize("name", kernels.operations())
+def test_every_implementation_that_is_named_exists(name):
+    operation = _registry._operations[name]
+    assert operation.implementation("reference")
+    if importlib.util.find_spec("triton"):
+        assert operation.implementation("triton")
+    try:
+        found = operation.implementation("cpu")
+    except (AttributeError, ModuleNotFoundError):
+        found = None
+    assert operation.has_cpu == (found is not None)
+
+
+def test_an_implementation_is_resolved_once(monkeypatch):
+    scores = torch.randn(3, 4)
+    kernels.entmax.forward("auto", scores, 2.0, None)
+    monkeypatch.setattr(_registry, "selected", lambda *_: pytest.fail("it was chosen again"))
+    kernels.entmax.forward("auto", scores, 2.0, None)
+
+
+D, N = 6, 40
+COUNTS = torch.arange(1.0, N + 1)
+HEADS = {
+    "full": lambda: heads.FullSoftmax(D, N),
+    "adaptive": lambda: heads.AdaptiveSoftmax(D, n_classes=N, cutoffs=[10, 20]),
+    "binary tree": lambda: heads.HierarchicalSoftmax(D, trees.huffman(COUNTS)),
+    "wide tree": lambda: heads.HierarchicalSoftmax(D, trees.balanced(N).collapse(5)),
+    "sampled": lambda: heads.SampledSoftmax(D, N, sampler=samplers.Unigram(COUNTS)),
+    "sampled sparse": lambda: heads.SampledSoftmax(
+        D, N, sampler=samplers.LogUniform(N), sparse=True
+    ),
+    "partial": lambda: heads.PartialSoftmax(D, N, k=5),
+    "partial sparse": lambda: heads.PartialSoftmax(D, N, k=5, sparse=True),
+    "importance": lambda: heads.AdaptiveImportanceSampling(D, N, COUNTS),
+    "noise": lambda: heads.NoiseContrastive(D, N, sampler=samplers.Unigram(COUNTS)),
+    "self-normalized": lambda: heads.SelfNormalized(D, N),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_train_without_numba_and_triton(name):
+    """A step by the references alone: the same loss, and the same gradients."""
+    head = HEADS[name]()
+    hidden, target = torch.randn(12, D), torch.randint(N, (12,))
+    context = (torch.randint(N, (12, 1)),) if name == "importance" else ()
+
+    def step(head):
+        rows = hidden.clone().requires_grad_()
+        head(rows, target, *context).backward()
+        made = [rows.grad, *(each.grad for each in head.parameters())]
+        return [each.to_dense() if each.is_sparse else each for each in made]
+
+    expected = step(copy.deepcopy(head))
+    with reference_only():
+        made = step(head)
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("function", [sparsemax, entmax, lambda s, **o: topk_softmax(s, 2, **o)])

@@ -8,7 +8,7 @@ import torch
 from implementations import DTYPES, ROUNDING, SMALLEST, error, every_implementation, place
 from torch.nn.functional import logsigmoid
 
-from lastlayer.kernels import logistic_slab, zlpr_slab
+from lastlayer.kernels import zlpr
 
 with_each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 SIZES = [(3, 1), (4, 37), (2, 5000), (1, 33_000)]
@@ -44,12 +44,12 @@ def negated(exact):
 @with_each_size
 def test_sums(impl, dtype, n, labels):
     scores, exact = slab(n, labels, dtype, place(impl, dtype))
-    above, below = zlpr_slab.sums(impl, scores, True)
+    above, below = zlpr.slab_sums(impl, scores, True)
     slack = 20 * ROUNDING[torch.float64 if dtype == torch.float64 else torch.float32]
     slack *= 1 + exact[exact.isfinite()].abs().amax()
     assert error(above, exact.logsumexp(-1), slack) <= 1
     assert error(below, negated(exact).logsumexp(-1), slack) <= 1
-    again, nothing = zlpr_slab.sums(impl, scores, False)
+    again, nothing = zlpr.slab_sums(impl, scores, False)
     assert torch.equal(again, above)
     assert nothing.shape == (0,)
 
@@ -64,7 +64,7 @@ def test_gradient(impl, dtype, n, labels, smooth):
     scale, above, below = (
         numbers(n, device, dtype, a, b) for a, b in ((-1, 1), (12, 16), (12, 16))
     )
-    zlpr_slab.gradient_(impl, scores, scale, above, below if smooth else None)
+    zlpr.slab_gradient_(impl, scores, scale, above, below if smooth else None)
     up = torch.exp(exact - above.cpu().double().unsqueeze(-1))
     down = torch.exp(negated(exact) - below.cpu().double().unsqueeze(-1))
     factor = scale.cpu().double().unsqueeze(-1)
@@ -84,7 +84,7 @@ def test_logistic(impl, dtype, n, labels, smoothing, gradient):
     scores, exact = slab(n, labels, dtype, device)
     before = scores.clone()
     scale = numbers(n, device, dtype, -1, 1)
-    losses = logistic_slab.forward_(impl, scores, scale if gradient else None, smoothing)
+    losses = zlpr.logistic_slab_(impl, scores, scale if gradient else None, smoothing)
     known = exact != -math.inf
     each = torch.where(known, -logsigmoid(-exact) - smoothing * exact, 0.0)
     rounding = ROUNDING[torch.float64 if dtype == torch.float64 else torch.float32]
@@ -102,11 +102,11 @@ def test_logistic(impl, dtype, n, labels, smoothing, gradient):
 def test_rows_without_a_label(impl):
     device = place(impl)
     scores = torch.full((2, 40), -math.inf, device=device)
-    above, below = zlpr_slab.sums(impl, scores, True)
+    above, below = zlpr.slab_sums(impl, scores, True)
     assert above.tolist() == below.tolist() == [-math.inf] * 2
     ones = torch.ones(2, device=device)
-    assert logistic_slab.forward_(impl, scores.clone(), ones, 0.1).tolist() == [0.0, 0.0]
-    zlpr_slab.gradient_(impl, scores, ones, ones, ones)
+    assert zlpr.logistic_slab_(impl, scores.clone(), ones, 0.1).tolist() == [0.0, 0.0]
+    zlpr.slab_gradient_(impl, scores, ones, ones, ones)
     assert not scores.any()
 
 
@@ -115,10 +115,10 @@ def test_rows_without_a_label(impl):
 def test_nothing(impl, shape):
     device = place(impl)
     scores, ones = torch.empty(shape, device=device), torch.ones(shape[0], device=device)
-    above, _ = zlpr_slab.sums(impl, scores, False)
+    above, _ = zlpr.slab_sums(impl, scores, False)
     assert above.tolist() == [-math.inf] * shape[0]
-    zlpr_slab.gradient_(impl, scores, ones, ones, None)
-    assert logistic_slab.forward_(impl, scores, ones, 0.0).tolist() == [0.0] * shape[0]
+    zlpr.slab_gradient_(impl, scores, ones, ones, None)
+    assert zlpr.logistic_slab_(impl, scores, ones, 0.0).tolist() == [0.0] * shape[0]
 
 
 @every_implementation
@@ -126,8 +126,8 @@ def test_a_nan_stays_in_its_row(impl):
     device = place(impl)
     scores = torch.randn(3, 50, device=device)
     scores[1, 7] = math.nan
-    above, below = zlpr_slab.sums(impl, scores, True)
-    losses = logistic_slab.forward_(impl, scores, None, 0.0)
+    above, below = zlpr.slab_sums(impl, scores, True)
+    losses = zlpr.logistic_slab_(impl, scores, None, 0.0)
     for each in (above, below, losses):
         assert each.isnan().tolist() == [False, True, False]
 
@@ -136,8 +136,8 @@ def test_a_nan_stays_in_its_row(impl):
 def test_large_scores_and_small_losses(impl):
     device = place(impl)
     scores = torch.tensor([[1e4, 9e3, -1e4]], device=device)
-    above, below = zlpr_slab.sums(impl, scores, True)
+    above, below = zlpr.slab_sums(impl, scores, True)
     assert above.item() == below.item() == 1e4
     right = torch.full((1, 1000), -18.0, device=device)
-    loss = logistic_slab.forward_(impl, right, None, 0.0)
+    loss = zlpr.logistic_slab_(impl, right, None, 0.0)
     assert loss.item() == pytest.approx(1000 * math.log1p(math.exp(-18)), rel=1e-5)

@@ -52,13 +52,13 @@ def dense(values: Tensor, classes: Tensor) -> Tensor:
 
 def check(impl, inputs, alpha):
     loss, gradient = truth(*inputs, alpha)
-    made, values, classes = kernels.list_rows.forward(impl, *inputs, alpha)
+    made, values, classes = kernels.entmax_rows.listed(impl, *inputs, alpha)
     size = 1 + float(inputs[0].abs().max()) if inputs[0].numel() else 1.0
     assert error(made, loss, size) <= 3e-6
     assert error(dense(values, classes), gradient) <= 1e-5
     assert (values[:, :-1][inputs[1] < 0] == 0).all(), "padding"
     assert torch.equal(classes[:, -1], inputs[2])
-    alone = kernels.list_rows.forward(impl, *inputs[:4], None, inputs[5], alpha)
+    alone = kernels.entmax_rows.listed(impl, *inputs[:4], None, inputs[5], alpha)
     assert torch.equal(alone[0], made)
     assert [each.numel() for each in alone[1:]] == [0, 0]
 
@@ -84,8 +84,8 @@ def test_long_lists(impl, k, monkeypatch):
 def test_without_class_weights(impl, alpha):
     inputs = problem(12, 9, 1.0, place(impl))
     ones = torch.ones_like(inputs[5])
-    weighted = kernels.list_rows.forward(impl, *inputs[:5], ones, alpha)
-    plain = kernels.list_rows.forward(impl, *inputs[:5], None, alpha)
+    weighted = kernels.entmax_rows.listed(impl, *inputs[:5], ones, alpha)
+    plain = kernels.entmax_rows.listed(impl, *inputs[:5], None, alpha)
     assert all(map(torch.equal, weighted, plain))
 
 
@@ -95,7 +95,7 @@ def test_offsets_do_not_count(impl, alpha):
     inputs = problem(12, 9, 1.0, place(impl))
     inputs[0], inputs[3] = (inputs[0] * 8).round() / 8, (inputs[3] * 8).round() / 8
     moved = [inputs[0] + 2.0**16, *inputs[1:3], inputs[3] + 2.0**16, *inputs[4:]]
-    near, far = (kernels.list_rows.forward(impl, *each, alpha) for each in (inputs, moved))
+    near, far = (kernels.entmax_rows.listed(impl, *each, alpha) for each in (inputs, moved))
     assert error(far[0], near[0]) <= 1e-5
     torch.testing.assert_close(far[1], near[1], rtol=1e-6, atol=0)
 
@@ -111,7 +111,7 @@ def test_rows_without_a_result(impl, alpha):
     scores[3, 4] = math.nan
     scores[4, 4] = math.inf
     at_target[5] = math.nan
-    loss, values, _ = kernels.list_rows.forward(impl, *inputs, alpha)
+    loss, values, _ = kernels.entmax_rows.listed(impl, *inputs, alpha)
     assert (loss[:3] == math.inf).all()
     assert loss[3:].isnan().all()
     assert (values[:2] == 0).all(), "nothing to move"
@@ -127,14 +127,14 @@ def test_a_target_that_is_sure_costs_nothing(impl, alpha):
     scores, classes, target, at_target = inputs[:4]
     target.copy_(classes[:, 2])
     scores[:, 2] = at_target.fill_(200.0)
-    loss, values, entries = kernels.list_rows.forward(impl, *inputs, alpha)
+    loss, values, entries = kernels.entmax_rows.listed(impl, *inputs, alpha)
     assert loss.abs().max() <= 1e-6
     assert dense(values, entries).abs().max() <= 1e-6
 
 
 @every_implementation
 def test_no_rows(impl):
-    made = kernels.list_rows.forward(impl, *problem(0, 5, 1.0, place(impl)), 1.5)
+    made = kernels.entmax_rows.listed(impl, *problem(0, 5, 1.0, place(impl)), 1.5)
     assert [tuple(each.shape) for each in made] == [(0,), (0, 6), (0, 6)]
 
 
@@ -146,7 +146,7 @@ def test_float64(impl):
     ]
     for alpha in (1.0, 1.3, 1.5, 2.0):
         loss, gradient = truth(*inputs, alpha)
-        made, values, classes = kernels.list_rows.forward(impl, *inputs, alpha)
+        made, values, classes = kernels.entmax_rows.listed(impl, *inputs, alpha)
         assert error(made, loss) <= 1e-12
         assert error(dense(values, classes), gradient) <= 1e-12
 

@@ -16,14 +16,13 @@ pytest.importorskip("triton")
 if kernels.available()["triton"] is not None:
     pytest.skip(kernels.available()["triton"], allow_module_level=True)
 
-from lastlayer.heads import _grouped_nodes
-from lastlayer.heads._node_scores import Nodes
-from lastlayer.heads._path_log_prob import any_tree_loss, path_log_prob
-from lastlayer.heads._tree_tables import TreeTables
+from lastlayer.fused import paths
+from lastlayer.fused.paths import TreeTables
+from lastlayer.heads._tree_nodes import Nodes, path_log_prob, tree_loss
 from lastlayer.kernels.node_groups import reference
 from lastlayer.kernels.node_groups import sizes as bounds
 from lastlayer.kernels.node_groups import triton as node_groups
-from lastlayer.kernels.node_groups.plan import make_plan
+from lastlayer.kernels.node_groups.triton import make_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the bits of bfloat16; float32 shows there that nothing else is lost.
@@ -42,9 +41,7 @@ TREES = {
 def _as_on_cuda(monkeypatch):
     """float64 has no kernel, and is the truth."""
     chosen = {torch.float64: "reference"}
-    monkeypatch.setattr(
-        _grouped_nodes, "selected", lambda _op, _device, dtype: chosen.get(dtype, "triton")
-    )
+    monkeypatch.setattr(paths, "selected", lambda _op, _device, dtype: chosen.get(dtype, "triton"))
 
 
 class Case(NamedTuple):
@@ -107,7 +104,8 @@ def test_as_in_float64(name):
 def test_the_reference_says_the_same(name):
     case = case_of(name, torch.float64)
     rows, weight, bias = case.leaves
-    edges, inside = case.tables.edges_of(case.classes[:, 0], case.counted)
+    edges, inside, _ = case.tables.edges_of(case.classes, case.counted)
+    edges, inside = edges.flatten(1), inside.flatten(1)
     node, position = case.tables.node_and_position(edges)
     node = torch.where(inside, node, len(case.tables.row_start) - 1)
     made = reference.log_probs(rows, weight, bias, node, position, case.tables.row_start)
@@ -125,7 +123,7 @@ def test_sparse_gradients_have_the_rows_of_the_nodes_on_the_paths():
     assert weight.is_coalesced()
     assert bias.is_coalesced()
     tables = case.tables
-    edges, inside = tables.edges_of(case.classes, case.counted.unsqueeze(-1))
+    edges, inside, _ = tables.edges_of(case.classes, case.counted)
     nodes, _ = tables.node_and_position(edges[inside].unique())
     rows = [torch.arange(*tables.row_start[v : v + 2].tolist()) for v in nodes.unique().tolist()]
     assert torch.equal(weight.indices()[0].cpu(), torch.cat(rows))
@@ -143,8 +141,17 @@ def test_what_the_gradients_of_all_entries_take_is_bounded(monkeypatch):
 
 def test_what_the_scores_take_is_bounded(monkeypatch):
     """A few rows at a time, whose scores backward makes again."""
-    monkeypatch.setattr(_grouped_nodes, "_HELD_SCORES", 90)
-    check(case_of("two levels", HALF, n=7))
+    case = case_of("two levels", HALF, n=7)
+    made = []
+    for reduction in ("mean", "none"):
+        for held in (paths._HELD_SCORES, 90):
+            monkeypatch.setattr(paths, "_HELD_SCORES", held)
+            leaves = [leaf.clone().requires_grad_() for leaf in case.leaves]
+            nodes, target = Nodes(case.tables, *leaves[1:]), case.classes[:, 0]
+            loss = tree_loss(nodes, leaves[0], target, 1, reduction).sum()
+            made.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+        for whole, parts in zip(*made[-2:], strict=True):
+            assert off(parts, whole.double()) < WITHIN[HALF]
 
 
 def test_a_nan_stays_in_its_row():
@@ -167,7 +174,7 @@ def test_the_same_each_time():
 def test_the_plan_has_every_score_once():
     case = case_of("collapsed", HALF, n=70)
     tables = case.tables
-    edges, inside = tables.edges_of(case.classes, case.counted.unsqueeze(-1))
+    edges, inside, _ = tables.edges_of(case.classes, case.counted)
     node, _ = tables.node_and_position(edges.flatten(1))
     node = torch.where(inside.flatten(1), node, tables.n_inner).reshape(-1)
     sizes = bounds.TreeSizes(tables.n_inner, tables.n_rows, tables.widest, tables.most_scores, 1)
@@ -197,7 +204,7 @@ def test_a_loss_takes_its_entries_from_the_targets():
     target[1], target[2] = -100, case.tables.n_classes
     with torch.no_grad():
         rows[1] = torch.nan
-    losses = any_tree_loss(Nodes(case.tables, weight, bias), rows, target, -100, "none")
+    losses = tree_loss(Nodes(case.tables, weight, bias), rows, target, -100, "none")
     assert losses[1] == 0.0
     assert losses[2].isnan()
     fine = torch.arange(12, device=DEVICE) != 2
@@ -206,7 +213,7 @@ def test_a_loss_takes_its_entries_from_the_targets():
     with torch.no_grad():
         wide[0][1] = 0.0
     target[2] = -100
-    right = any_tree_loss(Nodes(case.tables, *wide[1:]), wide[0], target, -100, "none")
+    right = tree_loss(Nodes(case.tables, *wide[1:]), wide[0], target, -100, "none")
     assert off(losses[fine].detach(), right[fine].detach()) < WITHIN[torch.float32]
     for got, true in zip(made, torch.autograd.grad(right.sum(), wide), strict=True):
         assert off(got, true) < WITHIN[HALF]

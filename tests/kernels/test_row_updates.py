@@ -4,7 +4,7 @@ import pytest
 import torch
 from implementations import DTYPES, ROUNDING, error, every_implementation, place
 
-from lastlayer.kernels import row_updates
+from lastlayer.kernels import touched_rows
 
 # Rows of the weight, its width, touched rows.
 SHAPES = [(1, 1, 1), (40, 33, 7), (9, 1100, 9), (5, 4, 0)]
@@ -31,9 +31,9 @@ def test_adagrad(impl, dtype, shape):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     total = torch.rand(shape[0], device=device, dtype=wide)
     exact = weight.double().cpu(), total.double().cpu()
-    row_updates.adagrad_(impl, weight, total, ids, gradient, 0.3, 0.1, 1e-6)
+    touched_rows.adagrad_(impl, weight, total, ids, gradient, 0.3, 0.1, 1e-6)
     given = ids.cpu(), gradient.double().cpu()
-    row_updates.adagrad_("reference", *exact, *given, 0.3, 0.1, 1e-6)
+    touched_rows.adagrad_("reference", *exact, *given, 0.3, 0.1, 1e-6)
     close(weight, exact[0], dtype)
     close(total, exact[1], wide)
 
@@ -56,9 +56,9 @@ def test_adam(impl, dtype, shape, decays, betas):
     exact = [each.double().cpu() for each in (weight, first, second)]
     exact_clock = clock.cpu().clone()
     options = 0.3, 0.1, *betas, 1e-6, decays
-    row_updates.adam_(impl, weight, first, second, clock, step, ids, gradient, *options)
+    touched_rows.adam_(impl, weight, first, second, clock, step, ids, gradient, *options)
     given = exact_clock, step.cpu(), ids.cpu(), gradient.double().cpu()
-    row_updates.adam_("reference", *exact, *given, *options)
+    touched_rows.adam_("reference", *exact, *given, *options)
     for made, expected in zip((first, second), exact[1:], strict=True):
         close(made, expected, wide)
     assert torch.equal(clock.cpu(), exact_clock)
@@ -78,9 +78,9 @@ def test_warps_of_a_row_do_not_overtake_each_other(decays):
         step = torch.tensor(1001, device="cuda")
         exact = [each.double() for each in (weight, first, second)]
         exact_clock, options = clock.clone(), (0.3, 0.1, 0.9, 0.999, 1e-6, decays)
-        row_updates.adam_("triton", weight, first, second, clock, step, ids, gradient, *options)
+        touched_rows.adam_("triton", weight, first, second, clock, step, ids, gradient, *options)
         given = exact_clock, step, ids, gradient.double()
-        row_updates.adam_("reference", *exact, *given, *options)
+        touched_rows.adam_("reference", *exact, *given, *options)
         assert torch.equal(clock, exact_clock)
         for made, expected in zip((first, second), exact[1:], strict=True):
             close(made, expected, torch.float32)
@@ -101,8 +101,8 @@ def test_of_slots_of_the_same_row_the_first_counts(impl, adam):
             clock = torch.zeros(9, device=device, dtype=torch.int32)
             step = torch.tensor(1, device=device)
             options = 0.3, 0.1, 0.9, 0.999, 1e-6, True
-            row_updates.adam_(impl, out, *state, clock, step, rows, some, *options)
+            touched_rows.adam_(impl, out, *state, clock, step, rows, some, *options)
         else:
             total = torch.zeros(9, device=device)
-            row_updates.adagrad_(impl, out, total, rows, some, 0.3, 0.1, 1e-6)
+            touched_rows.adagrad_(impl, out, total, rows, some, 0.3, 0.1, 1e-6)
     assert torch.equal(weight, once)

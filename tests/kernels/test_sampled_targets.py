@@ -4,7 +4,7 @@ import pytest
 import torch
 from implementations import place
 
-from lastlayer.kernels import sampled_targets
+from lastlayer.kernels import sampled_rows
 
 
 def numbers(*shape, dtype=torch.float32):
@@ -41,7 +41,7 @@ def both(operation, device, given, *rest):
 def test_rows_with_a_target_share_the_loss(mean, n, p):
     device = place("triton")
     target = torch.randint(-1, 2, (n, p))
-    made, expected = both(sampled_targets.row_scale, device, (numbers(n, 2), target), mean)
+    made, expected = both(sampled_rows.row_scale, device, (numbers(n, 2), target), mean)
     torch.testing.assert_close(made.cpu().double(), expected, rtol=1e-6, atol=0)
 
 
@@ -53,7 +53,7 @@ def test_start(dtype, n, m, d, full):
     hidden, weight, bias, target, ids = problem(n, m, d, 11, dtype)
     more = (numbers(m), numbers(n), numbers(n)) if full else (numbers(m), None, None)
     given = hidden, weight, bias if full else None, target, ids, *more
-    made, expected = both(sampled_targets.start, device, given, 0.7)
+    made, expected = both(sampled_rows.start, device, given, 0.7)
     assert torch.equal(made[0].cpu().double(), expected[0])
     assert torch.equal(made[1].cpu().double(), expected[1])
     assert not made[0][::3].any()
@@ -81,7 +81,7 @@ def test_finish(rule, to_hidden, d):
     ):
         floats = [each.to(where, dtype) for each in (first, logits, scale, 2 * scale)]
         of_hidden = before.to(where, dtype, copy=True)
-        losses, slopes = sampled_targets.finish_(
+        losses, slopes = sampled_rows.finish_(
             impl, *floats, classes.to(where), weight.to(where, dtype), of_hidden, 0.7, *rule
         )
         results.append([losses, slopes, of_hidden])

@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from implementations import DTYPES, ROUNDING, SMALLEST, error, every_implementation, place
+from implementations import (
+    DTYPES,
+    ROUNDING,
+    SMALLEST,
+    error,
+    every_implementation,
+    place,
+    three_threads,
+)
 from torch import Tensor
 
 from lastlayer import kernels
@@ -356,12 +364,8 @@ def test_threads_share_the_rows(dtype, monkeypatch):
 
     rows = problem(41, 3000, dtype)
     alone = run("cpu", rows, EVERYTHING, statistics=True)
-    before = torch.get_num_threads()
-    monkeypatch.setattr(cpu, "_WIDENED", 20 * 3000)
-    torch.set_num_threads(3)
-    try:
+    monkeypatch.setattr(cpu, "WIDENED", 20 * 3000)
+    with three_threads():
         together = run("cpu", rows, EVERYTHING, statistics=True)
-    finally:
-        torch.set_num_threads(before)
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one, other)

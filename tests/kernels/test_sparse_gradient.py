@@ -2,11 +2,19 @@
 
 import pytest
 import torch
-from implementations import DTYPES, ROUNDING, SMALLEST, error, every_implementation, place
+from implementations import (
+    DTYPES,
+    ROUNDING,
+    SMALLEST,
+    error,
+    every_implementation,
+    place,
+    three_threads,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lastlayer.kernels import sparse_gradient
+from lastlayer.kernels import products
 
 # Rows, classes, width, entries a row: more classes than entries, and the other way round.
 SHAPES = [(1, 1, 1, 1), (4, 90, 20, 3), (6, 3, 7, 18), (2, 5, 530, 2), (0, 4, 5, 2), (3, 4, 5, 0)]
@@ -31,7 +39,7 @@ def dense(values: Tensor, classes: Tensor, n_classes: int) -> Tensor:
 
 
 def check_to_hidden(impl, values, classes, weight):
-    result = sparse_gradient.to_hidden(impl, values, classes, weight)
+    result = products.to_hidden(impl, values, classes, weight)
     assert result.dtype == weight.dtype
     expected = dense(values, classes, weight.shape[0]) @ weight.cpu().double()
     size = dense(values.abs(), classes, weight.shape[0]) @ weight.cpu().double().abs()
@@ -40,7 +48,7 @@ def check_to_hidden(impl, values, classes, weight):
 
 def check_to_weight(impl, values, classes, hidden, before):
     total = before.clone(memory_format=torch.preserve_format)
-    sparse_gradient.add_to_weight_(impl, values, classes, hidden, total)
+    products.add_to_weight_(impl, values, classes, hidden, total)
     n_classes = before.shape[0]
     product = dense(values, classes, n_classes).t() @ hidden.cpu().double()
     expected = before.cpu().double() + product
@@ -108,8 +116,8 @@ def test_the_order_of_sums_is_fixed(impl):
     results = []
     for _ in range(2):
         total = weight.clone()
-        sparse_gradient.add_to_weight_(impl, values, classes, hidden, total)
-        results.append((total, sparse_gradient.to_hidden(impl, values, classes, weight)))
+        products.add_to_weight_(impl, values, classes, hidden, total)
+        results.append((total, products.to_hidden(impl, values, classes, weight)))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
 
@@ -119,25 +127,21 @@ def test_the_order_of_sums_is_fixed(impl):
 def test_threads_and_pieces_change_nothing(dtype, n_classes, monkeypatch):
     """However the entries of a class are spread, one thread adds them up, in one order."""
     place("cpu")
-    from lastlayer.kernels.sparse_gradient import cpu
+    from lastlayer.kernels.products import cpu
 
     values, classes, weight, hidden = problem(300, n_classes, 48, 9, dtype, "cpu")
     classes = torch.minimum(classes, torch.randint(n_classes, classes.shape))
 
     def both():
         total = weight.clone()
-        sparse_gradient.add_to_weight_("cpu", values, classes, hidden, total)
-        return total, sparse_gradient.to_hidden("cpu", values, classes, weight)
+        products.add_to_weight_("cpu", values, classes, hidden, total)
+        return total, products.to_hidden("cpu", values, classes, weight)
 
     alone = both()
     check_to_weight("cpu", values, classes, hidden, weight)
-    before = torch.get_num_threads()
-    monkeypatch.setattr(cpu, "_WIDENED", 150 * 48)
-    torch.set_num_threads(3)
-    try:
+    monkeypatch.setattr(cpu, "WIDENED", 150 * 48)
+    with three_threads():
         together = both()
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(alone[0], together[0])
     assert torch.equal(alone[1], together[1])
 
@@ -146,7 +150,7 @@ def test_threads_and_pieces_change_nothing(dtype, n_classes, monkeypatch):
 def test_the_cpu_needs_no_memory_for_classes_without_entries(dtype):
     """The gradient of a weight can be most of what a machine holds: there is no copy of it."""
     place("cpu")
-    from lastlayer.kernels.sparse_gradient import cpu
+    from lastlayer.kernels.products import cpu
 
     values, classes, weight, hidden = problem(5, 5000, 16, 4, dtype, "cpu")
     with LargestResult(weight) as watch:

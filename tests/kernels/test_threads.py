@@ -1,26 +1,36 @@
-"""CPU kernels on several threads, from several threads, and after a fork."""
+"""CPU kernels: rows over several threads, from several threads, after a fork; compiled once."""
 
 import os
 import subprocess
 import sys
+import threading
+import weakref
 
+import numpy as np
 import pytest
+import torch
+
+from lastlayer.kernels._cpu import by_rows
 
 PROGRAM = """
 import os, threading
 import numpy as np
 import torch
 import lastlayer
-from lastlayer.kernels import _threads
 
 torch.set_num_threads(2)
-scores = torch.randn(512, 257)
+scores = torch.randn(1024, 257)
 expected = lastlayer.sparsemax(scores, impl="reference").numpy()
 
 def is_right():  # compared by numpy, since torch's own threads do not outlive a fork either
     return np.allclose(lastlayer.sparsemax(scores).numpy(), expected, atol=1e-6)
 
+def helpers():
+    return [each for each in threading.enumerate() if each.name.startswith("lastlayer")]
+
 assert is_right()
+assert len(helpers()) == 1
+assert torch.get_num_threads() == 2
 {body}
 """
 
@@ -33,28 +43,114 @@ workers = [
 for worker in workers: worker.start()
 for worker in workers: worker.join()
 assert answers == [True] * 4, answers
-assert not _threads._entrance.locked()
+assert len(helpers()) == 1
 """
 
 AFTER_A_FORK = """
 child = os.fork()
 if child == 0:
-    os._exit(0 if is_right() and _threads._entrance.locked() else 1)
+    before = len(helpers())
+    os._exit(0 if before == 0 and is_right() and len(helpers()) == 1 else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert is_right()
 """
 
+FIRST_CALLS = """
+import sys
+import torch
+import lastlayer
+from lastlayer import heads, samplers
 
-@pytest.mark.parametrize("body", [FROM_THREADS, AFTER_A_FORK], ids=["threads", "fork"])
-def test_numba_threads_do_not_abort(body):
+scores, target = torch.randn(64, 1000, requires_grad=True), torch.randint(1000, (64,))
+hidden = torch.randn(64, 16)
+lastlayer.sparsemax(scores).sum().backward()
+lastlayer.entmax_loss(scores, target).backward()
+heads.FullSoftmax(16, 1000)(hidden, target).backward()
+sampler = samplers.Unigram(torch.arange(1.0, 1001.0))
+heads.SampledSoftmax(16, 1000, sampler=sampler)(hidden, target).backward()
+
+from numba.core.dispatcher import Dispatcher
+
+compiled = {
+    f"{name}.{key}": sum(kernel.stats.cache_misses.values())
+    for name, module in list(sys.modules.items()) if name.startswith("lastlayer")
+    for key, value in vars(module).items()
+    if isinstance(kernel := getattr(value, "__wrapped__", value), Dispatcher) and kernel.overloads
+}
+print(len(compiled), [name for name, misses in compiled.items() if misses])
+"""
+
+
+def _run(program):
     """In a process of its own: where this goes wrong the process is ended, not the test."""
-    if body is AFTER_A_FORK and not hasattr(os, "fork"):
-        pytest.skip("this system has no fork")
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(body=body)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
     )
     assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize("body", [FROM_THREADS, AFTER_A_FORK], ids=["threads", "fork"])
+def test_kernels_run_in_any_thread_and_after_a_fork(body):
+    if body is AFTER_A_FORK and not hasattr(os, "fork"):
+        pytest.skip("this system has no fork")
+    _run(PROGRAM.format(body=body))
+
+
+def test_a_second_process_compiles_nothing():
+    """The first calls of a process take compiled kernels from the disk, all of them."""
+    _run(FIRST_CALLS)
+    loaded, compiled = _run(FIRST_CALLS).split(maxsplit=1)
+    assert int(loaded) > 5
+    assert compiled.strip() == "[]"
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_row_is_taken_once(three_threads):
+    taken, threads = [], set()
+
+    def kernel(start, stop, offset):
+        threads.add(threading.current_thread())
+        taken.extend(range(start + offset, stop + offset))
+
+    for n_rows in (1, 2, 3, 7, 1000):
+        taken.clear()
+        by_rows(kernel)(n_rows, 1 << 20, 10)
+        assert sorted(taken) == list(range(10, 10 + n_rows))
+    assert threading.current_thread() in threads
+
+
+def test_little_work_stays_in_the_calling_thread(three_threads):
+    calls = []
+    by_rows(lambda *args: calls.append((threading.current_thread(), *args)))(100, 1000)
+    assert calls == [(threading.current_thread(), 0, 100)]
+
+
+def test_an_error_of_any_thread_reaches_the_caller(three_threads):
+    def kernel(start, stop, failing):
+        if start <= failing < stop:
+            raise ValueError(f"row {failing}")
+
+    for failing in (0, 500, 999):
+        with pytest.raises(ValueError, match=f"row {failing}"):
+            by_rows(kernel)(1000, 1 << 10, failing)
+    by_rows(kernel)(1000, 1 << 10, -1)
+
+
+def test_arrays_are_let_go_when_a_call_returns(three_threads):
+    array = np.zeros(3)
+    gone = weakref.ref(array)
+    by_rows(lambda _start, _stop, _array: None)(1000, 1 << 10, array)
+    # A worker that was late may still hold the job for a moment.
+    by_rows(lambda _start, _stop: None)(1000, 1 << 10)
+    del array
+    for thread in threading.enumerate():
+        thread.join(0.05) if thread.name.startswith("lastlayer") else None
+    assert gone() is None

@@ -14,8 +14,8 @@ from implementations import DTYPES, every_implementation, place
 from torch.nn.functional import logsigmoid
 
 from lastlayer import trees
-from lastlayer.heads._tree_tables import TreeTables
-from lastlayer.kernels import tree_search
+from lastlayer.fused.paths import TreeTables
+from lastlayer.kernels import search
 
 sys.path.append(str(Path(__file__).parents[1] / "trees"))
 from random_trees import follow, random_trees, zipf
@@ -35,7 +35,7 @@ class Problem:
 
     def search(self, impl, k, most=10**5):
         tables = self.tables
-        return tree_search.best_leaves(
+        return search.best_leaves(
             impl, self.hidden, self.weight, self.bias, tables.child_start, tables.row_start,
             tables.child, len(tables.levels), k, most,
         )  # fmt: skip
@@ -198,7 +198,7 @@ def test_a_row_that_reads_too_much_is_given_up(impl):
 @pytest.mark.parametrize(("name", "room"), [("NODES", 16), ("LEAVES", 32), ("MOST_OPENED", 60)])
 def test_a_row_that_holds_too_much_is_given_up_on_cuda(name, room, monkeypatch):
     device = place("triton")
-    from lastlayer.kernels.tree_search import triton as kernel
+    from lastlayer.kernels.search import triton as kernel
 
     problem = Problem(trees.balanced(64), 3, 2, 1.0, device=device)
     problem.hidden[0] = 0.0
@@ -262,7 +262,7 @@ def test_threads_change_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_widened_exactly(dtype):
-    from lastlayer.kernels.tree_search import _nodes
+    from lastlayer.kernels.search import _nodes
 
     bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     widen = _nodes._widen_bfloat16 if dtype == torch.bfloat16 else _nodes._widen_float16
@@ -296,7 +296,7 @@ def test_torch_accepts_the_operation():
 @settings(max_examples=25)
 @given(random_trees(least=2), st.integers(0, 10**6))
 def test_a_step_goes_to_the_child_whose_share_the_chance_falls_into(tree, seed):
-    from lastlayer.kernels.tree_search.walk import step_down_
+    from lastlayer.kernels.search.cpu import step_down_
 
     torch.manual_seed(seed)
     problem = Problem(tree, n=3, dtype=torch.float64)

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from implementations import DTYPES, ROUNDING, error, every_implementation, place
+from implementations import DTYPES, ROUNDING, error, every_implementation, place, three_threads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lastlayer import trees
-from lastlayer.heads._tree_tables import TreeTables
+from lastlayer.fused.paths import TreeTables
 from lastlayer.kernels import tree_path
 from lastlayer.kernels.tree_path import reference
 
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     def loss(self, impl, to_nodes=True, to_hidden=True):
         t = self.tables
         return tree_path.loss(
-            impl, *self[1:5], t.rank, t.path_start, t.path_edge, self.ignore_index, t.longest,
+            impl, *self[1:5], t.leaf_rank, t.path_start, t.path_edge, self.ignore_index, t.longest,
             to_nodes, to_hidden,
         )  # fmt: skip
 
@@ -277,12 +277,9 @@ def test_threads_change_nothing(dtype):
         summed = made.summed(slopes, torch.ones(400), order)
         return losses, rows, *tree_path.to_touched_nodes("cpu", *summed, dtype, True, True)
 
-    before, alone = torch.get_num_threads(), run()
-    torch.set_num_threads(3)
-    try:
+    alone = run()
+    with three_threads():
         together = run()
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
 
 
@@ -297,7 +294,7 @@ def test_the_cpu_copies_no_vectors_of_paths(dtype):
     t = made.tables
     paths = t.path_start, t.path_edge, -100
     with LargestResult() as watch:
-        _, order, slopes, _ = cpu.loss(*made[1:5], t.rank, *paths, t.longest, True, True)
+        _, order, slopes, _ = cpu.loss(*made[1:5], t.leaf_rank, *paths, t.longest, True, True)
         cpu.to_touched_nodes(*made.summed(slopes, torch.ones(100), order), dtype, True, True)
     assert 0 < watch.numbers <= 100 * 64
 
@@ -342,7 +339,7 @@ def test_torch_accepts_the_operations():
     paths = t.path_start, t.path_edge, -100
     ops = torch.ops.lastlayer
     for wanted in ((True, True), (False, False)):
-        given = (*made[1:5], t.rank, *paths, t.longest, *wanted)
+        given = (*made[1:5], t.leaf_rank, *paths, t.longest, *wanted)
         torch.library.opcheck(ops.tree_path_loss.default, given)
     _, order, slopes, _ = made.loss("auto")
     summed = made.summed(slopes, torch.tensor(1.0), order)

@@ -12,7 +12,7 @@ from waits import no_waits
 
 pytest.importorskip("triton")
 
-from lastlayer.kernels.entmax import _backward_triton as backward_kernel
+from lastlayer.kernels import _triton
 from lastlayer.kernels.entmax import triton as kernel
 
 if kernels.available()["triton"] is not None:
@@ -27,7 +27,7 @@ def path(request, monkeypatch):
     """Sends rows of any width down one path; the last keeps few scores on chip."""
     if request.param != "registers":
         monkeypatch.setattr(kernel, "WIDEST_IN_REGISTERS", 0)
-        monkeypatch.setattr(backward_kernel, "WIDEST_IN_REGISTERS", 0)
+        monkeypatch.setattr(kernel, "WIDEST_BACKWARD", 0)
     if request.param in ("two kernels", "many candidates"):
         monkeypatch.setattr(kernel, "WIDEST_IN_ONE_PROGRAM", 0)
     if request.param == "many candidates":
@@ -68,9 +68,7 @@ def test_any_alpha_on_a_wide_row(check, device):
 
 def test_wide_blocks(path, monkeypatch, device):
     """Rows so wide that a block is wider than the smallest."""
-    from lastlayer.kernels import _peaks
-
-    monkeypatch.setattr(_peaks, "MAX_PEAKS", 4)
+    monkeypatch.setattr(_triton, "MAX_PEAKS", 4)
     scores = rows(600, device=device)
     check_entmax("triton", scores, 1.5)
     check_entmax_backward("triton", scores, 2.0)

@@ -7,8 +7,16 @@ import pytest
 from numba import njit
 from numba.core.errors import TypingError
 
-from lastlayer.kernels._blocks import BLOCK, find_peaks, room_for_peaks, top_of_rest
-from lastlayer.kernels._vectors import lanes_of, margins, squares, top_of
+from lastlayer.kernels._cpu_math import (
+    BLOCK,
+    find_peaks,
+    lanes_of,
+    margins,
+    room_for_peaks,
+    squares,
+    top_of,
+    top_of_rest,
+)
 
 with_each_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 

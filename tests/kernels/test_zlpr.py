@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from implementations import DTYPES, ROUNDING, error, every_implementation, place
+from implementations import DTYPES, ROUNDING, error, every_implementation, place, three_threads
 
+from lastlayer._labels import positive_lists
 from lastlayer.kernels import zlpr
-from lastlayer.losses._positives import positive_lists
 
 KINDS = ("hard", "soft", "lists", "values")
 
@@ -44,7 +44,7 @@ def problem(kind, n_rows, n, dtype=torch.float32, device="cpu", mask=None, size=
         values = torch.rand(n_rows, 9) if kind == "values" else None
         smoothing = 0.03 if kind == "values" else 0.0
         lists = positive_lists(
-            listed, n_rows=n_rows, n_classes=n, values=values, smoothing=smoothing
+            listed, n_rows=n_rows, n_classes=n, values=values, label_smoothing=smoothing
         )
         labels = (lists.classes, lists.rows, lists.starts, lists.values)
         dense = torch.full((n_rows, n), smoothing, dtype=torch.float64)
@@ -219,11 +219,7 @@ def test_threads_share_the_rows():
     place("cpu")
     case = problem("hard", 20, 3000, mask="each")
     alone = run("cpu", case)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with three_threads():
         together = run("cpu", case)
-    finally:
-        torch.set_num_threads(before)
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one, other)

@@ -15,7 +15,7 @@ def dense_info_nce(
     in_batch: bool = True,
     groups: Tensor | tuple[Tensor, Tensor] | None = None,
     negative_groups: Tensor | None = None,
-    same_group: str = "positive",
+    same_group: str = "ignore",
     normalize: bool = True,
 ) -> Tensor:
     """The loss of each query; ``groups`` as the loss takes them."""

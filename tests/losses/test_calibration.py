@@ -138,7 +138,7 @@ TWO = torch.zeros(2)
     [
         (ValueError, "n_classes: .*got 0", lambda: ZLPRCalibrator(0)),
         (TypeError, "n_classes: .*got float", lambda: ZLPRCalibrator(2.0)),
-        (ValueError, "threshold: expected 'half' or 'f1'", lambda: ZLPRCalibrator(threshold="x")),
+        (ValueError, "threshold: expected one of", lambda: ZLPRCalibrator(threshold="x")),
         (ValueError, "strength: .*got 0", lambda: ZLPRCalibrator(strength=0)),
         (ValueError, r"scores: expected shape \(\*batch, 3\)", lambda: ZLPRCalibrator(3)(TWO)),
         (ValueError, "target: expected observed", lambda: ZLPRCalibrator().fit(TWO, TWO + 0.5)),

@@ -87,7 +87,6 @@ def check_reduced(negatives, chunk_rows, **options):
         loss = info_nce(query, key, negatives, **given, reduction=reduction)
         torch.testing.assert_close(loss, reduced)
         wanted = torch.autograd.grad(3.0 * reduced, leaves, retain_graph=True)
-        # The second time they are made again.
         for _ in range(2):
             found = torch.autograd.grad(3.0 * loss, leaves, retain_graph=True)
             for one, other in zip(found, wanted, strict=True):
@@ -116,12 +115,12 @@ def test_reduced_symmetric_losses(normalize, chunk_rows):
 
 
 def test_symmetric_losses_of_one_chunk_are_made_in_one_pass(monkeypatch):
-    from lastlayer.losses import _contrastive_pass
+    from lastlayer.fused import similarity
 
     made = []
-    product = _contrastive_pass._product
+    product = similarity._product
     monkeypatch.setattr(
-        _contrastive_pass, "_product", lambda *given: made.append(1) or product(*given)
+        similarity, "_product", lambda *given, **more: made.append(1) or product(*given, **more)
     )
     query, key = vectors(N, D), vectors(N, D)
     loss = info_nce(query, key, symmetric=True)
@@ -169,6 +168,40 @@ def test_groups_take_the_floor_of_repeated_pairs_away(copies):
             torch.testing.assert_close(loss, torch.zeros_like(loss))
 
 
+@pytest.mark.parametrize("shape", [SHARED, EACH])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_negatives_of_the_querys_group_are_left_out_unless_asked_otherwise(shape, reduction):
+    """False negatives are neither pushed away nor pulled, as if they were not there."""
+    query, key, negatives = vectors(N, D), vectors(N, D), vectors(*shape)
+    groups = torch.arange(N)
+    # Every query has one false negative, or those of the first three do.
+    of_negatives = torch.full(shape[:-1], -1)
+    if shape == EACH:
+        of_negatives[:, 1], kept = groups, negatives.detach()[:, [0, 2]]
+    else:
+        of_negatives[:3] = 4
+    options = dict(groups=groups, negative_groups=of_negatives, temperature=0.3)
+    loss = info_nce(query, key, negatives, **options, reduction=reduction)
+    if shape == EACH:
+        expected = info_nce(query, key, kept, temperature=0.3, reduction=reduction)
+        (push,) = torch.autograd.grad(loss.sum(), negatives)
+        assert (push[:, 1] == 0).all()
+        assert (push[:, 0] != 0).all()
+        torch.testing.assert_close(loss, expected)
+    else:
+        rows = info_nce(query, key, negatives, **options, reduction="none")
+        all_rows, some_rows = (
+            info_nce(query, key, each, temperature=0.3, reduction="none")
+            for each in (negatives, negatives[3:])
+        )
+        torch.testing.assert_close(rows[4], some_rows[4])
+        torch.testing.assert_close(rows[5:], all_rows[5:])
+    positive = info_nce(
+        query, key, negatives, **options, same_group="positive", reduction=reduction
+    )
+    assert not torch.allclose(loss, positive)
+
+
 def test_groups_of_one_are_no_groups():
     query, key = vectors(N, D), vectors(N, D)
     plain = info_nce(query, key, symmetric=True)
@@ -189,7 +222,8 @@ def test_positives_have_the_gradient_of_supcon():
         / 0.5, 1,
     )  # fmt: skip
     supcon = -(torch.where(same, logs, 0.0).sum(1) / same.sum(1))
-    ours = info_nce(query, key, temperature=0.5, groups=groups, reduction="none")
+    options = dict(groups=groups, same_group="positive")
+    ours = info_nce(query, key, temperature=0.5, **options, reduction="none")
     torch.testing.assert_close(ours, supcon - same.sum(1).double().log())
     for one, other in zip(
         torch.autograd.grad(ours.sum(), (query, key)),

@@ -23,17 +23,25 @@ WRONG = [
         ValueError,
         "symmetric: expected False where in_batch is False",
     ),
-    (dict(temperature=0.0), ValueError, "temperature: expected a number above 0, got 0.0"),
-    (dict(temperature=-1), ValueError, "temperature: expected a number above 0, got -1"),
-    (dict(temperature=float("nan")), ValueError, "temperature: expected a number above 0, got nan"),
+    (dict(temperature=0.0), ValueError, "temperature: expected a finite number above 0, got 0.0"),
+    (dict(temperature=-1), ValueError, "temperature: expected a finite number above 0, got -1"),
+    (
+        dict(temperature=float("nan")),
+        ValueError,
+        "temperature: expected a finite number above 0, got nan",
+    ),
     (dict(temperature=torch.tensor(-0.5)), ValueError, "above 0, got -0.5"),
     (dict(temperature=torch.ones(1)), ValueError, "temperature: expected a tensor without dimens"),
     (dict(temperature=torch.tensor(1)), TypeError, "temperature: expected a number or a floating"),
     (dict(temperature="low"), TypeError, "temperature: expected a number .* got str"),
-    (dict(groups=G[:3]), ValueError, r"groups: expected shape \(4,\), one group a pair, got \(3,"),
+    (
+        dict(groups=G[:3]),
+        ValueError,
+        r"groups: expected shape \(4,\), one group per pair, got \(3,",
+    ),
     (dict(groups=X[:, 0]), TypeError, "groups: expected an integer tensor, got torch.float32"),
     (dict(groups=[0, 1, 2, 3]), ValueError, "one for queries and one for keys, got 4"),
-    (dict(groups=(G, G[:2])), ValueError, r"groups\[1\]: expected shape \(4,\), one group a key"),
+    (dict(groups=(G, G[:2])), ValueError, r"groups\[1\]: expected shape \(4,\), one group per key"),
     (dict(negative_groups=G), ValueError, "negative_groups: expected None without negatives"),
     (
         dict(negatives=X, negative_groups=G),
@@ -59,9 +67,9 @@ def test_module_refuses():
         InfoNCELoss(torch.tensor(0.1))
     with pytest.raises(ValueError, match=r"temperature: expected at least 1/max_scale = 0.01"):
         InfoNCELoss(0.001, learn_temperature=True)
-    with pytest.raises(ValueError, match="max_scale: expected a number above 0"):
+    with pytest.raises(ValueError, match="max_scale: expected a finite number above 0"):
         InfoNCELoss(0.1, max_scale=0.0)
-    with pytest.raises(TypeError, match="max_scale: expected a number or None, got str"):
+    with pytest.raises(TypeError, match="max_scale: expected a number, got str"):
         InfoNCELoss(0.1, max_scale="100")
     with pytest.raises(TypeError, match="margin: expected one of the options"):
         InfoNCELoss(0.1, margin=2)

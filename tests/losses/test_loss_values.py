@@ -55,7 +55,7 @@ def test_alpha_one_is_cross_entropy(reduction, weighted):
     target = torch.randint(5, (8,))
     target[3] = -100
     weight = torch.rand(5, dtype=torch.float64) if weighted else None
-    ours = entmax_loss(scores, target, 1.0, weight=weight, reduction=reduction)
+    ours = entmax_loss(scores, target, 1.0, class_weight=weight, reduction=reduction)
     torchs = functional.cross_entropy(scores, target, weight=weight, reduction=reduction)
     assert (ours - torchs).abs().max() < 1e-12
     (gradient,) = torch.autograd.grad(ours.sum(), scores)
@@ -86,7 +86,7 @@ def test_class_weights_mean_what_they_do_in_cross_entropy(name, reduction):
         expected = expected.sum()
     elif reduction == "mean":
         expected = expected.sum() / per_row.sum()
-    ours = loss(scores, target, weight=weight, reduction=reduction)
+    ours = loss(scores, target, class_weight=weight, reduction=reduction)
     assert (ours - expected).abs().max() < 1e-12
 
 
@@ -95,7 +95,7 @@ def test_weights_of_distributions_are_mean_weights():
     target = torch.softmax(torch.randn(4, 5, dtype=torch.float64), -1)
     weight = torch.rand(5, dtype=torch.float64)
     plain = sparsemax_loss(scores, target, reduction="none")
-    weighted = sparsemax_loss(scores, target, weight=weight, reduction="none")
+    weighted = sparsemax_loss(scores, target, class_weight=weight, reduction="none")
     assert (weighted - plain * (target @ weight)).abs().max() < 1e-12
 
 
@@ -195,6 +195,28 @@ def test_another_ignore_index():
     assert loss == sparsemax_loss(scores[[1, 3]], target[[1, 3]])
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_target_counts_where_ignore_index_is_none(name):
+    loss, _ = LOSSES[name]
+    scores, target = torch.randn(4, 5), torch.tensor([0, 2, 0, 4])
+    for reduction in ("mean", "sum", "none"):
+        found = loss(scores, target, ignore_index=None, reduction=reduction)
+        assert torch.equal(found, loss(scores, target, reduction=reduction))
+    soft = torch.softmax(torch.randn(4, 5), -1)
+    assert torch.equal(loss(scores, soft, ignore_index=None), loss(scores, soft))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_class_ids_of_any_integer_dtype(name, dtype):
+    loss, _ = LOSSES[name]
+    scores, target = torch.randn(4, 5), torch.tensor([0, 2, 0, 4])
+    assert torch.equal(loss(scores, target.to(dtype)), loss(scores, target))
+    if dtype.is_signed:
+        target[1] = -100
+        assert torch.equal(loss(scores, target.to(dtype)), loss(scores, target))
+
+
 def test_many_batch_dimensions():
     scores, target = torch.randn(2, 3, 4, 5), torch.randint(5, (2, 3, 4))
     loss = entmax_loss(scores, target, reduction="none")
@@ -218,7 +240,7 @@ def test_the_gradient_for_a_soft_target(alpha):
 def test_modules_hold_their_options():
     scores, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     weight = torch.tensor([1.0, 2.0, 3.0])
-    options = {"weight": weight, "ignore_index": 2, "reduction": "sum"}
+    options = {"class_weight": weight, "ignore_index": 2, "reduction": "sum"}
     pairs = [
         (SparsemaxLoss(**options), sparsemax_loss(scores, target, **options)),
         (EntmaxLoss(1.25, **options), entmax_loss(scores, target, 1.25, **options)),
@@ -226,7 +248,7 @@ def test_modules_hold_their_options():
     ]
     for module, expected in pairs:
         assert torch.equal(module(scores, target), expected)
-        assert torch.equal(module.state_dict()["weight"], weight)
+        assert torch.equal(module.state_dict()["class_weight"], weight)
         assert "ignore_index=2, reduction='sum'" in repr(module)
     assert repr(EntmaxLoss(1.25)).startswith("EntmaxLoss(alpha=1.25, ")
     assert repr(TopKSoftmaxLoss(2)).startswith("TopKSoftmaxLoss(k=2, ")

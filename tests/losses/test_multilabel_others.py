@@ -7,8 +7,9 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from lastlayer.losses.entmax import sparsemax_loss
-from lastlayer.losses.logistic import asymmetric_loss, binary_cross_entropy_loss
-from lastlayer.losses.multilabel_sparsemax import (
+from lastlayer.losses.multilabel import (
+    asymmetric_loss,
+    bce_loss,
     multilabel_sparsemax_loss,
     multilabel_sparsemax_predict,
 )
@@ -19,13 +20,13 @@ from lastlayer.maps.sparsemax import sparsemax
 def test_binary_cross_entropy_is_torchs():
     scores, target = 4 * torch.randn(5, 7), torch.rand(5, 7)
     expected = binary_cross_entropy_with_logits(scores, target, reduction="none").sum(-1)
-    assert torch.allclose(binary_cross_entropy_loss(scores, target, reduction="none"), expected)
-    assert torch.allclose(binary_cross_entropy_loss(scores, target), expected.mean())
+    assert torch.allclose(bce_loss(scores, target, reduction="none"), expected)
+    assert torch.allclose(bce_loss(scores, target), expected.mean())
 
 
 def test_right_infinities_cost_nothing():
     scores = torch.tensor([[math.inf, -math.inf]], requires_grad=True)
-    for loss in (binary_cross_entropy_loss, asymmetric_loss):
+    for loss in (bce_loss, asymmetric_loss):
         value = loss(scores, torch.tensor([[1, 0]]))
         assert value.item() == 0.0
         assert torch.equal(torch.autograd.grad(value, scores)[0], torch.zeros(1, 2))
@@ -33,7 +34,7 @@ def test_right_infinities_cost_nothing():
 
 def test_one_class_of_zlpr_is_binary_cross_entropy():
     scores, target = 3 * torch.randn(9, 1).double(), torch.rand(9, 1).round()
-    assert torch.allclose(zlpr_loss(scores, target), binary_cross_entropy_loss(scores, target))
+    assert torch.allclose(zlpr_loss(scores, target), bce_loss(scores, target))
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.05])
@@ -53,7 +54,7 @@ def test_the_asymmetric_loss_is_its_formula(margin, gammas):
 def test_the_asymmetric_loss_without_its_options_is_binary_cross_entropy():
     scores, target = 5 * torch.randn(4, 6), torch.rand(4, 6).round()
     loss = asymmetric_loss(scores, target, gamma_negative=0, gamma_positive=0, margin=0)
-    assert torch.allclose(loss, binary_cross_entropy_loss(scores, target))
+    assert torch.allclose(loss, bce_loss(scores, target))
 
 
 def test_weights_may_be_taken_as_given():

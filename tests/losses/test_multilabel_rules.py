@@ -4,14 +4,13 @@ from functools import partial
 
 import pytest
 
-from lastlayer.losses.logistic import asymmetric_loss, binary_cross_entropy_loss
-from lastlayer.losses.multilabel_sparsemax import multilabel_sparsemax_loss
+from lastlayer.losses.multilabel import asymmetric_loss, bce_loss, multilabel_sparsemax_loss
 from lastlayer.losses.zlpr import zlpr_loss
 from lastlayer.testing import check_multilabel_loss
 
 LOSSES = {
     "zlpr": (zlpr_loss, {}),
-    "bce": (binary_cross_entropy_loss, {}),
+    "bce": (bce_loss, {}),
     "asl": (asymmetric_loss, {"convex": False}),
     "asl without margin": (partial(asymmetric_loss, margin=0.0), {"convex": False}),
     "sparsemax": (multilabel_sparsemax_loss, {"derivatives": False}),

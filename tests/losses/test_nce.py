@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from lastlayer.losses.nce import nce_loss
-from lastlayer.losses.negative_sampling import negative_sampling_loss
+from lastlayer.losses.noise import nce_loss, negative_sampling_loss
 
 DATA = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
 NOISE = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)

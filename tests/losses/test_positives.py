@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lastlayer import debug
-from lastlayer.losses._positives import positive_lists
+from lastlayer._labels import positive_lists
 
 
 def as_csr(padded):
@@ -54,8 +54,24 @@ def test_the_first_of_duplicates_keeps_its_value():
 
 
 def test_smoothing_gives_what_is_listed_the_rest():
-    lists = positive_lists(drawn(), n_rows=6, n_classes=9, smoothing=0.1)
+    lists = positive_lists(drawn(), n_rows=6, n_classes=9, label_smoothing=0.1)
     assert torch.equal(lists.values, lists.valid.double() * 0.9)
+
+
+def test_any_integer_dtype_and_no_padding():
+    padded = drawn()
+    expected = positive_lists(padded, n_rows=6, n_classes=9)
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        found = positive_lists(padded.to(dtype), n_rows=6, n_classes=9)
+        assert torch.equal(found.classes, expected.classes)
+        ids, offsets = as_csr(padded)
+        found = positive_lists(ids.to(dtype), offsets.to(dtype), n_rows=6, n_classes=9)
+        assert torch.equal(found.counts, expected.counts)
+    full = torch.randint(9, (6, 4))
+    none = positive_lists(full, n_rows=6, n_classes=9, ignore_index=None)
+    assert torch.equal(none.classes, positive_lists(full, n_rows=6, n_classes=9).classes)
+    with pytest.raises(ValueError, match="positives: expected class ids from 0 to 8, got -100"):
+        positive_lists(padded, n_rows=6, n_classes=9, ignore_index=None)
 
 
 def test_nothing_is_listed():
@@ -73,7 +89,8 @@ IDS = torch.tensor([[0, 1], [2, -100]])
     ("kind", "message", "positives", "options"),
     [
         (TypeError, "positives: expected a torch.Tensor, got list", [[1]], {}),
-        (TypeError, r"positives: .*int64.*positives\.long\(\)", IDS.int(), {}),
+        (TypeError, r"positives: .*float32; dense labels.*zlpr_loss", IDS.float(), {}),
+        (TypeError, r"positives: expected integer class ids, got torch.bool", IDS > 0, {}),
         (ValueError, r"positives: expected shape \(2, m\)", IDS.t()[:1], {}),
         (ValueError, "positives: .* from 0 to 3, .*-100.* got 4", IDS + 2, {}),
         (ValueError, "positives: .* got -7", IDS - 7, {}),
@@ -86,13 +103,13 @@ IDS = torch.tensor([[0, 1], [2, -100]])
             {"values": torch.full((2, 2), torch.nan)},
         ),
         (TypeError, "values: .*floating.*int64", IDS, {"values": IDS}),
-        (ValueError, "smoothing: .*0.5, .*got 0.5", IDS, {"smoothing": 0.5}),
-        (TypeError, "smoothing: .*number, got str", IDS, {"smoothing": "a"}),
-        (TypeError, "ignore_index: .*int, got float", IDS, {"ignore_index": 1.0}),
+        (ValueError, "smoothing: .*0.5, .*got 0.5", IDS, {"label_smoothing": 0.5}),
+        (TypeError, "smoothing: .*number, got str", IDS, {"label_smoothing": "a"}),
+        (TypeError, "ignore_index: .*int, .*got float", IDS, {"ignore_index": 1.0}),
         (ValueError, r"offsets: expected shape \(3,\)", IDS[0], {"offsets": torch.arange(2)}),
         (ValueError, "offsets: .*rise from 0 to 2", IDS[0], {"offsets": torch.arange(3) + 1}),
         (ValueError, "offsets: .*rise", IDS[0], {"offsets": torch.tensor([0, 3, 2])}),
-        (TypeError, "offsets: .*int64", IDS[0], {"offsets": torch.ones(3)}),
+        (TypeError, "offsets: .*integer", IDS[0], {"offsets": torch.ones(3)}),
         (ValueError, r"positives: expected shape \(k,\)", IDS, {"offsets": torch.arange(3)}),
     ],
 )

@@ -163,7 +163,7 @@ def test_indices_are_dense(form, soft):
         lists = (padded[kept], offsets)
         values = None if values is None else values[kept]
     scores = (2 * torch.randn(6, n)).requires_grad_()
-    options = dict(values=values, smoothing=smoothing, mask=mask)
+    options = dict(values=values, label_smoothing=smoothing, mask=mask)
     for reduction in ("mean", "sum"):
         loss = zlpr_loss_from_indices(scores, *lists, **options, reduction=reduction)
         expected = zlpr_loss(scores, target, mask=mask, reduction=reduction)
@@ -188,7 +188,7 @@ def test_derivatives_from_indices():
     values = (torch.rand(3, 2, dtype=torch.float64) * 0.9 + 0.05).requires_grad_()
 
     def loss(scores, values):
-        return zlpr_loss_from_indices(scores, positives, values=values, smoothing=0.1)
+        return zlpr_loss_from_indices(scores, positives, values=values, label_smoothing=0.1)
 
     def with_given(scores):
         return loss(scores, values.detach())
@@ -208,10 +208,10 @@ def test_a_soft_target_gets_a_gradient():
 def test_indices_compile_and_vmap():
     scores = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
     positives = torch.tensor([[0, 2], [-100, 3], [5, 5], [-100, -100]])
-    expected = zlpr_loss_from_indices(scores, positives, smoothing=0.05)
+    expected = zlpr_loss_from_indices(scores, positives, label_smoothing=0.05)
     (slope,) = torch.autograd.grad(expected, scores)
     compiled = torch.compile(
-        lambda s, p: zlpr_loss_from_indices(s, p, smoothing=0.05),
+        lambda s, p: zlpr_loss_from_indices(s, p, label_smoothing=0.05),
         fullgraph=True,
         backend="aot_eager",
     )
@@ -219,7 +219,7 @@ def test_indices_compile_and_vmap():
         loss = compiled(scores, positives)
     assert torch.allclose(loss, expected)
     assert torch.allclose(torch.autograd.grad(loss, scores)[0], slope)
-    mapped = torch.func.vmap(lambda s, p: zlpr_loss_from_indices(s, p, smoothing=0.05))
+    mapped = torch.func.vmap(lambda s, p: zlpr_loss_from_indices(s, p, label_smoothing=0.05))
     assert torch.allclose(mapped(scores, positives).mean(), expected)
 
 

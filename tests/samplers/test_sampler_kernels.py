@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lastlayer import kernels
-from lastlayer.kernels import _registry, alias, philox
-from lastlayer.kernels.alias.build import alias_table, column_bits, integer_weights
-from lastlayer.kernels.philox._exp2 import SERIES
-from lastlayer.kernels.philox._rounds import philox as rounds
+from lastlayer.kernels import _cpu, _registry, rng
+from lastlayer.kernels.rng import SERIES
+from lastlayer.kernels.rng.reference import philox as rounds
+from lastlayer.kernels.rng.table import alias_table, column_bits, integer_weights
 
 COUNTERS = [(0, 0), (1, 2), (-1, -1), (-(2**63), 2**63 - 1), (2**40 + 3, -(2**35))]
 
@@ -48,8 +48,8 @@ def test_words_are_the_same_everywhere(impl, n):
     device = place(impl)
     for counter in COUNTERS:
         given = torch.tensor(counter)
-        expected = philox.words("reference", given, n)
-        made = philox.words(impl, given.to(device), n).cpu()
+        expected = rng.words("reference", given, n)
+        made = rng.words(impl, given.to(device), n).cpu()
         assert made.shape == (n, 2)
         assert torch.equal(made, expected)
 
@@ -62,8 +62,8 @@ def test_log_uniform_draws_are_the_same_everywhere(impl, n_classes):
     there = None if order is None else order.to(device)
     for n, counter in zip([0, 1, 2, 257, 900], COUNTERS, strict=True):
         given = torch.tensor(counter)
-        ids, log_prob = philox.log_uniform("reference", given, order, n, n_classes)
-        made = philox.log_uniform(impl, given.to(device), there, n, n_classes)
+        ids, log_prob = rng.log_uniform("reference", given, order, n, n_classes)
+        made = rng.log_uniform(impl, given.to(device), there, n, n_classes)
         assert torch.equal(made[0].cpu(), ids)
         assert made[1].dtype == torch.float32
         assert torch.allclose(made[1].cpu(), log_prob, rtol=2e-7, atol=0)
@@ -75,10 +75,10 @@ def test_integers_are_the_same_everywhere(impl, below):
     device = place(impl)
     for n, counter in zip([0, 1, 2, 257, 900], COUNTERS, strict=True):
         given = torch.tensor(counter)
-        expected = philox.integers("reference", given, n, below)
-        assert torch.equal(philox.integers(impl, given.to(device), n, below).cpu(), expected)
+        expected = rng.integers("reference", given, n, below)
+        assert torch.equal(rng.integers(impl, given.to(device), n, below).cpu(), expected)
         # ⌊below · r / 2^64⌋ in integers without a bound.
-        words = philox.words("reference", given, n).tolist()
+        words = rng.words("reference", given, n).tolist()
         assert expected.tolist() == [((a << 32 | b) * below) >> 64 for a, b in words]
 
 
@@ -98,7 +98,7 @@ def test_blocks_beyond_32_bits_differ():
 
 
 def test_words_look_random():
-    made = philox.words("cpu", torch.tensor([5, 6]), 50_000)
+    made = rng.words("cpu", torch.tensor([5, 6]), 50_000)
     assert int(made.min()) >= 0
     assert int(made.max()) < 2**32
     bits = (made.flatten()[:, None] >> torch.arange(32)) & 1
@@ -124,8 +124,8 @@ def test_alias_draws_are_the_same_everywhere(impl, n_classes, seed):
     table, weight = table_of(n_classes, seed)
     for n, counter in zip([0, 1, 2, 129, 500], COUNTERS, strict=True):
         given = torch.tensor(counter)
-        ids, log_prob = alias.draw("reference", table, weight, given, n)
-        made = alias.draw(impl, *(each.to(device) for each in (table, weight, given)), n)
+        ids, log_prob = rng.draw("reference", table, weight, given, n)
+        made = rng.draw(impl, *(each.to(device) for each in (table, weight, given)), n)
         assert torch.equal(made[0].cpu(), ids)
         assert made[1].dtype == torch.float32
         assert torch.allclose(made[1].cpu(), log_prob, rtol=0, atol=4e-6)
@@ -140,9 +140,7 @@ def test_the_log_complement_is_exact_at_both_ends(impl, bits, wide):
     whole = 1 << bits
     weights = [1, 1000, whole // 3, whole - 2, min(whole, 2**63 - 1)]
     target = torch.tensor([[0, 1, 2], [3, 4, -1]])
-    made = alias.log_complement(
-        impl, torch.tensor(weights).to(device), target.to(device), bits, wide
-    )
+    made = rng.log_complement(impl, torch.tensor(weights).to(device), target.to(device), bits, wide)
     assert made.dtype == (torch.float64 if wide else torch.float32)
     exact = [float(Fraction(whole - each, whole)) for each in weights] + [1.0]
     expected = torch.tensor(exact, dtype=torch.float64).log().view(2, 3)
@@ -153,26 +151,27 @@ def test_the_log_complement_is_exact_at_both_ends(impl, bits, wide):
     assert made[1, 2] == 0.0
 
 
-def test_threads_share_the_draws(seed):
+def test_threads_share_the_draws(seed, monkeypatch):
     table, weight = table_of(500, seed)
     counter = torch.tensor([1, 2])
-    alone = alias.draw("cpu", table, weight, counter, 20_001)
+    alone = rng.draw("cpu", table, weight, counter, 20_001)
     before = torch.get_num_threads()
+    monkeypatch.setattr(_cpu, "_ENTRIES_A_THREAD", 1024)
     torch.set_num_threads(3)
     try:
-        together = alias.draw("cpu", table, weight, counter, 20_001)
-        words = philox.words("cpu", counter, 50_001)
+        together = rng.draw("cpu", table, weight, counter, 20_001)
+        words = rng.words("cpu", counter, 50_001)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(together[0], alone[0])
     assert torch.equal(together[1], alone[1])
-    assert torch.equal(words, philox.words("cpu", counter, 50_001))
+    assert torch.equal(words, rng.words("cpu", counter, 50_001))
 
 
 def test_a_forced_implementation_that_cannot_run_says_so():
     counter = torch.zeros(2, dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match="impl: 'cpu' cannot run philox_words here"):
-        philox.words("cpu", counter, 3)
+        rng.words("cpu", counter, 3)
 
 
 def test_integers_are_no_reason_to_take_the_reference(monkeypatch):

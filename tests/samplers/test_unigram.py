@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastlayer import samplers
-from lastlayer.kernels.alias.build import (
+from lastlayer.kernels.rng.table import (
     COLUMN,
     alias_table,
     column_bits,

@@ -1,10 +1,12 @@
 """check_head catches what it is there to catch, and says it well."""
 
+import math
 import re
 from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional
 
 from lastlayer.heads import EntmaxHead, FullSoftmax, Head, TopK, TopKSoftmaxHead
 from lastlayer.testing import check_head
@@ -17,31 +19,33 @@ class Minimal(Head):
 
     def __init__(self, in_features=6, n_classes=17, **options):
         super().__init__(in_features, n_classes, **options)
-        self.linear = torch.nn.Linear(in_features, n_classes)
+        linear = torch.nn.Linear(in_features, n_classes)
+        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, hidden, target):
-        from lastlayer.heads._checks import check_hidden, check_target
-
-        check_hidden(self, hidden)
-        check_target(self, hidden, target)
+        self._check_hidden(hidden)
+        target = self._check_target(hidden, target)
         counted = target != self.ignore_index
         rows = torch.where(counted.unsqueeze(-1), hidden, 0.0)
         chosen = torch.where(counted, target, 0).unsqueeze(-1)
-        log_prob = torch.log_softmax(self.linear(rows), -1).gather(-1, chosen).squeeze(-1)
-        losses = torch.where(counted, -log_prob.to(_wide(hidden)), 0.0)
+        losses = -self.log_probs(rows).gather(-1, chosen).squeeze(-1)
+        losses = torch.where(counted, losses, 0.0)
         if self.reduction == "none":
             return losses
         return losses.sum() / (counted.sum().clamp(min=1) if self.reduction == "mean" else 1)
 
     def log_prob(self, hidden, classes=None):
-        from lastlayer.heads._checks import check_classes, check_hidden
-
-        check_hidden(self, hidden)
-        log_prob = torch.log_softmax(self.linear(hidden).to(_wide(hidden)), -1)
+        self._check_hidden(hidden)
+        log_prob = self.log_probs(hidden)
         if classes is None:
             return log_prob
-        chosen = check_classes(self, hidden, classes)
-        return log_prob.gather(-1, chosen.reshape(*hidden.shape[:-1], classes.shape[-1]))
+        chosen, shape = self._check_classes(hidden, classes)
+        return log_prob.reshape(-1, self.n_classes).gather(-1, chosen).reshape(shape)
+
+    def log_probs(self, hidden):
+        scores = functional.linear(hidden, self.weight, self.bias).to(_wide(hidden))
+        masked = (scores == -math.inf).all(-1, keepdim=True)
+        return torch.where(masked, -math.inf, torch.log_softmax(scores, -1))
 
 
 def _wide(hidden):
@@ -68,8 +72,8 @@ class SharedClassesAlone(Minimal):
     """Takes the classes of the first row for every row."""
 
     def log_prob(self, hidden, classes=None):
-        if classes is not None and classes.dim() > 1 and hidden.numel():
-            classes = classes.flatten(0, -2)[0]
+        if classes is not None and classes.dim() == hidden.dim() > 1 and hidden.numel():
+            classes = classes.flatten(0, -2)[0].expand_as(classes)
         return super().log_prob(hidden, classes)
 
 
@@ -135,7 +139,7 @@ class OutsideTheSupport(EntmaxHead):
 class CountsIgnoredRows(Minimal):
     def forward(self, hidden, target):
         super().forward(hidden, target)
-        losses = -self.log_prob(hidden, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        losses = -self.log_prob(hidden, target.clamp(min=0))
         if self.reduction == "none":
             return losses
         return losses.sum() / (max(1, losses.numel()) if self.reduction == "mean" else 1)
@@ -246,9 +250,8 @@ class Shared(Minimal):
     """Its copies have the same memory."""
 
     def __deepcopy__(self, memo):
-        other = Shared(self.in_features, self.n_classes).to(self.linear.weight.dtype)
-        other.linear.weight.data = self.linear.weight.data
-        other.linear.bias.data = self.linear.bias.data
+        other = Shared(self.in_features, self.n_classes).to(self.weight.dtype)
+        other.weight.data, other.bias.data = self.weight.data, self.bias.data
         return other
 
 
@@ -285,6 +288,142 @@ class Silent(Minimal):
         return ""
 
 
+class OneListForAllRows(Minimal):
+    """A list of classes need not be expanded."""
+
+    def log_prob(self, hidden, classes=None):
+        if isinstance(classes, torch.Tensor) and hidden.dim() > 2 and classes.dim() == 1:
+            classes = classes.expand(*hidden.shape[:-1], -1)
+        return super().log_prob(hidden, classes)
+
+
+class LongTargetsAlone(Minimal):
+    def forward(self, hidden, target):
+        if target.dtype != torch.int64:
+            raise TypeError(f"target: expected torch.int64, got {target.dtype}")
+        return super().forward(hidden, target)
+
+
+class LongClassesAlone(Minimal):
+    def log_prob(self, hidden, classes=None):
+        if isinstance(classes, torch.Tensor) and classes.dtype != torch.int64:
+            raise TypeError(f"classes: expected torch.int64, got {classes.dtype}")
+        return super().log_prob(hidden, classes)
+
+
+class MaskedRowsAreNan(Minimal):
+    def log_probs(self, hidden):
+        scores = functional.linear(hidden, self.weight, self.bias).to(_wide(hidden))
+        return torch.log_softmax(scores, -1)
+
+
+class MadeInForward(torch.autograd.Function):
+    """The gradient by hidden is made in forward and scaled in backward, in place."""
+
+    @staticmethod
+    def forward(ctx, loss, hidden, gradient):
+        ctx.gradient = gradient
+        return loss.detach().clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return None, ctx.gradient.mul_(upstream), None
+
+
+class ScalesInPlace(Minimal):
+    def forward(self, hidden, target):
+        loss = super().forward(hidden, target)
+        if not (hidden.requires_grad and loss.requires_grad and loss.dim() == 0):
+            return loss
+        (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        rest = super().forward(hidden.detach(), target)
+        return rest + MadeInForward.apply(0 * loss, hidden, gradient)
+
+
+class OneBackward(Minimal):
+    def forward(self, hidden, target):
+        loss, seen = super().forward(hidden, target), []
+        if loss.requires_grad:
+            loss.register_hook(lambda grad: seen.append(grad) or self.check(seen))
+        return loss
+
+    def check(self, seen):
+        if len(seen) > 1:
+            raise RuntimeError("backward through the graph a second time")
+
+
+class RecomputedScores(torch.autograd.Function):
+    """Keeps the head, not its parameters, and computes everything again in backward."""
+
+    @staticmethod
+    def forward(ctx, head, hidden, *parameters):
+        ctx.head = head
+        ctx.save_for_backward(hidden)
+        return head.plain_log_probs(hidden)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        (hidden,) = ctx.saved_tensors
+        leaves = [
+            each.detach().requires_grad_() for each in (hidden, ctx.head.weight, ctx.head.bias)
+        ]
+        with torch.enable_grad():
+            scores = functional.linear(*leaves).to(upstream.dtype)
+            made = torch.autograd.grad(torch.log_softmax(scores, -1), leaves, upstream)
+        return None, *made
+
+
+class RecomputesFromTheHead(Minimal):
+    plain_log_probs = Minimal.log_probs
+
+    def log_probs(self, hidden):
+        return RecomputedScores.apply(self, hidden, self.weight, self.bias)
+
+
+class UnpacksTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        ctx.save_for_backward(value)
+        return value.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (ctx.saved_tensors[0] / 2).exp() * (ctx.saved_tensors[0] / 2).exp()
+
+
+class UnpacksItsTensorsTwice(Minimal):
+    def forward(self, hidden, target):
+        return super().forward(hidden, target).neg().mul(0.5) * -2 + (
+            UnpacksTwice.apply(hidden.clamp(-50, 0)).sum() * 0 if hidden.requires_grad else 0
+        )
+
+
+class DrawsWithoutGradients(Minimal):
+    def forward(self, hidden, target):
+        torch.rand(())
+        return super().forward(hidden, target)
+
+
+class StepsWithoutGradients(Minimal):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_buffer("rng_counter", torch.tensor(0))
+
+    def forward(self, hidden, target):
+        self.rng_counter += 1
+        return super().forward(hidden, target)
+
+
+class AnyReduction(Minimal):
+    def forward(self, hidden, target):
+        before = self.reduction
+        self.reduction = before if before in ("none", "sum") else "mean"
+        try:
+            return super().forward(hidden, target)
+        finally:
+            self.reduction = before
+
+
 BROKEN = {
     Unnormalised: "probabilities sum to 1, scale 0.01: expected 1 within",
     NormalisedOverTheChosen: "log_prob(hidden, classes) is log_prob(hidden) at these classes",
@@ -301,7 +440,7 @@ BROKEN = {
     MeanOverAllRows: "the mean is over the rows that are not ignored",
     NanOfIgnoredRows: "an ignored row has loss 0, even where hidden is NaN",
     NanWhereAllIsIgnored: "reduction='mean' is 0 where all rows are ignored",
-    SumsAlways: "reduction='none' gives a loss a row",
+    SumsAlways: "reduction='none' gives one loss per row",
     FlatOnly: "raised RuntimeError: expected a matrix",
     WithoutEmptyBatches: "log_prob of an empty batch (0,) is empty: raised",
     NanEverywhere: "a NaN makes the loss of its row NaN and no other",
@@ -309,14 +448,25 @@ BROKEN = {
     WrongGradient: "the gradient of the loss, reduction='mean' by hidden: against differences",
     WrongGradientOfLogProb: "the gradient of log_prob(hidden, classes) by hidden",
     UnusedParameter: "temperature gets a gradient: it is 0 everywhere",
-    Forgetful: "load gives what save was given",
-    OutsideItsState: "load gives what save was given",
+    Forgetful: "cls(**head.config()) makes the same head",
+    OutsideItsState: "cls(**head.config()) makes the same head",
     Shared: "a deepcopy shares nothing",
     NoisyInEval: "the loss is the same each time in eval mode",
     HalfLossUnderAutocast: "autocast to bfloat16: the loss is float32",
     Unchecked: "k=0: a ValueError or TypeError that names the argument: raised RuntimeError",
     Vague: "a target of 17: a ValueError or TypeError that names the argument: expected 'target:",
     Silent: "extra_repr has in_features",
+    OneListForAllRows: "a list that is not expanded to the batch: a ValueError or TypeError",
+    LongTargetsAlone: "targets of torch.uint8 are those of int64: raised TypeError",
+    LongClassesAlone: "at these classes, classes of torch.uint8: raised TypeError",
+    MaskedRowsAreNan: "with every class masked log_prob is -inf",
+    ScalesInPlace: "backward of the loss with retain_graph=True, reduction='mean', a second time",
+    OneBackward: "backward of the loss with retain_graph=True, reduction='none': raised Runt",
+    RecomputesFromTheHead: "weight is changed in place between the loss and backward: an error, or",
+    UnpacksItsTensorsTwice: "forward inside torch.utils.checkpoint(use_reentrant=False): raised",
+    DrawsWithoutGradients: "a forward pass under no_grad does not draw from torch's generator",
+    StepsWithoutGradients: "a forward pass under no_grad leaves rng_counter as it was",
+    AnyReduction: "reduction='avg': a ValueError or TypeError that names the argument: nothing was",
 }
 
 

@@ -153,6 +153,27 @@ def averaged_over_all(scores, target, reduction="mean"):
     return {"none": rows, "sum": rows.sum(), "mean": rows.sum() / max(1, rows.numel())}[reduction]
 
 
+def counts_none_as_nothing(scores, target, reduction="mean", ignore_index=-100):
+    """Takes ignore_index=None for class 0."""
+    return sparsemax_loss(scores, target, reduction=reduction, ignore_index=ignore_index or 0)
+
+
+def unweighted_mean(scores, target, reduction="mean", class_weight=None):
+    """Divides by the number of rows where the sum of their weights is meant."""
+    rows = sparsemax_loss(scores, target, reduction="none")
+    if class_weight is not None:
+        soft = target.is_floating_point()
+        rows = rows * (target @ class_weight if soft else class_weight[target])
+    counted = rows.numel() if target.is_floating_point() else (target != -100).sum().clamp(min=1)
+    return {"none": rows, "sum": rows.sum(), "mean": rows.sum() / max(1, counted)}[reduction]
+
+
+def long_ids_alone(scores, target, reduction="mean"):
+    if target.dtype not in (torch.int64, torch.float16, torch.bfloat16, scores.dtype):
+        raise TypeError(f"target: expected torch.int64, got {target.dtype}")
+    return sparsemax_loss(scores, target, reduction=reduction)
+
+
 def flat_hessian(scores, target, reduction="mean"):
     """Treats the probabilities as constants, as if the loss were linear."""
     return fenchel_young_loss(
@@ -170,6 +191,9 @@ def flat_hessian(scores, target, reduction="mean"):
         (smoothed_wrong, "a loss is 0 where the map hits the target"),
         (through_the_map, "the gradient is map(scores) - target"),
         (averaged_over_all, "the mean is over the rows that are not ignored"),
+        (counts_none_as_nothing, "with ignore_index=None every target counts"),
+        (unweighted_mean, "a row counts with the weight of its target, reduction='mean'"),
+        (long_ids_alone, "class ids of torch.uint8 are those of int64"),
     ],
 )
 def test_a_broken_loss_is_told_its_rule(loss, rule):
@@ -202,6 +226,7 @@ def test_cross_entropy_of_torch_keeps_to_other_rules(options, rule):
 
 def test_cross_entropy_of_torch_is_nan_where_all_is_ignored():
     def flattened(scores, target, reduction="mean"):
+        target = target.long()
         if scores.dim() > 2:
             rows = functional.cross_entropy(
                 scores.flatten(0, -2), target.flatten(), reduction="none"

@@ -1,5 +1,6 @@
 """Trees learned from vectors."""
 
+import importlib
 import io
 
 import numpy as np
@@ -11,8 +12,10 @@ from random_trees import all_codes, breadth_of_codes, left_to_right, zipf
 from rich.console import Console
 
 from lastlayer import trees
-from lastlayer.trees import _progress
-from lastlayer.trees._two_means import _centred, _odds_of
+from lastlayer.trees._loops import centre, log_odds
+
+# `lastlayer.trees.cluster` is the function of that name.
+module = importlib.import_module("lastlayer.trees.cluster")
 
 SIZES = st.integers(1, 70)
 SEEDS = st.integers(0, 2**31 - 2)
@@ -86,8 +89,8 @@ def test_odds_are_a_fixed_point_of_the_mixture(seed):
     x = np.concatenate([chance.normal(size=(300, 4)), chance.normal(size=(200, 4)) + 2.5])
     weight = chance.uniform(0.5, 1.5, 500)
     rows, odds = x.astype(np.float32), np.empty(500)
-    squares, _ = _centred(rows, weight)
-    assert _odds_of(rows, weight, squares, 1, odds)
+    squares, _ = centre(rows, weight)
+    assert log_odds(rows, weight, squares, 1, odds)
 
     share = 1 / (1 + np.exp(-odds))
     parts = np.stack([weight * (1 - share), weight * share])
@@ -170,7 +173,7 @@ def test_no_class_is_deeper_than_allowed(max_depth):
 
 
 def test_the_same_seed_gives_the_same_tree_on_any_number_of_threads(monkeypatch):
-    monkeypatch.setattr("lastlayer.trees._grow._ROWS_A_PART", 16)
+    monkeypatch.setattr(module, "_ROWS_PER_PART", 16)
     vectors = np.random.default_rng(0).normal(size=(3000, 6))
     found = []
     for threads in (1, 3):
@@ -202,11 +205,11 @@ def test_directions_alone_count_where_vectors_are_normalized(seed):
 def test_a_bar_is_shown_in_a_terminal_when_it_takes_long(monkeypatch):
     out = io.StringIO()
     terminal = {"file": out, "force_terminal": True, "width": 90}
-    monkeypatch.setattr(_progress, "Console", lambda stderr: Console(**terminal))
+    monkeypatch.setattr("rich.console.Console", lambda stderr: Console(**terminal))
     vectors = np.random.default_rng(0).normal(size=(300, 2))
     trees.cluster(vectors)
     assert out.getvalue() == ""
-    monkeypatch.setattr(_progress, "_SECONDS_WITHOUT_BAR", -1.0)
+    monkeypatch.setattr(module, "_SECONDS_WITHOUT_BAR", -1.0)
     trees.cluster(vectors, progress=False)
     assert out.getvalue() == ""
     trees.cluster(vectors)

@@ -84,17 +84,17 @@ def test_labels(labels, kind, parts):
         ([0, 0, 0, 0], ValueError, ("counts: expected at least one above 0, got 4 zeros", "ones")),
         ([1e308] * 4, ValueError, ("counts: expected a finite sum", "divide by the largest")),
         ([[1, 2], [3, 4]], ValueError, ("counts: expected shape", "got (2, 2)")),
-        ("abcd", TypeError, ("counts: expected one number a class, got str",)),
+        ("abcd", TypeError, ("counts: expected one number per class, got str",)),
         (
             [1, 2, "c", 4],
             TypeError,
-            ("counts: expected one number a class, got 'c' at position 2",),
+            ("counts: expected one number per class, got 'c' at position 2",),
         ),
         ([1, None, 3, 4], TypeError, ("counts: expected one number", "got None at position 1")),
-        ({"a": 1}, TypeError, ("counts: expected one number a class, got dict",)),
+        ({"a": 1}, TypeError, ("counts: expected one number per class, got dict",)),
         (np.array(list("abcd")), TypeError, ("counts: expected one number", "got an array of <U1")),
-        ([[1], [2, 3]], TypeError, ("counts: expected one number a class",)),
-        (2.5, TypeError, ("counts: expected one number a class, got float",)),
+        ([[1], [2, 3]], TypeError, ("counts: expected one number per class",)),
+        (2.5, TypeError, ("counts: expected one number per class, got float",)),
     ],
 )
 def test_counts(counts, kind, parts):
@@ -114,10 +114,10 @@ def test_counts(counts, kind, parts):
 
 def test_numbers_of_counts():
     for use in (TREE.expected_depth, lambda c: trees.cluster(torch.eye(4), c)):
-        with raises(ValueError, "counts: expected shape (4,), one number a class, got (3,)"):
+        with raises(ValueError, "counts: expected shape (4,), one number per class, got (3,)"):
             use([1, 2, 3])
     for build in (trees.huffman, trees.two_level):
-        with raises(ValueError, "counts: expected one number a class, got none"):
+        with raises(ValueError, "counts: expected one number per class, got none"):
             build([])
 
 
@@ -127,7 +127,7 @@ def test_numbers_of_counts():
         (lambda: trees.balanced(0), ValueError, ("n: expected at least 1, got 0",)),
         (lambda: trees.balanced(2.0), TypeError, ("n: expected an int, got float",)),
         (lambda: trees.balanced(True), TypeError, ("n: expected an int, got bool",)),
-        (lambda: trees.balanced(2**40), ValueError, ("n: expected less than", str(2**40))),
+        (lambda: trees.balanced(2**40), ValueError, ("n: expected at most", str(2**40))),
         (lambda: trees.balanced(4, 1), ValueError, ("arity: expected at least 2, got 1",)),
         (lambda: trees.huffman([1, 2], 1), ValueError, ("arity: expected at least 2, got 1",)),
         (lambda: trees.two_level(0), ValueError, ("counts: expected at least 1, got 0",)),
@@ -323,7 +323,7 @@ def test_words(words, options, kind, parts):
 
 def test_saving_where_no_file_can_be(tmp_path):
     pytest.importorskip("safetensors")
-    with raises(FileNotFoundError, "path: expected a file in a folder that is there", "nowhere"):
+    with raises(FileNotFoundError, "path: expected a file in an existing folder", "nowhere"):
         TREE.save(tmp_path / "nowhere" / "tree.safetensors")
     with raises(IsADirectoryError, "path: expected a file, got the folder"):
         TREE.save(tmp_path)

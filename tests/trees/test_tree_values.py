@@ -333,8 +333,51 @@ def test_files_that_are_no_trees(tmp_path):
     with pytest.raises(ValueError, match=r"path: expected the arrays .* without \['child_start'\]"):
         Tree.load(path)
     save_file({"child": np.array([~0, ~0]), "child_start": np.array([0, 2])}, path, kind)
-    with pytest.raises(ValueError, match="expected one leaf a class, got class 0"):
+    with pytest.raises(ValueError, match=f"{path}.*expected one leaf per class, got class 0"):
         Tree.load(path)
+
+
+def test_truncated_and_altered_files_are_refused_by_name(tmp_path):
+    path = tmp_path / "tree.safetensors"
+    tree = trees.huffman([5, 4, 3, 2, 1], labels=list("abcde"))
+    tree.save(path)
+    data = path.read_bytes()
+    for length in (0, 5, 40, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            Tree.load(path)
+    # A label, and two classes that change places: a tree all the same, but another one.
+    names = data.replace(b'"e"', b'"f"')
+    first, second = (np.int32(~c).tobytes() for c in (0, 1))
+    arrays = data.replace(first, b"????").replace(second, first).replace(b"????", second)
+    for altered in (names, arrays):
+        assert altered != data
+        path.write_bytes(altered)
+        with pytest.raises(ValueError, match=re.escape(f"got {path}, which was altered")):
+            Tree.load(path)
+    path.write_bytes(data)
+    assert Tree.load(path) == tree
+
+
+def test_the_digest_is_of_the_nodes_alone():
+    tree = trees.huffman([5, 4, 3])
+    assert tree.digest == trees.huffman([5, 4, 3], labels=list("abc")).digest
+    assert tree.digest != trees.huffman([3, 4, 5]).digest
+
+
+@given(tree=EITHER)
+def test_leaves_from_left_to_right(tree):
+    codes = [code for c in range(tree.n_classes) for code in tree.codes(c)]
+    assert tree.leaf_rank.tolist() == [sorted(codes).index(code) for code in codes]
+
+
+@given(tree=EITHER)
+def test_sums_below_are_over_leaves(tree):
+    values = np.arange(1.0, tree.n_classes + 1)
+    expected = np.zeros(tree.n_inner)
+    for path, c in enumerate(tree.path_class):
+        expected[tree.path_node[tree.path_start[path] : tree.path_start[path + 1]]] += values[c]
+    np.testing.assert_allclose(tree.sums_below(values), expected)
 
 
 def test_a_file_holds_no_pickle(tmp_path):

@@ -20,7 +20,7 @@ def folder(tmp_path):
 def _no_wordnet_of_the_machine(monkeypatch):
     monkeypatch.delenv("WNSEARCHDIR", raising=False)
     monkeypatch.delenv("WNHOME", raising=False)
-    monkeypatch.setattr("lastlayer.trees._wordnet_files._USUAL", ())
+    monkeypatch.setattr("lastlayer.trees._wordnet_readers._USUAL", ())
 
 
 def above(tree, word):
@@ -133,7 +133,7 @@ def test_where_the_files_are_looked_for(folder, monkeypatch):
         trees.wordnet(words)
     monkeypatch.delenv("WNHOME")
     monkeypatch.delenv("WNSEARCHDIR")
-    monkeypatch.setattr("lastlayer.trees._wordnet_files._USUAL", (folder / "no", folder))
+    monkeypatch.setattr("lastlayer.trees._wordnet_readers._USUAL", (folder / "no", folder))
     assert trees.wordnet(words) == tree
 
 

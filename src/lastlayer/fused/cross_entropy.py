@@ -15,8 +15,6 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_int, check_not_negative, check_positive, check_real
-from lastlayer.fused.budget import budget_bytes
-from lastlayer.fused.products import add_weight_gradient_, scores_into
 from lastlayer.fused.rows import (
     MOST_ROUNDED_ADDITIONS,
     ROW_LOSSES,
@@ -29,6 +27,7 @@ from lastlayer.fused.rows import (
     Wanted,
     linear_loss,
 )
+from lastlayer.fused.scores import add_weight_gradient_, budget_bytes, scores_into
 
 # Up to this hidden size making a score again in a tile is cheaper than storing it.
 WIDEST_TILED = 256
@@ -300,7 +299,7 @@ def run_tiles(problem: Problem, numbers: Sequence[float], in_order: bool = False
     hidden, weight = hidden.contiguous(), weight.contiguous()
     n_classes = weight.shape[0]
     place = target.unsqueeze(-1)
-    exact = kernels.class_scores.forward("auto", hidden, weight, bias, place).squeeze(-1)
+    exact = kernels.products.scores("auto", hidden, weight, bias, place).squeeze(-1)
     gradient_wanted = wanted.any and row_scale is not None
     mix = mix_of_rows(hidden, weight, bias, softcap, temperature, wanted.hidden and gradient_wanted)
     spread, weights, more = smoothing / n_classes, None, None
@@ -435,7 +434,7 @@ class _Block:
         self._memory, self._weight, self._bias, self._target = memory, weight, bias, target
         _, self._z_loss, self._softcap, self._temperature = numbers
         place = target.unsqueeze(-1)
-        exact = kernels.class_scores.forward("auto", hidden, weight, bias, place)
+        exact = kernels.products.scores("auto", hidden, weight, bias, place)
         self._target_scores = exact.squeeze(-1)
         self._at_target, self._slope = shaped(self._target_scores, self._softcap, self._temperature)
         self._lse = torch.full_like(self._target_scores, -torch.inf)
@@ -474,7 +473,7 @@ class _Block:
         true = (push * below_one + (push - pull)) * self._slope
         inside = (self._target >= slab.start) & (self._target < slab.stop)
         local = torch.where(inside, self._target - slab.start, -1)
-        kernels.softmax_gradient.forward_(
+        kernels.softmax_rows.gradient_(
             "auto", scores, local, true, self._lse, push, self._softcap, self._temperature
         )
         return scores

@@ -25,6 +25,7 @@ from lastlayer._torch import (
     graph_is_kept,
     in_dtype,
     is_eager,
+    is_vmapped,
     refuse_second_derivatives,
 )
 
@@ -57,7 +58,7 @@ class Engine(ABC):
         name: of the operation below ``torch.ops.lastlayer``.
         schema: of the options, such as ``"int? ignore_index, str chunk_rows"``.
         n_constants: how many operands, from the end, have no gradient.
-        kept: which operands :meth:`finish` reads.
+        kept: which operands :meth:`finish` and :meth:`differentiable` read.
         written: which operand backward writes to, if any; torch is not asked to guard it.
         what: what the loss is called in an error.
         instead: what has second derivatives, for the same error.
@@ -91,6 +92,8 @@ class Engine(ABC):
 
         With ``reduction="none"`` the loss has one number per row; then gradients are made only
         where ``upstream`` is given, one number per row: those of ``(loss * upstream).sum()``.
+        Without it the pieces may be tensors that this computation leaves for that one, which then
+        finds them behind the operands.
         """
 
     @abstractmethod
@@ -127,6 +130,21 @@ class Engine(ABC):
         if factor.device.type == "cpu" and is_eager(factor) and factor.item() == 1.0:
             return [each if reusable or each is None else each.clone() for each in pieces]
         return [None if each is None else scaled(each, factor, reusable) for each in pieces]
+
+    def differentiable(
+        self,
+        operands: Operands,  # noqa: ARG002 - for engines with second derivatives
+        grad: Tensor,  # noqa: ARG002
+        options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str,  # noqa: ARG002
+    ) -> list[Tensor | None] | None:
+        """The gradients in operations that can be differentiated again, from the operands.
+
+        Asked for with ``create_graph=True``, which raises here, and for upstream gradients in a
+        batch.
+        """
+        refuse_second_derivatives(self.what, self.instead)
+        return None
 
     def call(
         self,
@@ -210,27 +228,41 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         engine, options, reduction, wanted = ctx.given
-        refuse_second_derivatives(engine.what, engine.instead)
         n = ctx.n_operands
         saved = ctx.saved_tensors
         operands, size, pieces = list(saved[:n]), saved[n], saved[n + 1 :]
         if engine.written is not None:
             operands[engine.written] = ctx.written
+        if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_vmapped(grad)):
+            made = engine.differentiable(operands, grad, options, reduction)
+            if made is not None:
+                return _returned(made, wanted, ctx.dtypes, n)
         factor: Tensor | None = grad
         # In place where nothing needs the pieces again: a second gradient of the weight may be
         # more than the device can hold.
         reusable = not torch.compiler.is_compiling() and not graph_is_kept()
         if engine.recomputes(options, reduction):
-            result = engine.call(operands, grad, options, reduction, wanted)
+            left = [each for each in pieces if each is not None and each.numel()]
+            result = engine.call([*operands, *left], grad, options, reduction, wanted)
             factor, size, pieces, reusable = None, result.size, result.pieces, True
         if size is not None:
             factor = size if factor is None else factor * size
         made = engine.finish(operands, pieces, factor, options, reusable)
-        gradients = [
-            in_dtype(each, dtype) if needed and each is not None else None
-            for each, needed, dtype in zip(made, wanted, ctx.dtypes, strict=True)
-        ]
-        return *(None,) * 4, *gradients, *(None,) * (n - len(gradients))
+        return _returned(made, wanted, ctx.dtypes, n)
+
+
+def _returned(
+    made: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    n_operands: int,
+) -> tuple[Tensor | None, ...]:
+    """Gradients as ``backward`` returns them: in the operands' dtypes, None for all else."""
+    gradients = [
+        in_dtype(each, dtype) if needed and each is not None else None
+        for each, needed, dtype in zip(made, wanted, dtypes, strict=True)
+    ]
+    return *(None,) * 4, *gradients, *(None,) * (n_operands - len(gradients))
 
 
 def scaled(values: Tensor, factor: Tensor, reusable: bool) -> Tensor:
@@ -240,7 +272,7 @@ def scaled(values: Tensor, factor: Tensor, reusable: bool) -> Tensor:
     """
     if not reusable:
         return (values.to(factor.dtype) * factor).to(values.dtype)
-    kernels.scale.forward_("auto", values, factor)
+    kernels.products.scale_("auto", values, factor)
     return values
 
 

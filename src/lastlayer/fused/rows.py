@@ -32,7 +32,6 @@ from lastlayer._torch import (
     is_eager,
     without_autocast,
 )
-from lastlayer.fused.budget import as_chunk, rows_at_a_time
 from lastlayer.fused.function import (
     Engine,
     Operands,
@@ -42,8 +41,14 @@ from lastlayer.fused.function import (
     fused_loss,
     near_one,
 )
-from lastlayer.fused.products import add_weight_gradient_, scores_into, set_weight_gradient
-from lastlayer.kernels._memory import empty
+from lastlayer.fused.scores import (
+    add_weight_gradient_,
+    as_chunk,
+    rows_at_a_time,
+    scores_into,
+    set_weight_gradient,
+)
+from lastlayer.kernels import empty
 
 # Beyond this many additions in half precision a gradient of the weight is no longer within
 # 4e-3 of the exact one.
@@ -316,7 +321,8 @@ def counted_rows(target: Tensor, ignore_index: int | None) -> tuple[Tensor | Non
 
 def spread_rows(some: Tensor, kept: Tensor, n: int) -> Tensor:
     """Results of the rows that were kept as results of all rows, 0 elsewhere."""
-    return some.new_zeros(n, *some.shape[1:]).index_copy_(0, kept, some)
+    everything = some.new_zeros if kept.shape[0] < n else some.new_empty
+    return everything(n, *some.shape[1:]).index_copy_(0, kept, some)
 
 
 def _run(name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem) -> Made:
@@ -339,7 +345,7 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
     dtype = torch.float32 if wanted.precise(hidden) else hidden.dtype
     memory = empty((min(n, chunk_rows), n_classes), dtype, hidden.device)
     if n <= chunk_rows:
-        exact = partial(kernels.class_scores.forward, "auto", hidden, weight, bias)
+        exact = partial(kernels.products.scores, "auto", hidden, weight, bias)
         scores = scores_into(memory, hidden, weight, bias)
         chunk = Chunk(target, target_scores(scores, target, exact), exact, row_scale)
         result = row_loss(scores, chunk)
@@ -352,7 +358,7 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
         part = slice(first, min(n, first + chunk_rows))
         rows, ids = hidden[part], target[part]
         scores = scores_into(memory, rows, weight, bias)
-        exact = partial(kernels.class_scores.forward, "auto", rows, weight, bias)
+        exact = partial(kernels.products.scores, "auto", rows, weight, bias)
         scale = None if row_scale is None else row_scale[part]
         result = row_loss(scores, Chunk(ids, target_scores(scores, ids, exact), exact, scale))
         losses.append(result.loss)
@@ -435,7 +441,7 @@ class Gradients:
 
     def _add_sparse(self, part: slice, gradient: Sparse) -> None:
         if self._wanted.hidden:
-            self._hidden_memory()[part] = kernels.sparse_gradient.to_hidden(
+            self._hidden_memory()[part] = kernels.products.to_hidden(
                 "auto", gradient.values, gradient.classes, self._weight
             )
         if self._wanted.weight:
@@ -468,7 +474,7 @@ class Gradients:
         width = max(each.values.shape[1] for _, each in self._sparse)
         values = torch.cat([_padded(each.values, width) for _, each in self._sparse])
         classes = torch.cat([_padded(each.classes, width) for _, each in self._sparse])
-        kernels.sparse_gradient.add_to_weight_("auto", values, classes, rows, total)
+        kernels.products.add_to_weight_("auto", values, classes, rows, total)
 
 
 def _padded(entries: Tensor, width: int) -> Tensor:

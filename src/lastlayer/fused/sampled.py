@@ -16,8 +16,8 @@ from torch.nn.functional import logsigmoid
 
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, without_autocast
-from lastlayer.fused.budget import budget_bytes
 from lastlayer.fused.function import Engine, Operands, Result, fused_loss, near_one, scaled
+from lastlayer.fused.scores import budget_bytes
 
 # Kernels tell classes apart by 32 bits, and sorting half as many bytes takes half the time.
 _MOST_NARROW = 2**31 - 1
@@ -277,7 +277,7 @@ def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, 
     """What the loss of each row is multiplied by, 0 for one without a target; whether all count."""
     dtype, mean = accumulation_dtype(hidden.dtype), reduction == "mean"
     if hidden.device.type != "cpu":
-        return kernels.sampled_targets.row_scale("auto", hidden, target, mean), False
+        return kernels.sampled_rows.row_scale("auto", hidden, target, mean), False
     counts = (target.numpy() >= 0).any(-1)
     share = 1.0 / max(1, counts.sum()) if mean else 1.0
     if counts.all():
@@ -309,7 +309,7 @@ def one_target(problem: _Problem, impl: kernels.Impl = "auto") -> _Made:
     """
     p, rule, m = problem, problem.rule, problem.ids.shape[0]
     weight, less = p.weight.detach(), p.target_log_expected
-    hidden, vectors, logits, offset, entries = kernels.sampled_targets.start(
+    hidden, vectors, logits, offset, entries = kernels.sampled_rows.start(
         impl, p.hidden, weight, None if p.bias is None else p.bias.detach(), p.target.view(-1),
         p.ids, p.log_expected, None if less is None else less.reshape(-1), p.row_shift, p.factor,
     )  # fmt: skip
@@ -317,7 +317,7 @@ def one_target(problem: _Problem, impl: kernels.Impl = "auto") -> _Made:
     classes = entries[m:]
     rows = _Rows(p, offset, entries[:m], classes.unsqueeze(-1), exact)
     first, second, of_hidden, columns, column_biases = _shared_draws(p, hidden, vectors, rows, impl)
-    losses, slopes = kernels.sampled_targets.finish_(
+    losses, slopes = kernels.sampled_rows.finish_(
         impl, first, logits, p.scale, p.row_scale, classes, weight, of_hidden, p.factor,
         rule.logistic, rule.with_target,
     )  # fmt: skip
@@ -347,7 +347,7 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
         if p.bias is not None:
             logits += p.bias.detach()[target]
     else:
-        logits = kernels.class_scores.forward("auto", hidden, weight, p.bias, target)
+        logits = kernels.products.scores("auto", hidden, weight, p.bias, target)
     if p.factor != 1.0:
         logits = logits * p.factor
     if p.target_log_expected is not None:
@@ -371,7 +371,7 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
             p, in_dtype(hidden, wide), vectors, rows
         )
     else:
-        slopes = kernels.class_scores.forward("auto", hidden, weight, None, ids)
+        slopes = kernels.products.scores("auto", hidden, weight, None, ids)
         first, second = hidden.new_empty(2, hidden.shape[0], dtype=dtype).unbind()
         rows.run("auto", slopes, slopes, first, second, slopes.new_empty(0))
         if p.to_hidden:
@@ -404,7 +404,7 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
 
 
 def _to_hidden(slopes: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
-    made: Tensor = kernels.sparse_gradient.to_hidden("auto", slopes, classes, weight)
+    made: Tensor = kernels.products.to_hidden("auto", slopes, classes, weight)
     return made
 
 

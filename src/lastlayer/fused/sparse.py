@@ -13,7 +13,7 @@ from torch import Tensor
 from lastlayer import kernels
 from lastlayer._checks import check_alpha_number, check_k
 from lastlayer._torch import host_sync_allowed
-from lastlayer.fused.cross_entropy import PLAIN
+from lastlayer.fused.cross_entropy import PLAIN, cross_entropy_rows
 from lastlayer.fused.rows import (
     ROW_LOSSES,
     Chunk,
@@ -204,10 +204,10 @@ def _flat_rows(
 ) -> RowResult:
     """As :func:`dense_rows`, but probabilities are not stored on the way."""
     # Here, as Triton is not everywhere.
-    from lastlayer.kernels.entmax_flat.triton import forward_
+    from lastlayer.kernels.entmax_rows.triton import flat_
 
     weights, scale = weights_and_scale(chunk, class_weight)
-    loss = forward_(scores, chunk.target, scale, alpha)
+    loss = flat_(scores, chunk.target, scale, alpha)
     loss = loss if weights is None else loss * weights
     return RowResult(loss, None if scale is None else scores)
 
@@ -215,9 +215,12 @@ def _flat_rows(
 def topk_rows(class_weight: Tensor | None, k: float) -> RowLoss:
     """Sparse gradient with k + 1 entries a row; dense where k is large."""
     k = int(k)
+    softmax = cross_entropy_rows(class_weight, *PLAIN)
 
     def rows(scores: Tensor, chunk: Chunk) -> RowResult:
-        if k <= WIDEST_TOP and k < scores.shape[1]:
+        if k >= scores.shape[1]:
+            return softmax(scores, chunk)
+        if k <= WIDEST_TOP:
             rounded = scores.itemsize < 4
             candidates = min(k + _TOP_SLACK, scores.shape[1]) if rounded else k
             classes = torch.topk(scores, candidates, sorted=False).indices
@@ -226,10 +229,9 @@ def topk_rows(class_weight: Tensor | None, k: float) -> RowLoss:
                 own, best = torch.topk(own, k, sorted=False)
                 classes = classes.gather(-1, best)
             return sparse_rows(chunk, class_weight, own, at_target, classes, 1.0)
-        largest = min(k, scores.shape[1])
         return dense_rows(
             scores, chunk, class_weight, 1.0,
-            lambda some: kernels.topk_softmax.forward("auto", some, largest),
+            lambda some: kernels.topk_softmax.forward("auto", some, k),
         )  # fmt: skip
 
     return rows
@@ -253,7 +255,7 @@ def sparse_rows(
     alpha: float,
 ) -> RowResult:
     """From the scores (rows, k) of all classes that can have probability; -1 is none."""
-    loss, *gradient = kernels.list_rows.forward(
+    loss, *gradient = kernels.entmax_rows.listed(
         "auto", own, classes, chunk.target, at_target, chunk.row_scale, class_weight, alpha
     )
     return RowResult(loss, None if chunk.row_scale is None else Sparse(*gradient))

@@ -1,14 +1,11 @@
 """Modules that own the class vectors: from hidden states to a loss, or to classes."""
 
-from lastlayer.heads._cutoffs import MatrixCost
-from lastlayer.heads._span_decode import Span
-from lastlayer.heads.adaptive import AdaptiveSoftmax, cutoffs_from_counts
-from lastlayer.heads.adaptive_embedding import AdaptiveEmbedding
+from lastlayer.heads.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from lastlayer.heads.base import Head, TopK
 from lastlayer.heads.char_cnn import CharCNNSoftmax
-from lastlayer.heads.differentiated import DifferentiatedSoftmax, bands_from_counts
-from lastlayer.heads.global_pointer import GlobalPointer
+from lastlayer.heads.differentiated import DifferentiatedSoftmax
 from lastlayer.heads.hierarchical import HierarchicalSoftmax
+from lastlayer.heads.layout import MatrixCost, bands_from_counts, cutoffs_from_counts
 from lastlayer.heads.linear import EntmaxHead, FullSoftmax, TopKSoftmaxHead
 from lastlayer.heads.multi_label import MultiLabel
 from lastlayer.heads.recipes import ClassData, Recipe, registered
@@ -29,6 +26,7 @@ from lastlayer.heads.sampled import (
     target_partitions,
 )
 from lastlayer.heads.self_normalized import Drift, SelfNormalized
+from lastlayer.heads.spans import GlobalPointer, Span
 
 __all__ = [
     "AdaptiveEmbedding",

@@ -1,22 +1,64 @@
-"""Vectors from spellings: filters over characters, the largest of each, highway layers."""
+"""Vectors from spellings: words as symbols, filters over them, highway layers."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn import Embedding, Linear, Module, ModuleList
 from torch.nn.functional import embedding_bag
 from torch.utils.checkpoint import checkpoint
 
-from lastlayer.heads._checks import check_count
-from lastlayer.heads._spelling import N_SYMBOLS, Spelled, chunk_bounds, spell
+from lastlayer._checks import check_int
+from lastlayer.fused.recompute import in_chunks
 
-# What backward may keep of all classes, roughly; beyond that it makes it again.
+# The bytes of UTF-8, the marks of a word, and what a window sees after the end of a word.
+BEGIN, END, AFTER = 256, 257, 258
+N_SYMBOLS = 259
+# What backward may keep of all classes, roughly; beyond that it is computed again.
 _KEPT_BYTES = 1_000_000_000
 # Numbers kept for each feature and layer of a class: layers, gates, places of the largest.
 _KEPT_NUMBERS = 8
+
+Ids = NDArray[np.int32]
+
+
+def check_spellings(name: str, spellings: Any, known: Sequence[str] = ()) -> tuple[str, ...]:
+    """Words that are not empty, each of them once, none of them known."""
+    if isinstance(spellings, (str, bytes)) or not hasattr(spellings, "__iter__"):
+        raise TypeError(f"{name}: expected a list of strings, got {type(spellings).__name__}")
+    words = tuple(spellings)
+    if not words:
+        raise ValueError(f"{name}: expected at least one class, got an empty list")
+    place = {word: i for i, word in enumerate(known)}
+    for i, word in enumerate(words):
+        if not isinstance(word, str):
+            raise TypeError(
+                f"{name}: expected strings, got {type(word).__name__} {word!r} at position {i}"
+            )
+        if not word:
+            raise ValueError(f"{name}: expected words of a letter or more, got '' at position {i}")
+        if word in place:
+            first = place[word]
+            new = first - len(known)
+            where = f"as class {first} already" if new < 0 else f"at position {new}"
+            raise ValueError(
+                f"{name}: expected each word once, got {word!r} {where} and at position {i}"
+            )
+        place[word] = len(known) + i
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name}: expected text that UTF-8 can write, got {word!r} at position {i}: "
+                f"{error.reason}"
+            ) from error
+    return words
 
 
 def check_filters(filters: Any, max_length: int) -> tuple[tuple[int, int], ...]:
@@ -33,13 +75,68 @@ def check_filters(filters: Any, max_length: int) -> tuple[tuple[int, int], ...]:
                 f"filters: expected pairs (width, number), got {pair!r} at position {i}"
             )
         for what, value in zip(("width", "number"), pair, strict=True):
-            check_count(f"filters: {what} at position {i}", value)
+            check_int(f"filters: {what} at position {i}", value)
         if pair[0] > max_length:
             raise ValueError(
                 f"filters: expected widths up to max_length={max_length}, got {pair[0]} at "
                 f"position {i}; no word fills it"
             )
     return tuple((int(width), int(number)) for width, number in filters)
+
+
+class Grams(NamedTuple):
+    """The windows of one width over some words."""
+
+    symbols: Ids
+    """The distinct ones, ``(n_distinct, width)``."""
+    windows: Ids
+    """Which of them each window is, ``(n_windows,)``, one word after the other."""
+
+
+class Spelled(NamedTuple):
+    """Some words. A window of each width begins at every symbol of a word."""
+
+    starts: Ids
+    """Where the windows of each word begin, ``(n_words,)``."""
+    grams: tuple[Grams, ...]
+    """One per width."""
+
+
+def spell(words: Sequence[str], widths: Sequence[int], max_length: int) -> Spelled:
+    """The n-grams of each width, with the marks; of a long word of its first bytes alone."""
+    texts = [word.encode()[:max_length] for word in words]
+    lengths = np.array([len(text) + 2 for text in texts])
+    ends = lengths.cumsum()
+    starts = ends - lengths
+    symbols = np.full(ends[-1], -1, dtype=np.int64)
+    symbols[starts], symbols[ends - 1] = BEGIN, END
+    symbols[symbols < 0] = np.frombuffer(b"".join(texts), dtype=np.uint8)
+    end_of_word = ends.repeat(lengths)
+    grams = _grams(symbols, end_of_word, max(widths))
+    return Spelled(starts.astype(np.int32), tuple(grams[width - 1] for width in widths))
+
+
+def _grams(symbols: NDArray[np.int64], end_of_word: NDArray[np.int64], most: int) -> list[Grams]:
+    """Of the widths 1 to ``most``, each from the one before: a code never outgrows its integer."""
+    place = np.arange(len(symbols))
+    columns, found = [symbols], []
+    rank = np.zeros_like(symbols)
+    for width in range(1, most + 1):
+        _, first, rank = np.unique(
+            rank * N_SYMBOLS + columns[-1], return_index=True, return_inverse=True
+        )
+        distinct = np.stack([column[first] for column in columns], -1)
+        found.append(Grams(distinct.astype(np.int32), rank.astype(np.int32)))
+        later = np.minimum(place + width, len(symbols) - 1)
+        columns.append(np.where(place + width < end_of_word, symbols[later], AFTER))
+    return found
+
+
+def _chunk_bounds(n_words: int, chunk: int) -> list[tuple[int, int]]:
+    """First and last of about equal chunks, none larger than ``chunk``."""
+    n_chunks = -(-n_words // chunk)
+    cuts = [n_words * i // n_chunks for i in range(n_chunks + 1)]
+    return list(pairwise(cuts))
 
 
 class Words(Module):
@@ -111,17 +208,33 @@ class CharCNN(Module):
         bound = 3.0 / math.sqrt(self.features * self.project.out_features)
         torch.nn.init.uniform_(self.project.weight, -bound, bound)
 
-    def forward(self, chunks: Sequence[Words]) -> Tensor:
+    def vectors(self, chunks: Sequence[Words]) -> Tensor:
+        """Those of all chunks; of more than one, backward computes each of them again."""
         if len(chunks) == 1:
-            return self._vectors(chunks[0])
+            return self(chunks[0])  # type: ignore[no-any-return]
         if not torch.is_grad_enabled():
-            return torch.cat([self._vectors(words) for words in chunks])
-        return torch.cat([
-            checkpoint(self._vectors, words, use_reentrant=False, preserve_rng_state=False)
-            for words in chunks
-        ])  # fmt: skip
+            return torch.cat([self(words) for words in chunks])
+        if torch.compiler.is_compiling():
+            # A compiler sees no change in place; it only has to be told to recompute.
+            return torch.cat([
+                checkpoint(self, words, use_reentrant=False, preserve_rng_state=False)
+                for words in chunks
+            ])  # fmt: skip
+        names, parameters = zip(*self.named_parameters(), strict=True)
+        device = chunks[0].starts.device.type
+        dtype, autocast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
-    def _vectors(self, words: Words) -> Tensor:
+        def of_chunk(number: Tensor, *values: Tensor) -> Tensor:
+            given = dict(zip(names, values, strict=True))
+            with torch.autocast(device, dtype, enabled=autocast):
+                made: Tensor = functional_call(self, given, (chunks[int(number)],))
+            return made
+
+        # One row per chunk.
+        parts = [slice(i, i + 1) for i in range(len(chunks))]
+        return in_chunks(of_chunk, torch.arange(len(chunks)), (), parameters, parts)
+
+    def forward(self, words: Words) -> Tensor:
         features = self._largest(words).relu()
         for layer in self.highway:
             features = layer(features)
@@ -151,5 +264,5 @@ class CharCNN(Module):
         device = self.project.weight.device
         return ModuleList(
             Words(spell(words[first:last], widths, max_length), device)
-            for first, last in chunk_bounds(len(words), chunk)
+            for first, last in _chunk_bounds(len(words), chunk)
         )

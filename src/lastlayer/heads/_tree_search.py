@@ -1,22 +1,70 @@
-"""The best leaves of a tree, found without opening all of it; and random ones."""
+"""The best leaves of a tree, found without opening all of it; and random ones by walks down it.
 
-from collections.abc import Callable
+To *open* a node is to compute the log-probabilities of its children. Kernels do all of this on a
+CPU, and the exact search in binary trees on CUDA. Elsewhere it is done with operations of torch,
+level by level for all rows at once.
+"""
 
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import NamedTuple, ParamSpec, TypeVar
+
+import torch
 from torch import Tensor
+from torch.nn.functional import linear, logsigmoid
 
-from lastlayer.heads._node_scores import Nodes
-from lastlayer.heads._tree_search_eager import eager
-from lastlayer.heads._tree_search_levels import Found, beam_by_levels, search_by_levels
-from lastlayer.heads._tree_search_walks import draw_leaves
-from lastlayer.kernels import selected, tree_search
-
-__all__ = ["Found", "beam_search", "draw_leaves", "exact_search"]
+from lastlayer.fused.paths import block_log_probs, by_node
+from lastlayer.heads._tree_nodes import (
+    WIDEST_GATHERED,
+    Nodes,
+    first_row,
+    gathered_block,
+    gathered_scores,
+)
+from lastlayer.heads.base import draw_classes
+from lastlayer.kernels import search, selected
+from lastlayer.kernels.search import NOWHERE
 
 # A row for which more of the weight's rows than this, and than this part of all, would be read
 # one by one is sorted as a whole.
 _MOST_READ, _MOST_READ_PART = 1024, 1 / 16
+# The same for open nodes, where torch does the search.
+_MOST_OPEN, _MOST_OPEN_PART = 64, 1 / 16
+# Nodes that the first sweep follows, unless more are asked for.
+_NARROWEST_BEAM = 8
+# Rows of the weight, near the root, whose scores are one product for all rows.
+_TOP_ROWS = 2048
+# Numbers gathered at a time, and held at a time where walks choose a child.
+_GATHERED_NUMBERS, _DRAWN_NUMBERS = 4_000_000, 2_000_000
 
 Dense = Callable[[Tensor], tuple[Tensor, Tensor]]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Found(NamedTuple):
+    """The best classes of each row, and how many nodes were opened for it, ``(n,)``."""
+
+    values: Tensor
+    classes: Tensor
+    opened: Tensor
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.disable``, with types: a search goes where values lead it.
+
+    To disable anything, torch imports its whole compiler, which takes seconds. So this is done
+    only while compiling, when it is loaded already.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            made: R = torch.compiler.disable(function)(*args, **kwargs)
+            return made
+        return function(*args, **kwargs)
+
+    return call
 
 
 @eager
@@ -25,36 +73,37 @@ def exact_search(nodes: Nodes, rows: Tensor, k: int, dense: Dense) -> Found:
 
     A child is at most as probable as its parent, so every node on the way to a leaf is at least
     as probable as the leaf; rounding keeps that, as a log-probability of at most 0 is added.
-    Hence whoever opens all nodes that are not below some bound finds all leaves that are not
-    below it; and where these are k or more, the best k of them are the best of all.
+    Hence opening all nodes that are not below some bound finds all leaves that are not below it;
+    and where these are k or more, the best k of them are the best of all.
 
     On a CPU the most probable node is opened first, until k leaves are more probable than all
     that is closed. No exact search opens fewer: a closed node as probable as the k-th leaf could
     hold a better one. On CUDA, for binary nodes, a first sweep down the tree follows the best
     few nodes of each level and finds k leaves, whose worst is the bound, and a second one opens
     all that is not below it; both in one launch. Wider nodes on CUDA, more than
-    ``tree_search.MOST_ON_CUDA`` leaves, float64 there and other devices take the same two sweeps
-    with operations of torch for each level.
+    ``search.MOST_ON_CUDA`` leaves, float64 there and other devices take the same two sweeps
+    with operations of torch.
 
     Rows in which little is ruled out, as where all classes are alike, rows in which fewer than k
-    classes have a probability, and rows where a NaN turns up go to ``dense``. Whether there are
-    any is the only thing that the host waits for.
+    classes have a probability, and rows with a NaN go to ``dense``. Whether there are any is the
+    only thing that the host waits for.
 
     Args:
-        nodes: the tree's; without overlap.
+        nodes: of a tree without overlap.
         rows: ``(n, d)``, float32 or float64.
-        k: how many.
+        k: number of leaves.
         dense: values and classes of the best k by sorting all, for some rows.
     """
     tables = nodes.tables
-    if _has_kernel(nodes, rows, k):
+    chosen = selected("tree_search", rows.device.type, rows.dtype)
+    on_cuda = chosen == "triton" and not tables.has_wide and k <= search.MOST_ON_CUDA
+    if chosen == "cpu" or on_cuda:
         most = max(_MOST_READ, int(tables.n_rows * _MOST_READ_PART))
-        found = Found(*tree_search.best_leaves(
-            "auto", rows, nodes.weight, nodes.bias, tables.child_start, tables.row_start,
-            tables.child, len(tables.levels), k, most,
+        found = Found(*search.best_leaves(
+            "auto", *_given(nodes, rows), len(tables.levels), k, most,
         ))  # fmt: skip
     else:
-        found = search_by_levels(nodes, rows, k)
+        found = _search_by_levels(nodes, rows, k)
     rest = (found.opened < 0).nonzero().squeeze(-1)
     if len(rest):
         found.values[rest], found.classes[rest] = dense(rest)
@@ -66,25 +115,214 @@ def exact_search(nodes: Nodes, rows: Tensor, k: int, dense: Dense) -> Found:
 def beam_search(nodes: Nodes, rows: Tensor, k: int, width: int) -> Found:
     """The best k leaves among those below the ``width`` best nodes of each level.
 
-    Level by level, on a CPU by a kernel. A leaf that is not found has the value -inf and class -1;
-    a row that meets a NaN has NaN and -1 throughout.
+    A leaf that is not found has the value -inf and class -1; a row that meets a NaN has NaN and -1
+    throughout.
     """
-    tables = nodes.tables
     if selected("tree_search", rows.device.type, rows.dtype) != "cpu":
         return beam_by_levels(nodes, rows, k, width)
-    # Imported at first use, as all that needs Numba.
-    from lastlayer.kernels.tree_search.beam import beam_leaves
+    # Imported at first use, as everything that needs Numba.
+    from lastlayer.kernels.search.cpu import beam_leaves
 
     # There are no more nodes on a level than in the tree.
-    width = min(width, tables.n_inner)
-    return Found(*beam_leaves(
-        rows, nodes.weight, nodes.bias, tables.child_start, tables.row_start, tables.child, k,
-        width,
-    ))  # fmt: skip
+    return Found(*beam_leaves(*_given(nodes, rows), k, min(width, nodes.tables.n_inner)))
 
 
-def _has_kernel(nodes: Nodes, rows: Tensor, k: int) -> bool:
-    chosen = selected("tree_search", rows.device.type, rows.dtype)
-    if chosen == "triton":
-        return not nodes.tables.has_wide and k <= tree_search.MOST_ON_CUDA
-    return chosen == "cpu"
+@eager
+def draw_leaves(
+    nodes: Nodes, rows: Tensor, n_samples: int, generator: torch.Generator | None
+) -> Tensor:
+    """Class ids ``(n, n_samples)``: a walk down from the root for each; -1 in a row of NaN."""
+    on_cpu = selected("tree_search", rows.device.type, rows.dtype) == "cpu"
+    # The node of each walk, and ~c where it has ended at class c.
+    at = torch.zeros(rows.shape[0], n_samples, dtype=torch.int64, device=rows.device)
+    for _ in range(len(nodes.tables.levels)):
+        # Random numbers for all walks, so that one does not depend on when the others end.
+        uniform = torch.rand(at.shape, dtype=torch.float64, device=rows.device, generator=generator)
+        if on_cpu:
+            from lastlayer.kernels.search.cpu import step_down_
+
+            step_down_(*_given(nodes, rows), uniform, at)
+        else:
+            _step_down(nodes, rows, at, uniform)
+        if not bool((at >= 0).any()):
+            break
+    return torch.where(at == NOWHERE, -1, ~at)
+
+
+def _given(
+    nodes: Nodes, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """What all kernels are given first."""
+    tables = nodes.tables
+    return rows, nodes.weight, nodes.bias, tables.child_start, tables.row_start, tables.child
+
+
+def _step_down(nodes: Nodes, rows: Tensor, at: Tensor, uniform: Tensor) -> None:
+    """Move each walk to a child of its node; walks of a row at the same node share its scores."""
+    tables = nodes.tables
+    of_row, walk = (at >= 0).nonzero(as_tuple=True)
+    node = at[of_row, walk]
+    pairs, place = torch.unique(of_row * tables.n_inner + node, return_inverse=True)
+    log_probs = _Opener(nodes, rows).open(pairs // tables.n_inner, pairs % tables.n_inner)
+    step = max(1, _DRAWN_NUMBERS // max(1, log_probs.shape[1]))
+    drawn = torch.cat([
+        draw_classes(log_probs[some], each.unsqueeze(-1)).squeeze(-1)
+        for some, each in zip(place.split(step), uniform[of_row, walk].split(step), strict=True)
+    ])  # fmt: skip
+    edge = tables.child_start[node] + drawn.clamp(min=0)
+    at[of_row, walk] = torch.where(drawn < 0, NOWHERE, tables.child[edge].long())
+
+
+class _Opener:
+    """Opens nodes for some rows; no gradient is recorded.
+
+    With ``top``, scores of nodes near the root, which most rows will open, are made at once.
+    """
+
+    def __init__(self, nodes: Nodes, rows: Tensor, top: bool = False) -> None:
+        self.nodes, self.rows = nodes, rows
+        self.top: Tensor | None = None
+        if top:
+            first = nodes.weight[:_TOP_ROWS].to(rows.dtype)
+            bias = None if nodes.bias is None else nodes.bias[:_TOP_ROWS].to(rows.dtype)
+            self.top = linear(rows, first, bias)
+
+    def open(self, of_row: Tensor, node: Tensor) -> Tensor:
+        """Of all children of each entry's node, ``(m, width)``; -inf beyond the last child.
+
+        Entries are rows ``(m,)`` and nodes ``(m,)``.
+        """
+        tables, rows = self.nodes.tables, self.rows
+        if not tables.has_wide:
+            return self._two(of_row, node)
+        arity = tables.child_start[node + 1] - tables.child_start[node]
+        width = int(arity.max()) if arity.numel() else 2
+        made = rows.new_full((len(node), width), -torch.inf)
+        some = (arity == 2).nonzero().squeeze(-1)
+        made[some, :2] = self._two(of_row[some], node[some])
+        some = (arity != 2).nonzero().squeeze(-1)
+        if width <= WIDEST_GATHERED:
+            for part in _parts(len(some), rows.shape[1] * width):
+                at = some[part]
+                made[at] = gathered_block(self.nodes, rows[of_row[at]], node[at], width)
+        else:
+            for block, entries in by_node(tables.row_start, node[some]):
+                at = some[entries]
+                logs = block_log_probs(*self.nodes[1:3], rows[of_row[at]], block)
+                made[at, : logs.shape[1]] = logs
+        return made
+
+    def children(self, node: Tensor, width: int) -> Tensor:
+        """What each node's edges lead to, ``(m, width)``; beyond the last one anything."""
+        tables = self.nodes.tables
+        places = tables.child_start[node].unsqueeze(-1) + torch.arange(width, device=node.device)
+        return tables.child[places.clamp(max=tables.n_edges - 1)].long()
+
+    def _two(self, of_row: Tensor, node: Tensor) -> Tensor:
+        rows, picked = self.rows, first_row(self.nodes.tables, node)
+        scores = rows.new_empty(len(node), 1)
+        near = picked < (0 if self.top is None else self.top.shape[1])
+        if self.top is not None:
+            known = near.nonzero().squeeze(-1)
+            scores[known, 0] = self.top[of_row[known], picked[known]]
+        far = (~near).nonzero().squeeze(-1)
+        for part in _parts(len(far), rows.shape[1]):
+            at = far[part]
+            scores[at] = gathered_scores(self.nodes, rows[of_row[at]], picked[at].unsqueeze(-1))
+        return logsigmoid(torch.cat([-scores, scores], -1))
+
+
+def _parts(n: int, numbers: int) -> Iterator[slice]:
+    step = max(1, _GATHERED_NUMBERS // max(1, numbers))
+    for first in range(0, n, step):
+        yield slice(first, min(n, first + step))
+
+
+def beam_by_levels(
+    nodes: Nodes, rows: Tensor, k: int, width: int, opener: _Opener | None = None
+) -> Found:
+    """As :func:`beam_search`, by operations of torch."""
+    opener = _Opener(nodes, rows, top=True) if opener is None else opener
+    n = rows.shape[0]
+    values = rows.new_full((n, k), -torch.inf)
+    classes = torch.full((n, k), -1, device=rows.device)
+    opened = classes.new_zeros(n)
+    node = classes.new_zeros(n, 1)
+    reached = rows.new_zeros(n, 1)
+    live = torch.ones_like(node, dtype=torch.bool)
+    broken = opened > 0
+    for _ in range(len(nodes.tables.levels)):
+        of_row, at = live.nonzero(as_tuple=True)
+        if not len(of_row):
+            break
+        opened.add_(live.sum(-1))
+        asked = node[of_row, at]
+        below = opener.open(of_row, asked) + reached[of_row, at].unsqueeze(-1)
+        broken[of_row[below.isnan().any(-1)]] = True
+        shape = (*node.shape, below.shape[1])
+        log_prob = rows.new_full(shape, -torch.inf)
+        log_prob[of_row, at] = below
+        child = classes.new_full(shape, -1)
+        child[of_row, at] = opener.children(asked, below.shape[1])
+        log_prob, child = log_prob.flatten(1), child.flatten(1)
+        leaf = torch.where(child < 0, log_prob, -torch.inf)
+        values, kept = torch.cat([values, leaf], -1).topk(k)
+        # What is no leaf of the tree has the value -inf, and no class.
+        ends = torch.where(leaf > -torch.inf, ~child, -1)
+        classes = torch.cat([classes, ends], -1).gather(-1, kept)
+        useful = (child >= 0) & (log_prob >= values[:, -1:])
+        reached, best = torch.where(useful, log_prob, -torch.inf).topk(min(width, child.shape[1]))
+        node, live = child.gather(-1, best), reached > -torch.inf
+    order = classes.argsort(-1)
+    values, classes = values.gather(-1, order), classes.gather(-1, order)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    classes = classes.gather(-1, order)
+    values[broken], classes[broken] = torch.nan, -1
+    return Found(values, classes, opened)
+
+
+def _search_by_levels(nodes: Nodes, rows: Tensor, k: int) -> Found:
+    """The two sweeps of :func:`exact_search`.
+
+    A row is given up where little is ruled out or fewer than k leaves are found: it has opened -1
+    nodes, and its values and classes mean nothing.
+    """
+    opener, n = _Opener(nodes, rows, top=True), rows.shape[0]
+    first = beam_by_levels(nodes, rows, k, max(k, _NARROWEST_BEAM), opener)
+    bound = first.values[:, -1]
+    # A little lower, as a score may be rounded otherwise among other rows.
+    bound = bound - 1024 * torch.finfo(bound.dtype).eps * (1.0 + bound.abs())
+    most = max(_MOST_OPEN, int(nodes.tables.n_inner * _MOST_OPEN_PART))
+    of_row = torch.arange(n, device=rows.device)
+    node, reached, opened = torch.zeros_like(of_row), rows.new_zeros(n), torch.zeros_like(of_row)
+    given_up = opened > 0
+    leaves = [(of_row[:0], of_row[:0], reached[:0])]
+    while len(node):
+        given_up |= torch.bincount(of_row, minlength=n) > most
+        going = (~given_up[of_row]).nonzero().squeeze(-1)
+        if len(going) < len(node):
+            of_row, node, reached = of_row[going], node[going], reached[going]
+        opened.index_add_(0, of_row, torch.ones_like(of_row))
+        below = opener.open(of_row, node) + reached.unsqueeze(-1)
+        child = opener.children(node, below.shape[1])
+        given_up[of_row[below.isnan().any(-1)]] = True
+        wanted = (below > -torch.inf) & (below >= bound[of_row].unsqueeze(-1))
+        entry, at = wanted.nonzero(as_tuple=True)
+        entry_row, child, below = of_row[entry], child[entry, at], below[entry, at]
+        leaf = child < 0
+        leaves.append((entry_row[leaf], ~child[leaf], below[leaf]))
+        of_row, node, reached = entry_row[~leaf], child[~leaf], below[~leaf]
+    of_row, found, log_prob = (torch.cat(each) for each in zip(*leaves, strict=True))
+    # By row, then by falling value, then by class; and the place of each in its row.
+    order = found.argsort(stable=True)
+    order = order[log_prob[order].argsort(descending=True, stable=True)]
+    order = order[of_row[order].argsort(stable=True)]
+    sizes = torch.bincount(of_row, minlength=n)
+    rank = torch.arange(len(order), device=order.device)
+    rank -= (sizes.cumsum(0) - sizes)[of_row[order]]
+    kept, rank = order[rank < k], rank[rank < k]
+    values = rows.new_full((n, k), torch.nan)
+    classes = torch.full((n, k), -1, device=rows.device)
+    values[of_row[kept], rank], classes[of_row[kept], rank] = log_prob[kept], found[kept]
+    given_up |= classes[:, -1] < 0
+    return Found(values, classes, torch.where(given_up, -1, first.opened + opened))

@@ -26,8 +26,8 @@ from lastlayer._torch import (
     values_are_checked,
     without_autocast,
 )
-from lastlayer.fused.budget import row_chunks
 from lastlayer.fused.recompute import in_chunks
+from lastlayer.fused.scores import row_chunks
 from lastlayer.heads.recipes import Recipe
 
 _CONFIG, _STATE = "config.json", "model.safetensors"
@@ -46,7 +46,136 @@ class TopK(NamedTuple):
     """Their class ids, int64, ``(*batch, k)``."""
 
 
-class Head(torch.nn.Module, ABC):
+class SavedModule(torch.nn.Module):
+    """A module on hidden states that says what makes it, and that can be saved and loaded."""
+
+    in_features: int
+
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments: ``cls(**head.config())`` makes one without the state."""
+        raise NotImplementedError
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``model.safetensors``, the state, and ``config.json``, what :meth:`config` gives.
+
+        Args:
+            folder: made where it does not exist.
+        """
+        folder, safetensors = Path(folder), _safetensors()
+        config = self._saved_config(self.config())
+        text = json.dumps({"head": type(self).__name__, "arguments": config}, indent=2) + "\n"
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
+        safetensors.save_file(state, str(folder / _STATE))
+        self._save_extra(folder)
+        (folder / _CONFIG).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path, *, device: str | torch.device = "cpu") -> Self:
+        """The head that :meth:`save` wrote. Nothing is unpickled.
+
+        Args:
+            folder: where it was saved.
+            device: where its state goes.
+
+        Returns:
+            A head of the class that was saved, which is this one or derives from it, so that
+            ``Head.load`` takes them all. A class of your own has to be imported before.
+        """
+        folder, safetensors = Path(folder), _safetensors()
+        for name in (_CONFIG, _STATE):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(
+                    f"folder: expected {_CONFIG} and {_STATE}, as save writes them, got {folder}, "
+                    f"which has no {name}"
+                )
+        try:
+            made_of = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+            name, arguments = made_of["head"], made_of["arguments"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"folder: expected {_CONFIG} as save writes it, got {folder / _CONFIG}, which "
+                f"cannot be read: {error}"
+            ) from error
+        made = _class_named(name, cls, folder)
+        head: Self = made.from_config({**arguments, **made._load_extra(folder)})
+        try:
+            state = safetensors.load_file(str(folder / _STATE), str(torch.device(device)))
+        except Exception as error:
+            if isinstance(error, (OSError, MemoryError)):
+                raise
+            raise ValueError(
+                f"folder: expected {_STATE} as save writes it, got {folder / _STATE}, which cannot "
+                f"be read: {error}; it may have been cut off while it was written or copied"
+            ) from error
+        try:
+            # The tensors themselves become the state: they bring their dtype along.
+            head.load_state_dict(state, assign=True)
+            head = head.to(device)
+            head._check_state()
+        except ValueError as error:
+            raise ValueError(f"folder: {folder / _STATE} was altered: {error}") from error
+        return head
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """A head from what :meth:`save` wrote of :meth:`config`, without its state."""
+        return cls(**config)
+
+    def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What of :meth:`config` goes into JSON."""
+        return config
+
+    def _save_extra(self, folder: Path) -> None:
+        """Write arguments of the constructor that JSON cannot hold; here there are none."""
+
+    @classmethod
+    def _load_extra(cls, folder: Path) -> dict[str, Any]:  # noqa: ARG003 - for heads that write
+        """The arguments that :meth:`_save_extra` wrote, by name."""
+        return {}
+
+    def _check_state(self) -> None:
+        """Raise ValueError where loaded buffers cannot be right; kernels trust them."""
+
+    def extra_repr(self) -> str:
+        """What the constructor takes by position, and options that are not as by default."""
+        return self._shown(self.config())
+
+    def _shown(self, config: dict[str, Any]) -> str:
+        """For ``extra_repr``; a head may leave out what is long."""
+        taken = inspect.signature(type(self)).parameters
+        shown = []
+        for name, value in config.items():
+            known = taken.get(name)
+            by_name = known is not None and known.kind is inspect.Parameter.KEYWORD_ONLY
+            if isinstance(value, Tensor):
+                shown.append(f"{name}=<{tuple(value.shape)}>")
+            elif not by_name or known is None or known.default != value:
+                shown.append(f"{name}={value!r}")
+        return ", ".join(shown)
+
+    def _check_hidden(self, hidden: Any) -> None:
+        """Hidden states of the head's width, on its device and in its dtype."""
+        check_scores(hidden, name="hidden")
+        if hidden.shape[-1] != self.in_features:
+            raise ValueError(
+                f"hidden: expected shape (*batch, {self.in_features}), in_features of the head "
+                f"last, got {tuple(hidden.shape)}"
+            )
+        parameter = next(self.parameters())
+        if hidden.device != parameter.device:
+            raise ValueError(
+                f"hidden: expected the device of the head, {parameter.device}, got "
+                f"{hidden.device}; move one of them with .to(device)"
+            )
+        if hidden.dtype != parameter.dtype and autocast_dtype(hidden) is None:
+            raise TypeError(
+                f"hidden: expected the dtype of the head, {parameter.dtype}, got {hidden.dtype}; "
+                "convert one of them, or use torch.autocast"
+            )
+
+
+class Head(SavedModule, ABC):
     """An output layer: from hidden states ``(*batch, in_features)`` to one of many classes.
 
     Every head has a training loss, :meth:`forward`; normalised log-probabilities,
@@ -172,121 +301,6 @@ class Head(torch.nn.Module, ABC):
             "reduction": self.reduction,
         }
 
-    def save(self, folder: str | Path) -> None:
-        """Write ``model.safetensors``, the state, and ``config.json``, what :meth:`config` gives.
-
-        Args:
-            folder: made where it does not exist.
-        """
-        folder, safetensors = Path(folder), _safetensors()
-        config = self._saved_config(self.config())
-        text = json.dumps({"head": type(self).__name__, "arguments": config}, indent=2) + "\n"
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
-        safetensors.save_file(state, str(folder / _STATE))
-        self._save_extra(folder)
-        (folder / _CONFIG).write_text(text, encoding="utf-8")
-
-    @classmethod
-    def load(cls, folder: str | Path, *, device: str | torch.device = "cpu") -> Self:
-        """The head that :meth:`save` wrote. Nothing is unpickled.
-
-        Args:
-            folder: where it was saved.
-            device: where its state goes.
-
-        Returns:
-            A head of the class that was saved, which is this one or derives from it, so that
-            ``Head.load`` takes them all. A class of your own has to be imported before.
-        """
-        folder, safetensors = Path(folder), _safetensors()
-        for name in (_CONFIG, _STATE):
-            if not (folder / name).is_file():
-                raise FileNotFoundError(
-                    f"folder: expected {_CONFIG} and {_STATE}, as save writes them, got {folder}, "
-                    f"which has no {name}"
-                )
-        try:
-            made_of = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-            name, arguments = made_of["head"], made_of["arguments"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"folder: expected {_CONFIG} as save writes it, got {folder / _CONFIG}, which "
-                f"cannot be read: {error}"
-            ) from error
-        made = _class_named(name, cls, folder)
-        head: Self = made.from_config({**arguments, **made._load_extra(folder)})
-        try:
-            state = safetensors.load_file(str(folder / _STATE), str(torch.device(device)))
-        except Exception as error:
-            if isinstance(error, (OSError, MemoryError)):
-                raise
-            raise ValueError(
-                f"folder: expected {_STATE} as save writes it, got {folder / _STATE}, which cannot "
-                f"be read: {error}; it may have been cut off while it was written or copied"
-            ) from error
-        # The tensors themselves become the state: they bring their dtype along.
-        head.load_state_dict(state, assign=True)
-        head = head.to(device)
-        try:
-            head._check_state()
-        except ValueError as error:
-            raise ValueError(f"folder: {folder / _STATE} was altered: {error}") from error
-        return head
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """A head from what :meth:`save` wrote of :meth:`config`, without its state."""
-        return cls(**config)
-
-    def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """What of :meth:`config` goes into JSON."""
-        return config
-
-    def _save_extra(self, folder: Path) -> None:
-        """Write arguments of the constructor that JSON cannot hold; here there are none."""
-
-    @classmethod
-    def _load_extra(cls, folder: Path) -> dict[str, Any]:  # noqa: ARG003 - for heads that write
-        """The arguments that :meth:`_save_extra` wrote, by name."""
-        return {}
-
-    def _check_state(self) -> None:
-        """Raise ValueError where loaded buffers cannot be right; kernels trust them."""
-
-    def extra_repr(self) -> str:
-        """What the constructor takes by position, and options that are not as by default."""
-        taken = inspect.signature(type(self)).parameters
-        shown = []
-        for name, value in self.config().items():
-            known = taken.get(name)
-            by_name = known is not None and known.kind is inspect.Parameter.KEYWORD_ONLY
-            if isinstance(value, Tensor):
-                shown.append(f"{name}=<{tuple(value.shape)}>")
-            elif not by_name or known is None or known.default != value:
-                shown.append(f"{name}={value!r}")
-        return ", ".join(shown)
-
-    def _check_hidden(self, hidden: Any) -> None:
-        """Hidden states of the head's width, on its device and in its dtype."""
-        check_scores(hidden, name="hidden")
-        if hidden.shape[-1] != self.in_features:
-            raise ValueError(
-                f"hidden: expected shape (*batch, {self.in_features}), in_features of the head "
-                f"last, got {tuple(hidden.shape)}"
-            )
-        parameter = next(self.parameters())
-        if hidden.device != parameter.device:
-            raise ValueError(
-                f"hidden: expected the device of the head, {parameter.device}, got "
-                f"{hidden.device}; move one of them with .to(device)"
-            )
-        if hidden.dtype != parameter.dtype and autocast_dtype(hidden) is None:
-            raise TypeError(
-                f"hidden: expected the dtype of the head, {parameter.dtype}, got {hidden.dtype}; "
-                "convert one of them, or use torch.autocast"
-            )
-
     def _check_rows(self, hidden: Any) -> Tensor:
         """Checked hidden states as rows, ``(n, in_features)``."""
         self._check_hidden(hidden)
@@ -361,8 +375,8 @@ class ScoredHead(Head):
         chosen = None
         if classes is not None:
             chosen, shape = self._check_classes(hidden, classes)
+        tensors = self._score_tensors(rows.dtype)
         with without_autocast(hidden):
-            tensors = self._score_tensors(rows.dtype)
             recording = torch.is_grad_enabled() and any(
                 each is not None and each.requires_grad for each in (rows, *tensors)
             )

@@ -1,6 +1,7 @@
 """The softmax over words whose vectors are made from their spellings, exact."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
@@ -8,20 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, ModuleList, Parameter
 
-from lastlayer._checks import check_chunk_rows
-from lastlayer.fused import linear_cross_entropy
-from lastlayer.fused._options import cross_entropy_options
-from lastlayer.heads._char_cnn import CharCNN, Words, check_filters
-from lastlayer.heads._checks import check_count, check_hidden
-from lastlayer.heads._scoring import ScoringHead
-from lastlayer.heads._spelling import check_spellings
-from lastlayer.heads._stale_steps import refuse_stale_steps
-from lastlayer.heads._vector_cache import VectorCache
+from lastlayer._checks import check_chunk, check_int
+from lastlayer._torch import autocast_dtype, host_sync_allowed, in_dtype, is_functorch_wrapped
+from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
+from lastlayer.fused.scores import wide_scores
+from lastlayer.heads._char_cnn import CharCNN, Words, check_filters, check_spellings
+from lastlayer.heads.base import ScoredHead, log_frequencies, log_softmax
+from lastlayer.heads.recipes import Recipe
 
 FILTERS = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256))
 
 
-class CharCNNSoftmax(ScoringHead):
+class CharCNNSoftmax(ScoredHead):
     r"""Softmax and cross entropy, with class vectors that a character CNN reads off the spelling.
 
     .. math:: \log p_c = \theta_c - \log \sum_j e^{\theta_j}, \qquad
@@ -36,26 +35,25 @@ class CharCNNSoftmax(ScoringHead):
     Choose it where the parameters of a full layer are too many, or where words that were never
     seen have to be scored: :meth:`add_classes`. It is no faster than :class:`FullSoftmax`.
 
-    Cost: that of :class:`FullSoftmax`, and each training step makes the vectors of all classes
-    and carries their gradient back, however few rows there are: some 4 million multiplications a
-    class with the default filters. Where no gradient is recorded, vectors are kept until a
-    parameter changes. Backward keeps about 1 GB of what is between; of more classes it makes
-    it again, chunk by chunk.
+    Cost: that of :class:`FullSoftmax`, and each training step computes the vectors of all classes
+    and their gradients, however few rows there are: some 4 million multiplications per class with
+    the default filters. Where no gradient is recorded, vectors are kept until a parameter changes.
+    Backward keeps about 1 GB of activations; beyond that they are computed again, chunk by chunk.
 
     Args:
-        in_features: how many numbers a hidden state has.
-        spellings: one word a class, none of them twice; neither case nor Unicode's ways to write
+        in_features: size of the hidden state.
+        spellings: one word per class, none of them twice; neither case nor Unicode's ways to write
             the same letter are made equal.
-        correction: numbers of :math:`k_c`; 0 for no correction.
+        correction: size of :math:`k_c`; 0 for no correction.
         bias: whether each class has a bias: how frequent a word is shows little in its spelling.
-        char_features: numbers of the embedding of a byte.
+        char_features: size of the embedding of a byte.
         filters: pairs (width in bytes, how many filters of this width).
         highway_layers: how many there are; 0 for none.
         max_length: bytes of a word that are read. Longer words that begin with the same ones
             differ by their correction and bias alone.
-        chunk_classes: classes whose vectors are made at a time, or "auto".
+        chunk_classes: classes whose vectors are computed at a time, or "auto".
         label_smoothing: how much of the target the loss spreads evenly over all classes.
-        ignore_index: rows with this target count for nothing; None where every target counts.
+        ignore_index: rows with this target do not count; None where every target counts.
         reduction: "mean" over the rows that count, "sum" or "none".
         chunk_rows: rows of scores held at a time, "auto" or "low".
         device: where the parameters are made.
@@ -78,6 +76,15 @@ class CharCNNSoftmax(ScoringHead):
 
     bias: Parameter | None
     corrections: Parameter | None
+
+    recipes = (
+        Recipe(
+            "char_cnn",
+            "class vectors from their spelling",
+            compared=("char_cnn:filters=1x16,2x16,3x32",),
+            rank=23,
+        ),
+    )
 
     def __init__(
         self,
@@ -102,11 +109,14 @@ class CharCNNSoftmax(ScoringHead):
         super().__init__(in_features, len(words), ignore_index=ignore_index, reduction=reduction)
         _check_from_zero("correction", correction, "for no correction")
         _check_from_zero("highway_layers", highway_layers, "for none")
-        check_count("char_features", char_features)
-        check_count("max_length", max_length)
-        _check_chunk_classes(chunk_classes)
-        check_chunk_rows(chunk_rows)
-        cross_entropy_options(label_smoothing, 0.0, None, 1.0)
+        check_int("char_features", char_features)
+        check_int("max_length", max_length)
+        if chunk_classes != "auto":
+            if isinstance(chunk_classes, str):
+                raise ValueError(f"chunk_classes: expected an int or 'auto', got {chunk_classes!r}")
+            check_int("chunk_classes", chunk_classes)
+        check_chunk(chunk_rows)
+        cross_entropy_numbers(label_smoothing, 0.0, None, 1.0)
         self.filters = check_filters(filters, max_length)
         self.correction, self.char_features = correction, char_features
         self.highway_layers, self.max_length = highway_layers, max_length
@@ -116,17 +126,18 @@ class CharCNNSoftmax(ScoringHead):
 
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.cnn = CharCNN(self.filters, char_features, highway_layers, in_features, **made)
-        self._register("bias", torch.empty(self.n_classes, **made) if bias else None)
-        numbers = torch.empty(self.n_classes, correction, **made) if correction else None
-        self._register("corrections", numbers)
+        biases = torch.empty(self.n_classes, **made) if bias else None
+        self.register_parameter("bias", None if biases is None else Parameter(biases))
+        rows = torch.empty(self.n_classes, correction, **made) if correction else None
+        self.register_parameter("corrections", None if rows is None else Parameter(rows))
         self.correct = Linear(correction, in_features, bias=False, **made) if correction else None
-        self._cache = VectorCache()
+        # What the kept vectors were made of, its parameters, their values, and the vectors.
+        self._kept: tuple[Any, list[Tensor], list[Tensor] | None, Tensor] | None = None
+        # Whether a gradient was recorded since train() or eval() was called.
+        self._recorded = False
         self.words = ModuleList()
         self.register_load_state_dict_post_hook(_spell_again)
         self.reset_parameters()
-
-    def _register(self, name: str, values: Tensor | None) -> None:
-        self.register_parameter(name, None if values is None else Parameter(values))
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -134,7 +145,7 @@ class CharCNNSoftmax(ScoringHead):
         return self._spellings
 
     def reset_parameters(self) -> None:
-        """Fresh numbers, and the tensors that are made from the spellings."""
+        """Fresh parameters, and the tensors that are made from the spellings."""
         self.cnn.reset_parameters()
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
@@ -150,17 +161,36 @@ class CharCNNSoftmax(ScoringHead):
         chunks = self.cnn.spell(self._spellings, widths, self.max_length, self.chunk_classes)
         self.words = chunks
         self._is_spelled = all(not each.is_meta for each in self.parameters())
-        self._cache.drop()
+        self._kept = None
+
+    @torch.no_grad()
+    def init_bias_from_counts(self, counts: Any) -> None:
+        """Set the biases to the log frequencies of the classes: the cheapest speed-up there is.
+
+        At the hidden state 0 the head then predicts the class frequencies.
+
+        Args:
+            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
+        """
+        if self.bias is None:
+            raise ValueError(
+                "init_bias_from_counts: expected a head with biases, got CharCNNSoftmax with "
+                "bias=False; make it with bias=True"
+            )
+        self.bias.copy_(log_frequencies(counts, self.n_classes, self.bias))
 
     def class_vectors(self) -> Tensor:
         """The vectors of all classes, ``(n_classes, in_features)``.
 
         They are in the dtype of the head, or of autocast where it is on, and differentiable, so
-        every fused loss can be trained on them. Call it once a step.
-        Where no gradient is recorded, the vectors of the last call are given again until a
-        parameter changes: is written in place, replaced or loaded. What is written through
-        ``parameter.data`` or by another process is not seen; ``train()`` and ``eval()`` forget
-        the vectors. Do not write to them.
+        every fused loss can be trained on them. Call it once per step. Do not write to them.
+
+        Where no gradient is recorded, the vectors of the last call are returned again until a
+        parameter changes. Torch tells of what is written in place or replaced, but not of what a
+        fused optimiser writes. So the values of all parameters are compared as well, which waits
+        for a GPU, unless no optimiser can have written: in eval mode, where no gradient was
+        recorded since ``eval()`` and no parameter has a ``grad``. There what is written through
+        ``parameter.data`` or by another process is not seen; call ``eval()`` again.
 
         Example:
             >>> import torch
@@ -172,14 +202,31 @@ class CharCNNSoftmax(ScoringHead):
         """
         if torch.compiler.is_compiling():
             return self._made_vectors()
-        parameters = list(self.parameters())
+        parameters: list[Tensor] = [each for each in self.parameters() if each is not self.bias]
         if torch.is_grad_enabled() and any(each.requires_grad for each in parameters):
-            self._cache.drop()
+            self._kept, self._recorded = None, True
             return self._made_vectors()
-        return self._cache.get(parameters, self._made_vectors)
+        if any(map(_has_no_version, parameters)) or not host_sync_allowed(parameters[0]):
+            return self._made_vectors()
+        settled = not (self.training or self._recorded) and all(
+            each.is_leaf and each.grad is None for each in parameters
+        )
+        # The version counts what is written in place, the pointer tells what is put in its place.
+        state = [(each._version, each.data_ptr(), each.dtype, each.device) for each in parameters]
+        now = autocast_dtype(parameters[0]), torch.is_inference_mode_enabled(), state
+        if self._kept is not None:
+            made_of, before, values, vectors = self._kept
+            # The very same parameters: that they are held here keeps their addresses from others.
+            same = now == made_of and all(map(operator.is_, before, parameters))
+            if same and (settled if values is None else all(map(torch.equal, values, parameters))):
+                return vectors
+        vectors = self._made_vectors()
+        values = None if settled else [each.detach().clone() for each in parameters]
+        self._kept = now, parameters, values, vectors
+        return vectors
 
     def _made_vectors(self) -> Tensor:
-        vectors: Tensor = self.cnn(cast("list[Words]", list(self.words)))
+        vectors: Tensor = self.cnn.vectors(cast("list[Words]", list(self.words)))
         if self.corrections is None or self.correct is None:
             return vectors
         corrected: Tensor = vectors + self.correct(self.corrections)
@@ -189,16 +236,15 @@ class CharCNNSoftmax(ScoringHead):
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def add_classes(self, spellings: Sequence[str]) -> range:
-        """More classes, after those there are. Their words are scored by spelling at once.
+        """Add classes after the present ones. Their words are scored by spelling at once.
 
-        Their corrections begin at 0, and their biases at the mean of those there are: most
+        Their corrections start at 0, and their biases at the mean of those there are: most
         classes are rare, so that is a rare word. The words of all classes are read again: add
         many at a time.
 
-        ``corrections`` and ``bias`` stay the same parameters, with more rows and without a
-        gradient. An optimiser that keeps numbers for each of them, as Adam and momentum do, has
-        too few: make a new one; the next step of the old one is refused. The other parameters, and
-        all of them where the head has neither correction nor bias, are as before.
+        ``corrections`` and ``bias`` become new parameters with more rows. Make a new optimiser: an
+        older one goes on with the parameters that it knows, and never steps these two. The other
+        parameters, and all of them where the head has neither correction nor bias, are as before.
 
         Args:
             spellings: words that are no classes yet.
@@ -210,40 +256,42 @@ class CharCNNSoftmax(ScoringHead):
         before, self._spellings = self.n_classes, self._spellings + words
         self.n_classes += len(words)
         if self.corrections is not None:
-            _extend(self.corrections, self.corrections.new_zeros(len(words), self.correction))
+            zeros = self.corrections.new_zeros(len(words), self.correction)
+            self.corrections = _longer(self.corrections, zeros)
         if self.bias is not None:
-            _extend(self.bias, self.bias.mean().expand(len(words)))
+            self.bias = _longer(self.bias, self.bias.mean().expand(len(words)))
         self._spell()
         return range(before, self.n_classes)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The cross entropy of the targets; see :func:`lastlayer.fused.linear_cross_entropy`."""
-        check_hidden(self, hidden)
+        self._check_hidden(hidden)
         return linear_cross_entropy(
-            hidden,
-            self.class_vectors(),
-            target,
-            self.bias,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
+            hidden, self.class_vectors(), target, self.bias, ignore_index=self.ignore_index,
+            reduction=self.reduction, label_smoothing=self.label_smoothing,
             chunk_rows=self.chunk_rows,
-        )
+        )  # fmt: skip
 
-    def _log_probs(self, scores: Tensor) -> Tensor:
-        return torch.log_softmax(scores, -1)
+    def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        bias = None if self.bias is None else in_dtype(self.bias, dtype)
+        return in_dtype(self.class_vectors(), dtype), bias
 
-    def _vectors_and_biases(self) -> tuple[Tensor, Tensor | None]:
-        return self.class_vectors(), self.bias
+    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
+        log_probs = log_softmax(wide_scores(rows, *tensors))
+        return log_probs if chosen is None else log_probs.gather(-1, chosen)
 
     def train(self, mode: bool = True) -> Self:
-        self._cache.drop()
+        self._kept, self._recorded = None, False
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
-        self._cache.drop()
+        self._kept = None
         super()._apply(fn, recurse)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy starts without kept vectors.
+        return {**self.__dict__, "_kept": None}
 
     def config(self) -> dict[str, Any]:
         shared = super().config()
@@ -263,8 +311,8 @@ class CharCNNSoftmax(ScoringHead):
         }
 
     def extra_repr(self) -> str:
-        words = f"spellings={list(self._spellings)!r}"
-        return super().extra_repr().replace(words, f"n_classes={self.n_classes}")
+        sizes = {"in_features": self.in_features, "n_classes": self.n_classes}
+        return self._shown({k: v for k, v in (sizes | self.config()).items() if k != "spellings"})
 
 
 def _spell_again(head: "CharCNNSoftmax", _keys: Any) -> None:
@@ -273,11 +321,18 @@ def _spell_again(head: "CharCNNSoftmax", _keys: Any) -> None:
         head._spell()
 
 
-def _extend(parameter: Parameter, more: Tensor) -> None:
-    n_rows = parameter.shape[0]
-    parameter.data = torch.cat([parameter.data, more])
-    parameter.grad = None
-    refuse_stale_steps(parameter, n_rows)
+def _longer(parameter: Parameter, more: Tensor) -> Parameter:
+    """A new parameter: the state of an optimiser for the old one has too few rows for it."""
+    return Parameter(torch.cat([parameter, more]), requires_grad=parameter.requires_grad)
+
+
+def _has_no_version(parameter: Tensor) -> bool:
+    """Whether nothing tells when such a tensor changes."""
+    return (
+        parameter.is_inference()
+        or type(parameter) not in (Tensor, Parameter)
+        or is_functorch_wrapped(parameter)
+    )
 
 
 def _check_from_zero(name: str, value: Any, zero: str) -> None:
@@ -285,11 +340,3 @@ def _check_from_zero(name: str, value: Any, zero: str) -> None:
         raise TypeError(f"{name}: expected an int, 0 {zero}, got {type(value).__name__} {value!r}")
     if value < 0:
         raise ValueError(f"{name}: expected at least 0, 0 {zero}, got {value}")
-
-
-def _check_chunk_classes(chunk_classes: Any) -> None:
-    if isinstance(chunk_classes, str):
-        if chunk_classes != "auto":
-            raise ValueError(f"chunk_classes: expected an int or 'auto', got {chunk_classes!r}")
-        return
-    check_count("chunk_classes", chunk_classes)

@@ -1,22 +1,40 @@
-"""The differentiated softmax: frequent classes have more numbers than rare ones."""
+"""The differentiated softmax: frequent classes have longer vectors than rare ones."""
 
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Self
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 from torch.nn.functional import linear
 
-from lastlayer.heads._band_loss import band_loss
-from lastlayer.heads._band_widths import VARIANTS, bands_from_counts
-from lastlayer.heads._checks import check_count, check_hidden, check_target
-from lastlayer.heads._ranked import IGNORED, RankedHead
-from lastlayer.heads._scores import wide_scores
+from lastlayer._checks import check_choice, check_int
+from lastlayer._torch import in_autocast_dtype, in_dtype
+from lastlayer.fused.clusters import BANDS, group_loss
+from lastlayer.fused.scores import wide_scores
+from lastlayer.heads._ranked import RankedHead
+from lastlayer.heads.base import log_softmax
+from lastlayer.heads.layout import VARIANTS, bands_from_counts
+from lastlayer.heads.recipes import Arguments, ClassData, Recipe
 
-__all__ = ["DifferentiatedSoftmax", "bands_from_counts"]
+
+def _bands_of_data(data: ClassData, given: Arguments) -> Arguments:
+    """The bands of a recipe: as given, or with a ``share`` of a full layer's parameters."""
+    if "bands" in given:
+        return {"bands": given["bands"]}
+    share, variant = given.get("share", 0.5), given.get("variant", "slices")
+    most = max(1, int(share * data.n_classes * data.in_features))
+    return {
+        "bands": data.once(
+            ("bands", share, variant),
+            lambda: bands_from_counts(
+                data.positive_counts(), data.in_features, most, variant=variant
+            ),
+        )
+    }
 
 
 class DifferentiatedSoftmax(RankedHead):
@@ -32,20 +50,21 @@ class DifferentiatedSoftmax(RankedHead):
     Choose it where most classes are too rare to fill a whole vector: it has the parameters and the
     products of the bands alone, and every class still competes with every other, in one normaliser.
 
-    Cost: a training step three products of rows × classes × width for each band. A chunk of scores
-    is held at a time; gradients are made in the forward pass, and with ``reduction="none"`` in a
-    second one. "projections" adds products of rows × in_features × all widths.
+    Cost: a training step is three products of rows × classes × width for each band. A chunk of
+    scores is held at a time; gradients are made in the forward pass, and with
+    ``reduction="none"`` in a second one. "projections" adds products of rows × in_features × all
+    widths.
 
     Args:
-        in_features: how many numbers a hidden state has.
+        in_features: size of the hidden state.
         bands: ``[(classes, width), …]``, the most frequent classes first. In "slices" the widths
             add up to in_features. :func:`bands_from_counts` chooses them for you.
         order: all classes, the most frequent first; else 0, 1, 2, …. It decides which band a
-            class is in; inside a band classes stand by their ids.
+            class is in; inside a band classes are sorted by id.
         variant: "slices" or "projections".
         bias: whether each class has a bias.
         label_smoothing: how much of the target the loss spreads evenly over all classes.
-        ignore_index: rows with this target count for nothing; None where every target counts.
+        ignore_index: rows with this target do not count; None where every target counts.
         reduction: "mean" over the rows that count, "sum" or "none".
         chunk_rows: rows of scores held at a time, "auto" or "low".
         device: where the parameters are made.
@@ -68,6 +87,18 @@ class DifferentiatedSoftmax(RankedHead):
     bias: Parameter | None
     projection: Parameter | None
 
+    recipes = (
+        Recipe(
+            "differentiated",
+            "narrower vectors for rare classes",
+            extra={"bands": list[tuple[int, int]], "share": float},
+            from_data=_bands_of_data,
+            filled=frozenset({"bands", "order"}),
+            compared=("differentiated",),
+            rank=22,
+        ),
+    )
+
     def __init__(
         self,
         in_features: int,
@@ -83,33 +114,29 @@ class DifferentiatedSoftmax(RankedHead):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_count("in_features", in_features)
-        self_bands = _checked_bands(bands, in_features, variant)
+        in_features = check_int("in_features", in_features)
+        check_choice("variant", variant, VARIANTS)
+        sizes = _checked_bands(bands, in_features, variant)
         super().__init__(
-            in_features,
-            list(accumulate(classes for classes, _ in self_bands)),
-            order,
-            label_smoothing=label_smoothing,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            chunk_rows=chunk_rows,
-            device=device,
-        )
-        self.bands, self.variant = self_bands, variant
+            in_features, list(accumulate(classes for classes, _ in sizes)), order,
+            label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction,
+            chunk_rows=chunk_rows, device=device,
+        )  # fmt: skip
+        self.bands, self.variant = sizes, variant
 
         def empty(*shape: int) -> Parameter:
             return Parameter(torch.empty(*shape, device=device, dtype=dtype))
 
-        ends = [0, *accumulate(width for _, width in self_bands)]
-        self._numbers = [slice(a, b) for a, b in pairwise(ends)]
-        self.weights = ParameterList([empty(*band) for band in self_bands])
+        ends = [0, *accumulate(width for _, width in sizes)]
+        self._seen_by = [slice(a, b) for a, b in pairwise(ends)]
+        self.weights = ParameterList([empty(*band) for band in sizes])
         self.register_parameter("bias", empty(self.n_classes) if bias else None)
         projects = variant == "projections"
         self.register_parameter("projection", empty(ends[-1], in_features) if projects else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh numbers, distributed as those of ``nn.Linear`` on what each band sees.
+        """Fresh parameters, distributed as those of ``nn.Linear`` on what each band sees.
 
         A head that was made on the meta device is whole after ``to_empty`` and this.
         """
@@ -122,70 +149,78 @@ class DifferentiatedSoftmax(RankedHead):
                 bound = 1.0 / math.sqrt(self.in_features)
                 torch.nn.init.uniform_(each, -bound, bound)
 
+    @torch.no_grad()
+    def init_bias_from_counts(self, counts: Any) -> None:
+        """Set the biases to the log frequencies of the classes: the cheapest speed-up there is.
+
+        At the hidden state 0 the head then predicts the class frequencies.
+
+        Args:
+            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
+        """
+        if self.bias is None:
+            raise ValueError(
+                "init_bias_from_counts: expected a head with biases, got DifferentiatedSoftmax "
+                "with bias=False; make it with bias=True"
+            )
+        self.bias.copy_(self._log_frequencies(counts))
+
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets, smoothed where asked for."""
-        check_hidden(self, hidden)
-        target = check_target(self, hidden, target)
-        rows, place = self._operand(hidden), self._target_places(target.reshape(-1))
-        if self.projection is not None and self.ignore_index is not None:
-            # A NaN in a row that does not count would reach the gradient of the projection.
-            rows = torch.where((place == IGNORED).unsqueeze(-1), 0.0, rows)
-        loss = band_loss(
-            self._seen(rows),
-            list(self.weights),
-            self.bias,
-            place,
-            ignore_index=None if self.ignore_index is None else IGNORED,
-            chunk_rows=self.chunk_rows,
-            smoothing=self.label_smoothing,
-            reduction=self.reduction,
+        self._check_hidden(hidden)
+        target, seen = self._check_target(hidden, target), hidden
+        if self.projection is not None:
+            seen = in_autocast_dtype(hidden)
+            if self.ignore_index is not None:
+                # A NaN in a row that does not count would reach the gradient of the projection.
+                seen = torch.where((target == self.ignore_index).unsqueeze(-1), 0.0, seen)
+            seen = linear(seen, in_dtype(self.projection, seen.dtype))
+        options = float(self.label_smoothing), self.ignore_index, self.chunk_rows
+        return group_loss(
+            BANDS, seen, target, self.places, self.bias, list(self.weights), options, self.reduction
         )
-        return loss.reshape(target.shape) if self.reduction == "none" else loss
 
-    def _seen(self, rows: Tensor) -> Tensor:
-        """What all bands see of the rows, side by side."""
-        return rows if self.projection is None else linear(rows, self.projection.to(rows.dtype))
-
-    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None = None) -> Tensor:
-        seen, dtype = self._seen(rows), rows.dtype
-        scores = torch.cat(
-            [
-                wide_scores(seen[:, numbers], weight.to(dtype), None)
-                for weight, numbers in zip(self.weights, self._numbers, strict=True)
-            ],
-            -1,
+    def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        return tuple(
+            None if each is None else in_dtype(each, dtype)
+            for each in (self.bias, self.projection, *self.weights)
         )
-        if self.bias is not None:
-            scores = scores + self.bias.to(dtype)
-        log_prob = torch.log_softmax(scores, -1)
+
+    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
+        bias, projection, *weights = tensors
+        seen = rows if projection is None else linear(rows, projection)
+        of_bands = [
+            wide_scores(seen[:, part], weight, None)
+            for weight, part in zip(weights, self._seen_by, strict=True)
+        ]
+        scores = torch.cat(of_bands, -1)
+        log_prob = log_softmax(scores if bias is None else scores + bias)
         if chosen is None:
             return self._by_class(log_prob)
         return log_prob.gather(-1, self._places_of(chosen))
 
     def config(self) -> dict[str, Any]:
-        return {
+        config = {
             **super().config(),
             "bands": [list(band) for band in self.bands],
             "variant": self.variant,
             "bias": self.bias is not None,
         }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
         # The bands say how many classes there are.
-        return super().from_config({k: v for k, v in config.items() if k != "n_classes"})
+        del config["n_classes"]
+        return config
 
 
-def _checked_bands(bands: Any, in_features: int, variant: Any) -> tuple[tuple[int, int], ...]:
-    if variant not in VARIANTS:
-        raise ValueError(f"variant: expected one of {VARIANTS}, got {variant!r}")
+def _checked_bands(bands: Any, in_features: int, variant: str) -> tuple[tuple[int, int], ...]:
     expected = "a list of (classes, width), the most frequent classes first"
     if isinstance(bands, (str, bytes)) or not hasattr(bands, "__iter__"):
         raise TypeError(f"bands: expected {expected}, got {type(bands).__name__}")
     pairs = []
     for position, band in enumerate(bands):
         pair = tuple(band) if hasattr(band, "__iter__") else ()
-        if len(pair) != 2 or not all(type(each) is int for each in pair):
+        if len(pair) != 2 or not all(
+            type(each) is int or isinstance(each, np.integer) for each in pair
+        ):
             raise TypeError(f"bands: expected {expected}, got {band!r} at position {position}")
         for name, number in zip(("classes", "width"), pair, strict=True):
             if number < 1:
@@ -193,7 +228,7 @@ def _checked_bands(bands: Any, in_features: int, variant: Any) -> tuple[tuple[in
                     f"bands: expected at least 1 for the {name} of each band, got {number} at "
                     f"position {position}"
                 )
-        pairs.append((pair[0], pair[1]))
+        pairs.append((int(pair[0]), int(pair[1])))
     if not pairs:
         raise ValueError(f"bands: expected {expected}, got none")
     total = sum(width for _, width in pairs)

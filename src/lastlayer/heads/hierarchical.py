@@ -1,38 +1,48 @@
 """The hierarchical softmax: a class is a path through a tree of small choices."""
 
+import math
 from functools import partial
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from lastlayer.heads._checks import (
-    check_classes,
-    check_count,
-    check_generator,
-    check_hidden,
-    check_target,
+from lastlayer._checks import check_generator, check_int
+from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
+from lastlayer.fused.paths import TreeTables, path_loss
+from lastlayer.fused.recompute import in_chunks
+from lastlayer.fused.scores import row_chunks, wide_scores
+from lastlayer.heads._tree_nodes import (
+    Nodes,
+    all_log_prob,
+    class_vectors,
+    init_biases,
+    init_nodes,
+    path_log_prob,
+    shared_log_prob,
+    tree_loss,
+    wide,
 )
-from lastlayer.heads._grouped_nodes import groups_suit
-from lastlayer.heads._path_log_prob import any_tree_loss, chosen_log_prob, most_rows
-from lastlayer.heads._path_loss import path_loss
-from lastlayer.heads._sampling import check_drawn
-from lastlayer.heads._tree_head import TreeHead
-from lastlayer.heads._tree_levels import all_classes_log_prob
 from lastlayer.heads._tree_search import Found, beam_search, draw_leaves, exact_search
-from lastlayer.heads._tree_start import class_vectors, start_nodes, vectors_of_layer, wide
-from lastlayer.heads._tree_state import check_tree
-from lastlayer.heads.base import TopK
+from lastlayer.heads.base import Head, TopK, checked_draws
+from lastlayer.heads.recipes import Recipe
 from lastlayer.trees import Tree
 
+# Beside the state of a saved head.
+_TREE_FILE = "tree.safetensors"
 # Rows that are searched at a time.
 _SEARCHED_ROWS = 1024
 # Where more than this part of the classes is asked for, sorting all is faster than a search.
 _SEARCHED_PART, _SEARCHED_CLASSES = 1 / 8, 512
+# Numbers held for each class and row of all log-probabilities (scores, edges by arity and in order,
+# sums, classes), and for each gathered one.
+_ALL_COPIES, _GATHERED_COPIES = 9.0, 3.0
 
 
-class HierarchicalSoftmax(TreeHead):
-    r"""A choice among the children of each node on the way from the root of a tree to a class.
+class HierarchicalSoftmax(Head):
+    r"""Hierarchical softmax: a class is a path through a tree, with a small choice at each node.
 
     .. math:: \log p_c = \sum_{v \in \mathrm{path}(c)} \log p(\text{child of } v \mid v, h)
 
@@ -41,15 +51,15 @@ class HierarchicalSoftmax(TreeHead):
     probabilities are a softmax over its children. They sum to 1 over all classes by construction.
     In a tree that overlaps, a class has the sum of its paths.
 
-    Choose it where classes are very many and training has to be cheap, with a tree that fits:
-    Huffman's for speed, one that is learned (:func:`lastlayer.trees.cluster`) for accuracy.
+    Choose it where there are very many classes and training has to be cheap, with a tree that
+    fits: Huffman's for speed, a learned one (:func:`lastlayer.trees.cluster`) for accuracy.
 
     Cost: a training step touches the nodes on the paths of its targets, some log₂ of n_classes
     for each row, or fewer for frequent classes in Huffman's tree. All classes cost as much as a
     flat layer. In a binary tree without overlap a step holds no vectors: kernels read them where
     they are. In other trees a step on a GPU holds the scores of all children on the paths. On a
     CPU it holds vectors, rows × path × in_features, until backward; nodes of more than 32 children
-    are taken one by one instead, except inside ``torch.compile``.
+    are taken one by one instead.
 
     With ``sparse=True`` the gradients of ``weight`` and ``bias`` are sparse tensors of the rows
     that were touched, for ``lastlayer.optim.RowAdagrad``, ``torch.optim.SparseAdam`` or SGD:
@@ -58,8 +68,8 @@ class HierarchicalSoftmax(TreeHead):
     and so is all that is compiled, and that of wider nodes while a CUDA graph is captured.
 
     Args:
-        in_features: how many numbers a hidden state has.
-        tree: where each class is.
+        in_features: size of the hidden state.
+        tree: over the classes; :mod:`lastlayer.trees` builds them.
         bias: whether nodes have biases.
         sparse: whether gradients are row-sparse.
         ignore_index: rows with this target count for nothing; None where every target counts.
@@ -88,8 +98,89 @@ class HierarchicalSoftmax(TreeHead):
         Mnih and Hinton, A scalable hierarchical distributed language model, NIPS 2008.
     """
 
+    recipes = (
+        Recipe(
+            "hierarchical",
+            "a path through a tree of small choices",
+            defaults={"sparse": True},
+            extra={"tree": Literal["huffman", "balanced", "two_level"], "arity": int},
+            from_data=lambda data, given: {
+                "tree": data.tree(given.get("tree", "huffman"), given.get("arity"))
+            },
+            filled=frozenset({"tree"}),
+            compared=("hierarchical", "hierarchical:tree=two_level"),
+            rank=20,
+        ),
+    )
+    weight: Parameter
+    bias: Parameter | None
+    tree_digest: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        tree: Tree,
+        *,
+        bias: bool = True,
+        sparse: bool = False,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_tree(tree)
+        super().__init__(
+            in_features, tree.n_classes, ignore_index=ignore_index, reduction=reduction
+        )
+        self.tree, self.sparse = tree, sparse
+        n_rows = int(tree.arity.sum()) - int((tree.arity == 2).sum())
+        self.weight = Parameter(torch.empty(n_rows, self.in_features, device=device, dtype=dtype))
+        biases = torch.empty(n_rows, device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if biases is None else Parameter(biases))
+        # In the state, so that it is not loaded into a head with another tree of the same size.
+        self.register_buffer("tree_digest", torch.tensor(0, device=device))
+        self.register_load_state_dict_post_hook(_fill_tables)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fresh parameters, distributed as those of ``nn.Linear``; and the tables of the tree.
+
+        A head that was made on the meta device is whole after ``to_empty`` and this.
+        """
+        self._make_tables()
+        self.tree_digest = torch.tensor(self.tree.digest, device=self.weight.device)
+        bound = 1.0 / math.sqrt(self.in_features)
+        torch.nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            torch.nn.init.uniform_(self.bias, -bound, bound)
+
+    def _make_tables(self) -> None:
+        self._tables = TreeTables(self.tree, self.weight.device)
+        self._tables_are_made = not self.weight.is_meta
+
+    @property
+    def _nodes(self) -> Nodes:
+        sparse = self.sparse and not torch.compiler.is_compiling()
+        return Nodes(self._tables, self.weight, self.bias, sparse)
+
+    def init_bias_from_counts(self, counts: Any) -> None:
+        """Start at the class frequencies, the cheapest speed-up there is.
+
+        A binary node gets the log-odds of the counts below its two children, each child of a wider
+        node the log of its share. At the hidden state 0 the head then predicts the frequencies.
+
+        Args:
+            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
+        """
+        if self.bias is None:
+            raise ValueError(
+                f"init_bias_from_counts: expected a head with biases, got {type(self).__name__} "
+                "with bias=False; make it with bias=True"
+            )
+        init_biases(self._tables, self.bias, counts)
+
     @classmethod
-    def from_linear(
+    def init_from_linear(
         cls,
         linear: torch.nn.Linear | torch.nn.Embedding,
         tree: Tree,
@@ -97,7 +188,7 @@ class HierarchicalSoftmax(TreeHead):
         counts: Any = None,
         **options: Any,
     ) -> Self:
-        """A head that starts from a trained flat layer. A warm start, not the same function.
+        """A new head that starts near a trained flat layer. A warm start, not the same function.
 
         The score of a subtree is the tangent, at the hidden state 0, of the log of the sum of its
         classes' exponentials: the mean of their vectors and biases, each class by its probability
@@ -109,15 +200,25 @@ class HierarchicalSoftmax(TreeHead):
         Args:
             linear: the layer, or an embedding whose rows are the class vectors.
             tree: over the same classes.
-            counts: one number a class, the weights of the means; without them the probabilities
+            counts: one number per class, the weights of the means; without them the probabilities
                 that the biases give.
             options: what else the constructor takes, by name; the layer decides device and dtype.
         """
-        check_tree(tree)
-        vectors, biases = vectors_of_layer(linear, tree.n_classes)
-        layer = linear.weight
-        head = cls(vectors.shape[1], tree, device=layer.device, dtype=layer.dtype, **options)
-        start_nodes(head._tables, head.weight, head.bias, vectors, biases, counts)
+        _check_tree(tree)
+        if not isinstance(linear, (torch.nn.Linear, torch.nn.Embedding)):
+            raise TypeError(
+                f"linear: expected an nn.Linear or nn.Embedding, got {type(linear).__name__}"
+            )
+        layer = linear.weight.detach()
+        if len(layer) != tree.n_classes:
+            raise ValueError(
+                f"linear: expected {tree.n_classes} classes, as the tree has, got {len(layer)} in "
+                f"a weight of shape {tuple(layer.shape)}"
+            )
+        bias = getattr(linear, "bias", None)
+        biases = layer.new_zeros(len(layer)) if bias is None else bias.detach()
+        head = cls(layer.shape[1], tree, device=layer.device, dtype=layer.dtype, **options)
+        init_nodes(head._nodes, layer, biases, counts)
         return head
 
     def relearn(self, tree: Tree, *, counts: Any = None) -> Self:
@@ -125,88 +226,110 @@ class HierarchicalSoftmax(TreeHead):
 
         Each class gets the vector that this tree implies, the signed sum of the vectors on its
         path, weighted as in the tangent of its log-probability at the hidden state 0. From these
-        the new nodes are made as :meth:`from_linear` makes them. From a tree without overlap to
-        itself nothing changes.
+        the new nodes are made as :meth:`init_from_linear` makes them. From a tree without overlap
+        to itself nothing changes.
 
         The new head has the options, device and dtype of this one, which is left alone. Its
         parameters are other tensors: make an optimiser for them.
 
         Args:
             tree: such as ``trees.cluster`` makes of the mean hidden states of each class.
-            counts: one number a class, the weights of the means; without them the probabilities
+            counts: one number per class, the weights of the means; without them the probabilities
                 at the hidden state 0.
         """
-        check_tree(tree)
+        _check_tree(tree)
         if tree.n_classes != self.n_classes:
             raise ValueError(
                 f"tree: expected the {self.n_classes} classes of the head, got {tree.n_classes}"
             )
-        made = type(self).from_config({**self.config(), "tree": tree})
+        made = type(self)(**{**self.config(), "tree": tree})
         made.to(self.weight.device, self.weight.dtype).train(self.training)
-        with torch.no_grad():
-            bias = None if self.bias is None else wide(self.bias)
-            vectors, biases = class_vectors(self._tables, wide(self.weight), bias)
-        start_nodes(made._tables, made.weight, made.bias, vectors, biases, counts)
+        init_nodes(made._nodes, *class_vectors(self._nodes), counts)
         return made
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets. Only nodes on their paths are touched."""
-        check_hidden(self, hidden)
-        target = check_target(self, hidden, target)
-        rows, classes = hidden.reshape(-1, self.in_features), target.reshape(-1)
-        if self._tables.is_plain:
-            loss = path_loss(
-                self._tables, rows, self.weight, self.bias, classes,
-                ignore_index=self.ignore_index, reduction=self.reduction, sparse=self.sparse,
-            )  # fmt: skip
+        rows = self._check_rows(hidden)
+        target = self._check_target(hidden, target)
+        classes = target if target.dim() == 1 else target.reshape(-1)
+        tables, parameters = self._tables, (self.weight, self.bias)
+        how: dict[str, Any] = dict(ignore_index=self.ignore_index, reduction=self.reduction)
+        if tables.binary_paths:
+            loss = path_loss(tables, rows, *parameters, classes, sparse=self.sparse, **how)
         else:
-            with torch.autocast(hidden.device.type, enabled=False):
-                rows = rows if groups_suit(self._tables, rows) else wide(rows)
-                loss = any_tree_loss(self._nodes, rows, classes, self.ignore_index, self.reduction)
+            loss = tree_loss(self._nodes, rows, classes, **how)
         if not len(self.weight):
             # A single class has no node: a sum over none, so that backward finds the parameters.
             for each in self.parameters():
                 loss = loss + each.sum().to(loss.dtype)
-        return loss.reshape(target.shape) if self.reduction == "none" else loss
+        return loss.reshape(target.shape) if loss.dim() != 0 and target.dim() != 1 else loss
 
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
         """Exact log-probabilities in float32, or in float64 from float64.
 
         For all classes the scores of all nodes are one product, and log-probabilities are added
-        down the tree level by level, for a chunk of rows at a time. For chosen classes only their
-        paths are touched, unless these have more nodes than the tree. The result is
-        differentiable; for chosen classes backward gathers the vectors of each chunk again.
+        down the tree level by level. For chosen classes only their paths are touched, unless these
+        have more nodes than the tree; for a list that all rows share, each vector once. The result
+        is differentiable; for chosen classes, backward makes the scores of each chunk of rows
+        again.
 
         Args:
             hidden: ``(*batch, in_features)``.
-            classes: class ids, int64: ``(*batch, k)``, or ``(k,)`` for every row; None for all.
+            classes: class ids of any integer dtype: ``(*batch)``, one per row, or ``(*batch, k)``;
+                None for all classes. A list shared by all rows is ``classes.expand(*batch, k)``.
 
         Returns:
-            ``(*batch, n_classes)``, or ``(*batch, k)``.
+            ``(*batch)``, ``(*batch, k)`` or ``(*batch, n_classes)``.
         """
-        check_hidden(self, hidden)
-        chosen = None if classes is None else check_classes(self, hidden, classes)
-        recording = torch.is_grad_enabled() and (
-            hidden.requires_grad or any(each.requires_grad for each in self.parameters())
-        )
-        with torch.autocast(hidden.device.type, enabled=False):
-            if chosen is None or most_rows(self._tables, chosen) > self._tables.n_rows:
-                rows = self._product_rows(hidden)
-                made = all_classes_log_prob(self._nodes, rows, self.chunk_rows, recording)
-                made = made if chosen is None else made.gather(-1, chosen)
-            else:
-                rows = self._wide_rows(hidden)
-                made = chosen_log_prob(self._nodes, rows, chosen, self.chunk_rows, recording)
-        return made.reshape(*hidden.shape[:-1], made.shape[-1])
+        rows, shape = self._check_rows(hidden), (*hidden.shape[:-1], self.n_classes)
+        chosen = None
+        if classes is not None:
+            chosen, shape = self._check_classes(hidden, classes)
+        with without_autocast(hidden):
+            return self._rows_log_prob(rows, chosen).reshape(shape)
 
-    def _product_rows(self, hidden: Tensor) -> Tensor:
-        """Rows in a dtype that rounds neither them nor the vectors: those of paths are not."""
-        dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
-        return hidden.reshape(-1, self.in_features).to(dtype)
+    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None) -> Tensor:
+        tables, parameters = self._tables, (self.weight, self.bias)
+        n, d = rows.shape
+        # The most rows of the weight that the chosen classes of one row of hidden states take.
+        most = 0 if chosen is None else chosen.shape[1] * tables.most_paths * tables.longest
+        most *= tables.widest if tables.has_wide else 1
+        if chosen is None or most > tables.n_rows:
+            # In a dtype that rounds neither the rows nor the vectors: those of paths are not.
+            rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
+            recording = torch.is_grad_enabled() and (
+                rows.requires_grad or any(each.requires_grad for each in self.parameters())
+            )
+            if chosen is None and recording:
+                return self._all_log_prob(rows, None, *parameters)
+            chunks = [*row_chunks(rows, tables.n_edges // 2, self.chunk_rows, _ALL_COPIES)]
+            return in_chunks(self._all_log_prob, rows, [chosen], parameters, chunks)
+        rows, sparse = wide(rows), self._nodes.sparse
+        alike = n > 1 and chosen.stride(0) == 0 and tables.n_inner > 0
+        if alike and host_sync_allowed(rows) and not torch.compiler.is_compiling():
 
-    def _wide_rows(self, hidden: Tensor) -> Tensor:
-        """Rows in float32, or in float64 from float64: what is gathered is not rounded."""
-        return wide(hidden.reshape(-1, self.in_features))
+            def shared(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                return shared_log_prob(Nodes(tables, weight, bias, sparse), rows, chosen[0])
+
+            chunks = [*row_chunks(rows, 2 * most, self.chunk_rows, _GATHERED_COPIES)]
+            return in_chunks(shared, rows, [], parameters, chunks)
+
+        def along_paths(
+            rows: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None
+        ) -> Tensor:
+            nodes = Nodes(tables, weight, bias, sparse)
+            return path_log_prob(nodes, rows, chosen, once=False)
+
+        chunks = [*row_chunks(rows, most * d, self.chunk_rows, _GATHERED_COPIES)]
+        return in_chunks(along_paths, rows, [chosen], parameters, chunks)
+
+    def _all_log_prob(
+        self, rows: Tensor, chosen: Tensor | None, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        biases = None if bias is None else in_dtype(bias, rows.dtype)
+        scores = wide_scores(rows, in_dtype(weight, rows.dtype), biases)
+        made = all_log_prob(self._tables, scores)
+        return made if chosen is None else made.gather(-1, chosen)
 
     @torch.no_grad()
     def topk(self, hidden: Tensor, k: int, *, beam: int | None = None) -> TopK:
@@ -229,46 +352,37 @@ class HierarchicalSoftmax(TreeHead):
             beam: at least k. Only the first sweep, with so many nodes of each level. This is not
                 exact: a good class below a node that looks worse than ``beam`` others is missed.
         """
-        check_hidden(self, hidden)
-        check_count("k", k, most=self.n_classes)
+        self._check_hidden(hidden)
+        k, tables = self._check_k(k), self._tables
         if beam is not None:
-            self._check_beam(beam, k)
+            beam = check_int("beam", beam, least=k, note="a beam has room for k classes")
+            if tables.overlaps:
+                raise ValueError(
+                    f"beam: expected None for a tree that overlaps, got {beam}; a beam finds "
+                    "single paths, and the probability of a class is the sum over its paths"
+                )
         many = self.n_classes > _SEARCHED_CLASSES and k > self.n_classes * _SEARCHED_PART
-        if self._tables.overlaps or not self._tables.n_inner or (many and beam is None):
+        if tables.overlaps or not tables.n_inner or (many and beam is None):
             return super().topk(hidden, k)
-        found = self._search(hidden, k, beam)
-        shape = *hidden.shape[:-1], k
+        found, shape = self._search(hidden, k, beam), (*hidden.shape[:-1], k)
         return TopK(found.values.reshape(shape), found.classes.reshape(shape))
 
     def _search(self, hidden: Tensor, k: int, beam: int | None = None) -> Found:
-        rows = self._wide_rows(hidden)
-        given = hidden.reshape(-1, self.in_features).split(_SEARCHED_ROWS)
-        found = []
-        mixed = torch.is_autocast_enabled(hidden.device.type)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for some, as_given in zip(rows.split(_SEARCHED_ROWS), given, strict=True):
-                nodes = self._nodes
+        given = hidden.reshape(-1, self.in_features)
+        found, mixed = [], torch.is_autocast_enabled(hidden.device.type)
+        with without_autocast(hidden):
+            for some in given.split(_SEARCHED_ROWS):
                 if beam is None:
-                    sort = partial(self._sorted, as_given, k, mixed)
-                    found.append(exact_search(nodes, some, k, sort))
+                    sort = partial(self._sorted, some, k, mixed)
+                    found.append(exact_search(self._nodes, wide(some), k, sort))
                 else:
-                    found.append(beam_search(nodes, some, k, beam))
+                    found.append(beam_search(self._nodes, wide(some), k, beam))
         return Found(*(torch.cat(each) for each in zip(*found, strict=True)))
 
     def _sorted(self, rows: Tensor, k: int, mixed: bool, some: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(rows.device.type, enabled=mixed):
             best = super().topk(rows[some], k)
         return best.values, best.classes
-
-    def _check_beam(self, beam: Any, k: int) -> None:
-        check_count("beam", beam)
-        if beam < k:
-            raise ValueError(f"beam: expected at least k, {k}, got {beam}")
-        if self._tables.overlaps:
-            raise ValueError(
-                f"beam: expected None for a tree that overlaps, got {beam}; a beam finds single "
-                "paths, and the probability of a class is the sum over its paths"
-            )
 
     @torch.no_grad()
     def sample(
@@ -280,21 +394,66 @@ class HierarchicalSoftmax(TreeHead):
 
         Args:
             hidden: ``(*batch, in_features)``.
-            n_samples: draws a row.
-            generator: where chance comes from, on the device of hidden; torch's own otherwise.
+            n_samples: draws per row.
+            generator: source of randomness, on the device of hidden; torch's own otherwise.
 
         Returns:
             Class ids ``(*batch, n_samples)``, int64. A row without probabilities, as a NaN
             makes it, is an error on a CPU and inside ``lastlayer.debug()``, and else all -1.
         """
-        check_hidden(self, hidden)
-        check_count("n_samples", n_samples)
-        check_generator(generator, hidden)
+        rows, n_samples = self._check_rows(hidden), check_int("n_samples", n_samples)
+        check_generator(generator, hidden.device)
         shape = *hidden.shape[:-1], n_samples
         if not self._tables.n_inner:
             return torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-        with torch.autocast(hidden.device.type, enabled=False):
-            classes = draw_leaves(self._nodes, self._wide_rows(hidden), n_samples, generator)
-        classes = classes.reshape(shape)
-        check_drawn(classes)
-        return classes
+        with without_autocast(hidden):
+            classes = draw_leaves(self._nodes, wide(rows), n_samples, generator)
+        return checked_draws(classes.reshape(shape))
+
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments: ``cls(**head.config())`` makes such a head.
+
+        The tree is in it as it is; :meth:`save` writes it to a file of its own.
+        """
+        config = super().config()
+        del config["n_classes"]
+        own = {"tree": self.tree, "bias": self.bias is not None, "sparse": self.sparse}
+        return {"in_features": config.pop("in_features"), **own, **config}
+
+    def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in config.items() if name != "tree"}
+
+    def _save_extra(self, folder: Path) -> None:
+        self.tree.save(folder / _TREE_FILE)
+
+    @classmethod
+    def _load_extra(cls, folder: Path) -> dict[str, Any]:
+        return {"tree": Tree.load(folder / _TREE_FILE)}
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        digest = state_dict.get(f"{prefix}tree_digest")
+        if isinstance(digest, Tensor) and not digest.is_meta and int(digest) != self.tree.digest:
+            raise ValueError(
+                "state_dict: expected the state of a head with the same tree, got that of another "
+                f"one; make the head with the tree it was trained with, not with {self.tree!r}"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+
+def _check_tree(tree: Any) -> None:
+    if not isinstance(tree, Tree):
+        raise TypeError(
+            f"tree: expected a lastlayer.trees.Tree, got {type(tree).__name__}; trees.balanced(n) "
+            "or trees.huffman(counts) make one"
+        )
+
+
+def _fill_tables(head: HierarchicalSoftmax, _keys: Any) -> None:
+    """A head that was made on the meta device has no tables before it has its parameters."""
+    if not head._tables_are_made:
+        head._make_tables()

@@ -1,30 +1,53 @@
-"""Any number of labels a row, of very many."""
+"""Any number of labels per row, of very many."""
 
-from collections.abc import Mapping
-from functools import partial
+import math
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from lastlayer import kernels
-from lastlayer.heads import _label_options as labels
-from lastlayer.heads._checks import check_count, check_hidden
-from lastlayer.heads._dense_labels import dense_label_losses, reduced_label_losses
-from lastlayer.heads._label_probs import label_log_probs, lists_above
-from lastlayer.heads._linear import LinearHead
-from lastlayer.heads._rows import row_chunks
-from lastlayer.heads._scores import wide_scores
-from lastlayer.heads._top import COPIES as TOP_COPIES
-from lastlayer.heads._top import top_classes
-from lastlayer.heads.base import TopK
-from lastlayer.losses._positives import positive_lists
+from lastlayer._checks import (
+    as_counts,
+    check_choice,
+    check_chunk,
+    check_int,
+    check_real,
+    check_reduction,
+)
+from lastlayer._labels import check_label_smoothing
+from lastlayer._torch import in_autocast_dtype, without_autocast
+from lastlayer.fused.label_lists import check_lists, sorted_lists
+from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
+from lastlayer.fused.recompute import in_chunks
+from lastlayer.fused.scores import row_chunks, wide_scores
+from lastlayer.heads.base import TOP_COPIES, TopK, log_of_probs, top_classes
+from lastlayer.heads.linear import LinearHead
+from lastlayer.heads.recipes import Recipe
 from lastlayer.losses.calibration import ZLPRCalibrator
+from lastlayer.losses.multilabel import asymmetric_loss, multilabel_sparsemax_loss
 from lastlayer.maps.sparsemax import sparsemax
+
+# From hidden states, and from scores and dense labels of some rows.
+_FUSED: dict[str, Callable[..., Tensor]] = {"zlpr": linear_zlpr_loss, "bce": linear_bce_loss}
+_DENSE: dict[str, Callable[..., Tensor]] = {
+    "asymmetric": asymmetric_loss,
+    "sparsemax": multilabel_sparsemax_loss,
+}
+# What the lab calls each loss, and says of it.
+_RECIPES = {
+    "zlpr": ("zlpr", "zero-bounded log-sum-exp and pairwise ranking"),
+    "bce": ("bce", "one logistic choice per label"),
+    "asymmetric": ("asymmetric", "logistic choices with fewer easy negatives"),
+    "sparsemax": ("sparsemax_labels", "one sparse distribution over the labels"),
+}
 
 
 class MultiLabel(LinearHead):
-    r"""A linear layer for any number of right labels a row, without the matrix of scores.
+    r"""A linear layer for any number of right labels per row, without the matrix of scores.
 
     .. math:: s = W h + b, \qquad \text{predicted: } \{c : s_c > 0\}
 
@@ -33,34 +56,36 @@ class MultiLabel(LinearHead):
     * ``"zlpr"``: :func:`lastlayer.zlpr_loss`, which keeps few positives and very many negatives in
       balance. Choose it first. The probability that it reports is :math:`\sigma(2s)`, which is
       that of *soft* labels; read :func:`lastlayer.zlpr_probability` before you trust it.
-    * ``"bce"``: :func:`lastlayer.binary_cross_entropy_loss`; :math:`\sigma(s)` is a probability.
+    * ``"bce"``: the binary cross entropy; :math:`\sigma(s)` is a probability.
     * ``"asymmetric"``: :func:`lastlayer.asymmetric_loss`; :math:`\sigma(s)` is a ranking only.
     * ``"sparsemax"``: :func:`lastlayer.multilabel_sparsemax_loss`. Its probabilities are one
       distribution over the labels, and the predicted labels are its support, at least one. Rows
       without a label have no loss.
 
     Labels do not exclude each other: ``log_prob`` is the log-probability that a label is on, and
-    does not add up to 1 over the labels (but for sparsemax). So ``sample`` has no meaning here.
+    its exponentials do not sum to 1 over the labels (but for sparsemax). So there is no ``sample``.
 
-    Cost: "zlpr" and "bce" take three to four products of rows × in_features × n_classes a step and
-    hold a slab of scores, see :func:`lastlayer.fused.linear_zlpr_loss`. The other two make dense
-    scores and labels for a chunk of rows at a time, and again in backward: slower, and the
-    gradient of the weight is added up chunk by chunk in its own dtype.
+    Cost: "zlpr" and "bce" take three to four products of rows × in_features × n_classes per step
+    and hold a slab of scores, see :func:`lastlayer.fused.linear_zlpr_loss`. The other two make
+    dense scores and labels for a chunk of rows at a time, and again in backward: slower.
 
     Args:
-        in_features: how many numbers a hidden state has.
-        n_classes: how many labels there are.
+        in_features: size of the hidden state.
+        n_classes: number of labels.
         loss: "zlpr", "bce", "asymmetric" or "sparsemax".
         bias: whether each label has a bias.
-        smoothing: how far labels that are not listed are on, from 0 to below 1/2; listed ones are
-            on by as much less than 1.
-        loss_options: what the asymmetric loss takes by name beside scores and labels.
+        label_smoothing: the label of every class that is not listed, from 0 to below 1/2; listed
+            ones have 1 minus that.
+        loss_options: options of :func:`lastlayer.asymmetric_loss` by name; for that loss only.
         calibrator: fitted on scores of held-out data, it gives the probabilities and the thresholds
             of the labels; not with "sparsemax". It is a part of the head, saved with it, and can
             be set at any time.
         ignore_index: the id that pads lists.
         reduction: "mean" over rows, "sum" or "none".
-        chunk_rows: rows of scores held at a time where all labels of a row are, "auto" or "low".
+        chunk_rows: rows of scores held at a time where all labels of a row are needed (prediction,
+            and training with "asymmetric" and "sparsemax"), "auto" or "low".
+        chunk_classes: labels of which scores are held at a time in training with "zlpr" and "bce",
+            "auto" or "low".
         device: where the parameters are made.
         dtype: of the parameters.
 
@@ -75,6 +100,12 @@ class MultiLabel(LinearHead):
                 [-100, -100]])
     """
 
+    recipes = tuple(
+        Recipe(name, about, task="multilabel", fixed={"loss": loss}, compared=(name,), rank=rank)
+        for rank, (loss, (name, about)) in enumerate(_RECIPES.items(), 40)
+    )
+    ignore_index: int
+
     def __init__(
         self,
         in_features: int,
@@ -82,23 +113,67 @@ class MultiLabel(LinearHead):
         loss: str = "zlpr",
         bias: bool = True,
         *,
-        smoothing: float = 0.0,
+        label_smoothing: float = 0.0,
         loss_options: Mapping[str, float] | None = None,
         calibrator: ZLPRCalibrator | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
         chunk_rows: int | str = "auto",
+        chunk_classes: int | str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        labels.check_options(loss, loss_options, smoothing, calibrator, n_classes, ignore_index)
+        check_choice("loss", loss, tuple(_RECIPES))
+        _check_loss_options(loss, loss_options)
+        _check_calibrator(calibrator, loss, n_classes)
+        if ignore_index is None:
+            raise TypeError("ignore_index: expected an int, the id that pads lists, got None")
+        check_chunk(chunk_classes, "chunk_classes")
+        if loss in _DENSE and chunk_classes != "auto":
+            raise ValueError(
+                f"chunk_classes: expected 'auto' for loss={loss!r}, which needs all labels of a "
+                f"row at once, got {chunk_classes!r}; chunk_rows= bounds its memory"
+            )
         super().__init__(
             in_features, n_classes, bias, ignore_index=ignore_index, reduction=reduction,
             chunk_rows=chunk_rows, device=device, dtype=dtype,
         )  # fmt: skip
-        self.loss, self.smoothing = loss, smoothing
-        self.loss_options = dict(loss_options or {})
+        self.loss, self.label_smoothing = loss, check_label_smoothing(label_smoothing)
+        self.loss_options, self.chunk_classes = dict(loss_options or {}), chunk_classes
         self.calibrator = calibrator
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
+        if "class_weight" in options:
+            raise TypeError(_NO_CLASS_WEIGHT)
+        return super().from_linear(linear, **options)
+
+    @torch.no_grad()
+    def init_bias_from_counts(self, counts: Any, n_rows: int | None = None) -> None:
+        """Start at the label frequencies: the cheapest speed-up there is.
+
+        At the hidden state 0 each label then has as its probability the share of rows that have
+        it: biases become its log-odds, half of that for "zlpr". With "sparsemax" they become the
+        log of each label's share of all labels.
+
+        Args:
+            counts: how many rows have each label, ``(n_classes,)``; 0 counts as a half.
+            n_rows: number of rows that were counted; "sparsemax" does without it.
+        """
+        given = torch.from_numpy(as_counts(counts, self.n_classes))
+        if n_rows is not None:
+            if float(given.max()) > check_int("n_rows", n_rows):
+                raise ValueError(
+                    f"counts: expected at most n_rows={n_rows} for each label, got {given.max():g}"
+                )
+        elif self.loss != "sparsemax":
+            raise ValueError(
+                "n_rows: expected the number of rows in which labels were counted, got None"
+            )
+        super().init_bias_from_counts(counts)
+        if n_rows is not None and self.loss != "sparsemax" and self.bias is not None:
+            log_odds = (given.clamp(0.5, n_rows - 0.5) / n_rows).logit()
+            self.bias.copy_(log_odds / 2 if self.loss == "zlpr" else log_odds)
 
     def forward(
         self,
@@ -112,36 +187,51 @@ class MultiLabel(LinearHead):
 
         Args:
             hidden: ``(*batch, in_features)``.
-            positives: the labels of each row that are on, int64: ``(*batch, m)``, padded with
-                ``ignore_index``; or ``(k,)`` with offsets. Duplicates count once.
-            offsets: ``(rows + 1,)`` int64: row i lists ``positives[offsets[i] : offsets[i + 1]]``.
-            values: how far each listed label is on, in [0, 1]; no gradient flows to it.
+            positives: the labels that are on, class ids of any integer dtype: ``(*batch, m)``,
+                padded with ``ignore_index``; or ``(k,)`` with offsets. Duplicates count once.
+            offsets: ``(rows + 1,)`` integers: where each list starts and the last one ends.
+            values: the label of each listed class, in [0, 1]; no gradient flows to it.
         """
-        check_hidden(self, hidden)
-        lists = {"offsets": offsets, "values": values, "ignore_index": self.ignore_index}
-        if self.loss in labels.FUSED:
-            slabs = self.chunk_rows if isinstance(self.chunk_rows, str) else "auto"
-            return labels.FUSED[self.loss](
-                hidden, self.weight, positives, self.bias, **lists, smoothing=self.smoothing,
-                reduction=self.reduction, chunk_classes=slabs,
+        self._check_hidden(hidden)
+        if self.class_weight is not None:
+            raise TypeError(_NO_CLASS_WEIGHT)
+        if self.loss in _FUSED:
+            return _FUSED[self.loss](
+                hidden, self.weight, positives, self.bias, offsets=offsets, values=values,
+                label_smoothing=self.label_smoothing, ignore_index=self.ignore_index,
+                reduction=self.reduction, chunk_classes=self.chunk_classes,
             )  # fmt: skip
-        return self._dense_loss(hidden, positives, lists)
+        return self._dense_loss(hidden, positives, offsets, values)
 
-    def _dense_loss(self, hidden: Tensor, positives: Tensor, options: dict[str, Any]) -> Tensor:
-        batch = hidden.shape[:-1]
-        lists = positive_lists(
-            positives, n_rows=batch.numel(), n_classes=self.n_classes, smoothing=self.smoothing,
-            batch=tuple(batch), **options,
-        )  # fmt: skip
-        row_loss = partial(labels.DENSE[self.loss], reduction="none", **self.loss_options)
-        made_of = rows, _, _ = self._operands(hidden)
-        chunks = self._chunks(rows)
-        losses = dense_label_losses(row_loss, *made_of, lists, self.smoothing, chunks)
-        if self.reduction == "none":
-            return losses.reshape(batch)
-        # Without labels there is no distribution over them, and so no loss.
-        only_with_labels = self.loss == "sparsemax" and not self.smoothing
-        return reduced_label_losses(losses, lists, self.reduction, only_with_labels)
+    def _dense_loss(self, hidden: Tensor, positives: Any, offsets: Any, values: Any) -> Tensor:
+        """By scores and labels of a chunk of rows at a time."""
+        check_reduction(self.reduction)
+        n, smoothing = hidden.shape[:-1].numel(), self.label_smoothing
+        given = check_lists(
+            hidden, self.n_classes, positives, offsets, values, self.ignore_index, smoothing
+        )
+        lists = sorted_lists(*given, n, self.n_classes, self.ignore_index, smoothing)
+
+        def losses_of(some: Tensor, ids: Tensor, *tensors: Tensor | None) -> Tensor:
+            scores = _scores(some, *tensors)
+            labels = lists.dense(ids[:1], scores, smoothing)
+            made: Tensor = _DENSE[self.loss](scores, labels, reduction="none", **self.loss_options)
+            return made
+
+        rows = in_autocast_dtype(hidden.reshape(n, self.in_features))
+        with without_autocast(hidden):
+            ids, tensors = torch.arange(n, device=rows.device), self._score_tensors(rows.dtype)
+            chunks = list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
+            losses = in_chunks(losses_of, rows, [ids], tensors, chunks)
+            if self.reduction == "none":
+                return losses.reshape(hidden.shape[:-1])
+            if self.reduction == "sum":
+                return losses.sum()
+            if self.loss != "sparsemax" or smoothing:
+                return losses.sum() / max(1, n)
+            # Without labels there is no distribution over them, and so no loss.
+            counted = lists.sum(lists.positive(losses.dtype)) > 0
+            return losses.sum() / counted.sum().clamp(min=1)
 
     @torch.no_grad()
     def predict(self, hidden: Tensor, *, threshold: float | Tensor | None = None) -> Tensor:
@@ -153,32 +243,34 @@ class MultiLabel(LinearHead):
 
         Args:
             hidden: ``(*batch, in_features)``.
-            threshold: one number, or one a label, ``(n_classes,)``; where it is None that of the
+            threshold: one number, or one per label, ``(n_classes,)``; where it is None that of the
                 calibrator, or 0 without one.
 
         Returns:
             Class ids, int64 ``(*batch, m)``, padded with ``ignore_index``.
         """
-        check_hidden(self, hidden)
-        least = labels.checked_threshold(threshold, self.calibrator, self.n_classes, hidden.device)
-        rows, weight, bias = self._operands(hidden)
-        with torch.autocast(hidden.device.type, enabled=False):
-            chunks = (wide_scores(rows[part], weight, bias) for part in self._chunks(rows))
-            told = map(sparsemax, chunks) if self.loss == "sparsemax" else chunks
-            lists = lists_above(
-                told, least, -100 if self.ignore_index is None else self.ignore_index
-            )
-        return lists.reshape(*hidden.shape[:-1], lists.shape[-1])
+        rows = in_autocast_dtype(self._check_rows(hidden))
+        least = self._check_threshold(threshold, hidden.device)
+        found, n_rows = [], rows.shape[0]
+        with without_autocast(hidden):
+            for first, scores in self._scores_in_chunks(rows, self._copies):
+                told = sparsemax(scores) if self.loss == "sparsemax" else scores
+                row, label = (told > least).nonzero(as_tuple=True)
+                found.append((row + first, label))
+        row, label = (torch.cat(each) for each in zip(*found, strict=True))
+        counts = torch.bincount(row, minlength=n_rows)
+        longest = int(counts.max()) if n_rows else 0
+        place = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
+        lists = label.new_full((n_rows, longest), self.ignore_index)
+        lists[row, place] = label
+        return lists.reshape(*hidden.shape[:-1], longest)
 
     def probability(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
-        """The probability that a label is on: ``exp(log_prob)``, with what the class says of it.
+        """The probability that a label is on, ``exp(log_prob)``; read the class's docstring on it.
 
         Args:
             hidden: ``(*batch, in_features)``.
-            classes: class ids, int64: ``(*batch, k)``, or ``(k,)`` for every row; None for all.
-
-        Returns:
-            ``(*batch, n_classes)``, or ``(*batch, k)``, float32, or float64 from float64.
+            classes: as for :meth:`log_prob`, and the result has the same shape.
         """
         return self.log_prob(hidden, classes).exp()
 
@@ -193,13 +285,10 @@ class MultiLabel(LinearHead):
             hidden: ``(*batch, in_features)``.
             k: from 1 to ``n_classes``.
         """
-        check_hidden(self, hidden)
-        check_count("k", k, most=self.n_classes)
-        rows, weight, bias = self._operands(hidden)
+        rows, k = in_autocast_dtype(self._check_rows(hidden)), self._check_k(k)
         best = []
-        with torch.autocast(hidden.device.type, enabled=False):
-            for part in row_chunks(rows, self.n_classes, self.chunk_rows, TOP_COPIES):
-                scores = wide_scores(rows[part], weight, bias)
+        with without_autocast(hidden):
+            for _, scores in self._scores_in_chunks(rows, TOP_COPIES):
                 top, classes = top_classes(scores, k)
                 if self.loss == "sparsemax":
                     best.append((self._log_probs(scores).gather(-1, classes), classes))
@@ -220,30 +309,111 @@ class MultiLabel(LinearHead):
 
     def _log_probs(self, scores: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Of all labels, or of the chosen ones of each row, where these stand for themselves."""
-        return label_log_probs(scores, self.loss, self.calibrator, chosen)
+        if self.loss == "sparsemax":
+            return log_of_probs(sparsemax(scores))
+        if self.calibrator is None:
+            return logsigmoid(2.0 * scores if self.loss == "zlpr" else scores)
+        slope, bias = (
+            each if chosen is None or each.shape[0] == 1 else each[chosen]
+            for each in (self.calibrator.slope.to(scores), self.calibrator.bias.to(scores))
+        )
+        # A slope of 0 makes nothing of an infinite score.
+        return logsigmoid(torch.where(slope == 0, 0.0, slope * scores) + bias)
 
-    def _filled_in_chunks(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor | None
+    def _rows_log_prob(
+        self, rows: Tensor, chosen: Tensor | None, *tensors: Tensor | None
     ) -> Tensor:
-        if chosen is None or self.loss == "sparsemax":
-            return super()._filled_in_chunks(rows, weight, bias, chosen)
-        # A label stands for itself: the others are not looked at.
-        scores = kernels.class_scores.forward("auto", rows, weight, bias, chosen)
+        # Chosen labels stand for themselves: the others are not looked at. The scores of the
+        # kernel have no gradient.
+        if chosen is None or self.loss == "sparsemax" or torch.is_grad_enabled():
+            return super()._rows_log_prob(rows, chosen, *tensors)
+        scores = kernels.products.scores("auto", rows, *tensors, chosen)
         return self._log_probs(scores, chosen)
 
+    def _scores_in_chunks(self, rows: Tensor, copies: float) -> Iterator[tuple[int, Tensor]]:
+        """Of each chunk of rows the first one, and the scores of all labels."""
+        tensors = self._score_tensors(rows.dtype)
+        for part in row_chunks(rows, self.n_classes, self.chunk_rows, copies):
+            yield part.start, _scores(rows[part], *tensors)
+
+    def _check_threshold(self, threshold: Any, device: torch.device) -> float | Tensor:
+        """A number, or one per label, on the device; by default the calibrator's, or 0."""
+        if threshold is None:
+            threshold = 0.0 if self.calibrator is None else self.calibrator.threshold
+        if not isinstance(threshold, Tensor):
+            return check_real("threshold", threshold, "a number", lambda x: not math.isnan(x))
+        if threshold.shape not in ((1,), (self.n_classes,)):
+            raise ValueError(
+                f"threshold: expected a number, or one per label, ({self.n_classes},), got "
+                f"{tuple(threshold.shape)}"
+            )
+        return threshold.to(device)
+
     def config(self) -> dict[str, Any]:
-        shared, given = super().config(), self.calibrator
+        shared = super().config()
         del shared["class_weight"]
         return {
             **shared,
             "loss": self.loss,
-            "smoothing": self.smoothing,
-            "loss_options": self.loss_options or None,
-            # What was fitted is part of the state.
-            "calibrator": None if given is None else labels.calibrator_config(given),
+            "label_smoothing": self.label_smoothing,
+            "loss_options": dict(self.loss_options) or None,
+            "calibrator": deepcopy(self.calibrator),
+            "chunk_classes": self.chunk_classes,
         }
+
+    def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        made = config["calibrator"]
+        # What was fitted is part of the state.
+        options = made and {
+            "n_classes": made.n_classes,
+            "threshold": made.threshold_kind,
+            "strength": made.strength,
+        }
+        return super()._saved_config(config | {"calibrator": options})
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        made_of = config["calibrator"]
-        return cls(**config | {"calibrator": made_of and ZLPRCalibrator(**made_of)})
+        made = config.get("calibrator")
+        calibrator = ZLPRCalibrator(**made) if isinstance(made, dict) else made
+        return super().from_config(config | {"calibrator": calibrator})
+
+
+_NO_CLASS_WEIGHT = (
+    "class_weight: expected none, since the losses of MultiLabel have no weights per label, got "
+    "some; leave it out"
+)
+
+
+def _scores(rows: Tensor, *tensors: Tensor | None) -> Tensor:
+    weight, bias = tensors
+    if weight is None:
+        raise RuntimeError("weight: expected class vectors")
+    return wide_scores(rows, weight, bias)
+
+
+def _check_loss_options(loss: str, loss_options: Any) -> None:
+    if not loss_options:
+        return
+    if loss != "asymmetric":
+        raise ValueError(
+            f"loss_options: expected none for loss={loss!r}, got {dict(loss_options)}; only "
+            "'asymmetric' has any"
+        )
+    # The loss itself checks them, on next to nothing.
+    asymmetric_loss(torch.zeros(1), torch.zeros(1), **loss_options)
+
+
+def _check_calibrator(calibrator: Any, loss: str, n_classes: int) -> None:
+    if calibrator is None:
+        return
+    if not isinstance(calibrator, ZLPRCalibrator):
+        raise TypeError(f"calibrator: expected a ZLPRCalibrator, got {type(calibrator).__name__}")
+    if loss == "sparsemax":
+        raise ValueError(
+            "calibrator: expected none for loss='sparsemax', a distribution over labels, got one"
+        )
+    if calibrator.n_classes not in (None, n_classes):
+        raise ValueError(
+            f"calibrator: expected one for {n_classes} labels, or for any number, got one for "
+            f"{calibrator.n_classes}"
+        )

@@ -19,7 +19,7 @@ from lastlayer.fused import linear_cross_entropy, linear_statistics
 from lastlayer.heads.linear import LinearHead, LinearOptions
 from lastlayer.heads.recipes import Recipe
 from lastlayer.heads.rng import RngSteps
-from lastlayer.kernels.philox import words
+from lastlayer.kernels.rng import words
 
 
 class Drift(NamedTuple):
@@ -74,9 +74,7 @@ def chosen_scores(head: LinearHead, hidden: Tensor, classes: Tensor) -> Tensor:
     """Scores of chosen classes alone, in float32, or float64 from float64."""
     rows = in_autocast_dtype(head._check_rows(hidden))
     chosen, shape = head._check_classes(hidden, classes)
-    scores: Tensor = kernels.class_scores.forward(
-        "auto", rows, *head._score_tensors(rows.dtype), chosen
-    )
+    scores: Tensor = kernels.products.scores("auto", rows, *head._score_tensors(rows.dtype), chosen)
     return scores.reshape(shape)
 
 
@@ -298,7 +296,7 @@ class _TargetScores(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, target, factor)
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
         narrow = None if bias is None else bias.to(rows.dtype)
-        scores: Tensor = kernels.class_scores.forward(
+        scores: Tensor = kernels.products.scores(
             "auto", rows, weight.to(rows.dtype), narrow, target.unsqueeze(-1)
         )
         return scores.squeeze(-1) * factor
@@ -311,7 +309,7 @@ class _TargetScores(torch.autograd.Function):
         of_rows = of_weight = of_bias = None
         if to_rows:
             vectors = weight.to(rows.dtype)
-            of_rows = kernels.sparse_gradient.to_hidden("auto", slopes, classes, vectors)
+            of_rows = kernels.products.to_hidden("auto", slopes, classes, vectors)
         if to_weight:
             of_weight = _weight_gradient(slopes, classes, rows, weight)
         if to_bias:
@@ -333,7 +331,7 @@ def _weight_gradient(slopes: Tensor, classes: Tensor, rows: Tensor, weight: Tens
         touched, classes = torch.unique(classes, return_inverse=True)
         n_classes = touched.shape[0]
     sums = rows.new_zeros(n_classes, depth, dtype=accumulation_dtype(rows.dtype))
-    kernels.sparse_gradient.add_to_weight_("auto", slopes, classes, rows, sums)
+    kernels.products.add_to_weight_("auto", slopes, classes, rows, sums)
     gradient = sums.to(weight.dtype)
     if not compact:
         return gradient

@@ -8,10 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer.fused import linear_entmax_loss
-from lastlayer.fused.zlpr import linear_zlpr_loss
+from lastlayer.fused import linear_entmax_loss, linear_zlpr_loss
 from lastlayer.losses.entmax import sparsemax_loss
-from lastlayer.losses.multilabel_sparsemax import multilabel_sparsemax_loss
+from lastlayer.losses.multilabel import multilabel_sparsemax_loss
 from lastlayer.losses.zlpr import zlpr_loss_from_indices
 
 

@@ -42,6 +42,7 @@ class Objective:
         alpha: the penalty.
         unit: how far rows are from their mean. To solvers that divide by it, features of any scale
             are alike.
+        mean: the mean row, float64 ``(d,)``.
     """
 
     features: Any
@@ -50,7 +51,8 @@ class Objective:
     loss: RowLoss
     n_scores: int
     alpha: float
-    unit: float = 1.0
+    unit: float
+    mean: Tensor
 
     @property
     def n_rows(self) -> int:

@@ -107,6 +107,7 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
             target.n_scores,
             self.alpha_,
             math.sqrt(features.var_.sum()) or 1.0,
+            tensor(features.mean_.astype(np.float64)),
         )
         found = self._solve(objective, tensor(np.empty(0, X.dtype)).dtype, random)
         if found.problem is not None:

@@ -4,13 +4,13 @@ Nothing of that library is imported here: a loss gets its model, calls it with t
 column of texts, and takes ``sentence_embedding`` out of what it returns.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
+from lastlayer._checks import check_choice, check_positive
 from lastlayer.losses.contrastive import InfoNCELoss as _Loss
 
 _SIMILARITIES = ("cosine", "dot")
@@ -23,7 +23,7 @@ class InfoNCELoss(torch.nn.Module):
     with the directions query to document and document to query, each with its own softmax. It
     differs in what it needs: similarities of a batch are never held together, so that the batch
     may have as many pairs as the encoder can take; pairs that belong together can be told by a
-    label; the scale can be learnt; and processes may have batches of different sizes.
+    label; the scale can be learned; and processes may have batches of different sizes.
 
     Inputs are (anchor, positive) pairs, or tuples with further columns of negatives, which all
     anchors share.
@@ -34,10 +34,11 @@ class InfoNCELoss(torch.nn.Module):
         symmetric: positives look for their anchor too.
         similarity: "cosine" or "dot".
         learn_scale: makes the scale a parameter, ``loss.info_nce.log_scale``.
-        max_scale: the most that a learnt scale may become.
+        max_scale: the most that a learned scale may become.
         group_by_label: labels are groups: pairs with the same integer belong together. Without it
             labels are not looked at.
-        same_group: what positives of another pair of the group are: "positive", or "ignore".
+        same_group: what positives of another pair of the group are: "ignore" leaves them out,
+            "positive" makes them positives.
         gather_across_devices: take the positives and negatives of all processes.
         chunk_rows: anchors whose similarities are held at a time, "auto" or "low".
 
@@ -62,17 +63,13 @@ class InfoNCELoss(torch.nn.Module):
         learn_scale: bool = False,
         max_scale: float | None = 100.0,
         group_by_label: bool = False,
-        same_group: str = "positive",
+        same_group: str = "ignore",
         gather_across_devices: bool = False,
         chunk_rows: int | str = "auto",
     ) -> None:
         super().__init__()
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise TypeError(f"scale: expected a number, got {type(scale).__name__}")
-        if not 0.0 < scale < math.inf:
-            raise ValueError(f"scale: expected a number above 0, got {scale}")
-        if similarity not in _SIMILARITIES:
-            raise ValueError(f"similarity: expected one of {_SIMILARITIES}, got {similarity!r}")
+        scale = check_positive("scale", scale)
+        check_choice("similarity", similarity, _SIMILARITIES)
         self.model, self.scale, self.similarity = model, scale, similarity
         self.group_by_label, self.gather_across_devices = group_by_label, gather_across_devices
         self.info_nce = _Loss(
@@ -88,7 +85,7 @@ class InfoNCELoss(torch.nn.Module):
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
     ) -> Tensor:
-        """The loss of a batch: one dictionary of features a column of texts."""
+        """The loss of a batch: one dictionary of features per column of texts."""
         embeddings = [self.model(column)["sentence_embedding"] for column in sentence_features]
         return self.compute_loss_from_embeddings(embeddings, labels)
 

@@ -15,6 +15,7 @@ except ImportError as error:
 
 import numpy as np
 import torch
+from sklearn.utils.metaestimators import available_if
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -191,6 +192,15 @@ class ZLPRClassifier(LinearClassifier):
         check_number("validation_fraction", self.validation_fraction, 0.0, 1.0, above=True)
 
 
+def _has_probabilities(estimator: Any) -> bool:
+    if getattr(estimator, "_kind", None) == "labels":
+        raise AttributeError(
+            "predict_proba: expected classes, got labels; sparsemax has no probability of each "
+            "label, but one distribution over all of them: use predict_distribution"
+        )
+    return True
+
+
 class SparsemaxClassifier(LinearClassifier):
     r"""A linear model for classes, or for any number of labels a row, with the loss of sparsemax.
 
@@ -202,9 +212,10 @@ class SparsemaxClassifier(LinearClassifier):
       :math:`\min(1, \max(0, (1 + s) / 2))`, from one score.
     * For labels, ``sparsemax(scores)`` is one distribution over the labels of a row, and those with
       more than ``threshold`` are predicted: at 0 these are at least one. Rows of the training data
-      without a label are left out. ``predict_proba`` is that distribution; it says how a row is
-      shared among labels, not how probable each label is. The decision function is its score minus
-      the row's threshold, above 0 where a label is predicted.
+      without a label are left out. :meth:`predict_distribution` gives that distribution. It says
+      how a row is shared among labels, not how probable each label is, so there is no
+      ``predict_proba`` for labels. The decision function is the score minus the row's threshold,
+      above 0 where a label is predicted.
 
     Args:
         alpha: the penalty of the weights, at least 0, or "scale", as in :class:`ZLPRClassifier`;
@@ -264,6 +275,15 @@ class SparsemaxClassifier(LinearClassifier):
             n_iter_no_change=n_iter_no_change, random_state=random_state,
         )  # fmt: skip
         self.threshold = threshold
+
+    @available_if(_has_probabilities)
+    def predict_proba(self, X: Any) -> Array:
+        """Probabilities of classes ``(rows, n_classes)``; not for labels."""
+        return super().predict_proba(X)
+
+    def predict_distribution(self, X: Any) -> Array:
+        """Sparse distributions over classes or labels, ``(rows, n)``: each row sums to 1."""
+        return super().predict_proba(X)
 
     def _train(
         self,

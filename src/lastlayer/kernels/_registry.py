@@ -1,8 +1,8 @@
-"""How an operation gets its three implementations, and how one of them is chosen.
+"""How an operation gets its implementations, and how one of them is chosen.
 
-An operation is registered once with ``torch.library``; torch's dispatcher then picks the CPU
-implementation for CPU tensors, the Triton one for CUDA tensors and the reference elsewhere, in
-eager mode and inside ``torch.compile`` alike. Naming an implementation skips the dispatcher.
+An operation is registered once with ``torch.library``. On CPU tensors ``impl="auto"`` takes the CPU
+implementation where there is one, on CUDA tensors the Triton one, and the reference elsewhere. In
+eager mode the implementation is called directly: going through torch's dispatcher costs host time.
 """
 
 import importlib
@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from lastlayer._torch import is_eager
 
@@ -26,10 +27,9 @@ _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 @cache
 def available() -> dict[str, str | None]:
     """For each implementation None where it can run in this process, else the reason why not."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if find_spec("triton") is None:
         triton_reason = "the package triton is not installed"
-    elif not torch.cuda.is_available() and not interpreted:
+    elif not torch.cuda.is_available() and not _interpreted():
         triton_reason = "there is no CUDA device (TRITON_INTERPRET=1 runs it slowly on the CPU)"
     else:
         triton_reason = None
@@ -37,92 +37,121 @@ def available() -> dict[str, str | None]:
     return {"reference": None, "triton": triton_reason, "cpu": numba_reason}
 
 
+def operations() -> tuple[str, ...]:
+    """The names of all operations, as :func:`selected` takes them."""
+    return tuple(sorted(_operations))
+
+
 def selected(op: str, device_type: str, dtype: torch.dtype = torch.float32) -> str:
     """The implementation that ``impl="auto"`` takes for ``op`` on such a tensor."""
     if op not in _operations:
         raise ValueError(f"op: expected one of {sorted(_operations)}, got {op!r}")
-    if device_type == "cpu" and available()["cpu"] is None:
+    operation = _operations[op]
+    if device_type == "cpu" and operation.has_cpu and available()["cpu"] is None:
         return "cpu"
-    if device_type == "cuda" and available()["triton"] is None and _operations[op].takes(dtype):
+    if device_type == "cuda" and operation.triton_takes(dtype) and available()["triton"] is None:
         return "triton"
     return "reference"
 
 
+def returns_nothing(*_: object) -> None:
+    """The fake of an operation that writes into its arguments."""
+    return None
+
+
+def like_first(first: Tensor, *_: object) -> Tensor:
+    """The fake of an operation whose result is like its first argument, but contiguous."""
+    return torch.empty_like(first, memory_format=torch.contiguous_format)
+
+
 class Operation:
-    """One operation: callable with tensors, by the dispatcher or by a named implementation.
+    """One operation: callable with the name of an implementation, and the arguments.
 
     Args:
-        name: its name below ``torch.ops.lastlayer``.
-        schema: its arguments and results in the schema language of ``torch.library``; the first
-            argument is the tensor whose device and dtype decide.
         package: the package that holds ``reference.py``, ``triton.py`` and ``cpu.py``.
         function: the name of the function in each of these modules.
+        name: the name below ``torch.ops.lastlayer``.
+        schema: arguments and results in the schema language of ``torch.library``; device and dtype
+            of the first argument, a tensor, decide which implementation runs.
         fake: gives empty results of the right shape, for tracing.
         integers: whether the first argument holds integers, so that its device alone decides.
+        has_cpu: whether there is a CPU implementation; without one the reference runs there.
     """
 
     def __init__(
         self,
-        name: str,
-        schema: str,
         package: str,
         function: str,
-        fake: Callable[..., Any],
+        name: str,
+        schema: str,
+        fake: Callable[..., Any] = returns_nothing,
         *,
         integers: bool = False,
+        has_cpu: bool = True,
     ) -> None:
-        self.name, self._package, self._function = name, package, function
-        self._integers = integers
-        self._loaded: dict[str, Callable[..., Any]] = {}
-        _library.define(f"{name}{schema}")
-        _library.impl(name, self._run_selected, "CompositeExplicitAutograd")
+        self.name, self.has_cpu = name, has_cpu
+        self._package, self._function, self._integers = package, function, integers
+        self._resolved: dict[tuple[torch.device, torch.dtype], Callable[..., Any]] = {}
+        _library.define(name + schema)
+        _library.impl(name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"lastlayer::{name}", fake, lib=_library)
         self._dispatched = getattr(torch.ops.lastlayer, name).default
         _operations[name] = self
 
     def __call__(self, impl: Impl, *args: Any) -> Any:
         if impl == "auto":
-            if is_eager(args[0]):
-                return self._run_selected(*args)
-            return self._dispatched(*args)
+            return self._run(*args) if is_eager(args[0]) else self._dispatched(*args)
         self._check_can_run(impl, args[0])
-        return self._implementation(impl)(*args)
+        return self.implementation(impl)(*args)
 
-    def takes(self, dtype: torch.dtype) -> bool:
+    def triton_takes(self, dtype: torch.dtype) -> bool:
         """Whether the Triton implementation has such a first argument."""
         return self._integers or dtype in _TRITON_DTYPES
 
-    def _run_selected(self, *args: Any) -> Any:
-        chosen = selected(self.name, args[0].device.type, args[0].dtype)
-        return self._implementation(chosen)(*args)
+    def implementation(self, impl: str) -> Callable[..., Any]:
+        """The function of one implementation.
 
-    def _implementation(self, impl: str) -> Callable[..., Any]:
-        # Imported at first use: neither numba nor triton is paid for by those who do not need it.
-        if impl not in self._loaded:
-            module = importlib.import_module(f"{self._package}.{impl}")
-            self._loaded[impl] = getattr(module, self._function)
-        return self._loaded[impl]
+        Its module is imported here, so that nobody pays for a numba or triton that is not used.
+        """
+        function: Callable[..., Any] = getattr(
+            importlib.import_module(f"{self._package}.{impl}"), self._function
+        )
+        return function
 
-    def _check_can_run(self, impl: str, tensor: torch.Tensor) -> None:
+    def _run(self, *args: Any) -> Any:
+        first = args[0]
+        key = first.device, first.dtype
+        function = self._resolved.get(key)
+        if function is None:
+            function = self.implementation(selected(self.name, first.device.type, first.dtype))
+            self._resolved[key] = function
+        return function(*args)
+
+    def _check_can_run(self, impl: str, tensor: Tensor) -> None:
         if impl not in IMPLEMENTATIONS:
             raise ValueError(
                 f"impl: expected 'auto' or one of {IMPLEMENTATIONS}, got {impl!r}; "
                 "'auto' takes the fastest that can run"
             )
         device, reason = tensor.device.type, available()[impl]
-        if reason is None and impl == "cpu" and device != "cpu":
+        if impl == "cpu" and not self.has_cpu:
+            reason = "it has no CPU implementation"
+        elif reason is None and impl == "cpu" and device != "cpu":
             reason = f"the scores are on {device!r}"
-        if reason is None and impl == "triton":
-            interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-            if device != "cuda" and not (device == "cpu" and interpreted):
+        elif reason is None and impl == "triton":
+            if device != "cuda" and not (device == "cpu" and _interpreted()):
                 reason = f"the scores are on {device!r}"
-            elif not self.takes(tensor.dtype):
+            elif not self.triton_takes(tensor.dtype):
                 reason = f"it has no {tensor.dtype}"
         if reason is not None:
             raise ValueError(
                 f"impl: {impl!r} cannot run {self.name} here: {reason}; "
                 "use impl='auto' or impl='reference'"
             )
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 _operations: dict[str, Operation] = {}

@@ -1,6 +1,7 @@
 """The training step of one head at one number of classes: how long, and in how much memory."""
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lastlayer.bench.timing import CpuTimer, CudaTurnsTimer, Timing
 from lastlayer.lab._cost_problem import Problem
 from lastlayer.lab._costs_reading import Cost
 from lastlayer.lab.errors import SpecError
@@ -30,10 +30,10 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        kind = CudaTurnsTimer if device.type == "cuda" else CpuTimer
-        self._timer = kind(budget_s=SAMPLED_SECONDS)
-        # On a GPU the timer keeps a buffer from here on: it is not counted as a head's memory.
-        self._timer.milliseconds(lambda: None, 1)
+        # As large as a cache, which is cleared before each step. It is made first, so that it is
+        # not counted as a head's memory.
+        on_gpu = device.type == "cuda"
+        self._buffer = torch.empty(2**28, dtype=torch.int8, device=device) if on_gpu else None
         self._rehearsed: set[str] = set()
 
     def time(self, spec: HeadSpec, problem: Problem, classes: int) -> tuple[Cost, float]:
@@ -54,6 +54,19 @@ class Stopwatch:
         except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
             cost, compiling = Cost(spec.slug, classes, reason=_reason(error, spec)), 0.0
         return cost, time.perf_counter() - began - compiling
+
+    def _milliseconds(self, step: Callable[[], None]) -> float:
+        if self._buffer is None:
+            start = time.perf_counter()
+            step()
+            return (time.perf_counter() - start) * 1e3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._buffer.zero_()
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize(self._device)
+        return float(begin.elapsed_time(end))
 
     def _ready(
         self, spec: HeadSpec, problem: Problem, classes: int
@@ -77,26 +90,26 @@ class Stopwatch:
     def _time(self, spec: HeadSpec, problem: Problem, classes: int) -> tuple[Cost, float]:
         held = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
         head, step = self._ready(spec, problem, classes)
-        first = self._timer.milliseconds(step, 1)
+        first = self._milliseconds(step)
         memory = PeakMemory(self._device, head)
         memory.start()
         samples: list[float] = []
         while len(samples) < FEWEST_SAMPLES or (
             len(samples) < MOST_SAMPLES and sum(samples) < 1e3 * SAMPLED_SECONDS
         ):
-            samples.append(self._timer.milliseconds(step, 1))
+            samples.append(self._milliseconds(step))
         memory.stop()
-        timing, peak = Timing.of(samples), memory.megabytes
+        ordered, median, peak = sorted(samples), statistics.median(samples), memory.megabytes
         cost = Cost(
             slug=spec.slug,
             classes=classes,
-            ms=timing.median_ms,
-            low_ms=timing.p20_ms,
-            high_ms=timing.p80_ms,
-            samples=timing.samples,
+            ms=median,
+            low_ms=ordered[round(0.2 * (len(ordered) - 1))],
+            high_ms=ordered[round(0.8 * (len(ordered) - 1))],
+            samples=len(ordered),
             peak_memory_mb=None if peak is None else peak - held / 1e6,
         )
-        return cost, max(0.0, first - timing.median_ms) / 1e3
+        return cost, max(0.0, first - median) / 1e3
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lastlayer.heads._cutoffs import MatrixCost, tail_widths
+from lastlayer.heads.layout import MatrixCost, tail_widths
 from lastlayer.lab._machine import Machine
-from lastlayer.trees._measure import sums_below
 
 if TYPE_CHECKING:
     from lastlayer.trees import Tree
@@ -99,7 +98,7 @@ class Problem:
         """Bytes that a kept row of scores of all classes is allowed, as the fused pass does it."""
         import torch
 
-        from lastlayer.fused._chunks import rows_at_a_time
+        from lastlayer.fused.scores import rows_at_a_time
 
         dtype = torch.float32 if self.number == 4 else torch.bfloat16
         # The rule asks for the kind of a device alone: a plan for a GPU needs none.
@@ -194,7 +193,7 @@ def adaptive_microseconds(
 def tree_paths(problem: Problem, tree: "Tree") -> Work:
     """The nodes on the way to each target: binary ones gathered, wide ones each a small softmax."""
     n, d, b = problem.rows, problem.width, problem.number
-    chance = sums_below(tree, problem.shares)
+    chance = tree.sums_below(problem.shares)
     met = 1.0 - (1.0 - np.minimum(chance, 1.0)) ** n
     wide = tree.arity > 2
     steps = float(chance[~wide].sum())

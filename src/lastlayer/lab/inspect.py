@@ -89,7 +89,7 @@ def _of_text(data: TextData, hidden: int) -> TextInspection:
 
 def _adaptive(counts: Any, hidden: int, rows: int = 256) -> tuple[tuple[int, ...], float]:
     """Cutoffs, and how many times the cost model says a step with them is shorter."""
-    from lastlayer.heads._cutoffs import COSTS, cutoffs_from_counts
+    from lastlayer.heads.layout import COSTS, cutoffs_from_counts
     from lastlayer.lab._plan_costs import adaptive_microseconds
 
     cutoffs = cutoffs_from_counts(counts, hidden, rows=rows)

@@ -2,18 +2,27 @@
 
 from lastlayer.losses.calibration import ZLPRCalibrator
 from lastlayer.losses.contrastive import InfoNCELoss, info_nce
-from lastlayer.losses.entmax import EntmaxLoss, SparsemaxLoss, entmax_loss, sparsemax_loss
+from lastlayer.losses.entmax import (
+    EntmaxLoss,
+    SparsemaxLoss,
+    TopKSoftmaxLoss,
+    entmax_loss,
+    sparsemax_loss,
+    topk_softmax_loss,
+)
 from lastlayer.losses.fenchel_young import fenchel_young_loss
-from lastlayer.losses.logistic import asymmetric_loss, binary_cross_entropy_loss
-from lastlayer.losses.multilabel_sparsemax import (
+from lastlayer.losses.multilabel import (
+    Mixed,
+    asymmetric_loss,
+    bce_loss,
+    mixup,
+    mixup_from_indices,
     multilabel_sparsemax_loss,
     multilabel_sparsemax_predict,
+    smooth_labels,
 )
-from lastlayer.losses.nce import nce_loss
-from lastlayer.losses.negative_sampling import negative_sampling_loss
+from lastlayer.losses.noise import nce_loss, negative_sampling_loss
 from lastlayer.losses.queue import NegativeQueue
-from lastlayer.losses.soft_targets import Mixed, mixup, mixup_from_indices, smooth_labels
-from lastlayer.losses.topk import TopKSoftmaxLoss, topk_softmax_loss
 from lastlayer.losses.zlpr import ZLPRLoss, zlpr_loss, zlpr_loss_from_indices, zlpr_probability
 
 __all__ = [
@@ -26,7 +35,7 @@ __all__ = [
     "ZLPRCalibrator",
     "ZLPRLoss",
     "asymmetric_loss",
-    "binary_cross_entropy_loss",
+    "bce_loss",
     "entmax_loss",
     "fenchel_young_loss",
     "info_nce",

@@ -1,15 +1,20 @@
 """Probabilities and thresholds for scores that were trained with ZLPR, from held-out data."""
 
 import math
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_scores
+from lastlayer._checks import check_choice, check_int, check_positive, check_scores
+from lastlayer._labels import check_multilabel, rows_of_mask
 from lastlayer._torch import accumulation_dtype
-from lastlayer.losses._multilabel import check_multilabel, rows_of_mask
-from lastlayer.losses._platt import Columns, Curve, columns_of, fit_each, fit_shared, typical_size
+
+# Numbers that are widened to float64 at a time.
+_WIDENED = 1 << 22
+_MOST_STEPS = 100
+Columns = Callable[[], Iterator[tuple[slice, Tensor, Tensor, Tensor]]]
 
 
 class ZLPRCalibrator(torch.nn.Module):
@@ -17,16 +22,16 @@ class ZLPRCalibrator(torch.nn.Module):
 
     ZLPR trained on hard labels ranks the classes of a row and puts its threshold near 0, but its
     scores are no log-odds, see :func:`lastlayer.zlpr_probability`. Fitted on data that was not
-    trained on, :math:`a` and :math:`b` minimise the negative log-likelihood. A curve a class is
-    drawn to the curve of all classes, as if by ``strength`` observations, so that rare classes have
-    a sensible one. All is done in float64 by Newton's method, and is deterministic; scores of
+    trained on, :math:`a` and :math:`b` minimise the negative log-likelihood. The curve of a class
+    is drawn to that of all classes, as if by ``strength`` observations, so that rare classes have a
+    sensible one. All is done in float64 by Newton's method, and is deterministic; scores of
     another scale give the same probabilities.
 
     Before it is fitted it is :math:`\sigma(2s)`, with a threshold of 0. Its state is a plain
     ``state_dict`` of four buffers.
 
     Args:
-        n_classes: how many classes, for a curve and a threshold each; None for one that all share.
+        n_classes: number of classes, with a curve and a threshold each; None for shared ones.
         threshold: what :meth:`predict` asks for: "half", a probability above 1/2, or "f1", the
             threshold that has the best F1 on the data of the fit (of a class, or of all together
             where they share it). Classes without a positive there take "half".
@@ -53,8 +58,10 @@ class ZLPRCalibrator(torch.nn.Module):
         self, n_classes: int | None = None, *, threshold: str = "half", strength: float = 1.0
     ) -> None:
         super().__init__()
-        _check_options(n_classes, threshold, strength)
-        self.n_classes, self.threshold_kind, self.strength = n_classes, threshold, strength
+        n_classes = None if n_classes is None else check_int("n_classes", n_classes)
+        check_choice("threshold", threshold, ("half", "f1"))
+        self.n_classes, self.threshold_kind = n_classes, threshold
+        self.strength = check_positive("strength", strength)
         size = 1 if n_classes is None else n_classes
         self.register_buffer("slope", torch.full((size,), 2.0, dtype=torch.float64))
         self.register_buffer("bias", torch.zeros(size, dtype=torch.float64))
@@ -77,13 +84,13 @@ class ZLPRCalibrator(torch.nn.Module):
         rows_mask = rows_of_mask(mask, scores, n_rows)
         flat, labels = scores.reshape(n_rows, n), target.reshape(n_rows, n)
         _check_values(flat, labels, rows_mask)
-        columns = columns_of(flat, labels, rows_mask)
-        unit = typical_size(columns, scores.device)
-        in_units = columns_of(flat, labels, rows_mask, unit)
-        curve = fit_shared(in_units, scores.device)
+        columns = _columns(flat, labels, rows_mask)
+        unit = _typical_size(columns, scores.device)
+        in_units = _columns(flat, labels, rows_mask, unit)
+        curve = _fit_shared(in_units, scores.device)
         if self.n_classes is not None:
-            curve = fit_each(in_units, curve, n, self.strength)
-        curve = Curve(curve.slope / unit, curve.bias)
+            curve = _fit_each(in_units, curve, n, self.strength)
+        curve = _Curve(curve.slope / unit, curve.bias)
         threshold = _at_half(curve)
         if self.threshold_kind == "f1":
             threshold = _at_best_f1(columns, threshold)
@@ -114,7 +121,7 @@ class ZLPRCalibrator(torch.nn.Module):
         check_scores(scores)
         if self.n_classes is not None and scores.shape[-1] != self.n_classes:
             raise ValueError(
-                f"scores: expected shape (*batch, {self.n_classes}), one score a class, got "
+                f"scores: expected shape (*batch, {self.n_classes}), one score per class, got "
                 f"{tuple(scores.shape)}"
             )
 
@@ -125,7 +132,14 @@ class ZLPRCalibrator(torch.nn.Module):
         )
 
 
-def _at_half(curve: Curve) -> Tensor:
+class _Curve(NamedTuple):
+    """``sigmoid(slope · score + bias)``; one number per class, or one."""
+
+    slope: Tensor
+    bias: Tensor
+
+
+def _at_half(curve: _Curve) -> Tensor:
     """Where the probability is 1/2; nowhere and everywhere are infinite."""
     always = torch.where(curve.bias > 0, -math.inf, math.inf).to(curve.bias.dtype)
     return torch.where(curve.slope > 0, -curve.bias / curve.slope, always)
@@ -158,22 +172,6 @@ def _cut(scores: Tensor, labels: Tensor, counts: Tensor, fallback: Tensor) -> Te
     return torch.where(best > 0, halfway, fallback)
 
 
-def _check_options(n_classes: Any, threshold: Any, strength: Any) -> None:
-    if n_classes is not None:
-        if isinstance(n_classes, bool) or not isinstance(n_classes, int):
-            raise TypeError(
-                f"n_classes: expected an int, or None for one curve, got {type(n_classes).__name__}"
-            )
-        if n_classes < 1:
-            raise ValueError(f"n_classes: expected at least 1, got {n_classes}")
-    if threshold not in ("half", "f1"):
-        raise ValueError(f"threshold: expected 'half' or 'f1', got {threshold!r}")
-    if isinstance(strength, bool) or not isinstance(strength, (int, float)):
-        raise TypeError(f"strength: expected a number, got {type(strength).__name__}")
-    if not 0.0 < strength < math.inf:
-        raise ValueError(f"strength: expected a finite number above 0, got {strength}")
-
-
 def _check_values(scores: Tensor, target: Tensor, mask: Tensor | None) -> None:
     """Fitting waits for the device anyway."""
     counted = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask
@@ -184,3 +182,129 @@ def _check_values(scores: Tensor, target: Tensor, mask: Tensor | None) -> None:
                          "fitted on what was the case")  # fmt: skip
     if not bool((scores.isfinite() & counted).any()):
         raise ValueError("scores: expected at least one finite score that counts, got none")
+
+
+def _columns(
+    scores: Tensor, target: Tensor, mask: Tensor | None, unit: Tensor | None = None
+) -> Columns:
+    """Some classes at a time in float64: where, scores, labels, and what counts as 0 or 1.
+
+    Scores are in multiples of ``unit``, where it is given.
+    """
+    n_rows, n = scores.shape
+    step = max(1, _WIDENED // max(1, n_rows))
+
+    def each() -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        for first in range(0, n, step):
+            part = slice(first, first + step)
+            x = scores[:, part].double()
+            counts = x.isfinite()
+            if mask is not None:
+                counts = counts & mask[:, part]
+            labels = torch.where(counts, target[:, part].double(), 0.0)
+            x = x if unit is None else x / unit
+            yield part, torch.where(counts, x, 0.0), labels, counts.double()
+
+    return each
+
+
+def _typical_size(columns: Columns, device: torch.device) -> Tensor:
+    """The mean of the sizes of scores; 1 where all are 0.
+
+    In this unit a fit takes the same steps for scores of any scale, and is drawn as strongly.
+    """
+    total, number = torch.zeros(2, dtype=torch.float64, device=device)
+    for _, x, _, counts in columns():
+        total += x.abs().sum()
+        number += counts.sum()
+    return torch.where(total > 0, total / number, 1.0)
+
+
+def _fit_shared(columns: Columns, device: torch.device) -> _Curve:
+    """One curve for all classes, with Platt's targets: counts of one more right and one wrong."""
+    ones = torch.zeros((), dtype=torch.float64, device=device)
+    zeros = ones.clone()
+    for _, _, labels, counts in columns():
+        ones += (labels * counts).sum()
+        zeros += ((1.0 - labels) * counts).sum()
+    low, high = 1.0 / (zeros + 2.0), (ones + 1.0) / (ones + 2.0)
+
+    def smoothed() -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        for part, x, labels, counts in columns():
+            yield part, x, low + (high - low) * labels, counts
+
+    start = torch.tensor([[1.0], [0.0]], dtype=torch.float64, device=device)
+    return _minimise(smoothed, start, shared=True, strength=1e-9)
+
+
+def _fit_each(columns: Columns, around: _Curve, n_classes: int, strength: float) -> _Curve:
+    """One curve per class, drawn to a common one, which classes without data take."""
+    start = torch.stack([around.slope, around.bias]).expand(2, n_classes).clone()
+    return _minimise(columns, start, shared=False, strength=strength)
+
+
+def _minimise(columns: Columns, start: Tensor, *, shared: bool, strength: float) -> _Curve:
+    """Newton's method with halved steps; then once more with slopes at 0 that came out below."""
+    free = torch.ones_like(start[0], dtype=torch.bool)
+    found = _newton(columns, start, start, free, shared, strength)
+    if bool((found[0] < 0).any()):
+        free = found[0] >= 0
+        begin = torch.where(torch.stack([free, torch.ones_like(free)]), found, 0.0)
+        found = _newton(columns, begin, start, free, shared, strength)
+    return _Curve(*found)
+
+
+def _newton(
+    columns: Columns, begin: Tensor, around: Tensor, free: Tensor, shared: bool, strength: float
+) -> Tensor:
+    now = begin
+    value, gradient, hessian = _expand(columns, now, around, free, shared, strength)
+    for _ in range(_MOST_STEPS):
+        (aa, ab, bb), (ga, gb) = hessian, gradient
+        scale = 1.0 / (aa * bb - ab * ab)
+        step = torch.stack([(bb * ga - ab * gb) * scale, (aa * gb - ab * ga) * scale])
+        if not step.numel() or float(step.abs().max()) < 1e-10:
+            break
+        size = torch.ones_like(value)
+        # Half as far for those classes that would not get better, until all do or stay.
+        for _ in range(40):
+            trial = now - size * step
+            tried = _expand(columns, trial, around, free, shared, strength)
+            worse = ~(tried[0] <= value)
+            if not bool(worse.any()):
+                break
+            size = torch.where(worse, size / 2, size)
+        else:
+            size = torch.where(worse, 0.0, size)
+            trial = now - size * step
+            tried = _expand(columns, trial, around, free, shared, strength)
+        moved = float((trial - now).abs().max())
+        now, (value, gradient, hessian) = trial, tried
+        if moved < 1e-10:
+            break
+    return now
+
+
+def _expand(
+    columns: Columns, now: Tensor, around: Tensor, free: Tensor, shared: bool, strength: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The negative log-likelihood with its ridge, its gradient and its Hessian."""
+    sums = now.new_zeros(6, now.shape[1])
+    for part, x, labels, counts in columns():
+        here = slice(None) if shared else part
+        a, b = now[0, here], now[1, here]
+        z = a * x + b
+        p = torch.sigmoid(z)
+        cost = counts * (torch.nn.functional.softplus(z, threshold=700.0) - labels * z)
+        miss, spread = counts * (p - labels), counts * p * (1.0 - p)
+        numbers = [cost, miss * x, miss, spread * x * x, spread * x, spread]
+        added = torch.stack([each.sum(0) for each in numbers])
+        sums[:, here] += added.sum(-1, keepdim=True) if shared else added
+    value, ga, gb, aa, ab, bb = sums
+    apart = now - around
+    value = value + 0.5 * strength * (apart * apart).sum(0)
+    ga, gb = ga + strength * apart[0], gb + strength * apart[1]
+    aa, bb = aa + strength, bb + strength
+    # A slope that is held has no part.
+    ga, ab, aa = torch.where(free, ga, 0.0), torch.where(free, ab, 0.0), torch.where(free, aa, 1.0)
+    return value, torch.stack([ga, gb]), torch.stack([aa, ab, bb])

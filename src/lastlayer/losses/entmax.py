@@ -1,21 +1,42 @@
-"""The losses of sparsemax and entmax."""
+"""The losses of sparsemax, entmax and top-k softmax.
 
+With class ids and a fixed alpha or k, one engine makes the losses and, in the memory of the
+probabilities, their gradient. Distributions, a learned alpha and transforms of ``torch.func`` take
+the torch operations of :mod:`lastlayer.losses.fenchel_young`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from lastlayer._checks import check_alpha, check_alpha_shape, check_scores
-from lastlayer._torch import accumulation_dtype
-from lastlayer.losses._module import MapLoss
-from lastlayer.losses.fenchel_young import fenchel_young_loss, parametric_loss
-from lastlayer.maps._tsallis import tsallis_entropy, tsallis_entropy_alpha_slope
+from lastlayer import kernels
+from lastlayer._checks import (
+    check_alpha,
+    check_alpha_shape,
+    check_ignore_index,
+    check_k,
+    check_scores,
+)
+from lastlayer._torch import accumulation_dtype, in_dtype, in_functorch
+from lastlayer.fused.function import Engine, Operands, Result, RowScale, fused_loss, near_one
+from lastlayer.losses._module import LossModule
+from lastlayer.losses.fenchel_young import check_loss, general_loss, score_gradient
 from lastlayer.maps.entmax import entmax
+from lastlayer.maps.topk import topk_softmax
+from lastlayer.maps.tsallis import tsallis_entropy, tsallis_entropy_alpha_slope
+
+# Scores in half precision that are widened at a time.
+_WIDENED = 1 << 24
 
 
 def sparsemax_loss(
     scores: Tensor,
     target: Tensor,
     *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
+    class_weight: Tensor | None = None,
+    ignore_index: int | None = -100,
     reduction: str = "mean",
 ) -> Tensor:
     r"""The Fenchel-Young loss of :func:`lastlayer.sparsemax`: ``entmax_loss`` at alpha = 2.
@@ -27,13 +48,14 @@ def sparsemax_loss(
     Huber classification loss. For a multi-label target give the uniform distribution over the
     positives.
 
-    Cost: one forward of sparsemax, O(n) a row; the gradient is ``sparsemax(scores) - target``.
+    Cost: one forward of sparsemax, O(n) per row, which also makes the gradient
+    ``sparsemax(scores) - target``; that is held until backward.
 
     Args:
         scores: ``(*batch, n)``; -inf is a legal mask.
-        target: class ids ``(*batch)``, int64, or distributions ``(*batch, n)``.
-        weight: one weight a class, ``(n,)``, as in torch's cross entropy.
-        ignore_index: rows with this class id are left out.
+        target: class ids ``(*batch)``, of any integer dtype, or distributions ``(*batch, n)``.
+        class_weight: one weight per class, ``(n,)``, as in torch's cross entropy.
+        ignore_index: rows with this class id are left out; None where all count.
         reduction: "mean" over the rows that are not ignored, "sum" or "none".
 
     Returns:
@@ -47,7 +69,12 @@ def sparsemax_loss(
         Martins and Astudillo, From Softmax to Sparsemax, ICML 2016, arXiv:1602.02068.
     """
     return entmax_loss(
-        scores, target, 2.0, weight=weight, ignore_index=ignore_index, reduction=reduction
+        scores,
+        target,
+        2.0,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
     )
 
 
@@ -56,8 +83,8 @@ def entmax_loss(
     target: Tensor,
     alpha: float | Tensor = 1.5,
     *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
+    class_weight: Tensor | None = None,
+    ignore_index: int | None = -100,
     reduction: str = "mean",
 ) -> Tensor:
     r"""The Fenchel-Young loss of :func:`lastlayer.entmax`.
@@ -72,14 +99,16 @@ def entmax_loss(
     Choose it with the map at the same alpha. With a learnable alpha the loss has the right
     gradient for it, at first and second order.
 
-    Cost: one forward of the map, O(n) a row; the gradient is ``entmax(scores, alpha) - target``.
+    Cost: one forward of the map, O(n) per row, which also makes the gradient
+    ``entmax(scores, alpha) - target``; that is held until backward. Distributions and an alpha that
+    is a tensor take about a hundred torch operations.
 
     Args:
         scores: ``(*batch, n)``; -inf is a legal mask.
-        target: class ids ``(*batch)``, int64, or distributions ``(*batch, n)``.
+        target: class ids ``(*batch)``, of any integer dtype, or distributions ``(*batch, n)``.
         alpha: a number of at least 1, or a floating tensor that broadcasts to ``(*batch, 1)``.
-        weight: one weight a class, ``(n,)``, as in torch's cross entropy.
-        ignore_index: rows with this class id are left out.
+        class_weight: one weight per class, ``(n,)``, as in torch's cross entropy.
+        ignore_index: rows with this class id are left out; None where all count.
         reduction: "mean" over the rows that are not ignored, "sum" or "none".
 
     Returns:
@@ -93,40 +122,295 @@ def entmax_loss(
         Peters, Niculae and Martins, Sparse Sequence-to-Sequence Models, ACL 2019,
         arXiv:1905.05702.
     """
-    check_scores(scores)
     check_alpha(alpha)
     if not isinstance(alpha, Tensor):
-        return fenchel_young_loss(
-            scores,
-            target,
-            lambda rows: entmax(rows, alpha),
-            lambda probs: tsallis_entropy(probs, alpha),
-            weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-        )
+        return _loss(scores, target, float(alpha), 0, class_weight, ignore_index, reduction)
+    check_scores(scores)
     check_alpha_shape(alpha, scores, scores.dim() - 1)
+    target, by_class, ignore_index = check_loss(
+        scores, target, class_weight, ignore_index, reduction
+    )
     dtype = accumulation_dtype(scores.dtype)
     row_alpha = alpha.to(dtype).expand(*scores.shape[:-1], 1).squeeze(-1)
-    return parametric_loss(
+    return general_loss(
         scores,
         target,
+        by_class,
         lambda rows: entmax(rows, row_alpha.unsqueeze(-1)),
         lambda probs: tsallis_entropy(probs, row_alpha),
+        class_weight,
+        ignore_index,
+        reduction,
         parameter=row_alpha,
         entropy_slope=lambda probs: tsallis_entropy_alpha_slope(probs, row_alpha),
-        weight=weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
     )
 
 
-class SparsemaxLoss(MapLoss):
+def topk_softmax_loss(
+    scores: Tensor,
+    target: Tensor,
+    k: int,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int | None = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""The Fenchel-Young loss of :func:`lastlayer.topk_softmax`.
+
+    .. math:: L(\theta, y) = \log \sum_{j \in \Omega_k} e^{\theta_j} - \theta_y
+
+    where :math:`\Omega_k` holds the k largest scores: the cross entropy with a normaliser over
+    these alone. A target outside the k largest is still pulled up, with gradient -1. It is never
+    negative for class ids. For a target distribution it adds minus its Shannon entropy, a constant;
+    a distribution over more than k classes cannot be met by any k of them, and the loss may then be
+    negative, with the right gradient.
+
+    Choose it to train the model that :func:`lastlayer.topk_softmax` will serve, or as a loss that
+    stops pushing down classes that are already out of reach.
+
+    Cost: one forward of the map, O(n) per row, which also makes the gradient
+    ``topk_softmax(scores, k) - target``; that is held until backward.
+
+    Args:
+        scores: ``(*batch, n)``; -inf is a legal mask.
+        target: class ids ``(*batch)``, of any integer dtype, or distributions ``(*batch, n)``.
+        k: how many classes the normaliser sums, at least 1; n or more is the cross entropy.
+        class_weight: one weight per class, ``(n,)``, as in torch's cross entropy.
+        ignore_index: rows with this class id are left out; None where all count.
+        reduction: "mean" over the rows that are not ignored, "sum" or "none".
+
+    Returns:
+        The loss in float32, or in float64 from float64 scores.
+
+    Example:
+        >>> import torch
+        >>> topk_softmax_loss(torch.tensor([[0.0, 0.0, -1.0]]), torch.tensor([0]), k=2)
+        tensor(0.6931)
+
+    Reference:
+        Su, spaces.ac.cn/archives/8046 (sparse softmax).
+    """
+    return _loss(scores, target, 1.0, check_k(k), class_weight, ignore_index, reduction)
+
+
+def _loss(
+    scores: Tensor,
+    target: Tensor,
+    alpha: float,
+    k: int,
+    class_weight: Tensor | None,
+    ignore_index: int | None,
+    reduction: str,
+) -> Tensor:
+    """The loss of entmax, or of softmax over the k largest scores where k is not 0."""
+    target, by_class, ignore_index = check_loss(
+        scores, target, class_weight, ignore_index, reduction
+    )
+    if by_class and scores.shape[-1] and not in_functorch():
+        operands = scores, target, class_weight
+        return fused_loss(_ENGINE, operands, (alpha, k, ignore_index), reduction)[0]
+    return general_loss(
+        scores,
+        target,
+        by_class,
+        lambda rows: _map(rows, alpha, k),
+        lambda probs: tsallis_entropy(probs, alpha),
+        class_weight,
+        ignore_index,
+        reduction,
+    )
+
+
+def _map(rows: Tensor, alpha: float, k: int) -> Tensor:
+    return topk_softmax(rows, k) if k else entmax(rows, alpha)
+
+
+class _ScoreLoss(Engine):
+    """Operands: scores ``(*batch, n)``; class ids ``(*batch)``, class weights.
+
+    The gradient is one number per score, which is held from forward to backward also where the
+    loss is not reduced.
+    """
+
+    name = "score_loss"
+    schema = "float alpha, int k, int? ignore_index"
+    n_constants = 2
+    kept = (0, 1, 2)
+
+    def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:  # noqa: ARG002
+        return False
+
+    def compute(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,  # noqa: ARG002 - nothing is computed again
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        scores, target, class_weight = operands
+        alpha, k, ignore_index = options
+        shape, dtype = scores.shape, accumulation_dtype(scores.dtype)
+        rows = scores if len(shape) == 2 else scores.reshape(-1, shape[-1])
+        rows = rows if rows.is_contiguous() else rows.contiguous()
+        ids = target if target.dim() == 1 else target.reshape(-1)
+        ids, weight = _row_weight(ids, class_weight, ignore_index, dtype)
+        scale = RowScale.of(weight, reduction, rows.shape[0])
+        factors = size = None
+        if wanted[0]:
+            factors, size = near_one(scale.factors(rows, rows.shape[0]), scores.dtype)
+        if rows.dtype == dtype:
+            losses, gradient = _rows(rows, ids, factors, alpha, k)
+        else:
+            losses, gradient = _widened_rows(rows, ids, factors, alpha, k)
+        loss = scale.reduce(losses, reduction)
+        if reduction == "none" and target.dim() != 1:
+            loss = loss.reshape(target.shape)
+        if factors is None:
+            return Result(loss, (None,))
+        return Result(loss, (gradient if len(shape) == 2 else gradient.view(shape),), (), size)
+
+    def fake(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,  # noqa: ARG002
+        options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        scores, target, _ = operands
+        dtype = accumulation_dtype(scores.dtype)
+        loss = scores.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
+        if not wanted[0]:
+            return Result(loss, (None,))
+        size = scores.new_empty((), dtype=dtype) if scores.dtype == torch.float16 else None
+        return Result(loss, (scores.new_empty(scores.shape),), (), size)
+
+    def finish(
+        self,
+        operands: Operands,
+        pieces: Sequence[Tensor | None],
+        factor: Tensor | None,
+        options: tuple[Any, ...],
+        reusable: bool,
+    ) -> list[Tensor | None]:
+        (gradient,) = pieces
+        if gradient is None or factor is None or not factor.dim():
+            return super().finish(operands, pieces, factor, options, reusable)
+        row = factor.unsqueeze(-1)
+        if reusable and gradient.dtype == row.dtype:
+            return [gradient.mul_(row).masked_fill_(row == 0, 0.0)]
+        return [torch.where(row == 0, 0.0, gradient * row)]
+
+    def differentiable(
+        self,
+        operands: Operands,
+        grad: Tensor,
+        options: tuple[Any, ...],
+        reduction: str,
+    ) -> list[Tensor | None]:
+        scores, target, class_weight = operands
+        alpha, k, ignore_index = options
+        dtype = accumulation_dtype(scores.dtype)
+        ids, weight = _row_weight(target, class_weight, ignore_index, dtype)
+        scale = RowScale.of(weight, reduction, target.numel())
+        if isinstance(scale.divisor, float):
+            row = grad / max(1.0, scale.divisor)
+        else:
+            row = torch.where(scale.divisor == 0, 0.0, grad / scale.divisor)
+        row = (row if weight is None else row * weight).expand(target.shape).unsqueeze(-1)
+        return [score_gradient(_map(in_dtype(scores, dtype), alpha, k), ids, row)]
+
+
+_ENGINE = _ScoreLoss()
+
+
+def _row_weight(
+    target: Tensor, class_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Targets that are all class ids, and the weight of each row; None where all are 1."""
+    ignored = None
+    if ignore_index is not None and _may_have(target, ignore_index):
+        ignored = target == ignore_index
+        target = target.masked_fill(ignored, 0)
+    weight = None if class_weight is None else in_dtype(class_weight, dtype)[target]
+    if ignored is not None:
+        ones = torch.ones_like(target, dtype=dtype) if weight is None else weight
+        weight = ones.masked_fill(ignored, 0.0)
+    return target, weight
+
+
+def _may_have(target: Tensor, ignore_index: int) -> bool:
+    """Whether a target may be ignored. On a CPU it is looked up, so that nothing else is done."""
+    if target.device.type != "cpu" or in_functorch():
+        return True
+    return bool((target.numpy() == ignore_index).any())
+
+
+def _rows(
+    rows: Tensor, target: Tensor, factors: Tensor | None, alpha: float, k: int
+) -> tuple[Tensor, Tensor]:
+    """Losses, and the gradient of their sum by ``factors`` where these are given."""
+    if k:
+        probs = kernels.topk_softmax.forward("auto", rows, k)
+    else:
+        probs = kernels.entmax.forward("auto", rows, alpha, None)
+    return kernels.entmax_rows.forward_("auto", probs, rows, target, factors, alpha), probs
+
+
+def _widened_rows(
+    rows: Tensor, target: Tensor, factors: Tensor | None, alpha: float, k: int
+) -> tuple[Tensor, Tensor]:
+    """From half precision, some rows at a time in float32.
+
+    A probability that is rounded before 1 is subtracted from it has few digits left for the
+    gradient of a target that is nearly right.
+    """
+    dtype = accumulation_dtype(rows.dtype)
+    gradient, losses = torch.empty_like(rows), rows.new_empty(rows.shape[0], dtype=dtype)
+    step = max(1, _WIDENED // rows.shape[1])
+    for first in range(0, rows.shape[0], step):
+        part = slice(first, first + step)
+        scale = None if factors is None else factors[part]
+        losses[part], made = _rows(rows[part].to(dtype), target[part], scale, alpha, k)
+        if factors is not None:
+            gradient[part] = made
+    return losses, gradient
+
+
+class _MapLoss(LossModule):
+    """A loss with class weights, an ignored class id and a reduction."""
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        class_weight: Tensor | None = None,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(reduction)
+        self.register_buffer("class_weight", class_weight)
+        self.ignore_index = check_ignore_index(ignore_index)
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "class_weight": self.class_weight,
+            "ignore_index": self.ignore_index,
+            "reduction": self.reduction,
+        }
+
+    def extra_repr(self) -> str:
+        return f"ignore_index={self.ignore_index}, {super().extra_repr()}"
+
+
+class SparsemaxLoss(_MapLoss):
     """:func:`lastlayer.sparsemax_loss` as a module.
 
     Args:
-        weight: one weight a class, ``(n,)``.
-        ignore_index: rows with this class id are left out.
+        class_weight: one weight per class, ``(n,)``.
+        ignore_index: rows with this class id are left out; None where all count.
         reduction: "mean", "sum" or "none".
     """
 
@@ -134,26 +418,19 @@ class SparsemaxLoss(MapLoss):
         return sparsemax_loss(scores, target, **self.options())
 
 
-class EntmaxLoss(MapLoss):
+class EntmaxLoss(_MapLoss):
     """:func:`lastlayer.entmax_loss` as a module.
 
     Args:
         alpha: a number of at least 1. A learned alpha is a parameter of the model, passed to
             :func:`lastlayer.entmax_loss` at each step.
-        weight: one weight a class, ``(n,)``.
-        ignore_index: rows with this class id are left out.
+        class_weight: one weight per class, ``(n,)``.
+        ignore_index: rows with this class id are left out; None where all count.
         reduction: "mean", "sum" or "none".
     """
 
-    def __init__(
-        self,
-        alpha: float = 1.5,
-        *,
-        weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-    ) -> None:
-        super().__init__(weight=weight, ignore_index=ignore_index, reduction=reduction)
+    def __init__(self, alpha: float = 1.5, **options: Any) -> None:
+        super().__init__(**options)
         check_alpha(alpha)
         self.alpha = alpha
 
@@ -162,3 +439,24 @@ class EntmaxLoss(MapLoss):
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}, {super().extra_repr()}"
+
+
+class TopKSoftmaxLoss(_MapLoss):
+    """:func:`lastlayer.topk_softmax_loss` as a module.
+
+    Args:
+        k: how many classes the normaliser sums, at least 1.
+        class_weight: one weight per class, ``(n,)``.
+        ignore_index: rows with this class id are left out; None where all count.
+        reduction: "mean", "sum" or "none".
+    """
+
+    def __init__(self, k: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.k = check_k(k)
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        return topk_softmax_loss(scores, target, self.k, **self.options())
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}, {super().extra_repr()}"

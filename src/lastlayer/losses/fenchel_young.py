@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_class_weight, check_reduction, check_scores, check_target
+from lastlayer._checks import (
+    check_class_weight,
+    check_ignore_index,
+    check_reduction,
+    check_scores,
+    check_target,
+)
+from lastlayer._torch import accumulation_dtype, in_dtype
 
 
 def fenchel_young_loss(
@@ -16,8 +23,8 @@ def fenchel_young_loss(
     predict: Callable[[Tensor], Tensor],
     entropy: Callable[[Tensor], Tensor],
     *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
+    class_weight: Tensor | None = None,
+    ignore_index: int | None = -100,
     reduction: str = "mean",
 ) -> Tensor:
     r"""The loss that belongs to a map: convex, and zero exactly where the map hits the target.
@@ -30,16 +37,18 @@ def fenchel_young_loss(
     difference, never by differentiating through the map, and the Hessian is the map's Jacobian.
     With softmax and Shannon's entropy it is the cross entropy.
 
-    Cost: one forward of the map and a few passes over the scores; backward makes the difference.
+    Choose it for a map of your own; the losses of the maps here have faster functions.
+
+    Cost: one forward of the map and a few passes over the scores; backward forms the difference.
 
     Args:
         scores: ``(*batch, n)``; -inf is a legal mask.
-        target: class ids ``(*batch)``, int64, or distributions ``(*batch, n)``.
+        target: class ids ``(*batch)``, of any integer dtype, or distributions ``(*batch, n)``.
         predict: the map over the last dimension.
         entropy: maps probabilities ``(*batch, n)`` to ``(*batch)``; concave, 0 at a one-hot.
-        weight: one weight a class, ``(n,)``. A row counts with the weight of its class, or with
-            the mean weight of its target distribution; "mean" divides by the sum of the weights.
-        ignore_index: rows with this class id are left out, with loss and gradient 0.
+        class_weight: one weight per class, ``(n,)``. A row counts with the weight of its class, or
+            with the mean weight of its target distribution; "mean" divides by the sum of these.
+        ignore_index: rows with this class id have loss and gradient 0; None where all count.
         reduction: "mean" over the rows that are not ignored (0 where all are), "sum" or "none".
 
     Returns:
@@ -56,42 +65,52 @@ def fenchel_young_loss(
         Blondel, Martins and Niculae, Learning with Fenchel-Young Losses, JMLR 2020,
         arXiv:1901.02324.
     """
-    return parametric_loss(
-        scores,
-        target,
-        predict,
-        entropy,
-        weight=weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
+    target, by_class, ignore_index = check_loss(
+        scores, target, class_weight, ignore_index, reduction
+    )
+    return general_loss(
+        scores, target, by_class, predict, entropy, class_weight, ignore_index, reduction
     )
 
 
-def parametric_loss(
+def check_loss(
+    scores: Any, target: Any, class_weight: Any, ignore_index: Any, reduction: Any
+) -> tuple[Tensor, bool, int | None]:
+    """The arguments of a loss on scores: target, whether it has class ids, and ``ignore_index``."""
+    check_scores(scores)
+    check_reduction(reduction)
+    ignore_index = check_ignore_index(ignore_index)
+    target, by_class = check_target(target, scores, ignore_index)
+    if class_weight is not None:
+        check_class_weight(class_weight, scores.shape[-1], scores, "scores")
+    return target, by_class, ignore_index
+
+
+def general_loss(
     scores: Tensor,
     target: Tensor,
+    by_class: bool,
     predict: Callable[[Tensor], Tensor],
     entropy: Callable[[Tensor], Tensor],
+    class_weight: Tensor | None,
+    ignore_index: int | None,
+    reduction: str,
     *,
     parameter: Tensor | None = None,
     entropy_slope: Callable[[Tensor], Tensor] | None = None,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
 ) -> Tensor:
-    """:func:`fenchel_young_loss` for an entropy with one parameter a row that is learned.
+    """:func:`fenchel_young_loss` of checked arguments, by torch operations alone.
 
-    By the envelope theorem the loss moves with the parameter only through the entropy itself:
-    ``entropy_slope`` is its derivative by ``parameter`` at fixed probabilities.
+    The entropy may have one learned ``parameter`` per row. By the envelope theorem the loss changes
+    with it only through the entropy: ``entropy_slope`` is its derivative at fixed probabilities.
     """
-    check_scores(scores)
-    check_reduction(reduction)
-    target, by_class = check_target(target, scores, ignore_index)
-    if weight is not None:
-        check_class_weight(weight, scores.shape[-1])
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    ignored = target == ignore_index if by_class else None
-    target = target.masked_fill(ignored, 0) if ignored is not None else target.to(scores.dtype)
+    scores = in_dtype(scores, accumulation_dtype(scores.dtype))
+    ignored = None
+    if by_class and ignore_index is not None:
+        ignored = target == ignore_index
+        target = target.masked_fill(ignored, 0)
+    elif not by_class:
+        target = target.to(scores.dtype)
 
     probs = predict(scores)
     losses = _FenchelYoung.apply(
@@ -104,7 +123,11 @@ def parametric_loss(
     )
     if not by_class:
         losses = losses - entropy(target)
-    return _reduced(losses, _row_weights(losses, target, weight), ignored, reduction)
+    weights = None
+    if class_weight is not None:
+        class_weight = class_weight.to(losses.dtype)
+        weights = class_weight[target] if by_class else target @ class_weight
+    return _reduced(losses, weights, ignored, reduction)
 
 
 class _FenchelYoung(torch.autograd.Function):
@@ -138,17 +161,26 @@ class _FenchelYoung(torch.autograd.Function):
         grad_scores = grad_target = grad_parameter = None
         row = grad.unsqueeze(-1)
         if ctx.needs_input_grad[1]:
-            if target.is_floating_point():
-                grad_scores = (probs - target) * row
-            else:
-                grad_scores = (probs * row).scatter_add(-1, target.unsqueeze(-1), -row)
-            # A row that does not count has no gradient, even where its scores are NaN.
-            grad_scores = torch.where(row == 0, 0.0, grad_scores)
+            grad_scores = score_gradient(probs, target, row)
         if ctx.needs_input_grad[3]:
             grad_target = -scores * row
         if ctx.needs_input_grad[4]:
             grad_parameter = torch.where(grad == 0, 0.0, slope * grad)
         return None, grad_scores, None, grad_target, grad_parameter, None
+
+
+def score_gradient(probs: Tensor, target: Tensor, row: Tensor) -> Tensor:
+    """``(probs - target) * row`` for the factor ``(*batch, 1)`` of each row; differentiable.
+
+    Rows with factor 0 have gradient 0 even where their scores are NaN, and so have fully masked
+    rows, which have no probability anywhere.
+    """
+    if target.is_floating_point():
+        gradient = (probs - target) * row
+    else:
+        gradient = (probs * row).scatter_add(-1, target.unsqueeze(-1), -row)
+    moves = (row != 0) & (probs != 0).any(-1, keepdim=True)
+    return torch.where(moves, gradient, 0.0)
 
 
 def _value(
@@ -165,17 +197,10 @@ def _value(
     else:
         at_target = scores.gather(-1, target.unsqueeze(-1))
         gap = torch.where(probs != 0, (scores - at_target) * probs, 0.0).sum(-1)
-        # Nothing is allowed: no class has a probability, so no target can be met.
+        # Fully masked rows have no probability anywhere, and no target can be met.
         nowhere = (at_target == -math.inf).squeeze(-1) & (probs == 0).all(-1)
         gap = gap.masked_fill(nowhere, math.inf)
     return gap + entropy(probs)
-
-
-def _row_weights(losses: Tensor, target: Tensor, weight: Tensor | None) -> Tensor | None:
-    if weight is None:
-        return None
-    weight = weight.to(losses.dtype)
-    return target @ weight if target.is_floating_point() else weight[target]
 
 
 def _reduced(

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_scores
-from lastlayer.losses._contrastive_checks import check_groups
+from lastlayer._checks import check_int, check_scores
 from lastlayer.losses._gathered import check_gather, gathered, shares
+from lastlayer.losses.contrastive import check_groups
 
 
 class NegativeQueue(torch.nn.Module):
@@ -23,7 +23,7 @@ class NegativeQueue(torch.nn.Module):
 
     Args:
         size: the most keys that are held.
-        dim: width of a key.
+        dim: size of a key.
         device: where keys are held.
         dtype: of the keys held.
 
@@ -56,13 +56,7 @@ class NegativeQueue(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        given: dict[str, Any] = {"size": size, "dim": dim}
-        for name, value in given.items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
-        self.size, self.dim = size, dim
+        self.size, self.dim = size, dim = check_int("size", size), check_int("dim", dim)
         self.register_buffer("memory", torch.zeros(size, dim, device=device, dtype=dtype))
         self.register_buffer("memory_groups", torch.zeros(size, dtype=torch.int64, device=device))
         # The place of the next key, the number of keys, and whether they have groups.
@@ -139,7 +133,7 @@ class NegativeQueue(torch.nn.Module):
         if keys.dim() != 2 or keys.shape[1] != self.dim:
             raise ValueError(f"keys: expected shape (n, {self.dim}), got {tuple(keys.shape)}")
         if groups is not None:
-            check_groups("groups", groups, keys.shape[:1], keys.device, "key")
+            check_groups("groups", groups, keys.shape[:1], keys, "key")
         if self._count and keys.shape[0] and (groups is not None) != self._grouped:
             expected, got = ("groups", "None") if self._grouped else ("None", "groups")
             raise ValueError(

@@ -1,18 +1,24 @@
 """ZLPR, the softmax and cross entropy of several right answers."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_reduction, check_scores
-from lastlayer._torch import accumulation_dtype
-from lastlayer.losses._multilabel import (
+from lastlayer import kernels
+from lastlayer._checks import check_device, check_reduction, check_scores
+from lastlayer._labels import (
     check_allowed,
     check_multilabel,
+    positive_lists,
     reduced,
     rows_of_mask,
 )
-from lastlayer.losses._positives import positive_lists
-from lastlayer.losses._zlpr_rows import zlpr_listed_rows, zlpr_rows
+from lastlayer._torch import accumulation_dtype, in_functorch
+from lastlayer.fused.function import Engine, Operands, Result, fused_loss
+from lastlayer.kernels.zlpr import reference
+from lastlayer.losses._module import LossModule
 
 
 def zlpr_loss(
@@ -37,10 +43,11 @@ def zlpr_loss(
     :func:`lastlayer.zlpr_probability` for what that says of hard labels: nothing.
 
     Choose it where positives are few among many classes; see :func:`lastlayer.asymmetric_loss` and
-    :func:`lastlayer.binary_cross_entropy_loss` for others.
+    :func:`lastlayer.bce_loss` for others.
 
-    Cost: one reading of scores and labels forward, one more backward, which writes the gradient.
-    (Rows with a score beyond 60 on the wrong side are read three times on CUDA.)
+    Cost: scores and labels are read once in forward and once in backward, which writes the
+    gradient; nothing of their size is held in between. (Rows with a score beyond 60 on the wrong
+    side are read three times on CUDA.)
 
     Args:
         scores: ``(*batch, n)``.
@@ -65,14 +72,9 @@ def zlpr_loss(
         spaces.ac.cn/archives/9064 (soft labels).
     """
     check_multilabel(scores, target, mask, reduction)
-    batch, n = scores.shape[:-1], scores.shape[-1]
-    n_rows = batch.numel()
-    losses, counts = zlpr_rows(
-        scores.reshape(n_rows, n),
-        target.reshape(n_rows, n),
-        rows_of_mask(mask, scores, n_rows),
-    )
-    return reduced(losses.reshape(batch), None if mask is None else counts, reduction)
+    if target.requires_grad or in_functorch():
+        return _reference_loss(scores, target, mask, reduction)
+    return fused_loss(_ENGINE, (scores, target, *(None,) * 4, mask), (0.0,), reduction)[0]
 
 
 def zlpr_loss_from_indices(
@@ -81,18 +83,18 @@ def zlpr_loss_from_indices(
     offsets: Tensor | None = None,
     *,
     values: Tensor | None = None,
-    smoothing: float = 0.0,
+    label_smoothing: float = 0.0,
     mask: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    r""":func:`lastlayer.zlpr_loss` from lists of the positives, without a target of n labels a row.
+    r""":func:`lastlayer.zlpr_loss` from lists of positives, without a target of n labels per row.
 
     Lists are padded, ``(*batch, m)``, or in CSR: all lists one after the other, and where each
     starts. A class that is listed twice counts once. No class serves as padding.
 
     Soft labels need no dense target either. Listed classes have the label in ``values``, all others
-    the label ``smoothing``, :math:`\varepsilon`:
+    the label ``label_smoothing``, :math:`\varepsilon`:
 
     .. math:: \log\Bigl(1 + (1 - \varepsilon) \sum_{i \notin P} e^{s_i}
               + \sum_{i \in P} (1 - v_i)\,e^{s_i}\Bigr)
@@ -102,20 +104,20 @@ def zlpr_loss_from_indices(
     Listed classes are left out of the sums over the others; nothing is added and then subtracted,
     which would lose all digits once a positive leads.
 
-    Cost: as :func:`lastlayer.zlpr_loss` with one bit a label on CUDA, and two sorts of the lists.
+    Cost: as :func:`lastlayer.zlpr_loss` with one bit per label on CUDA, and two sorts of the lists.
     Where ``values`` need a gradient, and for second derivatives, a dense target is made.
 
     Args:
         scores: ``(*batch, n)``.
-        positives: class ids, int64: ``(*batch, m)``, padded with ``ignore_index``; or ``(k,)`` with
-            offsets.
-        offsets: ``(rows + 1,)`` int64, from 0 to k: row r, counted over all batch dimensions, has
-            ``positives[offsets[r] : offsets[r + 1]]``.
+        positives: class ids of any integer dtype: ``(*batch, m)``, padded with ``ignore_index``; or
+            ``(k,)`` with offsets.
+        offsets: integers ``(rows + 1,)``, from 0 to k: row r, counted over all batch dimensions,
+            has ``positives[offsets[r] : offsets[r + 1]]``.
         values: labels of the listed classes, floating in [0, 1], of the shape of ``positives``;
-            of a class that is listed twice the first counts. Without them ``1 - smoothing``.
-        smoothing: the label of all other classes, from 0 to below 1/2.
+            of a class that is listed twice the first counts. Without them ``1 - label_smoothing``.
+        label_smoothing: the label of all other classes, from 0 to below 1/2.
         mask: bool that broadcasts to ``scores``, True for classes that count.
-        ignore_index: the id that pads.
+        ignore_index: the id that pads; None where nothing is padding.
         reduction: "mean" over rows in which any class counts (0 where there is none), "sum" or
             "none". A row without positives counts.
 
@@ -127,7 +129,7 @@ def zlpr_loss_from_indices(
         >>> zlpr_loss_from_indices(scores, torch.tensor([[0, -100], [2, 1]]), reduction="none")
         tensor([0.4759, 1.1008])
         >>> in_csr = torch.tensor([0, 2, 1]), torch.tensor([0, 1, 3])
-        >>> zlpr_loss_from_indices(scores, *in_csr, smoothing=0.05)
+        >>> zlpr_loss_from_indices(scores, *in_csr, label_smoothing=0.05)
         tensor(1.3552)
 
     Reference:
@@ -145,17 +147,138 @@ def zlpr_loss_from_indices(
         n_classes=n,
         ignore_index=ignore_index,
         values=values,
-        smoothing=smoothing,
+        label_smoothing=label_smoothing,
         batch=tuple(batch),
     )
-    if positives.device != scores.device:
-        raise ValueError(
-            f"positives: expected the device of scores, {scores.device}, got {positives.device}"
+    check_device("positives", positives, scores, "scores")
+    classes, rows, _, starts, _, labels = lists
+    if in_functorch() or (labels is not None and labels.requires_grad):
+        target = reference.dense_target(
+            scores.reshape(n_rows, n), classes, rows, labels, label_smoothing
         )
-    losses, counts = zlpr_listed_rows(
-        scores.reshape(n_rows, n), lists, rows_of_mask(mask, scores, n_rows), float(smoothing)
-    )
-    return reduced(losses.reshape(batch), None if mask is None else counts, reduction)
+        return _reference_loss(scores, target.reshape(scores.shape), mask, reduction)
+    operands = scores, None, classes, rows, starts, labels, mask
+    return fused_loss(_ENGINE, operands, (float(label_smoothing),), reduction)[0]
+
+
+def _reference_loss(scores: Tensor, target: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
+    """By torch operations alone: for a target with a gradient, and transforms of ``torch.func``."""
+    mask = None if mask is None else mask.expand(scores.shape)
+    losses, _, counts = reference.forward(scores, target, mask)
+    return reduced(losses, None if mask is None else counts, reduction)
+
+
+class _ZLPR(Engine):
+    """Operands: scores; a dense target, or classes, rows, starts and values of lists; a mask.
+
+    Forward leaves four numbers per row, from which backward makes the gradient.
+    """
+
+    name = "zlpr_loss"
+    schema = "float label_smoothing"
+    n_constants = 6
+    kept = tuple(range(7))
+
+    def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:  # noqa: ARG002
+        return False
+
+    def compute(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,  # noqa: ARG002 - nothing is computed again
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        scores, mask = operands[0], operands[-1]
+        rows, labels, rows_mask = _as_rows(operands)
+        if len(labels) == 1:
+            losses, stats, counts = kernels.zlpr.forward("auto", rows, *labels, rows_mask)
+        else:
+            losses, stats, counts = kernels.zlpr.forward_listed(
+                "auto", rows, *labels, rows_mask, *options
+            )
+        pieces = (stats if wanted[0] else None,)
+        if reduction == "none":
+            return Result(losses if scores.dim() == 2 else losses.view(scores.shape[:-1]), pieces)
+        total = losses.sum()
+        if reduction == "sum":
+            return Result(total, pieces)
+        if mask is None:
+            share = losses.new_full((), 1.0 / max(1, losses.shape[0]))
+        else:
+            share = counts.sum().clamp_(min=1).to(losses.dtype).reciprocal_()
+        return Result(total * share, pieces, (), share)
+
+    def fake(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,  # noqa: ARG002
+        options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        scores = operands[0]
+        batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
+        loss = scores.new_empty(batch if reduction == "none" else (), dtype=dtype)
+        stats = scores.new_empty((4, batch.numel()), dtype=dtype) if wanted[0] else None
+        share = scores.new_empty((), dtype=dtype) if reduction == "mean" else None
+        return Result(loss, (stats,), (), share)
+
+    def finish(
+        self,
+        operands: Operands,
+        pieces: Sequence[Tensor | None],
+        factor: Tensor | None,
+        options: tuple[Any, ...],
+        reusable: bool,  # noqa: ARG002 - the stats stay
+    ) -> list[Tensor | None]:
+        (stats,) = pieces
+        if stats is None or factor is None:
+            return [None]
+        rows, labels, mask = _as_rows(operands)
+        grad = factor.reshape(-1) if factor.dim() else factor.expand(rows.shape[0])
+        if len(labels) == 1:
+            product = kernels.zlpr.backward("auto", rows, *labels, mask, stats, grad)
+        else:
+            product = kernels.zlpr.backward_listed(
+                "auto", rows, *labels, mask, *options, stats, grad
+            )
+        return [product if operands[0].dim() == 2 else product.view(operands[0].shape)]
+
+    def differentiable(
+        self,
+        operands: Operands,
+        grad: Tensor,
+        options: tuple[Any, ...],
+        reduction: str,
+    ) -> list[Tensor | None]:
+        rows, labels, mask = _as_rows(operands)
+        if len(labels) == 1:
+            (target,) = labels
+        else:
+            classes, of_row, _, values = labels
+            target = reference.dense_target(rows, classes, of_row, values, *options)
+        if reduction == "mean":
+            counts = rows.shape[0] if mask is None else mask.any(-1).sum().clamp(min=1)
+            grad = grad / counts
+        row = grad.reshape(-1, 1) if grad.dim() else grad.expand(rows.shape[0], 1)
+        slope = torch.where(row == 0, 0.0, reference.gradient(rows, target, mask) * row)
+        return [slope.reshape(operands[0].shape)]
+
+
+_ENGINE = _ZLPR()
+
+
+def _as_rows(operands: Operands) -> tuple[Tensor, tuple[Any, ...], Tensor | None]:
+    """Scores ``(rows, n)``, the target alone or the lists, and the mask of the scores' shape."""
+    scores, target, *lists, mask = operands
+    n_rows, n = scores.shape[:-1].numel(), scores.shape[-1]
+    rows_mask = rows_of_mask(mask, scores, n_rows)
+    if scores.dim() != 2:
+        scores = scores.reshape(n_rows, n)
+        target = None if target is None else target.reshape(n_rows, n)
+    return scores, tuple(lists) if target is None else (target,), rows_mask
 
 
 def zlpr_probability(scores: Tensor) -> Tensor:
@@ -187,11 +310,11 @@ def zlpr_probability(scores: Tensor) -> Tensor:
         Su, spaces.ac.cn/archives/9064.
     """
     check_scores(scores, at_least_1d=False)
-    # Doubled in the wide dtype: float16 ends at 65504.
+    # Doubled in float32: float16 ends at 65504.
     return torch.sigmoid(2.0 * scores.to(accumulation_dtype(scores.dtype))).to(scores.dtype)
 
 
-class ZLPRLoss(torch.nn.Module):
+class ZLPRLoss(LossModule):
     """:func:`lastlayer.zlpr_loss` as a module.
 
     Args:
@@ -203,12 +326,7 @@ class ZLPRLoss(torch.nn.Module):
     """
 
     def __init__(self, *, reduction: str = "mean") -> None:
-        super().__init__()
-        check_reduction(reduction)
-        self.reduction = reduction
+        super().__init__(reduction)
 
     def forward(self, scores: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
         return zlpr_loss(scores, target, mask=mask, reduction=self.reduction)
-
-    def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}"

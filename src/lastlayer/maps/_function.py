@@ -1,22 +1,41 @@
-"""The autograd side of the maps: backward on the support, to any order, and vmap."""
+"""What the maps share: rows of a user's arguments, and backward on the support to any order."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer._checks import check_dim, check_mask, check_scores
+from lastlayer._torch import in_functorch
 from lastlayer.kernels import Impl
-from lastlayer.maps._tsallis import alpha_slope
+from lastlayer.maps.tsallis import alpha_slope
+
+
+def as_rows(scores: Tensor, dim: int, mask: Tensor | None) -> Tensor:
+    """``scores`` with ``dim`` last and -inf where ``mask`` is False."""
+    check_scores(scores)
+    dim = check_dim(dim, scores)
+    if mask is not None:
+        check_mask(mask, scores)
+        scores = scores.masked_fill(~mask, -math.inf)
+    return scores if dim == scores.dim() - 1 else scores.movedim(dim, -1)
+
+
+def from_rows(rows: Tensor, dim: int) -> Tensor:
+    """Rows with their last dimension put back to ``dim``."""
+    # Even a view that changes nothing costs host time, and again in backward.
+    return rows if dim in (-1, rows.dim() - 1) else rows.movedim(-1, dim)
 
 
 def entmax_rows(scores: Tensor, alpha: float, row_alpha: Tensor | None, impl: Impl) -> Tensor:
     """entmax over the last dimension; ``row_alpha`` has the shape of the batch."""
     probs: Tensor
-    if needs_no_graph(scores, row_alpha):
+    if _needs_no_graph(scores, row_alpha):
         probs = kernels.entmax.forward(impl, scores, alpha, row_alpha)
     else:
-        function = _Entmax if transforms_are_active() else _EagerEntmax
+        function = _Entmax if _transforms_are_active() else _EagerEntmax
         probs = function.apply(scores, row_alpha, alpha, impl)
     return probs
 
@@ -24,10 +43,10 @@ def entmax_rows(scores: Tensor, alpha: float, row_alpha: Tensor | None, impl: Im
 def topk_softmax_rows(scores: Tensor, k: int, impl: Impl) -> Tensor:
     """Top-k softmax over the last dimension."""
     probs: Tensor
-    if needs_no_graph(scores):
+    if _needs_no_graph(scores):
         probs = kernels.topk_softmax.forward(impl, scores, k)
     else:
-        function = _TopKSoftmax if transforms_are_active() else _EagerTopKSoftmax
+        function = _TopKSoftmax if _transforms_are_active() else _EagerTopKSoftmax
         probs = function.apply(scores, k, impl)
     return probs
 
@@ -37,27 +56,27 @@ def entmax_jacobian_product(
 ) -> Tensor:
     """The Jacobian of entmax at ``probs``, which is symmetric, times ``grad``; differentiable."""
     product: Tensor
-    if needs_no_graph(probs, grad, row_alpha):
+    if _needs_no_graph(probs, grad, row_alpha):
         product = kernels.entmax.backward(impl, probs, grad, alpha, row_alpha)
     else:
         product = _EntmaxJacobianProduct.apply(probs, grad, row_alpha, alpha, impl)
     return product
 
 
-def needs_no_graph(*tensors: Tensor | None) -> bool:
-    """Whether an operation can be called as it is, which is several times cheaper for the host."""
-    if transforms_are_active():
+def _needs_no_graph(*tensors: Tensor | None) -> bool:
+    """Whether an operation can be called directly, which costs the host a fraction."""
+    if _transforms_are_active():
         return False
     if not torch.is_grad_enabled():
         return True
     return not any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def eager_form(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+def _eager_form(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """The same Function with ``forward`` and ``setup_context`` in one.
 
-    Transforms need the two apart, but then torch inspects the signature of ``forward`` at every
-    call, which costs the host more than the launch of a kernel.
+    Transforms need two methods, but then torch inspects the signature of ``forward`` at every
+    call, which costs the host more than launching a kernel.
     """
 
     class Eager(torch.autograd.Function):
@@ -73,9 +92,9 @@ def eager_form(function: type[torch.autograd.Function]) -> type[torch.autograd.F
     return Eager
 
 
-def transforms_are_active() -> bool:
+def _transforms_are_active() -> bool:
     """Whether a compiler or a function transform has to see the Function itself."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or in_functorch()
 
 
 def batch_first(size: int, in_dims: tuple[int | None, ...], *tensors: Any) -> tuple[Any, ...]:
@@ -206,8 +225,8 @@ class _TopKSoftmax(torch.autograd.Function):
         return topk_softmax_rows(scores, k, impl), 0
 
 
-_EagerEntmax = eager_form(_Entmax)
-_EagerTopKSoftmax = eager_form(_TopKSoftmax)
+_EagerEntmax = _eager_form(_Entmax)
+_EagerTopKSoftmax = _eager_form(_TopKSoftmax)
 
 
 def _centred(values: Tensor, weights: Tensor, total: Tensor) -> Tensor:

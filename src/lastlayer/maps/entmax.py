@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lastlayer._checks import check_alpha, check_alpha_shape
 from lastlayer.kernels import Impl
-from lastlayer.maps._function import entmax_rows
-from lastlayer.maps._rows import as_rows, from_rows
+from lastlayer.maps._function import as_rows, entmax_rows, from_rows
 
 
 def entmax(

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from lastlayer.kernels import Impl
-from lastlayer.maps._function import entmax_rows
-from lastlayer.maps._rows import as_rows, from_rows
+from lastlayer.maps._function import as_rows, entmax_rows, from_rows
 
 
 def sparsemax(
@@ -24,7 +23,7 @@ def sparsemax(
     :func:`lastlayer.entmax` at 1.5 where gradients should fade rather than stop at the edge of
     the support.
 
-    Cost: one read and one write of the scores, O(n) a row; backward reads the probabilities,
+    Cost: one read and one write of the scores, O(n) per row; backward reads the probabilities,
     and the gradient on the support only.
 
     Args:

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer._checks import check_alpha, check_alpha_shape, check_max_support
+from lastlayer._checks import check_alpha, check_alpha_shape, check_int
 from lastlayer._torch import values_are_checked
 from lastlayer.kernels import Impl
-from lastlayer.maps._function import batch_first, entmax_jacobian_product
-from lastlayer.maps._rows import as_rows
+from lastlayer.maps._function import as_rows, batch_first, entmax_jacobian_product
 
 
 class Support(NamedTuple):
@@ -42,7 +41,7 @@ def entmax_support(
     Choose it where rows are wide and supports small: a vocabulary, a memory, an index. Choose
     :func:`lastlayer.entmax` where the support may be as wide as the row.
 
-    Cost: one read of the scores and O(max_support) writes a row.
+    Cost: one read of the scores and O(max_support) writes per row.
 
     Args:
         scores: ``(*batch, n)``, any floating dtype; -inf is a legal mask.
@@ -63,7 +62,7 @@ def entmax_support(
         (tensor([0.5500, 0.4500]), tensor([1, 2]), tensor(2))
     """
     check_alpha(alpha)
-    check_max_support(max_support)
+    max_support = check_int("max_support", max_support)
     rows = as_rows(scores, -1, mask)
     row_alpha = None
     if isinstance(alpha, Tensor):

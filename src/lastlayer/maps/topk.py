@@ -5,8 +5,7 @@ from torch import Tensor
 
 from lastlayer._checks import check_k
 from lastlayer.kernels import Impl
-from lastlayer.maps._function import topk_softmax_rows
-from lastlayer.maps._rows import as_rows, from_rows
+from lastlayer.maps._function import as_rows, from_rows, topk_softmax_rows
 
 
 def topk_softmax(
@@ -45,7 +44,7 @@ def topk_softmax(
         Su, spaces.ac.cn/archives/8046 (sparse softmax); Shazeer et al., Outrageously Large
         Neural Networks, ICLR 2017, arXiv:1701.06538 (as a router).
     """
-    check_k(k)
+    k = check_k(k)
     return from_rows(topk_softmax_rows(as_rows(scores, dim, mask), k, impl), dim)
 
 
@@ -59,8 +58,7 @@ class TopKSoftmax(torch.nn.Module):
 
     def __init__(self, k: int, dim: int = -1) -> None:
         super().__init__()
-        check_k(k)
-        self.k, self.dim = k, dim
+        self.k, self.dim = check_k(k), dim
 
     def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
         return topk_softmax(scores, self.k, self.dim, mask=mask)

@@ -92,7 +92,7 @@ class RowAdagrad(RowOptimizer):
         group: dict[str, Any],
     ) -> None:
         options = group["lr"], group["weight_decay"], group["eps"]
-        kernels.row_updates.adagrad_(impl, rows, state["sum"], ids, gradient, *options)
+        kernels.touched_rows.adagrad_(impl, rows, state["sum"], ids, gradient, *options)
 
     @staticmethod
     def _check_options(options: dict[str, Any]) -> None:

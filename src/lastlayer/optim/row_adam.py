@@ -127,7 +127,7 @@ class RowAdam(RowOptimizer):
         if ids is not None:
             first, second = (each.view(rows.shape) for each in moments)
             moments = first, second
-        kernels.row_updates.adam_(
+        kernels.touched_rows.adam_(
             impl, rows, *moments, state["row_step"], step, ids, gradient, group["lr"],
             group["weight_decay"], *group["betas"], group["eps"], decays,
         )  # fmt: skip

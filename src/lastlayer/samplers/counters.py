@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_generator, check_int
-from lastlayer.kernels import philox
+from lastlayer.kernels import rng
 
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 _EXPECTED = "rng_counter: expected (seed, step) as two ints or an int64 tensor of shape (2,)"
@@ -71,13 +71,13 @@ def fork(rng_counter: Tensor, number: int) -> Tensor:
     number = check_int("number", number, least=0, most=2**62 - 1)
     # Negative steps below all that a run reaches are kept for this.
     marked = torch.stack([rng_counter[0], rng_counter.new_full((), _LOWEST + number)])
-    made = philox.words("auto", marked, 1)[0]
+    made = rng.words("auto", marked, 1)[0]
     return torch.stack([made[0] << 32 | made[1], rng_counter[1]])
 
 
 def uniforms(rng_counter: Tensor, n: int) -> Tensor:
     """``n`` numbers from 0 up to 1, multiples of 2^-53, in float64."""
-    return fractions(philox.words("auto", rng_counter, n))
+    return fractions(rng.words("auto", rng_counter, n))
 
 
 def fractions(pairs: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import as_counts, check_positive, check_real
-from lastlayer.kernels import philox
+from lastlayer.kernels import rng
 from lastlayer.samplers.base import Sampler
 
 
@@ -69,7 +69,7 @@ class InBatch(Sampler):
     def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Tensor:
         if context is None:
             raise ValueError("context: expected the targets of the batch to draw from, got None")
-        return context[philox.integers("auto", rng_counter, n, len(context))]
+        return context[rng.integers("auto", rng_counter, n, len(context))]
 
     def _check_context(self, context: Any) -> Tensor | None:
         if context is None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_device, check_int, check_not_negative, check_real, check_scores
-from lastlayer.kernels import philox
+from lastlayer.kernels import rng
 from lastlayer.samplers.base import MOST_CLASSES, Sampler
 from lastlayer.samplers.counters import fork
 from lastlayer.samplers.unigram import Unigram
@@ -97,7 +97,7 @@ class AdaptiveNGram(Sampler):
         places = self._find(context)
         rows = len(places[0])
         start = self.unigram._draw(rows * n, fork(rng_counter, 0), None).view(rows, n)
-        chance = philox.words("auto", fork(rng_counter, 1), 2 * rows * n).view(rows, n, 4)
+        chance = rng.words("auto", fork(rng_counter, 1), 2 * rows * n).view(rows, n, 4)
         part = torch.searchsorted(self.mixture.cumsum(0), chance[..., 0].contiguous(), right=True)
         within = chance[..., 1] << 8 | chance[..., 2] >> 24
         drawn = start

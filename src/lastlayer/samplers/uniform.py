@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import as_counts, check_ids
-from lastlayer.kernels import philox
+from lastlayer.kernels import rng
 from lastlayer.samplers.base import Sampled, Sampler
 
 
@@ -32,7 +32,7 @@ class Uniform(Sampler):
     """
 
     def _draw(self, n: int, rng_counter: Tensor, _context: Tensor | None) -> Tensor:
-        ids: Tensor = philox.integers("auto", rng_counter, n, self.n_classes)
+        ids: Tensor = rng.integers("auto", rng_counter, n, self.n_classes)
         return ids
 
     def _draw_both(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Sampled:
@@ -82,7 +82,7 @@ class LogUniform(Sampler):
         return self._draw_both(n, rng_counter, context).ids
 
     def _draw_both(self, n: int, rng_counter: Tensor, _context: Tensor | None) -> Sampled:
-        return Sampled(*philox.log_uniform("auto", rng_counter, self.order, n, self.n_classes))
+        return Sampled(*rng.log_uniform("auto", rng_counter, self.order, n, self.n_classes))
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         rank = (ids if self.rank is None else self.rank[ids]).double()

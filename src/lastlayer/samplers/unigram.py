@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer._checks import as_counts, check_int, check_not_negative
-from lastlayer.kernels import alias
+from lastlayer.kernels import rng
 from lastlayer.samplers.base import MOST_CLASSES, Sampled, Sampler
 
 
@@ -49,7 +49,7 @@ class Unigram(Sampler):
 
     def __init__(self, counts: Any, power: float = 1.0) -> None:
         # Imported here: it compiles for the CPU.
-        from lastlayer.kernels.alias.build import alias_table, column_bits, integer_weights
+        from lastlayer.kernels.rng.table import alias_table, column_bits, integer_weights
 
         counts = as_counts(
             counts, kinds="iuf", alike="where all classes are equally likely use Uniform"
@@ -68,7 +68,7 @@ class Unigram(Sampler):
         return self._draw_both(n, rng_counter, context).ids
 
     def _draw_both(self, n: int, rng_counter: Tensor, _context: Tensor | None) -> Sampled:
-        return Sampled(*alias.draw("auto", self.table, self.weight, rng_counter, n))
+        return Sampled(*rng.draw("auto", self.table, self.weight, rng_counter, n))
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         return self.weight[ids].double().log() - self.log_total
@@ -77,7 +77,7 @@ class Unigram(Sampler):
         self, target: Tensor, _context: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         wide = dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        made: Tensor = alias.log_complement("auto", self.weight, target, self.bits, wide)
+        made: Tensor = rng.log_complement("auto", self.weight, target, self.bits, wide)
         return made.to(dtype)
 
     def config(self) -> dict[str, Any]:

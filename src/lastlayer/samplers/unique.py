@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lastlayer.kernels import philox
+from lastlayer.kernels import rng
 from lastlayer.samplers.counters import fractions
 
 METHODS = ("fixed", "poisson")
@@ -35,10 +35,10 @@ class Inclusion:
     def draw(self, method: str, rng_counter: Tensor) -> Tensor:
         """Different ids, in ascending order."""
         if method == "poisson":
-            pairs: Tensor = philox.words("auto", rng_counter, (len(self.width) + 1) // 2)
+            pairs: Tensor = rng.words("auto", rng_counter, (len(self.width) + 1) // 2)
             chance = pairs.flatten()
             return (chance[: len(self.width)] < self.width).nonzero().squeeze(1)
-        return self._one_per_stretch(philox.words("auto", rng_counter, 2 * self.n).view(self.n, 4))
+        return self._one_per_stretch(rng.words("auto", rng_counter, 2 * self.n).view(self.n, 4))
 
     def _one_per_stretch(self, chance: Tensor) -> Tensor:
         """One class from each stretch of length 1, after Deville.

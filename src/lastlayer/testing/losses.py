@@ -58,9 +58,17 @@ class LossSuite(Suite):
         """Hard targets for these scores, and soft ones where the loss takes them."""
         raise NotImplementedError
 
-    def masks(self, _scores: Tensor) -> dict[str, Tensor]:
-        """A mask to try as well, where the loss takes one."""
-        return {}
+    def masks(self, _scores: Tensor) -> tuple[Tensor, ...]:
+        """A mask for these scores, where the loss takes one."""
+        return ()
+
+    def of_tensors(self, reduction: str) -> Callable[..., Tensor]:
+        """The loss as a function of scores, target, and the mask where there is one."""
+
+        def loss(scores: Tensor, target: Tensor, *masks: Tensor) -> Tensor:
+            return self.losses(scores, target, reduction, **({"mask": masks[0]} if masks else {}))
+
+        return loss
 
 
 @dataclass(kw_only=True)
@@ -273,25 +281,21 @@ def an_empty_batch_works(suite: LossSuite) -> None:
 def the_derivatives_are_right(suite: LossSuite) -> None:
     scores = suite.away_from_kinks(3, 5).requires_grad_()
     for target in suite.targets(scores.detach()):
-        mask = suite.masks(scores.detach())
+        inputs = scores, target, *suite.masks(scores.detach())
         for reduction in ("mean", "none"):
-
-            def loss(x: Tensor, y: Tensor = target, of: str = reduction, m: Any = mask) -> Tensor:
-                return suite.losses(x, y, of, **m)
-
-            rule = f"gradcheck in float64, reduction={reduction!r}"
-            suite.runs(rule, scores, torch.autograd.gradcheck, loss, (scores,))
+            rule, loss = (
+                f"gradcheck in float64, reduction={reduction!r}",
+                suite.of_tensors(reduction),
+            )
+            suite.runs(rule, scores, torch.autograd.gradcheck, loss, inputs)
         rule = "gradgradcheck in float64"
-        suite.runs(rule, scores, torch.autograd.gradgradcheck, loss, (scores,))
+        suite.runs(rule, scores, torch.autograd.gradgradcheck, loss, inputs)
 
 
 def compiling_changes_nothing(suite: LossSuite) -> None:
     scores = suite.away_from_kinks(4).requires_grad_()
     for target in suite.targets(scores.detach()):
-        masks = suite.masks(scores.detach()).values()
-
-        def mean(x: Tensor, y: Tensor, *mask: Tensor) -> Tensor:
-            return suite.losses(x, y, "mean", **({"mask": mask[0]} if mask else {}))
+        masks = suite.masks(scores.detach())
 
         def evaluate(
             loss: Any, target: Tensor = target, masks: Any = masks
@@ -299,28 +303,23 @@ def compiling_changes_nothing(suite: LossSuite) -> None:
             value = loss(scores, target, *masks)
             return value, {"scores": torch.autograd.grad(value, scores)[0]}
 
-        suite.compiles(mean, evaluate, scores, suite.same)
+        suite.compiles(suite.of_tensors("mean"), evaluate, scores, suite.same)
 
 
 def vmap_is_a_loop(suite: LossSuite) -> None:
     scores = suite.away_from_kinks(6).reshape(2, 3, -1)
-
-    def mapped(function: Callable[..., Tensor], target: Tensor, mask: dict[str, Tensor]) -> Tensor:
-        result: Tensor = torch.func.vmap(function)(scores, target, **mask)
-        return result
-
-    def total(x: Tensor, y: Tensor, **mask: Any) -> Tensor:
-        return suite.losses(x, y, "sum", **mask)
-
+    none, total = suite.of_tensors("none"), suite.of_tensors("sum")
     for target in suite.targets(scores):
-        mask, rule = suite.masks(scores), "torch.func.vmap is a loop"
-        rows: list[Any] = [{name: each[i] for name, each in mask.items()} for i in range(2)]
-        loop = [suite.losses(scores[i], target[i], **rows[i]) for i in range(2)]
-        losses = suite.runs(rule, scores, mapped, suite.losses, target, mask)
-        suite.close(rule, losses, torch.stack(loop), suite.same, scores)
+        inputs = scores, target, *suite.masks(scores)
+        rule = "torch.func.vmap is a loop"
+        mapped = suite.runs(rule, scores, torch.func.vmap(none), *inputs)
+        loop = torch.stack([none(*(each[row] for each in inputs)) for row in range(2)])
+        suite.close(rule, mapped, loop, suite.same, scores)
         rule = "torch.func.vmap of the gradient is a loop"
-        slopes = suite.runs(rule, scores, mapped, torch.func.grad(total), target, mask)
-        suite.close(rule, slopes, suite.gradient(scores, target, **mask), suite.same, scores)
+        slopes = suite.runs(rule, scores, torch.func.vmap(torch.func.grad(total)), *inputs)
+        leaf = scores.detach().requires_grad_()
+        (expected,) = torch.autograd.grad(total(leaf, *inputs[1:]), leaf)
+        suite.close(rule, slopes, expected, suite.same, scores)
 
 
 def autocast_works(suite: LossSuite) -> None:

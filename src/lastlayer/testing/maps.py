@@ -173,7 +173,7 @@ def zeros_are_where_they_should_be(suite: MapSuite) -> None:
     """A sparse map drops scores far below the maximum; a dense one drops nothing."""
     scores = torch.linspace(-40, 0, 4097, dtype=suite.finest, device=suite.device)
     scores = scores[suite.permutation(4097)]
-    lowest = float(suite.map(scores)[scores.argmin()])
+    lowest = suite.map(scores)[scores.argmin()].item()
     if suite.sparse:
         rule = "a sparse map gives exactly 0 to a score 40 below the maximum"
     else:

@@ -39,8 +39,8 @@ class MultiLabelLossSuite(LossSuite):
         between = torch.sigmoid(self.normal(*scores.shape)).to(scores.dtype)
         return [hard, torch.where(self.integers(2, *scores.shape) == 0, hard.to(between), between)]
 
-    def masks(self, scores: Tensor) -> dict[str, Tensor]:
-        return {"mask": self.integers(3, *scores.shape) > 0}
+    def masks(self, scores: Tensor) -> tuple[Tensor, ...]:
+        return (self.integers(3, *scores.shape) > 0,)
 
 
 class MultiLabelHeadSuite(HeadSuite):

@@ -1,12 +1,11 @@
 """Trees over classes, and what builds them."""
 
-from lastlayer.trees._measure import EntropyBound
 from lastlayer.trees.balanced import balanced
 from lastlayer.trees.cluster import cluster
 from lastlayer.trees.from_codes import from_codes
 from lastlayer.trees.from_parents import from_parents
 from lastlayer.trees.huffman import huffman
-from lastlayer.trees.tree import Tree
+from lastlayer.trees.tree import EntropyBound, Tree
 from lastlayer.trees.two_level import two_level
 from lastlayer.trees.wordnet import WordNetReader, wordnet
 

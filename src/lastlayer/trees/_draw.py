@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lastlayer.trees._checks import as_shares, check_number
-from lastlayer.trees._measure import sums_below
+from lastlayer.trees._arrays import as_shares, check_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +43,7 @@ class _Item:
 
 def text(tree: "Tree", max_nodes: int) -> str:
     """Lines for a terminal."""
-    check_number("max_nodes", max_nodes, least=3)
+    check_count("max_nodes", max_nodes, least=3)
     lines = [_summary(tree)]
     _write(_outline(tree, max_nodes, None), "", "", lines)
     return "\n".join(lines)
@@ -75,7 +74,7 @@ def _outline(tree: "Tree", max_nodes: int, counts: Any) -> _Item:
     shares = as_shares(counts, tree.n_classes) / np.diff(tree.class_start)
     if not tree.n_inner:
         return _Item(_name(tree.labels, 0, "0"), -1, 1.0, ends=True)
-    mass, leaves = (sums_below(tree, each) for each in (shares, np.ones(tree.n_classes)))
+    mass, leaves = (tree.sums_below(each) for each in (shares, np.ones(tree.n_classes)))
     kind = "leaves" if tree.overlaps else "classes"
     all_fit = tree.n_inner + tree.n_paths <= max_nodes
     wide = max_nodes if all_fit else max(4, max_nodes // 3)
@@ -120,7 +119,7 @@ def _name(labels: tuple[str, ...] | None, place: int, default: str) -> str:
 
 def plot(tree: "Tree", ax: "Axes | None", max_nodes: int, counts: Any) -> "Axes":
     """Draws nodes as bars with their children to the right."""
-    check_number("max_nodes", max_nodes, least=3)
+    check_count("max_nodes", max_nodes, least=3)
     root = _outline(tree, max_nodes, counts)
     items = [*root.walk()]
     rows = _place(root, 0)

@@ -1,40 +1,35 @@
-"""Walks over trees, compiled by Numba: a tree may be as deep as it has classes.
+"""Loops over trees, compiled by Numba and cached on disk: a tree may be as deep as it has classes.
 
-In all of them ``start`` and ``child`` list the children of inner nodes: those of node v are
+Imported inside the functions that need it, so that ``import lastlayer.trees`` does not load Numba.
+
+``start`` and ``child`` list the children of inner nodes: those of node v are
 ``child[start[v]:start[v + 1]]``, an inner node where not negative, else the class ``~child``.
+Types: ids and positions are int32 or int64, offsets int64, masses float64, vectors float32.
 """
+
+import heapq
+import math
 
 import numpy as np
 from numba import njit
 
-from lastlayer.trees._arrays import Ids, Integers, Offsets, Reals
+# Passes of the power method, and at most of 2-means and then EM.
+_POWER, _PASSES = 3, 12
+# A group of which less than this share changes sides has converged.
+_SETTLED = 1e-3
+# Below this share of the mean square, differences are rounding errors.
+_NOTHING = 1e-12
+# A variance of zero would make all responsibilities 0 or 1; this is small beside any other.
+_LEAST_VARIANCE = 1e-9
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
-def _children_of(parent: Integers) -> tuple[Offsets, Integers]:
-    """Children of each node in the order of their numbers; roots have parent -1."""
-    n = len(parent)
-    start = np.zeros(n + 2, np.int64)
-    for v in range(n):
-        start[parent[v] + 2] += 1
-    for v in range(n):
-        start[v + 2] += start[v + 1]
-    # Shifted by one, so that filling leaves every start in its place.
-    child = np.empty(n, np.int64)
-    for v in range(n):
-        child[start[parent[v] + 1]] = v
-        start[parent[v] + 1] += 1
-    n_roots = start[0]
-    return start[:-1] - n_roots, child[n_roots:]
-
-
-def _breadth_first(
-    start: Offsets, child: Integers, root: int
-) -> tuple[Offsets, Integers, Integers, int]:
+@njit(nogil=True, cache=True)
+def breadth_first(start, child, root):
     """The tree below ``root``, numbered level by level; nodes with a single child are contracted.
 
-    Returns:
-        ``start`` and ``child`` in the new numbers, the old number of each inner node, and how many
-        nodes were met, contracted ones and leaves as well.
+    Returns ``start`` and ``child`` in the new numbers, the old number of each inner node, and how
+    many nodes were visited, contracted ones and leaves included.
     """
     met = 1
     while root >= 0 and start[root + 1] - start[root] == 1:
@@ -69,29 +64,23 @@ def _breadth_first(
     return new_start[: n + 1], new_child[:filled], origin[:n], met
 
 
-def _add_up(parent: Ids, values: Reals) -> None:
-    """Adds to every node what is below it, in place."""
+@njit(nogil=True, cache=True)
+def add_up(parent, values):
+    """Add to every node what is below it, in place."""
     for v in range(len(parent) - 1, 0, -1):
         values[parent[v]] += values[v]
 
 
-def _add_down(parent: Ids, values: Integers) -> None:
-    """Adds to every node what is above it, in place."""
+@njit(nogil=True, cache=True)
+def add_down(parent, values):
+    """Add to every node what is above it, in place."""
     for v in range(1, len(parent)):
         values[v] += values[parent[v]]
 
 
-def _fill_paths(
-    leaf_edge: Integers,
-    owner: Ids,
-    start: Offsets,
-    parent: Ids,
-    position: Ids,
-    path_start: Offsets,
-    path_node: Ids,
-    path_position: Ids,
-) -> None:
-    """Nodes and positions of each path, from its end to the root."""
+@njit(nogil=True, cache=True)
+def fill_paths(leaf_edge, owner, start, parent, position, path_start, path_node, path_position):
+    """Write nodes and positions of each path, from its end to the root."""
     for path in range(len(leaf_edge)):
         node = owner[leaf_edge[path]]
         taken = np.int32(leaf_edge[path] - start[node])
@@ -102,9 +91,8 @@ def _fill_paths(
             node = parent[node]
 
 
-def _cost_of_several_paths(
-    class_start: Offsets, path_start: Offsets, path_node: Ids, node_cost: Integers
-) -> Integers:
+@njit(nogil=True, cache=True)
+def cost_of_several_paths(class_start, path_start, path_node, node_cost):
     """For each class the cost of all nodes on its paths, each of them once."""
     n_classes = len(class_start) - 1
     seen_by = np.full(len(node_cost), -1, np.int64)
@@ -118,9 +106,345 @@ def _cost_of_several_paths(
     return cost
 
 
-children_of = njit(nogil=True, cache=True)(_children_of)
-breadth_first = njit(nogil=True, cache=True)(_breadth_first)
-add_up = njit(nogil=True, cache=True)(_add_up)
-add_down = njit(nogil=True, cache=True)(_add_down)
-fill_paths = njit(nogil=True, cache=True)(_fill_paths)
-cost_of_several_paths = njit(nogil=True, cache=True)(_cost_of_several_paths)
+@njit(nogil=True, cache=True)
+def nodes_to_merge(start, child, rank, arity):
+    """For each node whether its parent takes it in; of those that fit the lowest rank is first."""
+    n = len(start) - 1
+    merged = np.zeros(n, np.int32)
+    for node in range(n):
+        # Parents come first: by now it is known whether this node remains.
+        if merged[node]:
+            continue
+        wide = start[node + 1] - start[node]
+        waiting = [(0.0, 0)]
+        waiting.pop()
+        for edge in range(start[node], start[node + 1]):
+            if child[edge] >= 0:
+                heapq.heappush(waiting, (rank[child[edge]], int(child[edge])))
+        while len(waiting) > 0:
+            best = heapq.heappop(waiting)[1]
+            more = start[best + 1] - start[best] - 1
+            if wide + more > arity:
+                continue
+            wide += more
+            merged[best] = 1
+            for edge in range(start[best], start[best + 1]):
+                if child[edge] >= 0:
+                    heapq.heappush(waiting, (rank[child[edge]], int(child[edge])))
+    return merged
+
+
+@njit(nogil=True, cache=True)
+def merged_children(start, child, merged):
+    """Children of the nodes that remain, from left to right; merged nodes have none."""
+    n = len(start) - 1
+    new_start = np.zeros(n + 1, np.int64)
+    new_child = np.empty(len(child), np.int64)
+    filled = 0
+    stack = np.empty(len(child) + 1, np.int64)
+    for node in range(n):
+        if not merged[node]:
+            top = 0
+            for edge in range(start[node + 1] - 1, start[node] - 1, -1):
+                stack[top] = child[edge]
+                top += 1
+            while top > 0:
+                top -= 1
+                below = stack[top]
+                if below >= 0 and merged[below]:
+                    for edge in range(start[below + 1] - 1, start[below] - 1, -1):
+                        stack[top] = child[edge]
+                        top += 1
+                else:
+                    new_child[filled] = below
+                    filled += 1
+        new_start[node + 1] = filled
+    return new_start, new_child[:filled]
+
+
+@njit(nogil=True, cache=True)
+def huffman_merge(weights, arity):
+    """Huffman's tree of ascending weights, by two queues: inner nodes are made in ascending order.
+
+    Returns ``start`` and ``child`` with the root last; a leaf is ``~place`` in ``weights``, and of
+    the children of a node the heaviest is first.
+    """
+    n = len(weights)
+    n_inner = (n - 2) // (arity - 1) + 1 if n > 1 else 0
+    start = np.zeros(n_inner + 1, np.int64)
+    child = np.empty(max(0, n + n_inner - 1), np.int64)
+    mass = np.empty(n_inner)
+    # The first merge takes what is left over, so that all others are full.
+    size = 2 + (n - 2) % (arity - 1)
+    leaf = 0
+    oldest = 0
+    for node in range(n_inner):
+        total = 0.0
+        end = start[node] + size
+        for place in range(end - 1, start[node] - 1, -1):
+            if leaf < n and (oldest >= node or weights[leaf] <= mass[oldest]):
+                total += weights[leaf]
+                child[place] = ~leaf
+                leaf += 1
+            else:
+                total += mass[oldest]
+                child[place] = oldest
+                oldest += 1
+        mass[node] = total
+        start[node + 1] = end
+        size = arity
+    return start, child
+
+
+@njit(nogil=True, cache=True)
+def huffman_of_groups(mass, group_start):
+    """Huffman's binary tree of each group: the children of all nodes, and where the roots are."""
+    n_groups = len(group_start) - 1
+    child = np.empty(2 * (len(mass) - n_groups), np.int64)
+    roots = np.empty(n_groups, np.int64)
+    base = 0
+    for group in range(n_groups):
+        first, end = group_start[group], group_start[group + 1]
+        order = np.argsort(mass[first:end], kind="mergesort")
+        _, merged = huffman_merge(mass[first:end][order], 2)
+        for place in range(len(merged)):
+            node = merged[place]
+            child[2 * base + place] = node + base if node >= 0 else ~(first + order[~node])
+        base += end - first - 1
+        roots[group] = base - 1
+    return child, roots
+
+
+@njit(nogil=True, cache=True)
+def _group_cost(share, first, end):
+    """One vector for the group, and one for each of its classes as often as one of them occurs."""
+    if end - first == 1:
+        return 1.0
+    return 1.0 + (share[end] - share[first]) * (end - first)
+
+
+@njit(nogil=True, cache=True)
+def best_groups(share):
+    """The cuts of least cost, from left to right; ``share`` are the sums of the first shares.
+
+    The best first class of a group moves right as its end does: with more classes to take in, an
+    earlier first class only gets more expensive. So each first class is best for one range of
+    ends, and the ranges are kept in a queue.
+    """
+    n = len(share) - 1
+    best = np.zeros(n + 1)
+    came_from = np.zeros(n + 1, np.int64)
+    first = np.zeros(n + 1, np.int64)
+    since = np.ones(n + 1, np.int64)
+    head = 0
+    tail = 1
+    for end in range(1, n + 1):
+        while head + 1 < tail and since[head + 1] <= end:
+            head += 1
+        came_from[end] = first[head]
+        best[end] = best[first[head]] + _group_cost(share, first[head], end)
+        if end == n:
+            break
+        while since[tail - 1] > end:
+            rival = best[first[tail - 1]] + _group_cost(share, first[tail - 1], since[tail - 1])
+            if best[end] + _group_cost(share, end, since[tail - 1]) > rival:
+                break
+            tail -= 1
+        last = first[tail - 1]
+        low, high = max(end, since[tail - 1]), n + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            rival = best[last] + _group_cost(share, last, middle)
+            if best[end] + _group_cost(share, end, middle) <= rival:
+                high = middle
+            else:
+                low = middle
+        if high <= n:
+            first[tail] = end
+            since[tail] = high
+            tail += 1
+    ends = np.empty(n + 1, np.int64)
+    place = n
+    end = n
+    while end > 0:
+        ends[place] = end
+        end = came_from[end]
+        place -= 1
+    ends[place] = 0
+    return ends[place:]
+
+
+# Two clusters in each of many groups. A group is centred first. Let r be how much of each vector
+# the second cluster has, W₀ and W₁ the weights of the two, and S = Σ w r x. As the group sums to
+# zero, the means are −S / W₀ and S / W₁: the single vector S holds both, and x leans to the second
+# cluster by
+#
+#     s = x·S (1/W₀ + 1/W₁) − |S|² (1/W₁² − 1/W₀²) / 2
+#
+# which is half the difference of its squared distances. With a common variance σ², found from the
+# same sums as Σ w |x|² − |S|² (1/W₀ + 1/W₁) over all weights and dimensions, the log-odds are
+# s / σ² + log W₁ / W₀. So a step of 2-means or of EM is one pass over the group.
+
+
+@njit(nogil=True, cache=True, fastmath=_FAST)
+def _dot(x, direction):
+    total = np.float32(0.0)
+    for i in range(len(x)):
+        total += x[i] * direction[i]
+    return total
+
+
+@njit(nogil=True, cache=True, fastmath=_FAST)
+def _add_scaled(total, factor, x):
+    for i in range(len(x)):
+        total[i] += factor * x[i]
+
+
+@njit(nogil=True, cache=True)
+def centre(x, weight):
+    """Subtract the mean in place; the weighted squares afterwards, and those before."""
+    mean = np.zeros(x.shape[1])
+    total = 0.0
+    before = 0.0
+    for row in range(len(x)):
+        _add_scaled(mean, weight[row], x[row])
+        before += weight[row] * _dot(x[row], x[row])
+        total += weight[row]
+    middle = (mean / total).astype(np.float32)
+    after = 0.0
+    for row in range(len(x)):
+        for i in range(x.shape[1]):
+            x[row, i] -= middle[i]
+        after += weight[row] * _dot(x[row], x[row])
+    return after, before
+
+
+@njit(nogil=True, cache=True)
+def _main_direction(x, weight, seed):
+    """About the direction of the largest variance, from random signs."""
+    direction = np.empty(x.shape[1], np.float32)
+    bits = np.uint64(seed)
+    for i in range(len(direction)):
+        # Steps of splitmix64.
+        bits += np.uint64(0x9E3779B97F4A7C15)
+        mixed = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        direction[i] = np.float32(1.0) if (mixed >> np.uint64(63)) else np.float32(-1.0)
+    for _ in range(_POWER):
+        total = np.zeros(x.shape[1])
+        for row in range(len(x)):
+            _add_scaled(total, weight[row] * _dot(x[row], direction), x[row])
+        largest = np.abs(total).max()
+        if largest == 0.0:
+            break
+        direction = (total / largest).astype(np.float32)
+    return direction
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def log_odds(x, weight, squares, seed, odds):
+    """Write the log-odds of the second cluster for each row; False without two clusters."""
+    n, d = x.shape
+    every = weight.sum()
+    direction = _main_direction(x, weight, seed)
+    # scale · x·direction − offset are the log-odds; until 2-means converges only their sign counts.
+    scale, offset, soft = 1.0, 0.0, False
+    share = np.full(n, -1.0)
+    for _ in range(_PASSES):
+        total = np.zeros(d)
+        second = 0.0
+        moved = 0.0
+        for row in range(n):
+            odds[row] = scale * _dot(x[row], direction) - offset
+            if soft:
+                responsible = 1.0 / (1.0 + math.exp(-odds[row]))
+            else:
+                responsible = 1.0 if odds[row] > 0.0 else 0.0
+            moved += weight[row] * abs(responsible - share[row])
+            share[row] = responsible
+            if responsible > 0.0:
+                _add_scaled(total, weight[row] * responsible, x[row])
+                second += weight[row] * responsible
+        first = every - second
+        largest = np.abs(total).max()
+        if not (first > _NOTHING * every and second > _NOTHING * every and largest > 0.0):
+            return False
+        if moved <= _SETTLED * every:
+            if soft:
+                break
+            soft = True
+        length = (total * total).sum()
+        between = 1.0 / first + 1.0 / second
+        variance = max(squares - length * between, _LEAST_VARIANCE * squares) / (d * every)
+        direction = (total / largest).astype(np.float32)
+        scale = between * largest / variance
+        offset = 0.5 * length * (1.0 / second**2 - 1.0 / first**2) / variance
+        if soft:
+            offset -= math.log(second / first)
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _cut_in_half(weight):
+    """Where the weights of both sides are most alike; of equal places the nearest the middle."""
+    n = len(weight)
+    half = 0.5 * weight.sum()
+    best, cut, so_far = np.inf, 1, 0.0
+    for place in range(1, n):
+        so_far += weight[place - 1]
+        apart = abs(so_far - half)
+        nearer = abs(2 * place - n) < abs(2 * cut - n) or (n % 2 == 1 and 2 * place == n + 1)
+        if apart < best or (apart == best and nearer):
+            best, cut = apart, place
+    return cut
+
+
+@njit(nogil=True, cache=True)
+def split_groups(
+    start, stop, x, weight, group_start, seed, by_odds, levels_left, unsure, order, odds, cuts
+):
+    """Sort the rows of each group by their log-odds, and cut it in two.
+
+    Takes the groups that start in rows ``start`` to ``stop``: groups differ in size, so threads
+    share rows. The vectors ``x`` are centred in place. The cut is where log-odds change sign if
+    ``by_odds``, else in half; in half too where a side could need more than ``levels_left`` levels.
+    Rows with log-odds closer to 0 than ``unsure`` are wanted on both sides. Written are ``order``,
+    the sorted rows, ``odds``, their log-odds, and ``cuts`` ``(groups, 3)``: where the second side
+    starts, the cut, and where the first side ends.
+    """
+    group = np.searchsorted(group_start, start)
+    while group < len(group_start) - 1 and group_start[group] < stop:
+        first, end = group_start[group], group_start[group + 1]
+        n = end - first
+        weights = weight[first:end].copy()
+        if weights.sum() == 0.0:
+            weights[:] = 1.0
+        order[first:end] = np.arange(first, end)
+        odds[first:end] = 0.0
+        apart = False
+        if n > 2:
+            rows = x[first:end]
+            after, before = centre(rows, weights)
+            if after > _NOTHING * before:
+                apart = log_odds(rows, weights, after, seed + group, odds[first:end])
+        if apart:
+            ranks = np.argsort(odds[first:end], kind="mergesort")
+            order[first:end] += ranks - np.arange(n)
+            odds[first:end] = odds[first:end][ranks]
+            weights = weights[ranks]
+        cut = _cut_in_half(weights)
+        low = high = cut
+        deep = n > 2 and (n - 2) >> min(levels_left, 62) > 0
+        if deep:
+            low = cut = high = (n + 1) // 2
+        elif by_odds and apart:
+            place = np.searchsorted(odds[first:end], 0.0, side="right")
+            if 0 < place < n:
+                cut = place
+                low = max(1, np.searchsorted(odds[first:end], -unsure, side="right"))
+                high = min(n - 1, np.searchsorted(odds[first:end], unsure, side="left"))
+                low, high = min(low, cut), max(high, cut)
+        cuts[group, 0] = first + low
+        cuts[group, 1] = first + cut
+        cuts[group, 2] = first + high
+        group += 1

@@ -1,12 +1,12 @@
-"""Trees as even as can be."""
+"""Trees of equal depth."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from lastlayer.trees._arrays import Integers, Offsets, offsets, ranges
-from lastlayer.trees._checks import as_permutation, check_number
+from lastlayer._checks import as_permutation
+from lastlayer.trees._arrays import Integers, Offsets, check_count, offsets, ranges
 from lastlayer.trees.tree import Tree
 
 
@@ -15,15 +15,15 @@ def balanced(
 ) -> Tree:
     """A tree whose classes are all as deep as each other, or one deeper.
 
-    Every node deals its classes out to ``arity`` children as evenly as can be, those with more of
-    them first; a node with fewer classes has a leaf for each.
+    Every node divides its classes over ``arity`` children as evenly as possible, larger parts
+    first; a node with fewer classes has a leaf for each.
 
     Args:
-        n: how many classes there are.
-        arity: how many children a node has.
+        n: number of classes.
+        arity: number of children of a node.
         order: the classes from left to right, each once; by default as they are numbered. A
             random one, ``torch.randperm(n)``, makes the tree that Mnih and Hinton start from.
-        labels: one name a class.
+        labels: one name per class.
 
     Example:
         >>> balanced(8).code(6)
@@ -31,9 +31,9 @@ def balanced(
         >>> balanced(1000, arity=10)
         Tree(n_classes=1000, n_inner=111, max_arity=10, max_depth=3)
     """
-    n = check_number("n", n, least=1)
-    arity = check_number("arity", arity, least=2)
-    start, child = even_split(n, arity)
+    n = check_count("n", n, least=1)
+    arity = check_count("arity", arity, least=2)
+    start, child = _even_split(n, arity)
     if order is not None:
         permutation = as_permutation("order", order, n)
         leaves = child < 0
@@ -41,7 +41,7 @@ def balanced(
     return Tree(start, child, labels)
 
 
-def even_split(n: int, arity: int) -> tuple[Offsets, Integers]:
+def _even_split(n: int, arity: int) -> tuple[Offsets, Integers]:
     """The children of all nodes, for classes from left to right."""
     sizes = np.array([n] if n > 1 else [], np.int64)
     first = np.zeros_like(sizes)

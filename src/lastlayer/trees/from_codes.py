@@ -30,7 +30,7 @@ def from_codes(codes: Any, *, labels: Sequence[str] | None = None) -> Tree:
         codes: for each class a list of positions, the root first, or a str of digits. A class
             with several paths has a list of such codes. Or an integer array
             ``(n_classes, longest)`` with rows filled up with -1.
-        labels: one name a class.
+        labels: one name per class.
 
     Example:
         >>> tree = from_codes(["0", "10", "11"])

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from lastlayer.trees._arrays import Integers, Offsets
-from lastlayer.trees._checks import as_integers, check_no_label_twice
-from lastlayer.trees._loops import breadth_first, children_of
+from lastlayer._checks import as_integers
+from lastlayer.trees._arrays import Integers, Offsets, check_unique, offsets
 from lastlayer.trees.tree import Tree
 
 # Of a cycle so many nodes are named.
@@ -30,7 +29,7 @@ def from_parents(
             listed itself; or numbers, the parent of node 0, 1, …, where the root has -1.
         classes: which class is which node: the name or number of the node of class 0, of class 1
             and so on, all of them. By default classes are numbered as their nodes are listed.
-        labels: one name a class, where nodes are numbers; names are labels already.
+        labels: one name per class, where nodes are numbers; names are labels already.
 
     Example:
         >>> tree = from_parents(
@@ -96,7 +95,7 @@ def _numbers_of(classes: Any, number: Mapping[str | None, int]) -> Integers:
     for c, name in enumerate(classes):
         if not isinstance(name, str) or name not in number:
             raise ValueError(f"classes: expected names in parents, got {name!r} for class {c}")
-    check_no_label_twice(classes, "classes")
+    check_unique(classes, "classes")
     return np.array([number[name] for name in classes], np.int64)
 
 
@@ -113,6 +112,8 @@ def arranged(
     Returns:
         Children as in a Tree, the number of each inner node, and the node of each class.
     """
+    from lastlayer.trees import _loops
+
     n = len(parents)
     if not n:
         raise ValueError("parents: expected at least one node, got none")
@@ -129,7 +130,9 @@ def arranged(
             f"parents: expected one root, got {len(roots)}, among them {called(int(roots[0]))} and "
             f"{called(int(roots[1]))}; put them below a common parent"
         )
-    start, child = children_of(parents)
+    # Children of the same parent stay in the order of their numbers; roots come first.
+    start = offsets(np.bincount(parents + 1, minlength=n + 1)[1:])
+    child = np.argsort(parents, kind="stable")[len(roots) :]
     leaf = np.diff(start) == 0
     classes = np.flatnonzero(leaf) if classes is None else classes
     if len(roots):
@@ -138,7 +141,7 @@ def arranged(
         class_of[classes] = np.arange(len(classes))
         below = np.where(leaf[child], ~class_of[child], child)
         root = int(roots[0])
-        start, below, origin, met = breadth_first(start, below, ~0 if leaf[root] else root)
+        start, below, origin, met = _loops.breadth_first(start, below, ~0 if leaf[root] else root)
         if met == n:
             return start, below, origin, classes
     raise ValueError(f"parents: expected a tree, got a cycle: {_cycle(parents, called)}")

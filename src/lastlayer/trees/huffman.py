@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from lastlayer.trees._arrays import Integers, Offsets, Reals
-from lastlayer.trees._checks import as_counts, check_number
-from lastlayer.trees._loops import breadth_first
+from lastlayer._checks import as_counts
+from lastlayer.trees._arrays import check_count
 from lastlayer.trees.tree import Tree
 
 
@@ -21,9 +19,9 @@ def huffman(counts: Any, arity: int = 2, *, labels: Sequence[str] | None = None)
     optimal tree allows.
 
     Args:
-        counts: one number a class, at least 0, not all 0.
-        arity: how many children a node has.
-        labels: one name a class.
+        counts: one number per class, at least 0, not all 0.
+        arity: number of children of a node.
+        labels: one name per class.
 
     Reference:
         David Huffman, A method for the construction of minimum-redundancy codes, 1952. Counts are
@@ -36,53 +34,14 @@ def huffman(counts: Any, arity: int = 2, *, labels: Sequence[str] | None = None)
         >>> tree.expected_depth([64, 20, 10, 6]), round(tree.entropy_bound([64, 20, 10, 6]).bits, 2)
         (1.52, 1.45)
     """
+    from lastlayer.trees import _loops
+
     weights = as_counts(counts)
-    arity = check_number("arity", arity, least=2)
+    arity = check_count("arity", arity, least=2)
     # Descending among equals, so that reading from the end gives lower ids first.
     rare_first = np.argsort(-weights, kind="stable")[::-1]
-    start, child = merge(weights[rare_first], arity)
+    start, child = _loops.huffman_merge(weights[rare_first], arity)
     leaves = child < 0
     child[leaves] = ~rare_first[~child[leaves]]
-    start, child, _, _ = breadth_first(start, child, len(start) - 2)
+    start, child, _, _ = _loops.breadth_first(start, child, len(start) - 2)
     return Tree(start, child, labels)
-
-
-def _merge(weights: Reals, arity: int) -> tuple[Offsets, Integers]:
-    """Inner nodes in the order in which they are made, the root last.
-
-    Args:
-        weights: ascending.
-        arity: how many are merged at a time.
-
-    Returns:
-        Where the children of each node start, and the children: an inner node where not negative,
-        else ``~place`` in ``weights``. The heaviest is first.
-    """
-    n = len(weights)
-    n_inner = (n - 2) // (arity - 1) + 1 if n > 1 else 0
-    start = np.zeros(n_inner + 1, np.int64)
-    child = np.empty(max(0, n + n_inner - 1), np.int64)
-    mass = np.empty(n_inner)
-    # The first merge takes what is left over, so that all others are full.
-    size = 2 + (n - 2) % (arity - 1)
-    leaf = 0
-    oldest = 0
-    for node in range(n_inner):
-        total = 0.0
-        end = start[node] + size
-        for place in range(end - 1, start[node] - 1, -1):
-            if leaf < n and (oldest >= node or weights[leaf] <= mass[oldest]):
-                total += weights[leaf]
-                child[place] = ~leaf
-                leaf += 1
-            else:
-                total += mass[oldest]
-                child[place] = oldest
-                oldest += 1
-        mass[node] = total
-        start[node + 1] = end
-        size = arity
-    return start, child
-
-
-merge = njit(nogil=True, cache=True)(_merge)

@@ -1,31 +1,56 @@
 """The value object: inner nodes, their children, and classes as leaves."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lastlayer.trees import _collapse, _draw, _measure, _saving
-from lastlayer.trees._arrays import Ids, Integers, Offsets, frozen, offsets
-from lastlayer.trees._check_tree import check_children, check_leaves
-from lastlayer.trees._checks import as_integers, as_labels, as_node_labels
-from lastlayer.trees._loops import add_down, fill_paths
-from lastlayer.trees._measure import EntropyBound
+from lastlayer._checks import as_integers
+from lastlayer.trees import _draw
+from lastlayer.trees._arrays import (
+    Ids,
+    Integers,
+    Offsets,
+    Reals,
+    as_labels,
+    as_shares,
+    as_strings,
+    check_children,
+    check_count,
+    check_leaves,
+    frozen,
+    offsets,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Entries of all paths together, beyond which they are refused rather than made.
 _MOST_PATH_ENTRIES = 2**31
+_FORMAT, _VERSION = "lastlayer.tree", "1"
+_ARRAYS, _NAMES = ("child_start", "child"), ("labels", "node_labels")
+
+
+class EntropyBound(NamedTuple):
+    """A lower bound of the expected depth."""
+
+    bits: float
+    """For binary trees."""
+    steps: float
+    """For trees with the ``max_arity`` of this one."""
 
 
 class Tree:
-    """A tree with classes as its leaves, that cannot be changed.
+    """An immutable tree with classes as its leaves.
 
-    A class is reached from the root by choosing one child at every inner node on the way. What was
-    chosen is the *code* of the class, the nodes and choices together its *path*.
+    A class is reached from the root by choosing one child at every inner node on the way. The
+    choices are the *code* of the class, the nodes and choices together its *path*.
 
     Inner nodes are numbered from 0, the root, level by level and from left to right, so that
     parents come before their children. Every inner node has two children or more. A tree of one
@@ -35,16 +60,16 @@ class Tree:
     that order already, and checks them.
 
     All arrays are NumPy's and read-only: ids and positions int32, offsets int64.
-    ``torch.tensor(tree.child)`` makes a tensor of one. What is derived is made at first use.
+    ``torch.tensor(tree.child)`` makes a tensor of one. Derived arrays are made at first use.
 
     Args:
         child_start: ``(n_inner + 1,)``: the children of node v are
             ``child[child_start[v]:child_start[v + 1]]``.
         child: all children in order: an inner node where not negative, else the class ``~child``.
-        labels: one name a class, no two the same.
-        node_labels: one name an inner node, for pictures; may be empty strings.
+        labels: one unique name per class.
+        node_labels: one name per inner node, for pictures; may be empty strings.
         overlap: whether a class may have several leaves. Its probability is then the sum over its
-            paths. Without it, a class that comes twice is an error.
+            paths. Without it, a class with two leaves is an error.
 
     Example:
         >>> from lastlayer import trees
@@ -81,12 +106,14 @@ class Tree:
         start = as_integers("child_start", child_start, "offsets into child")
         below = as_integers("child", child, "nodes, or ~class for leaves")
         check_children(start, below)
-        n_classes = check_leaves(below, overlap)
+        n_classes, n_inner = check_leaves(below, overlap), len(start) - 1
+        if node_labels is not None:
+            node_labels = as_strings(node_labels, n_inner, "node_labels", "inner node")
         self.__dict__.update(
             child_start=frozen(start, np.int64),
             child=frozen(below, np.int32),
             labels=as_labels(labels, n_classes),
-            node_labels=as_node_labels(node_labels, len(start) - 1),
+            node_labels=node_labels,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -96,23 +123,23 @@ class Tree:
         raise AttributeError(f"{name}: a Tree cannot be changed; build another one")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Not as it lies in memory: arrays would come back writable, and hashes are of a process.
+        # By the constructor: pickled arrays would be writable, and hashes differ between processes.
         parts = self.child_start, self.child, self.labels, self.node_labels
         return partial(type(self), overlap=self.overlaps), parts
 
     @property
     def n_inner(self) -> int:
-        """How many inner nodes there are."""
+        """The number of inner nodes."""
         return len(self.child_start) - 1
 
     @cached_property
     def n_classes(self) -> int:
-        """How many classes there are."""
+        """The number of classes."""
         return max(1, -int(self.child.min(initial=-1)))
 
     @property
     def n_paths(self) -> int:
-        """The number of leaves, ``n_classes`` or more where the tree overlaps."""
+        """The number of leaves: ``n_classes``, or more where the tree overlaps."""
         return len(self._leaf_edge)
 
     @property
@@ -122,7 +149,7 @@ class Tree:
 
     @cached_property
     def arity(self) -> Ids:
-        """How many children each inner node has, ``(n_inner,)``."""
+        """The number of children of each inner node, ``(n_inner,)``."""
         return frozen(np.diff(self.child_start), np.int32)
 
     @cached_property
@@ -143,21 +170,22 @@ class Tree:
     @cached_property
     def parent(self) -> Ids:
         """The parent of each inner node, ``(n_inner,)``; -1 for the root."""
-        return frozen(_under_root(self._owner[self.child >= 0], self.n_inner), np.int32)
+        return _under_root(self._owner[self.child >= 0], self.n_inner)
 
     @cached_property
     def position(self) -> Ids:
         """The place of each inner node among its siblings, ``(n_inner,)``; -1 for the root."""
         edges = np.flatnonzero(self.child >= 0)
-        places = edges - self.child_start[self._owner[edges]]
-        return frozen(_under_root(places, self.n_inner), np.int32)
+        return _under_root(edges - self.child_start[self._owner[edges]], self.n_inner)
 
     @cached_property
     def node_depth(self) -> Ids:
-        """How many nodes are above each inner node, ``(n_inner,)``; 0 for the root."""
+        """The number of nodes above each inner node, ``(n_inner,)``; 0 for the root."""
+        from lastlayer.trees import _loops
+
         depth = np.ones(self.n_inner, np.int64)
         depth[:1] = 0
-        add_down(self.parent, depth)
+        _loops.add_down(self.parent, depth)
         return frozen(depth, np.int32)
 
     @cached_property
@@ -176,13 +204,12 @@ class Tree:
     @cached_property
     def path_class(self) -> Ids:
         """The class that each path leads to, ascending, ``(n_paths,)``."""
-        if not self.n_inner:
-            return frozen(np.zeros(1), np.int32)
-        return frozen(~self.child[self._leaf_edge], np.int32)
+        classes = ~self.child[self._leaf_edge] if self.n_inner else np.zeros(1)
+        return frozen(classes, np.int32)
 
     @cached_property
     def class_start(self) -> Offsets:
-        """``(n_classes + 1,)``: the first path of each class, and last how many there are."""
+        """``(n_classes + 1,)``: the first path of each class, and last the number of paths."""
         return frozen(offsets(np.bincount(self.path_class)), np.int64)
 
     @cached_property
@@ -193,12 +220,12 @@ class Tree:
         lengths = self.node_depth[self._owner[self._leaf_edge]].astype(np.int64) + 1
         return frozen(offsets(lengths), np.int64)
 
-    @cached_property
+    @property
     def path_node(self) -> Ids:
         """The inner nodes of each path, the root first."""
         return self._paths[0]
 
-    @cached_property
+    @property
     def path_position(self) -> Ids:
         """Which child each path takes at its nodes."""
         return self._paths[1]
@@ -213,10 +240,33 @@ class Tree:
             )
         node, position = np.empty(total, np.int32), np.empty(total, np.int32)
         if total:
+            from lastlayer.trees import _loops
+
             up = self._owner, self.child_start, self.parent, self.position
-            fill_paths(self._leaf_edge, *up, self.path_start, node, position)
+            _loops.fill_paths(self._leaf_edge, *up, self.path_start, node, position)
         node.flags.writeable = position.flags.writeable = False
         return node, position
+
+    @cached_property
+    def leaf_rank(self) -> Ids:
+        """The place of each path's leaf from left to right, ``(n_paths,)``.
+
+        Sorted by it, the classes below any node are next to each other.
+        """
+        from lastlayer.trees import _loops
+
+        if not self.n_inner:
+            return frozen(np.zeros(1), np.int32)
+        inner = self.child >= 0
+        size = np.ones(len(self.child), np.int64)
+        size[inner] = self.sums_below(np.ones(self.n_classes))[self.child[inner]]
+        # Leaves to the left of each edge that are below the same node; then those further up.
+        left = np.cumsum(size) - size
+        left -= left[self.child_start[self._owner]]
+        before = np.zeros(self.n_inner, np.int64)
+        before[self.child[inner]] = left[inner]
+        _loops.add_down(self.parent, before)
+        return frozen((before[self._owner] + left)[self._leaf_edge], np.int32)
 
     @cached_property
     def class_depth(self) -> Ids:
@@ -276,24 +326,27 @@ class Tree:
         return int(self.class_depth[self._class_id(c)])
 
     def expected_depth(self, counts: Any = None) -> float:
-        """The mean of :meth:`depth`, each class as often as its count.
+        """The mean of :meth:`depth` over classes, weighted by their counts.
 
         Args:
-            counts: one number a class; None where all are alike.
+            counts: one number per class; None for equal ones.
         """
-        return _measure.expected_depth(self, counts)
+        return float(as_shares(counts, self.n_classes) @ self.class_depth)
 
     def entropy_bound(self, counts: Any = None) -> EntropyBound:
-        """What no tree without overlap can go below in expected depth.
+        """Shannon's lower bound of the expected depth of any tree without overlap.
 
         Args:
-            counts: one number a class; None where all are alike.
+            counts: one number per class; None for equal ones.
 
         Returns:
             ``bits``, the entropy of the counts, which bounds binary trees, and ``steps``, the same
             in choices among ``max_arity`` children, which bounds trees as wide as this one.
         """
-        return _measure.entropy_bound(self, counts)
+        shares = as_shares(counts, self.n_classes)
+        some = shares[shares > 0]
+        bits = max(0.0, float(-(some * np.log2(some)).sum()))
+        return EntropyBound(bits, bits / np.log2(max(2, self.max_arity)).item())
 
     def step_cost(self, counts: Any, in_features: int) -> float:
         """Expected multiply-adds of the scores for one row and its class.
@@ -303,10 +356,41 @@ class Tree:
         classes of a flat layer cost ``n_classes * in_features``.
 
         Args:
-            counts: one number a class; None where all are alike.
-            in_features: how many numbers a vector has.
+            counts: one number per class; None for equal ones.
+            in_features: size of a vector.
         """
-        return _measure.step_cost(self, counts, in_features)
+        check_count("in_features", in_features, least=1)
+        return float(as_shares(counts, self.n_classes) @ self._vectors_met()) * in_features
+
+    def _vectors_met(self) -> Integers:
+        """How many vectors are scored on the way to each class."""
+        from lastlayer.trees import _loops
+
+        if not self.n_inner:
+            return np.zeros(1, np.int64)
+        vectors = np.where(self.arity == 2, 1, self.arity).astype(np.int64)
+        result: Integers
+        if self.overlaps:
+            paths = self.class_start, self.path_start, self.path_node
+            result = _loops.cost_of_several_paths(*paths, vectors)
+        else:
+            _loops.add_down(self.parent, vectors)
+            result = vectors[self._owner[self._leaf_edge]]
+        return result
+
+    def sums_below(self, values: Any) -> Reals:
+        """For each inner node the sum over the leaves below it, ``(n_inner,)``.
+
+        Args:
+            values: one number per class, which each of its leaves has.
+        """
+        from lastlayer.trees import _loops
+
+        leaf = self.child < 0
+        each = np.asarray(values, np.float64)[~self.child[leaf]]
+        total = np.bincount(self._owner[leaf], each, self.n_inner).astype(np.float64)
+        _loops.add_up(self.parent, total)
+        return total
 
     def collapse(self, arity: int, counts: Any = None) -> "Tree":
         """The same classes in the same order, in fewer and wider nodes.
@@ -318,7 +402,7 @@ class Tree:
 
         Args:
             arity: the most children a node may have; at least ``max_arity``.
-            counts: one number a class.
+            counts: one number per class.
 
         Example:
             >>> from lastlayer import trees
@@ -326,7 +410,23 @@ class Tree:
             >>> deep.max_depth, deep.collapse(64).max_depth
             (12, 2)
         """
-        start, child, origin = _collapse.collapse(self, arity, counts)
+        from lastlayer.trees import _loops
+
+        arity = check_count("arity", arity, least=2)
+        if arity < self.max_arity:
+            raise ValueError(
+                f"arity: expected at least {self.max_arity}, the most children in the tree, got "
+                f"{arity}"
+            )
+        if counts is None:
+            rank = self.node_depth.astype(np.float64)
+        else:
+            shares = as_shares(counts, self.n_classes)
+            rank = -self.sums_below(shares / np.diff(self.class_start))
+        below = self.child.astype(np.int64)
+        merged = _loops.nodes_to_merge(self.child_start, below, rank, arity)
+        start, child = _loops.merged_children(self.child_start, below, merged)
+        start, child, origin, _ = _loops.breadth_first(start, child, 0 if self.n_inner else -1)
         names = self.node_labels
         kept = None if names is None else [names[v] for v in origin]
         return Tree(start, child, self.labels, kept, overlap=self.overlaps)
@@ -346,39 +446,85 @@ class Tree:
             ax: where to draw; None for a figure of its own, as high as it needs.
             max_nodes: about how many nodes; of a larger tree the top is drawn, and how many
                 classes each part below it has.
-            counts: one number a class; lines are then as thick as they are frequent.
+            counts: one number per class; lines are then as thick as they are frequent.
 
         Returns:
             The axes.
         """
         return _draw.plot(self, ax, max_nodes, counts)
 
+    @cached_property
+    def digest(self) -> int:
+        """A number of 64 bits that differs between trees, whatever their labels."""
+        made = _digest(self.child_start.astype("<i8"), self.child.astype("<i8"))
+        return int.from_bytes(made, "little", signed=True)
+
     def save(self, path: str | Path) -> None:
         """Write one safetensors file with the tree and its labels. Nothing is pickled."""
-        _saving.save_tree(self, Path(path))
+        path, safetensors = Path(path), _safetensors()
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"path: expected a file in an existing folder, got {path}")
+        if path.is_dir():
+            raise IsADirectoryError(f"path: expected a file, got the folder {path}")
+        arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in _ARRAYS}
+        for name in _NAMES:
+            names = getattr(self, name)
+            if names is not None:
+                arrays[name] = np.frombuffer(json.dumps(names).encode(), np.uint8)
+        metadata = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "overlap": json.dumps(self.overlaps),
+            "digest": _digest(*(arrays[name] for name in sorted(arrays))).hex(),
+        }
+        safetensors.numpy.save_file(arrays, str(path), metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The tree that :meth:`save` wrote, checked as any other."""
-        return cls(**_saving.load_tree(Path(path)))
+        path, safetensors = Path(path), _safetensors()
+        if not path.is_file():
+            raise FileNotFoundError(f"path: expected a file that Tree.save wrote, got {path}")
+        try:
+            with safetensors.safe_open(str(path), framework="numpy") as file:
+                metadata = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        except safetensors.SafetensorError as error:
+            raise ValueError(
+                f"path: expected a file that Tree.save wrote, got {path}: {error}"
+            ) from error
+        if metadata.get("format") != _FORMAT or metadata.get("version") != _VERSION:
+            raise ValueError(
+                f"path: expected a tree of version {_VERSION}, got {path} with metadata "
+                f"{metadata}; a newer lastlayer may have written it"
+            )
+        absent = [name for name in _ARRAYS if name not in arrays]
+        if absent:
+            raise ValueError(f"path: expected the arrays {_ARRAYS}, got {path} without {absent}")
+        if metadata.get("digest") not in (None, _digest(*arrays.values()).hex()):
+            raise ValueError(
+                f"path: expected a tree as it was saved, got {path}, which was altered"
+            )
+        try:
+            for name in _NAMES:
+                arrays[name] = json.loads(arrays[name].tobytes()) if name in arrays else None
+            return cls(**arrays, overlap=metadata.get("overlap") == "true")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"path: expected a tree, got {path}: {error}") from error
 
     def _class_id(self, c: int | str) -> int:
         if isinstance(c, str):
-            return self._label_id(c)
+            if self.labels is None:
+                raise ValueError(f"c: expected a class id, as the tree has no labels, got {c!r}")
+            if c not in self._ids:
+                raise ValueError(f"c: expected a label of the tree, got {c!r}, which is none")
+            return self._ids[c]
         if isinstance(c, (bool, np.bool_)) or not hasattr(c, "__index__"):
             raise TypeError(f"c: expected a class id or a label, got {type(c).__name__}")
         number = int(c)
         if not 0 <= number < self.n_classes:
             raise ValueError(f"c: expected a class from 0 to {self.n_classes - 1}, got {number}")
         return number
-
-    def _label_id(self, label: str) -> int:
-        if self.labels is None:
-            raise ValueError(f"c: expected a class id, as the tree has no labels, got {label!r}")
-        found = self._ids.get(label)
-        if found is None:
-            raise ValueError(f"c: expected a label of the tree, got {label!r}, which is none")
-        return found
 
     @cached_property
     def _ids(self) -> dict[str, int]:
@@ -396,7 +542,7 @@ class Tree:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.child_start.tobytes(), self.child.tobytes(), self.labels))
+        return hash((self.digest, self.labels))
 
     def __hash__(self) -> int:
         return self._hash
@@ -418,5 +564,24 @@ class Tree:
         return self.text()
 
 
-def _under_root(values: Any, n_inner: int) -> Integers:
-    return np.concatenate([np.full(min(1, n_inner), -1), values])
+def _under_root(values: NDArray[Any], n_inner: int) -> Ids:
+    return frozen(np.concatenate([np.full(min(1, n_inner), -1), values]), np.int32)
+
+
+def _digest(*arrays: NDArray[Any]) -> bytes:
+    made = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        made.update(np.ascontiguousarray(array).tobytes())
+    return made.digest()
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            "saving and loading trees needs the package safetensors; install it with "
+            'pip install "lastlayer[save]"'
+        ) from error
+    return safetensors

@@ -8,14 +8,19 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from lastlayer.trees._arrays import Integers, Reals
-from lastlayer.trees._binary import make_binary
-from lastlayer.trees._checks import as_counts, as_labels, check_number
-from lastlayer.trees._measure import sums_below
-from lastlayer.trees._vectors import as_vectors
-from lastlayer.trees._wordnet_files import DictionaryFiles, find_files
-from lastlayer.trees._wordnet_packages import Nltk, Wn
+from lastlayer._checks import as_counts
+from lastlayer.trees._arrays import (
+    Integers,
+    Offsets,
+    Reals,
+    as_labels,
+    check_count,
+    offsets,
+    ranges,
+)
+from lastlayer.trees._wordnet_readers import DictionaryFiles, Nltk, Wn, find_files
 from lastlayer.trees.balanced import balanced
+from lastlayer.trees.cluster import Growth, as_vectors, grow
 from lastlayer.trees.from_parents import arranged
 from lastlayer.trees.huffman import huffman
 from lastlayer.trees.tree import Tree
@@ -71,7 +76,7 @@ def wordnet(
     Args:
         words: the classes, each another word. Case does not matter, and a space is as good as an
             underscore.
-        counts: one number a word.
+        counts: one number per word.
         vectors: ``(n_words, d)``, floating, to cluster the children of a node by the mean of what
             is below each.
         binary: whether nodes have two children, or as many as WordNet gives.
@@ -94,7 +99,7 @@ def wordnet(
         raise ValueError("words: expected at least one word, got none")
     n = len(labels)
     weights = None if counts is None else as_counts(counts, n)
-    seed = check_number("seed", seed, least=0)
+    seed = check_count("seed", seed, least=0)
     x = None if vectors is None else as_vectors("vectors", vectors, normalize=False)
     if x is not None and len(x) != n:
         raise ValueError(f"vectors: expected {n}, one for each word, got {len(x)}")
@@ -106,7 +111,7 @@ def wordnet(
     if binary and len(child):
         plain = Tree(start, child)
         mass, means = _of_children(plain, np.ones(n) if weights is None else weights, x)
-        start, child, was = make_binary(start, child, mass, means, seed)
+        start, child, was = _make_binary(start, child, mass, means, seed)
         called = [called[v] if v >= 0 else "" for v in was]
     return Tree(start, child, labels, called)
 
@@ -213,7 +218,7 @@ def _of_children(
 
     def below(per_class: Reals) -> Reals:
         # Inner nodes, and then the classes from the last to the first: ~c is c from the end.
-        return np.concatenate([sums_below(tree, per_class), per_class[::-1]])[tree.child]
+        return np.concatenate([tree.sums_below(per_class), per_class[::-1]])[tree.child]
 
     if vectors is None:
         return below(weights), None
@@ -221,3 +226,42 @@ def _of_children(
     some = weights + _HARDLY * weights.max()
     means = np.stack([below(some * column) for column in vectors.T], 1) / below(some)[:, None]
     return below(weights), means.astype(np.float32)
+
+
+def _make_binary(
+    start: Offsets, child: Integers, mass: Reals, vectors: NDArray[np.float32] | None, seed: int
+) -> tuple[Offsets, Integers, Integers]:
+    """A small tree over the children of each node that has more than two, by mass or vectors.
+
+    Returns the new ``start`` and ``child``, level by level, and for each new node which one it was:
+    -1 for a node that is new.
+    """
+    from lastlayer.trees import _loops
+
+    wide = np.flatnonzero(np.diff(start) > 2)
+    sizes = start[wide + 1] - start[wide]
+    edges = ranges(start[wide], sizes)
+    if vectors is None:
+        forest, roots = _loops.huffman_of_groups(mass[edges], offsets(sizes))
+    else:
+        levels = 3 * int(sizes.max(initial=2)).bit_length()
+        how = Growth(False, 0.0, len(edges), levels, seed)
+        _, forest = grow(vectors[edges], mass[edges], offsets(sizes), how, lambda _: None)
+        roots = np.arange(len(wide))
+    n = len(start) - 1
+    # Each wide node gets the root of its small tree as a single child, and is contracted with it.
+    forest = np.where(forest >= 0, forest + n, child[edges[~np.minimum(forest, -1)]])
+    narrow = np.diff(start) <= 2
+    below = np.where(narrow, np.diff(start), 1)
+    new_child = np.empty(int(below.sum()), np.int64)
+    new_start = offsets(np.concatenate([below, np.full(len(forest) // 2, 2)]))
+    new_child[ranges(new_start[:n][narrow], below[narrow])] = child[
+        ranges(start[:-1][narrow], below[narrow])
+    ]
+    new_child[new_start[:n][~narrow]] = roots + n
+    was = np.concatenate([np.arange(n), np.full(len(forest) // 2, -1)])
+    was[n + roots] = wide
+    start, child, origin, _ = _loops.breadth_first(
+        new_start, np.concatenate([new_child, forest]), 0
+    )
+    return start, child, was[origin]

@@ -451,7 +451,7 @@ class AdaptiveImportanceSampling(ImportanceSampling):
                 )  # fmt: skip
 
     def _scores(self, rows: Tensor, ids: Tensor) -> Tensor:
-        made: Tensor = kernels.class_scores.forward(
+        made: Tensor = kernels.products.scores(
             "auto", rows.detach(), self.weight.detach(), self.bias, ids
         )
         return made

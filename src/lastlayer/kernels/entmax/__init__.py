@@ -1,32 +1,24 @@
 """The operations of the entmax family. Rows are the last dimension; see README.md for the why.
 
-``alpha`` counts where ``row_alpha`` is None; else ``row_alpha`` has one alpha a row. ``wide``
+``alpha`` counts where ``row_alpha`` is None; else ``row_alpha`` has one alpha per row. ``wide``
 asks for values in float32 from half-precision scores; ``shrink`` multiplies the scores: below 1
 the support takes in classes that just miss it.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._registry import Operation
+from lastlayer.kernels._registry import Operation, like_first
+
+_operation = partial(Operation, __name__)
 
 
-def _like_first(first: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(first, memory_format=torch.contiguous_format)
-
-
-def _like_second(_first: Tensor, second: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(second, memory_format=torch.contiguous_format)
-
-
-def _compact(
-    scores: Tensor,
-    _alpha: float,
-    _row_alpha: Tensor | None,
-    max_support: int,
-    wide: bool = False,
+def _support(
+    scores: Tensor, _alpha: float, _row_alpha: Tensor | None, max_support: int, wide: bool = False,
     _shrink: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch = scores.shape[:-1]
     dtype = torch.float32 if wide and scores.itemsize < 4 else scores.dtype
     return (
@@ -36,25 +28,22 @@ def _compact(
     )
 
 
-forward = Operation(
+forward = _operation(
+    "forward",
     "entmax",
     "(Tensor scores, float alpha, Tensor? row_alpha) -> Tensor",
-    __name__,
-    "forward",
-    _like_first,
+    like_first,
 )
-backward = Operation(
+backward = _operation(
+    "backward",
     "entmax_backward",
     "(Tensor probs, Tensor grad, float alpha, Tensor? row_alpha) -> Tensor",
-    __name__,
-    "backward",
-    _like_second,
+    lambda _probs, grad, *_: like_first(grad),
 )
-support = Operation(
+support = _operation(
+    "support",
     "entmax_support",
     "(Tensor scores, float alpha, Tensor? row_alpha, int max_support, "
     "bool wide=False, float shrink=1.0) -> (Tensor, Tensor, Tensor)",
-    __name__,
-    "support",
-    _compact,
+    _support,
 )

@@ -1,6 +1,8 @@
 """entmax on the CPU: one read for the peaks of blocks, then only the blocks that matter.
 
-README.md beside this file has the derivation. Kinds are those of _solve.py.
+README.md beside this file has the derivation. Kinds are 1 for sparsemax, 2 for entmax at 1.5, and 0
+for any alpha. Short rows are solved four at a time: the threshold of one row is a chain of sums,
+each waiting for the last, and four rows that wait at the same time cost little more than one.
 """
 
 import math
@@ -12,20 +14,21 @@ from numba import njit
 from torch import Tensor
 
 from lastlayer._torch import in_dtype
-from lastlayer.kernels._arrays import as_rows, empty_rows
-from lastlayer.kernels._blocks import BLOCK, bits, find_peaks, room_for_peaks
-from lastlayer.kernels._threads import by_rows
-from lastlayer.kernels.entmax._any_alpha import powers_of, room_for_any, solve_any
-from lastlayer.kernels.entmax._four_rows import (
-    LONGEST,
-    LONGEST_BACKWARD,
-    backward_row,
-    room_for_four,
-    solve_short,
+from lastlayer.kernels._cpu import as_rows, by_rows, empty_rows
+from lastlayer.kernels._cpu_math import (
+    BLOCK,
+    FAST,
+    bits,
+    exp,
+    find_peaks,
+    lanes_of,
+    log,
+    margins,
+    room_for_peaks,
+    squares,
+    top_of_rest,
 )
 
-# Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
 # The largest float32 that becomes 0 in a narrower dtype: half of its smallest number.
 _ROUNDS_TO_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
 
@@ -53,13 +56,9 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
 
 
 def support(
-    scores: Tensor,
-    alpha: float,
-    row_alpha: Tensor | None,
-    max_support: int,
-    wide: bool = False,
+    scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int, wide: bool = False,
     shrink: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The non-zeros of each row in ascending order of class, padded with (0, class 0)."""
     if wide and scores.itemsize < 4:
         scores = scores.float()
@@ -92,8 +91,9 @@ def _one_alpha(alpha: float) -> tuple[int, np.ndarray]:
     return {2.0: 1, 1.5: 2}.get(alpha, 0), np.array([alpha])
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
-def _forward(start, stop, rows, out, alphas, kind):
+@by_rows
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _forward_rows(start, stop, rows, out, alphas, kind):
     n = rows.shape[1]
     peaks = room_for_peaks(rows)
     probs = np.empty(n + BLOCK, rows.dtype)
@@ -122,8 +122,9 @@ def _forward(start, stop, rows, out, alphas, kind):
         row += 1
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
-def _support(start, stop, rows, values, indices, size, alphas, kind, too_small):
+@by_rows
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _support_rows(start, stop, rows, values, indices, size, alphas, kind, too_small):
     n = rows.shape[1]
     peaks = room_for_peaks(rows)
     probs = np.empty(n + BLOCK, rows.dtype)
@@ -180,7 +181,7 @@ def _alpha_of(alphas, row):
     return alphas[row] if len(alphas) > 1 else alphas[0]
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _solve(rows, row, peaks, probs, column, copies, alpha, kind):
     """Probabilities of the candidates, with their columns beside; says how many there are.
 
@@ -210,7 +211,7 @@ def _solve(rows, row, peaks, probs, column, copies, alpha, kind):
     return count
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _solve_sparsemax(x, count):
     """Newton's method on the sum of the margins climbs to the threshold and never passes it.
 
@@ -245,7 +246,7 @@ def _solve_sparsemax(x, count):
             x[first + i] = share if margin > zero else zero
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _solve_entmax15(x, count):
     """As :func:`_solve_sparsemax`, with the Euclidean norm of the margins in place of the sum."""
     zero, half = x.dtype.type(0), x.dtype.type(0.5)
@@ -276,8 +277,9 @@ def _solve_entmax15(x, count):
             x[first + i] = share if share > zero else zero
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
-def _backward(start, stop, probs, prob_bits, grad, out, alphas, kind):
+@by_rows
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, kind):
     n = probs.shape[1]
     column = np.empty(n + 1, np.int32)
     slopes = np.empty(n + 1, np.float64)
@@ -320,7 +322,7 @@ def _pick_support(probs, prob_bits, row, shares, column):
     return count
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _to_slopes(shares, count, excess, kind):
     """``p ** (2 - alpha)`` in place of p."""
     if kind == 1:
@@ -341,6 +343,283 @@ def _all_zero(prob_bits, row, first):
     return any_bit == 0
 
 
-_forward_rows = by_rows(_forward)
-_support_rows = by_rows(_support)
-_backward_rows = by_rows(_backward)
+# On longer rows picking out candidates, and the support, pays (measured with AVX-512).
+LONGEST = 1024
+LONGEST_BACKWARD = 1024
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def solve_short(rows, out, four, kind):
+    """Probabilities of one to four rows into ``out``; says whether all of them have some.
+
+    If not, nothing is written. ``four`` is room to work in, as :func:`room_for_four` makes it.
+    """
+    last = len(rows) - 1
+    second, third = min(1, last), min(2, last)
+    (p0, sane0), (p1, sane1) = top_of_rest(rows, 0, 0), top_of_rest(rows, second, 0)
+    (p2, sane2), (p3, sane3) = top_of_rest(rows, third, 0), top_of_rest(rows, last, 0)
+    if not (sane0 and sane1 and sane2 and sane3 and min(p0, p1, p2, p3) > -math.inf):
+        return False
+    # Inlined for a known kind, each is a loop of its own.
+    if kind == 1:
+        _solve_four(rows, 0, second, third, last, p0, p1, p2, p3, out, four, 1)
+    else:
+        _solve_four(rows, 0, second, third, last, p0, p1, p2, p3, out, four, 2)
+    return True
+
+
+@njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
+def _solve_four(rows, r0, r1, r2, r3, p0, p1, p2, p3, out, x, kind):
+    """Probabilities of four rows, which may be one and the same, into ``out``.
+
+    ``p0`` to ``p3`` are their maxima, which must be finite. What comes out for a row does not
+    depend on the others.
+    """
+    scale = x.dtype.type(1.0 / kind)
+    _centre(rows, r0, p0, x, 0, scale)
+    _centre(rows, r1, p1, x, 1, scale)
+    _centre(rows, r2, p2, x, 2, scale)
+    _centre(rows, r3, p3, x, 3, scale)
+    count = x.shape[1] // (2 * lanes_of(x.itemsize))
+    start = x.dtype.type(-1)
+    t0, t1, t2, t3 = start, start, start, start
+    if kind == 1:
+        c0, c1, c2, c3 = start, start, start, start
+        while True:
+            (a0, b0), (a1, b1) = margins(x, 0, count, t0), margins(x, 1, count, t1)
+            (a2, b2), (a3, b3) = margins(x, 2, count, t2), margins(x, 3, count, t3)
+            # The threshold is that of the last support: if it leaves the same, it is the one.
+            if b0 == c0 and b1 == c1 and b2 == c2 and b3 == c3:
+                break
+            t0, t1 = _unless(b0 == c0, t0, a0, b0), _unless(b1 == c1, t1, a1, b1)
+            t2, t3 = _unless(b2 == c2, t2, a2, b2), _unless(b3 == c3, t3, a3, b3)
+            c0, c1, c2, c3 = b0, b1, b2, b3
+    else:
+        while True:
+            (a0, b0), (a1, b1) = squares(x, 0, count, t0), squares(x, 1, count, t1)
+            (a2, b2), (a3, b3) = squares(x, 2, count, t2), squares(x, 3, count, t3)
+            f0, f1 = _following(t0, a0, b0), _following(t1, a1, b1)
+            f2, f3 = _following(t2, a2, b2), _following(t3, a3, b3)
+            if not (f0 > t0 or f1 > t1 or f2 > t2 or f3 > t3):
+                break
+            # A row that is solved stays where it is.
+            t0, t1 = max(f0, t0), max(f1, t1)
+            t2, t3 = max(f2, t2), max(f3, t3)
+    _write(x, 0, out, r0, t0, a0, b0, kind)
+    _write(x, 1, out, r1, t1, a1, b1, kind)
+    _write(x, 2, out, r2, t2, a2, b2, kind)
+    _write(x, 3, out, r3, t3, a3, b3, kind)
+
+
+@njit(nogil=True)
+def room_for_four(rows, n):
+    """Four rows of n scores, padded with what has no share to whole pairs of vectors."""
+    pair = 2 * lanes_of(rows.itemsize)
+    return np.full((4, (n + pair - 1) // pair * pair), -np.inf, rows.dtype)
+
+
+@njit(nogil=True, forceinline=True, fastmath=FAST)
+def _centre(rows, row, top, x, four, scale):
+    """The distances of a row to its maximum, halved for kind 2."""
+    for i in range(rows.shape[1]):
+        x[four, i] = (rows[row, i] - top) * scale
+
+
+@njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
+def _unless(solved, threshold, total, count):
+    """The threshold at which so many margins would sum to 1; where it is solved, as it is.
+
+    It never falls, and so the count never rises: rounding alone would let a score that lies on the
+    threshold leave the support and return for ever.
+    """
+    following = type(threshold)(threshold + (total - 1.0) / count)
+    return threshold if solved else max(threshold, following)
+
+
+@njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
+def _following(threshold, total, weight):
+    """Newton's next threshold at 1.5; _solve.py says why it never passes the root."""
+    norm = math.sqrt(total)
+    return type(threshold)(threshold + norm * (norm - 1.0) / weight)
+
+
+@njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
+def _write(x, four, out, row, threshold, total, weight, kind):
+    """The probabilities of one row, with the last Newton step taken on them."""
+    zero = x.dtype.type(0)
+    missing = x.dtype.type((1.0 - total) / weight)
+    if kind == 1:
+        for i in range(out.shape[1]):
+            margin = x[four, i] - threshold
+            share = max(margin + missing, zero)
+            out[row, i] = share if margin > zero else zero
+    else:
+        for i in range(out.shape[1]):
+            margin = x[four, i] - threshold
+            share = max(margin * (margin + missing), zero)
+            out[row, i] = share if margin > zero else zero
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def backward_row(probs, grad, out, row, kind):
+    """The Jacobian at a short row times its gradient, for kinds 1, 2 and 3 (softmax)."""
+    zero = probs.dtype.type(0)
+    n = probs.shape[1]
+    # This loop only reads. One that also writes is vectorised only where its arrays lie far enough
+    # apart: the order of its sums, and with it the last bit, would depend on addresses.
+    total, product = zero, zero
+    for i in range(n):
+        slope = _slope(probs[row, i], kind)
+        total += slope
+        product += slope * grad[row, i]
+    mean = product / total if total != zero else zero
+    for i in range(n):
+        slope = _slope(probs[row, i], kind)
+        out[row, i] = slope * (grad[row, i] - mean) if slope != zero else zero
+
+
+@njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
+def _slope(share, kind):
+    """``p ** (2 - alpha)``, 0 outside the support."""
+    zero, one, large = type(share)(0), type(share)(1), type(share)(1e30)
+    if kind == 1:
+        # 1 on the support, as above; the second term hands a NaN on.
+        return min(share * large, one) + share * zero
+    return math.sqrt(share) if kind == 2 else share
+
+
+# At any alpha: with L the logarithm of the largest probability, c = alpha - 1 and d the distance to
+# the maximum, p = exp(L + log1p(c d exp(-c L)) / c), which is softmax as c goes to 0.
+
+# Less is softmax to the last bit.
+_LEAST_EXCESS = 1e-12
+# How near a sum must come to 1 for a result in float32, and in float64: the last step, which is
+# taken on the probabilities, leaves about the square of it.
+_NEAR_32, _NEAR_64 = 1e-5, 1e-9
+_FEW_TRIPS, _MANY_TRIPS = 12, 400
+
+
+@njit(nogil=True)
+def room_for_any(n):
+    """Room for the distances of a row in float32, in which a vector holds more, and in float64."""
+    return np.empty(n, np.float32), np.empty(n, np.float64)
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def solve_any(x, room, count, excess):
+    """Probabilities in place of the distances ``x[:count]`` to the maximum of a row.
+
+    The first trips are made in float32. ``room`` is as :func:`room_for_any` makes it.
+    """
+    narrow, wide = room
+    for i in range(count):
+        narrow[i] = x[i]
+        wide[i] = x[i]
+    start, _, _ = _newton(narrow, count, excess, 0.0, _NEAR_32, _FEW_TRIPS)
+    within = _NEAR_32 if x.itemsize == 4 else _NEAR_64
+    if excess > 1.0:
+        # Slopes are steep at the edge of the support, and that step leaves more.
+        within *= within
+    log_top, total, weight = _newton(wide, count, excess, start, within, _MANY_TRIPS)
+    _finish(x, wide, count, excess, log_top, (1.0 - total) / weight)
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _newton(x, count, excess, start, within, trips):
+    """Newton's method on the logarithm of the sum, in a bracket that some steps halve.
+
+    Gives the logarithm of the largest probability, and the sums of shares and slopes there.
+    """
+    low, high = -math.log(count), 0.0
+    # Where slopes are steep at the edge of the support Newton's steps may lead astray.
+    every = 4 if excess > 1.0 else 12
+    log_top, total, weight = start, 1.0, 1.0
+    for trip in range(1, trips + 1):
+        total, weight = _sums(x, count, log_top, excess)
+        if abs(total - 1.0) <= within:
+            break
+        if total < 1.0:
+            low = max(low, log_top)
+        else:
+            high = min(high, log_top)
+        following = log_top - math.log(total) * total / weight
+        if trip % every == 0 or not low < following < high:
+            following = 0.5 * (low + high)
+        if not low < following < high:
+            # The bracket is closed; its upper end has the whole support.
+            following = high
+        if following == log_top:
+            break
+        log_top = following
+    return log_top, total, weight
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _scale(log_top, excess):
+    # Without the bound 0 * inf would drop the maximum itself when alpha is very large.
+    return excess * math.exp(min(-excess * log_top, 80.0))
+
+
+@njit(nogil=True, forceinline=True, fastmath={"contract"}, error_model="numpy")
+def _share(distance, log_top, scale, reciprocal):
+    """A probability, and its slope. Branches are choices, so that loops are vectorised."""
+    number = type(distance)
+    ratio = distance * scale
+    inside = ratio > number(-1)
+    ratio = ratio if inside else number(0)
+    grown = number(1) + ratio
+    slope = number(1) / grown
+    # log1p: what was lost when 1 was added comes back.
+    power = (log(grown) + (ratio - (grown - number(1))) * slope) * reciprocal
+    share = exp(log_top + power) if inside else number(0)
+    return share, share * slope
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _sums(x, count, log_top, excess):
+    number = x.dtype.type
+    total, weight = number(0), number(0)
+    at = number(log_top)
+    if excess < _LEAST_EXCESS:
+        for i in range(count):
+            total += exp(at + x[i])
+        return float(total), float(total)
+    scale, reciprocal = number(_scale(log_top, excess)), number(1.0 / excess)
+    for i in range(count):
+        share, slope = _share(x[i], at, scale, reciprocal)
+        total += share
+        weight += slope
+    return float(total), float(weight)
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _finish(x, wide, count, excess, log_top, missing):
+    """The last step is taken on the probabilities: rounding of the unknown is undone."""
+    if excess < _LEAST_EXCESS:
+        for i in range(count):
+            x[i] = exp(log_top + wide[i]) * (1.0 + missing)
+        return
+    scale, reciprocal = _scale(log_top, excess), 1.0 / excess
+    norm = 0.0
+    for i in range(count):
+        share, slope = _share(wide[i], log_top, scale, reciprocal)
+        share = max(share + slope * missing, 0.0)
+        wide[i] = share
+        norm += share
+    # Slopes are steep at the edge of the support where alpha > 2, and a step may overshoot.
+    factor = 1.0 / norm if excess > 1.0 else 1.0
+    for i in range(count):
+        x[i] = wide[i] * factor
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def powers_of(shares, count, power):
+    """``p ** power`` in place of p, which is at most 1 and not 0."""
+    if power < 0.0:
+        # These may be too large for any number.
+        for i in range(count):
+            shares[i] **= power
+        return
+    for i in range(count):
+        # The second term hands a NaN on.
+        shares[i] = exp(power * log(shares[i])) + shares[i] * 0.0

@@ -9,13 +9,14 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lastlayer._torch import accumulation_dtype
 
 
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """Probabilities of each row, in the dtype of ``scores``."""
-    values = scores.to(_accumulation_dtype(scores.dtype))
+    values = scores.to(accumulation_dtype(scores.dtype))
     if values.numel() == 0:
         return torch.empty_like(scores)
     peak = values.amax(-1, keepdim=True)
@@ -38,7 +39,7 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
 
 def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """``s * (grad - <s, grad> / <s, 1>)`` with ``s = p ** (2 - alpha)`` on the support."""
-    dtype = _accumulation_dtype(probs.dtype)
+    dtype = accumulation_dtype(probs.dtype)
     values, upstream = probs.to(dtype), grad.to(dtype)
     support = values != 0.0
     exponent: Tensor | float
@@ -55,13 +56,9 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
 
 
 def support(
-    scores: Tensor,
-    alpha: float,
-    row_alpha: Tensor | None,
-    max_support: int,
-    wide: bool = False,
+    scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int, wide: bool = False,
     shrink: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The non-zeros of each row in ascending order of class, padded with (0, class 0)."""
     if wide and scores.itemsize < 4:
         scores = scores.float()
@@ -77,16 +74,8 @@ def support(
     padding = order == n
     indices = order.masked_fill(padding, 0)
     values = probs.gather(-1, indices).masked_fill(padding, 0.0)
-    pad = (0, max_support - width)
-    return (
-        torch.nn.functional.pad(values, pad),
-        torch.nn.functional.pad(indices, pad),
-        size,
-    )
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return accumulation_dtype(dtype)
+    room = (0, max_support - width)
+    return pad(values, room), pad(indices, room), size
 
 
 def _sorted(distance: Tensor, alpha: float) -> Tensor:

@@ -1,27 +1,30 @@
 """entmax on CUDA. Narrow rows are solved in registers, wide ones by their peaks.
 
-README.md beside this file has the derivation; _solve.py the threshold; ../_peaks.py the first
-stage on wide rows; _backward_triton.py the way back.
+Backward, the probabilities are read whole and the gradient on the support only. Wide rows take two
+kernels, as they do forward: one streams the probabilities, writes zeros and leaves two sums per
+block; the other finishes the blocks that have any support. README.md has the derivation, and
+threshold.py the threshold.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._peaks import (
+from lastlayer.kernels._triton import (
     block_width,
+    cdiv,
     choose_blocks,
     chosen_columns,
     find_peaks,
+    next_power_of_2,
     peaks_of_row,
     row_max,
 )
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
-from lastlayer.kernels.entmax._backward_triton import backward
-from lastlayer.kernels.entmax._solve import (
+from lastlayer.kernels.entmax.threshold import (
     BOTH,
     advance,
     bound_from_part,
@@ -30,37 +33,53 @@ from lastlayer.kernels.entmax._solve import (
     leap,
     per_class,
     polished,
+    register_tile,
     row_sum,
     shares,
     solved_tile,
+    tile,
     unsolved_row,
 )
-from lastlayer.kernels.entmax._tiles import Alpha, as_alpha, as_rows, register_tile, tile
 
-__all__ = ["backward", "forward", "support"]
-
-WIDEST_IN_REGISTERS = 512
+WIDEST_IN_REGISTERS, WIDEST_BACKWARD = 512, 8192
 # Up to here one program finds the peaks of a row and finishes it.
 WIDEST_IN_ONE_PROGRAM = 16384
+BACKWARD_SCORES, BACKWARD_GROUP = 4096, 1024
+
+
+class _Alpha(NamedTuple):
+    """alpha as the kernels take it."""
+
+    kind: int
+    excess: float
+    per_row: Tensor | None
+
+
+def _as_rows(scores: Tensor) -> Tensor:
+    rows = scores.reshape(-1, scores.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _as_alpha(alpha: float, row_alpha: Tensor | None) -> _Alpha:
+    if row_alpha is not None:
+        return _Alpha(0, 0.0, row_alpha.reshape(-1).float().contiguous())
+    kind = {2.0: 1, 1.5: 2}.get(alpha, 0)
+    return _Alpha(kind, alpha - 1.0, None)
 
 
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """Probabilities of each row, in the dtype of ``scores``."""
     probs = torch.empty_like(scores, memory_format=torch.contiguous_format)
     if scores.numel():
-        rows = as_rows(scores)
-        _solve(rows, as_alpha(alpha, row_alpha), probs, None, None, 0)
+        rows = _as_rows(scores)
+        _solve(rows, _as_alpha(alpha, row_alpha), probs, None, None, 0)
     return probs
 
 
 def support(
-    scores: Tensor,
-    alpha: float,
-    row_alpha: Tensor | None,
-    max_support: int,
-    wide: bool = False,
+    scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int, wide: bool = False,
     shrink: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The non-zeros of each row in ascending order of class, padded with (0, class 0)."""
     batch = scores.shape[:-1]
     dtype = torch.float32 if wide else scores.dtype
@@ -68,20 +87,15 @@ def support(
     indices = scores.new_zeros(*batch, max_support, dtype=torch.int64)
     size = scores.new_zeros(batch, dtype=torch.int64)
     if scores.numel():
-        rows = as_rows(scores)
-        _solve(rows, as_alpha(alpha, row_alpha), values, indices, size, max_support, shrink)
+        rows = _as_rows(scores)
+        _solve(rows, _as_alpha(alpha, row_alpha), values, indices, size, max_support, shrink)
     return values, indices, size
 
 
 def _solve(
-    rows: Tensor,
-    alpha: Alpha,
-    out: Tensor,
-    indices: Tensor | None,
-    size: Tensor | None,
-    max_support: int,
-    shrink: float = 1.0,
-) -> None:
+    rows: Tensor, alpha: _Alpha, out: Tensor, indices: Tensor | None, size: Tensor | None,
+    max_support: int, shrink: float = 1.0,
+) -> None:  # fmt: skip
     """Dense probabilities into ``out``, or where ``indices`` is given the non-zeros alone."""
     n_rows, n = rows.shape
     compact = indices is not None
@@ -91,7 +105,7 @@ def _solve(
         PER_ROW=alpha.per_row is not None,
         COMPACT=compact,
         SHRINK=shrink,
-        enable_fp_fusion=False,  # _solve.py says why
+        enable_fp_fusion=False,  # threshold.py says why
     )
     if n <= WIDEST_IN_REGISTERS:
         width, row_count, warps = register_tile(n)
@@ -335,3 +349,167 @@ def _forward_of_chosen(
         )  # fmt: skip
     if COMPACT:
         tl.store(size + row, filled.to(tl.int64))
+
+
+def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
+    """``s * (grad - <s, grad> / <s, 1>)`` with ``s = p ** (2 - alpha)`` on the support."""
+    out = torch.empty_like(grad, memory_format=torch.contiguous_format)
+    if not out.numel():
+        return out
+    probs, grad = _as_rows(probs), _as_rows(grad)
+    kind, excess, per_row = _as_alpha(alpha, row_alpha)
+    if per_row is None and alpha == 1.0:
+        kind = 3
+    n_rows, n = probs.shape
+    alphas = probs if per_row is None else per_row
+    if n <= WIDEST_BACKWARD:
+        width, rows, warps = register_tile(n)
+        _backward_in_registers[(cdiv(n_rows, rows),)](
+            probs, grad, out, alphas, excess, n_rows, n, probs.stride(0), grad.stride(0),
+            ROWS=rows, WIDTH=width, KIND=kind, PER_ROW=per_row is not None, num_warps=warps,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+        return out
+    width = block_width(n)
+    n_blocks = cdiv(n, width)
+    sums = torch.empty(2, n_rows, n_blocks, device=probs.device, dtype=torch.float32)
+    blocks = max(1, BACKWARD_SCORES // width)
+    tiles = cdiv(n_blocks, blocks)
+    _backward_sums[(n_rows * tiles,)](
+        probs, grad, out, sums, alphas, excess, n_rows, n, probs.stride(0), grad.stride(0),
+        tiles, n_blocks, BLOCKS=blocks, WIDTH=width, KIND=kind, PER_ROW=per_row is not None,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    chosen = torch.empty(n_rows, n_blocks, device=probs.device, dtype=torch.int32)
+    _backward_of_chosen[(n_rows,)](
+        probs, grad, out, sums, chosen, alphas, excess, n_rows, n, probs.stride(0),
+        grad.stride(0), n_blocks, BLOCKS=next_power_of_2(n_blocks), WIDTH=width,
+        GROUP=max(1, BACKWARD_GROUP // width), KIND=kind, PER_ROW=per_row is not None,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _slopes(probs, excess, KIND: tl.constexpr):
+    """``p ** (2 - alpha)`` on the support, 0 elsewhere. Kind 3 is softmax."""
+    if KIND == 1:
+        slope = probs * 0.0 + 1.0
+    elif KIND == 2:
+        slope = tl.sqrt(probs)
+    elif KIND == 3:
+        slope = probs
+    else:
+        slope = tl.exp((1.0 - excess) * tl.log(tl.where(probs == 0.0, 1.0, probs)))
+    return tl.where(probs == 0.0, 0.0, slope)
+
+
+@triton.jit
+def _backward_in_registers(
+    probs, grad, out, alphas, excess, n_rows, n, probs_stride, grad_stride,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, PER_ROW: tl.constexpr,
+):  # fmt: skip
+    AXIS: tl.constexpr = 0 if ROWS == 1 else 1
+    row, column, live = tile(n_rows, n, ROWS, WIDTH)
+    place = per_class(row, AXIS)
+    p = tl.load(probs + place * probs_stride + column, mask=live, other=0.0).to(tl.float32)
+    inside = p != 0.0
+    g = tl.load(grad + place * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if PER_ROW:
+        excess = per_class(tl.load(alphas + row, mask=row < n_rows, other=1.0) - 1.0, AXIS)
+    slope = _slopes(p, excess, KIND)
+    if KIND == 0:
+        # Where alpha > 2 one slope can dwarf all others; from its gradient on nothing cancels.
+        steepest = slope == per_class(tl.max(slope, AXIS), AXIS)
+        shift = tl.sum(tl.where(steepest, g, 0.0), AXIS) / tl.sum(steepest.to(tl.float32), AXIS)
+        g -= per_class(shift, AXIS)
+    weight = tl.sum(slope, AXIS)
+    mean = tl.sum(slope * g, AXIS) / tl.where(weight == 0.0, 1.0, weight)
+    product = tl.where(inside, slope * (g - per_class(mean, AXIS)), 0.0)
+    tl.store(out + place * n + column, product.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _backward_sums(
+    probs, grad, out, sums, alphas, excess, n_rows, n, probs_stride, grad_stride, tiles, n_blocks,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, PER_ROW: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    live = column < n
+    p = tl.load(probs + row * probs_stride + column, mask=live, other=0.0).to(tl.float32)
+    nothing = tl.zeros((BLOCKS, WIDTH), dtype=out.dtype.element_ty)
+    tl.store(out + row * n + column, nothing, mask=live)
+    g = tl.load(grad + row * grad_stride + column, mask=p != 0.0, other=0.0).to(tl.float32)
+    if PER_ROW:
+        excess = tl.load(alphas + row) - 1.0
+    slope = _slopes(p, excess, KIND)
+    place = row * n_blocks + block
+    tl.store(sums + place, tl.sum(slope, 1), mask=block < n_blocks)
+    second = n_rows.to(tl.int64) * n_blocks
+    tl.store(sums + second + place, tl.sum(slope * g, 1), mask=block < n_blocks)
+
+
+@triton.jit
+def _gradient_of_steepest(
+    probs, grad, chosen, count, n, excess,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    steepest = 0.0
+    shift = 0.0
+    for first in range(0, count, GROUP):
+        column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
+        p = tl.load(probs + column, mask=live, other=0.0).to(tl.float32)
+        g = tl.load(grad + column, mask=p != 0.0, other=0.0).to(tl.float32)
+        slope = _slopes(p, excess, KIND)
+        here = tl.max(tl.max(slope, 1), 0)
+        first_of = tl.where(slope == here, column, n)
+        place = tl.min(tl.min(first_of, 1), 0)
+        there = tl.sum(tl.sum(tl.where(column == place, g, 0.0), 1), 0)
+        shift = tl.where(here > steepest, there, shift)
+        steepest = tl.maximum(here, steepest)
+    return shift
+
+
+@triton.jit
+def _backward_of_chosen(
+    probs, grad, out, sums, chosen, alphas, excess, n_rows, n, probs_stride, grad_stride, n_blocks,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    PER_ROW: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    chosen += row * n_blocks
+    if PER_ROW:
+        excess = tl.load(alphas + row) - 1.0
+    block = tl.arange(0, BLOCKS)
+    place = row * n_blocks + block
+    second = n_rows.to(tl.int64) * n_blocks
+    weights = tl.load(sums + place, mask=block < n_blocks, other=0.0)
+    products = tl.load(sums + second + place, mask=block < n_blocks, other=0.0)
+    weight = tl.sum(weights, 0)
+    mean = tl.sum(products, 0) / weight
+    shift = 0.0
+    count = choose_blocks(chosen, weights != 0.0, BLOCKS)
+    if KIND == 0:
+        if excess > 1.0:
+            # As above: the gradients are measured from that of the steepest class.
+            shift = _gradient_of_steepest(
+                probs + row * probs_stride, grad + row * grad_stride, chosen, count, n, excess,
+                WIDTH, GROUP, KIND,
+            )  # fmt: skip
+            mean = 0.0
+            for first in range(0, count, GROUP):
+                column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
+                p = tl.load(probs + row * probs_stride + column, mask=live, other=0.0)
+                p = p.to(tl.float32)
+                g = tl.load(grad + row * grad_stride + column, mask=p != 0.0, other=0.0)
+                products_here = _slopes(p, excess, KIND) * (g.to(tl.float32) - shift)
+                mean += tl.sum(tl.sum(products_here, 1), 0) / weight
+    for first in range(0, count, GROUP):
+        column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
+        p = tl.load(probs + row * probs_stride + column, mask=live, other=0.0).to(tl.float32)
+        inside = p != 0.0
+        g = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        product = _slopes(p, excess, KIND) * (g - shift - mean)
+        tl.store(out + row * n + column, product.to(out.dtype.element_ty), mask=inside)

@@ -1,23 +1,53 @@
-"""Probabilities of rows to the Fenchel-Young loss of entmax, and in place to its gradient.
+"""Rows to the Fenchel-Young loss of entmax and its gradient, from what is known of each row.
 
-``alpha`` 1 takes Shannon's entropy, as softmax over all or the k largest scores does.
+* ``forward_``: from probabilities, which become the gradient in place.
+* ``listed``: from the scores of a few listed classes. A class of -1 is padding, whose score does
+  not count.
+* ``flat_``, in ``triton.py`` alone: from scores with wide supports, which become the gradient in
+  place; elsewhere probabilities are made first.
+
+``alpha`` 1 takes Shannon's entropy, as softmax over all, the k largest or the listed scores does.
 """
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import Operation
 
-
-def _fake(probs: Tensor, _scores: Tensor, target: Tensor, *_: object) -> Tensor:
-    dtype = accumulation_dtype(probs.dtype)
-    return probs.new_empty(target.shape, dtype=dtype)
+_operation = partial(Operation, __name__)
 
 
-forward_ = Operation(
+def _losses(probs: Tensor, _scores: Tensor, target: Tensor, *_: object) -> Tensor:
+    return probs.new_empty(target.shape, dtype=accumulation_dtype(probs.dtype))
+
+
+def _listed(
+    scores: Tensor,
+    classes: Tensor,
+    target: Tensor,
+    _target_scores: Tensor,
+    row_scale: Tensor | None,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, k = classes.shape
+    shape = (n, k + 1) if row_scale is not None else (0,)
+    loss = torch.empty_like(target, dtype=scores.dtype)
+    return loss, scores.new_empty(shape), classes.new_empty(shape)
+
+
+forward_ = _operation(
+    "forward_",
     "entmax_rows_",
     "(Tensor(a!) probs, Tensor scores, Tensor target, Tensor? row_scale, float alpha) -> Tensor",
-    __name__,
-    "forward_",
-    _fake,
+    _losses,
+)
+listed = _operation(
+    "listed",
+    "list_rows",
+    "(Tensor scores, Tensor classes, Tensor target, Tensor target_scores, Tensor? row_scale, "
+    "Tensor? class_weight, float alpha) -> (Tensor, Tensor, Tensor)",
+    _listed,
 )

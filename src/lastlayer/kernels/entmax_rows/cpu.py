@@ -1,6 +1,7 @@
 """The loss of entmax from its probabilities on the CPU: one pass, over what is not zero.
 
 README.md beside this file has the derivation. Kinds are 1 for alpha 2, 2 for 1.5, 3 for 1, else 0.
+Listed classes are few: Numba solves for their probabilities, and torch does the rest.
 """
 
 import math
@@ -10,19 +11,15 @@ from numba import njit
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._blocks import BLOCK, bits
-from lastlayer.kernels._threads import by_rows
-
-# Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
-# Numbers that are widened at a time where they are not in rows of float32 or float64.
-_WIDENED = 1 << 20
+from lastlayer.kernels import entmax
+from lastlayer.kernels._cpu import WIDENED, by_rows, parts
+from lastlayer.kernels._cpu_math import BLOCK, FAST, bits, multiply, sum_of
+from lastlayer.kernels.entmax_rows._listed import loss_and_gradient
 
 
 def forward_(
     probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float
 ) -> Tensor:
-    """As the reference's."""
     dtype = accumulation_dtype(probs.dtype)
     loss = torch.empty(target.shape, dtype=dtype)
     scale = loss.new_empty(0) if row_scale is None else row_scale.to(dtype)
@@ -30,9 +27,7 @@ def forward_(
     if all(each.dtype == dtype and each.is_contiguous() for each in (probs, scores)):
         _run(probs, scores, per_row, alpha)
         return loss
-    step = max(1, _WIDENED // max(1, probs.shape[1]))
-    for first in range(0, probs.shape[0], step):
-        part = slice(first, first + step)
+    for part in parts(probs.shape[0], probs.shape[1], WIDENED):
         wide = [
             each[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
             for each in (probs, scores)
@@ -51,8 +46,9 @@ def _run(probs: Tensor, scores: Tensor, per_row: tuple[Tensor, ...], alpha: floa
         _forward_rows(*rows.shape, rows, bits(rows), values, *arrays, alpha, kind)
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
-def _forward(start, stop, probs, prob_bits, scores, target, row_scale, loss, alpha, kind):
+@by_rows
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _forward_rows(start, stop, probs, prob_bits, scores, target, row_scale, loss, alpha, kind):
     n = probs.shape[1]
     real = probs.dtype.type
     for row in range(start, stop):
@@ -67,16 +63,20 @@ def _forward(start, stop, probs, prob_bits, scores, target, row_scale, loss, alp
             part = probs[row, first : first + BLOCK]
             leads += _sum_leads(part, scores[row, first : first + BLOCK], base)
             entropy += _sum_entropy(part, alpha, kind)
-            mass += _sum(part)
+            mass += sum_of(part)
             if len(row_scale):
-                _scale(part, scale)
+                multiply(part, scale)
         if len(row_scale):
             # A row without any probability has nothing to move.
             short = real(0.0) if mass == 0.0 else share_of_target - real(1.0)
             probs[row, right] = short * scale
+            if scale == 0.0:
+                # Not a product: a row that does not count may be NaN.
+                probs[row] = 0.0
         # Rounded probabilities need not sum to 1: what is missing has its price.
         price = (leads + alpha * entropy) / mass - 1.0 / alpha
-        total = leads + entropy - (mass - 1.0) * price
+        # Beyond the range of the dtype the correction would be infinite as well.
+        total = leads if leads == math.inf else leads + entropy - (mass - 1.0) * price
         # A target that cannot be costs more than any other, whatever the rest comes to.
         loss[row] = math.inf if base == -math.inf and not math.isnan(mass) else total
 
@@ -89,21 +89,7 @@ def _all_zero(part_bits):
     return any_bit == 0
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
-def _sum(part):
-    total = part.dtype.type(0.0)
-    for i in range(len(part)):
-        total += part[i]
-    return total
-
-
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
-def _scale(part, by):
-    for i in range(len(part)):
-        part[i] *= by
-
-
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _sum_leads(part, values, base):
     """Probabilities times the leads over the target; no probability has no part in it."""
     zero = part.dtype.type(0.0)
@@ -114,7 +100,7 @@ def _sum_leads(part, values, base):
     return total
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _sum_entropy(part, alpha, kind):
     real = part.dtype.type
     one, total = real(1.0), real(0.0)
@@ -133,4 +119,12 @@ def _sum_entropy(part, alpha, kind):
     return total if kind == 3 else total / real(alpha * (alpha - 1.0))
 
 
-_forward_rows = by_rows(_forward)
+def listed(
+    scores: Tensor, classes: Tensor, target: Tensor, target_scores: Tensor,
+    row_scale: Tensor | None, class_weight: Tensor | None, alpha: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    shown = scores.masked_fill(classes < 0, -math.inf)
+    probs = entmax.forward("cpu", shown, alpha, None)
+    return loss_and_gradient(
+        probs, shown, classes, target, target_scores, row_scale, class_weight, alpha
+    )

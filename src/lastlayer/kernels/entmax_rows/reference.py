@@ -1,4 +1,4 @@
-"""The loss of entmax from its probabilities in plain torch: defines the truth."""
+"""The loss of entmax from probabilities, from listed scores and from all scores in plain torch."""
 
 import math
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
+from lastlayer.kernels import entmax
+from lastlayer.kernels.entmax_rows._listed import loss_and_gradient
 
 
 def forward_(
@@ -14,7 +16,7 @@ def forward_(
     """``<p - y, scores> + H(p)`` for each row.
 
     Where ``row_scale`` is given, ``probs`` become the gradient of ``sum(row_scale * loss)``. A row
-    without any probability costs +inf and has no gradient.
+    without any probability costs +inf and has no gradient; nor has one of scale 0, even of NaN.
     """
     dtype = accumulation_dtype(probs.dtype)
     place = target.unsqueeze(-1)
@@ -37,12 +39,71 @@ def forward_(
     lead = torch.where(present, values - at_target, 0.0)
     mass = shares.sum(-1)
     price = (shares * (lead + slope)).sum(-1) / mass
-    loss = (shares * lead).sum(-1) + entropy - (mass - 1.0) * price
+    leads = (shares * lead).sum(-1)
+    # Beyond the range of the dtype the correction would be infinite as well.
+    loss = torch.where(leads == math.inf, leads, leads + entropy - (mass - 1.0) * price)
     # A target that is out of the running cannot be met; a NaN stays one.
     out = (at_target.squeeze(-1) == -math.inf) & ~mass.isnan()
     loss = torch.where(out, math.inf, loss)
     if row_scale is not None:
         one = (mass != 0).to(dtype).unsqueeze(-1)
         gradient = shares.scatter_add(-1, place, -one)
-        probs.copy_(gradient * row_scale.to(dtype).unsqueeze(-1))
+        scale = row_scale.to(dtype).unsqueeze(-1)
+        probs.copy_(torch.where(scale == 0, 0.0, gradient * scale))
     return loss
+
+
+def flat_(scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float) -> Tensor:
+    """``<p - y, scores> + H(p)`` for each row, ``alpha`` 1.5 or 2.
+
+    Where ``row_scale`` is given, ``scores`` become the gradient of ``sum(row_scale * loss)``.
+    """
+    dtype = accumulation_dtype(scores.dtype)
+    values = scores.to(dtype)
+    distance = (values - values.amax(-1, keepdim=True)) * (alpha - 1.0)
+    ordered = distance.sort(dim=-1, descending=True).values
+    count = torch.arange(1, ordered.shape[-1] + 1, device=scores.device, dtype=dtype)
+    mean = ordered.cumsum(-1) / count
+    if alpha == 2.0:
+        thresholds = mean - 1.0 / count
+    else:
+        spread = (ordered.square().cumsum(-1) / count - mean.square()) * count
+        thresholds = mean - ((1.0 - spread).clamp(min=0) / count).sqrt()
+    size = (ordered >= thresholds).sum(-1, keepdim=True)
+    margin = (distance - thresholds.gather(-1, size - 1)).clamp(min=0)
+    probs = margin if alpha == 2.0 else margin.square()
+    place = target.unsqueeze(-1)
+    lead = torch.where(probs > 0, values - values.gather(-1, place), 0.0)
+    entropy = (probs - probs.pow(alpha)) / (alpha * (alpha - 1.0))
+    loss: Tensor = (probs * lead + entropy).sum(-1)
+    if row_scale is not None:
+        one = torch.ones_like(place, dtype=dtype)
+        scores.copy_(probs.scatter_add(-1, place, -one) * row_scale.to(dtype).unsqueeze(-1))
+    return loss
+
+
+def listed(
+    scores: Tensor, classes: Tensor, target: Tensor, target_scores: Tensor,
+    row_scale: Tensor | None, class_weight: Tensor | None, alpha: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``<p - y, scores> + H(p)`` of each row times the weight of its target, and its gradient.
+
+    Args:
+        scores: float32 or float64 ``(rows, k)``, of the listed classes.
+        classes: int64 ``(rows, k)``, -1 for none.
+        target: int64 ``(rows,)``.
+        target_scores: ``(rows,)``.
+        row_scale: ``(rows,)``, what the gradient is multiplied by; None where none is wanted.
+        class_weight: ``(v,)`` or None.
+        alpha: at least 1.
+
+    Returns:
+        The losses ``(rows,)``, and the gradient of the scores as values and classes ``(rows, k +
+        1)``, the target last and 0 for padding; both are empty without ``row_scale``. A row without
+        any probability costs +inf and has no gradient.
+    """
+    shown = scores.masked_fill(classes < 0, -math.inf)
+    probs = entmax.forward("reference", shown, alpha, None)
+    return loss_and_gradient(
+        probs, shown, classes, target, target_scores, row_scale, class_weight, alpha
+    )

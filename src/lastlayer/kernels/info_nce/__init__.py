@@ -7,46 +7,33 @@ group are positives besides the own one, else they are left out. ``bounded`` pro
 lie between -1 and 1, give or take their rounding.
 """
 
+from functools import partial
+
 from lastlayer.kernels._registry import Operation
 
-
-def _fake(*_: object) -> None:
-    return None
-
-
-unit_rows_ = Operation(
-    "unit_rows_",
-    "(Tensor rows, Tensor(a!) out, bool normalize) -> ()",
-    __name__,
-    "unit_rows_",
-    _fake,
+_SIMILARITIES = (
+    "Tensor scale, int own, Tensor? query_groups, Tensor? key_groups, bool positive, bool bounded"
 )
+_operation = partial(Operation, __name__)
 
-statistics_ = Operation(
-    "info_nce_statistics_",
-    "(Tensor scores, Tensor scale, int own, Tensor? query_groups, Tensor? key_groups, "
-    "bool positive, bool bounded, Tensor(a!) row_lse, Tensor(b!) row_positive, "
-    "Tensor(c!) column_lse, Tensor(d!) column_positive) -> ()",
-    __name__,
+unit_rows_ = _operation(
+    "unit_rows_", "unit_rows_", "(Tensor rows, Tensor(a!) out, bool normalize) -> ()"
+)
+statistics_ = _operation(
     "statistics_",
-    _fake,
+    "info_nce_statistics_",
+    f"(Tensor scores, {_SIMILARITIES}, Tensor(a!) row_lse, Tensor(b!) row_positive, "
+    "Tensor(c!) column_lse, Tensor(d!) column_positive) -> ()",
 )
-
-weights_ = Operation(
-    "info_nce_weights_",
-    "(Tensor(a!) scores, Tensor scale, int own, Tensor? query_groups, Tensor? key_groups, "
-    "bool positive, bool bounded, Tensor row_lse, Tensor row_push, Tensor row_pull, "
-    "Tensor column_lse, Tensor column_push, Tensor column_pull, Tensor(b!) out) -> ()",
-    __name__,
+weights_ = _operation(
     "weights_",
-    _fake,
+    "info_nce_weights_",
+    f"(Tensor(a!) scores, {_SIMILARITIES}, Tensor row_lse, Tensor row_push, Tensor row_pull, "
+    "Tensor column_lse, Tensor column_push, Tensor column_pull, Tensor(b!) out) -> ()",
 )
-
-row_gradients_ = Operation(
+row_gradients_ = _operation(
+    "row_gradients_",
     "unit_rows_gradient_",
     "(Tensor rows, Tensor gradient, Tensor factor, bool normalize, Tensor(a!) out, "
     "Tensor(b!) along) -> ()",
-    __name__,
-    "row_gradients_",
-    _fake,
 )

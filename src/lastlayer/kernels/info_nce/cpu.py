@@ -3,38 +3,34 @@
 import torch
 from torch import Tensor
 
+from lastlayer._torch import in_dtype
+
 # Numbers of scores that are looked at together.
 _NUMBERS = 1 << 18
 # Of scales S for which the exponentials of all that is between -2S and 0 are normal numbers.
 _LARGEST = 42.0
+# Squares of lengths above this, and below its inverse, are sums of normal numbers.
+_SMALLEST = 1e-30
 
 
 def statistics_(
-    scores: Tensor,
-    scale: Tensor,
-    own: int,
-    query_groups: Tensor | None,
-    key_groups: Tensor | None,
-    positive: bool,
-    bounded: bool,
-    row_lse: Tensor,
-    row_positive: Tensor,
-    column_lse: Tensor,
+    scores: Tensor, scale: Tensor, own: int, query_groups: Tensor | None, key_groups: Tensor | None,
+    positive: bool, bounded: bool, row_lse: Tensor, row_positive: Tensor, column_lse: Tensor,
     column_positive: Tensor,
-) -> None:
-    """As the reference's."""
+) -> None:  # fmt: skip
     n, m = scores.shape
     row_positive.zero_()
     columns = column_lse.shape[0] > 0
-    room, other_room = (row_lse.new_empty(_rows(m), m) for _ in range(2))
+    room = row_lse.new_empty(min(n, _rows(m)), m)
     one_exponential = bounded and float(scale) <= _LARGEST
-    column_total = torch.zeros_like(column_lse)
+    column_total = torch.zeros_like(column_lse) if columns else column_lse
+    other_room = room if one_exponential else torch.empty_like(room)
     for first, part in _blocks(n, m):
         count = part.stop - part.start
-        values = room[:count].copy_(scores[part]).mul_(scale)
+        values = _scaled(_some(scores, part), scale, _some(room, slice(count)))
         start = own + first
         mine = _own(values, start)
-        pulled = row_positive[part]
+        pulled = _some(row_positive, part)
         if query_groups is None or key_groups is None:
             pulled[: mine.shape[0]] = mine
         else:
@@ -50,15 +46,16 @@ def statistics_(
                 pulled[: mine.shape[0]] = mine
                 _own(same, start).fill_(False)
                 values.masked_fill_(same, -torch.inf)
+        lse = _some(row_lse, part)
         if one_exponential:
-            row_lse[part] = values.sub_(scale).exp_().sum(1).log_().add_(scale)
+            torch.sum(values.sub_(scale).exp_(), 1, out=lse).log_().add_(scale)
             if columns:
                 column_total += values.sum(0)
             continue
         shares = other_room[:count]
         peak = _origin(values.amax(1)) if m else row_lse.new_zeros(count)
         torch.sub(values, peak.unsqueeze(1), out=shares).exp_()
-        row_lse[part] = shares.sum(1).log_().add_(peak)
+        torch.sum(shares, 1, out=lse).log_().add_(peak)
         if columns:
             peak = _origin(torch.maximum(values.amax(0), column_lse))
             torch.sub(values, peak, out=shares).exp_()
@@ -68,39 +65,30 @@ def statistics_(
 
 
 def weights_(
-    scores: Tensor,
-    scale: Tensor,
-    own: int,
-    query_groups: Tensor | None,
-    key_groups: Tensor | None,
-    positive: bool,
-    bounded: bool,
-    row_lse: Tensor,
-    row_push: Tensor,
-    row_pull: Tensor,
-    column_lse: Tensor,
-    column_push: Tensor,
-    column_pull: Tensor,
-    out: Tensor,
-) -> None:
-    """As the reference's."""
+    scores: Tensor, scale: Tensor, own: int, query_groups: Tensor | None, key_groups: Tensor | None,
+    positive: bool, bounded: bool, row_lse: Tensor, row_push: Tensor, row_pull: Tensor,
+    column_lse: Tensor, column_push: Tensor, column_pull: Tensor, out: Tensor,
+) -> None:  # fmt: skip
     n, m = scores.shape
     columns = column_lse.shape[0] > 0
-    room, other_room = (row_lse.new_empty(_rows(m), m) for _ in range(2))
+    room = row_lse.new_empty(min(n, _rows(m)), m)
+    other_room = torch.empty_like(room) if columns else room
     one_exponential = bounded and columns and float(scale) <= _LARGEST
     by_column = column_push * torch.exp(scale - column_lse) if one_exponential else column_push
     for first, part in _blocks(n, m):
-        count = part.stop - part.start
-        values, shares = room[:count].copy_(scores[part]).mul_(scale), other_room[:count]
+        here = slice(part.stop - part.start)
+        values = _scaled(_some(scores, part), scale, _some(room, here))
+        shares = _some(other_room, here)
+        lse, push, pull = (_some(each, part) for each in (row_lse, row_push, row_pull))
         if one_exponential:
-            by_row = row_push[part] * torch.exp(scale - row_lse[part])
+            by_row = push * torch.exp(scale - lse)
             torch.add(by_row.unsqueeze(1), by_column, out=shares).mul_(values.sub_(scale).exp_())
         else:
-            torch.sub(values, row_lse[part].unsqueeze(1), out=shares).exp_()
-            shares.mul_(row_push[part].unsqueeze(1))
+            torch.sub(values, lse.unsqueeze(1), out=shares).exp_()
+            shares.mul_(push.unsqueeze(1))
             if columns:
                 shares.addcmul_(values.sub_(column_lse).exp_(), by_column)
-        start, pull = own + first, row_pull[part]
+        start = own + first
         mine = _own(shares, start)
         if query_groups is None or key_groups is None:
             mine += pull[: mine.shape[0]]
@@ -116,30 +104,42 @@ def weights_(
                 mine += pull[: mine.shape[0]]
                 _own(same, start).fill_(False)
                 shares.masked_fill_(same, 0.0)
-        out[part] = shares
+        _some(out, part).copy_(shares)
 
 
 def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
-    """As the reference's."""
     for _, part in _blocks(*rows.shape):
-        wide = rows[part].to(out.dtype)
-        out[part] = wide * _inverse_length(wide) if normalize else wide
+        wide, here = in_dtype(_some(rows, part), out.dtype), _some(out, part)
+        if normalize:
+            torch.mul(wide, _inverse_length(wide), out=here)
+        else:
+            here.copy_(wide)
 
 
 def row_gradients_(
     rows: Tensor, gradient: Tensor, factor: Tensor, normalize: bool, out: Tensor, along: Tensor
 ) -> None:
-    """As the reference's."""
     for _, part in _blocks(*rows.shape):
-        wide, slope = rows[part].to(along.dtype), gradient[part] * factor
+        wide, slope = in_dtype(_some(rows, part), along.dtype), _some(gradient, part) * factor
         if normalize:
             inverse = _inverse_length(wide)
             wide = wide * inverse
-        together = torch.linalg.vecdot(wide, slope)
-        along[part] = together
+        together = torch.linalg.vecdot(wide, slope, out=_some(along, part))
         if normalize:
-            slope = slope.sub_(wide.mul_(together.unsqueeze(1))).mul_(inverse)
-        out[part] = slope
+            slope = slope.addcmul_(wide, together.unsqueeze(1), value=-1.0).mul_(inverse)
+        _some(out, part).copy_(slope)
+
+
+def _some(values: Tensor, part: slice) -> Tensor:
+    """``values[part]``, which costs host time even where it is all of them."""
+    return values if part.stop - (part.start or 0) == values.shape[0] else values[part]
+
+
+def _scaled(scores: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """``scores * scale`` in the dtype of ``out``, which may be wider."""
+    if scores.dtype == out.dtype:
+        return torch.mul(scores, scale, out=out)
+    return out.copy_(scores).mul_(scale)
 
 
 def _rows(m: int) -> int:
@@ -161,6 +161,11 @@ def _origin(peak: Tensor) -> Tensor:
 
 
 def _inverse_length(wide: Tensor) -> Tensor:
+    squares = torch.linalg.vecdot(wide, wide).unsqueeze_(1)
+    lowest, highest = squares.aminmax() if squares.shape[0] else (squares.sum(), squares.sum())
+    if lowest.item() > _SMALLEST and highest.item() < 1.0 / _SMALLEST:
+        return squares.rsqrt_()
+    # Squares of these are no numbers of this dtype any more, or those of a row of zeros.
     size = wide.abs().amax(-1, keepdim=True)
     safe = torch.where(size > 0, size, 1.0)
     length = torch.linalg.vector_norm(wide / safe, dim=-1, keepdim=True)

@@ -8,7 +8,7 @@ from lastlayer._torch import accumulation_dtype
 
 def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
     """``rows`` of length 1, or as they are, into ``out``; a row of zeros stays one."""
-    wide = rows.to(_wide(rows))
+    wide = rows.to(accumulation_dtype(rows.dtype))
     out.copy_(wide * _inverse_length(wide) if normalize else wide)
 
 
@@ -120,7 +120,3 @@ def _inverse_length(wide: Tensor) -> Tensor:
     safe = torch.where(size > 0, size, 1.0)
     length = torch.linalg.vector_norm(wide / safe, dim=-1, keepdim=True)
     return torch.where(size == 0, 0.0, 1.0 / (safe * length))
-
-
-def _wide(rows: Tensor) -> torch.dtype:
-    return accumulation_dtype(rows.dtype)

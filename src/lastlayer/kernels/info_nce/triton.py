@@ -1,7 +1,9 @@
 """InfoNCE on CUDA: from a few rows of products to normalisers, and to gradients in place.
 
 Where products are bounded and the scale is not too large, one power of 2 of each similarity serves
-its row and its column; the device decides, so that nobody waits for the scale.
+its row and its column; the device decides, so that nobody waits for the scale. A program of the
+statistics owns a tile of rows and walks over a part of the columns. What it leaves of rows and of
+columns is folded by a second, small kernel, in an order that does not change.
 """
 
 import torch
@@ -9,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv
-from lastlayer.kernels.info_nce._powers_triton import LARGEST, LOG2E, common_origin
-from lastlayer.kernels.info_nce._statistics_triton import _fold, _statistics
-from lastlayer.kernels.info_nce._vectors_triton import row_gradients_, unit_rows_
+from lastlayer.kernels._triton import LOG2E, cdiv, next_power_of_2
 
-__all__ = ["row_gradients_", "statistics_", "unit_rows_", "weights_"]
-
+LN2 = tl.constexpr(0.6931471805599453)
+# The largest S for which all powers from -S to S can have one origin, see below.
+LARGEST = tl.constexpr(103.0)
+# The most that the smallest of them may be below it.
+DEPTH = tl.constexpr(110.0)
 # Rows and columns of a tile, of which a program of the statistics takes several in turn, and fewer
 # where there would not be programs for all multiprocessors.
 ROWS, WIDTH = 64, 128
@@ -25,19 +27,10 @@ NO_GROUPS, IGNORED, POSITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 def statistics_(
-    scores: Tensor,
-    scale: Tensor,
-    own: int,
-    query_groups: Tensor | None,
-    key_groups: Tensor | None,
-    positive: bool,
-    bounded: bool,
-    row_lse: Tensor,
-    row_positive: Tensor,
-    column_lse: Tensor,
+    scores: Tensor, scale: Tensor, own: int, query_groups: Tensor | None, key_groups: Tensor | None,
+    positive: bool, bounded: bool, row_lse: Tensor, row_positive: Tensor, column_lse: Tensor,
     column_positive: Tensor,
-) -> None:
-    """As the reference's."""
+) -> None:  # fmt: skip
     n, m = scores.shape
     if not n or not m:
         row_lse.fill_(-torch.inf)
@@ -65,22 +58,10 @@ def statistics_(
 
 
 def weights_(
-    scores: Tensor,
-    scale: Tensor,
-    own: int,
-    query_groups: Tensor | None,
-    key_groups: Tensor | None,
-    positive: bool,
-    bounded: bool,
-    row_lse: Tensor,
-    row_push: Tensor,
-    row_pull: Tensor,
-    column_lse: Tensor,
-    column_push: Tensor,
-    column_pull: Tensor,
-    out: Tensor,
-) -> None:
-    """As the reference's."""
+    scores: Tensor, scale: Tensor, own: int, query_groups: Tensor | None, key_groups: Tensor | None,
+    positive: bool, bounded: bool, row_lse: Tensor, row_push: Tensor, row_pull: Tensor,
+    column_lse: Tensor, column_push: Tensor, column_pull: Tensor, out: Tensor,
+) -> None:  # fmt: skip
     n, m = scores.shape
     if not n or not m:
         return
@@ -124,7 +105,7 @@ def _weights(
         if BOUNDED:
             one_power = factor <= LARGEST
         if one_power:
-            origin = common_origin(factor)
+            origin = _common_origin(factor)
             by_row = push * tl.exp2(origin - lse)
             by_column = other_push * tl.exp2(origin - other_lse)
             result = tl.exp2(values - origin) * (by_row[:, None] + by_column[None, :])
@@ -154,3 +135,257 @@ def _weights(
         result = tl.where(mine, result + pull, result)
     place = out + long_row * out_stride + column[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["own"])
+def _statistics(
+    scores, scale, query_groups, key_groups, row_parts, column_parts, own, n, m, splits, tiles,
+    stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, COLUMNS: tl.constexpr,
+    BOUNDED: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    tile, split = tl.program_id(0), tl.program_id(1)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    # Powers of 2 from here on: exp2 is what the hardware has.
+    factor = tl.load(scale).to(tl.float32) * LOG2E
+    first = split * SHARE
+    last = tl.minimum(first + SHARE, m)
+    column_out = column_parts + tile * m
+    row_out = row_parts + split * n + row
+    mine = own + row
+    if GROUPS != 2:
+        inside = (row < n) & (mine >= first) & (mine < last)
+        score = tl.load(scores + row.to(tl.int64) * stride + mine, mask=inside, other=0.0)
+        tl.store(row_out + splits * n, score.to(tl.float32) * factor, mask=row < n)
+    one_power = False
+    if BOUNDED:
+        one_power = factor <= LARGEST
+    if one_power:
+        _bounded(
+            scores, factor, query_groups, key_groups, row_out, column_out, row, mine, first, last,
+            n, m, splits, tiles, stride, ROWS, WIDTH, COLUMNS, GROUPS,
+        )  # fmt: skip
+    else:
+        # Narrower tiles, or this path would take the registers that the other one could do without.
+        _of_any_size(
+            scores, factor, query_groups, key_groups, row_out, column_out, row, mine, first, last,
+            n, m, splits, tiles, stride, ROWS, WIDTH // 2, COLUMNS, GROUPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _bounded(
+    scores, factor, query_groups, key_groups, row_out, column_out, row, mine, first, last, n, m,
+    splits, tiles, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Sums of powers with one origin for all."""
+    origin = _common_origin(factor)
+    # What a thread reads at once it adds up by itself, and over tiles; threads meet at the end.
+    totals = tl.zeros((ROWS, WIDTH // 8), dtype=tl.float32)
+    pulled = tl.zeros((ROWS,), dtype=tl.float32)
+    for start in range(first, last, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        values, hits = _tile(
+            scores, factor, query_groups, key_groups, row, column, mine, n, m, stride, GROUPS
+        )
+        powers = tl.exp2(values - origin)
+        totals += tl.sum(tl.reshape(powers, (ROWS, WIDTH // 8, 8)), 2)
+        if COLUMNS:
+            out = column_out + column
+            tl.store(out, origin + tl.log2(tl.sum(powers, 0)), mask=column < m)
+        if GROUPS == 2:
+            pulled += tl.sum(hits, 1)
+            if COLUMNS:
+                tl.store(out + tiles * m, tl.sum(hits, 0), mask=column < m)
+    tl.store(row_out, origin + tl.log2(tl.sum(totals, 1)), mask=row < n)
+    if GROUPS == 2:
+        tl.store(row_out + splits * n, pulled, mask=row < n)
+
+
+@triton.jit
+def _of_any_size(
+    scores, factor, query_groups, key_groups, row_out, column_out, row, mine, first, last, n, m,
+    splits, tiles, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Sums of powers whose origin is the largest of the row so far, and of the column."""
+    peak = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    pulled = tl.zeros((ROWS,), dtype=tl.float32)
+    for start in range(first, last, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        values, hits = _tile(
+            scores, factor, query_groups, key_groups, row, column, mine, n, m, stride, GROUPS
+        )
+        grown = tl.maximum(peak, tl.max(values, 1))
+        # Nothing but -inf so far: nothing to scale, and no difference of infinities.
+        origin = tl.where(grown == -float("inf"), 0.0, grown)
+        total = total * tl.exp2(peak - origin) + tl.sum(tl.exp2(values - origin[:, None]), 1)
+        peak = grown
+        if COLUMNS:
+            top = tl.max(values, 0)
+            origin = tl.where(top == -float("inf"), 0.0, top)
+            summed = tl.sum(tl.exp2(values - origin[None, :]), 0)
+            out = column_out + column
+            tl.store(out, origin + tl.log2(summed), mask=column < m)
+        if GROUPS == 2:
+            pulled += tl.sum(hits, 1)
+            if COLUMNS:
+                tl.store(out + tiles * m, tl.sum(hits, 0), mask=column < m)
+    origin = tl.where(peak == -float("inf"), 0.0, peak)
+    tl.store(row_out, origin + tl.log2(total), mask=row < n)
+    if GROUPS == 2:
+        tl.store(row_out + splits * n, pulled, mask=row < n)
+
+
+@triton.jit
+def _tile(
+    scores, factor, query_groups, key_groups, row, column, mine, n, m, stride, GROUPS: tl.constexpr
+):
+    """Similarities, -inf for those that do not count; of groups that are positive their hits."""
+    live = (row < n)[:, None] & (column < m)[None, :]
+    place = scores + row.to(tl.int64)[:, None] * stride + column[None, :]
+    values = tl.load(place, mask=live, other=-float("inf")).to(tl.float32) * factor
+    hits = values
+    if GROUPS != 0:
+        query_group = tl.load(query_groups + row, mask=row < n, other=-3)
+        key_group = tl.load(key_groups + column, mask=column < m, other=-4)
+        same = query_group[:, None] == key_group[None, :]
+        own = mine[:, None] == column[None, :]
+        if GROUPS == 2:
+            hits = tl.where((own | same) & live, values, 0.0)
+        else:
+            values = tl.where(same & (own == 0), -float("inf"), values)
+    return values, hits
+
+
+@triton.jit
+def _fold(
+    row_parts, row_lse, row_positive, column_parts, column_lse, column_positive, n, m, splits,
+    tiles, row_blocks, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if program < row_blocks:
+        place = program * BLOCK + tl.arange(0, BLOCK)
+        empty = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)
+        tl.store(row_lse + place, _folded(row_parts, empty, place, n, splits), mask=place < n)
+        zero = tl.zeros((BLOCK,), dtype=tl.float32)
+        total = _summed(row_parts + splits * n, zero, place, n, splits)
+        tl.store(row_positive + place, total, mask=place < n)
+    else:
+        place = (program - row_blocks) * BLOCK + tl.arange(0, BLOCK)
+        before = tl.load(column_lse + place, mask=place < m, other=0.0) * LOG2E
+        tl.store(column_lse + place, _folded(column_parts, before, place, m, tiles), mask=place < m)
+        if GROUPED:
+            before = tl.load(column_positive + place, mask=place < m, other=0.0) * LOG2E
+            total = _summed(column_parts + tiles * m, before, place, m, tiles)
+            tl.store(column_positive + place, total, mask=place < m)
+
+
+@triton.jit
+def _folded(parts, before, place, n, count):
+    """The natural logarithm of the sum of powers of 2."""
+    peak = before
+    total = tl.where(before == -float("inf"), 0.0, 1.0)
+    pointer = parts + place
+    for _ in range(count):
+        value = tl.load(pointer, mask=place < n, other=-float("inf"))
+        grown = tl.maximum(peak, value)
+        origin = tl.where(grown == -float("inf"), 0.0, grown)
+        total = total * tl.exp2(peak - origin) + tl.exp2(value - origin)
+        peak = grown
+        pointer += n
+    origin = tl.where(peak == -float("inf"), 0.0, peak)
+    return (origin + tl.log2(total)) * LN2
+
+
+@triton.jit
+def _summed(parts, before, place, n, count):
+    pointer = parts + place
+    for _ in range(count):
+        before += tl.load(pointer, mask=place < n, other=0.0)
+        pointer += n
+    return before * LN2
+
+
+@triton.jit
+def _common_origin(largest):
+    """What is taken from similarities in [-S, S] before they become powers.
+
+    It is S, so that a perfect pair has a power of exactly 1. Where the smallest would then be less
+    than a normal float32, all are raised by a whole number, with room left for sums of millions.
+    """
+    return largest - tl.ceil(tl.maximum(2.0 * largest - DEPTH, 0.0))
+
+
+def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
+    n, depth = rows.shape
+    if n and depth:
+        width = max(16, next_power_of_2(depth))
+        _unit_row[(n,)](
+            rows, out, depth, rows.stride(0), rows.stride(1), WIDTH=width, NORMALIZE=normalize,
+            num_warps=_warps(width), enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def row_gradients_(
+    rows: Tensor, gradient: Tensor, factor: Tensor, normalize: bool, out: Tensor, along: Tensor
+) -> None:
+    """As the reference's; ``gradient``, ``out`` and ``along`` are contiguous."""
+    n, depth = rows.shape
+    if n and depth:
+        width = max(16, next_power_of_2(depth))
+        _row_gradient[(n,)](
+            rows, gradient, factor, out, along, depth, rows.stride(0), rows.stride(1), WIDTH=width,
+            NORMALIZE=normalize, num_warps=_warps(width), enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def _warps(width: int) -> int:
+    return min(16, max(1, width // 256))
+
+
+@triton.jit
+def _length(values, inside):
+    """1 over the length of a row, and 0 for a row of zeros; squares are kept in range."""
+    size = tl.max(tl.where(inside, tl.abs(values), 0.0), 0)
+    safe = tl.where(size == 0.0, 1.0, size)
+    scaled = values / safe
+    length = tl.sqrt(tl.sum(scaled * scaled, 0))
+    return tl.where(size == 0.0, 0.0, 1.0 / (safe * length))
+
+
+@triton.jit
+def _unit_row(
+    rows, out, depth, row_stride, step_stride, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    step = tl.arange(0, WIDTH)
+    inside = step < depth
+    place = rows + row * row_stride + step * step_stride
+    values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    if NORMALIZE:
+        values *= _length(values, inside)
+    tl.store(out + row * depth + step, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _row_gradient(
+    rows, gradient, factor, out, along, depth, row_stride, step_stride, WIDTH: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    step = tl.arange(0, WIDTH)
+    inside = step < depth
+    place = rows + row * row_stride + step * step_stride
+    values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    slope = tl.load(gradient + row * depth + step, mask=inside, other=0.0).to(tl.float32)
+    slope *= tl.load(factor).to(tl.float32)
+    if NORMALIZE:
+        inverse = _length(values, inside)
+        values *= inverse
+    together = tl.sum(values * slope, 0)
+    tl.store(along + row, together)
+    if NORMALIZE:
+        slope = (slope - values * together) * inverse
+    tl.store(out + row * depth + step, slope.to(out.dtype.element_ty), mask=inside)

@@ -18,16 +18,9 @@ def mix_of_rows(
 
 
 def gradient_of_classes(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    lse: Tensor,
-    push: Tensor,
-    pull: Tensor,
-    softcap: float,
-    temperature: float,
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, push: Tensor,
+    pull: Tensor, softcap: float, temperature: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``sum_i (push_i p_ij - pull_i [j = target_i]) slope_ij hidden_i``, and without hidden."""
     scores, slope = _shaped(hidden, weight, bias, softcap, temperature)
     gradient = _probs(scores, lse) * push.unsqueeze(-1)

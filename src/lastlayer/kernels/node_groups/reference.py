@@ -5,13 +5,9 @@ from torch import Tensor
 
 
 def log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    node: Tensor,
-    position: Tensor,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, node: Tensor, position: Tensor,
     row_start: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Of the children at ``position`` given their nodes, ``(n, path)``; differentiable.
 
     Args:

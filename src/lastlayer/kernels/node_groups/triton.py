@@ -3,32 +3,41 @@
 An *entry* is a row of hidden states at a node. Entries are sorted by node; those of one node are a
 group, whose scores are one small product. A list of tiles makes one launch of all groups.
 
-* ``scores_of_tiles`` makes the scores of all groups and keeps them: as many numbers as the nodes
+* A *plan* says which rows are at which node, and the tiles of each group, without a word from the
+  host. All sizes depend on values that only the device knows: what is bounded by numbers of the
+  tree gets that much memory and that many programs; those beyond the end have nothing to do.
+* ``_scores_of_tiles`` makes the scores of all groups and keeps them: as many numbers as the nodes
   of each entry have children, where the vectors would be ``in_features`` times as many.
-* ``log_probs_of_entries`` has a program for each entry.
-* ``gradient_of_rows`` and ``gradient_of_children`` turn scores into slopes where they load them.
+* ``_log_probs_of_entries`` has a program for each entry.
+* ``_gradient_of_rows`` and ``_gradient_of_children`` turn scores into slopes where they load them.
 
-Every number is written by one program, which adds up in a fixed order.
+Every number is written by one program, which adds up in a fixed order. Offsets inside a tile are 32
+bits wide, from a place that is 64 bits wide: what a program holds are mostly addresses, and with
+long ones they would not fit its registers.
 """
 
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
-from lastlayer.kernels.node_groups._kernels_triton import (
-    gradient_of_children,
-    gradient_of_rows,
-    log_probs_of_entries,
-    scores_of_tiles,
+from lastlayer.kernels._triton import cdiv, in_rows, next_power_of_2
+from lastlayer.kernels.node_groups import (
+    CHILDREN,
+    ROWS,
+    Plan,
+    TreeSizes,
+    most_groups,
+    most_scores,
+    most_tiles,
 )
-from lastlayer.kernels.node_groups._plan_triton import entries_of_targets, losses_of_targets
-from lastlayer.kernels.node_groups.plan import make_plan
-from lastlayer.kernels.node_groups.sizes import CHILDREN, ROWS, Plan, TreeSizes, most_scores
 
 # Numbers of a vector that a program has at a time: while it adds them up, and of a gradient.
 SUMMED, HELD = 128, 256
+# Numbers that a program of the plan has.
+_BLOCK = 256
 # Rows of a large group that are added up at a time.
 MANY = 32
 # Numbers of the gradients of all entries that are held at once.
@@ -63,7 +72,7 @@ def entries_of(
     n = target.shape[0]
     node, position = torch.empty(2, n, longest, device=target.device, dtype=torch.int32).unbind()
     levels = min(32, next_power_of_2(longest))
-    entries_of_targets[(cdiv(n, 32), cdiv(longest, levels))](
+    _entries_of_targets[(cdiv(n, 32), cdiv(longest, levels))](
         target, *paths, node, position, n, longest, len(paths.start) - 1, n_inner,
         **_ignoring(ignore_index), ROWS=32, LEVELS=levels, enable_fp_fusion=True,
     )  # fmt: skip
@@ -76,7 +85,7 @@ def losses_of(
     """Minus the sum of log-probabilities ``(n, path)``; 0 if ignored, NaN if it is no class."""
     n, path = log_probs.shape
     losses = torch.empty(n, device=target.device, dtype=torch.float32)
-    losses_of_targets[(cdiv(n, 64),)](
+    _losses_of_targets[(cdiv(n, 64),)](
         target, log_probs, losses, n, path, n_classes, **_ignoring(ignore_index), ROWS=64,
         LEVELS=min(32, next_power_of_2(path)), enable_fp_fusion=True,
     )  # fmt: skip
@@ -88,14 +97,9 @@ def _ignoring(ignore_index: int | None) -> dict[str, Any]:
 
 
 def log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    node: Tensor,
-    position: Tensor,
-    row_start: Tensor,
-    sizes: TreeSizes,
-) -> tuple[Tensor, Kept]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, node: Tensor, position: Tensor,
+    row_start: Tensor, sizes: TreeSizes,
+) -> tuple[Tensor, Kept]:  # fmt: skip
     """Of the children at ``position`` given their nodes, ``(n, path)``, float32.
 
     Args:
@@ -108,20 +112,20 @@ def log_probs(
         sizes: of the tree.
     """
     (n, path), depth = node.shape, hidden.shape[1]
-    plan = make_plan(node.reshape(-1), row_start, sizes, n)
+    plan = _make_plan(node.reshape(-1), row_start, sizes, n)
     n_groups = plan.groups.shape[1]
-    hidden, weight = _in_rows(hidden), _in_rows(weight)
+    hidden, weight = in_rows(hidden), in_rows(weight)
     scores = torch.empty(most_scores(n, sizes), device=hidden.device, dtype=torch.float32)
     made = torch.empty(n, path, device=hidden.device, dtype=torch.float32)
     lse = torch.empty(n * path, device=hidden.device, dtype=torch.float32)
-    scores_of_tiles[(len(plan.score_tiles),)](
+    _scores_of_tiles[(len(plan.score_tiles),)](
         hidden, weight, bias, plan.entry, plan.groups, plan.ends, plan.score_tiles, scores,
         n_groups, path, depth, hidden.stride(0), weight.stride(0), ROWS=ROWS, CHILDREN=CHILDREN,
         DEPTH=SUMMED, BIASED=bias is not None, WIDE=_wide(hidden, weight), num_warps=4,
         num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
     block = min(1024, max(16, next_power_of_2(sizes.widest)))
-    log_probs_of_entries[(n * path,)](
+    _log_probs_of_entries[(n * path,)](
         scores, position.reshape(-1), plan.entry, plan.group, plan.groups, plan.ends, made, lse,
         n_groups, BLOCK=block, num_warps=1 if block <= 256 else 4, enable_fp_fusion=True,
     )  # fmt: skip
@@ -135,14 +139,14 @@ def to_hidden(hidden: Tensor, weight: Tensor, position: Tensor, grad: Tensor, ke
     """
     (n, path), depth = position.shape, hidden.shape[1]
     plan, n_groups = kept.plan, kept.plan.groups.shape[1]
-    weight, grad = _in_rows(weight), grad.contiguous()
+    weight, grad = in_rows(weight), grad.contiguous()
     made = torch.empty_like(hidden)
     # The entries of a row are on different groups: each has a part of its own.
     step = max(HELD, MOST_PARTS // max(1, n * path) // HELD * HELD)
     for first in range(0, depth, step):
         last = min(depth, first + step)
         parts = grad.new_zeros(n, path, last - first, dtype=torch.float32)
-        gradient_of_rows[(len(plan.row_tiles), cdiv(last - first, HELD))](
+        _gradient_of_rows[(len(plan.row_tiles), cdiv(last - first, HELD))](
             weight, kept.scores, position.reshape(-1), plan.entry, kept.lse, grad, plan.groups,
             plan.ends, plan.row_tiles, parts, n_groups, _shared(grad, path), first, last - first,
             last, weight.stride(0), ROWS=ROWS, CHILDREN=CHILDREN, DEPTH=HELD,
@@ -153,15 +157,9 @@ def to_hidden(hidden: Tensor, weight: Tensor, position: Tensor, grad: Tensor, ke
 
 
 def to_children(
-    hidden: Tensor,
-    weight: Tensor,
-    position: Tensor,
-    grad: Tensor,
-    kept: Kept,
-    sparse: bool,
-    to_weight: bool,
-    to_bias: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, position: Tensor, grad: Tensor, kept: Kept, sparse: bool,
+    to_weight: bool, to_bias: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
     """Gradients of weight and bias, empty where not asked for; and of which rows they are.
 
     All rows, and None, unless ``sparse``: then the rows that were touched, ascending, whose
@@ -169,7 +167,7 @@ def to_children(
     """
     path, depth = position.shape[1], hidden.shape[1]
     plan, n_groups = kept.plan, kept.plan.groups.shape[1]
-    hidden, grad = _in_rows(hidden), grad.contiguous()
+    hidden, grad = in_rows(hidden), grad.contiguous()
     rows = int(plan.ends[4, -1]) if sparse else weight.shape[0]
     new = weight.new_empty if sparse else weight.new_zeros
     weight_gradient = new(rows if to_weight else 0, depth)
@@ -181,7 +179,7 @@ def to_children(
     # Numbers in float32 take twice the registers.
     held = HELD // 2 if wide else HELD
     blocks = cdiv(depth, held) if to_weight else 1
-    gradient_of_children[(len(plan.child_tiles), blocks)](
+    _gradient_of_children[(len(plan.child_tiles), blocks)](
         hidden, kept.scores, position.reshape(-1), plan.entry, kept.lse, grad, plan.groups,
         plan.ends, plan.child_tiles, weight_gradient, bias_gradient, touched, scale, n_groups, path,
         _shared(grad, path), depth, hidden.stride(0), ROWS=ROWS, MANY=MANY, CHILDREN=CHILDREN,
@@ -201,5 +199,428 @@ def _wide(hidden: Tensor, weight: Tensor) -> bool:
     return hidden.dtype != weight.dtype or hidden.dtype == torch.float32
 
 
-def _in_rows(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+def _make_plan(node: Tensor, row_start: Tensor, sizes: TreeSizes, n: int) -> Plan:
+    """For the node of each entry, ``(m,)``, int32; ``n_inner`` where none is asked for.
+
+    ``row_start`` is the first row of the weight of each node, and their end; n is how many rows
+    of hidden states the entries are of.
+    """
+    m, n_groups = node.shape[0], most_groups(node.shape[0], sizes)
+    by_node, entry = torch.sort(node, stable=True)
+    fresh = torch.empty_like(by_node)
+    _mark_first[(cdiv(m, _BLOCK),)](by_node, fresh, m, BLOCK=_BLOCK, enable_fp_fusion=True)
+    group = torch.cumsum(fresh, 0, dtype=torch.int32)
+    start = torch.empty(n_groups, dtype=torch.int32, device=node.device)
+    _start_groups[(cdiv(m, _BLOCK),)](group, start, m, BLOCK=_BLOCK, enable_fp_fusion=True)
+    groups, amounts = torch.empty(
+        2, 5, n_groups, dtype=torch.int64, device=node.device
+    ).unbind()  # fmt: skip
+    _measure_groups[(cdiv(n_groups, _BLOCK),)](
+        by_node, group, start, row_start, groups, amounts, m, n_groups, sizes.n_inner, ROWS=ROWS,
+        CHILDREN=CHILDREN, BLOCK=_BLOCK, enable_fp_fusion=True,
+    )  # fmt: skip
+    ends = amounts.cumsum(1)
+    most = most_tiles(m, n, sizes)
+    tiles = torch.empty(sum(most), dtype=torch.int32, device=node.device)
+    _list_tiles[(cdiv(max(most), _BLOCK), 3)](
+        ends, tiles, n_groups, most[0], most[1], most[2], SEARCH=n_groups.bit_length(),
+        BLOCK=_BLOCK, enable_fp_fusion=True,
+    )  # fmt: skip
+    return Plan(entry, group, groups, ends, *tiles.split(most))
+
+
+@triton.jit
+def _entries_of_targets(
+    target, path_start, path_edge, edge_node, child_start, node, position, n, path, n_classes,
+    n_inner, ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The nodes on the path of each target, and the child that is taken at each."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    step = tl.program_id(1) * LEVELS + tl.arange(0, LEVELS)
+    known, chosen = _known(target, row, row < n, n_classes, ignored, IGNORES)
+    first = tl.load(path_start + chosen, mask=known, other=0)
+    stop = tl.load(path_start + chosen + 1, mask=known, other=0)
+    place = first[:, None] + step[None, :]
+    inside = place < stop[:, None]
+    edge = tl.load(path_edge + place, mask=inside, other=0)
+    at = tl.load(edge_node + edge, mask=inside, other=n_inner)
+    start = tl.load(child_start + at, mask=inside, other=0).to(tl.int32)
+    to = row[:, None] * path + step[None, :]
+    live = (row < n)[:, None] & (step < path)[None, :]
+    tl.store(node + to, at, mask=live)
+    tl.store(position + to, edge - start, mask=live)
+
+
+@triton.jit
+def _losses_of_targets(
+    target, log_prob, losses, n, path, n_classes, ignored, IGNORES: tl.constexpr,
+    ROWS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Minus the sum of each row; 0 where it is ignored, and NaN where its target is no class."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    known, chosen = _known(target, row, row < n, n_classes, ignored, IGNORES)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    for first in range(0, path, LEVELS):
+        step = first + tl.arange(0, LEVELS)
+        inside = (row < n)[:, None] & (step < path)[None, :]
+        found = tl.load(log_prob + row[:, None] * path + step[None, :], mask=inside, other=0.0)
+        total += tl.sum(found, 1)
+    lost = tl.where(known, -total, float("nan"))
+    if IGNORES:
+        lost = tl.where(chosen == ignored, 0.0, lost)
+    tl.store(losses + row, lost, mask=row < n)
+
+
+@triton.jit
+def _known(target, row, live, n_classes, ignored, IGNORES: tl.constexpr):
+    chosen = tl.load(target + row, mask=live, other=-1)
+    known = live & (chosen >= 0) & (chosen < n_classes)
+    if IGNORES:
+        known = known & (chosen != ignored)
+    return known, chosen
+
+
+@triton.jit
+def _mark_first(by_node, fresh, m, BLOCK: tl.constexpr):
+    """1 where a group starts, else 0."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = place < m
+    here = tl.load(by_node + place, mask=live, other=0)
+    before = tl.load(by_node + place - 1, mask=live & (place > 0), other=-1)
+    tl.store(fresh + place, (here != before).to(tl.int32), mask=live)
+
+
+@triton.jit
+def _start_groups(group, start, m, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = place < m
+    here = tl.load(group + place, mask=live, other=1)
+    before = tl.load(group + place - 1, mask=live & (place > 0), other=0)
+    tl.store(start + here - 1, place.to(tl.int32), mask=live & (here != before))
+
+
+@triton.jit
+def _measure_groups(
+    by_node, group, start, row_start, groups, amounts, m, n_groups, n_inner, ROWS: tl.constexpr,
+    CHILDREN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a plan says of each group, and how much work it is; 0 beyond the last one."""
+    this = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    last = tl.load(group + m - 1) - 1
+    there = this <= last
+    first = tl.load(start + this, mask=there, other=0)
+    size = tl.load(start + this + 1, mask=this < last, other=m) - first
+    size = tl.where(there, size, 0).to(tl.int64)
+    node = tl.load(by_node + first, mask=there, other=n_inner)
+    asked = node < n_inner
+    first_row = tl.load(row_start + node, mask=asked, other=0)
+    width = tl.load(row_start + node + 1, mask=asked, other=0) - first_row
+    # Lines of scores start where a vector load can.
+    line = (width + 3) // 4 * 4
+    row_tiles = tl.where(asked, (size + ROWS - 1) // ROWS, 0)
+    child_tiles = (width + CHILDREN - 1) // CHILDREN
+    inside = this < n_groups
+    tl.store(groups + this, first.to(tl.int64), mask=inside)
+    tl.store(groups + n_groups + this, size, mask=inside)
+    tl.store(groups + 2 * n_groups + this, first_row, mask=inside)
+    tl.store(groups + 3 * n_groups + this, width, mask=inside)
+    tl.store(groups + 4 * n_groups + this, line, mask=inside)
+    tl.store(amounts + this, row_tiles * child_tiles, mask=inside)
+    tl.store(amounts + n_groups + this, row_tiles, mask=inside)
+    tl.store(amounts + 2 * n_groups + this, child_tiles, mask=inside)
+    tl.store(amounts + 3 * n_groups + this, size * line, mask=inside)
+    tl.store(amounts + 4 * n_groups + this, width, mask=inside)
+
+
+@triton.jit
+def _list_tiles(
+    ends, tiles, n_groups, n_scores, n_rows, n_children, SEARCH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The group of each tile, in one of three lists; ``n_groups`` beyond the last tile."""
+    kind = tl.program_id(1)
+    length = tl.where(kind == 0, n_scores, tl.where(kind == 1, n_rows, n_children))
+    into = tl.where(kind == 0, 0, n_scores) + tl.where(kind == 2, n_rows, 0)
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros((BLOCK,), dtype=tl.int32)
+    high = low + n_groups
+    for _ in range(SEARCH):
+        middle = (low + high) // 2
+        narrowing = low < high
+        end = tl.load(ends + kind * n_groups + middle, mask=narrowing, other=0)
+        before = narrowing & (end <= tile)
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(narrowing & (end > tile), middle, high)
+    tl.store(tiles + into + tile, low, mask=tile < length)
+
+
+@triton.jit
+def _of_group(groups, field: tl.constexpr, group, n_groups):
+    return tl.load(groups + field * n_groups + group)
+
+
+@triton.jit
+def _scores_of(groups, ends, group, n_groups):
+    """Where the scores of a group start."""
+    size = _of_group(groups, 1, group, n_groups)
+    return tl.load(ends + 3 * n_groups + group) - size * _of_group(groups, 4, group, n_groups)
+
+
+@triton.jit
+def _scores_of_tiles(
+    hidden, weight, bias, entries, groups, ends, tiles, scores, n_groups, path, depth, hidden_row,
+    weight_row, ROWS: tl.constexpr, CHILDREN: tl.constexpr, DEPTH: tl.constexpr,
+    BIASED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Scores of some rows of a group for some children of its node."""
+    tile = tl.program_id(0)
+    group = tl.load(tiles + tile)
+    if group >= n_groups:
+        return
+    start = _of_group(groups, 0, group, n_groups)
+    size = _of_group(groups, 1, group, n_groups)
+    first_row = _of_group(groups, 2, group, n_groups)
+    width = _of_group(groups, 3, group, n_groups)
+    line = _of_group(groups, 4, group, n_groups)
+    across = (width + CHILDREN - 1) // CHILDREN
+    down = (size + ROWS - 1) // ROWS
+    number = tile - (tl.load(ends + group) - across * down)
+    first_member = number % down * ROWS
+    first_child = number // down * CHILDREN
+    member = tl.arange(0, ROWS)
+    child = tl.arange(0, CHILDREN)
+    asked = member < size - first_member
+    there = child < width - first_child
+    entry = tl.load(entries + start + first_member + member, mask=asked, other=0).to(tl.int32)
+    states_of = hidden + (entry // path).to(tl.int64) * hidden_row
+    vectors_of = weight + (first_row + first_child) * weight_row + child * weight_row
+    total = tl.zeros((ROWS, CHILDREN), dtype=tl.float32)
+    for first in range(0, depth, DEPTH):
+        step = first + tl.arange(0, DEPTH)
+        inside = step < depth
+        states = tl.load(
+            states_of[:, None] + step[None, :], mask=asked[:, None] & inside[None, :], other=0.0
+        )
+        vectors = tl.load(
+            vectors_of[:, None] + step[None, :], mask=there[:, None] & inside[None, :], other=0.0
+        )
+        if WIDE:
+            states = states.to(tl.float32)
+            vectors = vectors.to(tl.float32)
+        total = tl.dot(states, tl.trans(vectors), total, input_precision="ieee")
+    if BIASED:
+        of_children = tl.load(bias + first_row + first_child + child, mask=there, other=0.0)
+        total += of_children.to(tl.float32)[None, :]
+    into = _scores_of(groups, ends, group, n_groups) + first_member * line + first_child
+    tl.store(
+        scores + into + member[:, None] * line.to(tl.int32) + child[None, :],
+        total,
+        mask=asked[:, None] & there[None, :],
+    )
+
+
+@triton.jit
+def _log_probs_of_entries(
+    scores, positions, entries, group_of, groups, ends, log_prob, lse, n_groups,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of the child that each entry takes, and the logsumexp of its node."""
+    place = tl.program_id(0).to(tl.int64)
+    group = tl.load(group_of + place) - 1
+    entry = tl.load(entries + place)
+    start = _of_group(groups, 0, group, n_groups)
+    width = _of_group(groups, 3, group, n_groups)
+    line = _of_group(groups, 4, group, n_groups)
+    scores += _scores_of(groups, ends, group, n_groups) + (place - start) * line
+    if width == 0:
+        tl.store(log_prob + entry, 0.0)
+        return
+    # One row decides between two children, the first of which has the score 0.
+    binary = width == 1
+    column = tl.load(positions + entry).to(tl.int64) - binary.to(tl.int64)
+    peak = tl.where(binary, 0.0, -float("inf"))
+    for first in range(0, width, BLOCK):
+        child = first + tl.arange(0, BLOCK)
+        score = tl.load(scores + child, mask=child < width, other=-float("inf"))
+        peak = tl.maximum(peak, tl.max(score, 0))
+    # A bias of -inf takes children out; no difference of infinities where all are.
+    peak = tl.where(peak == -float("inf"), 0.0, peak)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, width, BLOCK):
+        child = first + tl.arange(0, BLOCK)
+        score = tl.load(scores + child, mask=child < width, other=-float("inf"))
+        total += tl.exp(score - peak)
+    rest = tl.log(tl.sum(total, 0) + tl.where(binary, tl.exp(-peak), 0.0))
+    chosen = tl.load(scores + column, mask=column >= 0, other=0.0)
+    tl.store(log_prob + entry, (chosen - peak) - rest)
+    tl.store(lse + place, peak + rest)
+
+
+@triton.jit
+def _slopes(scores, column, level, line, member, asked, child, first_child, there):
+    """[the child is taken] - its probability, (rows, children); 0 beyond rows and children."""
+    score = tl.load(
+        scores + member[:, None] * line + child[None, :],
+        mask=asked[:, None] & there[None, :],
+        other=-float("inf"),
+    )
+    taken = (child[None, :] == (column - first_child)[:, None]) & asked[:, None]
+    return tl.where(taken, 1.0, 0.0) - tl.exp(score - level[:, None])
+
+
+@triton.jit
+def _columns(positions, entry, width, asked):
+    """Which of the rows of the node each entry takes; below 0 for none."""
+    binary = (width == 1).to(tl.int32)
+    return tl.load(positions + entry, mask=asked, other=-1) - binary
+
+
+@triton.jit
+def _gradient_of_rows(
+    weight, scores, positions, entries, lse, grad, groups, ends, tiles, parts, n_groups, shared,
+    first_step, depth, last_step, weight_row, ROWS: tl.constexpr, CHILDREN: tl.constexpr,
+    DEPTH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Of each entry, for some of its numbers: from all children of the node."""
+    tile = tl.program_id(0)
+    group = tl.load(tiles + tile)
+    if group >= n_groups:
+        return
+    start = _of_group(groups, 0, group, n_groups)
+    size = _of_group(groups, 1, group, n_groups)
+    first_row = _of_group(groups, 2, group, n_groups)
+    width = _of_group(groups, 3, group, n_groups).to(tl.int32)
+    line = _of_group(groups, 4, group, n_groups)
+    number = tile - (tl.load(ends + n_groups + group) - (size + ROWS - 1) // ROWS)
+    first_member = number * ROWS
+    scores += _scores_of(groups, ends, group, n_groups) + first_member * line
+    member = tl.arange(0, ROWS)
+    asked = member < size - first_member
+    place = start + first_member + member
+    entry = tl.load(entries + place, mask=asked, other=0).to(tl.int32)
+    column = _columns(positions, entry, width, asked)
+    level = tl.load(lse + place, mask=asked, other=0.0)
+    step = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
+    inside = first_step + step < last_step
+    child = tl.arange(0, CHILDREN)
+    weight += first_row * weight_row + first_step
+    total = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
+    for first in range(0, width, CHILDREN):
+        there = child < width - first
+        slope = _slopes(
+            scores + first, column, level, line.to(tl.int32), member, asked, child, first, there
+        )
+        vectors = tl.load(
+            weight + child[:, None] * weight_row + step[None, :],
+            mask=there[:, None] & inside[None, :],
+            other=0.0,
+        )
+        if WIDE:
+            vectors = vectors.to(tl.float32)
+        weight += CHILDREN * weight_row
+        total = tl.dot(slope.to(vectors.dtype), vectors, total, input_precision="ieee")
+    # What comes from upstream is often too small for half precision: it is multiplied here.
+    total *= tl.load(grad + entry // shared, mask=asked, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        parts + (entry.to(tl.int64) * depth)[:, None] + step[None, :],
+        total,
+        mask=asked[:, None] & inside[None, :],
+    )
+
+
+@triton.jit
+def _add_rows(
+    total, summed, hidden, scores, positions, entries, lse, grad, first, size, start, line, width,
+    child, first_child, there, step, inside, back, path, shared, hidden_row, ROWS: tl.constexpr,
+    TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """What some rows of a group add to the gradient of some children."""
+    member = tl.arange(0, ROWS)
+    asked = member < size - first
+    place = start + first + member
+    entry = tl.load(entries + place, mask=asked, other=0).to(tl.int32)
+    column = _columns(positions, entry, width, asked)
+    level = tl.load(lse + place, mask=asked, other=0.0)
+    slope = _slopes(
+        scores + first * line + first_child, column, level, line.to(tl.int32), member, asked,
+        child, first_child, there,
+    )  # fmt: skip
+    slope *= tl.load(grad + entry // shared, mask=asked, other=0.0).to(tl.float32)[:, None] / back
+    if TO_BIAS:
+        summed += tl.sum(slope, 0)
+    if TO_WEIGHT:
+        states_of = hidden + (entry // path).to(tl.int64) * hidden_row
+        states = tl.load(
+            states_of[:, None] + step[None, :], mask=asked[:, None] & inside[None, :], other=0.0
+        )
+        if WIDE:
+            states = states.to(tl.float32)
+        flipped = tl.trans(slope.to(states.dtype))
+        total = tl.dot(flipped, states, total, input_precision="ieee")
+    return total, summed
+
+
+@triton.jit
+def _gradient_of_children(
+    hidden, scores, positions, entries, lse, grad, groups, ends, tiles, weight_gradient,
+    bias_gradient, touched, scale, n_groups, path, shared, depth, hidden_row, ROWS: tl.constexpr,
+    MANY: tl.constexpr, CHILDREN: tl.constexpr, DEPTH: tl.constexpr, PACKED: tl.constexpr,
+    TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Of some children of a node, for some of their numbers: from all rows of its group.
+
+    MANY rows at a time, of which the root has thousands; and what is left ROWS at a time, which is
+    all there is of most groups.
+    """
+    tile = tl.program_id(0)
+    group = tl.load(tiles + tile)
+    if group >= n_groups:
+        return
+    start = _of_group(groups, 0, group, n_groups)
+    size = _of_group(groups, 1, group, n_groups)
+    first_row = _of_group(groups, 2, group, n_groups)
+    width = _of_group(groups, 3, group, n_groups)
+    line = _of_group(groups, 4, group, n_groups)
+    scores += _scores_of(groups, ends, group, n_groups)
+    across = (width + CHILDREN - 1) // CHILDREN
+    number = tile - (tl.load(ends + 2 * n_groups + group) - across)
+    first_child = (number * CHILDREN).to(tl.int32)
+    child = tl.arange(0, CHILDREN)
+    there = child < width - first_child
+    step = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
+    inside = step < depth
+    back = 1.0
+    if SCALED:
+        back = tl.load(scale)
+    total = tl.zeros((CHILDREN, DEPTH), dtype=tl.float32)
+    summed = tl.zeros((CHILDREN,), dtype=tl.float32)
+    whole = size // MANY * MANY
+    for first in range(0, whole, MANY):
+        total, summed = _add_rows(
+            total, summed, hidden, scores, positions, entries, lse, grad, first, size, start,
+            line, width, child, first_child, there, step, inside, back, path, shared, hidden_row,
+            MANY, TO_WEIGHT, TO_BIAS, WIDE,
+        )  # fmt: skip
+    for first in range(whole, size, ROWS):
+        total, summed = _add_rows(
+            total, summed, hidden, scores, positions, entries, lse, grad, first, size, start,
+            line, width, child, first_child, there, step, inside, back, path, shared, hidden_row,
+            ROWS, TO_WEIGHT, TO_BIAS, WIDE,
+        )  # fmt: skip
+    into = first_row + first_child
+    if PACKED:
+        into = tl.load(ends + 4 * n_groups + group) - width + first_child
+    if TO_WEIGHT:
+        tl.store(
+            weight_gradient + into * depth + child[:, None] * depth + step[None, :],
+            (total * back).to(weight_gradient.dtype.element_ty),
+            mask=there[:, None] & inside[None, :],
+        )
+    if tl.program_id(1) == 0:
+        if PACKED:
+            tl.store(touched + into + child, first_row + first_child + child, mask=there)
+        if TO_BIAS:
+            tl.store(
+                bias_gradient + into + child,
+                (summed * back).to(bias_gradient.dtype.element_ty),
+                mask=there,
+            )

@@ -1,27 +1,78 @@
-"""Rows of scores of drawn classes to a softmax or logistic loss, and to its gradient; README.md."""
+"""Rows of scores of drawn classes to a softmax or logistic loss, and to its gradient; README.md.
+
+``row_scale``, ``start`` and ``finish_`` surround them where each row has one target and all rows
+share their draws. These have no CPU implementation: torch's own operations are as good there.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
 
 from lastlayer.kernels._registry import Operation
 
-
-def _fake(*_: object) -> None:
-    return None
+_operation = partial(Operation, __name__)
 
 
 def parts_of_columns(n: int, m: int, device_type: str) -> int:
-    """How many parts the sums of columns come in, one a program, for ``n`` rows of ``m``."""
+    """How many parts the sums of columns come in, one per program, for ``n`` rows of ``m``."""
     if device_type != "cuda":
         return 1
     # Programs that a GPU runs at once, or a few more.
     return max(1, min(n, (1 << 21) // max(16, 1 << (m - 1).bit_length())))
 
 
-forward_ = Operation(
+def _row_scale(hidden: Tensor, target: Tensor, _mean: bool) -> Tensor:
+    return hidden.new_empty(target.shape[:1], dtype=torch.float32)
+
+
+def _start(
+    hidden: Tensor, _weight: Tensor, _bias: Tensor | None, _target: Tensor, ids: Tensor, *_: object
+) -> tuple[Tensor, ...]:
+    (n, d), m = hidden.shape, ids.shape[0]
+    return (
+        hidden.new_empty(n, d),
+        hidden.new_empty(m, d),
+        hidden.new_empty(n, dtype=torch.float32),
+        hidden.new_empty(m, dtype=torch.float32),
+        ids.new_empty(m + n, dtype=torch.int32),
+    )
+
+
+def _finish(first: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(first), torch.empty_like(first)
+
+
+forward_ = _operation(
+    "forward_",
     "sampled_rows_",
     "(Tensor(a!) scores, Tensor(b!) gradient, Tensor(c!) first, Tensor(d!) second, "
     "Tensor(e!) columns, Tensor offset, Tensor ids, Tensor target, Tensor? shift, Tensor? exact, "
     "Tensor? row_scale, float factor, int n_exact, bool logistic, bool drop_hits, bool average, "
     "bool adds) -> ()",
-    __name__,
-    "forward_",
-    _fake,
+)
+row_scale = _operation(
+    "row_scale",
+    "sampled_row_scale",
+    "(Tensor hidden, Tensor target, bool mean) -> Tensor",
+    _row_scale,
+    has_cpu=False,
+)
+start = _operation(
+    "start",
+    "sampled_start",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor ids, Tensor log_expected, "
+    "Tensor? target_log_expected, Tensor? row_shift, float factor) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _start,
+    has_cpu=False,
+)
+finish_ = _operation(
+    "finish_",
+    "sampled_finish_",
+    "(Tensor first, Tensor logits, Tensor scale, Tensor? row_scale, Tensor classes, "
+    "Tensor weight, Tensor(a!) of_hidden, float factor, bool logistic, bool with_target) "
+    "-> (Tensor, Tensor)",
+    _finish,
+    has_cpu=False,
 )

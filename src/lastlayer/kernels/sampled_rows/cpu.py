@@ -9,33 +9,16 @@ from numba import njit
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._exp import exp
-from lastlayer.kernels._threads import by_rows
-
-# Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
+from lastlayer.kernels._cpu import by_rows
+from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest, multiply
 
 
 def forward_(
-    scores: Tensor,
-    gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
-    columns: Tensor,
-    offset: Tensor,
-    ids: Tensor,
-    target: Tensor,
-    shift: Tensor | None,
-    exact: Tensor | None,
-    row_scale: Tensor | None,
-    factor: float,
-    n_exact: int,
-    logistic: bool,
-    drop_hits: bool,
-    average: bool,
-    adds: bool,
-) -> None:
-    """As the reference's."""
+    scores: Tensor, gradient: Tensor, first: Tensor, second: Tensor, columns: Tensor,
+    offset: Tensor, ids: Tensor, target: Tensor, shift: Tensor | None, exact: Tensor | None,
+    row_scale: Tensor | None, factor: float, n_exact: int, logistic: bool, drop_hits: bool,
+    average: bool, adds: bool,
+) -> None:  # fmt: skip
     dtype = accumulation_dtype(scores.dtype)
     n, m = scores.shape
     wide = scores.detach() if _is_ready(scores, dtype) else scores.detach().to(dtype).contiguous()
@@ -70,13 +53,14 @@ def _array(tensor: Tensor, dtype: torch.dtype) -> Any:
     return tensor.detach().to(dtype).contiguous().numpy()
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
-def _rows(
+@by_rows
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _sampled_rows(
     start, stop, scores, offset, ids, target, shift, exact, row_scale, first, second, factor,
     n_exact, logistic, drop_hits, average,
 ):  # fmt: skip
     m = scores.shape[1]
-    real = scores.dtype.type
+    real, lanes = scores.dtype.type, np.empty(BLOCK, scores.dtype)
     for row in range(start, stop):
         x = scores[row]
         added, named = offset[row if len(offset) > 1 else 0], ids[row if len(ids) > 1 else 0]
@@ -106,7 +90,7 @@ def _rows(
             if scale == real(0.0) and len(row_scale):
                 x[:] = real(0.0)
             continue
-        peak = _largest(x)
+        peak = largest(x, lanes, -math.inf)
         origin = real(0.0) if peak == -math.inf else peak
         head, drawn, squares = _to_shares(x, n_exact, origin)
         total = head + drawn
@@ -121,10 +105,10 @@ def _rows(
             if scale == real(0.0):
                 x[:] = real(0.0)
             else:
-                _multiply(x, scale / real(everything) if everything != 0.0 else real(0.0))
+                multiply(x, scale / real(everything) if everything != 0.0 else real(0.0))
 
 
-@njit(nogil=True, fastmath=_FAST)
+@njit(nogil=True, fastmath=FAST)
 def _shape(x, factor, added):
     for i in range(len(x)):
         x[i] = x[i] * factor + added[i]
@@ -156,24 +140,7 @@ def _move(x, n_exact, move):
         x[i] += move
 
 
-@njit(nogil=True)
-def _largest(x):
-    lanes = np.full(16, -np.inf, x.dtype)
-    whole = len(x) // 16 * 16
-    for start in range(0, whole, 16):
-        # Lane by lane: a maximum over all of them is not vectorised where there may be a NaN.
-        for i in range(16):
-            value = x[start + i]
-            lanes[i] = value if value > lanes[i] else lanes[i]
-    largest = lanes[0]
-    for i in range(1, 16):
-        largest = max(largest, lanes[i])
-    for i in range(whole, len(x)):
-        largest = x[i] if x[i] > largest else largest
-    return largest
-
-
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _to_shares(x, n_exact, origin):
     """In place; sums of the first columns and of the drawn ones, and of the latter's squares."""
     zero = x.dtype.type(0.0)
@@ -186,12 +153,3 @@ def _to_shares(x, n_exact, origin):
         drawn += x[i]
         squares += x[i] * x[i]
     return head, drawn, squares
-
-
-@njit(nogil=True, fastmath=_FAST)
-def _multiply(x, factor):
-    for i in range(len(x)):
-        x[i] *= factor
-
-
-_sampled_rows = by_rows(_rows)

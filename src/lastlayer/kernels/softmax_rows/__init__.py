@@ -1,9 +1,12 @@
 """Rows of scores to cross entropy, and in place to its gradient. README.md has the formulas.
 
 Options are those of :func:`lastlayer.fused.linear_cross_entropy`: ``softcap`` and ``smoothing``
-count where they are not 0, ``top_k`` where statistics are wanted. The score of the target comes
-once more in full precision, since the one among ``scores`` may be rounded.
+count where they are not 0. The score of the target comes once more in full precision, since the one
+among ``scores`` may be rounded. ``gradient_`` is for where all classes of a row are never held
+together, and its normaliser is known.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,25 +16,25 @@ from lastlayer.kernels._registry import Operation
 
 # The rank of a target of -inf, or in a row with a NaN: beyond any k.
 NO_RANK = 1 << 62
+_operation = partial(Operation, __name__)
 
 
 def _fake(scores: Tensor, target: Tensor, *_: object) -> tuple[Tensor, ...]:
-    dtype = accumulation_dtype(scores.dtype)
-    loss = scores.new_empty(target.shape, dtype=dtype)
-    return (
-        loss,
-        torch.empty_like(loss),
-        torch.empty_like(loss),
-        *(torch.empty_like(target) for _ in range(2)),
-    )
+    loss = scores.new_empty(target.shape, dtype=accumulation_dtype(scores.dtype))
+    return loss, *(torch.empty_like(each) for each in (loss, loss, target, target))
 
 
-forward_ = Operation(
+forward_ = _operation(
+    "forward_",
     "softmax_rows_",
     "(Tensor(a!) scores, Tensor target, Tensor target_scores, Tensor? row_scale, "
     "Tensor? class_weight, float smoothing, float z_loss, float softcap, float temperature, "
     "bool statistics) -> (Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor rank)",
-    __name__,
-    "forward_",
     _fake,
+)
+gradient_ = _operation(
+    "gradient_",
+    "softmax_gradient_",
+    "(Tensor(a!) scores, Tensor target, Tensor true, Tensor lse, Tensor push, float softcap, "
+    "float temperature) -> ()",
 )

@@ -11,32 +11,30 @@ from numba import njit
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._blocks import BLOCK, find_peaks, room_for_peaks
-from lastlayer.kernels._exp import exp, tanh_and_slope
-from lastlayer.kernels._threads import by_rows
+from lastlayer.kernels._cpu import WIDENED, by_rows, parts
+from lastlayer.kernels._cpu_math import (
+    BLOCK,
+    FAST,
+    exp,
+    find_peaks,
+    largest,
+    room_for_peaks,
+    sum_of,
+    tanh_and_slope,
+)
 from lastlayer.kernels.softmax_rows import NO_RANK
 
-# Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
 # Scores between which sums go over to float64; they and what is made of them fit the L1 cache.
 _SPAN = 1024
-# Numbers that are widened at a time where scores are not in rows of float32 or float64.
-_WIDENED = 1 << 20
+# Numbers that a cache holds.
+_IN_CACHE = 1 << 16
 
 
 def forward_(
-    scores: Tensor,
-    target: Tensor,
-    target_scores: Tensor,
-    row_scale: Tensor | None,
-    class_weight: Tensor | None,
-    smoothing: float,
-    z_loss: float,
-    softcap: float,
-    temperature: float,
-    statistics: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the reference's."""
+    scores: Tensor, target: Tensor, target_scores: Tensor, row_scale: Tensor | None,
+    class_weight: Tensor | None, smoothing: float, z_loss: float, softcap: float,
+    temperature: float, statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = accumulation_dtype(scores.dtype)
     n_rows, n = scores.shape
     loss = torch.empty(n_rows, dtype=dtype)
@@ -55,9 +53,7 @@ def forward_(
     if scores.dtype == dtype and scores.is_contiguous():
         _run(scores, per_row, shared)
         return loss, lse, entropy, argmax, rank
-    step = max(1, _WIDENED // max(1, n))
-    for first in range(0, n_rows, step):
-        part = slice(first, first + step)
+    for part in parts(n_rows, n, WIDENED):
         wide = scores[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
         _run(wide, [each[part] for each in per_row], shared)
         if row_scale is not None:
@@ -72,8 +68,9 @@ def _run(scores: Tensor, per_row: list[Tensor], shared: tuple[object, ...]) -> N
         _forward_rows(*rows.shape, rows, *arrays, *shared)
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")
-def _forward(
+@by_rows
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _forward_rows(
     start, stop, rows, target, exact, loss, lse, entropy, argmax, rank, row_scale,
     weights, weight_sum, smoothing, z_loss, softcap, temperature,
 ):  # fmt: skip
@@ -95,7 +92,7 @@ def _forward(
             argmax[row] = _first_of_largest(x, peaks, state)
             rank[row] = _count_above(x, rounded)
         x[right] = exact[row]
-        peak, at_target, slope = _largest(x, lanes), float(exact[row]), 1.0 / temperature
+        peak, at_target, slope = largest(x, lanes, -math.inf), float(exact[row]), 1.0 / temperature
         if capped:
             bent = math.tanh(at_target / softcap)
             slope *= 1.0 - bent * bent
@@ -114,13 +111,14 @@ def _forward(
             part = _shares_of(span, origin, inverse, shares)
             if first <= right < first + len(span):
                 part[right - first] = 0.0
-            others += _sum(part)
+            others += sum_of(part)
             if len(entropy):
                 mixed += _sum_mixed(part, span, origin)
             if smooth:
                 above_all += _sum_weighted(weights[first : first + _SPAN], span, origin)
             if keep_shares:
-                _copy(part, span)
+                for i in range(len(part)):
+                    span[i] = part[i]
         distance = (at_target - origin) / temperature
         share = math.exp(distance)
         total = others + share
@@ -190,24 +188,6 @@ def _first_of_largest(x, peaks, state):
 
 
 @njit(nogil=True)
-def _largest(x, lanes):
-    """The largest score that is a number; a NaN is left to the sums."""
-    lanes[:] = -math.inf
-    whole = len(x) // BLOCK * BLOCK
-    for first in range(0, whole, BLOCK):
-        # Lane by lane: a maximum over all of them is not vectorised where there may be a NaN.
-        for i in range(BLOCK):
-            value = x[first + i]
-            lanes[i] = value if value > lanes[i] else lanes[i]
-    largest = lanes[0]
-    for i in range(1, BLOCK):
-        largest = max(largest, lanes[i])
-    for i in range(whole, len(x)):
-        largest = x[i] if x[i] > largest else largest
-    return largest
-
-
-@njit(nogil=True)
 def _count_above(x, floor):
     count = 0
     for i in range(len(x)):
@@ -215,7 +195,7 @@ def _count_above(x, floor):
     return count
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _bent(span, softcap, values, slopes):
     """Capped scores; their slopes go into ``slopes``. -inf stays, with slope 0."""
     real = span.dtype.type
@@ -228,28 +208,14 @@ def _bent(span, softcap, values, slopes):
     return values[: len(span)]
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _shares_of(span, origin, inverse, shares):
     for i in range(len(span)):
         shares[i] = exp((span[i] - origin) * inverse)
     return shares[: len(span)]
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
-def _sum(part):
-    total = part.dtype.type(0.0)
-    for i in range(len(part)):
-        total += part[i]
-    return total
-
-
-@njit(nogil=True)
-def _copy(part, out):
-    for i in range(len(part)):
-        out[i] = part[i]
-
-
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _sum_mixed(part, span, origin):
     """Shares times the distances to the peak; a share of 0 has no part, however far it is."""
     zero = part.dtype.type(0.0)
@@ -260,7 +226,7 @@ def _sum_mixed(part, span, origin):
     return total
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _sum_weighted(weights, span, origin):
     """Distances to the peak times the weights of their classes, 1 where there are none."""
     total = span.dtype.type(0.0)
@@ -273,7 +239,7 @@ def _sum_weighted(weights, span, origin):
     return total
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _fill_gradient(part, factor, lift, weights):
     """From shares to the gradient: of the sum, less that of smoothing."""
     if len(weights):
@@ -284,10 +250,28 @@ def _fill_gradient(part, factor, lift, weights):
             part[i] = part[i] * factor - lift
 
 
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _multiply(left, right, out):
     for i in range(len(left)):
         out[i] = left[i] * right[i]
 
 
-_forward_rows = by_rows(_forward)
+def gradient_(
+    scores: Tensor, target: Tensor, true: Tensor, lse: Tensor, push: Tensor, softcap: float,
+    temperature: float,
+) -> None:  # fmt: skip
+    # torch's vectorised exponential, on as many rows as a cache holds.
+    for part in parts(scores.shape[0], scores.shape[1], _IN_CACHE):
+        values = scores[part].to(lse.dtype, copy=True)
+        slope = None
+        if softcap:
+            out = values == -math.inf
+            bent = values.div_(softcap).tanh_()
+            slope = (1.0 - bent.square()) / temperature
+            values = (bent * softcap).masked_fill_(out, -math.inf)
+        values.div_(temperature).sub_(lse[part].unsqueeze(-1)).exp_()
+        values.mul_(push[part].unsqueeze(-1))
+        values = values.div_(temperature) if slope is None else values.mul_(slope)
+        inside = (target[part] >= 0).nonzero().squeeze(-1)
+        values[inside, target[part][inside]] = true[part][inside].to(values.dtype)
+        scores[part] = values

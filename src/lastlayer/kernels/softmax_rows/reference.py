@@ -10,17 +10,10 @@ from lastlayer.kernels.softmax_rows import NO_RANK
 
 
 def forward_(
-    scores: Tensor,
-    target: Tensor,
-    target_scores: Tensor,
-    row_scale: Tensor | None,
-    class_weight: Tensor | None,
-    smoothing: float,
-    z_loss: float,
-    softcap: float,
-    temperature: float,
-    statistics: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    scores: Tensor, target: Tensor, target_scores: Tensor, row_scale: Tensor | None,
+    class_weight: Tensor | None, smoothing: float, z_loss: float, softcap: float,
+    temperature: float, statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, logsumexp, entropy, argmax and rank of the target, for each row.
 
     Where ``row_scale`` is given, ``scores`` become the gradient of ``sum(row_scale * loss)``.
@@ -36,12 +29,7 @@ def forward_(
         argmax = values.argmax(-1)
         rank = (values > values.gather(-1, place)).sum(-1)
     values = values.scatter(-1, place, target_scores.to(dtype).unsqueeze(-1))
-    slope: float | Tensor = 1.0 / temperature
-    if softcap:
-        bent, out = torch.tanh(values / softcap), values == -math.inf
-        values, slope = softcap * bent, (1.0 - bent.square()) / temperature
-        values = values.masked_fill(out, -math.inf)
-    values = values / temperature
+    values, slope = _shaped(values, softcap, temperature)
 
     weights = torch.ones(n_classes, dtype=dtype, device=scores.device)
     weights = weights if class_weight is None else class_weight.to(dtype)
@@ -75,3 +63,36 @@ def forward_(
         gradient = gradient * row_scale.to(dtype).unsqueeze(-1)
         scores.copy_(gradient.masked_fill(empty.unsqueeze(-1), 0.0))
     return loss, lse, entropy, argmax, rank
+
+
+def gradient_(
+    scores: Tensor, target: Tensor, true: Tensor, lse: Tensor, push: Tensor, softcap: float,
+    temperature: float,
+) -> None:  # fmt: skip
+    """Scores of some classes, in place, to the gradient of a cross entropy of known normaliser.
+
+    For each row i and class j ``push_i * exp(s_ij - lse_i) * slope_ij``, and ``true_i`` at its
+    target, where s are the capped and tempered scores and slope their derivative by the plain ones.
+
+    Args:
+        scores: ``(rows, classes)``.
+        target: ``(rows,)``; -1 where it is not among the classes.
+        true: the gradient at the target, ``(rows,)``.
+        lse: the logarithm of the normaliser, ``(rows,)``.
+        push: what probabilities are multiplied by, ``(rows,)``.
+        softcap: of the scores, or 0.
+        temperature: of the scores.
+    """
+    values, slope = _shaped(scores.to(lse.dtype), softcap, temperature)
+    gradient = torch.exp(values - lse.unsqueeze(-1)) * push.unsqueeze(-1) * slope
+    here = torch.arange(scores.shape[1], device=scores.device) == target.unsqueeze(-1)
+    scores.copy_(torch.where(here, true.unsqueeze(-1), gradient))
+
+
+def _shaped(values: Tensor, softcap: float, temperature: float) -> tuple[Tensor, float | Tensor]:
+    """Scores after cap and temperature, and their derivative by the plain ones; -inf stays."""
+    if not softcap:
+        return values / temperature, 1.0 / temperature
+    bent, out = torch.tanh(values / softcap), values == -math.inf
+    slope = (1.0 - bent.square()) / temperature
+    return (softcap * bent).masked_fill(out, -math.inf) / temperature, slope

@@ -2,6 +2,7 @@
 
 The second reading goes backwards: of rows that are too long for the L2 cache, it still finds the
 end there. What is written is not kept in the cache, to leave the room to what is yet to be read.
+Where the normaliser is known, a program takes a piece of one row.
 """
 
 import torch
@@ -10,29 +11,18 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels import softmax_rows
-from lastlayer.kernels._expm1 import expm1
-from lastlayer.kernels._sizes import next_power_of_2
-from lastlayer.kernels._tanh import tanh
+from lastlayer.kernels._triton import LOG2E, cdiv, expm1, tanh, tile_width
 
 # Scores that a program looks at together.
 WIDEST_BLOCK = 4096
-LOG2E = tl.constexpr(1.4426950408889634)
 NO_RANK = tl.constexpr(softmax_rows.NO_RANK)
 
 
 def forward_(
-    scores: Tensor,
-    target: Tensor,
-    target_scores: Tensor,
-    row_scale: Tensor | None,
-    class_weight: Tensor | None,
-    smoothing: float,
-    z_loss: float,
-    softcap: float,
-    temperature: float,
-    statistics: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the reference's."""
+    scores: Tensor, target: Tensor, target_scores: Tensor, row_scale: Tensor | None,
+    class_weight: Tensor | None, smoothing: float, z_loss: float, softcap: float,
+    temperature: float, statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n_rows, n = scores.shape
     loss = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
     lse = torch.empty_like(loss)
@@ -40,7 +30,7 @@ def forward_(
     entropy = loss.new_empty(kept)
     argmax, rank = target.new_empty(kept), target.new_empty(kept)
     if n_rows:
-        block = min(WIDEST_BLOCK, max(32, next_power_of_2(n)))
+        block = tile_width(n, WIDEST_BLOCK, 32)
         _softmax_row[(n_rows,)](
             scores, target, target_scores, row_scale, class_weight,
             None if class_weight is None or not smoothing else class_weight.sum(),
@@ -168,3 +158,39 @@ def _softmax_row(
             gradient = tl.where(column == right, true, gradient * slope)
             gradient = gradient.to(scores.dtype.element_ty)
             tl.store(scores + column, gradient, mask=live, eviction_policy="evict_first")
+
+
+def gradient_(
+    scores: Tensor, target: Tensor, true: Tensor, lse: Tensor, push: Tensor, softcap: float,
+    temperature: float,
+) -> None:  # fmt: skip
+    n_rows, n = scores.shape
+    if scores.numel():
+        block = tile_width(n, WIDEST_BLOCK, 32)
+        _gradient[(n_rows, cdiv(n, block))](
+            scores, target, true, lse, push, n, scores.stride(0), softcap, 1.0 / temperature,
+            WIDTH=block, CAPPED=softcap != 0.0, num_warps=max(1, block // 512),
+            enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gradient(
+    scores, target, true, lse, push, n, stride, softcap, inverse_temperature,
+    WIDTH: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    live = column < n
+    place = scores + row * stride + column
+    values = tl.load(place, mask=live, other=0.0).to(tl.float32)
+    slope = inverse_temperature
+    if CAPPED:
+        bent = tanh(values / softcap)
+        # -inf stays: a cap would bring back what is out of the running.
+        values = tl.where(values == -float("inf"), values, bent * softcap)
+        slope = (1.0 - bent * bent) * inverse_temperature
+    power = (values * inverse_temperature - tl.load(lse + row)) * LOG2E
+    gradient = tl.exp2(power) * (tl.load(push + row) * slope)
+    gradient = tl.where(column == tl.load(target + row), tl.load(true + row), gradient)
+    tl.store(place, gradient.to(scores.dtype.element_ty), mask=live)

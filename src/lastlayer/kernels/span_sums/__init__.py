@@ -1,7 +1,7 @@
 """The two sums of ZLPR over all spans of a text, and their gradients, on CUDA.
 
 There is no other implementation: elsewhere tiles of scores are stored, see
-:mod:`lastlayer.heads._span_loss`. README.md has the derivation.
+:mod:`lastlayer.fused.spans`. README.md has the derivation.
 
 ``target`` are bools ``(texts, types, n, n)``, or int64 cells ``(texts, m)``, each ``(type · n +
 start) · n + end``, or -1 for none.

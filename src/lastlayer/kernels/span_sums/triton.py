@@ -1,13 +1,19 @@
-"""Sums over all spans of a text on CUDA, from tiles of scores that are made and forgotten."""
+"""Sums over all spans of a text on CUDA, from tiles of scores that are made and forgotten.
+
+Tiles have the spans of some starts and some ends, of one text and type. A program owns some tokens,
+as starts or as ends, and walks over the others that make a span with them. Products of float32 are
+made of three in tf32, which leaves them as good as float32 ones.
+"""
 
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
+from lastlayer.kernels._triton import cdiv, next_power_of_2
 from lastlayer.kernels.span_sums import SpanParts
-from lastlayer.kernels.span_sums._tiles_triton import walk
 
 # Starts and ends of a tile.
 SIDE = 64
@@ -26,11 +32,10 @@ class _Spans(NamedTuple):
 
 
 def log_sums(parts: SpanParts, target: Tensor, n_types: int) -> Tensor:
-    """As the reference's."""
     spans = _spans(parts, target, n_types)
     query, key, start_bias, end_bias, _ = (_whole(each) for each in parts)
     of_blocks = parts.query.new_empty(2, *spans.grid)
-    walk[spans.grid](
+    _walk[spans.grid](
         query, key, start_bias, end_bias, *spans[:3], None, None, of_blocks, None, None,
         *spans.numbers, **spans.options, ENDS=False, GRADIENT=False,
     )  # fmt: skip
@@ -41,7 +46,6 @@ def log_sums(parts: SpanParts, target: Tensor, n_types: int) -> Tensor:
 def gradients(
     parts: SpanParts, target: Tensor, found: Tensor, grad: Tensor, n_types: int
 ) -> list[Tensor | None]:
-    """As the reference's."""
     spans = _spans(parts, target, n_types)
     n_texts, held, n, depth = parts.query.shape
     factors = found.contiguous(), grad.contiguous()
@@ -51,7 +55,7 @@ def gradients(
     for own, other in ((starts, ends), (ends, starts)):
         of_vectors = parts.query.new_empty(n_texts, n_types, n, depth)
         of_bias = None if own[1] is None else torch.empty_like(own[1])
-        walk[spans.grid](
+        _walk[spans.grid](
             own[0], other[0], own[1], other[1], *spans[:3], *factors, None, of_vectors, of_bias,
             *spans.numbers, **spans.options, ENDS=own is ends, GRADIENT=True,
         )  # fmt: skip
@@ -102,3 +106,136 @@ def _first_of_blocks(cells: Tensor, n_types: int, n: int, blocks: int) -> Tensor
     bounds = ((types * n + starts) * n).flatten()[: n_types * blocks + 1]
     bounds = bounds.expand(cells.shape[0], -1).contiguous()
     return torch.searchsorted(cells, bounds, out_int32=True)
+
+
+@triton.jit(do_not_specialize=["n", "blocks", "listed"])
+def _walk(
+    vectors, other_vectors, bias, other_bias, mask, target, since, found, grad, parts, of_vectors,
+    of_bias, n, depth, n_types, blocks, listed, SIDE: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr, SHARED: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr,
+    LISTED: tl.constexpr, ENDS: tl.constexpr, GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """The sums of own starts into ``parts``, or the gradient of own tokens; ends where ENDS."""
+    pair, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first_block, last_block = block, blocks
+    if ENDS:
+        # The last ends have the most starts: they go first.
+        block = blocks - 1 - block
+        first_block, last_block = 0, block + 1
+    text, kind = pair // n_types, pair % n_types
+    held_by = text if SHARED else pair
+    vectors += held_by * n * depth
+    other_vectors += held_by * n * depth
+    if MASKED:
+        mask += text * n
+    if LISTED:
+        target += text * listed
+        since += text * (n_types * blocks + 1) + kind * blocks
+    else:
+        target += pair * n * n
+
+    own = block * SIDE + tl.arange(0, SIDE)
+    own_tokens = _tokens(mask, own, n, MASKED)
+    own_vectors = _vectors(vectors, own, n, depth, DEPTH, EVEN)
+    if BIASED:
+        own_bias = tl.load(bias + pair * n + own, mask=own < n, other=0.0)
+    if GRADIENT:
+        below, by = tl.load(found + pair), tl.load(grad + pair)
+        above = tl.load(found + tl.num_programs(0) + pair)
+        gradient = tl.zeros((SIDE, DEPTH), dtype=tl.float32)
+        bias_gradient = tl.zeros((SIDE,), dtype=tl.float32)
+    else:
+        below = tl.full((SIDE,), -float("inf"), dtype=tl.float32)
+        above = tl.full((SIDE,), -float("inf"), dtype=tl.float32)
+        wrongs = tl.zeros((SIDE,), dtype=tl.float32)
+        rights = tl.zeros((SIDE,), dtype=tl.float32)
+
+    for step in range(first_block, last_block):
+        other = step * SIDE + tl.arange(0, SIDE)
+        others = _vectors(other_vectors, other, n, depth, DEPTH, EVEN)
+        scores = tl.dot(own_vectors, tl.trans(others), input_precision="tf32x3")
+        if BIASED:
+            added = tl.load(other_bias + pair * n + other, mask=other < n, other=0.0)
+            scores += own_bias[:, None] + added[None, :]
+        if ENDS:
+            start, end, starts = other[None, :], own[:, None], step
+        else:
+            start, end, starts = own[:, None], other[None, :], block
+        live = own_tokens[:, None] & _tokens(mask, other, n, MASKED)[None, :] & (start <= end)
+        first, last = 0, 1
+        if LISTED:
+            first, last = tl.load(since + starts), tl.load(since + starts + 1)
+        right = _right(target, first, last, start, end, live, n, LISTED)
+        wrong = live & (right == 0)
+        if GRADIENT:
+            weights = tl.where(wrong, tl.exp(scores - below) * by, 0.0)
+            if first < last:
+                weights = tl.where(right, -tl.exp(-scores - above) * by, weights)
+            gradient = tl.dot(weights, others, gradient, input_precision="tf32x3")
+            if BIASED:
+                bias_gradient += tl.sum(weights, 1)
+        else:
+            below, wrongs = _grown(below, wrongs, tl.where(wrong, scores, -float("inf")))
+            if first < last:
+                above, rights = _grown(above, rights, tl.where(right, -scores, -float("inf")))
+
+    if GRADIENT:
+        number = tl.arange(0, DEPTH)
+        place = (pair * n + own)[:, None] * depth + number[None, :]
+        there = (own < n)[:, None] & (number < depth)[None, :]
+        tl.store(of_vectors + place, gradient, mask=there)
+        if BIASED:
+            tl.store(of_bias + pair * n + own, bias_gradient, mask=own < n)
+    else:
+        parts += pair * blocks + block
+        tl.store(parts, _log_sum(below, wrongs))
+        tl.store(parts + tl.num_programs(0).to(tl.int64) * blocks, _log_sum(above, rights))
+
+
+@triton.jit
+def _vectors(vectors, place, n, depth, DEPTH: tl.constexpr, EVEN: tl.constexpr):
+    """Those of tokens, 0 beyond the text."""
+    number = tl.arange(0, DEPTH)
+    there = (place < n)[:, None]
+    if not EVEN:
+        there = there & (number < depth)[None, :]
+    return tl.load(vectors + place[:, None] * depth + number[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _tokens(mask, place, n, MASKED: tl.constexpr):
+    """Which places hold a token."""
+    there = place < n
+    if MASKED:
+        there = there & (tl.load(mask + place, mask=there, other=0) != 0)
+    return there
+
+
+@triton.jit
+def _right(target, first, last, start, end, live, n, LISTED: tl.constexpr):
+    """Which of the live cells are right spans."""
+    if LISTED:
+        right = live & (start < 0)
+        for entry in range(first, last):
+            cell = tl.load(target + entry)
+            right = right | ((start == cell // n % n) & (end == cell % n))
+        return right & live
+    else:
+        return live & (tl.load(target + start.to(tl.int64) * n + end, mask=live, other=0) != 0)
+
+
+@triton.jit
+def _grown(peak, total, values):
+    """A running maximum and sum of exponentials, one a row, with more values."""
+    grown = tl.maximum(peak, tl.max(values, 1))
+    # -inf everywhere so far: nothing to scale, and no difference of infinities.
+    origin = tl.where(grown == -float("inf"), 0.0, grown)
+    added = tl.sum(tl.exp(values - origin[:, None]), 1)
+    return grown, total * tl.exp(peak - origin) + added
+
+
+@triton.jit
+def _log_sum(peak, total):
+    highest = tl.max(peak, 0)
+    origin = tl.where(highest == -float("inf"), 0.0, highest)
+    return origin + tl.log(tl.sum(total * tl.exp(peak - origin), 0))

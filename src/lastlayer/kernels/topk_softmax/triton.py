@@ -1,6 +1,6 @@
 """Top-k softmax on CUDA. Narrow rows are searched in registers, wide ones by their peaks.
 
-README.md beside this file has the derivation; ../_peaks.py the first stage on wide rows.
+README.md beside this file has the derivation; ../_triton.py the first stage on wide rows.
 """
 
 import torch
@@ -8,15 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._peaks import (
+from lastlayer.kernels._triton import (
     block_width,
+    cdiv,
     choose_blocks,
     chosen_columns,
     find_peaks,
+    next_power_of_2,
     peaks_of_row,
     row_max,
 )
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
 
 WIDEST_IN_REGISTERS = 2048
 # Up to here one program finds the peaks of a row and finishes it.
@@ -37,8 +38,9 @@ def forward(scores: Tensor, k: int) -> Tensor:
     if n <= WIDEST_IN_REGISTERS:
         width = max(16, next_power_of_2(n))
         _forward_in_registers[(n_rows,)](
-            rows, out, n, rows.stride(0), k, WIDTH=width, num_warps=max(1, min(4, width // 512))
-        )
+            rows, out, n, rows.stride(0), k, WIDTH=width,
+            num_warps=max(1, min(4, width // 512)), enable_fp_fusion=True,
+        )  # fmt: skip
         return out
     width = block_width(n)
     n_blocks = cdiv(n, width)
@@ -52,7 +54,7 @@ def forward(scores: Tensor, k: int) -> Tensor:
     _forward_of_chosen[(n_rows,)](
         rows, out, peaks, chosen, n, rows.stride(0), n_blocks, k,
         BLOCKS=next_power_of_2(n_blocks), WIDTH=width, GROUP=group, IN_ONE=in_one,
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 

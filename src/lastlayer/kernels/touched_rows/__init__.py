@@ -1,22 +1,32 @@
-"""Gradients of the classes that a sampled loss touched: entries of the same class added up.
+"""Rows of a weight that a step touched: the sums of their gradients, and steps of optimisers.
 
-Entries are numbered: first the vectors of ``columns`` (c, d), each a gradient by itself; then
-those of ``slopes`` (n, q), a row of hidden times a number each. ``order`` has the entries by class,
-and those of group g stand from ``starts[g]`` up to ``starts[g + 1]``. Sums are multiplied by
-``factor``, a number on the device.
+``forward`` adds up entries of the same class. Entries are numbered: first the vectors of
+``columns`` (c, d), each a gradient by itself; then those of ``slopes`` (n, q), a row of hidden
+times a number each. ``order`` has the entries by class, and those of group g stand from
+``starts[g]`` up to ``starts[g + 1]``. Sums are multiplied by ``factor``, a number on the device.
 
 Where the host must not wait for the number of groups, ``slots_`` takes the classes themselves in
 the order of the entries, ``keys``, and there is a slot for each entry: the sum of a class is in the
 first of its slots, and 0 in the others. ``known`` gets the keys in int64, as sparse tensors want
 them; with ``scattered`` sums go to the rows of their classes instead.
+
+``adagrad_`` and ``adam_`` move the rows ``ids`` of ``weight`` (v, d), whose rows lie together in
+memory, by ``gradient`` (k, d). Where a row comes several times, all of these follow each other, and
+the first alone counts: it has the whole gradient of the row. Where ``ids`` is None, which the
+reference alone takes, the gradient has the shape of the weight, whatever that is. Sums and moments
+are float32, or float64 from float64.
 """
+
+from functools import partial
 
 from torch import Tensor
 
 from lastlayer.kernels._registry import Operation
 
+_operation = partial(Operation, __name__)
 
-def _fake(
+
+def _sums(
     _columns: Tensor, _column_biases: Tensor, slopes: Tensor, hidden: Tensor, _order: Tensor,
     starts: Tensor, _factor: Tensor, to_weight: bool, to_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -27,24 +37,30 @@ def _fake(
     )
 
 
-def _fake_nothing(*_: object) -> None:
-    return None
-
-
-forward = Operation(
+forward = _operation(
+    "forward",
     "touched_rows",
     "(Tensor columns, Tensor column_biases, Tensor slopes, Tensor hidden, Tensor order, "
     "Tensor starts, Tensor factor, bool to_weight, bool to_bias) -> (Tensor, Tensor)",
-    __name__,
-    "forward",
-    _fake,
+    _sums,
 )
-slots_ = Operation(
+slots_ = _operation(
+    "slots_",
     "touched_slots_",
     "(Tensor slopes, Tensor hidden, Tensor columns, Tensor column_biases, Tensor order, "
     "Tensor keys, Tensor factor, Tensor(a!) weight, Tensor(b!) bias, Tensor(c!)? known, "
     "bool scattered) -> ()",
-    __name__,
-    "slots_",
-    _fake_nothing,
+)
+adagrad_ = _operation(
+    "adagrad_",
+    "row_adagrad_",
+    "(Tensor(a!) weight, Tensor(b!) total, Tensor? ids, Tensor gradient, float lr, "
+    "float weight_decay, float eps) -> ()",
+)
+adam_ = _operation(
+    "adam_",
+    "row_adam_",
+    "(Tensor(a!) weight, Tensor(b!) first, Tensor(c!) second, Tensor(d!) row_step, Tensor step, "
+    "Tensor? ids, Tensor gradient, float lr, float weight_decay, float beta1, float beta2, "
+    "float eps, bool decays) -> ()",
 )

@@ -1,23 +1,17 @@
-"""Sums of the entries of each class in plain torch: defines the truth."""
+"""Sums of the entries of each class, and row-wise steps, in plain torch: defines the truth."""
+
+import math
 
 import torch
 from torch import Tensor
 
-# Numbers gathered at a time: bounds the memory.
-_GATHERED = 1 << 24
+from lastlayer.kernels._cpu import parts
 
 
 def forward(
-    columns: Tensor,
-    column_biases: Tensor,
-    slopes: Tensor,
-    hidden: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    factor: Tensor,
-    to_weight: bool,
-    to_bias: bool,
-) -> tuple[Tensor, Tensor]:
+    columns: Tensor, column_biases: Tensor, slopes: Tensor, hidden: Tensor, order: Tensor,
+    starts: Tensor, factor: Tensor, to_weight: bool, to_bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sums for weight (groups, d) and bias (groups,); empty where not wanted.
 
     Args:
@@ -37,15 +31,15 @@ def forward(
     group = torch.searchsorted(starts, number, right=True) - 1
     weight = slopes.new_zeros((groups, hidden.shape[1]) if to_weight else 0)
     bias = slopes.new_zeros(groups if to_bias else 0)
-    step = max(1, _GATHERED // max(1, hidden.shape[1]))
     flat = slopes.flatten()
-    for first in range(0, order.shape[0], step):
-        entry, at = order[first : first + step], group[first : first + step]
+    for part in parts(order.shape[0], hidden.shape[1]):
+        entry, at = order[part], group[part]
         drawn = entry < c
         own = (entry - c).clamp(min=0)
         if to_weight:
             vectors = flat.new_zeros(entry.shape[0], hidden.shape[1])
-            vectors[drawn] = columns[entry[drawn]]
+            if c:
+                vectors[drawn] = columns[entry[drawn]]
             rest = own[~drawn]
             vectors[~drawn] = flat[rest].unsqueeze(-1) * hidden[rest // q].to(flat.dtype)
             weight.index_add_(0, at, vectors)
@@ -56,18 +50,10 @@ def forward(
 
 
 def slots_(
-    slopes: Tensor,
-    hidden: Tensor,
-    columns: Tensor,
-    column_biases: Tensor,
-    order: Tensor,
-    keys: Tensor,
-    factor: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    known: Tensor | None,
+    slopes: Tensor, hidden: Tensor, columns: Tensor, column_biases: Tensor, order: Tensor,
+    keys: Tensor, factor: Tensor, weight: Tensor, bias: Tensor, known: Tensor | None,
     scattered: bool,
-) -> None:
+) -> None:  # fmt: skip
     """The same sums, each in the first slot of its class, with 0 in the others.
 
     Args:
@@ -102,3 +88,80 @@ def slots_(
                 out.index_copy_(0, keys.long(), values.to(out.dtype))
             else:
                 out.copy_(torch.where(fresh.view(-1, *(1,) * (out.dim() - 1)), values, 0.0))
+
+
+def adagrad_(
+    weight: Tensor, total: Tensor, ids: Tensor | None, gradient: Tensor, lr: float,
+    weight_decay: float, eps: float,
+) -> None:  # fmt: skip
+    """Adagrad with one sum a row: that of the mean squares of its gradients, ``total`` (v,)."""
+    ids, gradient = _each_once(ids, gradient.to(total.dtype))
+    squares = gradient.square()
+    mean = squares.flatten(1).mean(1) if gradient.dim() > 1 else squares
+    sums = _taken(total, ids).add_(mean)
+    _put(total, ids, sums)
+    root = _as_column(sums, gradient).sqrt().add_(eps)
+    _move(weight, ids, (gradient / root).mul_(lr), lr * weight_decay)
+
+
+def adam_(
+    weight: Tensor, first: Tensor, second: Tensor, row_step: Tensor, step: Tensor,
+    ids: Tensor | None, gradient: Tensor, lr: float, weight_decay: float, beta1: float,
+    beta2: float, eps: float, decays: bool,
+) -> None:  # fmt: skip
+    """Adam with a clock a row, ``row_step`` (v,) int32, and decoupled weight decay.
+
+    With ``decays`` the clock shows the step of the whole run at which the row was last touched, and
+    moments decay for the steps in between; ``step`` () int64 is the one of now. Without, it counts
+    the steps of the row itself.
+    """
+    ids, gradient = _each_once(ids, gradient.to(first.dtype))
+    before = _taken(row_step, ids)
+    now = step.to(before.dtype).expand_as(before) if decays else before + 1
+    missed = (now - before).double()
+    kept1, kept2, scale1, scale2 = (
+        _as_column(each, gradient).to(first.dtype)
+        for each in (
+            beta1**missed,
+            beta2**missed,
+            -torch.expm1(now * math.log(beta1)) if beta1 else torch.ones_like(missed),
+            -torch.expm1(now * math.log(beta2)) if beta2 else torch.ones_like(missed),
+        )
+    )
+    mean = _taken(first, ids).mul_(kept1).add_(gradient, alpha=1.0 - beta1)
+    square = _taken(second, ids).mul_(kept2).addcmul_(gradient, gradient, value=1.0 - beta2)
+    _put(first, ids, mean)
+    _put(second, ids, square)
+    _put(row_step, ids, now)
+    root = (square / scale2).sqrt_().add_(eps)
+    _move(weight, ids, (mean / scale1).div_(root).mul_(lr), lr * weight_decay)
+
+
+def _each_once(ids: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Of slots of the same row the first, which the host waits for."""
+    if ids is None:
+        return None, gradient
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[1:] = ids[1:] != ids[:-1]
+    return ids[first], gradient[first]
+
+
+def _taken(rows: Tensor, ids: Tensor | None) -> Tensor:
+    return rows if ids is None else rows[ids]
+
+
+def _put(rows: Tensor, ids: Tensor | None, values: Tensor) -> None:
+    if ids is None:
+        rows.copy_(values)
+    else:
+        rows[ids] = values.to(rows.dtype)
+
+
+def _move(weight: Tensor, ids: Tensor | None, way: Tensor, decay: float) -> None:
+    rows = _taken(weight, ids).to(way.dtype)
+    _put(weight, ids, rows * (1.0 - decay) - way)
+
+
+def _as_column(numbers: Tensor, gradient: Tensor) -> Tensor:
+    """One number a row, so that it broadcasts along the row."""
+    return numbers.reshape(-1, *(1,) * (gradient.dim() - 1)) if gradient.dim() else numbers

@@ -6,6 +6,9 @@ whose target is ``ignore_index`` has loss 0; one whose target is no class has lo
 has a gradient.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,21 +18,14 @@ from lastlayer.kernels._registry import Operation
 _PATHS = "Tensor path_start, Tensor path_edge, int? ignore_index"
 _SUMMED = f"Tensor slopes, Tensor factor, Tensor hidden, Tensor target, Tensor order, {_PATHS}"
 _WANTED = "ScalarType dtype, bool to_weight, bool to_bias"
+_operation = partial(Operation, __name__)
 
 
-def _fake_loss(
-    hidden: Tensor,
-    _weight: Tensor,
-    _bias: Tensor | None,
-    target: Tensor,
-    _rank: Tensor,
-    _path_start: Tensor,
-    _path_edge: Tensor,
-    _ignore_index: int | None,
-    longest: int,
-    to_nodes: bool,
-    to_hidden: bool,
-) -> tuple[Tensor, ...]:
+def _loss(
+    hidden: Tensor, _weight: Tensor, _bias: Tensor | None, target: Tensor, _rank: Tensor,
+    _path_start: Tensor, _path_edge: Tensor, _ignore_index: int | None, longest: int,
+    to_nodes: bool, to_hidden: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     wide = accumulation_dtype(hidden.dtype)
     n, depth = hidden.shape
     return (
@@ -40,67 +36,40 @@ def _fake_loss(
     )
 
 
-def _fake_dense(
-    slopes: Tensor,
-    _factor: Tensor,
-    hidden: Tensor,
-    _target: Tensor,
-    _order: Tensor,
-    _path_start: Tensor,
-    _path_edge: Tensor,
-    _ignore_index: int | None,
-    n_nodes: int,
-    dtype: torch.dtype,
-    to_weight: bool,
-    to_bias: bool,
-) -> tuple[Tensor, Tensor]:
-    return (
-        slopes.new_empty(n_nodes if to_weight else 0, hidden.shape[1], dtype=dtype),
-        slopes.new_empty(n_nodes if to_bias else 0, dtype=dtype),
-    )
+def _to_nodes(
+    slopes: Tensor, _factor: Tensor, hidden: Tensor, _target: Tensor, _order: Tensor,
+    _path_start: Tensor, _path_edge: Tensor, _ignore_index: int | None, n_nodes: int,
+    dtype: torch.dtype, to_weight: bool, to_bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    weight = slopes.new_empty(n_nodes if to_weight else 0, hidden.shape[1], dtype=dtype)
+    return weight, slopes.new_empty(n_nodes if to_bias else 0, dtype=dtype)
 
 
-def _fake_sparse(
-    slopes: Tensor,
-    _factor: Tensor,
-    hidden: Tensor,
-    _target: Tensor,
-    _order: Tensor,
-    _path_start: Tensor,
-    _path_edge: Tensor,
-    _ignore_index: int | None,
-    dtype: torch.dtype,
-    to_weight: bool,
-    to_bias: bool,
-    most: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _to_touched_nodes(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    # What `most` says, or as many as the kernel finds.
+    most = args[11] if len(args) > 11 else None
     touched = torch.library.get_ctx().new_dynamic_size() if most is None else most
-    return (
-        slopes.new_empty(touched, dtype=torch.int64),
-        slopes.new_empty(touched if to_weight else 0, hidden.shape[1], dtype=dtype),
-        slopes.new_empty(touched if to_bias else 0, dtype=dtype),
-    )
+    nodes = args[0].new_empty(touched, dtype=torch.int64)
+    weight, bias = _to_nodes(*[*args[:8], touched, *args[8:11]])
+    return nodes, weight, bias
 
 
-loss = Operation(
+loss = _operation(
+    "loss",
     "tree_path_loss",
     f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor rank, {_PATHS}, "
     "int longest, bool to_nodes, bool to_hidden) -> (Tensor, Tensor, Tensor, Tensor)",
-    __name__,
-    "loss",
-    _fake_loss,
+    _loss,
 )
-to_nodes = Operation(
+to_nodes = _operation(
+    "to_nodes",
     "tree_path_to_nodes",
     f"({_SUMMED}, int n_nodes, {_WANTED}) -> (Tensor, Tensor)",
-    __name__,
-    "to_nodes",
-    _fake_dense,
+    _to_nodes,
 )
-to_touched_nodes = Operation(
+to_touched_nodes = _operation(
+    "to_touched_nodes",
     "tree_path_to_touched_nodes",
     f"({_SUMMED}, {_WANTED}, int? most=None) -> (Tensor, Tensor, Tensor)",
-    __name__,
-    "to_touched_nodes",
-    _fake_sparse,
+    _to_touched_nodes,
 )

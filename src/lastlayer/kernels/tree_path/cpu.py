@@ -13,33 +13,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._arrays import as_rows
-from lastlayer.kernels._threads import by_rows
-from lastlayer.kernels.tree_path._runs import (
-    edges_by_place,
-    paths_in_order,
-    rows_in_order,
-    runs_of_nodes,
-)
-
-# Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
+from lastlayer.kernels._cpu import as_rows, by_rows
+from lastlayer.kernels._cpu_math import add_scaled, dot
 
 
 def loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    rank: Tensor,
-    path_start: Tensor,
-    path_edge: Tensor,
-    ignore_index: int | None,
-    longest: int,
-    to_nodes: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rank: Tensor,
+    path_start: Tensor, path_edge: Tensor, ignore_index: int | None, longest: int, to_nodes: bool,
     to_hidden: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the reference's."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     wide = accumulation_dtype(hidden.dtype)
     n, depth = hidden.shape
     losses = torch.empty(n, dtype=wide)
@@ -47,14 +29,14 @@ def loss(
     gradient = torch.empty(n if to_hidden else 0, depth, dtype=wide)
     classes = target.contiguous().numpy()
     ignores, ignored = ignore_index is not None, ignore_index or 0
-    order = rows_in_order(classes, rank.numpy(), ignores, ignored)
-    starts, edges = paths_in_order(order, classes, path_start.numpy(), path_edge.numpy(), ignores,
+    order = _rows_in_order(classes, rank.numpy(), ignores, ignored)
+    starts, edges = _paths_in_order(order, classes, path_start.numpy(), path_edge.numpy(), ignores,
                                    ignored)  # fmt: skip
     vectors, biases = weight.detach(), None if bias is None else bias.detach()
     if vectors.dtype != wide:
         # Widened, each vector once: paths then go by places among these.
-        node, level, first, since = runs_of_nodes(starts, edges, longest)
-        edges = edges_by_place(starts, edges, level, first, since)
+        node, level, first, since = _runs_of_nodes(starts, edges, longest)
+        edges = _edges_by_place(starts, edges, level, first, since)
         touched = torch.from_numpy(node)
         vectors = vectors[touched].to(wide)
         biases = None if biases is None else biases[touched]
@@ -69,20 +51,10 @@ def loss(
 
 
 def to_nodes(
-    slopes: Tensor,
-    factor: Tensor,
-    hidden: Tensor,
-    target: Tensor,
-    order: Tensor,
-    path_start: Tensor,
-    path_edge: Tensor,
-    ignore_index: int | None,
-    n_nodes: int,
-    dtype: torch.dtype,
-    to_weight: bool,
-    to_bias: bool,
-) -> tuple[Tensor, Tensor]:
-    """As the reference's."""
+    slopes: Tensor, factor: Tensor, hidden: Tensor, target: Tensor, order: Tensor,
+    path_start: Tensor, path_edge: Tensor, ignore_index: int | None, n_nodes: int,
+    dtype: torch.dtype, to_weight: bool, to_bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     touched, *sums = to_touched_nodes(
         slopes, factor, hidden, target, order, path_start, path_edge, ignore_index, dtype,
         to_weight, to_bias,
@@ -98,26 +70,16 @@ def to_nodes(
 
 
 def to_touched_nodes(
-    slopes: Tensor,
-    factor: Tensor,
-    hidden: Tensor,
-    target: Tensor,
-    order: Tensor,
-    path_start: Tensor,
-    path_edge: Tensor,
-    ignore_index: int | None,
-    dtype: torch.dtype,
-    to_weight: bool,
-    to_bias: bool,
-    most: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference's."""
+    slopes: Tensor, factor: Tensor, hidden: Tensor, target: Tensor, order: Tensor,
+    path_start: Tensor, path_edge: Tensor, ignore_index: int | None, dtype: torch.dtype,
+    to_weight: bool, to_bias: bool, most: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     depth, ignores, ignored = hidden.shape[1], ignore_index is not None, ignore_index or 0
-    starts, edges = paths_in_order(
+    starts, edges = _paths_in_order(
         order.numpy(), target.contiguous().numpy(), path_start.numpy(), path_edge.numpy(),
         ignores, ignored,
     )  # fmt: skip
-    node, level, first, since = runs_of_nodes(starts, edges, slopes.shape[1])
+    node, level, first, since = _runs_of_nodes(starts, edges, slopes.shape[1])
     new, m = (torch.empty, len(node)) if most is None else (torch.zeros, most)
     weight = new(m if to_weight else 0, depth, dtype=slopes.dtype)
     bias = new(m if to_bias else 0, dtype=slopes.dtype)
@@ -129,8 +91,9 @@ def to_touched_nodes(
     return pad(torch.from_numpy(node), (0, m - len(node))), weight.to(dtype), bias.to(dtype)
 
 
+@by_rows
 @njit(nogil=True, cache=True)
-def _losses(start, stop, hidden, weight, bias, order, starts, edges, losses, slopes, gradient):
+def _loss_rows(start, stop, hidden, weight, bias, order, starts, edges, losses, slopes, gradient):
     """Of some rows, in their order; one that has no path is NaN."""
     for at in range(start, stop):
         row = order[at]
@@ -141,7 +104,7 @@ def _losses(start, stop, hidden, weight, bias, order, starts, edges, losses, slo
             gradient[row, :] = zero
         for entry in range(starts[at], starts[at + 1]):
             node, second = edges[entry] >> 1, edges[entry] & 1
-            score = _dot(state, weight[node])
+            score = dot(state, weight[node])
             if len(bias):
                 score += bias[node]
             wrong = -score if second else score
@@ -152,12 +115,13 @@ def _losses(start, stop, hidden, weight, bias, order, starts, edges, losses, slo
             if len(slopes):
                 slopes[row, entry - starts[at]] = slope
             if len(gradient):
-                _add_scaled(gradient[row], slope, weight[node])
+                add_scaled(gradient[row], slope, weight[node])
         losses[row] = total if starts[at] < starts[at + 1] else math.nan
 
 
+@by_rows
 @njit(nogil=True, cache=True)
-def _sums(start, stop, level, first, since, order, slopes, factor, hidden, weight, bias):
+def _sum_runs(start, stop, level, first, since, order, slopes, factor, hidden, weight, bias):
     """The runs that start in a range of all their rows: it is these that threads share evenly."""
     run = np.searchsorted(since, start)
     by_row = len(factor) > 1
@@ -171,25 +135,93 @@ def _sums(start, stop, level, first, since, order, slopes, factor, hidden, weigh
             value = slopes[row, level[run]] * factor[row if by_row else 0]
             one += value
             if len(weight):
-                _add_scaled(weight[run], value, hidden[row])
+                add_scaled(weight[run], value, hidden[row])
         if len(bias):
             bias[run] = one
         run += 1
 
 
-@njit(nogil=True, fastmath=_FAST)
-def _dot(left, right):
-    total = left.dtype.type(0.0)
-    for i in range(len(left)):
-        total += left[i] * right[i]
-    return total
+@njit(nogil=True, cache=True)
+def _rows_in_order(classes, rank, ignores, ignored):
+    """Rows by the rank of their class, those without one last; equal ones in their order."""
+    n = len(classes)
+    keys = np.empty(n, np.int64)
+    for row in range(n):
+        c = classes[row]
+        known = 0 <= c < len(rank) and not (ignores and c == ignored)
+        keys[row] = ((rank[c] if known else len(rank)) << 32) | row
+    keys.sort()
+    for at in range(n):
+        keys[at] &= 0xFFFFFFFF
+    return keys
 
 
-@njit(nogil=True, fastmath={"contract"})
-def _add_scaled(total, factor, vector):
-    for i in range(len(total)):
-        total[i] += factor * vector[i]
+@njit(nogil=True, cache=True)
+def _paths_in_order(order, classes, path_start, path_edge, ignores, ignored):
+    """The edges of all rows, ordered, and where those of each start, ``(n + 1,)``."""
+    n, n_classes = len(order), len(path_start) - 1
+    starts = np.zeros(n + 1, np.int64)
+    for at in range(n):
+        c = classes[order[at]]
+        known = 0 <= c < n_classes and not (ignores and c == ignored)
+        starts[at + 1] = starts[at] + (path_start[c + 1] - path_start[c] if known else 0)
+    edges = np.empty(starts[n], path_edge.dtype)
+    for at in range(n):
+        first = path_start[classes[order[at]]] if starts[at] < starts[at + 1] else 0
+        for place in range(starts[at], starts[at + 1]):
+            edges[place] = path_edge[first + place - starts[at]]
+    return starts, edges
 
 
-_loss_rows = by_rows(_losses)
-_sum_runs = by_rows(_sums)
+@njit(nogil=True, cache=True)
+def _runs_of_nodes(starts, edges, longest):
+    """Every node on the paths, ascending: itself, its level, its first row, and its rows' number.
+
+    The number is added up, ``(m + 1,)``. Nodes are numbered level by level and from left to
+    right, and rows come from left to right: sorted by level, then by first row, is ascending.
+    """
+    n = len(starts) - 1
+    shared = np.zeros(n + 1, np.int64)
+    following = np.zeros(longest + 1, np.int64)
+    for at in range(n):
+        length = starts[at + 1] - starts[at]
+        if at > 0:
+            before = starts[at - 1]
+            most = min(length, starts[at] - before)
+            while (
+                shared[at] < most
+                and edges[starts[at] + shared[at]] >> 1 == edges[before + shared[at]] >> 1
+            ):
+                shared[at] += 1
+        for level in range(shared[at], length):
+            following[level + 1] += 1
+    for level in range(longest):
+        following[level + 1] += following[level]
+    m = following[longest]
+    node, level_of, first = np.empty(m, np.int64), np.empty(m, np.int64), np.empty(m, np.int64)
+    since = np.zeros(m + 1, np.int64)
+    latest = np.empty(longest, np.int64)
+    for at in range(n):
+        length = starts[at + 1] - starts[at]
+        for level in range(shared[at], length):
+            run = following[level]
+            following[level] += 1
+            node[run] = edges[starts[at] + level] >> 1
+            level_of[run], first[run] = level, at
+            latest[level] = run
+        for level in range(shared[at + 1], length):
+            since[latest[level] + 1] = at + 1 - first[latest[level]]
+    for run in range(m):
+        since[run + 1] += since[run]
+    return node, level_of, first, since
+
+
+@njit(nogil=True, cache=True)
+def _edges_by_place(starts, edges, level, first, since):
+    """The same edges, with nodes numbered by their place among those of :func:`runs_of_nodes`."""
+    placed = np.empty_like(edges)
+    for run in range(len(level)):
+        for at in range(first[run], first[run] + since[run + 1] - since[run]):
+            place = starts[at] + level[run]
+            placed[place] = (run << 1) | (edges[place] & 1)
+    return placed

@@ -5,24 +5,14 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from lastlayer._torch import accumulation_dtype
-
-# Vectors gathered at a time, in numbers: bounds the memory.
-_GATHERED = 1 << 24
+from lastlayer.kernels._cpu import parts
 
 
 def loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    rank: Tensor,
-    path_start: Tensor,
-    path_edge: Tensor,
-    ignore_index: int | None,
-    longest: int,
-    to_nodes: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rank: Tensor,
+    path_start: Tensor, path_edge: Tensor, ignore_index: int | None, longest: int, to_nodes: bool,
     to_hidden: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Minus the log-probability of each target, and what the gradients need.
 
     Args:
@@ -56,7 +46,7 @@ def loss(
     losses = hidden.new_zeros(n, dtype=dtype)
     slopes = hidden.new_zeros(n if to_nodes else 0, longest, dtype=dtype)
     gradient = hidden.new_zeros(n if to_hidden else 0, depth, dtype=dtype)
-    for part in _parts(n, longest * depth):
+    for part in parts(n, longest * depth):
         node, second, inside = _paths(target[part], known[part], path_start, path_edge, longest)
         states = torch.where(known[part].unsqueeze(-1), hidden[part].to(dtype), 0.0)
         vectors = weight[node].to(dtype)
@@ -79,19 +69,10 @@ def loss(
 
 
 def to_nodes(
-    slopes: Tensor,
-    factor: Tensor,
-    hidden: Tensor,
-    target: Tensor,
-    _order: Tensor,
-    path_start: Tensor,
-    path_edge: Tensor,
-    ignore_index: int | None,
-    n_nodes: int,
-    dtype: torch.dtype,
-    to_weight: bool,
-    to_bias: bool,
-) -> tuple[Tensor, Tensor]:
+    slopes: Tensor, factor: Tensor, hidden: Tensor, target: Tensor, _order: Tensor,
+    path_start: Tensor, path_edge: Tensor, ignore_index: int | None, n_nodes: int,
+    dtype: torch.dtype, to_weight: bool, to_bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of weight ``(n_nodes, d)`` and bias ``(n_nodes,)`` in ``dtype``.
 
     Row v of the first is ``sum factor_i slope_iv hidden_i`` over the rows i whose path has v, of
@@ -120,19 +101,10 @@ def to_nodes(
 
 
 def to_touched_nodes(
-    slopes: Tensor,
-    factor: Tensor,
-    hidden: Tensor,
-    target: Tensor,
-    _order: Tensor,
-    path_start: Tensor,
-    path_edge: Tensor,
-    ignore_index: int | None,
-    dtype: torch.dtype,
-    to_weight: bool,
-    to_bias: bool,
-    most: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    slopes: Tensor, factor: Tensor, hidden: Tensor, target: Tensor, _order: Tensor,
+    path_start: Tensor, path_edge: Tensor, ignore_index: int | None, dtype: torch.dtype,
+    to_weight: bool, to_bias: bool, most: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The nodes on the paths, ascending, ``(m,)``, and their rows of what :func:`to_nodes` gives.
 
     Args are those of :func:`to_nodes`, less ``n_nodes``, and ``most``: where it is given, there is
@@ -153,14 +125,9 @@ def to_touched_nodes(
 
 
 def _sums(
-    slopes: Tensor,
-    states: Tensor,
-    node: Tensor,
-    inside: Tensor,
-    n_nodes: int,
-    to_weight: bool,
+    slopes: Tensor, states: Tensor, node: Tensor, inside: Tensor, n_nodes: int, to_weight: bool,
     to_bias: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     weight = slopes.new_zeros(n_nodes if to_weight else 0, states.shape[1])
     bias = slopes.new_zeros(n_nodes if to_bias else 0)
     if not n_nodes:
@@ -197,8 +164,3 @@ def _paths(
     inside = (place < path_start[classes + 1].unsqueeze(-1)) & known.unsqueeze(-1)
     edge = path_edge[torch.where(inside, place, 0)].long()
     return torch.where(inside, edge >> 1, 0), (edge & 1) == 1, inside
-
-
-def _parts(n: int, numbers: int) -> list[slice]:
-    rows = max(1, _GATHERED // max(1, numbers))
-    return [slice(first, first + rows) for first in range(0, n, rows)]

@@ -1,10 +1,10 @@
 """The loss along paths of a binary tree on CUDA, without atomics: the order of a sum is fixed.
 
-* ``losses_of_rows``: a program has one row, its hidden state in registers, and gathers the vectors
+* ``_losses_of_rows``: a program has one row, its hidden state in registers, and gathers the vectors
   of a few nodes of its path at a time. The gradient of hidden comes out of the same pass.
 * Rows are sorted by their class's place in the tree, so that those of a node are one run. The runs
-  are cut at every ``tile`` rows: ``sum_tiles`` adds up the pieces, and writes those that are a
-  whole run; ``sum_pieces`` adds up the pieces of the others, from left to right.
+  are cut at every ``tile`` rows: ``_sum_tiles`` adds up the pieces, and writes those that are a
+  whole run; ``_sum_pieces`` adds up the pieces of the others, from left to right.
 
 README.md has the derivation.
 """
@@ -12,11 +12,11 @@ README.md has the derivation.
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
-from lastlayer.kernels.tree_path._losses_triton import losses_of_rows, sort_keys
-from lastlayer.kernels.tree_path._sums_triton import compare_paths, sum_pieces, sum_tiles
+from lastlayer.kernels._triton import cdiv, in_rows, next_power_of_2, tile_width
 
 # Rows between two cuts; more where the pieces of long runs would take too much memory.
 TILE, WIDEST_TILE, PIECE_NUMBERS = 64, 1024, 1 << 25
@@ -26,21 +26,12 @@ LEVELS, ROWS, PIECES, WIDEST = 4, 4, 16, 512
 
 
 def loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    rank: Tensor,
-    path_start: Tensor,
-    path_edge: Tensor,
-    ignore_index: int | None,
-    longest: int,
-    to_nodes: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rank: Tensor,
+    path_start: Tensor, path_edge: Tensor, ignore_index: int | None, longest: int, to_nodes: bool,
     to_hidden: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the reference's."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, depth = hidden.shape
-    hidden, weight, target = _in_rows(hidden), _in_rows(weight), target.contiguous()
+    hidden, weight, target = in_rows(hidden), in_rows(weight), target.contiguous()
     losses = hidden.new_empty(n, dtype=torch.float32)
     slopes = hidden.new_zeros(n if to_nodes else 0, longest, dtype=torch.float32)
     gradient = hidden.new_empty(n if to_hidden else 0, depth, dtype=torch.float32)
@@ -50,14 +41,14 @@ def loss(
     order = None
     if to_nodes:
         keys = torch.empty(n, device=hidden.device, dtype=torch.int32)
-        sort_keys[(cdiv(n, 1024),)](
+        _sort_keys[(cdiv(n, 1024),)](
             target, rank, keys, n, len(rank), **ignoring, ROWS=1024, enable_fp_fusion=True
         )
         order = torch.sort(keys, stable=True).indices
     width = max(16, next_power_of_2(depth))
     # A warp or two: a row is little work, and many rows at a time hide the wait for a gather.
     nodes = max(1, min(16, 1024 // width, next_power_of_2(longest)))
-    losses_of_rows[(n,)](
+    _losses_of_rows[(n,)](
         hidden, weight, bias, target, order, path_start, path_edge, losses, slopes, gradient,
         depth, longest, len(rank), hidden.stride(0), weight.stride(0), **ignoring, NODES=nodes,
         WIDTH=width, BIASED=bias is not None, ORDERED=order is not None, TO_NODES=to_nodes,
@@ -68,19 +59,10 @@ def loss(
 
 
 def to_nodes(
-    slopes: Tensor,
-    factor: Tensor,
-    hidden: Tensor,
-    target: Tensor,
-    order: Tensor,
-    path_start: Tensor,
-    path_edge: Tensor,
-    ignore_index: int | None,
-    n_nodes: int,
-    dtype: torch.dtype,
-    to_weight: bool,
-    to_bias: bool,
-) -> tuple[Tensor, Tensor]:
+    slopes: Tensor, factor: Tensor, hidden: Tensor, target: Tensor, order: Tensor,
+    path_start: Tensor, path_edge: Tensor, ignore_index: int | None, n_nodes: int,
+    dtype: torch.dtype, to_weight: bool, to_bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As the reference's. The host waits for nothing."""
     weight = slopes.new_zeros(n_nodes if to_weight else 0, hidden.shape[1], dtype=dtype)
     bias = slopes.new_zeros(n_nodes if to_bias else 0, dtype=dtype)
@@ -90,19 +72,10 @@ def to_nodes(
 
 
 def to_touched_nodes(
-    slopes: Tensor,
-    factor: Tensor,
-    hidden: Tensor,
-    target: Tensor,
-    order: Tensor,
-    path_start: Tensor,
-    path_edge: Tensor,
-    ignore_index: int | None,
-    dtype: torch.dtype,
-    to_weight: bool,
-    to_bias: bool,
-    most: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    slopes: Tensor, factor: Tensor, hidden: Tensor, target: Tensor, order: Tensor,
+    path_start: Tensor, path_edge: Tensor, ignore_index: int | None, dtype: torch.dtype,
+    to_weight: bool, to_bias: bool, most: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As the reference's. The host waits for the number of nodes, unless there is room for most."""
     runs = _runs(target, order, path_start, path_edge, ignore_index, slopes.shape[1], True)
     new, m = slopes.new_zeros, most
@@ -127,20 +100,15 @@ class _Runs(NamedTuple):
 
 
 def _runs(
-    target: Tensor,
-    order: Tensor,
-    path_start: Tensor,
-    path_edge: Tensor,
-    ignore_index: int | None,
-    longest: int,
-    placed: bool,
-) -> _Runs:
+    target: Tensor, order: Tensor, path_start: Tensor, path_edge: Tensor, ignore_index: int | None,
+    longest: int, placed: bool,
+) -> _Runs:  # fmt: skip
     n = len(order)
     start = target.new_empty(n)
     length, shared = torch.empty(2, n, device=target.device, dtype=torch.int32).unbind()
     new = torch.empty(longest if placed else 0, n, device=target.device, dtype=torch.int32)
     if n:
-        compare_paths[(cdiv(n, 32),)](
+        _compare_paths[(cdiv(n, 32),)](
             target.contiguous(), order, path_start, path_edge, start, length, shared, new, n,
             len(path_start) - 1, longest, ignored=ignore_index or 0,
             IGNORES=ignore_index is not None, ROWS=32, LEVELS=32, PLACED=placed,
@@ -151,21 +119,14 @@ def _runs(
 
 
 def _add_up(
-    runs: _Runs,
-    slopes: Tensor,
-    factor: Tensor,
-    hidden: Tensor,
-    order: Tensor,
-    path_edge: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    touched: Tensor | None,
-) -> None:
+    runs: _Runs, slopes: Tensor, factor: Tensor, hidden: Tensor, order: Tensor, path_edge: Tensor,
+    weight: Tensor, bias: Tensor, touched: Tensor | None,
+) -> None:  # fmt: skip
     """Writes sums into the rows of weight and bias, and which nodes they are of."""
     (n, longest), depth = slopes.shape, hidden.shape[1]
     if not n or not weight.numel() + bias.numel():
         return
-    hidden = _in_rows(hidden)
+    hidden = in_rows(hidden)
     tile = TILE
     while tile < WIDEST_TILE and cdiv(n, tile) * longest * depth > PIECE_NUMBERS:
         tile *= 2
@@ -174,7 +135,7 @@ def _add_up(
     pieces = slopes.new_empty(2, tiles, longest, depth if weight.numel() else 0)
     bias_pieces = slopes.new_empty(2, tiles, longest)
     through = torch.empty(tiles, longest, device=slopes.device, dtype=torch.int32)
-    width = min(WIDEST, max(16, next_power_of_2(depth)))
+    width = tile_width(depth, WIDEST)
     blocks = cdiv(depth, width) if weight.numel() else 1
     given = runs.start, runs.shared, runs.place, path_edge, touched, weight, bias
     parts = pieces, bias_pieces, through
@@ -182,15 +143,273 @@ def _add_up(
         TILE=tile, WIDTH=width, PLACED=touched is not None,
         TO_WEIGHT=weight.numel() > 0, TO_BIAS=bias.numel() > 0, enable_fp_fusion=True,
     )  # fmt: skip
-    sum_tiles[(n, cdiv(longest, LEVELS), blocks)](
+    _sum_tiles[(n, cdiv(longest, LEVELS), blocks)](
         slopes, factor, hidden, order, runs.length, *given, *parts, n, depth, longest,
         hidden.stride(0), int(factor.dim() > 0), LEVELS=LEVELS, GROUP=ROWS, **options,
     )  # fmt: skip
     if tiles > 1:
-        sum_pieces[(tiles - 1, longest, blocks)](
+        _sum_pieces[(tiles - 1, longest, blocks)](
             *given, *parts, n, tiles, depth, longest, GROUP=PIECES, **options
         )
 
 
-def _in_rows(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+@triton.jit
+def _path_of(target, path_start, row, live, n_classes, ignored, IGNORES: tl.constexpr):
+    """Where the path of each row starts and stops; 0 and 0 for a target that is no class."""
+    chosen = tl.load(target + row, mask=live, other=-1)
+    known = live & (chosen >= 0) & (chosen < n_classes)
+    if IGNORES:
+        known = known & (chosen != ignored)
+    first = tl.load(path_start + chosen, mask=known, other=0)
+    return first, tl.load(path_start + chosen + 1, mask=known, other=0), chosen
+
+
+@triton.jit
+def _sort_keys(
+    target, rank, keys, n, n_classes, ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    chosen = tl.load(target + row, mask=row < n, other=-1)
+    known = (chosen >= 0) & (chosen < n_classes)
+    if IGNORES:
+        known = known & (chosen != ignored)
+    tl.store(keys + row, tl.load(rank + chosen, mask=known, other=n_classes), mask=row < n)
+
+
+@triton.jit
+def _losses_of_rows(
+    hidden, weight, bias, target, order, path_start, path_edge, losses, slopes, gradient, depth,
+    longest, n_classes, hidden_row, weight_row, ignored, IGNORES: tl.constexpr,
+    NODES: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, ORDERED: tl.constexpr,
+    TO_NODES: tl.constexpr, TO_HIDDEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if ORDERED:
+        # Neighbours share most of their paths, and find their vectors in the cache.
+        row = tl.load(order + row)
+    first, stop, chosen = _path_of(target, path_start, row, row >= 0, n_classes, ignored, IGNORES)
+    step = tl.arange(0, WIDTH)
+    inside = step < depth
+    read = step < tl.where(first < stop, depth, 0)
+    state = tl.load(hidden + row * hidden_row + step, mask=read, other=0.0).to(tl.float32)
+    total = tl.zeros((NODES,), dtype=tl.float32)
+    summed = tl.zeros((WIDTH,), dtype=tl.float32)
+    for start in range(first, stop, NODES):
+        place = start + tl.arange(0, NODES)
+        live = place < stop
+        edge = tl.load(path_edge + place, mask=live, other=0)
+        node = (edge >> 1).to(tl.int64)
+        vectors = tl.load(
+            weight + node[:, None] * weight_row + step[None, :],
+            mask=live[:, None] & inside[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        score = tl.sum(vectors * state[None, :], 1)
+        if BIASED:
+            score += tl.load(bias + node, mask=live, other=0.0).to(tl.float32)
+        second = (edge & 1) == 1
+        wrong = tl.where(second, -score, score)
+        small = tl.exp(-tl.abs(wrong))
+        total += tl.where(live, tl.maximum(wrong, 0.0) + _log1p(small), 0.0)
+        slope = tl.where(wrong < 0.0, small, 1.0) / (1.0 + small)
+        slope = tl.where(live, tl.where(second, -slope, slope), 0.0)
+        if TO_NODES:
+            tl.store(slopes + row * longest + (place - first), slope, mask=live)
+        if TO_HIDDEN:
+            summed += tl.sum(vectors * slope[:, None], 0)
+    if TO_HIDDEN:
+        tl.store(gradient + row * depth + step, summed, mask=inside)
+    lost = tl.sum(total, 0)
+    if first == stop:
+        # Ignored, or no class at all.
+        lost = float("nan")
+        if IGNORES:
+            if chosen == ignored:
+                lost = 0.0
+    tl.store(losses + row, lost)
+
+
+@triton.jit
+def _log1p(x):
+    """Of x from 0 to 1; what 1 + x rounds away is put back as a factor."""
+    grown = 1.0 + x
+    return tl.where(grown == 1.0, x, tl.log(grown) * (x / tl.where(grown == 1.0, 1.0, grown - 1.0)))
+
+
+@triton.jit
+def _compare_paths(
+    target, order, path_start, path_edge, starts, lengths, shared, new, n, n_classes, longest,
+    ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
+    PLACED: tl.constexpr,
+):  # fmt: skip
+    """How many nodes each row shares with the one before it, and which come up first in it."""
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = at < n
+    row = tl.load(order + at, mask=live, other=0)
+    first, stop, _ = _path_of(target, path_start, row, live, n_classes, ignored, IGNORES)
+    behind = live & (at > 0)
+    row = tl.load(order + at - 1, mask=behind, other=0)
+    first_before, stop_before, _ = _path_of(
+        target, path_start, row, behind, n_classes, ignored, IGNORES
+    )
+    length = (stop - first).to(tl.int32)
+    length_before = (stop_before - first_before).to(tl.int32)
+    common = tl.zeros((ROWS,), dtype=tl.int32)
+    for level in range(0, tl.max(length, 0), LEVELS):
+        step = level + tl.arange(0, LEVELS)
+        both = step[None, :] < tl.minimum(length, length_before)[:, None]
+        mine = tl.load(path_edge + first[:, None] + step[None, :], mask=both, other=0)
+        theirs = tl.load(path_edge + first_before[:, None] + step[None, :], mask=both, other=0)
+        # A node is on one level, and has one path above it: nothing is equal below a difference.
+        common += tl.sum((both & ((mine >> 1) == (theirs >> 1))).to(tl.int32), 1)
+    tl.store(starts + at, first, mask=live)
+    tl.store(lengths + at, length, mask=live)
+    tl.store(shared + at, common, mask=live)
+    if PLACED:
+        for level in range(0, longest, LEVELS):
+            step = level + tl.arange(0, LEVELS)
+            fresh = (step[:, None] >= common[None, :]) & (step[:, None] < length[None, :])
+            tl.store(
+                new + step[:, None].to(tl.int64) * n + at[None, :],
+                fresh.to(tl.int32),
+                mask=(step < longest)[:, None] & live[None, :],
+            )
+
+
+@triton.jit
+def _sum_tiles(
+    slopes, factor, hidden, order, lengths, starts, shared, place, path_edge, touched, weight,
+    bias, pieces, bias_pieces, through, n, depth, longest, hidden_row, factor_step,
+    TILE: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
+):  # fmt: skip
+    """The runs that start at one row, and those cut there, each up to the end of the tile.
+
+    A program has some levels of one row: their runs start together, and share what is read.
+    """
+    at = tl.program_id(0)
+    tile = at // TILE
+    own = tl.load(shared + at)
+    # At a cut, runs that came in are taken as well.
+    low = tl.where(at % TILE == 0, 0, own)
+    length = tl.load(lengths + at)
+    first_level = tl.program_id(1) * LEVELS
+    if (first_level < length) & (first_level + LEVELS > low):
+        level = first_level + tl.arange(0, LEVELS)
+        taken = (level >= low) & (level < length)
+        last = tl.minimum(tile * TILE + TILE, n)
+        later = at + 1 + tl.arange(0, TILE)
+        common = tl.load(shared + later, mask=later < last, other=longest)
+        ends = (later < last)[None, :] & (common[None, :] <= level[:, None])
+        end = tl.min(tl.where(ends, later[None, :], last), 1)
+        step = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+        inside = step < depth
+        summed = tl.zeros((LEVELS, WIDTH), dtype=tl.float32)
+        counted = tl.zeros((LEVELS,), dtype=tl.float32)
+        stop = tl.max(tl.where(taken, end, 0), 0)
+        for first in range(at, stop, GROUP):
+            for one in tl.static_range(GROUP):
+                live = first + one < stop
+                row = tl.load(order + first + one, mask=live, other=0)
+                mine = taken & (first + one < end)
+                slope = tl.load(slopes + row * longest + level, mask=mine, other=0.0)
+                slope *= tl.load(factor + row * factor_step).to(tl.float32)
+                # A NaN of a row that is not in the run does not reach it.
+                counted += tl.where(mine, slope, 0.0)
+                if TO_WEIGHT:
+                    read = step < tl.where(live, depth, 0)
+                    state = tl.load(hidden + row * hidden_row + step, mask=read, other=0.0)
+                    product = slope[:, None] * state.to(tl.float32)[None, :]
+                    summed += tl.where(mine[:, None], product, 0.0)
+        goes_on = (end == last) & (tl.load(shared + last, mask=last < n, other=0) > level)
+        came_in = level < own
+        whole = taken & ~goes_on & ~came_in
+        _write(
+            summed, counted, at, level, whole, step, inside, starts, place, path_edge, touched,
+            weight, bias, n, depth, PLACED, TO_WEIGHT, TO_BIAS,
+        )  # fmt: skip
+        part = taken & (goes_on | came_in)
+        piece = (tl.where(came_in, tl.cdiv(n, TILE), 0) + tile).to(tl.int64) * longest + level
+        if TO_WEIGHT:
+            tl.store(
+                pieces + piece[:, None] * depth + step[None, :],
+                summed,
+                mask=part[:, None] & inside[None, :],
+            )
+        if TO_BIAS:
+            tl.store(bias_pieces + piece, counted, mask=part)
+        tl.store(through + tile * longest + level, goes_on.to(tl.int32), mask=taken & came_in)
+
+
+@triton.jit
+def _sum_pieces(
+    starts, shared, place, path_edge, touched, weight, bias, pieces, bias_pieces, through, n,
+    tiles, depth, longest, TILE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
+):  # fmt: skip
+    """A run that starts in the tile before this one and goes on: its pieces, left to right."""
+    tile = tl.program_id(0) + 1
+    at = tile * TILE
+    this = tl.program_id(1)
+    if tl.load(shared + at) > this:
+        before = tl.load(shared + at - TILE + tl.arange(0, TILE))
+        if tl.min(before, 0) <= this:
+            # One level, as a block of one.
+            level = this + tl.arange(0, 1)
+            step = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+            inside = step < depth
+            head = (tile - 1).to(tl.int64) * longest + level
+            vector = tl.zeros((1, WIDTH), dtype=tl.float32)
+            if TO_WEIGHT:
+                vector += tl.load(
+                    pieces + head[:, None] * depth + step[None, :], mask=inside[None, :], other=0.0
+                )
+            number = tl.zeros((1,), dtype=tl.float32)
+            if TO_BIAS:
+                number += tl.load(bias_pieces + head)
+            going = 1
+            for first in range(tile, tiles, GROUP):
+                if going == 1:
+                    some = first + tl.arange(0, GROUP)
+                    on = tl.load(through + some * longest + this, mask=some < tiles, other=0)
+                    # The first that does not go on is the last piece.
+                    last = tl.min(tl.where(on == 0, some, tiles), 0)
+                    live = (some <= last) & (some < tiles)
+                    piece = (tiles + some).to(tl.int64) * longest + this
+                    if TO_WEIGHT:
+                        more = tl.load(
+                            pieces + piece[:, None] * depth + step[None, :],
+                            mask=live[:, None] & inside[None, :],
+                            other=0.0,
+                        )
+                        vector += tl.sum(more, 0)[None, :]
+                    if TO_BIAS:
+                        number += tl.sum(tl.load(bias_pieces + piece, mask=live, other=0.0), 0)
+                    going = (last == tiles).to(tl.int32)
+            _write(
+                vector, number, at, level, level >= 0, step, inside, starts, place, path_edge,
+                touched, weight, bias, n, depth, PLACED, TO_WEIGHT, TO_BIAS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _write(
+    vectors, numbers, at, level, whole, step, inside, starts, place, path_edge, touched, weight,
+    bias, n, depth, PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
+):  # fmt: skip
+    """The sums of runs that have row ``at`` on some levels, to where they belong."""
+    edge = tl.load(path_edge + tl.load(starts + at) + level, mask=whole, other=0)
+    to = (edge >> 1).to(tl.int64)
+    if PLACED:
+        node = to
+        # No other node of the level comes up first between the start of the run and this row.
+        to = tl.load(place + level.to(tl.int64) * n + at, mask=whole, other=1).to(tl.int64) - 1
+        tl.store(touched + to, node, mask=whole)
+    if TO_WEIGHT:
+        tl.store(
+            weight + to[:, None] * depth + step[None, :],
+            vectors.to(weight.dtype.element_ty),
+            mask=whole[:, None] & inside[None, :],
+        )
+    if TO_BIAS:
+        tl.store(bias + to, numbers.to(bias.dtype.element_ty), mask=whole)

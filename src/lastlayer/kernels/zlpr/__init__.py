@@ -1,62 +1,81 @@
-"""Rows of scores and labels to ZLPR, and to its gradient. README.md has the formulas.
+"""Rows of scores and labels to ZLPR and its gradient, and slabs of scores to it and to BCE.
 
 Scores are ``(rows, n)``. Labels are ``target`` of that shape, bool, integers 0 and 1 or floating in
 [0, 1]; or they are lists in the form of ``losses/_positives.py``, where listed classes have the
 label in ``values`` (1 where it is None) and all others have ``smoothing``. ``mask``, bool of the
-shape of the scores, says which classes count.
+shape of the scores, says which classes count. Forward gives the loss of each row, four numbers per
+row from which backward goes on (peak and sum of the negatives, peak and sum of the positives), and
+whether anything counts in the row.
 
-Forward gives the loss of each row, four numbers a row from which backward goes on (peak and sum of
-the negatives, peak and sum of the positives), and whether anything counts in the row.
+A slab has the scores of some of the labels, where all labels of a row are never held together. A
+score of -inf counts for nothing there and has the gradient 0: so are the listed labels left out.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._registry import Operation
+from lastlayer.kernels._registry import Operation, like_first
+
+_LISTS = "Tensor classes, Tensor rows, Tensor starts, Tensor? values, Tensor? mask, float smoothing"
+_operation = partial(Operation, __name__)
 
 
 def _losses(scores: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    n_rows = scores.shape[0]
-    dtype = accumulation_dtype(scores.dtype)
-    return (
-        scores.new_empty(n_rows, dtype=dtype),
-        scores.new_empty((4, n_rows), dtype=dtype),
-        scores.new_empty(n_rows, dtype=torch.bool),
-    )
+    loss = _row_losses(scores)
+    n_rows = loss.shape[0]
+    return loss, loss.new_empty((4, n_rows)), loss.new_empty(n_rows, dtype=torch.bool)
 
 
-def _like_scores(scores: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(scores, memory_format=torch.contiguous_format)
+def _row_losses(scores: Tensor, *_: object) -> Tensor:
+    return scores.new_empty(scores.shape[0], dtype=accumulation_dtype(scores.dtype))
 
 
-_LISTS = "Tensor classes, Tensor rows, Tensor starts, Tensor? values, Tensor? mask, float smoothing"
+def _slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
+    above = _row_losses(scores)
+    return above, above.new_empty(above.shape[0] if negated else 0)
 
-forward = Operation(
+
+forward = _operation(
+    "forward",
     "zlpr",
     "(Tensor scores, Tensor target, Tensor? mask) -> (Tensor, Tensor, Tensor)",
-    __name__,
-    "forward",
     _losses,
 )
-backward = Operation(
+backward = _operation(
+    "backward",
     "zlpr_backward",
     "(Tensor scores, Tensor target, Tensor? mask, Tensor stats, Tensor grad) -> Tensor",
-    __name__,
-    "backward",
-    _like_scores,
+    like_first,
 )
-forward_listed = Operation(
+forward_listed = _operation(
+    "forward_listed",
     "zlpr_listed",
     f"(Tensor scores, {_LISTS}) -> (Tensor, Tensor, Tensor)",
-    __name__,
-    "forward_listed",
     _losses,
 )
-backward_listed = Operation(
+backward_listed = _operation(
+    "backward_listed",
     "zlpr_listed_backward",
     f"(Tensor scores, {_LISTS}, Tensor stats, Tensor grad) -> Tensor",
-    __name__,
-    "backward_listed",
-    _like_scores,
+    like_first,
+)
+slab_sums = _operation(
+    "slab_sums",
+    "zlpr_slab_sums",
+    "(Tensor scores, bool negated) -> (Tensor, Tensor)",
+    _slab_sums,
+)
+slab_gradient_ = _operation(
+    "slab_gradient_",
+    "zlpr_slab_gradient_",
+    "(Tensor(a!) scores, Tensor scale, Tensor above, Tensor? below) -> ()",
+)
+logistic_slab_ = _operation(
+    "logistic_slab_",
+    "logistic_slab_",
+    "(Tensor(a!) scores, Tensor? scale, float smoothing) -> Tensor",
+    _row_losses,
 )

@@ -1,4 +1,7 @@
-"""ZLPR on the CPU: one pass over a row forward, one backward, in spans that stay in the cache."""
+"""ZLPR on the CPU: one pass over a row forward, one backward, in spans that stay in the cache.
+
+Slabs take torch's vectorised functions, on as many rows as a cache holds.
+"""
 
 import math
 
@@ -6,19 +9,19 @@ import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._arrays import as_rows, empty_rows
-from lastlayer.kernels._blocks import BLOCK
-from lastlayer.kernels._threads import by_rows
-from lastlayer.kernels.zlpr._spans import fill, hide, log_one_plus, onto, split
+from lastlayer.kernels._cpu import as_rows, by_rows, empty_rows, parts
+from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest
 
 # Scores between which sums go over to float64.
 _SPAN = 1024
+# Numbers of a slab that a cache holds.
+_IN_CACHE = 1 << 16
 
 
 def forward(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference's."""
     return _forward(scores, mask, *_dense(scores, target))
 
 
@@ -30,29 +33,16 @@ def backward(
 
 
 def forward_listed(
-    scores: Tensor,
-    classes: Tensor,
-    _rows: Tensor,
-    starts: Tensor,
-    values: Tensor | None,
-    mask: Tensor | None,
-    smoothing: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference's."""
+    scores: Tensor, classes: Tensor, _rows: Tensor, starts: Tensor, values: Tensor | None,
+    mask: Tensor | None, smoothing: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _forward(scores, mask, *_lists(scores, classes, starts, values, smoothing))
 
 
 def backward_listed(
-    scores: Tensor,
-    classes: Tensor,
-    _rows: Tensor,
-    starts: Tensor,
-    values: Tensor | None,
-    mask: Tensor | None,
-    smoothing: float,
-    stats: Tensor,
-    grad: Tensor,
-) -> Tensor:
+    scores: Tensor, classes: Tensor, _rows: Tensor, starts: Tensor, values: Tensor | None,
+    mask: Tensor | None, smoothing: float, stats: Tensor, grad: Tensor,
+) -> Tensor:  # fmt: skip
     """As the reference's, from the stats of forward."""
     lists = _lists(scores, classes, starts, values, smoothing)
     return _backward(scores, mask, stats, grad, *lists)
@@ -125,8 +115,9 @@ def _clear(row, scratch, classes, starts, smoothing):
                 scratch[classes[place]] = smoothing
 
 
+@by_rows
 @njit(nogil=True, cache=True, error_model="numpy")
-def _forward_some(
+def _forward_rows(
     start, stop, x, mask, target, classes, values, starts, smoothing, losses, stats, counts
 ):
     n = x.shape[1]
@@ -141,24 +132,25 @@ def _forward_some(
             last = min(n, first + _SPAN)
             k = last - first
             shown = mask[row if len(mask) > 1 else 0, first:last] if len(mask) else mask[:, 0]
-            n_allowed, n_positive = split(
+            n_allowed, n_positive = _split(
                 x[row, first:last], labels[first:last], shown, up, down, up_weight, down_weight
             )
             counted += n_allowed
-            up_peak, up_total = onto(up_peak, up_total, up[:k], up_weight[:k], lanes)
+            up_peak, up_total = _onto(up_peak, up_total, up[:k], up_weight[:k], lanes)
             if n_positive:
-                down_peak, down_total = onto(
+                down_peak, down_total = _onto(
                     down_peak, down_total, down[:k], down_weight[:k], lanes
                 )
-        losses[row] = log_one_plus(up_peak, up_total) + log_one_plus(down_peak, down_total)
+        losses[row] = _log_one_plus(up_peak, up_total) + _log_one_plus(down_peak, down_total)
         stats[0, row], stats[1, row] = up_peak, up_total + math.exp(-up_peak)
         stats[2, row], stats[3, row] = down_peak, down_total + math.exp(-down_peak)
         counts[row] = counted > 0
         _clear(row, scratch, classes, starts, smoothing)
 
 
+@by_rows
 @njit(nogil=True, cache=True, error_model="numpy")
-def _backward_some(
+def _backward_rows(
     start, stop, x, mask, target, classes, values, starts, smoothing, stats, grad, out
 ):
     n = x.shape[1]
@@ -176,18 +168,139 @@ def _backward_some(
             last = min(n, first + _SPAN)
             k = last - first
             shown = mask[row if len(mask) > 1 else 0, first:last] if len(mask) else mask[:, 0]
-            _, n_positive = split(
+            _, n_positive = _split(
                 x[row, first:last], labels[first:last], shown, up, down, up_weight, down_weight
             )
             factors = (left, right if n_positive else real(0.0))
-            fill(
+            _fill(
                 up[:k], down[:k], up_weight[:k], down_weight[:k], ends, factors,
                 out[row, first:last],
             )  # fmt: skip
             if len(shown) and math.isnan(left + right):
-                hide(shown, out[row, first:last])
+                _hide(shown, out[row, first:last])
         _clear(row, scratch, classes, starts, smoothing)
 
 
-_forward_rows = by_rows(_forward_some)
-_backward_rows = by_rows(_backward_some)
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _split(x, labels, allowed, up, down, up_weight, down_weight):
+    """Exponents and weights of the two sums; how many classes count, and how many positives."""
+    real = x.dtype.type
+    never, none, one = real(-math.inf), real(0.0), real(1.0)
+    n_allowed, n_positive = 0, 0
+    if len(allowed) == 0:
+        for i in range(len(x)):
+            label = real(labels[i])
+            up[i] = x[i] if label < one else never
+            down[i] = -x[i] if label > none else never
+            up_weight[i], down_weight[i] = one - label, label
+            n_positive += label > none
+        return len(x), n_positive
+    for i in range(len(x)):
+        keep = allowed[i] != 0
+        label = real(labels[i]) if keep else none
+        up[i] = x[i] if keep and label < one else never
+        down[i] = -x[i] if label > none else never
+        up_weight[i], down_weight[i] = one - label, label
+        n_positive += label > none
+        n_allowed += keep
+    return n_allowed, n_positive
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _sum_from(x, weight, peak):
+    zero = x.dtype.type(0.0)
+    total = zero
+    for i in range(len(x)):
+        # The same infinity twice is a distance of 0.
+        total += weight[i] * exp(zero if x[i] == peak else x[i] - peak)
+    return total
+
+
+@njit(nogil=True)
+def _onto(peak, total, x, weight, lanes):
+    """A sum and its origin, with a span added."""
+    top = largest(x, lanes, 0.0)
+    if top > peak:
+        total *= math.exp(peak - top)
+        peak = top
+    return peak, total + _sum_from(x, weight, peak)
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _fill(up, down, up_weight, down_weight, ends, factors, out):
+    zero = up.dtype.type(0.0)
+    for i in range(len(up)):
+        out[i] = up_weight[i] * exp(zero if up[i] == ends[0] else up[i] - ends[0]) * factors[0]
+    if factors[1] != zero:
+        for i in range(len(up)):
+            share = exp(zero if down[i] == ends[1] else down[i] - ends[1])
+            out[i] -= down_weight[i] * share * factors[1]
+
+
+@njit(nogil=True)
+def _hide(allowed, out):
+    """Classes that do not count have no gradient in a row that has no number either."""
+    for i in range(len(out)):
+        out[i] = out[i] if allowed[i] != 0 else 0.0
+
+
+@njit(nogil=True)
+def _log_one_plus(peak, total):
+    return peak + math.log(total + math.exp(-peak)) if peak > 0.0 else math.log1p(total)
+
+
+def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
+    dtype = accumulation_dtype(scores.dtype)
+    n = scores.shape[0]
+    above = scores.new_empty(n, dtype=dtype)
+    below = scores.new_empty(n if negated else 0, dtype=dtype)
+    if scores.shape[1] == 0:
+        return above.fill_(-torch.inf), below.fill_(-torch.inf)
+    for part in parts(scores.shape[0], scores.shape[1], _IN_CACHE):
+        values = scores[part].to(dtype)
+        above[part] = _logsumexp(values)
+        if negated:
+            below[part] = _logsumexp(_negated(values))
+    return above, below
+
+
+def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor | None) -> None:
+    for part in parts(scores.shape[0], scores.shape[1], _IN_CACHE):
+        values = scores[part].to(above.dtype)
+        minus = None if below is None else _negated(values)
+        gradient = (values - above[part].unsqueeze(-1)).exp_()
+        if minus is not None and below is not None:
+            gradient -= minus.sub_(below[part].unsqueeze(-1)).exp_()
+        torch.mul(gradient, scale[part].unsqueeze(-1), out=values)
+        if values.data_ptr() != scores[part].data_ptr():
+            scores[part] = values
+
+
+def _logsumexp(values: Tensor) -> Tensor:
+    """That of each row; torch's own takes twice as long."""
+    peak = values.amax(-1)
+    origin = torch.where(peak == -torch.inf, 0.0, peak)
+    return (values - origin.unsqueeze(-1)).exp_().sum(-1).log_().add_(origin)
+
+
+def _negated(values: Tensor) -> Tensor:
+    return torch.where(values == -torch.inf, values, -values)
+
+
+def logistic_slab_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
+    dtype = accumulation_dtype(scores.dtype)
+    losses = scores.new_empty(scores.shape[0], dtype=dtype)
+    for part in parts(scores.shape[0], scores.shape[1], _IN_CACHE):
+        values = scores[part].to(dtype)
+        loss = logsigmoid(-values).sum(-1).neg_()
+        absent = values == -torch.inf if smoothing else None
+        if absent is not None:
+            loss -= smoothing * values.masked_fill(absent, 0.0).sum(-1)
+        losses[part] = loss
+        if scale is None:
+            continue
+        gradient = values.sigmoid()
+        if absent is not None:
+            gradient.sub_(smoothing).masked_fill_(absent, 0.0)
+        scores[part] = gradient.mul_(scale[part].unsqueeze(-1))
+    return losses

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from lastlayer._torch import accumulation_dtype
 
@@ -35,29 +36,17 @@ def backward(
 
 
 def forward_listed(
-    scores: Tensor,
-    classes: Tensor,
-    rows: Tensor,
-    _starts: Tensor,
-    values: Tensor | None,
-    mask: Tensor | None,
-    smoothing: float,
-) -> Rows:
+    scores: Tensor, classes: Tensor, rows: Tensor, _starts: Tensor, values: Tensor | None,
+    mask: Tensor | None, smoothing: float,
+) -> Rows:  # fmt: skip
     """As ``forward``, from lists."""
     return forward(scores, dense_target(scores, classes, rows, values, smoothing), mask)
 
 
 def backward_listed(
-    scores: Tensor,
-    classes: Tensor,
-    rows: Tensor,
-    _starts: Tensor,
-    values: Tensor | None,
-    mask: Tensor | None,
-    smoothing: float,
-    stats: Tensor,
-    grad: Tensor,
-) -> Tensor:
+    scores: Tensor, classes: Tensor, rows: Tensor, _starts: Tensor, values: Tensor | None,
+    mask: Tensor | None, smoothing: float, stats: Tensor, grad: Tensor,
+) -> Tensor:  # fmt: skip
     """As ``backward``, from lists."""
     target = dense_target(scores, classes, rows, values, smoothing)
     return backward(scores, target, mask, stats, grad)
@@ -109,3 +98,38 @@ def _log_one_plus(terms: Tensor, peak: Tensor, one: Tensor) -> Rows:
 
 def _shares(terms: Tensor, _peak: Tensor, one: Tensor) -> Tensor:
     return terms / (terms.sum(-1) + one).unsqueeze(-1)
+
+
+def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
+    """The logsumexp of each row (rows, labels), and that of minus the row, or an empty tensor."""
+    values = scores.to(accumulation_dtype(scores.dtype))
+    if not negated:
+        return values.logsumexp(-1), values.new_empty(0)
+    return values.logsumexp(-1), _negated(values).logsumexp(-1)
+
+
+def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor | None) -> None:
+    """``scores`` (rows, labels) become the gradient; the rest has one number a row."""
+    values = scores.to(accumulation_dtype(scores.dtype))
+    gradient = torch.exp(values - above.unsqueeze(-1))
+    if below is not None:
+        gradient -= torch.exp(_negated(values) - below.unsqueeze(-1))
+    scores.copy_(gradient.mul_(scale.unsqueeze(-1)))
+
+
+def _negated(values: Tensor) -> Tensor:
+    return torch.where(values == -torch.inf, values, -values)
+
+
+def logistic_slab_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
+    """The losses of all rows (rows, labels), added up; ``scale`` has one number a row."""
+    values = scores.to(accumulation_dtype(scores.dtype))
+    absent = values == -torch.inf
+    # Not torch's softplus: it is linear from 20 on.
+    loss = -logsigmoid(-values)
+    if smoothing:
+        loss -= smoothing * torch.where(absent, 0.0, values)
+    if scale is not None:
+        gradient = torch.where(absent, 0.0, torch.sigmoid(values) - smoothing)
+        scores.copy_(gradient * scale.unsqueeze(-1))
+    return loss.sum(-1)

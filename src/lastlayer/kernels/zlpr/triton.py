@@ -1,25 +1,31 @@
-"""ZLPR on CUDA: how labels and rows are laid out, and the launches.
+"""ZLPR on CUDA: how labels and rows are laid out, the launches, and the kernels.
 
-README.md beside this file has the derivation.
+Forward a row is read once, unless a score is far on its wrong side; README.md says why the first
+reading needs no maximum. Backward a tile is read and written once. Of a slab a program takes a
+piece of one row.
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._sizes import cdiv, next_power_of_2
-from lastlayer.kernels.zlpr._gradient_triton import fill_gradient
-from lastlayer.kernels.zlpr._labels_triton import BITS, HARD, LISTED, SOFT
-from lastlayer.kernels.zlpr._sums_triton import merge_parts, sum_rows
+from lastlayer.kernels._triton import LOG2E, cdiv, in_rows, next_power_of_2, tile_width
 
+# Where the label of a class comes from.
+HARD, SOFT, BITS, LISTED = (tl.constexpr(kind) for kind in range(4))
 # Scores that a program looks at together.
 SCORES_A_PROGRAM = 2048
 # Rows are cut into parts where there are fewer programs than this.
 ENOUGH_PROGRAMS = 1024
 LIST = 64
+# exp of this, times any number of classes, is far from the ends of float32.
+FAR = tl.constexpr(60.0)
+# Scores of a slab that a program looks at in all: where it sums for ZLPR, and for a logistic loss.
+SHARE, LOGISTIC_SHARE = 16 * SCORES_A_PROGRAM, 8 * SCORES_A_PROGRAM
 
 
 def forward(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference's."""
     return _forward(scores, mask, *_dense(target))
 
 
@@ -31,37 +37,24 @@ def backward(
 
 
 def forward_listed(
-    scores: Tensor,
-    classes: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    values: Tensor | None,
-    mask: Tensor | None,
-    smoothing: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference's."""
+    scores: Tensor, classes: Tensor, rows: Tensor, starts: Tensor, values: Tensor | None,
+    mask: Tensor | None, smoothing: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lists = _lists(scores, classes, rows, starts, values, smoothing)
     return _forward(scores, mask, *lists)
 
 
 def backward_listed(
-    scores: Tensor,
-    classes: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    values: Tensor | None,
-    mask: Tensor | None,
-    smoothing: float,
-    stats: Tensor,
-    grad: Tensor,
-) -> Tensor:
+    scores: Tensor, classes: Tensor, rows: Tensor, starts: Tensor, values: Tensor | None,
+    mask: Tensor | None, smoothing: float, stats: Tensor, grad: Tensor,
+) -> Tensor:  # fmt: skip
     """As the reference's, from the stats of forward."""
     lists = _lists(scores, classes, rows, starts, values, smoothing)
     return _backward(scores, mask, stats, grad, *lists)
 
 
 def _dense(target):
-    target = _rows_together(target)
+    target = in_rows(target)
     if target.is_floating_point():
         return SOFT, target, None, None, None, 0.0
     labels = target.view(torch.uint8) if target.dtype == torch.bool else target
@@ -85,7 +78,7 @@ def _lists(scores, classes, rows, starts, values, smoothing):
 
 
 def _forward(scores, mask, kind, labels, classes, values, starts, smoothing):
-    scores = _rows_together(scores)
+    scores = in_rows(scores)
     n_rows, n = scores.shape
     losses = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
     stats = torch.empty((4, n_rows), device=scores.device, dtype=torch.float32)
@@ -99,14 +92,14 @@ def _forward(scores, mask, kind, labels, classes, values, starts, smoothing):
     parts = max(1, cdiv(n, span)) if span else 1
     pieces = losses if parts == 1 else stats.new_empty((5, parts, n_rows))
     mask_view, mask_row, mask_column = _mask_of(mask)
-    sum_rows[(tiles, parts)](
+    _sum_rows[(tiles, parts)](
         scores, labels, mask_view, classes, values, starts, losses, stats, counts, pieces,
         n_rows, n, span, scores.stride(0), labels.stride(0), mask_row, mask_column, smoothing,
         ROWS=height, BLOCK=width, KIND=kind.value, MASKED=mask is not None, WHOLE=parts == 1,
         LIST=LIST, num_warps=max(1, height * width // 512), enable_fp_fusion=True,
     )  # fmt: skip
     if parts > 1:
-        merge_parts[(n_rows,)](
+        _merge_parts[(n_rows,)](
             pieces, losses, stats, counts, n_rows, parts, PARTS=next_power_of_2(parts),
             num_warps=1, enable_fp_fusion=True,
         )  # fmt: skip
@@ -114,14 +107,14 @@ def _forward(scores, mask, kind, labels, classes, values, starts, smoothing):
 
 
 def _backward(scores, mask, stats, grad, kind, labels, classes, values, starts, smoothing):
-    scores = _rows_together(scores)
+    scores = in_rows(scores)
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
     n_rows, n = scores.shape
     if not out.numel():
         return out
     height, width = _tile_of(n, kind)
     mask_view, mask_row, mask_column = _mask_of(mask)
-    fill_gradient[(cdiv(n_rows, height), cdiv(n, width))](
+    _fill_gradient[(cdiv(n_rows, height), cdiv(n, width))](
         scores, labels, mask_view, classes, values, starts, stats, grad.contiguous(), out,
         n_rows, n, scores.stride(0), labels.stride(0), mask_row, mask_column, smoothing,
         ROWS=height, BLOCK=width, KIND=kind.value, MASKED=mask is not None,
@@ -132,14 +125,454 @@ def _backward(scores, mask, stats, grad, kind, labels, classes, values, starts, 
 
 def _tile_of(n, kind):
     """Rows and columns that a program looks at together; one row where it has a list."""
-    width = min(SCORES_A_PROGRAM, max(16, next_power_of_2(n)))
+    width = tile_width(n, SCORES_A_PROGRAM)
     return (1 if kind.value == LISTED.value else SCORES_A_PROGRAM // width), width
-
-
-def _rows_together(rows):
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def _mask_of(mask):
     """A mask that was expanded is read where it is, by its strides."""
     return (None, 0, 0) if mask is None else (mask.view(torch.uint8), *mask.stride())
+
+
+@triton.jit
+def _load_tile(
+    scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
+    smoothing, KIND: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scores, their labels (bool where they are 0 or 1), which count, and which are listed."""
+    value = tl.load(scores + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    keep = inside
+    if MASKED:
+        place = row * mask_row + column * mask_column
+        keep = keep & (tl.load(mask + place, mask=inside, other=0) != 0)
+    listed = ~inside
+    if KIND == HARD:
+        label = tl.load(labels + row * label_stride + column, mask=inside, other=0) != 0
+    elif KIND == SOFT:
+        label = tl.load(labels + row * label_stride + column, mask=inside, other=0.0)
+        label = label.to(tl.float32)
+    else:
+        word = tl.load(labels + row * label_stride + (column >> 5), mask=inside, other=0)
+        label = ((word >> (column & 31)) & 1) != 0
+        if KIND == LISTED:
+            listed = label
+            keep = keep & ~listed
+            label = value * 0.0 + smoothing
+    return value, label, keep, listed
+
+
+@triton.jit
+def _load_listed(
+    scores, mask, classes, values, first, end, row, stride, mask_row, mask_column,
+    MASKED: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    place = first + tl.arange(0, LIST)[None, :]
+    inside = place < end
+    named = tl.load(classes + place, mask=inside, other=-1)
+    real = named >= 0
+    value = tl.load(scores + row * stride + named, mask=real, other=0.0).to(tl.float32)
+    label = tl.load(values + place, mask=real, other=0.0)
+    keep = real
+    if MASKED:
+        allowed = tl.load(mask + row * mask_row + named * mask_column, mask=real, other=0)
+        keep = keep & (allowed != 0)
+    return value, label, keep, named, real
+
+
+@triton.jit
+def _list_of(starts, row, part, KIND: tl.constexpr):
+    """Where the list of the one row begins and ends; the first part of a row has it."""
+    begin = tl.zeros((), dtype=tl.int64)
+    end = begin
+    if KIND == LISTED:
+        if part == 0:
+            begin = tl.load(starts + row)
+            end = tl.load(starts + row + 1)
+    return begin, end
+
+
+@triton.jit
+def _exp_from(x, origin):
+    # The same infinity twice is a distance of 0.
+    return tl.exp2(tl.where(x == origin, 0.0, x - origin) * LOG2E)
+
+
+@triton.jit
+def _add(
+    value, label, keep, top, up, down, up_peak, down_peak, KIND: tl.constexpr, FIRST: tl.constexpr
+):
+    """Sums over negatives (up) and positives (down), and the largest exponent of the two."""
+    if (KIND == HARD) or (KIND == BITS):
+        x = tl.where(keep, tl.where(label, -value, value), -float("inf"))
+        if FIRST:
+            top = tl.maximum(top, x)
+            share = tl.exp2(x * LOG2E)
+        else:
+            share = _exp_from(x, tl.where(label, down_peak, up_peak))
+        up += tl.where(label, 0.0, share)
+        down += tl.where(label, share, 0.0)
+    else:
+        negative = tl.where(keep & (label < 1.0), value, -float("inf"))
+        positive = tl.where(keep & (label > 0.0), -value, -float("inf"))
+        if FIRST:
+            top = tl.maximum(top, tl.maximum(negative, positive))
+            up_share, down_share = tl.exp2(negative * LOG2E), tl.exp2(positive * LOG2E)
+        else:
+            up_share, down_share = _exp_from(negative, up_peak), _exp_from(positive, down_peak)
+        # A label of a class that does not count may be anything.
+        up += tl.where(keep, 1.0 - label, 0.0) * up_share
+        down += tl.where(keep, label, 0.0) * down_share
+    return top, up, down
+
+
+@triton.jit
+def _raise(value, label, keep, up_peak, down_peak, KIND: tl.constexpr):
+    """The largest exponents of both sums."""
+    if (KIND == HARD) or (KIND == BITS):
+        is_negative, is_positive = keep & ~label, keep & label
+    else:
+        is_negative, is_positive = keep & (label < 1.0), keep & (label > 0.0)
+    up_peak = tl.maximum(up_peak, tl.where(is_negative, value, -float("inf")))
+    return up_peak, tl.maximum(down_peak, tl.where(is_positive, -value, -float("inf")))
+
+
+@triton.jit
+def _sweep(
+    scores, labels, mask, classes, values, row, live, first_column, stop_column, begin, end,
+    stride, label_stride, mask_row, mask_column, smoothing, up_peak, down_peak,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    LIST: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """One reading: the largest exponent, both sums, and whether anything counts."""
+    top = tl.full((ROWS, BLOCK), 0.0, dtype=tl.float32)
+    up = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    down = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    seen = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+    for first in range(first_column, stop_column, BLOCK):
+        column = first + tl.arange(0, BLOCK)[None, :]
+        value, label, keep, _ = _load_tile(
+            scores, labels, mask, row, column, live & (column < stop_column), stride, label_stride,
+            mask_row, mask_column, smoothing, KIND, MASKED,
+        )  # fmt: skip
+        top, up, down = _add(value, label, keep, top, up, down, up_peak, down_peak, KIND, FIRST)
+        if MASKED:
+            seen = seen | keep.to(tl.int32)
+    highest, up_sum, down_sum = tl.max(top, 1), tl.sum(up, 1), tl.sum(down, 1)
+    any_seen = tl.max(seen, 1)
+    if KIND == LISTED:
+        top = tl.full((1, LIST), 0.0, dtype=tl.float32)
+        up = tl.zeros((1, LIST), dtype=tl.float32)
+        down = tl.zeros((1, LIST), dtype=tl.float32)
+        seen = tl.zeros((1, LIST), dtype=tl.int32)
+        for first in range(begin, end, LIST):
+            value, label, keep, _, _ = _load_listed(
+                scores, mask, classes, values, first, end, row, stride, mask_row, mask_column,
+                MASKED, LIST,
+            )  # fmt: skip
+            top, up, down = _add(value, label, keep, top, up, down, up_peak, down_peak, KIND, FIRST)
+            seen = seen | keep.to(tl.int32)
+        highest = tl.maximum(highest, tl.max(top, 1))
+        up_sum += tl.sum(up, 1)
+        down_sum += tl.sum(down, 1)
+        any_seen = tl.maximum(any_seen, tl.max(seen, 1))
+    return highest, up_sum, down_sum, any_seen
+
+
+@triton.jit
+def _find_peaks(
+    scores, labels, mask, classes, values, row, live, first_column, stop_column, begin, end,
+    stride, label_stride, mask_row, mask_column, smoothing,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    LIST: tl.constexpr,
+):  # fmt: skip
+    """The largest exponents of both sums, at least that of the 1 beside them."""
+    up = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    down = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for first in range(first_column, stop_column, BLOCK):
+        column = first + tl.arange(0, BLOCK)[None, :]
+        value, label, keep, _ = _load_tile(
+            scores, labels, mask, row, column, live & (column < stop_column), stride, label_stride,
+            mask_row, mask_column, smoothing, KIND, MASKED,
+        )  # fmt: skip
+        up, down = _raise(value, label, keep, up, down, KIND)
+    up_peak, down_peak = tl.max(up, 1), tl.max(down, 1)
+    if KIND == LISTED:
+        up = tl.zeros((1, LIST), dtype=tl.float32)
+        down = tl.zeros((1, LIST), dtype=tl.float32)
+        for first in range(begin, end, LIST):
+            value, label, keep, _, _ = _load_listed(
+                scores, mask, classes, values, first, end, row, stride, mask_row, mask_column,
+                MASKED, LIST,
+            )  # fmt: skip
+            up, down = _raise(value, label, keep, up, down, KIND)
+        up_peak = tl.maximum(up_peak, tl.max(up, 1))
+        down_peak = tl.maximum(down_peak, tl.max(down, 1))
+    return up_peak, down_peak
+
+
+@triton.jit
+def _log_one_plus(peak, total):
+    """``log(1 + sum)``, where the sum is ``total · exp(peak)``."""
+    series = total * (1.0 - total * (0.5 - total * (0.33333334 - total * (0.25 - total * 0.2))))
+    plain = tl.where(total < 0.03125, series, tl.log(1.0 + total))
+    return tl.where(peak > 0.0, peak + tl.log(total + tl.exp(-peak)), plain)
+
+
+@triton.jit
+def _store_row(losses, stats, counts, row, live, n_rows, up_peak, up, down_peak, down, seen):
+    loss = _log_one_plus(up_peak, up) + _log_one_plus(down_peak, down)
+    tl.store(losses + row, loss, mask=live)
+    tl.store(stats + row, up_peak, mask=live)
+    tl.store(stats + n_rows + row, up + tl.exp(-up_peak), mask=live)
+    tl.store(stats + 2 * n_rows + row, down_peak, mask=live)
+    tl.store(stats + 3 * n_rows + row, down + tl.exp(-down_peak), mask=live)
+    tl.store(counts + row, seen.to(tl.uint8), mask=live)
+
+
+@triton.jit
+def _sum_rows(
+    scores, labels, mask, classes, values, starts, losses, stats, counts, pieces,
+    n_rows, n, span, stride, label_stride, mask_row, mask_column, smoothing,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    WHOLE: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(1)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    flat_row = first_row + tl.arange(0, ROWS)
+    flat_live = flat_row < n_rows
+    row, live = flat_row[:, None], flat_live[:, None]
+    start = part * span
+    stop = tl.minimum(start + span, n)
+    begin, end = _list_of(starts, first_row, part, KIND)
+
+    top, up, down, seen = _sweep(
+        scores, labels, mask, classes, values, row, live, start, stop, begin, end, stride,
+        label_stride, mask_row, mask_column, smoothing, 0.0, 0.0,
+        ROWS, BLOCK, KIND, MASKED, LIST, True,
+    )  # fmt: skip
+    if not MASKED:
+        seen = (flat_row >= 0) & (stop > start)
+    up_peak = tl.zeros((ROWS,), dtype=tl.float32)
+    down_peak = tl.zeros((ROWS,), dtype=tl.float32)
+    if tl.max(top, 0) > FAR:
+        up_peak, down_peak = _find_peaks(
+            scores, labels, mask, classes, values, row, live, start, stop, begin, end, stride,
+            label_stride, mask_row, mask_column, smoothing, ROWS, BLOCK, KIND, MASKED, LIST,
+        )  # fmt: skip
+        _, up, down, _ = _sweep(
+            scores, labels, mask, classes, values, row, live, start, stop, begin, end, stride,
+            label_stride, mask_row, mask_column, smoothing, up_peak[:, None], down_peak[:, None],
+            ROWS, BLOCK, KIND, MASKED, LIST, False,
+        )  # fmt: skip
+    if WHOLE:
+        _store_row(
+            losses, stats, counts, flat_row, flat_live, n_rows, up_peak, up, down_peak, down, seen
+        )
+    else:
+        parts = tl.num_programs(1).to(tl.int64)
+        place = pieces + part * n_rows + flat_row
+        tl.store(place, up_peak, mask=flat_live)
+        tl.store(place + parts * n_rows, up, mask=flat_live)
+        tl.store(place + 2 * parts * n_rows, down_peak, mask=flat_live)
+        tl.store(place + 3 * parts * n_rows, down, mask=flat_live)
+        tl.store(place + 4 * parts * n_rows, seen.to(tl.float32), mask=flat_live)
+
+
+@triton.jit
+def _merge_parts(pieces, losses, stats, counts, n_rows, parts, PARTS: tl.constexpr):
+    """The parts of a row to its sums."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    part = tl.arange(0, PARTS)[None, :]
+    here = part < parts
+    place = pieces + part.to(tl.int64) * n_rows + row[:, None]
+    step = parts.to(tl.int64) * n_rows
+    up_peaks = tl.load(place, mask=here, other=0.0)
+    ups = tl.load(place + step, mask=here, other=0.0)
+    down_peaks = tl.load(place + 2 * step, mask=here, other=0.0)
+    downs = tl.load(place + 3 * step, mask=here, other=0.0)
+    seen = tl.max(tl.load(place + 4 * step, mask=here, other=0.0), 1)
+    up_peak, down_peak = tl.max(up_peaks, 1), tl.max(down_peaks, 1)
+    up = tl.sum(ups * _exp_from(up_peaks, up_peak[:, None]), 1)
+    down = tl.sum(downs * _exp_from(down_peaks, down_peak[:, None]), 1)
+    _store_row(losses, stats, counts, row, row < n_rows, n_rows, up_peak, up, down_peak, down, seen)
+
+
+@triton.jit
+def _slopes(value, label, keep, grad, up_peak, up_scale, down_peak, down_scale, KIND: tl.constexpr):
+    if (KIND == HARD) or (KIND == BITS):
+        x = tl.where(label, -value, value)
+        share = _exp_from(x, tl.where(label, down_peak, up_peak))
+        slope = share * tl.where(label, -down_scale, up_scale)
+    else:
+        up = tl.where(label < 1.0, _exp_from(value, up_peak) * up_scale, 0.0) * (1.0 - label)
+        down = tl.where(label > 0.0, _exp_from(-value, down_peak) * down_scale, 0.0) * label
+        slope = up - down
+    return tl.where(keep & (grad != 0.0), slope * grad, 0.0)
+
+
+@triton.jit
+def _fill_gradient(
+    scores, labels, mask, classes, values, starts, stats, grad, out,
+    n_rows, n, stride, label_stride, mask_row, mask_column, smoothing,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    LIST: tl.constexpr,
+):  # fmt: skip
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    row = (first_row + tl.arange(0, ROWS))[:, None]
+    live = row < n_rows
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = live & (column < n)
+    upstream = tl.load(grad + row, mask=live, other=0.0).to(tl.float32)
+    up_peak = tl.load(stats + row, mask=live, other=0.0)
+    up_scale = 1.0 / tl.load(stats + n_rows + row, mask=live, other=1.0)
+    down_peak = tl.load(stats + 2 * n_rows + row, mask=live, other=0.0)
+    down_scale = 1.0 / tl.load(stats + 3 * n_rows + row, mask=live, other=1.0)
+    value, label, keep, listed = _load_tile(
+        scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
+        smoothing, KIND, MASKED,
+    )  # fmt: skip
+    slope = _slopes(value, label, keep, upstream, up_peak, up_scale, down_peak, down_scale, KIND)
+    place = out + row * n + column
+    tl.store(place, slope.to(out.dtype.element_ty), mask=inside & ~listed)
+    if KIND == LISTED:
+        begin, end = _list_of(starts, first_row, tl.program_id(1), KIND)
+        for first in range(begin, end, LIST):
+            its_value, its_label, its_keep, named, real = _load_listed(
+                scores, mask, classes, values, first, end, row, stride, mask_row, mask_column,
+                MASKED, LIST,
+            )  # fmt: skip
+            its_slope = _slopes(
+                its_value, its_label, its_keep, upstream, up_peak, up_scale, down_peak,
+                down_scale, KIND,
+            )  # fmt: skip
+            tl.store(out + row * n + named, its_slope.to(out.dtype.element_ty), mask=real)
+
+
+def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
+    n_rows, n = scores.shape
+    parts = max(1, cdiv(n, SHARE))
+    above = torch.empty(parts, n_rows, device=scores.device, dtype=torch.float32)
+    below = torch.empty_like(above) if negated else above.new_empty(0)
+    if scores.numel():
+        block = tile_width(n, SCORES_A_PROGRAM, 32)
+        _slab_sums[(n_rows, parts)](
+            scores, above, below, n_rows, n, scores.stride(0), SHARE, BLOCK=block, NEGATED=negated,
+            num_warps=max(1, block // 512), enable_fp_fusion=True,
+        )  # fmt: skip
+    else:
+        above.fill_(-torch.inf)
+        below.fill_(-torch.inf)
+    return above.logsumexp(0), below.logsumexp(0) if negated else below
+
+
+def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor | None) -> None:
+    n_rows, n = scores.shape
+    if scores.numel():
+        block = tile_width(n, SCORES_A_PROGRAM, 32)
+        _slab_gradient[(n_rows, cdiv(n, block))](
+            scores, scale, above, below, n, scores.stride(0), BLOCK=block,
+            NEGATED=below is not None, num_warps=max(1, block // 512), enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _slab_sums(
+    scores, above, below, n_rows, n, stride, share, BLOCK: tl.constexpr, NEGATED: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    scores += row * stride
+    stop = tl.minimum((part + 1) * share, n)
+    peak = tl.full((), -float("inf"), dtype=tl.float32)
+    floor = peak
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    reverse = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(part * share, stop, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        values = tl.load(scores + column, mask=column < stop, other=-float("inf")).to(tl.float32)
+        peak, total = _added(values, peak, total)
+        if NEGATED:
+            floor, reverse = _added(_negated(values), floor, reverse)
+    tl.store(above + part * n_rows + row, peak + tl.log(tl.sum(total, 0)))
+    if NEGATED:
+        tl.store(below + part * n_rows + row, floor + tl.log(tl.sum(reverse, 0)))
+
+
+@triton.jit
+def _added(values, peak, total):
+    """The running maximum, and sums of exponentials relative to it."""
+    grown = tl.maximum(peak, tl.max(values, 0))
+    # -inf everywhere so far: nothing to scale, and no difference of infinities.
+    origin = tl.where(grown == -float("inf"), 0.0, grown) * LOG2E
+    shrink = tl.exp2(peak * LOG2E - origin)
+    return grown, total * shrink + tl.exp2(values * LOG2E - origin)
+
+
+@triton.jit
+def _negated(values):
+    return tl.where(values == -float("inf"), values, -values)
+
+
+@triton.jit
+def _slab_gradient(
+    scores, scale, above, below, n, stride, BLOCK: tl.constexpr, NEGATED: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < n
+    place = scores + row * stride + column
+    values = tl.load(place, mask=live, other=-float("inf")).to(tl.float32)
+    gradient = tl.exp2((values - tl.load(above + row)) * LOG2E)
+    if NEGATED:
+        gradient -= tl.exp2((_negated(values) - tl.load(below + row)) * LOG2E)
+    gradient *= tl.load(scale + row)
+    tl.store(place, gradient.to(scores.dtype.element_ty), mask=live)
+
+
+def logistic_slab_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
+    n_rows, n = scores.shape
+    parts = max(1, cdiv(n, LOGISTIC_SHARE))
+    losses = torch.empty(parts, n_rows, device=scores.device, dtype=torch.float32)
+    if scores.numel():
+        block = tile_width(n, SCORES_A_PROGRAM, 32)
+        _logistic[(n_rows, parts)](
+            scores, scale, losses, n_rows, n, scores.stride(0), LOGISTIC_SHARE, smoothing,
+            BLOCK=block, GRADIENT=scale is not None, SMOOTH=smoothing != 0.0,
+            num_warps=max(1, block // 512), enable_fp_fusion=True,
+        )  # fmt: skip
+    else:
+        losses.zero_()
+    return losses.sum(0)
+
+
+@triton.jit
+def _logistic(
+    scores, scale, losses, n_rows, n, stride, share, smoothing, BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    scores += row * stride
+    stop = tl.minimum((part + 1) * share, n)
+    factor = 1.0
+    if GRADIENT:
+        factor = tl.load(scale + row)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(part * share, stop, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        live = column < stop
+        values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+        power = tl.exp2(-tl.abs(values) * LOG2E)
+        # log(1 + u) rounds 1 + u: a million labels that are right would count for nothing.
+        series = power * (1.0 - power * (0.5 - power * (0.33333334 - power * 0.25)))
+        total += tl.maximum(values, 0.0) + tl.where(power < 0.03, series, tl.log(1.0 + power))
+        if SMOOTH:
+            absent = values == -float("inf")
+            total -= tl.where(absent, 0.0, values * smoothing)
+        if GRADIENT:
+            gradient = tl.where(values < 0.0, power, 1.0) / (1.0 + power)
+            if SMOOTH:
+                gradient = tl.where(absent, 0.0, gradient - smoothing)
+            gradient *= factor
+            tl.store(scores + column, gradient.to(scores.dtype.element_ty), mask=live)
+    tl.store(losses + part * n_rows + row, tl.sum(total, 0))

@@ -1,0 +1,184 @@
+"""InfoNCE over a batch of pairs, with the gradients of queries, keys and the temperature."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks import driver
+from benchmarks.driver import BACKWARD, Call, Case, Family, Inputs, Method, Results
+from benchmarks.record import OURS
+from lastlayer import losses
+
+SYMMETRIC, ONE_WAY = "symmetric", "one-way"
+MAIN = "info_nce"
+# Pairs and the size of their vectors, by device and whether the run is quick.
+SHAPES: dict[tuple[str, bool], dict[str, list[tuple[int, int]]]] = {
+    ("cuda", False): {
+        SYMMETRIC: [(8192, 768), (32768, 768), (131072, 768)],
+        ONE_WAY: [(32768, 768)],
+    },
+    ("cpu", False): {SYMMETRIC: [(1024, 128), (2048, 128), (4096, 128)], ONE_WAY: [(4096, 128)]},
+    ("cuda", True): {SYMMETRIC: [(8192, 256)], ONE_WAY: [(8192, 256)]},
+    ("cpu", True): {SYMMETRIC: [(512, 64)], ONE_WAY: [(512, 64)]},
+}
+TEMPERATURE = 0.07
+# How far the vectors of a pair are from what they have in common.
+SPREAD = 1.5
+MADE = (
+    f"query and key = c + {SPREAD:g}·N(0, 1) with c ~ N(0, 1) for each pair, temperature "
+    f"{TEMPERATURE:g}, with a gradient"
+)
+# The temperature has one gradient, a sum over all pairs.
+_TOLERANCES = {"float32": {"temperature": 1e-4}, "bfloat16": {"temperature": 1e-2}}
+
+NOTES = f"""\
+- A shape is pairs × size of their vectors. A time is of forward and backward together, with the
+  gradients of queries, keys and the temperature. Inputs: {MADE}.
+- Verified: the loss and all gradients of the whole batch, against float64.
+- TFLOP/s are 6·pairs²·width over the time, the three products of a loss with stored similarities,
+  whatever a method does.
+- torch eager is `cross_entropy` on all cosines over the temperature (symmetric: on their transpose
+  too); compiled is `torch.compile` of the same. A method whose similarities would not fit in memory
+  is left out.
+"""
+
+
+def _similarities(query: Tensor, key: Tensor, temperature: Tensor) -> Tensor:
+    query, key = functional.normalize(query, dim=-1), functional.normalize(key, dim=-1)
+    return (query @ key.T).float() / temperature
+
+
+def _one_way(query: Tensor, key: Tensor, temperature: Tensor) -> Tensor:
+    own = torch.arange(len(query), device=query.device)
+    return functional.cross_entropy(_similarities(query, key, temperature), own)
+
+
+def _both_ways(query: Tensor, key: Tensor, temperature: Tensor) -> Tensor:
+    scores = _similarities(query, key, temperature)
+    own = torch.arange(len(query), device=query.device)
+    return (functional.cross_entropy(scores, own) + functional.cross_entropy(scores.T, own)) / 2
+
+
+def _info_nce_pytorch() -> Call:
+    install = "pip install info-nce-pytorch"
+    function = driver.peer("info-nce-pytorch", "info_nce", "info_nce", install)
+    return lambda q, k, t: function(q, k, temperature=t)
+
+
+def _open_clip() -> Call:
+    loss = driver.peer(
+        "open-clip-torch", "open_clip.loss", "ClipLoss", "pip install open-clip-torch"
+    )()
+
+    def function(query: Tensor, key: Tensor, temperature: Tensor) -> Any:
+        query, key = functional.normalize(query, dim=-1), functional.normalize(key, dim=-1)
+        return loss(query, key, 1.0 / temperature.to(query.dtype))
+
+    return function
+
+
+def methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) -> list[Method]:
+    """The baseline, ours, then the others."""
+    symmetric, dtype = section == SYMMETRIC, driver.USUAL_DTYPE[device]
+    scores, itemsize = shape[0] * shape[0], driver.DTYPES[dtype].itemsize
+    function = _both_ways if symmetric else _one_way
+    # Held at once: the similarities, and for each direction what its softmax leaves.
+    held = scores * (4 + 2 * (3 if symmetric else 2) * itemsize)
+
+    def made(name: str, source: str, load: Any, scratch: int = 0) -> Method:
+        return Method(
+            name, source, lambda: driver.loss_step(load(), "query", "key", "temperature"), section,
+            scratch=scratch, tolerances=_TOLERANCES[dtype],
+        )  # fmt: skip
+
+    def ours(chunk_rows: str) -> Call:
+        return partial(_ours, symmetric=symmetric, chunk_rows=chunk_rows)
+
+    eager = made("eager", "torch", lambda: function, held)
+    compiled = made("compiled", "torch", partial(driver.compiled, function), scores * 3 * itemsize)
+    mine = [
+        made(MAIN, OURS, lambda: ours("auto")),
+        made(f"{MAIN}, low memory", OURS, lambda: ours("low")),
+    ]
+    other = (
+        made("ClipLoss", "open-clip-torch", _open_clip, held)
+        if symmetric
+        else made("info_nce", "info-nce-pytorch", _info_nce_pytorch, scores * (4 + 4 * itemsize))
+    )
+    if device == "cpu":
+        # Compiling takes longer than all of a quick run.
+        return [eager, *mine, *([] if quick else [compiled]), other]
+    return [compiled, *mine, eager, other]
+
+
+def _ours(query: Tensor, key: Tensor, temperature: Tensor, **options: Any) -> Tensor:
+    return losses.info_nce(query, key, temperature=temperature, **options)
+
+
+def reference(section: str, inputs: Inputs) -> Results:
+    """The mean loss with its gradients, a few rows at a time."""
+    query, key, temperature = inputs
+    n, scale = query.shape[0], 1.0 / float(temperature)
+    leaves = [each.detach().double().requires_grad_() for each in (query, key)]
+    units = [functional.normalize(each, dim=-1) for each in leaves]
+    left, right = (each.detach() for each in units)
+    parts = driver.row_parts(n, n, query.device)
+    own = (left * right).sum(-1) * scale
+    rows, columns = torch.empty_like(own), torch.full_like(own, -torch.inf)
+    for part in parts:
+        scores = left[part] @ right.t() * scale
+        rows[part] = torch.logsumexp(scores, 1)
+        columns = torch.logaddexp(columns, torch.logsumexp(scores, 0))
+    weight = 0.5 if section == SYMMETRIC else 1.0
+    loss = weight * (rows - own).mean() + (1.0 - weight) * (columns - own).mean()
+    to_left, to_right = torch.empty_like(left), torch.zeros_like(right)
+    to_scale = loss.new_zeros(())
+    for part in parts:
+        cosines = left[part] @ right.t()
+        gradient = torch.exp(cosines * scale - rows[part].unsqueeze(1)).mul_(weight)
+        if weight < 1.0:
+            gradient += torch.exp(cosines * scale - columns).mul_(1.0 - weight)
+        gradient[:, part].diagonal().sub_(1.0)
+        gradient /= n
+        to_scale += torch.dot(gradient.flatten(), cosines.flatten())
+        torch.mm(gradient * scale, right, out=to_left[part])
+        to_right.addmm_(gradient.t(), left[part] * scale)
+    of_query, of_key = torch.autograd.grad(units, leaves, [to_left, to_right])
+    of_temperature = -to_scale * scale**2
+    return {"loss": loss, "query": of_query, "key": of_key, "temperature": of_temperature}
+
+
+def _case(section: str, shape: tuple[int, int], device: str, quick: bool) -> Case:
+    dtype = driver.USUAL_DTYPE[device]
+
+    def draw(on: torch.device, seed: int) -> Inputs:
+        """Pairs that are closer to each other than to the rest."""
+        generator = torch.Generator(on).manual_seed(seed)
+        common = driver.normal(shape, generator)
+        query, key = (
+            (common + SPREAD * driver.normal(shape, generator)).to(driver.DTYPES[dtype])
+            for _ in range(2)
+        )
+        return query, key, torch.tensor(TEMPERATURE, device=on)
+
+    pairs, width = shape
+    found = tuple(methods(section, shape, device, quick=quick))
+    return Case(
+        section, shape, dtype, BACKWARD, found, draw, leaves=3, reference=reference,
+        flop=6 * pairs * pairs * width, facts={"inputs": MADE},
+    )  # fmt: skip
+
+
+def _cases(place: torch.device, quick: bool) -> list[Case]:
+    found = SHAPES[place.type, quick]
+    return [
+        _case(section, shape, place.type, quick)
+        for section, shapes in found.items()
+        for shape in shapes
+    ]
+
+
+FAMILY = Family(name="contrastive", title="Contrastive losses", cases=_cases, notes=NOTES)

@@ -1,0 +1,305 @@
+"""Losses on a linear layer, with the gradients of hidden states and class vectors."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks import driver, maps
+from benchmarks.driver import BACKWARD, DTYPES, Call, Case, Family, Inputs, Method, Results, Work
+from benchmarks.record import OURS
+from lastlayer import fused, losses
+
+LARGE, SMALL, SPARSE = "large width", "small width", "sparse"
+CROSS_ENTROPY, TOPK = "cross_entropy", maps.TOPK
+SPARSE_LOSSES = ("sparsemax", "entmax 1.5", TOPK)
+# Rows, hidden size, classes; by device and whether the run is quick.
+SHAPES: dict[tuple[str, bool], dict[str, tuple[tuple[int, int, int], ...]]] = {
+    ("cuda", False): {
+        LARGE: ((8192, 4096, 128256), (8192, 2048, 256000), (16384, 1024, 50304)),
+        SMALL: ((16384, 128, 1_000_000), (16384, 64, 200_000)),
+        SPARSE: ((8192, 2048, 128256),),
+    },
+    ("cpu", False): {LARGE: ((512, 256, 100_000),), SMALL: (), SPARSE: ((256, 256, 32_000),)},
+    ("cuda", True): {
+        LARGE: ((4096, 1024, 32000),),
+        SMALL: ((4096, 64, 50000),),
+        SPARSE: ((2048, 512, 32000),),
+    },
+    ("cpu", True): {LARGE: ((256, 128, 8000),), SMALL: (), SPARSE: ((128, 128, 8000),)},
+}
+# Where probabilities are 0 beyond an edge, rounding a score moves them more, and moves classes
+# across the edge.
+_SPARSE_TOLERANCES = {
+    "float64": {"loss": 1e-12, "hidden": 1e-9, "weight": 1e-9},
+    "float32": {"loss": 1e-5, "hidden": 5e-3, "weight": 5e-3},
+    "bfloat16": {"loss": 1e-2, "hidden": 5e-2, "weight": 5e-2},
+}
+# Rows of a chunk where torch.compile is called on chunks.
+CHUNK_ROWS = 2048
+# Trained-like scores: how high the target stands, and how many classes come close to it.
+LEAD, NEAR_CLASSES, NEAREST = (4.0, 8.0), 32, (0.5, 1.0)
+VERY_FLAT = 0.01
+
+
+class Scores(NamedTuple):
+    """A kind of scores: how the inputs are made in words, and what draws them in float32."""
+
+    made: str
+    draw: Callable[[tuple[int, ...], torch.Generator], tuple[Tensor, Tensor, Tensor]]
+
+
+def _class_vectors(classes: int, width: int, generator: torch.Generator) -> Tensor:
+    # Of length 1 or so, so that scores have the size of the hidden states' entries.
+    return driver.normal((classes, width), generator).div_(width**0.5)
+
+
+def _flat(
+    shape: tuple[int, ...], generator: torch.Generator, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width, classes = shape
+    hidden = driver.normal((rows, width), generator).mul_(scale)
+    weight = _class_vectors(classes, width, generator)
+    target = torch.randint(classes, (rows,), generator=generator, device=generator.device)
+    return hidden, weight, target
+
+
+def _trained(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width, classes = shape
+    device = generator.device
+    weight = _class_vectors(classes, width, generator)
+    frequency = 1.0 / torch.arange(1, classes + 1, device=device)
+    target = torch.multinomial(frequency, rows, replacement=True, generator=generator)
+
+    def uniform(low: float, high: float) -> Tensor:
+        drawn = torch.rand(rows, 1, generator=generator, device=device)
+        return drawn.mul_(high - low).add_(low)
+
+    lead = uniform(*LEAD)
+    hidden = driver.normal((rows, width), generator) + lead * weight[target]
+    for step in range(1, min(NEAR_CLASSES, classes - 1) + 1):
+        hidden += lead * uniform(*NEAREST) * weight[(target + step) % classes]
+    return hidden, weight, target
+
+
+TRAINED, FLAT = "trained-like", "flat"
+KINDS = {
+    TRAINED: Scores(
+        "class vectors w ~ N(0, 1)/√width, target y by Zipf's law (p ∝ 1/(1 + y)), "
+        f"hidden = a·(w_y + Σ r_j·w_(y+j), j = 1 … {NEAR_CLASSES}) + N(0, 1), "
+        f"a ~ U({LEAD[0]:g}, {LEAD[1]:g}), r_j ~ U({NEAREST[0]:g}, {NEAREST[1]:g}): "
+        "the target leads, its neighbours come close, all others are noise",
+        _trained,
+    ),
+    FLAT: Scores(
+        "hidden ~ N(0, 1), class vectors ~ N(0, 1)/√width, targets uniform: scores ~ N(0, 1)",
+        _flat,
+    ),
+    "very flat": Scores(
+        f"as flat, with hidden ~ {VERY_FLAT:g}·N(0, 1): scores ~ {VERY_FLAT:g}·N(0, 1)",
+        partial(_flat, scale=VERY_FLAT),
+    ),
+}
+_MADE = "\n".join(f"  - *{name}*: {kind.made}." for name, kind in KINDS.items())
+
+NOTES = f"""\
+- A shape is rows × hidden size × classes. A time is of forward and backward together, with the
+  gradients of hidden states and class vectors. Scores are made in three ways:
+{_MADE}
+- Verified: the loss and both gradients of the whole problem, against float64.
+- TFLOP/s are 6·rows·width·classes over the time, the three products of a linear layer, whatever a
+  method does. The limit is a product of two square matrices in the same run.
+- torch eager is `cross_entropy(linear(hidden, weight).float(), target)`, compiled `torch.compile`
+  of it, on chunks called for {CHUNK_ROWS} rows at a time. *Stored scores* are our losses on the
+  result of `linear`. Peers run at their default settings; Cut Cross-Entropy leaves out parts of the
+  gradient by default. A method whose scores would not fit in memory is left out.
+"""
+
+
+def _step(function: Call) -> Work:
+    return driver.loss_step(function, "hidden", "weight")
+
+
+def _ours(name: str, **options: Any) -> Call:
+    functions: dict[str, Call] = {
+        CROSS_ENTROPY: fused.linear_cross_entropy,
+        "sparsemax": partial(fused.linear_entmax_loss, alpha=2.0),
+        "entmax 1.5": partial(fused.linear_entmax_loss, alpha=1.5),
+        TOPK: partial(fused.linear_topk_softmax_loss, k=maps.K),
+    }
+    return partial(functions[name], **options) if options else functions[name]
+
+
+def _stored(name: str) -> Call:
+    """Our loss on scores that are stored."""
+    on_scores: dict[str, Call] = {
+        "sparsemax": losses.sparsemax_loss,
+        "entmax 1.5": losses.entmax_loss,
+        TOPK: lambda scores, target: losses.topk_softmax_loss(scores, target, maps.K),
+    }
+    return lambda h, w, y: on_scores[name](functional.linear(h, w), y)
+
+
+def _into_float32() -> Work:
+    """The gradient of the class vectors is summed in a float32 buffer, and is that buffer."""
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Results:
+        total = torch.zeros_like(weight, dtype=torch.float32)
+        loss = fused.linear_cross_entropy(hidden, weight, target, weight_grad=total)
+        loss.backward()
+        gradient, hidden.grad, weight.grad = hidden.grad, None, None
+        if gradient is None:
+            raise RuntimeError("no gradient of hidden")
+        return {"loss": loss.detach(), "hidden": gradient, "weight": total}
+
+    return Work(call, replayed=False)
+
+
+def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(functional.linear(hidden, weight).float(), target)
+
+
+def _mean_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy((hidden @ weight.T).float(), target)
+
+
+def _summed_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy((hidden @ weight.T).float(), target, reduction="sum")
+
+
+def _on_chunks() -> Work:
+    compiled = driver.compiled(_summed_loss)
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Results:
+        total, gradients = torch.zeros((), device=hidden.device), []
+        chunks = zip(hidden.detach().split(CHUNK_ROWS), target.split(CHUNK_ROWS), strict=True)
+        for some, their_target in chunks:
+            leaf = some.requires_grad_()
+            loss = compiled(leaf, weight, their_target) / hidden.shape[0]
+            loss.backward()
+            total += loss.detach()
+            gradients.append(leaf.grad)
+        of_weight, weight.grad = weight.grad, None
+        if of_weight is None:
+            raise RuntimeError("no gradient of weight")
+        return {"loss": total, "hidden": torch.cat(gradients), "weight": of_weight}
+
+    return Work(call, replayed=False)
+
+
+def _torch_fused() -> Work:
+    function = getattr(functional, "linear_cross_entropy", None)
+    if function is None:
+        raise driver.PeerMissing("torch linear_cross_entropy", f"not in torch {torch.__version__}")
+    options = torch.nn.LinearCrossEntropyOptions()
+    return _step(lambda h, w, y: function(h, w, y, options=options))
+
+
+def _liger() -> Work:
+    name = "LigerFusedLinearCrossEntropyLoss"
+    loss = driver.peer("liger-kernel", "liger_kernel.transformers", name)()
+    return _step(lambda h, w, y: loss(w, h, y))
+
+
+def _cce() -> Work:
+    return _step(driver.peer("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy"))
+
+
+def _quack() -> Work:
+    module, install = "quack.linear_cross_entropy", "pip install quack-kernels"
+    return _step(driver.peer("quack-kernels", module, "chunked_linear_cross_entropy", install))
+
+
+def methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) -> list[Method]:
+    """The baseline, ours, then the others."""
+    scores, dtype = shape[0] * shape[-1], driver.USUAL_DTYPE[device]
+    itemsize = DTYPES[dtype].itemsize
+
+    def made(name: str, source: str, load: Any, scratch: int = 0) -> Method:
+        return Method(name, source, load, CROSS_ENTROPY, scratch=scratch)
+
+    main = made(CROSS_ENTROPY, OURS, lambda: _step(_ours(CROSS_ENTROPY)))
+    if section == SPARSE:
+        held, exact = scores * (8 + 4 * itemsize), _SPARSE_TOLERANCES[dtype]
+        ways = {"": (_ours, 0), ", stored scores": (_stored, held)}
+        return [main] + [
+            Method(name + way, OURS, partial(lambda f, n: _step(f(n)), function, name), name,
+                   scratch=scratch, tolerances=exact)
+            for way, (function, scratch) in ways.items() for name in SPARSE_LOSSES
+        ]  # fmt: skip
+    low = made(
+        "cross_entropy, low memory", OURS, lambda: _step(_ours(CROSS_ENTROPY, chunk_rows="low"))
+    )
+    eager = made("eager", "torch", lambda: _step(_eager), scores * (12 + itemsize))
+    held = scores * 2 * itemsize
+    compiled = made("compiled", "torch", lambda: _step(driver.compiled(_mean_loss)), held)
+    torch_fused = made("linear_cross_entropy", "torch", _torch_fused)
+    if device == "cpu":
+        # Compiling takes longer than all of a quick run, and torch's own fused loss, with its small
+        # chunks on a CPU, longer than all of a full one.
+        return [eager, main, low, torch_fused if quick else compiled]
+    others = [
+        torch_fused,
+        made("fused linear CE", "liger-kernel", _liger),
+        made("linear CE", "cut-cross-entropy", _cce),
+        made("chunked linear CE", "quack-kernels", _quack),
+    ]
+    if section == SMALL:
+        on_chunks = made(f"compiled, {CHUNK_ROWS}-row chunks", "torch", _on_chunks)
+        return [compiled, main, eager, on_chunks, *others]
+    float32 = made("cross_entropy, float32 sum", OURS, _into_float32)
+    return [compiled, main, low, float32, eager, *others]
+
+
+def reference(computes: str, inputs: Inputs) -> Results:
+    """The mean loss ⟨p − y, scores⟩ + H(p), its gradients, and the supports."""
+    supports = []
+    # 1 is Shannon's entropy.
+    alpha = maps.ALPHAS.get(computes, 1.0)
+
+    def of_scores(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        own = target.unsqueeze(-1)
+        probs = maps.truth("softmax" if computes == CROSS_ENTROPY else computes, scores)
+        supports.append((probs > 0).sum(-1))
+        if alpha == 1.0:
+            entropy = torch.special.entr(probs).sum()
+        else:
+            entropy = (1.0 - probs.pow(alpha).sum(-1)).sum() / (alpha * (alpha - 1.0))
+        at_target = scores.gather(-1, own)
+        total = torch.dot(probs.flatten(), scores.flatten()) - at_target.sum() + entropy
+        return total, probs.scatter_add_(-1, own, -torch.ones_like(at_target))
+
+    results = driver.linear_reference(inputs, of_scores)
+    return results if computes == CROSS_ENTROPY else results | {"support": torch.cat(supports)}
+
+
+def _case(section: str, shape: tuple[int, int, int], kind: str, device: str, quick: bool) -> Case:
+    dtype = driver.USUAL_DTYPE[device]
+
+    def draw(on: torch.device, seed: int) -> Inputs:
+        made = KINDS[kind].draw(shape, torch.Generator(on).manual_seed(seed))
+        hidden, weight, target = made
+        return hidden.to(DTYPES[dtype]), weight.to(DTYPES[dtype]), target
+
+    found = tuple(methods(section, shape, device, quick=quick))
+    return Case(
+        section, shape, dtype, BACKWARD, found, draw, leaves=2, reference=reference,
+        flop=6 * math.prod(shape), facts={"scores": kind, "inputs": KINDS[kind].made},
+    )  # fmt: skip
+
+
+def _cases(place: torch.device, quick: bool) -> list[Case]:
+    shapes = SHAPES[place.type, quick]
+    return [
+        _case(section, shape, kind, place.type, quick)
+        for section in (LARGE, SMALL, SPARSE)
+        for shape in shapes[section]
+        for kind in (KINDS if section == SPARSE else (FLAT,))
+    ]
+
+
+FAMILY = Family(name="fused", title="Fused losses", cases=_cases, notes=NOTES)

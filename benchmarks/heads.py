@@ -1,0 +1,713 @@
+"""Training steps and best classes of heads, what draws classes, and what builds trees."""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks import driver
+from benchmarks import heads_reference as references
+from benchmarks.driver import BACKWARD, FORWARD, Case, Family, Inputs, Method, Results, Work
+from benchmarks.heads_reference import Losses, in_float64
+from benchmarks.record import OURS
+from lastlayer import heads, optim, samplers, trees
+from lastlayer.heads import TopK
+from lastlayer.trees import Tree
+
+Counts = NDArray[np.float64]
+# Every run draws the same numbers.
+SEED = 1949
+K, SPREADS = 10, (1.0, 2.0)
+STEP, TOP, AGAINST, DRAWS, TREES = "step", f"top {K}", "cost against V", "draws", "trees"
+# Which entries are in a case: the step on a CPU, that on a GPU, the one with few classes that have
+# spellings, and the cost against the number of classes.
+CPU, CUDA, WORDS, SWEEP = "cpu", "cuda", "words", "sweep"
+# What arity a deep tree is collapsed to; groups and numbers per class of trees that are built.
+WIDE, GROUPS, NUMBERS, OVERLAP = 64, 1000, 64, 0.3
+# Draws of a call; those that a verification takes, in groups of classes of equal probability.
+DRAWN, VERIFIED, DRAWN_GROUPS = 8192, 1 << 18, 50
+# Rows whose best classes are compared with a sort of all, and how many of them at a time.
+COMPARED, _AT_A_TIME = {"cuda": 256, "cpu": 16}, 16
+
+
+class Sizes(NamedTuple):
+    """Rows, hidden size and classes of each section; the classes alone of draws and trees."""
+
+    steps: tuple[tuple[int, int, int], ...]
+    words: tuple[int, int, int]
+    top: tuple[int, int, int]
+    against: tuple[int, int]
+    classes: tuple[int, ...]
+    draws: int
+    trees: int = 0
+    clustered: int = 0
+
+
+_MANY = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
+# By device and whether the run is quick.
+SIZES = {
+    ("cpu", False): Sizes(
+        ((256, 256, 50_000),), (256, 256, 5_000), (256, 512, 1_000_000), (64, 64), _MANY,
+        draws=10_000_000, trees=1_000_000, clustered=100_000,
+    ),
+    ("cuda", False): Sizes(
+        ((8192, 512, 50_000), (8192, 512, 1_000_000)), (8192, 512, 5_000), (256, 512, 1_000_000),
+        (8192, 512), _MANY, draws=1_000_000,
+    ),
+    ("cpu", True): Sizes(
+        ((64, 64, 10_000),), (64, 64, 100), (32, 64, 20_000), (32, 32), (1_000, 4_000, 16_000),
+        draws=10_000, trees=10_000, clustered=2_000,
+    ),
+    ("cuda", True): Sizes(
+        ((2048, 256, 30_000),), (512, 256, 500), (256, 256, 100_000), (2048, 256),
+        (1_000, 10_000, 100_000), draws=100_000,
+    ),
+}  # fmt: skip
+
+NOTES = f"""\
+- A shape is rows × hidden size × classes. Hidden states are N(0, 1), and targets follow Zipf's law:
+  the class of rank r is drawn with p ∝ 1/r. The seed is fixed.
+- A *step* is forward and backward with the gradients of hidden states and all parameters. Verified:
+  loss and all gradients, against plain formulas in float64; *weight* is the parameter where the
+  error is largest. *+ RowAdagrad* ends each timed step with one of that optimiser. Memory is beyond
+  inputs and parameters; gradients count.
+- *Sparse* heads have row-sparse gradients. Trees are built from counts by Zipf's law: Huffman's,
+  the same collapsed to {WIDE} children per node, `two_level`, and √V equal groups. *Gathered paths*
+  is the plain way to a hierarchical softmax in torch: embeddings with sparse gradients, gathered
+  along padded paths. torch's adaptive softmax has the cutoffs of ours of the same name.
+- *{TOP}* is the exact `topk({K})` of heads of trained shape: biases are the log counts, and random
+  vectors add a standard deviation of *spread* to the scores. Verified: the classes are those of a
+  sort of all log-probabilities in float64, except for ties within rounding.
+- *Draws* are {DRAWN:,} classes with replacement and their log-probabilities (torch's has none), by
+  Zipf's law in random order. Verified by a χ² test of {DRAWN_GROUPS} groups of classes.
+- *Trees* are built from counts by Zipf's law in random order, clusters from {NUMBERS} numbers per
+  class. Verified: even choices give every class a probability, and these sum to 1.
+"""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows of hidden states of some size, and one of many classes for each."""
+
+    rows: int
+    width: int
+    classes: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def made(self) -> dict[str, Any]:
+        """Factory arguments of a module."""
+        return {"device": self.device, "dtype": self.dtype}
+
+    @property
+    def counts(self) -> Counts:
+        """How often each class occurs, up to a factor; the most frequent one first."""
+        return zipf(self.classes)
+
+    def draw(self, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
+        """Hidden states ~ N(0, 1), and targets by the counts."""
+        generator = torch.Generator(device).manual_seed(seed)
+        options: dict[str, Any] = {"generator": generator, "device": device}
+        hidden = torch.randn(self.rows, self.width, **options)
+        chance = torch.rand(self.rows, dtype=torch.float64, **options)
+        target = torch.searchsorted(_cumulative(self.classes, device), chance)
+        return hidden.to(self.dtype), target.clamp(max=self.classes - 1)
+
+
+@lru_cache(maxsize=2)
+def zipf(classes: int) -> Counts:
+    """Counts by Zipf's law with the exponent 1: one over the rank."""
+    return 1.0 / np.arange(1, classes + 1)
+
+
+def _shuffled(classes: int, seed: int = SEED) -> Counts:
+    return np.random.default_rng(seed).permutation(zipf(classes))
+
+
+@lru_cache(maxsize=2)
+def _cumulative(classes: int, device: torch.device) -> Tensor:
+    sums = np.cumsum(zipf(classes))
+    return torch.from_numpy(sums / sums[-1]).to(device)
+
+
+@lru_cache(maxsize=2)
+def huffman(classes: int) -> Tree:
+    """Huffman's tree of these counts."""
+    return trees.huffman(zipf(classes))
+
+
+class FlatLayer(nn.Linear):
+    """``nn.Linear`` with ``cross_entropy``, and with ``torch.topk`` on its scores."""
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]  # a head has targets
+        """The mean loss, from scores in float32, or in float64 from float64."""
+        return functional.cross_entropy(_wide(self._scores(hidden)), target)
+
+    def log_prob(self, hidden: Tensor) -> Tensor:
+        """Of all classes."""
+        return torch.log_softmax(self._scores(hidden), -1)
+
+    def topk(self, hidden: Tensor, k: int) -> TopK:
+        """The best scores, which are not normalised, and their classes."""
+        return TopK(*torch.topk(self._scores(hidden), k))
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden, self.weight, self.bias)
+
+
+class GatheredPaths(nn.Module):
+    """The hierarchical softmax of a binary tree by gathering: paths are padded to the longest.
+
+    Gradients are sparse: one row for each node of each path.
+    """
+
+    nodes: Tensor
+    signs: Tensor
+
+    def __init__(self, tree: Tree, problem: Problem) -> None:
+        super().__init__()
+        self.tree = tree
+        self.weight = nn.Embedding(tree.n_inner, problem.width, sparse=True, **problem.made)
+        self.bias = nn.Embedding(tree.n_inner, 1, sparse=True, **problem.made)
+        bound = problem.width**-0.5
+        for each in (self.weight, self.bias):
+            nn.init.uniform_(each.weight, -bound, bound)
+        place = np.arange(tree.max_depth)
+        inside = place < tree.class_depth[:, None]
+        entry = np.where(inside, tree.path_start[:-1, None] + place, 0)
+        # Towards the second child the sign is 1, and 0 beyond the end of a path.
+        signs = np.where(inside, 2 * tree.path_position[entry] - 1, 0)
+        nodes = torch.from_numpy(np.where(inside, tree.path_node[entry], 0))
+        self.register_buffer("nodes", nodes.to(problem.device))
+        self.register_buffer("signs", torch.from_numpy(signs).to(problem.device, torch.int8))
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """The mean loss."""
+        nodes, signs = self.nodes[target], self.signs[target]
+        scores = torch.bmm(self.weight(nodes), hidden.unsqueeze(-1)) + self.bias(nodes)
+        steps = functional.logsigmoid(signs * _wide(scores.squeeze(-1)))
+        return -(steps * (signs != 0)).sum(-1).mean()
+
+
+def _wide(scores: Tensor) -> Tensor:
+    return scores if scores.dtype == torch.float64 else scores.float()
+
+
+def _hierarchical(make: Callable[[Problem], Tree], **options: Any) -> Any:
+    return lambda p: heads.HierarchicalSoftmax(p.width, make(p), **options, **p.made)
+
+
+def _adaptive(*parts: int) -> Any:
+    """Cutoffs at these parts of the classes; without any, chosen from the counts."""
+    if not parts:
+        return lambda p: heads.AdaptiveSoftmax(p.width, counts=p.counts, **p.made)
+    return lambda p: heads.AdaptiveSoftmax(
+        p.width, cutoffs=[p.classes // part for part in parts], n_classes=p.classes, **p.made
+    )
+
+
+def _torch_adaptive(*parts: int) -> Any:
+    def build(p: Problem) -> nn.Module:
+        cutoffs = _adaptive(*parts)(p).cutoffs.tolist()
+        return nn.AdaptiveLogSoftmaxWithLoss(p.width, p.classes, cutoffs, **p.made)
+
+    return build
+
+
+def _differentiated(variant: str) -> Any:
+    def build(p: Problem) -> nn.Module:
+        widths = [3 * p.width // 4, 3 * p.width // 16, p.width // 16]
+        classes = [p.classes // 25, 4 * p.classes // 25]
+        bands = [*zip(classes, widths, strict=False), (p.classes - sum(classes), widths[-1])]
+        return heads.DifferentiatedSoftmax(p.width, bands, variant=variant, **p.made)
+
+    return build
+
+
+def _char_cnn(p: Problem) -> nn.Module:
+    words = [f"word{number:07d}" for number in range(p.classes)]
+    return heads.CharCNNSoftmax(p.width, words, **p.made)
+
+
+def _sampled(kind: Any) -> Any:
+    """As many classes drawn as there are rows, by how often they occur."""
+    return lambda p: kind(
+        p.width, p.classes, samplers.Unigram(p.counts), p.rows, sparse=True, **p.made
+    )
+
+
+def _shape_of(head: Any) -> str:
+    return _in_words(head.tree)
+
+
+def _in_words(tree: Tree) -> str:
+    return f"{tree.max_depth} deep" + ("" if tree.is_binary else f", up to {tree.max_arity} wide")
+
+
+def _cutoffs_of(head: Any) -> str:
+    """The cutoffs of an adaptive head in words, ours or torch's."""
+    made = head.cutoffs
+    starts = made.tolist() if isinstance(made, Tensor) else made[:-1]
+    return "cutoffs " + (", ".join(f"{each:,}" for each in starts) or "none")
+
+
+def _bands_of(head: Any) -> str:
+    return "bands " + ", ".join(f"{classes:,} of {width}" for classes, width in head.bands)
+
+
+def _draws_of(head: Any) -> str:
+    return f"{head.n_samples:,} drawn"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A head whose training step is measured.
+
+    Attributes:
+        name: what tables call it.
+        build: makes it for a problem; classes are by falling frequency.
+        on: the cases that it is in.
+        losses: its loss in float64.
+        source: the distribution it comes from.
+        computes: the function it computes, where other entries compute it too.
+        settings: what was chosen for the problem, in words.
+        score_bytes: bytes that it holds for each row and class; 0 where it stores no scores.
+        tolerances: where they are not the usual ones.
+        optimizer: of the parameters, whose step then ends each call.
+    """
+
+    name: str
+    build: Callable[[Problem], nn.Module]
+    on: Iterable[str] = (CPU, CUDA)
+    losses: Losses = references.by_log_prob
+    source: str = OURS
+    computes: str = ""
+    settings: Callable[[Any], str] = lambda _: ""
+    score_bytes: int = 0
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+
+    def method(self, problem: Problem) -> Method:
+        """What the driver calls."""
+        return Method(
+            self.name, self.source, partial(self.load, problem), self.computes,
+            scratch=problem.rows * problem.classes * self.score_bytes, tolerances=self.tolerances,
+        )  # fmt: skip
+
+    def load(self, problem: Problem) -> Work:
+        """Forward and backward from gradients set to None, and perhaps an update."""
+        module = seeded(lambda: self.build(problem), problem.device)
+        named = dict(module.named_parameters())
+        update = None if self.optimizer is None else self.optimizer(named.values()).step
+
+        def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
+            made: Any = module(hidden, target)
+            # torch's adaptive softmax returns a tuple that has it.
+            loss: Tensor = getattr(made, "loss", made)
+            return loss
+
+        def call(
+            hidden: Tensor, target: Tensor, update: Callable[[], Any] | None = update
+        ) -> Results:
+            loss = loss_of(hidden, target)
+            loss.backward()
+            if update is not None:
+                update()
+            leaves: dict[str, Any] = {"hidden": hidden, **named}
+            taken = {name: leaf.grad for name, leaf in leaves.items()}
+            for leaf in leaves.values():
+                leaf.grad = None
+            return {"loss": loss.detach(), **taken}
+
+        def captured(hidden: Tensor, target: Tensor) -> None:
+            leaves = [hidden, *named.values()]
+            made = torch.autograd.grad(loss_of(hidden, target), leaves, allow_unused=True)
+            if update is not None:
+                for leaf, gradient in zip(leaves, made, strict=True):
+                    leaf.grad = gradient
+                update()
+                for leaf in leaves:
+                    leaf.grad = None
+
+        def errors(results: Results, inputs: Inputs) -> dict[str, float]:
+            hidden, target = inputs
+            exact = references.step(module, self.losses, problem.classes, hidden, target)
+            found = {
+                name: driver.relative_error(results[name], each) for name, each in exact.items()
+            }
+            of_parameters = [found[name] for name in named]
+            worst = math.nan if any(map(math.isnan, of_parameters)) else max(of_parameters)
+            return {"loss": found["loss"], "hidden": found["hidden"], "weight": worst}
+
+        numbers = sum(each.numel() for each in named.values())
+        facts = {"settings": self.settings(module), "parameters": numbers}
+        return Work(call, captured, partial(call, update=None), errors, lambda _: dict(facts))
+
+
+def seeded(build: Callable[[], nn.Module], device: torch.device, seed: int = SEED) -> nn.Module:
+    """A module with the same numbers in every run."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        return build()
+
+
+LINEAR, FULL = "linear + cross_entropy", "full (fused)"
+HUFFMAN, TWO_LEVEL = "hierarchical, Huffman, sparse", "hierarchical, √V groups, sparse"
+ADAPTIVE = "adaptive, automatic cutoffs"
+ADAPTIVE_50, ADAPTIVE_25 = "adaptive, cutoffs V/50, V/5", "adaptive, cutoffs V/25, V/5"
+SAMPLED, NCE = "sampled softmax, sparse", "noise contrastive, sparse"
+UPDATED = " + RowAdagrad"
+
+_TREE: dict[str, Any] = {"losses": references.paths, "settings": _shape_of}
+_CLUSTERS: dict[str, Any] = {"losses": references.clusters, "settings": _cutoffs_of}
+_TORCH_CLUSTERS: dict[str, Any] = {
+    "losses": references.torch_clusters, "settings": _cutoffs_of, "source": "torch"
+}  # fmt: skip
+_BANDS: dict[str, Any] = {"losses": references.bands, "settings": _bands_of}
+_DRAWN: dict[str, Any] = {"losses": references.sampled, "settings": _draws_of}
+
+# The one place where a head is added: a name and what builds it are enough.
+ENTRIES = (
+    Entry(
+        LINEAR, lambda p: FlatLayer(p.width, p.classes, **p.made), (CPU, CUDA, WORDS),
+        references.flat, "torch", "full", score_bytes=14,
+    ),
+    Entry(
+        FULL, lambda p: heads.FullSoftmax(p.width, p.classes, **p.made), (CPU, CUDA, WORDS, SWEEP),
+        references.flat, computes="full",
+    ),
+    Entry(
+        HUFFMAN, _hierarchical(lambda p: huffman(p.classes), sparse=True), (CPU, CUDA, SWEEP),
+        **_TREE,
+    ),
+    Entry(
+        "hierarchical, Huffman, dense", _hierarchical(lambda p: huffman(p.classes)), (CPU,), **_TREE
+    ),
+    Entry(
+        f"hierarchical, collapsed to {WIDE}, sparse",
+        _hierarchical(lambda p: huffman(p.classes).collapse(WIDE), sparse=True), **_TREE,
+    ),
+    Entry(
+        "hierarchical, two_level, sparse",
+        _hierarchical(lambda p: trees.two_level(p.counts), sparse=True), (CPU,), **_TREE,
+    ),
+    Entry(
+        TWO_LEVEL, _hierarchical(lambda p: trees.two_level(p.classes), sparse=True), (SWEEP,),
+        **_TREE,
+    ),
+    Entry(
+        "gathered paths, Huffman, sparse", lambda p: GatheredPaths(huffman(p.classes), p),
+        losses=references.gathered, source="torch", computes=HUFFMAN, settings=_shape_of,
+    ),
+    Entry(ADAPTIVE, _adaptive(), (CPU, CUDA, SWEEP), **_CLUSTERS),
+    Entry(ADAPTIVE, _torch_adaptive(), (CPU,), **_TORCH_CLUSTERS),
+    Entry(ADAPTIVE_50, _adaptive(50, 5), (CPU,), **_CLUSTERS),
+    Entry(ADAPTIVE_50, _torch_adaptive(50, 5), (CPU,), **_TORCH_CLUSTERS),
+    Entry(ADAPTIVE_25, _adaptive(25, 5), (CUDA,), **_CLUSTERS),
+    Entry(ADAPTIVE_25, _torch_adaptive(25, 5), (CUDA,), **_TORCH_CLUSTERS),
+    Entry("differentiated, slices", _differentiated("slices"), **_BANDS),
+    Entry("differentiated, projections", _differentiated("projections"), **_BANDS),
+    Entry(SAMPLED, _sampled(heads.SampledSoftmax), (CPU, CUDA, SWEEP), **_DRAWN),
+    Entry(NCE, _sampled(heads.NoiseContrastive), losses=references.noise, settings=_draws_of),
+    Entry(
+        SAMPLED + UPDATED, _sampled(heads.SampledSoftmax), (CUDA,), **_DRAWN,
+        optimizer=lambda parameters: optim.RowAdagrad(parameters, lr=1e-3),
+    ),
+    # Rounding decides between letters that are equally good, and the gradient goes to one of them.
+    Entry("char_cnn", _char_cnn, (WORDS,), tolerances={"hidden": 1e-3, "weight": 1e-3}),
+)  # fmt: skip
+
+
+def _step_case(section: str, place: str, shape: tuple[int, int, int], device: torch.device) -> Case:
+    # A character CNN takes maxima, which in bfloat16 are others than in float64.
+    dtype = "float32" if place == WORDS else driver.USUAL_DTYPE[device.type]
+    baseline = LINEAR if place in (CPU, WORDS) else FULL
+    problem = Problem(*shape, driver.DTYPES[dtype], device)
+    found = sorted(
+        (entry.method(problem) for entry in ENTRIES if place in entry.on),
+        key=lambda method: (method.name != baseline, method.source != OURS),
+    )
+    return Case(
+        section, shape, dtype, BACKWARD, tuple(found), problem.draw, leaves=1, results_count=True
+    )
+
+
+@torch.no_grad()
+def _trained(p: Problem, build: Callable[[Problem], nn.Module], spread: float) -> Any:
+    """A head of trained shape: biases by the counts, vectors of this spread."""
+    head: Any = build(p)
+    biases: dict[Any, Counts]
+    if isinstance(head, FlatLayer):
+        weights, biases = [head.weight], {head.bias: np.log(p.counts)}
+    elif isinstance(head, heads.HierarchicalSoftmax):
+        tree = head.tree
+        # How often a path goes through each node, and on to its second child.
+        passes = np.repeat(p.counts, tree.class_depth)
+        below = np.bincount(tree.path_node, passes, minlength=tree.n_inner)
+        second = np.bincount(tree.path_node, passes * tree.path_position, minlength=tree.n_inner)
+        weights, biases = [head.weight], {head.bias: np.log(second / (below - second))}
+    else:
+        for projection in head.projections:
+            projection.mul_(math.sqrt(3.0))
+        first, *others = np.split(p.counts, head.cutoffs.tolist())
+        logs = np.log(np.concatenate([first, [each.sum() for each in others]]))
+        weights, biases = [head.head_weight, *head.tails], {head.head_bias: logs}
+    # Drawn as nn.Linear's, so that N(0, 1) gives scores this deviation.
+    for weight in weights:
+        weight.mul_(spread * math.sqrt(3.0))
+    for bias, values in biases.items():
+        bias.copy_(torch.from_numpy(values))
+    return head
+
+
+DENSE, TREE_TOP, ADAPTIVE_TOP = "linear + topk", "hierarchical, Huffman", "adaptive"
+_TOP_HEADS: dict[str, Any] = {
+    DENSE: (lambda p: FlatLayer(p.width, p.classes, **p.made), lambda _: ""),
+    TREE_TOP: (_hierarchical(lambda p: huffman(p.classes)), _shape_of),
+    ADAPTIVE_TOP: (
+        lambda p: heads.AdaptiveSoftmax(p.width, counts=p.counts, head_bias=True, **p.made),
+        _cutoffs_of,
+    ),
+}
+
+
+def _load_top(problem: Problem, kind: str, spread: float) -> Work:
+    build, settings = _TOP_HEADS[kind]
+    module: Any = seeded(lambda: _trained(problem, build, spread), problem.device)
+
+    @torch.no_grad()
+    def call(hidden: Tensor) -> Results:
+        values, classes = module.topk(hidden, K)
+        return {"values": values, "classes": classes}
+
+    @torch.no_grad()
+    def errors(results: Results, inputs: Inputs) -> dict[str, float]:
+        """Compare the classes with a sort of all log-probabilities in float64."""
+        (hidden,), twin = inputs, in_float64(module)
+        compared = results["classes"][: COMPARED[hidden.device.type]]
+        worst = []
+        for rows, found in zip(hidden.split(_AT_A_TIME), compared.split(_AT_A_TIME), strict=False):
+            log_prob = twin.log_prob(rows[: len(found)].double())
+            reached = log_prob.gather(-1, found).sort(-1, descending=True).values
+            worst.append((log_prob.topk(K).values - reached).abs().max())
+            if bool((found.sort(-1).values.diff(dim=-1) == 0).any()):
+                worst.append(log_prob.new_tensor(torch.inf))
+        return {"log_prob": float(torch.stack(worst).max())}
+
+    numbers = sum(each.numel() for each in module.parameters())
+    facts = {"settings": settings(module), "parameters": numbers}
+    return Work(call, errors=errors, facts=lambda _: dict(facts))
+
+
+def top_name(kind: str, spread: float) -> str:
+    """What tables call a head of this spread."""
+    return kind if kind == DENSE else f"{kind}, spread {spread:g}"
+
+
+def _top_case(shape: tuple[int, int, int], device: torch.device) -> Case:
+    dtype = driver.USUAL_DTYPE[device.type]
+    problem = Problem(*shape, driver.DTYPES[dtype], device)
+    # Less is a tie that rounding decides.
+    exact = {"log_prob": {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}[dtype]}
+    kinds = [(DENSE, SPREADS[0]), *((k, s) for k in (TREE_TOP, ADAPTIVE_TOP) for s in SPREADS)]
+    found = tuple(
+        Method(top_name(kind, spread), "torch" if kind == DENSE else OURS,
+               partial(_load_top, problem, kind, spread), tolerances=exact)
+        for kind, spread in kinds
+    )  # fmt: skip
+    return Case(
+        TOP, shape, dtype, FORWARD, found, lambda on, seed: problem.draw(on, seed)[:1],
+        results_count=True,
+    )  # fmt: skip
+
+
+ALIAS, MULTINOMIAL = "unigram by alias", "multinomial"
+
+
+def load_draws(name: str, classes: int, device: torch.device) -> Work:
+    """What draws from a distribution over so many classes, which is made ready here."""
+    probs = _shuffled(classes)
+    probs /= probs.sum()
+    if name == MULTINOMIAL:
+        weight = torch.from_numpy(probs).to(device)
+        return draw_work(lambda n: (torch.multinomial(weight, n, replacement=True), None), probs)
+    sampler: Any
+    if name == "log-uniform":
+        probs = np.log1p(1.0 / np.arange(1.0, classes + 1.0)) / np.log1p(classes)
+        sampler = samplers.LogUniform(classes)
+    elif name == "uniform":
+        probs, sampler = np.full(classes, 1.0 / classes), samplers.Uniform(classes)
+    else:
+        sampler = samplers.Unigram(probs)
+    return draw_work(sampler.to(device).sample_with_log_prob, probs)
+
+
+def draw_work(draw: Callable[[int], tuple[Tensor, Tensor | None]], probs: Counts) -> Work:
+    """Draws with replacement, verified by how often classes come and by what is said of them."""
+
+    def call(_: Tensor) -> Results:
+        ids, log_prob = draw(DRAWN)
+        return {"ids": ids} if log_prob is None else {"ids": ids, "log_prob": log_prob}
+
+    def errors(_: Results, __: Inputs) -> dict[str, float]:
+        ids, log_prob = draw(VERIFIED)
+        found = ids.cpu().numpy()
+        if found.min() < 0 or found.max() >= len(probs):
+            return {"chi_square": math.inf}
+        group = np.minimum((np.cumsum(probs) * DRAWN_GROUPS).astype(np.int64), DRAWN_GROUPS - 1)
+        expected = np.bincount(group, probs, DRAWN_GROUPS) * len(found)
+        counted = np.bincount(group[found], minlength=DRAWN_GROUPS)
+        some = expected > 0
+        errors = {"chi_square": float(((counted - expected)[some] ** 2 / expected[some]).sum())}
+        if log_prob is not None:
+            off = log_prob.double().cpu().numpy() - np.log(probs[found])
+            errors["log_prob"] = float(np.abs(off).max())
+        return errors
+
+    return Work(call, errors=errors)
+
+
+def _draws_case(classes: int, device: torch.device) -> Case:
+    # Of 49 degrees of freedom: chance exceeds it once in 10^12 verifications.
+    exact = {"chi_square": 170.0, "log_prob": 1e-4}
+    found = tuple(
+        Method(name, "torch" if name == MULTINOMIAL else OURS,
+               partial(load_draws, name, classes, device), f"draws, {name}", tolerances=exact)
+        for name in (MULTINOMIAL, ALIAS, "log-uniform", "uniform")
+    )  # fmt: skip
+    return Case(
+        DRAWS, (classes,), "float64", FORWARD, found, lambda on, _: (torch.zeros(1, device=on),),
+        results_count=True,
+    )  # fmt: skip
+
+
+def _codes(classes: int) -> list[list[int]]:
+    tree = trees.huffman(_shuffled(classes))
+    chosen, start = tree.path_position.tolist(), tree.path_start.tolist()
+    return [chosen[start[c] : start[c + 1]] for c in range(classes)]
+
+
+def _from_codes(classes: int, *, strings: bool) -> Any:
+    lists = _codes(classes)
+    codes = ["".join(map(str, code)) for code in lists] if strings else lists
+    return lambda _: trees.from_codes(codes)
+
+
+def _from_parents(classes: int) -> Any:
+    """A taxonomy of names."""
+    groups = min(GROUPS, classes)
+    parents = {f"word{i}": f"group{i % groups}" for i in range(classes)}
+    parents |= {f"group{i}": "root" for i in range(groups)}
+    return lambda _: trees.from_parents(parents)
+
+
+def _with_paths(counts: Counts) -> Tree:
+    tree = trees.huffman(counts)
+    _ = tree.path_node
+    return tree
+
+
+def _saved(classes: int) -> Any:
+    """Written and read again, with a label for each class."""
+    tree = trees.huffman(_shuffled(classes), labels=[f"word{i}" for i in range(classes)])
+
+    def build(_: Counts) -> Tree:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "tree.safetensors")
+            tree.save(path)
+            return Tree.load(path)
+
+    return build
+
+
+def _clustered(classes: int, **options: Any) -> Any:
+    vectors = torch.randn(classes, NUMBERS, generator=torch.Generator().manual_seed(SEED))
+    return lambda _: trees.cluster(vectors, progress=False, **options)
+
+
+# What is made ready for this many classes, and then builds a tree from counts.
+BUILDERS: dict[str, Callable[[int], Callable[[Counts], Tree]]] = {
+    "huffman": lambda _: trees.huffman,
+    "huffman, arity 16": lambda _: lambda counts: trees.huffman(counts, 16),
+    "balanced": lambda _: lambda counts: trees.balanced(len(counts)),
+    "two_level": lambda _: trees.two_level,
+    f"huffman, collapsed to {WIDE}": lambda _: lambda c: trees.huffman(c).collapse(WIDE),
+    "huffman with all paths": lambda _: _with_paths,
+    "from_parents, names": _from_parents,
+    "from_codes, strings": partial(_from_codes, strings=True),
+    "from_codes, lists": partial(_from_codes, strings=False),
+    "save and load, with labels": _saved,
+}
+CLUSTERED: dict[str, Callable[[int], Callable[[Counts], Tree]]] = {
+    "cluster": _clustered,
+    f"cluster, overlap {OVERLAP:g}": partial(_clustered, kind="adaptive", overlap=OVERLAP),
+}
+
+
+def tree_work(build: Callable[[Counts], Tree], classes: int) -> Work:
+    """A tree from counts, verified by even choices: all classes get a probability, in sum 1."""
+
+    def errors(results: dict[str, Tree], _: Inputs) -> dict[str, float]:
+        tree = results["tree"]
+        if tree.n_classes != classes:
+            return {"sums": math.inf}
+        choices = np.log(tree.arity.astype(np.float64))[tree.path_node]
+        log_prob = -np.add.reduceat(choices, tree.path_start[:-1])
+        return {"sums": abs(float(np.exp(log_prob).sum()) - 1)}
+
+    return Work(
+        lambda counts: {"tree": build(counts.numpy())},
+        errors=errors,
+        facts=lambda results: {"settings": _in_words(results["tree"])},
+    )
+
+
+def _trees_case(classes: int, builders: Mapping[str, Any]) -> Case:
+    def load(prepare: Callable[[int], Any]) -> Work:
+        return tree_work(prepare(classes), classes)
+
+    found = tuple(
+        Method(name, OURS, partial(load, prepare), f"tree, {name}", tolerances={"sums": 1e-9})
+        for name, prepare in builders.items()
+    )
+    return Case(
+        TREES, (classes,), "float64", FORWARD, found,
+        lambda on, seed: (torch.from_numpy(_shuffled(classes, seed)).to(on),),
+        baseline=False, results_count=True,
+    )  # fmt: skip
+
+
+def _cases(device: torch.device, quick: bool) -> list[Case]:
+    sizes = SIZES[device.type, quick]
+    cases = [
+        *(_step_case(STEP, device.type, shape, device) for shape in sizes.steps),
+        _step_case(STEP, WORDS, sizes.words, device),
+        _top_case(sizes.top, device),
+        *(_step_case(AGAINST, SWEEP, (*sizes.against, n), device) for n in sizes.classes),
+        _draws_case(sizes.draws, device),
+    ]
+    if sizes.trees:
+        cases.append(_trees_case(sizes.trees, BUILDERS))
+        cases.append(_trees_case(sizes.clustered, CLUSTERED))
+    return cases
+
+
+FAMILY = Family(
+    name="heads",
+    title="Heads",
+    cases=_cases,
+    notes=NOTES,
+    sweeps={AGAINST: "classes"},
+    pictured=(AGAINST,),
+    seed=SEED,
+)

@@ -1,0 +1,266 @@
+"""Maps from scores to probabilities: sparsemax, entmax and top-k softmax."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import driver
+from benchmarks.driver import BACKWARD, DTYPES, FORWARD, Call, Case, Family, Inputs, Method, Results
+from benchmarks.record import OURS
+from lastlayer import maps
+
+K, MAX_SUPPORT = 64, 128
+TOPK = f"topk_softmax {K}"
+ALPHAS = {"sparsemax": 2.0, "entmax 1.5": 1.5, "entmax 1.25": 1.25}
+SUPPORT = f"entmax_support 1.5, {MAX_SUPPORT}"
+
+SHAPES = {
+    "cuda": ((65536, 1024), (16384, 8192), (8192, 32768), (4096, 131072)),
+    "cpu": ((4096, 64), (1024, 1024), (128, 32768), (64, 131072)),
+}
+SCALES, USUAL_SCALE = (0.01, 0.1, 1.0, 10.0, 100.0), 2.0
+SCALED_SHAPES = {"cuda": SHAPES["cuda"], "cpu": SHAPES["cpu"][1:2]}
+DTYPES_ON = {"cuda": ("float32", "bfloat16"), "cpu": ("float32",)}
+# Exponents of two: the numbers of columns, and the constant number of scores.
+WIDTHS = {"cuda": (range(7, 21), 27), "cpu": (range(6, 19, 2), 22)}
+# The entmax package sorts only the k largest scores first; on shorter rows it sorts them all.
+_ENTMAX_FIRST_K = 512
+# Liger's rows must fit in one Triton block.
+_LIGER_WIDEST = 65536
+
+NOTES = """\
+- A shape is rows × columns. Scores are scale · N(0, 1). forward+backward is the map and
+  `torch.autograd.grad` with a ready-made gradient.
+- Verified: up to 64 rows are compared with the float64 reference, and the sums of all rows with 1.
+- Bytes are the fewest that must move: forward reads and writes one matrix, backward reads two more
+  and writes one. The limit is a copy of a large buffer in the same run, bytes read plus written.
+- Peers run at their default settings; the entmax package gets `k=512` on longer rows. AdaSplash
+  tunes its kernel once per dtype, on the first shape it sees.
+"""
+
+
+def truth(computes: str, scores: Tensor) -> Tensor:
+    """Probabilities by the reference implementation."""
+    if computes == "softmax":
+        return torch.softmax(scores, -1)
+    if computes == TOPK:
+        return maps.topk_softmax(scores, K, impl="reference")
+    return maps.entmax(scores, ALPHAS[computes], impl="reference")
+
+
+def _torch_topk(scores: Tensor) -> Tensor:
+    values, classes = scores.topk(K)
+    return torch.zeros_like(scores).scatter_(-1, classes, values.softmax(-1))
+
+
+def _entmax_package(name: str, **options: Any) -> Call:
+    function = driver.peer("entmax", "entmax", name)
+    if options:
+        return lambda scores: function(scores, dim=-1, **options)
+
+    def call(scores: Tensor) -> Any:
+        first_k = _ENTMAX_FIRST_K if scores.shape[-1] > _ENTMAX_FIRST_K else None
+        return function(scores, dim=-1, k=first_k)
+
+    return call
+
+
+def _liger() -> Call:
+    function = driver.peer("liger-kernel", "liger_kernel.ops.sparsemax", "LigerSparsemaxFunction")
+    return lambda scores: function.apply(scores, -1)
+
+
+# By source and name: the function that is computed, and how the map is loaded.
+METHODS: dict[tuple[str, str], tuple[str, Any]] = {
+    ("torch", "softmax"): ("softmax", lambda: lambda x: torch.softmax(x, -1)),
+    (OURS, "sparsemax"): ("sparsemax", lambda: maps.sparsemax),
+    (OURS, "entmax 1.5"): ("entmax 1.5", lambda: lambda x: maps.entmax(x, 1.5)),
+    (OURS, "entmax 1.25"): ("entmax 1.25", lambda: lambda x: maps.entmax(x, 1.25)),
+    (OURS, SUPPORT): ("entmax 1.5", lambda: lambda x: maps.entmax_support(x, 1.5, MAX_SUPPORT)),
+    (OURS, TOPK): (TOPK, lambda: lambda x: maps.topk_softmax(x, K)),
+    ("torch", "topk + softmax + scatter"): (TOPK, lambda: _torch_topk),
+    ("entmax", "sparsemax"): ("sparsemax", lambda: _entmax_package("sparsemax")),
+    ("entmax", "entmax15"): ("entmax 1.5", lambda: _entmax_package("entmax15")),
+    ("entmax", "entmax_bisect 1.5"): (
+        "entmax 1.5", lambda: _entmax_package("entmax_bisect", alpha=1.5),
+    ),
+    ("entmax", "entmax_bisect 1.25"): (
+        "entmax 1.25", lambda: _entmax_package("entmax_bisect", alpha=1.25),
+    ),
+    ("liger-kernel", "sparsemax"): ("sparsemax", _liger),
+    ("adasplash", "triton_sparsemax"): (
+        "sparsemax", lambda: driver.peer("adasplash", "adasplash", "triton_sparsemax"),
+    ),
+    ("adasplash", "triton_entmax15"): (
+        "entmax 1.5", lambda: driver.peer("adasplash", "adasplash", "triton_entmax15"),
+    ),
+}  # fmt: skip
+SOFTMAX, SPARSEMAX, ENTMAX = ("torch", "softmax"), (OURS, "sparsemax"), (OURS, "entmax 1.5")
+ENTMAX_PACKAGE = (("entmax", "sparsemax"), ("entmax", "entmax15"))
+LIGER, ADASPLASH = ("liger-kernel", "sparsemax"), ("adasplash", "triton_sparsemax")
+
+
+def _methods(section: str, device: str, columns: int, direction: str, *, quick: bool) -> list[Any]:
+    """Which of them are compared, as keys of the table above."""
+    cuda = device == "cuda"
+    if section == "scales":
+        return [SPARSEMAX, ENTMAX, ADASPLASH if cuda else ENTMAX_PACKAGE[0]]
+    if section == "widths":
+        others = [ADASPLASH, *([LIGER] if columns <= _LIGER_WIDEST else [])] if cuda else []
+        return [SOFTMAX, SPARSEMAX, ENTMAX, ENTMAX_PACKAGE[0], *others]
+    if direction == BACKWARD:
+        return [SOFTMAX, SPARSEMAX, ENTMAX, *((ADASPLASH, LIGER) if cuda else ENTMAX_PACKAGE)]
+    found = list(METHODS)
+    if columns <= K:
+        found = [key for key in found if METHODS[key][0] != TOPK]
+    if not cuda:
+        # A bisection takes seconds on a CPU, where one alpha has to do.
+        left_out = ("liger-kernel", "adasplash")
+        found = [k for k in found if k[0] not in left_out and k[1] != "entmax_bisect 1.5"]
+    return [key for key in found if not (quick and "bisect" in key[1])]
+
+
+def _loaded(load: Any, direction: str) -> Call:
+    function = load()
+
+    def forward(scores: Tensor) -> Results:
+        made = function(scores)
+        return {"entries": made} if isinstance(made, Tensor) else made._asdict()
+
+    def forward_and_backward(scores: Tensor, cotangent: Tensor) -> Results:
+        made = function(scores)
+        (gradient,) = torch.autograd.grad(made, scores, cotangent)
+        return {"entries": made.detach(), "gradient": gradient}
+
+    return forward_and_backward if direction == BACKWARD else forward
+
+
+def _case(
+    section: str, shape: tuple[int, int], dtype: str, direction: str, device: str, *, quick: bool,
+    scale: float = USUAL_SCALE,
+) -> Case:  # fmt: skip
+    rows, columns = shape
+    itemsize, backward = DTYPES[dtype].itemsize, direction == BACKWARD
+    # What a compact result has in place of a matrix: values, indices and the size of the support.
+    compact = rows * (columns * itemsize + MAX_SUPPORT * (itemsize + 8) + 8)
+
+    def method(key: tuple[str, str]) -> Method:
+        (source, name), (computes, load) = key, METHODS[key]
+        moved = compact if name == SUPPORT else None
+        return Method(name, source, lambda: _loaded(load, direction), computes, bytes=moved)
+
+    def draw(on: torch.device, seed: int) -> Inputs:
+        generator = torch.Generator(on).manual_seed(seed)
+        scores = driver.normal(shape, generator).mul_(scale).to(DTYPES[dtype])
+        return (scores, driver.normal(shape, generator, dtype)) if backward else (scores,)
+
+    keys = _methods(section, device, columns, direction, quick=quick)
+    return Case(
+        section, shape, dtype, direction, tuple(map(method, keys)), draw,
+        leaves=1 if backward else 0, reference=reference, compare=compare,
+        baseline=section != "scales", bytes=rows * columns * itemsize * (5 if backward else 2),
+        facts={"scale": scale},
+    )  # fmt: skip
+
+
+def _cases(place: torch.device, quick: bool) -> list[Case]:
+    device = place.type
+    dtypes = DTYPES_ON[device]
+    shapes = SHAPES[device][: {"cuda": 2, "cpu": 3}[device] if quick else None]
+
+    def case(section: str, shape: tuple[int, int], dtype: str, direction: str = FORWARD) -> Case:
+        return _case(section, shape, dtype, direction, device, quick=quick)
+
+    cases = [
+        case("shapes", shape, dtype, direction)
+        for shape in shapes for dtype in dtypes for direction in (FORWARD, BACKWARD)
+    ]  # fmt: skip
+    if not quick:
+        cases += [
+            _case("scales", shape, dtype, FORWARD, device, quick=quick, scale=scale)
+            for shape in SCALED_SHAPES[device] for dtype in dtypes for scale in SCALES
+        ]  # fmt: skip
+    widths, scores = WIDTHS[device]
+    swept = [(2 ** (scores - width), 2**width) for width in widths[:: 3 if quick else 1]]
+    return cases + [case("widths", shape, dtypes[0]) for shape in swept]
+
+
+def reference(computes: str, inputs: Inputs) -> Results:
+    """Float64 probabilities, and the gradient where one is asked for, of a sample of rows."""
+    scores, *cotangent = inputs
+    rows = _sample_rows(scores)
+    leaf = scores[rows].double().requires_grad_()
+    exact = truth(computes, leaf)
+    results = {"rows": rows, "entries": exact.detach()}
+    if cotangent:
+        (results["gradient"],) = torch.autograd.grad(exact, leaf, cotangent[0][rows].double())
+    return results
+
+
+def compare(method: Method, results: Results, exact: Results, inputs: Inputs) -> dict[str, float]:
+    """The largest error of an entry and of a row sum; of the gradient its relative error."""
+    rows, true = exact["rows"], exact["entries"]
+    if method.name == SUPPORT:
+        return _compare_support(results, rows, true)
+    made = results["entries"]
+    sums = _largest(made.sum(-1, dtype=torch.float64) - 1)
+    if "gradient" in results:
+        # The gradient jumps where a score enters the support, so rows in which rounding moved such
+        # a score across the edge have two right answers.
+        same = ((made[rows] > 0) == (true > 0)).all(-1)
+        error = driver.relative_error(results["gradient"][rows][same], exact["gradient"][same])
+        return {"sums": sums, "gradient": error if 2 * int(same.sum()) >= len(rows) else torch.inf}
+    got = made[rows].double()
+    if method.computes == TOPK:
+        true = _nearest_of_ties(inputs[0][rows].double(), true, got)
+    return {"sums": sums, "entries": _largest(got - true)}
+
+
+def _compare_support(results: Results, rows: Tensor, true: Tensor) -> dict[str, float]:
+    """Scatter the compact result back into rows whose support fits, and compare those."""
+    values, sizes = results["values"], results["size"]
+    fits = sizes <= MAX_SUPPORT
+    # Padding has index 0 and value 0: adding leaves a real entry at index 0 alone.
+    dense = torch.zeros_like(true)
+    dense.scatter_add_(-1, results["indices"][rows], values[rows].double())
+    too_small = bool((sizes[rows] < (true > 1e-6).sum(-1)).any())
+    unknown = too_small or not bool(fits.any())
+    return {
+        "sums": _largest(values.sum(-1, dtype=torch.float64)[fits] - 1),
+        "entries": torch.inf if unknown else _largest((dense - true)[fits[rows]]),
+    }
+
+
+def _nearest_of_ties(scores: Tensor, true: Tensor, got: Tensor) -> Tensor:
+    """The reference, except that of scores tied for the last place any may be taken."""
+    last = scores.topk(K).values[..., -1:]
+    value = true.masked_fill(scores != last, 0).amax(-1, keepdim=True)
+    return torch.where(scores == last, torch.where(got > value / 2, value, 0.0), true)
+
+
+def _sample_rows(scores: Tensor) -> Tensor:
+    """The first row, the last, and random ones between."""
+    (rows, columns), device = scores.shape, scores.device
+    # float64 references of wide rows are slow on a CPU; row sums are checked on all rows anyway.
+    most = 64 if device.type == "cuda" else max(4, min(64, 2**19 // max(columns, 1)))
+    if rows <= most:
+        return torch.arange(rows, device=device)
+    some = torch.randint(rows, (most,), device=device)
+    some[0], some[-1] = 0, rows - 1
+    return some
+
+
+def _largest(errors: Tensor) -> float:
+    """The largest absolute value; NaN if any is NaN, 0 if there is none."""
+    return float(errors.abs().max()) if errors.numel() else 0.0
+
+
+FAMILY = Family(
+    name="maps",
+    title="Maps",
+    cases=_cases,
+    notes=NOTES,
+    sweeps={"widths": "columns", "scales": "scale"},
+    pictured=("widths",),
+)

@@ -1,0 +1,206 @@
+"""Losses of many labels per row, on a linear layer and on scores."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks import driver
+from benchmarks.driver import BACKWARD, FORWARD, Call, Case, Family, Inputs, Method, Results, Work
+from benchmarks.record import OURS
+from lastlayer import fused, losses
+
+LINEAR_ZLPR, LINEAR_BCE, DENSE_ZLPR = "linear + ZLPR", "linear + BCE", "ZLPR of scores"
+MAIN = {
+    LINEAR_ZLPR: "linear_zlpr_loss",
+    LINEAR_BCE: "linear_bce_loss",
+    DENSE_ZLPR: "zlpr_loss",
+}
+# Labels of each row that are on.
+POSITIVES = 8
+# Rows, hidden size and labels; of dense scores rows and labels. By device and whether it is quick.
+SHAPES: dict[tuple[str, bool], dict[str, tuple[int, ...]]] = {
+    ("cuda", False): {
+        LINEAR_ZLPR: (1024, 768, 1_000_000),
+        LINEAR_BCE: (1024, 768, 1_000_000),
+        DENSE_ZLPR: (4096, 32768),
+    },
+    ("cpu", False): {LINEAR_ZLPR: (128, 128, 200_000), DENSE_ZLPR: (256, 32768)},
+    ("cuda", True): {
+        LINEAR_ZLPR: (512, 256, 50_000),
+        LINEAR_BCE: (512, 256, 50_000),
+        DENSE_ZLPR: (1024, 8192),
+    },
+    ("cpu", True): {
+        LINEAR_ZLPR: (64, 64, 10_000),
+        LINEAR_BCE: (64, 64, 10_000),
+        DENSE_ZLPR: (64, 4096),
+    },
+}
+MADE = (
+    "hidden ~ N(0, 1) and label vectors ~ N(0, 1/width), or scores ~ N(0, 1); "
+    f"{POSITIVES} labels per row, one of each {POSITIVES}th of all"
+)
+NOTES = f"""\
+- A shape is rows × hidden size × labels with a linear layer, with the gradients of hidden states
+  and label vectors, and rows × labels on scores, with labels as one byte each. Inputs: {MADE}.
+- Verified: the loss and all gradients of the whole problem, against float64.
+- TFLOP/s are 6·rows·width·labels over the time. On scores the bytes are scores and labels once,
+  with backward once more, and the gradient.
+- torch eager stores all scores in float32, and for ZLPR takes the positives out by their indices;
+  compiled is `torch.compile` of the same. Peers run at their default settings.
+"""
+
+
+def _beside_zero(terms: Tensor) -> Tensor:
+    """``log(1 + sum e^x)``."""
+    return torch.logaddexp(terms.logsumexp(-1), terms.new_zeros(()))
+
+
+def _linear_zlpr(hidden: Tensor, weight: Tensor, positives: Tensor) -> Tensor:
+    scores = functional.linear(hidden, weight).float()
+    negatives = scores.scatter(1, positives, -torch.inf)
+    return (_beside_zero(negatives) + _beside_zero(-scores.gather(1, positives))).mean()
+
+
+def _linear_bce(hidden: Tensor, weight: Tensor, positives: Tensor) -> Tensor:
+    scores = functional.linear(hidden, weight).float()
+    target = torch.zeros_like(scores).scatter(1, positives, 1.0)
+    total = functional.binary_cross_entropy_with_logits(scores, target, reduction="sum")
+    return total / hidden.shape[0]
+
+
+def _dense_zlpr(scores: Tensor, target: Tensor) -> Tensor:
+    wide = scores.float()
+    negatives = wide.masked_fill(target, -torch.inf)
+    positives = (-wide).masked_fill(~target, -torch.inf)
+    return (_beside_zero(negatives) + _beside_zero(positives)).mean()
+
+
+def _bert4torch() -> Call:
+    name = "MultilabelCategoricalCrossentropy"
+    loss = driver.peer("bert4torch", "bert4torch.losses", name, "pip install bert4torch")()
+    return lambda scores, target: loss(scores, target.to(scores.dtype))
+
+
+TORCH: dict[str, Call] = {
+    LINEAR_ZLPR: _linear_zlpr,
+    LINEAR_BCE: _linear_bce,
+    DENSE_ZLPR: _dense_zlpr,
+}
+
+
+def _ours(section: str, **options: Any) -> Call:
+    functions: dict[str, Call] = {
+        LINEAR_ZLPR: fused.linear_zlpr_loss,
+        LINEAR_BCE: fused.linear_bce_loss,
+        DENSE_ZLPR: losses.zlpr_loss,
+    }
+    return partial(functions[section], **options) if options else functions[section]
+
+
+def methods(section: str, shape: tuple[int, ...], direction: str, device: str) -> list[Method]:
+    """The baseline, ours, then the others."""
+    scores, itemsize = shape[0] * shape[-1], driver.DTYPES[driver.USUAL_DTYPE[device]].itemsize
+    names = ("scores",) if section == DENSE_ZLPR else ("hidden", "weight")
+
+    def step(load: Any) -> Work | Call:
+        function = load()
+        if direction == BACKWARD:
+            return driver.loss_step(function, *names)
+
+        @torch.no_grad()
+        def forward(*inputs: Tensor) -> Results:
+            return {"loss": function(*inputs)}
+
+        return forward
+
+    def made(name: str, source: str, load: Any, scratch: int = 0) -> Method:
+        return Method(name, source, lambda: step(load), section, scratch=scratch)
+
+    function, main = TORCH[section], MAIN[section]
+    eager = made("eager", "torch", lambda: function, scores * (20 + 2 * itemsize))
+    compiled = made(
+        "compiled", "torch", partial(driver.compiled, function), scores * (2 + 2 * itemsize)
+    )
+    ours = [made(main, OURS, lambda: _ours(section))]
+    others = []
+    if section == DENSE_ZLPR:
+        others.append(made("multilabel CE", "bert4torch", _bert4torch, scores * 12 * itemsize))
+    else:
+        low = partial(_ours, section, chunk_classes="low")
+        ours.append(made(f"{main}, low memory", OURS, low))
+    # To compile takes longer than all else on a CPU.
+    return [eager, *ours, *others] if device == "cpu" else [compiled, *ours, eager, *others]
+
+
+def reference(section: str, inputs: Inputs) -> Results:
+    """The mean loss with its gradients: of hidden and weight, or of the scores."""
+    if section != DENSE_ZLPR:
+        return driver.linear_reference(inputs, partial(_of_lists, section))
+    scores, target = inputs
+    gradient = torch.empty_like(scores, dtype=torch.float64)
+    total = gradient.new_zeros(())
+    for part in driver.row_parts(len(scores), scores.shape[1], scores.device):
+        some, slope = _of_scores(section, scores[part].double(), target[part])
+        total += some
+        gradient[part] = slope / len(scores)
+    return {"loss": total / len(scores), "scores": gradient}
+
+
+def _of_lists(section: str, scores: Tensor, positives: Tensor) -> tuple[Tensor, Tensor]:
+    on = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, positives, value=True)
+    return _of_scores(section, scores, on)
+
+
+def _of_scores(section: str, scores: Tensor, on: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed loss of the rows, and its gradient."""
+    if section == LINEAR_BCE:
+        total = -functional.logsigmoid(torch.where(on, scores, -scores)).sum()
+        return total, torch.sigmoid(scores) - on.double()
+    zero = scores.new_zeros(scores.shape[0], 1)
+    above = torch.logaddexp(scores.masked_fill(on, -torch.inf).logsumexp(-1, True), zero)
+    below = torch.logaddexp((-scores).masked_fill(~on, -torch.inf).logsumexp(-1, True), zero)
+    gradient = torch.where(on, -torch.exp(-scores - below), torch.exp(scores - above))
+    return (above + below).sum(), gradient
+
+
+def _case(section: str, shape: tuple[int, ...], direction: str, device: str) -> Case:
+    dtype, dense = driver.USUAL_DTYPE[device], section == DENSE_ZLPR
+    rows, labels = shape[0], shape[-1]
+
+    def draw(on: torch.device, seed: int) -> Inputs:
+        """Scores of size 1, and labels that differ from each other within a row."""
+        generator = torch.Generator(on).manual_seed(seed)
+        within = labels // POSITIVES
+        lists = torch.randint(within, (rows, POSITIVES), generator=generator, device=on)
+        lists += within * torch.arange(POSITIVES, device=on)
+        if dense:
+            marked = torch.zeros(shape, dtype=torch.bool, device=on).scatter_(1, lists, value=True)
+            return driver.normal(shape, generator, dtype), marked
+        width = shape[1]
+        weight = driver.normal((labels, width), generator).div_(width**0.5).to(driver.DTYPES[dtype])
+        return driver.normal((rows, width), generator, dtype), weight, lists
+
+    backward, itemsize = direction == BACKWARD, driver.DTYPES[dtype].itemsize
+    moved = 2 * (itemsize + 1) + itemsize if backward else itemsize + 1
+    return Case(
+        section, shape, dtype, direction, tuple(methods(section, shape, direction, device)), draw,
+        leaves=(1 if dense else 2) if backward else 0, reference=reference,
+        flop=None if dense else 6 * math.prod(shape),
+        bytes=rows * labels * moved if dense else None, facts={"inputs": MADE},
+    )  # fmt: skip
+
+
+def _cases(place: torch.device, quick: bool) -> list[Case]:
+    return [
+        _case(section, shape, direction, place.type)
+        for section, shape in SHAPES[place.type, quick].items()
+        for direction in ((FORWARD, BACKWARD) if section == DENSE_ZLPR else (BACKWARD,))
+    ]
+
+
+FAMILY = Family(name="multilabel", title="Many labels", cases=_cases, notes=NOTES)

@@ -1,0 +1,119 @@
+"""One picture for all families: bars of times and memory per case, or lines against a size."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks import table
+from benchmarks.record import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INSTALL_COMMAND = 'pip install "lastlayer[lab]"'
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+OURS_COLOURS = ("#0072B2", "#009E73", "#56B4E9", "#E69F00", "#CC79A7")
+OTHER_COLOURS = ("#D55E00", "#000000", "#F0E442", "#7F7F7F")
+# Inches: of a bar, of what a panel has around its bars, and of a panel of lines.
+_BAR, _MARGIN, _LINES = 0.21, 0.62, 4.2
+# Bars of methods that take more times as long as the fastest are cut off.
+_LONGEST = 5.0
+
+
+def is_available() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def draw(records: Sequence[Record], path: Path, sweeps: Mapping[str, str]) -> None:
+    """Write a PNG of all cases that were timed, one row of panels per case or sweep.
+
+    Raises:
+        ValueError: nothing was timed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    timed = [r for r in records if r.median_ms is not None]
+    if not timed:
+        raise ValueError("records: expected at least one that was timed, got none")
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for group in table.by_case(timed):
+        first = group[0]
+        name = first.section if first.section in sweeps else first.title
+        groups.setdefault((first.device, name), []).extend(group)
+    heights = [
+        _LINES if group[0].section in sweeps else _MARGIN + _BAR * len(group)
+        for group in groups.values()
+    ]
+    figure = Figure(figsize=(9.5, sum(heights)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for row, ((device, name), group) in zip(rows, groups.items(), strict=True):
+        row.suptitle(f"{name} · {device}", x=0.01, ha="left", fontsize=8.5)
+        if group[0].section in sweeps:
+            _lines(row.subplots(1, 1), group, sweeps[group[0].section])
+        else:
+            left, right = row.subplots(1, 2)
+            _bars(left, group, "ms", [r.median_ms for r in group], longest=_LONGEST)
+            _ticks(left, group)
+            _bars(right, group, "GB", [r.peak_bytes and r.peak_bytes / 1e9 for r in group])
+            right.set_yticks([])
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _lines(panel: "Axes", records: list[Record], axis: str) -> None:
+    """Time against a size, solid for plain calls and dotted for replayed graphs."""
+    ours, others = cycle(OURS_COLOURS), cycle(OTHER_COLOURS)
+    for label in dict.fromkeys(r.label for r in records):
+        mine = [r for r in records if r.label == label]
+        colour = next(ours if mine[0].is_ours else others)
+        for clock, style in (("median_ms", "o-"), ("replayed_ms", ":")):
+            times = ((table.swept(r, axis), getattr(r, clock)) for r in mine)
+            points = sorted((size, ms) for size, ms in times if ms)
+            if points:
+                name = label if clock == "median_ms" else None
+                panel.plot(*zip(*points, strict=True), style, color=colour, label=name, ms=3.5)
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xlabel(axis, fontsize=8)
+    panel.set_ylabel("ms, dotted: replayed", fontsize=8)
+    panel.grid(visible=True, alpha=0.3)
+    panel.tick_params(labelsize=7)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _bars(
+    panel: "Axes",
+    records: list[Record],
+    unit: str,
+    values: Sequence[float | None],
+    longest: float = float("inf"),
+) -> None:
+    known = [value for value in values if value is not None]
+    most = min(max(known, default=1.0), longest * min(known, default=1.0)) or 1.0
+    for place, (record, value) in enumerate(zip(records, values, strict=True)):
+        if value is None:
+            continue
+        colour = OURS_COLOURS[0] if record.is_ours else OTHER_COLOURS[-1]
+        remark = ", cut off" if value > most else "" if record.verified else ", inexact"
+        length = min(value, most)
+        panel.barh(place, length, height=0.72, color=colour)
+        if unit == "ms" and record.replayed_ms is not None:
+            panel.plot([record.replayed_ms] * 2, [place - 0.36, place + 0.36], color="black")
+        panel.annotate(
+            f"{table.milliseconds(value)} {unit}{remark}", (length, place), xytext=(3, 0),
+            textcoords="offset points", va="center", fontsize=7,
+        )  # fmt: skip
+    panel.set_xlim(0, 1.4 * most)
+    panel.set_ylim(len(records) - 0.4, -0.6)
+    panel.tick_params(axis="x", labelsize=7)
+    panel.tick_params(axis="y", length=0)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _ticks(panel: "Axes", records: list[Record]) -> None:
+    panel.set_yticks(range(len(records)), [r.label for r in records], fontsize=7.5)

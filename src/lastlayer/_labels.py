@@ -1,0 +1,307 @@
+"""Multi-label targets: dense labels in [0, 1], and lists of positives brought into one form.
+
+Lists come padded, ``(*batch, m)``, or in CSR: all lists one after the other, with offsets.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lastlayer._checks import (
+    check_device,
+    check_ids,
+    check_ignore_index,
+    check_mask,
+    check_real,
+    check_reduction,
+    check_scores,
+    check_tensor,
+)
+from lastlayer._torch import values_are_checked
+
+# Beyond this many labels torch, which uses several threads, finds their range faster than numpy.
+_FEW_LABELS = 1 << 16
+
+
+def check_multilabel(scores: Any, target: Any, mask: Any, reduction: Any) -> None:
+    """Scores, labels of their shape in [0, 1], a mask that broadcasts to them, a reduction."""
+    check_scores(scores)
+    check_reduction(reduction)
+    check_allowed(mask, scores)
+    check_tensor("target", target)
+    if target.is_complex():
+        raise TypeError(f"target: expected bool, integer or floating labels, got {target.dtype}")
+    if target.shape != scores.shape:
+        raise ValueError(
+            f"target: expected one label per score, shape {tuple(scores.shape)}, got "
+            f"{tuple(target.shape)}; lists of positives go to zlpr_loss_from_indices"
+        )
+    check_device("target", target, scores, "scores")
+    check_labels(target, mask)
+
+
+def check_allowed(mask: Any, scores: Tensor) -> None:
+    """A bool mask on the device of the scores that broadcasts to them, or None."""
+    if mask is not None:
+        check_mask(mask, scores)
+        check_device("mask", mask, scores, "scores")
+
+
+def check_labels(target: Tensor, mask: Tensor | None = None) -> None:
+    """Labels from 0 to 1 wherever the mask allows a class."""
+    if target.dtype == torch.bool or not target.numel() or not values_are_checked(target):
+        return
+    if _in_unit_interval(target):
+        return
+    # A masked class may have any label.
+    wrong = ~((target >= 0) & (target <= 1))
+    wrong = wrong if mask is None else wrong & mask
+    if bool(wrong.any()):
+        kind = "in [0, 1]" if target.is_floating_point() else "0 or 1"
+        raise ValueError(
+            f"target: expected labels {kind}, got {target[wrong].flatten()[0].item()}; mask out "
+            "classes that do not count with mask="
+        )
+
+
+def _in_unit_interval(values: Tensor) -> bool:
+    if values.requires_grad:
+        values = values.detach()
+    if (
+        values.device.type == "cpu"
+        and values.numel() <= _FEW_LABELS
+        and values.dtype != torch.bfloat16
+    ):
+        array = values.numpy()
+        return bool(array.min() >= 0 and array.max() <= 1)
+    lowest, highest = values.aminmax()
+    return bool((lowest >= 0) & (highest <= 1))
+
+
+def check_label_smoothing(label_smoothing: Any, name: str = "label_smoothing") -> float:
+    """A number from 0 to below 1/2: the label of a class that is not listed."""
+    return check_real(
+        name,
+        label_smoothing,
+        "0 to below 0.5, the label of a class that is not positive",
+        lambda x: 0.0 <= x < 0.5,
+    )
+
+
+def rows_of_mask(mask: Tensor | None, scores: Tensor, n_rows: int) -> Tensor | None:
+    """The mask as ``(rows, n)``; expanded where all rows share it, not copied."""
+    if mask is None:
+        return None
+    n = scores.shape[-1]
+    if mask.numel() == (mask.shape[-1] if mask.dim() else 1):
+        return mask.reshape(1, mask.numel()).expand(n_rows, n)
+    return mask.expand(scores.shape).reshape(n_rows, n)
+
+
+def reduced(losses: Tensor, counts: Tensor | None, reduction: str) -> Tensor:
+    """Losses of rows to one number; the mean is over rows that count, and 0 where none does."""
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    if reduction == "sum":
+        return total
+    if counts is None:
+        return total / max(1, losses.numel())
+    return total / counts.sum().clamp(min=1)
+
+
+class Positives(NamedTuple):
+    """The positives of all rows, one after the other; row by row, ascending within a row.
+
+    It has as many entries as the input had, so that nothing waits for a device. Those that do not
+    count (padding, and all but the first of duplicates) come last in their row.
+
+    Attributes:
+        classes: ``(k,)`` int64; -1 where an entry does not count.
+        rows: ``(k,)`` int64, ascending: the row of each entry, also of those that do not count.
+        valid: ``(k,)`` bool, ``classes >= 0``.
+        starts: ``(n_rows + 1,)`` int64: row r has the entries from ``starts[r]`` to below
+            ``starts[r + 1]``; of these the first ``counts[r]`` count.
+        counts: ``(n_rows,)`` int64: how many different positives a row has.
+        values: ``(k,)``, of any floating dtype: the label of each entry, 0 where it does not count.
+            None where all that count are 1.
+    """
+
+    classes: Tensor
+    rows: Tensor
+    valid: Tensor
+    starts: Tensor
+    counts: Tensor
+    values: Tensor | None
+
+
+def positive_lists(
+    positives: Any,
+    offsets: Any = None,
+    *,
+    n_rows: int,
+    n_classes: int,
+    ignore_index: int | None = -100,
+    values: Any = None,
+    label_smoothing: float = 0.0,
+    batch: tuple[int, ...] | None = None,
+) -> Positives:
+    """Checks lists of positives, and brings them into the one form.
+
+    Without ``values`` each listed class has the label ``1 - label_smoothing``; all others have
+    ``label_smoothing``. Of duplicates the one that is listed first counts. Where values cannot be
+    checked (on a GPU, outside of :func:`lastlayer.debug`) ids out of range count as padding.
+
+    Cost: two sorts of k numbers; no host sync, a graph that compiles, and vmap.
+
+    Args:
+        positives: integers ``(*batch, m)``, padded with ``ignore_index``; or ``(k,)`` with offsets.
+        offsets: integers ``(n_rows + 1,)``, from 0 to k: row r lists
+            ``positives[offsets[r] : offsets[r + 1]]``. Such lists may be padded too.
+        n_rows: number of rows of the scores.
+        n_classes: number of classes.
+        ignore_index: the id that pads; None where nothing is padding.
+        values: the labels of what is listed, in [0, 1] and of the shape of ``positives``; the
+            gradient flows through.
+        label_smoothing: the label of each class that is not listed.
+        batch: the exact batch dimensions of padded lists; ``(n_rows,)`` or any shape of as many
+            rows where it is None.
+    """
+    positives, offsets = check_positives(
+        positives,
+        offsets,
+        n_rows=n_rows,
+        n_classes=n_classes,
+        ignore_index=ignore_index,
+        values=values,
+        label_smoothing=label_smoothing,
+        batch=batch,
+    )
+    device = positives.device
+    flat = positives.reshape(-1)
+    if offsets is None:
+        m = positives.shape[-1]
+        starts = torch.arange(n_rows + 1, device=device) * m
+        rows = torch.arange(n_rows, device=device).unsqueeze(-1).expand(n_rows, m).reshape(-1)
+        within = torch.ones_like(flat, dtype=torch.bool)
+    else:
+        starts = offsets
+        place = torch.arange(flat.shape[0], device=device)
+        rows = torch.searchsorted(offsets, place, right=True) - 1
+        within = (rows >= 0) & (rows < n_rows)
+        rows = rows.clamp(0, max(0, n_rows - 1))
+    listed = within & (flat >= 0) & (flat < n_classes)
+    if ignore_index is not None:
+        listed = listed & (flat != ignore_index)
+
+    # Sorted by row and class, with what does not count behind the last class. Each row keeps as
+    # many entries as it had, so that `rows` stays as it is.
+    first_key = rows * (n_classes + 1)
+    key, order = torch.sort(first_key + torch.where(listed, flat, n_classes), stable=True)
+    repeated = (key == key.roll(1)) & (torch.arange(key.shape[0], device=device) > 0)
+    key, again = torch.sort(torch.where(repeated, first_key + n_classes, key), stable=True)
+    found = key - first_key
+    valid = found < n_classes
+    so_far = torch.nn.functional.pad(valid.long().cumsum(0), (1, 0))
+    labels = None
+    if values is not None:
+        labels = torch.where(valid, values.reshape(-1)[order[again]], 0.0)
+    elif label_smoothing:
+        labels = valid.double() * (1.0 - label_smoothing)
+    return Positives(
+        classes=torch.where(valid, found, -1),
+        rows=rows,
+        valid=valid,
+        starts=starts,
+        counts=so_far[starts[1:]] - so_far[starts[:-1]],
+        values=labels,
+    )
+
+
+def check_positives(
+    positives: Any,
+    offsets: Any = None,
+    *,
+    n_rows: int,
+    n_classes: int,
+    ignore_index: Any = -100,
+    values: Any = None,
+    label_smoothing: Any = 0.0,
+    batch: tuple[int, ...] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The checks of :func:`positive_lists` alone; positives and offsets as int64."""
+    check_label_smoothing(label_smoothing)
+    ignore_index = check_ignore_index(ignore_index)
+    check_tensor("positives", positives)
+    if positives.is_floating_point() or positives.dtype == torch.bool:
+        raise TypeError(
+            f"positives: expected integer class ids, got {positives.dtype}; dense labels, 0/1 or "
+            "soft, go to a loss with a target, such as lastlayer.zlpr_loss, and soft labels of "
+            "listed classes to values="
+        )
+    if offsets is not None:
+        offsets = _check_offsets(offsets, positives, n_rows)
+    else:
+        _check_padded(positives, n_rows, batch)
+    if values is not None:
+        _check_values(values, positives)
+    positives = check_ids("positives", positives, None, n_classes, ignore_index)
+    return positives, offsets
+
+
+def _check_padded(positives: Tensor, n_rows: int, batch: tuple[int, ...] | None) -> None:
+    if batch is None:
+        fits = positives.dim() > 0 and positives.shape[:-1].numel() == n_rows
+        expected = f"(*batch, m) with {n_rows} rows"
+    else:
+        fits = positives.dim() > 0 and tuple(positives.shape[:-1]) == tuple(batch)
+        expected = "(" + "".join(f"{size}, " for size in batch) + "m)"
+    if not fits:
+        raise ValueError(
+            f"positives: expected shape {expected}, lists padded with ignore_index, got "
+            f"{tuple(positives.shape)}; for concatenated lists give offsets="
+        )
+
+
+def _check_offsets(offsets: Any, positives: Tensor, n_rows: int) -> Tensor:
+    check_tensor("offsets", offsets)
+    if offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool:
+        raise TypeError(f"offsets: expected an integer tensor, got {offsets.dtype}")
+    if offsets.shape != (n_rows + 1,):
+        raise ValueError(
+            f"offsets: expected shape ({n_rows + 1},), where the list of each of {n_rows} rows "
+            f"starts and where the last ends, got {tuple(offsets.shape)}"
+        )
+    if positives.dim() != 1:
+        raise ValueError(
+            f"positives: expected shape (k,) with offsets, got {tuple(positives.shape)}"
+        )
+    check_device("offsets", offsets, positives, "positives")
+    if values_are_checked(offsets):
+        ends = (int(offsets[0]), int(offsets[-1]))
+        if ends != (0, positives.shape[0]) or bool((offsets[1:] < offsets[:-1]).any()):
+            got = offsets.tolist() if len(offsets) <= 8 else f"{ends[0]} to {ends[1]}"
+            raise ValueError(
+                f"offsets: expected to rise from 0 to {positives.shape[0]}, the number of "
+                f"positives, got {got}"
+            )
+    whole: Tensor = offsets.long()
+    return whole
+
+
+def _check_values(values: Any, positives: Tensor) -> None:
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        got = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise TypeError(f"values: expected a floating tensor of labels, got {got}")
+    if values.shape != positives.shape:
+        raise ValueError(
+            f"values: expected the shape of positives, {tuple(positives.shape)}, got "
+            f"{tuple(values.shape)}"
+        )
+    check_device("values", values, positives, "positives")
+    if values.numel() and values_are_checked(values) and not _in_unit_interval(values):
+        wrong = ~((values >= 0) & (values <= 1))
+        raise ValueError(
+            f"values: expected labels in [0, 1], got {values[wrong].flatten()[0].item()}"
+        )

@@ -1,0 +1,501 @@
+"""Softmaxes over groups of classes, losses and gradients together: clusters and bands.
+
+*Clusters*, of the adaptive softmax: a top over frequent classes and one column per cluster, on all
+rows; and in each cluster a small softmax, on the rows whose target is in it.
+
+*Bands*, of the differentiated softmax: one softmax over all classes, whose scores come from several
+weights, each of which sees its own slice of a row.
+
+A group is a range of places, and ``places`` has the place of each class, or is None where class c
+is at place c.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lastlayer import kernels
+from lastlayer._torch import (
+    accumulation_dtype,
+    gradient_sum_dtype,
+    host_sync_allowed,
+    in_autocast_dtype,
+    in_dtype,
+    without_autocast,
+)
+from lastlayer.fused.cross_entropy import (
+    PLAIN,
+    cross_entropy_rows,
+    run_tiles,
+    tiles_or_slabs,
+    tiles_suit,
+)
+from lastlayer.fused.function import (
+    Engine,
+    Operands,
+    Result,
+    RowScale,
+    empty_gradients,
+    fused_loss,
+    near_one,
+)
+from lastlayer.fused.rows import (
+    Chunk,
+    Gradients,
+    Made,
+    Problem,
+    RowResult,
+    Wanted,
+    counted_rows,
+    run_chunks,
+    spread_rows,
+    target_scores,
+)
+from lastlayer.fused.scores import as_chunk, rows_at_a_time, scores_into, set_weight_gradient
+from lastlayer.kernels import empty
+
+# On CUDA a softmax has a multiple of so many columns: the matrix unit reads 16 bytes at a time, and
+# one column per cluster makes their number an odd one.
+_ALIGNED = 8
+
+
+def group_loss(
+    engine: "GroupEngine",
+    hidden: Tensor,
+    target: Tensor,
+    places: Tensor | None,
+    bias: Tensor | None,
+    weights: Sequence[Tensor],
+    options: tuple[Any, int | None, int | str],
+    reduction: str,
+) -> Tensor:
+    """Minus the log-probability of the targets, reduced.
+
+    Args:
+        engine: :data:`CLUSTERS` or :data:`BANDS`.
+        hidden: ``(*batch, d)``.
+        target: checked class ids, ``(*batch)``.
+        places: of each class, ``(n_classes,)``, or None.
+        bias: of the top, or of all bands, or None.
+        weights: as the engine takes them.
+        options: the engine's own one, ``ignore_index`` and ``chunk_rows``.
+        reduction: "mean" over the rows that count, "sum" or "none".
+    """
+    rows, ids = in_autocast_dtype(hidden), target
+    if target.dim() != 1:
+        rows, ids = rows.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
+    operands = rows, bias, *weights, ids, places
+    loss = fused_loss(engine, operands, (*options[:2], str(options[2])), reduction)[0]
+    return loss.reshape(target.shape) if reduction == "none" and target.dim() != 1 else loss
+
+
+class Share(NamedTuple):
+    """The rows of one cluster, as a part of those of the top, and their targets in it."""
+
+    part: slice
+    target: Tensor
+    inside: Tensor | None
+    """Which of them are really in the cluster; None for all."""
+
+
+class Shares(NamedTuple):
+    """Which rows are computed, and with which targets."""
+
+    rows: Tensor | None
+    """Those of the batch, in the order in which they are computed; None for all of them."""
+    counts: Tensor | None
+    """Which of them count; None for all."""
+    target: Tensor
+    """Of each of them: its place, or the column of its cluster."""
+    tails: list[Share]
+
+
+def share_out(
+    target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
+) -> Shares:
+    """Rows by cluster, given the first place of each; without those that do not count."""
+    # The host has to know how many rows each cluster has. While a CUDA graph is captured it cannot.
+    way = in_segments if host_sync_allowed(target) else all_rows
+    return way(target, places, ignore_index, starts)
+
+
+def in_segments(
+    target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
+) -> Shares:
+    """Rows sorted by place, and so by cluster; a GPU is waited for once, for all sizes together."""
+    if not starts:
+        kept, _ = counted_rows(target, ignore_index)
+        target = target if kept is None else target[kept]
+        return Shares(kept, None, _places_of(target, places), [])
+    sort = _sorted_on_cpu if target.device.type == "cpu" else _sorted
+    place, rows, ends = sort(target, places, ignore_index, starts)
+    column, tails = place + 0, []
+    for i, (start, (first, last)) in enumerate(zip(starts, pairwise(ends), strict=True)):
+        column[first:last] = starts[0] + i
+        inner = torch.as_tensor(place[first:last] - start)
+        tails.append(Share(slice(first, last), inner, None))
+    return Shares(torch.as_tensor(rows), None, torch.as_tensor(column), tails)
+
+
+def _sorted_on_cpu(
+    target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
+) -> tuple[Any, Any, list[int]]:
+    """As :func:`_sorted`, by numpy: it costs the host a fraction of torch's time."""
+    place = target.numpy()
+    kept = None
+    if ignore_index is not None and (place == ignore_index).any():
+        kept = np.flatnonzero(place != ignore_index)
+        place = place[kept]
+    if places is not None:
+        place = places.numpy()[place]
+    rows = place.argsort(kind="stable")
+    place = place[rows]
+    ends = [*np.searchsorted(place, starts).tolist(), len(place)]
+    return place, rows if kept is None else kept[rows], ends
+
+
+def _sorted(
+    target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Places in order, the row of each, and where the rows of each cluster begin and end."""
+    if ignore_index is None:
+        place = _places_of(target, places)
+    else:
+        counts = target != ignore_index
+        place = torch.where(counts, _places_of(torch.where(counts, target, 0), places), -1)
+    place, rows = place.sort(stable=True)
+    first, *ends = torch.searchsorted(place, _bounds(tuple(starts), place.device)).tolist()
+    if first:
+        place, rows = place[first:], rows[first:]
+    return place, rows, [*(end - first for end in ends), len(place)]
+
+
+@lru_cache(maxsize=64)
+def _bounds(starts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where the top begins, and each cluster; kept, as it takes a copy to the device."""
+    return torch.tensor([0, *starts], device=device)
+
+
+def all_rows(
+    target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
+) -> Shares:
+    """All rows for every cluster: shapes do not depend on values, as a CUDA graph needs it."""
+    counts = None
+    if ignore_index is not None:
+        counts = target != ignore_index
+        target = torch.where(counts, target, 0)
+    place = _places_of(target, places)
+    if not starts:
+        return Shares(None, counts, place, [])
+    cluster = torch.zeros_like(place)
+    for start in starts:
+        cluster += place >= start
+    tails = []
+    for i, start in enumerate(starts, 1):
+        inside = cluster == i
+        tails.append(Share(slice(None), torch.where(inside, place - start, 0), inside))
+    column = torch.where(cluster > 0, starts[0] + cluster - 1, place)
+    return Shares(None, counts, column, tails)
+
+
+def _places_of(classes: Tensor, places: Tensor | None) -> Tensor:
+    return classes if places is None else places[classes]
+
+
+class _Given(NamedTuple):
+    """What an engine computes: rows that count, and tensors in the dtype of the products.
+
+    ``factors`` are what the gradient of each row's loss is multiplied by, None where none is
+    wanted; ``wanted`` are those of hidden, bias and each weight; ``dtypes`` those of the gradients
+    of the weights.
+    """
+
+    hidden: Tensor
+    bias: Tensor | None
+    weights: list[Tensor]
+    factors: Tensor | None
+    wanted: Sequence[bool]
+    dtypes: list[torch.dtype]
+    chunk_rows: int | str
+    shares: Shares
+
+
+# The loss of each row; the gradients of hidden, bias and each weight, None where not wanted.
+_Computed = tuple[Tensor, list[Tensor | None]]
+
+
+class GroupEngine(Engine):
+    """Operands: hidden, bias, weights; target, places. Options but the first are the same."""
+
+    n_constants = 2
+
+    def starts(self, option: Any) -> Sequence[int]:  # noqa: ARG002 - for clusters
+        """The first place of each cluster."""
+        return ()
+
+    @abstractmethod
+    def run(self, given: _Given, option: Any) -> _Computed:
+        """What the first option, which is an engine's own, makes of the rows."""
+
+    def compute(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        hidden, bias, *weights, target, places = operands
+        option, ignore_index, chunk_rows = options
+        with without_autocast(hidden):
+            n, dtype = hidden.shape[0], hidden.dtype
+            shares = share_out(target, places, ignore_index, self.starts(option))
+            rows, counts = shares.rows, shares.counts
+            if rows is not None:
+                hidden = hidden.index_select(0, rows)
+                upstream = None if upstream is None else upstream.index_select(0, rows)
+            if counts is not None:
+                # A NaN in a row that does not count would reach the gradients, times 0.
+                hidden = torch.where(counts.unsqueeze(-1), hidden, 0.0)
+                counts = counts.to(accumulation_dtype(dtype))
+            scale = RowScale.of(counts, reduction, hidden.shape[0])
+            factors = size = None
+            if any(wanted) and (upstream is not None or reduction != "none"):
+                factors = scale.factors(hidden, hidden.shape[0], upstream)
+                factors, size = near_one(factors, dtype)
+            given = _Given(
+                hidden, None if bias is None else in_dtype(bias, dtype),
+                [in_dtype(weight, dtype) for weight in weights], factors,
+                wanted if factors is not None else (False,) * len(wanted),
+                [gradient_sum_dtype(weight.dtype) for weight in weights], as_chunk(chunk_rows),
+                shares,
+            )  # fmt: skip
+            losses, made = self.run(given, option)
+            loss = scale.reduce(losses, reduction)
+            if rows is not None:
+                loss = spread_rows(loss, rows, n) if reduction == "none" else loss
+                made[0] = None if made[0] is None else spread_rows(made[0], rows, n)
+            if made[1] is not None:
+                made[1] = in_dtype(made[1], gradient_sum_dtype(bias.dtype))
+        return Result(loss, made, (), size)
+
+    def fake(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,
+        options: tuple[Any, ...],  # noqa: ARG002 - shapes do not depend on them
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        hidden = operands[0]
+        dtype, n = accumulation_dtype(hidden.dtype), hidden.shape[0]
+        loss = hidden.new_empty((n,) if reduction == "none" else (), dtype=dtype)
+        if upstream is None and reduction == "none":
+            return Result(loss, (None,) * len(wanted))
+        size = None
+        if hidden.dtype == torch.float16 and any(wanted):
+            size = hidden.new_empty((), dtype=dtype)
+        return Result(loss, empty_gradients(operands, wanted), (), size)
+
+
+class _Clusters(GroupEngine):
+    """The adaptive softmax; its option is the first place of each cluster.
+
+    Weights are that of the top, ``(classes and clusters, d)``, and then of each cluster a
+    projection ``(width, d)`` and the class vectors ``(size, width)``.
+    """
+
+    name = "cluster_loss"
+    schema = "int[] starts, int? ignore_index, str chunk_rows"
+
+    def starts(self, option: Any) -> Sequence[int]:
+        return option  # type: ignore[no-any-return]
+
+    def run(self, given: _Given, option: Any) -> _Computed:
+        del option
+        hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares = given
+        in_order = shares.rows is not None
+        rows = [hidden[share.part] for share in shares.tails]
+        seen = [torch.mm(a, b.t()) for a, b in zip(rows, weights[1::2], strict=True)]
+        memory = _shared_memory([hidden, *seen], [weights[0], *weights[2::2]], chunk_rows)
+        problem = Problem(
+            hidden, weights[0], bias, shares.target, factors, None,
+            Wanted(wanted[0], wanted[2], wanted[1]), dtypes[0],
+        )  # fmt: skip
+        top = softmax(problem, chunk_rows, memory, in_order)
+        made = [top.hidden, top.bias, top.weight]
+        for i, (part, target, inside) in enumerate(shares.tails):
+            projection, vectors = weights[2 * i + 1 : 2 * i + 3]
+            of_projection, of_vectors = wanted[2 * i + 3 : 2 * i + 5]
+            row_scale = None if factors is None else factors[part]
+            if inside is not None and row_scale is not None:
+                row_scale = torch.where(inside, row_scale, 0.0)
+            problem = Problem(
+                seen[i], vectors, None, target, row_scale, None,
+                Wanted(wanted[0] or of_projection, of_vectors), dtypes[2 * i + 2],
+            )  # fmt: skip
+            below = softmax(problem, chunk_rows, memory, in_order)
+            loss = below.loss if inside is None else torch.where(inside, below.loss, 0.0)
+            top.loss[part].add_(loss)
+            if top.hidden is not None and below.hidden is not None:
+                some = top.hidden[part]
+                torch.addmm(some, below.hidden, projection, out=some)
+            slope = below.hidden if of_projection else None
+            made.append(None if slope is None else _product(slope, rows[i], dtypes[2 * i + 1]))
+            made.append(below.weight)
+        return top.loss, made
+
+
+class _Bands(GroupEngine):
+    """The differentiated softmax; its option is the label smoothing.
+
+    Weights are the class vectors of each band, ``(size, width)``; hidden has the slices of all
+    bands side by side. All bands share one normaliser.
+    """
+
+    name = "band_loss"
+    schema = "float label_smoothing, int? ignore_index, str chunk_rows"
+
+    def run(self, given: _Given, option: Any) -> _Computed:
+        hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares = given
+        target, n = shares.target, hidden.shape[0]
+        columns = _ranges([weight.shape[0] for weight in weights])
+        seen = _ranges([weight.shape[1] for weight in weights])
+        biases = [None if bias is None else bias[column] for column in columns]
+        n_classes = columns[-1].stop
+        step = rows_at_a_time(chunk_rows, hidden, n_classes)
+        gradients = [
+            Gradients(hidden[:, part], weight, Wanted(wanted[0], of_weight, wanted[1]), step, dtype)
+            for part, weight, of_weight, dtype in zip(
+                seen, weights, wanted[2:], dtypes, strict=True
+            )
+        ]
+        memory = empty((min(n, step), n_classes), hidden.dtype, hidden.device)
+        losses = []
+        for first in range(0, max(1, n), step):
+            part = slice(first, min(n, first + step))
+            rows, ids, scores = hidden[part], target[part], memory[: part.stop - first]
+            bands = list(zip([rows[:, some] for some in seen], weights, biases, strict=True))
+            for column, band in zip(columns, bands, strict=True):
+                scores_into(scores[:, column], *band)
+            loss, *_ = kernels.softmax_rows.forward_(
+                "auto", scores, ids, target_scores(scores, ids, partial(_exact, columns, bands)),
+                None if factors is None else factors[part], None, option, *PLAIN[1:], False,
+            )  # fmt: skip
+            losses.append(loss)
+            if factors is not None:
+                for column, gradient in zip(columns, gradients, strict=True):
+                    gradient.add(part, scores[:, column])
+        finished = [gradient.finished() for gradient in gradients]
+        of_hidden, of_weights, of_biases = zip(*finished, strict=True)
+        return torch.cat(losses), [
+            torch.cat(of_hidden, -1) if wanted[0] else None,
+            torch.cat(of_biases) if wanted[1] else None,
+            *of_weights,
+        ]
+
+
+CLUSTERS, BANDS = _Clusters(), _Bands()
+
+
+def _ranges(sizes: Sequence[int]) -> list[slice]:
+    return [slice(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
+
+
+def _exact(
+    columns: Sequence[slice],
+    bands: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    target: Tensor,
+) -> Tensor:
+    """The scores of targets ``(rows, 1)`` in full precision, each from the band that it is in."""
+    total = torch.zeros_like(target, dtype=torch.float32)
+    for column, band in zip(columns, bands, strict=True):
+        inside = (target >= column.start) & (target < column.stop)
+        local = torch.where(inside, target - column.start, -1)
+        total = total + kernels.products.scores("auto", *band, local)
+    return total
+
+
+def _product(gradient: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient.T @ rows`` in ``dtype``."""
+    if dtype == rows.dtype:
+        return torch.mm(gradient.t(), rows)
+    # No product of two half-precision matrices gives the other half precision.
+    shape = gradient.shape[1], rows.shape[1]
+    made = rows.new_empty(shape, dtype=accumulation_dtype(rows.dtype))
+    set_weight_gradient(made, gradient, rows)
+    return in_dtype(made, dtype)
+
+
+def _shared_memory(
+    rows: Sequence[Tensor], weights: Sequence[Tensor], chunk_rows: int | str
+) -> Tensor | None:
+    """For the scores of one softmax after the other, on a CPU in full precision, else None.
+
+    Fresh memory for each of the small softmaxes would cost more than the product that fills it.
+    """
+    if rows[0].device.type != "cpu" or rows[0].itemsize < 4:
+        return None
+    sizes = [
+        some.shape[0] * weight.shape[0]
+        for some, weight in zip(rows, weights, strict=True)
+        if some.shape[0] <= rows_at_a_time(chunk_rows, some, weight.shape[0])
+    ]
+    return empty((max(sizes, default=0),), rows[0].dtype)
+
+
+def softmax(problem: Problem, chunk_rows: int | str, memory: Tensor | None, in_order: bool) -> Made:
+    """One of the small softmaxes: at once in the ``memory`` that they share, or by what suits it.
+
+    ``in_order`` says that rows are sorted by their targets.
+    """
+    hidden, weight, bias, target, row_scale, _, wanted, _ = problem
+    n, n_classes = hidden.shape[0], weight.shape[0]
+    if memory is None or n * n_classes > memory.shape[0]:
+        if tiles_suit(hidden, PLAIN, chunk_rows, wanted):
+            return run_tiles(problem, PLAIN, in_order)
+        more = -n_classes % _ALIGNED if hidden.device.type == "cuda" else 0
+        return softmax_in_chunks(problem, chunk_rows, more)
+    scores = memory.as_strided((n, n_classes), (n_classes, 1))
+    if bias is None:
+        torch.mm(hidden, weight.t(), out=scores)
+    else:
+        torch.addmm(bias, hidden, weight.t(), out=scores)
+    loss, *_ = kernels.softmax_rows.forward_(
+        "auto", scores, target, scores.gather(-1, target.unsqueeze(-1)).squeeze(-1),
+        row_scale if wanted.any else None, None, *PLAIN, False,
+    )  # fmt: skip
+    of_hidden = torch.mm(scores, weight) if wanted.hidden else None
+    of_weight = torch.mm(scores.t(), hidden) if wanted.weight else None
+    return Made(loss, (), of_hidden, of_weight, scores.sum(0) if wanted.bias else None)
+
+
+def softmax_in_chunks(problem: Problem, chunk_rows: int | str, more: int = 0) -> Made:
+    """In chunks of rows, or slabs, with ``more`` columns, whose vectors are 0.
+
+    No row counts them: their scores are 0, and stay so where those of the others become gradients.
+    """
+    n_classes, plain = problem.weight.shape[0], cross_entropy_rows(None, *PLAIN)
+    rows = rows_at_a_time(chunk_rows, problem.hidden, n_classes + more)
+    if not more:
+        made = tiles_or_slabs(problem, PLAIN, chunk_rows, rows)
+        return run_chunks(plain, problem, rows) if made is None else made
+
+    def row_loss(scores: Tensor, chunk: Chunk) -> RowResult:
+        result = plain(scores[:, :n_classes], chunk)
+        return RowResult(result.loss, None if result.gradient is None else scores)
+
+    bias = None if problem.bias is None else pad(problem.bias, (0, more))
+    problem = problem._replace(weight=pad(problem.weight, (0, 0, 0, more)), bias=bias)
+    made = run_chunks(row_loss, problem, rows)
+    return made._replace(
+        weight=None if made.weight is None else made.weight[:n_classes],
+        bias=None if made.bias is None else made.bias[:n_classes],
+    )

@@ -1,0 +1,196 @@
+"""The few labels that are listed for each row, each once, and sums over those of a row.
+
+Lists come padded, or concatenated with offsets, and stay so: padded ones need neither gathers nor
+sums over segments. Both are sorted within their rows, so that duplicates are neighbours; of these
+the first that was given counts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lastlayer import kernels
+from lastlayer._checks import check_device, check_tensor
+from lastlayer._labels import check_positives
+from lastlayer._torch import values_are_checked
+
+# Numbers of hidden states gathered at a time.
+_GATHERED = {"cuda": 1 << 24, "cpu": 1 << 20}
+
+
+class Lists:
+    """Entries of all rows: ``(n, m)`` of padded lists, ``(k,)`` of lists with offsets.
+
+    Attributes:
+        classes: int64, negative where an entry does not count (padding, duplicates).
+        absent: bool, where that is.
+        values: the label of each entry, None where all have the label ``on``.
+        on: that label.
+        rows: the row of each entry, ascending; None for padded lists.
+    """
+
+    def __init__(
+        self,
+        classes: Tensor,
+        values: Tensor | None,
+        on: float,
+        rows: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> None:
+        self.classes, self.absent, self.values, self.on = classes, classes < 0, values, on
+        self.rows, self._starts = rows, starts
+
+    def labels(self, dtype: torch.dtype) -> Tensor | None:
+        """Labels that broadcast to the entries; None where all are 1."""
+        if self.values is not None:
+            return self.values.to(dtype)
+        # On the CPU whatever the device: torch takes it as a number.
+        return None if self.on == 1.0 else torch.tensor(self.on, dtype=dtype, device="cpu")
+
+    def positive(self, dtype: torch.dtype) -> Tensor:
+        """1 for entries with a label above 0, else 0."""
+        if self.values is None:
+            return torch.ones_like(self.classes, dtype=dtype)
+        return (self.values > 0).to(dtype)
+
+    def scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The score of each entry in full precision; undefined where it does not count."""
+        if self.rows is None:
+            made: Tensor = kernels.products.scores("auto", hidden, weight, bias, self.classes)
+            return made
+        step = max(1, _GATHERED.get(hidden.device.type, 1 << 20) // max(1, hidden.shape[1]))
+        parts = zip(self.rows.split(step), self.classes.split(step), strict=True)
+        some = [
+            kernels.products.scores("auto", hidden[rows], weight, bias, classes.unsqueeze(-1))
+            for rows, classes in parts
+        ]
+        return torch.cat(some).squeeze(-1)
+
+    def of_rows(self, numbers: Tensor) -> Tensor:
+        """One number per row, ``(n,)``, as it broadcasts to the entries."""
+        return numbers.unsqueeze(-1) if self.rows is None else numbers[self.rows]
+
+    def places(self, columns: Tensor, stride: int) -> Tensor:
+        """Flat positions of columns in a matrix whose rows are ``stride`` apart, ``(entries,)``."""
+        if self.rows is not None:
+            return torch.add(columns, self.rows, alpha=stride)
+        n = columns.shape[0]
+        starts = torch.arange(0, n * stride, stride, device=columns.device)
+        return (columns + starts.unsqueeze(-1)).view(-1)
+
+    def sum(self, terms: Tensor) -> Tensor:
+        """One number per row: the sum of the terms of its entries that count."""
+        terms = terms.masked_fill(self.absent, 0.0)
+        return terms.sum(-1) if self.rows is None else self._reduced(terms, "sum", 0.0)
+
+    def logsumexp(self, terms: Tensor) -> Tensor:
+        """One number per row; -inf where no entry counts."""
+        terms = terms.masked_fill(self.absent, -torch.inf)
+        if self.rows is None:
+            return terms.logsumexp(-1)
+        peak = self._reduced(terms, "max", -torch.inf)
+        origin = torch.where(peak.isinf(), 0.0, peak)
+        total = self._reduced(torch.exp(terms - origin[self.rows]), "sum", 0.0)
+        return torch.log(total) + origin
+
+    def _reduced(self, terms: Tensor, how: str, of_none: float) -> Tensor:
+        starts = self._starts
+        if starts is None or terms.shape[0] == 0:
+            n = 0 if starts is None else starts.shape[0] - 1
+            return terms.new_full((n,), of_none)
+        # Unlike index_add, it adds in the same order each time.
+        return torch.segment_reduce(terms, how, offsets=starts, unsafe=True, initial=of_none)
+
+    def dense(self, first: Tensor, like: Tensor, others: float) -> Tensor:
+        """Labels of the shape of ``like``, ``(some rows, n_classes)``; ``others`` where unlisted.
+
+        ``first`` is the number of the first of these rows, ``(1,)``: nothing waits for it.
+        """
+        n, n_classes = like.shape
+        # One number more, for what is listed in other rows.
+        labels = like.new_full((n * n_classes + 1,), others)
+        if n:
+            place = self.places(self.classes, n_classes) - first * n_classes
+            inside = (place >= 0) & (place < n * n_classes) & ~self.absent.view(-1)
+            place = torch.where(inside, place, n * n_classes)
+            if self.values is None:
+                labels.scatter_(0, place, self.on)
+            else:
+                labels.scatter_(0, place, self.values.to(labels.dtype).view(-1))
+        return labels[:-1].view(n, n_classes)
+
+
+def check_lists(
+    hidden: Tensor,
+    n_classes: int,
+    positives: Any,
+    offsets: Any,
+    values: Any,
+    ignore_index: Any,
+    label_smoothing: Any,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Checked positives, offsets and values, as :func:`sorted_lists` takes them."""
+    check_tensor("positives", positives)
+    check_device("positives", positives, hidden)
+    batch = hidden.shape[:-1]
+    n = batch.numel()
+    positives, offsets = check_positives(
+        positives, offsets, n_rows=n, n_classes=n_classes, ignore_index=ignore_index,
+        values=values, label_smoothing=label_smoothing, batch=tuple(batch),
+    )  # fmt: skip
+    values = None if values is None else values.detach()
+    if offsets is None and len(batch) != 1:
+        positives = positives.reshape(n, positives.shape[-1])
+        values = None if values is None else values.reshape(positives.shape)
+    return positives, offsets, values
+
+
+def sorted_lists(
+    positives: Tensor,
+    offsets: Tensor | None,
+    values: Tensor | None,
+    n: int,
+    n_classes: int,
+    ignore_index: int | None,
+    label_smoothing: float,
+) -> Lists:
+    """Lists of ``n`` rows in order, with one sort.
+
+    Ids out of range, which a GPU does not check, do not count.
+    """
+    on = 1.0 - label_smoothing
+    listed = positives
+    padding_is_class = ignore_index is not None and 0 <= ignore_index < n_classes
+    if offsets is not None or padding_is_class or not values_are_checked(positives):
+        counts = (positives >= 0) & (positives < n_classes)
+        if padding_is_class:
+            counts &= positives != ignore_index
+        listed = torch.where(counts, positives, -1)
+    if offsets is None:
+        classes, order = listed.sort(stable=True)
+        each_once_(classes)
+        return Lists(classes, None if values is None else values.gather(-1, order), on)
+    place = torch.arange(positives.shape[0], device=positives.device)
+    rows = torch.searchsorted(offsets, place, right=True) - 1
+    inside = (rows >= 0) & (rows < n) & (listed >= 0)
+    rows = rows.clamp(0, max(0, n - 1))
+    # What does not count comes behind the last class of its row, so that `rows` stays.
+    first = rows * (n_classes + 1)
+    key = first + torch.where(inside, listed, n_classes)
+    # Half the passes of a sort.
+    narrow = n * (n_classes + 1) <= torch.iinfo(torch.int32).max
+    key, order = (key.int() if narrow else key).sort(stable=True)
+    classes = key.long() - first
+    if key.shape[0] > 1:
+        classes[1:].masked_fill_(key[1:] == key[:-1], -1)
+    classes.masked_fill_(classes >= n_classes, -1)
+    return Lists(classes, None if values is None else values[order], on, rows, offsets)
+
+
+def each_once_(ordered: Tensor) -> None:
+    """Sets all but the first of equal neighbours in the last dimension to -1, in place."""
+    m = ordered.shape[-1]
+    if m > 1:
+        later = ordered.narrow(-1, 1, m - 1)
+        later.masked_fill_(later == ordered.narrow(-1, 0, m - 1), -1)

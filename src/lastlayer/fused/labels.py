@@ -1,0 +1,509 @@
+"""Losses of many labels per row, ZLPR and binary cross entropy, without the matrix of scores.
+
+All rows are taken at once with some labels at a time, a slab. So a row of the weight's gradient is
+one product, accumulated in float32 and rounded once. Listed labels are marked with -inf in their
+slab and count by their exact scores: they are left out of sums, never subtracted from them.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lastlayer import kernels
+from lastlayer._checks import check_chunk, check_linear, check_reduction
+from lastlayer._torch import (
+    accumulation_dtype,
+    gradient_sum_dtype,
+    in_autocast_dtype,
+    in_dtype,
+    without_autocast,
+)
+from lastlayer.fused.function import (
+    Engine,
+    Operands,
+    Result,
+    RowScale,
+    empty_gradients,
+    fused_loss,
+    near_one,
+)
+from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
+from lastlayer.fused.scores import (
+    add_weight_gradient_,
+    as_chunk,
+    classes_at_a_time,
+    scores_into,
+    set_weight_gradient,
+    slab_stride,
+)
+from lastlayer.kernels import empty
+
+
+def linear_zlpr_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    positives: Tensor,
+    bias: Tensor | None = None,
+    *,
+    offsets: Tensor | None = None,
+    values: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int | None = -100,
+    reduction: str = "mean",
+    chunk_classes: int | str = "auto",
+) -> Tensor:
+    r"""``zlpr_loss_from_indices(hidden @ weight.T + bias, positives)`` without the scores.
+
+    .. math:: L = \log\Bigl(1 + \sum_j (1 - t_j)\, e^{s_j}\Bigr)
+                + \log\Bigl(1 + \sum_j t_j\, e^{-s_j}\Bigr), \qquad s = W h + b
+
+    Choose it for a multi-label layer of more than a few thousand labels. It holds the scores of
+    all rows for a slab of labels at a time: 0.9 GB on a GPU, 8 MB on a CPU, and about a quarter of
+    that with ``chunk_classes="low"``. No dense target is made. The gradient of the weight is
+    accumulated in float32 and rounded once.
+
+    Cost: between three and four products of n × d × v, since every score is needed twice and only
+    those of the last slab are still there. Gradients are made in the forward pass and scaled in
+    backward; with ``reduction="none"`` they are made in backward. Nothing waits for the GPU.
+
+    Args:
+        hidden: ``(*batch, d)``, float16, bfloat16, float32 or float64.
+        weight: ``(v, d)``, one row per label, as in ``nn.Linear``; its own dtype under autocast.
+        positives: the labels that are on, class ids of any integer dtype: ``(*batch, m)``, padded
+            with ``ignore_index``; or all lists concatenated, ``(k,)``, with ``offsets``.
+            Duplicates count once, and a list may be empty.
+        bias: ``(v,)``; -inf masks a label out.
+        offsets: ``(n + 1,)`` integers: row i lists ``positives[offsets[i] : offsets[i + 1]]``.
+        values: the label of each listed class, in [0, 1] and of the shape of ``positives``;
+            ``1 - label_smoothing`` where it is None. No gradient flows to it.
+        label_smoothing: the label of every class that is not listed, from 0 to below 1/2.
+        ignore_index: the id that pads; None where nothing is padding.
+        reduction: "mean" over the rows, "sum" or "none".
+        chunk_classes: labels per slab, "auto" or "low".
+
+    Returns:
+        The loss in float32, or in float64 from float64.
+
+    Example:
+        >>> import torch
+        >>> hidden, weight = torch.zeros(2, 8), torch.zeros(100, 8)
+        >>> positives = torch.tensor([[3, 99], [5, -100]])
+        >>> linear_zlpr_loss(hidden, weight, positives, reduction="none")
+        tensor([5.6937, 5.2983])
+
+    Reference:
+        Su et al., ZLPR: A Novel Loss for Multi-label Classification, 2022, arXiv:2208.02955.
+    """
+    return _label_loss(
+        "zlpr", hidden, weight, positives, bias, offsets, values, label_smoothing, ignore_index,
+        reduction, chunk_classes,
+    )  # fmt: skip
+
+
+def linear_bce_loss(
+    hidden: Tensor, weight: Tensor, positives: Tensor, bias: Tensor | None = None, *,
+    offsets: Tensor | None = None, values: Tensor | None = None, label_smoothing: float = 0.0,
+    ignore_index: int | None = -100, reduction: str = "mean", chunk_classes: int | str = "auto",
+) -> Tensor:  # fmt: skip
+    r"""The binary cross entropy of ``hidden @ weight.T + bias``, without the scores.
+
+    .. math:: L = \sum_j \log(1 + e^{s_j}) - t_j s_j, \qquad s = W h + b
+
+    The loss of a row is the sum over its labels. Choose it where each label is a question of its
+    own and its probability :math:`\sigma(s)` matters; where few of many labels are on,
+    :func:`linear_zlpr_loss` keeps the balance between them.
+
+    Cost: three products of n × d × v, one less than ZLPR may take: labels do not depend on each
+    other, so each slab is needed once. With ``reduction="none"`` backward makes the scores again.
+
+    Args:
+        hidden: ``(*batch, d)``; it and all that follow are as in :func:`linear_zlpr_loss`.
+        weight: ``(v, d)``.
+        positives: ``(*batch, m)``, or ``(k,)`` with ``offsets``.
+        bias: ``(v,)``.
+        offsets: ``(n + 1,)``.
+        values: the label of each listed class.
+        label_smoothing: the label of every other class.
+        ignore_index: the id that pads.
+        reduction: "mean" over the rows, "sum" or "none".
+        chunk_classes: labels per slab, "auto" or "low".
+
+    Returns:
+        The loss in float32, or in float64 from float64.
+
+    Example:
+        >>> import torch
+        >>> hidden, weight = torch.zeros(2, 8), torch.zeros(100, 8)
+        >>> linear_bce_loss(hidden, weight, torch.tensor([[3, 99], [5, -100]]))
+        tensor(69.3147)
+    """
+    return _label_loss(
+        "bce", hidden, weight, positives, bias, offsets, values, label_smoothing, ignore_index,
+        reduction, chunk_classes,
+    )  # fmt: skip
+
+
+def _label_loss(
+    loss: str,
+    hidden: Any,
+    weight: Any,
+    positives: Any,
+    bias: Any,
+    offsets: Any,
+    values: Any,
+    label_smoothing: Any,
+    ignore_index: Any,
+    reduction: Any,
+    chunk_classes: Any,
+) -> Tensor:
+    check_linear(hidden, weight, bias)
+    check_reduction(reduction)
+    check_chunk(chunk_classes, "chunk_classes")
+    lists = check_lists(
+        hidden, weight.shape[0], positives, offsets, values, ignore_index, label_smoothing
+    )
+    batch, rows = hidden.shape[:-1], in_autocast_dtype(hidden)
+    rows = rows if len(batch) == 1 else rows.reshape(batch.numel(), hidden.shape[-1])
+    (made,) = fused_loss(
+        LABELS, (rows, weight, bias, *lists),
+        (loss, float(label_smoothing), ignore_index, str(chunk_classes)), reduction,
+    )  # fmt: skip
+    return made.reshape(batch) if reduction == "none" and len(batch) != 1 else made
+
+
+class _LabelRule(ABC):
+    """A loss of rows from slabs of their scores, which it may overwrite.
+
+    Where the gradient of a label depends on all labels, ``two_walks``, all slabs are first shown
+    to :meth:`look`; then, or at once, :meth:`turn_` makes the gradient of each.
+    """
+
+    two_walks = False
+    normalisers: Tensor | None = None
+    """What gradients need to know of all labels, where there are two walks."""
+
+    def look(self, scores: Tensor) -> None:  # noqa: B027 - for losses with two walks
+        """Takes a slab into account, in the first of two walks."""
+
+    @abstractmethod
+    def settle(self, lists: Lists, at_listed: Tensor) -> None:
+        """Takes the listed labels into account, by their exact scores; before any gradient."""
+
+    @abstractmethod
+    def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
+        """Turns a slab into its gradient, if a factor per row is given."""
+
+    @abstractmethod
+    def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
+        """The gradient of each entry; undefined where it does not count."""
+
+    @abstractmethod
+    def losses(self) -> Tensor:
+        """The loss of each row, once all slabs were seen."""
+
+
+class _Zlpr(_LabelRule):
+    """``log(1 + sum (1 - t) e^s) + log(1 + sum t e^-s)``; the two terms are the normalisers."""
+
+    two_walks = True
+
+    def __init__(self, label_smoothing: float, normalisers: Tensor | None) -> None:
+        self.normalisers = normalisers
+        self._log_rest = math.log1p(-label_smoothing)
+        self._log_some = math.log(label_smoothing) if label_smoothing else None
+        self._above: list[Tensor] = []
+        self._below: list[Tensor] = []
+
+    def look(self, scores: Tensor) -> None:
+        above, below = kernels.zlpr.slab_sums("auto", scores, self._log_some is not None)
+        self._above.append(above)
+        self._below.append(below)
+
+    def settle(self, lists: Lists, at_listed: Tensor) -> None:
+        if self.normalisers is not None:
+            return
+        above, terms = _logsumexp(self._above), -at_listed
+        if self._log_some is not None:
+            above = above + self._log_rest
+        labels = lists.labels(at_listed.dtype)
+        if labels is not None:
+            above = torch.logaddexp(above, lists.logsumexp(torch.log1p(-labels) + at_listed))
+            terms = torch.log(labels) + terms
+        below = lists.logsumexp(terms)
+        if self._log_some is not None:
+            below = torch.logaddexp(below, _logsumexp(self._below) + self._log_some)
+        both = torch.stack([above, below])
+        self.normalisers = torch.logaddexp(both, both.new_zeros(()))
+
+    def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
+        if scale is None:
+            return
+        above, below = self._known().unbind()
+        if self._log_some is None:
+            kernels.zlpr.slab_gradient_("auto", scores, scale, above, None)
+        else:
+            above, below = above - self._log_rest, below - self._log_some
+            kernels.zlpr.slab_gradient_("auto", scores, scale, above, below)
+
+    def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
+        above, below = self._known().unbind()
+        labels = lists.labels(at_listed.dtype)
+        if labels is None:
+            return torch.exp(-at_listed - lists.of_rows(below)) * lists.of_rows(-scale)
+        gradient = torch.exp(torch.log1p(-labels) + at_listed - lists.of_rows(above))
+        gradient -= torch.exp(torch.log(labels) - at_listed - lists.of_rows(below))
+        return gradient * lists.of_rows(scale)
+
+    def losses(self) -> Tensor:
+        return self._known().sum(0)
+
+    def _known(self) -> Tensor:
+        if self.normalisers is None:
+            raise RuntimeError("normalisers: expected a first walk over all slabs")
+        return self.normalisers
+
+
+class _Bce(_LabelRule):
+    """``sum softplus(s) - t s``: every label stands for itself."""
+
+    def __init__(self, label_smoothing: float, _: Tensor | None) -> None:
+        self._label_smoothing = label_smoothing
+        self._terms: list[Tensor] = []
+
+    def settle(self, lists: Lists, at_listed: Tensor) -> None:
+        # For a label of 1 softplus(-s), where softplus(s) - s would cancel.
+        own = functional.logsigmoid(at_listed)
+        labels = lists.labels(at_listed.dtype)
+        if labels is not None:
+            own = labels * own + (1.0 - labels) * functional.logsigmoid(-at_listed)
+        self._terms.append(lists.sum(own).neg_())
+
+    def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
+        made = kernels.zlpr.logistic_slab_("auto", scores, scale, self._label_smoothing)
+        self._terms.append(made)
+
+    def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
+        labels = lists.labels(at_listed.dtype)
+        if labels is None:
+            return torch.sigmoid(-at_listed) * lists.of_rows(-scale)
+        return (torch.sigmoid(at_listed) - labels) * lists.of_rows(scale)
+
+    def losses(self) -> Tensor:
+        total = self._terms[0]
+        for each in self._terms[1:]:
+            total = total + each
+        return total
+
+
+# From the label smoothing, and from the normalisers of all rows where they are known.
+_RULES: dict[str, Callable[[float, Tensor | None], _LabelRule]] = {"zlpr": _Zlpr, "bce": _Bce}
+
+
+def _logsumexp(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).logsumexp(0)
+
+
+class _LabelsEngine(Engine):
+    """Operands: hidden, weight, bias; positives, offsets, values.
+
+    With ``reduction="none"`` the forward pass leaves the normalisers of ZLPR for backward, where
+    they stand behind the operands.
+    """
+
+    name = "linear_label_loss"
+    schema = "str loss, float label_smoothing, int? ignore_index, str chunk_classes"
+    n_constants = 3
+    instead = "a loss on scores, such as lastlayer.zlpr_loss_from_indices"
+
+    def compute(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        hidden, weight, bias, positives, offsets, values, *known = operands
+        name, label_smoothing, ignore_index, chunk = options
+        (n, _), n_classes, dtype = hidden.shape, weight.shape[0], hidden.dtype
+        rule = _RULES[name](label_smoothing, known[0] if known else None)
+        at_a_time = classes_at_a_time(as_chunk(chunk), hidden, n_classes)
+        with without_autocast(hidden):
+            scale, factors, size = RowScale.of(None, reduction, n), None, None
+            if any(wanted) and (upstream is not None or reduction != "none"):
+                factors, size = near_one(scale.factors(hidden, n, upstream), dtype)
+            biases = None if bias is None else in_dtype(bias, dtype)
+            slabs = _Slabs(hidden, in_dtype(weight, dtype), biases, at_a_time)
+            looks = rule.two_walks and not known
+            order = slabs.all[::-1] if rule.two_walks else slabs.all
+            # A GPU has this to do while the host gets the rest ready.
+            slabs.score(slabs.all[0] if looks else order[0])
+            lists = sorted_lists(
+                positives, offsets, values, n, n_classes, ignore_index, label_smoothing
+            )
+            at_listed = slabs.leave_out(lists)
+            for slab in slabs.all if looks else ():
+                rule.look(slabs.marked(slab))
+            rule.settle(lists, at_listed)
+            if factors is None:
+                for slab in () if rule.two_walks else order:
+                    rule.turn_(slabs.marked(slab), None)
+                pieces: tuple[Tensor | None, ...] = (None,) * 3
+            else:
+                gradients = _Gradients(slabs, wanted, gradient_sum_dtype(weight.dtype))
+                own = in_dtype(rule.of_listed(lists, at_listed, factors), dtype).view(-1)
+                for slab in order:
+                    scores = slabs.marked(slab)
+                    rule.turn_(scores, factors)
+                    slabs.put(slab, own)
+                    gradients.add(slab, scores)
+                pieces = gradients.finished(bias)
+            loss = scale.reduce(rule.losses(), reduction)
+        if reduction == "none" and upstream is None:
+            pieces = (rule.normalisers,) if rule.two_walks else ()
+        return Result(loss, pieces, (), size)
+
+    def fake(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        hidden = operands[0]
+        n, dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
+        loss = hidden.new_empty((n,) if reduction == "none" else (), dtype=dtype)
+        if reduction == "none" and upstream is None:
+            left = (hidden.new_empty(2, n, dtype=dtype),) if options[0] == "zlpr" else ()
+            return Result(loss, left)
+        size = None
+        if hidden.dtype == torch.float16 and any(wanted):
+            size = hidden.new_empty((), dtype=dtype)
+        return Result(loss, empty_gradients(operands, wanted), (), size)
+
+    def _registered(self, operands: Operands, upstream: Tensor | None, *rest: Any) -> list[Tensor]:
+        """With the checks of values, which no one could read while a compiler traced the call."""
+        hidden, weight, _, positives, offsets, values = operands[:6]
+        check_lists(hidden, weight.shape[0], positives, offsets, values, rest[2], rest[1])
+        return super()._registered(operands, upstream, *rest)
+
+
+LABELS = _LabelsEngine()
+
+
+class _Slabs:
+    """Scores of all rows for some labels at a time, all in the same memory."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: int) -> None:
+        self.hidden, self.weight, self._bias, self._classes = hidden, weight, bias, classes
+        n, n_classes = hidden.shape[0], weight.shape[0]
+        self.all = [slice(a, min(n_classes, a + classes)) for a in range(0, n_classes, classes)]
+        # The last one that is visited, which need not be made again, is a full one.
+        if len(self.all) > 1 and n_classes % classes:
+            self.all[-2:] = self.all[:-3:-1]
+        self._stride = slab_stride(hidden, classes)
+        # One number more, for what is put into another slab.
+        self._outside = n * self._stride
+        self._memory = empty((self._outside + 1,), hidden.dtype, hidden.device)
+        self._rows = self._memory[:-1].view(n, self._stride)
+        self._held: slice | None = None
+        self._is_marked = False
+
+    def score(self, slab: slice) -> None:
+        """Makes the scores of a slab."""
+        bias = None if self._bias is None else of_slab(self._bias, slab)
+        scores_into(self._scores(slab), self.hidden, of_slab(self.weight, slab), bias)
+        self._held, self._is_marked = slab, False
+
+    def leave_out(self, lists: Lists) -> Tensor:
+        """The exact score of each listed label; from now on they are marked in their slabs."""
+        classes, hidden = lists.classes, self.hidden
+        if len(self.all) == 1:
+            place = lists.places(classes, self._stride)
+            self._place = place.masked_fill_(lists.absent.view(-1), self._outside)
+            if hidden.device.type == "cpu" and hidden.itemsize >= 4 and self._held is not None:
+                # These scores are not rounded; a GPU may have used TF32.
+                return self._memory[self._place].view(classes.shape)
+        else:
+            # What does not count is negative, and so in no slab.
+            self._slab_of = classes.div(self._classes, rounding_mode="floor").view(-1)
+            self._place = lists.places(classes.remainder(self._classes), self._stride)
+        return lists.scores(hidden, self.weight, self._bias)
+
+    def marked(self, slab: slice) -> Tensor:
+        """Scores ``(n, labels of the slab)``, -inf where a label is listed."""
+        if self._held != slab:
+            self.score(slab)
+        if not self._is_marked:
+            self.put(slab, -torch.inf)
+            self._is_marked = True
+        return self._scores(slab)
+
+    def put(self, slab: slice, values: Tensor | float) -> None:
+        """Writes one value for each listed label of the slab."""
+        place = self._place
+        if len(self.all) > 1:
+            inside = self._slab_of == slab.start // self._classes
+            place = torch.where(inside, place, self._outside)
+        self._memory.scatter_(0, place, values)
+
+    def _scores(self, slab: slice) -> Tensor:
+        count = slab.stop - slab.start
+        return self._rows if count == self._stride else self._rows[:, :count]
+
+
+def of_slab(tensor: Tensor, slab: slice) -> Tensor:
+    """The part of a tensor with one entry per label that belongs to a slab."""
+    return tensor if slab.stop - slab.start == tensor.shape[0] else tensor[slab]
+
+
+class _Gradients:
+    """The gradients of hidden, weight and bias as slabs come in."""
+
+    def __init__(self, slabs: _Slabs, wanted: Sequence[bool], weight_dtype: torch.dtype) -> None:
+        self._rows, self._vectors, self._wanted = slabs.hidden, slabs.weight, wanted
+        self._whole, self._weight_dtype = len(slabs.all) == 1, weight_dtype
+        self._wide = accumulation_dtype(slabs.weight.dtype)
+        self._hidden: Tensor | None = None
+        self._weight: Tensor | None = None
+        self._bias: dict[int, Tensor] = {}
+
+    def add(self, slab: slice, gradient: Tensor) -> None:
+        of_hidden, of_weight, of_bias = self._wanted
+        if of_bias:
+            self._bias[slab.start] = gradient.sum(0, dtype=self._wide)
+        if of_weight:
+            if self._weight is None:
+                # No product of half-precision matrices gives the other half precision.
+                native = self._weight_dtype in (gradient.dtype, self._wide)
+                dtype = self._weight_dtype if native else self._wide
+                self._weight = empty(self._vectors.shape, dtype, gradient.device)
+            set_weight_gradient(of_slab(self._weight, slab), gradient, self._rows)
+        if of_hidden:
+            vectors = of_slab(self._vectors, slab)
+            if self._whole and gradient.dtype == self._wide:
+                self._hidden = torch.mm(gradient, vectors)
+            elif self._hidden is None:
+                self._hidden = self._rows.new_empty(self._rows.shape, dtype=self._wide)
+                set_weight_gradient(self._hidden, gradient.t(), vectors)
+            else:
+                add_weight_gradient_(self._hidden, gradient.t(), vectors)
+
+    def finished(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of hidden, weight and bias."""
+        of_hidden, of_weight, of_bias = self._hidden, self._weight, None
+        if of_hidden is not None:
+            of_hidden = in_dtype(of_hidden, self._rows.dtype)
+        if of_weight is not None:
+            of_weight = in_dtype(of_weight, self._weight_dtype)
+        if self._bias and bias is not None:
+            parts = [part for _, part in sorted(self._bias.items())]
+            of_bias = parts[0] if self._whole else torch.cat(parts)
+            of_bias = in_dtype(of_bias, gradient_sum_dtype(bias.dtype))
+        return of_hidden, of_weight, of_bias

@@ -1,0 +1,623 @@
+"""The engines of losses along paths through a tree of classes.
+
+Where every class is one path of binary nodes, :func:`path_loss` is a kernel of its own: forward
+leaves the slope of every node on a path, σ(score) - taken, and the gradient of hidden. Both only
+have to be scaled by the upstream gradient, so backward reads no vector.
+
+At wider nodes a row is scored against all children of each node on its path. Rows at the same node
+are a group with one product: on CUDA all groups in one launch, elsewhere one after the other.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import linear
+
+from lastlayer._torch import accumulation_dtype, host_sync_allowed, is_eager, without_autocast
+from lastlayer.fused.function import Engine, Operands, Result, fused_loss
+from lastlayer.fused.recompute import in_chunks
+from lastlayer.kernels import selected, tree_path
+from lastlayer.kernels.node_groups import (
+    Plan,
+    TreeSizes,
+    most_groups,
+    most_scores,
+    most_tiles,
+)
+from lastlayer.trees import Tree
+
+# Scores that are held until backward on CUDA; beyond, backward makes those of each part again.
+_HELD_SCORES = 1 << 28
+
+
+class TreeTables(torch.nn.Module):
+    """A tree as buffers of indices, which are made from it and so are not part of the state.
+
+    An *edge* is an entry of ``tree.child``: a node and one of its children. Edges are numbered
+    level by level, as nodes are, so that a level is a range of edges. A binary node has one *row*
+    of the weight, whose score decides for its second child; a wider node has one row per child.
+    """
+
+    # Per path: where its edges start in path_edge, (n_paths + 1,); all these edges; its last edge,
+    # its class, and its leaf's place from left to right.
+    path_start: Tensor
+    path_edge: Tensor
+    path_end: Tensor
+    path_class: Tensor
+    leaf_rank: Tensor
+    # Per class: its first path, (n_classes + 1,).
+    class_start: Tensor
+    # Per node: its first edge, (n_inner + 1,), and its first row, (n_inner + 1,).
+    child_start: Tensor
+    row_start: Tensor
+    # Per edge: its node, what it leads to, and the edge above it, counted from the first one of
+    # that level; its place where edges are sorted by the arity of their node, empty if the same.
+    edge_node: Tensor
+    child: Tensor
+    edge_above: Tensor
+    edge_slot: Tensor
+
+    def __init__(self, tree: Tree, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        n_inner, start, arity = tree.n_inner, tree.child_start, np.diff(tree.child_start)
+        owner = np.repeat(np.arange(n_inner), arity)
+        widths = np.where(arity == 2, 1, arity)
+        row_start = np.concatenate([[0], np.cumsum(widths)])
+        self.n_classes, self.n_inner, self.n_edges = tree.n_classes, n_inner, len(tree.child)
+        self.n_rows, self.widest, self.overlaps = int(row_start[-1]), tree.max_arity, tree.overlaps
+        self.has_binary, self.has_wide = bool((arity == 2).any()), bool((arity > 2).any())
+        # Whether every class is one path of binary nodes, for which there is a kernel.
+        self.binary_paths = tree.is_binary and not tree.overlaps and n_inner > 0
+        self.longest = int(np.diff(tree.path_start).max())
+        self.most_paths = int(np.diff(tree.class_start).max())
+        # The most rows on one path, those of each node rounded up to 4.
+        self.most_scores = 0
+        if self.has_wide:
+            padded = (-(-widths // 4) * 4)[tree.path_node]
+            self.most_scores = int(np.add.reduceat(padded, tree.path_start[:-1]).max())
+        # First and last edge of each level, and how many nodes it has.
+        first_nodes = np.flatnonzero(np.diff(tree.node_depth, prepend=-1))
+        bounds = [*start[first_nodes].tolist(), self.n_edges]
+        self.levels, self.level_sizes = list(pairwise(bounds)), np.diff(first_nodes, append=n_inner)
+
+        above = np.full(n_inner, -1, np.int64)
+        above[1:] = start[tree.parent[1:]] + tree.position[1:]
+        above[1:] -= np.asarray(bounds[:-1], np.int64)[tree.node_depth[1:] - 1]
+        path_edge = start[tree.path_node] + tree.path_position
+        ends = path_edge[tree.path_start[1:] - 1] if n_inner else np.zeros(0, np.int64)
+
+        def keep(name: str, values: NDArray[np.generic], dtype: torch.dtype) -> None:
+            tensor = torch.tensor(np.ascontiguousarray(values), dtype=dtype, device=device)
+            self.register_buffer(name, tensor, persistent=False)
+
+        keep("path_start", tree.path_start, torch.int64)
+        keep("path_edge", path_edge, torch.int32)
+        keep("path_end", ends, torch.int32)
+        keep("path_class", tree.path_class, torch.int64)
+        keep("leaf_rank", tree.leaf_rank, torch.int32)
+        keep("class_start", tree.class_start, torch.int64)
+        keep("child_start", start, torch.int64)
+        keep("row_start", row_start, torch.int64)
+        keep("edge_node", owner, torch.int32)
+        keep("child", tree.child, torch.int32)
+        keep("edge_above", above[owner], torch.int32)
+        self.arities, slots, n = np.unique(arity).tolist(), np.empty(self.n_edges, np.int64), 0
+        for each in self.arities:
+            nodes = np.flatnonzero(arity == each)
+            rows = row_start[nodes][:, None] + np.arange(1 if each == 2 else each)
+            keep(f"rows_of_{each}", rows.ravel(), torch.int32)
+            edges = (start[nodes][:, None] + np.arange(each)).ravel()
+            slots[edges] = n + np.arange(edges.size)
+            n += edges.size
+        keep("edge_slot", slots if len(self.arities) > 1 else slots[:0], torch.int32)
+
+    def rows_of_arity(self, arity: int) -> Tensor:
+        """The rows of all nodes with so many children, node by node."""
+        return self.get_buffer(f"rows_of_{arity}")
+
+    def edges_of(
+        self, classes: Tensor, counted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Edges on the paths of ``classes`` ``(n, k)``, and which are not padding.
+
+        Both are ``(n, k, paths, length)``; padding is edge 0. The third result says which paths
+        there are, ``(n, k, paths)``, None where a class has one. Rows that are not ``counted``
+        ``(n,)`` have no edges.
+        """
+        paths, there = classes.unsqueeze(-1), None
+        if self.overlaps:
+            first = self.class_start[classes].unsqueeze(-1)
+            n = self.class_start[classes + 1].unsqueeze(-1) - first
+            steps = torch.arange(_most(n, self.most_paths), device=classes.device)
+            there = steps < n
+            paths = torch.where(there, first + steps, 0)
+        asked = None if counted is None else counted[:, None, None]
+        if there is not None:
+            asked = there if asked is None else asked & there
+        first = self.path_start[paths].unsqueeze(-1)
+        n = self.path_start[paths + 1].unsqueeze(-1) - first
+        if asked is not None:
+            n = torch.where(asked.unsqueeze(-1), n, 0)
+        steps = torch.arange(_most(n, self.longest), device=paths.device)
+        inside = steps < n
+        return self.path_edge[torch.where(inside, first + steps, 0)].long(), inside, there
+
+    def node_and_position(self, edges: Tensor) -> tuple[Tensor, Tensor]:
+        """The node of each edge, and which of its children the edge leads to."""
+        if not self.has_wide:
+            return edges >> 1, edges & 1
+        node = self.edge_node[edges].long()
+        return node, edges - self.child_start[node]
+
+    def sizes(self, paths: int) -> TreeSizes:
+        """What bounds the work of the kernel for groups, where a row asks for so many paths."""
+        return TreeSizes(self.n_inner, self.n_rows, self.widest, self.most_scores, paths)
+
+
+def _most(n: Tensor, bound: int) -> int:
+    """The largest of the numbers, or what bounds them where the host would have to wait."""
+    if n.device.type != "cpu" or torch.compiler.is_compiling():
+        return bound
+    return int(n.max()) if n.numel() else 0
+
+
+def reduced(
+    losses: Tensor, target: Tensor, ignore_index: int | None, reduction: str
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of all rows, whose ignored ones have 0, and what the sum was divided by."""
+    if reduction == "none":
+        return losses, None
+    total = losses.sum()
+    if reduction == "sum":
+        return total, None
+    if ignore_index is None:
+        counted = losses.new_full((), max(1, losses.shape[0]))
+    elif target.device.type == "cpu" and is_eager(target):
+        # Counted by numpy, which costs the host less than three operations of torch.
+        known = int((target.numpy() != ignore_index).sum())
+        counted = losses.new_full((), max(1, known))
+    else:
+        counted = (target != ignore_index).sum(dtype=losses.dtype).clamp(min=1.0)
+    return total / counted, counted
+
+
+def _needed(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Which gradients :meth:`Engine.finish` has to make, as an option."""
+    recording = torch.is_grad_enabled()
+    return tuple([recording and each is not None and each.requires_grad for each in tensors])
+
+
+class _PathEngine(Engine):
+    """Operands: hidden, weight, bias; target, leaf_rank, path_start, path_edge.
+
+    ``dtype`` and ``n_nodes`` are those of the weight. ``room`` asks for row-sparse gradients: with
+    room for so many nodes, or -1 for as many as are touched.
+    """
+
+    name = "path_loss"
+    schema = (
+        "int? ignore_index, int longest, bool[] needed, ScalarType dtype, int n_nodes, int? room"
+    )
+    n_constants = 4
+    kept = (0, 3, 5, 6)
+    what = "the loss of a binary tree"
+    instead = "head.log_prob(hidden, classes), which has them"
+
+    def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:  # noqa: ARG002
+        return False
+
+    def compute(
+        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str, wanted: Sequence[bool],
+    ) -> Result:  # fmt: skip
+        ignore_index, longest = options[:2]
+        to_nodes = wanted[1] or wanted[2]
+        with without_autocast(operands[0]):
+            losses, order, slopes, rows = tree_path.loss(
+                "auto", *operands, ignore_index, longest, to_nodes, wanted[0]
+            )
+            loss, counted = reduced(losses, operands[3], ignore_index, reduction)
+        return Result(loss, (rows, slopes, order, counted))
+
+    def fake(
+        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str, wanted: Sequence[bool],
+    ) -> Result:  # fmt: skip
+        hidden, target = operands[0], operands[3]
+        dtype, (n, d) = accumulation_dtype(hidden.dtype), hidden.shape
+        m = n if wanted[1] or wanted[2] else 0
+        loss = hidden.new_empty((n,) if reduction == "none" else (), dtype=dtype)
+        rows = hidden.new_empty(n if wanted[0] else 0, d, dtype=dtype)
+        slopes = hidden.new_empty(m, options[1], dtype=dtype)
+        counted = loss.new_empty(()) if reduction == "mean" else None
+        return Result(loss, (rows, slopes, target.new_empty(m), counted))
+
+    def finish(
+        self, operands: Operands, pieces: Sequence[Any], factor: Any, options: tuple[Any, ...],
+        reusable: bool,
+    ) -> list[Tensor | None]:  # fmt: skip
+        hidden, _, _, target, _, path_start, path_edge = operands
+        ignore_index, _, (to_hidden, to_weight, to_bias), dtype, n_nodes, room = options
+        rows, slopes, order, counted = pieces
+        factor = _per_loss(factor, counted)
+        by_row = factor.dim() > 0
+        if by_row and ignore_index is not None:
+            factor = torch.where(target == ignore_index, 0.0, factor)
+        of_hidden = weight = bias = None
+        if to_hidden:
+            scale = factor.unsqueeze(-1) if by_row else factor
+            if rows.dtype != hidden.dtype:
+                of_hidden = rows.new_empty(rows.shape, dtype=hidden.dtype)
+                torch.mul(rows, scale, out=of_hidden)
+            else:
+                of_hidden = rows.mul_(scale) if reusable else rows * scale
+        if to_weight or to_bias:
+            summed = slopes, factor, hidden, target, order, path_start, path_edge, ignore_index
+            gradients = dtype, to_weight, to_bias
+            if room is None or torch.compiler.is_compiling():
+                weight, bias = tree_path.to_nodes("auto", *summed, n_nodes, *gradients)
+            else:
+                most = None if room < 0 else room
+                touched, weight, bias = tree_path.to_touched_nodes(
+                    "auto", *summed, *gradients, most
+                )
+                shape, once = (n_nodes, hidden.shape[1]), most is None
+                weight = _row_sparse(touched, weight, shape, once) if to_weight else None
+                bias = _row_sparse(touched, bias, shape[:1], once) if to_bias else None
+        return [of_hidden, weight if to_weight else None, bias if to_bias else None]
+
+
+_PATHS = _PathEngine()
+
+
+def path_loss(
+    tables: TreeTables,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    *,
+    ignore_index: int | None,
+    reduction: str,
+    sparse: bool,
+) -> Tensor:
+    """Minus the log-probability of targets ``(n,)``, reduced, where ``tables.binary_paths``.
+
+    Args:
+        tables: of the tree.
+        hidden: ``(n, d)``.
+        weight: ``(n_nodes, d)``.
+        bias: ``(n_nodes,)``, or None.
+        target: class ids, checked.
+        ignore_index: the target of rows that do not count, or None.
+        reduction: "mean", "sum" or "none".
+        sparse: whether the gradients of weight and bias have only the rows that are touched. On a
+            GPU they have room for the most that there can be, and are not coalesced.
+    """
+    room = None
+    if sparse:
+        # On a GPU the most nodes that the rows can touch: of each level all, or one per row.
+        on_cpu = hidden.device.type == "cpu"
+        room = -1 if on_cpu else int(np.minimum(tables.level_sizes, len(hidden)).sum())
+    needed = _needed(hidden, weight, bias)
+    options = ignore_index, tables.longest, needed, weight.dtype, tables.n_inner, room
+    tree = tables.leaf_rank, tables.path_start, tables.path_edge
+    return fused_loss(_PATHS, (hidden, weight, bias, target, *tree), options, reduction)[0]
+
+
+class _GroupEngine(Engine):
+    """Choices at many nodes of any arity on CUDA, the rows at one node together.
+
+    Operands: rows, weight, bias; node, position, row_start; target, path_start, path_edge,
+    edge_node, child_start. Either ``node`` and ``position`` are given, ``(n, m)``, with ``n_inner``
+    where nothing is asked for, and the result are log-probabilities ``(n, m)``. Or ``target``, and
+    the result is the reduced loss of the paths in a tree without overlap.
+    """
+
+    name = "node_groups"
+    schema = (
+        "int[] sizes, int longest, int n_classes, int? ignore_index, bool[] needed, bool sparse"
+    )
+    n_constants = 8
+    kept = (0, 1)
+    what = "a path through wide nodes"
+    instead = "head.log_prob(hidden), of all classes, which has them"
+
+    def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:  # noqa: ARG002
+        return False
+
+    def compute(
+        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str, wanted: Sequence[bool],  # noqa: ARG002
+    ) -> Result:  # fmt: skip
+        from lastlayer.kernels.node_groups import triton as kernel
+
+        rows, weight, bias, node, position, row_start, target, *paths = operands
+        sizes, longest, n_classes, ignore_index, _, _ = options
+        if target is not None:
+            target, tree = target.contiguous(), kernel.Paths(*paths)
+            node, position = kernel.entries_of(target, tree, longest, sizes[0], ignore_index)
+        node, position = node.to(torch.int32), position.to(torch.int32)
+        made, kept = kernel.log_probs(
+            rows, weight, bias, node, position, row_start, TreeSizes(*sizes)
+        )
+        counted = None
+        if target is not None:
+            losses = kernel.losses_of(target, made, n_classes, ignore_index)
+            made, counted = reduced(losses, target, ignore_index, reduction)
+        return Result(made, (counted, position, kept.scores, kept.lse, *kept.plan))
+
+    def fake(
+        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str, wanted: Sequence[bool],  # noqa: ARG002
+    ) -> Result:  # fmt: skip
+        rows, _, _, node, _, row_start, target, *_ = operands
+        sizes, longest = options[:2]
+        n, path = rows.shape[0], longest if node is None else node.shape[1]
+        shape = (n, path) if target is None else (n,) if reduction == "none" else ()
+        made, m, bounds = rows.new_empty(shape, dtype=torch.float32), n * path, TreeSizes(*sizes)
+        mean = target is not None and reduction == "mean"
+        groups, small = row_start.new_empty(5, most_groups(m, bounds)), torch.int32
+        return Result(made, (
+            made.new_empty(()) if mean else None,
+            row_start.new_empty(n, path, dtype=small),
+            made.new_empty(most_scores(n, bounds)),
+            made.new_empty(m),
+            row_start.new_empty(m),
+            row_start.new_empty(m, dtype=small),
+            groups,
+            groups.clone(),
+            *(row_start.new_empty(most, dtype=small) for most in most_tiles(m, n, bounds)),
+        ))  # fmt: skip
+
+    def finish(
+        self, operands: Operands, pieces: Sequence[Any], factor: Any, options: tuple[Any, ...],
+        reusable: bool,  # noqa: ARG002
+    ) -> list[Tensor | None]:  # fmt: skip
+        (rows, weight), (counted, *kept) = operands[:2], pieces
+        needed, sparse = options[-2:]
+        sparse = sparse and not torch.compiler.is_compiling() and host_sync_allowed(rows)
+        factor = _per_loss(factor, counted)
+        if factor.dim() < 2:
+            # Of losses, which are minus log-probabilities.
+            factor = (-factor).expand(rows.shape[0])
+        run = _group_gradients if is_eager(rows) else _group_gradients_operation
+        *made, touched = run(rows, weight, factor, kept, sparse, needed)
+        return _as_needed(made, touched if sparse else None, weight.shape, needed)
+
+
+def _group_gradients(
+    rows: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    kept: Sequence[Tensor],
+    sparse: bool,
+    needed: Sequence[bool],
+) -> list[Tensor]:
+    """Of rows, weight and bias, and the rows of the weight if ``sparse``; empty if not needed."""
+    from lastlayer.kernels.node_groups import triton as kernel
+
+    position, scores, lse, *plan = kept
+    given = position, grad, kernel.Kept(Plan(*plan), scores, lse)
+    empty = rows.new_empty(0)
+    of_rows, touched, of_weight, of_bias = empty, None, empty.clone(), empty.clone()
+    if needed[0]:
+        of_rows = kernel.to_hidden(rows, weight, *given)
+    if needed[1] or needed[2]:
+        touched, of_weight, of_bias = kernel.to_children(rows, weight, *given, sparse, *needed[1:])
+    return [of_rows, of_weight, of_bias, empty.clone() if touched is None else touched]
+
+
+# An operation of its own, so that torch.compile sees one node in backward too.
+_group_gradients_operation = torch.library.custom_op(
+    "lastlayer::node_groups_gradients", mutates_args=()
+)(_group_gradients)
+
+
+@_group_gradients_operation.register_fake
+def _(
+    rows: Tensor,
+    weight: Tensor,
+    _grad: Tensor,
+    _kept: Sequence[Tensor],
+    _sparse: bool,
+    needed: Sequence[bool],
+) -> list[Tensor]:
+    return [
+        rows.new_empty(rows.shape if needed[0] else 0),
+        weight.new_empty(weight.shape if needed[1] else 0),
+        weight.new_empty(weight.shape[0] if needed[2] else 0),
+        rows.new_empty(0),
+    ]
+
+
+class _OneByOneEngine(Engine):
+    """Choices at many wide nodes, one node after the other; backward makes the scores again.
+
+    Operands: rows, weight, bias; node, position, row_start. The result are log-probabilities of
+    the shape of ``node``, 0 where that is ``n_inner``.
+    """
+
+    name = "nodes_one_by_one"
+    schema = "bool[] needed, bool sparse"
+    n_constants = 3
+    what = _GroupEngine.what
+    instead = _GroupEngine.instead
+
+    def compute(
+        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],
+        reduction: str, wanted: Sequence[bool],  # noqa: ARG002
+    ) -> Result:  # fmt: skip
+        rows, weight, bias, node, position, row_start = operands
+        of_row, position = torch.arange(len(rows), device=rows.device), position.reshape(-1)
+        of_row = of_row.repeat_interleave(node.shape[1])
+        made, of_rows = rows.new_zeros(node.numel()), torch.zeros_like(rows)
+        touched, vectors, biases = [], [], []
+        with without_autocast(rows):
+            for block, entries in by_node(row_start, node.reshape(-1)):
+                mine, chosen = of_row[entries], position[entries].unsqueeze(-1)
+                hidden = rows[mine]
+                logs = block_log_probs(weight, bias, hidden, block)
+                made[entries] = logs.gather(-1, chosen).squeeze(-1)
+                if upstream is None:
+                    continue
+                grad = upstream.reshape(-1)[entries].unsqueeze(-1)
+                slopes = logs.exp_().mul_(-grad).scatter_add_(-1, chosen, grad)
+                of_rows.index_add_(0, mine, slopes @ weight[block].to(rows.dtype))
+                touched.append(torch.arange(block.start, block.stop, device=rows.device))
+                vectors.append((slopes.t() @ hidden).to(weight.dtype))
+                biases.append(slopes.sum(0).to(weight.dtype))
+        made = made.view(node.shape)
+        if upstream is None:
+            return Result(made)
+        at = torch.cat([*touched, row_start[:0]])
+        of_weight = torch.cat([*vectors, weight[:0]]) if wanted[1] else None
+        of_bias = torch.cat([*biases, bias[:0]]) if wanted[2] else None
+        if not options[1]:
+            of_weight, of_bias = (
+                None if some is None else torch.zeros_like(whole).index_copy_(0, at, some)
+                for some, whole in ((of_weight, weight), (of_bias, bias))
+            )
+        return Result(made, (of_rows, of_weight, of_bias, at if options[1] else None))
+
+    def fake(
+        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str, wanted: Sequence[bool],  # noqa: ARG002
+    ) -> Result:  # fmt: skip
+        rows, weight, bias, node, *_ = operands
+        made = rows.new_empty(node.shape)
+        if upstream is None:
+            return Result(made)
+        of_weight = torch.empty_like(weight) if wanted[1] else None
+        of_bias = torch.empty_like(bias) if wanted[2] else None
+        return Result(made, (torch.empty_like(rows), of_weight, of_bias, None))
+
+    def finish(
+        self, operands: Operands, pieces: Sequence[Any], factor: Any,  # noqa: ARG002
+        options: tuple[Any, ...], reusable: bool,  # noqa: ARG002
+    ) -> list[Tensor | None]:  # fmt: skip
+        *made, touched = pieces
+        needed, sparse = options
+        return _as_needed(made, touched if sparse else None, operands[1].shape, needed)
+
+
+_GROUPS, _ONE_BY_ONE = _GroupEngine(), _OneByOneEngine()
+
+
+def groups_suit(tables: TreeTables, rows: Tensor) -> bool:
+    """Whether there is a kernel for wide nodes: on CUDA, but not for float64."""
+    return tables.has_wide and selected("tree_path_loss", rows.device.type, rows.dtype) == "triton"
+
+
+def node_log_probs(
+    tables: TreeTables,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    node: Tensor,
+    position: Tensor,
+    *,
+    paths: int,
+    sparse: bool,
+) -> Tensor:
+    """Of the children at ``position`` of ``node``, both ``(n, m)``; differentiable once.
+
+    Args:
+        tables: of the tree.
+        rows: ``(n, d)``, at least one; float32 or float64, or of any dtype if :func:`groups_suit`.
+        weight: ``(n_rows, d)``.
+        bias: ``(n_rows,)``, or None.
+        node: ``n_inner`` where nothing is asked for: the result is 0 there. Nodes have more than
+            two children, or any number of them if :func:`groups_suit`.
+        position: the place of each child among those of its node.
+        paths: how many paths the nodes of a row are of.
+        sparse: whether gradients of weight and bias have only the rows that are touched.
+    """
+    needed = _needed(rows, weight, bias)
+    operands = rows, weight, bias, node, position, tables.row_start
+    if not groups_suit(tables, rows):
+        return fused_loss(_ONE_BY_ONE, operands, (needed, sparse), "none")[0]
+    options = list(tables.sizes(paths)), node.shape[1], tables.n_classes, None, needed, sparse
+    return fused_loss(_GROUPS, (*operands, *(None,) * 5), options, "none")[0]
+
+
+def group_loss(
+    tables: TreeTables,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    *,
+    ignore_index: int | None,
+    reduction: str,
+    sparse: bool,
+) -> Tensor:
+    """As :func:`path_loss` for at least one row, without overlap and where :func:`groups_suit`."""
+    tree = tables.path_start, tables.path_edge, tables.edge_node, tables.child_start
+    sizes = tables.sizes(1)
+
+    def loss(
+        rows: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, reduction: str = "none"
+    ) -> Tensor:
+        operands = rows, weight, bias, None, None, tables.row_start, target, *tree
+        options = (
+            list(sizes), tables.longest, tables.n_classes, ignore_index,
+            _needed(rows, weight, bias), sparse,
+        )  # fmt: skip
+        return fused_loss(_GROUPS, operands, options, reduction)[0]
+
+    n, step = rows.shape[0], max(1, _HELD_SCORES // most_scores(1, sizes))
+    if n <= step:
+        return loss(rows, target, weight, bias, reduction)
+    chunks = [slice(first, min(n, first + step)) for first in range(0, n, step)]
+    losses = in_chunks(loss, rows, [target], [weight, bias], chunks)
+    return reduced(losses, target, ignore_index, reduction)[0]
+
+
+def by_node(row_start: Tensor, node: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of the weight of each node that is asked for, and the entries that ask for it.
+
+    Entries with ``n_inner`` for a node ask for none. Waits for the device.
+    """
+    ordered, order = node.sort()
+    asked, sizes = torch.unique_consecutive(ordered, return_counts=True)
+    bounds = row_start[torch.stack([asked, asked + 1]).clamp_(max=len(row_start) - 1)]
+    for first, last, entries in zip(*bounds.tolist(), order.split(sizes.tolist()), strict=True):
+        if first < last:
+            yield slice(first, last), entries
+
+
+def block_log_probs(weight: Tensor, bias: Tensor | None, rows: Tensor, block: slice) -> Tensor:
+    """Of the children of a wide node with these rows of the weight, for all rows."""
+    of_block = None if bias is None else bias[block].to(rows.dtype)
+    return torch.log_softmax(linear(rows, weight[block].to(rows.dtype), of_block), -1)
+
+
+def _per_loss(factor: Tensor, counted: Tensor | None) -> Tensor:
+    # A registered operation returns an empty tensor for None.
+    return factor if counted is None or not counted.numel() else factor / counted
+
+
+def _row_sparse(rows: Tensor, values: Tensor, shape: tuple[int, ...], once: bool) -> Tensor:
+    """A sparse tensor with some rows, ``once`` if they ascend and none comes twice."""
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), values, shape, is_coalesced=once, check_invariants=False
+    )
+
+
+def _as_needed(
+    made: Sequence[Any], touched: Tensor | None, shape: tuple[int, ...], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of rows, weight and bias, the last two with only the rows that are touched."""
+    if touched is not None:
+        made = [
+            made[0],
+            _row_sparse(touched, made[1], shape, True) if needed[1] else None,
+            _row_sparse(touched, made[2], shape[:1], True) if needed[2] else None,
+        ]
+    return [each if need else None for each, need in zip(made, needed, strict=True)]

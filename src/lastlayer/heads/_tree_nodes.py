@@ -1,0 +1,425 @@
+"""Log-probabilities in any tree, from the vectors of its nodes; and vectors of nodes from classes.
+
+*Entries* are what is asked for: a row of hidden states and a node. Binary nodes take a gathered
+vector each. Wider ones have a block of vectors, which is gathered where it is small; else the
+entries of one node share a product, see :mod:`lastlayer.fused.paths`.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, logsigmoid
+
+from lastlayer._checks import as_counts
+from lastlayer._torch import host_sync_allowed, without_autocast
+from lastlayer.fused.paths import (
+    TreeTables,
+    group_loss,
+    groups_suit,
+    node_log_probs,
+    reduced,
+)
+from lastlayer.heads.base import log_frequencies
+
+# Blocks of more vectors than this are not gathered.
+WIDEST_GATHERED = 32
+# Numbers to gather that take as long as calling the product of a node does (on a CPU).
+_NUMBERS_PER_NODE = 30_000
+# How much lighter than the heaviest a class may be, in float64; lighter ones count as if they had
+# this weight.
+_LIGHTEST = math.log(1e-280)
+# Numbers of a vector that are summed at a time: float64 takes twice the memory.
+_NUMBERS = 32
+
+
+class Nodes(NamedTuple):
+    """The vectors and biases of all nodes of a tree."""
+
+    tables: TreeTables
+    weight: Tensor
+    bias: Tensor | None
+    sparse: bool = False
+
+
+def wide(values: Tensor) -> Tensor:
+    """In float32, or in float64 from float64."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def tree_loss(
+    nodes: Nodes, rows: Tensor, target: Tensor, ignore_index: int | None, reduction: str
+) -> Tensor:
+    """Minus the log-probability of targets ``(n,)``, reduced, where ``path_loss`` does not suit.
+
+    Rows are ``(n, d)``, of any dtype.
+    """
+    tables, weight, bias, sparse = nodes
+    with without_autocast(rows):
+        grouped = groups_suit(tables, rows)
+        if grouped and not tables.overlaps and len(rows):
+            return group_loss(
+                tables, rows, weight, bias, target, ignore_index=ignore_index,
+                reduction=reduction, sparse=sparse,
+            )  # fmt: skip
+        rows = rows if grouped else wide(rows)
+        counted = None if ignore_index is None else target != ignore_index
+        known = target
+        if counted is not None:
+            known = torch.where(counted, target, 0)
+            # A NaN in an ignored row would reach the gradient of the root.
+            rows = torch.where(counted.unsqueeze(-1), rows, 0.0)
+        losses = -path_log_prob(nodes, rows, known.unsqueeze(-1), counted, once=True).squeeze(-1)
+        return reduced(losses, target, ignore_index, reduction)[0]
+
+
+def path_log_prob(
+    nodes: Nodes, rows: Tensor, classes: Tensor, counted: Tensor | None = None, *, once: bool
+) -> Tensor:
+    """Of classes ``(n, k)``; 0 in rows that are not ``counted``.
+
+    Rows are float32 or float64, or of any dtype if ``groups_suit`` and ``once``, which says that
+    second derivatives are not wanted.
+    """
+    tables = nodes.tables
+    if not tables.n_inner:
+        return rows[:, :0].sum(-1, keepdim=True).expand(classes.shape)
+    edges, inside, there = tables.edges_of(classes, counted)
+    paths = edges.shape[1] * edges.shape[2]
+    made = _edge_log_prob(nodes, rows, edges.flatten(1), inside.flatten(1), paths, once)
+    total = _over_edges(made.view(edges.shape), there)
+    if there is None or counted is None:
+        return total
+    return torch.where(counted.unsqueeze(-1), total, 0.0)
+
+
+def shared_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor) -> Tensor:
+    """Of the same classes ``(k,)`` for all rows, ``(n, k)``: one product with each vector needed.
+
+    The host waits for which ones these are.
+    """
+    tables = nodes.tables
+    edges, inside, there = tables.edges_of(classes.unsqueeze(0))
+    node, position = tables.node_and_position(edges)
+    # Padding is at the root, which all paths have.
+    used, place = torch.where(inside, node, 0).unique(return_inverse=True)
+    arity = tables.child_start[used + 1] - tables.child_start[used]
+    # The first column of each node among the log-probabilities by arity.
+    first, n, parts = torch.empty_like(used), 0, []
+    for each in arity.unique().tolist():
+        mine = (arity == each).nonzero().squeeze(-1)
+        steps = torch.arange(1 if each == 2 else each, device=used.device)
+        picked = (tables.row_start[used[mine]].unsqueeze(-1) + steps).flatten()
+        biases = None if nodes.bias is None else _gathered(nodes, nodes.bias, picked, rows.dtype)
+        scores = linear(rows, _gathered(nodes, nodes.weight, picked, rows.dtype), biases)
+        parts.append(_of_children(scores.unflatten(1, (-1, len(steps))), -1).flatten(1))
+        first[mine] = n + each * torch.arange(len(mine), device=used.device)
+        n += each * len(mine)
+    parts.append(rows.new_zeros(len(rows), 1))
+    columns = torch.where(inside, first[place] + position, n)[0]
+    there = None if there is None else there.expand(len(rows), -1, -1)
+    return _over_edges(torch.cat(parts, 1)[:, columns], there)
+
+
+def _over_edges(log_probs: Tensor, there: Tensor | None) -> Tensor:
+    """Of classes ``(n, k)`` from those of edges ``(n, k, paths, length)``."""
+    sums = log_probs.sum(-1)
+    if there is None:
+        alone: Tensor = sums.squeeze(-1)
+        return alone
+    return torch.logsumexp(torch.where(there, sums, -torch.inf), -1)
+
+
+def _of_children(scores: Tensor, dim: int) -> Tensor:
+    """Log-probabilities of the children of nodes, from the scores of their rows along ``dim``."""
+    if scores.shape[dim] == 1:
+        return logsigmoid(torch.cat([-scores, scores], dim))
+    return torch.log_softmax(scores, dim)
+
+
+def _edge_log_prob(
+    nodes: Nodes, rows: Tensor, edges: Tensor, inside: Tensor, paths: int, once: bool
+) -> Tensor:
+    """Log-probability of each edge given its node, ``(n, m)``, 0 where it is not ``inside``."""
+    tables, weight, bias, sparse = nodes
+    node, position = tables.node_and_position(edges)
+
+    def in_groups(asked: Tensor) -> Tensor:
+        some = torch.where(asked, node, tables.n_inner)
+        return node_log_probs(
+            tables, rows, weight, bias, some, position, paths=paths, sparse=sparse
+        )
+
+    widest = tables.widest
+    if (once or widest > WIDEST_GATHERED) and groups_suit(tables, rows) and edges.numel():
+        return in_groups(inside)
+    if not tables.has_wide:
+        # Padded, as a batched product takes it: paths of a batch are of about the same length.
+        return torch.where(inside, _binary(nodes, rows, torch.where(inside, node, 0), position), 0)
+    binary = tables.child_start[node + 1] - tables.child_start[node] == 2
+    crowded = once and edges.numel() * widest * rows.shape[1] > _NUMBERS_PER_NODE * tables.n_inner
+    if (widest > WIDEST_GATHERED or crowded) and host_sync_allowed(rows):
+        made = in_groups(inside & ~binary)
+    else:
+        made = _listed(_wide, nodes, rows, node, position, inside & ~binary)
+    if tables.has_binary:
+        made = made + _listed(_binary, nodes, rows, node, position, inside & binary)
+    return made
+
+
+def _listed(
+    log_prob: Callable[[Nodes, Tensor, Tensor, Tensor], Tensor],
+    nodes: Nodes,
+    rows: Tensor,
+    node: Tensor,
+    position: Tensor,
+    asked: Tensor,
+) -> Tensor:
+    """``log_prob`` at the nodes ``(n, m)`` that are asked for, 0 elsewhere.
+
+    They are made a list, so that the others cost nothing; unless the size of that list has to be
+    known before, as for torch.compile.
+    """
+    if not torch.compiler.is_compiling() and host_sync_allowed(node):
+        of_row, at = asked.nonzero(as_tuple=True)
+        some, taken = node[of_row, at].unsqueeze(-1), position[of_row, at].unsqueeze(-1)
+        made = log_prob(nodes, rows[of_row], some, taken).squeeze(-1)
+        return rows.new_zeros(node.shape).index_put((of_row, at), made)
+    some, taken = (torch.where(asked, each, 0).reshape(-1, 1) for each in (node, position))
+    made = log_prob(nodes, rows.repeat_interleave(node.shape[1], 0), some, taken)
+    return torch.where(asked, made.reshape(node.shape), 0.0)
+
+
+def _binary(nodes: Nodes, rows: Tensor, node: Tensor, position: Tensor) -> Tensor:
+    """At binary nodes ``(n, m)``."""
+    scores = gathered_scores(nodes, rows, first_row(nodes.tables, node))
+    return logsigmoid(torch.where(position == 1, scores, -scores))
+
+
+def _wide(nodes: Nodes, rows: Tensor, node: Tensor, position: Tensor) -> Tensor:
+    """At wide nodes ``(n, 1)``."""
+    log_probs = gathered_block(nodes, rows, node.squeeze(-1), nodes.tables.widest)
+    return log_probs.gather(-1, position)
+
+
+def first_row(tables: TreeTables, node: Tensor) -> Tensor:
+    """The row of a binary node, the first one of a wider node."""
+    return tables.row_start[node] if tables.has_wide else node
+
+
+def gathered_scores(nodes: Nodes, rows: Tensor, picked: Tensor) -> Tensor:
+    """Of the rows of the weight that are picked for each row, ``(n, m)``."""
+    vectors = _gathered(nodes, nodes.weight, picked, rows.dtype)
+    scores = torch.bmm(vectors, rows.unsqueeze(-1)).squeeze(-1)
+    if nodes.bias is None:
+        return scores
+    return scores + _gathered(nodes, nodes.bias, picked, rows.dtype)
+
+
+def gathered_block(nodes: Nodes, rows: Tensor, node: Tensor, width: int) -> Tensor:
+    """Of all children of one wide node per row, ``(n, width)``; -inf beyond the last child."""
+    first = nodes.tables.row_start[node]
+    steps = torch.arange(width, device=node.device)
+    there = steps < (nodes.tables.row_start[node + 1] - first).unsqueeze(-1)
+    picked = torch.where(there, first.unsqueeze(-1) + steps, 0)
+    scores = gathered_scores(nodes, rows, picked)
+    return torch.log_softmax(torch.where(there, scores, -torch.inf), -1)
+
+
+def _gathered(nodes: Nodes, values: Tensor, picked: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values[picked]`` in ``dtype``, of weight or bias, with a row-sparse gradient if asked."""
+    if not (torch.is_grad_enabled() and values.requires_grad):
+        return values[picked].to(dtype)
+    # torch's embedding has no second derivatives where nothing is picked.
+    if values.dim() == 2 and values.dtype == dtype and (nodes.sparse or picked.numel()):
+        return embedding(picked, values, sparse=nodes.sparse)
+    if not nodes.sparse and values.dtype == dtype:
+        return values[picked]
+    made: Tensor = _GatheredRows.apply(values, picked, dtype, nodes.sparse)
+    return made
+
+
+class _GatheredRows(torch.autograd.Function):
+    """Sums the gradient of a row in the wider dtype: the root has a part from every row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, picked: Tensor, dtype: torch.dtype, sparse: bool
+    ) -> Tensor:
+        ctx.save_for_backward(picked)
+        ctx.like = values.shape, values.dtype, sparse
+        return values[picked].to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (picked,) = ctx.saved_tensors
+        shape, dtype, sparse = ctx.like
+        at, grad = picked.reshape(-1), grad.reshape(-1, *shape[1:])
+        if not sparse:
+            total = grad.new_zeros(shape).index_add(0, at, grad)
+            return total.to(dtype), None, None, None
+        made = torch.sparse_coo_tensor(at.unsqueeze(0), grad, shape, check_invariants=False)
+        if dtype != grad.dtype:
+            made = made.coalesce().to(dtype)
+        return made, None, None, None
+
+
+def all_log_prob(tables: TreeTables, scores: Tensor) -> Tensor:
+    """Of all classes, ``(n, n_classes)``, from scores ``(n, n_rows)``; added up level by level."""
+    if not tables.n_inner:
+        return scores.sum(-1, keepdim=True)
+    # One row per score: what is gathered is then contiguous.
+    leaves = _down_to_leaves(tables, _edge_log_probs(tables, scores.t().contiguous()))
+    return (_over_paths(tables, leaves) if tables.overlaps else leaves).t()
+
+
+def _edge_log_probs(tables: TreeTables, scores: Tensor) -> Tensor:
+    """``(n_edges, n)``, each given its node, from scores ``(n_rows, n)``."""
+    parts = [_of_children(mine, 1) for mine in _by_arity(tables, scores)]
+    return _in_edge_order(tables, parts)
+
+
+def _by_arity(tables: TreeTables, values: Tensor) -> Iterator[Tensor]:
+    """For each arity what its nodes have of ``(n_rows, n)``: ``(nodes, rows of a node, n)``."""
+    for arity in tables.arities:
+        mine = values
+        if len(tables.arities) > 1:
+            mine = values.index_select(0, tables.rows_of_arity(arity))
+        yield mine.unflatten(0, (-1, 1 if arity == 2 else arity))
+
+
+def _in_edge_order(tables: TreeTables, parts: list[Tensor]) -> Tensor:
+    """``(n_edges, n)`` from ``(nodes, arity, n)`` of each arity."""
+    flat = [part.flatten(0, 1) for part in parts]
+    return flat[0] if len(flat) == 1 else torch.cat(flat).index_select(0, tables.edge_slot)
+
+
+def _down_to_leaves(tables: TreeTables, edges: Tensor) -> Tensor:
+    """Sums of ``(n_edges, n)`` along each path, ``(n_paths, n)``."""
+    sums = [edges[slice(*tables.levels[0])]]
+    for first, last in tables.levels[1:]:
+        above = sums[-1].index_select(0, tables.edge_above[first:last])
+        sums.append(edges[first:last] + above)
+    return torch.cat(sums).index_select(0, tables.path_end)
+
+
+def _over_paths(tables: TreeTables, leaves: Tensor) -> Tensor:
+    """Log of the sum over the paths of each class, ``(n_classes, n)``."""
+    shape = tables.n_classes, leaves.shape[1]
+    known, classes = leaves.detach(), tables.path_class
+    top = known.new_full(shape, -torch.inf).scatter_reduce(
+        0, classes.unsqueeze(-1).expand_as(known), known, "amax"
+    )
+    top = torch.where(top == -torch.inf, 0.0, top)
+    shares = (leaves - top.index_select(0, classes)).exp()
+    return leaves.new_zeros(shape).index_add(0, classes, shares).log() + top
+
+
+@torch.no_grad()
+def init_nodes(nodes: Nodes, vectors: Tensor, biases: Tensor, counts: Any) -> None:
+    """Write into weight and bias what class vectors ``(n_classes, d)`` and biases give.
+
+    The score of a subtree would be the log of the sum of its classes' exponentials, which is not
+    linear in the hidden state h. For any weights q that sum to 1,
+
+        log Σ exp(v_c·h + b_c)  ≥  (Σ q_c v_c)·h + Σ q_c b_c + H(q),    H the entropy,
+
+    with equality where q are the probabilities at h. The right side is linear: it is what a node
+    gets. Without ``counts`` for q it is the probabilities that the biases give, those at h = 0.
+    """
+    tables = nodes.tables
+    if not tables.n_inner:
+        return
+    log_weights = biases.double()
+    if counts is not None:
+        log_weights = torch.from_numpy(as_counts(counts, tables.n_classes)).log().to(log_weights)
+    log_weights = (log_weights - log_weights.max()).clamp(min=_LIGHTEST)
+    classes = tables.path_class
+    # A class with several paths has its part of the weight on each.
+    shares = torch.bincount(classes).double().log()
+    paths = (log_weights - shares)[classes]
+    weights = paths.exp().unsqueeze(-1)
+    mass = _up_to_root(tables, weights)
+    for first in range(0, vectors.shape[1], _NUMBERS):
+        part = slice(first, first + _NUMBERS)
+        some = vectors[:, part].double()[classes]
+        nodes.weight[:, part] = _as_rows(tables, _up_to_root(tables, weights * some) / mass)
+    if nodes.bias is not None:
+        # Of the biases and the entropy together; a class is divided over its paths here as well.
+        own = ((biases.double() - shares)[classes] - paths).unsqueeze(-1)
+        made = _up_to_root(tables, weights * own) / mass + mass.log()
+        nodes.bias.copy_(_as_rows(tables, made).squeeze(-1))
+
+
+@torch.no_grad()
+def init_biases(tables: TreeTables, bias: Tensor, counts: Any) -> None:
+    """Write into ``bias`` what makes the probabilities at h = 0 the class frequencies."""
+    if not tables.n_inner:
+        return
+    like = torch.empty(0, dtype=torch.float64, device=bias.device)
+    shares = log_frequencies(counts, tables.n_classes, like).exp()
+    leaves = (shares / torch.bincount(tables.path_class))[tables.path_class]
+    mass = _up_to_root(tables, leaves.unsqueeze(-1))
+    total = mass.new_zeros(tables.n_inner, 1).index_add_(0, tables.edge_node, mass)
+    logs = (mass / total.index_select(0, tables.edge_node)).log()
+    bias.copy_(_as_rows(tables, logs).squeeze(-1))
+
+
+@torch.no_grad()
+def class_vectors(nodes: Nodes) -> tuple[Tensor, Tensor]:
+    """Vectors ``(n_classes, d)`` and biases ``(n_classes,)`` of a flat layer that is close.
+
+    The tangent at h = 0 of the log-probabilities, as :func:`init_nodes` is: from one tree to the
+    same tree nothing changes.
+    """
+    tables, weight = nodes.tables, wide(nodes.weight)
+    if not tables.n_inner:
+        return weight.new_zeros(1, weight.shape[1]), weight.new_zeros(1)
+    at_zero = weight.new_zeros(len(weight)) if nodes.bias is None else wide(nodes.bias)
+    edges = _edge_log_probs(tables, at_zero.unsqueeze(-1))
+    probs = edges.exp()[_rows_are_edges(tables)]
+    slopes = []
+    for mine, p in zip(_by_arity(tables, weight), _by_arity(tables, probs), strict=True):
+        if mine.shape[1] == 1:
+            # p is that of the second child.
+            slopes.append(torch.cat([-p * mine, (1.0 - p) * mine], 1))
+        else:
+            slopes.append(mine - (p * mine).sum(1, keepdim=True))
+    leaves = _down_to_leaves(tables, edges)
+    vectors = _down_to_leaves(tables, _in_edge_order(tables, slopes))
+    if not tables.overlaps:
+        return vectors, leaves.squeeze(-1)
+    total = _over_paths(tables, leaves)
+    shares = (leaves - total[tables.path_class]).exp()
+    mixed = vectors.new_zeros(tables.n_classes, vectors.shape[1])
+    return mixed.index_add(0, tables.path_class, shares * vectors), total.squeeze(-1)
+
+
+def _rows_are_edges(tables: TreeTables) -> Tensor:
+    """Which edges have a row of the weight: all but the first one of binary nodes."""
+    first, last = tables.child_start[:-1], tables.child_start[1:]
+    kept = torch.ones(tables.n_edges, dtype=torch.bool, device=first.device)
+    kept[first[last - first == 2]] = False
+    return kept
+
+
+def _as_rows(tables: TreeTables, edges: Tensor) -> Tensor:
+    """Rows from what ``(n_edges, n)`` edges have; at binary nodes second minus first child."""
+    first, last = tables.child_start[:-1], tables.child_start[1:]
+    binary = last - first == 2
+    rows = edges[_rows_are_edges(tables)]
+    rows[tables.row_start[:-1][binary]] -= edges[first[binary]]
+    return rows
+
+
+def _up_to_root(tables: TreeTables, leaves: Tensor) -> Tensor:
+    """Sums of ``(n_paths, n)`` over the leaves below each edge, ``(n_edges, n)``."""
+    edges = leaves.new_zeros(tables.n_edges, leaves.shape[1])
+    edges[tables.path_end.long()] = leaves
+    for (above, start), (first, last) in zip(
+        reversed(tables.levels[:-1]), reversed(tables.levels[1:]), strict=True
+    ):
+        edges[above:start].index_add_(0, tables.edge_above[first:last], edges[first:last])
+    return edges

@@ -1,0 +1,324 @@
+"""Groups of classes by frequency: cutoffs that make a step fast, bands that fit a budget."""
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lastlayer._checks import as_counts, check_choice, check_int, check_real
+
+Reals = NDArray[np.float64]
+Integers = NDArray[np.int64]
+# Beyond so many classes only some places are candidates for a cutoff: from one to the next 4 %.
+_EVERY_PLACE, _RATIO = 256, 1.04
+# Rows per step by default: a GPU has to be given many.
+_ROWS, _CUDA_ROWS = 256, 8192
+VARIANTS = ("slices", "projections")
+_MOST_BANDS = 4
+# Widths of bands are multiples of one part of so many; bands end at so many places.
+_PARTS, _PLACES = 16, 40
+
+
+class MatrixCost(NamedTuple):
+    r"""The time of a training step of small softmaxes, in microseconds.
+
+    A call c for each of them, and the work of
+
+    .. math:: g(k, B, d) = \alpha\,k d + \beta\,k B + \lambda\,k B d
+
+    for k classes, B rows and d features. Call and product are those of Grave et al.; the other
+    two terms are what few rows and narrow rows pay: the gradient of all weights is written
+    whatever B is, and all scores are exponentiated whatever d is.
+
+    Where ``overlap`` is true the host makes calls while the device works, and the step takes as
+    long as the longer of the two; else one comes after the other.
+    """
+
+    call: float
+    weight: float
+    score: float
+    product: float
+    overlap: bool = False
+
+    def work(self, k: Any, rows: Any, width: float) -> Any:
+        """g, for numbers or arrays that broadcast."""
+        return k * (self.weight * width + rows * (self.score + self.product * width))
+
+    def step(self, softmaxes: int, work: float) -> float:
+        """Of so many softmaxes with so much work together."""
+        calls = self.call * softmaxes
+        return max(calls, work) if self.overlap else calls + work
+
+
+COSTS = {
+    # Fitted to steps of `linear_cross_entropy` in float32 on one core of a server CPU, k from 500
+    # to 40,000, B from 8 to 256 and d from 8 to 256. Most are within 15 %; beyond the cache the
+    # truth is up to twice as much. Only ratios matter.
+    "cpu": MatrixCost(call=800.0, weight=1.75e-3, score=2.6e-3, product=3.7e-5),
+    # Of an H200 in bfloat16. What a small softmax takes on the device beside others is little
+    # against what the host needs to launch it: steps with two clusters and with four were some
+    # 1.2 ms per cluster apart. The rest is by rates: a weight that is read twice and a gradient
+    # that is written, 6 bytes at 4.2 TB/s; two exponentials per score, as measured where vectors
+    # are narrow; six operations per product at 600 TFLOP/s.
+    "cuda": MatrixCost(1200.0, weight=1.4e-6, score=2.1e-6, product=1.0e-8, overlap=True),
+}
+
+
+def cutoffs_from_counts(
+    counts: Any,
+    in_features: int,
+    *,
+    div_value: float = 4.0,
+    min_width: int = 8,
+    rows: int | None = None,
+    max_clusters: int = 4,
+    top_share: float = 0.5,
+    cost: MatrixCost | str = "cpu",
+) -> list[int]:
+    """The cutoffs with which an adaptive softmax is fastest, for classes by falling frequency.
+
+    A step costs the top, with one more column for each cluster, on all rows; and each cluster,
+    with its projection, on the share of the rows that it expects. All ways to cut the classes into
+    a top and up to ``max_clusters`` clusters are compared by dynamic programming: exactly for up
+    to 256 classes, and beyond that among places that are 4 % apart.
+
+    The fastest layout alone would leave a few dozen classes at the top, and narrow vectors to
+    everything else. So the top keeps at least ``top_share`` of all occurrences. And no cluster has
+    fewer classes than its vectors have features.
+
+    Args:
+        counts: how often each class occurs, in any order.
+        in_features: size of the hidden state.
+        div_value: by how much each cluster is narrower than the one before.
+        min_width: least width of a projection.
+        rows: rows per step; by default 8,192 where ``cost`` is "cuda", and else 256.
+        max_clusters: most clusters.
+        top_share: from 0 to 1.
+        cost: time of a small softmax: "cpu", "cuda", or the :class:`MatrixCost` of your machine.
+
+    Returns:
+        Where each cluster begins; empty where a plain softmax is fastest.
+
+    Example:
+        >>> zipf = [1 / rank for rank in range(1, 50_001)]
+        >>> cutoffs = cutoffs_from_counts(zipf, 256)
+        >>> 1 <= len(cutoffs) <= 4 and cutoffs == sorted(cutoffs)
+        True
+        >>> cutoffs_from_counts([1] * 100, 256)
+        []
+    """
+    weights = as_counts(counts)
+    in_features = check_int("in_features", in_features)
+    check_widths(div_value, min_width)
+    rows = check_int("rows", (_CUDA_ROWS if cost == "cuda" else _ROWS) if rows is None else rows)
+    max_clusters = check_int("max_clusters", max_clusters)
+    check_real("top_share", top_share, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0)
+    if isinstance(cost, str) and cost in COSTS:
+        cost = COSTS[cost]
+    if not isinstance(cost, MatrixCost):
+        raise ValueError(f"cost: expected one of {tuple(COSTS)} or a MatrixCost, got {cost!r}")
+    share, places = _shares_before(weights), _candidates(len(weights))
+    widths = tail_widths(in_features, max_clusters, div_value, min_width)
+    best = min(
+        (
+            _best_with(widths[:clusters], share[places], top_share, places, in_features, rows, cost)
+            for clusters in range(min(max_clusters, len(weights) - 1) + 1)
+        ),
+        key=operator.itemgetter(0),
+    )
+    return best[1]
+
+
+def _best_with(
+    widths: Sequence[int],
+    share: Reals,
+    top_share: float,
+    places: Integers,
+    in_features: int,
+    rows: int,
+    cost: MatrixCost,
+) -> tuple[float, list[int]]:
+    """The least cost with a cluster of each width, and the cutoffs that have it.
+
+    ``share`` is that of the classes before each of the places.
+    """
+    # What comes from each place on; the last cluster has to end at the last place.
+    rest = np.full(len(places), np.inf)
+    rest[-1] = 0.0
+    following = []
+    sizes = (places[None, :] - places[:, None]).astype(np.float64)
+    expected = rows * (share[None, :] - share[:, None])
+    for width in reversed(widths):
+        projection = cost.product * expected * width * in_features
+        step = cost.work(sizes, expected, width) + projection
+        step = np.where(sizes >= width, step, np.inf) + rest[None, :]
+        following.append(step.argmin(1))
+        rest = step.min(1)
+    total = cost.work(places + float(len(widths)), rows, in_features) + rest
+    # At least one class at the top, and its share; rounding may leave the last sum short of 1.
+    allowed = (places > 0) & ((share >= top_share) | (places == places[-1]))
+    total = np.where(allowed, total, np.inf)
+    place = int(total.argmin())
+    cutoffs, least = [], cost.step(1 + len(widths), float(total[place]))
+    for nearest in reversed(following):
+        cutoffs.append(int(places[place]))
+        place = int(nearest[place])
+    return least, cutoffs
+
+
+def _shares_before(weights: Reals) -> Reals:
+    """Of all occurrences, what the 0, 1, 2, … most frequent classes have."""
+    summed: Reals = np.concatenate([[0.0], np.cumsum(np.sort(weights)[::-1])]) / weights.sum()
+    return summed
+
+
+def _candidates(n: int) -> Integers:
+    """Places of cutoffs from 0 to n, both of them included."""
+    if n <= _EVERY_PLACE:
+        return np.arange(n + 1)
+    steps = np.arange(int(np.log(n) / np.log(_RATIO)) + 1)
+    return np.unique(np.concatenate([[0], (_RATIO**steps).astype(np.int64), [n]]))
+
+
+def tail_widths(in_features: int, clusters: int, div_value: float, min_width: int) -> list[int]:
+    """``in_features / div_value ** i`` for i = 1, 2, …, but at least ``min_width``.
+
+    Never 0, with which a cluster would stay uniform; and never more than ``in_features``.
+    """
+    least = min(min_width, in_features)
+    return [max(least, _narrowed(in_features, div_value, i)) for i in range(1, clusters + 1)]
+
+
+def _narrowed(in_features: int, div_value: float, times: int) -> int:
+    try:
+        return int(in_features // div_value**times)
+    except OverflowError:  # a power beyond all numbers
+        return 0
+
+
+def check_widths(div_value: Any, min_width: Any) -> None:
+    """A divisor of at least 1, a width of at least 1."""
+    expected = "a finite number of at least 1 (1 keeps every cluster at full width)"
+    check_real("div_value", div_value, expected, lambda x: 1.0 <= x < math.inf)
+    check_int("min_width", min_width)
+
+
+def check_cutoffs(cutoffs: Any, n_classes: int) -> list[int]:
+    """Rising places from 1 to n_classes - 1."""
+    expected = f"rising places from 1 to {n_classes - 1}, below n_classes"
+    if isinstance(cutoffs, (str, bytes)) or not hasattr(cutoffs, "__iter__"):
+        raise TypeError(f"cutoffs: expected a list of {expected}, got {type(cutoffs).__name__}")
+    places: list[int] = []
+    for position, each in enumerate(cutoffs):
+        try:
+            place = operator.index(each)
+            if isinstance(each, bool):
+                raise TypeError
+        except TypeError:
+            raise TypeError(
+                f"cutoffs: expected whole numbers, got {type(each).__name__} at position {position}"
+            ) from None
+        before = places[-1] if places else 0
+        if not 1 <= place < n_classes or place <= before:
+            after = f" after {before}" if 1 <= place < n_classes else ""
+            raise ValueError(
+                f"cutoffs: expected {expected}, got {place} at position {position}{after}"
+            )
+        places.append(place)
+    return places
+
+
+def bands_from_counts(
+    counts: Any, in_features: int, n_parameters: int, *, variant: str = "slices"
+) -> list[tuple[int, int]]:
+    r"""Bands whose vectors have at most so many parameters, for classes by falling frequency.
+
+    The rule: of all layouts that fit, the one in which the mean log of the width, over
+    occurrences, is largest: :math:`\sum_b p_b \log d_b`. Twice the width is then worth the same to
+    a class of any width. Candidates are one to four bands, each narrower than the one before or as
+    wide, that end at about 40 places on a geometric scale. In "slices" widths are multiples of a
+    sixteenth of in_features and add up to it; in "projections" they are in_features, half of it, a
+    quarter, and so on down to 8.
+
+    Args:
+        counts: how often each class occurs, in any order.
+        in_features: size of the hidden state.
+        n_parameters: most parameters of the class vectors, with the projections and without biases.
+        variant: of :class:`DifferentiatedSoftmax`.
+
+    Returns:
+        ``[(classes, width), …]``. They belong to the classes in the order of falling counts: give
+        ``order=counts.argsort(descending=True)`` to the head unless they are sorted already.
+
+    Example:
+        >>> zipf = [1 / rank for rank in range(1, 10_001)]
+        >>> bands = bands_from_counts(zipf, 128, 10_000 * 32)
+        >>> sum(width for _, width in bands), sum(classes for classes, _ in bands)
+        (128, 10000)
+        >>> sum(classes * width for classes, width in bands) <= 10_000 * 32
+        True
+    """
+    weights = as_counts(counts)
+    in_features = check_int("in_features", in_features)
+    n_parameters = check_int("n_parameters", n_parameters)
+    check_choice("variant", variant, VARIANTS)
+    n, share = len(weights), _shares_before(weights)
+    best: tuple[float, list[tuple[int, int]]] | None = None
+    fewest = math.inf
+    for bands in range(1, min(_MOST_BANDS, n) + 1):
+        ends = _ends(n, bands)
+        sizes, shares = np.diff(ends, axis=1), np.diff(share[ends], axis=1)
+        for widths in _widths(in_features, bands, variant):
+            projections = in_features * sum(widths) if variant == "projections" else 0
+            parameters = sizes @ np.array(widths) + projections
+            fewest = min(fewest, int(parameters.min()))
+            worth = np.where(parameters <= n_parameters, shares @ np.log(widths), -np.inf)
+            i = int(worth.argmax())
+            if worth[i] > -np.inf and (best is None or worth[i] > best[0]):
+                best = float(worth[i]), list(zip(sizes[i].tolist(), widths, strict=True))
+    if best is None:
+        raise ValueError(
+            f"n_parameters: expected at least {fewest} for {n} classes and "
+            f"in_features={in_features}, got {n_parameters}"
+        )
+    return best[1]
+
+
+def _ends(n: int, bands: int) -> Integers:
+    """All layouts ``(layouts, bands + 1)``: where bands end, from 0 to n."""
+    inner = np.unique(np.geomspace(1, n, _PLACES).astype(np.int64))
+    inner = inner[inner < n]
+    choices = list(combinations(inner.tolist(), bands - 1))
+    cuts = np.array(choices, dtype=np.int64).reshape(len(choices), bands - 1)
+    return np.concatenate(
+        [np.zeros((len(cuts), 1), np.int64), cuts, np.full((len(cuts), 1), n)], axis=1
+    )
+
+
+def _widths(in_features: int, bands: int, variant: str) -> Iterator[Sequence[int]]:
+    """Falling widths of so many bands."""
+    if variant == "projections":
+        halves = [in_features]
+        while halves[-1] // 2 >= 8:
+            halves.append(halves[-1] // 2)
+        yield from combinations(halves, bands)
+        return
+    unit = max(1, in_features // _PARTS)
+    for parts in _partitions(in_features // unit, bands, in_features // unit):
+        # What does not divide goes to the most frequent.
+        yield [parts[0] * unit + in_features % unit, *(part * unit for part in parts[1:])]
+
+
+def _partitions(total: int, parts: int, most: int) -> Iterator[list[int]]:
+    """Falling numbers of at least 1, at most ``most``, that add up."""
+    if parts == 1:
+        if 1 <= total <= most:
+            yield [total]
+        return
+    for first in range(min(most, total - parts + 1), 0, -1):
+        for rest in _partitions(total - first, parts - 1, first):
+            yield [first, *rest]

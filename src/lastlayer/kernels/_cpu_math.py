@@ -1,0 +1,470 @@
+"""Arithmetic inside the CPU kernels, in a form that LLVM turns into vector instructions.
+
+exp, tanh and log: those of Numba ask the C library for one number at a time; softmax_rows/README.md
+has the why. Reductions over a row in vectors of 64 bytes: LLVM does not vectorise a float maximum
+that respects NaN, and halves the width of what it does vectorise. Written as vectors, a row of 64
+scores is four registers on AVX-512, and a count is a mask; elsewhere LLVM splits the vectors into
+those that there are. Arrays are C-contiguous. And the maxima of the blocks of a row, which tell
+which blocks matter.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.extending import intrinsic, overload
+from numpy.typing import NDArray
+
+# Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
+FAST = {"reassoc", "contract", "nsz", "arcp"}
+# Flags of the caller must not hold in exp and log: reordered, adding and taking away a shift is
+# nothing, and corrections vanish.
+_EXACT = {"fastmath": {"contract"}, "error_model": "numpy"}
+# Scores per block. Loops over a block have this fixed length, which is what LLVM vectorises.
+BLOCK = 64
+_VECTOR_BYTES = 64
+
+# Adding it leaves the nearest whole number in the lowest bits; and a whole number added to the bits
+# of it is added to it as well, as long as it is small.
+_SHIFT_32, _SHIFT_64 = np.float32(1.5 * 2**23), np.float64(1.5 * 2**52)
+_SHIFT_BITS_32, _SHIFT_BITS_64 = _SHIFT_32.view(np.int32), _SHIFT_64.view(np.int64)
+_LOG2E_32, _LOG2E_64 = np.float32(1.4426950408889634), np.float64(1.4426950408889634)
+# log(2) in two parts; the first has few enough bits to be multiplied without rounding.
+_HIGH_32, _LOW_32 = np.float32(0.693359375), np.float32(-2.1219444005469057e-4)
+_HIGH_64, _LOW_64 = np.float64(0.6931471803691238), np.float64(1.9082149292705877e-10)
+# Below these exp gives 0: it would not be a normal number.
+_LEAST_32, _LEAST_64 = np.float32(-87.0), np.float64(-708.0)
+# The series of exp, far enough for a remainder of half of log(2).
+_A2, _A3, _A4, _A5, _A6, _A7 = (np.float32(1 / math.factorial(k)) for k in range(2, 8))
+_B2, _B3, _B4, _B5, _B6, _B7, _B8, _B9, _B10, _B11, _B12, _B13 = (
+    np.float64(1 / math.factorial(k)) for k in range(2, 14)
+)
+# The bits of the square root of a half: what is left after powers of 2 lies from there on.
+_ROOT_32, _ROOT_64 = (
+    dtype(math.sqrt(0.5)).view(whole)
+    for dtype, whole in ((np.float32, np.int32), (np.float64, np.int64))
+)
+# Numbers below are scaled up before their logarithm is taken: they have leading zeros.
+_TINY_32, _TINY_64 = np.float32(2.0**-126), np.float64(2.0**-1022)
+_UP_32, _UP_64 = np.float32(2.0**32), np.float64(2.0**64)
+# The series of the inverse hyperbolic tangent, times 2, in squares.
+_C1, _C2, _C3, _C4 = (np.float32(2 / (2 * k + 1)) for k in range(1, 5))
+_D1, _D2, _D3, _D4, _D5, _D6, _D7, _D8, _D9, _D10, _D11 = (
+    np.float64(2 / (2 * k + 1)) for k in range(1, 12)
+)
+
+
+@njit(nogil=True, **_EXACT)
+def _exp_parts_32(x):
+    """``(scale, rest)`` with ``exp(x) = scale + scale * rest``, from the least x to 80."""
+    shifted = np.float32(x * _LOG2E_32 + _SHIFT_32)
+    whole = shifted - _SHIFT_32
+    r = (x - whole * _HIGH_32) - whole * _LOW_32
+    series = ((((_A7 * r + _A6) * r + _A5) * r + _A4) * r + _A3) * r + _A2
+    # Without the casts Numba would widen to int64.
+    exponent = np.int32(np.int32(shifted.view(np.int32) + np.int32(127)) << np.int32(23))
+    return exponent.view(np.float32), r + (r * r) * series
+
+
+@njit(nogil=True, **_EXACT)
+def _exp_parts_64(x):
+    shifted = np.float64(x * _LOG2E_64 + _SHIFT_64)
+    whole = shifted - _SHIFT_64
+    r = (x - whole * _HIGH_64) - whole * _LOW_64
+    series = ((((_B13 * r + _B12) * r + _B11) * r + _B10) * r + _B9) * r + _B8
+    series = (((((series * r + _B7) * r + _B6) * r + _B5) * r + _B4) * r + _B3) * r + _B2
+    exponent = np.int64((shifted.view(np.int64) + 1023) << 52)
+    return exponent.view(np.float64), r + (r * r) * series
+
+
+def exp(x):
+    """``exp(x)`` for x up to 80, within 2 units in the last place; 0 below the normal numbers."""
+    return np.exp(x)
+
+
+@overload(exp, jit_options=_EXACT)
+def _compiled_exp(x):
+    narrow = x == types.float32
+    parts, least = (_exp_parts_32, _LEAST_32) if narrow else (_exp_parts_64, _LEAST_64)
+    zero = type(least)(0)
+
+    def compiled(x):
+        # Comparisons that let a NaN through.
+        small = x < least
+        scale, rest = parts(least if small else x)
+        return zero if small else scale + scale * rest
+
+    return compiled
+
+
+def tanh_and_slope(x):
+    """``tanh(x)`` and its derivative, both without cancellation."""
+    bent = np.tanh(x)
+    return bent, 1 - bent * bent
+
+
+@overload(tanh_and_slope, jit_options=_EXACT)
+def _compiled_tanh(x):
+    narrow = x == types.float32
+    parts, least = (_exp_parts_32, _LEAST_32) if narrow else (_exp_parts_64, _LEAST_64)
+    zero, one, two, four = (type(least)(number) for number in (0, 1, 2, 4))
+
+    def compiled(x):
+        double = -two * abs(x)
+        scale, rest = parts(least if double < least else double)
+        # With u = exp(-2|x|) tanh is (1 - u) / (1 + u), and its slope 4 u / (1 + u)^2.
+        u = scale + scale * rest
+        share = one / (one + u)
+        size = ((one - scale) - scale * rest) * share
+        return -size if x < zero else size, four * u * share * share
+
+    return compiled
+
+
+@njit(nogil=True, **_EXACT)
+def _split_32(x):
+    """``(power, f)`` with ``x = 2 ** power * (1 + f)``, for a normal x."""
+    bits = np.float32(x).view(np.int32)
+    power = np.int32(np.int32(bits - _ROOT_32) >> np.int32(23))
+    mantissa = np.int32(bits - np.int32(power << np.int32(23))).view(np.float32)
+    # The sum of whole numbers as bits: a conversion would not be vectorised everywhere.
+    shifted = np.int32(_SHIFT_BITS_32 + power).view(np.float32)
+    return shifted - _SHIFT_32, mantissa - np.float32(1)
+
+
+@njit(nogil=True, **_EXACT)
+def _split_64(x):
+    bits = np.float64(x).view(np.int64)
+    power = (bits - _ROOT_64) >> 52
+    mantissa = np.int64(bits - (power << 52)).view(np.float64)
+    shifted = np.int64(_SHIFT_BITS_64 + power).view(np.float64)
+    return shifted - _SHIFT_64, mantissa - 1.0
+
+
+@njit(nogil=True, **_EXACT)
+def _log_series_32(z):
+    return z * (_C1 + z * (_C2 + z * (_C3 + z * _C4)))
+
+
+@njit(nogil=True, **_EXACT)
+def _log_series_64(z):
+    late = _D7 + z * (_D8 + z * (_D9 + z * (_D10 + z * _D11)))
+    return z * (_D1 + z * (_D2 + z * (_D3 + z * (_D4 + z * (_D5 + z * (_D6 + z * late))))))
+
+
+def log(x):
+    """``log(x)`` for x above 0, within 2 units in the last place of it or of 1e-3."""
+    return np.log(x)
+
+
+@overload(log, jit_options=_EXACT)
+def _compiled_log(x):
+    if x == types.float32:
+        number, parts, series = np.float32, _split_32, _log_series_32
+        tiny, up, bits, high, low = _TINY_32, _UP_32, number(32), _HIGH_32, _LOW_32
+    else:
+        number, parts, series = np.float64, _split_64, _log_series_64
+        tiny, up, bits, high, low = _TINY_64, _UP_64, number(64), _HIGH_64, _LOW_64
+    zero, half, two = number(0), number(0.5), number(2)
+
+    def compiled(x):
+        small = x < tiny
+        power, f = parts(x * up if small else x)
+        power = power - (bits if small else zero)
+        # With s = f / (2 + f), log(1 + f) is 2 (s + s^3 / 3 + ...): that is f less a small part.
+        s = f / (two + f)
+        square = half * f * f
+        rest = s * (square + series(s * s)) + power * low
+        return power * high - ((square - rest) - f)
+
+    return compiled
+
+
+@njit(nogil=True, fastmath=FAST)
+def dot(left, right):
+    """The product of two vectors."""
+    total = left.dtype.type(0.0)
+    for i in range(len(left)):
+        total += left[i] * right[i]
+    return total
+
+
+@njit(nogil=True, fastmath={"contract"})
+def add_scaled(total, factor, vector):
+    """``total += factor * vector``."""
+    for i in range(len(total)):
+        total[i] += factor * vector[i]
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def sum_of(x):
+    """The sum of a vector."""
+    total = x.dtype.type(0.0)
+    for i in range(len(x)):
+        total += x[i]
+    return total
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def multiply(x, factor):
+    """``x *= factor``; a factor of 0 leaves 0 also of a NaN."""
+    if factor == 0.0:
+        x[:] = 0.0
+        return
+    for i in range(len(x)):
+        x[i] *= factor
+
+
+@njit(nogil=True)
+def largest(x, lanes, least):
+    """The largest number of a vector that is at least ``least``; a NaN is left to the sums.
+
+    ``lanes`` is a ``BLOCK`` to work in.
+    """
+    lanes[:] = least
+    whole = len(x) // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        # Lane by lane: a maximum over all of them is not vectorised where there may be a NaN.
+        for i in range(BLOCK):
+            value = x[first + i]
+            lanes[i] = value if value > lanes[i] else lanes[i]
+    best = lanes[0]
+    for i in range(1, BLOCK):
+        best = max(best, lanes[i])
+    for i in range(whole, len(x)):
+        best = x[i] if x[i] > best else best
+    return best
+
+
+@njit(nogil=True)
+def lanes_of(itemsize: int) -> int:
+    """How many numbers a vector has; rows to be reduced are padded to a multiple of it."""
+    return _VECTOR_BYTES // itemsize
+
+
+class _Row:
+    """A row of a matrix from some column on, as code that loads it vector by vector."""
+
+    def __init__(
+        self, context: Any, builder: Any, kind: Any, array: Any, row: Any, first: Any = None
+    ) -> None:
+        self.builder, self._double = builder, kind.dtype == types.float64
+        self.scalar = ir.DoubleType() if self._double else ir.FloatType()
+        self.lanes = _VECTOR_BYTES // (8 if self._double else 4)
+        self.vector = ir.VectorType(self.scalar, self.lanes)
+        matrix = context.make_array(kind)(context, builder, array)
+        width = builder.extract_value(matrix.shape, 1)
+        at = builder.mul(row, width)
+        self._start = builder.gep(matrix.data, [at if first is None else builder.add(at, first)])
+
+    def all(self, value: float) -> ir.Constant:
+        return ir.Constant(self.vector, [value] * self.lanes)
+
+    def spread(self, value: Any) -> Any:
+        nothing = ir.Constant(self.vector, ir.Undefined)
+        first = self.builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
+        places = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [0] * self.lanes)
+        return self.builder.shuffle_vector(first, nothing, places)
+
+    @contextmanager
+    def each(self, count: Any, step: int = 1) -> Iterator[list[Any]]:
+        """A loop over the first vectors of the row, ``step`` of them at a time."""
+        with cgutils.for_range(self.builder, count) as loop:
+            first = self.builder.mul(loop.index, ir.Constant(loop.index.type, step * self.lanes))
+            yield [self._load(first, i * self.lanes) for i in range(step)]
+
+    def _load(self, first: Any, further: int) -> Any:
+        at = self.builder.add(first, ir.Constant(first.type, further))
+        place = self.builder.gep(self._start, [at])
+        loaded = self.builder.load(self.builder.bitcast(place, self.vector.as_pointer()))
+        loaded.align = 8 if self._double else 4
+        return loaded
+
+    def mask_bits(self, mask: Any) -> Any:
+        whole = self.builder.bitcast(mask, ir.IntType(self.lanes))
+        return self.builder.zext(whole, ir.IntType(32))
+
+    def call(self, name: str, result: Any, *args: Any, **options: Any) -> Any:
+        suffix = f"v{self.lanes}{'f64' if self._double else 'f32'}"
+        kind = ir.FunctionType(result, [each.type for each in args])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, f"{name}.{suffix}")
+        return self.builder.call(function, args, **options)
+
+    def sum(self, vector: Any) -> Any:
+        start = ir.Constant(self.scalar, -0.0)
+        return self.call(
+            "llvm.vector.reduce.fadd", self.scalar, start, vector, fastmath=("reassoc",)
+        )
+
+
+def _variable(builder: Any, value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """A number that a loop changes: how it is read, and how it is set."""
+    place = cgutils.alloca_once_value(builder, value)
+    return lambda: builder.load(place), lambda new: builder.store(new, place)
+
+
+def _check(matrix: Any) -> None:
+    if not isinstance(matrix, types.Array) or matrix.ndim != 2 or matrix.layout != "C":
+        raise TypingError(f"expected a C-contiguous matrix, got {matrix}")
+
+
+@intrinsic
+def top_of(_typing: Any, matrix: Any, row: Any, first: Any, count: Any) -> Any:
+    """The maximum of ``count`` vectors of a row from column ``first`` on; whether it is sane.
+
+    That is where no number is NaN or +inf. The maximum passes over NaN.
+    """
+    _check(matrix)
+    places = (types.intp,) * 3
+    signature = types.Tuple((matrix.dtype, types.boolean))(matrix, *places)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = _Row(context, builder, matrix, args[0], args[1], args[2])
+        best, set_best = _variable(builder, line.all(float("-inf")))
+        none = ir.Constant(ir.VectorType(ir.IntType(1), line.lanes), [0] * line.lanes)
+        odd, set_odd = _variable(builder, none)
+        with line.each(args[3]) as (values,):
+            old = best()
+            set_best(builder.select(builder.fcmp_ordered(">", values, old), values, old))
+            above_all = builder.fcmp_unordered("==", values, line.all(float("inf")))
+            set_odd(builder.or_(odd(), above_all))
+        top = line.call("llvm.vector.reduce.fmax", line.scalar, best(), fastmath=("nnan",))
+        bits = line.mask_bits(odd())
+        sane = builder.icmp_unsigned("==", bits, ir.Constant(bits.type, 0))
+        return context.make_tuple(builder, signature.return_type, [top, sane])
+
+    return signature, code
+
+
+@intrinsic
+def count_at_least(_typing: Any, matrix: Any, row: Any, count: Any, threshold: Any) -> Any:
+    """How many numbers of the first ``count`` vectors of a row are no less than ``threshold``."""
+    _check(matrix)
+    signature = types.intp(matrix, types.intp, types.intp, matrix.dtype)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = _Row(context, builder, matrix, args[0], args[1])
+        at = line.spread(args[3])
+        number, set_number = _variable(builder, ir.Constant(ir.IntType(32), 0))
+        count_bits = builder.module.declare_intrinsic("llvm.ctpop", [ir.IntType(32)])
+        with line.each(args[2]) as (values,):
+            reached = line.mask_bits(builder.fcmp_ordered(">=", values, at))
+            set_number(builder.add(number(), builder.call(count_bits, [reached])))
+        return builder.zext(number(), ir.IntType(64))
+
+    return signature, code
+
+
+@intrinsic
+def margins(_typing: Any, matrix: Any, row: Any, pairs: Any, threshold: Any) -> Any:
+    """The sum of ``max(x - threshold, 0)``, and how many are not 0, as a float.
+
+    Of the first ``pairs`` of vectors of a row: of two sums each rounds half as often.
+    """
+    _check(matrix)
+    dtype = matrix.dtype
+    signature = types.UniTuple(dtype, 2)(matrix, types.intp, types.intp, dtype)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = _Row(context, builder, matrix, args[0], args[1])
+        at, zero = line.spread(args[3]), line.all(0.0)
+        totals = [_variable(builder, zero) for _ in range(2)]
+        number, set_number = _variable(builder, ir.Constant(ir.IntType(32), 0))
+        count_bits = builder.module.declare_intrinsic("llvm.ctpop", [ir.IntType(32)])
+        with line.each(args[2], 2) as pair:
+            for values, (total, set_total) in zip(pair, totals, strict=True):
+                margin = builder.fsub(values, at)
+                above = builder.fcmp_ordered(">", margin, zero)
+                set_total(builder.fadd(total(), builder.select(above, margin, zero)))
+                bits = builder.call(count_bits, [line.mask_bits(above)])
+                set_number(builder.add(number(), bits))
+        (even, _), (odd, _) = totals
+        whole = line.sum(builder.fadd(even(), odd()))
+        found = [whole, builder.uitofp(number(), line.scalar)]
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return signature, code
+
+
+@intrinsic
+def squares(_typing: Any, matrix: Any, row: Any, pairs: Any, threshold: Any) -> Any:
+    """The sums of ``max(x - threshold, 0)`` squared, and of these themselves.
+
+    Of the first ``pairs`` of vectors of a row: of two sums each rounds half as often.
+    """
+    _check(matrix)
+    dtype = matrix.dtype
+    signature = types.UniTuple(dtype, 2)(matrix, types.intp, types.intp, dtype)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = _Row(context, builder, matrix, args[0], args[1])
+        at, zero = line.spread(args[3]), line.all(0.0)
+        totals, plains = ([_variable(builder, zero) for _ in range(2)] for _ in range(2))
+        with line.each(args[2], 2) as pair:
+            sums = zip(pair, totals, plains, strict=True)
+            for values, (total, set_total), (plain, set_plain) in sums:
+                margin = builder.fsub(values, at)
+                margin = builder.select(builder.fcmp_ordered(">", margin, zero), margin, zero)
+                square = builder.fmul(margin, margin, flags=("contract",))
+                set_total(builder.fadd(total(), square, flags=("contract",)))
+                set_plain(builder.fadd(plain(), margin))
+        found = [line.sum(builder.fadd(even(), odd())) for (even, _), (odd, _) in (totals, plains)]
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return signature, code
+
+
+def bits(values: NDArray[Any]) -> NDArray[Any]:
+    """The same memory as signed integers."""
+    return values.view(np.int32 if values.dtype.itemsize == 4 else np.int64)
+
+
+@njit(nogil=True)
+def room_for_peaks(rows):
+    """An array for :func:`find_peaks`."""
+    return np.empty((rows.shape[1] + BLOCK - 1) // BLOCK + 1, rows.dtype)
+
+
+@njit(nogil=True)
+def find_peaks(rows, row, peaks):
+    """The maximum of each block of a row, and of the row at the end of ``peaks``.
+
+    Says 1 where the row has a result, 0 where all is masked, -1 where a score is NaN or +inf.
+    """
+    n = rows.shape[1]
+    vectors = BLOCK // lanes_of(rows.itemsize)
+    highest = rows.dtype.type(-math.inf)
+    sane = True
+    for block in range(n // BLOCK):
+        peak, fine = top_of(rows, row, block * BLOCK, vectors)
+        peaks[block] = peak
+        highest = peak if peak > highest else highest
+        sane = sane and fine
+    if n % BLOCK:
+        peak, fine = top_of_rest(rows, row, n - n % BLOCK)
+        peaks[n // BLOCK] = peak
+        highest = peak if peak > highest else highest
+        sane = sane and fine
+    peaks[-1] = highest
+    if not sane:
+        return -1
+    return 1 if highest > -math.inf else 0
+
+
+@njit(nogil=True, forceinline=True)
+def top_of_rest(rows, row, first):
+    """The maximum of a row from ``first`` on, and whether no score there is NaN or +inf."""
+    n = rows.shape[1]
+    lanes = lanes_of(rows.itemsize)
+    top, sane = top_of(rows, row, first, (n - first) // lanes)
+    for i in range(n - (n - first) % lanes, n):
+        score = rows[row, i]
+        top = score if score > top else top
+        sane = sane and score < math.inf
+    return top, sane

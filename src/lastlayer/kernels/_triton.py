@@ -1,0 +1,206 @@
+"""What the Triton kernels share: sizes, small functions, and the first stage of maps on wide rows.
+
+That stage is one streaming read that leaves the largest score of each block of a row, a *peak*: all
+that the second stage needs to know which few blocks it has to read again. No program waits for
+another, so it runs at the speed of memory whatever the shape; the zeros of a sparse result are
+written on the way.
+"""
+
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.compiler import compiler
+from triton.runtime import cache
+
+# Peaks of one row that the second stage holds on chip.
+MAX_PEAKS = 2048
+# Measured on an H200: blocks of a short row are narrower, so that fewer scores are read again.
+NARROWEST_BLOCK, USUAL_BLOCK, USUAL_PEAKS = 16, 64, 128
+SCORES_A_PROGRAM = 2048
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def cdiv(n: int, size: int) -> int:
+    """How many pieces of a size cover ``n``; Triton's own function takes microseconds a call."""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least ``n``, and at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def tile_width(n: int, widest: int, narrowest: int = 16) -> int:
+    """How many numbers a program looks at together: a power of two that covers ``n``, if it may."""
+    return min(widest, max(narrowest, next_power_of_2(n)))
+
+
+def in_rows(matrix: Tensor) -> Tensor:
+    """``matrix``, or a copy of it, whose rows lie together in memory."""
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of a GPU run side by side, at least."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _kept_triton_key() -> None:
+    """Have Triton's hash of itself kept on the disk.
+
+    Triton hashes its own library, half a gigabyte, before it looks for the first compiled kernel of
+    a process, which takes longer than all the rest. The hash is kept in Triton's cache, under the
+    sizes and times of the files that it is of.
+    """
+    module = next((each for each in (cache, compiler) if hasattr(each, "triton_key")), None)
+    if module is None:
+        return
+    make_key = module.triton_key
+
+    @functools.cache
+    def triton_key() -> str:
+        root = Path(triton.__file__).parent
+        files = [root / "runtime/cache.py", *root.glob("_C/libtriton*")]
+        files += (each for folder in ("compiler", "backends", "language")
+                  for each in (root / folder).rglob("*.py"))  # fmt: skip
+        found = ((each, each.stat()) for each in sorted(files))
+        stamp = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found]
+        kept = cache.get_cache_manager(hashlib.sha256(repr(stamp).encode()).hexdigest())
+        path = kept.get_file("triton_key")
+        if path is not None:
+            return Path(path).read_text()
+        key = make_key()
+        kept.put(key, "triton_key", binary=False)
+        return key
+
+    module.triton_key = triton_key
+
+
+_kept_triton_key()
+
+
+@triton.jit
+def tanh(x):
+    """From exp(-2|x|), which cannot overflow as exp(2x) does."""
+    shrunk = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def expm1(x):
+    """For x up to 0.1: a series near 0, where exp(x) - 1 would cancel."""
+    near = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
+    return tl.where(x > -0.1, near, tl.exp(x) - 1.0)
+
+
+def block_width(n: int) -> int:
+    """Scores a block: a power of two that leaves at most ``MAX_PEAKS`` blocks a row."""
+    usual = min(USUAL_BLOCK, next_power_of_2(cdiv(n, USUAL_PEAKS)))
+    return max(NARROWEST_BLOCK, usual, next_power_of_2(cdiv(n, MAX_PEAKS)))
+
+
+def find_peaks(rows: Tensor, zeros: Tensor | None) -> Tensor:
+    """The largest score of each block, +inf for a block with a NaN; fills ``zeros`` with 0."""
+    n_rows, n = rows.shape
+    width = block_width(n)
+    n_blocks = cdiv(n, width)
+    peaks = torch.empty(n_rows, n_blocks, device=rows.device, dtype=torch.float32)
+    blocks = max(1, SCORES_A_PROGRAM // width)
+    tiles = cdiv(n_blocks, blocks)
+    _find_peaks[(n_rows * tiles,)](
+        rows,
+        peaks if zeros is None else zeros,
+        peaks,
+        n,
+        rows.stride(0),
+        tiles,
+        n_blocks,
+        BLOCKS=blocks,
+        WIDTH=width,
+        ZEROS=zeros is not None,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return peaks
+
+
+@triton.jit
+def _find_peaks(
+    rows,
+    zeros,
+    peaks,
+    n,
+    stride,
+    tiles,
+    n_blocks,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    live = column < n
+    scores = tl.load(rows + row * stride + column, mask=live, other=-float("inf"))
+    if ZEROS:
+        nothing = tl.zeros((BLOCKS, WIDTH), dtype=zeros.dtype.element_ty)
+        tl.store(zeros + row * n + column, nothing, mask=live)
+    peak = row_max(scores.to(tl.float32), 1)
+    tl.store(peaks + row * n_blocks + block, peak, mask=block < n_blocks)
+
+
+@triton.jit
+def peaks_of_row(
+    scores, zeros, n, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr
+):  # fmt: skip
+    """The peaks of a row that one program holds; fills ``zeros`` with 0."""
+    column = tl.arange(0, BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    values = tl.load(scores + column, mask=column < n, other=-float("inf"))
+    if ZEROS:
+        nothing = tl.zeros((BLOCKS, WIDTH), dtype=zeros.dtype.element_ty)
+        tl.store(zeros + column, nothing, mask=column < n)
+    return row_max(values.to(tl.float32), 1)
+
+
+@triton.jit
+def row_max(values, AXIS: tl.constexpr):
+    """The maximum, +inf where there is a NaN: no row with probabilities has either."""
+    if INTERPRETED:
+        # The interpreter runs a reduction of our own one entry at a time.
+        return tl.max(tl.where(values != values, float("inf"), values), AXIS)
+    else:
+        peak = tl.reduce(values, AXIS, _max_or_nan)
+        return tl.where(peak != peak, float("inf"), peak)
+
+
+@triton.jit
+def _max_or_nan(left, right):
+    return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def choose_blocks(chosen, keep, BLOCKS: tl.constexpr):
+    """Writes the numbers of the blocks to keep, in order; says how many."""
+    slot = tl.cumsum(keep.to(tl.int32), 0) - 1
+    tl.store(chosen + slot, tl.arange(0, BLOCKS), mask=keep)
+    # Other threads of this program read the list next.
+    tl.debug_barrier()
+    return tl.sum(keep.to(tl.int32), 0)
+
+
+@triton.jit
+def chosen_columns(chosen, first, count, n, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns of the next ``GROUP`` chosen blocks, and which of them exist."""
+    slot = first + tl.arange(0, GROUP)
+    block = tl.load(chosen + slot, mask=slot < count, other=0)
+    column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return column, (slot < count)[:, None] & (column < n)

@@ -1,0 +1,45 @@
+"""Products with a few classes per row, and with a number that lives on the device.
+
+``scores`` are those of chosen classes; a class of -1 is padding, with a score of 0. ``to_hidden``
+and ``add_to_weight_`` multiply a score gradient of few non-zeros per row, given as values and
+classes (n, k), by the class vectors and by the hidden states; a value of 0 is padding, whatever its
+class, and values of a class that comes more than once add up. ``scale_`` multiplies a tensor in
+place, for free where the number is 1.
+"""
+
+from functools import partial
+
+from torch import Tensor
+
+from lastlayer._torch import accumulation_dtype
+from lastlayer.kernels._registry import Operation
+
+_operation = partial(Operation, __name__)
+
+
+def _scores(hidden: Tensor, _weight: Tensor, _bias: Tensor | None, classes: Tensor) -> Tensor:
+    return hidden.new_empty(classes.shape, dtype=accumulation_dtype(hidden.dtype))
+
+
+def _to_hidden(values: Tensor, _classes: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty(values.shape[0], weight.shape[1])
+
+
+scores = _operation(
+    "scores",
+    "class_scores",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor classes) -> Tensor",
+    _scores,
+)
+to_hidden = _operation(
+    "to_hidden",
+    "sparse_gradient_to_hidden",
+    "(Tensor values, Tensor classes, Tensor weight) -> Tensor",
+    _to_hidden,
+)
+add_to_weight_ = _operation(
+    "add_to_weight_",
+    "sparse_gradient_add_to_weight_",
+    "(Tensor values, Tensor classes, Tensor hidden, Tensor(a!) weight_gradient) -> ()",
+)
+scale_ = _operation("scale_", "scale_", "(Tensor(a!) values, Tensor factor) -> ()")

@@ -1,0 +1,137 @@
+"""Products with chosen classes on the CPU: only vectors that have a part in them are read.
+
+To the rows of hidden, the class vectors of a row are added up. To the classes, the entries are
+sorted by class, and each class that has any adds up its rows; a class belongs to one thread, so
+that the order of a sum is fixed.
+"""
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from lastlayer._torch import accumulation_dtype
+from lastlayer.kernels._cpu import WIDENED, as_rows, by_rows, parts
+from lastlayer.kernels._cpu_math import add_scaled, dot
+
+
+def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> Tensor:
+    dtype = accumulation_dtype(hidden.dtype)
+    made = torch.empty(classes.shape, dtype=dtype)
+    if weight.dtype == dtype:
+        _run_scores(hidden, weight, classes, made)
+    else:
+        for part in parts(hidden.shape[0], classes.shape[1] * hidden.shape[1], WIDENED):
+            chosen = classes[part]
+            vectors = weight[chosen.flatten().clamp_min(0)].to(dtype)
+            places = torch.arange(chosen.numel()).view(chosen.shape)
+            places = torch.where(chosen < 0, -1, places)
+            _run_scores(hidden[part], vectors, places, made[part])
+    if bias is None:
+        return made
+    return made.add_(torch.where(classes < 0, 0.0, bias.detach()[classes.clamp_min(0)]))
+
+
+def _run_scores(hidden: Tensor, weight: Tensor, classes: Tensor, scores: Tensor) -> None:
+    if scores.numel():
+        numbers = classes.shape[1] * hidden.shape[1]
+        vectors, places = weight.detach().numpy(), classes.contiguous().numpy()
+        _dot_rows(hidden.shape[0], numbers, as_rows(hidden), vectors, places, scores.numpy())
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _dot_rows(start, stop, hidden, weight, classes, scores):
+    for row in range(start, stop):
+        for slot in range(classes.shape[1]):
+            chosen = classes[row, slot]
+            scores[row, slot] = dot(hidden[row], weight[chosen]) if chosen >= 0 else 0.0
+
+
+def to_hidden(values: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
+    dtype = accumulation_dtype(weight.dtype)
+    out = torch.empty(values.shape[0], weight.shape[1], dtype=weight.dtype)
+    values = values.detach().to(dtype)
+    if weight.dtype == dtype:
+        _run_to_hidden(values, classes, weight, out)
+        return out
+    for part in parts(values.shape[0], values.shape[1] * weight.shape[1], WIDENED):
+        chosen = classes[part]
+        vectors = weight[chosen.flatten()].to(dtype)
+        places = torch.arange(chosen.numel()).view(chosen.shape)
+        wide = torch.empty(chosen.shape[0], weight.shape[1], dtype=dtype)
+        _run_to_hidden(values[part], places, vectors, wide)
+        out[part] = wide
+    return out
+
+
+def add_to_weight_(
+    values: Tensor, classes: Tensor, hidden: Tensor, weight_gradient: Tensor
+) -> None:
+    dtype = accumulation_dtype(hidden.dtype)
+    flat = values.detach().to(dtype).flatten()
+    entries = flat.nonzero().squeeze(-1)
+    if not entries.numel() or not weight_gradient.numel():
+        return
+    ids, order = torch.sort(classes.flatten()[entries], stable=True)
+    ids, counts = torch.unique_consecutive(ids, return_counts=True)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    entries = entries[order]
+    sources = (entries // values.shape[1]).numpy(), flat[entries].numpy(), as_rows(hidden)
+    total = weight_gradient.detach()
+    if total.dtype == dtype:
+        _run_to_weight(starts, ids, total, *sources)
+        return
+    for part in parts(ids.shape[0], total.shape[1], WIDENED):
+        some = ids[part]
+        wide = total[some].to(dtype)
+        ends = starts[part.start : part.stop + 1]
+        _run_to_weight(ends, torch.arange(len(some)), wide, *sources)
+        total[some] = wide.to(total.dtype)
+
+
+def _run_to_hidden(values: Tensor, classes: Tensor, weight: Tensor, out: Tensor) -> None:
+    if out.numel():
+        numbers = values.shape[1] * weight.shape[1]
+        arrays = (each.contiguous().numpy() for each in (values, classes))
+        _to_hidden_rows(values.shape[0], numbers, *arrays, weight.detach().numpy(), out.numpy())
+
+
+def _run_to_weight(
+    starts: Tensor, ids: Tensor, out: Tensor, rows: object, values: object, hidden: object
+) -> None:
+    first, last = int(starts[0]), int(starts[-1])
+    _to_weight_rows(
+        last - first, out.shape[1], first, starts.numpy(), ids.numpy(), out.numpy(), rows, values,
+        hidden,
+    )  # fmt: skip
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _to_hidden_rows(start, stop, values, classes, weight, out):
+    for row in range(start, stop):
+        total = out[row]
+        total[:] = 0.0
+        for slot in range(values.shape[1]):
+            if values[row, slot] != 0.0:
+                add_scaled(total, values[row, slot], weight[classes[row, slot]])
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _to_weight_rows(start, stop, offset, starts, ids, out, rows, values, hidden):
+    """The classes whose entries start in a range: it is entries that threads share evenly."""
+    total = np.empty(out.shape[1], out.dtype)
+    group = np.searchsorted(starts, offset + start)
+    while group < len(ids) and starts[group] < offset + stop:
+        total[:] = 0.0
+        for entry in range(starts[group], starts[group + 1]):
+            add_scaled(total, values[entry], hidden[rows[entry]])
+        add_scaled(out[ids[group]], total.dtype.type(1.0), total)
+        group += 1
+
+
+def scale_(values: Tensor, factor: Tensor) -> None:
+    if factor.item() != 1.0:
+        values.mul_(factor)

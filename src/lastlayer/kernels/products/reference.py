@@ -1,0 +1,49 @@
+"""Products with chosen classes in plain torch: defines the truth."""
+
+import torch
+from torch import Tensor
+
+from lastlayer._torch import accumulation_dtype
+from lastlayer.kernels._cpu import parts
+
+
+def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> Tensor:
+    """``hidden`` (n, d), ``weight`` (v, d), ``classes`` (n, k) to scores (n, k).
+
+    Accumulated in float32, or in float64 from float64. A class of -1 is padding: its score is 0.
+    """
+    dtype = accumulation_dtype(hidden.dtype)
+    made = torch.empty(classes.shape, dtype=dtype, device=hidden.device)
+    for part in parts(hidden.shape[0], classes.shape[1] * hidden.shape[1]):
+        vectors = weight[classes[part].clamp_min(0)].to(dtype)
+        made[part] = torch.einsum("nd,nkd->nk", hidden[part].to(dtype), vectors)
+    if bias is not None:
+        made += bias.to(dtype)[classes.clamp_min(0)]
+    return made.masked_fill_(classes < 0, 0.0)
+
+
+def to_hidden(values: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
+    """``sum_k values[i, k] * weight[classes[i, k]]`` for each row i, in the dtype of weight."""
+    dtype = accumulation_dtype(weight.dtype)
+    out = weight.new_empty(values.shape[0], weight.shape[1])
+    for part in parts(values.shape[0], values.shape[1] * weight.shape[1]):
+        vectors = weight[classes[part]].to(dtype)
+        out[part] = torch.einsum("nk,nkd->nd", values[part].to(dtype), vectors).to(out.dtype)
+    return out
+
+
+def add_to_weight_(
+    values: Tensor, classes: Tensor, hidden: Tensor, weight_gradient: Tensor
+) -> None:
+    """Adds ``values[i, k] * hidden[i]`` to row ``classes[i, k]`` of ``weight_gradient``."""
+    dtype = accumulation_dtype(hidden.dtype)
+    sums = weight_gradient.to(dtype, copy=True)
+    for part in parts(values.shape[0], values.shape[1] * hidden.shape[1]):
+        product = values[part].to(dtype).unsqueeze(-1) * hidden[part].to(dtype).unsqueeze(1)
+        sums.index_add_(0, classes[part].flatten(), product.flatten(0, 1))
+    weight_gradient.copy_(sums)
+
+
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """``values *= factor``; factor has no dimensions."""
+    values.mul_(factor)

@@ -1,0 +1,171 @@
+"""Products with chosen classes on CUDA, without atomics: the order of a sum is fixed.
+
+A program makes scores of a few classes of one row; or gathers the class vectors of its row; or the
+rows of its class, from entries that were sorted by class: classes without entries are not touched.
+To scale a tensor programs look at the number first, so that 1 costs no reading of the tensor.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lastlayer.kernels._triton import cdiv, next_power_of_2, tile_width
+
+# Entries that a program adds up together.
+GROUP = 16
+WIDEST = 512
+# A program that finds the number to be 1 costs its launch: few of them, that take several blocks.
+MOST_PROGRAMS = 2048
+
+
+def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> Tensor:
+    made = torch.empty(classes.shape, device=hidden.device, dtype=torch.float32)
+    n, k = classes.shape
+    if made.numel():
+        depth = hidden.shape[1]
+        group = min(16, next_power_of_2(k))
+        _class_scores[(n, cdiv(k, group))](
+            hidden, weight, None if bias is None else bias.contiguous(), classes.contiguous(),
+            made, k, depth, hidden.stride(0), hidden.stride(1), weight.stride(0),
+            weight.stride(1), GROUP=group,
+            DEPTH=tile_width(depth, 1024), BIASED=bias is not None,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return made
+
+
+# Classes are often a part of a longer list, which may begin anywhere.
+@triton.jit(do_not_specialize_on_alignment=["classes", "scores"])
+def _class_scores(
+    hidden, weight, bias, classes, scores, k, depth, hidden_row, hidden_step, weight_row,
+    weight_step, GROUP: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    live = slot < k
+    chosen = tl.load(classes + row * k + slot, mask=live, other=-1)
+    live = chosen >= 0
+    sums = tl.zeros((GROUP, DEPTH), dtype=tl.float32)
+    for first in range(0, depth, DEPTH):
+        step = first + tl.arange(0, DEPTH)
+        inside = step < depth
+        state = tl.load(hidden + row * hidden_row + step * hidden_step, mask=inside, other=0.0)
+        vectors = tl.load(
+            weight + chosen[:, None] * weight_row + step[None, :] * weight_step,
+            mask=live[:, None] & inside[None, :],
+            other=0.0,
+        )
+        sums += vectors.to(tl.float32) * state.to(tl.float32)[None, :]
+    total = tl.sum(sums, 1)
+    if BIASED:
+        total += tl.load(bias + chosen, mask=live, other=0.0).to(tl.float32)
+    tl.store(scores + row * k + slot, total, mask=slot < k)
+
+
+def to_hidden(values: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
+    n, k = values.shape
+    depth = weight.shape[1]
+    out = torch.empty(n, depth, device=weight.device, dtype=weight.dtype)
+    if out.numel():
+        width = tile_width(depth, WIDEST)
+        _gather_classes[(n, cdiv(depth, width))](
+            values.contiguous(), classes.contiguous(), weight, out, k, depth, weight.stride(0),
+            weight.stride(1), GROUP=GROUP, WIDTH=width, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
+
+
+def add_to_weight_(
+    values: Tensor, classes: Tensor, hidden: Tensor, weight_gradient: Tensor
+) -> None:
+    n_classes, depth = weight_gradient.shape
+    if not values.numel() or not weight_gradient.numel():
+        return
+    # Padding sorts behind the last class.
+    key = torch.where(values == 0, n_classes, classes).flatten()
+    key, order = torch.sort(key.int(), stable=True)
+    edges = torch.arange(n_classes + 1, device=key.device, dtype=torch.int32)
+    starts = torch.searchsorted(key, edges)
+    width = tile_width(depth, WIDEST)
+    _gather_rows[(n_classes, cdiv(depth, width))](
+        values.contiguous(), order, starts, hidden, weight_gradient, values.shape[1], depth,
+        hidden.stride(0), hidden.stride(1), weight_gradient.stride(0), weight_gradient.stride(1),
+        GROUP=GROUP, WIDTH=width, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gather_classes(
+    values, classes, weight, out, k, depth, weight_row, weight_step,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    step = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = step < depth
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    for first in range(0, k, GROUP):
+        slot = first + tl.arange(0, GROUP)
+        value = tl.load(values + row * k + slot, mask=slot < k, other=0.0).to(tl.float32)
+        used = value != 0.0
+        if tl.max(used.to(tl.int32), 0) > 0:
+            chosen = tl.load(classes + row * k + slot, mask=used, other=0)
+            vectors = tl.load(
+                weight + chosen[:, None] * weight_row + step[None, :] * weight_step,
+                mask=used[:, None] & inside[None, :],
+                other=0.0,
+            )
+            total += tl.sum(vectors.to(tl.float32) * value[:, None], 0)
+    tl.store(out + row * depth + step, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gather_rows(
+    values, order, starts, hidden, out, k, depth, hidden_row, hidden_step, out_row, out_step,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    chosen = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts + chosen)
+    stop = tl.load(starts + chosen + 1)
+    if start < stop:
+        step = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        inside = step < depth
+        total = tl.zeros((WIDTH,), dtype=tl.float32)
+        for first in range(start, stop, GROUP):
+            slot = first + tl.arange(0, GROUP)
+            entry = tl.load(order + slot, mask=slot < stop, other=0)
+            value = tl.load(values + entry, mask=slot < stop, other=0.0).to(tl.float32)
+            states = tl.load(
+                hidden + (entry // k)[:, None] * hidden_row + step[None, :] * hidden_step,
+                mask=(slot < stop)[:, None] & inside[None, :],
+                other=0.0,
+            )
+            total += tl.sum(states.to(tl.float32) * value[:, None], 0)
+        place = out + chosen * out_row + step * out_step
+        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+
+
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """As the reference's; values must be contiguous."""
+    if values.numel():
+        block = 4096
+        blocks = cdiv(values.numel(), block)
+        programs = min(blocks, MOST_PROGRAMS)
+        _scale[(programs,)](
+            values, factor, values.numel(), cdiv(blocks, programs), BLOCK=block,
+            num_warps=8, enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["trips"])
+def _scale(values, factor, n, trips, BLOCK: tl.constexpr):
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        for _ in range(trips):
+            place = first + tl.arange(0, BLOCK)
+            value = tl.load(values + place, mask=place < n, other=0.0)
+            scaled = value.to(tl.float32) * by
+            tl.store(values + place, scaled.to(value.dtype), mask=place < n)
+            first += tl.num_programs(0).to(tl.int64) * BLOCK

@@ -1,0 +1,160 @@
+"""Random words, integers, log-uniform ids and draws from an alias table on the CPU."""
+
+import math
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from lastlayer.kernels._cpu import by_rows
+from lastlayer.kernels.rng import SERIES, SQRT_2
+
+_WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_LEFT, _RIGHT = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_STEP_LEFT, _STEP_RIGHT = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+
+
+@njit(nogil=True, inline="always")
+def _philox(block, seed, step):
+    """Four words of a block; all three arguments are uint64."""
+    a, b = block & _WORD, block >> _HALF
+    c, d = step & _WORD, step >> _HALF
+    k, m = seed & _WORD, seed >> _HALF
+    for _ in range(10):
+        left, right = a * _LEFT, c * _RIGHT
+        a, b, c, d = (right >> _HALF) ^ b ^ k, right & _WORD, (left >> _HALF) ^ d ^ m, left & _WORD
+        k, m = (k + _STEP_LEFT) & _WORD, (m + _STEP_RIGHT) & _WORD
+    return a, b, c, d
+
+
+def words(counter: Tensor, n: int) -> Tensor:
+    blocks = (n + 1) // 2
+    made = torch.empty(blocks, 4, dtype=torch.int64)
+    if n:
+        _fill_rows(blocks, 4, counter.numpy(), made.numpy())
+    return made.view(-1, 2)[:n]
+
+
+def integers(counter: Tensor, n: int, below: int) -> Tensor:
+    ids = torch.empty(n, dtype=torch.int64)
+    if n:
+        _integer_rows((n + 1) // 2, 8, below, counter.numpy(), ids.numpy())
+    return ids
+
+
+def log_uniform(
+    counter: Tensor, order: Tensor | None, n: int, n_classes: int
+) -> tuple[Tensor, Tensor]:
+    rank = torch.empty(n, dtype=torch.int64)
+    log_prob = torch.empty(n, dtype=torch.float32)
+    if n:
+        arrays = (each.numpy() for each in (counter, rank, log_prob))
+        _rank_rows((n + 1) // 2, 64, math.log2(n_classes + 1), n_classes, *arrays)
+    return (rank if order is None else order[rank]), log_prob
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _fill_rows(start, stop, counter, made):
+    seed, step = np.uint64(counter[0]), np.uint64(counter[1])
+    for block in range(start, stop):
+        a, b, c, d = _philox(np.uint64(block), seed, step)
+        made[block, 0], made[block, 1] = np.int64(a), np.int64(b)
+        made[block, 2], made[block, 3] = np.int64(c), np.int64(d)
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _integer_rows(start, stop, below, counter, ids):
+    seed, step = np.uint64(counter[0]), np.uint64(counter[1])
+    for block in range(start, stop):
+        a, b, c, d = _philox(np.uint64(block), seed, step)
+        ids[2 * block] = _scaled(np.int64(a), np.int64(b), below)
+        if 2 * block + 1 < len(ids):
+            ids[2 * block + 1] = _scaled(np.int64(c), np.int64(d), below)
+
+
+@njit(nogil=True, inline="always")
+def _scaled(upper, lower, below):
+    return (upper * below + (lower * below >> 32)) >> 32
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _rank_rows(start, stop, octaves, n_classes, counter, ids, log_prob):
+    seed, step = np.uint64(counter[0]), np.uint64(counter[1])
+    for block in range(start, stop):
+        a, b, c, d = _philox(np.uint64(block), seed, step)
+        ids[2 * block] = _rank(np.int64(a), np.int64(b), octaves, n_classes)
+        if 2 * block + 1 < len(ids):
+            ids[2 * block + 1] = _rank(np.int64(c), np.int64(d), octaves, n_classes)
+    log_total = math.log1p(n_classes)
+    for place in range(2 * start, min(2 * stop, len(ids))):
+        log_prob[place] = math.log(math.log1p(1.0 / (ids[place] + 1.0)) / log_total)
+
+
+@njit(nogil=True, inline="always")
+def _rank(upper, lower, octaves, n_classes):
+    exponent = np.float64(upper << 21 | lower >> 11) * 2.0**-53 * octaves
+    octave = math.floor(exponent)
+    place = exponent - octave - 0.5
+    power = SERIES[0]
+    for k in range(1, len(SERIES)):
+        power = power * place + SERIES[k]
+    rank = np.int64(power * SQRT_2 * np.float64(np.int64(1) << np.int64(octave))) - 1
+    return min(max(rank, 0), n_classes - 1)
+
+
+# What a draw costs in entries of a plain loop, for the choice of threads: it misses the cache.
+_ENTRIES_A_PAIR = 64
+
+
+def draw(table: Tensor, weight: Tensor, counter: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    ids = torch.empty(n, dtype=torch.int64)
+    log_prob = torch.empty(n, dtype=torch.float32)
+    bits = len(table).bit_length() - 1
+    arrays = (each.numpy() for each in (table, weight, counter, ids, log_prob))
+    if n:
+        _draw_rows((n + 1) // 2, _ENTRIES_A_PAIR, bits, *arrays)
+    return ids, log_prob
+
+
+def log_complement(weight: Tensor, target: Tensor, bits: int, wide: bool) -> Tensor:
+    flat = target.contiguous().view(-1)
+    made = torch.empty(flat.shape, dtype=torch.float64 if wide else torch.float32)
+    if len(flat):
+        _complement_rows(len(flat), 32, bits, *(each.numpy() for each in (weight, flat, made)))
+    return made.view(target.shape)
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _complement_rows(start, stop, bits, weight, target, made):
+    most, log_total = (1 << bits) - 1, bits * math.log(2.0)
+    for i in range(start, stop):
+        own = weight[target[i]] if target[i] >= 0 else 0
+        others = np.float64(most - own) + 1.0
+        made[i] = math.log(others) - log_total if others > 0.0 else -np.inf
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _draw_rows(start, stop, bits, table, weight, counter, ids, log_prob):
+    seed, step = np.uint64(counter[0]), np.uint64(counter[1])
+    log_total = (bits + 32) * math.log(2.0)
+    for block in range(start, stop):
+        a, b, c, d = _philox(np.uint64(block), seed, step)
+        ids[2 * block] = _chosen(table, bits, np.int64(a), np.int64(b))
+        if 2 * block + 1 < len(ids):
+            ids[2 * block + 1] = _chosen(table, bits, np.int64(c), np.int64(d))
+    # A loop of its own: reads that do not wait for each other are in flight together.
+    for place in range(2 * start, min(2 * stop, len(ids))):
+        log_prob[place] = math.log(weight[ids[place]]) - log_total
+
+
+@njit(nogil=True, inline="always")
+def _chosen(table, bits, upper, lower):
+    column = upper >> (32 - bits)
+    entry = table[column]
+    return column if lower < (entry & 0xFFFFFFFF) else entry >> 32

@@ -1,0 +1,182 @@
+"""Random words, integers, log-uniform ids and draws from an alias table on CUDA.
+
+Philox-4x32-10 has 32-bit words in uint64, whose products are exact.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lastlayer.kernels._triton import cdiv
+from lastlayer.kernels.rng import SERIES, SQRT_2
+
+_WORD = tl.constexpr(0xFFFFFFFF)
+_SERIES = tl.constexpr(SERIES)
+_SQRT_2 = tl.constexpr(SQRT_2)
+_STEP = tl.constexpr(2.0**-53)
+_LOG_2 = tl.constexpr(0.6931471805599453)
+_PAIRS = 64
+
+
+def words(counter: Tensor, n: int) -> Tensor:
+    blocks = (n + 1) // 2
+    made = torch.empty(blocks, 4, dtype=torch.int64, device=counter.device)
+    if n:
+        _words[(cdiv(blocks, 128),)](counter, made, blocks, BLOCKS=128, enable_fp_fusion=True)
+    return made.view(-1, 2)[:n]
+
+
+def integers(counter: Tensor, n: int, below: int) -> Tensor:
+    ids = torch.empty(n, dtype=torch.int64, device=counter.device)
+    if n:
+        _integers[(cdiv(n, 256),)](counter, ids, n, below, BLOCKS=128, enable_fp_fusion=True)
+    return ids
+
+
+def log_uniform(
+    counter: Tensor, order: Tensor | None, n: int, n_classes: int
+) -> tuple[Tensor, Tensor]:
+    ids = torch.empty(n, dtype=torch.int64, device=counter.device)
+    log_prob = torch.empty(n, dtype=torch.float32, device=counter.device)
+    if n:
+        # Products and sums stay apart, or they would be rounded differently from a CPU's.
+        _ranks[(cdiv(n, 256),)](
+            counter, order, ids, log_prob, n, n_classes, OCTAVES=math.log2(n_classes + 1),
+            ORDERED=order is not None, BLOCKS=128, enable_fp_fusion=False,
+        )  # fmt: skip
+    return ids, log_prob
+
+
+@triton.jit
+def _words(counter, made, n, BLOCKS: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    live = block < n
+    a, b, c, d = _philox(block, tl.load(counter), tl.load(counter + 1))
+    tl.store(made + 4 * block, a.to(tl.int64), mask=live)
+    tl.store(made + 4 * block + 1, b.to(tl.int64), mask=live)
+    tl.store(made + 4 * block + 2, c.to(tl.int64), mask=live)
+    tl.store(made + 4 * block + 3, d.to(tl.int64), mask=live)
+
+
+@triton.jit
+def _integers(counter, ids, n, below, BLOCKS: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    a, b, c, d = _philox(block, tl.load(counter), tl.load(counter + 1))
+    first = (a * below + ((b * below) >> 32)) >> 32
+    second = (c * below + ((d * below) >> 32)) >> 32
+    tl.store(ids + 2 * block, first.to(tl.int64), mask=2 * block < n)
+    tl.store(ids + 2 * block + 1, second.to(tl.int64), mask=2 * block + 1 < n)
+
+
+@triton.jit
+def _ranks(
+    counter, order, ids, log_prob, n, n_classes, OCTAVES: tl.constexpr, ORDERED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    a, b, c, d = _philox(block, tl.load(counter), tl.load(counter + 1))
+    first, second = _rank(a, b, n_classes, OCTAVES), _rank(c, d, n_classes, OCTAVES)
+    _store_rank(order, ids, log_prob, 2 * block, n, first, OCTAVES, ORDERED)
+    _store_rank(order, ids, log_prob, 2 * block + 1, n, second, OCTAVES, ORDERED)
+
+
+@triton.jit
+def _store_rank(order, ids, log_prob, place, n, rank, OCTAVES: tl.constexpr, ORDERED: tl.constexpr):
+    live = place < n
+    part = 1.0 / (rank + 1).to(tl.float64)
+    # log(1 + x): what is rounded off in 1 + x is made up for.
+    above = 1.0 + part
+    share = tl.log(above) * (part / (above - 1.0)) / (OCTAVES * _LOG_2)
+    tl.store(log_prob + place, tl.log(share).to(tl.float32), mask=live)
+    chosen = rank
+    if ORDERED:
+        chosen = tl.load(order + rank, mask=live, other=0)
+    tl.store(ids + place, chosen, mask=live)
+
+
+@triton.jit
+def _rank(upper, lower, n_classes, OCTAVES: tl.constexpr):
+    exponent = ((upper << 21) | (lower >> 11)).to(tl.float64) * _STEP * OCTAVES
+    # Not negative: cutting off is rounding down.
+    octave = exponent.to(tl.int64)
+    place = exponent - octave.to(tl.float64) - 0.5
+    power = tl.full(place.shape, _SERIES[0], tl.float64)
+    for k in tl.static_range(1, 14):
+        power = power * place + _SERIES[k]
+    scale = tl.full(place.shape, 1, tl.int64) << octave
+    rank = (power * _SQRT_2 * scale.to(tl.float64)).to(tl.int64) - 1
+    return tl.minimum(tl.maximum(rank, 0), n_classes - 1)
+
+
+def draw(table: Tensor, weight: Tensor, counter: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    ids = torch.empty(n, dtype=torch.int64, device=table.device)
+    log_prob = torch.empty(n, dtype=torch.float32, device=table.device)
+    if n:
+        _draw[(cdiv(n, 2 * _PAIRS),)](
+            table, weight, counter, ids, log_prob, n, BITS=len(table).bit_length() - 1,
+            PAIRS=_PAIRS, num_warps=2, enable_fp_fusion=True,
+        )  # fmt: skip
+    return ids, log_prob
+
+
+def log_complement(weight: Tensor, target: Tensor, bits: int, wide: bool) -> Tensor:
+    dtype = torch.float64 if wide else torch.float32
+    made = torch.empty(target.shape, dtype=dtype, device=weight.device)
+    if target.numel():
+        _complement[(cdiv(target.numel(), 128),)](
+            weight, target.contiguous(), made, target.numel(), BITS=bits, BLOCK=128,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return made
+
+
+@triton.jit
+def _complement(weight, target, log_prob, n, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(target + place, mask=place < n, other=-1)
+    own = tl.load(weight + chosen, mask=chosen >= 0, other=0)
+    # 2^63 itself is no int64.
+    others = (((1 << BITS) - 1) - own).to(tl.float64) + 1.0
+    share = tl.log(others) - BITS * _LOG_2
+    tl.store(log_prob + place, share.to(log_prob.dtype.element_ty), mask=place < n)
+
+
+@triton.jit
+def _draw(
+    table, weight, counter, ids, log_prob, n, BITS: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    a, b, c, d = _philox(block, tl.load(counter), tl.load(counter + 1))
+    _store_draw(table, weight, ids, log_prob, 2 * block, n, a.to(tl.int64), b.to(tl.int64), BITS)
+    _store_draw(
+        table, weight, ids, log_prob, 2 * block + 1, n, c.to(tl.int64), d.to(tl.int64), BITS
+    )
+
+
+@triton.jit
+def _store_draw(table, weight, ids, log_prob, place, n, upper, lower, BITS: tl.constexpr):
+    live = place < n
+    column = upper >> (32 - BITS)
+    entry = tl.load(table + column, mask=live, other=0)
+    chosen = tl.where(lower < (entry & 0xFFFFFFFF), column, entry >> 32)
+    mass = tl.load(weight + chosen, mask=live, other=1)
+    tl.store(ids + place, chosen, mask=live)
+    share = tl.log(mass.to(tl.float64)) - (BITS + 32) * _LOG_2
+    tl.store(log_prob + place, share.to(tl.float32), mask=live)
+
+
+@triton.jit
+def _philox(block, seed, step):
+    """Four words of each block; all three arguments are int64."""
+    block, seed, step = block.to(tl.uint64), seed.to(tl.uint64), step.to(tl.uint64)
+    a, b = block & _WORD, block >> 32
+    c, d = (step & _WORD) + 0 * block, (step >> 32) + 0 * block
+    k, m = seed & _WORD, seed >> 32
+    for _ in tl.static_range(10):
+        left, right = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (right >> 32) ^ b ^ k, right & _WORD, (left >> 32) ^ d ^ m, left & _WORD
+        k, m = (k + 0x9E3779B9) & _WORD, (m + 0xBB67AE85) & _WORD
+    return a, b, c, d

@@ -1,0 +1,35 @@
+"""The k best classes without a look at most of them: leaves of a tree, and blocks of classes.
+
+Of a tree, a *row* of ``weight`` is the vector of a binary node, whose score decides for its second
+child, or that of one child of a wider node. Nodes are numbered level by level, the root is node 0.
+Besides the exact search ``cpu.py`` has ``beam_leaves`` and ``step_down_``, and ``triton.py`` the
+blocks of classes, ``peaks_and_levels_`` and ``largest``; there are no others for these.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lastlayer.kernels._registry import Operation
+
+# On CUDA the kernel is for trees of binary nodes and for no more leaves than this.
+MOST_ON_CUDA = 64
+# Where a random walk is that met a NaN; else it is at a node, or at the end, ~c for class c.
+NOWHERE = -(1 << 62)
+
+
+def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    n, k = hidden.shape[0], rest[-2]
+    classes = hidden.new_empty(n, k, dtype=torch.int64)
+    return hidden.new_empty(n, k), classes, hidden.new_empty(n, dtype=torch.int64)
+
+
+best_leaves = Operation(
+    __name__,
+    "best_leaves",
+    "tree_search",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor child_start, Tensor row_start, "
+    "Tensor child, int levels, int k, int most) -> (Tensor, Tensor, Tensor)",
+    _fake,
+)

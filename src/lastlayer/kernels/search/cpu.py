@@ -1,0 +1,376 @@
+"""Trees on the CPU: the best leaves, exact or of a beam, and steps of random walks.
+
+The exact search is best-first, by a heap for each row; README.md has the proof that it opens as few
+nodes as can be. Beams and walks have no other kernel.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from lastlayer.kernels._cpu import by_rows
+from lastlayer.kernels._cpu_math import dot
+from lastlayer.kernels.search import NOWHERE
+
+_FLOATING, _BFLOAT16, _FLOAT16 = 0, 1, 2
+# Nodes opened for each leaf, to judge how many threads are worth while.
+_OPENED_FOR_EACH = 16
+
+
+def best_leaves(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    child_start: Tensor,
+    row_start: Tensor,
+    child: Tensor,
+    levels: int,
+    k: int,
+    most: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference's, but a row that reads too much, or meets a NaN, is given up.
+
+    So is one with fewer than k classes that have a probability.
+    """
+    n, depth = hidden.shape
+    values = torch.full((n, k), torch.nan, dtype=hidden.dtype)
+    classes = torch.full((n, k), -1)
+    opened = torch.full((n,), -1)
+    # An opened node adds one at most to what can be chosen: k leaves take k - 1 of them.
+    if n and k <= most + 1:
+        arrays = _as_arrays(hidden, weight, bias, child_start, row_start, child)
+        results = values.numpy(), classes.numpy(), opened.numpy()
+        _search_rows(n, k * _OPENED_FOR_EACH * depth, *arrays, most, *results)
+    return values, classes, opened
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _search_rows(
+    start, stop, hidden, weight, bits, kind, bias, child_start, row_start, child, most, values,
+    classes, opened,
+):  # fmt: skip
+    """Opens the most probable node until k leaves are more probable than all that is closed.
+
+    The heap holds children of opened nodes, leaves among them, and gives the most probable first.
+    A leaf on top is the next best of all: nothing below the others is more probable than they.
+    """
+    k = values.shape[1]
+    # An opened node takes one away and adds, for each row that is read, one; or two for one row.
+    heap = np.empty(most + 2, hidden.dtype), np.empty(most + 2, np.int32)
+    below = np.empty(2, hidden.dtype)
+    widened = np.empty(hidden.shape[1], np.float32)
+    for row in range(start, stop):
+        size = _push(heap, 0, hidden.dtype.type(0.0), np.int32(0))
+        found, n_opened, read = 0, 0, 0
+        while size > 0 and found < k:
+            reached, at = heap[0][0], heap[1][0]
+            size = _pop(heap, size)
+            if at < 0:
+                values[row, found], classes[row, found] = reached, ~at
+                found += 1
+                continue
+            n_rows, arity = row_start[at + 1] - row_start[at], child_start[at + 1] - child_start[at]
+            read += n_rows
+            if read > most:
+                break
+            if arity > len(below):
+                below = np.empty(arity, hidden.dtype)
+            n_opened += 1
+            if not _open_node(
+                hidden[row], weight, bits, kind, bias, row_start[at], n_rows, arity, widened, below
+            ):
+                break
+            for i in range(arity):
+                if below[i] > -np.inf:
+                    size = _push(heap, size, reached + below[i], child[child_start[at] + i])
+        if found == k:
+            opened[row] = n_opened
+        else:
+            values[row, :], classes[row, :] = np.nan, -1
+
+
+def beam_leaves(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
+    child: Tensor, k: int, width: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Log-probabilities and classes ``(n, k)``, and how many nodes were opened ``(n,)``.
+
+    What is not found has the value -inf and class -1; a row that meets a NaN has NaN throughout.
+    Arguments are those of the exact search, and ``width``, the most nodes of a level, at least k.
+    """
+    n, depth = hidden.shape
+    values = torch.full((n, k), -torch.inf, dtype=hidden.dtype)
+    classes = torch.full((n, k), -1)
+    opened = torch.zeros(n, dtype=torch.int64)
+    if n:
+        arrays = _as_arrays(hidden, weight, bias, child_start, row_start, child)
+        results = values.numpy(), classes.numpy(), opened.numpy()
+        _beam_rows(n, width * depth, *arrays, width, *results)
+    return values, classes, opened
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _beam_rows(
+    start, stop, hidden, weight, bits, kind, bias, child_start, row_start, child, width, values,
+    classes, opened,
+):  # fmt: skip
+    # Nodes of this level, and a heap of those of the next.
+    nodes, log_probs = np.empty(width, np.int32), np.empty(width, hidden.dtype)
+    heap = np.empty(2 * width, hidden.dtype), np.empty(2 * width, np.int32)
+    below = np.empty(2, hidden.dtype)
+    widened = np.empty(hidden.shape[1], np.float32)
+    for row in range(start, stop):
+        nodes[0], log_probs[0], n_nodes, whole = 0, 0.0, 1, True
+        while n_nodes > 0 and whole:
+            size = 0
+            for i in range(n_nodes):
+                at = nodes[i]
+                arity = child_start[at + 1] - child_start[at]
+                if arity > len(below):
+                    below = np.empty(arity, hidden.dtype)
+                    heap = _grown(heap[0], width * arity), _grown(heap[1], width * arity)
+                whole &= _open_node(
+                    hidden[row], weight, bits, kind, bias, row_start[at],
+                    row_start[at + 1] - row_start[at], arity, widened, below,
+                )  # fmt: skip
+                for j in range(arity):
+                    log_prob, to = log_probs[i] + below[j], child[child_start[at] + j]
+                    if log_prob > -np.inf and to < 0:
+                        _keep(values[row], classes[row], log_prob, ~to)
+                    elif log_prob > -np.inf:
+                        size = _push(heap, size, log_prob, to)
+            opened[row] += n_nodes
+            n_nodes = 0
+            while size > 0 and n_nodes < width and heap[0][0] >= values[row, -1]:
+                log_probs[n_nodes], nodes[n_nodes] = heap[0][0], heap[1][0]
+                n_nodes += 1
+                size = _pop(heap, size)
+        if not whole:
+            values[row, :], classes[row, :] = np.nan, -1
+
+
+@njit(nogil=True)
+def _grown(array, size):
+    grown = np.empty(size, array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+@njit(nogil=True)
+def _keep(values, classes, value, found):
+    """Puts a leaf in its place among the best, of equal ones in the order of classes."""
+    i = len(values) - 1
+    if value < values[i] or (value == values[i] and found > classes[i]):
+        return
+    while i > 0 and (values[i - 1] < value or (values[i - 1] == value and classes[i - 1] > found)):
+        values[i], classes[i] = values[i - 1], classes[i - 1]
+        i -= 1
+    values[i], classes[i] = value, found
+
+
+def step_down_(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
+    child: Tensor, chance: Tensor, at: Tensor,
+) -> None:  # fmt: skip
+    """Moves each walk from its node to a child: the first whose cumulated probability exceeds.
+
+    Args:
+        hidden: ``(n, d)``, float32 or float64, and so on as for the search.
+        weight: ``(n_rows, d)``.
+        bias: ``(n_rows,)``, or None.
+        child_start: ``(n_inner + 1,)``.
+        row_start: ``(n_inner + 1,)``.
+        child: ``(n_edges,)``.
+        chance: numbers in [0, 1), ``(n, m)``, float64.
+        at: where each walk is, ``(n, m)``, int64, contiguous: a node, ~c at the end, or NOWHERE.
+    """
+    if at.numel():
+        arrays = _as_arrays(hidden, weight, bias, child_start, row_start, child, chance)
+        _step_rows(at.shape[0], at.shape[1] * hidden.shape[1], *arrays, at.numpy())
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _step_rows(
+    start, stop, hidden, weight, bits, kind, bias, child_start, row_start, child, chance, at
+):  # fmt: skip
+    below = np.empty(2, hidden.dtype)
+    widened = np.empty(hidden.shape[1], np.float32)
+    for row in range(start, stop):
+        known, whole = -1, True
+        for i in range(at.shape[1]):
+            node = at[row, i]
+            if node < 0:
+                continue
+            arity = child_start[node + 1] - child_start[node]
+            # Walks of a row start together.
+            if node != known:
+                if arity > len(below):
+                    below = np.empty(arity, hidden.dtype)
+                n_rows = row_start[node + 1] - row_start[node]
+                whole = _open_node(
+                    hidden[row], weight, bits, kind, bias, row_start[node], n_rows, arity, widened,
+                    below,
+                )  # fmt: skip
+                known = node
+            if whole:
+                at[row, i] = child[child_start[node] + _drawn(below, arity, chance[row, i])]
+            else:
+                at[row, i] = NOWHERE
+
+
+@njit(nogil=True)
+def _drawn(log_probs, arity, chance):
+    """Sums are in float64, so that many small children keep their shares."""
+    total = 0.0
+    for i in range(arity):
+        total += math.exp(np.float64(log_probs[i]))
+    limit = chance * total
+    reached, last = 0.0, 0
+    for i in range(arity):
+        share = math.exp(np.float64(log_probs[i]))
+        reached += share
+        if reached > limit:
+            return i
+        if share > 0.0:
+            last = i
+    # The product was rounded up to the total.
+    return last
+
+
+def _as_arrays(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
+) -> tuple[Any, ...]:
+    """Arrays that :func:`_open_node` takes.
+
+    A weight in half precision, which Numba does not know, is given as bits.
+    """
+    weight = weight.detach()
+    numbers, bits, kind = np.empty((0, 0), np.float32), np.empty((0, 0), np.int16), _FLOATING
+    if weight.dtype in (torch.float32, torch.float64):
+        numbers = weight.numpy()
+    else:
+        kind = _BFLOAT16 if weight.dtype == torch.bfloat16 else _FLOAT16
+        bits = weight.view(torch.int16).numpy()
+    biases = hidden.new_empty(0) if bias is None else bias.detach().to(hidden).contiguous()
+    return (
+        hidden.detach().contiguous().numpy(), numbers, bits, kind, biases.numpy(),
+        *(each.contiguous().numpy() for each in tables),
+    )  # fmt: skip
+
+
+@njit(nogil=True)
+def _open_node(state, weight, bits, kind, bias, first, n_rows, arity, widened, below):
+    """Log-probabilities of the children into ``below``, none above 0; whether there is no NaN."""
+    for i in range(n_rows):
+        below[i] = _score(state, weight, bits, kind, bias, first + i, widened)
+    return _to_log_probs(below, arity)
+
+
+@njit(nogil=True)
+def _score(state, weight, bits, kind, bias, at, widened):
+    if kind == _FLOATING:
+        score = dot(state, weight[at])
+    else:
+        if kind == _BFLOAT16:
+            _widen_bfloat16(bits[at], widened)
+        else:
+            _widen_float16(bits[at], widened)
+        score = dot(state, widened)
+    return score + bias[at] if len(bias) else score
+
+
+@njit(nogil=True)
+def _widen_bfloat16(bits, out):
+    """The upper half of a float32."""
+    wide = out.view(np.int32)
+    for i in range(len(bits)):
+        wide[i] = np.int32(bits[i]) << np.int32(16)
+
+
+@njit(nogil=True)
+def _widen_float16(bits, out):
+    """Exponents are 112 lower than in float32, until they are multiplied; subnormals too."""
+    wide = out.view(np.int32)
+    for i in range(len(bits)):
+        size = np.int32(bits[i]) & np.int32(0x7FFF)
+        # All ones in the exponent are inf or NaN, also in float32.
+        special = np.int32(0x7F800000) if size >= np.int32(0x7C00) else np.int32(0)
+        sign = (np.int32(bits[i]) & np.int32(0x8000)) << np.int32(16)
+        wide[i] = sign | special | (size << np.int32(13))
+    for i in range(len(bits)):
+        out[i] *= np.float32(2.0**112)
+
+
+@njit(nogil=True)
+def _to_log_probs(below, arity):
+    """From scores in place. One score of a binary node is enough."""
+    if arity == 2:
+        score = below[0]
+        rest = math.log1p(math.exp(-abs(score)))
+        below[0], below[1] = min(-score, 0.0) - rest, min(score, 0.0) - rest
+        return not math.isnan(score)
+    top = below[0]
+    for i in range(1, arity):
+        top = max(top, below[i])
+    total = below.dtype.type(0.0)
+    for i in range(arity):
+        below[i] -= top
+        total += math.exp(below[i])
+    rest = math.log(total)
+    for i in range(arity):
+        below[i] -= rest
+    return not math.isnan(total)
+
+
+# A heap of log-probabilities and what has them, the largest first, in two arrays. Of equal ones the
+# larger number comes first. Nodes are numbers from 0 on and class c is ``~c``: so nodes come before
+# leaves, which their leaves might equal, and lower classes before higher ones.
+@njit(nogil=True)
+def _before(log_probs, ids, i, j):
+    if log_probs[i] == log_probs[j]:
+        return ids[i] > ids[j]
+    return log_probs[i] > log_probs[j]
+
+
+@njit(nogil=True)
+def _swap(log_probs, ids, i, j):
+    log_probs[i], log_probs[j] = log_probs[j], log_probs[i]
+    ids[i], ids[j] = ids[j], ids[i]
+
+
+@njit(nogil=True)
+def _push(heap, size, log_prob, at):
+    """Adds one; how many there are now."""
+    log_probs, ids = heap
+    log_probs[size], ids[size] = log_prob, at
+    i = size
+    while i > 0 and _before(log_probs, ids, i, (i - 1) >> 1):
+        _swap(log_probs, ids, i, (i - 1) >> 1)
+        i = (i - 1) >> 1
+    return size + 1
+
+
+@njit(nogil=True)
+def _pop(heap, size):
+    """Takes the first away; how many there are now."""
+    log_probs, ids = heap
+    size -= 1
+    log_probs[0], ids[0] = log_probs[size], ids[size]
+    i = 0
+    while True:
+        best = 2 * i + 1
+        if best >= size:
+            return size
+        if best + 1 < size and _before(log_probs, ids, best + 1, best):
+            best += 1
+        if not _before(log_probs, ids, best, i):
+            return size
+        _swap(log_probs, ids, i, best)
+        i = best

@@ -1,0 +1,376 @@
+"""The best leaves of a binary tree on CUDA, and blocks of classes.
+
+The search has one program for each row, in one launch. Nodes of a level lie in memory that belongs
+to the row. A first sweep follows the best of them and finds k leaves, a second one opens all that
+are not below the k-th; README.md has the proof. Of blocks of classes a program makes the scores of
+one, and leaves their peak and level.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lastlayer.kernels._triton import cdiv, in_rows, next_power_of_2, tile_width
+from lastlayer.kernels.search import MOST_ON_CUDA
+
+# Room of a row for nodes of one level and for leaves, and nodes that may be opened for it. A row
+# that needs more is given up.
+NODES, LEAVES, MOST_OPENED = 512, 512, 8192
+# Nodes that the first sweep follows at least, and that the second opens together.
+NARROWEST, GROUP = 8, 16
+# Numbers of node vectors that a program holds, and the warps that share them.
+TILE, WARPS = 4096, 8
+
+
+def best_leaves(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    child_start: Tensor,
+    row_start: Tensor,
+    child: Tensor,
+    levels: int,
+    k: int,
+    most: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference's, but a row that reads or holds too much, or meets a NaN, is given up."""
+    if len(child) != 2 * (len(child_start) - 1):
+        raise ValueError(
+            "child: expected two edges for each node with impl='triton', got "
+            f"{len(child)} for {len(child_start) - 1}; use impl='reference' for wider nodes"
+        )
+    if k > MOST_ON_CUDA:
+        raise ValueError(f"k: expected at most {MOST_ON_CUDA} with impl='triton', got {k}")
+    n, depth = hidden.shape
+    values = torch.empty(n, k, device=hidden.device, dtype=torch.float32)
+    classes = torch.empty(n, k, device=hidden.device, dtype=torch.int64)
+    opened = torch.empty(n, device=hidden.device, dtype=torch.int64)
+    if n:
+        width = next_power_of_2(max(k, NARROWEST))
+        widest = max(16, next_power_of_2(depth))
+        room = 2 * NODES + LEAVES
+        _search[(n,)](
+            hidden.float().contiguous(), weight, None if bias is None else bias.contiguous(),
+            child.contiguous(), values, classes, opened,
+            torch.empty(n, room, device=hidden.device, dtype=torch.int32),
+            torch.empty(n, room, device=hidden.device, dtype=torch.float32),
+            depth, weight.stride(0), weight.stride(1), levels, k, min(most, MOST_OPENED),
+            WIDTH=width, GROUP=GROUP, BEAM_DEPTH=min(widest, TILE // width),
+            DEPTH=min(widest, TILE // GROUP), NODES=NODES, LEAVES=LEAVES, BIASED=bias is not None,
+            num_warps=WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
+    return values, classes, opened
+
+
+@triton.jit
+def _search(
+    hidden, weight, bias, child, values, classes, opened, ids, numbers, depth, weight_row,
+    weight_step, levels, k, most, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    BEAM_DEPTH: tl.constexpr, DEPTH: tl.constexpr, NODES: tl.constexpr, LEAVES: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    hidden += row * depth
+    ids += row * (2 * NODES + LEAVES)
+    numbers += row * (2 * NODES + LEAVES)
+    bound, beam_opened = _bound_by_a_beam(
+        hidden, weight, bias, child, ids, numbers, depth, weight_row, weight_step, levels, k,
+        WIDTH, BEAM_DEPTH, BIASED,
+    )  # fmt: skip
+    # Lower by some thousand roundings, as scores of the second sweep may be rounded otherwise.
+    bound -= 1.2e-4 * (1.0 + tl.abs(bound))
+    n_leaves, n_opened = _all_down_to(
+        bound, hidden, weight, bias, child, ids, numbers, depth, weight_row, weight_step, levels,
+        most, GROUP, DEPTH, NODES, LEAVES, BIASED,
+    )  # fmt: skip
+    done = (n_leaves >= k) & (n_leaves <= LEAVES)
+    tl.store(opened + row, tl.where(done, beam_opened + n_opened, -1))
+    values += row * k
+    classes += row * k
+    if done:
+        _store_best(ids + 2 * NODES, numbers + 2 * NODES, n_leaves, values, classes, k, LEAVES)
+    else:
+        place = tl.arange(0, WIDTH)
+        tl.store(values + place, tl.full((WIDTH,), float("nan"), tl.float32), mask=place < k)
+        tl.store(classes + place, tl.full((WIDTH,), -1, tl.int64), mask=place < k)
+
+
+@triton.jit
+def _bound_by_a_beam(
+    hidden, weight, bias, child, ids, numbers, depth, weight_row, weight_step, levels, k,
+    WIDTH: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """The k-th best leaf below the WIDTH best nodes of each level, and how many were opened."""
+    lane = tl.arange(0, WIDTH)
+    pair = tl.arange(0, 2 * WIDTH)
+    node = tl.zeros((WIDTH,), tl.int32)
+    reached = tl.where(lane == 0, 0.0, -float("inf"))
+    # The best leaves so far, in order.
+    best = tl.full((WIDTH,), -float("inf"), tl.float32)
+    bound = -float("inf")
+    n_live = 1
+    n_opened = 0
+    for _ in range(levels):
+        if n_live > 0:
+            n_opened += n_live
+            live = lane < n_live
+            log_prob, below = _open(
+                node, reached, live, hidden, weight, bias, child, depth, weight_row, weight_step,
+                WIDTH, DEPTH, BIASED,
+            )  # fmt: skip
+            # Each needs a place of its own; the second sweep gives a row with NaN up.
+            log_prob = tl.where(log_prob == log_prob, log_prob, -float("inf"))
+            leaf = below < 0
+            # Places among those of its kind, and among the best leaves.
+            ahead = (log_prob[None, :] > log_prob[:, None]) | (
+                (log_prob[None, :] == log_prob[:, None]) & (pair[None, :] < pair[:, None])
+            )
+            ahead = ahead & (leaf[None, :] == leaf[:, None])
+            place = tl.sum(ahead.to(tl.int32), 1)
+            worse = best[None, :] >= log_prob[:, None]
+            leaf_place = place + tl.sum(worse.to(tl.int32), 1)
+            better = (log_prob[None, :] > best[:, None]) & leaf[None, :]
+            best_place = lane + tl.sum(better.to(tl.int32), 1)
+            tl.store(ids + place, below, mask=~leaf & (place < WIDTH))
+            tl.store(numbers + place, log_prob, mask=~leaf & (place < WIDTH))
+            leaves = numbers + WIDTH
+            tl.store(leaves + leaf_place, log_prob, mask=leaf & (leaf_place < WIDTH))
+            tl.store(leaves + best_place, best, mask=best_place < WIDTH)
+            n_inner = tl.minimum(tl.sum((~leaf).to(tl.int32), 0), WIDTH)
+            tl.debug_barrier()
+            best = tl.load(leaves + lane)
+            bound = tl.load(leaves + k - 1)
+            node = tl.load(ids + lane, mask=lane < n_inner, other=0)
+            reached = tl.load(numbers + lane, mask=lane < n_inner, other=-float("inf"))
+            # They are in order: what is live comes first.
+            n_live = tl.sum(((reached >= bound) & (reached > -float("inf"))).to(tl.int32), 0)
+            tl.debug_barrier()
+    return bound, n_opened
+
+
+@triton.jit
+def _all_down_to(
+    bound, hidden, weight, bias, child, ids, numbers, depth, weight_row, weight_step, levels, most,
+    GROUP: tl.constexpr, DEPTH: tl.constexpr, NODES: tl.constexpr, LEAVES: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
+    """Lists leaves that are not below the bound; how many, too many to give up, and nodes."""
+    lane = tl.arange(0, GROUP)
+    tl.store(ids + lane, tl.zeros((GROUP,), tl.int32), mask=lane == 0)
+    tl.store(numbers + lane, tl.zeros((GROUP,), tl.float32), mask=lane == 0)
+    tl.debug_barrier()
+    n_leaves = 0
+    n_opened = 0
+    n_live = 1
+    source = 0
+    for _ in range(levels):
+        if n_live > 0:
+            n_opened += n_live
+            target = NODES - source
+            n_next = 0
+            for first in range(0, n_live, GROUP):
+                live = first + lane < n_live
+                node = tl.load(ids + source + first + lane, mask=live, other=0)
+                reached = tl.load(numbers + source + first + lane, mask=live, other=-float("inf"))
+                log_prob, below = _open(
+                    node, reached, live, hidden, weight, bias, child, depth, weight_row,
+                    weight_step, GROUP, DEPTH, BIASED,
+                )  # fmt: skip
+                # A NaN fills the list: the row is given up.
+                n_leaves += (LEAVES + 1) * tl.max((log_prob != log_prob).to(tl.int32), 0)
+                wanted = (log_prob >= bound) & (log_prob > -float("inf"))
+                leaf = (wanted & (below < 0)).to(tl.int32)
+                place = n_leaves + tl.cumsum(leaf, 0) - 1
+                kept = (leaf > 0) & (place < LEAVES)
+                tl.store(ids + 2 * NODES + place, below, mask=kept)
+                tl.store(numbers + 2 * NODES + place, log_prob, mask=kept)
+                n_leaves += tl.sum(leaf, 0)
+                inner = (wanted & (below >= 0)).to(tl.int32)
+                place = n_next + tl.cumsum(inner, 0) - 1
+                kept = (inner > 0) & (place < NODES)
+                tl.store(ids + target + place, below, mask=kept)
+                tl.store(numbers + target + place, log_prob, mask=kept)
+                n_next += tl.sum(inner, 0)
+            if (n_next > NODES) | (n_opened + n_next > most):
+                n_leaves = LEAVES + 1
+            n_live = tl.where(n_leaves > LEAVES, 0, n_next)
+            source = target
+            tl.debug_barrier()
+    return n_leaves, n_opened
+
+
+@triton.jit
+def _open(
+    node, reached, live, hidden, weight, bias, child, depth, weight_row, weight_step,
+    GROUP: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """The two children of each node and their log-probabilities, of leaves -inf without node."""
+    vector = weight + node.to(tl.int64)[:, None] * weight_row
+    sums = tl.zeros((GROUP, DEPTH), tl.float32)
+    for first in range(0, depth, DEPTH):
+        step = first + tl.arange(0, DEPTH)
+        inside = step < depth
+        state = tl.load(hidden + step, mask=inside, other=0.0)
+        numbers = tl.load(
+            vector + step[None, :] * weight_step, mask=live[:, None] & inside[None, :], other=0.0
+        )
+        sums += numbers.to(tl.float32) * state[None, :]
+    edge = child + 2 * node.to(tl.int64)
+    left = tl.load(edge, mask=live, other=-1)
+    right = tl.load(edge + 1, mask=live, other=-1)
+    score = tl.sum(sums, 1)
+    if BIASED:
+        score += tl.load(bias + node, mask=live, other=0.0).to(tl.float32)
+    # log(1 + small) to full precision, though 1 + small is rounded.
+    small = tl.exp(-tl.abs(score))
+    whole = 1.0 + small
+    rounded = tl.where(whole == 1.0, 1.0, whole - 1.0)
+    rest = tl.where(whole == 1.0, small, tl.log(whole) * (small / rounded))
+    on_left = reached + (tl.minimum(-score, 0.0) - rest)
+    on_right = reached + (tl.minimum(score, 0.0) - rest)
+    return tl.interleave(on_left, on_right), tl.interleave(left, right)
+
+
+@triton.jit
+def _store_best(ids, numbers, n_leaves, values, classes, k, LEAVES: tl.constexpr):
+    """The k best of the list in order, one after the other: k is small."""
+    place = tl.arange(0, LEAVES)
+    there = place < n_leaves
+    # Log-probabilities are at most 0: the bits of their size fall where they rise.
+    size = -tl.load(numbers + place, mask=there, other=0.0)
+    bits = (size + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+    # ~c, which is what the list has, is larger for lower classes.
+    key = ((-bits) << 32) + (tl.load(ids + place, mask=there, other=0).to(tl.int64) + 0x80000000)
+    key = tl.where(there, key, -0x7FFFFFFFFFFFFFFF)
+    for i in range(k):
+        best = tl.max(key, 0)
+        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
+        found = (best & 0xFFFFFFFF) - 0x80000000
+        bits_found = (-(best >> 32)).to(tl.int32)
+        tl.store(values + i, -bits_found.to(tl.float32, bitcast=True) + 0.0)
+        tl.store(classes + i, -1 - found)
+
+
+# Classes of a block. A power of 2.
+CLASSES = 128
+_ROWS, _DEPTH = 64, 64
+# Numbers of a row that one program looks at together for the best of them.
+WIDEST = 8192
+_LOWEST = tl.constexpr(-(2**63))
+
+
+def peaks_and_levels_(hidden: Tensor, weight: Tensor, peaks: Tensor, levels: Tensor) -> None:
+    """For each row and block the largest score, and the log of the sum of their exponentials.
+
+    Args:
+        hidden: ``(n, d)``.
+        weight: ``(n_classes, d)``; block b has the classes from ``CLASSES * b`` on.
+        peaks: ``(n, blocks)`` or wider, float32, whose first columns are written; NaN where the
+            row has a NaN.
+        levels: the same.
+    """
+    (n, depth), n_classes = hidden.shape, weight.shape[0]
+    hidden, weight = in_rows(hidden), in_rows(weight)
+    if n and n_classes:
+        wide = hidden.dtype == torch.float32 or hidden.dtype != weight.dtype
+        _peaks_and_levels[(cdiv(n_classes, CLASSES), cdiv(n, _ROWS))](
+            hidden, weight, peaks, levels, n, n_classes, depth, peaks.stride(0), hidden.stride(0),
+            weight.stride(0), ROWS=_ROWS, CLASSES=CLASSES,
+            DEPTH=tile_width(depth, _DEPTH), WIDE=wide, num_warps=4,
+            num_stages=3, enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def largest(values: Tensor, ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest numbers of each row, float32, and their ids; the lower id where equal.
+
+    A NaN comes first, as it does for torch.
+
+    Args:
+        values: ``(n, m)``, float32, m at least k.
+        ids: ``(n, m)``, int64, from 0 up to 2^32; the columns where it is None.
+        k: how many.
+    """
+    while True:
+        n, m = values.shape
+        width = tile_width(m, WIDEST)
+        parts = cdiv(m, width)
+        # Where a part has fewer than k, what is left over is -inf, behind all others.
+        best = torch.empty(n, parts * k, device=values.device, dtype=torch.float32)
+        found = torch.empty(n, parts * k, device=values.device, dtype=torch.int64)
+        _largest[(n, parts)](
+            values.contiguous(), None if ids is None else ids.contiguous(), best, found, m, k,
+            WIDTH=width, COLUMNS=ids is None, num_warps=max(1, min(8, width // 256)),
+            enable_fp_fusion=True,
+        )  # fmt: skip
+        if parts == 1:
+            return best, found
+        values, ids = best, found
+
+
+@triton.jit
+def _peaks_and_levels(
+    hidden, weight, peaks, levels, n, n_classes, depth, line, hidden_row, weight_row,
+    ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0).to(tl.int64) * CLASSES + tl.arange(0, CLASSES)
+    live = column < n_classes
+    scores = tl.zeros((ROWS, CLASSES), dtype=tl.float32)
+    for first in range(0, depth, DEPTH):
+        step = first + tl.arange(0, DEPTH)
+        inside = step < depth
+        states = tl.load(
+            hidden + row[:, None] * hidden_row + step[None, :],
+            mask=(row < n)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        vectors = tl.load(
+            weight + column[:, None] * weight_row + step[None, :],
+            mask=live[:, None] & inside[None, :],
+            other=0.0,
+        )
+        if WIDE:
+            states = states.to(tl.float32)
+            vectors = vectors.to(tl.float32)
+        scores = tl.dot(states, tl.trans(vectors), scores, input_precision="ieee")
+    scores = tl.where(live[None, :], scores, -float("inf"))
+    peak = tl.max(scores, 1)
+    total = tl.sum(tl.exp(scores - peak[:, None]), 1)
+    # A maximum may pass over a NaN; a sum does not.
+    peak = tl.where(total == total, peak, total)
+    place = row * line + tl.program_id(0)
+    tl.store(peaks + place, peak, mask=row < n)
+    tl.store(levels + place, peak + tl.log(total), mask=row < n)
+
+
+@triton.jit
+def _largest(
+    values, ids, best, found, m, k, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    live = column < m
+    value = tl.load(values + row * m + column, mask=live, other=-float("inf"))
+    if COLUMNS:
+        mine = column.to(tl.int64)
+    else:
+        mine = tl.load(ids + row * m + column, mask=live, other=0xFFFFFFFF)
+    # Integers of the order of the values above, and the complement of the id below. A NaN of
+    # either sign goes to the top; + 0.0 makes -0.0 equal to 0.0.
+    ordered = tl.where(value == value, value, float("inf")) + 0.0
+    bits = ordered.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (bits.to(tl.int64) << 32) + (0xFFFFFFFF - mine)
+    keys = tl.where(live, keys, _LOWEST)
+    into = (row * tl.num_programs(1) + tl.program_id(1)) * k
+    for i in range(k):
+        top = tl.max(keys, 0)
+        here = keys == top
+        # Zeros elsewhere: a NaN of another column does not count.
+        number = tl.sum(tl.where(here, value, 0.0), 0)
+        there = top != _LOWEST
+        tl.store(best + into + i, tl.where(there, number, -float("inf")))
+        tl.store(found + into + i, tl.where(there, 0xFFFFFFFF - (top & 0xFFFFFFFF), 0xFFFFFFFF))
+        keys = tl.where(here, _LOWEST, keys)

@@ -1,0 +1,420 @@
+"""Multi-label losses beside ZLPR, and soft labels.
+
+Binary cross entropy and its asymmetric form are sums over classes; the sparsemax loss compares with
+one distribution over the positives of a row. Smoothing and mixup make labels between 0 and 1.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from lastlayer._checks import (
+    check_generator,
+    check_int,
+    check_not_negative,
+    check_positive,
+    check_real,
+    check_scores,
+    check_tensor,
+)
+from lastlayer._labels import (
+    check_allowed,
+    check_label_smoothing,
+    check_labels,
+    check_multilabel,
+    reduced,
+)
+from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer.losses.entmax import sparsemax_loss
+from lastlayer.maps.sparsemax import sparsemax
+
+
+def bce_loss(
+    scores: Tensor, target: Tensor, *, mask: Tensor | None = None, reduction: str = "mean"
+) -> Tensor:
+    r"""The binary cross entropy of all classes, summed over those of a row.
+
+    .. math:: L(s, t) = -\sum_i t_i \log \sigma(s_i) + (1 - t_i) \log(1 - \sigma(s_i))
+
+    A proper loss: at its minimum :math:`\sigma(s_i)` is the probability of label i, whatever labels
+    come together. All negatives add up, however easy; where positives are few among many classes
+    that is most of the gradient early on, and :func:`lastlayer.zlpr_loss` and
+    :func:`lastlayer.asymmetric_loss` are two remedies.
+
+    A label of exactly 0 or 1 takes one of the two terms alone, and a masked class neither, so that
+    infinite scores on the right side cost nothing. (torch's ``binary_cross_entropy_with_logits``
+    averages over the classes of a row too.)
+
+    Cost: a few passes over the scores, in torch operations that can be differentiated twice.
+
+    Args:
+        scores: ``(*batch, n)``.
+        target: labels of that shape: bool, integers 0 and 1, or floating in [0, 1].
+        mask: bool that broadcasts to ``scores``, True for classes that count.
+        reduction: "mean" over rows in which any class counts (0 where there is none), "sum" or
+            "none" for the loss of each row.
+
+    Returns:
+        The loss in float32, or in float64 from float64 scores.
+
+    Example:
+        >>> bce_loss(torch.zeros(2, 3), torch.eye(3)[:2])
+        tensor(2.0794)
+    """
+    check_multilabel(scores, target, mask, reduction)
+    found, missed, labels = _sides(scores, target, mask)
+    losses = -(labels * logsigmoid(found) + (1.0 - labels) * logsigmoid(-missed)).sum(-1)
+    return reduced(losses, _counting(mask, scores), reduction)
+
+
+def asymmetric_loss(
+    scores: Tensor,
+    target: Tensor,
+    *,
+    gamma_negative: float = 4.0,
+    gamma_positive: float = 1.0,
+    margin: float = 0.05,
+    focus_gradient: bool = True,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""Binary cross entropies that fade where a class is easy, negatives faster than positives.
+
+    .. math:: L(s, t) = -\sum_i t_i\,(1 - p_i)^{\gamma_+} \log p_i
+              + (1 - t_i)\,q_i^{\gamma_-} \log(1 - q_i),
+              \qquad p_i = \sigma(s_i), \quad q_i = \max(p_i - m, 0)
+
+    Negatives with a probability below the margin m are dropped, others count with
+    :math:`q^{\gamma_-}`. With both gammas and the margin at 0 it is
+    :func:`lastlayer.bce_loss`. It is not a proper loss: :math:`\sigma(s)` is no
+    probability afterwards.
+
+    It is computed in float32 at least: in float16 :math:`\sigma(-20)` is 0, and the loss of an easy
+    negative would be :math:`0 \cdot \log 0`. The grad mode of the caller stays as it is.
+
+    Args:
+        scores: ``(*batch, n)``.
+        target: labels of that shape: bool, integers 0 and 1, or floating in [0, 1].
+        gamma_negative: the power for negatives, at least 0.
+        gamma_positive: the power for positives, at least 0.
+        margin: the probability below which a negative is dropped, from 0 to below 1.
+        focus_gradient: whether the powers are differentiated too. False takes them as weights
+            that are given, as the authors' code does by default.
+        mask: bool that broadcasts to ``scores``, True for classes that count.
+        reduction: "mean" over rows in which any class counts (0 where there is none), "sum" (as the
+            authors' code has it) or "none" for the loss of each row.
+
+    Returns:
+        The loss in float32, or in float64 from float64 scores.
+
+    Example:
+        >>> asymmetric_loss(torch.tensor([[2.0, -4.0]]), torch.tensor([[1, 0]]))
+        tensor(0.0151)
+
+    Reference:
+        Ridnik et al., Asymmetric Loss For Multi-Label Classification, ICCV 2021, arXiv:2009.14119.
+    """
+    check_multilabel(scores, target, mask, reduction)
+    check_not_negative("gamma_negative", gamma_negative)
+    check_not_negative("gamma_positive", gamma_positive)
+    check_real("margin", margin, "a number of at least 0 and below 1", lambda x: 0.0 <= x < 1.0)
+    found, missed, labels = _sides(scores, target, mask)
+    positives = labels * logsigmoid(found)
+    if gamma_positive:
+        positives = positives * _focus(torch.sigmoid(-found), gamma_positive, focus_gradient)
+    shifted = torch.sigmoid(missed) - margin
+    counts = ~(shifted <= 0)  # a NaN counts
+    rest = torch.where(counts, torch.sigmoid(-missed) + margin, 1.0)
+    negatives = (1.0 - labels) * (rest.log() if margin else logsigmoid(-missed))
+    if gamma_negative:
+        # Replaced where it is dropped: a power below 1 has an infinite slope at 0.
+        inside = torch.where(counts, shifted, 1.0)
+        negatives = negatives * _focus(inside, gamma_negative, focus_gradient)
+    losses = -(positives + torch.where(counts, negatives, 0.0)).sum(-1)
+    return reduced(losses, _counting(mask, scores), reduction)
+
+
+def _sides(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores as those of positives and of negatives, with no part where a label leaves none.
+
+    There a score is replaced by one that is infinitely right, which costs exactly 0 with gradient
+    0, whatever stood there.
+    """
+    dtype = accumulation_dtype(scores.dtype)
+    scores, labels = in_dtype(scores, dtype), in_dtype(target, dtype)
+    if mask is None:
+        positive, negative = labels > 0, labels < 1
+    else:
+        positive, negative = mask & (labels > 0), mask & (labels < 1)
+        labels = torch.where(mask, labels, 0.0)
+    found = torch.where(positive, scores, torch.inf)
+    return found, torch.where(negative, scores, -torch.inf), labels
+
+
+def _counting(mask: Tensor | None, scores: Tensor) -> Tensor | None:
+    return None if mask is None else mask.expand(scores.shape).any(-1)
+
+
+def _focus(probability: Tensor, gamma: float, differentiated: bool) -> Tensor:
+    return (probability if differentiated else probability.detach()) ** gamma
+
+
+def multilabel_sparsemax_loss(
+    scores: Tensor, target: Tensor, *, mask: Tensor | None = None, reduction: str = "mean"
+) -> Tensor:
+    r"""The sparsemax loss against the uniform distribution over the positives of a row.
+
+    .. math:: L(s, t) = \tfrac12 \|s - q\|^2 - \tfrac12 \|s - \mathrm{sparsemax}(s)\|^2,
+              \qquad q_i = t_i / \textstyle\sum_j t_j
+
+    It is zero exactly where sparsemax gives each of k positives 1/k and every other class 0; the
+    gradient is :math:`\mathrm{sparsemax}(s) - q`. Labels are predicted by
+    :func:`lastlayer.multilabel_sparsemax_predict`.
+
+    A row has something to learn only in relation to its positives: one that has none is left out.
+    Choose :func:`lastlayer.zlpr_loss` where rows without a label matter.
+
+    Cost: one forward of sparsemax, O(n) per row.
+
+    Args:
+        scores: ``(*batch, n)``; -inf is a legal mask.
+        target: labels of that shape: bool, integers 0 and 1, or floating in [0, 1], in proportion
+            to which the distribution is made.
+        mask: bool that broadcasts to ``scores``, True for classes that count.
+        reduction: "mean" over rows with a positive that counts (0 where there is none), "sum" or
+            "none"; other rows have loss 0.
+
+    Returns:
+        The loss in float32, or in float64 from float64 scores.
+
+    Example:
+        >>> scores = torch.tensor([[0.5, 0.5, -0.5], [0.0, 0.0, 0.0]])
+        >>> multilabel_sparsemax_loss(scores, torch.tensor([[1, 1, 0]] * 2), reduction="none")
+        tensor([0.0000, 0.0833])
+
+    Reference:
+        Martins and Astudillo, From Softmax to Sparsemax, ICML 2016, arXiv:1602.02068.
+    """
+    check_multilabel(scores, target, mask, reduction)
+    labels = target.to(accumulation_dtype(scores.dtype))
+    if mask is not None:
+        labels = torch.where(mask, labels, 0.0)
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if scores.shape[-1] == 0:
+        return reduced(labels.sum(-1), torch.zeros_like(labels.sum(-1)), reduction)
+    total = labels.sum(-1, keepdim=True)
+    counts = total > 0
+    # A row that is left out is replaced by one that is right: loss and gradient are 0.
+    first = torch.arange(scores.shape[-1], device=scores.device) == 0
+    right = first.to(labels.dtype).expand_as(labels)
+    shares = torch.where(counts, labels / torch.where(counts, total, 1.0), right)
+    rows = torch.where(counts, scores, torch.where(first, 0.0, -torch.inf).to(scores.dtype))
+    losses = sparsemax_loss(rows, shares, reduction="none")
+    return reduced(losses, counts, reduction)
+
+
+def multilabel_sparsemax_predict(
+    scores: Tensor, threshold: float = 0.0, *, mask: Tensor | None = None
+) -> Tensor:
+    """The labels to which sparsemax gives more than a threshold.
+
+    At 0 these are the classes of its support, at least one per row. The authors
+    choose the threshold on held-out data.
+
+    Args:
+        scores: ``(*batch, n)``.
+        threshold: from 0 to below 1; 1/k would ask for no more than k labels.
+        mask: bool that broadcasts to ``scores``, True for classes that count.
+
+    Returns:
+        bool of the shape of the scores.
+
+    Example:
+        >>> multilabel_sparsemax_predict(torch.tensor([0.6, 0.5, -0.5]))
+        tensor([ True,  True, False])
+
+    Reference:
+        Martins and Astudillo, From Softmax to Sparsemax, ICML 2016, arXiv:1602.02068.
+    """
+    check_scores(scores)
+    check_allowed(mask, scores)
+    check_real("threshold", threshold, "0 to below 1, a probability", lambda x: 0.0 <= x < 1.0)
+    return sparsemax(scores.to(accumulation_dtype(scores.dtype)), mask=mask) > threshold
+
+
+class Mixed(NamedTuple):
+    """A batch mixed with itself.
+
+    Attributes:
+        inputs: as the inputs that were given.
+        target: soft labels, or lists of twice the length.
+        values: the labels of what is listed; None for a dense target.
+        weight: ``(rows,)``, what each row kept of itself.
+        partner: ``(rows,)`` int64, the row that it was mixed with.
+    """
+
+    inputs: Tensor
+    target: Tensor
+    values: Tensor | None
+    weight: Tensor
+    partner: Tensor
+
+
+def smooth_labels(target: Tensor, smoothing: float) -> Tensor:
+    r"""Labels drawn towards 1/2: 0 becomes ``smoothing``, and 1 becomes ``1 - smoothing``.
+
+    .. math:: t \mapsto \varepsilon + (1 - 2 \varepsilon)\, t
+
+    For :func:`lastlayer.zlpr_loss` and :func:`lastlayer.bce_loss` alike. (Some libraries state
+    twice this number for binary labels.) For lists of positives
+    ``zlpr_loss_from_indices(…, label_smoothing=)`` is the same without a dense target.
+
+    With n classes the smoothed negatives add up: at its optimum ZLPR puts them at
+    :math:`s = -\tfrac12 \log((1 - \varepsilon) / \varepsilon)` rather than at :math:`-\infty`,
+    and their sum in the second term is about :math:`n \sqrt{\varepsilon}`. Keep :math:`\varepsilon`
+    well below the share of positives.
+
+    Args:
+        target: bool, integer or floating labels in [0, 1], of any shape.
+        smoothing: from 0 to below 1/2.
+
+    Returns:
+        Labels in the dtype of the target where it is floating, else in torch's default dtype.
+
+    Example:
+        >>> smooth_labels(torch.tensor([0, 1]), 0.1)
+        tensor([0.1000, 0.9000])
+    """
+    check_tensor("target", target)
+    check_labels(target)
+    check_label_smoothing(smoothing, "smoothing")
+    if not target.is_floating_point():
+        target = target.to(torch.get_default_dtype())
+    return smoothing + (1.0 - 2.0 * smoothing) * target
+
+
+def mixup(
+    inputs: Tensor,
+    target: Tensor,
+    *,
+    alpha: float = 0.2,
+    generator: torch.Generator | None = None,
+) -> Mixed:
+    r"""Each row mixed with another of the batch, and their labels alike.
+
+    .. math:: x_i \mapsto \lambda_i x_i + (1 - \lambda_i)\, x_{\pi(i)}, \qquad
+              t_i \mapsto \lambda_i t_i + (1 - \lambda_i)\, t_{\pi(i)}, \qquad
+              \lambda_i \sim \mathrm{Beta}(\alpha, \alpha)
+
+    with a random permutation :math:`\pi` and one :math:`\lambda` per row.
+
+    Args:
+        inputs: ``(rows, …)``, floating.
+        target: dense labels ``(rows, …)``: bool, integers 0 and 1, or floating in [0, 1].
+        alpha: above 0; small numbers leave most rows nearly as they are.
+        generator: what to draw with, on the device of the inputs.
+
+    Returns:
+        ``Mixed(inputs, target, values, weight, partner)``; ``target`` is floating, for
+        :func:`lastlayer.zlpr_loss` and :func:`lastlayer.bce_loss`.
+
+    Example:
+        >>> mixed = mixup(torch.randn(4, 8), torch.eye(4))
+        >>> mixed.target.sum(-1)
+        tensor([1., 1., 1., 1.])
+
+    Reference:
+        Zhang et al., mixup: Beyond Empirical Risk Minimization, ICLR 2018, arXiv:1710.09412.
+    """
+    _check_rows(inputs, "target", target)
+    check_labels(target)
+    weight, partner = _draw(inputs, alpha, generator)
+    if not target.is_floating_point():
+        target = target.to(torch.get_default_dtype())
+    return Mixed(
+        _between(inputs, weight, partner), _between(target, weight, partner), None, weight, partner
+    )
+
+
+def mixup_from_indices(
+    inputs: Tensor,
+    positives: Tensor,
+    *,
+    alpha: float = 0.2,
+    ignore_index: int = -100,
+    generator: torch.Generator | None = None,
+) -> Mixed:
+    """:func:`lastlayer.mixup` for padded lists of positives, without a dense target.
+
+    A row's list is followed by that of its partner. A class of both has the label 1, others that of
+    the row that they come from. (Lists in CSR have no fixed size after mixing; pad them first.)
+
+    Args:
+        inputs: ``(rows, …)``, floating.
+        positives: integers ``(rows, m)``, padded with ``ignore_index``.
+        alpha: above 0.
+        ignore_index: the id that pads.
+        generator: what to draw with, on the device of the inputs.
+
+    Returns:
+        ``Mixed(inputs, target, values, weight, partner)`` with lists and values ``(rows, 2m)`` for
+        :func:`lastlayer.zlpr_loss_from_indices`.
+
+    Example:
+        >>> mixed = mixup_from_indices(torch.randn(4, 8), torch.tensor([[0, 3]] * 4))
+        >>> mixed.target[0], mixed.values[0]
+        (tensor([   0,    3, -100, -100]), tensor([1., 1., 0., 0.]))
+    """
+    _check_rows(inputs, "positives", positives)
+    ignore_index = check_int("ignore_index", ignore_index, least=None)
+    if positives.is_floating_point() or positives.dtype == torch.bool or positives.dim() != 2:
+        raise ValueError(
+            "positives: expected lists of integer class ids of shape (rows, m), padded with "
+            f"ignore_index, got {positives.dtype} of shape {tuple(positives.shape)}; dense labels "
+            "go to lastlayer.mixup"
+        )
+    positives = positives.long()
+    weight, partner = _draw(inputs, alpha, generator)
+    other = positives[partner]
+    own = weight.unsqueeze(-1).expand_as(positives)
+    same = positives.unsqueeze(-1) == other.unsqueeze(-2)
+    values = torch.cat([torch.where(same.any(-1), 1.0, own), 1.0 - own], -1)
+    other = other.masked_fill(same.any(-2), ignore_index)
+    lists = torch.cat([positives, other], -1)
+    values = values.masked_fill(lists == ignore_index, 0.0)
+    return Mixed(_between(inputs, weight, partner), lists, values, weight, partner)
+
+
+def _draw(inputs: Tensor, alpha: Any, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    alpha = check_positive("alpha", alpha)
+    check_generator(generator, inputs.device, "inputs")
+    n_rows, device = inputs.shape[0], inputs.device
+    # A Beta is made of two Gammas; in float64 both are 0 for a tiny alpha only.
+    gammas = torch._standard_gamma(
+        torch.full((2, n_rows), alpha, dtype=torch.float64, device=device), generator
+    )
+    total = gammas.sum(0)
+    weight = torch.where(total > 0, gammas[0] / total, 0.5).to(torch.get_default_dtype())
+    return weight, torch.randperm(n_rows, device=device, generator=generator)
+
+
+def _between(rows: Tensor, weight: Tensor, partner: Tensor) -> Tensor:
+    share = weight.to(rows.dtype).reshape(-1, *(1,) * (rows.dim() - 1))
+    return share * rows + (1.0 - share) * rows[partner]
+
+
+def _check_rows(inputs: Any, name: str, target: Any) -> None:
+    check_tensor("inputs", inputs)
+    check_tensor(name, target)
+    if not inputs.is_floating_point() or inputs.dim() == 0:
+        raise TypeError(
+            f"inputs: expected a floating tensor of rows, got {inputs.dtype} of shape "
+            f"{tuple(inputs.shape)}; token ids cannot be mixed, their embeddings can"
+        )
+    if target.dim() == 0 or target.shape[0] != inputs.shape[0]:
+        raise ValueError(
+            f"{name}: expected {inputs.shape[0]} rows, as many as inputs, got shape "
+            f"{tuple(target.shape)}"
+        )
