@@ -98,12 +98,12 @@ def check_seed(seed: Any) -> int:
     return number
 
 
-def check_chunk(chunk: Any, name: str = "chunk_rows") -> None:
+def check_chunk(chunk: Any, name: str = "chunk_rows") -> int | str:
     """A whole number of at least 1, "auto" or "low"."""
     if isinstance(chunk, str) and chunk in ("auto", "low"):
-        return
+        return chunk
     try:
-        check_int(name, chunk)
+        return check_int(name, chunk)
     except TypeError:
         raise TypeError(
             f"{name}: expected an int, 'auto' or 'low', got {type(chunk).__name__} {chunk!r}"
@@ -515,18 +515,5 @@ def as_permutation(name: str, values: Any, n: int) -> NDArray[np.int64]:
 # Names of before, until their last callers are gone.
 
 
-def check_id_range(name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None) -> None:
-    if values_are_checked(ids):
-        check_id_values(name, ids, n_classes, ignore_index)
-
-
-def checked_ids(name: str, ids: Tensor, n_classes: int, ignore_index: int | None = None) -> Tensor:
-    return check_ids(name, ids, None, n_classes, ignore_index)
-
-
 def check_chunk_rows(chunk_rows: Any) -> None:
     check_chunk(chunk_rows)
-
-
-def check_max_support(max_support: Any) -> None:
-    check_int("max_support", max_support)
