@@ -128,8 +128,8 @@ def _drawn_scores(
     twin: Any, hidden: Tensor, target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The ids of the last step and their log-probabilities, their scores, and the target's."""
-    seed, step = twin.draws.tolist()
-    ids = twin.sampler.sample(twin.n_samples, counter=(seed, step - 1))
+    seed, step = twin.rng_counter.tolist()
+    ids = twin.sampler.sample(twin.n_samples, rng_counter=(seed, step - 1))
     scores = hidden @ twin.weight[ids].t() + twin.bias[ids]
     at_target = (hidden * twin.weight[target]).sum(-1) + twin.bias[target]
     return ids, twin.sampler.log_prob(ids, dtype=torch.float64), scores, at_target

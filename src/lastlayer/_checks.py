@@ -510,10 +510,3 @@ def as_permutation(name: str, values: Any, n: int) -> NDArray[np.int64]:
             f"{name}: expected each class once, got class {c} at positions {first} and {second}"
         )
     return classes
-
-
-# Names of before, until their last callers are gone.
-
-
-def check_chunk_rows(chunk_rows: Any) -> None:
-    check_chunk(chunk_rows)

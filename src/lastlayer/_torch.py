@@ -4,11 +4,14 @@ Accumulation dtype and autocast; whether a call is plain eager code; whether the
 the device; what autograd is doing. Everything of ``torch._C`` is here.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -122,13 +125,61 @@ def graph_is_kept() -> bool:
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass, as a recomputed checkpoint is."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and backward_id() != -1
+
+
+def backward_id() -> int:
+    """The number of the backward pass that is running in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
 
 
 def saves_tensors_through_hooks() -> bool:
     """Whether saved tensors go through hooks, as they do inside a checkpoint."""
     hooks: object = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None
+
+
+def checkpoint_passes() -> tuple[list[object], list[object]]:
+    """The checkpoints that this call runs in: those in their first pass, and those recomputed.
+
+    A checkpoint is named by an object that is the same in both passes: the frame of
+    ``torch.utils.checkpoint``, which its saved-tensor hooks hold, or the context of an autograd
+    function that runs what it is given once more in backward, as reentrant checkpoints do.
+    Innermost ones come first. It costs a walk up the Python stack.
+    """
+    first: list[object] = []
+    again: list[object] = []
+    caller = sys._getframe(1)
+    while caller is not None:
+        code = caller.f_code
+        if "ctx" in code.co_varnames:
+            given = caller.f_locals.get("ctx")
+            if isinstance(given, torch.autograd.function.FunctionCtx):
+                (again if code.co_name == "backward" else first).append(given)
+        elif "frame" in code.co_freevars and _is_checkpoint(caller.f_locals.get("frame")):
+            again.append(caller.f_locals["frame"])
+        caller = caller.f_back
+    for pack, _ in _saved_tensors_hooks():
+        held = [cell.cell_contents for cell in getattr(pack, "__closure__", None) or ()]
+        first += [each for each in held if _is_checkpoint(each)]
+    return first, again
+
+
+def _is_checkpoint(value: Any) -> bool:
+    return isinstance(value, torch.utils.checkpoint._CheckpointFrame)
+
+
+def _saved_tensors_hooks() -> list[Any]:
+    """All that are active, the last one first."""
+    hooks: list[Any] = []
+    autograd = torch._C._autograd
+    if autograd._saved_tensors_hooks_is_enabled():
+        while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+            hooks.append(top)
+            autograd._pop_saved_tensors_default_hooks()
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return hooks
 
 
 def refuse_second_derivatives(what: str, instead: str) -> None:

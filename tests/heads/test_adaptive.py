@@ -6,11 +6,12 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
 from lastlayer.fused import clusters
 from lastlayer.fused.rows import Problem, Wanted
-from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax
+from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax, Head
 from lastlayer.heads._adaptive_topk import ceiling, opened
 from lastlayer.testing import check_head
 
@@ -373,6 +374,82 @@ def test_an_order_that_counts_is_none():
     with torch.device("meta"):
         head = make(order=order)
     assert {each.device.type for each in head.state_dict().values()} == {"meta"}
+
+
+def altered(head, folder, **buffers):
+    """The head as it was saved, with other buffers."""
+    head.save(folder)
+    state = load_file(folder / "model.safetensors")
+    assert buffers.keys() <= state.keys()
+    save_file({**state, **buffers}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "parts"),
+    [
+        ("order", [987744430, *range(1, 40)], ("order:", "from 0 to 39", "got 987744430")),
+        ("order", [1, 1, *range(2, 40)], ("order:", "class 1 at positions 0 and 1")),
+        ("places", [987744430, *range(1, 40)], ("places: expected the place of each class",)),
+        ("cutoffs", [6, 16], ("cutoffs: expected [6, 15]", "got [6, 16]")),
+    ],
+)
+def test_an_altered_state_is_refused(name, values, parts, tmp_path):
+    head = make(order=shuffled())
+    folder = altered(head, tmp_path, **{name: torch.tensor(values)})
+    with raises(ValueError, "folder:", "model.safetensors was altered", *parts):
+        Head.load(folder)
+    if name == "cutoffs":
+        return
+    before = head.state_dict()[name].clone()
+    with raises(ValueError, *parts):
+        head.load_state_dict({**head.state_dict(), name: torch.tensor(values)})
+    assert torch.equal(getattr(head, name), before)
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize("given", ["order", "counts", "neither"])
+def test_its_configuration_makes_the_same_head(given, where):
+    options = {"order": shuffled(), "counts": torch.rand(N_CLASSES), "neither": None}
+    options = {} if given == "neither" else {given: options[given]}
+    head = make(head_bias=True, label_smoothing=0.1, ignore_index=None, reduction="sum", **options)
+    source = head if where == "cpu" else make(head_bias=True, device="meta", **options)
+    other = AdaptiveSoftmax(**source.config(), dtype=torch.float64)
+    for one, two in zip(head.buffers(), other.buffers(), strict=True):
+        assert torch.equal(one, two)
+    other.load_state_dict(head.state_dict())
+    if where == "cpu":
+        assert repr(other) == repr(head)
+        assert ("order=<(40,)>" in repr(head)) == (given != "neither")
+    hidden = torch.randn(3, 12, dtype=torch.float64)
+    torch.testing.assert_close(other.log_prob(hidden), head.log_prob(hidden))
+
+
+@pytest.mark.parametrize("chunk_rows", ["auto", 2])
+def test_parameters_changed_before_backward_are_noticed(chunk_rows):
+    head, hidden = make(chunk_rows=chunk_rows), torch.randn(5, 12, dtype=torch.float64)
+    log_prob = head.log_prob(hidden, torch.tensor([0, 5, 9, 20, 39])).sum()
+    with torch.no_grad():
+        head.tails[1].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        log_prob.backward()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_biases_start_at_the_frequencies(ordered):
+    """Of classes at the top, and of clusters as a whole; in a cluster classes are alike."""
+    counts = torch.randint(0, 50, (N_CLASSES,)).double()
+    head = make(head_bias=True, order=shuffled() if ordered else None)
+    head.init_bias_from_counts(counts)
+    counts = counts.clamp(min=0.5) / counts.clamp(min=0.5).sum()
+    by_place = counts if head.order is None else counts[head.order]
+    expected = by_place.clone()
+    for first, last in ((6, 15), (15, 40)):
+        expected[first:last] = by_place[first:last].mean()
+    found = head.log_prob(torch.zeros(12, dtype=torch.float64)).exp()
+    torch.testing.assert_close(found if head.order is None else found[head.order], expected)
+    with raises(ValueError, "init_bias_from_counts:", "make it with head_bias=True"):
+        make().init_bias_from_counts(counts)
 
 
 # Bad input.

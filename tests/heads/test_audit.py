@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from lastlayer import samplers
-from lastlayer.heads import AdaptiveImportanceSampling, ImportanceSampling
-from lastlayer.heads._audit_gradients import GradientSums
-from lastlayer.heads._sampled_partial import PartialSoftmax
-from lastlayer.heads._target_sampling import TargetSampling
-from lastlayer.heads.negative_sampling import NegativeSampling
-from lastlayer.heads.noise_contrastive import NoiseContrastive
-from lastlayer.heads.sampled_softmax import SampledSoftmax
+from lastlayer.heads import (
+    AdaptiveImportanceSampling,
+    ImportanceSampling,
+    NegativeSampling,
+    NoiseContrastive,
+    PartialSoftmax,
+    SampledSoftmax,
+    TargetSampling,
+)
+from lastlayer.heads.sampled.audit import GradientSums
 
 D, V = 5, 40
 COUNTS = 1.0 / torch.arange(1, V + 1).double()
@@ -72,7 +75,7 @@ def test_effective_sample_sizes_and_log_z(kind):
     scores = torch.nn.functional.linear(rows, head.weight, head.bias)
     sizes, errors = [], []
     for step in range(5):
-        ids = head.sampler.sample(16, counter=(0, step))
+        ids = head.sampler.sample(16, rng_counter=(0, step))
         weights = (scores[:, ids] - head.sampler.log_prob(ids)).exp()
         sizes.append(weights.sum(-1) ** 2 / weights.square().sum(-1))
         errors.append(weights.mean(-1).log() - torch.logsumexp(scores, -1))
@@ -199,12 +202,12 @@ def test_the_table_has_the_numbers():
     found = make().audit(*batch(), n_draws=4)
     table = found.table()
     assert str(found) == table
-    assert "NoiseContrastive: 16 of 40 classes a step, 4 draws on 7 rows" in table
+    assert "NoiseContrastive: 16 of 40 classes per step, 4 draws on 7 rows" in table
     for name, of in found.gradients.items():
         (line,) = [each for each in table.splitlines() if each.startswith(name)]
         assert f"{of.norm:.3g}" in line
         assert f"{of.relative_deviation:.3f}" in line
-    assert f"{found.mean_ess:.1f} a row on average, {found.least_ess:.1f} at least" in table
+    assert f"{found.mean_ess:.1f} per row on average, {found.least_ess:.1f} at least" in table
     assert f"log Z: {found.drift.mean:+.3f}" in table
 
 
@@ -256,7 +259,7 @@ def test_explain_counts_what_a_step_costs(sparse):
 
 
 def test_explain_suggests_from_the_number_of_classes_or_from_an_audit():
-    many = NoiseContrastive(2, 100_000, n_samples=100)
+    many = NoiseContrastive(2, 100_000, samplers.Uniform(100_000), n_samples=100)
     guess = many.explain()
     assert guess.suggested == 1024
     assert "first guess" in guess.reason
@@ -278,7 +281,7 @@ def test_explain_suggests_from_the_number_of_classes_or_from_an_audit():
 def test_bad_arguments_are_named():
     head = make()
     hidden, target = batch()
-    with pytest.raises(ValueError, match="n_draws: expected at least 2, to know a variance"):
+    with pytest.raises(ValueError, match="n_draws: expected at least 2, got 1; a variance"):
         head.audit(hidden, target, n_draws=1)
     with pytest.raises(TypeError, match="n_draws: expected an int, got float"):
         head.audit(hidden, target, n_draws=4.0)
@@ -300,7 +303,7 @@ def test_draws_beside_an_exact_head(own):
     hidden, target = batch()
     # Of the head, so that no draw is a hit, which would not count.
     target %= head_classes
-    ids, log_prob = head._drawn(torch.tensor([3, 4]))
+    ids, log_prob = head._draw(torch.tensor([3, 4]), torch.float32)
     assert ((ids >= head_classes) == (log_prob > -math.inf)).all()
     ratio = torch.exp(hidden @ head.weight[head_classes:].mT + head.bias[head_classes:]).detach()
     # With so many draws from a uniform proposal the size is that of the tail's own weights.
@@ -350,5 +353,5 @@ def test_an_audit_does_not_tell_of_an_older_step():
     assert (head.audit(hidden[:6], target[:6], 2).ess == V).all()
     head.use([3])
     assert (head.audit(hidden, torch.full((8,), 3), 2).ess == 0).all(), "all hits"
-    sampled = SampledSoftmax(D, 1, n_samples=3)
+    sampled = SampledSoftmax(D, 1, samplers.Uniform(1), n_samples=3)
     assert sampled.audit(hidden, torch.zeros(8, dtype=torch.int64), 2).log_z_error is None

@@ -143,10 +143,10 @@ def test_long_words_are_read_up_to_max_length():
     long = "x" * 40
     head = make([long + "a", long + "b", "x" * 5000], max_length=40, correction=0)
     vectors = head.class_vectors()
-    assert torch.equal(vectors[0], vectors[1])
-    assert torch.equal(vectors[0], vectors[2])
+    # The rows of a product may be rounded differently.
+    torch.testing.assert_close(vectors[1:], vectors[:1].expand(2, -1))
     vectors = make([long + "a", long + "b"], max_length=41, correction=0).class_vectors()
-    assert not torch.equal(vectors[0], vectors[1])
+    assert not torch.allclose(vectors[0], vectors[1])
 
 
 def test_a_character_may_be_cut_in_two():
@@ -176,6 +176,44 @@ def test_topk_in_chunks_makes_the_vectors_once(head, monkeypatch):
     head.topk(torch.randn(11, 7), 3)
     head.sample(torch.randn(11, 7), 3)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("early", [False, True], ids=["after backward", "before backward"])
+def test_a_fused_step_is_noticed_whatever_comes_between(head, mode, early):
+    """It leaves no trace in the versions of the parameters."""
+    hidden, target = torch.randn(4, 7), torch.arange(4)
+    optimizer = torch.optim.SGD(head.parameters(), lr=1.0, fused=True)
+    getattr(head, mode)()
+    for _ in range(2):
+        loss = head(hidden, target)
+        if early:
+            before = head.topk(hidden, 3).values
+        loss.backward()
+        if not early:
+            before = head.topk(hidden, 3).values
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            expected = torch.log_softmax(hidden @ head._made_vectors().t() + head.bias, -1)
+        found = head.topk(hidden, 3).values
+        torch.testing.assert_close(found, expected.topk(3).values)
+        assert not torch.equal(found, before)
+
+
+def test_nothing_is_compared_where_no_optimiser_can_have_written(head, monkeypatch):
+    head.eval()
+    with torch.no_grad():
+        kept = head.class_vectors()
+        monkeypatch.setattr(torch, "equal", None)
+        assert head.class_vectors() is kept
+
+
+def test_no_hook_is_installed_for_all_optimisers(head):
+    from torch.optim import optimizer
+
+    assert not optimizer._global_optimizer_pre_hooks
+    assert not optimizer._global_optimizer_post_hooks
 
 
 def _step(head):
@@ -260,7 +298,7 @@ def test_a_copy_does_not_have_the_kept_vectors(head, copied):
     with torch.no_grad():
         kept = head.class_vectors()
         other = copied(head)
-        assert other._cache._vectors is None
+        assert other._kept is None
         assert torch.equal(other.class_vectors(), kept)
 
 
@@ -290,22 +328,6 @@ def test_the_scores_of_other_classes_stay(head):
     head.add_classes(["wolf", "wolves"])
     after = head.log_prob(hidden)[:, : len(WORDS)]
     torch.testing.assert_close(after.log_softmax(-1), before)
-
-
-def test_plain_sgd_goes_on_with_added_classes_and_adam_says_so(head):
-    sgd, adam = (
-        make_one(head.parameters(), 0.1) for make_one in (torch.optim.SGD, torch.optim.Adam)
-    )
-    hidden, target = torch.randn(5, 7), torch.arange(5)
-    head(hidden, target).backward()
-    adam.step()
-    head.add_classes(["wolf"])
-    before = head.corrections.detach().clone()
-    head(hidden, target).backward()
-    sgd.step()
-    assert (head.corrections.detach() - before)[-1].abs().sum() > 0
-    with pytest.raises(RuntimeError, match="make a new optimizer"):
-        adam.step()
 
 
 def test_an_extended_head_is_saved_with_its_words(head, tmp_path):
@@ -417,26 +439,6 @@ def test_bad_words_change_nothing(head, words, message):
     assert head.corrections.shape == before["corrections"].shape
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_optimiser_of_fewer_classes_makes_no_step(fused):
-    head = CharCNNSoftmax(8, ["one", "two", "three"], char_features=4, filters=[(2, 4)])
-    optimizer = torch.optim.Adam(head.parameters(), fused=fused)
-
-    def step():
-        optimizer.zero_grad()
-        head(torch.randn(5, 8), torch.randint(head.n_classes, (5,))).backward()
-        optimizer.step()
-
-    step()
-    head.add_classes(["four"])
-    with pytest.raises(RuntimeError, match="make a new optimizer"):
-        step()
-    head.add_classes(["five"])
-    optimizer = torch.optim.Adam(head.parameters(), fused=fused)
-    step()
-    step()
-
-
 def test_float64_stays_float64_under_autocast():
     head = CharCNNSoftmax(8, ["one", "two", "three"], filters=[(2, 4)], dtype=torch.float64)
     hidden = torch.randn(4, 8, dtype=torch.float64)
@@ -469,10 +471,13 @@ def test_kept_vectors_are_made_again_after_a_step_of_a_fused_optimiser(kind):
         lambda p: optim.RowAdagrad(p, lr=0.1),
         lambda p: optim.RowAdam(p, lr=0.1),
         lambda p: torch.optim.Adam(p, lr=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         lambda p: torch.optim.Adafactor(p, lr=0.1),
     ],
 )
-def test_an_optimiser_made_after_classes_were_added_makes_steps(make):
+def test_an_older_optimiser_does_not_know_the_parameters_of_added_classes(make):
+    """Its state has too few rows for them; a new one steps them."""
     head = spelled()
 
     def steps(optimizer):
@@ -484,9 +489,16 @@ def test_an_optimiser_made_after_classes_were_added_makes_steps(make):
     old = make(head.parameters())
     steps(old)
     head.add_classes(["new"])
-    with pytest.raises(RuntimeError, match="make a new optimizer"):
-        steps(old)
+    before = {name: each.detach().clone() for name, each in head.named_parameters()}
+    steps(old)
+    changed = {
+        name for name, each in head.named_parameters() if not torch.equal(each, before[name])
+    }
+    assert not changed & {"bias", "corrections"}
+    assert "cnn.project.weight" in changed
     steps(make(head.parameters()))
+    assert not torch.equal(head.bias, before["bias"])
+    assert not torch.equal(head.corrections, before["corrections"])
 
 
 def test_classes_added_in_inference_mode_can_be_trained():
@@ -495,3 +507,23 @@ def test_classes_added_in_inference_mode_can_be_trained():
         head.add_classes(["new"])
     head(torch.randn(5, 8), torch.tensor([0, 1, 2, 4, 4])).backward()
     assert head.corrections.grad.shape == (5, 3)
+
+
+def test_biases_start_at_the_frequencies(head):
+    counts = torch.arange(len(WORDS))
+    head.init_bias_from_counts(counts)
+    expected = counts.double().clamp(min=0.5)
+    expected = (expected / expected.sum()).log().float()
+    torch.testing.assert_close(head.log_prob(torch.zeros(7)), expected)
+    with pytest.raises(ValueError, match=r"init_bias_from_counts: .* make it with bias=True"):
+        make(bias=False).init_bias_from_counts(counts)
+    with pytest.raises(ValueError, match="counts: expected shape"):
+        head.init_bias_from_counts([1, 2])
+
+
+def test_its_configuration_makes_the_same_head(head):
+    other = CharCNNSoftmax(**head.config())
+    other.load_state_dict(head.state_dict())
+    hidden = torch.randn(3, 7)
+    torch.testing.assert_close(other.log_prob(hidden), head.log_prob(hidden))
+    assert repr(other) == repr(head)

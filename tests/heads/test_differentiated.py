@@ -207,6 +207,49 @@ def test_inside_a_band_classes_stand_by_id():
     assert torch.equal(head.order[head.places], torch.arange(N_CLASSES))
 
 
+def test_its_configuration_makes_the_same_head():
+    head = make(variant="projections", reduction="sum", chunk_rows=7)
+    other = DifferentiatedSoftmax(**head.config(), dtype=torch.float64)
+    other.load_state_dict(head.state_dict())
+    assert repr(other) == repr(head)
+    assert f"n_classes={N_CLASSES}" in repr(head)
+    hidden = torch.randn(3, 12, dtype=torch.float64)
+    torch.testing.assert_close(other.log_prob(hidden), head.log_prob(hidden))
+
+
+def test_an_altered_order_is_refused():
+    head = make()
+    state = {**head.state_dict(), "order": torch.full((N_CLASSES,), 987744430)}
+    with raises(ValueError, "order:", "got 987744430 at position 0"):
+        head.load_state_dict(state)
+
+
+@pytest.mark.parametrize("chunk_rows", ["auto", 2])
+def test_parameters_changed_before_backward_are_noticed(chunk_rows):
+    head, hidden = make(chunk_rows=chunk_rows), torch.randn(5, 12, dtype=torch.float64)
+    log_prob = head.log_prob(hidden, torch.tensor([0, 5, 9, 20, 39])).sum()
+    with torch.no_grad():
+        head.weights[1].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        log_prob.backward()
+
+
+def test_biases_start_at_the_frequencies():
+    head, counts = make(), torch.randint(0, 50, (N_CLASSES,)).double()
+    head.init_bias_from_counts(counts)
+    expected = counts.clamp(min=0.5) / counts.clamp(min=0.5).sum()
+    found = head.log_prob(torch.zeros(12, dtype=torch.float64))
+    torch.testing.assert_close(found, expected.log())
+    with raises(ValueError, "init_bias_from_counts:", "make it with bias=True"):
+        make(bias=False).init_bias_from_counts(counts)
+
+
+def test_a_row_that_is_masked_whole_has_no_probabilities():
+    head = make()
+    torch.nn.init.constant_(head.bias, -torch.inf)
+    assert (head.log_prob(torch.randn(2, 12, dtype=torch.float64)) == -torch.inf).all()
+
+
 # Bands from counts.
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lastlayer
-from lastlayer import heads, trees
+from lastlayer import heads, samplers, trees
 from lastlayer.heads import EntmaxHead, FullSoftmax, TopKSoftmaxHead
 
 HIDDEN = torch.zeros(2, 3)
@@ -119,11 +119,11 @@ def test_a_reduction_that_is_none_is_told():
         heads.HierarchicalSoftmax(8, trees.balanced(40, 40)),
         heads.CharCNNSoftmax(8, ["one", "two", "three"], filters=[(2, 4)]),
         heads.FullSoftmax(8, 20),
-        heads.SampledSoftmax(8, 20, n_samples=4),
-        heads.ImportanceSampling(8, 20, n_samples=4, target_ess=5.0),
+        heads.SampledSoftmax(8, 20, samplers.Uniform(20), n_samples=4),
+        heads.ImportanceSampling(8, 20, samplers.Uniform(20), 4, target_ess=5.0),
         heads.AdaptiveImportanceSampling(8, 20, [1.0] * 20),
-        heads.NoiseContrastive(8, 20, n_samples=4),
-        heads.NegativeSampling(8, 20, n_samples=4),
+        heads.NoiseContrastive(8, 20, samplers.Uniform(20), 4),
+        heads.NegativeSampling(8, 20, samplers.Uniform(20), 4),
         heads.PartialSoftmax(8, 20, k=3),
         heads.SelfNormalized(8, 20, fraction=0.5),
     ]

@@ -8,10 +8,9 @@ import torch
 from sampled import Scripted, expected_gradient
 
 from lastlayer import samplers
-from lastlayer.heads._ess_loss import SELF_NORMALISED
-from lastlayer.heads._sampled_loss import Draws, SampledProblem, sampled_loss
-from lastlayer.heads.adaptive_importance_sampling import AdaptiveImportanceSampling
-from lastlayer.heads.importance_sampling import ImportanceSampling
+from lastlayer.fused.sampled import sampled_loss
+from lastlayer.heads import AdaptiveImportanceSampling, ImportanceSampling
+from lastlayer.heads.sampled.importance import SELF_NORMALISED
 from lastlayer.testing import check_head
 
 UNEVEN = samplers.Unigram(range(1, 24))
@@ -52,7 +51,9 @@ def test_contract(name, seed):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_contract_where_rows_take_all_classes(name, seed):
-    check_head(EXACT[name], compile=False, draws=2000, seed=seed)
+    # A proposal that has learned from a pass cannot repeat it.
+    fixed = "adaptive" not in name
+    check_head(EXACT[name], compile=False, checkpoint=fixed, draws=2000, seed=seed)
 
 
 def test_the_loss_is_that_of_the_formula():
@@ -102,14 +103,14 @@ def test_the_bias_is_that_of_the_theory_over_n(n):
     sampler = samplers.Unigram((6, 3, 1, 2, 1, 2))
     log_q = sampler.log_prob(torch.arange(v), dtype=torch.float64)
     logits = torch.tensor([1.2, 0.3, -0.5, 0.8, -1.0, 0.1], dtype=torch.float64)
-    ids = sampler.sample(rows * n, counter=(1, n)).view(rows, n)
+    ids = sampler.sample(rows * n, rng_counter=(1, n)).view(rows, n)
     weight = logits[:, None].clone().requires_grad_()
     target = torch.full((rows, 1), 2)
-    problem = SampledProblem(
-        torch.ones(rows, 1, dtype=torch.float64), weight, None, target, Draws(ids, log_q[ids]),
-        SELF_NORMALISED,
+    loss, _ = sampled_loss(
+        torch.ones(rows, 1, dtype=torch.float64), weight, None, target, ids, log_q[ids],
+        SELF_NORMALISED, reduction="mean",
     )  # fmt: skip
-    sampled_loss(problem, "mean").loss.backward()
+    loss.backward()
     p = logits.softmax(0)
     made = weight.grad[:, 0] - p
     made[2] += 1.0
@@ -156,9 +157,9 @@ class TestStopping:
 
     def test_a_row_stops_with_the_first_block_that_is_enough(self):
         head, hidden, target = self.head(target_ess=60, max_samples=400, reduction="none")
-        counter = head.draws.clone()
+        counter = head.rng_counter.clone()
         losses = head(hidden, target)
-        blocks = [head.sampler.sample(20, counter=samplers.fork(counter, b)) for b in range(20)]
+        blocks = [head.sampler.sample(20, rng_counter=samplers.fork(counter, b)) for b in range(20)]
         scores = hidden @ head.weight.t()
         for row in (~head.took_all).nonzero().squeeze(1).tolist():
             used = int(head.n_drawn[row]) // 20
@@ -175,14 +176,14 @@ class TestStopping:
     def test_gradients_of_rows_that_stopped_apart(self, sparse):
         head, hidden, target = self.head(target_ess=60, max_samples=400, sparse=sparse)
         target[3] = -100
-        start = head.state_dict()["draws"].clone()
+        start = head.state_dict()["rng_counter"].clone()
         hidden.requires_grad_()
         head(hidden, target).backward()
         assert head.weight.grad.is_sparse == sparse
         one_by_one = torch.zeros_like(head.weight)
         head.reduction, by_hidden = "none", hidden.grad.clone()
         made, hidden.grad, head.weight.grad = head.weight.grad.to_dense(), None, None
-        head.draws.copy_(start)
+        head.rng_counter.copy_(start)
         losses = head(hidden, target)
         for row in range(24):
             (part,) = torch.autograd.grad(losses[row], head.weight, retain_graph=True)
@@ -231,8 +232,7 @@ def acceptance(width, steps):
     probs, used = logits.softmax(0).t(), []
     for _ in range(steps):
         target = torch.multinomial(probs, 1, generator=generator).squeeze(1)
-        with torch.no_grad():
-            head(torch.eye(40), target, torch.arange(40)[:, None])
+        head(torch.eye(40), target, torch.arange(40)[:, None])
         used.append(float(head.n_drawn.double().mean()))
     return head, probs, used
 
@@ -309,8 +309,8 @@ class TestAdaptive:
         [
             (torch.zeros(4, 2, dtype=torch.int64), r"context: expected shape \(4, 1\)"),
             (torch.zeros(4, dtype=torch.int64), r"context: expected shape \(4, 1\)"),
-            (torch.zeros(4, 1), "context: expected torch.int64"),
-            (torch.full((4, 1), 50), "context: expected class ids from -1 to 49, got 50"),
+            (torch.zeros(4, 1), "context: expected integer class ids"),
+            (torch.full((4, 1), 50), "context: expected class ids from 0 to 49, got 50"),
             ([[1]] * 4, "context: expected a torch.Tensor"),
         ],
     )
@@ -321,14 +321,14 @@ class TestAdaptive:
     def test_counts_that_do_not_fit_are_refused(self):
         with pytest.raises(ValueError, match=r"counts: expected shape \(50,\).*got \(40,\)"):
             AdaptiveImportanceSampling(6, 50, range(1, 41))
-        with pytest.raises(ValueError, match="order: expected 2 to 3, got 4"):
+        with pytest.raises(ValueError, match="order: expected at most 3, got 4"):
             self.head(order=4)
 
 
 def test_importance_sampling_in_float64_has_float64_probabilities():
     head = ImportanceSampling(7, 23, UNEVEN, 8, dtype=torch.float64)
     hidden, target = torch.randn(5, 7, dtype=torch.float64), torch.randint(23, (5,))
-    ids = head.sampler.sample(8, counter=head.draws.clone())
+    ids = head.sampler.sample(8, rng_counter=head.rng_counter.clone())
     log_q = head.sampler.log_prob(ids, dtype=torch.float64)
     scores = hidden @ head.weight.T + head.bias
     logits = scores[:, ids] - log_q - math.log(8)

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from lastlayer.losses.nce import nce_loss
+from lastlayer.losses.negative_sampling import negative_sampling_loss
+from torch.nn.utils import parametrize
 
 from lastlayer import samplers
-from lastlayer.heads.negative_sampling import NegativeSampling
-from lastlayer.heads.noise_contrastive import NoiseContrastive
-from lastlayer.losses.noise import nce_loss, negative_sampling_loss
+from lastlayer.heads import NegativeSampling, NoiseContrastive
 from lastlayer.testing import check_head
 
 D, V, K = 6, 20, 30
@@ -30,7 +31,7 @@ def batch(n=9, dtype=torch.float64):
 
 def loss_on_scores(head, hidden, target, **options):
     """The same loss by the function on scores, from the draws of the next step."""
-    ids = head.sampler.sample(head.n_samples, counter=head.draws)
+    ids = head.sampler.sample(head.n_samples, rng_counter=head.rng_counter)
     scores = torch.nn.functional.linear(hidden, head.weight, head.bias)
     positive = scores.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     negative = scores[..., ids]
@@ -114,11 +115,11 @@ def test_several_targets_are_rows_that_share_their_noise(kind):
     hidden, _ = batch()
     target = torch.randint(V, (9, 3))
     target[2, 1] = target[4] = -100
-    before = head.draws.clone()
+    before = head.rng_counter.clone()
     losses = head(hidden, target)
     alone = []
     for column in target.unbind(-1):
-        head.draws.copy_(before)
+        head.rng_counter.copy_(before)
         alone.append(head(hidden, column))
     there = target != -100
     expected = torch.stack(alone, -1).sum(-1) / there.sum(-1).clamp(min=1)
@@ -171,7 +172,7 @@ def test_nce_learns_the_distribution_of_the_data_and_its_normaliser(log_z):
     everything = torch.arange(5)
     contexts = torch.eye(2)
     torch.testing.assert_close(head.log_prob(contexts).exp(), DATA, atol=0.02, rtol=0)
-    unnormalised = head.unnormalized_log_prob(contexts, everything).exp()
+    unnormalised = head.unnormalized_log_prob(contexts, everything.expand(2, 5)).exp()
     torch.testing.assert_close(unnormalised, DATA, atol=0.03, rtol=0)
     assert head.drift(contexts).largest < 0.05
 
@@ -208,7 +209,7 @@ def test_in_eval_mode_the_loss_is_exact(kind, reduction):
     losses = torch.where(counted, -found, 0.0)
     expected = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / 8}[reduction]
     torch.testing.assert_close(head(hidden, target), expected)
-    assert torch.equal(head.draws, torch.tensor([0, 0]))
+    assert torch.equal(head.rng_counter, torch.tensor([0, 0]))
 
 
 def test_unnormalised_log_probabilities_need_no_other_class():
@@ -260,12 +261,47 @@ def test_the_heads_keep_the_contract(options, seed):
 
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="log_z: expected a number or 'learned', got 'free'"):
-        NoiseContrastive(D, V, log_z="free")
+        NoiseContrastive(D, V, samplers.Uniform(V), log_z="free")
     with pytest.raises(TypeError, match="log_z: expected a number or 'learned', got bool"):
-        NoiseContrastive(D, V, log_z=True)
+        NoiseContrastive(D, V, samplers.Uniform(V), log_z=True)
     with pytest.raises(ValueError, match="log_z: expected a finite number, got nan"):
-        NoiseContrastive(D, V, log_z=math.nan)
+        NoiseContrastive(D, V, samplers.Uniform(V), log_z=math.nan)
     with pytest.raises(ValueError, match="sampler: expected one of 20 classes"):
         NegativeSampling(D, V, samplers.Uniform(V + 1))
     with pytest.raises(ValueError, match="classes: expected class ids from 0 to 19, got 20"):
         make().unnormalized_log_prob(batch()[0], torch.tensor([V]))
+
+
+@pytest.mark.parametrize("how", ["functional_call", "parametrize"])
+def test_log_z_is_learned_wherever_the_parameter_comes_from(how):
+    head, (hidden, target) = make(log_z="learned"), batch()
+    expected = make(log_z="learned")
+    expected.load_state_dict(head.state_dict())
+    (truth,) = torch.autograd.grad(expected(hidden, target), expected.log_z)
+    assert truth.abs() > 0
+    if how == "functional_call":
+        given = {name: each.detach().clone() for name, each in head.named_parameters()}
+        given["log_z"].requires_grad_()
+        loss = torch.func.functional_call(head, given, (hidden, target))
+        (made,) = torch.autograd.grad(loss, given["log_z"])
+    else:
+        parametrize.register_parametrization(head, "log_z", torch.nn.Identity())
+        loss = head(hidden, target)
+        (made,) = torch.autograd.grad(loss, head.parametrizations.log_z.original)
+        assert head.config()["log_z"] == "learned"
+    torch.testing.assert_close(made, truth)
+
+
+@both_heads
+def test_biases_from_counts_predict_the_frequencies(kind):
+    """Also where the noise has others; for noise-contrastive estimation Z is then right as well."""
+    options = {"log_z": 0.7} if kind is NoiseContrastive else {}
+    head = kind(D, V, samplers.Uniform(V), K, dtype=torch.float64, **options)
+    head.init_bias_from_counts(COUNTS)
+    at_zero = torch.zeros(1, D, dtype=torch.float64)
+    frequencies = COUNTS.clamp(min=0.5) / COUNTS.clamp(min=0.5).sum()
+    torch.testing.assert_close(head.log_prob(at_zero)[0].exp().detach(), frequencies)
+    assert head._row_log_z(at_zero).abs().max() < 1e-6
+    without = kind(D, V, samplers.Uniform(V), K, bias=False)
+    with pytest.raises(ValueError, match="init_bias_from_counts: expected a head with biases"):
+        without.init_bias_from_counts(COUNTS)

@@ -4,6 +4,7 @@ import copy
 import inspect
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +12,8 @@ from sampled import Scripted
 from torch.utils.checkpoint import checkpoint
 
 from lastlayer import heads, samplers
-from lastlayer.heads import FullSoftmax
-from lastlayer.heads._sampled_chunks import rows_for
-from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem, sampled_loss
-from lastlayer.heads.importance_sampling import ImportanceSampling
-from lastlayer.heads.sampled_softmax import SampledSoftmax
+from lastlayer.fused.sampled import Rule, rows_at_a_time, sampled_loss
+from lastlayer.heads import FullSoftmax, ImportanceSampling, SampledSoftmax
 
 COUNTS = 1.0 / torch.arange(1, 51)
 
@@ -31,10 +29,10 @@ def batch(*shape, dtype=torch.float32):
 class TestDraws:
     def test_each_step_draws_anew_and_counts_itself(self):
         head, (hidden, target) = make(seed=3), batch(8)
-        assert head.draws.tolist() == [3, 0]
+        assert head.rng_counter.tolist() == [3, 0]
         losses = {head(hidden, target).item() for _ in range(4)}
         assert len(losses) == 4
-        assert head.draws.tolist() == [3, 4]
+        assert head.rng_counter.tolist() == [3, 4]
 
     @pytest.mark.parametrize("cls", [SampledSoftmax, ImportanceSampling])
     def test_a_resumed_run_draws_what_the_first_one_would_have(self, cls, tmp_path):
@@ -53,7 +51,7 @@ class TestDraws:
         head, (hidden, target) = make().eval(), batch(8)
         exact = FullSoftmax.from_linear(head.to_linear())(hidden, target)
         assert torch.equal(head(hidden, target), exact)
-        assert head.draws.tolist() == [0, 0]
+        assert head.rng_counter.tolist() == [0, 0]
 
     def test_torch_s_own_chance_is_left_alone(self):
         head, (hidden, target) = make(), batch(8)
@@ -84,7 +82,10 @@ class TestGradients:
         dense = make(cls, dtype=dtype, reduction=reduction)
         sparse = make(cls, dtype=dtype, reduction=reduction, sparse=True)
         sparse.load_state_dict(dense.state_dict())
-        (hidden, target), ids = batch(9, dtype=dtype), dense.sampler.sample(12, counter=dense.draws)
+        (hidden, target), ids = (
+            batch(9, dtype=dtype),
+            dense.sampler.sample(12, rng_counter=dense.rng_counter),
+        )
         target[4] = -100
         made = [
             torch.autograd.grad(head(hidden, target).sum(), list(head.parameters()))
@@ -195,7 +196,7 @@ class TestOldMistakes:
     def test_biases_of_draws_and_targets_count(self):
         head, (hidden, target) = make(), batch(64)
         head(hidden, target).backward()
-        ids = head.sampler.sample(12, counter=(0, 0))
+        ids = head.sampler.sample(12, rng_counter=(0, 0))
         assert bool((head.bias.grad[ids] != 0).all())
         assert bool((head.bias.grad[target] != 0).all())
         # What is pushed down is pulled up: the slopes of a row sum to 0.
@@ -207,15 +208,15 @@ class TestOldMistakes:
         n, rows = 40, 20_000
         sampler = samplers.Unigram(counts)
         log_q = sampler.log_prob(torch.arange(4))
-        ids = sampler.sample(rows * n, counter=(8, 8)).view(rows, n)
+        ids = sampler.sample(rows * n, rng_counter=(8, 8)).view(rows, n)
         logits = counts.log()
         weight = logits[:, None].clone().requires_grad_()
         left = torch.log(-torch.expm1(log_q[0])).expand(rows)
-        problem = SampledProblem(
+        loss, _ = sampled_loss(
             torch.ones(rows, 1), weight, None, torch.zeros(rows, 1, dtype=torch.int64),
-            Draws(ids, log_q[ids]), Rule(average=True), shift=left,
+            ids, log_q[ids], Rule(average=True), shift=left, reduction="mean",
         )  # fmt: skip
-        sampled_loss(problem, "mean").loss.backward()
+        loss.backward()
         expected = logits.softmax(0)
         expected[0] -= 1.0
         # A row is without any draw that counts in 1.5 % of the cases.
@@ -242,12 +243,13 @@ class TestSizes:
     def test_memory_is_bounded_however_many_rows_and_draws(self):
         for n, m in itertools.product((1, 100, 8192, 1_000_000), (1, 256, 8192, 500_000)):
             for budget, narrow in itertools.product(("auto", "low"), (False, True)):
-                rows = rows_for(budget, n, m, narrow=narrow)
+                like = torch.empty(0, device="meta" if narrow else "cpu")
+                rows = rows_at_a_time(budget, n, m, like, narrow)
                 assert 1 <= rows <= n
                 # 128 rows are taken however wide they are.
                 assert rows <= 128 or 4 * rows * m <= (150_000_000 if narrow else 60_000_000)
-        assert rows_for("7", 100, 10, narrow=True) == 7
-        assert rows_for("auto", 8192, 8192, narrow=True) == 4096
+        assert rows_at_a_time("7", 100, 10, like, narrow=True) == 7
+        assert rows_at_a_time("auto", 8192, 8192, like, narrow=True) == 4096
 
 
 class TestRules:
@@ -264,11 +266,11 @@ class TestRules:
         ids = torch.randint(9, (5, 7) if apart else (7,))
         log_expected = torch.randn(ids.shape).double()
         own = torch.randn(5, 1).double()
-        problem = SampledProblem(
-            hidden, weight, bias, target, Draws(ids, log_expected),
+        loss_of = partial(
+            sampled_loss, hidden, weight, bias, target, ids, log_expected,
             Rule(logistic=True, drop_hits=False), target_log_expected=own, row_shift=row_shift,
         )  # fmt: skip
-        losses = sampled_loss(problem, "none").loss
+        losses, _ = loss_of(reduction="none")
         scores = hidden @ weight.t() + bias
         scores = scores if row_shift is None else scores + row_shift[:, None]
         drawn = (scores.gather(1, ids) if apart else scores[:, ids]) - log_expected
@@ -283,7 +285,7 @@ class TestRules:
         truth = torch.autograd.grad(expected, leaves, upstream, retain_graph=True)
         for one, other in zip(made, truth, strict=True):
             torch.testing.assert_close(one, other)
-        total = sampled_loss(problem, "mean").loss
+        total, _ = loss_of(reduction="mean")
         made = torch.autograd.grad(total, leaves)
         mean = expected.sum() / 4
         for one, other in zip(made, torch.autograd.grad(mean, leaves), strict=True):
@@ -298,10 +300,11 @@ class TestRules:
         bias, target = torch.randn(11).double(), torch.randint(11, (6, p))
         ids, log_expected = torch.randint(11, (8,)), torch.randn(8).double()
         rule, made = Rule(with_target=with_target, drop_hits=drop, average=True), []
-        for draws in (Draws(ids, log_expected), Draws(ids.expand(6, 8), log_expected.expand(6, 8))):
+        for draws in ((ids, log_expected), (ids.expand(6, 8), log_expected.expand(6, 8))):
             leaves = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
-            problem = SampledProblem(*leaves, target, draws, rule, temperature=0.8)
-            loss, ess = sampled_loss(problem, "mean")
+            loss, ess = sampled_loss(
+                *leaves, target, *draws, rule, temperature=0.8, reduction="mean"
+            )
             made.append([loss, ess, *torch.autograd.grad(loss, leaves)])
         for one, other in zip(*made, strict=True):
             torch.testing.assert_close(one, other)
@@ -342,7 +345,7 @@ def test_a_checkpoint_sees_the_same_draws(name, reentrant):
     batches = [recorded(), recorded()]
     # Both passes are waiting when the first gradient is asked for.
     losses = [checkpoint(head, *each, use_reentrant=reentrant) for each in batches]
-    assert head.draws.tolist() == [0, 2]
+    assert head.rng_counter.tolist() == [0, 2]
     for (hidden, target), loss in zip(batches, losses, strict=True):
         leaves = hidden, *plain.parameters()
         wanted = torch.autograd.grad(plain(hidden, target), leaves)
@@ -352,14 +355,170 @@ def test_a_checkpoint_sees_the_same_draws(name, reentrant):
         found = hidden.grad, *(each.grad for each in head.parameters())
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other)
-    assert head.draws.tolist() == [0, 2]
+    assert head.rng_counter.tolist() == [0, 2]
 
 
-def test_a_checkpoint_that_forgets_chance_is_told():
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_in_checkpoints_with_several_calls(reentrant):
+    """Also where the random state is not kept, and gradients are asked for twice."""
+    head, plain, (hidden, target) = DRAWING["importance"](), DRAWING["importance"](), recorded()
+    plain.load_state_dict(head.state_dict())
+
+    def twice(module, states):
+        return module(states.sin(), target) + 2.0 * module(states.cos(), target)
+
+    def nested(states):
+        how = {"use_reentrant": reentrant, "preserve_rng_state": False}
+        return checkpoint(twice, head, states, **how).square()
+
+    loss = checkpoint(nested, hidden, use_reentrant=reentrant)
+    head.zero_grad(set_to_none=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert head.rng_counter.tolist() == [0, 2]
+    wanted = torch.autograd.grad(twice(plain, hidden).square(), (hidden, plain.weight))
+    torch.testing.assert_close(hidden.grad, 2 * wanted[0])
+    torch.testing.assert_close(head.weight.grad, 2 * wanted[1])
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_without_gradients_nothing_is_counted_or_drawn_from_torch(name):
+    head, (hidden, target) = DRAWING[name](), recorded()
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        first, second = head(hidden, target), head(hidden, target)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert head.rng_counter.tolist() == [0, 0]
+    # The draws are those of the next step.
+    assert torch.equal(first, second)
+    torch.testing.assert_close(head(hidden, target).detach(), first)
+    assert head.rng_counter.tolist() == [0, 1]
+
+
+def test_without_gradients_a_proposal_does_not_learn():
+    head, (hidden, target) = heads.AdaptiveImportanceSampling(6, 50, COUNTS), recorded()
+    before = {name: each.clone() for name, each in head.state_dict().items()}
+    with torch.no_grad():
+        head(hidden, target, torch.randint(50, (20, 1)))
+    assert all(torch.equal(each, before[name]) for name, each in head.state_dict().items())
+
+
+def test_hooks_on_saved_tensors_are_no_checkpoint():
+    head, plain, (hidden, target) = DRAWING["importance"](), DRAWING["importance"](), recorded()
+    plain.load_state_dict(head.state_dict())
+    with torch.autograd.graph.save_on_cpu():
+        loss = head(hidden, target)
+    assert head.rng_counter.tolist() == [0, 1]
+    made = torch.autograd.grad(loss, hidden)[0]
+    torch.testing.assert_close(made, torch.autograd.grad(plain(hidden, target), hidden)[0])
+
+
+def test_a_call_inside_a_backward_pass_is_refused():
     head, (hidden, target) = DRAWING["sampled softmax"](), recorded()
-    loss = checkpoint(head, hidden, target, use_reentrant=False, preserve_rng_state=False)
-    with pytest.raises(RuntimeError, match="preserve_rng_state=True"):
-        loss.backward()
+    hidden.register_hook(lambda _: head(hidden.detach(), target))
+    with pytest.raises(RuntimeError, match="inside a backward pass whose draws are not known"):
+        hidden.sum().backward()
+
+
+@pytest.mark.parametrize("name", [name for name in DRAWING if name != "some rows"])
+@pytest.mark.parametrize("options", [{}, {"seed": 7, "sparse": True, "bias": False}])
+def test_a_config_is_what_the_constructor_takes(name, options, tmp_path):
+    head = DRAWING[name]()
+    head = type(head)(**{**head.config(), **options})
+    same = type(head)(**head.config())
+    assert same.config() == head.config()
+    same.load_state_dict(head.state_dict())
+    head.save(tmp_path)
+    loaded = heads.Head.load(tmp_path)
+    again = type(head)(**loaded.config())
+    again.load_state_dict(head.state_dict())
+    hidden, target = recorded()
+    expected = head(hidden, target)
+    for other in (same, loaded, again):
+        assert torch.equal(other(hidden, target), expected)
+        assert repr(other) == repr(head)
+        assert other.seed == head.seed
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [SampledSoftmax, ImportanceSampling, heads.NoiseContrastive, heads.NegativeSampling],
+)
+def test_a_sampler_is_required(cls):
+    told = r"sampler: .* got None; give samplers.Unigram\(counts\).* samplers.Uniform\(9\)"
+    with pytest.raises(TypeError, match=told):
+        cls(3, 9)
+
+
+@pytest.mark.parametrize("head_classes", [0, 4])
+def test_a_bias_of_minus_infinity_masks_a_class(head_classes):
+    """It has no mass; it was drawn all the same, and counts where draws are averaged."""
+    ids = [6, 7, 7, 8, 9, 6]
+    head = SampledSoftmax(
+        6, 10, Scripted(range(1, 11), ids), len(ids), dtype=torch.float64, reduction="none",
+        head_classes=head_classes,
+    )  # fmt: skip
+    with torch.no_grad():
+        head.bias[7] = head.bias[2] = -torch.inf
+    hidden = torch.randn(3, 6).double().requires_grad_()
+    target = torch.tensor([0, 6, 9])
+    scores = hidden @ head.weight.t() + head.bias
+    q = head.sampler.log_prob(torch.arange(10), dtype=torch.float64)
+    expected = []
+    for row, own in zip(scores, target.tolist(), strict=True):
+        drawn = [c for c in ids if c != own]
+        always = [c for c in range(head_classes) if c != own]
+        left = torch.cat([q[:head_classes], q[own].expand(int(own >= head_classes))]).exp().sum()
+        shift = torch.log1p(-left) - math.log(len(drawn))
+        logits = torch.cat([row[[own, *always]], row[drawn] - q[drawn] + shift])
+        expected.append(logits.logsumexp(0) - row[own])
+    losses = head(hidden, target)
+    torch.testing.assert_close(losses, torch.stack(expected))
+    made, truth = (
+        torch.autograd.grad(each.sum(), (hidden, head.weight), retain_graph=True)
+        for each in (losses, torch.stack(expected))
+    )
+    for one, other in zip(made, truth, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_where_all_draws_are_masked_only_the_target_is_left():
+    head = SampledSoftmax(6, 5, Scripted([1.0] * 5, [1, 2, 2]), 3, reduction="none")
+    with torch.no_grad():
+        head.bias[1:3] = -torch.inf
+    hidden = torch.randn(2, 6, requires_grad=True)
+    losses = head(hidden, torch.tensor([0, 4]))
+    assert losses.tolist() == [0.0, 0.0]
+    losses.sum().backward()
+    assert not hidden.grad.any()
+    assert not head.weight.grad.any()
+    # A masked target is impossible.
+    assert head(hidden, torch.tensor([1, 1])).tolist() == [math.inf, math.inf]
+
+
+def test_targets_of_any_integer_dtype():
+    head, (hidden, target) = make(), batch(8)
+    state = head.state_dict()["rng_counter"].clone()
+    losses = set()
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        head.rng_counter.copy_(state)
+        losses.add(head(hidden, target.to(dtype)).item())
+    assert len(losses) == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("name", [name for name in DRAWING if name != "some rows"])
+def test_a_kept_graph_gives_the_same_gradients_again(name, sparse, reduction):
+    head = DRAWING[name]()
+    head.sparse, head.reduction = sparse, reduction
+    hidden, target = recorded()
+    loss, leaves = head(hidden, target).sum(), [hidden, *head.parameters()]
+    first, second = (torch.autograd.grad(3.0 * loss, leaves, retain_graph=True) for _ in range(2))
+    third = torch.autograd.grad(3.0 * loss, leaves)
+    for one, two, three in zip(first, second, third, strict=True):
+        assert torch.equal(one.to_dense(), two.to_dense())
+        assert torch.equal(one.to_dense(), three.to_dense())
 
 
 def test_a_proposal_that_learns_cannot_be_checkpointed():

@@ -10,12 +10,16 @@ import torch
 from sampled import Scripted, every_draw, expected_gradient
 
 from lastlayer import samplers
-from lastlayer.heads import FullSoftmax, ImportanceSampling
-from lastlayer.heads._sampled_in_batch import in_batch_softmax_loss
-from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem, sampled_loss
-from lastlayer.heads._sampled_partial import PartialSoftmax
-from lastlayer.heads._target_sampling import TargetSampling, target_partitions
-from lastlayer.heads.sampled_softmax import SampledSoftmax
+from lastlayer.fused.sampled import Rule, sampled_loss
+from lastlayer.heads import (
+    FullSoftmax,
+    ImportanceSampling,
+    PartialSoftmax,
+    SampledSoftmax,
+    TargetSampling,
+    in_batch_softmax_loss,
+    target_partitions,
+)
 from lastlayer.optim import RowAdam
 from lastlayer.testing import check_head
 
@@ -25,7 +29,14 @@ HEADS = {
     "sparse": partial(SampledSoftmax, 7, 23, UNEVEN, 10, sparse=True),
     "classic": partial(SampledSoftmax, 7, 23, UNEVEN, 10, correction="classic", head_classes=3),
     "plain": partial(
-        SampledSoftmax, 7, 23, None, 10, correction="none", temperature=0.7, bias=False
+        SampledSoftmax,
+        7,
+        23,
+        samplers.Uniform(23),
+        10,
+        correction="none",
+        temperature=0.7,
+        bias=False,
     ),
     "a head of chosen classes": partial(
         SampledSoftmax, 7, 23, UNEVEN, 10, head_classes=[5, 1, 7], ignore_index=4
@@ -78,7 +89,7 @@ def test_the_loss_is_that_of_the_formula(correction, bias, temperature):
         temperature=temperature, reduction="none", dtype=torch.float64,
     )  # fmt: skip
     hidden, target = torch.randn(9, 6).double().requires_grad_(), torch.randint(23, (9,))
-    ids = head.sampler.sample(15, counter=head.draws)
+    ids = head.sampler.sample(15, rng_counter=head.rng_counter)
     target[0] = ids[3]  # a hit
     losses, expected = head(hidden, target), by_hand(head, hidden, target, ids)
     # Log-probabilities of draws are float32.
@@ -144,7 +155,7 @@ def test_the_order_of_corrections_on_zipf_classes(sigma, n):
     sampler = samplers.Unigram(1.0 / torch.arange(1, v + 1))
     log_q = sampler.log_prob(torch.arange(v))
     logits = log_q + sigma * torch.randn(v, generator=generator)
-    ids = sampler.sample(rows * n, counter=(3, n)).view(rows, n)
+    ids = sampler.sample(rows * n, rng_counter=(3, n)).view(rows, n)
     far = {"exact": 0.0, "classic": 0.0, "none": 0.0}
     for target in (0, 1, 3, 10):
         own, left = log_q[target], torch.log(-torch.expm1(log_q[target]))
@@ -159,11 +170,11 @@ def test_the_order_of_corrections_on_zipf_classes(sigma, n):
         for name, (log_expected, rule, rest) in ways.items():
             weight = logits[:, None].clone().requires_grad_()
             own_target = torch.full((rows, 1), target)
-            draws = Draws(ids, log_expected)
-            problem = SampledProblem(
-                torch.ones(rows, 1), weight, None, own_target, draws, rule, **rest
-            )
-            sampled_loss(problem, "mean").loss.backward()
+            loss, _ = sampled_loss(
+                torch.ones(rows, 1), weight, None, own_target, ids, log_expected, rule,
+                reduction="mean", **rest,
+            )  # fmt: skip
+            loss.backward()
             far[name] += float((weight.grad[:, 0] - exact).abs().sum())
     assert far["exact"] < 0.8 * far["classic"]
     assert far["exact"] < 0.3 * far["none"]
@@ -352,7 +363,7 @@ def test_in_batch_loss_without_ids_leaves_out_its_own_key_alone():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"log_q": None}, "log_q: expected one log-probability a key, got None"),
+        ({"log_q": None}, "log_q: expected one log-probability per key, got None"),
         ({"log_q": torch.zeros(4)}, r"log_q: expected shape \(5,\)"),
         ({"key": torch.zeros(4, 3)}, r"key: expected shape \(m, 3\) with m of at least 5"),
         ({"ids": torch.zeros(5)}, "ids: expected torch.int64"),
@@ -459,7 +470,7 @@ def test_a_probability_that_rounding_left_above_one():
 
 
 def sampled(**options):
-    return SampledSoftmax(6, 9, **options)
+    return SampledSoftmax(6, 9, samplers.Uniform(9), **options)
 
 
 @pytest.mark.parametrize(
@@ -470,7 +481,7 @@ def sampled(**options):
         (lambda: sampled(head_classes=-1), ValueError, "expected 0 to 8.*got -1"),
         (lambda: TargetSampling(6, 9).use({1}), TypeError, "classes: expected.*got set"),
         (
-            lambda: ImportanceSampling(6, 9, n_samples=8, max_samples=70),
+            lambda: ImportanceSampling(6, 9, samplers.Uniform(9), 8, max_samples=70),
             ValueError,
             "max_samples: expected None without target_ess",
         ),
@@ -490,6 +501,6 @@ def test_classes_that_always_count_are_there_after_meta(head_classes):
 
     head, other = make(), make(device="meta").to_empty(device="cpu")
     other.load_state_dict(head.state_dict())
-    assert torch.equal(other.tail.head_ids, head.tail.head_ids)
+    assert torch.equal(other.head_ids, head.head_ids)
     hidden, target = torch.randn(8, 6), torch.randint(10, (8,))
     torch.testing.assert_close(other(hidden, target), head(hidden, target))

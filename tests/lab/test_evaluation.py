@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lastlayer import heads, trees
+from lastlayer import heads, samplers, trees
 from lastlayer.lab import evaluation
 from lastlayer.lab.evaluation import (
     BINS,
@@ -39,7 +39,7 @@ def judged(head, batch) -> Rows:
     [
         heads.FullSoftmax(WIDTH, CLASSES),
         heads.EntmaxHead(WIDTH, CLASSES, alpha=2.0),
-        heads.SampledSoftmax(WIDTH, CLASSES, n_samples=4),
+        heads.SampledSoftmax(WIDTH, CLASSES, samplers.Uniform(CLASSES), 4),
         heads.HierarchicalSoftmax(WIDTH, trees.balanced(CLASSES)),
         heads.AdaptiveSoftmax(WIDTH, cutoffs=[10, 20], n_classes=CLASSES),
     ],

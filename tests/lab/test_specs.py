@@ -32,8 +32,8 @@ def test_every_family_can_be_built_from_its_name(needs, name):
 
 
 def test_the_seed_of_the_run_is_that_of_the_draws(needs):
-    assert parse_spec("sampled").build(needs).draws.tolist() == [3, 0]
-    assert parse_spec("sampled").build(needs.with_seed(5)).draws.tolist() == [5, 0]
+    assert parse_spec("sampled").build(needs).rng_counter.tolist() == [3, 0]
+    assert parse_spec("sampled").build(needs.with_seed(5)).rng_counter.tolist() == [5, 0]
 
 
 @pytest.mark.parametrize(

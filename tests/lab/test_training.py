@@ -144,7 +144,7 @@ def test_gradients_are_clipped_together_rows_counted_once():
 
 
 def test_rows_without_a_gradient_stay_as_they_are(feed):
-    head = heads.SampledSoftmax(WIDTH, CLASSES, n_samples=2, sparse=True)
+    head = heads.SampledSoftmax(WIDTH, CLASSES, samplers.Uniform(CLASSES), 2, sparse=True)
     stepper = Stepper(body_of("bag"), head, 0.1, 1.0)
     before = copy.deepcopy(stepper.body.embedding.weight)
     batch = feed.batch(1, 0)

@@ -46,10 +46,10 @@ def test_a_stream_is_followed():
 
 def test_draws_come_from_the_batch():
     sampler, batch = InBatch(100), torch.tensor([7, 7, 7, 50])
-    ids = sampler.sample(40_000, context=batch, counter=(1, 2))
+    ids = sampler.sample(40_000, context=batch, rng_counter=(1, 2))
     assert set(ids.tolist()) == {7, 50}
     assert (ids == 7).double().mean().item() == pytest.approx(0.75, abs=0.015)
-    assert torch.equal(ids, sampler.sample(40_000, context=batch, counter=(1, 2)))
+    assert torch.equal(ids, sampler.sample(40_000, context=batch, rng_counter=(1, 2)))
 
 
 def test_the_dtype_of_a_model_changes_nothing():
@@ -79,14 +79,14 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match=r"context: .* shape \(rows,\)"):
         sampler.sample(3, context=torch.zeros(2, 2, dtype=torch.int64))
     with pytest.raises(
-        ValueError, match=r"target: expected class ids from 0 to 3, got 4 at \(1,\)"
+        ValueError, match=r"target: expected class ids from 0 to 3, got 4 at position \(1,\)"
     ):
         sampler.update(torch.tensor([0, 4]))
     with pytest.raises(ValueError, match="unique: expected a sampler without context"):
         sampler.unique(2)
-    with pytest.raises(ValueError, match=r"decay: expected 0 to 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"decay: expected a number from 0 to 1, got 1\.5"):
         InBatch(4, decay=1.5)
-    with pytest.raises(ValueError, match="prior: expected 1e-12 to"):
+    with pytest.raises(ValueError, match="prior: expected a finite number above 0"):
         InBatch(4, prior=0.0)
     with pytest.raises(ValueError, match=r"counts: expected shape \(4,\), got \(2,\)"):
         InBatch(4, counts=[1, 2])

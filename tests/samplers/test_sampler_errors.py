@@ -36,7 +36,7 @@ def test_counts_of_another_type(counts):
 
 @pytest.mark.parametrize("power", [-1, math.nan, math.inf])
 def test_powers_that_are_none(power):
-    with pytest.raises(ValueError, match="power: expected 0 to a finite number, got"):
+    with pytest.raises(ValueError, match="power: expected a finite number of at least 0, got"):
         samplers.Unigram([1, 2], power=power)
     with pytest.raises(TypeError, match="power: expected a number, got str"):
         samplers.Unigram([1, 2], power="1")
@@ -44,8 +44,8 @@ def test_powers_that_are_none(power):
 
 @pytest.mark.parametrize("make", [samplers.Uniform, samplers.LogUniform, samplers.InBatch])
 def test_numbers_of_classes_that_are_none(make):
-    for n in (0, -3, 2**31 + 1):
-        with pytest.raises(ValueError, match=f"n_classes: expected 1 to {2**31}, got {n}"):
+    for n, bound in ((0, "least 1"), (-3, "least 1"), (2**31 + 1, f"most {2**31}")):
+        with pytest.raises(ValueError, match=f"n_classes: expected at {bound}, got {n}"):
             make(n)
     for n in (2.0, True, "7"):
         with pytest.raises(TypeError, match="n_classes: expected an int, got"):
@@ -62,7 +62,7 @@ def test_log_uniform_warns_where_classes_are_not_sorted():
         sampler = samplers.LogUniform(4, counts=counts, order=counts.argsort(descending=True))
     probs = sampler.log_prob(torch.arange(4))
     assert probs.argsort(descending=True).tolist() == [0, 2, 1, 3]
-    with pytest.raises(ValueError, match=r"counts: expected shape \(4,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"counts: expected shape \(4,\), .*got \(3,\)"):
         samplers.LogUniform(4, counts=[1, 2, 3])
 
 
@@ -70,20 +70,20 @@ def test_log_uniform_warns_where_classes_are_not_sorted():
     ("order", "told"),
     [
         ([0, 1, 1], "got none of class 2"),
-        ([0, 1, 3], "expected class ids from 0 to 2, got 3 at position 2"),
-        ([0, -1, 2], "got -1 at position 1"),
-        ([0, 1], r"expected shape \(3,\), got \(2,\)"),
+        ([0, 1, 3], "expected class ids from 0 to 2, got 3 at position \\(2,\\)"),
+        ([0, -1, 2], "got -1 at position \\(1,\\)"),
+        ([0, 1], r"expected shape \(3,\), .*got \(2,\)"),
     ],
 )
 def test_orders_that_are_none(order, told):
     with pytest.raises(ValueError, match=f"order: .*{told}"):
         samplers.LogUniform(3, order=order)
-    with pytest.raises(TypeError, match=r"order: expected class ids, got torch\.float32"):
+    with pytest.raises(TypeError, match=r"order: expected integer class ids, got torch\.float32"):
         samplers.LogUniform(3, order=[0.0, 1.0, 2.0])
 
 
 def test_more_different_classes_than_there_are():
-    with pytest.raises(ValueError, match="n: expected 1 to 4, got 5"):
+    with pytest.raises(ValueError, match="n: expected at most 4, got 5"):
         samplers.Uniform(4).unique(5)
     with pytest.raises(ValueError, match=r"method: expected one of \('fixed', 'poisson'\)"):
         samplers.Uniform(4).unique(2, method="rejection")
@@ -91,13 +91,13 @@ def test_more_different_classes_than_there_are():
 
 def test_forks_that_are_none():
     counter = torch.tensor([1, 2])
-    with pytest.raises(TypeError, match="counter: expected an int64 tensor"):
+    with pytest.raises(TypeError, match="rng_counter: expected an int64 tensor"):
         samplers.fork((1, 2), 0)
     with pytest.raises(TypeError, match="number: expected an int, got float"):
         samplers.fork(counter, 0.5)
-    with pytest.raises(ValueError, match="number: expected 0 to"):
+    with pytest.raises(ValueError, match="number: expected at least 0"):
         samplers.fork(counter, -1)
-    with pytest.raises(ValueError, match=r"counter: .*got torch.int64 of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"rng_counter: .*got torch.int64 of shape \(3,\)"):
         samplers.fork(torch.zeros(3, dtype=torch.int64), 0)
 
 
@@ -109,7 +109,7 @@ def test_generators_that_are_none():
 def test_a_target_outside_the_classes_is_named():
     sampler = samplers.Uniform(5)
     with pytest.raises(
-        ValueError, match=r"target: expected class ids from 0 to 4, got 5 at \(0, 1\)"
+        ValueError, match=r"target: expected class ids from 0 to 4, got 5 at position \(0, 1\)"
     ):
         sampler.log_complement(torch.tensor([[0, 5]]))
     with pytest.raises(ValueError, match="target: expected class ids"):
@@ -123,7 +123,7 @@ def test_devices_that_differ_are_named():
         ValueError, match="ids: expected the device of the sampler, cuda:0, got cpu"
     ):
         sampler.log_prob(torch.tensor([0]))
-    with pytest.raises(ValueError, match="counter: expected the device"):
-        sampler.sample(2, counter=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="rng_counter: expected the device"):
+        sampler.sample(2, rng_counter=torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="generator: expected one on the device"):
         sampler.sample(2, generator=torch.Generator())

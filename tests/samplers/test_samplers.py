@@ -49,11 +49,13 @@ def test_a_gpu_draws_what_a_cpu_draws(name):
     here = SAMPLERS[name]()
     there = copy.deepcopy(here).cuda()
     for counter in ((0, 0), (-(2**63), 2**63 - 1), (12345, 67)):
-        ids = here.sample(10_001, counter=counter)
-        assert torch.equal(there.sample(10_001, counter=counter).cpu(), ids)
+        ids = here.sample(10_001, rng_counter=counter)
+        assert torch.equal(there.sample(10_001, rng_counter=counter).cpu(), ids)
         n = (here.n_classes + 1) // 2
         for method in ("fixed", "poisson"):
-            mine, other = (each.unique(n, method=method, counter=counter) for each in (here, there))
+            mine, other = (
+                each.unique(n, method=method, rng_counter=counter) for each in (here, there)
+            )
             assert torch.equal(other.ids.cpu(), mine.ids)
 
 
@@ -62,13 +64,13 @@ def test_nothing_waits_for_the_gpu():
     drawn_from = [samplers.Uniform(300), samplers.LogUniform(300), samplers.Unigram(zipf(300))]
     counter = torch.tensor([1, 2], device="cuda")
     for sampler in (each.cuda() for each in drawn_from):
-        sampler.unique(10, counter=counter)  # makes its table once
+        sampler.unique(10, rng_counter=counter)  # makes its table once
         with no_waits():
-            ids = sampler.sample_with_log_prob(100, counter=counter).ids
+            ids = sampler.sample_with_log_prob(100, rng_counter=counter).ids
             sampler.log_prob(ids)
             sampler.without(ids[:5], ids)
             sampler.sample(100)
-            sampler.unique(10, counter=counter)
+            sampler.unique(10, rng_counter=counter)
 
 
 def closed_form(n, edges):
@@ -80,7 +82,7 @@ def closed_form(n, edges):
 def test_log_uniform_has_its_closed_form_at_any_size(n):
     sampler = samplers.LogUniform(n)
     draws = 400_000
-    ids = sampler.sample(draws, counter=(5, n)).numpy()
+    ids = sampler.sample(draws, rng_counter=(5, n)).numpy()
     assert ids.min() >= 0
     assert ids.max() < n
     # As many bins as there are classes at the front, and then bins of equal probability.
@@ -96,14 +98,14 @@ def test_log_uniform_has_its_closed_form_at_any_size(n):
 
 @pytest.mark.parametrize("n", [1, 7, 2**31 - 1, 2**31])
 def test_log_uniform_stays_within_its_classes(n):
-    ids = samplers.LogUniform(n).sample(10_000, counter=(1, 1))
+    ids = samplers.LogUniform(n).sample(10_000, rng_counter=(1, 1))
     assert int(ids.min()) >= 0
     assert int(ids.max()) < n
 
 
 def test_uniform_reaches_every_part_of_a_billion_classes():
     n, draws = 2**31 - 1, 200_000
-    ids = samplers.Uniform(n).sample(draws, counter=(3, 1)).numpy()
+    ids = samplers.Uniform(n).sample(draws, rng_counter=(3, 1)).numpy()
     found = np.histogram(ids, bins=np.linspace(0, n, 1001))[0]
     assert abs(chi_square_deviations(found, np.full(1000, draws / 1000))) < MOST_DEVIATIONS
     # Neighbours are told apart: the lowest bits of ids are as random as the highest.
@@ -113,11 +115,11 @@ def test_uniform_reaches_every_part_of_a_billion_classes():
 
 def test_a_resumed_run_draws_the_same():
     sampler = samplers.Unigram(zipf(1000))
-    run = [sampler.sample(50, counter=(9, step)) for step in range(20)]
-    resumed = samplers.Unigram.from_config(sampler.config())
+    run = [sampler.sample(50, rng_counter=(9, step)) for step in range(20)]
+    resumed = samplers.Unigram.from_config(sampler._saved_config())
     resumed.load_state_dict(sampler.state_dict())
     for step in range(10, 20):
-        assert torch.equal(resumed.sample(50, counter=(9, step)), run[step])
+        assert torch.equal(resumed.sample(50, rng_counter=(9, step)), run[step])
     assert len({tuple(ids.tolist()) for ids in run}) == 20
 
 
@@ -125,9 +127,11 @@ def test_ranks_draw_the_same_or_others_as_they_ask():
     sampler, counter = samplers.Uniform(10**6), torch.tensor([4, 2])
     streams = [samplers.fork(counter, rank) for rank in range(8)]
     assert all(int(stream[1]) == 2 for stream in streams)
-    drawn = [tuple(sampler.sample(9, counter=stream).tolist()) for stream in [counter, *streams]]
+    drawn = [
+        tuple(sampler.sample(9, rng_counter=stream).tolist()) for stream in [counter, *streams]
+    ]
     assert len(set(drawn)) == 9
-    assert tuple(sampler.sample(9, counter=samplers.fork(counter, 3)).tolist()) == drawn[4]
+    assert tuple(sampler.sample(9, rng_counter=samplers.fork(counter, 3)).tolist()) == drawn[4]
     # Another seed gives the same rank another stream.
     assert not torch.equal(samplers.fork(torch.tensor([5, 2]), 3), streams[3])
 
@@ -175,7 +179,7 @@ def test_it_can_be_compiled():
     sampler = samplers.Unigram(zipf(100))
 
     def negatives(counter):
-        ids, log_prob = sampler.sample_with_log_prob(32, counter=counter)
+        ids, log_prob = sampler.sample_with_log_prob(32, rng_counter=counter)
         return ids, log_prob - sampler.log_complement(ids)
 
     counter = torch.tensor([3, 4])
@@ -184,3 +188,29 @@ def test_it_can_be_compiled():
     made = torch.compile(negatives, backend="aot_eager", fullgraph=True)(counter)
     assert torch.equal(made[0], expected[0])
     assert torch.allclose(made[1], expected[1])
+
+
+@pytest.mark.parametrize("power", [1.0, 0.75, 0.0])
+def test_a_unigram_keeps_its_counts(power):
+    counts = zipf(300)
+    sampler = samplers.Unigram(counts, power)
+    assert sampler.config()["power"] == power
+    assert np.array_equal(sampler.config()["counts"], counts)
+    loaded = samplers.Unigram.from_config(sampler._saved_config())
+    loaded.load_state_dict(sampler.state_dict())
+    assert repr(loaded) == repr(sampler) == f"Unigram(n_classes=300, power={power})"
+    # What was loaded tells its weights instead: they have the same probabilities.
+    again = samplers.Unigram(**loaded.config())
+    ids = torch.arange(300)
+    assert torch.allclose(again.log_prob(ids), sampler.log_prob(ids), rtol=1e-6)
+    sampler.load_state_dict(copy.deepcopy(sampler.state_dict()))
+    assert np.array_equal(sampler.config()["counts"], counts)
+
+
+def test_ids_of_any_integer_dtype():
+    for sampler in (samplers.Uniform(20), samplers.Unigram(zipf(20)), samplers.LogUniform(20)):
+        ids = torch.arange(20)
+        for dtype in (torch.int32, torch.int16, torch.uint8):
+            assert torch.equal(sampler.log_prob(ids.to(dtype)), sampler.log_prob(ids))
+            left = sampler.log_complement(ids.to(dtype))
+            assert torch.equal(left, sampler.log_complement(ids))

@@ -80,7 +80,7 @@ def test_seventeen_million_classes_lose_nothing():
     weight = sampler.weight.numpy()
     assert np.abs(weight / 2.0**sampler.bits * counts.sum() / counts - 1).max() < 1e-7
     assert (table_weights(sampler.table.numpy(), n) == weight).all()
-    ids = sampler.sample(100_000, counter=(1, 2))
+    ids = sampler.sample(100_000, rng_counter=(1, 2))
     beyond = (ids >= 2**24).double().mean().item()
     expected = counts[2**24 :].sum() / counts.sum()
     assert beyond == pytest.approx(expected, abs=6 * math.sqrt(expected / 100_000))
@@ -91,7 +91,7 @@ def test_a_count_of_zero_has_a_floor():
     told = sampler.log_prob(torch.arange(3), dtype=torch.float64)
     assert told[1].item() == pytest.approx(-sampler.bits * math.log(2.0))
     assert told.exp()[2].item() == pytest.approx(1 / 8, rel=1e-8)
-    assert sampler.sample(100_000, counter=(0, 0)).unique().tolist() == [0, 2]
+    assert sampler.sample(100_000, rng_counter=(0, 0)).unique().tolist() == [0, 2]
 
 
 def test_a_power_flattens():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastlayer import samplers
-from lastlayer.samplers._inclusion import UNIT, Inclusion
+from lastlayer.samplers.unique import UNIT, Inclusion
 
 COUNTS = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=60)
 
@@ -43,7 +43,7 @@ def test_a_class_that_is_too_frequent_is_certain():
     told = sampler.log_expected(torch.arange(5), 2).exp()
     assert torch.allclose(told, torch.tensor([1.0, 0.25, 0.25, 0.25, 0.25]))
     for step in range(50):
-        assert 0 in sampler.unique(2, counter=(0, step)).ids
+        assert 0 in sampler.unique(2, rng_counter=(0, step)).ids
 
 
 @pytest.mark.parametrize("method", ["fixed", "poisson"])
@@ -53,7 +53,7 @@ def test_a_sum_over_all_classes_is_estimated_without_bias(method):
     values = torch.rand(n_classes, dtype=torch.float64)
     found = []
     for step in range(repeats):
-        ids, log_expected = sampler.unique(n, method=method, counter=(2, step))
+        ids, log_expected = sampler.unique(n, method=method, rng_counter=(2, step))
         found.append((values[ids] / log_expected.double().exp()).sum().item())
     error = np.std(found) / repeats**0.5
     assert abs(np.mean(found) - values.sum().item()) < 6 * error
@@ -64,7 +64,7 @@ def test_classes_of_different_stretches_are_drawn_independently():
     sampler = samplers.Uniform(40)
     together = np.zeros((40, 40))
     for step in range(4000):
-        ids = sampler.unique(10, counter=(3, step)).ids.numpy()
+        ids = sampler.unique(10, rng_counter=(3, step)).ids.numpy()
         together[np.ix_(ids, ids)] += 1
     stretch = np.arange(40) // 4
     apart = stretch[:, None] != stretch
@@ -98,7 +98,7 @@ def test_the_table_is_made_anew_for_another_state():
 def test_different_draws_with_replacement_are_no_unique_draws():
     """Duplicates count as draws: their expected number is n·q, not a probability."""
     sampler, n = samplers.Unigram([8, 1, 1]), 30
-    ids = sampler.sample(n * 2000, counter=(1, 1)).view(2000, n)
+    ids = sampler.sample(n * 2000, rng_counter=(1, 1)).view(2000, n)
     mean = (ids == 0).double().sum(1).mean().item()
     assert mean == pytest.approx(n * 0.8, rel=0.02)
     assert sampler.log_expected(torch.tensor([0]), 2).exp().item() == pytest.approx(1.0)

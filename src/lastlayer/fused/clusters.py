@@ -10,15 +10,16 @@ A group is a range of places, and ``places`` has the place of each class, or is 
 is at place c.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from lastlayer import kernels
 from lastlayer._torch import (
@@ -29,11 +30,9 @@ from lastlayer._torch import (
     in_dtype,
     without_autocast,
 )
-from lastlayer.fused.budget import as_chunk, rows_at_a_time
 from lastlayer.fused.cross_entropy import (
     PLAIN,
     cross_entropy_rows,
-    linear_cross_entropy,
     run_tiles,
     tiles_or_slabs,
     tiles_suit,
@@ -47,7 +46,6 @@ from lastlayer.fused.function import (
     fused_loss,
     near_one,
 )
-from lastlayer.fused.products import scores_into, set_weight_gradient
 from lastlayer.fused.rows import (
     Chunk,
     Gradients,
@@ -58,7 +56,9 @@ from lastlayer.fused.rows import (
     counted_rows,
     run_chunks,
     spread_rows,
+    target_scores,
 )
+from lastlayer.fused.scores import as_chunk, rows_at_a_time, scores_into, set_weight_gradient
 from lastlayer.kernels import empty
 
 # On CUDA a softmax has a multiple of so many columns: the matrix unit reads 16 bytes at a time, and
@@ -66,129 +66,34 @@ from lastlayer.kernels import empty
 _ALIGNED = 8
 
 
-def cluster_loss(
+def group_loss(
+    engine: "GroupEngine",
     hidden: Tensor,
     target: Tensor,
     places: Tensor | None,
-    top: Tensor,
     bias: Tensor | None,
-    clusters: Sequence[tuple[Tensor, Tensor]],
-    *,
-    ignore_index: int | None,
+    weights: Sequence[Tensor],
+    options: tuple[Any, int | None, int | str],
     reduction: str,
-    label_smoothing: float,
-    chunk_rows: int | str,
 ) -> Tensor:
-    """Minus the log-probability of the targets in an adaptive softmax, reduced.
+    """Minus the log-probability of the targets, reduced.
 
     Args:
+        engine: :data:`CLUSTERS` or :data:`BANDS`.
         hidden: ``(*batch, d)``.
         target: checked class ids, ``(*batch)``.
         places: of each class, ``(n_classes,)``, or None.
-        top: the weight of the top, one row per class and then one per cluster.
-        bias: of the top, or None.
-        clusters: of each cluster the projection ``(width, d)`` and the weight ``(size, width)``.
-        ignore_index: rows with this target do not count; None where every target counts.
+        bias: of the top, or of all bands, or None.
+        weights: as the engine takes them.
+        options: the engine's own one, ``ignore_index`` and ``chunk_rows``.
         reduction: "mean" over the rows that count, "sum" or "none".
-        label_smoothing: how much of the target is spread evenly over all classes.
-        chunk_rows: rows of scores held at a time, "auto" or "low".
     """
-    sizes = [vectors.shape[0] for _, vectors in clusters]
-    starts = tuple(accumulate(sizes[:-1], initial=top.shape[0] - len(sizes))) if sizes else ()
-    weights = [top, *(each for pair in clusters for each in pair)]
-    options = starts, ignore_index, str(chunk_rows)
-    loss = _loss(CLUSTERS, hidden, bias, weights, target, places, options, reduction)
-    if label_smoothing:
-        spread = _spread_loss(
-            hidden, target, top, bias, clusters, ignore_index, reduction, chunk_rows
-        )
-        loss = (1.0 - label_smoothing) * loss + label_smoothing * spread
-    return loss
-
-
-def band_loss(
-    hidden: Tensor,
-    target: Tensor,
-    places: Tensor | None,
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    *,
-    ignore_index: int | None,
-    reduction: str,
-    label_smoothing: float,
-    chunk_rows: int | str,
-) -> Tensor:
-    """Minus the log-probability of the targets in a differentiated softmax, reduced.
-
-    Args:
-        hidden: the slices of all bands side by side, ``(*batch, widths)``.
-        target: checked class ids, ``(*batch)``.
-        places: of each class, ``(n_classes,)``, or None.
-        weights: of each band, ``(classes, width)``.
-        bias: of all classes by place, or None.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        label_smoothing: how much of the target is spread evenly over all classes.
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-    """
-    options = float(label_smoothing), ignore_index, str(chunk_rows)
-    return _loss(BANDS, hidden, bias, weights, target, places, options, reduction)
-
-
-def _loss(
-    engine: Engine,
-    hidden: Tensor,
-    bias: Tensor | None,
-    weights: Sequence[Tensor],
-    target: Tensor,
-    places: Tensor | None,
-    options: tuple[Any, ...],
-    reduction: str,
-) -> Tensor:
     rows, ids = in_autocast_dtype(hidden), target
     if target.dim() != 1:
         rows, ids = rows.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
-    loss = fused_loss(engine, (rows, bias, *weights, ids, places), options, reduction)[0]
+    operands = rows, bias, *weights, ids, places
+    loss = fused_loss(engine, operands, (*options[:2], str(options[2])), reduction)[0]
     return loss.reshape(target.shape) if reduction == "none" and target.dim() != 1 else loss
-
-
-def _spread_loss(
-    hidden: Tensor,
-    target: Tensor,
-    top: Tensor,
-    bias: Tensor | None,
-    clusters: Sequence[tuple[Tensor, Tensor]],
-    ignore_index: int | None,
-    reduction: str,
-    chunk_rows: int | str,
-) -> Tensor:
-    """Minus the mean log-probability of all classes, reduced: all clusters on all rows."""
-    sizes, n_columns = [vectors.shape[0] for _, vectors in clusters], top.shape[0]
-    n_classes = n_columns - len(sizes) + sum(sizes)
-    # The column of a cluster counts once for each of its classes.
-    times = hidden.new_ones(n_columns, dtype=accumulation_dtype(hidden.dtype))
-    for column, size in enumerate(sizes, n_columns - len(sizes)):
-        times[column] = size
-    ids, counted = torch.zeros_like(target), None
-    if ignore_index is not None:
-        counts = target != ignore_index
-        ids, counted = torch.where(counts, ids, -1), counts.reshape(-1).to(times.dtype)
-        # A NaN in a row that does not count would reach the gradient of a projection.
-        hidden = torch.where(counts.unsqueeze(-1), hidden, 0.0)
-    scale = RowScale.of(counted, reduction, target.numel())
-    share = scale.factors(hidden, target.numel()).reshape(target.shape) / n_classes
-
-    def spread(rows: Tensor, vectors: Tensor, biases: Tensor | None, **more: Any) -> Tensor:
-        return linear_cross_entropy(
-            rows, vectors, ids, biases, ignore_index=None if counted is None else -1,
-            reduction="none" if reduction == "none" else "sum", label_smoothing=1.0,
-            row_weight=share * vectors.shape[0], chunk_rows=chunk_rows, **more,
-        )  # fmt: skip
-
-    total = spread(hidden, top, bias, class_weight=times)
-    for projection, vectors in clusters:
-        total = total + spread(linear(hidden, projection), vectors, None)
-    return total
 
 
 class Share(NamedTuple):
@@ -215,10 +120,8 @@ class Shares(NamedTuple):
 def share_out(
     target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
 ) -> Shares:
-    """Rows by cluster, given the first place of each; without those that do not count.
-
-    The host has to know how many rows each cluster has. While a CUDA graph is captured it cannot.
-    """
+    """Rows by cluster, given the first place of each; without those that do not count."""
+    # The host has to know how many rows each cluster has. While a CUDA graph is captured it cannot.
     way = in_segments if host_sync_allowed(target) else all_rows
     return way(target, places, ignore_index, starts)
 
@@ -231,17 +134,14 @@ def in_segments(
         kept, _ = counted_rows(target, ignore_index)
         target = target if kept is None else target[kept]
         return Shares(kept, None, _places_of(target, places), [])
-    on_cpu = target.device.type == "cpu"
-    sort = _sorted_on_cpu if on_cpu else _sorted
+    sort = _sorted_on_cpu if target.device.type == "cpu" else _sorted
     place, rows, ends = sort(target, places, ignore_index, starts)
-    column, parts = place + 0, []
+    column, tails = place + 0, []
     for i, (start, (first, last)) in enumerate(zip(starts, pairwise(ends), strict=True)):
-        part = slice(first, last)
-        column[part] = starts[0] + i
-        parts.append((part, place[part] - start))
-    as_tensor = torch.from_numpy if on_cpu else _itself
-    tails = [Share(part, as_tensor(inner), None) for part, inner in parts]
-    return Shares(as_tensor(rows), None, as_tensor(column), tails)
+        column[first:last] = starts[0] + i
+        inner = torch.as_tensor(place[first:last] - start)
+        tails.append(Share(slice(first, last), inner, None))
+    return Shares(torch.as_tensor(rows), None, torch.as_tensor(column), tails)
 
 
 def _sorted_on_cpu(
@@ -309,39 +209,40 @@ def _places_of(classes: Tensor, places: Tensor | None) -> Tensor:
     return classes if places is None else places[classes]
 
 
-def _itself(values: Any) -> Any:
-    return values
-
-
 class _Given(NamedTuple):
-    """Rows that are computed, with tensors in the dtype of the products."""
+    """What an engine computes: rows that count, and tensors in the dtype of the products.
+
+    ``factors`` are what the gradient of each row's loss is multiplied by, None where none is
+    wanted; ``wanted`` are those of hidden, bias and each weight; ``dtypes`` those of the gradients
+    of the weights.
+    """
 
     hidden: Tensor
     bias: Tensor | None
     weights: list[Tensor]
     factors: Tensor | None
-    """What the gradient of each row's loss is multiplied by; None where none is wanted."""
     wanted: Sequence[bool]
-    """Of hidden, bias and each weight."""
     dtypes: list[torch.dtype]
-    """Of the gradients of the weights."""
     chunk_rows: int | str
+    shares: Shares
 
 
-class _GroupsEngine(Engine):
-    """Operands: hidden, bias, weights; target, places. The last options are the same for all."""
+# The loss of each row; the gradients of hidden, bias and each weight, None where not wanted.
+_Computed = tuple[Tensor, list[Tensor | None]]
+
+
+class GroupEngine(Engine):
+    """Operands: hidden, bias, weights; target, places. Options but the first are the same."""
 
     n_constants = 2
 
-    def starts(self, options: tuple[Any, ...]) -> Sequence[int]:  # noqa: ARG002 - see clusters
+    def starts(self, option: Any) -> Sequence[int]:  # noqa: ARG002 - for clusters
         """The first place of each cluster."""
         return ()
 
-    def run(
-        self, given: _Given, shares: Shares, options: tuple[Any, ...]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Losses, and the gradients of hidden, bias and each weight, None where not wanted."""
-        raise NotImplementedError
+    @abstractmethod
+    def run(self, given: _Given, option: Any) -> _Computed:
+        """What the first option, which is an engine's own, makes of the rows."""
 
     def compute(
         self,
@@ -352,10 +253,10 @@ class _GroupsEngine(Engine):
         wanted: Sequence[bool],
     ) -> Result:
         hidden, bias, *weights, target, places = operands
-        ignore_index, chunk_rows = options[-2:]
+        option, ignore_index, chunk_rows = options
         with without_autocast(hidden):
             n, dtype = hidden.shape[0], hidden.dtype
-            shares = share_out(target, places, ignore_index, self.starts(options))
+            shares = share_out(target, places, ignore_index, self.starts(option))
             rows, counts = shares.rows, shares.counts
             if rows is not None:
                 hidden = hidden.index_select(0, rows)
@@ -374,8 +275,9 @@ class _GroupsEngine(Engine):
                 [in_dtype(weight, dtype) for weight in weights], factors,
                 wanted if factors is not None else (False,) * len(wanted),
                 [gradient_sum_dtype(weight.dtype) for weight in weights], as_chunk(chunk_rows),
+                shares,
             )  # fmt: skip
-            losses, made = self.run(given, shares, options)
+            losses, made = self.run(given, option)
             loss = scale.reduce(losses, reduction)
             if rows is not None:
                 loss = spread_rows(loss, rows, n) if reduction == "none" else loss
@@ -403,25 +305,25 @@ class _GroupsEngine(Engine):
         return Result(loss, empty_gradients(operands, wanted), (), size)
 
 
-class _Clusters(_GroupsEngine):
-    """Weights: that of the top; then of each cluster a projection and the class vectors."""
+class _Clusters(GroupEngine):
+    """The adaptive softmax; its option is the first place of each cluster.
+
+    Weights are that of the top, ``(classes and clusters, d)``, and then of each cluster a
+    projection ``(width, d)`` and the class vectors ``(size, width)``.
+    """
 
     name = "cluster_loss"
     schema = "int[] starts, int? ignore_index, str chunk_rows"
 
-    def starts(self, options: tuple[Any, ...]) -> Sequence[int]:
-        return options[0]  # type: ignore[no-any-return]
+    def starts(self, option: Any) -> Sequence[int]:
+        return option  # type: ignore[no-any-return]
 
-    def run(
-        self, given: _Given, shares: Shares, options: tuple[Any, ...]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        del options
-        hidden, bias, weights, factors, wanted, dtypes, chunk_rows = given
+    def run(self, given: _Given, option: Any) -> _Computed:
+        del option
+        hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares = given
         in_order = shares.rows is not None
         rows = [hidden[share.part] for share in shares.tails]
-        seen = [
-            torch.mm(some, weight.t()) for some, weight in zip(rows, weights[1::2], strict=True)
-        ]
+        seen = [torch.mm(a, b.t()) for a, b in zip(rows, weights[1::2], strict=True)]
         memory = _shared_memory([hidden, *seen], [weights[0], *weights[2::2]], chunk_rows)
         problem = Problem(
             hidden, weights[0], bias, shares.target, factors, None,
@@ -440,9 +342,8 @@ class _Clusters(_GroupsEngine):
                 Wanted(wanted[0] or of_projection, of_vectors), dtypes[2 * i + 2],
             )  # fmt: skip
             below = softmax(problem, chunk_rows, memory, in_order)
-            top.loss[part].add_(
-                below.loss if inside is None else torch.where(inside, below.loss, 0.0)
-            )
+            loss = below.loss if inside is None else torch.where(inside, below.loss, 0.0)
+            top.loss[part].add_(loss)
             if top.hidden is not None and below.hidden is not None:
                 some = top.hidden[part]
                 torch.addmm(some, below.hidden, projection, out=some)
@@ -452,16 +353,18 @@ class _Clusters(_GroupsEngine):
         return top.loss, made
 
 
-class _Bands(_GroupsEngine):
-    """Weights: one per band. All bands share one normaliser."""
+class _Bands(GroupEngine):
+    """The differentiated softmax; its option is the label smoothing.
+
+    Weights are the class vectors of each band, ``(size, width)``; hidden has the slices of all
+    bands side by side. All bands share one normaliser.
+    """
 
     name = "band_loss"
     schema = "float label_smoothing, int? ignore_index, str chunk_rows"
 
-    def run(
-        self, given: _Given, shares: Shares, options: tuple[Any, ...]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        hidden, bias, weights, factors, wanted, dtypes, chunk_rows = given
+    def run(self, given: _Given, option: Any) -> _Computed:
+        hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares = given
         target, n = shares.target, hidden.shape[0]
         columns = _ranges([weight.shape[0] for weight in weights])
         seen = _ranges([weight.shape[1] for weight in weights])
@@ -483,8 +386,8 @@ class _Bands(_GroupsEngine):
             for column, band in zip(columns, bands, strict=True):
                 scores_into(scores[:, column], *band)
             loss, *_ = kernels.softmax_rows.forward_(
-                "auto", scores, ids, _target_scores(scores, ids, columns, bands),
-                None if factors is None else factors[part], None, options[0], *PLAIN[1:], False,
+                "auto", scores, ids, target_scores(scores, ids, partial(_exact, columns, bands)),
+                None if factors is None else factors[part], None, option, *PLAIN[1:], False,
             )  # fmt: skip
             losses.append(loss)
             if factors is not None:
@@ -506,21 +409,17 @@ def _ranges(sizes: Sequence[int]) -> list[slice]:
     return [slice(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
 
 
-def _target_scores(
-    scores: Tensor,
-    target: Tensor,
+def _exact(
     columns: Sequence[slice],
     bands: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    target: Tensor,
 ) -> Tensor:
-    """The score of each row's target in full precision, from the band that it is in."""
-    if scores.device.type == "cpu" and scores.itemsize >= 4:
-        # Nothing is rounded there; a GPU may take TF32.
-        return scores.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    total = scores.new_zeros((), dtype=torch.float32)
+    """The scores of targets ``(rows, 1)`` in full precision, each from the band that it is in."""
+    total = torch.zeros_like(target, dtype=torch.float32)
     for column, band in zip(columns, bands, strict=True):
         inside = (target >= column.start) & (target < column.stop)
-        local = torch.where(inside, target - column.start, -1).unsqueeze(-1)
-        total = total + kernels.products.scores("auto", *band, local).squeeze(-1)
+        local = torch.where(inside, target - column.start, -1)
+        total = total + kernels.products.scores("auto", *band, local)
     return total
 
 
@@ -538,10 +437,9 @@ def _product(gradient: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
 def _shared_memory(
     rows: Sequence[Tensor], weights: Sequence[Tensor], chunk_rows: int | str
 ) -> Tensor | None:
-    """For the scores of all softmaxes, one after the other; None where they need chunks or tiles.
+    """For the scores of one softmax after the other, on a CPU in full precision, else None.
 
-    On a CPU, in full precision: fresh memory for each of the small softmaxes would cost more than
-    the product that fills it.
+    Fresh memory for each of the small softmaxes would cost more than the product that fills it.
     """
     if rows[0].device.type != "cpu" or rows[0].itemsize < 4:
         return None
@@ -574,13 +472,9 @@ def softmax(problem: Problem, chunk_rows: int | str, memory: Tensor | None, in_o
         "auto", scores, target, scores.gather(-1, target.unsqueeze(-1)).squeeze(-1),
         row_scale if wanted.any else None, None, *PLAIN, False,
     )  # fmt: skip
-    return Made(
-        loss,
-        (),
-        torch.mm(scores, weight) if wanted.hidden else None,
-        torch.mm(scores.t(), hidden) if wanted.weight else None,
-        scores.sum(0) if wanted.bias else None,
-    )
+    of_hidden = torch.mm(scores, weight) if wanted.hidden else None
+    of_weight = torch.mm(scores.t(), hidden) if wanted.weight else None
+    return Made(loss, (), of_hidden, of_weight, scores.sum(0) if wanted.bias else None)
 
 
 def softmax_in_chunks(problem: Problem, chunk_rows: int | str, more: int = 0) -> Made:
@@ -588,26 +482,20 @@ def softmax_in_chunks(problem: Problem, chunk_rows: int | str, more: int = 0) ->
 
     No row counts them: their scores are 0, and stay so where those of the others become gradients.
     """
-    n_classes = problem.weight.shape[0]
+    n_classes, plain = problem.weight.shape[0], cross_entropy_rows(None, *PLAIN)
     rows = rows_at_a_time(chunk_rows, problem.hidden, n_classes + more)
     if not more:
         made = tiles_or_slabs(problem, PLAIN, chunk_rows, rows)
-        return run_chunks(cross_entropy_rows(None, *PLAIN), problem, rows) if made is None else made
+        return run_chunks(plain, problem, rows) if made is None else made
 
     def row_loss(scores: Tensor, chunk: Chunk) -> RowResult:
-        loss, *_ = kernels.softmax_rows.forward_(
-            "auto", scores[:, :n_classes], chunk.target, chunk.target_scores, chunk.row_scale,
-            None, *PLAIN, False,
-        )  # fmt: skip
-        return RowResult(loss, None if chunk.row_scale is None else scores)
+        result = plain(scores[:, :n_classes], chunk)
+        return RowResult(result.loss, None if result.gradient is None else scores)
 
     bias = None if problem.bias is None else pad(problem.bias, (0, more))
     problem = problem._replace(weight=pad(problem.weight, (0, 0, 0, more)), bias=bias)
-    loss, _, of_hidden, of_weight, of_bias = run_chunks(row_loss, problem, rows)
-    return Made(
-        loss,
-        (),
-        of_hidden,
-        None if of_weight is None else of_weight[:n_classes],
-        None if of_bias is None else of_bias[:n_classes],
+    made = run_chunks(row_loss, problem, rows)
+    return made._replace(
+        weight=None if made.weight is None else made.weight[:n_classes],
+        bias=None if made.bias is None else made.bias[:n_classes],
     )

@@ -212,13 +212,9 @@ class _PathEngine(Engine):
         return False
 
     def compute(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,  # noqa: ARG002 - nothing is recomputed
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
+        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str, wanted: Sequence[bool],
+    ) -> Result:  # fmt: skip
         ignore_index, longest = options[:2]
         to_nodes = wanted[1] or wanted[2]
         with without_autocast(operands[0]):
@@ -229,13 +225,9 @@ class _PathEngine(Engine):
         return Result(loss, (rows, slopes, order, counted))
 
     def fake(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,  # noqa: ARG002
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
+        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str, wanted: Sequence[bool],
+    ) -> Result:  # fmt: skip
         hidden, target = operands[0], operands[3]
         dtype, (n, d) = accumulation_dtype(hidden.dtype), hidden.shape
         m = n if wanted[1] or wanted[2] else 0
@@ -246,13 +238,9 @@ class _PathEngine(Engine):
         return Result(loss, (rows, slopes, target.new_empty(m), counted))
 
     def finish(
-        self,
-        operands: Operands,
-        pieces: Sequence[Tensor | None],
-        factor: Any,
-        options: tuple[Any, ...],
+        self, operands: Operands, pieces: Sequence[Any], factor: Any, options: tuple[Any, ...],
         reusable: bool,
-    ) -> list[Tensor | None]:
+    ) -> list[Tensor | None]:  # fmt: skip
         hidden, _, _, target, _, path_start, path_edge = operands
         ignore_index, _, (to_hidden, to_weight, to_bias), dtype, n_nodes, room = options
         rows, slopes, order, counted = pieces
@@ -261,7 +249,7 @@ class _PathEngine(Engine):
         if by_row and ignore_index is not None:
             factor = torch.where(target == ignore_index, 0.0, factor)
         of_hidden = weight = bias = None
-        if to_hidden and rows is not None:
+        if to_hidden:
             scale = factor.unsqueeze(-1) if by_row else factor
             if rows.dtype != hidden.dtype:
                 of_hidden = rows.new_empty(rows.shape, dtype=hidden.dtype)
@@ -344,13 +332,9 @@ class _GroupEngine(Engine):
         return False
 
     def compute(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,  # noqa: ARG002
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],  # noqa: ARG002
-    ) -> Result:
+        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str, wanted: Sequence[bool],  # noqa: ARG002
+    ) -> Result:  # fmt: skip
         from lastlayer.kernels.node_groups import triton as kernel
 
         rows, weight, bias, node, position, row_start, target, *paths = operands
@@ -369,13 +353,9 @@ class _GroupEngine(Engine):
         return Result(made, (counted, position, kept.scores, kept.lse, *kept.plan))
 
     def fake(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,  # noqa: ARG002
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],  # noqa: ARG002
-    ) -> Result:
+        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str, wanted: Sequence[bool],  # noqa: ARG002
+    ) -> Result:  # fmt: skip
         rows, _, _, node, _, row_start, target, *_ = operands
         sizes, longest = options[:2]
         n, path = rows.shape[0], longest if node is None else node.shape[1]
@@ -396,13 +376,9 @@ class _GroupEngine(Engine):
         ))  # fmt: skip
 
     def finish(
-        self,
-        operands: Operands,
-        pieces: Sequence[Any],
-        factor: Any,
-        options: tuple[Any, ...],
+        self, operands: Operands, pieces: Sequence[Any], factor: Any, options: tuple[Any, ...],
         reusable: bool,  # noqa: ARG002
-    ) -> list[Tensor | None]:
+    ) -> list[Tensor | None]:  # fmt: skip
         (rows, weight), (counted, *kept) = operands[:2], pieces
         needed, sparse = options[-2:]
         sparse = sparse and not torch.compiler.is_compiling() and host_sync_allowed(rows)
@@ -474,13 +450,9 @@ class _OneByOneEngine(Engine):
     instead = _GroupEngine.instead
 
     def compute(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,  # noqa: ARG002
-        wanted: Sequence[bool],
-    ) -> Result:
+        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],
+        reduction: str, wanted: Sequence[bool],  # noqa: ARG002
+    ) -> Result:  # fmt: skip
         rows, weight, bias, node, position, row_start = operands
         of_row, position = torch.arange(len(rows), device=rows.device), position.reshape(-1)
         of_row = of_row.repeat_interleave(node.shape[1])
@@ -514,13 +486,9 @@ class _OneByOneEngine(Engine):
         return Result(made, (of_rows, of_weight, of_bias, at if options[1] else None))
 
     def fake(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],  # noqa: ARG002
-        reduction: str,  # noqa: ARG002
-        wanted: Sequence[bool],
-    ) -> Result:
+        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
+        reduction: str, wanted: Sequence[bool],  # noqa: ARG002
+    ) -> Result:  # fmt: skip
         rows, weight, bias, node, *_ = operands
         made = rows.new_empty(node.shape)
         if upstream is None:
@@ -530,13 +498,9 @@ class _OneByOneEngine(Engine):
         return Result(made, (torch.empty_like(rows), of_weight, of_bias, None))
 
     def finish(
-        self,
-        operands: Operands,
-        pieces: Sequence[Any],
-        factor: Tensor | None,  # noqa: ARG002 - backward recomputes, with the upstream gradient
-        options: tuple[Any, ...],
-        reusable: bool,  # noqa: ARG002
-    ) -> list[Tensor | None]:
+        self, operands: Operands, pieces: Sequence[Any], factor: Any,  # noqa: ARG002
+        options: tuple[Any, ...], reusable: bool,  # noqa: ARG002
+    ) -> list[Tensor | None]:  # fmt: skip
         *made, touched = pieces
         needed, sparse = options
         return _as_needed(made, touched if sparse else None, operands[1].shape, needed)

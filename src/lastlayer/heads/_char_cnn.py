@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn import Embedding, Linear, Module, ModuleList
 from torch.nn.functional import embedding_bag
 from torch.utils.checkpoint import checkpoint
 
 from lastlayer._checks import check_int
+from lastlayer.fused.recompute import in_chunks
 
 # The bytes of UTF-8, the marks of a word, and what a window sees after the end of a word.
 BEGIN, END, AFTER = 256, 257, 258
@@ -206,17 +208,33 @@ class CharCNN(Module):
         bound = 3.0 / math.sqrt(self.features * self.project.out_features)
         torch.nn.init.uniform_(self.project.weight, -bound, bound)
 
-    def forward(self, chunks: Sequence[Words]) -> Tensor:
+    def vectors(self, chunks: Sequence[Words]) -> Tensor:
+        """Those of all chunks; of more than one, backward computes each of them again."""
         if len(chunks) == 1:
-            return self._vectors(chunks[0])
+            return self(chunks[0])  # type: ignore[no-any-return]
         if not torch.is_grad_enabled():
-            return torch.cat([self._vectors(words) for words in chunks])
-        return torch.cat([
-            checkpoint(self._vectors, words, use_reentrant=False, preserve_rng_state=False)
-            for words in chunks
-        ])  # fmt: skip
+            return torch.cat([self(words) for words in chunks])
+        if torch.compiler.is_compiling():
+            # A compiler sees no change in place; it only has to be told to recompute.
+            return torch.cat([
+                checkpoint(self, words, use_reentrant=False, preserve_rng_state=False)
+                for words in chunks
+            ])  # fmt: skip
+        names, parameters = zip(*self.named_parameters(), strict=True)
+        device = chunks[0].starts.device.type
+        dtype, autocast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
-    def _vectors(self, words: Words) -> Tensor:
+        def of_chunk(number: Tensor, *values: Tensor) -> Tensor:
+            given = dict(zip(names, values, strict=True))
+            with torch.autocast(device, dtype, enabled=autocast):
+                made: Tensor = functional_call(self, given, (chunks[int(number)],))
+            return made
+
+        # One row per chunk.
+        parts = [slice(i, i + 1) for i in range(len(chunks))]
+        return in_chunks(of_chunk, torch.arange(len(chunks)), (), parameters, parts)
+
+    def forward(self, words: Words) -> Tensor:
         features = self._largest(words).relu()
         for layer in self.highway:
             features = layer(features)

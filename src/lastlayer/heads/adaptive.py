@@ -11,10 +11,11 @@ from torch.nn import Parameter, ParameterList
 from torch.nn.functional import embedding, linear
 
 from lastlayer._checks import as_counts, check_generator, check_ids, check_int
-from lastlayer._torch import in_autocast_dtype, in_dtype, without_autocast
-from lastlayer.fused.budget import row_chunks
-from lastlayer.fused.clusters import cluster_loss
-from lastlayer.fused.products import wide_scores
+from lastlayer._torch import accumulation_dtype, in_autocast_dtype, in_dtype, without_autocast
+from lastlayer.fused.clusters import CLUSTERS, group_loss
+from lastlayer.fused.cross_entropy import linear_cross_entropy
+from lastlayer.fused.function import RowScale
+from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads._adaptive_topk import best_classes, rows_where
 from lastlayer.heads._ranked import RankedHead
 from lastlayer.heads.base import TopK, checked_draws, draw_classes, log_softmax
@@ -143,7 +144,7 @@ class AdaptiveSoftmax(RankedHead):
         )  # fmt: skip
         self.div_value, self.min_width = div_value, min_width
         # The first and the last place of each cluster.
-        self._clusters = self._groups[1:]
+        self._clusters, self._starts = self._groups[1:], tuple(starts)
         self._n_top = self._groups[0][1]
         widths = tail_widths(in_features, len(starts), div_value, min_width)
 
@@ -167,7 +168,7 @@ class AdaptiveSoftmax(RankedHead):
         """
         self._fill_order()
         if not self.cutoffs.is_meta:
-            self.cutoffs.copy_(torch.tensor([start for start, _ in self._clusters]))
+            self.cutoffs.copy_(torch.tensor(self._starts))
         for weight in (self.head_weight, *self.projections, *self.tails):
             bound = 1.0 / math.sqrt(weight.shape[1])
             torch.nn.init.uniform_(weight, -bound, bound)
@@ -199,12 +200,49 @@ class AdaptiveSoftmax(RankedHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets, smoothed where asked for."""
         self._check_hidden(hidden)
-        return cluster_loss(
-            hidden, self._check_target(hidden, target), self.places, self.head_weight,
-            self.head_bias, list(zip(self.projections, self.tails, strict=True)),
-            ignore_index=self.ignore_index, reduction=self.reduction,
-            label_smoothing=self.label_smoothing, chunk_rows=self.chunk_rows,
+        target = self._check_target(hidden, target)
+        options = self._starts, self.ignore_index, self.chunk_rows
+        loss = group_loss(
+            CLUSTERS, hidden, target, self.places, self.head_bias, self._weights(), options,
+            self.reduction,
         )  # fmt: skip
+        if not self.label_smoothing:
+            return loss
+        spread = self._spread_loss(hidden, target)
+        return (1.0 - self.label_smoothing) * loss + self.label_smoothing * spread
+
+    def _weights(self) -> list[Tensor]:
+        """That of the top; of each cluster the projection and the class vectors."""
+        pairs = zip(self.projections, self.tails, strict=True)
+        return [self.head_weight, *(each for pair in pairs for each in pair)]
+
+    def _spread_loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """Minus the mean log-probability of all classes, reduced: all clusters on all rows."""
+        ids, n = torch.zeros_like(target), target.numel()
+        # The column of a cluster counts once for each of its classes.
+        times = hidden.new_ones(self.head_weight.shape[0], dtype=accumulation_dtype(hidden.dtype))
+        for i, (first, last) in enumerate(self._clusters, self._n_top):
+            times[i] = last - first
+        counted = None
+        if self.ignore_index is not None:
+            counts = target != self.ignore_index
+            ids, counted = torch.where(counts, ids, -1), counts.reshape(-1).to(times.dtype)
+            # A NaN in a row that does not count would reach the gradient of a projection.
+            hidden = torch.where(counts.unsqueeze(-1), hidden, 0.0)
+        share = RowScale.of(counted, self.reduction, n).factors(hidden, n) / self.n_classes
+        share = share.reshape(target.shape)
+
+        def spread(rows: Tensor, vectors: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
+            return linear_cross_entropy(
+                rows, vectors, ids, bias, ignore_index=None if counted is None else -1,
+                reduction="none" if self.reduction == "none" else "sum", label_smoothing=1.0,
+                row_weight=share * vectors.shape[0], chunk_rows=self.chunk_rows, **more,
+            )  # fmt: skip
+
+        total = spread(hidden, self.head_weight, self.head_bias, class_weight=times)
+        for projection, vectors in zip(self.projections, self.tails, strict=True):
+            total = total + spread(linear(hidden, projection), vectors, None)
+        return total
 
     def embedding(self) -> "AdaptiveEmbedding":
         """An input layer whose vectors are the class vectors of this head (tied embeddings).
@@ -214,11 +252,8 @@ class AdaptiveSoftmax(RankedHead):
         return AdaptiveEmbedding(self)
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        pairs = [each for pair in zip(self.projections, self.tails, strict=True) for each in pair]
-        return tuple(
-            None if each is None else in_dtype(each, dtype)
-            for each in (self.head_bias, self.head_weight, *pairs)
-        )
+        bias = None if self.head_bias is None else in_dtype(self.head_bias, dtype)
+        return bias, *(in_dtype(weight, dtype) for weight in self._weights())
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         bias, *weights = tensors
@@ -321,14 +356,13 @@ class AdaptiveSoftmax(RankedHead):
 
     def _check_state(self) -> None:
         super()._check_state()
-        starts = [first for first, _ in self._clusters]
-        if not self.cutoffs.is_meta and self.cutoffs.tolist() != starts:
-            raise ValueError(f"cutoffs: expected {starts}, got {self.cutoffs.tolist()}")
+        if not self.cutoffs.is_meta and self.cutoffs.tolist() != [*self._starts]:
+            raise ValueError(f"cutoffs: expected {[*self._starts]}, got {self.cutoffs.tolist()}")
 
     def config(self) -> dict[str, Any]:
         return {
             **super().config(),
-            "cutoffs": [start for start, _ in self._clusters],
+            "cutoffs": [*self._starts],
             "div_value": self.div_value,
             "min_width": self.min_width,
             "head_bias": self.head_bias is not None,

@@ -1,8 +1,8 @@
 """The softmax over words whose vectors are made from their spellings, exact."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import Linear, ModuleList, Parameter
 
 from lastlayer._checks import check_chunk, check_int
-from lastlayer._torch import autocast_dtype, in_dtype, is_functorch_wrapped
+from lastlayer._torch import autocast_dtype, host_sync_allowed, in_dtype, is_functorch_wrapped
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
-from lastlayer.fused.products import wide_scores
+from lastlayer.fused.scores import wide_scores
 from lastlayer.heads._char_cnn import CharCNN, Words, check_filters, check_spellings
-from lastlayer.heads.base import ScoredHead, TopK, log_frequencies, log_softmax
+from lastlayer.heads.base import ScoredHead, log_frequencies, log_softmax
 from lastlayer.heads.recipes import Recipe
 
 FILTERS = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256))
@@ -37,8 +37,8 @@ class CharCNNSoftmax(ScoredHead):
 
     Cost: that of :class:`FullSoftmax`, and each training step computes the vectors of all classes
     and their gradients, however few rows there are: some 4 million multiplications per class with
-    the default filters. In eval mode vectors are kept, see :meth:`class_vectors`. Backward keeps
-    about 1 GB of activations; beyond that they are computed again, chunk by chunk.
+    the default filters. Where no gradient is recorded, vectors are kept until a parameter changes.
+    Backward keeps about 1 GB of activations; beyond that they are computed again, chunk by chunk.
 
     Args:
         in_features: size of the hidden state.
@@ -131,9 +131,10 @@ class CharCNNSoftmax(ScoredHead):
         rows = torch.empty(self.n_classes, correction, **made) if correction else None
         self.register_parameter("corrections", None if rows is None else Parameter(rows))
         self.correct = Linear(correction, in_features, bias=False, **made) if correction else None
-        # What the kept vectors were made of, its parameters, and the vectors.
-        self._kept: tuple[Any, list[Parameter], Tensor] | None = None
-        self._may_keep, self._holding = False, False
+        # What the kept vectors were made of, its parameters, their values, and the vectors.
+        self._kept: tuple[Any, list[Tensor], list[Tensor] | None, Tensor] | None = None
+        # Whether a gradient was recorded since train() or eval() was called.
+        self._recorded = False
         self.words = ModuleList()
         self.register_load_state_dict_post_hook(_spell_again)
         self.reset_parameters()
@@ -184,12 +185,12 @@ class CharCNNSoftmax(ScoredHead):
         They are in the dtype of the head, or of autocast where it is on, and differentiable, so
         every fused loss can be trained on them. Call it once per step. Do not write to them.
 
-        In eval mode, where no gradient is recorded, the vectors of the last call are returned
-        again until a parameter changes. They are kept only between ``eval()`` and the next call
-        that records a gradient, and only while no parameter has a ``grad``: what a fused
-        optimiser writes leaves no trace in torch, and without gradients no optimiser writes. After
-        a change that torch does not see, such as one through ``parameter.data`` or by another
-        process, call ``eval()`` again.
+        Where no gradient is recorded, the vectors of the last call are returned again until a
+        parameter changes. Torch tells of what is written in place or replaced, but not of what a
+        fused optimiser writes. So the values of all parameters are compared as well, which waits
+        for a GPU, unless no optimiser can have written: in eval mode, where no gradient was
+        recorded since ``eval()`` and no parameter has a ``grad``. There what is written through
+        ``parameter.data`` or by another process is not seen; call ``eval()`` again.
 
         Example:
             >>> import torch
@@ -201,52 +202,35 @@ class CharCNNSoftmax(ScoredHead):
         """
         if torch.compiler.is_compiling():
             return self._made_vectors()
-        parameters = list(self.parameters())
+        parameters: list[Tensor] = [each for each in self.parameters() if each is not self.bias]
         if torch.is_grad_enabled() and any(each.requires_grad for each in parameters):
-            self._kept, self._may_keep = None, False
+            self._kept, self._recorded = None, True
             return self._made_vectors()
-        keeps = self._holding or self._keeps_vectors()
-        if not keeps or any(map(_has_no_version, parameters)):
-            self._kept = None
+        if any(map(_has_no_version, parameters)) or not host_sync_allowed(parameters[0]):
             return self._made_vectors()
+        settled = not (self.training or self._recorded) and all(
+            each.is_leaf and each.grad is None for each in parameters
+        )
         # The version counts what is written in place, the pointer tells what is put in its place.
         state = [(each._version, each.data_ptr(), each.dtype, each.device) for each in parameters]
         now = autocast_dtype(parameters[0]), torch.is_inference_mode_enabled(), state
         if self._kept is not None:
-            made_of, before, vectors = self._kept
+            made_of, before, values, vectors = self._kept
             # The very same parameters: that they are held here keeps their addresses from others.
-            if now == made_of and all(a is b for a, b in zip(before, parameters, strict=True)):
+            same = now == made_of and all(map(operator.is_, before, parameters))
+            if same and (settled if values is None else all(map(torch.equal, values, parameters))):
                 return vectors
         vectors = self._made_vectors()
-        self._kept = now, parameters, vectors
+        values = None if settled else [each.detach().clone() for each in parameters]
+        self._kept = now, parameters, values, vectors
         return vectors
 
     def _made_vectors(self) -> Tensor:
-        vectors: Tensor = self.cnn(cast("list[Words]", list(self.words)))
+        vectors: Tensor = self.cnn.vectors(cast("list[Words]", list(self.words)))
         if self.corrections is None or self.correct is None:
             return vectors
         corrected: Tensor = vectors + self.correct(self.corrections)
         return corrected
-
-    @contextmanager
-    def _held_vectors(self) -> Iterator[None]:
-        """Keeps the vectors for one call in any mode: all its chunks need the same ones."""
-        kept = self._kept if self._keeps_vectors() else None
-        outer, self._kept, self._holding = self._holding, kept, True
-        try:
-            yield
-        finally:
-            self._holding = outer
-            if not self._keeps_vectors():
-                self._kept = None
-
-    def _keeps_vectors(self) -> bool:
-        """Whether nothing can change a parameter without a trace, as fused optimisers do."""
-        return (
-            self._may_keep
-            and not self.training
-            and all(each.is_leaf and each.grad is None for each in self.parameters())
-        )
 
     # Not in inference mode, whose tensors could never be trained.
     @torch.inference_mode(mode=False)
@@ -296,18 +280,8 @@ class CharCNNSoftmax(ScoredHead):
         log_probs = log_softmax(wide_scores(rows, *tensors))
         return log_probs if chosen is None else log_probs.gather(-1, chosen)
 
-    def topk(self, hidden: Tensor, k: int) -> TopK:
-        with self._held_vectors():
-            return super().topk(hidden, k)
-
-    def sample(
-        self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
-    ) -> Tensor:
-        with self._held_vectors():
-            return super().sample(hidden, n_samples, generator=generator)
-
     def train(self, mode: bool = True) -> Self:
-        self._kept, self._may_keep = None, not mode
+        self._kept, self._recorded = None, False
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:

@@ -13,8 +13,8 @@ from torch.nn.functional import linear
 
 from lastlayer._checks import check_choice, check_int
 from lastlayer._torch import in_autocast_dtype, in_dtype
-from lastlayer.fused.clusters import band_loss
-from lastlayer.fused.products import wide_scores
+from lastlayer.fused.clusters import BANDS, group_loss
+from lastlayer.fused.scores import wide_scores
 from lastlayer.heads._ranked import RankedHead
 from lastlayer.heads.base import log_softmax
 from lastlayer.heads.layout import VARIANTS, bands_from_counts
@@ -175,11 +175,10 @@ class DifferentiatedSoftmax(RankedHead):
                 # A NaN in a row that does not count would reach the gradient of the projection.
                 seen = torch.where((target == self.ignore_index).unsqueeze(-1), 0.0, seen)
             seen = linear(seen, in_dtype(self.projection, seen.dtype))
-        return band_loss(
-            seen, target, self.places, list(self.weights), self.bias,
-            ignore_index=self.ignore_index, reduction=self.reduction,
-            label_smoothing=self.label_smoothing, chunk_rows=self.chunk_rows,
-        )  # fmt: skip
+        options = float(self.label_smoothing), self.ignore_index, self.chunk_rows
+        return group_loss(
+            BANDS, seen, target, self.places, self.bias, list(self.weights), options, self.reduction
+        )
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         return tuple(

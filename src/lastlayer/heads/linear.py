@@ -9,11 +9,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lastlayer._checks import check_alpha_number, check_chunk, check_class_weight, check_k
-from lastlayer._torch import in_autocast_dtype, in_dtype
-from lastlayer.fused.budget import row_chunks
+from lastlayer._torch import in_dtype
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
-from lastlayer.fused.products import wide_scores
-from lastlayer.fused.recompute import in_chunks
+from lastlayer.fused.scores import wide_scores
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
 from lastlayer.heads.base import (
     TOP_COPIES,
@@ -178,22 +176,6 @@ class LinearHead(ScoredHead):
     def _log_probs(self, scores: Tensor) -> Tensor:
         """The log of the map of scores ``(rows, n_classes)``, differentiable."""
         return log_softmax(scores)
-
-    # Names of before, until their last callers are gone.
-    def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        rows = in_autocast_dtype(hidden.reshape(-1, self.in_features))
-        weight, bias = self._score_tensors(rows.dtype)
-        if weight is None:
-            raise RuntimeError("weight: expected class vectors")
-        return rows, weight, bias
-
-    def _chunks(self, rows: Tensor) -> list[slice]:
-        return list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
-
-    def _filled_in_chunks(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor | None
-    ) -> Tensor:
-        return in_chunks(self._rows_log_prob, rows, [chosen], (weight, bias), self._chunks(rows))
 
     def _loss_options(self) -> dict[str, Any]:
         """What the fused losses take beside hidden, weight, target and bias."""

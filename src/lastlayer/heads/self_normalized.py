@@ -16,9 +16,9 @@ from lastlayer._torch import (
     is_eager,
 )
 from lastlayer.fused import linear_cross_entropy, linear_statistics
-from lastlayer.heads._recomputed import Steps
 from lastlayer.heads.linear import LinearHead, LinearOptions
 from lastlayer.heads.recipes import Recipe
+from lastlayer.heads.rng import RngSteps
 from lastlayer.kernels.rng import words
 
 
@@ -159,7 +159,7 @@ class SelfNormalized(LinearHead):
         device = None if self.weight.device.type == "meta" else self.weight.device
         # Seed and step: a resumed run draws the rows that the first one would have drawn.
         self.register_buffer("rng_counter", torch.tensor([self.seed, 0], device=device))
-        self._steps = Steps()
+        self._steps = RngSteps()
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """In training mode the loss above; in eval mode the exact cross entropy."""
@@ -222,8 +222,9 @@ class SelfNormalized(LinearHead):
         """Rows in even distances from a random start: each is among them equally often."""
         n = ids.shape[0]
         size = math.ceil(self.fraction * n)
-        word: Tensor = words("auto", self._steps.counter(self.rng_counter).clone(), 1)[0, 0]
-        if not self._steps.is_recomputed():
+        rng_counter, counts = self._steps.counter(self.rng_counter)
+        word: Tensor = words("auto", rng_counter.clone(), 1)[0, 0]
+        if counts:
             self.rng_counter[1:].add_(1)
         start = word.double() * 2.0**-32
         places = (torch.arange(size, device=ids.device) + start) * (n / max(1, size))

@@ -15,7 +15,6 @@ from torch.nn import Module
 
 from lastlayer.heads import Head
 from lastlayer.heads.recipes import ClassData, Recipe, registered
-from lastlayer.lab._catalogue import REST
 from lastlayer.lab._importing import import_from_here
 from lastlayer.lab._values import parse_value, type_words
 from lastlayer.lab.errors import SpecError
@@ -45,10 +44,9 @@ class Family:
 
 def catalogue() -> dict[str, Family]:
     """Every family of heads that the lab can compare, by name."""
-    rest = {recipe.name: (cls, recipe) for cls, recipe in REST}
-    found = {**registered(), **rest}
-    order = sorted(found.items(), key=lambda item: item[1][1].rank)
-    return {name: Family(cls, recipe, (recipe.task,)) for name, (cls, recipe) in order}
+    return {
+        name: Family(cls, recipe, (recipe.task,)) for name, (cls, recipe) in registered().items()
+    }
 
 
 def defaults_for(task: str) -> list[str]:

@@ -52,7 +52,7 @@ def check_gather(gather: Any, process_group: Any) -> None:
 
 
 def shares(rows: Tensor, gather: bool | str, group: Any) -> Shares:
-    """How many rows each process has; exchanging that waits for the device, unless they are even."""
+    """How many rows each process has; asking the others waits for the device."""
     processes, rank = dist.get_world_size(group), dist.get_rank(group)
     n = rows.shape[0]
     if gather == "even":

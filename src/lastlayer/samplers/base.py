@@ -2,34 +2,54 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from lastlayer.samplers._checks import check_ids, check_number
-from lastlayer.samplers._counters import as_counter
-from lastlayer.samplers._drawn import Drawn, Sampled
-from lastlayer.samplers._inclusion import METHODS, Inclusion
+from lastlayer._checks import check_choice, check_ids, check_int
+from lastlayer.samplers.counters import as_rng_counter
+from lastlayer.samplers.unique import METHODS, Inclusion
 
-Counter = tuple[int, int] | Tensor
+MOST_CLASSES = 2**31
+RngCounter = tuple[int, int] | Tensor
+
+
+class Sampled(NamedTuple):
+    """Draws with replacement."""
+
+    ids: Tensor
+    """Class ids, int64."""
+    log_prob: Tensor
+    """The log-probability of each, of the same shape."""
+
+
+class Drawn(NamedTuple):
+    """Draws without replacement."""
+
+    ids: Tensor
+    """Different class ids, int64 ``(n,)``."""
+    log_expected: Tensor
+    """The log-probability that a class is among them: how often it is expected."""
 
 
 class Sampler(torch.nn.Module, ABC):
-    """A distribution over the classes that negatives are drawn from.
+    """A distribution over the classes, from which negatives are drawn.
 
-    What :meth:`log_prob` says is what :meth:`sample` draws with. A sampler of your own defines
-    ``_draw(n, counter, context)``, which gives ids int64 ``(n,)``, or ``(rows, n)`` where it looks
-    at a context, and ``_log_prob(ids, context)`` in float64; arguments are checked before.
-    :func:`lastlayer.testing.check_sampler` checks that they fit together.
+    :meth:`sample` draws exactly with the probabilities of :meth:`log_prob`. A sampler of your own
+    defines ``_draw(n, rng_counter, context)``, which gives ids int64 ``(n,)``, or ``(rows, n)``
+    with a context, and ``_log_prob(ids, context)`` in float64; arguments are checked before. Where
+    its constructor takes more than ``n_classes`` it defines :meth:`config`, and where that has
+    arrays, which are part of the state, ``_saved_config`` and :meth:`from_config` as well.
+    :func:`lastlayer.testing.check_sampler` checks that all of it fits together.
 
-    Chance comes from a counter ``(seed, step)``: the same counter gives the same draws on a CPU, on
-    a GPU, in a backward pass and in a resumed run, and without a context the first draws do not
-    depend on how many are asked for. Without a counter, seed and step are taken from ``generator``
-    or from torch.
+    Draws follow from an RNG counter ``(seed, step)``: the same one gives the same draws on a CPU,
+    on a GPU, in a backward pass and in a resumed run, and without a context the first draws do not
+    depend on how many are asked for. Without a counter, seed and step are drawn from ``generator``
+    or from torch's own.
 
     Args:
-        n_classes: how many classes there are.
+        n_classes: number of classes, at most 2^31.
     """
 
     needs_context: bool = False
@@ -37,7 +57,7 @@ class Sampler(torch.nn.Module, ABC):
 
     def __init__(self, n_classes: int) -> None:
         super().__init__()
-        self.n_classes = check_number("n_classes", n_classes)
+        self.n_classes = check_int("n_classes", n_classes, most=MOST_CLASSES)
         # Says where the sampler is, also where it has nothing to keep.
         self.register_buffer("_here", torch.empty(0), persistent=False)
 
@@ -48,8 +68,8 @@ class Sampler(torch.nn.Module, ABC):
         return here.device
 
     @abstractmethod
-    def _draw(self, n: int, counter: Tensor, context: Tensor | None, /) -> Tensor:
-        """``n`` ids a context from the bits of ``counter``, int64 ``(2,)``."""
+    def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None, /) -> Tensor:
+        """``n`` ids per context from the bits of ``rng_counter``, int64 ``(2,)``."""
 
     @abstractmethod
     def _log_prob(self, ids: Tensor, context: Tensor | None, /) -> Tensor:
@@ -62,23 +82,22 @@ class Sampler(torch.nn.Module, ABC):
         *,
         context: Tensor | None = None,
         generator: torch.Generator | None = None,
-        counter: Counter | None = None,
+        rng_counter: RngCounter | None = None,
     ) -> Tensor:
         """Independent draws with replacement.
 
         Args:
-            n: how many.
+            n: number of draws, per context where there is one.
             context: what came before, for a sampler that ``needs_context``.
-            generator: where chance comes from, on the device of the sampler; torch's own
-                otherwise.
-            counter: instead of that, seed and step: two ints, or int64 ``(2,)`` on the device of
-                the sampler, which nothing has to wait for.
+            generator: source of randomness, on the device of the sampler; torch's own otherwise.
+            rng_counter: instead of that, seed and step: two ints, or int64 ``(2,)`` on the device
+                of the sampler, which nothing waits for.
 
         Returns:
             Class ids, int64 ``(n,)``; with a context ``(rows, n)``.
         """
-        n, counter = self._checked(n, context, generator, counter)
-        return self._draw(n, counter, context)
+        n, context, rng_counter = self._checked(n, context, generator, rng_counter)
+        return self._draw(n, rng_counter, context)
 
     @torch.no_grad()
     def sample_with_log_prob(
@@ -87,14 +106,14 @@ class Sampler(torch.nn.Module, ABC):
         *,
         context: Tensor | None = None,
         generator: torch.Generator | None = None,
-        counter: Counter | None = None,
+        rng_counter: RngCounter | None = None,
     ) -> Sampled:
         """What :meth:`sample` draws, and the log-probability of each draw in float32."""
-        n, counter = self._checked(n, context, generator, counter)
-        return self._draw_both(n, counter, context)
+        n, context, rng_counter = self._checked(n, context, generator, rng_counter)
+        return self._draw_both(n, rng_counter, context)
 
-    def _draw_both(self, n: int, counter: Tensor, context: Tensor | None, /) -> Sampled:
-        ids = self._draw(n, counter, context)
+    def _draw_both(self, n: int, rng_counter: Tensor, context: Tensor | None, /) -> Sampled:
+        ids = self._draw(n, rng_counter, context)
         return Sampled(ids, self._log_prob(ids, context).float())
 
     @torch.no_grad()
@@ -108,13 +127,12 @@ class Sampler(torch.nn.Module, ABC):
         """The log-probability of classes, exactly that with which they are drawn.
 
         Args:
-            ids: class ids, int64, of any shape; with a context ``(rows, n)`` or ``(rows,)``.
+            ids: class ids of any shape; with a context ``(rows, n)`` or ``(rows,)``.
             context: what came before, for a sampler that ``needs_context``.
             dtype: of the result; it is computed in float64.
         """
-        self._check_context(context)
-        check_ids(self, "ids", ids)
-        return self._log_prob(ids, context).to(dtype)
+        context = self._check_context(context)
+        return self._log_prob(self._check_ids("ids", ids), context).to(dtype)
 
     @torch.no_grad()
     def log_complement(
@@ -127,13 +145,12 @@ class Sampler(torch.nn.Module, ABC):
         """log(1 − q(y)): the log-probability that a draw is not the target.
 
         Args:
-            target: class ids, int64, of any shape; a negative one is none, and has 0.
+            target: class ids of any shape; a negative one is none, and has 0.
             context: what came before, for a sampler that ``needs_context``.
             dtype: of the result; it is computed in float64.
         """
-        self._check_context(context)
-        check_ids(self, "target", target, least=None)
-        return self._log_complement(target, context, dtype)
+        context = self._check_context(context)
+        return self._log_complement(self._check_ids("target", target, True), context, dtype)
 
     def _log_complement(
         self, target: Tensor, context: Tensor | None, dtype: torch.dtype, /
@@ -154,7 +171,7 @@ class Sampler(torch.nn.Module, ABC):
         Returns:
             float32 ``(*batch, n)``, with -inf where an id is the target.
         """
-        check_ids(self, "target", target)
+        target = self._check_ids("target", target)
         others = self.log_complement(target, context, dtype=torch.float64)
         log_prob = self.log_prob(ids, context, dtype=torch.float64) - others[..., None]
         return log_prob.masked_fill_(ids == target[..., None], -math.inf).float()
@@ -166,7 +183,7 @@ class Sampler(torch.nn.Module, ABC):
         *,
         method: str = "fixed",
         generator: torch.Generator | None = None,
-        counter: Counter | None = None,
+        rng_counter: RngCounter | None = None,
     ) -> Drawn:
         """Draws without replacement: a class is among them with a probability that is known.
 
@@ -180,16 +197,15 @@ class Sampler(torch.nn.Module, ABC):
                 each class on its own, so that the number varies around n; it looks at all classes
                 and waits for a GPU.
             generator: as for :meth:`sample`.
-            counter: as for :meth:`sample`.
+            rng_counter: as for :meth:`sample`.
 
         Returns:
             The ids, and for each the logarithm of how often it is expected. In "fixed" they are in
             the order of the classes.
         """
-        if method not in METHODS:
-            raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
+        check_choice("method", method, METHODS)
         inclusion = self._inclusion_of(n)
-        ids = inclusion.draw(method, as_counter(counter, generator, self.device))
+        ids = inclusion.draw(method, as_rng_counter(rng_counter, generator, self.device))
         return Drawn(ids, inclusion.log_prob(ids))
 
     @torch.no_grad()
@@ -197,11 +213,10 @@ class Sampler(torch.nn.Module, ABC):
         """The log-probability that a class is among the draws of ``unique(n)``, in float32.
 
         Args:
-            ids: class ids, int64, of any shape.
-            n: how many different classes are drawn.
+            ids: class ids of any shape.
+            n: number of different classes that are drawn.
         """
-        check_ids(self, "ids", ids)
-        return self._inclusion_of(n).log_prob(ids)
+        return self._inclusion_of(n).log_prob(self._check_ids("ids", ids))
 
     def _inclusion_of(self, n: int) -> Inclusion:
         if self.needs_context:
@@ -209,41 +224,55 @@ class Sampler(torch.nn.Module, ABC):
                 f"unique: expected a sampler without context, got {type(self).__name__}, whose "
                 "draws are with replacement"
             )
-        n = check_number("n", n, most=self.n_classes)
+        n = check_int("n", n, most=self.n_classes)
         if self._inclusion is None or not self._inclusion.fits(n, self.device):
             everything = torch.arange(self.n_classes, device=self.device)
             self._inclusion = Inclusion(self._log_prob(everything, None).exp(), n)
         return self._inclusion
 
     def config(self) -> dict[str, Any]:
-        """The arguments that make such a sampler, as JSON can hold them; without its state."""
+        """The constructor's arguments: ``cls(**sampler.config())`` draws the same."""
         return {"n_classes": self.n_classes}
+
+    def _saved_config(self) -> dict[str, Any]:
+        """What of :meth:`config` goes into JSON: without arrays, which are part of the state."""
+        return self.config()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """A sampler from what :meth:`config` gave; its state is still to be loaded."""
+        """A sampler from what was saved of :meth:`config`; its state is still to be loaded."""
         return cls(**config)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.config().items())
+        return ", ".join(f"{name}={value!r}" for name, value in self._saved_config().items())
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._inclusion = None
         super()._load_from_state_dict(*args, **kwargs)
 
-    def _check_context(self, context: Any) -> None:
+    def _check_context(self, context: Any) -> Tensor | None:
+        """The context as :meth:`_draw` takes it."""
         if context is not None:
             raise ValueError(
                 f"context: expected None, since {type(self).__name__} does not look at it, "
                 f"got {type(context).__name__}"
             )
+        return None
+
+    def _check_ids(self, name: str, ids: Any, optional: bool = False) -> Tensor:
+        """Class ids of any shape as int64, on the device of the sampler; or -1 if ``optional``."""
+        some = optional and isinstance(ids, Tensor) and ids.dtype.is_signed
+        given, like = ids.clamp(min=0) if some else ids, self.get_buffer("_here")
+        known = check_ids(name, given, None, self.n_classes, like=like, of="the sampler")
+        return torch.where(ids < 0, -1, known) if some else known
 
     def _checked(
         self,
         n: int,
         context: Tensor | None,
         generator: torch.Generator | None,
-        counter: Counter | None,
-    ) -> tuple[int, Tensor]:
-        self._check_context(context)
-        return check_number("n", n), as_counter(counter, generator, self.device)
+        rng_counter: RngCounter | None,
+    ) -> tuple[int, Tensor | None, Tensor]:
+        context = self._check_context(context)
+        n = check_int("n", n, most=MOST_CLASSES)
+        return n, context, as_rng_counter(rng_counter, generator, self.device)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer.kernels.rng import integers
-from lastlayer.samplers._checks import as_counts, check_ids, check_real
+from lastlayer._checks import as_counts, check_positive, check_real
+from lastlayer.kernels import rng
 from lastlayer.samplers.base import Sampler
 
 
@@ -19,8 +19,8 @@ class InBatch(Sampler):
     fade. A class that was never seen counts as ``prior``, so that every target has a probability.
 
     Args:
-        n_classes: how many classes there are.
-        counts: what is known to begin with, one number a class, at least 0.
+        n_classes: number of classes.
+        counts: what is known to begin with, one number per class, at least 0.
         prior: added to every count; more than 0.
         decay: what an update leaves of older counts; 1 forgets nothing. Below 1 an update looks at
             all classes.
@@ -42,14 +42,11 @@ class InBatch(Sampler):
         self, n_classes: int, *, counts: Any = None, prior: float = 1.0, decay: float = 1.0
     ) -> None:
         super().__init__(n_classes)
-        self.prior = check_real("prior", prior, least=1e-12, most=1e12)
-        self.decay = check_real("decay", decay, least=0.0, most=1.0)
-        seen = torch.zeros(n_classes, dtype=torch.float64)
+        self.prior = check_positive("prior", prior)
+        self.decay = check_real("decay", decay, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0)
+        seen = torch.zeros(self.n_classes, dtype=torch.float64)
         if counts is not None:
-            known = as_counts(counts)
-            if len(known) != n_classes:
-                raise ValueError(f"counts: expected shape ({n_classes},), got {known.shape}")
-            seen = torch.from_numpy(known)
+            seen = torch.from_numpy(as_counts(counts, self.n_classes, kinds="iuf"))
         # Bits of float64 in integers: a module that is made float32 or bfloat16 leaves them alone.
         self.register_buffer("seen", seen.view(torch.int64))
         self.register_buffer("total", seen.sum().view(torch.int64))
@@ -59,9 +56,9 @@ class InBatch(Sampler):
         """Counts the targets of a batch.
 
         Args:
-            target: class ids, int64, of any shape.
+            target: class ids of any shape.
         """
-        check_ids(self, "target", target)
+        target = self._check_ids("target", target)
         seen, total = self.seen.view(torch.float64), self.get_buffer("total").view(torch.float64)
         if self.decay < 1.0:
             seen.mul_(self.decay)
@@ -69,24 +66,29 @@ class InBatch(Sampler):
         seen.index_add_(0, target.flatten(), seen.new_ones(target.numel()))
         total.add_(target.numel())
 
-    def _draw(self, n: int, counter: Tensor, context: Tensor | None) -> Tensor:
+    def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Tensor:
         if context is None:
             raise ValueError("context: expected the targets of the batch to draw from, got None")
-        return context[integers("auto", counter, n, len(context))]
+        return context[rng.integers("auto", rng_counter, n, len(context))]
 
-    def _check_context(self, context: Any) -> None:
+    def _check_context(self, context: Any) -> Tensor | None:
         if context is None:
-            return
-        check_ids(self, "context", context)
+            return None
+        context = self._check_ids("context", context)
         if context.dim() != 1 or not len(context):
             raise ValueError(
                 "context: expected the targets of the batch, shape (rows,) with at least one, "
                 f"got {tuple(context.shape)}"
             )
+        return context
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         total = self.get_buffer("total").view(torch.float64) + self.prior * self.n_classes
         return ((self.seen.view(torch.float64)[ids] + self.prior) / total).log()
 
     def config(self) -> dict[str, Any]:
+        seen = self.seen.view(torch.float64).cpu().numpy()
+        return {**self._saved_config(), "counts": seen if seen.any() else None}
+
+    def _saved_config(self) -> dict[str, Any]:
         return {"n_classes": self.n_classes, "prior": self.prior, "decay": self.decay}

@@ -1,23 +1,29 @@
 """A proposal that follows the model: an n-gram that learns from the scores of what was drawn."""
 
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_scores
-from lastlayer.kernels.rng import words
-from lastlayer.samplers._checks import check_device, check_ids, check_number, check_real
-from lastlayer.samplers._counters import fork
-from lastlayer.samplers._lists import UNUSED, ContextLists, Update
-from lastlayer.samplers.base import Sampler
+from lastlayer._checks import check_device, check_int, check_not_negative, check_real, check_scores
+from lastlayer.kernels import rng
+from lastlayer.samplers.base import MOST_CLASSES, Sampler
+from lastlayer.samplers.counters import fork
 from lastlayer.samplers.unigram import Unigram
 
 # The mixture in units: its parts sum to this.
 _PARTS = 1 << 32
 # No part of the mixture falls below this: an n-gram that is of no use now may be of use later.
 _LEAST_PART = 0.01
+# Places for contexts whose hashes agree.
+WAYS = 8
+# The shares of a list sum to this.
+SHARES = 1 << 40
+# What an unused place of a list holds, above every class.
+UNUSED = 2**31 - 1
+_NO_KEY = -1
+_GOLDEN = -7046029254386353131
 
 
 class AdaptiveNGram(Sampler):
@@ -39,10 +45,10 @@ class AdaptiveNGram(Sampler):
     :meth:`Sampler.log_prob` says.
 
     Args:
-        counts: how frequent each class is, one number a class, at least 0, not all 0.
+        counts: how frequent each class is, one number per class, at least 0, not all 0.
         order: 2 for a mixture of unigram and bigram, 3 for one with the trigram.
         contexts: how many contexts of each length have a list; a few more than are met.
-        width: how many classes a list has. A context takes 12 bytes a class.
+        width: how many classes a list has. A context takes 12 bytes per class.
         rate: λ, how far an update moves.
         mixture_rate: how far an update moves the mixture.
 
@@ -75,23 +81,23 @@ class AdaptiveNGram(Sampler):
         mixture_rate: float = 0.1,
     ) -> None:
         unigram = Unigram(counts)
-        super().__init__(check_number("n_classes", unigram.n_classes, most=UNUSED))
-        self.order = check_number("order", order, least=2, most=3)
-        self.contexts = check_number("contexts", contexts)
-        self.width = check_number("width", width)
-        self.rate = check_real("rate", rate, least=0.0, most=1.0)
-        self.mixture_rate = check_real("mixture_rate", mixture_rate, least=0.0, most=1e6)
+        super().__init__(check_int("n_classes", unigram.n_classes, most=UNUSED))
+        self.order = check_int("order", order, least=2, most=3)
+        self.contexts = check_int("contexts", contexts, most=MOST_CLASSES)
+        self.width = check_int("width", width, most=MOST_CLASSES)
+        self.rate = check_real("rate", rate, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0)
+        self.mixture_rate = check_not_negative("mixture_rate", mixture_rate)
         self.unigram = unigram
         self.lists = torch.nn.ModuleList(ContextLists(contexts, width) for _ in range(order - 1))
         parts = torch.full((order,), _PARTS // order)
         parts[0] += _PARTS - int(parts.sum())
         self.register_buffer("mixture", parts)
 
-    def _draw(self, n: int, counter: Tensor, context: Tensor | None) -> Tensor:
+    def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Tensor:
         places = self._find(context)
         rows = len(places[0])
-        start = self.unigram._draw(rows * n, fork(counter, 0), None).view(rows, n)
-        chance = words("auto", fork(counter, 1), 2 * rows * n).view(rows, n, 4)
+        start = self.unigram._draw(rows * n, fork(rng_counter, 0), None).view(rows, n)
+        chance = rng.words("auto", fork(rng_counter, 1), 2 * rows * n).view(rows, n, 4)
         part = torch.searchsorted(self.mixture.cumsum(0), chance[..., 0].contiguous(), right=True)
         within = chance[..., 1] << 8 | chance[..., 2] >> 24
         drawn = start
@@ -104,7 +110,7 @@ class AdaptiveNGram(Sampler):
         rows = len(places[0])
         if ids.dim() not in (1, 2) or len(ids) != rows:
             raise ValueError(
-                f"ids: expected shape ({rows}, n) or ({rows},), one row a context, "
+                f"ids: expected shape ({rows}, n) or ({rows},), one row per context, "
                 f"got {tuple(ids.shape)}"
             )
         wide = ids if ids.dim() == 2 else ids.unsqueeze(1)
@@ -132,11 +138,10 @@ class AdaptiveNGram(Sampler):
                 counts once, however often it is there.
             scores: the model's, ``(rows, m)``.
         """
-        self._check_context(context)
-        keys = self._keys(context)
-        check_ids(self, "ids", ids)
+        keys = self._keys(self._check_context(context))
+        ids = self._check_ids("ids", ids)
         check_scores(scores)
-        check_device(self, "scores", scores)
+        check_device("scores", scores, self.mixture, "the sampler")
         rows = len(keys[0])
         if ids.dim() == 1:
             ids = ids.expand(rows, -1)
@@ -185,7 +190,7 @@ class AdaptiveNGram(Sampler):
         moved[0] += _PARTS - moved.sum()
         self.mixture.copy_(moved)
 
-    def _lists(self) -> list[ContextLists]:
+    def _lists(self) -> list["ContextLists"]:
         return [each for each in self.lists if isinstance(each, ContextLists)]
 
     def _find(self, context: Tensor | None) -> list[Tensor]:
@@ -193,22 +198,28 @@ class AdaptiveNGram(Sampler):
         return [lists.find(key) for lists, key in pairs]
 
     def _keys(self, context: Any) -> list[Tensor]:
-        """For each length of context one number a row that stands for it; -1 for none."""
+        """For each length of context one number per row that stands for it; -1 for none."""
         keys = [context[:, -1]]
         if self.order == 3:
             both = context[:, -1] * self.n_classes + context[:, -2]
             keys.append(torch.where((context[:, -2:] < 0).any(1), -1, both))
         return keys
 
-    def _check_context(self, context: Any) -> None:
-        check_ids(self, "context", context, least=-1)
+    def _check_context(self, context: Any) -> Tensor:
+        context = self._check_ids("context", context, True)
         if context.dim() != 2 or context.shape[1] != self.order - 1:
             raise ValueError(
                 f"context: expected shape (rows, {self.order - 1}), the words before for order "
                 f"{self.order}, the nearest one last, got {tuple(context.shape)}"
             )
+        return context
 
     def config(self) -> dict[str, Any]:
+        config = {**self._saved_config(), "counts": self.unigram.config()["counts"]}
+        del config["n_classes"]
+        return config
+
+    def _saved_config(self) -> dict[str, Any]:
         names = ("n_classes", "order", "contexts", "width", "rate", "mixture_rate")
         return {name: getattr(self, name) for name in names}
 
@@ -216,3 +227,160 @@ class AdaptiveNGram(Sampler):
     def from_config(cls, config: dict[str, Any]) -> Self:
         others = {name: value for name, value in config.items() if name != "n_classes"}
         return cls(np.ones(config["n_classes"]), **others)
+
+
+class Update(NamedTuple):
+    """What the scores of a row teach: different classes with a probability each."""
+
+    classes: Tensor
+    """int64 ``(rows, m)``, ascending; ``UNUSED`` for a place that says nothing."""
+    probs: Tensor
+    """float64 ``(rows, m)``."""
+    weight: Tensor
+    """Of the unigram, int64 ``(rows, m)``, 0 for a place that says nothing."""
+
+
+class ContextLists(torch.nn.Module):
+    """A hash table from contexts to short lists of classes, in integers on the device.
+
+    A list says how the classes on it share out the probability that the unigram gives them
+    together; classes that are not on it have that of the unigram. So it is normalised whatever is
+    on it. A context without a list has the unigram.
+
+    Args:
+        contexts: number of places; rounded up to a power of two.
+        width: length of a list.
+    """
+
+    keys: Tensor
+    classes: Tensor
+    end: Tensor
+    mass: Tensor
+
+    def __init__(self, contexts: int, width: int) -> None:
+        super().__init__()
+        self.bucket_bits = ((contexts + WAYS - 1) // WAYS - 1).bit_length()
+        places = WAYS << self.bucket_bits
+        # One place more, which is written to where there is nothing to write.
+        self.register_buffer("keys", torch.full((places + 1,), _NO_KEY))
+        empty = torch.full((places + 1, width), UNUSED, dtype=torch.int32)
+        self.register_buffer("classes", empty)
+        self.register_buffer("end", torch.full((places + 1, width), SHARES))
+        self.register_buffer("mass", torch.zeros(places + 1, dtype=torch.int64))
+
+    @property
+    def nowhere(self) -> int:
+        """The place of no context, whose list is empty."""
+        return len(self.keys) - 1
+
+    def find(self, key: Tensor) -> Tensor:
+        """The place of each key ``(rows,)``; ``nowhere`` for one that has none, or is negative."""
+        slots = self._slots(key)
+        same = self.keys[slots] == key[:, None]
+        found = same.any(1) & (key >= 0)
+        return torch.where(found, slots[:, 0] + same.int().argmax(1), self.nowhere)
+
+    def place(self, key: Tensor) -> Tensor:
+        """As :meth:`find`, and makes places for new keys. Of equal keys the last one has it."""
+        n = len(key)
+        row = torch.arange(n, device=key.device)
+        ranked, order = key.sort(dim=0, stable=True)
+        is_last = torch.ones_like(ranked, dtype=torch.bool)
+        is_last[:-1] = ranked[1:] != ranked[:-1]
+        teaches = torch.empty_like(is_last).scatter_(0, order, is_last) & (key >= 0)
+        found = self.find(key)
+        new = teaches & (found == self.nowhere)
+        slots = self._slots(key)
+        # New keys of a bucket take its free ways in turn.
+        bucket, order = torch.where(new, slots[:, 0], self.nowhere).sort(dim=0, stable=True)
+        begins = torch.ones_like(new)
+        begins[1:] = bucket[1:] != bucket[:-1]
+        since = row - torch.where(begins, row, 0).cummax(0).values
+        turn = torch.empty_like(row).scatter_(0, order, since)
+        way = (self.keys[slots] != _NO_KEY).sum(1) + turn
+        made = torch.where(new & (way < WAYS), slots[:, 0] + way, self.nowhere)
+        self.keys[made] = key
+        # A slice of one: a number that is put at a single place of a CUDA tensor is waited for.
+        self.keys[self.nowhere :] = _NO_KEY
+        return torch.where(teaches, torch.where(new, made, found), self.nowhere)
+
+    def _slots(self, key: Tensor) -> Tensor:
+        bucket = ((key * _GOLDEN) >> 33) & ((1 << self.bucket_bits) - 1)
+        return bucket[:, None] * WAYS + torch.arange(WAYS, device=key.device)
+
+    def probs(self, place: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+        """Probabilities in units of the unigram's weights, float64 ``(rows, n)``.
+
+        Args:
+            place: of the context of each row.
+            ids: classes ``(rows, n)``.
+            weight: theirs in the unigram.
+        """
+        at, listed = self._look_up(self.classes[place], ids)
+        end = self.end[place]
+        before = torch.where(at > 0, end.gather(1, (at - 1).clamp_min(0)), 0)
+        share = (end.gather(1, at) - before).double() / SHARES
+        return torch.where(listed, self.mass[place, None].double() * share, weight.double())
+
+    def draw(self, place: Tensor, ids: Tensor, chance: Tensor) -> Tensor:
+        """Turns draws from the unigram into draws for a context.
+
+        A draw that is on the list is drawn again among the list, which together is as probable as
+        in the unigram; any other draw stays.
+
+        Args:
+            place: of the context of each row.
+            ids: draws from the unigram, ``(rows, n)``.
+            chance: integers from 0 to ``SHARES`` - 1, of that shape.
+        """
+        classes = self.classes[place]
+        _, listed = self._look_up(classes, ids)
+        again = torch.searchsorted(self.end[place], chance, right=True)
+        drawn = classes.gather(1, again.clamp_max(classes.shape[1] - 1)).long()
+        return torch.where(listed, drawn, ids)
+
+    @staticmethod
+    def _look_up(classes: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        wanted = ids.to(classes.dtype)
+        at = torch.searchsorted(classes, wanted).clamp_max(classes.shape[1] - 1)
+        return at, (classes.gather(1, at) == wanted) & (wanted != UNUSED)
+
+    def learn(self, place: Tensor, taught: Update, unigram: Tensor) -> None:
+        """Puts classes on the lists, with probabilities in units of the unigram's weights.
+
+        Where a list is too short, those stay that differ most from the unigram.
+
+        Args:
+            place: of the context of each row, different ones but for ``nowhere``.
+            taught: the classes and their probabilities.
+            unigram: weights of all classes.
+        """
+        classes = self.classes[place]
+        width = classes.shape[1]
+        _, replaced = self._look_up(taught.classes.int(), classes.long())
+        kept = (classes != UNUSED) & ~replaced
+        weight = torch.where(kept, unigram[torch.where(kept, classes, 0).long()], 0)
+        value = torch.where(kept, self.probs(place, classes.long(), weight), 0.0)
+        classes = torch.where(kept, classes, UNUSED)
+        classes = torch.cat([classes, taught.classes.int()], 1)
+        value, weight = torch.cat([value, taught.probs], 1), torch.cat([weight, taught.weight], 1)
+        matters = torch.where(classes == UNUSED, -1.0, (value - weight).abs())
+        best = matters.sort(dim=1, descending=True, stable=True).indices[:, :width]
+        classes, by_class = classes.gather(1, best).sort(dim=1, stable=True)
+        best = best.gather(1, by_class)
+        value, weight = value.gather(1, best), weight.gather(1, best)
+        self.classes[place] = classes
+        self.end[place] = _shares(value, classes != UNUSED).cumsum(1)
+        self.mass[place] = weight.sum(1)
+        self.classes[self.nowhere :] = UNUSED
+        self.end[self.nowhere :] = SHARES
+        self.mass[self.nowhere :] = 0
+
+
+def _shares(value: Tensor, used: Tensor) -> Tensor:
+    """Integers of at least 1 that sum to ``SHARES``; what rounding leaves goes to the largest."""
+    total = value.sum(1, keepdim=True).clamp_min(torch.finfo(value.dtype).tiny)
+    share = torch.where(used, (value / total * SHARES).long().clamp_min(1), 0)
+    largest = share.argmax(1, keepdim=True)
+    left = SHARES - share.sum(1, keepdim=True)
+    return share.scatter(1, largest, share.gather(1, largest) + left)

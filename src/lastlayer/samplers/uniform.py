@@ -1,42 +1,123 @@
-"""Every class as likely as another."""
+"""Samplers in closed form, which store nothing: uniform, and Zipf's law by rank."""
 
 import math
+import warnings
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from lastlayer.kernels.rng import integers
-from lastlayer.samplers._drawn import Sampled
-from lastlayer.samplers.base import Sampler
+from lastlayer._checks import as_counts, check_ids
+from lastlayer.kernels import rng
+from lastlayer.samplers.base import Sampled, Sampler
 
 
 class Uniform(Sampler):
-    """All classes alike: q(c) = 1 / n.
+    """All classes equally likely: q(c) = 1 / n.
 
     A draw is ⌊n · r / 2^64⌋ from 64 random bits r, which makes probabilities differ by less than
     one part in 2^32 from each other. Nothing is stored.
 
     Args:
-        n_classes: how many classes there are.
+        n_classes: number of classes, at most 2^31.
 
     Example:
         >>> import torch
         >>> from lastlayer import samplers
         >>> sampler = samplers.Uniform(8)
-        >>> sampler.sample(5, counter=(1, 0))
+        >>> sampler.sample(5, rng_counter=(1, 0))
         tensor([7, 4, 5, 3, 1])
         >>> sampler.log_prob(torch.tensor([0, 7])).exp()
         tensor([0.1250, 0.1250])
     """
 
-    def _draw(self, n: int, counter: Tensor, _context: Tensor | None) -> Tensor:
-        ids: Tensor = integers("auto", counter, n, self.n_classes)
+    def _draw(self, n: int, rng_counter: Tensor, _context: Tensor | None) -> Tensor:
+        ids: Tensor = rng.integers("auto", rng_counter, n, self.n_classes)
         return ids
 
-    def _draw_both(self, n: int, counter: Tensor, context: Tensor | None) -> Sampled:
-        ids = self._draw(n, counter, context)
+    def _draw_both(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Sampled:
+        ids = self._draw(n, rng_counter, context)
         log_prob = torch.full_like(ids, -math.log(self.n_classes), dtype=torch.float32)
         return Sampled(ids, log_prob)
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         return torch.full_like(ids, -math.log(self.n_classes), dtype=torch.float64)
+
+
+class LogUniform(Sampler):
+    """Zipf's law by rank, without counts: q(k) = log((k+2)/(k+1)) / log(n+1).
+
+    Class 0 is the most frequent one. A draw is ⌊(n+1)^u⌋ − 1 with u uniform, which has exactly
+    these probabilities. Nothing is stored, and 100 million classes cost no more than ten: each
+    probability is kept to one part in a million there, as float32 keeps its logarithm.
+
+    Args:
+        n_classes: number of classes, at most 2^31.
+        order: class ids, the most frequent one first, where classes are not sorted by frequency.
+        counts: how frequent each class is. They are only compared with the order: a warning says
+            where classes are not sorted by frequency.
+
+    Example:
+        >>> import torch
+        >>> from lastlayer import samplers
+        >>> sampler = samplers.LogUniform(1000)
+        >>> sampler.sample(6, rng_counter=(1, 0))
+        tensor([467,  56, 102,  25,   4, 136])
+        >>> sampler.log_prob(torch.tensor([0, 999])).exp()
+        tensor([0.1003, 0.0001])
+    """
+
+    order: Tensor | None
+    rank: Tensor | None
+
+    def __init__(self, n_classes: int, *, order: Any = None, counts: Any = None) -> None:
+        super().__init__(n_classes)
+        ranked = None if order is None else _as_order(order, self.n_classes)
+        self.register_buffer("order", ranked)
+        self.register_buffer("rank", None if ranked is None else ranked.argsort())
+        if counts is not None:
+            _check_sorted(as_counts(counts, self.n_classes, kinds="iuf"), ranked)
+
+    def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Tensor:
+        return self._draw_both(n, rng_counter, context).ids
+
+    def _draw_both(self, n: int, rng_counter: Tensor, _context: Tensor | None) -> Sampled:
+        return Sampled(*rng.log_uniform("auto", rng_counter, self.order, n, self.n_classes))
+
+    def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
+        rank = (ids if self.rank is None else self.rank[ids]).double()
+        return (torch.log1p(1.0 / (rank + 1.0)) / math.log1p(self.n_classes)).log()
+
+    def config(self) -> dict[str, Any]:
+        return {"n_classes": self.n_classes, "order": self.order}
+
+    def _saved_config(self) -> dict[str, Any]:
+        return {"n_classes": self.n_classes, "order": None if self.order is None else True}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        ordered = torch.arange(config["n_classes"]) if config["order"] else None
+        return cls(**{**config, "order": ordered})
+
+
+def _as_order(order: Any, n_classes: int) -> Tensor:
+    ids = check_ids("order", torch.as_tensor(order), (n_classes,), n_classes, of="the classes")
+    times = torch.bincount(ids, minlength=n_classes)
+    if bool((times != 1).any()):
+        missed = int((times == 0).int().argmax())
+        raise ValueError(f"order: expected each class once, got none of class {missed}")
+    return ids
+
+
+def _check_sorted(counts: Any, order: Tensor | None) -> None:
+    ranked = counts if order is None else counts[order.cpu().numpy()]
+    rising = ranked[1:] > ranked[:-1]
+    if rising.any():
+        place = int(rising.argmax())
+        warnings.warn(
+            f"counts: classes are not sorted by frequency, as LogUniform assumes: rank {place} has "
+            f"a count of {ranked[place]:g} and rank {place + 1} one of {ranked[place + 1]:g}; give "
+            "order=counts.argsort(descending=True), or use Unigram(counts)",
+            UserWarning,
+            stacklevel=3,
+        )

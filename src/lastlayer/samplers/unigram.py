@@ -5,13 +5,12 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer.kernels.rng import draw, log_complement
-from lastlayer.kernels.rng.table import alias_table, column_bits, integer_weights
-from lastlayer.samplers._checks import as_counts, check_number, check_real
-from lastlayer.samplers._drawn import Sampled
-from lastlayer.samplers.base import Sampler
+from lastlayer._checks import as_counts, check_int, check_not_negative
+from lastlayer.kernels import rng
+from lastlayer.samplers.base import MOST_CLASSES, Sampled, Sampler
 
 
 class Unigram(Sampler):
@@ -25,18 +24,19 @@ class Unigram(Sampler):
 
     A class whose share is less than 1 of that total, as for a count of 0, gets a weight of 1: it is
     next to never drawn, and has a log-probability all the same. Add a number to all counts where
-    such classes should be drawn. Building takes O(n_classes) time, 16 to 24 bytes a class are kept,
-    and a draw takes one look at the table however many classes there are.
+    such classes should be drawn. Building takes O(n_classes) time; 16 to 24 bytes per class are
+    kept, and 8 more in the host's memory for the counts; a draw looks at the table once, however
+    many classes there are.
 
     Args:
-        counts: one number a class, at least 0, not all 0.
-        power: to which counts are raised; 0.75 is that of word2vec, 0 makes all classes alike.
+        counts: one number per class, at least 0, not all 0.
+        power: of the counts; 0.75 is that of word2vec, 0 makes all classes equally likely.
 
     Example:
         >>> import torch
         >>> from lastlayer import samplers
         >>> sampler = samplers.Unigram([60, 25, 10, 5])
-        >>> sampler.sample(8, counter=(1, 0))
+        >>> sampler.sample(8, rng_counter=(1, 0))
         tensor([2, 0, 1, 0, 0, 1, 1, 0])
         >>> sampler.log_prob(torch.arange(4)).exp()
         tensor([0.6000, 0.2500, 0.1000, 0.0500])
@@ -44,35 +44,31 @@ class Unigram(Sampler):
 
     table: Tensor
     weight: Tensor
+    _counts: NDArray[np.float64] | None
+    """As given; None where other weights were loaded."""
 
     def __init__(self, counts: Any, power: float = 1.0) -> None:
-        array = as_counts(counts)
-        self.power = check_real("power", power, least=0.0, most=math.inf)
-        super().__init__(len(array))
-        bits = column_bits(len(array))
+        # Imported here: it compiles for the CPU.
+        from lastlayer.kernels.rng.table import alias_table, column_bits, integer_weights
+
+        counts = as_counts(
+            counts, kinds="iuf", alike="where all classes are equally likely use Uniform"
+        )
+        super().__init__(check_int("n_classes", len(counts), most=MOST_CLASSES))
+        self._counts, self.power = counts, check_not_negative("power", power)
+        bits = column_bits(len(counts))
+        # B: all weights sum to 2^B.
+        self.bits, self.log_total = bits + 32, (bits + 32) * math.log(2.0)
         # The largest becomes 1: neither a power nor the sum can overflow.
-        weight = integer_weights((array / array.max()) ** self.power, bits)
-        self._keep(torch.from_numpy(weight), torch.from_numpy(alias_table(weight, bits)))
+        weight = integer_weights((counts / counts.max()) ** self.power, bits)
+        self.register_buffer("weight", torch.from_numpy(weight))
+        self.register_buffer("table", torch.from_numpy(alias_table(weight, bits)))
 
-    def _keep(self, weight: Tensor, table: Tensor) -> None:
-        self.register_buffer("weight", weight)
-        self.register_buffer("table", table)
+    def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Tensor:
+        return self._draw_both(n, rng_counter, context).ids
 
-    @property
-    def bits(self) -> int:
-        """B: all weights sum to 2^B."""
-        return column_bits(self.n_classes) + 32
-
-    @property
-    def log_total(self) -> float:
-        """The logarithm of what all weights sum to."""
-        return self.bits * math.log(2.0)
-
-    def _draw(self, n: int, counter: Tensor, context: Tensor | None) -> Tensor:
-        return self._draw_both(n, counter, context).ids
-
-    def _draw_both(self, n: int, counter: Tensor, _context: Tensor | None) -> Sampled:
-        return Sampled(*draw("auto", self.table, self.weight, counter, n))
+    def _draw_both(self, n: int, rng_counter: Tensor, _context: Tensor | None) -> Sampled:
+        return Sampled(*rng.draw("auto", self.table, self.weight, rng_counter, n))
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         return self.weight[ids].double().log() - self.log_total
@@ -81,15 +77,28 @@ class Unigram(Sampler):
         self, target: Tensor, _context: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         wide = dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        made: Tensor = log_complement("auto", self.weight, target, self.bits, wide)
+        made: Tensor = rng.log_complement("auto", self.weight, target, self.bits, wide)
         return made.to(dtype)
 
     def config(self) -> dict[str, Any]:
+        if self._counts is None:
+            return {"counts": self.weight.double().cpu().numpy(), "power": 1.0}
+        return {"counts": self._counts, "power": self.power}
+
+    def _saved_config(self) -> dict[str, Any]:
         return {"n_classes": self.n_classes, "power": self.power}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        n_classes = check_number("n_classes", config["n_classes"])
-        sampler = cls(np.ones(n_classes))
+        sampler = cls(np.ones(check_int("n_classes", config["n_classes"], most=MOST_CLASSES)))
         sampler.power = config["power"]
         return sampler
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        given = state_dict.get(f"{prefix}weight")
+        if given is not None:
+            same = not (given.is_meta or self.weight.is_meta) and torch.equal(
+                given.to(self.weight.device), self.weight
+            )
+            self._counts = self._counts if same else None
+        super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -47,7 +47,7 @@ class SamplerSuite(Suite):
 
     def drawn(self, sampler: Any, n: int, context: Tensor | None, step: int = 0) -> Tensor:
         """``(n,)`` ids for one context."""
-        ids: Tensor = sampler.sample(n, context=context, counter=(self.seed, step))
+        ids: Tensor = sampler.sample(n, context=context, rng_counter=(self.seed, step))
         return ids.reshape(-1)
 
     def log_prob(self, sampler: Any, ids: Tensor, context: Tensor | None) -> Tensor:
@@ -90,7 +90,8 @@ def check_sampler(
         draws: how many are compared with their probabilities. A class whose probability is wrong
             by a part r shows from about 100 / (q r²) draws on.
         unique: the sampler draws without replacement too; not asked where it needs a context.
-        state: ``from_config`` makes such a sampler, and ``load_state_dict`` its state.
+        state: ``cls(**sampler.config())`` makes the same sampler, and so does ``from_config`` with
+            ``load_state_dict``.
         device: where to run.
         seed: repeats an earlier run; a fresh one otherwise.
 
@@ -102,8 +103,8 @@ def check_sampler(
         >>> from lastlayer.samplers import Uniform
         >>> from lastlayer.testing import check_sampler
         >>> class Forgetful(Uniform):
-        ...     def _draw(self, n, counter, context):
-        ...         return super()._draw(n, counter, context).clamp(min=1)
+        ...     def _draw(self, n, rng_counter, context):
+        ...         return super()._draw(n, rng_counter, context).clamp(min=1)
         >>> check_sampler(Forgetful(10))
         Traceback (most recent call last):
         ...
@@ -137,7 +138,7 @@ def draws_are_class_ids(suite: SamplerSuite) -> None:
     context = None if suite.context is None else suite.context.to(suite.device)
     for n in (1, 2, 77):
         shape = (n,) if context is None else (len(context), n)
-        ids = sampler.sample(n, context=context, counter=(suite.seed, 0))
+        ids = sampler.sample(n, context=context, rng_counter=(suite.seed, 0))
         suite.typed(f"sample({n}) gives int64 {shape}", ids, torch.int64, shape)
         inside = bool(((ids >= 0) & (ids < suite.n_classes)).all())
         suite.require("draws are class ids", inside, f"from {int(ids.min())} to {int(ids.max())}")
@@ -168,7 +169,9 @@ def draws_follow_the_probabilities(suite: SamplerSuite) -> None:
         "steps": [(suite.seed, step) for step in range(STEPS)],
         "seeds": [(suite.seed + more, 0) for more in range(STEPS)],
     }.items():
-        first = [sampler.sample(1, context=context, counter=each).reshape(-1) for each in counters]
+        first = [
+            sampler.sample(1, context=context, rng_counter=each).reshape(-1) for each in counters
+        ]
         rule = f"{name} draw on their own: the first draw of each is as frequent as log_prob says"
         suite.follows(rule, torch.cat(first), probs)
 
@@ -179,9 +182,9 @@ def a_counter_repeats_the_draws(suite: SamplerSuite) -> None:
     again = suite.drawn(sampler, 1000, context)
     suite.close("the same counter gives the same draws", again, ids, 0.0)
     counter = torch.tensor([suite.seed, 0], device=suite.device)
-    again = sampler.sample(1000, context=context, counter=counter).reshape(-1)
+    again = sampler.sample(1000, context=context, rng_counter=counter).reshape(-1)
     suite.close("a counter may be a tensor", again, ids, 0.0)
-    both = sampler.sample_with_log_prob(1000, context=context, counter=counter)
+    both = sampler.sample_with_log_prob(1000, context=context, rng_counter=counter)
     suite.close("sample_with_log_prob draws what sample draws", both.ids.reshape(-1), ids, 0.0)
     rule, right = (
         "sample_with_log_prob says what log_prob says",
@@ -193,7 +196,7 @@ def a_counter_repeats_the_draws(suite: SamplerSuite) -> None:
         suite.close(rule, suite.drawn(sampler, 333, context), ids[:333], 0.0)
     if _leaves_much_to_chance(suite, sampler, context):
         step = suite.drawn(sampler, 1000, context, 1)
-        seed = sampler.sample(1000, context=context, counter=(suite.seed + 1, 0)).reshape(-1)
+        seed = sampler.sample(1000, context=context, rng_counter=(suite.seed + 1, 0)).reshape(-1)
         for name, other in {"step": step, "seed": seed}.items():
             differs = not torch.equal(other, ids)
             suite.require(f"another {name} gives other draws", differs, "got the same 1000")
@@ -238,11 +241,16 @@ def unique_draws_are_as_expected(suite: SamplerSuite) -> None:
 def a_state_dict_is_all_it_takes(suite: SamplerSuite) -> None:
     sampler, context = suite.sampler(), suite.contexts()[0]
     ids = suite.drawn(sampler, 300, context)
-    rule = "a sampler from config() with another's state_dict gives the same"
-    config = suite.runs(rule, None, lambda: json.loads(json.dumps(sampler.config())))
+    right = suite.log_prob(sampler, ids, context)
+    rule = "cls(**sampler.config()) draws the same"
+    made = suite.runs(rule, None, lambda: type(sampler)(**sampler.config())).to(suite.device)
+    if context is None:
+        _gives_the_same(suite, rule, made, context, ids, right)
+    rule = "a sampler from what is saved of config(), with another's state_dict, gives the same"
+    config = suite.runs(rule, None, lambda: json.loads(json.dumps(sampler._saved_config())))
     made = suite.runs(rule, None, type(sampler).from_config, config).to(suite.device)
     suite.runs(rule, None, made.load_state_dict, sampler.state_dict())
-    _gives_the_same(suite, rule, made, context, ids, suite.log_prob(sampler, ids, context))
+    _gives_the_same(suite, rule, made, context, ids, right)
     suite.require(rule, repr(made) == repr(sampler), f"got {made!r} for {sampler!r}")
 
 
@@ -286,9 +294,9 @@ def bad_input_is_refused(suite: SamplerSuite) -> None:
         suite.refused("n", f"sample({number})", sample, number)
     for counter in (3, (1,), (1, 2.5), (1, 2**63), torch.zeros(2), torch.zeros(3).long()):
         what = f"a counter of {counter}"
-        suite.refused("counter", what, lambda given: sample(3, counter=given), counter)
-    both = {"counter": (1, 2), "generator": torch.Generator(suite.device)}
-    suite.refused("counter", "a counter and a generator", lambda: sample(3, **both))
+        suite.refused("rng_counter", what, lambda given: sample(3, rng_counter=given), counter)
+    both = {"rng_counter": (1, 2), "generator": torch.Generator(suite.device)}
+    suite.refused("rng_counter", "a counter and a generator", lambda: sample(3, **both))
     ids = torch.zeros((3,) if context is None else (1, 3), dtype=torch.int64, device=suite.device)
     outside = ids.clone()
     outside[..., 2] = n
@@ -328,7 +336,7 @@ def _check_unique(suite: SamplerSuite, n: int, method: str) -> None:
     suite.require(rule, fine, f"got {total:.9g}, and {most:.9g} of one")
     counts = np.zeros(suite.n_classes)
     for step in range(REPEATS):
-        ids, log_expected = sampler.unique(n, method=method, counter=(suite.seed, step))
+        ids, log_expected = sampler.unique(n, method=method, rng_counter=(suite.seed, step))
         rule = f"{what} says what log_expected says"
         suite.close(rule, log_expected, sampler.log_expected(ids, n), 0.0)
         if method == "fixed":

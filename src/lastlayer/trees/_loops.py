@@ -25,24 +25,6 @@ _FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
 @njit(nogil=True, cache=True)
-def children_of(parent):
-    """``start`` and ``child`` from parents, siblings in order of their numbers; roots have -1."""
-    n = len(parent)
-    start = np.zeros(n + 2, np.int64)
-    for v in range(n):
-        start[parent[v] + 2] += 1
-    for v in range(n):
-        start[v + 2] += start[v + 1]
-    # Shifted by one, so that filling leaves every start in its place.
-    child = np.empty(n, np.int64)
-    for v in range(n):
-        child[start[parent[v] + 1]] = v
-        start[parent[v] + 1] += 1
-    n_roots = start[0]
-    return start[:-1] - n_roots, child[n_roots:]
-
-
-@njit(nogil=True, cache=True)
 def breadth_first(start, child, root):
     """The tree below ``root``, numbered level by level; nodes with a single child are contracted.
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lastlayer._checks import as_integers
-from lastlayer.trees._arrays import Integers, Offsets, check_unique
+from lastlayer.trees._arrays import Integers, Offsets, check_unique, offsets
 from lastlayer.trees.tree import Tree
 
 # Of a cycle so many nodes are named.
@@ -130,7 +130,9 @@ def arranged(
             f"parents: expected one root, got {len(roots)}, among them {called(int(roots[0]))} and "
             f"{called(int(roots[1]))}; put them below a common parent"
         )
-    start, child = _loops.children_of(parents)
+    # Children of the same parent stay in the order of their numbers; roots come first.
+    start = offsets(np.bincount(parents + 1, minlength=n + 1)[1:])
+    child = np.argsort(parents, kind="stable")[len(roots) :]
     leaf = np.diff(start) == 0
     classes = np.flatnonzero(leaf) if classes is None else classes
     if len(roots):

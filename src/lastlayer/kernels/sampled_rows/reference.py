@@ -126,7 +126,8 @@ def start(
     offset = -log_expected.to(dtype)
     if bias is not None:
         logits = logits + bias[classes].to(dtype)
-        offset = offset + factor * bias[ids].to(dtype)
+        # A masked class has no mass, but it was drawn: -inf would say that it was not.
+        offset = offset + (factor * bias[ids].to(dtype)).clamp(min=-1e38)
     logits = logits * factor
     if target_log_expected is not None:
         logits = logits - target_log_expected
@@ -157,14 +158,14 @@ def finish_(
     Returns:
         Two times ``(n,)``; without a ``row_scale`` slopes are 0.
     """
+    # The odds of the rest against the target: inf where that is masked, also if all others are.
+    odds = torch.where(logits == -torch.inf, torch.inf, first - logits)
     if logistic:
         losses, slopes = first - logsigmoid(logits), -torch.sigmoid(-logits)
     elif with_target:
-        # The odds of the rest against the target: 1 - p is not what remains of 1.
-        odds = first - logits
         losses, slopes = -logsigmoid(-odds), -torch.sigmoid(odds)
     else:
-        losses, slopes = first - logits, -torch.ones_like(logits)
+        losses, slopes = odds, -torch.ones_like(logits)
     losses = torch.where(scale == 0, 0.0, losses * scale)
     if row_scale is None:
         return losses, torch.zeros_like(losses)

@@ -353,7 +353,9 @@ def _start(
         tl.store(entries + place, chosen.to(tl.int32))
         added = -tl.load(log_expected + place).to(tl.float32)
         if BIASED:
-            added += factor * tl.load(bias + chosen).to(tl.float32)
+            level = factor * tl.load(bias + chosen).to(tl.float32)
+            # A masked class has no mass, but it was drawn: -inf would say that it was not.
+            added += tl.where(level == -float("inf"), -1e38, level)
         tl.store(offset + place, added)
         for start in range(0, depth, WIDTH):
             step = start + tl.arange(0, WIDTH)
@@ -391,6 +393,12 @@ def _start(
 
 
 @triton.jit
+def _odds(others, logit):
+    """Of the rest against the target; inf where that is masked, also if all others are."""
+    return tl.where(logit == -float("inf"), float("inf"), others - logit)
+
+
+@triton.jit
 def _finish(
     first, logits, scale, row_scale, classes, weight, of_hidden, losses, slopes, depth, factor,
     weight_row, weight_step, LOGISTIC: tl.constexpr, WITH_TARGET: tl.constexpr,
@@ -404,9 +412,9 @@ def _finish(
         loss += others
     elif WITH_TARGET:
         # The odds of the rest against the target: 1 - p is not what remains of 1.
-        loss, slope = _softplus(others - logit)
+        loss, slope = _softplus(_odds(others, logit))
     else:
-        loss, slope = others - logit, 1.0
+        loss, slope = _odds(others, logit), 1.0
     share = tl.load(scale + row)
     tl.store(losses + row, tl.where(share == 0.0, 0.0, loss * share))
     push = 0.0

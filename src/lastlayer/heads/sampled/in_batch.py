@@ -3,12 +3,19 @@
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_chunk_rows, check_reduction, check_scores
-from lastlayer._torch import accumulation_dtype, values_are_checked
-from lastlayer.heads._sampled_checks import check_choice, check_positive
-from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem, sampled_loss
-
-CORRECTIONS = ("exact", "classic", "none")
+from lastlayer._checks import (
+    check_choice,
+    check_chunk,
+    check_device,
+    check_dtype,
+    check_positive,
+    check_reduction,
+    check_scores,
+    check_tensor,
+)
+from lastlayer._torch import accumulation_dtype, in_autocast_dtype, in_dtype, values_are_checked
+from lastlayer.fused.sampled import Rule, sampled_loss
+from lastlayer.heads.sampled.softmax import CORRECTIONS
 
 
 def in_batch_softmax_loss(
@@ -67,39 +74,29 @@ def in_batch_softmax_loss(
     check_choice("correction", correction, CORRECTIONS)
     check_positive("temperature", temperature)
     check_reduction(reduction)
-    check_chunk_rows(chunk_rows)
+    check_chunk(chunk_rows)
     _check_pairs(query, key)
-    n, m = query.shape[0], key.shape[0]
-    dtype = accumulation_dtype(query.dtype)
+    (n, m), dtype = (query.shape[0], key.shape[0]), accumulation_dtype(query.dtype)
     if correction == "none":
         log_prob = query.new_zeros(m, dtype=dtype)
     else:
-        log_prob = _checked_per_key("log_q", log_q, key).detach().to(dtype)
+        log_prob = in_dtype(_check_per_key("log_q", log_q, key).detach(), dtype)
         _check_log_probs(log_prob)
     place = torch.arange(m, device=key.device)
-    names = place
-    if ids is not None:
-        names = _checked_per_key("ids", ids, key)
-    device = query.device.type
-    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
-        query = query.to(torch.get_autocast_dtype(device))
-    problem = SampledProblem(
-        query,
-        key,
-        None,
-        place[:n, None],
-        Draws(place, log_prob),
-        Rule(average=correction == "exact"),
-        labels=(names, names[:n, None]),
-        temperature=temperature,
-    )
+    names = place if ids is None else _check_per_key("ids", ids, key)
+    shift = less = None
     if correction == "exact":
         # Rounding may have left a probability above 1.
-        certain = log_prob[:n].clamp(max=0.0)
-        problem = problem._replace(shift=torch.log(-torch.expm1(certain)))
+        shift = torch.log(-torch.expm1(log_prob[:n].clamp(max=0.0)))
     elif correction == "classic":
-        problem = problem._replace(target_log_expected=log_prob[:n, None])
-    return sampled_loss(problem, reduction, chunk_rows=chunk_rows).loss
+        less = log_prob[:n, None]
+    loss, _ = sampled_loss(
+        in_autocast_dtype(query), key, None, place[:n, None], place, log_prob,
+        Rule(average=correction == "exact"), reduction=reduction, target_log_expected=less,
+        shift=shift, labels=(names, names[:n, None]), temperature=temperature,
+        chunk_rows=chunk_rows,
+    )  # fmt: skip
+    return loss
 
 
 def _check_pairs(query: Tensor, key: Tensor) -> None:
@@ -110,17 +107,15 @@ def _check_pairs(query: Tensor, key: Tensor) -> None:
     n, d = query.shape
     if key.dim() != 2 or key.shape[1] != d or key.shape[0] < n:
         raise ValueError(
-            f"key: expected shape (m, {d}) with m of at least {n}, one key a query first, got "
+            f"key: expected shape (m, {d}) with m of at least {n}, one key per query first, got "
             f"{tuple(key.shape)}"
         )
-    if query.device != key.device:
-        raise ValueError(f"key: expected the device of query, {query.device}, got {key.device}")
-    if query.dtype != key.dtype and not torch.is_autocast_enabled(query.device.type):
-        raise TypeError(f"key: expected the dtype of query, {query.dtype}, got {key.dtype}")
+    check_device("key", key, query, "query")
+    check_dtype("key", key, query, "query")
 
 
 def _check_log_probs(log_q: Tensor) -> None:
-    """What a probability above 0 has; looked at where that does not wait for a device."""
+    """Logarithms of probabilities above 0; checked where that does not wait for a device."""
     if not values_are_checked(log_q):
         return
     # Rounding may leave a probability of 1 a little above it.
@@ -133,23 +128,21 @@ def _check_log_probs(log_q: Tensor) -> None:
         )
 
 
-def _checked_per_key(name: str, given: Tensor | None, key: Tensor) -> Tensor:
+def _check_per_key(name: str, given: Tensor | None, key: Tensor) -> Tensor:
     if given is None:
         raise ValueError(
-            f"{name}: expected one log-probability a key, got None; InBatch(n_items) counts items "
-            'and gives them, and correction="none" does without'
+            f"{name}: expected one log-probability per key, got None; InBatch(n_items) counts "
+            'items and gives them, and correction="none" does without'
         )
-    if not isinstance(given, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(given).__name__}")
+    check_tensor(name, given)
     fits = given.dtype == torch.int64 if name == "ids" else given.is_floating_point()
     if not fits:
         kind = "torch.int64" if name == "ids" else "a floating dtype"
         raise TypeError(f"{name}: expected {kind}, got {given.dtype}")
     if given.shape != key.shape[:1]:
         raise ValueError(
-            f"{name}: expected shape {tuple(key.shape[:1])}, one number a key, got "
+            f"{name}: expected shape {tuple(key.shape[:1])}, one number per key, got "
             f"{tuple(given.shape)}"
         )
-    if given.device != key.device:
-        raise ValueError(f"{name}: expected the device of key, {key.device}, got {given.device}")
+    check_device(name, given, key, "key")
     return given

@@ -1,4 +1,4 @@
-"""A softmax over the classes that occur in a part of the data, after Jean et al."""
+"""Heads that train over classes which are chosen rather than drawn."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Unpack
@@ -7,10 +7,81 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lastlayer.heads._checks import check_count
-from lastlayer.heads._compared import Batch, ComparedHead, ComparedOptions
-from lastlayer.heads._sampled_checks import as_class_ids
-from lastlayer.heads._sampled_loss import Draws, Rule, SampledProblem
+from lastlayer._checks import check_int
+from lastlayer.fused.sampled import Rule
+from lastlayer.fused.scores import row_chunks, wide_scores
+from lastlayer.heads.sampled.base import ComparedHead, ComparedOptions, as_class_ids
+
+
+class PartialSoftmax(ComparedHead):
+    r"""A softmax trained over the k best classes and the target: only the outputs that matter.
+
+    .. math:: L = \log \sum_{c \in T_k \cup \{y\}} e^{\theta_c} - \theta_y
+
+    The other classes have next to no probability in a trained model, so that their share of the
+    gradient is left out; nothing is corrected for that, and nothing is left to chance. The loss is
+    at most the cross entropy, and equals it with k = n_classes. In eval mode it is the exact one.
+
+    Choose it to fine-tune a model whose probabilities are concentrated, where ``sparse=True``
+    leaves the optimiser few rows to touch. To train from the start choose
+    :class:`SampledSoftmax`: classes that are never among the best are never pushed down.
+
+    Cost: all scores are computed once, to find the best; the gradient looks at rows × k classes.
+
+    Args:
+        in_features: size of the hidden state.
+        n_classes: number of classes.
+        k: number of best classes that count.
+        bias: whether each class has a bias.
+        sparse: whether gradients of weight and bias are row-sparse.
+        ignore_index: rows with this target do not count; None where every target counts.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Example:
+        >>> import torch
+        >>> head = PartialSoftmax(16, 1000, k=20, sparse=True)
+        >>> hidden, target = torch.randn(8, 16), torch.randint(1000, (8,))
+        >>> loss = head(hidden, target)
+        >>> bool(loss <= head.eval()(hidden, target))
+        True
+    """
+
+    def __init__(
+        self, in_features: int, n_classes: int, k: int = 100, **options: Unpack[ComparedOptions]
+    ) -> None:
+        super().__init__(in_features, n_classes, **options)
+        self.k = check_int("k", k, most=self.n_classes, note="the head's n_classes")
+
+    def _sampled_loss(self, rows: Tensor, target: Tensor, *_given: Tensor) -> Tensor:
+        best = self._best(rows)
+        if best.shape[0]:
+            # Rows that do not count look at classes that another one looks at, and touch no more.
+            counts = (target >= 0).any(-1)
+            one = best.index_select(0, counts.long().argmax().reshape(1))
+            best = torch.where(counts.unsqueeze(-1), best, one)
+        return self._compare(
+            rows, target, best, torch.zeros_like(best, dtype=torch.float32), Rule()
+        )
+
+    def _classes_per_step(self) -> int:
+        return self.k
+
+    @torch.no_grad()
+    def _best(self, rows: Tensor) -> Tensor:
+        """Class ids ``(n, k)``; which of equal scores are taken does not change the loss."""
+        weight, bias = self._score_tensors(rows.dtype)
+        if weight is None:
+            raise RuntimeError("weight: expected class vectors")
+        return torch.cat([
+            wide_scores(rows[part], weight, bias).topk(self.k, sorted=False).indices
+            for part in row_chunks(rows, self.n_classes, self.chunk_rows, 1.0)
+        ])  # fmt: skip
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "k": self.k}
 
 
 class Partition(NamedTuple):
@@ -29,7 +100,7 @@ def target_partitions(
 
     Args:
         target: class ids in the order of training, one dimension.
-        size: how many classes a stretch may have; the last one has fewer, or none where all of it
+        size: number of classes a stretch may have; the last one has fewer, or none where all of it
             is ignored.
         ignore_index: is no class; None where every target is one.
 
@@ -40,7 +111,7 @@ def target_partitions(
         3 6 [1, 2]
         6 7 [0]
     """
-    check_count("size", size)
+    size = check_int("size", size)
     ids = np.asarray(target.cpu() if isinstance(target, Tensor) else target)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise TypeError(
@@ -88,11 +159,11 @@ class TargetSampling(ComparedHead):
     gathered in every step.
 
     Args:
-        in_features: how many numbers a hidden state has.
-        n_classes: how many classes there are.
+        in_features: size of the hidden state.
+        n_classes: number of classes.
         bias: whether each class has a bias.
         sparse: whether gradients of weight and bias are row-sparse.
-        ignore_index: rows with this target count for nothing; None where every target counts.
+        ignore_index: rows with this target do not count; None where every target counts.
         reduction: "mean" over the rows that count, "sum" or "none".
         chunk_rows: rows of scores held at a time, "auto" or "low".
         device: where the parameters are made.
@@ -133,11 +204,10 @@ class TargetSampling(ComparedHead):
     def _takes_all(self) -> bool:
         return super()._takes_all() or self.classes is None
 
-    def _sampled_loss(self, batch: Batch) -> Tensor:
+    def _sampled_loss(self, rows: Tensor, target: Tensor, *_given: Tensor) -> Tensor:
         classes = self.get_buffer("classes")
-        draws = Draws(classes, torch.zeros_like(classes, dtype=torch.float32))
-        problem = SampledProblem(batch.hidden, self.weight, self.bias, batch.target, draws, Rule())
-        return self._reduced(batch, problem)
+        nothing = torch.zeros_like(classes, dtype=torch.float32)
+        return self._compare(rows, target, classes, nothing, Rule())
 
-    def _classes_a_step(self) -> int:
+    def _classes_per_step(self) -> int:
         return self.n_classes if self.classes is None else self.classes.shape[0]

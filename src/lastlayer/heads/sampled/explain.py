@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lastlayer.heads._audit_report import Audit
-from lastlayer.heads._checks import check_count
+from lastlayer._checks import check_int
+from lastlayer._torch import accumulation_dtype
+from lastlayer.heads.sampled.audit import Audit
 
 if TYPE_CHECKING:
-    from lastlayer.heads._sampled import SampledHead
+    from lastlayer.heads.sampled.base import SampledHead
 
 # At an effective sample size of 100 the estimate of log Z is off by about 1/√100.
 WANTED_ESS = 100.0
@@ -95,7 +96,7 @@ class Explanation:
 
 def explain(head: "SampledHead", audit: Audit | None = None, *, n_rows: int = 1024) -> Explanation:
     """As :meth:`SampledHead.explain` says it."""
-    check_count("n_rows", n_rows)
+    n_rows = check_int("n_rows", n_rows)
     _check_audit(audit, head.n_classes)
     suggested, reason = _suggestion(head.n_classes, audit)
     if audit is None and getattr(head, "target_ess", None) is not None:
@@ -116,7 +117,7 @@ def explain(head: "SampledHead", audit: Audit | None = None, *, n_rows: int = 10
 
 
 def _sampled_cost(head: "SampledHead", n_rows: int, n_samples: int, took_all: float) -> Cost:
-    """Of ``n_samples`` a row, where a share of the rows took all classes besides."""
+    """Of ``n_samples`` per row, where a share of the rows took all classes besides."""
     vector, wide = _vector_bytes(head)
     always = head._always_counted()
     gathered = n_samples * (n_rows if head.draws_for_each_row else 1) + always + n_rows
@@ -145,7 +146,7 @@ def _full_cost(head: "SampledHead", n_rows: int) -> Cost:
 
 def _vector_bytes(head: "SampledHead") -> tuple[float, float]:
     """Of a class vector as it is kept, and as a moment."""
-    wide = 8 if head.weight.dtype == torch.float64 else 4
+    wide = accumulation_dtype(head.weight.dtype).itemsize
     return float(head.in_features * head.weight.element_size()), float(head.in_features * wide)
 
 
@@ -171,7 +172,7 @@ def _suggestion(v: int, found: Audit | None) -> tuple[int, str]:
     low = torch.quantile(found.ess, 0.1).item()
     exact = found.n_samples * WANTED_ESS / max(low, 1.0)
     worth = (
-        f"In the audit {found.n_samples:,} samples were worth {found.mean_ess:.0f} a row, and "
+        f"In the audit {found.n_samples:,} samples were worth {found.mean_ess:.0f} per row, and "
         f"{low:.0f} or less in a tenth of the rows"
     )
     if found.took_all:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lastlayer.kernels.rng import words
-from lastlayer.samplers._counters import fractions
+from lastlayer.kernels import rng
+from lastlayer.samplers.counters import fractions
 
 METHODS = ("fixed", "poisson")
 # Probability 1 in units of the table.
@@ -32,14 +32,15 @@ class Inclusion:
         """The log-probability that a class is drawn."""
         return (self.width[ids].double() / UNIT).log().float()
 
-    def draw(self, method: str, counter: Tensor) -> Tensor:
+    def draw(self, method: str, rng_counter: Tensor) -> Tensor:
         """Different ids, in ascending order."""
         if method == "poisson":
-            chance: Tensor = words("auto", counter, (len(self.width) + 1) // 2).flatten()
+            pairs: Tensor = rng.words("auto", rng_counter, (len(self.width) + 1) // 2)
+            chance = pairs.flatten()
             return (chance[: len(self.width)] < self.width).nonzero().squeeze(1)
-        return self._one_a_stretch(words("auto", counter, 2 * self.n).view(self.n, 4))
+        return self._one_per_stretch(rng.words("auto", rng_counter, 2 * self.n).view(self.n, 4))
 
-    def _one_a_stretch(self, chance: Tensor) -> Tensor:
+    def _one_per_stretch(self, chance: Tensor) -> Tensor:
         """One class from each stretch of length 1, after Deville.
 
         A class may lie in two stretches: with ``before`` of its length in one and ``here`` in the

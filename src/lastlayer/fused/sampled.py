@@ -1,0 +1,713 @@
+"""The engine of sampled losses: rows against their targets and a few drawn classes.
+
+The scores of targets are computed one by one. Where all rows share their draws, the scores of
+these are one matrix product. What becomes of the scores is a :class:`Rule`. The forward pass leaves
+small pieces of the gradient: that of hidden, those of the vectors drawn, and the slope of each
+target's score. Backward adds up what belongs to the same class, in float32 and in a fixed order.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from lastlayer import kernels
+from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, without_autocast
+from lastlayer.fused.function import Engine, Operands, Result, fused_loss, near_one, scaled
+from lastlayer.fused.scores import budget_bytes
+
+# Kernels tell classes apart by 32 bits, and sorting half as many bytes takes half the time.
+_MOST_NARROW = 2**31 - 1
+# Rows that suit the tiles of a matrix unit, and scores that no budget cuts into chunks.
+_STEP, _FITS_ANYWAY = 128, 1 << 21
+# The logit of a drawn class that a bias of -inf masks: it has no mass, but it was drawn. -inf says
+# that a column is no draw at all.
+_MASKED = -1e38
+
+
+class Rule(NamedTuple):
+    """What a row makes of the logits of its targets and of its draws."""
+
+    logistic: bool = False
+    """Binary losses, softplus(-target) + Σ softplus(draw), instead of a softmax."""
+    with_target: bool = True
+    """Whether targets are part of the normaliser of a softmax; if not, it is that of the draws."""
+    drop_hits: bool = True
+    """Leave out draws that are a target of the row."""
+    average: bool = False
+    """Divide by the number of draws that are left."""
+
+
+def sampled_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ids: Tensor,
+    log_expected: Tensor,
+    rule: Rule,
+    *,
+    reduction: str,
+    n_exact: int = 0,
+    target_log_expected: Tensor | None = None,
+    shift: Tensor | None = None,
+    row_shift: Tensor | None = None,
+    labels: tuple[Tensor, Tensor] | None = None,
+    temperature: float = 1.0,
+    sparse: bool = False,
+    chunk_rows: int | str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The loss of rows against drawn classes, and the effective sample size of each row's draws.
+
+    Arguments are not checked: heads have done that.
+
+    Args:
+        hidden: ``(n, d)``, in the dtype of the products.
+        weight: ``(v, d)``.
+        bias: ``(v,)``.
+        target: int64 ``(n, p)``, negative for none: a row without a target does not count.
+        ids: classes to compare with, int64 ``(m,)``, the same for every row, or ``(n, m)``.
+        log_expected: subtracted from their logits, such as log(m q), of the shape of ids; inf
+            leaves a class out.
+        rule: the loss.
+        reduction: "mean" over the rows that have a target, "sum" or "none".
+        n_exact: the first so many ids are no draws: they are neither shifted nor averaged over.
+        target_log_expected: subtracted from the logits of targets, ``(n, p)``.
+        shift: added to the logits of all draws of a row, ``(n,)``.
+        row_shift: added to all logits of a row, ``(n,)``; differentiable, for a logistic rule.
+        labels: what hits are told by instead of ids: of the draws, and of the targets.
+        temperature: divides scores, before anything is added to them.
+        sparse: whether the gradients of weight and bias are row-sparse. On a CPU they are
+            coalesced. On a GPU, where the host would have to wait for their number, there is a
+            slot for each draw and each target: the first slot of a class has its gradient, and
+            the others, which are 0, are still there.
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+
+    Returns:
+        The loss, reduced or ``(n,)``, 0 where a row has no target; and ``(n,)``, 0 for a logistic
+        rule.
+    """
+    recording = torch.is_grad_enabled()
+    dtypes = [
+        each.dtype if recording and each is not None and each.requires_grad else None
+        for each in (weight, bias)
+    ]
+    operands = (
+        hidden, weight, bias, row_shift, target, ids, log_expected, target_log_expected, shift,
+        *(labels or (None, None)),
+    )  # fmt: skip
+    options = temperature, n_exact, tuple(rule), str(chunk_rows), sparse, weight.shape[0], *dtypes
+    loss, ess = fused_loss(_SAMPLED, operands, options, reduction)
+    return loss, ess
+
+
+class _Problem(NamedTuple):
+    """Operands as of :func:`sampled_loss`, and what the rows count."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    row_shift: Tensor | None
+    target: Tensor
+    ids: Tensor
+    log_expected: Tensor
+    target_log_expected: Tensor | None
+    shift: Tensor | None
+    labels: Tensor | None
+    target_labels: Tensor | None
+    scale: Tensor
+    """Of the losses, ``(n,)``."""
+    row_scale: Tensor | None
+    """Of the gradients, ``(n,)``; None where none is wanted."""
+    factor: float
+    """Of the scores, an inverse temperature."""
+    n_exact: int
+    rule: Rule
+    chunk_rows: str
+    to_hidden: bool
+    to_weight: bool
+    to_bias: bool
+
+
+class _Made(NamedTuple):
+    """Losses times their scale, effective sample sizes, and the pieces of gradients."""
+
+    losses: Tensor
+    ess: Tensor
+    hidden: Tensor | None
+    """``(n, d)``."""
+    columns: Tensor | None
+    """Of the vectors drawn, ``(m, d)``, where rows share them."""
+    column_biases: Tensor | None
+    """Of their biases, ``(m,)``."""
+    slopes: Tensor
+    """Of the scores of targets, ``(n, p)``; behind those of draws where these are not shared."""
+    push: Tensor
+    """The sum of a logistic row's slopes, ``(n,)``."""
+    entries: Tensor | None
+    """The classes that columns, and then slopes, belong to."""
+
+
+class _SampledEngine(Engine):
+    """Operands: hidden, weight, bias, row_shift; target and the six tensors after it."""
+
+    name = "sampled_loss"
+    schema = (
+        "float temperature, int n_exact, bool[] rule, str chunk_rows, bool sparse, int n_classes, "
+        "ScalarType? weight_dtype, ScalarType? bias_dtype"
+    )
+    n_constants = 7
+    kept = (0,)
+    what = "a sampled loss"
+
+    def statistics(self, options: tuple[Any, ...]) -> int:  # noqa: ARG002 - the sample sizes
+        return 1
+
+    def compute(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        hidden, target = operands[0], operands[4]
+        temperature, n_exact, rule, chunk_rows = options[:4]
+        with without_autocast(hidden):
+            scale, all_count = _row_scale(hidden, target, reduction)
+            factors = size = None
+            if any(wanted) and (upstream is not None or reduction != "none"):
+                factors = scale if upstream is None else scale * in_dtype(upstream, scale.dtype)
+                factors, size = near_one(factors, hidden.dtype)
+            makes = [each and factors is not None for each in wanted]
+            problem = _Problem(
+                *operands, scale, factors, 1.0 / temperature, n_exact, Rule(*rule),
+                chunk_rows, *makes[:3],
+            )  # fmt: skip
+            made = one_target(problem) if _has_kernels(problem) else general(problem, all_count)
+            loss = made.losses if reduction == "none" else made.losses.sum()
+            ess = torch.zeros_like(made.ess) if problem.rule.logistic else made.ess
+            of_shift = None
+            if makes[3]:
+                # A softmax does not depend on a shift of all its logits.
+                of_shift = made.push if problem.rule.logistic else torch.zeros_like(scale)
+        pieces = made.hidden, of_shift, made.columns, made.column_biases, made.slopes, made.entries
+        return Result(loss, pieces if factors is not None else (None,) * 6, (ess,), size)
+
+    def fake(
+        self,
+        operands: Operands,
+        upstream: Tensor | None,
+        options: tuple[Any, ...],  # noqa: ARG002 - shapes do not depend on them
+        reduction: str,
+        wanted: Sequence[bool],
+    ) -> Result:
+        hidden, weight, target, ids = operands[0], operands[1], operands[4], operands[5]
+        (n, d), dtype = hidden.shape, accumulation_dtype(hidden.dtype)
+        loss = hidden.new_empty((n,) if reduction == "none" else (), dtype=dtype)
+        ess = hidden.new_empty(n, dtype=dtype)
+        if not any(wanted) or (upstream is None and reduction == "none"):
+            return Result(loss, (None,) * 6, (ess,))
+        to_hidden, to_weight, to_bias, to_shift = wanted
+        shared, to_classes = ids.dim() == 1, to_weight or to_bias
+        width = target.shape[1] + (0 if shared or not to_classes else ids.shape[1])
+        narrow = hidden.device.type != "cpu" and weight.shape[0] <= _MOST_NARROW
+        kind = torch.int32 if narrow else torch.int64
+        entries = ids.new_empty(ids.numel() + target.numel(), dtype=kind)
+        pieces = (
+            hidden.new_empty(n, d, dtype=dtype) if to_hidden else None,
+            hidden.new_empty(n, dtype=dtype) if to_shift else None,
+            hidden.new_empty(ids.shape[0], d, dtype=dtype) if shared and to_weight else None,
+            hidden.new_empty(ids.shape[0], dtype=dtype) if shared and to_bias else None,
+            hidden.new_empty(n, width, dtype=dtype),
+            entries if to_classes else None,
+        )
+        size = hidden.new_empty((), dtype=dtype) if hidden.dtype == torch.float16 else None
+        return Result(loss, pieces, (ess,), size)
+
+    def finish(
+        self,
+        operands: Operands,
+        pieces: Sequence[Tensor | None],
+        factor: Tensor | None,
+        options: tuple[Any, ...],
+        reusable: bool,
+    ) -> list[Tensor | None]:
+        hidden, (of_hidden, of_shift, columns, column_biases, slopes, entries) = operands[0], pieces
+        sparse, n_classes, *dtypes = options[4:]
+        weight = bias = None
+        if slopes is not None and entries is not None and dtypes != [None, None]:
+            factor = slopes.new_ones(()) if factor is None else factor
+            nothing = slopes.new_empty(0)
+            columns = nothing if columns is None else columns
+            column_biases = nothing if column_biases is None else column_biases
+            given = entries, columns, column_biases, slopes, hidden, factor, n_classes, *dtypes
+            if is_eager(hidden):
+                weight, bias = _class_gradients(*given, sparse)
+            else:
+                # What is traced is dense: the number of classes touched is not known.
+                weight, bias = torch.ops.lastlayer.sampled_class_gradients(*given)
+        return [
+            _times(of_hidden, factor, hidden.dtype, reusable), weight, bias,
+            _times(of_shift, factor, None, reusable),
+        ]  # fmt: skip
+
+
+_SAMPLED = _SampledEngine()
+
+
+def _times(
+    values: Tensor | None, factor: Tensor | None, dtype: torch.dtype | None, reusable: bool
+) -> Tensor | None:
+    """``values * factor``, rounded to ``dtype`` once."""
+    if values is None or factor is None or not values.numel():
+        return values
+    if dtype is not None and dtype != values.dtype and is_eager(values):
+        return torch.mul(values, factor, out=values.new_empty(values.shape, dtype=dtype))
+    if values.device.type == "cpu" and is_eager(values) and factor.item() == 1.0:
+        return values if reusable else values.clone()
+    return scaled(values, factor, reusable)
+
+
+def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, bool]:
+    """What the loss of each row is multiplied by, 0 for one without a target; whether all count."""
+    dtype, mean = accumulation_dtype(hidden.dtype), reduction == "mean"
+    if hidden.device.type != "cpu":
+        return kernels.sampled_rows.row_scale("auto", hidden, target, mean), False
+    counts = (target.numpy() >= 0).any(-1)
+    share = 1.0 / max(1, counts.sum()) if mean else 1.0
+    if counts.all():
+        return hidden.new_full(counts.shape, share, dtype=dtype), True
+    return in_dtype(torch.from_numpy(counts * share), dtype), False
+
+
+def _has_kernels(problem: _Problem) -> bool:
+    """Whether all around the products is in three kernels, see :func:`one_target`."""
+    hidden, weight, ids = problem.hidden, problem.weight, problem.ids
+    return (
+        hidden.device.type == "cuda"
+        and ids.dim() == 1
+        and ids.shape[0] > 0
+        and problem.target.shape[1] == 1
+        and problem.labels is None
+        and weight.shape[0] <= _MOST_NARROW
+        and weight.dtype != torch.float64
+        and kernels.selected("sampled_start", "cuda", hidden.dtype) == "triton"
+    )
+
+
+def one_target(problem: _Problem, impl: kernels.Impl = "auto") -> _Made:
+    """Losses and pieces where each row has one target and all rows share their draws, on a GPU.
+
+    Most of a step is three products, and the launches of small steps around them would take longer
+    than they do. So they are part of three kernels: one before the products, the one between them,
+    and one after.
+    """
+    p, rule, m = problem, problem.rule, problem.ids.shape[0]
+    weight, less = p.weight.detach(), p.target_log_expected
+    hidden, vectors, logits, offset, entries = kernels.sampled_rows.start(
+        impl, p.hidden, weight, None if p.bias is None else p.bias.detach(), p.target.view(-1),
+        p.ids, p.log_expected, None if less is None else less.reshape(-1), p.row_shift, p.factor,
+    )  # fmt: skip
+    exact = logits if rule.with_target and not rule.logistic else None
+    classes = entries[m:]
+    rows = _Rows(p, offset, entries[:m], classes.unsqueeze(-1), exact)
+    first, second, of_hidden, columns, column_biases = _shared_draws(p, hidden, vectors, rows, impl)
+    losses, slopes = kernels.sampled_rows.finish_(
+        impl, first, logits, p.scale, p.row_scale, classes, weight, of_hidden, p.factor,
+        rule.logistic, rule.with_target,
+    )  # fmt: skip
+    push = second
+    if rule.logistic and p.row_shift is not None and p.row_scale is not None:
+        push = torch.where(p.row_scale == 0, 0.0, slopes / p.factor + second * p.row_scale)
+    to_classes = p.to_weight or p.to_bias
+    return _Made(
+        losses, second, of_hidden if p.to_hidden else None, columns if p.to_weight else None,
+        column_biases if p.to_bias else None, slopes.unsqueeze(-1), push,
+        entries if to_classes else None,
+    )  # fmt: skip
+
+
+def general(problem: _Problem, all_count: bool = False) -> _Made:
+    """Losses and pieces of any rows; ``all_count`` where each is known to have a target."""
+    p, rule, dtype = problem, problem.rule, accumulation_dtype(problem.hidden.dtype)
+    hidden, weight, target, ids = p.hidden, p.weight, p.target, p.ids
+    if not all_count:
+        # A NaN in a row that does not count would come into the products.
+        hidden = torch.where(p.scale.unsqueeze(-1) != 0, hidden, 0.0)
+    own = None
+    if all_count and target.shape[1] == 1 and hidden.device.type == "cpu":
+        chosen = target.squeeze(1)
+        own = in_dtype(weight.detach().index_select(0, chosen), dtype)
+        logits = (in_dtype(hidden, dtype) * own).sum(-1, keepdim=True)
+        if p.bias is not None:
+            logits += p.bias.detach()[target]
+    else:
+        logits = kernels.products.scores("auto", hidden, weight, p.bias, target)
+    if p.factor != 1.0:
+        logits = logits * p.factor
+    if p.target_log_expected is not None:
+        logits = logits - p.target_log_expected
+    if p.row_shift is not None:
+        logits = logits + in_dtype(p.row_shift, dtype).unsqueeze(-1)
+    exact = _log_mass(logits, target) if rule.with_target and not rule.logistic else None
+    offset = -in_dtype(p.log_expected, dtype)
+    if p.bias is not None:
+        biases = in_dtype(p.bias.detach()[ids], dtype) * p.factor
+        offset += biases.clamp_(min=_MASKED) if rule.average else biases
+    rows = _Rows(
+        p, offset, ids if p.labels is None else p.labels,
+        target if p.target_labels is None else p.target_labels, exact,
+    )  # fmt: skip
+    columns = column_biases = slopes = of_hidden = None
+    if ids.dim() == 1:
+        wide = hidden.dtype if _multiplies_narrow(hidden) else dtype
+        vectors = in_dtype(weight.detach().index_select(0, ids), wide)
+        first, second, of_hidden, columns, column_biases = _shared_draws(
+            p, in_dtype(hidden, wide), vectors, rows
+        )
+    else:
+        slopes = kernels.products.scores("auto", hidden, weight, None, ids)
+        first, second = hidden.new_empty(2, hidden.shape[0], dtype=dtype).unbind()
+        rows.run("auto", slopes, slopes, first, second, slopes.new_empty(0))
+        if p.to_hidden:
+            of_hidden = in_dtype(_to_hidden(slopes, ids, weight), dtype)
+    losses, of_targets = _combined(logits, target, exact, first, rule)
+    losses = losses * p.scale
+    if not all_count:
+        losses = torch.where(p.scale == 0, 0.0, losses)
+    if p.row_scale is None:
+        return _Made(losses, second, None, None, None, of_targets, second, None)
+    of_targets = of_targets * p.row_scale.unsqueeze(-1)
+    push = second
+    if rule.logistic and p.row_shift is not None:
+        push = torch.where(p.row_scale == 0, 0.0, of_targets.sum(-1) + second * p.row_scale)
+    if p.factor != 1.0:
+        of_targets = of_targets * p.factor
+    if of_hidden is not None and p.to_hidden:
+        if own is None:
+            of_hidden += _to_hidden(of_targets, target.clamp(min=0), weight)
+        else:
+            of_hidden.addcmul_(of_targets, own)
+    entries = None
+    if p.to_weight or p.to_bias:
+        entries = _entries(ids, target, weight.shape[0])
+        of_targets = of_targets if slopes is None else torch.cat([slopes, of_targets], 1)
+    return _Made(
+        losses, second, of_hidden, columns if p.to_weight else None,
+        column_biases if p.to_bias else None, of_targets, push, entries,
+    )  # fmt: skip
+
+
+def _to_hidden(slopes: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
+    made: Tensor = kernels.products.to_hidden("auto", slopes, classes, weight)
+    return made
+
+
+def _entries(ids: Tensor, target: Tensor, n_classes: int) -> Tensor:
+    """The classes of draws and targets; row by row where draws are not shared."""
+    if ids.dim() == 1:
+        entries = torch.cat([ids, target.flatten()])
+    else:
+        if ids.device.type == "cpu":
+            # The slopes of a row without a target are 0, but its hidden state may hold anything.
+            ids = torch.where((target >= 0).any(-1, keepdim=True), ids, -1)
+        entries = torch.cat([ids, target], 1).flatten()
+    if entries.device.type == "cpu":
+        return entries
+    # A place without a target has a slope of 0, and goes to a class that is touched anyway.
+    entries = torch.where(entries < 0, entries[:1].clamp(min=0), entries)
+    return entries.int() if n_classes <= _MOST_NARROW else entries
+
+
+class _Rows(NamedTuple):
+    """What turns rows of scores of draws into losses and slopes."""
+
+    problem: _Problem
+    offset: Tensor
+    labels: Tensor
+    target: Tensor
+    exact: Tensor | None
+
+    def run(
+        self,
+        impl: kernels.Impl,
+        scores: Tensor,
+        gradient: Tensor,
+        first: Tensor,
+        second: Tensor,
+        columns: Tensor,
+        part: slice | None = None,
+    ) -> None:
+        """Scores to their gradient, two numbers per row, and sums of the gradient's columns."""
+        p, offset, labels, rule = self.problem, self.offset, self.labels, self.problem.rule
+        shift = p.shift
+        if p.row_shift is not None:
+            added = in_dtype(p.row_shift, first.dtype)
+            shift = added if shift is None else in_dtype(shift, first.dtype) + added
+        per_row = [self.target, shift, self.exact, p.row_scale]
+        if part is not None:
+            per_row = [None if each is None else each[part] for each in per_row]
+            first, second = first[part], second[part]
+            if offset.dim() == 2:
+                offset, labels = offset[part], labels[part]
+        kernels.sampled_rows.forward_(
+            impl, scores, gradient, first, second, columns, offset, labels, *per_row, p.factor,
+            p.n_exact, rule.logistic, rule.drop_hits, rule.average,
+            part is not None and part.start > 0,
+        )  # fmt: skip
+
+
+def _shared_draws(
+    problem: _Problem, hidden: Tensor, vectors: Tensor, rows: _Rows, impl: kernels.Impl = "auto"
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of draws that all rows share: two numbers per row, and gradients; empty where not wanted.
+
+    Args:
+        problem: says which gradients are wanted.
+        hidden: in the dtype of the products.
+        vectors: of the classes drawn, in the same dtype.
+        rows: turns their scores into losses.
+        impl: of the kernel that does.
+    """
+    p, dtype = problem, accumulation_dtype(hidden.dtype)
+    (n, d), m, narrow = hidden.shape, vectors.shape[0], _multiplies_narrow(hidden)
+    size = rows_at_a_time(p.chunk_rows, n, m, hidden, narrow)
+    first, second = hidden.new_empty(2, n, dtype=dtype).unbind()
+    of_hidden = hidden.new_empty((n, d) if p.to_hidden else 0, dtype=dtype)
+    columns = hidden.new_empty((m, d) if p.to_weight else 0, dtype=dtype)
+    parts = 1
+    if hidden.device.type == "cuda":
+        parts = kernels.sampled_rows.parts_of_columns(size, m, "cuda")
+    sums = hidden.new_empty((parts, m) if p.to_bias else 0, dtype=dtype)
+    scores = hidden.new_empty(min(n, size), m, dtype=dtype)
+    # A gradient in half precision takes the place of the scores, row by row.
+    gradient = scores.view(hidden.dtype)[:, :m] if narrow and m else scores
+    for start in range(0, max(1, n), size):
+        part = None if size >= n else slice(start, min(n, start + size))
+        some, of_some, made, slopes = hidden, of_hidden, scores, gradient
+        if part is not None:
+            some, of_some = hidden[part], of_hidden[part]
+            made, slopes = scores[: some.shape[0]], gradient[: some.shape[0]]
+        _multiply(some, vectors.t(), made)
+        rows.run(impl, made, slopes, first, second, sums, part)
+        if p.to_hidden:
+            _multiply(slopes, vectors, of_some)
+        if p.to_weight:
+            _multiply(slopes.t(), some, columns, adds=start > 0)
+    column_biases = sums.sum(0) if p.to_bias and parts > 1 else sums.view(-1)
+    return first, second, of_hidden, columns, column_biases
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor, adds: bool = False) -> None:
+    """``left @ right`` into ``out``, which may be wider, or added to it."""
+    wide = {}
+    if out.dtype != left.dtype:
+        if left.device.type == "cuda":
+            wide = {"out_dtype": out.dtype}
+        else:
+            left, right = left.to(out.dtype), right.to(out.dtype)
+    if adds:
+        torch.addmm(out, left, right, out=out, **wide)
+    else:
+        torch.mm(left, right, out=out, **wide)
+
+
+def _multiplies_narrow(hidden: Tensor) -> bool:
+    """Whether products of half precision come out in float32: on a CPU operands are widened."""
+    return hidden.device.type == "cuda" and hidden.dtype != accumulation_dtype(hidden.dtype)
+
+
+def rows_at_a_time(chunk_rows: str, n_rows: int, n_draws: int, like: Tensor, narrow: bool) -> int:
+    """Rows of scores held at a time; ``narrow`` where the gradient is in half precision."""
+    n_rows = max(1, n_rows)
+    if chunk_rows.isdecimal():
+        return min(n_rows, int(chunk_rows))
+    if n_rows * n_draws <= _FITS_ANYWAY:
+        return n_rows
+    budget = budget_bytes("sampled half" if narrow else "sampled", chunk_rows, like)
+    fitting = max(_STEP, budget // (4 * max(1, n_draws)) // _STEP * _STEP)
+    # Chunks of about the same size.
+    even = -(-n_rows // -(-n_rows // fitting))
+    return min(n_rows, -(-even // _STEP) * _STEP)
+
+
+def _log_mass(logits: Tensor, target: Tensor) -> Tensor:
+    """log Σ e^logit over the different targets of a row."""
+    if target.shape[1] == 1:
+        return logits.squeeze(1)
+    return torch.logsumexp(logits.masked_fill(_left_out(target), -torch.inf), -1)
+
+
+def _left_out(target: Tensor) -> Tensor:
+    """Places without a target, or with one that was there before."""
+    again = (target.unsqueeze(-1) == target.unsqueeze(-2)).tril(-1).any(-1)
+    return again | (target < 0)
+
+
+def _combined(
+    logits: Tensor, target: Tensor, exact: Tensor | None, first: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """Losses ``(n,)``, and slopes of the logits of targets ``(n, p)``.
+
+    Args:
+        logits: of the targets, ``(n, p)``.
+        target: ``(n, p)``, -1 for none.
+        exact: the log of their part in the normaliser, ``(n,)``; None where they have none.
+        first: what the draws add up to, ``(n,)``.
+        rule: the loss.
+    """
+    if target.shape[1] == 1 and exact is not None:
+        # The odds of the rest against the target: 1 - p is not what remains of 1.
+        odds = _difference(first, exact)
+        return _softplus(odds), -torch.sigmoid(odds).unsqueeze(-1)
+    there = (target >= 0).to(logits.dtype)
+    share = there / there.sum(-1, keepdim=True).clamp(min=1.0)
+    if rule.logistic:
+        losses = (share * _softplus(-logits)).sum(-1) + first
+        return losses, -share * torch.sigmoid(-logits)
+    pull = (share * logits).sum(-1)
+    if exact is None:
+        return _difference(first, pull), -share
+    odds = _difference(first, exact)
+    mass = torch.sigmoid(-odds).unsqueeze(-1) * torch.exp(logits - exact.unsqueeze(-1))
+    slopes = mass.masked_fill(_left_out(target), 0.0) - share
+    return _softplus(odds) + (exact - pull), slopes
+
+
+def _difference(first: Tensor, exact: Tensor) -> Tensor:
+    """``first - exact``; inf where the target is masked, also if nothing else has any mass."""
+    if exact.device.type == "cpu" and not np.isneginf(exact.numpy()).any():
+        return first - exact
+    return torch.where(exact == -torch.inf, torch.inf, first - exact)
+
+
+def _softplus(values: Tensor) -> Tensor:
+    """log(1 + e^x); torch's own is x beyond 20, which float64 notices."""
+    return -logsigmoid(-values)
+
+
+def _class_gradients(
+    entries: Tensor,
+    columns: Tensor,
+    column_biases: Tensor,
+    slopes: Tensor,
+    hidden: Tensor,
+    factor: Tensor,
+    n_classes: int,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    sparse: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of weight and bias, times ``factor``: dense or row-sparse, None where there is no dtype."""
+    dtypes = weight_dtype, bias_dtype
+    shapes = (n_classes, hidden.shape[1]), (n_classes,)
+    if hidden.device.type == "cpu":
+        known, sums = _summed(entries, columns, column_biases, slopes, hidden, factor, dtypes)
+        coalesced = True
+    else:
+        known, sums = _slotted(
+            entries, columns, column_biases, slopes, hidden, factor, shapes, dtypes, sparse
+        )
+        coalesced = False
+        if not sparse:
+            return sums[0], sums[1]
+    made: list[Tensor | None] = []
+    for values, shape in zip(sums, shapes, strict=True):
+        if values is None:
+            made.append(None)
+        elif sparse:
+            made.append(torch.sparse_coo_tensor(
+                known.unsqueeze(0), values, shape, is_coalesced=coalesced, check_invariants=False
+            ))  # fmt: skip
+        else:
+            made.append(values.new_zeros(shape).index_copy_(0, known, values))
+    return made[0], made[1]
+
+
+def _summed(
+    entries: Tensor,
+    columns: Tensor,
+    column_biases: Tensor,
+    slopes: Tensor,
+    hidden: Tensor,
+    factor: Tensor,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """On a CPU: the classes that are touched, in their order, and the sums of each."""
+    # Sorted as unsigned integers, -1 comes last: rows without a target are a group of their own.
+    keys = entries.numpy().view(np.uint64)
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    begins = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])[: len(keys)])
+    starts = torch.from_numpy(np.append(begins, len(keys)))
+    known = keys[begins].view(np.int64)
+    wanted = [each is not None for each in dtypes]
+    sums = kernels.touched_rows.forward(
+        "auto", columns, column_biases, slopes, hidden, torch.from_numpy(order), starts, factor,
+        *wanted,
+    )  # fmt: skip
+    n = int((known >= 0).sum())
+    made = [
+        None if dtype is None else in_dtype(each[:n], dtype)
+        for each, dtype in zip(sums, dtypes, strict=True)
+    ]
+    return torch.from_numpy(known[:n]), made
+
+
+def _slotted(
+    entries: Tensor,
+    columns: Tensor,
+    column_biases: Tensor,
+    slopes: Tensor,
+    hidden: Tensor,
+    factor: Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    sparse: bool,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """On a GPU: a slot for each entry, so that nothing waits for how many classes there are."""
+    keys, order = torch.sort(entries, stable=True)
+    fill = keys.new_empty if sparse else keys.new_zeros
+    made = [
+        fill(0, dtype=slopes.dtype)
+        if dtype is None
+        else fill((keys.shape[0], *shape[1:]) if sparse else shape, dtype=dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    known = torch.empty_like(keys, dtype=torch.int64) if sparse else None
+    kernels.touched_rows.slots_(
+        "auto", slopes, hidden, columns, column_biases, order, keys, factor, *made, known,
+        not sparse,
+    )  # fmt: skip
+    sums = [each if dtype is not None else None for each, dtype in zip(made, dtypes, strict=True)]
+    return keys if known is None else known, sums
+
+
+_library = torch.library.Library("lastlayer", "FRAGMENT")
+_library.define(
+    "sampled_class_gradients(Tensor entries, Tensor columns, Tensor column_biases, Tensor slopes, "
+    "Tensor hidden, Tensor factor, int n_classes, ScalarType? weight_dtype, "
+    "ScalarType? bias_dtype) -> (Tensor, Tensor)"
+)
+
+
+def _registered(*given: Any) -> tuple[Tensor, ...]:
+    nothing = given[3].new_empty(0)
+    return tuple(nothing.clone() if each is None else each for each in _class_gradients(*given))
+
+
+def _fake(*given: Any) -> tuple[Tensor, ...]:
+    hidden, (n_classes, *dtypes) = given[4], given[6:]
+    shapes = (n_classes, hidden.shape[1]), (n_classes,)
+    return tuple(
+        hidden.new_empty(0 if dtype is None else shape, dtype=dtype or given[3].dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+
+
+_library.impl("sampled_class_gradients", _registered, "CompositeExplicitAutograd")
+torch.library.register_fake("lastlayer::sampled_class_gradients", _fake, lib=_library)

@@ -1,0 +1,403 @@
+"""The frame of heads that train against some of their classes, and are exact in all else."""
+
+import inspect
+from abc import abstractmethod
+from typing import Any, Self, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from lastlayer._checks import check_ids, check_int, check_reduction, check_seed
+from lastlayer._torch import in_autocast_dtype
+from lastlayer.fused import linear_cross_entropy
+from lastlayer.fused.sampled import Rule, sampled_loss
+from lastlayer.heads.linear import LinearHead
+from lastlayer.heads.rng import RngSteps
+from lastlayer.heads.sampled.audit import Audit, audit
+from lastlayer.heads.sampled.explain import Explanation, explain
+from lastlayer.samplers import Sampler, fork
+
+
+class ComparedOptions(TypedDict, total=False):
+    """Options that all of their constructors take; :class:`ComparedHead` has the defaults."""
+
+    bias: bool
+    sparse: bool
+    ignore_index: int | None
+    reduction: str
+    chunk_rows: int | str
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class SampledOptions(ComparedOptions, total=False):
+    """The same of heads that draw classes; :class:`SampledHead` has the defaults."""
+
+    seed: int
+    per_rank: bool
+
+
+class ComparedHead(LinearHead):
+    """One vector per class. In training a row is compared with some classes, in eval with all.
+
+    Args:
+        in_features: size of the hidden state.
+        n_classes: number of classes.
+        bias: whether each class has a bias.
+        sparse: whether gradients of weight and bias are row-sparse: coalesced on a CPU, with a
+            slot for each compared class and each target on a GPU.
+        ignore_index: rows with this target do not count; None where every target counts.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        device: where the parameters are made.
+        dtype: of the parameters.
+    """
+
+    # Whether the loss weighs classes by their scores; one of noise does not.
+    weighs_draws = True
+    ess: Tensor | None
+    """Effective sample size of each row in the last training step, ``(n,)``; None before."""
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        *,
+        bias: bool = True,
+        sparse: bool = False,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+        chunk_rows: int | str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_features, n_classes, bias, ignore_index=ignore_index, reduction=reduction,
+            chunk_rows=chunk_rows, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.sparse, self.ess = sparse, None
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """In training mode the loss against some classes; in eval mode the exact cross entropy.
+
+        Args:
+            hidden: ``(*batch, in_features)``.
+            target: class ids ``(*batch)``, of any integer dtype. Several targets per row,
+                ``(*batch, p)`` with ``ignore_index`` in places that are not used, count with the
+                mean of their log-probabilities.
+        """
+        self._check_hidden(hidden)
+        if self._takes_all():
+            return self._exact_loss(hidden, target)
+        rows, ids = self._rows(hidden, self._check_targets(hidden, target))
+        loss = self._sampled_loss(rows, ids)
+        return loss.reshape(hidden.shape[:-1]) if self.reduction == "none" else loss
+
+    def _takes_all(self) -> bool:
+        """Whether the loss is the exact one."""
+        return not self.training
+
+    @abstractmethod
+    def _sampled_loss(self, rows: Tensor, target: Tensor, *given: Tensor) -> Tensor:
+        """The training loss of rows ``(n, in_features)`` and targets ``(n, p)``, -1 for none."""
+
+    @abstractmethod
+    def _classes_per_step(self) -> int:
+        """How many classes a row is compared with."""
+
+    def _check_targets(self, hidden: Tensor, target: Any) -> Tensor:
+        """One class id per row, or several in a last dimension, as int64; and the reduction."""
+        check_reduction(self.reduction)
+        shape = tuple(hidden.shape[:-1])
+        if isinstance(target, Tensor) and target.dim() == hidden.dim() and target.shape[-1]:
+            shape = *shape, target.shape[-1]
+        return check_ids("target", target, shape, self.n_classes, self.ignore_index, like=hidden)
+
+    def _rows(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows in the dtype of autocast, and their targets ``(n, p)``, negative where ignored."""
+        n = hidden.shape[:-1].numel()
+        ids = target.reshape(n, target.shape[-1] if target.dim() == hidden.dim() else 1)
+        # A negative ignore_index needs no other.
+        if self.ignore_index is not None and self.ignore_index >= 0:
+            ids = torch.where(ids == self.ignore_index, -1, ids)
+        rows = in_autocast_dtype(hidden)
+        return rows if rows.dim() == 2 else rows.reshape(n, self.in_features), ids
+
+    def _compare(
+        self,
+        rows: Tensor,
+        target: Tensor,
+        ids: Tensor,
+        log_expected: Tensor,
+        rule: Rule,
+        **more: Any,
+    ) -> Tensor:
+        """The loss by :func:`lastlayer.fused.sampled.sampled_loss`; keeps the sample sizes."""
+        loss, self.ess = sampled_loss(
+            rows, self.weight, self.bias, target, ids, log_expected, rule,
+            reduction=self.reduction, sparse=self.sparse, chunk_rows=self.chunk_rows, **more,
+        )  # fmt: skip
+        return loss
+
+    def _exact_loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+        options = self._exact_options()
+        if not isinstance(target, Tensor) or target.dim() != hidden.dim():
+            return linear_cross_entropy(
+                hidden, self.weight, target, self.bias, reduction=self.reduction, **options
+            )
+        target = self._check_targets(hidden, target)
+        several = hidden.unsqueeze(-2).expand(*target.shape, self.in_features)
+        losses = linear_cross_entropy(
+            several, self.weight, target, self.bias, reduction="none", **options
+        )
+        return self._reduced(losses, self._counts(target))
+
+    def _counts(self, target: Tensor) -> Tensor:
+        """Which targets are not ignored."""
+        if self.ignore_index is None:
+            return torch.ones_like(target, dtype=torch.bool)
+        return target != self.ignore_index
+
+    def _reduced(self, losses: Tensor, counts: Tensor) -> Tensor:
+        """The reduced loss from that of each target ``(*batch, p)``, 0 where one does not count."""
+        of_row = losses.sum(-1) / counts.sum(-1).clamp(min=1)
+        if self.reduction == "none":
+            return of_row
+        total = of_row.sum()
+        return total / counts.any(-1).sum().clamp(min=1) if self.reduction == "mean" else total
+
+    def _exact_options(self) -> dict[str, Any]:
+        """What the fused loss of eval mode takes beside the reduction."""
+        return {"ignore_index": self.ignore_index, "chunk_rows": self.chunk_rows}
+
+    def audit(self, hidden: Tensor, target: Tensor, n_draws: int = 64, **given: Any) -> Audit:
+        """Compare the gradient of the training loss with that of the exact loss, on one batch.
+
+        The training loss is drawn ``n_draws`` times, as the next steps would draw it, and its mean
+        gradient with respect to hidden, class vectors and biases is compared with the gradient of
+        the exact loss, that of eval mode. The head is left as it was, its counter included.
+
+        Cost: n_draws training steps and an exact one. Beside those it holds the exact and the mean
+        gradient, twice the size of hidden and of the class vectors, however many draws there are.
+
+        Args:
+            hidden: ``(*batch, in_features)``.
+            target: class ids ``(*batch)``, as in training.
+            n_draws: how often to draw, at least 2. A bias is seen down to the deviation of one
+                step divided by the root of this number. Two are enough for a head that draws
+                nothing, whose deviation is 0.
+            given: what else the head takes by name in training, such as a context.
+
+        Returns:
+            An ``Audit``; ``print(head.audit(hidden, target).table())``.
+        """
+        return audit(self, hidden, target, n_draws, **given)
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
+        if "class_weight" in options:
+            raise TypeError(f"class_weight: expected none, since {cls.__name__} has no such option")
+        return super().from_linear(linear, **options)
+
+    def config(self) -> dict[str, Any]:
+        config = super().config()
+        del config["class_weight"]
+        return {**config, "sparse": self.sparse}
+
+
+class SampledHead(ComparedHead):
+    """One vector per class, trained against a few classes that are drawn anew in every step.
+
+    In training mode the loss is that of :meth:`_loss_of_step`. In eval mode it is the exact cross
+    entropy, and ``log_prob``, ``topk`` and ``sample`` are exact in both. What is drawn depends on
+    the buffer ``rng_counter``, seed and step, alone; it is saved with the state, so that a resumed
+    run draws what the first one would have drawn. A forward pass under ``torch.no_grad()`` uses
+    the draws of the next step and does not count as one.
+
+    Args:
+        in_features: size of the hidden state.
+        n_classes: number of classes.
+        sampler: what classes are drawn from, such as ``samplers.Unigram(counts)``; it becomes a
+            part of the head, and moves with it.
+        n_samples: number of classes drawn in a step.
+        seed: of the draws.
+        per_rank: whether the processes of ``torch.distributed`` draw different classes.
+        options: as of :class:`ComparedHead`.
+    """
+
+    # Whether each row has draws of its own, or all rows the same.
+    draws_for_each_row = False
+    sampler: Sampler
+    rng_counter: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        sampler: Sampler | None = None,
+        n_samples: int = 1024,
+        *,
+        seed: int = 0,
+        per_rank: bool = False,
+        **options: Unpack[ComparedOptions],
+    ) -> None:
+        self.n_samples, self.seed = check_int("n_samples", n_samples), check_seed(seed)
+        super().__init__(in_features, n_classes, **options)
+        self.per_rank = per_rank
+        self._set_sampler(sampler)
+        self.register_buffer("rng_counter", torch.tensor([self.seed, 0]))
+        self._steps = RngSteps()
+        self._move_draws()
+
+    def _set_sampler(self, sampler: Any) -> None:
+        check_sampler(sampler, self.n_classes)
+        self.sampler = sampler
+
+    def _sampled_loss(self, rows: Tensor, target: Tensor, *given: Tensor) -> Tensor:
+        rng_counter, counts = self._steps.counter(self.rng_counter)
+        loss = self._loss_of_step(rows, target, self._of_rank(rng_counter), *given)
+        if counts:
+            # Once all is drawn; on the device, so that nothing waits for it.
+            self.rng_counter[1:].add_(1)
+        return loss
+
+    @abstractmethod
+    def _loss_of_step(
+        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
+    ) -> Tensor:
+        """The reduced training loss, of classes drawn by ``rng_counter``."""
+
+    def _of_rank(self, rng_counter: Tensor) -> Tensor:
+        distributed = torch.distributed
+        if self.per_rank and distributed.is_available() and distributed.is_initialized():
+            return fork(rng_counter, distributed.get_rank())
+        return rng_counter
+
+    def _draw(self, rng_counter: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Classes of a step and their log-probabilities; -inf for one that is always counted."""
+        # Not by its public methods, which would check what is known to be right.
+        with torch.no_grad():
+            ids, log_prob = self.sampler._draw_both(self.n_samples, rng_counter, None)
+            if dtype == torch.float64:
+                log_prob = self.sampler._log_prob(ids, None)
+        return ids, log_prob
+
+    def _classes_per_step(self) -> int:
+        return self.n_samples
+
+    def _always_counted(self) -> int:
+        """Classes that every step looks at beside those it draws."""
+        return 0
+
+    def explain(self, audit: Audit | None = None, *, n_rows: int = 1024) -> Explanation:
+        """What a training step costs beside a full softmax, and how many samples to draw.
+
+        Numbers are counted, not measured. The sample count follows from the effective sample size
+        that an audit found; without one it is a first guess from the number of classes.
+
+        Args:
+            audit: what :meth:`audit` gave.
+            n_rows: hidden states in a step.
+
+        Returns:
+            An ``Explanation``; ``print(head.explain())``.
+        """
+        return explain(self, audit, n_rows=n_rows)
+
+    def _move_draws(self) -> None:
+        """Puts the counter and all that draws where the parameters are."""
+        device = self.weight.device
+        if device.type != "meta":
+            for part in self.children():
+                part.to(device)
+            for name, buffer in self.named_buffers(recurse=False):
+                setattr(self, name, buffer.to(device))
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
+        head = super().from_linear(linear, **options)
+        head._move_draws()
+        return head
+
+    def config(self) -> dict[str, Any]:
+        return {
+            **super().config(),
+            "sampler": self.sampler,
+            "n_samples": self.n_samples,
+            "seed": self.seed,
+            "per_rank": self.per_rank,
+        }
+
+    def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        sampler = config["sampler"]
+        saved = {"name": type(sampler).__name__, "arguments": sampler._saved_config()}
+        return {**super()._saved_config(config), "sampler": saved}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        return super().from_config({**config, "sampler": _sampler_from(config["sampler"])})
+
+    def extra_repr(self) -> str:
+        taken = inspect.signature(type(self)).parameters
+        # The sampler is shown below, as a part.
+        shown = {**self._saved_config(self.config()), "sampler": None}
+        return ", ".join(
+            f"{name}={value!r}"
+            for name, value in shown.items()
+            if name not in taken or taken[name].default != value
+        )
+
+
+def check_sampler(sampler: Any, n_classes: int) -> None:
+    """A sampler of the head's classes that needs no context."""
+    if not isinstance(sampler, Sampler):
+        got = "None" if sampler is None else type(sampler).__name__
+        raise TypeError(
+            f"sampler: expected one of lastlayer.samplers, got {got}; give "
+            "samplers.Unigram(counts), which draws classes as often as they occur, or "
+            f"samplers.Uniform({n_classes}) where all are equally likely"
+        )
+    if sampler.n_classes != n_classes:
+        raise ValueError(
+            f"sampler: expected one of {n_classes} classes, as the head has, got one of "
+            f"{sampler.n_classes}"
+        )
+    if sampler.needs_context:
+        raise ValueError(
+            f"sampler: expected one without context, got {type(sampler).__name__}; "
+            "AdaptiveNGram is for AdaptiveImportanceSampling, and InBatch for "
+            "in_batch_softmax_loss"
+        )
+
+
+def as_class_ids(name: str, ids: Any, n_classes: int) -> Tensor:
+    """Different class ids, ascending; at least one."""
+    try:
+        given = torch.as_tensor(ids)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"{name}: expected class ids, got {type(ids).__name__}") from error
+    if given.dim() != 1 or not len(given):
+        raise TypeError(
+            f"{name}: expected class ids, (n,) with at least one, got shape {tuple(given.shape)}"
+        )
+    found = check_ids(name, given, None, n_classes).sort().values
+    again = found[1:][found[1:] == found[:-1]]
+    if len(again):
+        raise ValueError(f"{name}: expected each class once, got class {int(again[0])} again")
+    return found
+
+
+def _sampler_from(saved: dict[str, Any]) -> Sampler:
+    """A sampler by the name of its class; its state is still to be loaded."""
+    classes: list[Any] = [Sampler]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    found = [cls for cls in classes if cls.__name__ == saved["name"]]
+    if len(found) != 1:
+        trouble = "none is imported" if not found else f"{len(found)} have this name"
+        raise ValueError(
+            f"sampler: expected a class named {saved['name']!r} below lastlayer.samplers.Sampler, "
+            f"got no single one: {trouble}; import the module that defines it before loading"
+        )
+    made: Sampler = found[0].from_config(saved["arguments"])
+    return made

@@ -1,0 +1,469 @@
+"""Self-normalised importance sampling, with a fixed proposal or one that follows the model."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lastlayer import kernels
+from lastlayer._checks import check_int, check_positive, check_tensor
+from lastlayer._torch import accumulation_dtype, in_backward, in_dtype
+from lastlayer.fused import linear_cross_entropy
+from lastlayer.fused.sampled import Rule, sampled_loss
+from lastlayer.heads.recipes import Arguments, ClassData, Recipe, sampled_recipe
+from lastlayer.heads.sampled.base import SampledHead, SampledOptions
+from lastlayer.samplers import AdaptiveNGram, Sampler, fork
+
+SELF_NORMALISED = Rule(with_target=False, drop_hits=False)
+# Blocks after which a row gives up where max_samples does not say.
+_BLOCKS = 32
+
+
+class ImportanceSampling(SampledHead):
+    r"""A softmax whose gradient is estimated from draws with their weights normalised.
+
+    .. math:: \nabla L \approx -\nabla \theta_y
+              + \frac{1}{R} \sum_{j=1}^m r_j \nabla \theta_{v_j},
+              \qquad r_j = \frac{e^{\theta_{v_j}}}{q(v_j)}, \quad R = \sum_j r_j
+
+    The loss has this gradient: it is :math:`\log \frac{R}{m} - \theta_y`, the cross entropy with
+    its normaliser estimated. :math:`R / m` is unbiased, its logarithm is too low by about half of
+    its relative variance; both biases fall as 1/m. A loss can be below 0, where the target has
+    more than the estimated whole.
+
+    How much the draws of a row are worth is its effective sample size, :math:`R^2 / \sum_j r_j^2`:
+    m where all weights are equal, 1 where one has all. ``head.ess`` has that of the last training
+    step. With ``target_ess`` each row goes on drawing, a block of ``n_samples`` at a time, until
+    it is reached; a row that has not reached it after ``max_samples`` takes all classes instead.
+
+    Choose :class:`SampledSoftmax` where a fixed number of samples will do: it counts the target
+    with certainty, which is as good here and never below 0. Choose this one to control the
+    quality of each row's estimate.
+
+    Cost: as :class:`SampledSoftmax`. With ``target_ess`` a fourth product, the host waits once per
+    block, and ``torch.compile(fullgraph=True)`` does not take it.
+
+    Args:
+        in_features: size of the hidden state.
+        n_classes: number of classes.
+        sampler: what is drawn from, such as ``samplers.Unigram(counts)``.
+        n_samples: number of classes drawn in a step, or in a block.
+        target_ess: the effective sample size that each row is to reach; None for one block.
+        max_samples: draws after which a row takes all classes; None for 32 blocks. It is rounded
+            up to whole blocks.
+        bias: whether each class has a bias.
+        sparse: whether gradients of weight and bias are row-sparse, as those of
+            :class:`SampledSoftmax`. Where a row takes all classes they have every row.
+        seed: of the draws.
+        per_rank: whether the processes of ``torch.distributed`` draw different classes.
+        ignore_index: rows with this target do not count; None where every target counts.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Example:
+        >>> import torch
+        >>> from lastlayer import samplers
+        >>> sampler = samplers.Unigram(1.0 / torch.arange(1, 1001))
+        >>> head = ImportanceSampling(16, 1000, sampler, 50, target_ess=100)
+        >>> hidden, target = torch.randn(8, 16), torch.randint(1000, (8,))
+        >>> head(hidden, target).backward()
+        >>> bool((head.ess >= 100).all())
+        True
+
+    Reference:
+        Yoshua Bengio and Jean-Sébastien Senécal, Quick training of probabilistic neural nets by
+        importance sampling, AISTATS 2003.
+    """
+
+    recipes: tuple[Recipe, ...] = (
+        sampled_recipe("importance", "self-normalised importance sampling", rank=33),
+    )
+    n_drawn: Tensor | None
+    """Draws of each row in the last training step, ``(n,)``; None before."""
+    took_all: Tensor | None
+    """Which rows took all classes then, bool ``(n,)``."""
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        sampler: Sampler | None = None,
+        n_samples: int = 1024,
+        *,
+        target_ess: float | None = None,
+        max_samples: int | None = None,
+        **options: Unpack[SampledOptions],
+    ) -> None:
+        super().__init__(in_features, n_classes, sampler, n_samples, **options)
+        _check_stopping(target_ess, self.n_samples, max_samples)
+        self.target_ess, self.max_samples = target_ess, max_samples
+        self.n_drawn = self.took_all = None
+
+    def _loss_of_step(
+        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
+    ) -> Tensor:
+        if self.target_ess is None:
+            return self._compare(rows, target, *self._block(rng_counter, rows), SELF_NORMALISED)
+        blocks: list[tuple[Tensor, Tensor]] = []
+
+        def add_block(block: int, some: Tensor) -> tuple[Tensor, Tensor]:
+            blocks.append(self._block(fork(rng_counter, block), rows))
+            # The loss is log Σ r less the target's score, which is the same in every block.
+            log_sum, ess = sampled_loss(
+                rows[some], self.weight, self.bias, target[some], *blocks[-1], SELF_NORMALISED,
+                reduction="none", chunk_rows=self.chunk_rows,
+            )  # fmt: skip
+            return log_sum, 2 * log_sum - ess.log()
+
+        def draws_of(used: int, _some: Tensor) -> tuple[Tensor, Tensor]:
+            ids, log_expected = (torch.cat(each) for each in zip(*blocks[:used], strict=True))
+            return ids, log_expected + math.log(used)
+
+        return self._loss_of_groups(rows, target, self._stop(rows, target, add_block), draws_of)
+
+    def _block(self, rng_counter: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Classes, and the logarithm of how often each is expected."""
+        ids, log_prob = self._draw(rng_counter, rows.dtype)
+        return ids, log_prob + math.log(self.n_samples)
+
+    @torch.no_grad()
+    def _stop(
+        self,
+        rows: Tensor,
+        target: Tensor,
+        add_block: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+    ) -> "_Stopped":
+        """Draw a block at a time for the rows that have not reached ``target_ess``.
+
+        The host waits once per block, to know which rows go on.
+
+        Args:
+            rows: ``(n, in_features)``.
+            target: ``(n, p)``.
+            add_block: draws block b for some rows, and gives log Σ r and log Σ r² of each.
+        """
+        enough, counts = self.target_ess or 0.0, (target >= 0).any(-1)
+        used = torch.zeros_like(counts, dtype=torch.int64)
+        log_sum = rows.new_full(rows.shape[:1], -torch.inf, dtype=accumulation_dtype(rows.dtype))
+        log_squares, ess = log_sum.clone(), torch.zeros_like(log_sum)
+        going_on = counts.nonzero().squeeze(1)
+        for block in range(self._most_blocks()):
+            if not len(going_on):
+                break
+            more, more_squares = add_block(block, going_on)
+            log_sum[going_on] = torch.logaddexp(log_sum[going_on], more)
+            log_squares[going_on] = torch.logaddexp(log_squares[going_on], more_squares)
+            used[going_on] += 1
+            ess = torch.where(log_sum == -torch.inf, 0.0, (2 * log_sum - log_squares).exp())
+            # A NaN will not become a number with more draws.
+            going_on = going_on[ess[going_on] < enough]
+        stopped = _Stopped(used, ~(ess < enough) | ~counts)
+        self.ess, self.n_drawn, self.took_all = ess, used * self.n_samples, ~stopped.reached
+        return stopped
+
+    def _most_blocks(self) -> int:
+        return _BLOCKS if self.max_samples is None else -(-self.max_samples // self.n_samples)
+
+    def _loss_of_groups(
+        self,
+        rows: Tensor,
+        target: Tensor,
+        stopped: "_Stopped",
+        draws_of: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Rows with the same number of blocks together; those that gave up by all classes.
+
+        ``draws_of`` gives classes and expectations of the first b blocks for some rows.
+        """
+        reduction = "none" if self.reduction == "none" else "sum"
+        how = {"reduction": reduction, "sparse": self.sparse, "chunk_rows": self.chunk_rows}
+
+        def loss_of(some: Tensor, ids: Tensor, log_expected: Tensor) -> Tensor:
+            given = rows[some], self.weight, self.bias, target[some], ids, log_expected
+            return sampled_loss(*given, SELF_NORMALISED, **how)[0]
+
+        parts: list[tuple[Tensor, Tensor]] = []
+        for used in stopped.blocks[stopped.reached].unique().tolist():
+            some = (stopped.reached & (stopped.blocks == used)).nonzero().squeeze(1)
+            if used:
+                parts.append((some, loss_of(some, *draws_of(used, some))))
+        some = (~stopped.reached).nonzero().squeeze(1)
+        if len(some) and (self.sparse or target.shape[1] > 1):
+            # All classes as if they were drawn: the gradient is row-sparse like that of the others.
+            everything = torch.arange(self.n_classes, device=rows.device)
+            nothing = torch.zeros_like(everything, dtype=torch.float32)
+            parts.append((some, loss_of(some, everything, nothing)))
+        elif len(some):
+            bias = None if self.bias is None else in_dtype(self.bias, rows.dtype)
+            loss = linear_cross_entropy(
+                rows[some], in_dtype(self.weight, rows.dtype), target[some].squeeze(1), bias,
+                ignore_index=None, reduction=reduction, chunk_rows=self.chunk_rows,
+            )  # fmt: skip
+            parts.append((some, loss))
+        return self._together(rows, target, parts)
+
+    def _together(self, rows: Tensor, target: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+        dtype = accumulation_dtype(rows.dtype)
+        loss = rows.new_zeros(rows.shape[0] if self.reduction == "none" else (), dtype=dtype)
+        for some, of_some in parts:
+            alone = self.reduction == "none"
+            loss = loss.index_copy(0, some, of_some) if alone else loss + of_some
+        if self.reduction == "mean":
+            loss = loss / (target >= 0).any(-1).sum().clamp(min=1)
+        if not parts and torch.is_grad_enabled():
+            # No row counts: the gradient is 0, but there is one.
+            for each in (rows, self.weight, self.bias):
+                loss = loss if each is None else loss + each[:0].sum()
+        return loss
+
+    def config(self) -> dict[str, Any]:
+        return {
+            **super().config(),
+            "target_ess": self.target_ess,
+            "max_samples": self.max_samples,
+        }
+
+
+class _Stopped(NamedTuple):
+    """When each row stopped drawing."""
+
+    blocks: Tensor
+    """Blocks that a row used, int64 ``(n,)``; 0 for a row that does not count."""
+    reached: Tensor
+    """Whether its effective sample size is enough, bool ``(n,)``."""
+
+
+def _check_stopping(target_ess: Any, n_samples: int, max_samples: Any) -> None:
+    """A number to reach, and draws after which a row gives up: a block at least."""
+    if target_ess is not None:
+        check_positive("target_ess", target_ess)
+    if max_samples is not None:
+        check_int("max_samples", max_samples)
+        if target_ess is None:
+            raise ValueError(
+                f"max_samples: expected None without target_ess, got {max_samples}; every row "
+                "draws n_samples then"
+            )
+        if max_samples < n_samples:
+            raise ValueError(
+                f"max_samples: expected at least n_samples={n_samples}, one block, got "
+                f"{max_samples}"
+            )
+    most = n_samples * _BLOCKS if max_samples is None else max_samples
+    if target_ess is not None and target_ess > most:
+        raise ValueError(
+            f"target_ess: expected at most max_samples={most}, which is reached where all weights "
+            f"are equal, got {target_ess}"
+        )
+
+
+def _positive_counts(data: ClassData, _given: Arguments) -> Arguments:
+    return {"counts": data.positive_counts()}
+
+
+class AdaptiveImportanceSampling(ImportanceSampling):
+    r"""Importance sampling whose proposal is an n-gram model that learns from the network.
+
+    A fixed proposal falls behind as the network trains: weights become uneven, and more and more
+    draws are needed for the same effective sample size. Here each row draws from
+    :class:`lastlayer.samplers.AdaptiveNGram` given the words before it, until its effective sample
+    size is ``target_ess``; the scores of what it drew then move the proposal of that context
+    towards the network's own probabilities. Nothing beyond those classes has to be scored.
+
+    The estimator, the stopping and the fall-back to all classes are those of
+    :class:`ImportanceSampling`. ``forward`` takes the context beside hidden and target; in eval
+    mode it is not looked at, and the loss is exact. Under ``torch.no_grad()`` the proposal does
+    not learn.
+
+    Choose it for language models with many classes where the last one or two words say much about
+    the next. Every row has its own draws, which takes more memory traffic per draw than one
+    product for all rows: it pays where few draws are enough.
+
+    Cost: rows × draws × in_features, three times in a training step; the host waits once per block.
+    ``torch.compile(fullgraph=True)`` does not take it.
+
+    Args:
+        in_features: size of the hidden state.
+        n_classes: number of classes.
+        counts: how frequent each class is, one number per class, for the unigram of the proposal.
+        order: 2 for unigram and bigram, 3 for the trigram as well.
+        target_ess: the effective sample size that each row is to reach.
+        n_samples: draws in a block.
+        max_samples: draws after which a row takes all classes; None for 32 blocks.
+        contexts: how many contexts of each length the proposal remembers.
+        width: how many classes it remembers of each.
+        rate: how far a step moves the proposal of a context.
+        bias: whether each class has a bias.
+        sparse: whether gradients of weight and bias are row-sparse.
+        seed: of the draws.
+        per_rank: whether the processes of ``torch.distributed`` draw different classes. Each has a
+            proposal of its own in any case, which learns from its own rows.
+        ignore_index: rows with this target do not count; None where every target counts.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        chunk_rows: rows of scores held at a time where all classes are taken, "auto" or "low".
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Example:
+        >>> import torch
+        >>> counts = 1.0 / torch.arange(1, 1001)
+        >>> head = AdaptiveImportanceSampling(16, 1000, counts, target_ess=20)
+        >>> hidden, words = torch.randn(8, 16), torch.randint(1000, (9,))
+        >>> loss = head(hidden, words[1:], context=words[:-1, None])
+        >>> bool((head.ess >= 20).all() or head.took_all.any())
+        True
+
+    Reference:
+        Yoshua Bengio and Jean-Sébastien Senécal, Adaptive importance sampling to accelerate
+        training of a neural probabilistic language model, IEEE Transactions on Neural Networks
+        19(4), 2008.
+    """
+
+    recipes = (
+        Recipe(
+            "adaptive_importance", "importance sampling whose proposal learns",
+            defaults={"sparse": True}, from_data=_positive_counts, rank=34,
+        ),
+    )  # fmt: skip
+    draws_for_each_row = True
+    sampler: AdaptiveNGram
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        counts: Any,
+        *,
+        order: int = 2,
+        target_ess: float = 50.0,
+        n_samples: int = 50,
+        max_samples: int | None = None,
+        contexts: int = 16_384,
+        width: int = 256,
+        rate: float = 0.1,
+        **options: Unpack[SampledOptions],
+    ) -> None:
+        sampler = AdaptiveNGram(counts, order, contexts=contexts, width=width, rate=rate)
+        super().__init__(
+            in_features, n_classes, sampler, n_samples, target_ess=target_ess,
+            max_samples=max_samples, **options,
+        )  # fmt: skip
+
+    def _set_sampler(self, sampler: Any) -> None:
+        if sampler.n_classes != self.n_classes:
+            raise ValueError(
+                f"counts: expected shape ({self.n_classes},), one number per class of the head, "
+                f"got ({sampler.n_classes},)"
+            )
+        self.sampler = sampler
+
+    def forward(self, hidden: Tensor, target: Tensor, context: Tensor | None = None) -> Tensor:
+        """In training mode the estimated loss; in eval mode the exact cross entropy.
+
+        Args:
+            hidden: ``(*batch, in_features)``.
+            target: class ids ``(*batch)`` or ``(*batch, p)``, of any integer dtype.
+            context: the words before, ``(*batch, order - 1)``, the nearest one last, -1 for none;
+                None where nothing is known, which draws from the unigram and teaches nothing.
+        """
+        self._check_hidden(hidden)
+        order = self.sampler.order
+        if context is not None:
+            check_tensor("context", context)
+            expected = (*hidden.shape[:-1], order - 1)
+            if context.shape != expected:
+                raise ValueError(
+                    f"context: expected shape {expected}, the words before for order {order}, the "
+                    f"nearest one last, got {tuple(context.shape)}"
+                )
+        if not self.training:
+            return self._exact_loss(hidden, target)
+        if in_backward():
+            raise RuntimeError(
+                "AdaptiveImportanceSampling cannot be recomputed by torch.utils.checkpoint: its "
+                "proposal has learned from the first pass; call it outside of what is checkpointed"
+            )
+        rows, ids = self._rows(hidden, self._check_targets(hidden, target))
+        shape = rows.shape[0], order - 1
+        words = ids.new_full(shape, -1) if context is None else context.reshape(shape)
+        loss = self._sampled_loss(rows, ids, words)
+        return loss.reshape(hidden.shape[:-1]) if self.reduction == "none" else loss
+
+    def _loss_of_step(
+        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
+    ) -> Tensor:
+        (context,) = given
+        drawn: list[tuple[Tensor, ...]] = []
+
+        def add_block(block: int, some: Tensor) -> tuple[Tensor, Tensor]:
+            ids, log_prob = self.sampler.sample_with_log_prob(
+                self.n_samples, context=context[some], rng_counter=fork(rng_counter, block)
+            )
+            scores = self._scores(rows[some], ids)
+            place = torch.zeros_like(target[:, 0])
+            place[some] = torch.arange(len(some), device=some.device)
+            drawn.append((place, ids, log_prob, scores))
+            log_r = scores - log_prob
+            return torch.logsumexp(log_r, -1), torch.logsumexp(2 * log_r, -1)
+
+        def drawn_by(some: Tensor, used: int) -> list[Tensor]:
+            """Ids, log-probabilities and scores of the first blocks, ``(rows, used * n)``."""
+            parts = [tuple(each[place[some]] for each in rest) for place, *rest in drawn[:used]]
+            return [torch.cat(each, 1) for each in zip(*parts, strict=True)]
+
+        def draws_of(used: int, some: Tensor) -> tuple[Tensor, Tensor]:
+            ids, log_prob, _ = drawn_by(some, used)
+            return ids, log_prob + math.log(used * self.n_samples)
+
+        stopped = self._stop(rows, target, add_block)
+        loss = self._loss_of_groups(rows, target, stopped, draws_of)
+        if torch.is_grad_enabled():
+            self._teach(rows, target, context, stopped, drawn_by)
+        return loss
+
+    @torch.no_grad()
+    def _teach(
+        self,
+        rows: Tensor,
+        target: Tensor,
+        context: Tensor,
+        stopped: _Stopped,
+        drawn_by: Callable[[Tensor, int], list[Tensor]],
+    ) -> None:
+        """Move the proposal towards the network, by what each row has scored."""
+        for used in stopped.blocks.unique().tolist():
+            some = (stopped.blocks == used).nonzero().squeeze(1)
+            if used:
+                ids, _, scores = drawn_by(some, used)
+                own = target[some]
+                # A place without a target names one that is there: a class counts once.
+                own = torch.where(own < 0, own.amax(-1, keepdim=True), own)
+                self.sampler.update(
+                    context[some], torch.cat([ids, own], 1),
+                    torch.cat([scores, self._scores(rows[some], own)], 1),
+                )  # fmt: skip
+
+    def _scores(self, rows: Tensor, ids: Tensor) -> Tensor:
+        made: Tensor = kernels.products.scores(
+            "auto", rows.detach(), self.weight.detach(), self.bias, ids
+        )
+        return made
+
+    def config(self) -> dict[str, Any]:
+        config, sampler = super().config(), self.sampler.config()
+        del config["sampler"]
+        names = ("counts", "order", "contexts", "width", "rate")
+        return {**config, **{name: sampler[name] for name in names}}
+
+    def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        # The counts are part of the sampler's state.
+        return {name: value for name, value in config.items() if name != "counts"}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        return cls(counts=np.ones(config["n_classes"]), **config)

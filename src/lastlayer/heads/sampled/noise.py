@@ -1,0 +1,330 @@
+"""Heads that tell data from noise: noise-contrastive estimation, and word2vec's variant of it."""
+
+import math
+from numbers import Real
+from typing import Any, Self, Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lastlayer._checks import check_real
+from lastlayer.fused.sampled import Rule
+from lastlayer.heads.base import log_frequencies, log_softmax
+from lastlayer.heads.recipes import sampled_recipe
+from lastlayer.heads.sampled.base import SampledHead, SampledOptions
+from lastlayer.heads.self_normalized import Drift, chosen_scores, drift_of, log_normalizer
+from lastlayer.samplers import Sampler
+
+LEARNED = "learned"
+# Draws that are the target of their row are noise all the same.
+_NOISE = Rule(logistic=True, drop_hits=False)
+
+
+class NoiseContrastive(SampledHead):
+    r"""Class vectors trained to tell what was observed from k classes drawn as noise.
+
+    .. math:: L = -\log \sigma(a_y) - \sum_{j=1}^{k} \log \sigma(-a_{d_j}), \qquad
+              a_c = s_c - \log Z - \log k\,q(c)
+
+    The model says :math:`p(c \mid h) = e^{s_c} / Z` with one Z for all rows, which is what the loss
+    teaches it: it is least where :math:`s_c - \log Z = \log p_\text{data}(c \mid h)`. So a trained
+    model gives log-probabilities that need no sum over the classes,
+    :meth:`unnormalized_log_prob`; :meth:`drift` says how good they are. ``log_prob``, ``topk``,
+    ``sample`` and the loss in eval mode are normalised and exact.
+
+    Choose it where single classes are to be scored fast after training, as in reranking. As an
+    estimate of the softmax gradient it needs more samples than :class:`SampledSoftmax`, and noise
+    that is close to the data: take ``samplers.Unigram(counts)``.
+
+    Three things decide whether it works, and are seen to here. The biases start at
+    :math:`\log q(c) + \log Z`: from biases near 0 the model would claim the probability 1 for every
+    class, and be busy with that for long. A draw that is the target of its row counts as noise all
+    the same, and one that comes twice counts twice. And k is the number of draws, 1 observation to
+    k, also where rows share them.
+
+    Cost: one product of rows × n_samples × in_features and two more for gradients; see
+    :meth:`SampledSoftmax.explain`.
+
+    Args:
+        in_features: size of the hidden state.
+        n_classes: number of classes.
+        sampler: q, what noise is drawn from, such as ``samplers.Unigram(counts)``.
+        n_samples: k, draws per step, shared by all rows.
+        log_z: log Z, a number, or "learned" for a parameter that starts at 0. 0 makes scores
+            log-probabilities; without a bias :math:`\log` of n_classes is the better start.
+        bias: whether each class has a bias.
+        sparse: whether gradients of weight and bias are row-sparse, as those of
+            :class:`SampledSoftmax`; for :class:`lastlayer.optim.RowAdagrad` and the like.
+        seed: of the draws.
+        per_rank: whether the processes of ``torch.distributed`` draw different noise.
+        ignore_index: rows with this target do not count; None where every target counts.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Example:
+        >>> import torch
+        >>> from lastlayer import samplers
+        >>> counts = 1.0 / torch.arange(1, 1001)
+        >>> head = NoiseContrastive(16, 1000, samplers.Unigram(counts), n_samples=64)
+        >>> hidden, target = torch.randn(8, 16), torch.randint(1000, (8,))
+        >>> head(hidden, target).backward()
+        >>> head.unnormalized_log_prob(hidden, target).shape
+        torch.Size([8])
+
+    Reference:
+        Gutmann and Hyvärinen, Noise-contrastive estimation, AISTATS 2010; Mnih and Teh, A fast and
+        simple algorithm for training neural probabilistic language models, ICML 2012,
+        arXiv:1206.6426.
+    """
+
+    recipes = (sampled_recipe("nce", "noise-contrastive estimation", compared=("nce",), rank=31),)
+    weighs_draws = False
+    log_z: Tensor | float
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        sampler: Sampler | None = None,
+        n_samples: int = 1024,
+        *,
+        log_z: float | str = 0.0,
+        **options: Unpack[SampledOptions],
+    ) -> None:
+        # Not asked of the attribute: parametrizations and functional_call put a plain tensor there.
+        self.learns_log_z = _is_learned(log_z)
+        super().__init__(in_features, n_classes, sampler, n_samples, **options)
+        self.log_z = Parameter(self.weight.new_zeros(1)) if isinstance(log_z, str) else float(log_z)
+        self._start_bias()
+
+    def reset_parameters(self) -> None:
+        """Fresh class vectors, as those of ``nn.Linear``; biases at log q + log Z."""
+        super().reset_parameters()
+        # In the constructor parameters come before the sampler.
+        if "sampler" in self._modules:
+            if isinstance(self.log_z, Tensor):
+                torch.nn.init.zeros_(self.log_z)
+            self._start_bias()
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
+        """A head that shares the parameters of a layer; its biases keep their values."""
+        head = super().from_linear(linear, **options)
+        if head.learns_log_z:
+            head.log_z = Parameter(head.weight.new_zeros(1))
+        return head
+
+    @torch.no_grad()
+    def init_bias_from_counts(self, counts: Any) -> None:
+        """Set the biases to log frequencies plus log Z: the cheapest speed-up there is.
+
+        At the hidden state 0 the head then predicts the class frequencies, and its normaliser is
+        Z. Biases start like this with the probabilities of the sampler, so it is of use where the
+        sampler has others than the data.
+
+        Args:
+            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
+        """
+        super().init_bias_from_counts(counts)
+        if self.bias is not None:
+            self.bias.add_(self._log_z_as(self.bias))
+
+    @torch.no_grad()
+    def _start_bias(self) -> None:
+        if self.bias is not None and self.bias.device.type != "meta":
+            log_q = _log_q(self.sampler, torch.float64)
+            self.bias.copy_(log_q + (0.0 if self.learns_log_z else self._log_z_as(log_q)))
+
+    def _loss_of_step(
+        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
+    ) -> Tensor:
+        ids, log_q = self._draw(rng_counter, rows.dtype)
+        of_target = self.sampler._log_prob(target.clamp(min=0), None).to(log_q.dtype)
+        less, row_shift, log_z = math.log(self.n_samples), None, self.log_z
+        if isinstance(log_z, Tensor):
+            row_shift = -log_z.expand(rows.shape[0])
+        else:
+            less += log_z
+        return self._compare(
+            rows, target, ids, log_q + less, _NOISE, target_log_expected=of_target + less,
+            row_shift=row_shift,
+        )  # fmt: skip
+
+    def unnormalized_log_prob(self, hidden: Tensor, classes: Tensor) -> Tensor:
+        """s − log Z of chosen classes: their log-probabilities where the model has learned its Z.
+
+        It looks at no other class. No gradient is recorded.
+
+        Args:
+            hidden: ``(*batch, in_features)``.
+            classes: class ids ``(*batch)`` or ``(*batch, k)``.
+
+        Returns:
+            As many numbers as classes, float32, or float64 from float64.
+        """
+        scores = chosen_scores(self, hidden, classes)
+        return scores - self._log_z_as(scores)
+
+    def drift(self, hidden: Tensor) -> Drift:
+        """How far the true log Z of these rows is from that of the model.
+
+        It takes a product with all classes, and waits for the device.
+
+        Args:
+            hidden: ``(*batch, in_features)``.
+        """
+        return drift_of(self._row_log_z(hidden))
+
+    def _row_log_z(self, hidden: Tensor) -> Tensor:
+        exact = log_normalizer(self, hidden)
+        return exact - self._log_z_as(exact)
+
+    def _log_z_as(self, like: Tensor) -> Tensor | float:
+        log_z = self.log_z
+        return log_z.detach().to(like.dtype) if isinstance(log_z, Tensor) else log_z
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "log_z": LEARNED if self.learns_log_z else self.log_z}
+
+
+class NegativeSampling(SampledHead):
+    r"""Class vectors trained as in word2vec: the target up, k drawn classes down.
+
+    .. math:: L = -\log \sigma(s_y) - \sum_{j=1}^{k} \log \sigma(-s_{d_j})
+
+    It is not a probability model. The loss estimates no likelihood, for any k, and the softmax of
+    the scores is not what the classes occur with: the loss is least where
+
+    .. math:: s_c = \log \frac{p_\text{data}(c \mid h)}{k\,q(c)},
+
+    the pointwise mutual information less :math:`\log k` where q are the frequencies of the classes.
+    That is what makes the vectors good, and it says how to get probabilities back: at the
+    optimum :math:`p(c \mid h) = k\,q(c)\,e^{s_c}` sums to 1, so that
+
+    .. math:: \log p(c \mid h) = s_c + \log q(c) - \log \sum_j q(j)\,e^{s_j}
+
+    is exact there, and normalised anywhere. ``log_prob``, ``topk``, ``sample`` and the loss in eval
+    mode are those of this calibrated model, with the q of the sampler. ``to_linear`` gives
+    the scores as they are.
+
+    Choose it to learn vectors of words or items. For probabilities take
+    :class:`NoiseContrastive`, which is the same with :math:`\log k\,q` inside, or
+    :class:`SampledSoftmax`. 5 to 20 draws suffice for small data and 2 to 5 for large where each
+    row has its own; shared by a batch of rows take more. The noise of word2vec is
+    ``samplers.Unigram(counts, power=0.75)``. A draw that is the target of its row counts as noise
+    all the same, without which the optimum would be another one.
+
+    Cost: one product of rows × n_samples × in_features and two more for gradients; see
+    :meth:`SampledSoftmax.explain`.
+
+    Args:
+        in_features: size of the hidden state.
+        n_classes: number of classes.
+        sampler: q, what noise is drawn from.
+        n_samples: k, draws per step, shared by all rows.
+        bias: whether each class has a bias.
+        sparse: whether gradients of weight and bias are row-sparse, as those of
+            :class:`SampledSoftmax`; for :class:`lastlayer.optim.RowAdagrad` and the like.
+        seed: of the draws.
+        per_rank: whether the processes of ``torch.distributed`` draw different noise.
+        ignore_index: rows with this target do not count; None where every target counts.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Example:
+        >>> import torch
+        >>> from lastlayer import samplers
+        >>> counts = 1.0 / torch.arange(1, 1001)
+        >>> noise = samplers.Unigram(counts, power=0.75)
+        >>> head = NegativeSampling(16, 1000, noise, n_samples=20, bias=False)
+        >>> hidden, target = torch.randn(8, 16), torch.randint(1000, (8,))
+        >>> head(hidden, target).backward()
+        >>> bool((head.log_prob(hidden).exp().sum(-1) - 1).abs().max() < 1e-5)
+        True
+
+    Reference:
+        Mikolov et al., Distributed Representations of Words and Phrases and their Compositionality,
+        NeurIPS 2013, arXiv:1310.4546; Levy and Goldberg, Neural Word Embedding as Implicit Matrix
+        Factorization, NeurIPS 2014.
+    """
+
+    recipes = (
+        sampled_recipe(
+            "negative", "negative sampling of word2vec", n_samples=64, power=0.75,
+            compared=("negative",), rank=32,
+        ),
+    )  # fmt: skip
+    weighs_draws = False
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        sampler: Sampler | None = None,
+        n_samples: int = 64,
+        **options: Unpack[SampledOptions],
+    ) -> None:
+        super().__init__(in_features, n_classes, sampler, n_samples, **options)
+
+    @torch.no_grad()
+    def init_bias_from_counts(self, counts: Any) -> None:
+        r"""Set the biases to the optimum at the hidden state 0, log of frequency over :math:`k q`.
+
+        The head then predicts the class frequencies there. Where the sampler draws classes as
+        often as they occur, that is :math:`-\log k` for all of them.
+
+        Args:
+            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
+        """
+        super().init_bias_from_counts(counts)
+        if self.bias is not None:
+            wide = self.bias.double()
+            log_q = _log_q(self.sampler, torch.float64) + math.log(self.n_samples)
+            self.bias.copy_(log_frequencies(counts, self.n_classes, wide) - log_q)
+
+    def _loss_of_step(
+        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
+    ) -> Tensor:
+        ids, _ = self._draw(rng_counter, torch.float32)
+        nothing = torch.zeros(ids.shape, device=ids.device)
+        return self._compare(rows, target, ids, nothing, _NOISE)
+
+    def _exact_loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+        target = self._check_targets(hidden, target)
+        classes = target if target.dim() == hidden.dim() else target.unsqueeze(-1)
+        counts = self._counts(classes)
+        # A NaN in a row that does not count would reach gradients as 0 · NaN.
+        rows = torch.where(counts.any(-1, keepdim=True), hidden, 0.0)
+        log_prob = self.log_prob(rows, torch.where(counts, classes, 0))
+        return self._reduced(-torch.where(counts, log_prob, 0.0), counts)
+
+    def _log_probs(self, scores: Tensor) -> Tensor:
+        return log_softmax(scores + _log_q(self.sampler, scores.dtype))
+
+    def _row_log_z(self, hidden: Tensor) -> Tensor:
+        """log of the sum of k q e^s, which is 0 at the optimum."""
+        added = _log_q(self.sampler, torch.float64) + math.log(self.n_samples)
+        biases = added if self.bias is None else added + self.bias.detach()
+        return log_normalizer(self, hidden, biases.to(self.weight.dtype))
+
+
+def _log_q(sampler: Sampler, dtype: torch.dtype) -> Tensor:
+    """Of all classes."""
+    everything = torch.arange(sampler.n_classes, device=sampler.device)
+    return sampler._log_prob(everything, None).to(dtype)
+
+
+def _is_learned(log_z: Any) -> bool:
+    if isinstance(log_z, str):
+        if log_z != LEARNED:
+            raise ValueError(f"log_z: expected a number or {LEARNED!r}, got {log_z!r}")
+        return True
+    if isinstance(log_z, bool) or not isinstance(log_z, Real):
+        raise TypeError(f"log_z: expected a number or {LEARNED!r}, got {type(log_z).__name__}")
+    check_real("log_z", log_z)
+    return False

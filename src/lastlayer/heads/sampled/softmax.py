@@ -1,0 +1,261 @@
+"""A softmax over the target and a few drawn classes."""
+
+import math
+from numbers import Integral
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from lastlayer._checks import check_choice, check_positive
+from lastlayer._torch import accumulation_dtype
+from lastlayer.fused.sampled import Rule
+from lastlayer.heads.base import log_softmax
+from lastlayer.heads.recipes import sampled_recipe
+from lastlayer.heads.sampled.base import (
+    SampledHead,
+    SampledOptions,
+    as_class_ids,
+    check_sampler,
+)
+from lastlayer.samplers import Sampler
+
+CORRECTIONS = ("exact", "classic", "none")
+
+
+class SampledSoftmax(SampledHead):
+    r"""A softmax trained over the target and ``n_samples`` classes drawn for all rows together.
+
+    .. math:: L = \log\Bigl(e^{\theta_y} + \sum_{d \ne y} e^{\theta_d - \log w_d}\Bigr) - \theta_y,
+              \qquad w_d = \frac{m\,q(d)}{1 - q(y)}, \qquad \theta = (W h + b) / T
+
+    A draw stands for all classes that were not drawn, so its score is corrected by how often it
+    is expected. The target is there with certainty: it is not corrected, it is left out of the
+    proposal, and draws of it do not count; m is the number of draws that do. The sum is then an
+    unbiased estimate of the full one, and the gradient's bias falls as 1/m.
+
+    Choose it for training with 100,000 classes or more, with ``samplers.Unigram(counts)`` and a
+    few thousand samples. In eval mode the loss is the exact one, and so are ``log_prob``, ``topk``
+    and ``sample``.
+
+    Cost: a training step three products of rows × in_features × n_samples, however many classes
+    there are. Without ``sparse=True`` a gradient of the weight's size is filled; with it gradients
+    have the classes that were drawn or are a target, for :class:`lastlayer.optim.RowAdagrad`,
+    :class:`lastlayer.optim.RowAdam` or torch's own. On a CPU they are coalesced. On a GPU they have
+    a slot for each draw and each target, of which the first of a class has its gradient and the
+    others 0, so that nothing waits for how many classes there are.
+
+    Args:
+        in_features: size of the hidden state.
+        n_classes: number of classes.
+        sampler: what is drawn from, such as ``samplers.Unigram(counts)``. With ``head_classes`` it
+            may also have as many classes as are left, and draws only those.
+        n_samples: number of classes drawn in a step.
+        correction: "exact" as above. "classic", as in TensorFlow, corrects the target's score by
+            :math:`-\log m q(y)` as well. "none" corrects nothing, and learns another model.
+        head_classes: how many of the first classes are always counted, or a list of class ids.
+            They are exact, and draws of them are left out; a few hundred of the most frequent
+            ones make the estimate better at the same cost.
+        unique: draw different classes; each is corrected by the probability that it is drawn.
+        temperature: T, divides the scores, in training as in prediction.
+        bias: whether each class has a bias. One of -inf masks its class.
+        sparse: whether gradients of weight and bias are row-sparse.
+        seed: of the draws.
+        per_rank: whether the processes of ``torch.distributed`` draw different classes. By default
+            they draw the same.
+        ignore_index: rows with this target do not count; None where every target counts.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Example:
+        >>> import torch
+        >>> from lastlayer import samplers
+        >>> counts = 1.0 / torch.arange(1, 10_001)
+        >>> head = SampledSoftmax(16, 10_000, samplers.Unigram(counts), 64, sparse=True)
+        >>> hidden, target = torch.randn(8, 16), torch.randint(10_000, (8,))
+        >>> head(hidden, target).backward()
+        >>> head.weight.grad.is_sparse
+        True
+        >>> exact = head.eval()(hidden, target)
+
+    Reference:
+        Yoshua Bengio and Jean-Sébastien Senécal, Quick training of probabilistic neural nets by
+        importance sampling, AISTATS 2003; Khrylchenko et al., Correcting the LogQ correction:
+        revisiting sampled softmax for large-scale retrieval, 2025, arXiv:2507.09331.
+    """
+
+    recipes = (
+        sampled_recipe(
+            "sampled", "softmax against drawn classes", compared=("sampled",), rank=30
+        ),
+    )  # fmt: skip
+    head_ids: Tensor
+    """Classes that are always counted, ascending."""
+    tail_ids: Tensor | None
+    """The others, where the sampler draws among them alone and they are not the last ones."""
+
+    def __init__(
+        self,
+        in_features: int,
+        n_classes: int,
+        sampler: Sampler | None = None,
+        n_samples: int = 1024,
+        *,
+        correction: str = "exact",
+        head_classes: int | list[int] | Tensor = 0,
+        unique: bool = False,
+        temperature: float = 1.0,
+        **options: Unpack[SampledOptions],
+    ) -> None:
+        check_choice("correction", correction, CORRECTIONS)
+        self.correction, self.unique = correction, unique
+        self.temperature = check_positive("temperature", temperature)
+        self._head_classes: Any = head_classes
+        super().__init__(in_features, n_classes, sampler, n_samples, **options)
+        if unique and self.n_samples > self.sampler.n_classes:
+            raise ValueError(
+                f"n_samples: expected at most {self.sampler.n_classes}, the classes of the "
+                f"sampler, since each is drawn once with unique=True, got {n_samples}"
+            )
+
+    def _set_sampler(self, sampler: Any) -> None:
+        given, n = self._head_classes, self.n_classes
+        first = isinstance(given, Integral) and not isinstance(given, bool)
+        ids = torch.empty(0) if first else _head_ids(given, n)
+        size = given if first else len(ids)
+        if not 0 <= size < n:
+            raise ValueError(
+                f"head_classes: expected 0 to {n - 1}, so that something is left to draw, got "
+                f"{size}"
+            )
+        ids = torch.arange(size) if first else ids
+        # Whether the sampler draws among the other classes alone, in the order of their ids.
+        self._has_tail_sampler = bool(size) and getattr(sampler, "n_classes", None) == n - size
+        check_sampler(sampler, n - size if self._has_tail_sampler else n)
+        others = None
+        if self._has_tail_sampler and not first:
+            others = torch.ones(n, dtype=torch.bool).index_fill_(0, ids, False).nonzero().squeeze(1)
+        self.sampler = sampler
+        # Both follow from the configuration: they are no state. Kept apart as well, for a head that
+        # was made on the meta device and gets its parameters later.
+        self._made_ids = ids, others
+        self.register_buffer("head_ids", ids, persistent=False)
+        self.register_buffer("tail_ids", others, persistent=False)
+        self.register_load_state_dict_post_hook(_fill_in)
+
+    def _always_counted(self) -> int:
+        return self.head_ids.shape[0]
+
+    def _draw(self, rng_counter: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self._left_of_draw(*super()._draw(rng_counter, dtype))
+
+    def _left_of_draw(self, ids: Tensor, log_prob: Tensor) -> tuple[Tensor, Tensor]:
+        """What was drawn as classes of the head, with -inf for those that are always counted."""
+        if not self.head_ids.shape[0]:
+            return ids, log_prob
+        if self._has_tail_sampler:
+            return self._class_of(ids), log_prob
+        return ids, log_prob.masked_fill(self._is_head(ids), -torch.inf)
+
+    def _loss_of_step(
+        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
+    ) -> Tensor:
+        dtype, n_head = accumulation_dtype(rows.dtype), self.head_ids.shape[0]
+        if self.unique:
+            drawn = self.sampler.unique(self.n_samples, rng_counter=rng_counter)
+            ids, log_prob = self._left_of_draw(*drawn)
+        else:
+            ids, log_prob = self._draw(rng_counter, dtype)
+        log_expected = torch.zeros_like(log_prob) if self.correction == "none" else log_prob
+        if n_head:
+            log_expected = torch.where(log_prob == -torch.inf, torch.inf, log_expected)
+            ids = torch.cat([self.head_ids, ids])
+            log_expected = torch.cat([log_expected.new_zeros(n_head), log_expected])
+        more: dict[str, Any] = {"n_exact": n_head, "temperature": self.temperature}
+        averages = self.correction == "exact" and not self.unique
+        if averages:
+            more["shift"] = self._log_left(target, dtype)
+        elif self.correction == "classic":
+            # Targets and draws alike by how often they are expected.
+            expected = self._log_q(target.clamp(min=0))
+            if not self.unique:
+                log_draws = math.log(self.n_samples)
+                expected = expected + log_draws
+                more["shift"] = expected.new_full(target.shape[:1], -log_draws, dtype=dtype)
+            if n_head:
+                expected = expected.masked_fill(self._is_head(target), 0.0)
+            more["target_log_expected"] = expected.to(dtype)
+        return self._compare(rows, target, ids, log_expected, Rule(average=averages), **more)
+
+    def _log_q(self, ids: Tensor) -> Tensor:
+        """Log-probabilities of one draw, or of being among unique ones; float64, -inf for head."""
+        names = self._name_of(ids) if self._has_tail_sampler else ids
+        if self.unique:
+            made = self.sampler.log_expected(names, self.n_samples).double()
+        else:
+            made = self.sampler._log_prob(names, None)
+        return made.masked_fill(self._is_head(ids), -torch.inf) if self.head_ids.shape[0] else made
+
+    def _log_left(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """log(1 − q(head) − q(targets)), ``(n,)``, for targets ``(n, p)``, negative for none."""
+        sampler, n_head = self.sampler, self.head_ids.shape[0]
+        if not n_head and target.shape[1] == 1:
+            return sampler._log_complement(target.squeeze(1), None, dtype)
+        probs = self._log_q(target.clamp(min=0)).exp()
+        again = (target.unsqueeze(-1) == target.unsqueeze(-2)).tril(-1).any(-1)
+        taken = probs.masked_fill(again | (target < 0), 0.0).sum(-1)
+        if n_head and not self._has_tail_sampler:
+            taken = taken + sampler._log_prob(self.head_ids, None).exp().sum()
+        # Where they are all there is, rounding may make their sum more than 1.
+        return torch.log1p(-taken.clamp(max=1.0)).to(dtype)
+
+    def _is_head(self, ids: Tensor) -> Tensor:
+        n_head = self.head_ids.shape[0]
+        place = torch.searchsorted(self.head_ids, ids).clamp(max=n_head - 1)
+        return self.head_ids[place] == ids
+
+    def _class_of(self, names: Tensor) -> Tensor:
+        """From numbers among the other classes to class ids."""
+        if self.tail_ids is None:
+            return names + self.head_ids.shape[0]
+        return self.tail_ids[names]
+
+    def _name_of(self, ids: Tensor) -> Tensor:
+        if self.tail_ids is None:
+            return (ids - self.head_ids.shape[0]).clamp(min=0)
+        return torch.searchsorted(self.tail_ids, ids).clamp(max=self.tail_ids.shape[0] - 1)
+
+    def _exact_options(self) -> dict[str, Any]:
+        return {**super()._exact_options(), "temperature": self.temperature}
+
+    def _log_probs(self, scores: Tensor) -> Tensor:
+        return log_softmax(scores / self.temperature)
+
+    def config(self) -> dict[str, Any]:
+        given = self._head_classes
+        return {
+            **super().config(),
+            "correction": self.correction,
+            "head_classes": int(given)
+            if isinstance(given, Integral)
+            else self._made_ids[0].tolist(),
+            "unique": self.unique,
+            "temperature": self.temperature,
+        }
+
+
+def _head_ids(head_classes: Any, n_classes: int) -> Tensor:
+    if isinstance(head_classes, (bool, float, str)):
+        raise TypeError(
+            "head_classes: expected how many of the first classes, or a list of class ids, got "
+            f"{type(head_classes).__name__}"
+        )
+    return as_class_ids("head_classes", head_classes, n_classes)
+
+
+def _fill_in(head: SampledSoftmax, _keys: Any) -> None:
+    for buffer, made in zip((head.head_ids, head.tail_ids), head._made_ids, strict=True):
+        if buffer is not None and made is not None and not buffer.is_meta:
+            buffer.copy_(made)

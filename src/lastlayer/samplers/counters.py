@@ -1,0 +1,85 @@
+"""RNG counters: the same seed and step give the same draws on every device and in every run."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lastlayer._checks import check_generator, check_int
+from lastlayer.kernels import rng
+
+_LOWEST, _HIGHEST = -(2**63), 2**63 - 1
+_EXPECTED = "rng_counter: expected (seed, step) as two ints or an int64 tensor of shape (2,)"
+
+
+def as_rng_counter(
+    rng_counter: Any, generator: torch.Generator | None, device: torch.device
+) -> Tensor:
+    """Seed and step as int64 ``(2,)`` on ``device``, made without waiting for it."""
+    if rng_counter is None:
+        check_generator(generator, device, "the sampler")
+        return torch.randint(_LOWEST, _HIGHEST, (2,), generator=generator, device=device)
+    if generator is not None:
+        raise ValueError("rng_counter: expected either a counter or a generator, got both")
+    if isinstance(rng_counter, Tensor):
+        if rng_counter.dtype != torch.int64 or rng_counter.shape != (2,):
+            got = f"{rng_counter.dtype} of shape {tuple(rng_counter.shape)}"
+            raise ValueError(f"{_EXPECTED}, got {got}")
+        if rng_counter.device != device:
+            raise ValueError(
+                f"rng_counter: expected the device of the sampler, {device}, got "
+                f"{rng_counter.device}; move one of them with .to(device)"
+            )
+        return rng_counter
+    if not isinstance(rng_counter, (tuple, list)) or len(rng_counter) != 2:
+        raise TypeError(f"{_EXPECTED}, got {rng_counter!r}")
+    for number in rng_counter:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"{_EXPECTED}, got {rng_counter!r}")
+        if not _LOWEST <= number <= _HIGHEST:
+            raise ValueError(f"rng_counter: expected 64-bit integers, got {number}")
+    return torch.tensor(rng_counter, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def fork(rng_counter: Tensor, number: int) -> Tensor:
+    """Another counter, whose draws are independent of those of ``rng_counter``.
+
+    Give each rank of a process group its own number and the ranks draw different classes; give
+    them none and they draw the same. It also serves for several sets of draws in one step.
+
+    Args:
+        rng_counter: seed and step, int64 ``(2,)``.
+        number: which one, from 0.
+
+    Returns:
+        Another seed, made from the seed and the number, and the same step; int64 ``(2,)``.
+
+    Example:
+        >>> import torch
+        >>> from lastlayer import samplers
+        >>> counter = torch.tensor([7, 0])
+        >>> sampler = samplers.Uniform(1000)
+        >>> mine, other = (sampler.sample(4, rng_counter=samplers.fork(counter, n)) for n in (0, 1))
+        >>> bool((mine == other).all())
+        False
+    """
+    if not isinstance(rng_counter, Tensor):
+        raise TypeError(
+            f"rng_counter: expected an int64 tensor of shape (2,), got {type(rng_counter).__name__}"
+        )
+    as_rng_counter(rng_counter, None, rng_counter.device)
+    number = check_int("number", number, least=0, most=2**62 - 1)
+    # Negative steps below all that a run reaches are kept for this.
+    marked = torch.stack([rng_counter[0], rng_counter.new_full((), _LOWEST + number)])
+    made = rng.words("auto", marked, 1)[0]
+    return torch.stack([made[0] << 32 | made[1], rng_counter[1]])
+
+
+def uniforms(rng_counter: Tensor, n: int) -> Tensor:
+    """``n`` numbers from 0 up to 1, multiples of 2^-53, in float64."""
+    return fractions(rng.words("auto", rng_counter, n))
+
+
+def fractions(pairs: Tensor) -> Tensor:
+    """The same from pairs of words, ``(..., 2)``."""
+    return ((pairs[..., 0] << 21) | (pairs[..., 1] >> 11)).double() * 2.0**-53
