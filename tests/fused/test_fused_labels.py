@@ -355,7 +355,9 @@ def test_compiling_changes_nothing(name, reduction):
     hidden, weight, lists, bias = made((5,), 4, 12, 3, dtype=torch.float32)
 
     def loss(hidden, weight, bias):
-        return LOSSES[name](hidden, weight, lists, bias, reduction=reduction, label_smoothing=0.1).sum()
+        return LOSSES[name](
+            hidden, weight, lists, bias, reduction=reduction, label_smoothing=0.1
+        ).sum()
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     leaves = hidden, weight, bias

@@ -254,7 +254,11 @@ def backward():
         (torch.zeros(2, 2, 7, 7), TypeError, r"target\.bool"),
         (torch.zeros(2, 3, dtype=torch.int64), ValueError, r"expected shape \(2, m, 3\)"),
         (torch.zeros(2, 1, 4, dtype=torch.int64), ValueError, r"got \(2, 1, 4\)"),
-        (torch.zeros(2, 2, 7, 7, dtype=torch.int64), ValueError, "one label per span is torch.bool"),
+        (
+            torch.zeros(2, 2, 7, 7, dtype=torch.int64),
+            ValueError,
+            "one label per span is torch.bool",
+        ),
         (torch.zeros(2, 7, 7, dtype=torch.bool), ValueError, r"expected shape \(2, 2, 7, 7\)"),
         (backward(), ValueError, r"spans that end where they start or later.*\(0, 5, 3\)"),
         (torch.tensor([[[0, 1, 2]], [[1, 4, 3]]]), ValueError, r"or later.*\(1, 4, 3\)"),

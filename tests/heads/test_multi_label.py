@@ -124,7 +124,9 @@ def test_probabilities():
 
 def test_options_are_saved(tmp_path):
     options = {"gamma_negative": 2.0, "margin": 0.0}
-    head = MultiLabel(3, 9, "asymmetric", label_smoothing=0.1, loss_options=options, reduction="sum")
+    head = MultiLabel(
+        3, 9, "asymmetric", label_smoothing=0.1, loss_options=options, reduction="sum"
+    )
     head.save(tmp_path)
     loaded = MultiLabel.load(tmp_path)
     assert repr(loaded) == repr(head)
@@ -164,7 +166,11 @@ def test_there_is_no_sample():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"loss": "softmax"}, ValueError, "loss: expected one of .*zlpr.*bce.*asymmetric.*sparsemax"),
+        (
+            {"loss": "softmax"},
+            ValueError,
+            "loss: expected one of .*zlpr.*bce.*asymmetric.*sparsemax",
+        ),
         ({"label_smoothing": 0.7}, ValueError, "label_smoothing: expected 0 to below 0.5"),
         ({"ignore_index": None}, TypeError, "ignore_index: expected an int"),
         ({"loss_options": {"margin": 0.1}}, ValueError, "loss_options: expected none"),
