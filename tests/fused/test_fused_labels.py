@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from lastlayer.fused import label_lists
-from lastlayer.fused.budget import classes_at_a_time
 from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
+from lastlayer.fused.scores import classes_at_a_time
 
 PAD = -100
 LOSSES = {"zlpr": linear_zlpr_loss, "bce": linear_bce_loss}

@@ -6,14 +6,14 @@ import pytest
 import torch
 from unfused import cross_entropy, distance, entmax, gradients, topk_softmax, unfused
 
+from lastlayer.fused import cross_entropy as fused_cross_entropy
 from lastlayer.fused import (
-    budget,
     linear_cross_entropy,
     linear_entmax_loss,
     linear_statistics,
     linear_topk_softmax_loss,
+    scores,
 )
-from lastlayer.fused import cross_entropy as fused_cross_entropy
 
 HALVES = (torch.bfloat16, torch.float16)
 N, D, V = 2048, 24, 384
@@ -55,7 +55,7 @@ def test_loss_and_gradients_of_the_cross_entropy(dtype, chunks):
 )
 def test_low_memory_adds_no_more_often(monkeypatch, dtype, options):
     """Where a few rows fill the memory there would be many chunks: classes are cut instead."""
-    monkeypatch.setitem(budget.BYTES, ("rows", "cpu", "low"), 20 * V * 2)
+    monkeypatch.setitem(scores.BYTES, ("rows", "cpu", "low"), 20 * V * 2)
     taken = []
     slabs = fused_cross_entropy._run_slabs
     monkeypatch.setattr(

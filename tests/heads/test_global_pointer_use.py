@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lastlayer import debug
-from lastlayer.fused.budget import BYTES, spans_at_a_time
+from lastlayer.fused.scores import BYTES, spans_at_a_time
 from lastlayer.fused.spans import tiles
 from lastlayer.heads.spans import GlobalPointer, Span
 from waits import no_waits

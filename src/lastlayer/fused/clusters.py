@@ -30,7 +30,6 @@ from lastlayer._torch import (
     in_dtype,
     without_autocast,
 )
-from lastlayer.fused.budget import as_chunk, rows_at_a_time
 from lastlayer.fused.cross_entropy import (
     PLAIN,
     cross_entropy_rows,
@@ -47,7 +46,6 @@ from lastlayer.fused.function import (
     fused_loss,
     near_one,
 )
-from lastlayer.fused.products import scores_into, set_weight_gradient
 from lastlayer.fused.rows import (
     Chunk,
     Gradients,
@@ -60,6 +58,7 @@ from lastlayer.fused.rows import (
     spread_rows,
     target_scores,
 )
+from lastlayer.fused.scores import as_chunk, rows_at_a_time, scores_into, set_weight_gradient
 from lastlayer.kernels import empty
 
 # On CUDA a softmax has a multiple of so many columns: the matrix unit reads 16 bytes at a time, and

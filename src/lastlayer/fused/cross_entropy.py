@@ -15,8 +15,6 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_int, check_not_negative, check_positive, check_real
-from lastlayer.fused.budget import budget_bytes
-from lastlayer.fused.products import add_weight_gradient_, scores_into
 from lastlayer.fused.rows import (
     MOST_ROUNDED_ADDITIONS,
     ROW_LOSSES,
@@ -29,6 +27,7 @@ from lastlayer.fused.rows import (
     Wanted,
     linear_loss,
 )
+from lastlayer.fused.scores import add_weight_gradient_, budget_bytes, scores_into
 
 # Up to this hidden size making a score again in a tile is cheaper than storing it.
 WIDEST_TILED = 256

@@ -23,7 +23,6 @@ from lastlayer._torch import (
     in_dtype,
     without_autocast,
 )
-from lastlayer.fused.budget import as_chunk, classes_at_a_time, slab_stride
 from lastlayer.fused.function import (
     Engine,
     Operands,
@@ -34,7 +33,14 @@ from lastlayer.fused.function import (
     near_one,
 )
 from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
-from lastlayer.fused.products import add_weight_gradient_, scores_into, set_weight_gradient
+from lastlayer.fused.scores import (
+    add_weight_gradient_,
+    as_chunk,
+    classes_at_a_time,
+    scores_into,
+    set_weight_gradient,
+    slab_stride,
+)
 from lastlayer.kernels import empty
 
 

@@ -32,7 +32,6 @@ from lastlayer._torch import (
     is_eager,
     without_autocast,
 )
-from lastlayer.fused.budget import as_chunk, rows_at_a_time
 from lastlayer.fused.function import (
     Engine,
     Operands,
@@ -42,7 +41,13 @@ from lastlayer.fused.function import (
     fused_loss,
     near_one,
 )
-from lastlayer.fused.products import add_weight_gradient_, scores_into, set_weight_gradient
+from lastlayer.fused.scores import (
+    add_weight_gradient_,
+    as_chunk,
+    rows_at_a_time,
+    scores_into,
+    set_weight_gradient,
+)
 from lastlayer.kernels import empty
 
 # Beyond this many additions in half precision a gradient of the weight is no longer within

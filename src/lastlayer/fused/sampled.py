@@ -16,8 +16,8 @@ from torch.nn.functional import logsigmoid
 
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, without_autocast
-from lastlayer.fused.budget import budget_bytes
 from lastlayer.fused.function import Engine, Operands, Result, fused_loss, near_one, scaled
+from lastlayer.fused.scores import budget_bytes
 
 # Kernels tell classes apart by 32 bits, and sorting half as many bytes takes half the time.
 _MOST_NARROW = 2**31 - 1

@@ -23,8 +23,8 @@ from lastlayer._torch import (
     saves_tensors_through_hooks,
     without_autocast,
 )
-from lastlayer.fused.budget import as_chunk, budget_bytes, device_kind
 from lastlayer.fused.function import Engine, Operands, Result, fused_loss
+from lastlayer.fused.scores import as_chunk, budget_bytes, device_kind
 from lastlayer.kernels import info_nce
 
 # On CUDA products of this many queries are fast, and adding them to the gradient of the keys costs

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._torch import values_are_checked, without_autocast
-from lastlayer.fused.budget import spans_at_a_time
 from lastlayer.fused.function import (
     Engine,
     Operands,
@@ -28,6 +27,7 @@ from lastlayer.fused.function import (
     fused_loss,
 )
 from lastlayer.fused.label_lists import each_once_
+from lastlayer.fused.scores import spans_at_a_time
 from lastlayer.kernels.span_sums import SpanParts
 
 # Fewer starts than that make thin products; rather take fewer texts.

@@ -12,11 +12,10 @@ from torch.nn.functional import embedding, linear
 
 from lastlayer._checks import as_counts, check_generator, check_ids, check_int
 from lastlayer._torch import accumulation_dtype, in_autocast_dtype, in_dtype, without_autocast
-from lastlayer.fused.budget import row_chunks
 from lastlayer.fused.clusters import CLUSTERS, group_loss
 from lastlayer.fused.cross_entropy import linear_cross_entropy
 from lastlayer.fused.function import RowScale
-from lastlayer.fused.products import wide_scores
+from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads._adaptive_topk import best_classes, rows_where
 from lastlayer.heads._ranked import RankedHead
 from lastlayer.heads.base import TopK, checked_draws, draw_classes, log_softmax

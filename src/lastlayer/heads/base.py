@@ -26,8 +26,8 @@ from lastlayer._torch import (
     values_are_checked,
     without_autocast,
 )
-from lastlayer.fused.budget import row_chunks
 from lastlayer.fused.recompute import in_chunks
+from lastlayer.fused.scores import row_chunks
 from lastlayer.heads.recipes import Recipe
 
 _CONFIG, _STATE = "config.json", "model.safetensors"

@@ -12,7 +12,7 @@ from torch.nn import Linear, ModuleList, Parameter
 from lastlayer._checks import check_chunk, check_int
 from lastlayer._torch import autocast_dtype, host_sync_allowed, in_dtype, is_functorch_wrapped
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
-from lastlayer.fused.products import wide_scores
+from lastlayer.fused.scores import wide_scores
 from lastlayer.heads._char_cnn import CharCNN, Words, check_filters, check_spellings
 from lastlayer.heads.base import ScoredHead, log_frequencies, log_softmax
 from lastlayer.heads.recipes import Recipe

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from lastlayer._checks import check_choice, check_int
 from lastlayer._torch import in_autocast_dtype, in_dtype
 from lastlayer.fused.clusters import BANDS, group_loss
-from lastlayer.fused.products import wide_scores
+from lastlayer.fused.scores import wide_scores
 from lastlayer.heads._ranked import RankedHead
 from lastlayer.heads.base import log_softmax
 from lastlayer.heads.layout import VARIANTS, bands_from_counts

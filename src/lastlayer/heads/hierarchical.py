@@ -11,10 +11,9 @@ from torch.nn import Parameter
 
 from lastlayer._checks import check_generator, check_int
 from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
-from lastlayer.fused.budget import row_chunks
 from lastlayer.fused.paths import TreeTables, path_loss
-from lastlayer.fused.products import wide_scores
 from lastlayer.fused.recompute import in_chunks
+from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads._tree_nodes import (
     Nodes,
     all_log_prob,

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from lastlayer._checks import check_alpha_number, check_chunk, check_class_weight, check_k
 from lastlayer._torch import in_dtype
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
-from lastlayer.fused.products import wide_scores
+from lastlayer.fused.scores import wide_scores
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
 from lastlayer.heads.base import (
     TOP_COPIES,

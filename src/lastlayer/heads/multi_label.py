@@ -20,11 +20,10 @@ from lastlayer._checks import (
 )
 from lastlayer._labels import check_label_smoothing
 from lastlayer._torch import in_autocast_dtype, without_autocast
-from lastlayer.fused.budget import row_chunks
 from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
-from lastlayer.fused.products import wide_scores
 from lastlayer.fused.recompute import in_chunks
+from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.base import TOP_COPIES, TopK, log_of_probs, top_classes
 from lastlayer.heads.linear import LinearHead
 from lastlayer.heads.recipes import Recipe

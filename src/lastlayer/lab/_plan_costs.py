@@ -98,7 +98,7 @@ class Problem:
         """Bytes that a kept row of scores of all classes is allowed, as the fused pass does it."""
         import torch
 
-        from lastlayer.fused.budget import rows_at_a_time
+        from lastlayer.fused.scores import rows_at_a_time
 
         dtype = torch.float32 if self.number == 4 else torch.bfloat16
         # The rule asks for the kind of a device alone: a plan for a GPU needs none.

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lastlayer._checks import check_int
 from lastlayer._torch import accumulation_dtype
-from lastlayer.fused.budget import row_chunks
-from lastlayer.fused.products import wide_scores
+from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.self_normalized import Drift, drift_of, log_normalizer, temperature_of
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_int
-from lastlayer.fused.budget import row_chunks
-from lastlayer.fused.products import wide_scores
 from lastlayer.fused.sampled import Rule
+from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.sampled.base import ComparedHead, ComparedOptions, as_class_ids
 
 
