@@ -301,8 +301,8 @@ class AdaptiveImportanceSampling(ImportanceSampling):
         width: how many classes it remembers of each.
         rate: how far a step moves the proposal of a context.
         options: ``bias``, ``sparse``, ``seed``, ``per_rank``, ``ignore_index``, ``reduction``,
-            ``chunk_rows``, ``device`` and ``dtype``, as of :class:`ImportanceSampling`. Each process
-            has a proposal of its own, which learns from its own rows.
+            ``chunk_rows``, ``device`` and ``dtype``, as of :class:`ImportanceSampling`. Each
+            process has a proposal of its own, which learns from its own rows.
 
     Example:
         >>> import torch
