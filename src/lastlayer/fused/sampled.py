@@ -642,22 +642,25 @@ def _summed(
     """On a CPU: the classes that are touched, in their order, and the sums of each."""
     # Sorted as unsigned integers, -1 comes last: rows without a target are a group of their own.
     keys = entries.numpy().view(np.uint64)
-    order = np.argsort(keys, kind="stable")
+    order = keys.argsort(kind="stable")
     keys = keys[order]
-    begins = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])[: len(keys)])
-    starts = torch.from_numpy(np.append(begins, len(keys)))
-    known = keys[begins].view(np.int64)
+    first = np.ones(len(keys) + 1, dtype=np.bool_)
+    first[1:-1] = keys[1:] != keys[:-1]
+    starts = first.nonzero()[0]
+    known = keys[starts[:-1]].view(np.int64)
     wanted = [each is not None for each in dtypes]
     sums = kernels.touched_rows.forward(
-        "auto", columns, column_biases, slopes, hidden, torch.from_numpy(order), starts, factor,
-        *wanted,
+        "auto", columns, column_biases, slopes, hidden, torch.from_numpy(order),
+        torch.from_numpy(starts), factor, *wanted,
     )  # fmt: skip
-    n = int((known >= 0).sum())
+    if len(known) and known[-1] < 0:
+        n = int((known >= 0).sum())
+        known, sums = known[:n], [each[:n] for each in sums]
     made = [
-        None if dtype is None else in_dtype(each[:n], dtype)
+        None if dtype is None else in_dtype(each, dtype)
         for each, dtype in zip(sums, dtypes, strict=True)
     ]
-    return torch.from_numpy(known[:n]), made
+    return torch.from_numpy(known), made
 
 
 def _slotted(
