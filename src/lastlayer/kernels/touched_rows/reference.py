@@ -41,7 +41,10 @@ def forward(
             if c:
                 vectors[drawn] = columns[entry[drawn]]
             rest = own[~drawn]
-            vectors[~drawn] = flat[rest].unsqueeze(-1) * hidden[rest // q].to(flat.dtype)
+            slope = flat[rest].unsqueeze(-1)
+            # Not a product where the slope is 0: a row that does not count may be NaN.
+            own_part = torch.where(slope == 0, 0.0, slope * hidden[rest // q].to(flat.dtype))
+            vectors[~drawn] = own_part
             weight.index_add_(0, at, vectors)
         if to_bias:
             values = torch.cat([column_biases, flat])
