@@ -262,7 +262,7 @@ def test_threads_change_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_widened_exactly(dtype):
-    from lastlayer.kernels.search import _nodes
+    from lastlayer.kernels.search import cpu as _nodes
 
     bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     widen = _nodes._widen_bfloat16 if dtype == torch.bfloat16 else _nodes._widen_float16

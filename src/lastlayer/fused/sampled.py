@@ -568,9 +568,10 @@ def _combined(
     there = (target >= 0).to(logits.dtype)
     share = there / there.sum(-1, keepdim=True).clamp(min=1.0)
     if rule.logistic:
-        losses = (share * _softplus(-logits)).sum(-1) + first
+        losses = torch.where(share == 0, 0.0, share * _softplus(-logits)).sum(-1) + first
         return losses, -share * torch.sigmoid(-logits)
-    pull = (share * logits).sum(-1)
+    # Not a product where there is no target: what stands there may be infinite.
+    pull = torch.where(share == 0, 0.0, share * logits).sum(-1)
     if exact is None:
         return _difference(first, pull), -share
     odds = _difference(first, exact)
