@@ -98,12 +98,12 @@ def check_seed(seed: Any) -> int:
     return number
 
 
-def check_chunk(chunk: Any, name: str = "chunk_rows") -> None:
+def check_chunk(chunk: Any, name: str = "chunk_rows") -> int | str:
     """A whole number of at least 1, "auto" or "low"."""
     if isinstance(chunk, str) and chunk in ("auto", "low"):
-        return
+        return chunk
     try:
-        check_int(name, chunk)
+        return check_int(name, chunk)
     except TypeError:
         raise TypeError(
             f"{name}: expected an int, 'auto' or 'low', got {type(chunk).__name__} {chunk!r}"

@@ -146,6 +146,18 @@ def test_nan_stays_in_its_row(impl, alpha):
 
 
 @every_implementation
+@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
+def test_rows_of_scale_0_have_no_gradient(impl, alpha):
+    """Even where they are NaN: such a row is ignored, and nothing of it may leave it."""
+    (probs, scores, target, row_scale), _ = problem(4, 70, 2.0, alpha, torch.float32, place(impl))
+    probs[2] = scores[2] = math.nan
+    row_scale[1:3] = 0.0
+    kernels.entmax_rows.forward_(impl, probs, scores, target, row_scale, alpha)
+    assert (probs == 0).all(-1).tolist() == [False, True, True, False]
+    assert probs.isfinite().all()
+
+
+@every_implementation
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
 def test_what_rounding_took_is_paid_for(impl, alpha):
     """Probabilities that sum to less than 1 give the loss of those that sum to 1."""

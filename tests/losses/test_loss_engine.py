@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -186,6 +187,33 @@ def test_layouts(name):
                 for each, scores_ in ((found, leaf), (expected, dense))
             ]
             assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
+def test_scores_at_the_end_of_the_range_cost_infinity_and_no_nan(name, dtype, large):
+    scores = torch.tensor([[large, -large, 0.0], [large, large, -large]], dtype=dtype)
+    scores.requires_grad_()
+    soft = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.5, 0.5]], dtype=dtype)
+    for target in (torch.tensor([1, 2]), soft):
+        loss = LOSSES[name](scores, target, reduction="none")
+        assert (loss == math.inf).all()
+        assert torch.autograd.grad(loss.sum(), scores)[0].isfinite().all()
+    right = LOSSES[name](scores[:1], torch.tensor([0]))
+    assert right == 0
+
+
+def test_numpy_integers_are_integers():
+    scores = torch.randn(4, 6)
+    for integer in (np.int64, np.int16):
+        ignored = {"ignore_index": integer(-100)}
+        assert torch.equal(entmax_loss(scores, TARGET, **ignored), entmax_loss(scores, TARGET))
+        top = topk_softmax_loss(scores, TARGET, integer(3), **ignored)
+        assert torch.equal(top, topk_softmax_loss(scores, TARGET, 3))
+        lists = zlpr_loss_from_indices(scores, TARGET[:, None], **ignored)
+        assert torch.equal(lists, zlpr_loss_from_indices(scores, TARGET[:, None]))
+        pairs = info_nce(scores, scores.flip(0), symmetric=True, chunk_rows=integer(3))
+        assert torch.allclose(pairs, info_nce(scores, scores.flip(0), symmetric=True))
 
 
 def test_one_score_sized_tensor_is_held():

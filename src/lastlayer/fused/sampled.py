@@ -183,10 +183,10 @@ class _SampledEngine(Engine):
                 factors = scale if upstream is None else scale * in_dtype(upstream, scale.dtype)
                 factors, size = near_one(factors, hidden.dtype)
             makes = [each and factors is not None for each in wanted]
-            problem = _Problem(
-                *operands, scale, factors, 1.0 / temperature, n_exact, Rule(*rule),
-                chunk_rows, *makes[:3],
-            )  # fmt: skip
+            problem = _Problem._make([
+                *operands, scale, factors, 1.0 / temperature, n_exact, Rule(*rule), chunk_rows,
+                *makes[:3],
+            ])  # fmt: skip
             made = one_target(problem) if _has_kernels(problem) else general(problem, all_count)
             loss = made.losses if reduction == "none" else made.losses.sum()
             ess = torch.zeros_like(made.ess) if problem.rule.logistic else made.ess
@@ -244,12 +244,13 @@ class _SampledEngine(Engine):
             nothing = slopes.new_empty(0)
             columns = nothing if columns is None else columns
             column_biases = nothing if column_biases is None else column_biases
-            given = entries, columns, column_biases, slopes, hidden, factor, n_classes, *dtypes
-            if is_eager(hidden):
-                weight, bias = _class_gradients(*given, sparse)
-            else:
-                # What is traced is dense: the number of classes touched is not known.
-                weight, bias = torch.ops.lastlayer.sampled_class_gradients(*given)
+            eager = is_eager(hidden)
+            # What is traced is dense: the number of classes touched is not known.
+            make: Any = _class_gradients if eager else torch.ops.lastlayer.sampled_class_gradients
+            weight, bias = make(
+                entries, columns, column_biases, slopes, hidden, factor, n_classes, *dtypes,
+                *([sparse] if eager else []),
+            )  # fmt: skip
         return [
             _times(of_hidden, factor, hidden.dtype, reusable), weight, bias,
             _times(of_shift, factor, None, reusable),
@@ -504,7 +505,7 @@ def _shared_draws(
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, adds: bool = False) -> None:
     """``left @ right`` into ``out``, which may be wider, or added to it."""
-    wide = {}
+    wide: dict[str, Any] = {}
     if out.dtype != left.dtype:
         if left.device.type == "cuda":
             wide = {"out_dtype": out.dtype}

@@ -19,6 +19,7 @@ from torch import Tensor
 from lastlayer._torch import (
     accumulation_dtype,
     autocast_dtype,
+    graph_is_kept,
     is_eager,
     saves_tensors_through_hooks,
     without_autocast,
@@ -107,11 +108,8 @@ def _call(
 ) -> tuple[Tensor, ...]:
     query, key, scale, groups, own, normalize, chunk_rows = pairs
     query_groups, key_groups, positive = groups or (None, None, False)
-    recording = torch.is_grad_enabled()
-    options = (
-        positive, own, normalize, columns, str(_products(query)).removeprefix("torch."), factor,
-        str(chunk_rows), recording and query.requires_grad, recording and key.requires_grad,
-    )  # fmt: skip
+    products = str(_products(query)).removeprefix("torch.")
+    options = positive, own, normalize, columns, products, factor, str(chunk_rows)
     return fused_loss(
         _ENGINE, (query, key, scale, pull, query_groups, key_groups), options, reduction
     )
@@ -126,21 +124,18 @@ class _SimilarityEngine(Engine):
     """Operands: query, key, scale; pull, ranks of the groups of queries and of keys.
 
     With "none" the loss is all of :class:`Similarities` in one vector, and the pieces are the
-    normalisers and the last products; with "sum" it is :func:`total_loss`.
+    normalisers and the last products, which backward gets behind the operands; with "sum" it is
+    :func:`total_loss`.
     """
 
     name = "info_nce"
     schema = (
         "bool positive, SymInt own, bool normalize, bool columns, str products, float factor, "
-        "str chunk_rows, bool to_query, bool to_key"
+        "str chunk_rows"
     )
     n_constants = 3
-    kept = (0, 1, 2, 4, 5)
     what = "info_nce"
     instead = "torch.nn.functional.cross_entropy on query @ key.T"
-
-    def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:  # noqa: ARG002
-        return False
 
     def call(
         self,
@@ -150,18 +145,20 @@ class _SimilarityEngine(Engine):
         reduction: str,
         wanted: Sequence[bool],
     ) -> Result:
-        if reduction == "none" and any(wanted) and is_eager(operands[0]):
+        if upstream is None and reduction == "none" and any(wanted) and is_eager(operands[0]):
             return self._normalise(operands, options, keep=not saves_tensors_through_hooks())
         return super().call(operands, upstream, options, reduction, wanted)
 
     def compute(
         self,
         operands: Operands,
-        upstream: Tensor | None,  # noqa: ARG002 - nothing is computed again
+        upstream: Tensor | None,
         options: tuple[Any, ...],
         reduction: str,
         wanted: Sequence[bool],
     ) -> Result:
+        if upstream is not None:
+            return self._differentiate(operands, upstream, options, wanted)
         if reduction == "none":
             return self._normalise(operands, options, keep=False)
         query, key, scale, pull, *_ = operands
@@ -201,21 +198,52 @@ class _SimilarityEngine(Engine):
             products = None
         return Result(torch.cat(known), (known[0], known[2], products))
 
+    def _differentiate(
+        self,
+        operands: Operands,
+        upstream: Tensor,
+        options: tuple[Any, ...],
+        wanted: Sequence[bool],
+    ) -> Result:
+        """Gradients from those of the normalisers, which follow the operands, with the products."""
+        query, key, scale, *_ = operands
+        n, m = query.shape[0], key.shape[0] if options[3] else 0
+        left = iter(operands[6:])
+        row_lse, column_lse = (next(left) if size else scale.new_empty(0) for size in (n, m))
+        products = next(left, None)
+        size = upstream.abs().amax() if upstream.shape[0] else upstream.new_ones(())
+        size = torch.where(size == 0, 1.0, size) / _SIZE
+        by_row, by_row_positive, by_column, by_column_positive = (upstream / size).split(
+            [n, n, m, upstream.shape[0] - 2 * n - m]
+        )
+        factors = _Factors(
+            row_lse, column_lse, by_row, by_row_positive, by_column, by_column_positive, size
+        )
+        if products is not None and graph_is_kept():
+            # The next backward pass needs them too.
+            products = None
+        with without_autocast(query):
+            problem = _Problem.of(operands, options)
+            made = _gradients(problem, factors, wanted, products, None)
+        return Result(upstream.new_empty(0), made)
+
     def fake(
         self,
         operands: Operands,
-        upstream: Tensor | None,  # noqa: ARG002
+        upstream: Tensor | None,
         options: tuple[Any, ...],
         reduction: str,
         wanted: Sequence[bool],
     ) -> Result:
-        query, key, scale, _, query_groups, _ = operands
+        query, key, scale, _, query_groups, *_ = operands
         positive, columns = options[0], options[3]
-        if reduction != "none":
+        if upstream is not None or reduction != "none":
             pieces = [
                 each.new_empty(each.shape) if needed else None
                 for each, needed in zip((query, key, scale), wanted, strict=True)
             ]
+            if upstream is not None:
+                return Result(upstream.new_empty(0), pieces)
             size = None
             if query.dtype == torch.float16 and any(wanted):
                 size = scale.new_empty(())
@@ -225,71 +253,8 @@ class _SimilarityEngine(Engine):
         pieces = [scale.new_empty(n), scale.new_empty(m), None]
         return Result(scale.new_empty(n + n + m + pulled), pieces)
 
-    def finish(
-        self,
-        operands: Operands,
-        pieces: Sequence[Tensor | None],
-        factor: Tensor | None,
-        options: tuple[Any, ...],
-        reusable: bool,
-    ) -> list[Tensor | None]:
-        if factor is None or not factor.dim():
-            return super().finish(operands, pieces, factor, options, reusable)
-        row_lse, column_lse, products = pieces
-        given: Any = list(operands), row_lse, column_lse, factor, *options
-        if is_eager(operands[0]):
-            return _backward(*given, products if reusable else None)
-        made = _registered_backward(*given)
-        return [*(each if each.numel() else None for each in made[:2]), made[2]]
-
 
 _ENGINE = _SimilarityEngine()
-
-
-def _backward(
-    operands: Operands,
-    row_lse: Tensor,
-    column_lse: Tensor,
-    upstream: Tensor,
-    *rest: Any,
-) -> list[Tensor | None]:
-    """Gradients of query and key, where wanted, and of scale, from those of the normalisers."""
-    *options, to_query, to_key, products = rest
-    n, m = row_lse.shape[0], column_lse.shape[0]
-    size = upstream.abs().amax() if upstream.shape[0] else upstream.new_ones(())
-    size = torch.where(size == 0, 1.0, size) / _SIZE
-    row, row_positive, column, column_positive = (upstream / size).split(
-        [n, n, m, upstream.shape[0] - 2 * n - m]
-    )
-    factors = _Factors(row_lse, column_lse, row, row_positive, column, column_positive, size)
-    with without_autocast(operands[0]):
-        problem = _Problem.of(operands, options)
-        return list(_gradients(problem, factors, (to_query, to_key, True), products, None))
-
-
-def _flat_backward(operands: Operands, *given: Any) -> list[Tensor]:
-    made = _backward(operands, *given, None)
-    return [operands[0].new_empty(0) if each is None else each for each in made]
-
-
-_registered_backward = torch.library.custom_op(
-    "lastlayer::info_nce_backward",
-    _flat_backward,
-    mutates_args=(),
-    schema="(Tensor?[] operands, Tensor row_lse, Tensor column_lse, Tensor upstream, "
-    f"{_SimilarityEngine.schema}) -> Tensor[]",
-)
-
-
-@_registered_backward.register_fake
-def _(operands: Operands, *rest: Any) -> list[Tensor]:
-    query, key, scale, *_ = operands
-    *_, to_query, to_key = rest
-    return [
-        query.new_empty(query.shape if to_query else 0),
-        key.new_empty(key.shape if to_key else 0),
-        torch.empty_like(scale),
-    ]
 
 
 class _Sizes(NamedTuple):
@@ -343,8 +308,8 @@ class _Problem(NamedTuple):
 
     @classmethod
     def of(cls, operands: Operands, options: Sequence[Any]) -> "_Problem":
-        query, key, scale, _, query_groups, key_groups = operands
-        positive, own, normalize, _, products, _, chunk_rows, *_ = options
+        query, key, scale, _, query_groups, key_groups, *_ = operands
+        positive, own, normalize, _, products, _, chunk_rows = options
         how = _sizes(query, key, getattr(torch, products), normalize, as_chunk(chunk_rows))
         return cls(query, key, scale, query_groups, key_groups, positive, own, normalize, how)
 

@@ -1,4 +1,4 @@
-"""Rows of all processes together, with gradients that come back to the process that had them."""
+"""Rows gathered from all processes, with gradients that go back to the process they came from."""
 
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ GATHERS = (False, True, "even")
 class Shares(NamedTuple):
     """How many rows each process has.
 
-    ``counts`` are in the order of ranks; ``first`` is where the rows of this process begin. Where
-    ``even`` is true they were said to be the same, and nobody asked.
+    ``counts`` are in the order of ranks; ``first`` is where the rows of this process begin. With
+    ``even`` the caller promised equal counts, and they were not exchanged.
     """
 
     counts: tuple[int, ...]
@@ -52,7 +52,7 @@ def check_gather(gather: Any, process_group: Any) -> None:
 
 
 def shares(rows: Tensor, gather: bool | str, group: Any) -> Shares:
-    """How many rows each process has; the host waits for that, unless they are said to be even."""
+    """How many rows each process has; asking the others waits for the device."""
     processes, rank = dist.get_world_size(group), dist.get_rank(group)
     n = rows.shape[0]
     if gather == "even":

@@ -137,7 +137,7 @@ def info_nce(
     check_reduction(reduction)
     _check_temperature(temperature)
     check_choice("same_group", same_group, SAME_GROUP)
-    check_chunk(chunk_rows)
+    chunk_rows = check_chunk(chunk_rows)
     check_gather(gather, process_group)
     _check_vectors(query, key, negatives, symmetric, in_batch)
     pair = _pair(groups, query)

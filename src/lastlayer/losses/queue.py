@@ -1,4 +1,4 @@
-"""A memory of past keys, for more negatives than a batch has."""
+"""A queue of past keys, for more negatives than a batch has."""
 
 from typing import Any
 

@@ -181,11 +181,13 @@ class ImportanceSampling(SampledHead):
         ``draws_of`` gives classes and expectations of the first b blocks for some rows.
         """
         reduction = "none" if self.reduction == "none" else "sum"
-        how = {"reduction": reduction, "sparse": self.sparse, "chunk_rows": self.chunk_rows}
 
         def loss_of(some: Tensor, ids: Tensor, log_expected: Tensor) -> Tensor:
-            given = rows[some], self.weight, self.bias, target[some], ids, log_expected
-            return sampled_loss(*given, SELF_NORMALISED, **how)[0]
+            return sampled_loss(
+                rows[some], self.weight, self.bias, target[some], ids, log_expected,
+                SELF_NORMALISED, reduction=reduction, sparse=self.sparse,
+                chunk_rows=self.chunk_rows,
+            )[0]  # fmt: skip
 
         parts: list[tuple[Tensor, Tensor]] = []
         for used in stopped.blocks[stopped.reached].unique().tolist():

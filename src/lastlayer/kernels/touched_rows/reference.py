@@ -32,7 +32,7 @@ def forward(
     weight = slopes.new_zeros((groups, hidden.shape[1]) if to_weight else 0)
     bias = slopes.new_zeros(groups if to_bias else 0)
     flat = slopes.flatten()
-    for part in parts(order.shape[0], hidden.shape[1]):
+    for part in parts((order.shape[0], hidden.shape[1])):
         entry, at = order[part], group[part]
         drawn = entry < c
         own = (entry - c).clamp(min=0)

@@ -11,7 +11,7 @@ from numba import njit
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lastlayer._torch import accumulation_dtype
+from lastlayer._torch import accumulation_dtype, in_dtype
 from lastlayer.kernels._cpu import as_rows, by_rows, empty_rows, parts
 from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest
 
@@ -19,6 +19,9 @@ from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest
 _SPAN = 1024
 # Numbers of a slab that a cache holds.
 _IN_CACHE = 1 << 16
+# In the place of lists and of a mask where there are none.
+_NO_CLASSES, _NO_MASK = np.empty(0, np.int64), np.empty((0, 0), np.uint8)
+_NO_VALUES = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
 def forward(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,12 +53,12 @@ def backward_listed(
 
 def _dense(scores, target):
     dtype = accumulation_dtype(scores.dtype)
-    target = target.to(dtype) if target.is_floating_point() else target.bool().view(torch.uint8)
-    nothing = torch.empty(0, dtype=torch.int64).numpy()
-    return (
-        target.detach().contiguous().numpy(), nothing, torch.empty(0, dtype=dtype).numpy(),
-        nothing, 0.0,
-    )  # fmt: skip
+    if target.is_floating_point():
+        target = in_dtype(target.detach(), dtype)
+    else:
+        target = target.bool().view(torch.uint8)
+    values = _NO_VALUES[dtype]
+    return target.contiguous().numpy(), _NO_CLASSES, values, _NO_CLASSES, 0.0
 
 
 def _lists(scores, classes, starts, values, smoothing):
@@ -73,14 +76,14 @@ def _lists(scores, classes, starts, values, smoothing):
 def _mask_of(mask):
     """One row where all share it."""
     if mask is None:
-        return torch.empty((0, 0), dtype=torch.uint8).numpy()
+        return _NO_MASK
     shared = mask.shape[0] > 1 and mask.stride(0) == 0
     return (mask[:1] if shared else mask).contiguous().view(torch.uint8).numpy()
 
 
 def _forward(scores, mask, *labels):
     rows = as_rows(scores)
-    losses = torch.empty(len(rows), dtype=torch.from_numpy(rows[:0]).dtype)
+    losses = torch.empty(len(rows), dtype=accumulation_dtype(scores.dtype))
     stats, counts = losses.new_empty((4, len(rows))), torch.empty(len(rows), dtype=torch.bool)
     _forward_rows(
         *rows.shape, rows, _mask_of(mask), *labels, losses.numpy(), stats.numpy(), counts.numpy()
@@ -91,9 +94,9 @@ def _forward(scores, mask, *labels):
 def _backward(scores, mask, stats, grad, *labels):
     rows = as_rows(scores)
     out, result = empty_rows(scores)
-    stats, grad = stats.detach().contiguous(), grad.detach().to(stats.dtype).contiguous()
+    stats, grad = stats.detach().contiguous(), in_dtype(grad.detach(), stats.dtype).contiguous()
     _backward_rows(*rows.shape, rows, _mask_of(mask), *labels, stats.numpy(), grad.numpy(), out)
-    return result.to(scores.dtype)
+    return in_dtype(result, scores.dtype)
 
 
 @njit(nogil=True, inline="always")
@@ -256,7 +259,7 @@ def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
     below = scores.new_empty(n if negated else 0, dtype=dtype)
     if scores.shape[1] == 0:
         return above.fill_(-torch.inf), below.fill_(-torch.inf)
-    for part in parts(scores.shape[0], scores.shape[1], _IN_CACHE):
+    for part in parts(scores.shape, _IN_CACHE):
         values = scores[part].to(dtype)
         above[part] = _logsumexp(values)
         if negated:
@@ -265,7 +268,7 @@ def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
 
 
 def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor | None) -> None:
-    for part in parts(scores.shape[0], scores.shape[1], _IN_CACHE):
+    for part in parts(scores.shape, _IN_CACHE):
         values = scores[part].to(above.dtype)
         minus = None if below is None else _negated(values)
         gradient = (values - above[part].unsqueeze(-1)).exp_()
@@ -290,7 +293,7 @@ def _negated(values: Tensor) -> Tensor:
 def logistic_slab_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
     dtype = accumulation_dtype(scores.dtype)
     losses = scores.new_empty(scores.shape[0], dtype=dtype)
-    for part in parts(scores.shape[0], scores.shape[1], _IN_CACHE):
+    for part in parts(scores.shape, _IN_CACHE):
         values = scores[part].to(dtype)
         loss = logsigmoid(-values).sum(-1).neg_()
         absent = values == -torch.inf if smoothing else None
