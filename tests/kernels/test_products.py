@@ -1,4 +1,6 @@
-"""Products with a score gradient of few non-zeros, against the dense ones in float64."""
+"""Products with chosen classes, with few non-zeros and with a number, against float64."""
+
+import math
 
 import pytest
 import torch
@@ -14,13 +16,93 @@ from implementations import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lastlayer import kernels
 from lastlayer.kernels import products
 
-# Rows, classes, width, entries a row: more classes than entries, and the other way round.
-SHAPES = [(1, 1, 1, 1), (4, 90, 20, 3), (6, 3, 7, 18), (2, 5, 530, 2), (0, 4, 5, 2), (3, 4, 5, 0)]
+# Rows, classes, width, chosen classes a row.
+SHAPES = [(1, 1, 1, 1), (5, 7, 3, 1), (3, 50, 33, 20), (2, 9, 1100, 17), (0, 4, 5, 2), (3, 4, 5, 0)]
 
 
 def problem(n, n_classes, depth, k, dtype, device):
+    hidden = torch.randn(n, depth).to(device, dtype)
+    weight = torch.randn(n_classes, depth).to(device, dtype)
+    bias = torch.randn(n_classes).to(device, dtype)
+    return hidden, weight, bias, torch.randint(n_classes, (n, k), device=device)
+
+
+def check(impl, hidden, weight, bias, classes):
+    scores = kernels.products.scores(impl, hidden, weight, bias, classes)
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    assert scores.dtype == wide
+    every_score = hidden.cpu().double() @ weight.cpu().double().t()
+    size = hidden.cpu().double().abs() @ weight.cpu().double().abs().t() + 1
+    if bias is not None:
+        every_score = every_score + bias.cpu().double()
+        size = size + bias.cpu().double().abs()
+    chosen = classes.cpu().clamp(min=0)
+    expected = torch.where(classes.cpu() < 0, 0.0, every_score.gather(-1, chosen))
+    unit = 4 * torch.finfo(wide).eps
+    assert error(scores, expected, unit * size.gather(-1, chosen)) <= 1
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_shapes_and_dtypes(impl, dtype, biased):
+    for shape in SHAPES:
+        hidden, weight, bias, classes = problem(*shape, dtype, place(impl, dtype))
+        check(impl, hidden, weight, bias if biased else None, classes)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_padding_has_no_score(impl, dtype, biased):
+    hidden, weight, bias, classes = problem(6, 9, 20, 5, dtype, place(impl, dtype))
+    classes[torch.rand(classes.shape, device=classes.device) < 0.4] = -1
+    classes[0], classes[1, 0] = -1, -1
+    weight[-1] = float("nan")  # what -1 would be from behind
+    check(impl, hidden, weight, bias if biased else None, classes.where(classes != 8, 0))
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(impl, dtype):
+    hidden, weight, bias, classes = problem(4, 30, 40, 3, dtype, place(impl, dtype))
+    for rows in (hidden, hidden.t().contiguous().t(), hidden.repeat(1, 2)[:, :40]):
+        for vectors in (weight, weight.t().contiguous().t(), weight.repeat(2, 2)[::2, :40]):
+            check(impl, rows, vectors, bias, classes)
+    check(impl, hidden, weight, bias.repeat(2)[::2], classes.t().contiguous().t())
+
+
+def test_half_precision_is_gathered_in_pieces(monkeypatch):
+    place("cpu")
+    from lastlayer.kernels.products import cpu
+
+    monkeypatch.setattr(cpu, "WIDENED", 100)
+    check("cpu", *problem(23, 30, 16, 3, torch.bfloat16, "cpu"))
+
+
+def test_threads_share_the_rows():
+    place("cpu")
+    arguments = problem(300, 50, 128, 4, torch.float32, "cpu")
+    alone = kernels.products.scores("cpu", *arguments)
+    with three_threads():
+        assert torch.equal(kernels.products.scores("cpu", *arguments), alone)
+
+
+# Rows, classes, width, entries a row: more classes than entries, and the other way round.
+SPARSE_SHAPES = [
+    (1, 1, 1, 1),
+    (4, 90, 20, 3),
+    (6, 3, 7, 18),
+    (2, 5, 530, 2),
+    (0, 4, 5, 2),
+    (3, 4, 5, 0),
+]
+
+
+def problem_sparse(n, n_classes, depth, k, dtype, device):
     """Values with padding, and classes that repeat in a row where there are few."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     values = torch.randn(n, k, dtype=wide)
@@ -68,8 +150,8 @@ def slack(size: Tensor, expected: Tensor, computed: torch.dtype, stored: torch.d
 @every_implementation
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_to_hidden(impl, dtype):
-    for shape in SHAPES:
-        values, classes, weight, _ = problem(*shape, dtype, place(impl, dtype))
+    for shape in SPARSE_SHAPES:
+        values, classes, weight, _ = problem_sparse(*shape, dtype, place(impl, dtype))
         check_to_hidden(impl, values, classes, weight)
 
 
@@ -78,16 +160,16 @@ def test_to_hidden(impl, dtype):
 @pytest.mark.parametrize("wide", [False, True])
 def test_to_weight(impl, dtype, wide):
     """Into memory of the same dtype, or of float32 from half precision."""
-    for shape in SHAPES:
-        values, classes, weight, hidden = problem(*shape, dtype, place(impl, dtype))
+    for shape in SPARSE_SHAPES:
+        values, classes, weight, hidden = problem_sparse(*shape, dtype, place(impl, dtype))
         before = weight.float() if wide and dtype.itemsize < 4 else weight
         check_to_weight(impl, values, classes, hidden, before)
 
 
 @every_implementation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layouts(impl, dtype):
-    values, classes, weight, hidden = problem(5, 30, 24, 4, dtype, place(impl, dtype))
+def test_layouts_sparse(impl, dtype):
+    values, classes, weight, hidden = problem_sparse(5, 30, 24, 4, dtype, place(impl, dtype))
     turned = [each.t().contiguous().t() for each in (values, classes, weight, hidden)]
     check_to_hidden(impl, turned[0], turned[1], weight)
     check_to_weight(impl, turned[0], turned[1], hidden, weight)
@@ -100,7 +182,7 @@ def test_layouts(impl, dtype):
 @every_implementation
 def test_padding_is_never_looked_at(impl):
     """Neither its class vector nor the gradient of its class: both may hold anything."""
-    values, classes, weight, hidden = problem(4, 60, 8, 5, torch.float32, place(impl))
+    values, classes, weight, hidden = problem_sparse(4, 60, 8, 5, torch.float32, place(impl))
     classes = classes.clamp(min=1)
     values[:, 0] = 0
     classes[:, 0] = 0
@@ -112,7 +194,7 @@ def test_padding_is_never_looked_at(impl):
 
 @every_implementation
 def test_the_order_of_sums_is_fixed(impl):
-    values, classes, weight, hidden = problem(40, 5, 12, 6, torch.float32, place(impl))
+    values, classes, weight, hidden = problem_sparse(40, 5, 12, 6, torch.float32, place(impl))
     results = []
     for _ in range(2):
         total = weight.clone()
@@ -129,7 +211,7 @@ def test_threads_and_pieces_change_nothing(dtype, n_classes, monkeypatch):
     place("cpu")
     from lastlayer.kernels.products import cpu
 
-    values, classes, weight, hidden = problem(300, n_classes, 48, 9, dtype, "cpu")
+    values, classes, weight, hidden = problem_sparse(300, n_classes, 48, 9, dtype, "cpu")
     classes = torch.minimum(classes, torch.randint(n_classes, classes.shape))
 
     def both():
@@ -152,7 +234,7 @@ def test_the_cpu_needs_no_memory_for_classes_without_entries(dtype):
     place("cpu")
     from lastlayer.kernels.products import cpu
 
-    values, classes, weight, hidden = problem(5, 5000, 16, 4, dtype, "cpu")
+    values, classes, weight, hidden = problem_sparse(5, 5000, 16, 4, dtype, "cpu")
     with LargestResult(weight) as watch:
         cpu.add_to_weight_(values, classes, hidden, weight)
         cpu.to_hidden(values, classes, weight)
@@ -172,3 +254,55 @@ class LargestResult(TorchDispatchMode):
             if isinstance(each, Tensor) and each.untyped_storage().data_ptr() != self._known:
                 self.numbers = max(self.numbers, each.numel())
         return result
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (5, 3), (4099,), (0, 4)])
+def test_every_number_is_multiplied(impl, dtype, shape):
+    device = place(impl, dtype)
+    for factor in (-1.7, 0.0, 1e-3):
+        before = torch.randn(shape).to(device, dtype)
+        values = before.clone()
+        products.scale_(impl, values, torch.tensor(factor, device=device))
+        expected = before.cpu().double() * torch.tensor(factor).double()
+        slack = 2 * ROUNDING[dtype] * expected.abs() + SMALLEST[dtype] + 1e-300
+        assert error(values, expected, slack) <= 1
+
+
+@every_implementation
+def test_one_changes_nothing(impl):
+    device = place(impl)
+    before = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 1e-45, 3e38], device=device)
+    values = before.clone()
+    products.scale_(impl, values, torch.ones((), device=device))
+    assert torch.equal(values.view(torch.int32), before.view(torch.int32))
+
+
+@every_implementation
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_factor_that_is_no_number(impl, factor):
+    device = place(impl)
+    values = torch.tensor([2.0, 0.0, -1.0], device=device)
+    products.scale_(impl, values, torch.tensor(factor, device=device))
+    expected = torch.tensor([2.0, 0.0, -1.0]) * factor
+    assert error(values, expected) == 0
+
+
+@every_implementation
+def test_the_factor_may_be_wider_or_narrower(impl):
+    device = place(impl)
+    for factor in (torch.tensor(0.3, dtype=torch.float64), torch.tensor(0.5).bfloat16()):
+        values = torch.ones(3, device=device)
+        products.scale_(impl, values, factor.to(device))
+        assert error(values, torch.full((3,), float(factor))) <= 1e-7
+
+
+def test_a_program_takes_several_blocks(monkeypatch):
+    kernel = pytest.importorskip("lastlayer.kernels.products.triton")
+    monkeypatch.setattr(kernel, "MOST_PROGRAMS", 2)
+    device = place("triton")
+    before = torch.randn(5 * 4096 + 3, device=device)
+    values = before.clone()
+    products.scale_("triton", values, torch.tensor(0.5, device=device))
+    assert torch.equal(values, 0.5 * before)
