@@ -22,7 +22,7 @@ from lastlayer.heads._tree_nodes import Nodes, path_log_prob, tree_loss
 from lastlayer.kernels import node_groups as bounds
 from lastlayer.kernels.node_groups import reference
 from lastlayer.kernels.node_groups import triton as node_groups
-from lastlayer.kernels.node_groups.triton import make_plan
+from lastlayer.kernels.node_groups.triton import _make_plan as make_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the bits of bfloat16; float32 shows there that nothing else is lost.
