@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ def checkpoint_passes() -> tuple[list[object], list[object]]:
     """
     first: list[object] = []
     again: list[object] = []
-    caller = sys._getframe(1)
+    caller: FrameType | None = sys._getframe(1)
     while caller is not None:
         code = caller.f_code
         if "ctx" in code.co_varnames:
@@ -172,8 +173,8 @@ def _is_checkpoint(value: Any) -> bool:
 def _saved_tensors_hooks() -> list[Any]:
     """All that are active, the last one first."""
     hooks: list[Any] = []
-    autograd = torch._C._autograd
-    if autograd._saved_tensors_hooks_is_enabled():
+    autograd: Any = torch._C._autograd
+    if autograd._saved_tensors_hooks_get_disabled_error_message() is None:
         while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
             hooks.append(top)
             autograd._pop_saved_tensors_default_hooks()

@@ -30,6 +30,6 @@ def small_limits(monkeypatch):
     """One sample of everything, on one set of inputs, and limits of small buffers."""
     monkeypatch.setattr(timing, "PRODUCT", {"cpu": (64, torch.float32)})
     monkeypatch.setattr(timing, "COPIED", {"cpu": 2**14})
-    monkeypatch.setattr(driver, "_ROTATED", {"cpu": (0, 1)})
+    monkeypatch.setattr(driver, "_ROTATED", {"cpu": (0, 1), "cuda": (0, 1)})
     quickly = timing.Clock(CPU, 0.0, fewest_samples=1, sample_ms=0.0)
     monkeypatch.setattr(timing.Clock, "of", classmethod(lambda *_, **__: quickly))

@@ -115,6 +115,21 @@ def test_both_ways_have_the_loss_and_gradients_of_the_dense_formula(
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("ignore_index", [-100, None])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_rows_are_shared_out_on_a_gpu_as_on_a_cpu(ordered, ignore_index):
+    """One sorts by torch, the other by numpy."""
+    target, places = torch.randint(N_CLASSES, (30,)), shuffled() if ordered else None
+    if ignore_index is not None:
+        target[::4] = ignore_index
+    given = target, places, ignore_index, (6, 15)
+    place, rows, ends = clusters._sorted(*given)
+    expected_place, expected_rows, expected_ends = clusters._sorted_on_cpu(*given)
+    assert place.tolist() == expected_place.tolist()
+    assert rows.tolist() == expected_rows.tolist()
+    assert ends == expected_ends
+
+
 @pytest.mark.parametrize("way", [clusters.in_segments, clusters.all_rows])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_a_nan_in_a_row_that_does_not_count_reaches_nothing(way, smoothing, monkeypatch):

@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
-from lastlayer.losses.nce import nce_loss
-from lastlayer.losses.negative_sampling import negative_sampling_loss
 from torch.nn.utils import parametrize
 
-from lastlayer import samplers
+from lastlayer import nce_loss, negative_sampling_loss, samplers
 from lastlayer.heads import NegativeSampling, NoiseContrastive
 from lastlayer.testing import check_head
 

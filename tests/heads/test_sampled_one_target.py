@@ -79,3 +79,27 @@ def test_it_agrees_with_the_general_pass(monkeypatch, rule, dtype, full):
     # Where there is no target the kernel names the first draw's class, the other pass none.
     entries = torch.where(truth.entries < 0, truth.entries[0], truth.entries)
     assert torch.equal(made.entries.cpu(), entries.int())
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float32, None)])
+def test_slots_have_the_sums_of_classes(sparse, dtypes):
+    """A GPU's way to sum what belongs to a class, which waits for nothing, against a CPU's."""
+    n, m, d, v = 7, 9, 5, 6
+    target = torch.randint(v, (n, 1))
+    target[::3] = -1
+    slopes = torch.where(target < 0, 0.0, torch.randn(n, 1))
+    columns, biases, hidden = torch.randn(m, d), torch.randn(m), torch.randn(n, d)
+    entries = torch.cat([torch.randint(v, (m,)), target.flatten()])
+    given, factor = (columns, biases, slopes, hidden), torch.tensor(0.3)
+    known, sums = sampled._summed(entries, *given, factor, dtypes)
+    mapped = torch.where(entries < 0, entries[0], entries).int()
+    keys, slots = sampled._slotted(mapped, *given, factor, ((v, d), (v,)), dtypes, sparse)
+    for right, made, dtype in zip(sums, slots, dtypes, strict=True):
+        if dtype is None:
+            assert right is made is None
+            continue
+        expected = torch.zeros(v, *right.shape[1:], dtype=dtype).index_copy_(0, known, right)
+        found = torch.zeros_like(expected).index_add_(0, keys, made) if sparse else made
+        assert made.dtype == dtype
+        torch.testing.assert_close(found, expected)

@@ -19,8 +19,8 @@ if kernels.available()["triton"] is not None:
 from lastlayer.fused import paths
 from lastlayer.fused.paths import TreeTables
 from lastlayer.heads._tree_nodes import Nodes, path_log_prob, tree_loss
+from lastlayer.kernels import node_groups as bounds
 from lastlayer.kernels.node_groups import reference
-from lastlayer.kernels.node_groups import sizes as bounds
 from lastlayer.kernels.node_groups import triton as node_groups
 from lastlayer.kernels.node_groups.triton import make_plan
 

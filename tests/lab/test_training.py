@@ -189,7 +189,7 @@ def test_a_checkpoint_brings_everything_back(feed, tmp_path):
         assert torch.equal(one.step(feed.batch(1, step)), other.step(feed.batch(1, step)))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["state-3.safetensors", "state.json"]
-    assert "head/draws" in load_file(str(tmp_path / "state-3.safetensors"))
+    assert "head/rng_counter" in load_file(str(tmp_path / "state-3.safetensors"))
 
 
 def test_a_checkpoint_that_is_cut_off_counts_for_nothing(feed, tmp_path):

@@ -303,7 +303,9 @@ def test_bad_options_are_named():
     parameter = table()
     for name, value in (("lr", -1.0), ("eps", -1.0), ("weight_decay", float("nan"))):
         for kind in (RowAdagrad, RowAdam):
-            with pytest.raises(ValueError, match=f"{name}: expected a number of at least 0, got"):
+            with pytest.raises(
+                ValueError, match=f"{name}: expected a finite number of at least 0, got"
+            ):
                 kind([parameter], **{name: value})
     with pytest.raises(TypeError, match="lr: expected a number, got Tensor"):
         RowAdam([parameter], lr=torch.tensor(0.1))
@@ -313,7 +315,7 @@ def test_bad_options_are_named():
         RowAdam([parameter], betas=0.9)
     with pytest.raises(ValueError, match=r"missed: expected one of .*, got 'forget'"):
         RowAdam([parameter], missed="forget")
-    with pytest.raises(ValueError, match="initial_accumulator_value: expected a number"):
+    with pytest.raises(ValueError, match="initial_accumulator_value: expected a finite"):
         RowAdagrad([{"params": [parameter], "initial_accumulator_value": -1.0}])
 
 

@@ -454,36 +454,45 @@ class _OneByOneEngine(Engine):
         reduction: str, wanted: Sequence[bool],  # noqa: ARG002
     ) -> Result:  # fmt: skip
         rows, weight, bias, node, position, row_start = operands
-        of_row, position = torch.arange(len(rows), device=rows.device), position.reshape(-1)
-        of_row = of_row.repeat_interleave(node.shape[1])
-        made, of_rows = rows.new_zeros(node.numel()), torch.zeros_like(rows)
-        touched, vectors, biases = [], [], []
+        groups = [*by_node(row_start, node.reshape(-1))]
+        position, m, sparse = position.reshape(-1), node.shape[1], options[1]
+        made = rows.new_zeros(node.shape)
         with without_autocast(rows):
-            for block, entries in by_node(row_start, node.reshape(-1)):
-                mine, chosen = of_row[entries], position[entries].unsqueeze(-1)
-                hidden = rows[mine]
-                logs = block_log_probs(weight, bias, hidden, block)
-                made[entries] = logs.gather(-1, chosen).squeeze(-1)
-                if upstream is None:
-                    continue
-                grad = upstream.reshape(-1)[entries].unsqueeze(-1)
-                slopes = logs.exp_().mul_(-grad).scatter_add_(-1, chosen, grad)
-                of_rows.index_add_(0, mine, slopes @ weight[block].to(rows.dtype))
-                touched.append(torch.arange(block.start, block.stop, device=rows.device))
-                vectors.append((slopes.t() @ hidden).to(weight.dtype))
-                biases.append(slopes.sum(0).to(weight.dtype))
-        made = made.view(node.shape)
-        if upstream is None:
-            return Result(made)
-        at = torch.cat([*touched, row_start[:0]])
-        of_weight = torch.cat([*vectors, weight[:0]]) if wanted[1] else None
-        of_bias = torch.cat([*biases, bias[:0]]) if wanted[2] else None
-        if not options[1]:
+            if upstream is None:
+                for block, entries in groups:
+                    scores = block_scores(weight, bias, rows[entries // m], block)
+                    chosen = position[entries].unsqueeze(-1)
+                    found = torch.log_softmax(scores, -1).gather(-1, chosen)
+                    made.view(-1)[entries] = found.squeeze(-1)
+                return Result(made)
+            # The result itself is not asked for again: only gradients are made.
+            upstream, touched = upstream.reshape(-1), [row_start[:0]]
+            if sparse:
+                spans = [(block.start, block.stop) for block, _ in groups]
+                touched += [torch.arange(*span, device=rows.device) for span in spans]
+            at = torch.cat(touched)
+            of_rows = torch.zeros_like(rows)
             of_weight, of_bias = (
-                None if some is None else torch.zeros_like(whole).index_copy_(0, at, some)
-                for some, whole in ((of_weight, weight), (of_bias, bias))
-            )
-        return Result(made, (of_rows, of_weight, of_bias, at if options[1] else None))
+                None if not need else torch.zeros_like(each) if not sparse
+                else each.new_empty(len(at), *each.shape[1:])
+                for each, need in zip((weight, bias), wanted[1:], strict=True)
+            )  # fmt: skip
+            n = 0
+            for block, entries in groups:
+                mine, chosen = entries // m, position[entries].unsqueeze(-1)
+                hidden, factor = rows[mine], upstream[entries].unsqueeze(-1)
+                slopes = torch.softmax(block_scores(weight, bias, hidden, block), -1)
+                slopes = slopes.mul_(-factor).scatter_add_(-1, chosen, factor)
+                if wanted[0]:
+                    of_rows.index_add_(0, mine, slopes @ weight[block].to(rows.dtype))
+                place = slice(n, n + slopes.shape[1]) if sparse else block
+                n += slopes.shape[1]
+                if of_weight is not None:
+                    of_weight[place] = slopes.t() @ hidden
+                if of_bias is not None:
+                    of_bias[place] = slopes.sum(0)
+        pieces = of_rows if wanted[0] else None, of_weight, of_bias, at if sparse else None
+        return Result(made, pieces)
 
     def fake(
         self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
@@ -495,7 +504,8 @@ class _OneByOneEngine(Engine):
             return Result(made)
         of_weight = torch.empty_like(weight) if wanted[1] else None
         of_bias = torch.empty_like(bias) if wanted[2] else None
-        return Result(made, (torch.empty_like(rows), of_weight, of_bias, None))
+        of_rows = torch.empty_like(rows) if wanted[0] else None
+        return Result(made, (of_rows, of_weight, of_bias, None))
 
     def finish(
         self, operands: Operands, pieces: Sequence[Any], factor: Any,  # noqa: ARG002
@@ -592,10 +602,10 @@ def by_node(row_start: Tensor, node: Tensor) -> Iterator[tuple[slice, Tensor]]:
             yield slice(first, last), entries
 
 
-def block_log_probs(weight: Tensor, bias: Tensor | None, rows: Tensor, block: slice) -> Tensor:
-    """Of the children of a wide node with these rows of the weight, for all rows."""
+def block_scores(weight: Tensor, bias: Tensor | None, rows: Tensor, block: slice) -> Tensor:
+    """Of some rows of the weight, next to each other, for all rows."""
     of_block = None if bias is None else bias[block].to(rows.dtype)
-    return torch.log_softmax(linear(rows, weight[block].to(rows.dtype), of_block), -1)
+    return linear(rows, weight[block].to(rows.dtype), of_block)
 
 
 def _per_loss(factor: Tensor, counted: Tensor | None) -> Tensor:

@@ -183,10 +183,10 @@ class _SampledEngine(Engine):
                 factors = scale if upstream is None else scale * in_dtype(upstream, scale.dtype)
                 factors, size = near_one(factors, hidden.dtype)
             makes = [each and factors is not None for each in wanted]
-            problem = _Problem(
-                *operands, scale, factors, 1.0 / temperature, n_exact, Rule(*rule),
-                chunk_rows, *makes[:3],
-            )  # fmt: skip
+            problem = _Problem._make([
+                *operands, scale, factors, 1.0 / temperature, n_exact, Rule(*rule), chunk_rows,
+                *makes[:3],
+            ])  # fmt: skip
             made = one_target(problem) if _has_kernels(problem) else general(problem, all_count)
             loss = made.losses if reduction == "none" else made.losses.sum()
             ess = torch.zeros_like(made.ess) if problem.rule.logistic else made.ess
@@ -244,12 +244,13 @@ class _SampledEngine(Engine):
             nothing = slopes.new_empty(0)
             columns = nothing if columns is None else columns
             column_biases = nothing if column_biases is None else column_biases
-            given = entries, columns, column_biases, slopes, hidden, factor, n_classes, *dtypes
-            if is_eager(hidden):
-                weight, bias = _class_gradients(*given, sparse)
-            else:
-                # What is traced is dense: the number of classes touched is not known.
-                weight, bias = torch.ops.lastlayer.sampled_class_gradients(*given)
+            eager = is_eager(hidden)
+            # What is traced is dense: the number of classes touched is not known.
+            make: Any = _class_gradients if eager else torch.ops.lastlayer.sampled_class_gradients
+            weight, bias = make(
+                entries, columns, column_biases, slopes, hidden, factor, n_classes, *dtypes,
+                *([sparse] if eager else []),
+            )  # fmt: skip
         return [
             _times(of_hidden, factor, hidden.dtype, reusable), weight, bias,
             _times(of_shift, factor, None, reusable),
@@ -504,7 +505,7 @@ def _shared_draws(
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, adds: bool = False) -> None:
     """``left @ right`` into ``out``, which may be wider, or added to it."""
-    wide = {}
+    wide: dict[str, Any] = {}
     if out.dtype != left.dtype:
         if left.device.type == "cuda":
             wide = {"out_dtype": out.dtype}
@@ -567,9 +568,10 @@ def _combined(
     there = (target >= 0).to(logits.dtype)
     share = there / there.sum(-1, keepdim=True).clamp(min=1.0)
     if rule.logistic:
-        losses = (share * _softplus(-logits)).sum(-1) + first
+        losses = torch.where(share == 0, 0.0, share * _softplus(-logits)).sum(-1) + first
         return losses, -share * torch.sigmoid(-logits)
-    pull = (share * logits).sum(-1)
+    # Not a product where there is no target: what stands there may be infinite.
+    pull = torch.where(share == 0, 0.0, share * logits).sum(-1)
     if exact is None:
         return _difference(first, pull), -share
     odds = _difference(first, exact)
@@ -640,22 +642,25 @@ def _summed(
     """On a CPU: the classes that are touched, in their order, and the sums of each."""
     # Sorted as unsigned integers, -1 comes last: rows without a target are a group of their own.
     keys = entries.numpy().view(np.uint64)
-    order = np.argsort(keys, kind="stable")
+    order = keys.argsort(kind="stable")
     keys = keys[order]
-    begins = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])[: len(keys)])
-    starts = torch.from_numpy(np.append(begins, len(keys)))
-    known = keys[begins].view(np.int64)
+    first = np.ones(len(keys) + 1, dtype=np.bool_)
+    first[1:-1] = keys[1:] != keys[:-1]
+    starts = first.nonzero()[0]
+    known = keys[starts[:-1]].view(np.int64)
     wanted = [each is not None for each in dtypes]
     sums = kernels.touched_rows.forward(
-        "auto", columns, column_biases, slopes, hidden, torch.from_numpy(order), starts, factor,
-        *wanted,
+        "auto", columns, column_biases, slopes, hidden, torch.from_numpy(order),
+        torch.from_numpy(starts), factor, *wanted,
     )  # fmt: skip
-    n = int((known >= 0).sum())
+    if len(known) and known[-1] < 0:
+        n = int((known >= 0).sum())
+        known, sums = known[:n], [each[:n] for each in sums]
     made = [
-        None if dtype is None else in_dtype(each[:n], dtype)
+        None if dtype is None else in_dtype(each, dtype)
         for each, dtype in zip(sums, dtypes, strict=True)
     ]
-    return torch.from_numpy(known[:n]), made
+    return torch.from_numpy(known), made
 
 
 def _slotted(

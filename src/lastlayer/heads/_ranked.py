@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lastlayer._checks import as_permutation, check_chunk
 from lastlayer.fused.cross_entropy import cross_entropy_numbers
-from lastlayer.heads.base import ScoredHead, log_frequencies
+from lastlayer.heads.base import ScoredHead
 
 
 class RankedHead(ScoredHead):
@@ -77,8 +77,7 @@ class RankedHead(ScoredHead):
         return by_place if self.places is None else by_place.index_select(-1, self.places)
 
     def _log_frequencies(self, counts: Any) -> Tensor:
-        """Of the class at each place, in float64 on the CPU."""
-        logs = log_frequencies(counts, self.n_classes, torch.empty(0, dtype=torch.float64))
+        logs = super()._log_frequencies(counts)
         return logs if self.order is None else logs[self.order.cpu()]
 
     def _check_state(self) -> None:

@@ -11,9 +11,9 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, logsigmoid
+from torch.nn.functional import logsigmoid
 
-from lastlayer.fused.paths import block_log_probs, by_node
+from lastlayer.fused.paths import block_scores, by_node
 from lastlayer.heads._tree_nodes import (
     WIDEST_GATHERED,
     Nodes,
@@ -183,9 +183,7 @@ class _Opener:
         self.nodes, self.rows = nodes, rows
         self.top: Tensor | None = None
         if top:
-            first = nodes.weight[:_TOP_ROWS].to(rows.dtype)
-            bias = None if nodes.bias is None else nodes.bias[:_TOP_ROWS].to(rows.dtype)
-            self.top = linear(rows, first, bias)
+            self.top = block_scores(nodes.weight, nodes.bias, rows, slice(0, _TOP_ROWS))
 
     def open(self, of_row: Tensor, node: Tensor) -> Tensor:
         """Of all children of each entry's node, ``(m, width)``; -inf beyond the last child.
@@ -208,8 +206,8 @@ class _Opener:
         else:
             for block, entries in by_node(tables.row_start, node[some]):
                 at = some[entries]
-                logs = block_log_probs(*self.nodes[1:3], rows[of_row[at]], block)
-                made[at, : logs.shape[1]] = logs
+                scores = block_scores(self.nodes.weight, self.nodes.bias, rows[of_row[at]], block)
+                made[at, : scores.shape[1]] = torch.log_softmax(scores, -1)
         return made
 
     def children(self, node: Tensor, width: int) -> Tensor:

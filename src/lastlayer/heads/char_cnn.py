@@ -14,7 +14,7 @@ from lastlayer._torch import autocast_dtype, host_sync_allowed, in_dtype, is_fun
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
 from lastlayer.fused.scores import wide_scores
 from lastlayer.heads._char_cnn import CharCNN, Words, check_filters, check_spellings
-from lastlayer.heads.base import ScoredHead, log_frequencies, log_softmax
+from lastlayer.heads.base import ScoredHead, log_softmax
 from lastlayer.heads.recipes import Recipe
 
 FILTERS = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256))
@@ -162,22 +162,6 @@ class CharCNNSoftmax(ScoredHead):
         self.words = chunks
         self._is_spelled = all(not each.is_meta for each in self.parameters())
         self._kept = None
-
-    @torch.no_grad()
-    def init_bias_from_counts(self, counts: Any) -> None:
-        """Set the biases to the log frequencies of the classes: the cheapest speed-up there is.
-
-        At the hidden state 0 the head then predicts the class frequencies.
-
-        Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
-        """
-        if self.bias is None:
-            raise ValueError(
-                "init_bias_from_counts: expected a head with biases, got CharCNNSoftmax with "
-                "bias=False; make it with bias=True"
-            )
-        self.bias.copy_(log_frequencies(counts, self.n_classes, self.bias))
 
     def class_vectors(self) -> Tensor:
         """The vectors of all classes, ``(n_classes, in_features)``.

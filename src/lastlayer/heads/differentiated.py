@@ -149,22 +149,6 @@ class DifferentiatedSoftmax(RankedHead):
                 bound = 1.0 / math.sqrt(self.in_features)
                 torch.nn.init.uniform_(each, -bound, bound)
 
-    @torch.no_grad()
-    def init_bias_from_counts(self, counts: Any) -> None:
-        """Set the biases to the log frequencies of the classes: the cheapest speed-up there is.
-
-        At the hidden state 0 the head then predicts the class frequencies.
-
-        Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
-        """
-        if self.bias is None:
-            raise ValueError(
-                "init_bias_from_counts: expected a head with biases, got DifferentiatedSoftmax "
-                "with bias=False; make it with bias=True"
-            )
-        self.bias.copy_(self._log_frequencies(counts))
-
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets, smoothed where asked for."""
         self._check_hidden(hidden)

@@ -15,6 +15,7 @@ from lastlayer.fused.paths import TreeTables, path_loss
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads._tree_nodes import (
+    WIDEST_GATHERED,
     Nodes,
     all_log_prob,
     class_vectors,
@@ -291,9 +292,9 @@ class HierarchicalSoftmax(Head):
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None) -> Tensor:
         tables, parameters = self._tables, (self.weight, self.bias)
         n, d = rows.shape
-        # The most rows of the weight that the chosen classes of one row of hidden states take.
-        most = 0 if chosen is None else chosen.shape[1] * tables.most_paths * tables.longest
-        most *= tables.widest if tables.has_wide else 1
+        # The most nodes, and rows of the weight, that the classes of one row of hidden states take.
+        at = 0 if chosen is None else chosen.shape[1] * tables.most_paths * tables.longest
+        most = at * (tables.widest if tables.has_wide else 1)
         if chosen is None or most > tables.n_rows:
             # In a dtype that rounds neither the rows nor the vectors: those of paths are not.
             rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
@@ -320,7 +321,9 @@ class HierarchicalSoftmax(Head):
             nodes = Nodes(tables, weight, bias, sparse)
             return path_log_prob(nodes, rows, chosen, once=False)
 
-        chunks = [*row_chunks(rows, most * d, self.chunk_rows, _GATHERED_COPIES)]
+        # Vectors are gathered, or else hidden states for the scores of all children of a node.
+        held = most * d if tables.widest <= WIDEST_GATHERED else at * (tables.widest + d)
+        chunks = [*row_chunks(rows, held, self.chunk_rows, _GATHERED_COPIES)]
         return in_chunks(along_paths, rows, [chosen], parameters, chunks)
 
     def _all_log_prob(

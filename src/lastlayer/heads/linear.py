@@ -16,7 +16,6 @@ from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
 from lastlayer.heads.base import (
     TOP_COPIES,
     ScoredHead,
-    log_frequencies,
     log_of_probs,
     log_softmax,
     top_classes,
@@ -87,22 +86,6 @@ class LinearHead(ScoredHead):
         torch.nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             torch.nn.init.uniform_(self.bias, -bound, bound)
-
-    @torch.no_grad()
-    def init_bias_from_counts(self, counts: Any) -> None:
-        """Set the biases to the log frequencies of the classes: the cheapest speed-up there is.
-
-        At the hidden state 0 the head then predicts the class frequencies.
-
-        Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
-        """
-        if self.bias is None:
-            raise ValueError(
-                f"init_bias_from_counts: expected a head with biases, got {type(self).__name__} "
-                "with bias=False; make it with bias=True"
-            )
-        self.bias.copy_(log_frequencies(counts, self.n_classes, self.bias))
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:

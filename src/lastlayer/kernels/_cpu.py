@@ -29,10 +29,10 @@ _MADV_HUGEPAGE = 14
 _ENTRIES_A_THREAD = 98_304
 
 
-def parts(n_rows: int, numbers: int, most: int = GATHERED) -> list[slice]:
-    """Rows of so many numbers each in parts of at most ``most`` numbers: bounds the memory."""
-    step = max(1, most // max(1, numbers))
-    return [slice(first, first + step) for first in range(0, n_rows, step)]
+def parts(shape: Sequence[int], most: int = GATHERED) -> list[slice]:
+    """The rows of a matrix in parts of at most ``most`` numbers: bounds the memory."""
+    step = max(1, most // max(1, shape[1]))
+    return [slice(first, first + step) for first in range(0, shape[0], step)]
 
 
 def as_rows(tensor: Tensor) -> NDArray[Any]:

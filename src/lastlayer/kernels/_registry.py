@@ -70,9 +70,8 @@ class Operation:
     Args:
         package: the package that holds ``reference.py``, ``triton.py`` and ``cpu.py``.
         function: the name of the function in each of these modules.
-        name: the name below ``torch.ops.lastlayer``.
-        schema: arguments and results in the schema language of ``torch.library``; device and dtype
-            of the first argument, a tensor, decide which implementation runs.
+        schema: name, arguments and results in the schema language of ``torch.library``; device and
+            dtype of the first argument, a tensor, decide which implementation runs.
         fake: gives empty results of the right shape, for tracing.
         integers: whether the first argument holds integers, so that its device alone decides.
         has_cpu: whether there is a CPU implementation; without one the reference runs there.
@@ -82,22 +81,21 @@ class Operation:
         self,
         package: str,
         function: str,
-        name: str,
         schema: str,
         fake: Callable[..., Any] = returns_nothing,
         *,
         integers: bool = False,
         has_cpu: bool = True,
     ) -> None:
-        self.name, self.has_cpu = name, has_cpu
+        self.name, self.has_cpu = schema.split("(", maxsplit=1)[0], has_cpu
         self._package, self._function, self._integers = package, function, integers
         self._loaded: dict[str, Callable[..., Any]] = {}
         self._resolved: dict[tuple[torch.device, torch.dtype], Callable[..., Any]] = {}
-        _library.define(name + schema)
-        _library.impl(name, self._run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"lastlayer::{name}", fake, lib=_library)
-        self._dispatched = getattr(torch.ops.lastlayer, name).default
-        _operations[name] = self
+        _library.define(schema)
+        _library.impl(self.name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"lastlayer::{self.name}", fake, lib=_library)
+        self._dispatched = getattr(torch.ops.lastlayer, self.name).default
+        _operations[self.name] = self
 
     def __call__(self, impl: Impl, *args: Any) -> Any:
         if impl == "auto":

@@ -88,6 +88,13 @@ _kept_triton_key()
 
 
 @triton.jit
+def load_rows(base, row, row_stride, step, step_stride, rows_there, steps_there):
+    """Numbers ``step`` of some rows of a matrix, (rows, steps); 0 where there are none."""
+    place = base + row[:, None] * row_stride + step[None, :] * step_stride
+    return tl.load(place, mask=rows_there[:, None] & steps_there[None, :], other=0.0)
+
+
+@triton.jit
 def tanh(x):
     """From exp(-2|x|), which cannot overflow as exp(2x) does."""
     shrunk = tl.exp(-2.0 * tl.abs(x))

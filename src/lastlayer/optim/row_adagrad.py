@@ -1,4 +1,4 @@
-"""Adagrad with one sum a row."""
+"""Adagrad with one sum per row."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer.kernels import touched_rows
-from lastlayer.optim._rows import RowOptimizer, check_at_least_0
+from lastlayer._checks import check_not_negative
+from lastlayer.optim.rows import RowOptimizer
 
 
 class RowAdagrad(RowOptimizer):
-    r"""Adagrad with one sum a row instead of one a number; it touches the rows of a gradient alone.
+    r"""Adagrad with one sum per row, not one per number; it touches only rows with a gradient.
 
     .. math:: G_c \leftarrow G_c + \tfrac1d \lVert g_c\rVert^2, \qquad
               w_c \leftarrow (1 - \eta\lambda)\,w_c - \frac{\eta}{\sqrt{G_c} + \epsilon}\,g_c
@@ -22,18 +22,18 @@ class RowAdagrad(RowOptimizer):
     dimension, such as a bias, a row is a number, and the rule is that of Adagrad.
 
     Choose it for tables of class vectors so large that their optimiser has to be small: the sum
-    takes 4 bytes a row, where Adagrad takes as much as the table and Adam twice that. It is the
+    takes 4 bytes per row, where Adagrad takes as much as the table and Adam twice that. It is the
     usual one for the embeddings of recommenders. As every Adagrad it slows rows down that are often
     touched and keeps rare ones fast.
 
     ``torch.optim.Adagrad`` takes row-sparse gradients too and leaves other rows alone. It suffices
-    where memory for a sum a number is there and weight decay is not wanted, which it refuses for
-    sparse gradients.
+    where there is memory for one sum per number and no weight decay is wanted, which it refuses
+    for sparse gradients.
 
     Cost: a step reads the gradient and reads and writes the touched rows once, in one kernel. A
     gradient that is not coalesced is sorted before, and what belongs to a row is added up in
     float32; on a GPU nothing waits for that, and a step can be captured in a CUDA graph. Sums are
-    float32 (float64 for float64), also for parameters in half precision, which are rounded once a
+    float32 (float64 for float64), also for parameters in half precision, which are rounded once per
     step.
 
     Args:
@@ -56,7 +56,7 @@ class RowAdagrad(RowOptimizer):
     Reference:
         Duchi, Hazan and Singer, Adaptive Subgradient Methods, JMLR 2011; Mudigere et al.,
         Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation
-        Models, ISCA 2022, arXiv:2104.05158 (one sum a row).
+        Models, ISCA 2022, arXiv:2104.05158 (one sum per row).
     """
 
     def __init__(
@@ -92,8 +92,9 @@ class RowAdagrad(RowOptimizer):
         group: dict[str, Any],
     ) -> None:
         options = group["lr"], group["weight_decay"], group["eps"]
-        touched_rows.adagrad_(impl, rows, state["sum"], ids, gradient, *options)
+        kernels.touched_rows.adagrad_(impl, rows, state["sum"], ids, gradient, *options)
 
     @staticmethod
     def _check_options(options: dict[str, Any]) -> None:
-        check_at_least_0(options, "lr", "weight_decay", "initial_accumulator_value", "eps")
+        for name in ("lr", "weight_decay", "initial_accumulator_value", "eps"):
+            check_not_negative(name, options[name])

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer.kernels import touched_rows
-from lastlayer.optim._rows import RowOptimizer, check_at_least_0, check_option
+from lastlayer._checks import check_choice, check_not_negative, check_real
+from lastlayer.optim.rows import RowOptimizer
 
 MISSED = ("skip", "decay")
 
@@ -40,7 +40,7 @@ class RowAdam(RowOptimizer):
     ``torch.optim.AdamW``, so that one optimiser serves a whole model.
 
     Choose it for class vectors and embeddings where Adagrad is too slow in the long run. It keeps
-    two moments a number; :class:`RowAdagrad` keeps one number a row.
+    two moments per number; :class:`RowAdagrad` keeps one number per row.
 
     ``torch.optim.SparseAdam`` also moves touched rows alone and suffices where all parameters have
     sparse gradients, which it insists on, and all rows come often. Its moments skip missed steps
@@ -51,7 +51,7 @@ class RowAdam(RowOptimizer):
     one kernel. A gradient that is not coalesced is sorted before, and what belongs to a row is
     added up in float32; on a GPU nothing waits for that, and a step can be captured in a CUDA
     graph. Moments are float32 (float64 for float64), also for parameters in half precision, which
-    are rounded once a step; a clock takes 4 bytes a row.
+    are rounded once per step; a clock takes 4 bytes per row.
 
     Args:
         params: parameters, or groups of them with options of their own.
@@ -127,18 +127,18 @@ class RowAdam(RowOptimizer):
         if ids is not None:
             first, second = (each.view(rows.shape) for each in moments)
             moments = first, second
-        touched_rows.adam_(
+        kernels.touched_rows.adam_(
             impl, rows, *moments, state["row_step"], step, ids, gradient, group["lr"],
             group["weight_decay"], *group["betas"], group["eps"], decays,
         )  # fmt: skip
 
     @staticmethod
     def _check_options(options: dict[str, Any]) -> None:
-        check_at_least_0(options, "lr", "weight_decay", "eps")
+        for name in ("lr", "weight_decay", "eps"):
+            check_not_negative(name, options[name])
         betas = options["betas"]
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise TypeError(f"betas: expected two numbers, got {betas!r}")
         for beta in betas:
-            check_option("betas", beta, "from 0 to less than 1", lambda x: 0.0 <= x < 1.0)
-        if options["missed"] not in MISSED:
-            raise ValueError(f"missed: expected one of {MISSED}, got {options['missed']!r}")
+            check_real("betas", beta, "a number from 0 to less than 1", lambda x: 0.0 <= x < 1.0)
+        check_choice("missed", options["missed"], MISSED)

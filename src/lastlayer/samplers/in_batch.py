@@ -74,13 +74,13 @@ class InBatch(Sampler):
     def _check_context(self, context: Any) -> Tensor | None:
         if context is None:
             return None
-        context = self._check_ids("context", context)
-        if context.dim() != 1 or not len(context):
+        targets = self._check_ids("context", context)
+        if targets.dim() != 1 or not len(targets):
             raise ValueError(
                 "context: expected the targets of the batch, shape (rows,) with at least one, "
-                f"got {tuple(context.shape)}"
+                f"got {tuple(targets.shape)}"
             )
-        return context
+        return targets
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         total = self.get_buffer("total").view(torch.float64) + self.prior * self.n_classes

@@ -206,13 +206,13 @@ class AdaptiveNGram(Sampler):
         return keys
 
     def _check_context(self, context: Any) -> Tensor:
-        context = self._check_ids("context", context, True)
-        if context.dim() != 2 or context.shape[1] != self.order - 1:
+        words = self._check_ids("context", context, True)
+        if words.dim() != 2 or words.shape[1] != self.order - 1:
             raise ValueError(
                 f"context: expected shape (rows, {self.order - 1}), the words before for order "
-                f"{self.order}, the nearest one last, got {tuple(context.shape)}"
+                f"{self.order}, the nearest one last, got {tuple(words.shape)}"
             )
-        return context
+        return words
 
     def config(self) -> dict[str, Any]:
         config = {**self._saved_config(), "counts": self.unigram.config()["counts"]}

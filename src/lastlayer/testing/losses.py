@@ -96,12 +96,7 @@ class MapLossSuite(LossSuite):
     def targets(self, scores: Tensor) -> list[Tensor]:
         """Class ids, and distributions with some zeros."""
         ids = self.ids(*scores.shape[:-1], n=scores.shape[-1])
-        if not self.distributions:
-            return [ids]
-        drawn = self.normal(*scores.shape).exp()
-        drawn = torch.where(drawn < 0.5, 0.0, drawn)
-        drawn[..., :1] += 0.1
-        return [ids, (drawn / drawn.sum(-1, keepdim=True)).to(scores.dtype)]
+        return [ids, self.distributions_like(scores)] if self.distributions else [ids]
 
 
 def check_loss(

@@ -68,6 +68,13 @@ class Suite:
     def permutation(self, n: int) -> Tensor:
         return torch.randperm(n, generator=self.generator).to(self.device)
 
+    def distributions_like(self, scores: Tensor) -> Tensor:
+        """Targets of the shape and dtype of the scores, with some zeros."""
+        drawn = self.normal(*scores.shape).exp()
+        drawn = torch.where(drawn < 0.5, 0.0, drawn)
+        drawn[..., :1] += 0.1
+        return (drawn / drawn.sum(-1, keepdim=True)).to(scores.dtype)
+
     def sixteenths(self, rows: int, n: int) -> Tensor:
         """Different multiples of 1/16: float32 holds them exactly even at an offset of 1e6."""
         return torch.stack([self.permutation(n) for _ in range(rows)]).double() / 16 - 1

@@ -253,7 +253,8 @@ def audit(
             weights.append(_weights(head, rows, counts, rng_counter))
             drawn.append(_drawn(head, counts))
     exact_log_z = log_normalizer(head, rows)
-    log_z = head._row_log_z(rows) if hasattr(head, "_row_log_z") else exact_log_z
+    own_log_z = getattr(head, "_row_log_z", None)
+    log_z = exact_log_z if own_log_z is None else own_log_z(rows)
     estimates = [each.log_z for each in weights if each.log_z is not None]
     return Audit(
         head=type(head).__name__,

@@ -139,7 +139,7 @@ class ComparedHead(LinearHead):
         )  # fmt: skip
         return loss
 
-    def _exact_loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+    def _exact_loss(self, hidden: Tensor, target: Any) -> Tensor:
         options = self._exact_options()
         if not isinstance(target, Tensor) or target.dim() != hidden.dim():
             return linear_cross_entropy(

@@ -181,11 +181,13 @@ class ImportanceSampling(SampledHead):
         ``draws_of`` gives classes and expectations of the first b blocks for some rows.
         """
         reduction = "none" if self.reduction == "none" else "sum"
-        how = {"reduction": reduction, "sparse": self.sparse, "chunk_rows": self.chunk_rows}
 
         def loss_of(some: Tensor, ids: Tensor, log_expected: Tensor) -> Tensor:
-            given = rows[some], self.weight, self.bias, target[some], ids, log_expected
-            return sampled_loss(*given, SELF_NORMALISED, **how)[0]
+            return sampled_loss(
+                rows[some], self.weight, self.bias, target[some], ids, log_expected,
+                SELF_NORMALISED, reduction=reduction, sparse=self.sparse,
+                chunk_rows=self.chunk_rows,
+            )[0]  # fmt: skip
 
         parts: list[tuple[Tensor, Tensor]] = []
         for used in stopped.blocks[stopped.reached].unique().tolist():
@@ -298,16 +300,9 @@ class AdaptiveImportanceSampling(ImportanceSampling):
         contexts: how many contexts of each length the proposal remembers.
         width: how many classes it remembers of each.
         rate: how far a step moves the proposal of a context.
-        bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse.
-        seed: of the draws.
-        per_rank: whether the processes of ``torch.distributed`` draw different classes. Each has a
-            proposal of its own in any case, which learns from its own rows.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time where all classes are taken, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``bias``, ``sparse``, ``seed``, ``per_rank``, ``ignore_index``, ``reduction``,
+            ``chunk_rows``, ``device`` and ``dtype``, as of :class:`ImportanceSampling`. Each
+            process has a proposal of its own, which learns from its own rows.
 
     Example:
         >>> import torch

@@ -225,16 +225,8 @@ class NegativeSampling(SampledHead):
         n_classes: number of classes.
         sampler: q, what noise is drawn from.
         n_samples: k, draws per step, shared by all rows.
-        bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse, as those of
-            :class:`SampledSoftmax`; for :class:`lastlayer.optim.RowAdagrad` and the like.
-        seed: of the draws.
-        per_rank: whether the processes of ``torch.distributed`` draw different noise.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``bias``, ``sparse``, ``seed``, ``per_rank``, ``ignore_index``, ``reduction``,
+            ``chunk_rows``, ``device`` and ``dtype``, as of :class:`NoiseContrastive`.
 
     Example:
         >>> import torch

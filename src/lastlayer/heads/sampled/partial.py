@@ -161,13 +161,8 @@ class TargetSampling(ComparedHead):
     Args:
         in_features: size of the hidden state.
         n_classes: number of classes.
-        bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``bias``, ``sparse``, ``ignore_index``, ``reduction``, ``chunk_rows``, ``device``
+            and ``dtype``, as of :class:`PartialSoftmax`.
 
     Example:
         >>> import torch

@@ -29,21 +29,16 @@ def _support(
 
 
 forward = _operation(
-    "forward",
-    "entmax",
-    "(Tensor scores, float alpha, Tensor? row_alpha) -> Tensor",
-    like_first,
+    "forward", "entmax(Tensor scores, float alpha, Tensor? row_alpha) -> Tensor", like_first
 )
 backward = _operation(
     "backward",
-    "entmax_backward",
-    "(Tensor probs, Tensor grad, float alpha, Tensor? row_alpha) -> Tensor",
+    "entmax_backward(Tensor probs, Tensor grad, float alpha, Tensor? row_alpha) -> Tensor",
     lambda _probs, grad, *_: like_first(grad),
 )
 support = _operation(
     "support",
-    "entmax_support",
-    "(Tensor scores, float alpha, Tensor? row_alpha, int max_support, "
+    "entmax_support(Tensor scores, float alpha, Tensor? row_alpha, int max_support, "
     "bool wide=False, float shrink=1.0) -> (Tensor, Tensor, Tensor)",
     _support,
 )

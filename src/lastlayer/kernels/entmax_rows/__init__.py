@@ -40,14 +40,13 @@ def _listed(
 
 forward_ = _operation(
     "forward_",
-    "entmax_rows_",
-    "(Tensor(a!) probs, Tensor scores, Tensor target, Tensor? row_scale, float alpha) -> Tensor",
+    "entmax_rows_(Tensor(a!) probs, Tensor scores, Tensor target, Tensor? row_scale, "
+    "float alpha) -> Tensor",
     _losses,
 )
 listed = _operation(
     "listed",
-    "list_rows",
-    "(Tensor scores, Tensor classes, Tensor target, Tensor target_scores, Tensor? row_scale, "
-    "Tensor? class_weight, float alpha) -> (Tensor, Tensor, Tensor)",
+    "list_rows(Tensor scores, Tensor classes, Tensor target, Tensor target_scores, "
+    "Tensor? row_scale, Tensor? class_weight, float alpha) -> (Tensor, Tensor, Tensor)",
     _listed,
 )

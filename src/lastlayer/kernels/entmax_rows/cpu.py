@@ -27,7 +27,7 @@ def forward_(
     if all(each.dtype == dtype and each.is_contiguous() for each in (probs, scores)):
         _run(probs, scores, per_row, alpha)
         return loss
-    for part in parts(probs.shape[0], probs.shape[1], WIDENED):
+    for part in parts(probs.shape, WIDENED):
         wide = [
             each[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
             for each in (probs, scores)

@@ -17,23 +17,21 @@ _SIMILARITIES = (
 _operation = partial(Operation, __name__)
 
 unit_rows_ = _operation(
-    "unit_rows_", "unit_rows_", "(Tensor rows, Tensor(a!) out, bool normalize) -> ()"
+    "unit_rows_", "unit_rows_(Tensor rows, Tensor(a!) out, bool normalize) -> ()"
 )
 statistics_ = _operation(
     "statistics_",
-    "info_nce_statistics_",
-    f"(Tensor scores, {_SIMILARITIES}, Tensor(a!) row_lse, Tensor(b!) row_positive, "
-    "Tensor(c!) column_lse, Tensor(d!) column_positive) -> ()",
+    f"info_nce_statistics_(Tensor scores, {_SIMILARITIES}, Tensor(a!) row_lse, "
+    "Tensor(b!) row_positive, Tensor(c!) column_lse, Tensor(d!) column_positive) -> ()",
 )
 weights_ = _operation(
     "weights_",
-    "info_nce_weights_",
-    f"(Tensor(a!) scores, {_SIMILARITIES}, Tensor row_lse, Tensor row_push, Tensor row_pull, "
-    "Tensor column_lse, Tensor column_push, Tensor column_pull, Tensor(b!) out) -> ()",
+    f"info_nce_weights_(Tensor(a!) scores, {_SIMILARITIES}, Tensor row_lse, Tensor row_push, "
+    "Tensor row_pull, Tensor column_lse, Tensor column_push, Tensor column_pull, "
+    "Tensor(b!) out) -> ()",
 )
 row_gradients_ = _operation(
     "row_gradients_",
-    "unit_rows_gradient_",
-    "(Tensor rows, Tensor gradient, Tensor factor, bool normalize, Tensor(a!) out, "
-    "Tensor(b!) along) -> ()",
+    "unit_rows_gradient_(Tensor rows, Tensor gradient, Tensor factor, bool normalize, "
+    "Tensor(a!) out, Tensor(b!) along) -> ()",
 )

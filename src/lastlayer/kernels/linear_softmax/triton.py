@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._triton import LOG2E, cdiv, multiprocessors, next_power_of_2, tanh
+from lastlayer.kernels._triton import LOG2E, cdiv, load_rows, multiprocessors, next_power_of_2, tanh
 
 
 class Mix(NamedTuple):
@@ -147,11 +147,7 @@ def _mix_of_rows(
     split = tl.program_id(1)
     step = tl.arange(0, DEPTH)
     inside = step < depth
-    states = tl.load(
-        hidden + row[:, None] * hidden_row + step[None, :],
-        mask=(row < n)[:, None] & inside[None, :],
-        other=0.0,
-    )
+    states = load_rows(hidden, row, hidden_row, step, 1, row < n, inside)
     peak = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     mixed = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
@@ -216,11 +212,7 @@ def _gradient_of_classes(
     live = column < n_classes
     step = tl.arange(0, DEPTH)
     inside = step < depth
-    vectors = tl.load(
-        weight + column.to(tl.int64)[:, None] * weight_row + step[None, :],
-        mask=live[:, None] & inside[None, :],
-        other=0.0,
-    )
+    vectors = load_rows(weight, column.to(tl.int64), weight_row, step, 1, live, inside)
     if BIASED:
         offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
     first_own = tl.load(since + tl.program_id(0))
@@ -358,11 +350,7 @@ def _finish_row(
         step = tl.arange(0, DEPTH)
         inside = step < depth
         share = tl.where(logs == -float("inf"), 0.0, tl.exp(logs - total))
-        means = tl.load(
-            mean + (part * n + row)[:, None] * depth + step[None, :],
-            mask=there[:, None] & inside[None, :],
-            other=0.0,
-        )
+        means = load_rows(mean, part * n + row, depth, step, 1, there, inside)
         own = weight + tl.load(target + row) * weight_row + step
         own = tl.load(own, mask=inside, other=0.0).to(tl.float32)
         # In float32: the two nearly cancel once a row is learnt.

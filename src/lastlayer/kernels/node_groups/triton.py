@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._triton import cdiv, in_rows, next_power_of_2
+from lastlayer.kernels._triton import cdiv, in_rows, load_rows, next_power_of_2
 from lastlayer.kernels.node_groups import (
     CHILDREN,
     ROWS,
@@ -509,11 +509,7 @@ def _gradient_of_rows(
         slope = _slopes(
             scores + first, column, level, line.to(tl.int32), member, asked, child, first, there
         )
-        vectors = tl.load(
-            weight + child[:, None] * weight_row + step[None, :],
-            mask=there[:, None] & inside[None, :],
-            other=0.0,
-        )
+        vectors = load_rows(weight, child, weight_row, step, 1, there, inside)
         if WIDE:
             vectors = vectors.to(tl.float32)
         weight += CHILDREN * weight_row

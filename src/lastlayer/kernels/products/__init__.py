@@ -27,19 +27,17 @@ def _to_hidden(values: Tensor, _classes: Tensor, weight: Tensor) -> Tensor:
 
 scores = _operation(
     "scores",
-    "class_scores",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor classes) -> Tensor",
+    "class_scores(Tensor hidden, Tensor weight, Tensor? bias, Tensor classes) -> Tensor",
     _scores,
 )
 to_hidden = _operation(
     "to_hidden",
-    "sparse_gradient_to_hidden",
-    "(Tensor values, Tensor classes, Tensor weight) -> Tensor",
+    "sparse_gradient_to_hidden(Tensor values, Tensor classes, Tensor weight) -> Tensor",
     _to_hidden,
 )
 add_to_weight_ = _operation(
     "add_to_weight_",
-    "sparse_gradient_add_to_weight_",
-    "(Tensor values, Tensor classes, Tensor hidden, Tensor(a!) weight_gradient) -> ()",
+    "sparse_gradient_add_to_weight_(Tensor values, Tensor classes, Tensor hidden, "
+    "Tensor(a!) weight_gradient) -> ()",
 )
-scale_ = _operation("scale_", "scale_", "(Tensor(a!) values, Tensor factor) -> ()")
+scale_ = _operation("scale_", "scale_(Tensor(a!) values, Tensor factor) -> ()")

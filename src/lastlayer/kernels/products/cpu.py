@@ -21,7 +21,7 @@ def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor)
     if weight.dtype == dtype:
         _run_scores(hidden, weight, classes, made)
     else:
-        for part in parts(hidden.shape[0], classes.shape[1] * hidden.shape[1], WIDENED):
+        for part in parts((hidden.shape[0], classes.shape[1] * hidden.shape[1]), WIDENED):
             chosen = classes[part]
             vectors = weight[chosen.flatten().clamp_min(0)].to(dtype)
             places = torch.arange(chosen.numel()).view(chosen.shape)
@@ -55,7 +55,7 @@ def to_hidden(values: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
     if weight.dtype == dtype:
         _run_to_hidden(values, classes, weight, out)
         return out
-    for part in parts(values.shape[0], values.shape[1] * weight.shape[1], WIDENED):
+    for part in parts((values.shape[0], values.shape[1] * weight.shape[1]), WIDENED):
         chosen = classes[part]
         vectors = weight[chosen.flatten()].to(dtype)
         places = torch.arange(chosen.numel()).view(chosen.shape)
@@ -82,7 +82,7 @@ def add_to_weight_(
     if total.dtype == dtype:
         _run_to_weight(starts, ids, total, *sources)
         return
-    for part in parts(ids.shape[0], total.shape[1], WIDENED):
+    for part in parts((ids.shape[0], total.shape[1]), WIDENED):
         some = ids[part]
         wide = total[some].to(dtype)
         ends = starts[part.start : part.stop + 1]

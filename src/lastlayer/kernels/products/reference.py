@@ -14,7 +14,7 @@ def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor)
     """
     dtype = accumulation_dtype(hidden.dtype)
     made = torch.empty(classes.shape, dtype=dtype, device=hidden.device)
-    for part in parts(hidden.shape[0], classes.shape[1] * hidden.shape[1]):
+    for part in parts((hidden.shape[0], classes.shape[1] * hidden.shape[1])):
         vectors = weight[classes[part].clamp_min(0)].to(dtype)
         made[part] = torch.einsum("nd,nkd->nk", hidden[part].to(dtype), vectors)
     if bias is not None:
@@ -26,7 +26,7 @@ def to_hidden(values: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
     """``sum_k values[i, k] * weight[classes[i, k]]`` for each row i, in the dtype of weight."""
     dtype = accumulation_dtype(weight.dtype)
     out = weight.new_empty(values.shape[0], weight.shape[1])
-    for part in parts(values.shape[0], values.shape[1] * weight.shape[1]):
+    for part in parts((values.shape[0], values.shape[1] * weight.shape[1])):
         vectors = weight[classes[part]].to(dtype)
         out[part] = torch.einsum("nk,nkd->nd", values[part].to(dtype), vectors).to(out.dtype)
     return out
@@ -38,7 +38,7 @@ def add_to_weight_(
     """Adds ``values[i, k] * hidden[i]`` to row ``classes[i, k]`` of ``weight_gradient``."""
     dtype = accumulation_dtype(hidden.dtype)
     sums = weight_gradient.to(dtype, copy=True)
-    for part in parts(values.shape[0], values.shape[1] * hidden.shape[1]):
+    for part in parts((values.shape[0], values.shape[1] * hidden.shape[1])):
         product = values[part].to(dtype).unsqueeze(-1) * hidden[part].to(dtype).unsqueeze(1)
         sums.index_add_(0, classes[part].flatten(), product.flatten(0, 1))
     weight_gradient.copy_(sums)

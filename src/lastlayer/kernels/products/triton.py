@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._triton import cdiv, next_power_of_2, tile_width
+from lastlayer.kernels._triton import cdiv, load_rows, next_power_of_2, tile_width
 
 # Entries that a program adds up together.
 GROUP = 16
@@ -51,11 +51,7 @@ def _class_scores(
         step = first + tl.arange(0, DEPTH)
         inside = step < depth
         state = tl.load(hidden + row * hidden_row + step * hidden_step, mask=inside, other=0.0)
-        vectors = tl.load(
-            weight + chosen[:, None] * weight_row + step[None, :] * weight_step,
-            mask=live[:, None] & inside[None, :],
-            other=0.0,
-        )
+        vectors = load_rows(weight, chosen, weight_row, step, weight_step, live, inside)
         sums += vectors.to(tl.float32) * state.to(tl.float32)[None, :]
     total = tl.sum(sums, 1)
     if BIASED:
@@ -110,11 +106,7 @@ def _gather_classes(
         used = value != 0.0
         if tl.max(used.to(tl.int32), 0) > 0:
             chosen = tl.load(classes + row * k + slot, mask=used, other=0)
-            vectors = tl.load(
-                weight + chosen[:, None] * weight_row + step[None, :] * weight_step,
-                mask=used[:, None] & inside[None, :],
-                other=0.0,
-            )
+            vectors = load_rows(weight, chosen, weight_row, step, weight_step, used, inside)
             total += tl.sum(vectors.to(tl.float32) * value[:, None], 0)
     tl.store(out + row * depth + step, total.to(out.dtype.element_ty), mask=inside)
 
@@ -135,10 +127,8 @@ def _gather_rows(
             slot = first + tl.arange(0, GROUP)
             entry = tl.load(order + slot, mask=slot < stop, other=0)
             value = tl.load(values + entry, mask=slot < stop, other=0.0).to(tl.float32)
-            states = tl.load(
-                hidden + (entry // k)[:, None] * hidden_row + step[None, :] * hidden_step,
-                mask=(slot < stop)[:, None] & inside[None, :],
-                other=0.0,
+            states = load_rows(
+                hidden, entry // k, hidden_row, step, hidden_step, slot < stop, inside
             )
             total += tl.sum(states.to(tl.float32) * value[:, None], 0)
         place = out + chosen * out_row + step * out_step

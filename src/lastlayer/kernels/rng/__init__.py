@@ -29,31 +29,27 @@ def _complement(_weight: Tensor, target: Tensor, _bits: int, wide: bool) -> Tens
 
 words = _operation(
     "words",
-    "philox_words",
-    "(Tensor counter, SymInt n) -> Tensor",
+    "philox_words(Tensor counter, SymInt n) -> Tensor",
     lambda counter, n: counter.new_empty(n, 2),
 )
 integers = _operation(
     "integers",
-    "philox_integers",
-    "(Tensor counter, SymInt n, SymInt below) -> Tensor",
+    "philox_integers(Tensor counter, SymInt n, SymInt below) -> Tensor",
     lambda counter, n, _below: counter.new_empty(n),
 )
 log_uniform = _operation(
     "log_uniform",
-    "philox_log_uniform",
-    "(Tensor counter, Tensor? order, SymInt n, SymInt n_classes) -> (Tensor, Tensor)",
+    "philox_log_uniform(Tensor counter, Tensor? order, SymInt n, SymInt n_classes) -> (Tensor, "
+    "Tensor)",
     lambda counter, _order, n, _n_classes: _ids_and_log_prob(counter, n),
 )
 draw = _operation(
     "draw",
-    "alias_draw",
-    "(Tensor table, Tensor weight, Tensor counter, SymInt n) -> (Tensor, Tensor)",
+    "alias_draw(Tensor table, Tensor weight, Tensor counter, SymInt n) -> (Tensor, Tensor)",
     lambda table, _weight, _counter, n: _ids_and_log_prob(table, n),
 )
 log_complement = _operation(
     "log_complement",
-    "alias_log_complement",
-    "(Tensor weight, Tensor target, int bits, bool wide) -> Tensor",
+    "alias_log_complement(Tensor weight, Tensor target, int bits, bool wide) -> Tensor",
     _complement,
 )

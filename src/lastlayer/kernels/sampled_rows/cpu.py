@@ -21,17 +21,18 @@ def forward_(
 ) -> None:  # fmt: skip
     dtype = accumulation_dtype(scores.dtype)
     n, m = scores.shape
-    wide = scores.detach() if _is_ready(scores, dtype) else scores.detach().to(dtype).contiguous()
+    wide = scores.detach().to(dtype).contiguous()
     per_row = (
-        torch.zeros(n, dtype=dtype) if shift is None else shift,
-        torch.full((n,), -math.inf, dtype=dtype) if exact is None else exact,
-        torch.empty(0, dtype=dtype) if row_scale is None else row_scale,
+        torch.zeros(n) if shift is None else shift,
+        torch.full((n,), -math.inf) if exact is None else exact,
+        torch.empty(0) if row_scale is None else row_scale,
     )
     if n:
         _sampled_rows(
-            n, 2 * m, wide.numpy(), _two_dims(offset.to(dtype)), _two_dims(ids),
-            target.contiguous().numpy(), *(_array(each, dtype) for each in per_row),
-            first.numpy(), second.numpy(), factor, n_exact, logistic, drop_hits, average,
+            n, 2 * m, wide.numpy(), _array(torch.atleast_2d(offset.to(dtype))),
+            _array(torch.atleast_2d(ids)), _array(target),
+            *(_array(each.to(dtype)) for each in per_row), first.numpy(), second.numpy(), factor,
+            n_exact, logistic, drop_hits, average,
         )  # fmt: skip
     if row_scale is not None and gradient.data_ptr() != wide.data_ptr():
         gradient.copy_(wide)
@@ -40,17 +41,8 @@ def forward_(
         columns[0] += wide.sum(0)
 
 
-def _is_ready(scores: Tensor, dtype: torch.dtype) -> bool:
-    return scores.dtype == dtype and scores.is_contiguous()
-
-
-def _two_dims(tensor: Tensor) -> Any:
-    tensor = tensor.detach().contiguous()
-    return (tensor if tensor.dim() == 2 else tensor.unsqueeze(0)).numpy()
-
-
-def _array(tensor: Tensor, dtype: torch.dtype) -> Any:
-    return tensor.detach().to(dtype).contiguous().numpy()
+def _array(tensor: Tensor) -> Any:
+    return tensor.detach().contiguous().numpy()
 
 
 @by_rows
@@ -64,15 +56,17 @@ def _sampled_rows(
     for row in range(start, stop):
         x = scores[row]
         added, named = offset[row if len(offset) > 1 else 0], ids[row if len(ids) > 1 else 0]
-        _shape(x, real(factor), added)
+        for i in range(m):
+            x[i] = x[i] * real(factor) + added[i]
         if drop_hits:
             for one in target[row]:
-                if one >= 0:
-                    _drop(x, named, one)
+                for i in range(m):
+                    x[i] = -np.inf if one >= 0 and named[i] == one else x[i]
         move = real(shift[row])
         if average:
-            move -= real(math.log(max(1, _count(x, added, named, target[row], drop_hits, n_exact))))
-        _move(x, n_exact, move)
+            move -= real(math.log(max(1, _count(added, named, target[row], drop_hits, n_exact))))
+        for i in range(n_exact, m):
+            x[i] += move
         scale = real(row_scale[row] * factor) if len(row_scale) else real(0.0)
         if logistic:
             loss, slope = 0.0, 0.0
@@ -108,36 +102,17 @@ def _sampled_rows(
                 multiply(x, scale / real(everything) if everything != 0.0 else real(0.0))
 
 
-@njit(nogil=True, fastmath=FAST)
-def _shape(x, factor, added):
-    for i in range(len(x)):
-        x[i] = x[i] * factor + added[i]
-
-
 @njit(nogil=True)
-def _drop(x, ids, one):
-    for i in range(len(x)):
-        x[i] = -np.inf if ids[i] == one else x[i]
-
-
-@njit(nogil=True)
-def _count(x, added, ids, target, drop_hits, n_exact):
+def _count(added, ids, target, drop_hits, n_exact):
+    """How many of the drawn columns count."""
     count = 0
-    for i in range(n_exact, len(x)):
-        count += added[i] != -np.inf
-    if drop_hits:
-        for i in range(n_exact, len(x)):
-            hit = False
+    for i in range(n_exact, len(added)):
+        hit = False
+        if drop_hits:
             for one in target:
                 hit |= ids[i] == one
-            count -= hit and added[i] != -np.inf
+        count += added[i] != -np.inf and not hit
     return count
-
-
-@njit(nogil=True)
-def _move(x, n_exact, move):
-    for i in range(n_exact, len(x)):
-        x[i] += move
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")

@@ -28,8 +28,7 @@ def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 best_leaves = Operation(
     __name__,
     "best_leaves",
-    "tree_search",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor child_start, Tensor row_start, "
-    "Tensor child, int levels, int k, int most) -> (Tensor, Tensor, Tensor)",
+    "tree_search(Tensor hidden, Tensor weight, Tensor? bias, Tensor child_start, "
+    "Tensor row_start, Tensor child, int levels, int k, int most) -> (Tensor, Tensor, Tensor)",
     _fake,
 )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._triton import cdiv, in_rows, next_power_of_2, tile_width
+from lastlayer.kernels._triton import cdiv, in_rows, load_rows, next_power_of_2, tile_width
 from lastlayer.kernels.search import MOST_ON_CUDA
 
 # Room of a row for nodes of one level and for leaves, and nodes that may be opened for it. A row
@@ -321,16 +321,8 @@ def _peaks_and_levels(
     for first in range(0, depth, DEPTH):
         step = first + tl.arange(0, DEPTH)
         inside = step < depth
-        states = tl.load(
-            hidden + row[:, None] * hidden_row + step[None, :],
-            mask=(row < n)[:, None] & inside[None, :],
-            other=0.0,
-        )
-        vectors = tl.load(
-            weight + column[:, None] * weight_row + step[None, :],
-            mask=live[:, None] & inside[None, :],
-            other=0.0,
-        )
+        states = load_rows(hidden, row, hidden_row, step, 1, row < n, inside)
+        vectors = load_rows(weight, column, weight_row, step, 1, live, inside)
         if WIDE:
             states = states.to(tl.float32)
             vectors = vectors.to(tl.float32)

@@ -26,15 +26,13 @@ def _fake(scores: Tensor, target: Tensor, *_: object) -> tuple[Tensor, ...]:
 
 forward_ = _operation(
     "forward_",
-    "softmax_rows_",
-    "(Tensor(a!) scores, Tensor target, Tensor target_scores, Tensor? row_scale, "
+    "softmax_rows_(Tensor(a!) scores, Tensor target, Tensor target_scores, Tensor? row_scale, "
     "Tensor? class_weight, float smoothing, float z_loss, float softcap, float temperature, "
     "bool statistics) -> (Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor rank)",
     _fake,
 )
 gradient_ = _operation(
     "gradient_",
-    "softmax_gradient_",
-    "(Tensor(a!) scores, Tensor target, Tensor true, Tensor lse, Tensor push, float softcap, "
-    "float temperature) -> ()",
+    "softmax_gradient_(Tensor(a!) scores, Tensor target, Tensor true, Tensor lse, Tensor push, "
+    "float softcap, float temperature) -> ()",
 )

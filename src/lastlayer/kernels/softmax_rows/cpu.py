@@ -53,7 +53,7 @@ def forward_(
     if scores.dtype == dtype and scores.is_contiguous():
         _run(scores, per_row, shared)
         return loss, lse, entropy, argmax, rank
-    for part in parts(n_rows, n, WIDENED):
+    for part in parts((n_rows, n), WIDENED):
         wide = scores[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
         _run(wide, [each[part] for each in per_row], shared)
         if row_scale is not None:
@@ -261,7 +261,7 @@ def gradient_(
     temperature: float,
 ) -> None:  # fmt: skip
     # torch's vectorised exponential, on as many rows as a cache holds.
-    for part in parts(scores.shape[0], scores.shape[1], _IN_CACHE):
+    for part in parts(scores.shape, _IN_CACHE):
         values = scores[part].to(lse.dtype, copy=True)
         slope = None
         if softcap:

@@ -2,6 +2,4 @@
 
 from lastlayer.kernels._registry import Operation, like_first
 
-forward = Operation(
-    __name__, "forward", "topk_softmax", "(Tensor scores, int k) -> Tensor", like_first
-)
+forward = Operation(__name__, "forward", "topk_softmax(Tensor scores, int k) -> Tensor", like_first)

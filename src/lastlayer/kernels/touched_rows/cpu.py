@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lastlayer.kernels._cpu import as_rows, by_rows
-from lastlayer.kernels._cpu_math import add_scaled
+from lastlayer.kernels._cpu_math import add_scaled, dot
 
 
 def forward(
@@ -67,7 +67,7 @@ def _touched(
             for place in range(starts[group], starts[group + 1]):
                 entry = order[place]
                 if entry < c:
-                    _add(total, columns[entry])
+                    add_scaled(total, slopes.dtype.type(1.0), columns[entry])
                 else:
                     add_scaled(total, slopes[entry - c], hidden[(entry - c) // q])
             weight[group] = total * scale
@@ -77,12 +77,6 @@ def _touched(
                 entry = order[place]
                 level += column_biases[entry] if entry < c else slopes[entry - c]
             bias[group] = level * scale
-
-
-@njit(nogil=True)
-def _add(total, vector):
-    for i in range(len(total)):
-        total[i] += vector[i]
 
 
 def adagrad_(
@@ -131,58 +125,37 @@ def _each_once(ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @by_rows
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
 def _adagrad_rows(start, stop, weight, places, ids, gradient, total, lr, decay, eps):
+    real = weight.dtype.type
     for i in range(start, stop):
-        sums = total[ids[i]] + _mean_square(gradient[i])
+        row, way = weight[places[i]], gradient[i]
+        sums = total[ids[i]] + dot(way, way) / len(way)
         total[ids[i]] = sums
-        _move_along(weight[places[i]], gradient[i], 1.0 - decay, lr / (math.sqrt(sums) + eps))
-
-
-@njit(nogil=True, fastmath={"reassoc", "contract"})
-def _mean_square(values):
-    total = values.dtype.type(0.0)
-    for j in range(len(values)):
-        total += values[j] * values[j]
-    return total / len(values)
-
-
-@njit(nogil=True, fastmath={"contract"}, error_model="numpy")
-def _move_along(row, way, kept, factor):
-    kept, factor = row.dtype.type(kept), row.dtype.type(factor)
-    for j in range(len(row)):
-        row[j] = kept * row[j] - factor * way[j]
+        kept, factor = real(1.0 - decay), real(lr / (math.sqrt(sums) + eps))
+        for j in range(len(row)):
+            row[j] = kept * row[j] - factor * way[j]
 
 
 @by_rows
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
 def _adam_rows(
     start, stop, weight, places, ids, gradient, first, second, row_step, step, lr, decay, beta1,
     beta2, eps, decays,
 ):  # fmt: skip
+    real = weight.dtype.type
+    kept, new1, new2, least = real(1.0 - decay), real(1.0 - beta1), real(1.0 - beta2), real(eps)
     for i in range(start, stop):
-        row = ids[i]
-        before = row_step[row]
+        row, way, means, squares = weight[places[i]], gradient[i], first[ids[i]], second[ids[i]]
+        before = row_step[ids[i]]
         now = step if decays else before + 1
-        row_step[row] = now
+        row_step[ids[i]] = now
+        kept1, kept2 = real(beta1 ** (now - before)), real(beta2 ** (now - before))
         scale1 = -math.expm1(now * math.log(beta1)) if beta1 > 0.0 else 1.0
         scale2 = -math.expm1(now * math.log(beta2)) if beta2 > 0.0 else 1.0
-        _adam_row(
-            weight[places[i]], gradient[i], first[row], second[row], beta1 ** (now - before),
-            beta2 ** (now - before), beta1, beta2, 1.0 - decay, lr / scale1,
-            1.0 / math.sqrt(scale2), eps,
-        )  # fmt: skip
-
-
-@njit(nogil=True, fastmath={"contract"}, error_model="numpy")
-def _adam_row(
-    row, way, first, second, kept1, kept2, beta1, beta2, kept, factor, root_scale, eps
-):  # fmt: skip
-    kind = row.dtype.type
-    kept, factor, root_scale, eps = kind(kept), kind(factor), kind(root_scale), kind(eps)
-    kept1, new1, kept2, new2 = kind(kept1), kind(1.0 - beta1), kind(kept2), kind(1.0 - beta2)
-    for j in range(len(row)):
-        mean = kept1 * first[j] + new1 * way[j]
-        square = kept2 * second[j] + new2 * (way[j] * way[j])
-        first[j], second[j] = mean, square
-        row[j] = kept * row[j] - factor * mean / (np.sqrt(square) * root_scale + eps)
+        factor, root_scale = real(lr / scale1), real(1.0 / math.sqrt(scale2))
+        for j in range(len(row)):
+            mean = kept1 * means[j] + new1 * way[j]
+            square = kept2 * squares[j] + new2 * (way[j] * way[j])
+            means[j], squares[j] = mean, square
+            row[j] = kept * row[j] - factor * mean / (np.sqrt(square) * root_scale + least)

@@ -32,7 +32,7 @@ def forward(
     weight = slopes.new_zeros((groups, hidden.shape[1]) if to_weight else 0)
     bias = slopes.new_zeros(groups if to_bias else 0)
     flat = slopes.flatten()
-    for part in parts(order.shape[0], hidden.shape[1]):
+    for part in parts((order.shape[0], hidden.shape[1])):
         entry, at = order[part], group[part]
         drawn = entry < c
         own = (entry - c).clamp(min=0)
@@ -41,7 +41,10 @@ def forward(
             if c:
                 vectors[drawn] = columns[entry[drawn]]
             rest = own[~drawn]
-            vectors[~drawn] = flat[rest].unsqueeze(-1) * hidden[rest // q].to(flat.dtype)
+            slope = flat[rest].unsqueeze(-1)
+            # Not a product where the slope is 0: a row that does not count may be NaN.
+            own_part = torch.where(slope == 0, 0.0, slope * hidden[rest // q].to(flat.dtype))
+            vectors[~drawn] = own_part
             weight.index_add_(0, at, vectors)
         if to_bias:
             values = torch.cat([column_biases, flat])

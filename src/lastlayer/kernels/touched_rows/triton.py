@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._triton import cdiv, tile_width
+from lastlayer.kernels._triton import cdiv, load_rows, tile_width
 
 # Entries that a program adds up together.
 GROUP, WIDEST = 16, 256
@@ -63,15 +63,9 @@ def _sums(
         if BIAS:
             level += slope + tl.load(column_biases + entry, mask=drawn, other=0.0)
         if WEIGHT:
-            vectors = tl.load(
-                columns + entry[:, None] * depth + step[None, :],
-                mask=drawn[:, None] & inside[None, :],
-                other=0.0,
-            )
-            states = tl.load(
-                hidden + ((entry - c) // q)[:, None] * hidden_row + step[None, :] * hidden_step,
-                mask=scaled[:, None] & inside[None, :],
-                other=0.0,
+            vectors = load_rows(columns, entry, depth, step, 1, drawn, inside)
+            states = load_rows(
+                hidden, ((entry - c) // q), hidden_row, step, hidden_step, scaled, inside
             )
             total += tl.sum(vectors + states.to(tl.float32) * slope[:, None], 0)
     if WEIGHT:
@@ -147,11 +141,7 @@ def _segments(
             if BIAS:
                 levels += slope + tl.load(column_biases + entry, mask=drawn, other=0.0)
             if WEIGHT:
-                vectors = tl.load(
-                    columns + entry[:, None] * depth + step[None, :],
-                    mask=drawn[:, None] & inside[None, :],
-                    other=0.0,
-                )
+                vectors = load_rows(columns, entry, depth, step, 1, drawn, inside)
                 row = ((entry - c) // q)[:, None] * hidden_row
                 # A row that does not count may hold anything.
                 counts = scaled & (slope != 0.0)
@@ -219,11 +209,7 @@ def _runs_that_were_cut(
                 part = tl.where(other == block, own, 2 * other).to(tl.int64)
                 live = other < stop
                 if WEIGHT:
-                    totals += tl.load(
-                        partial + part[:, None] * depth + step[None, :],
-                        mask=live[:, None] & inside[None, :],
-                        other=0.0,
-                    )
+                    totals += load_rows(partial, part, depth, step, 1, live, inside)
                 if BIAS:
                     levels += tl.load(partial_bias + part, mask=live, other=0.0)
             if WEIGHT:

@@ -56,20 +56,17 @@ def _to_touched_nodes(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 loss = _operation(
     "loss",
-    "tree_path_loss",
-    f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor rank, {_PATHS}, "
-    "int longest, bool to_nodes, bool to_hidden) -> (Tensor, Tensor, Tensor, Tensor)",
+    "tree_path_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor rank, "
+    f"{_PATHS}, int longest, bool to_nodes, bool to_hidden) -> (Tensor, Tensor, Tensor, Tensor)",
     _loss,
 )
 to_nodes = _operation(
     "to_nodes",
-    "tree_path_to_nodes",
-    f"({_SUMMED}, int n_nodes, {_WANTED}) -> (Tensor, Tensor)",
+    f"tree_path_to_nodes({_SUMMED}, int n_nodes, {_WANTED}) -> (Tensor, Tensor)",
     _to_nodes,
 )
 to_touched_nodes = _operation(
     "to_touched_nodes",
-    "tree_path_to_touched_nodes",
-    f"({_SUMMED}, {_WANTED}, int? most=None) -> (Tensor, Tensor, Tensor)",
+    f"tree_path_to_touched_nodes({_SUMMED}, {_WANTED}, int? most=None) -> (Tensor, Tensor, Tensor)",
     _to_touched_nodes,
 )

@@ -46,7 +46,7 @@ def loss(
     losses = hidden.new_zeros(n, dtype=dtype)
     slopes = hidden.new_zeros(n if to_nodes else 0, longest, dtype=dtype)
     gradient = hidden.new_zeros(n if to_hidden else 0, depth, dtype=dtype)
-    for part in parts(n, longest * depth):
+    for part in parts((n, longest * depth)):
         node, second, inside = _paths(target[part], known[part], path_start, path_edge, longest)
         states = torch.where(known[part].unsqueeze(-1), hidden[part].to(dtype), 0.0)
         vectors = weight[node].to(dtype)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer.kernels._triton import cdiv, in_rows, next_power_of_2, tile_width
+from lastlayer.kernels._triton import cdiv, in_rows, load_rows, next_power_of_2, tile_width
 
 # Rows between two cuts; more where the pieces of long runs would take too much memory.
 TILE, WIDEST_TILE, PIECE_NUMBERS = 64, 1024, 1 << 25
@@ -199,11 +199,7 @@ def _losses_of_rows(
         live = place < stop
         edge = tl.load(path_edge + place, mask=live, other=0)
         node = (edge >> 1).to(tl.int64)
-        vectors = tl.load(
-            weight + node[:, None] * weight_row + step[None, :],
-            mask=live[:, None] & inside[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        vectors = load_rows(weight, node, weight_row, step, 1, live, inside).to(tl.float32)
         score = tl.sum(vectors * state[None, :], 1)
         if BIASED:
             score += tl.load(bias + node, mask=live, other=0.0).to(tl.float32)
@@ -377,11 +373,7 @@ def _sum_pieces(
                     live = (some <= last) & (some < tiles)
                     piece = (tiles + some).to(tl.int64) * longest + this
                     if TO_WEIGHT:
-                        more = tl.load(
-                            pieces + piece[:, None] * depth + step[None, :],
-                            mask=live[:, None] & inside[None, :],
-                            other=0.0,
-                        )
+                        more = load_rows(pieces, piece, depth, step, 1, live, inside)
                         vector += tl.sum(more, 0)[None, :]
                     if TO_BIAS:
                         number += tl.sum(tl.load(bias_pieces + piece, mask=live, other=0.0), 0)

@@ -40,42 +40,34 @@ def _slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
 
 forward = _operation(
     "forward",
-    "zlpr",
-    "(Tensor scores, Tensor target, Tensor? mask) -> (Tensor, Tensor, Tensor)",
+    "zlpr(Tensor scores, Tensor target, Tensor? mask) -> (Tensor, Tensor, Tensor)",
     _losses,
 )
 backward = _operation(
     "backward",
-    "zlpr_backward",
-    "(Tensor scores, Tensor target, Tensor? mask, Tensor stats, Tensor grad) -> Tensor",
+    "zlpr_backward(Tensor scores, Tensor target, Tensor? mask, Tensor stats, Tensor grad) "
+    "-> Tensor",
     like_first,
 )
 forward_listed = _operation(
     "forward_listed",
-    "zlpr_listed",
-    f"(Tensor scores, {_LISTS}) -> (Tensor, Tensor, Tensor)",
+    f"zlpr_listed(Tensor scores, {_LISTS}) -> (Tensor, Tensor, Tensor)",
     _losses,
 )
 backward_listed = _operation(
     "backward_listed",
-    "zlpr_listed_backward",
-    f"(Tensor scores, {_LISTS}, Tensor stats, Tensor grad) -> Tensor",
+    f"zlpr_listed_backward(Tensor scores, {_LISTS}, Tensor stats, Tensor grad) -> Tensor",
     like_first,
 )
 slab_sums = _operation(
-    "slab_sums",
-    "zlpr_slab_sums",
-    "(Tensor scores, bool negated) -> (Tensor, Tensor)",
-    _slab_sums,
+    "slab_sums", "zlpr_slab_sums(Tensor scores, bool negated) -> (Tensor, Tensor)", _slab_sums
 )
 slab_gradient_ = _operation(
     "slab_gradient_",
-    "zlpr_slab_gradient_",
-    "(Tensor(a!) scores, Tensor scale, Tensor above, Tensor? below) -> ()",
+    "zlpr_slab_gradient_(Tensor(a!) scores, Tensor scale, Tensor above, Tensor? below) -> ()",
 )
 logistic_slab_ = _operation(
     "logistic_slab_",
-    "logistic_slab_",
-    "(Tensor(a!) scores, Tensor? scale, float smoothing) -> Tensor",
+    "logistic_slab_(Tensor(a!) scores, Tensor? scale, float smoothing) -> Tensor",
     _row_losses,
 )

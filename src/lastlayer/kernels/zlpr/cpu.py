@@ -259,7 +259,7 @@ def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
     below = scores.new_empty(n if negated else 0, dtype=dtype)
     if scores.shape[1] == 0:
         return above.fill_(-torch.inf), below.fill_(-torch.inf)
-    for part in parts(scores.shape[0], scores.shape[1], _IN_CACHE):
+    for part in parts(scores.shape, _IN_CACHE):
         values = scores[part].to(dtype)
         above[part] = _logsumexp(values)
         if negated:
@@ -268,7 +268,7 @@ def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
 
 
 def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor | None) -> None:
-    for part in parts(scores.shape[0], scores.shape[1], _IN_CACHE):
+    for part in parts(scores.shape, _IN_CACHE):
         values = scores[part].to(above.dtype)
         minus = None if below is None else _negated(values)
         gradient = (values - above[part].unsqueeze(-1)).exp_()
@@ -293,7 +293,7 @@ def _negated(values: Tensor) -> Tensor:
 def logistic_slab_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
     dtype = accumulation_dtype(scores.dtype)
     losses = scores.new_empty(scores.shape[0], dtype=dtype)
-    for part in parts(scores.shape[0], scores.shape[1], _IN_CACHE):
+    for part in parts(scores.shape, _IN_CACHE):
         values = scores[part].to(dtype)
         loss = logsigmoid(-values).sum(-1).neg_()
         absent = values == -torch.inf if smoothing else None

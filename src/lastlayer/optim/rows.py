@@ -1,6 +1,5 @@
 """What the row-wise optimisers share: the loop over parameters, and state that keeps its dtype."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, overload
@@ -11,7 +10,9 @@ from torch.optim import Optimizer
 
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype
-from lastlayer.optim._slots import Slots
+
+# Sorting half as many bytes takes half the time.
+_MOST_NARROW = 2**31 - 1
 
 
 class RowOptimizer(Optimizer):
@@ -44,7 +45,7 @@ class RowOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        slots = Slots()
+        slots = _Slots()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -52,7 +53,7 @@ class RowOptimizer(Optimizer):
         return loss
 
     def _step_one(
-        self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], slots: Slots
+        self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], slots: "_Slots"
     ) -> None:
         _check_parameter(parameter)
         state = self.state[parameter]
@@ -123,15 +124,44 @@ def _check_parameter(parameter: Tensor) -> None:
         raise TypeError(f"params: expected floating parameters, got {parameter.dtype}")
 
 
-def check_option(name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> None:
-    """A number that fits."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    if not fits(value):
-        raise ValueError(f"{name}: expected a number {expected}, got {value}")
+class _Slots:
+    """The row-sparse gradients of one step; a weight and its bias are sorted once."""
 
+    def __init__(self) -> None:
+        self._sorted: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-def check_at_least_0(options: dict[str, Any], *names: str) -> None:
-    """Each of them a finite number."""
-    for name in names:
-        check_option(name, options[name], "of at least 0", lambda x: 0.0 <= x < math.inf)
+    def of(self, gradient: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Row ids, where those of the same row follow each other; the first has its whole gradient.
+
+        On a GPU there is a slot for each entry, so that nothing waits for how many rows there are.
+
+        Args:
+            gradient: row-sparse, coalesced or not.
+            rows: the parameter, ``(v, d)``.
+
+        Returns:
+            Ids ``(k,)`` and gradients ``(k, d)``.
+        """
+        slotted = kernels.selected("touched_slots_", rows.device.type, rows.dtype) == "triton"
+        if gradient.is_coalesced() or not slotted:
+            gradient = gradient.coalesce()
+            ids = gradient.indices()[0]
+            return ids, gradient.values().reshape(ids.shape[0], rows.shape[1])
+        entries = gradient._indices()[0]
+        values = gradient._values().reshape(entries.shape[0], rows.shape[1])
+        keys, order = self._order(entries, rows.shape[0])
+        sums = values.new_empty(values.shape, dtype=torch.float32)
+        nothing = sums.new_empty(0)
+        kernels.touched_rows.slots_(
+            "auto", sums.new_empty(0, 1), values[:0], values, nothing, order, keys,
+            sums.new_ones(()), sums, nothing, None, False,
+        )  # fmt: skip
+        return keys, sums
+
+    def _order(self, entries: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
+        # All gradients are there until the step is over: the same memory is the same ids.
+        known = entries.data_ptr(), entries.shape[0]
+        if known not in self._sorted:
+            narrow = entries.int() if n_rows <= _MOST_NARROW else entries
+            self._sorted[known] = torch.sort(narrow, stable=True)
+        return self._sorted[known]
