@@ -89,6 +89,7 @@ class Operation:
     ) -> None:
         self.name, self.has_cpu = schema.split("(", maxsplit=1)[0], has_cpu
         self._package, self._function, self._integers = package, function, integers
+        self._loaded: dict[str, Callable[..., Any]] = {}
         self._resolved: dict[tuple[torch.device, torch.dtype], Callable[..., Any]] = {}
         _library.define(schema)
         _library.impl(self.name, self._run, "CompositeExplicitAutograd")
@@ -111,9 +112,11 @@ class Operation:
 
         Its module is imported here, so that nobody pays for a numba or triton that is not used.
         """
-        function: Callable[..., Any] = getattr(
-            importlib.import_module(f"{self._package}.{impl}"), self._function
-        )
+        function = self._loaded.get(impl)
+        if function is None:
+            module = importlib.import_module(f"{self._package}.{impl}")
+            # A compiler cannot trace the import, but finds what is kept here.
+            function = self._loaded[impl] = getattr(module, self._function)
         return function
 
     def _run(self, *args: Any) -> Any:
