@@ -101,7 +101,11 @@ def thinned(items):
             groups[test, marker.args[0]].append(item)
     dropped = set()
     for (_, n), cases in groups.items():
-        values = {item: set(item.callspec.indices.items()) for item in cases}
+        # All cases with a value of a parameter hold the same object.
+        values = {
+            item: {(name, id(value)) for name, value in item.callspec.params.items()}
+            for item in cases
+        }
         n_values = Counter(name for name, _ in set().union(*values.values()))
         room = -(-len(cases) // n)
         first, *middle, last = cases if len(cases) > 1 else cases * 2
@@ -133,6 +137,12 @@ def _one_thread():
 def seed() -> int:
     """What the random inputs of a test come from; LASTLAYER_TEST_SEED sets it."""
     return SEED
+
+
+@pytest.fixture
+def full() -> bool:
+    """Whether every case is asked for, as in the nightly run; else a test may take fewer steps."""
+    return FULL
 
 
 @pytest.fixture(autouse=True)

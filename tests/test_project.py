@@ -115,9 +115,9 @@ def test_make_sets_up_once_and_again_when_the_requirements_change(tmp_path):
 class Case:
     """What pytest collects of a test with two parameters, which is marked ``thin(n)``."""
 
-    def __init__(self, n, **indices):
-        self.nodeid = f"test[{indices}]"
-        self.callspec = SimpleNamespace(indices=indices, params=indices)
+    def __init__(self, n, **params):
+        self.nodeid = f"test[{params}]"
+        self.callspec = SimpleNamespace(params=params)
         self.marker = pytest.mark.thin(n).mark
 
     def get_closest_marker(self, name):
@@ -134,7 +134,7 @@ def test_thinned_cases_have_both_ends_and_every_value(pytestconfig, n, rows, col
     room = -(-len(cases) // n)
     assert room <= len(kept) <= room + rows
     for name, values in (("a", rows), ("b", columns)):
-        seen = {case.callspec.indices[name] for case in kept}
+        seen = {case.callspec.params[name] for case in kept}
         assert values > room or len(seen) == values
 
 

@@ -22,6 +22,7 @@ class ReferenceMap(torch.nn.Module):
         return entmax(scores, float(self.name.split()[1]), impl="reference")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["sparsemax", "entmax 1.5", "entmax 1.25", "topk_softmax"])

@@ -103,11 +103,11 @@ def test_samples_for_an_effective_sample_size_fall_by_a_factor_of_four():
     sampler = AdaptiveNGram(unigram, contexts=contexts * 2, width=1024, rate=0.1)
     first = sum(needed(sampler, logits, -step)[0] for step in range(1, 5)) / 4
     counts, divergence = [], []
-    for step in range(120):
+    for step in range(60):
         count, context, ids, scores = needed(sampler, logits, step)
         counts.append(count)
         sampler.update(context, ids, scores)
-        if step % 40 == 0 or step == 119:
+        if step % 20 == 0 or step == 59:
             proposal = everything(sampler, context)
             assert (proposal.sum(1) - 1).abs().max() < 1e-6
             divergence.append((model.exp() * (model - proposal.log())).sum(1).mean().item())

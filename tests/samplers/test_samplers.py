@@ -32,6 +32,7 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_it_keeps_the_contract(name):
     check_sampler(SAMPLERS[name]())

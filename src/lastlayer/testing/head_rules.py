@@ -73,13 +73,15 @@ class HeadSuite(Suite):
 
     def calls(self, head: Any) -> dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]]:
         """What can be asked of hidden states: the last dimensions of the result, and the call."""
+        k = min(3, self.n_classes)
+
+        def first(hidden: Tensor) -> Tensor:
+            return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=self.device)
+
         return {
             "log_prob": ((self.n_classes,), head.log_prob),
-            "topk": ((1,), lambda hidden: head.topk(hidden, 1)),
-            "log_prob of one class": (
-                (),
-                lambda hidden: head.log_prob(hidden, self.integers(1, *hidden.shape[:-1])),
-            ),
+            "topk": ((k,), lambda hidden: head.topk(hidden, k)),
+            "log_prob of one class": ((), lambda hidden: head.log_prob(hidden, first(hidden))),
         }
 
     def loss(self, head: Any, hidden: Tensor, target: Tensor) -> Tensor:
@@ -174,9 +176,8 @@ def topk_is_a_sort(suite: HeadSuite) -> None:
         values, classes = head.topk(hidden, k)
         best = everything.sort(-1, descending=True).values[..., :k]
         rule = f"topk(hidden, {k})"
-        suite.close(
-            f"{rule} has the values of a sort of log_prob", values, best, suite.same, hidden
-        )
+        sort = f"{rule} has the values of a sort of log_prob"
+        suite.close(sort, values, best, suite.same, hidden)
         of_values = f"{rule} has the classes of its values"
         suite.typed(of_values, classes, torch.int64, (2, 3, k), hidden)
         suite.close(of_values, everything.gather(-1, classes), values, suite.same, hidden)

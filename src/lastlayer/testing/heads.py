@@ -56,7 +56,6 @@ def check_head(
         head: the module, which is copied and left alone, or a function that makes one. It has
             the attributes ``in_features``, ``n_classes``, ``ignore_index`` and ``reduction``. A
             few dozen classes make the sharpest test; two are the fewest, more are only slower.
-        dtypes: what the head accepts; without float64 gradients are not checked.
         loss_is_nll: the loss is minus ``log_prob`` of the target. False where it is another one,
             such as that of entmax, a smoothed or a sampled one.
         gradients: the gradient of the loss by hidden and by each parameter is its slope, with
@@ -65,11 +64,11 @@ def check_head(
         draws: how many draws for a row are compared with its probabilities.
         save: ``save`` and ``load`` work, and ``cls(**head.config())`` makes the same head. False
             for a module that is no ``Head``.
-        compile: the backend for ``torch.compile(fullgraph=True)`` with gradient; False where the
-            head cannot be compiled. Compiled code that is cached in this process is dropped.
-        autocast: the head works under ``torch.autocast``.
         checkpoint: the head works inside ``torch.utils.checkpoint`` with ``use_reentrant=False``.
             False where a forward pass changes what the next one computes.
+        dtypes: what the head accepts; without float64 gradients are not checked.
+        compile: the backend of ``torch.compile``, as for :func:`check_map`; or False.
+        autocast: the head works under ``torch.autocast``.
         device: where to run.
         seed: repeats the inputs of an earlier run; fresh ones otherwise.
 

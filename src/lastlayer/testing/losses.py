@@ -130,7 +130,6 @@ def check_loss(
             attributes too.
         map: the map of this loss, over the last dimension. Without it, it is read off the
             gradient, and the Hessian is not compared with its Jacobian.
-        dtypes: what the loss accepts; without float64 derivatives are not checked.
         distributions: targets may be distributions ``(*batch, n)``, of which class ids are the
             one-hot ones. False where targets are class ids only.
         reachable: every distribution is a value of the map, or a limit of values. False for
@@ -140,8 +139,8 @@ def check_loss(
         masks: a score of -inf removes its class, and makes the loss of a target there +inf.
             False where the loss takes finite scores only.
         derivatives: ``gradcheck``, ``gradgradcheck`` and the Hessian are right.
-        compile: the backend for ``torch.compile(fullgraph=True)`` with gradient; False where the
-            loss cannot be compiled. Compiled code that is cached in this process is dropped.
+        dtypes: what the loss accepts; without float64 derivatives are not checked.
+        compile: the backend of ``torch.compile``, as for :func:`check_map`; or False.
         vmap: the loss works under ``torch.func.vmap`` and ``torch.func.grad``.
         autocast: the loss works under ``torch.autocast``.
         device: where to run.

@@ -94,12 +94,11 @@ def check_multilabel_loss(
 
     Args:
         loss: ``loss(scores, target, mask=, reduction=)`` for scores ``(*batch, n)``.
-        dtypes: what the loss accepts; without float64 derivatives are not checked.
         soft: labels may lie between 0 and 1.
         convex: the loss is convex in the scores.
         derivatives: ``gradcheck`` and ``gradgradcheck`` in float64.
-        compile: the backend for ``torch.compile(fullgraph=True)`` with gradient; False where the
-            loss cannot be compiled. Compiled code that is cached in this process is dropped.
+        dtypes: what the loss accepts; without float64 derivatives are not checked.
+        compile: the backend of ``torch.compile``, as for :func:`check_map`; or False.
         vmap: the loss works under ``torch.func.vmap`` and ``torch.func.grad``.
         device: where to run.
         seed: repeats the inputs of an earlier run; fresh ones otherwise.
@@ -163,12 +162,10 @@ def check_multilabel_head(
         head: the module, which is copied and left alone, or a function that makes one. It has
             the attributes ``in_features``, ``n_classes``, ``ignore_index`` and ``reduction``. A
             few dozen labels make the sharpest test.
-        dtypes: what the head accepts; without float64 gradients are not checked.
         gradients: the gradient of the loss by hidden and by each parameter is its slope.
-        save: ``save`` and ``load`` work, and ``cls(**head.config())`` makes the same head. False
-            for a module that is no ``Head``.
-        compile: the backend for ``torch.compile(fullgraph=True)`` with gradient; False where the
-            head cannot be compiled. Compiled code that is cached in this process is dropped.
+        save: ``save`` and ``load`` work, and ``cls(**head.config())`` makes the same head.
+        dtypes: what the head accepts; without float64 gradients are not checked.
+        compile: the backend of ``torch.compile``, as for :func:`check_map`; or False.
         device: where to run.
         seed: repeats the inputs of an earlier run; fresh ones otherwise.
 
