@@ -88,5 +88,5 @@ def test_bad_input_is_refused():
         InBatch(4, decay=1.5)
     with pytest.raises(ValueError, match="prior: expected a finite number above 0"):
         InBatch(4, prior=0.0)
-    with pytest.raises(ValueError, match=r"counts: expected shape \(4,\), got \(2,\)"):
+    with pytest.raises(ValueError, match=r"counts: expected shape \(4,\), .*got \(2,\)"):
         InBatch(4, counts=[1, 2])

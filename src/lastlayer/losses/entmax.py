@@ -329,14 +329,13 @@ def _row_weight(
     target: Tensor, class_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Targets that are all class ids, and the weight of each row; None where all are 1."""
-    ignored = None
+    counted = None
     if ignore_index is not None and _may_have(target, ignore_index):
-        ignored = target == ignore_index
-        target = target.masked_fill(ignored, 0)
+        counted = target != ignore_index
+        target = target * counted
     weight = None if class_weight is None else in_dtype(class_weight, dtype)[target]
-    if ignored is not None:
-        ones = torch.ones_like(target, dtype=dtype) if weight is None else weight
-        weight = ones.masked_fill(ignored, 0.0)
+    if counted is not None:
+        weight = counted.to(dtype) if weight is None else torch.where(counted, weight, 0.0)
     return target, weight
 
 
