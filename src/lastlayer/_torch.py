@@ -153,12 +153,12 @@ def checkpoint_passes() -> tuple[list[object], list[object]]:
     caller: FrameType | None = sys._getframe(1)
     while caller is not None:
         code = caller.f_code
-        if "ctx" in code.co_varnames:
+        if "frame" in code.co_freevars and _is_checkpoint(caller.f_locals.get("frame")):
+            again.append(caller.f_locals["frame"])
+        elif "ctx" in code.co_varnames:
             given = caller.f_locals.get("ctx")
             if isinstance(given, torch.autograd.function.FunctionCtx):
                 (again if code.co_name == "backward" else first).append(given)
-        elif "frame" in code.co_freevars and _is_checkpoint(caller.f_locals.get("frame")):
-            again.append(caller.f_locals["frame"])
         caller = caller.f_back
     for pack, _ in _saved_tensors_hooks():
         held = [cell.cell_contents for cell in getattr(pack, "__closure__", None) or ()]
