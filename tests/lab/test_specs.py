@@ -1,5 +1,7 @@
 """Specs of heads: the head's own constructor, what the data fills in, and clear mistakes."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -128,3 +130,31 @@ def test_multilabel_losses_are_those_of_the_head(needs):
     made = [parse_spec(name, task="multilabel").build(needs) for name in defaults_for("multilabel")]
     assert {type(head) for head in made} == {MultiLabel}
     assert len({head.loss for head in made}) == len(made)
+
+
+def test_a_head_of_ones_own_registers_itself(needs):
+    """Its file is the one place: the lab finds the recipe in the class."""
+
+    class Mine(heads.FullSoftmax):
+        recipes = (
+            heads.Recipe(
+                "mine",
+                "with a temperature",
+                fixed={"temperature": 2.0},
+                compared=("mine",),
+                rank=999,
+            ),
+        )
+
+    try:
+        assert "mine" in heads.registered()
+        head = parse_spec("mine:bias=false").build(needs)
+        assert type(head) is Mine
+        assert (head.temperature, head.bias) == (2.0, None)
+        assert defaults_for("lm")[-1] == "mine"
+        # A class that derives from it without recipes of its own adds none.
+        assert len([each for each, _ in heads.registered().values() if issubclass(each, Mine)]) == 1
+    finally:
+        del Mine, head
+        gc.collect()
+    assert "mine" not in heads.registered()
