@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import DTYPES, every_implementation, place, three_threads
+from implementations import DTYPES, every_implementation, few, place, three_threads
 from torch.nn.functional import logsigmoid
 
 from lastlayer import trees
@@ -103,11 +103,11 @@ def test_random_binary_trees_on_cuda(seed):
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", few(DTYPES, torch.float32, torch.bfloat16))
 def test_many_classes(impl, dtype):
     device = place(impl, dtype)
-    problem = Problem(trees.huffman(zipf(700)), 19, 2, 0.5, dtype, device)
-    for k in (1, 9, 33) if dtype == torch.float32 else (9,):
+    problem = Problem(trees.huffman(zipf(few([700], 300)[0])), 19, 2, 0.5, dtype, device)
+    for k in (1, 9) if dtype == torch.float32 else (9,):
         check(problem, impl, k)
     problem.bias = None
     check(problem, impl, 3)

@@ -182,79 +182,51 @@ def _solve(rows, row, peaks, probs, column, copies, alpha, kind):
     full = (count + BLOCK - 1) // BLOCK * BLOCK
     for i in range(count, full):
         probs[i] = -math.inf
+    # Inlined for a known kind, each is a loop of its own.
     if kind == 1:
-        _solve_sparsemax(probs, full)
+        _solve_margins(probs, full, 1)
     elif kind == 2:
-        _solve_entmax15(probs, full)
+        _solve_margins(probs, full, 2)
     else:
         solve_any(probs, copies, count, alpha - 1.0)
     return count
 
 
-@njit(nogil=True, fastmath=FAST, error_model="numpy")
-def _solve_sparsemax(x, count):
-    """Newton's method on the sum of the margins climbs to the threshold and never passes it.
+@njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
+def _solve_margins(x, count, kind):
+    """Newton's method on the norm of the margins climbs to the threshold and never passes it.
 
-    A block is summed in the dtype of ``x``, which may be reordered; blocks in float64.
+    The norm is their sum for kind 1, and the Euclidean one for kind 2. A block is summed in the
+    dtype of ``x``, which may be reordered; blocks in float64.
     """
-    zero, one = x.dtype.type(0), x.dtype.type(1)
+    real = x.dtype.type
+    zero, one, scale = real(0), real(1), real(1.0 / kind)
     # Any margin times this is at least 1: a count that, unlike a comparison, is vectorised.
-    large = x.dtype.type(1e30)
-    threshold = x.dtype.type(-1)
+    large = real(1e30)
+    threshold = real(-1)
     while True:
-        total = 0.0
-        weight = 0.0
-        for first in range(0, count, BLOCK):
-            part, members = zero, zero
-            for i in range(BLOCK):
-                margin = x[first + i] - threshold
-                margin = margin if margin > zero else zero
-                part += margin
-                members += min(margin * large, one)
-            total += part
-            weight += members
-        following = x.dtype.type(threshold + (total - 1.0) / weight)
-        if not following > threshold:
-            break
-        threshold = following
-    missing = x.dtype.type((1.0 - total) / weight)
-    for first in range(0, count, BLOCK):
-        for i in range(BLOCK):
-            margin = x[first + i] - threshold
-            share = margin + missing
-            share = share if share > zero else zero
-            x[first + i] = share if margin > zero else zero
-
-
-@njit(nogil=True, fastmath=FAST, error_model="numpy")
-def _solve_entmax15(x, count):
-    """As :func:`_solve_sparsemax`, with the Euclidean norm of the margins in place of the sum."""
-    zero, half = x.dtype.type(0), x.dtype.type(0.5)
-    threshold = x.dtype.type(-1)
-    while True:
-        total = 0.0
-        weight = 0.0
+        total, weight = 0.0, 0.0
         for first in range(0, count, BLOCK):
             part, slopes = zero, zero
             for i in range(BLOCK):
-                margin = half * x[first + i] - threshold
+                margin = scale * x[first + i] - threshold
                 margin = margin if margin > zero else zero
-                part += margin * margin
-                slopes += margin
+                part += margin if kind == 1 else margin * margin
+                slopes += min(margin * large, one) if kind == 1 else margin
             total += part
             weight += slopes
-        norm = math.sqrt(total)
-        following = x.dtype.type(threshold + norm * (norm - 1.0) / weight)
+        norm = total if kind == 1 else math.sqrt(total)
+        following = real(threshold + (1.0 if kind == 1 else norm) * (norm - 1.0) / weight)
         if not following > threshold:
             break
         threshold = following
-    missing = x.dtype.type((1.0 - total) / weight)
+    missing = real((1.0 - total) / weight)
     for first in range(0, count, BLOCK):
         for i in range(BLOCK):
-            margin = half * x[first + i] - threshold
-            margin = margin if margin > zero else zero
-            share = margin * (margin + missing)
-            x[first + i] = share if share > zero else zero
+            margin = scale * x[first + i] - threshold
+            share = margin + missing if kind == 1 else margin * (margin + missing)
+            share = share if share > zero else zero
+            x[first + i] = share if margin > zero else zero
 
 
 @by_rows
