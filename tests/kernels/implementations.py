@@ -1,7 +1,9 @@
 """Each implementation of a kernel that can run here, with a device for it."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,15 @@ ROUNDING = {
 }
 # Below these numbers have fewer bits; float16 has such numbers among ordinary gradients.
 SMALLEST = {torch.float64: 0.0, torch.float32: 1e-37, torch.bfloat16: 1e-37, torch.float16: 1e-7}
+
+# With LASTLAYER_TEST_FULL=1, as in the nightly run, every combination of parameters is tested.
+FULL = os.environ.get("LASTLAYER_TEST_FULL") == "1"
+
+
+def few(every: Sequence[Any], *some: Any) -> Sequence[Any]:
+    """The values of a parameter: some of them, or every one where all tests are run."""
+    return every if FULL else some
+
 
 every_implementation = pytest.mark.parametrize("impl", kernels.IMPLEMENTATIONS)
 

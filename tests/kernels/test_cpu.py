@@ -91,17 +91,15 @@ def _run(program):
     return ran.stdout
 
 
-@pytest.mark.parametrize("body", [FROM_THREADS, AFTER_A_FORK], ids=["threads", "fork"])
-def test_kernels_run_in_any_thread_and_after_a_fork(body):
-    if body is AFTER_A_FORK and not hasattr(os, "fork"):
-        pytest.skip("this system has no fork")
-    _run(PROGRAM.format(body=body))
+def test_kernels_run_in_any_thread_and_after_a_fork():
+    _run(PROGRAM.format(body=FROM_THREADS + (AFTER_A_FORK if hasattr(os, "fork") else "")))
 
 
 def test_a_second_process_compiles_nothing():
     """The first calls of a process take compiled kernels from the disk, all of them."""
-    _run(FIRST_CALLS)
     loaded, compiled = _run(FIRST_CALLS).split(maxsplit=1)
+    if compiled.strip() != "[]":  # by the first process on this machine
+        loaded, compiled = _run(FIRST_CALLS).split(maxsplit=1)
     assert int(loaded) > 5
     assert compiled.strip() == "[]"
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from implementations import few
 from torch import Tensor
 
 from lastlayer import kernels
@@ -21,6 +22,7 @@ from lastlayer.kernels.entmax_rows import triton as kernel
 ON_A_GPU = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+SHAPES = [(1, 1), (3, 2), (5, 33), (2, 1000), (3, 9001)]
 with_each_alpha = pytest.mark.parametrize("alpha", [1.5, 2.0])
 
 
@@ -62,16 +64,16 @@ def check(function, scores, target, row_scale, alpha, within):
 
 @with_each_alpha
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 100.0])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 33), (2, 1000), (3, 9001)])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_reference(shape, scale, alpha):
     inputs = problem(*shape, scale, torch.float64, "cpu")
     check(reference.flat_, *inputs, alpha, 1e-9)
 
 
 @with_each_alpha
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 100.0])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 33), (2, 1000), (3, 9001)])
+@pytest.mark.parametrize("dtype", few(DTYPES, torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("scale", few([0.0, 0.01, 1.0, 100.0], 0.01, 100.0))
+@pytest.mark.parametrize("shape", few(SHAPES, (1, 1), (5, 33), (2, 9001)))
 def test_kernel(shape, scale, dtype, alpha, device):
     inputs = problem(*shape, scale, dtype, device)
     check(kernel.flat_, *inputs, alpha, ROUNDING[dtype])

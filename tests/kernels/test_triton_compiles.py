@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from implementations import FULL
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -36,8 +37,9 @@ def run(folder: Path, *command: str) -> str:
 
 
 def test_kernels_compile_for_a_gpu(tmp_path):
-    lines = run(tmp_path, str(SCRIPT)).split("\n")[:-1]
-    assert len(lines) > 20
+    """Every kernel in the full run; else every fifth one."""
+    lines = run(tmp_path, str(SCRIPT), "1" if FULL else "5").split("\n")[:-1]
+    assert len(lines) > (50 if FULL else 10)
     assert all(line.endswith(" True") for line in lines), lines
 
 

@@ -361,63 +361,51 @@ def count_at_least(_typing: Any, matrix: Any, row: Any, count: Any, threshold: A
     return signature, code
 
 
-@intrinsic
-def margins(_typing: Any, matrix: Any, row: Any, pairs: Any, threshold: Any) -> Any:
-    """The sum of ``max(x - threshold, 0)``, and how many are not 0, as a float.
+def _margin_sums(squared: bool) -> Any:
+    """An intrinsic: two sums over the margins ``max(x - threshold, 0)`` of a row.
 
-    Of the first ``pairs`` of vectors of a row: of two sums each rounds half as often.
+    That is of the first ``pairs`` of vectors of the row: of two sums each rounds half as often.
     """
-    _check(matrix)
-    dtype = matrix.dtype
-    signature = types.UniTuple(dtype, 2)(matrix, types.intp, types.intp, dtype)
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        line = _Row(context, builder, matrix, args[0], args[1])
-        at, zero = line.spread(args[3]), line.all(0.0)
-        totals = [_variable(builder, zero) for _ in range(2)]
-        number, set_number = _variable(builder, ir.Constant(ir.IntType(32), 0))
-        count_bits = builder.module.declare_intrinsic("llvm.ctpop", [ir.IntType(32)])
-        with line.each(args[2], 2) as pair:
-            for values, (total, set_total) in zip(pair, totals, strict=True):
-                margin = builder.fsub(values, at)
-                above = builder.fcmp_ordered(">", margin, zero)
-                set_total(builder.fadd(total(), builder.select(above, margin, zero)))
-                bits = builder.call(count_bits, [line.mask_bits(above)])
-                set_number(builder.add(number(), bits))
-        (even, _), (odd, _) = totals
-        whole = line.sum(builder.fadd(even(), odd()))
-        found = [whole, builder.uitofp(number(), line.scalar)]
-        return context.make_tuple(builder, signature.return_type, found)
+    def typed(_typing: Any, matrix: Any, row: Any, pairs: Any, threshold: Any) -> Any:
+        _check(matrix)
+        dtype = matrix.dtype
+        signature = types.UniTuple(dtype, 2)(matrix, types.intp, types.intp, dtype)
 
-    return signature, code
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            line = _Row(context, builder, matrix, args[0], args[1])
+            at, zero = line.spread(args[3]), line.all(0.0)
+            firsts, seconds = ([_variable(builder, zero) for _ in range(2)] for _ in range(2))
+            number, set_number = _variable(builder, ir.Constant(ir.IntType(32), 0))
+            count_bits = builder.module.declare_intrinsic("llvm.ctpop", [ir.IntType(32)])
+            with line.each(args[2], 2) as pair:
+                sums = zip(pair, firsts, seconds, strict=True)
+                for values, (first, set_first), (second, set_second) in sums:
+                    margin = builder.fsub(values, at)
+                    above = builder.fcmp_ordered(">", margin, zero)
+                    margin = builder.select(above, margin, zero)
+                    if squared:
+                        square = builder.fmul(margin, margin, flags=("contract",))
+                        set_first(builder.fadd(first(), square, flags=("contract",)))
+                        set_second(builder.fadd(second(), margin))
+                    else:
+                        set_first(builder.fadd(first(), margin))
+                        found = builder.call(count_bits, [line.mask_bits(above)])
+                        set_number(builder.add(number(), found))
+            made = [line.sum(builder.fadd(a(), b())) for (a, _), (b, _) in (firsts, seconds)]
+            if not squared:
+                made[1] = builder.uitofp(number(), line.scalar)
+            return context.make_tuple(builder, signature.return_type, made)
+
+        return signature, code
+
+    return intrinsic(typed)
 
 
-@intrinsic
-def squares(_typing: Any, matrix: Any, row: Any, pairs: Any, threshold: Any) -> Any:
-    """The sums of ``max(x - threshold, 0)`` squared, and of these themselves.
-
-    Of the first ``pairs`` of vectors of a row: of two sums each rounds half as often.
-    """
-    _check(matrix)
-    dtype = matrix.dtype
-    signature = types.UniTuple(dtype, 2)(matrix, types.intp, types.intp, dtype)
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        line = _Row(context, builder, matrix, args[0], args[1])
-        at, zero = line.spread(args[3]), line.all(0.0)
-        totals, plains = ([_variable(builder, zero) for _ in range(2)] for _ in range(2))
-        with line.each(args[2], 2) as pair:
-            sums = zip(pair, totals, plains, strict=True)
-            for values, (total, set_total), (plain, set_plain) in sums:
-                margin = builder.fsub(values, at)
-                margin = builder.select(builder.fcmp_ordered(">", margin, zero), margin, zero)
-                square = builder.fmul(margin, margin, flags=("contract",))
-                set_total(builder.fadd(total(), square, flags=("contract",)))
-                set_plain(builder.fadd(plain(), margin))
-        found = [line.sum(builder.fadd(even(), odd())) for (even, _), (odd, _) in (totals, plains)]
-        return context.make_tuple(builder, signature.return_type, found)
-
-    return signature, code
+# The sum of the margins, and how many are not 0, as a float.
+margins = _margin_sums(squared=False)
+# The sum of their squares, and that of the margins.
+squares = _margin_sums(squared=True)
 
 
 def bits(values: NDArray[Any]) -> NDArray[Any]:

@@ -31,11 +31,6 @@ from lastlayer.kernels._cpu_math import (
 
 # The largest float32 that becomes 0 in a narrower dtype: half of its smallest number.
 _ROUNDS_TO_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
-# In place of the result that is not asked for, of float32 and of float64.
-_NOTHING = {
-    kind: (np.empty((0, 0), kind), np.empty((0, 0), np.int64), np.empty(0, np.int64))
-    for kind in ("f", "d")
-}
 
 
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
@@ -43,7 +38,7 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     rows, (out, result) = as_rows(scores), empty_rows(scores)
     kind, alphas = _alphas(alpha, row_alpha)
     if rows.size:
-        _solve_rows(*rows.shape, rows, out, *_NOTHING[rows.dtype.char], alphas, kind, 0.0)
+        _forward_rows(*rows.shape, rows, out, alphas, kind)
     return in_dtype(result, scores.dtype)
 
 
@@ -76,8 +71,7 @@ def support(
     if rows.size:
         kind, alphas = _alphas(alpha, row_alpha)
         too_small = _ROUNDS_TO_ZERO.get(scores.dtype, 0.0)
-        out = _NOTHING[rows.dtype.char][0]
-        _solve_rows(*rows.shape, rows, out, values, indices, size, alphas, kind, too_small)
+        _support_rows(*rows.shape, rows, values, indices, size, alphas, kind, too_small)
     batch = scores.shape[:-1]
     return (
         torch.from_numpy(values).view(*batch, max_support).to(scores.dtype),
@@ -99,9 +93,39 @@ def _one_alpha(alpha: float) -> tuple[int, np.ndarray]:
 
 @by_rows
 @njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
-def _solve_rows(start, stop, rows, out, values, indices, size, alphas, kind, too_small):
-    """Probabilities into ``out``; where it is empty, the non-zeros alone into the next three."""
-    n, dense = rows.shape[1], len(out) > 0
+def _forward_rows(start, stop, rows, out, alphas, kind):
+    n = rows.shape[1]
+    peaks = room_for_peaks(rows)
+    probs = np.empty(n + BLOCK, rows.dtype)
+    column = np.empty(n + 1, np.int32)
+    short = kind > 0 and n <= LONGEST
+    four = room_for_four(rows, n if short else 0)
+    copies = room_for_any(n if kind == 0 else 0)
+    row = start
+    while row < stop:
+        after = min(row + 4, stop)
+        if short and solve_short(rows[row:after], out[row:after], four, kind):
+            row = after
+            continue
+        for i in range(n):
+            out[row, i] = 0.0
+        state = find_peaks(rows, row, peaks)
+        if state < 0 or not alphas[row if len(alphas) > 1 else 0] >= 1.0:
+            out[row] = math.nan
+        elif state > 0 and short:
+            solve_short(rows[row : row + 1], out[row : row + 1], four, kind)
+        elif state > 0:
+            alpha = alphas[row if len(alphas) > 1 else 0]
+            count = _solve(rows, row, peaks, probs, column, copies, alpha, kind)
+            for i in range(count):
+                out[row, column[i]] = probs[i]
+        row += 1
+
+
+@by_rows
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _support_rows(start, stop, rows, values, indices, size, alphas, kind, too_small):
+    n = rows.shape[1]
     peaks = room_for_peaks(rows)
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n + 1, np.int32)
@@ -109,42 +133,32 @@ def _solve_rows(start, stop, rows, out, values, indices, size, alphas, kind, too
     four = room_for_four(rows, n if short else 0)
     copies = room_for_any(n if kind == 0 else 0)
     # Short rows are solved as for the dense result, so that both agree to the last bit.
-    solved = np.empty((4, n if short and not dense else 0), rows.dtype)
-    everywhere = np.arange(n if short and not dense else 0)
+    dense = np.empty((4, n if short else 0), rows.dtype)
+    everywhere = np.arange(n if short else 0)
     row = start
     while row < stop:
         after = min(row + 4, stop)
-        into = out[row:after] if dense else solved[: after - row]
-        if short and solve_short(rows[row:after], into, four, kind):
-            if not dense:
-                for each in range(row, after):
-                    one = solved[each - row]
-                    size[each] = _keep(one, everywhere, n, too_small, values, indices, each)
+        if short and solve_short(rows[row:after], dense[: after - row], four, kind):
+            for each in range(row, after):
+                one = dense[each - row]
+                size[each] = _keep(one, everywhere, n, too_small, values, indices, each)
             row = after
             continue
-        if dense:
-            for i in range(n):
-                out[row, i] = 0.0
-        state, alpha = find_peaks(rows, row, peaks), alphas[row if len(alphas) > 1 else 0]
-        if state < 0 or not alpha >= 1.0:
-            if dense:
-                out[row] = math.nan
-            else:
-                size[row] = n
-                values[row, :n] = math.nan
-                for i in range(min(n, values.shape[1])):
-                    indices[row, i] = i
-        elif state > 0 and short:
-            solve_short(rows[row : row + 1], into[:1], four, kind)
-            if not dense:
-                size[row] = _keep(solved[0], everywhere, n, too_small, values, indices, row)
+        state = find_peaks(rows, row, peaks)
+        if state < 0 or not alphas[row if len(alphas) > 1 else 0] >= 1.0:
+            size[row] = n
+            values[row, :n] = math.nan
+            for i in range(min(n, values.shape[1])):
+                indices[row, i] = i
+            row += 1
+            continue
+        if state > 0 and short:
+            solve_short(rows[row : row + 1], dense[:1], four, kind)
+            size[row] = _keep(dense[0], everywhere, n, too_small, values, indices, row)
         elif state > 0:
+            alpha = alphas[row if len(alphas) > 1 else 0]
             count = _solve(rows, row, peaks, probs, column, copies, alpha, kind)
-            if dense:
-                for i in range(count):
-                    out[row, column[i]] = probs[i]
-            else:
-                size[row] = _keep(probs, column, count, too_small, values, indices, row)
+            size[row] = _keep(probs, column, count, too_small, values, indices, row)
         row += 1
 
 
@@ -182,79 +196,51 @@ def _solve(rows, row, peaks, probs, column, copies, alpha, kind):
     full = (count + BLOCK - 1) // BLOCK * BLOCK
     for i in range(count, full):
         probs[i] = -math.inf
+    # Inlined for a known kind, each is a loop of its own.
     if kind == 1:
-        _solve_sparsemax(probs, full)
+        _solve_margins(probs, full, 1)
     elif kind == 2:
-        _solve_entmax15(probs, full)
+        _solve_margins(probs, full, 2)
     else:
         solve_any(probs, copies, count, alpha - 1.0)
     return count
 
 
-@njit(nogil=True, fastmath=FAST, error_model="numpy")
-def _solve_sparsemax(x, count):
-    """Newton's method on the sum of the margins climbs to the threshold and never passes it.
+@njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
+def _solve_margins(x, count, kind):
+    """Newton's method on the norm of the margins climbs to the threshold and never passes it.
 
-    A block is summed in the dtype of ``x``, which may be reordered; blocks in float64.
+    The norm is their sum for kind 1, and the Euclidean one for kind 2. A block is summed in the
+    dtype of ``x``, which may be reordered; blocks in float64.
     """
-    zero, one = x.dtype.type(0), x.dtype.type(1)
+    real = x.dtype.type
+    zero, one, scale = real(0), real(1), real(1.0 / kind)
     # Any margin times this is at least 1: a count that, unlike a comparison, is vectorised.
-    large = x.dtype.type(1e30)
-    threshold = x.dtype.type(-1)
+    large = real(1e30)
+    threshold = real(-1)
     while True:
-        total = 0.0
-        weight = 0.0
-        for first in range(0, count, BLOCK):
-            part, members = zero, zero
-            for i in range(BLOCK):
-                margin = x[first + i] - threshold
-                margin = margin if margin > zero else zero
-                part += margin
-                members += min(margin * large, one)
-            total += part
-            weight += members
-        following = x.dtype.type(threshold + (total - 1.0) / weight)
-        if not following > threshold:
-            break
-        threshold = following
-    missing = x.dtype.type((1.0 - total) / weight)
-    for first in range(0, count, BLOCK):
-        for i in range(BLOCK):
-            margin = x[first + i] - threshold
-            share = margin + missing
-            share = share if share > zero else zero
-            x[first + i] = share if margin > zero else zero
-
-
-@njit(nogil=True, fastmath=FAST, error_model="numpy")
-def _solve_entmax15(x, count):
-    """As :func:`_solve_sparsemax`, with the Euclidean norm of the margins in place of the sum."""
-    zero, half = x.dtype.type(0), x.dtype.type(0.5)
-    threshold = x.dtype.type(-1)
-    while True:
-        total = 0.0
-        weight = 0.0
+        total, weight = 0.0, 0.0
         for first in range(0, count, BLOCK):
             part, slopes = zero, zero
             for i in range(BLOCK):
-                margin = half * x[first + i] - threshold
+                margin = scale * x[first + i] - threshold
                 margin = margin if margin > zero else zero
-                part += margin * margin
-                slopes += margin
+                part += margin if kind == 1 else margin * margin
+                slopes += min(margin * large, one) if kind == 1 else margin
             total += part
             weight += slopes
-        norm = math.sqrt(total)
-        following = x.dtype.type(threshold + norm * (norm - 1.0) / weight)
+        norm = total if kind == 1 else math.sqrt(total)
+        following = real(threshold + (1.0 if kind == 1 else norm) * (norm - 1.0) / weight)
         if not following > threshold:
             break
         threshold = following
-    missing = x.dtype.type((1.0 - total) / weight)
+    missing = real((1.0 - total) / weight)
     for first in range(0, count, BLOCK):
         for i in range(BLOCK):
-            margin = half * x[first + i] - threshold
-            margin = margin if margin > zero else zero
-            share = margin * (margin + missing)
-            x[first + i] = share if share > zero else zero
+            margin = scale * x[first + i] - threshold
+            share = margin + missing if kind == 1 else margin * (margin + missing)
+            share = share if share > zero else zero
+            x[first + i] = share if margin > zero else zero
 
 
 @by_rows
