@@ -19,11 +19,11 @@ from unfused import (
 )
 
 from lastlayer.fused import (
-    _chunks,
     linear_cross_entropy,
     linear_entmax_loss,
     linear_topk_softmax_loss,
 )
+from lastlayer.fused.scores import rows_at_a_time
 
 N, D, V = 12, 5, 40
 with_each_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -234,7 +234,7 @@ class TestWork:
     @pytest.mark.parametrize("v", [10, 30_000, 128_256, 1_000_000])
     def test_default_chunks_keep_to_their_memory(self, chunk_rows, budget, v):
         for n in (1, 7, 1000, 100_000):
-            rows = _chunks.rows_at_a_time(chunk_rows, torch.empty(n, 1), v)
+            rows = rows_at_a_time(chunk_rows, torch.empty(n, 1), v)
             assert 1 <= rows <= n
             # Eight rows are taken in any case.
             assert rows <= 8 or rows * v * 4 <= budget * 1.1
