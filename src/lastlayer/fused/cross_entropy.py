@@ -79,9 +79,9 @@ def linear_cross_entropy(
         ignore_index: rows with this target are left out; None where there are none.
         reduction: "mean" over the rows that count, by their weights; "sum" or "none".
         label_smoothing: how much of the target is spread evenly over all classes.
-        class_weight: one weight a class, ``(v,)``, as in torch: it weighs what a class has of the
+        class_weight: one weight per class, ``(v,)``, as in torch: it weighs what a class has of the
             cross entropy, and not ``z_loss``.
-        row_weight: one weight a row, ``(*batch)``; no gradient flows to it.
+        row_weight: one weight per row, ``(*batch)``; no gradient flows to it.
         z_loss: :math:`\lambda`, pulls the normaliser towards 1.
         softcap: c, bends scores into :math:`c \tanh(\theta / c)`.
         temperature: T, divides the scores.
@@ -162,8 +162,8 @@ def linear_statistics(
         ignore_index: rows with this target are left out; None where there are none.
         reduction: "mean" over the rows that count, by their weights; "sum" or "none".
         label_smoothing: how much of the target is spread evenly over all classes.
-        class_weight: one weight a class, ``(v,)``.
-        row_weight: one weight a row, ``(*batch)``.
+        class_weight: one weight per class, ``(v,)``.
+        row_weight: one weight per row, ``(*batch)``.
         z_loss: weight of the squared logsumexp.
         softcap: c, bends scores into ``c * tanh(score / c)``.
         temperature: divides the scores. What is returned is after softcap and temperature.

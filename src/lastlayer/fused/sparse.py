@@ -72,8 +72,8 @@ def linear_entmax_loss(
         alpha: a number of at least 1.
         ignore_index: rows with this target are left out; None where there are none.
         reduction: "mean" over the rows that count, by their weights; "sum" or "none".
-        class_weight: one weight a class, ``(v,)``.
-        row_weight: one weight a row, ``(*batch)``.
+        class_weight: one weight per class, ``(v,)``.
+        row_weight: one weight per row, ``(*batch)``.
         chunk_rows: rows of scores held at a time, "auto" or "low".
         weight_grad: a tensor to which backward adds the gradient of the weight, as in
             :func:`linear_cross_entropy`.
@@ -129,8 +129,8 @@ def linear_topk_softmax_loss(
         k: how many classes are in the running, at least 1; v or more is the cross entropy.
         ignore_index: rows with this target are left out; None where there are none.
         reduction: "mean" over the rows that count, by their weights; "sum" or "none".
-        class_weight: one weight a class, ``(v,)``.
-        row_weight: one weight a row, ``(*batch)``.
+        class_weight: one weight per class, ``(v,)``.
+        row_weight: one weight per row, ``(*batch)``.
         chunk_rows: rows of scores held at a time, "auto" or "low".
         weight_grad: a tensor to which backward adds the gradient of the weight, as in
             :func:`linear_cross_entropy`.

@@ -83,7 +83,7 @@ def _two_class_sparsemax(scores: Tensor, labels: Lists) -> Tensor:
     return sparsemax_loss(torch.nn.functional.pad(scores, (1, 0)), labels.counts, reduction="none")
 
 
-# For one score a row this is the logistic loss.
+# For one score per row this is the logistic loss.
 ZLPR = RowLoss(_zlpr, _fused_zlpr)
 SPARSEMAX_OF_TWO = RowLoss(_two_class_sparsemax)
 SPARSEMAX_OF_CLASSES = RowLoss(

@@ -38,7 +38,7 @@ class Objective:
         labels: the lists of labels of the rows.
         row_weight: ``(rows,)`` of that dtype, or None where all are 1.
         loss: the loss of a row.
-        n_scores: how many scores a row has.
+        n_scores: number of scores per row.
         alpha: the penalty.
         unit: how far rows are from their mean. To solvers that divide by it, features of any scale
             are alike.

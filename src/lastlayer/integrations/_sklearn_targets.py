@@ -18,7 +18,7 @@ class Target(NamedTuple):
     Attributes:
         kind: "two" classes, more "classes", or "labels", any number a row.
         classes: the class labels, or 0 to n - 1 for labels.
-        n_scores: one for two classes, else one a class.
+        n_scores: one for two classes, else one per class.
         labels: the scores that should be high, a row.
         in_sparse: whether labels came in a sparse matrix.
     """

@@ -68,7 +68,7 @@ def estimate(values: Sequence[float], *, log: bool = False) -> Estimate | None:
     """Mean and interval of what is finite; None where nothing is.
 
     Args:
-        values: one a seed.
+        values: one per seed.
         log: average the logarithms; values must be positive.
 
     Example:

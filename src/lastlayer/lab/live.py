@@ -16,7 +16,7 @@ from lastlayer.lab.budget import Budget
 from lastlayer.lab.checkpoint import Progress
 from lastlayer.lab.specs import HeadSpec
 
-# Drawing a table takes milliseconds: it gets this share of the time, four times a second at most.
+# Drawing a table takes milliseconds: it gets this share of the time, four times per second at most.
 _DRAWING_SHARE, _REDRAWN_SECONDS = 0.02, 0.25
 _TOLD_SECONDS = 5.0
 _NAME_WIDTH, _BAR_WIDTH = 22, 10

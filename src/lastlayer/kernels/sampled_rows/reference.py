@@ -106,7 +106,7 @@ def start(
         hidden: ``(n, d)``.
         weight: ``(v, d)``.
         bias: ``(v,)``.
-        target: one a row, ``(n,)``, -1 for none.
+        target: one per row, ``(n,)``, -1 for none.
         ids: the classes drawn, ``(m,)``.
         log_expected: taken off their scores, ``(m,)``.
         target_log_expected: taken off those of targets, ``(n,)``.

@@ -17,8 +17,8 @@ def loss(
 
     Args:
         hidden: ``(n, d)``.
-        weight: one vector a node, ``(n_nodes, d)``.
-        bias: one number a node, ``(n_nodes,)``, or None.
+        weight: one vector per node, ``(n_nodes, d)``.
+        bias: one number per node, ``(n_nodes,)``, or None.
         target: class ids, ``(n,)``.
         rank: the place of each class among the leaves from left to right, ``(n_classes,)``.
         path_start: ``(n_classes + 1,)``, int64.
