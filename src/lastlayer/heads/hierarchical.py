@@ -70,7 +70,7 @@ class HierarchicalSoftmax(Head):
 
     Args:
         in_features: size of the hidden state.
-        tree: over the classes; :mod:`lastlayer.trees` builds them.
+        tree: over the classes; ``lastlayer.trees`` builds them.
         bias: whether nodes have biases.
         sparse: whether gradients are row-sparse.
         ignore_index: rows with this target count for nothing; None where every target counts.

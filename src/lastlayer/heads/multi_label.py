@@ -270,7 +270,7 @@ class MultiLabel(LinearHead):
 
         Args:
             hidden: ``(*batch, in_features)``.
-            classes: as for :meth:`log_prob`, and the result has the same shape.
+            classes: as for ``log_prob``, and the result has the same shape.
         """
         return self.log_prob(hidden, classes).exp()
 

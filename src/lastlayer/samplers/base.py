@@ -30,7 +30,7 @@ class Drawn(NamedTuple):
     ids: Tensor
     """Different class ids, int64 ``(n,)``."""
     log_expected: Tensor
-    """The log-probability that a class is among them: how often it is expected."""
+    """Log-probability that a class is among them, which is how often it is expected."""
 
 
 class Sampler(torch.nn.Module, ABC):

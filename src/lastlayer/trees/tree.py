@@ -139,7 +139,7 @@ class Tree:
 
     @property
     def n_paths(self) -> int:
-        """The number of leaves: ``n_classes``, or more where the tree overlaps."""
+        """Number of leaves, which is ``n_classes``, or more where the tree overlaps."""
         return len(self._leaf_edge)
 
     @property
