@@ -18,7 +18,7 @@ from lastlayer.fused import (
 )
 from lastlayer.fused.cross_entropy import _run_slabs, run_tiles
 from lastlayer.fused.rows import Problem, Wanted
-from lastlayer.heads import FullSoftmax
+from lastlayer.heads import FullSoftmax, SelfNormalized
 
 N, D, V = 6, 12, 40
 ALLOWED = 20
@@ -275,3 +275,21 @@ def test_the_gradient_of_a_slab_leaves_masked_classes_alone(impl, softcap, devic
         made = scores.clone()
         kernels.softmax_rows.gradient_(impl, made, target, ones, lse * ones, ones, softcap, 0.8)
         assert (made[:, 20:] == 0).all()
+
+
+@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize("widest", [0, 512], ids=["dense", "listed"])
+def test_a_loss_beyond_the_range_of_the_dtype_is_infinite(k, widest, monkeypatch):
+    """Not NaN: what is missing of the probabilities would have an infinite price."""
+    monkeypatch.setattr("lastlayer.fused.sparse.WIDEST_TOP", widest)
+    hidden, weight = torch.ones(4, 1), torch.tensor([[3e38], [-3e38], [0.0], [1.0]])
+    losses = linear_topk_softmax_loss(hidden, weight, torch.arange(4), k=k, reduction="none")
+    assert losses.tolist()[:2] == [0.0, math.inf]
+    assert losses[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_penalty_beyond_the_range_of_the_dtype_is_infinite(fraction):
+    head = SelfNormalized(1, 1, bias=False, fraction=fraction)
+    torch.nn.init.constant_(head.weight, 3e37)
+    assert head(torch.ones(2, 1), torch.zeros(2, dtype=torch.int64)) == math.inf

@@ -107,3 +107,19 @@ def test_heads_made_on_meta_take_a_state(make, assign):
     torch.testing.assert_close(other(hidden, target), head(hidden, target))
     torch.testing.assert_close(other.log_prob(hidden), head.log_prob(hidden))
     assert torch.equal(other.topk(hidden, 2).classes, head.topk(hidden, 2).classes)
+
+
+def test_a_file_that_was_cut_off_is_named(tmp_path):
+    FullSoftmax(5, 11).save(tmp_path)
+    state = tmp_path / "model.safetensors"
+    state.write_bytes(state.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"folder: expected model.safetensors.*cut off") as caught:
+        Head.load(tmp_path)
+    assert str(state) in str(caught.value)
+
+
+def test_a_config_that_was_cut_off_is_named(tmp_path):
+    FullSoftmax(5, 11).save(tmp_path)
+    (tmp_path / "config.json").write_text('{"head": ')
+    with pytest.raises(ValueError, match=r"folder: expected config.json as save writes it"):
+        Head.load(tmp_path)
