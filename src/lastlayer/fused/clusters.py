@@ -37,15 +37,7 @@ from lastlayer.fused.cross_entropy import (
     tiles_or_slabs,
     tiles_suit,
 )
-from lastlayer.fused.function import (
-    Engine,
-    Operands,
-    Result,
-    RowScale,
-    empty_gradients,
-    fused_loss,
-    near_one,
-)
+from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, near_one
 from lastlayer.fused.rows import (
     Chunk,
     Gradients,
@@ -244,14 +236,8 @@ class GroupEngine(Engine):
     def run(self, given: _Given, option: Any) -> _Computed:
         """What the first option, which is an engine's own, makes of the rows."""
 
-    def compute(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
+    def compute(self, call: Call) -> Result:
+        operands, options, reduction, wanted, upstream = call
         hidden, bias, *weights, target, places = operands
         option, ignore_index, chunk_rows = options
         with without_autocast(hidden):
@@ -267,7 +253,7 @@ class GroupEngine(Engine):
                 counts = counts.to(accumulation_dtype(dtype))
             scale = RowScale.of(counts, reduction, hidden.shape[0])
             factors = size = None
-            if any(wanted) and (upstream is not None or reduction != "none"):
+            if call.makes_gradients:
                 factors = scale.factors(hidden, hidden.shape[0], upstream)
                 factors, size = near_one(factors, dtype)
             given = _Given(
@@ -285,24 +271,6 @@ class GroupEngine(Engine):
             if made[1] is not None:
                 made[1] = in_dtype(made[1], gradient_sum_dtype(bias.dtype))
         return Result(loss, made, (), size)
-
-    def fake(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],  # noqa: ARG002 - shapes do not depend on them
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
-        hidden = operands[0]
-        dtype, n = accumulation_dtype(hidden.dtype), hidden.shape[0]
-        loss = hidden.new_empty((n,) if reduction == "none" else (), dtype=dtype)
-        if upstream is None and reduction == "none":
-            return Result(loss, (None,) * len(wanted))
-        size = None
-        if hidden.dtype == torch.float16 and any(wanted):
-            size = hidden.new_empty((), dtype=dtype)
-        return Result(loss, empty_gradients(operands, wanted), (), size)
 
 
 class _Clusters(GroupEngine):

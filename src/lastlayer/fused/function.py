@@ -31,7 +31,27 @@ from lastlayer._torch import (
 
 # Tensors, or None for those that are absent.
 Operands = Sequence[Any]
+Grads = list[Tensor | None]
 _library = torch.library.Library("lastlayer", "FRAGMENT")
+
+
+class Call(NamedTuple):
+    """What an engine is asked for: a loss, and the gradients of the operands that are ``wanted``.
+
+    With ``reduction="none"`` the loss has one number per row; then gradients are made only where
+    ``upstream`` is given, one number per row: those of ``(loss * upstream).sum()``.
+    """
+
+    operands: Operands
+    options: tuple[Any, ...]
+    reduction: str
+    wanted: Sequence[bool]
+    upstream: Tensor | None = None
+
+    @property
+    def makes_gradients(self) -> bool:
+        """Whether any gradient is made now, by an engine that recomputes those of "none"."""
+        return any(self.wanted) and (self.upstream is not None or self.reduction != "none")
 
 
 class Result(NamedTuple):
@@ -59,6 +79,7 @@ class Engine(ABC):
         schema: of the options, such as ``"int? ignore_index, str chunk_rows"``.
         n_constants: how many operands, from the end, have no gradient.
         kept: which operands :meth:`finish` and :meth:`differentiable` read.
+        starts_again: whether backward starts from the operands where the loss is not reduced.
         written: which operand backward writes to, if any; torch is not asked to guard it.
         what: what the loss is called in an error.
         instead: what has second derivatives, for the same error.
@@ -68,6 +89,7 @@ class Engine(ABC):
     schema: str
     n_constants: int
     kept: tuple[int, ...] = ()
+    starts_again = True
     written: int | None = None
     what = "a fused loss"
     instead = "log_prob(hidden, classes), which has them"
@@ -80,32 +102,26 @@ class Engine(ABC):
         self._operation = getattr(torch.ops.lastlayer, self.name).default
 
     @abstractmethod
-    def compute(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
-        """The reduced loss, and the gradients of the operands that are ``wanted``.
+    def compute(self, call: Call) -> Result:
+        """The reduced loss, and the gradients that are wanted.
 
-        With ``reduction="none"`` the loss has one number per row; then gradients are made only
-        where ``upstream`` is given, one number per row: those of ``(loss * upstream).sum()``.
-        Without it the pieces may be tensors that this computation leaves for that one, which then
-        finds them behind the operands.
+        Where "none" leaves these to backward the pieces may be tensors that this computation
+        leaves for that one, which then finds them behind the operands.
         """
 
-    @abstractmethod
-    def fake(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
-        """Empty results of the right shapes and dtypes, for tracing."""
+    def fake(self, call: Call) -> Result:
+        """Empty results of the right shapes and dtypes, for tracing.
+
+        These are for rows ``(*batch, d)`` as the first operand, and gradients made in forward.
+        """
+        rows, dtype = call.operands[0], accumulation_dtype(call.operands[0].dtype)
+        batch = rows.shape[:-1] if call.reduction == "none" else ()
+        loss = rows.new_empty(batch, dtype=dtype)
+        if call.upstream is None and self.recomputes(call.options, call.reduction):
+            return Result(loss, (None,) * len(call.wanted))
+        scaled_down = rows.dtype == torch.float16 and any(call.wanted)
+        size = rows.new_empty((), dtype=dtype) if scaled_down else None
+        return Result(loss, empty_gradients(call.operands, call.wanted), (), size)
 
     def statistics(self, options: tuple[Any, ...]) -> int:  # noqa: ARG002 - for engines with any
         """How many statistics :meth:`compute` returns."""
@@ -113,31 +129,20 @@ class Engine(ABC):
 
     def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:  # noqa: ARG002
         """Whether backward starts again from the operands."""
-        return reduction == "none"
+        return self.starts_again and reduction == "none"
 
     def finish(
-        self,
-        operands: Operands,
-        pieces: Sequence[Tensor | None],
-        factor: Tensor | None,
-        options: tuple[Any, ...],  # noqa: ARG002 - for engines that finish in another way
-        reusable: bool,
-    ) -> list[Tensor | None]:
+        self, call: Call, pieces: Sequence[Any], factor: Tensor | None, reusable: bool
+    ) -> Grads:
         """The gradients from the pieces, times ``factor``; in their memory where ``reusable``."""
-        del operands
+        del call
         if factor is None:
             return list(pieces)
         if factor.device.type == "cpu" and is_eager(factor) and factor.item() == 1.0:
             return [each if reusable or each is None else each.clone() for each in pieces]
         return [None if each is None else scaled(each, factor, reusable) for each in pieces]
 
-    def differentiable(
-        self,
-        operands: Operands,  # noqa: ARG002 - for engines with second derivatives
-        grad: Tensor,  # noqa: ARG002
-        options: tuple[Any, ...],  # noqa: ARG002
-        reduction: str,  # noqa: ARG002
-    ) -> list[Tensor | None] | None:
+    def differentiable(self, call: Call, grad: Tensor) -> Grads | None:  # noqa: ARG002
         """The gradients in operations that can be differentiated again, from the operands.
 
         Asked for with ``create_graph=True``, which raises here, and for upstream gradients in a
@@ -146,30 +151,24 @@ class Engine(ABC):
         refuse_second_derivatives(self.what, self.instead)
         return None
 
-    def call(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
+    def invoke(self, call: Call) -> Result:
         """:meth:`compute`: directly in eager mode, since the dispatcher costs the host time."""
+        operands, options, reduction, wanted, upstream = call
         first = operands[0]
         # No operation may write to what it is given.
         writes = self.written is not None and operands[self.written] is not None
         if writes or (is_eager(first) and first.device.type != "meta"):
-            return self.compute(operands, upstream, options, reduction, wanted)
+            return self.compute(call)
         made = self._operation(list(operands), upstream, *options, reduction, list(wanted))
         n = 2 + self.statistics(options)
         size = made[1] if made[1].numel() else None
         return Result(made[0], made[n:], made[2:n], size)
 
     def _registered(self, operands: Operands, upstream: Tensor | None, *rest: Any) -> list[Tensor]:
-        return self._flat(self.compute(operands, upstream, rest[:-2], rest[-2], rest[-1]))
+        return self._flat(self.compute(Call(operands, rest[:-2], rest[-2], rest[-1], upstream)))
 
     def _fake(self, operands: Operands, upstream: Tensor | None, *rest: Any) -> list[Tensor]:
-        return self._flat(self.fake(operands, upstream, rest[:-2], rest[-2], rest[-1]))
+        return self._flat(self.fake(Call(operands, rest[:-2], rest[-2], rest[-1], upstream)))
 
     def _flat(self, result: Result) -> list[Tensor]:
         """As an operation returns it: contiguous tensors, empty ones for None."""
@@ -196,7 +195,7 @@ def fused_loss(
         recording and each is not None and each.requires_grad for each in operands[:n]
     ])  # fmt: skip
     if not any(wanted):
-        result = engine.call(operands, None, options, reduction, wanted)
+        result = engine.invoke(Call(operands, options, reduction, wanted))
         return result.loss, *result.statistics
     made: tuple[Tensor, ...] = _FusedLoss.apply(engine, options, reduction, wanted, *operands)
     return made
@@ -212,7 +211,7 @@ class _FusedLoss(torch.autograd.Function):
         wanted: tuple[bool, ...],
         *operands: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        result = engine.call(operands, None, options, reduction, wanted)
+        result = engine.invoke(Call(operands, options, reduction, wanted))
         ctx.given = engine, options, reduction, wanted
         ctx.dtypes = [None if each is None else each.dtype for each in operands[: len(wanted)]]
         ctx.n_operands = len(operands)
@@ -233,8 +232,9 @@ class _FusedLoss(torch.autograd.Function):
         operands, size, pieces = list(saved[:n]), saved[n], saved[n + 1 :]
         if engine.written is not None:
             operands[engine.written] = ctx.written
+        call = Call(operands, options, reduction, wanted)
         if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_vmapped(grad)):
-            made = engine.differentiable(operands, grad, options, reduction)
+            made = engine.differentiable(call, grad)
             if made is not None:
                 return _returned(made, wanted, ctx.dtypes, n)
         factor: Tensor | None = grad
@@ -243,11 +243,11 @@ class _FusedLoss(torch.autograd.Function):
         reusable = not torch.compiler.is_compiling() and not graph_is_kept()
         if engine.recomputes(options, reduction):
             left = [each for each in pieces if each is not None and each.numel()]
-            result = engine.call([*operands, *left], grad, options, reduction, wanted)
+            result = engine.invoke(Call([*operands, *left], options, reduction, wanted, grad))
             factor, size, pieces, reusable = None, result.size, result.pieces, True
         if size is not None:
             factor = size if factor is None else factor * size
-        made = engine.finish(operands, pieces, factor, options, reusable)
+        made = engine.finish(call, pieces, factor, reusable)
         return _returned(made, wanted, ctx.dtypes, n)
 
 
@@ -257,7 +257,7 @@ def _returned(
     dtypes: Sequence[torch.dtype],
     n_operands: int,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients as ``backward`` returns them: in the operands' dtypes, None for all else."""
+    """Grads as ``backward`` returns them: in the operands' dtypes, None for all else."""
     gradients = [
         in_dtype(each, dtype) if needed and each is not None else None
         for each, needed, dtype in zip(made, wanted, dtypes, strict=True)
@@ -341,18 +341,16 @@ class RowScale(NamedTuple):
         return scale if upstream is None else scale * in_dtype(upstream, dtype)
 
 
-def empty_gradients(
-    operands: Operands, wanted: Sequence[bool], hidden: int = 0
-) -> list[Tensor | None]:
+def empty_gradients(operands: Operands, wanted: Sequence[bool]) -> Grads:
     """What :meth:`Engine.fake` returns for gradients that are made in forward.
 
-    Sums over rows, all but that of the operand ``hidden``, are in :func:`gradient_sum_dtype`.
+    Sums over rows, all but that of the first operand, are in :func:`gradient_sum_dtype`.
     """
-    made: list[Tensor | None] = []
+    made: Grads = []
     for i, (source, needed) in enumerate(zip(operands, wanted, strict=False)):
         if source is None or not needed:
             made.append(None)
         else:
-            dtype = source.dtype if i == hidden else gradient_sum_dtype(source.dtype)
+            dtype = gradient_sum_dtype(source.dtype) if i else source.dtype
             made.append(source.new_empty(source.shape, dtype=dtype))
     return made

@@ -24,11 +24,11 @@ from lastlayer._torch import (
     without_autocast,
 )
 from lastlayer.fused.function import (
+    Call,
     Engine,
     Operands,
     Result,
     RowScale,
-    empty_gradients,
     fused_loss,
     near_one,
 )
@@ -320,14 +320,8 @@ class _LabelsEngine(Engine):
     n_constants = 3
     instead = "a loss on scores, such as lastlayer.zlpr_loss_from_indices"
 
-    def compute(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
+    def compute(self, call: Call) -> Result:
+        operands, options, reduction, wanted, upstream = call
         hidden, weight, bias, positives, offsets, values, *known = operands
         name, label_smoothing, ignore_index, chunk = options
         (n, _), n_classes, dtype = hidden.shape, weight.shape[0], hidden.dtype
@@ -335,7 +329,7 @@ class _LabelsEngine(Engine):
         at_a_time = classes_at_a_time(as_chunk(chunk), hidden, n_classes)
         with without_autocast(hidden):
             scale, factors, size = RowScale.of(None, reduction, n), None, None
-            if any(wanted) and (upstream is not None or reduction != "none"):
+            if call.makes_gradients:
                 factors, size = near_one(scale.factors(hidden, n, upstream), dtype)
             biases = None if bias is None else in_dtype(bias, dtype)
             slabs = _Slabs(hidden, in_dtype(weight, dtype), biases, at_a_time)
@@ -368,24 +362,12 @@ class _LabelsEngine(Engine):
             pieces = (rule.normalisers,) if rule.two_walks else ()
         return Result(loss, pieces, (), size)
 
-    def fake(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
-        hidden = operands[0]
-        n, dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
-        loss = hidden.new_empty((n,) if reduction == "none" else (), dtype=dtype)
-        if reduction == "none" and upstream is None:
-            left = (hidden.new_empty(2, n, dtype=dtype),) if options[0] == "zlpr" else ()
-            return Result(loss, left)
-        size = None
-        if hidden.dtype == torch.float16 and any(wanted):
-            size = hidden.new_empty((), dtype=dtype)
-        return Result(loss, empty_gradients(operands, wanted), (), size)
+    def fake(self, call: Call) -> Result:
+        made = super().fake(call)
+        if call.reduction != "none" or call.upstream is not None:
+            return made
+        left = (made.loss.new_empty(2, *made.loss.shape),) if call.options[0] == "zlpr" else ()
+        return made._replace(pieces=left)
 
     def _registered(self, operands: Operands, upstream: Tensor | None, *rest: Any) -> list[Tensor]:
         """With the checks of values, which no one could read while a compiler traced the call."""

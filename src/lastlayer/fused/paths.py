@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from lastlayer._torch import accumulation_dtype, host_sync_allowed, is_eager, without_autocast
-from lastlayer.fused.function import Engine, Operands, Result, fused_loss
+from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.kernels import selected, tree_path
 from lastlayer.kernels.node_groups import (
@@ -205,17 +205,12 @@ class _PathEngine(Engine):
     )
     n_constants = 4
     kept = (0, 3, 5, 6)
+    starts_again = False
     what = "the loss of a binary tree"
     instead = "head.log_prob(hidden, classes), which has them"
 
-    def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:  # noqa: ARG002
-        return False
-
-    def compute(
-        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
-        reduction: str, wanted: Sequence[bool],
-    ) -> Result:  # fmt: skip
-        ignore_index, longest = options[:2]
+    def compute(self, call: Call) -> Result:
+        operands, (ignore_index, longest, *_), reduction, wanted, _ = call
         to_nodes = wanted[1] or wanted[2]
         with without_autocast(operands[0]):
             losses, order, slopes, rows = tree_path.loss(
@@ -224,11 +219,8 @@ class _PathEngine(Engine):
             loss, counted = reduced(losses, operands[3], ignore_index, reduction)
         return Result(loss, (rows, slopes, order, counted))
 
-    def fake(
-        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
-        reduction: str, wanted: Sequence[bool],
-    ) -> Result:  # fmt: skip
-        hidden, target = operands[0], operands[3]
+    def fake(self, call: Call) -> Result:
+        (hidden, _, _, target, *_), options, reduction, wanted, _ = call
         dtype, (n, d) = accumulation_dtype(hidden.dtype), hidden.shape
         m = n if wanted[1] or wanted[2] else 0
         loss = hidden.new_empty((n,) if reduction == "none" else (), dtype=dtype)
@@ -237,12 +229,9 @@ class _PathEngine(Engine):
         counted = loss.new_empty(()) if reduction == "mean" else None
         return Result(loss, (rows, slopes, target.new_empty(m), counted))
 
-    def finish(
-        self, operands: Operands, pieces: Sequence[Any], factor: Any, options: tuple[Any, ...],
-        reusable: bool,
-    ) -> list[Tensor | None]:  # fmt: skip
-        hidden, _, _, target, _, path_start, path_edge = operands
-        ignore_index, _, (to_hidden, to_weight, to_bias), dtype, n_nodes, room = options
+    def finish(self, call: Call, pieces: Sequence[Any], factor: Any, reusable: bool) -> Grads:
+        hidden, _, _, target, _, path_start, path_edge = call.operands
+        ignore_index, _, (to_hidden, to_weight, to_bias), dtype, n_nodes, room = call.options
         rows, slopes, order, counted = pieces
         factor = _per_loss(factor, counted)
         by_row = factor.dim() > 0
@@ -325,20 +314,15 @@ class _GroupEngine(Engine):
     )
     n_constants = 8
     kept = (0, 1)
+    starts_again = False
     what = "a path through wide nodes"
     instead = "head.log_prob(hidden), of all classes, which has them"
 
-    def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:  # noqa: ARG002
-        return False
-
-    def compute(
-        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
-        reduction: str, wanted: Sequence[bool],  # noqa: ARG002
-    ) -> Result:  # fmt: skip
+    def compute(self, call: Call) -> Result:
         from lastlayer.kernels.node_groups import triton as kernel
 
-        rows, weight, bias, node, position, row_start, target, *paths = operands
-        sizes, longest, n_classes, ignore_index, _, _ = options
+        rows, weight, bias, node, position, row_start, target, *paths = call.operands
+        sizes, longest, n_classes, ignore_index, _, _ = call.options
         if target is not None:
             target, tree = target.contiguous(), kernel.Paths(*paths)
             node, position = kernel.entries_of(target, tree, longest, sizes[0], ignore_index)
@@ -349,15 +333,12 @@ class _GroupEngine(Engine):
         counted = None
         if target is not None:
             losses = kernel.losses_of(target, made, n_classes, ignore_index)
-            made, counted = reduced(losses, target, ignore_index, reduction)
+            made, counted = reduced(losses, target, ignore_index, call.reduction)
         return Result(made, (counted, position, kept.scores, kept.lse, *kept.plan))
 
-    def fake(
-        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
-        reduction: str, wanted: Sequence[bool],  # noqa: ARG002
-    ) -> Result:  # fmt: skip
-        rows, _, _, node, _, row_start, target, *_ = operands
-        sizes, longest = options[:2]
+    def fake(self, call: Call) -> Result:
+        rows, _, _, node, _, row_start, target, *_ = call.operands
+        (sizes, longest, *_), reduction = call.options, call.reduction
         n, path = rows.shape[0], longest if node is None else node.shape[1]
         shape = (n, path) if target is None else (n,) if reduction == "none" else ()
         made, m, bounds = rows.new_empty(shape, dtype=torch.float32), n * path, TreeSizes(*sizes)
@@ -375,12 +356,10 @@ class _GroupEngine(Engine):
             *(row_start.new_empty(most, dtype=small) for most in most_tiles(m, n, bounds)),
         ))  # fmt: skip
 
-    def finish(
-        self, operands: Operands, pieces: Sequence[Any], factor: Any, options: tuple[Any, ...],
-        reusable: bool,  # noqa: ARG002
-    ) -> list[Tensor | None]:  # fmt: skip
-        (rows, weight), (counted, *kept) = operands[:2], pieces
-        needed, sparse = options[-2:]
+    def finish(self, call: Call, pieces: Sequence[Any], factor: Any, reusable: bool) -> Grads:
+        del reusable
+        (rows, weight), (counted, *kept) = call.operands[:2], pieces
+        needed, sparse = call.options[-2:]
         sparse = sparse and not torch.compiler.is_compiling() and host_sync_allowed(rows)
         factor = _per_loss(factor, counted)
         if factor.dim() < 2:
@@ -449,11 +428,8 @@ class _OneByOneEngine(Engine):
     what = _GroupEngine.what
     instead = _GroupEngine.instead
 
-    def compute(
-        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],
-        reduction: str, wanted: Sequence[bool],  # noqa: ARG002
-    ) -> Result:  # fmt: skip
-        rows, weight, bias, node, position, row_start = operands
+    def compute(self, call: Call) -> Result:
+        (rows, weight, bias, node, position, row_start), options, _, wanted, upstream = call
         groups = [*by_node(row_start, node.reshape(-1))]
         position, m, sparse = position.reshape(-1), node.shape[1], options[1]
         made = rows.new_zeros(node.shape)
@@ -494,26 +470,18 @@ class _OneByOneEngine(Engine):
         pieces = of_rows if wanted[0] else None, of_weight, of_bias, at if sparse else None
         return Result(made, pieces)
 
-    def fake(
-        self, operands: Operands, upstream: Tensor | None, options: tuple[Any, ...],  # noqa: ARG002
-        reduction: str, wanted: Sequence[bool],  # noqa: ARG002
-    ) -> Result:  # fmt: skip
-        rows, weight, bias, node, *_ = operands
-        made = rows.new_empty(node.shape)
-        if upstream is None:
+    def fake(self, call: Call) -> Result:
+        made = call.operands[0].new_empty(call.operands[3].shape)
+        if call.upstream is None:
             return Result(made)
-        of_weight = torch.empty_like(weight) if wanted[1] else None
-        of_bias = torch.empty_like(bias) if wanted[2] else None
-        of_rows = torch.empty_like(rows) if wanted[0] else None
-        return Result(made, (of_rows, of_weight, of_bias, None))
+        pairs = zip(call.operands[:3], call.wanted, strict=True)
+        of_each = [torch.empty_like(each) if needed else None for each, needed in pairs]
+        return Result(made, (*of_each, None))
 
-    def finish(
-        self, operands: Operands, pieces: Sequence[Any], factor: Any,  # noqa: ARG002
-        options: tuple[Any, ...], reusable: bool,  # noqa: ARG002
-    ) -> list[Tensor | None]:  # fmt: skip
-        *made, touched = pieces
-        needed, sparse = options
-        return _as_needed(made, touched if sparse else None, operands[1].shape, needed)
+    def finish(self, call: Call, pieces: Sequence[Any], factor: Any, reusable: bool) -> Grads:
+        del factor, reusable
+        (*made, touched), (needed, sparse) = pieces, call.options
+        return _as_needed(made, touched if sparse else None, call.operands[1].shape, needed)
 
 
 _GROUPS, _ONE_BY_ONE = _GroupEngine(), _OneByOneEngine()

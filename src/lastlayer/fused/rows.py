@@ -32,15 +32,7 @@ from lastlayer._torch import (
     is_eager,
     without_autocast,
 )
-from lastlayer.fused.function import (
-    Engine,
-    Operands,
-    Result,
-    RowScale,
-    empty_gradients,
-    fused_loss,
-    near_one,
-)
+from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, near_one
 from lastlayer.fused.scores import (
     add_weight_gradient_,
     as_chunk,
@@ -165,14 +157,8 @@ class _RowsEngine(Engine):
     def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:
         return bool(reduction == "none" or options[-1])
 
-    def compute(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
+    def compute(self, call: Call) -> Result:
+        operands, options, reduction, wanted, upstream = call
         hidden, weight, bias, target, class_weight, row_weight, weight_grad = operands
         name, numbers, ignore_index, chunk, _ = options
         with_gradients = upstream is not None or not self.recomputes(options, reduction)
@@ -230,26 +216,13 @@ class _RowsEngine(Engine):
         of_weight = made.weight if weight_grad is None else None
         return Result(loss, (of_hidden, of_weight, of_bias), statistics, size)
 
-    def fake(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
-        hidden, target = operands[0], operands[3]
+    def fake(self, call: Call) -> Result:
+        hidden, target = call.operands[0], call.operands[3]
         dtype = accumulation_dtype(hidden.dtype)
-        floats, integers = ROW_LOSSES[options[0]].statistics
+        floats, integers = ROW_LOSSES[call.options[0]].statistics
         statistics = [hidden.new_empty(target.shape, dtype=dtype) for _ in range(floats)]
         statistics += [target.new_empty(target.shape) for _ in range(integers)]
-        loss = hidden.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
-        if upstream is None and self.recomputes(options, reduction):
-            return Result(loss, (None,) * 3, statistics)
-        size = None
-        if hidden.dtype == torch.float16 and any(wanted):
-            size = hidden.new_empty((), dtype=dtype)
-        return Result(loss, empty_gradients(operands, wanted), statistics, size)
+        return super().fake(call)._replace(statistics=statistics)
 
 
 def linear_loss(

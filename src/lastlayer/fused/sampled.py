@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, without_autocast
-from lastlayer.fused.function import Engine, Operands, Result, fused_loss, near_one, scaled
+from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss, near_one, scaled
 from lastlayer.fused.scores import budget_bytes
 
 # Kernels tell classes apart by 32 bits, and sorting half as many bytes takes half the time.
@@ -166,20 +166,14 @@ class _SampledEngine(Engine):
     def statistics(self, options: tuple[Any, ...]) -> int:  # noqa: ARG002 - the sample sizes
         return 1
 
-    def compute(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
+    def compute(self, call: Call) -> Result:
+        operands, options, reduction, wanted, upstream = call
         hidden, target = operands[0], operands[4]
         temperature, n_exact, rule, chunk_rows = options[:4]
         with without_autocast(hidden):
             scale, all_count = _row_scale(hidden, target, reduction)
             factors = size = None
-            if any(wanted) and (upstream is not None or reduction != "none"):
+            if call.makes_gradients:
                 factors = scale if upstream is None else scale * in_dtype(upstream, scale.dtype)
                 factors, size = near_one(factors, hidden.dtype)
             makes = [each and factors is not None for each in wanted]
@@ -197,21 +191,15 @@ class _SampledEngine(Engine):
         pieces = made.hidden, of_shift, made.columns, made.column_biases, made.slopes, made.entries
         return Result(loss, pieces if factors is not None else (None,) * 6, (ess,), size)
 
-    def fake(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],  # noqa: ARG002 - shapes do not depend on them
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
+    def fake(self, call: Call) -> Result:
+        operands = call.operands
         hidden, weight, target, ids = operands[0], operands[1], operands[4], operands[5]
         (n, d), dtype = hidden.shape, accumulation_dtype(hidden.dtype)
-        loss = hidden.new_empty((n,) if reduction == "none" else (), dtype=dtype)
+        loss = hidden.new_empty((n,) if call.reduction == "none" else (), dtype=dtype)
         ess = hidden.new_empty(n, dtype=dtype)
-        if not any(wanted) or (upstream is None and reduction == "none"):
+        if not call.makes_gradients:
             return Result(loss, (None,) * 6, (ess,))
-        to_hidden, to_weight, to_bias, to_shift = wanted
+        to_hidden, to_weight, to_bias, to_shift = call.wanted
         shared, to_classes = ids.dim() == 1, to_weight or to_bias
         width = target.shape[1] + (0 if shared or not to_classes else ids.shape[1])
         narrow = hidden.device.type != "cpu" and weight.shape[0] <= _MOST_NARROW
@@ -229,15 +217,10 @@ class _SampledEngine(Engine):
         return Result(loss, pieces, (ess,), size)
 
     def finish(
-        self,
-        operands: Operands,
-        pieces: Sequence[Tensor | None],
-        factor: Tensor | None,
-        options: tuple[Any, ...],
-        reusable: bool,
-    ) -> list[Tensor | None]:
-        hidden, (of_hidden, of_shift, columns, column_biases, slopes, entries) = operands[0], pieces
-        sparse, n_classes, *dtypes = options[4:]
+        self, call: Call, pieces: Sequence[Any], factor: Tensor | None, reusable: bool
+    ) -> Grads:
+        hidden, (sparse, n_classes, *dtypes) = call.operands[0], call.options[4:]
+        of_hidden, of_shift, columns, column_biases, slopes, entries = pieces
         weight = bias = None
         if slopes is not None and entries is not None and dtypes != [None, None]:
             factor = slopes.new_ones(()) if factor is None else factor

@@ -24,7 +24,7 @@ from lastlayer._torch import (
     saves_tensors_through_hooks,
     without_autocast,
 )
-from lastlayer.fused.function import Engine, Operands, Result, fused_loss
+from lastlayer.fused.function import Call, Engine, Operands, Result, fused_loss
 from lastlayer.fused.scores import as_chunk, budget_bytes, device_kind
 from lastlayer.kernels import info_nce
 
@@ -137,30 +137,18 @@ class _SimilarityEngine(Engine):
     what = "info_nce"
     instead = "torch.nn.functional.cross_entropy on query @ key.T"
 
-    def call(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
-        if upstream is None and reduction == "none" and any(wanted) and is_eager(operands[0]):
-            return self._normalise(operands, options, keep=not saves_tensors_through_hooks())
-        return super().call(operands, upstream, options, reduction, wanted)
+    def invoke(self, call: Call) -> Result:
+        first_of_two = call.upstream is None and call.reduction == "none" and any(call.wanted)
+        if first_of_two and is_eager(call.operands[0]):
+            return self._normalise(call, keep=not saves_tensors_through_hooks())
+        return super().invoke(call)
 
-    def compute(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
+    def compute(self, call: Call) -> Result:
+        operands, options, reduction, wanted, upstream = call
         if upstream is not None:
-            return self._differentiate(operands, upstream, options, wanted)
+            return self._differentiate(call, upstream)
         if reduction == "none":
-            return self._normalise(operands, options, keep=False)
+            return self._normalise(call, keep=False)
         query, key, scale, pull, *_ = operands
         columns, factor = options[3], options[5]
         problem = _Problem.of(operands, options)
@@ -191,21 +179,17 @@ class _SimilarityEngine(Engine):
                 total = torch.addcmul(normaliser, pull, row_positive).add_(pull.neg().log_()).sum()
         return Result(total.mul_(factor), made, (), size)
 
-    def _normalise(self, operands: Operands, options: tuple[Any, ...], keep: bool) -> Result:
+    def _normalise(self, call: Call, keep: bool) -> Result:
+        operands, options = call[:2]
         with without_autocast(operands[0]):
             known, products = _normalisers(_Problem.of(operands, options), options[3])
         if not keep or options[6] == "low":
             products = None
         return Result(torch.cat(known), (known[0], known[2], products))
 
-    def _differentiate(
-        self,
-        operands: Operands,
-        upstream: Tensor,
-        options: tuple[Any, ...],
-        wanted: Sequence[bool],
-    ) -> Result:
+    def _differentiate(self, call: Call, upstream: Tensor) -> Result:
         """Gradients from those of the normalisers, which follow the operands, with the products."""
+        operands, options, _, wanted, _ = call
         query, key, scale, *_ = operands
         n, m = query.shape[0], key.shape[0] if options[3] else 0
         left = iter(operands[6:])
@@ -227,14 +211,8 @@ class _SimilarityEngine(Engine):
             made = _gradients(problem, factors, wanted, products, None)
         return Result(upstream.new_empty(0), made)
 
-    def fake(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
+    def fake(self, call: Call) -> Result:
+        operands, options, reduction, wanted, upstream = call
         query, key, scale, _, query_groups, *_ = operands
         positive, columns = options[0], options[3]
         if upstream is not None or reduction != "none":

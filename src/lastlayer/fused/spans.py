@@ -10,8 +10,8 @@ where vectors are as short as they usually are.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch import Tensor
 from lastlayer import kernels
 from lastlayer._torch import values_are_checked, without_autocast
 from lastlayer.fused.function import (
+    Call,
     Engine,
-    Operands,
     Result,
     RowScale,
     empty_gradients,
@@ -134,14 +134,8 @@ class _SpansEngine(Engine):
     what = "the fused loss of spans"
     instead = "lastlayer.zlpr_loss on what head.scores(hidden) returns"
 
-    def compute(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
+    def compute(self, call: Call) -> Result:
+        operands, options, reduction, wanted, upstream = call
         parts, target, found = SpanParts(*operands[:5]), operands[5], None
         if len(operands) > 6:
             found = operands[6]
@@ -155,7 +149,7 @@ class _SpansEngine(Engine):
                 if parts.mask is not None:
                     divisor = parts.mask.any(-1).sum() * n_types
             scale, factors = RowScale(None, divisor), None
-            if any(wanted) and (upstream is not None or reduction != "none"):
+            if call.makes_gradients:
                 factors = scale.factors(parts.query, n_rows, upstream).view(-1, n_types)
             run = _by_kernels if _kernels_suit(parts.query) else _by_tiles
             found, made = run(parts, target, n_types, n_spans, found, factors)
@@ -165,21 +159,14 @@ class _SpansEngine(Engine):
         pieces = [each if need else None for each, need in zip(made, wanted, strict=True)]
         return Result(loss, pieces)
 
-    def fake(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
-        query, n_types = operands[0], options[0]
-        if reduction != "none":
-            return Result(query.new_empty(()), empty_gradients(operands, wanted))
+    def fake(self, call: Call) -> Result:
+        query, n_types = call.operands[0], call.options[0]
+        gradients = empty_gradients(call.operands, call.wanted)
+        if call.reduction != "none":
+            return Result(query.new_empty(()), gradients)
         loss = query.new_empty(query.shape[0], n_types)
-        if upstream is None:
-            return Result(loss, (query.new_empty(2, query.shape[0], n_types),))
-        return Result(loss, empty_gradients(operands, wanted))
+        sums = query.new_empty(2, query.shape[0], n_types)
+        return Result(loss, (sums,) if call.upstream is None else gradients)
 
 
 SPANS = _SpansEngine()

@@ -20,7 +20,7 @@ from lastlayer._checks import (
     check_scores,
 )
 from lastlayer._torch import accumulation_dtype, in_dtype, in_functorch
-from lastlayer.fused.function import Engine, Operands, Result, RowScale, fused_loss, near_one
+from lastlayer.fused.function import Call, Engine, Grads, Result, RowScale, fused_loss, near_one
 from lastlayer.losses._module import LossModule
 from lastlayer.losses.fenchel_young import check_loss, general_loss, score_gradient
 from lastlayer.maps.entmax import entmax
@@ -236,19 +236,10 @@ class _ScoreLoss(Engine):
     schema = "float alpha, int k, int? ignore_index"
     n_constants = 2
     kept = (0, 1, 2)
+    starts_again = False
 
-    def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:  # noqa: ARG002
-        return False
-
-    def compute(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,  # noqa: ARG002 - nothing is computed again
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
-        scores, target, class_weight = operands
+    def compute(self, call: Call) -> Result:
+        (scores, target, class_weight), options, reduction, wanted, _ = call
         alpha, k, ignore_index = options
         shape, dtype = scores.shape, accumulation_dtype(scores.dtype)
         rows = scores if len(shape) == 2 else scores.reshape(-1, shape[-1])
@@ -270,47 +261,19 @@ class _ScoreLoss(Engine):
             return Result(loss, (None,))
         return Result(loss, (gradient if len(shape) == 2 else gradient.view(shape),), (), size)
 
-    def fake(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,  # noqa: ARG002
-        options: tuple[Any, ...],  # noqa: ARG002
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
-        scores, target, _ = operands
-        dtype = accumulation_dtype(scores.dtype)
-        loss = scores.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
-        if not wanted[0]:
-            return Result(loss, (None,))
-        size = scores.new_empty((), dtype=dtype) if scores.dtype == torch.float16 else None
-        return Result(loss, (scores.new_empty(scores.shape),), (), size)
-
     def finish(
-        self,
-        operands: Operands,
-        pieces: Sequence[Tensor | None],
-        factor: Tensor | None,
-        options: tuple[Any, ...],
-        reusable: bool,
-    ) -> list[Tensor | None]:
+        self, call: Call, pieces: Sequence[Any], factor: Tensor | None, reusable: bool
+    ) -> Grads:
         (gradient,) = pieces
         if gradient is None or factor is None or not factor.dim():
-            return super().finish(operands, pieces, factor, options, reusable)
+            return super().finish(call, pieces, factor, reusable)
         row = factor.unsqueeze(-1)
         if reusable and gradient.dtype == row.dtype:
             return [gradient.mul_(row).masked_fill_(row == 0, 0.0)]
         return [torch.where(row == 0, 0.0, gradient * row)]
 
-    def differentiable(
-        self,
-        operands: Operands,
-        grad: Tensor,
-        options: tuple[Any, ...],
-        reduction: str,
-    ) -> list[Tensor | None]:
-        scores, target, class_weight = operands
-        alpha, k, ignore_index = options
+    def differentiable(self, call: Call, grad: Tensor) -> Grads:
+        (scores, target, class_weight), (alpha, k, ignore_index), reduction, *_ = call
         dtype = accumulation_dtype(scores.dtype)
         ids, weight = _row_weight(target, class_weight, ignore_index, dtype)
         scale = RowScale.of(weight, reduction, target.numel())

@@ -16,7 +16,7 @@ from lastlayer._labels import (
     rows_of_mask,
 )
 from lastlayer._torch import accumulation_dtype, in_functorch
-from lastlayer.fused.function import Engine, Operands, Result, fused_loss
+from lastlayer.fused.function import Call, Engine, Grads, Operands, Result, fused_loss
 from lastlayer.kernels.zlpr import reference
 from lastlayer.losses._module import LossModule
 
@@ -178,18 +178,10 @@ class _ZLPR(Engine):
     schema = "float label_smoothing"
     n_constants = 6
     kept = tuple(range(7))
+    starts_again = False
 
-    def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:  # noqa: ARG002
-        return False
-
-    def compute(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,  # noqa: ARG002 - nothing is computed again
-        options: tuple[Any, ...],
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
+    def compute(self, call: Call) -> Result:
+        operands, options, reduction, wanted, _ = call
         scores, mask = operands[0], operands[-1]
         rows, labels, rows_mask = _as_rows(operands)
         if len(labels) == 1:
@@ -210,15 +202,8 @@ class _ZLPR(Engine):
             share = counts.sum().clamp_(min=1).to(losses.dtype).reciprocal_()
         return Result(total * share, pieces, (), share)
 
-    def fake(
-        self,
-        operands: Operands,
-        upstream: Tensor | None,  # noqa: ARG002
-        options: tuple[Any, ...],  # noqa: ARG002
-        reduction: str,
-        wanted: Sequence[bool],
-    ) -> Result:
-        scores = operands[0]
+    def fake(self, call: Call) -> Result:
+        (scores, *_), _, reduction, wanted, _ = call
         batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
         loss = scores.new_empty(batch if reduction == "none" else (), dtype=dtype)
         stats = scores.new_empty((4, batch.numel()), dtype=dtype) if wanted[0] else None
@@ -226,13 +211,10 @@ class _ZLPR(Engine):
         return Result(loss, (stats,), (), share)
 
     def finish(
-        self,
-        operands: Operands,
-        pieces: Sequence[Tensor | None],
-        factor: Tensor | None,
-        options: tuple[Any, ...],
-        reusable: bool,  # noqa: ARG002 - the stats stay
-    ) -> list[Tensor | None]:
+        self, call: Call, pieces: Sequence[Any], factor: Tensor | None, reusable: bool
+    ) -> Grads:
+        del reusable  # the statistics stay
+        operands, options = call[:2]
         (stats,) = pieces
         if stats is None or factor is None:
             return [None]
@@ -246,13 +228,8 @@ class _ZLPR(Engine):
             )
         return [product if operands[0].dim() == 2 else product.view(operands[0].shape)]
 
-    def differentiable(
-        self,
-        operands: Operands,
-        grad: Tensor,
-        options: tuple[Any, ...],
-        reduction: str,
-    ) -> list[Tensor | None]:
+    def differentiable(self, call: Call, grad: Tensor) -> Grads:
+        operands, options, reduction, *_ = call
         rows, labels, mask = _as_rows(operands)
         if len(labels) == 1:
             (target,) = labels
