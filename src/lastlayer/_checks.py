@@ -20,6 +20,7 @@ from lastlayer._torch import autocast_dtype, values_are_checked
 REDUCTIONS = ("mean", "sum", "none")
 # What the kernels take: torch counts float8 as floating too, but has hardly an operation for it.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NUMBER_OR_TENSOR = "a number or a floating tensor"
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -46,19 +47,20 @@ def check_real(
     value: Any,
     expected: str = "a finite number",
     fits: Callable[[float], bool] | None = None,
+    kind: str = "a number",
 ) -> float:
-    """``value`` as a float for which ``fits`` holds, finite if that is None."""
+    """``value`` as a float for which ``fits`` holds, finite if that is None; ``kind`` is a type."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected {kind}, got {type(value).__name__}")
     number = float(value)
     if not (math.isfinite(number) if fits is None else fits(number)):
         raise ValueError(f"{name}: expected {expected}, got {value}")
     return number
 
 
-def check_positive(name: str, value: Any) -> float:
+def check_positive(name: str, value: Any, kind: str = "a number") -> float:
     """A finite number above 0."""
-    return check_real(name, value, "a finite number above 0", lambda x: 0.0 < x < math.inf)
+    return check_real(name, value, "a finite number above 0", lambda x: 0.0 < x < math.inf, kind)
 
 
 def check_not_negative(name: str, value: Any) -> float:
@@ -116,6 +118,13 @@ def check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
 
 
+def check_floating(name: str, value: Any, expected: str) -> None:
+    """A tensor of a floating dtype."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name}: expected {expected}, got {got}")
+
+
 def check_scores(scores: Any, *, name: str = "scores", at_least_1d: bool = True) -> None:
     """A tensor of one of the dtypes, with at least one dimension."""
     check_tensor(name, scores)
@@ -160,7 +169,8 @@ def check_dim(dim: Any, scores: Tensor) -> int:
     return number % rank
 
 
-def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether a shape broadcasts to another."""
     try:
         return tuple(torch.broadcast_shapes(shape, to)) == tuple(to)
     except RuntimeError:
@@ -176,7 +186,7 @@ def check_mask(mask: Any, scores: Tensor) -> None:
             f"mask: expected dtype torch.bool with True for allowed, got {mask.dtype}; "
             "convert with mask.bool()"
         )
-    if not _broadcasts(mask.shape, scores.shape):
+    if not broadcasts(mask.shape, scores.shape):
         raise ValueError(
             f"mask: expected a shape that broadcasts to that of scores {tuple(scores.shape)}, "
             f"got {tuple(mask.shape)}"
@@ -190,26 +200,19 @@ def check_k(k: Any) -> int:
 
 def check_alpha(alpha: Any) -> None:
     """A number, or a floating tensor, of at least 1."""
-    expected = "expected at least 1 (1 is softmax, 1.5 and 2 are sparse)"
-    if isinstance(alpha, Tensor):
-        if not alpha.is_floating_point():
-            raise TypeError(
-                f"alpha: expected a number or a floating tensor, got a tensor of {alpha.dtype}"
-            )
-        if values_are_checked(alpha):
-            wrong = ~((alpha >= 1.0) & torch.isfinite(alpha))
-            if bool(wrong.any()):
-                raise ValueError(
-                    f"alpha: {expected}, got {alpha[wrong].flatten()[0].item()} among its values; "
-                    "Entmax(learn_alpha=True) learns an alpha that stays above 1"
-                )
+    expected, kind = "at least 1 (1 is softmax, 1.5 and 2 are sparse)", NUMBER_OR_TENSOR
+    if not isinstance(alpha, Tensor):
+        check_real("alpha", alpha, expected, lambda x: 1.0 <= x < math.inf, kind)
         return
-    if isinstance(alpha, bool) or not isinstance(alpha, Real):
-        raise TypeError(
-            f"alpha: expected a number or a floating tensor, got {type(alpha).__name__}"
-        )
-    if not 1.0 <= float(alpha) < math.inf:
-        raise ValueError(f"alpha: {expected}, got {alpha}")
+    if not alpha.is_floating_point():
+        raise TypeError(f"alpha: expected {kind}, got a tensor of {alpha.dtype}")
+    if values_are_checked(alpha):
+        wrong = ~((alpha >= 1.0) & torch.isfinite(alpha))
+        if bool(wrong.any()):
+            raise ValueError(
+                f"alpha: expected {expected}, got {alpha[wrong].flatten()[0].item()} among its "
+                "values; Entmax(learn_alpha=True) learns an alpha that stays above 1"
+            )
 
 
 def check_alpha_number(alpha: Any) -> float:
@@ -227,7 +230,7 @@ def check_alpha_shape(alpha: Tensor, scores: Tensor, dim: int) -> None:
     """One alpha per row: broadcasts to the scores with size 1 at ``dim``."""
     rows = list(scores.shape)
     rows[dim] = 1
-    if not _broadcasts(alpha.shape, rows):
+    if not broadcasts(alpha.shape, rows):
         raise ValueError(
             f"alpha: expected a shape that broadcasts to {tuple(rows)}, one alpha per row of "
             f"scores {tuple(scores.shape)} along dim {dim}, got {tuple(alpha.shape)}"
@@ -238,13 +241,7 @@ def check_class_weight(
     class_weight: Any, n_classes: int, like: Tensor | None = None, of: str = "hidden"
 ) -> None:
     """One floating weight per class, on the device of ``like``, that needs no gradient there."""
-    if not isinstance(class_weight, Tensor) or not class_weight.is_floating_point():
-        got = (
-            class_weight.dtype if isinstance(class_weight, Tensor) else type(class_weight).__name__
-        )
-        raise TypeError(
-            f"class_weight: expected a floating tensor with one weight per class, got {got}"
-        )
+    check_floating("class_weight", class_weight, "a floating tensor with one weight per class")
     if class_weight.shape != (n_classes,):
         raise ValueError(
             f"class_weight: expected shape ({n_classes},), one weight per class, got "

@@ -3,6 +3,8 @@
 Lists come padded, ``(*batch, m)``, or in CSR: all lists one after the other, with offsets.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from lastlayer._checks import (
     check_device,
+    check_floating,
     check_ids,
     check_ignore_index,
     check_mask,
@@ -120,19 +123,15 @@ class Positives(NamedTuple):
     Attributes:
         classes: ``(k,)`` int64; -1 where an entry does not count.
         rows: ``(k,)`` int64, ascending: the row of each entry, also of those that do not count.
-        valid: ``(k,)`` bool, ``classes >= 0``.
         starts: ``(n_rows + 1,)`` int64: row r has the entries from ``starts[r]`` to below
-            ``starts[r + 1]``; of these the first ``counts[r]`` count.
-        counts: ``(n_rows,)`` int64: how many different positives a row has.
+            ``starts[r + 1]``.
         values: ``(k,)``, of any floating dtype: the label of each entry, 0 where it does not count.
             None where all that count are 1.
     """
 
     classes: Tensor
     rows: Tensor
-    valid: Tensor
     starts: Tensor
-    counts: Tensor
     values: Tensor | None
 
 
@@ -140,44 +139,24 @@ def positive_lists(
     positives: Any,
     offsets: Any = None,
     *,
-    n_rows: int,
+    batch: Sequence[int],
     n_classes: int,
     ignore_index: int | None = -100,
     values: Any = None,
     label_smoothing: float = 0.0,
-    batch: tuple[int, ...] | None = None,
 ) -> Positives:
     """Checks lists of positives, and brings them into the one form.
 
-    Without ``values`` each listed class has the label ``1 - label_smoothing``; all others have
-    ``label_smoothing``. Of duplicates the one that is listed first counts. Where values cannot be
-    checked (on a GPU, outside of :func:`lastlayer.debug`) ids out of range count as padding.
+    Arguments are those of :func:`lastlayer.zlpr_loss_from_indices`, for rows of the shape
+    ``batch``. Where values cannot be checked (on a GPU, outside of :func:`lastlayer.debug`) ids out
+    of range count as padding.
 
     Cost: two sorts of k numbers; no host sync, a graph that compiles, and vmap.
-
-    Args:
-        positives: integers ``(*batch, m)``, padded with ``ignore_index``; or ``(k,)`` with offsets.
-        offsets: integers ``(n_rows + 1,)``, from 0 to k: row r lists
-            ``positives[offsets[r] : offsets[r + 1]]``. Such lists may be padded too.
-        n_rows: number of rows of the scores.
-        n_classes: number of classes.
-        ignore_index: the id that pads; None where nothing is padding.
-        values: the labels of what is listed, in [0, 1] and of the shape of ``positives``; the
-            gradient flows through.
-        label_smoothing: the label of each class that is not listed.
-        batch: the exact batch dimensions of padded lists; ``(n_rows,)`` or any shape of as many
-            rows where it is None.
     """
     positives, offsets = check_positives(
-        positives,
-        offsets,
-        n_rows=n_rows,
-        n_classes=n_classes,
-        ignore_index=ignore_index,
-        values=values,
-        label_smoothing=label_smoothing,
-        batch=batch,
+        positives, offsets, values, batch, n_classes, ignore_index, label_smoothing
     )
+    n_rows = math.prod(batch)
     device = positives.device
     flat = positives.reshape(-1)
     if offsets is None:
@@ -203,32 +182,22 @@ def positive_lists(
     key, again = torch.sort(torch.where(repeated, first_key + n_classes, key), stable=True)
     found = key - first_key
     valid = found < n_classes
-    so_far = torch.nn.functional.pad(valid.long().cumsum(0), (1, 0))
     labels = None
     if values is not None:
         labels = torch.where(valid, values.reshape(-1)[order[again]], 0.0)
     elif label_smoothing:
         labels = valid.double() * (1.0 - label_smoothing)
-    return Positives(
-        classes=torch.where(valid, found, -1),
-        rows=rows,
-        valid=valid,
-        starts=starts,
-        counts=so_far[starts[1:]] - so_far[starts[:-1]],
-        values=labels,
-    )
+    return Positives(torch.where(valid, found, -1), rows, starts, labels)
 
 
 def check_positives(
     positives: Any,
-    offsets: Any = None,
-    *,
-    n_rows: int,
+    offsets: Any,
+    values: Any,
+    batch: Sequence[int],
     n_classes: int,
-    ignore_index: Any = -100,
-    values: Any = None,
-    label_smoothing: Any = 0.0,
-    batch: tuple[int, ...] | None = None,
+    ignore_index: Any,
+    label_smoothing: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The checks of :func:`positive_lists` alone; positives and offsets as int64."""
     check_label_smoothing(label_smoothing)
@@ -241,27 +210,17 @@ def check_positives(
             "listed classes to values="
         )
     if offsets is not None:
-        offsets = _check_offsets(offsets, positives, n_rows)
-    else:
-        _check_padded(positives, n_rows, batch)
+        offsets = _check_offsets(offsets, positives, math.prod(batch))
+    elif positives.dim() == 0 or positives.shape[:-1] != tuple(batch):
+        expected = "".join(f"{size}, " for size in batch)
+        raise ValueError(
+            f"positives: expected shape ({expected}m), lists padded with ignore_index, got "
+            f"{tuple(positives.shape)}; for concatenated lists give offsets="
+        )
     if values is not None:
         _check_values(values, positives)
     positives = check_ids("positives", positives, None, n_classes, ignore_index)
     return positives, offsets
-
-
-def _check_padded(positives: Tensor, n_rows: int, batch: tuple[int, ...] | None) -> None:
-    if batch is None:
-        fits = positives.dim() > 0 and positives.shape[:-1].numel() == n_rows
-        expected = f"(*batch, m) with {n_rows} rows"
-    else:
-        fits = positives.dim() > 0 and tuple(positives.shape[:-1]) == tuple(batch)
-        expected = "(" + "".join(f"{size}, " for size in batch) + "m)"
-    if not fits:
-        raise ValueError(
-            f"positives: expected shape {expected}, lists padded with ignore_index, got "
-            f"{tuple(positives.shape)}; for concatenated lists give offsets="
-        )
 
 
 def _check_offsets(offsets: Any, positives: Tensor, n_rows: int) -> Tensor:
@@ -291,9 +250,7 @@ def _check_offsets(offsets: Any, positives: Tensor, n_rows: int) -> Tensor:
 
 
 def _check_values(values: Any, positives: Tensor) -> None:
-    if not isinstance(values, Tensor) or not values.is_floating_point():
-        got = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise TypeError(f"values: expected a floating tensor of labels, got {got}")
+    check_floating("values", values, "a floating tensor of labels")
     if values.shape != positives.shape:
         raise ValueError(
             f"values: expected the shape of positives, {tuple(positives.shape)}, got "

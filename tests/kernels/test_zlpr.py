@@ -54,7 +54,7 @@ def problem(kind, n_rows, n, dtype=torch.float32, device="cpu", mask=None, size=
         values = torch.rand(n_rows, 9) if kind == "values" else None
         smoothing = 0.03 if kind == "values" else 0.0
         lists = positive_lists(
-            listed, n_rows=n_rows, n_classes=n, values=values, label_smoothing=smoothing
+            listed, batch=(n_rows,), n_classes=n, values=values, label_smoothing=smoothing
         )
         labels = (lists.classes, lists.rows, lists.starts, lists.values)
         dense = torch.full((n_rows, n), smoothing, dtype=torch.float64)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lastlayer import samplers
-from lastlayer.samplers.counters import uniforms
+from lastlayer.kernels import rng
+from lastlayer.samplers.counters import fractions
 from lastlayer.testing import check_sampler
 from lastlayer.testing.suite import LEAST_EXPECTED, pooled
 
@@ -15,7 +16,8 @@ class Rounded(samplers.LogUniform):
     """Draws ⌊(n+1)^u + 1/2⌋ − 1 and records the log-uniform probabilities."""
 
     def _draw(self, n, counter, context):
-        drawn = (uniforms(counter, n) * math.log(self.n_classes)).exp().round().long() - 1
+        uniform = fractions(rng.words("auto", counter, n))
+        drawn = (uniform * math.log(self.n_classes)).exp().round().long() - 1
         return drawn.clamp(0, self.n_classes - 1)
 
 

@@ -136,9 +136,8 @@ def check_lists(
     batch = hidden.shape[:-1]
     n = batch.numel()
     positives, offsets = check_positives(
-        positives, offsets, n_rows=n, n_classes=n_classes, ignore_index=ignore_index,
-        values=values, label_smoothing=label_smoothing, batch=tuple(batch),
-    )  # fmt: skip
+        positives, offsets, values, batch, n_classes, ignore_index, label_smoothing
+    )
     values = None if values is None else values.detach()
     if offsets is None and len(batch) != 1:
         positives = positives.reshape(n, positives.shape[-1])

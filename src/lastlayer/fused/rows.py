@@ -18,6 +18,7 @@ from lastlayer._checks import (
     check_chunk,
     check_class_weight,
     check_device,
+    check_floating,
     check_ids,
     check_ignore_index,
     check_linear,
@@ -455,11 +456,7 @@ def _padded(entries: Tensor, width: int) -> Tensor:
 
 
 def _check_row_weight(row_weight: Any, target: Tensor) -> None:
-    if not isinstance(row_weight, Tensor) or not row_weight.is_floating_point():
-        got = row_weight.dtype if isinstance(row_weight, Tensor) else type(row_weight).__name__
-        raise TypeError(
-            f"row_weight: expected a floating tensor with one weight per row, got {got}"
-        )
+    check_floating("row_weight", row_weight, "a floating tensor with one weight per row")
     if row_weight.shape != target.shape:
         raise ValueError(
             f"row_weight: expected the shape of target, {tuple(target.shape)}, got "

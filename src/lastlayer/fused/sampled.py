@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, without_autocast
 from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss, near_one, scaled
-from lastlayer.fused.scores import budget_bytes
+from lastlayer.fused.scores import budget_bytes, multiply
 
 # Kernels tell classes apart by 32 bits, and sorting half as many bytes takes half the time.
 _MOST_NARROW = 2**31 - 1
@@ -476,28 +476,14 @@ def _shared_draws(
         if part is not None:
             some, of_some = hidden[part], of_hidden[part]
             made, slopes = scores[: some.shape[0]], gradient[: some.shape[0]]
-        _multiply(some, vectors.t(), made)
+        multiply(made, some, vectors.t())
         rows.run(impl, made, slopes, first, second, sums, part)
         if p.to_hidden:
-            _multiply(slopes, vectors, of_some)
+            multiply(of_some, slopes, vectors)
         if p.to_weight:
-            _multiply(slopes.t(), some, columns, adds=start > 0)
+            multiply(columns, slopes.t(), some, adds=start > 0)
     column_biases = sums.sum(0) if p.to_bias and parts > 1 else sums.view(-1)
     return first, second, of_hidden, columns, column_biases
-
-
-def _multiply(left: Tensor, right: Tensor, out: Tensor, adds: bool = False) -> None:
-    """``left @ right`` into ``out``, which may be wider, or added to it."""
-    wide: dict[str, Any] = {}
-    if out.dtype != left.dtype:
-        if left.device.type == "cuda":
-            wide = {"out_dtype": out.dtype}
-        else:
-            left, right = left.to(out.dtype), right.to(out.dtype)
-    if adds:
-        torch.addmm(out, left, right, out=out, **wide)
-    else:
-        torch.mm(left, right, out=out, **wide)
 
 
 def _multiplies_narrow(hidden: Tensor) -> bool:

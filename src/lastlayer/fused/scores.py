@@ -143,6 +143,19 @@ def scores_into(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
     return out if bias is None else out.add_(bias)
 
 
+def multiply(out: Tensor, left: Tensor, right: Tensor, adds: bool = False) -> Tensor:
+    """``left @ right`` into ``out``, which may be wider, or added to it."""
+    wide: dict[str, Any] = {}
+    if out.dtype != left.dtype:
+        if left.device.type == "cuda":
+            wide = {"out_dtype": out.dtype}
+        else:
+            left, right = left.to(out.dtype), right.to(out.dtype)
+    if adds:
+        return torch.addmm(out, left, right, out=out, **wide)
+    return torch.mm(left, right, out=out, **wide)
+
+
 def set_weight_gradient(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     """``gradient.T @ hidden`` into ``total``, which may be wider."""
     if total.dtype == gradient.dtype:

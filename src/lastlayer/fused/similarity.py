@@ -25,7 +25,7 @@ from lastlayer._torch import (
     without_autocast,
 )
 from lastlayer.fused.function import Call, Engine, Operands, Result, fused_loss
-from lastlayer.fused.scores import as_chunk, budget_bytes, device_kind
+from lastlayer.fused.scores import as_chunk, budget_bytes, device_kind, multiply
 from lastlayer.kernels import info_nce
 
 # On CUDA products of this many queries are fast, and adding them to the gradient of the keys costs
@@ -328,7 +328,7 @@ def _normalisers(problem: _Problem, columns: bool) -> tuple[list[Tensor], Tensor
     memory = problem.memory()
     for part in problem.parts():
         here = slice(part.stop - part.start)
-        scores = _product(_some(memory, here), _some(queries, part), keys.t())
+        scores = multiply(_some(memory, here), _some(queries, part), keys.t())
         info_nce.statistics_(
             "auto", scores, *problem.arguments(part), _some(row_lse, part),
             _some(row_positive, part), column_lse, column_positive,
@@ -387,7 +387,7 @@ def _gradients(
         rows = problem.unit(some)
         scores = _some(memory, here)
         if kept is None or part is not parts[0]:
-            _product(scores, rows, keys.t())
+            multiply(scores, rows, keys.t())
         arguments, row_lse = problem.arguments(part), _some(factors.row_lse, part)
         if row_positive is not None:
             info_nce.statistics_(
@@ -401,13 +401,13 @@ def _gradients(
             factors.by_column_positive, weights,
         )  # fmt: skip
         if to_query:
-            product = _product(_some(raw, here), weights, keys)
+            product = multiply(_some(raw, here), weights, keys)
             info_nce.row_gradients_(
                 "auto", some, product, back, normalize, _some(query_gradient, part),
                 _some(along, part),
             )  # fmt: skip
         if total is not None:
-            _product(total, weights.t(), rows, add=part is not parts[0])
+            multiply(total, weights.t(), rows, adds=part is not parts[0])
     del memory, other, raw, keys
     key_gradient = None
     if total is not None:
@@ -422,17 +422,6 @@ def _gradients(
 def _some(values: Tensor, part: slice) -> Tensor:
     """``values[part]``, which costs host time even where it is all of them."""
     return values if part.stop - (part.start or 0) == values.shape[0] else values[part]
-
-
-def _product(out: Tensor, left: Tensor, right: Tensor, add: bool = False) -> Tensor:
-    """``left @ right`` into ``out``, or added to it; in the dtype of ``out``."""
-    if out.dtype == left.dtype:
-        if add:
-            return torch.addmm(out, left, right, out=out)
-        return torch.mm(left, right, out=out)
-    if add:
-        return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
-    return torch.mm(left, right, out_dtype=out.dtype, out=out)
 
 
 def scale_of(temperature: float | Tensor, query: Tensor) -> Tensor:

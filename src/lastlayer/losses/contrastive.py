@@ -1,7 +1,6 @@
 """InfoNCE: the right key among all keys of the batch, for each query."""
 
 import math
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lastlayer._checks import (
+    NUMBER_OR_TENSOR,
     check_choice,
     check_chunk,
     check_device,
@@ -365,8 +365,7 @@ def _check_temperature(temperature: Any) -> None:
     if isinstance(temperature, Tensor):
         if not temperature.is_floating_point():
             raise TypeError(
-                "temperature: expected a number or a floating tensor, got a tensor of "
-                f"{temperature.dtype}"
+                f"temperature: expected {NUMBER_OR_TENSOR}, got a tensor of {temperature.dtype}"
             )
         if temperature.dim():
             raise ValueError(
@@ -376,11 +375,7 @@ def _check_temperature(temperature: Any) -> None:
         if not values_are_checked(temperature):
             return
         temperature = temperature.item()
-    elif isinstance(temperature, bool) or not isinstance(temperature, Real):
-        raise TypeError(
-            f"temperature: expected a number or a floating tensor, got {type(temperature).__name__}"
-        )
-    check_positive("temperature", temperature)
+    check_positive("temperature", temperature, NUMBER_OR_TENSOR)
 
 
 def _check_vectors(query: Any, key: Any, negatives: Any, symmetric: bool, in_batch: bool) -> None:

@@ -1,14 +1,13 @@
 """Losses that tell what was observed from what was drawn as noise, on scores."""
 
 import math
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lastlayer._checks import check_real, check_reduction, check_scores, check_tensor
+from lastlayer._checks import broadcasts, check_real, check_reduction, check_scores, check_tensor
 from lastlayer._torch import accumulation_dtype, in_dtype
 
 
@@ -139,9 +138,7 @@ def _log_z(log_z: Any, positive: Tensor, rows: torch.Size) -> Tensor | None:
     if isinstance(log_z, Tensor):
         _check_broadcasts("log_z", log_z, rows)
         return _wide(log_z).expand(rows)
-    if isinstance(log_z, bool) or not isinstance(log_z, Real):
-        raise TypeError(f"log_z: expected a number or a tensor, got {type(log_z).__name__}")
-    number = check_real("log_z", log_z)
+    number = check_real("log_z", log_z, kind="a number or a tensor")
     return _wide(positive).new_full(rows, number) if number else None
 
 
@@ -177,11 +174,7 @@ def _check_pairs(positive: Any, negative: Any, mask: Any, reduction: Any) -> Non
 def _check_broadcasts(name: str, value: Any, shape: tuple[int, ...]) -> None:
     """A tensor that broadcasts to a shape."""
     check_tensor(name, value)
-    try:
-        fits = torch.broadcast_shapes(value.shape, shape) == tuple(shape)
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not broadcasts(value.shape, shape):
         raise ValueError(
             f"{name}: expected a shape that broadcasts to {tuple(shape)}, got {tuple(value.shape)}"
         )

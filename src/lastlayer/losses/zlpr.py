@@ -140,18 +140,16 @@ def zlpr_loss_from_indices(
     check_allowed(mask, scores)
     batch, n = scores.shape[:-1], scores.shape[-1]
     n_rows = batch.numel()
-    lists = positive_lists(
+    classes, rows, starts, labels = positive_lists(
         positives,
         offsets,
-        n_rows=n_rows,
+        batch=batch,
         n_classes=n,
         ignore_index=ignore_index,
         values=values,
         label_smoothing=label_smoothing,
-        batch=tuple(batch),
     )
     check_device("positives", positives, scores, "scores")
-    classes, rows, _, starts, _, labels = lists
     if in_functorch() or (labels is not None and labels.requires_grad):
         target = reference.dense_target(
             scores.reshape(n_rows, n), classes, rows, labels, label_smoothing

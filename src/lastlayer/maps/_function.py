@@ -136,15 +136,9 @@ class _Entmax(torch.autograd.Function):
         return grad_scores, grad_row_alpha, None, None
 
     @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        scores: Tensor,
-        row_alpha: Tensor | None,
-        alpha: float,
-        impl: Impl,
-    ) -> tuple[Tensor, int]:
-        scores, row_alpha = batch_first(info.batch_size, in_dims, scores, row_alpha)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        scores, row_alpha = batch_first(info.batch_size, in_dims, *inputs[:2])
+        alpha, impl = inputs[2:]
         return entmax_rows(scores, alpha, row_alpha, impl), 0
 
 
@@ -184,17 +178,9 @@ class _EntmaxJacobianProduct(torch.autograd.Function):
         return grad_probs, grad_grad, grad_row_alpha, None, None
 
     @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        probs: Tensor,
-        grad: Tensor,
-        row_alpha: Tensor | None,
-        alpha: float,
-        impl: Impl,
-    ) -> tuple[Tensor, int]:
-        probs, grad, row_alpha = batch_first(info.batch_size, in_dims, probs, grad, row_alpha)
-        return entmax_jacobian_product(probs, grad, row_alpha, alpha, impl), 0
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        probs, grad, row_alpha = batch_first(info.batch_size, in_dims, *inputs[:3])
+        return entmax_jacobian_product(probs, grad, row_alpha, *inputs[3:]), 0
 
 
 class _TopKSoftmax(torch.autograd.Function):

@@ -107,14 +107,6 @@ class _EntmaxSupport(torch.autograd.Function):
         return dense.scatter_add(-1, indices, compact), None, None, None, None
 
     @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        scores: Tensor,
-        row_alpha: Tensor | None,
-        alpha: float,
-        max_support: int,
-        impl: Impl,
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
-        scores, row_alpha = batch_first(info.batch_size, in_dims, scores, row_alpha)
-        return _EntmaxSupport.apply(scores, row_alpha, alpha, max_support, impl), (0, 0, 0)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, ...]:
+        rows = batch_first(info.batch_size, in_dims, *inputs[:2])
+        return _EntmaxSupport.apply(*rows, *inputs[2:]), (0, 0, 0)

@@ -75,11 +75,6 @@ def fork(rng_counter: Tensor, number: int) -> Tensor:
     return torch.stack([made[0] << 32 | made[1], rng_counter[1]])
 
 
-def uniforms(rng_counter: Tensor, n: int) -> Tensor:
-    """``n`` numbers from 0 up to 1, multiples of 2^-53, in float64."""
-    return fractions(rng.words("auto", rng_counter, n))
-
-
 def fractions(pairs: Tensor) -> Tensor:
-    """The same from pairs of words, ``(..., 2)``."""
+    """Numbers from 0 up to 1, multiples of 2^-53 in float64, from pairs of words ``(..., 2)``."""
     return ((pairs[..., 0] << 21) | (pairs[..., 1] >> 11)).double() * 2.0**-53

@@ -1,6 +1,6 @@
 """A proposal that follows the model: an n-gram that learns from the scores of what was drawn."""
 
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -161,14 +161,16 @@ class AdaptiveNGram(Sampler):
         known = target.isfinite().all(1)
         places = [lists.find(key) for lists, key in zip(self._lists(), keys, strict=True)]
         parts = [part.masked_fill(again, 0.0) for part in self._parts(places, classes, weight)]
-        taught = known & (keys[0] >= 0)
-        self._move_mixture(parts, target.masked_fill(~taught[:, None], 0.0), again, taught)
+        in_context = known & (keys[0] >= 0)
+        target_there = target.masked_fill(~in_context[:, None], 0.0)
+        self._move_mixture(parts, target_there, again, in_context)
         # A class that is there again goes behind the others, which stay sorted.
         classes, order = classes.masked_fill(again, UNUSED).sort(dim=1, stable=True)
         for lists, key, part in zip(self._lists(), keys, parts[1:], strict=True):
             moved = part + self.rate * (part.sum(1, keepdim=True) * target - part)
-            found = Update(classes, moved.gather(1, order), weight.gather(1, order))
-            lists.learn(lists.place(torch.where(known, key, -1)), found, self.unigram.weight)
+            place = lists.place(torch.where(known, key, -1))
+            taught = classes.int(), moved.gather(1, order), weight.gather(1, order)
+            lists.learn(place, *taught, self.unigram.weight)
 
     def _move_mixture(
         self, parts: list[Tensor], target: Tensor, again: Tensor, taught: Tensor
@@ -227,17 +229,6 @@ class AdaptiveNGram(Sampler):
     def from_config(cls, config: dict[str, Any]) -> Self:
         others = {name: value for name, value in config.items() if name != "n_classes"}
         return cls(np.ones(config["n_classes"]), **others)
-
-
-class Update(NamedTuple):
-    """What the scores of a row teach: different classes with a probability each."""
-
-    classes: Tensor
-    """int64 ``(rows, m)``, ascending; ``UNUSED`` for a place that says nothing."""
-    probs: Tensor
-    """float64 ``(rows, m)``."""
-    weight: Tensor
-    """Of the unigram, int64 ``(rows, m)``, 0 for a place that says nothing."""
 
 
 class ContextLists(torch.nn.Module):
@@ -345,25 +336,29 @@ class ContextLists(torch.nn.Module):
         at = torch.searchsorted(classes, wanted).clamp_max(classes.shape[1] - 1)
         return at, (classes.gather(1, at) == wanted) & (wanted != UNUSED)
 
-    def learn(self, place: Tensor, taught: Update, unigram: Tensor) -> None:
+    def learn(
+        self, place: Tensor, new: Tensor, probs: Tensor, new_weight: Tensor, unigram: Tensor
+    ) -> None:
         """Puts classes on the lists, with probabilities in units of the unigram's weights.
 
         Where a list is too short, those stay that differ most from the unigram.
 
         Args:
             place: of the context of each row, different ones but for ``nowhere``.
-            taught: the classes and their probabilities.
+            new: classes, int32 ``(rows, m)``, ascending; ``UNUSED`` for one that says nothing.
+            probs: theirs, float64.
+            new_weight: their weights in the unigram, 0 for one that says nothing.
             unigram: weights of all classes.
         """
         classes = self.classes[place]
         width = classes.shape[1]
-        _, replaced = self._look_up(taught.classes.int(), classes.long())
+        _, replaced = self._look_up(new, classes.long())
         kept = (classes != UNUSED) & ~replaced
         weight = torch.where(kept, unigram[torch.where(kept, classes, 0).long()], 0)
         value = torch.where(kept, self.probs(place, classes.long(), weight), 0.0)
         classes = torch.where(kept, classes, UNUSED)
-        classes = torch.cat([classes, taught.classes.int()], 1)
-        value, weight = torch.cat([value, taught.probs], 1), torch.cat([weight, taught.weight], 1)
+        classes = torch.cat([classes, new], 1)
+        value, weight = torch.cat([value, probs], 1), torch.cat([weight, new_weight], 1)
         matters = torch.where(classes == UNUSED, -1.0, (value - weight).abs())
         best = matters.sort(dim=1, descending=True, stable=True).indices[:, :width]
         classes, by_class = classes.gather(1, best).sort(dim=1, stable=True)

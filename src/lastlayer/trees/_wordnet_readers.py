@@ -1,7 +1,7 @@
 """Readers of WordNet: its dictionary files, and the packages nltk and wn."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,13 @@ _AREAS = {
 }  # fmt: skip
 # Of a part of speech and an offset into its file.
 Synset = tuple[str, int]
+# How often a sense was met, whether it is that of the word as it is, and the sense.
+_Ranked = tuple[tuple[int, bool], Any]
+
+
+def _most_frequent(senses: Iterable[_Ranked]) -> Any:
+    """The first of those that rank the highest; None where there is none."""
+    return max(senses, key=lambda each: each[0], default=(None, None))[1]
 
 
 class DictionaryFiles:
@@ -51,16 +58,15 @@ class DictionaryFiles:
 
     def sense(self, word: str) -> Synset | None:
         """The most frequent sense of a word or of a base form of it."""
-        form = word.lower().replace(" ", "_")
-        best: tuple[int, bool] = (-1, False)
-        found = None
+        found: Synset | None = _most_frequent(self._senses(word.lower().replace(" ", "_")))
+        return found
+
+    def _senses(self, form: str) -> Iterator[_Ranked]:
         for part in _PARTS:
             for lemma in (form, *self._base_forms(form, part)):
                 if lemma in self._first[part]:
                     rank = self._frequency.get((lemma, part), 0), lemma == form
-                    if rank > best:
-                        best, found = rank, (part, self._first[part][lemma])
-        return found
+                    yield rank, (part, self._first[part][lemma])
 
     def _base_forms(self, form: str, part: str) -> Iterator[str]:
         yield from self._irregular[part].get(form, ())
@@ -177,18 +183,16 @@ class Nltk:
 
     def sense(self, word: str) -> Any:
         """The most frequent sense of a word, or of a base form of it by nltk's morphy."""
-        form = word.lower().replace(" ", "_")
-        best: tuple[int, bool] = (-1, False)
-        found = None
+        return _most_frequent(self._senses(word.lower().replace(" ", "_")))
+
+    def _senses(self, form: str) -> Iterator[_Ranked]:
         for part in "nvar":
             # `morphy` itself stops at a word that is there, such as "saw".
             for lemma in dict.fromkeys([form, *self._corpus._morphy(form, part)]):
                 for synset in self._corpus.synsets(lemma, part)[:1]:
                     names = [each for each in synset.lemmas() if each.name().lower() == lemma]
-                    rank = sum(each.count() for each in names), lemma == form
-                    if names and rank > best:
-                        best, found = rank, synset
-        return found
+                    if names:
+                        yield (sum(each.count() for each in names), lemma == form), synset
 
     def above(self, synset: Any) -> Any:
         """The first hypernym; of a clustering adjective the one that it clusters around."""
@@ -220,18 +224,16 @@ class Wn:
 
     def sense(self, word: str) -> Any:
         """The most frequent sense of a word, or of a base form of it by wn's morphy."""
-        form = word.lower().replace("_", " ")
-        best: tuple[int, bool] = (-1, False)
-        found = None
+        return _most_frequent(self._senses(word.lower().replace("_", " ")))
+
+    def _senses(self, form: str) -> Iterator[_Ranked]:
         for part in "nvasr":
             first: dict[str, Any] = {}
             for sense in self._net.senses(form, part):
                 first.setdefault(sense.word().lemma().lower(), sense)
             for lemma, sense in first.items():
                 rank = sum(int(each) for each in sense.counts()), lemma == form
-                if rank > best:
-                    best, found = rank, sense.synset()
-        return found
+                yield rank, sense.synset()
 
     def above(self, synset: Any) -> Any:
         """The first hypernym; of a clustering adjective the one that it clusters around."""

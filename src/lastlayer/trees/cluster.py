@@ -127,7 +127,15 @@ def _progress(what: str, wanted: bool) -> Iterator[Callable[[float], None]]:
     def tell(share: float) -> None:
         if wanted and time.perf_counter() - since > _SECONDS_WITHOUT_BAR:
             if not bars:
-                bars.append(_bar(what))
+                # Imported here: most trees are built in less time than rich takes to load.
+                from rich.console import Console
+                from rich.progress import Progress
+
+                console = Console(stderr=True)
+                hidden = not console.is_terminal
+                bars.append(Progress(console=console, transient=True, disable=hidden))
+                bars[0].add_task(what, total=1.0)
+                bars[0].start()
             bars[0].update(bars[0].task_ids[0], completed=share)
 
     try:
@@ -135,28 +143,6 @@ def _progress(what: str, wanted: bool) -> Iterator[Callable[[float], None]]:
     finally:
         if bars:
             bars[0].stop()
-
-
-def _bar(what: str) -> Any:
-    # Imported here: most trees are built in less time than rich takes to load.
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    bar = Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True,
-        disable=not console.is_terminal,
-    )  # fmt: skip
-    bar.add_task(what, total=1.0)
-    bar.start()
-    return bar
 
 
 def as_vectors(name: str, vectors: Any, normalize: bool) -> NDArray[np.float32]:
