@@ -13,7 +13,7 @@ def as_csr(padded):
     return torch.tensor([c for row in kept for c in row], dtype=torch.int64), offsets
 
 
-def drawn(batch=(6,), m=7, n=9):
+def drawn(n_rows=6, m=7, n=9):
     padded = torch.randint(-4, n, (n_rows, m))
     padded[padded < 0] = -100
     padded[2] = -100
