@@ -131,6 +131,39 @@ class HeadSuite(Suite):
             self.close(of, gradient, expected[name], self.same, hidden)
 
 
+def rules_of_every_head(
+    *, gradients: bool, log_prob_gradients: bool, checkpoint: bool, save: bool, compiles: bool
+) -> list[Callable[[Any], None]]:
+    """The rules of this module that hold where these are asked for."""
+    return [
+        it_says_what_it_is,
+        log_prob_has_the_promised_form,
+        chosen_classes_are_the_gathered_ones,
+        topk_is_a_sort,
+        reductions_agree,
+        targets_may_have_any_integer_dtype,
+        batch_dimensions_do_not_matter,
+        an_empty_batch_works,
+        a_nan_stays_in_its_row,
+        a_masked_row_has_log_prob_minus_infinity,
+        half_precision_keeps_to_float64,
+        nothing_is_left_to_chance_in_eval,
+        a_pass_without_gradients_changes_nothing,
+        every_parameter_gets_a_gradient,
+        *([the_gradient_is_right] if gradients else []),
+        *([the_gradient_of_log_prob_is_right] if log_prob_gradients else []),
+        backward_can_be_repeated,
+        changes_before_backward_are_noticed,
+        *([a_checkpoint_changes_nothing] if checkpoint else []),
+        a_state_dict_is_all_it_takes,
+        a_copy_stands_alone,
+        *([a_config_makes_the_same_head, saving_and_loading_change_nothing] if save else []),
+        hidden_classes_and_k_are_checked,
+        other_reductions_are_refused,
+        *([compiling_changes_nothing] if compiles else []),
+    ]
+
+
 def it_says_what_it_is(suite: HeadSuite) -> None:
     head = suite.head()
     shown = head.extra_repr()
@@ -191,10 +224,7 @@ def reductions_agree(suite: HeadSuite) -> None:
     none, mean, total = (
         suite.loss(suite.head(reduction=each), hidden, target) for each in REDUCTIONS
     )
-    got = f"expected shape (2, 3), got {tuple(none.shape)}"
-    suite.require("reduction='none' gives one loss per row", none.shape == (2, 3), got, hidden)
-    suite.close("reduction='sum' is the sum of 'none'", total, none.sum(), 1e-5, hidden)
-    suite.close("reduction='mean' is the mean of 'none'", mean, none.mean(), 1e-5, hidden)
+    suite.reductions(none, mean, total, (2, 3), hidden)
 
 
 def targets_may_have_any_integer_dtype(suite: HeadSuite) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lastlayer._torch import accumulation_dtype
 from lastlayer.testing import head_rules as rules
 from lastlayer.testing.head_rules import HeadSuite
-from lastlayer.testing.suite import FLOATING, SUM_TOLERANCE, fresh_seed
+from lastlayer.testing.suite import FLOATING, SUM_TOLERANCE, seeded
 
 # Equal rows that are drawn from: fewer where there are many classes.
 MOST_ROWS, MOST_NUMBERS = 1000, 1_000_000
@@ -87,51 +87,26 @@ def check_head(
         AssertionError: probabilities sum to 1, ...
     """
     suite = ClassSuite(
-        seed=fresh_seed(seed),
-        device=torch.device(device),
-        dtypes=dtypes,
-        backend=compile or "",
-        given=head,
-        draws=draws,
-        loss_is_nll=loss_is_nll,
+        *seeded(seed, device), dtypes, compile, given=head, draws=draws, loss_is_nll=loss_is_nll
     )
     exact = torch.float64 in dtypes
     suite.hold(
-        rules.it_says_what_it_is,
-        rules.log_prob_has_the_promised_form,
         probabilities_sum_to_one,
-        rules.chosen_classes_are_the_gathered_ones,
-        rules.topk_is_a_sort,
         samples_are_class_ids,
         samples_follow_the_probabilities,
         a_generator_repeats_the_samples,
         *([the_loss_is_minus_the_log_probability] if loss_is_nll else []),
-        rules.reductions_agree,
-        rules.targets_may_have_any_integer_dtype,
-        rules.batch_dimensions_do_not_matter,
-        rules.an_empty_batch_works,
         ignored_rows_count_for_nothing,
         all_rows_ignored_is_a_loss_of_zero,
-        rules.a_nan_stays_in_its_row,
-        rules.a_masked_row_has_log_prob_minus_infinity,
-        rules.half_precision_keeps_to_float64,
-        rules.nothing_is_left_to_chance_in_eval,
-        rules.a_pass_without_gradients_changes_nothing,
-        rules.every_parameter_gets_a_gradient,
-        *([rules.the_gradient_is_right] if gradients and exact else []),
-        *([rules.the_gradient_of_log_prob_is_right] if log_prob_gradients and exact else []),
-        rules.backward_can_be_repeated,
-        rules.changes_before_backward_are_noticed,
-        *([rules.a_checkpoint_changes_nothing] if checkpoint else []),
-        rules.a_state_dict_is_all_it_takes,
-        rules.a_copy_stands_alone,
-        *([rules.a_config_makes_the_same_head] if save else []),
-        *([rules.saving_and_loading_change_nothing] if save else []),
-        rules.hidden_classes_and_k_are_checked,
         targets_and_numbers_of_samples_are_checked,
-        rules.other_reductions_are_refused,
+        *rules.rules_of_every_head(
+            gradients=gradients and exact,
+            log_prob_gradients=log_prob_gradients and exact,
+            checkpoint=checkpoint,
+            save=save,
+            compiles=bool(compile),
+        ),
         *([rules.autocast_works, autocast_keeps_sums_of_one] if autocast else []),
-        *([rules.compiling_changes_nothing] if compile else []),
     )
 
 

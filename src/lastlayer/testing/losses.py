@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.testing.suite import FLOATING, INTEGERS, REDUCTIONS, Suite, accepts, fresh_seed
+from lastlayer.testing.suite import FLOATING, INTEGERS, REDUCTIONS, Suite, accepts, seeded
 
 CLASSES = 7
 
@@ -159,16 +159,9 @@ def check_loss(
         ...
     """
     suite = MapLossSuite(
-        seed=fresh_seed(seed),
-        device=torch.device(device),
-        dtypes=dtypes,
-        loss=loss,
-        backend=compile or "",
-        map=map,
-        ignore_index=ignore_index,
-        distributions=distributions,
-        reachable=reachable,
-    )
+        *seeded(seed, device), dtypes, compile, loss=loss, map=map, ignore_index=ignore_index,
+        distributions=distributions, reachable=reachable,
+    )  # fmt: skip
     exact = derivatives and torch.float64 in dtypes
     suite.hold(
         the_dtype_is_float32_or_float64,
@@ -237,10 +230,7 @@ def reductions_agree(suite: LossSuite) -> None:
     scores = 2 * suite.scores(2, 3, CLASSES)
     for target in suite.targets(scores):
         none, mean, total = (suite.losses(scores, target, each) for each in REDUCTIONS)
-        got = f"expected shape (2, 3), got {tuple(none.shape)}"
-        suite.require("reduction='none' gives one loss per row", none.shape == (2, 3), got, scores)
-        suite.close("reduction='sum' is the sum of 'none'", total, none.sum(), 1e-5, scores)
-        suite.close("reduction='mean' is the mean of 'none'", mean, none.mean(), 1e-5, scores)
+        suite.reductions(none, mean, total, (2, 3), scores)
         flat, one = scores.flatten(0, 1), suite.losses(scores[1, 2], target[1, 2])
         again = suite.losses(flat, target.flatten(0, 1)).reshape(2, 3)
         suite.close("batch dimensions do not matter", again, none, 1e-5, scores)
@@ -277,10 +267,8 @@ def the_derivatives_are_right(suite: LossSuite) -> None:
     for target in suite.targets(scores.detach()):
         inputs = scores, target, *suite.masks(scores.detach())
         for reduction in ("mean", "none"):
-            rule, loss = (
-                f"gradcheck in float64, reduction={reduction!r}",
-                suite.of_tensors(reduction),
-            )
+            rule = f"gradcheck in float64, reduction={reduction!r}"
+            loss = suite.of_tensors(reduction)
             suite.runs(rule, scores, torch.autograd.gradcheck, loss, inputs)
         rule = "gradgradcheck in float64"
         suite.runs(rule, scores, torch.autograd.gradgradcheck, loss, inputs)

@@ -14,7 +14,7 @@ from lastlayer.testing.suite import (
     SUM_TOLERANCE,
     Suite,
     accepts,
-    fresh_seed,
+    seeded,
 )
 
 SCALES = (0.01, 1.0, 100.0, 1e4, 1e20)
@@ -95,15 +95,9 @@ def check_map(
         AssertionError: rows sum to 1, ...
     """
     suite = MapSuite(
-        seed=fresh_seed(seed),
-        device=torch.device(device),
-        dtypes=dtypes,
-        map=map,
-        widths=widths,
-        sparse=sparse,
-        symmetric=symmetric,
-        backend=compile or "",
-    )
+        *seeded(seed, device), dtypes, compile,
+        map=map, widths=widths, sparse=sparse, symmetric=symmetric,
+    )  # fmt: skip
     exact = torch.float64 in dtypes
     suite.hold(
         rows_sum_to_one,
@@ -133,9 +127,8 @@ def rows_sum_to_one(suite: MapSuite) -> None:
                     continue
                 scores = (offset + scale * suite.normal(2, n)).to(dtype)
                 probs = suite.map(scores)
-                suite.typed(
-                    "dtype and shape stay what they are", probs, dtype, scores.shape, scores
-                )
+                rule = "dtype and shape stay what they are"
+                suite.typed(rule, probs, dtype, scores.shape, scores)
                 lowest = f"the lowest is {probs.min().item():g}"
                 suite.require("probabilities are not negative", probs >= 0, lowest, scores)
                 rule = f"rows sum to 1, scale {scale:g}, offset {offset:g}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from lastlayer.testing import head_rules, losses
 from lastlayer.testing.head_rules import HeadSuite
 from lastlayer.testing.losses import CLASSES, LossSuite
-from lastlayer.testing.suite import FLOATING, fresh_seed
+from lastlayer.testing.suite import FLOATING, seeded
 
 # Labels listed for a row, some of them twice and some padding.
 LISTED = 4
@@ -111,14 +111,7 @@ def check_multilabel_loss(
         >>> from lastlayer.testing import check_multilabel_loss
         >>> check_multilabel_loss(lastlayer.zlpr_loss, compile=False)
     """
-    suite = MultiLabelLossSuite(
-        seed=fresh_seed(seed),
-        device=torch.device(device),
-        dtypes=dtypes,
-        backend=compile or "",
-        loss=loss,
-        soft=soft,
-    )
+    suite = MultiLabelLossSuite(*seeded(seed, device), dtypes, compile, loss=loss, soft=soft)
     exact = derivatives and torch.float64 in dtypes
     suite.hold(
         losses.the_dtype_is_float32_or_float64,
@@ -176,47 +169,22 @@ def check_multilabel_head(
         >>> from lastlayer.heads.multi_label import MultiLabel
         >>> check_multilabel_head(MultiLabel(8, 20), compile=False)
     """
-    suite = MultiLabelHeadSuite(
-        seed=fresh_seed(seed),
-        device=torch.device(device),
-        dtypes=dtypes,
-        backend=compile or "",
-        given=head,
-    )
+    suite = MultiLabelHeadSuite(*seeded(seed, device), dtypes, compile, given=head)
     exact = gradients and torch.float64 in dtypes
     suite.hold(
-        head_rules.it_says_what_it_is,
-        head_rules.log_prob_has_the_promised_form,
         probabilities_are_probabilities,
-        head_rules.chosen_classes_are_the_gathered_ones,
-        head_rules.topk_is_a_sort,
         predicted_lists_are_the_most_probable_labels,
         padding_and_duplicates_count_for_nothing,
         csr_is_the_same_as_padded,
-        head_rules.reductions_agree,
-        head_rules.targets_may_have_any_integer_dtype,
-        head_rules.batch_dimensions_do_not_matter,
-        head_rules.an_empty_batch_works,
-        head_rules.a_nan_stays_in_its_row,
-        head_rules.a_masked_row_has_log_prob_minus_infinity,
-        head_rules.half_precision_keeps_to_float64,
-        head_rules.nothing_is_left_to_chance_in_eval,
-        head_rules.a_pass_without_gradients_changes_nothing,
-        head_rules.every_parameter_gets_a_gradient,
-        *([head_rules.the_gradient_is_right] if exact else []),
-        *([head_rules.the_gradient_of_log_prob_is_right] if exact else []),
-        head_rules.backward_can_be_repeated,
-        head_rules.changes_before_backward_are_noticed,
-        head_rules.a_checkpoint_changes_nothing,
-        head_rules.a_state_dict_is_all_it_takes,
-        head_rules.a_copy_stands_alone,
-        *([head_rules.a_config_makes_the_same_head] if save else []),
-        *([head_rules.saving_and_loading_change_nothing] if save else []),
-        head_rules.hidden_classes_and_k_are_checked,
         labels_and_offsets_are_checked,
-        head_rules.other_reductions_are_refused,
+        *head_rules.rules_of_every_head(
+            gradients=exact,
+            log_prob_gradients=exact,
+            checkpoint=True,
+            save=save,
+            compiles=bool(compile),
+        ),
         head_rules.autocast_works,
-        *([head_rules.compiling_changes_nothing] if compile else []),
     )
 
 
@@ -280,10 +248,8 @@ def a_score_of_minus_infinity_is_legal(suite: MultiLabelLossSuite) -> None:
     for dtype in suite.dtypes:
         scores, target = suite.scores(4, CLASSES, dtype=dtype), suite.labels(4, CLASSES)
         scores[:, 1] = -math.inf
-        found, expected = (
-            suite.losses(scores, target),
-            suite.losses(scores[:, kept], target[:, kept]),
-        )
+        found = suite.losses(scores, target)
+        expected = suite.losses(scores[:, kept], target[:, kept])
         suite.close(f"{rule} costs nothing where the label is 0", found, expected, 1e-5, scores)
         gradient = suite.gradient(scores, target)
         finite = gradient.isfinite()

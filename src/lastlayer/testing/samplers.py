@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lastlayer.testing.suite import MOST_DEVIATIONS, Reals, Suite, fresh_seed, pooled
+from lastlayer.testing.suite import MOST_DEVIATIONS, Reals, Suite, pooled, seeded
 
 # Of a sum of probabilities; each is rounded as its logarithm in float32 is.
 SUM_TOLERANCE = 4e-6
@@ -110,13 +110,7 @@ def check_sampler(
         ...
         AssertionError: draws are as frequent as log_prob says: ...
     """
-    suite = SamplerSuite(
-        seed=fresh_seed(seed),
-        device=torch.device(device),
-        given=sampler,
-        context=context,
-        draws=draws,
-    )
+    suite = SamplerSuite(*seeded(seed, device), given=sampler, context=context, draws=draws)
     suite.hold(
         draws_are_class_ids,
         probabilities_sum_to_one,
@@ -186,10 +180,8 @@ def a_counter_repeats_the_draws(suite: SamplerSuite) -> None:
     suite.close("a counter may be a tensor", again, ids, 0.0)
     both = sampler.sample_with_log_prob(1000, context=context, rng_counter=counter)
     suite.close("sample_with_log_prob draws what sample draws", both.ids.reshape(-1), ids, 0.0)
-    rule, right = (
-        "sample_with_log_prob says what log_prob says",
-        suite.log_prob(sampler, ids, context),
-    )
+    rule = "sample_with_log_prob says what log_prob says"
+    right = suite.log_prob(sampler, ids, context)
     suite.close(rule, both.log_prob.reshape(-1), right, 4e-6)
     if context is None:
         rule = "the first draws do not depend on how many are asked for"

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -39,8 +39,8 @@ class Suite:
     seed: int
     device: torch.device
     dtypes: tuple[torch.dtype, ...] = FLOATING
-    # Of torch.compile.
-    backend: str = ""
+    # Of torch.compile, or False.
+    backend: str | Literal[False] = False
     generator: torch.Generator = field(init=False)
     # What messages call the input that they show.
     input_name: ClassVar[str] = "scores"
@@ -167,6 +167,15 @@ class Suite:
         got = f"expected {dtype} {tuple(shape)}, got {actual.dtype} {tuple(actual.shape)}"
         self.require(rule, right, got, given)
 
+    def reductions(
+        self, none: Tensor, mean: Tensor, total: Tensor, batch: tuple[int, ...], given: Tensor
+    ) -> None:
+        """Fails unless the three reductions of losses of this shape agree."""
+        got = f"expected shape {batch}, got {tuple(none.shape)}"
+        self.require("reduction='none' gives one loss per row", none.shape == batch, got, given)
+        self.close("reduction='sum' is the sum of 'none'", total, none.sum(), 1e-5, given)
+        self.close("reduction='mean' is the mean of 'none'", mean, none.mean(), 1e-5, given)
+
     def refused(self, argument: str, what: str, call: Callable[..., Any], *given: Any) -> str:
         """The message of the error; anything but one that names the argument breaks the rule."""
         rule = f"{what}: a ValueError or TypeError that names the argument"
@@ -213,9 +222,10 @@ class Suite:
 
         Returns the rule and the compiled function.
         """
-        rule = f"torch.compile(fullgraph=True, backend={self.backend!r}) with gradient"
+        backend = self.backend or "eager"
+        rule = f"torch.compile(fullgraph=True, backend={backend!r}) with gradient"
         torch.compiler.reset()
-        compiled = torch.compile(function, fullgraph=True, backend=self.backend)
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
         with warnings.catch_warnings(action="ignore"):  # torch's own, while it traces
             value, slopes = self.runs(rule, given, evaluate, compiled)
         expected, right = evaluate(function)
@@ -247,11 +257,11 @@ class Suite:
         return AssertionError("\n  ".join(lines))
 
 
-def fresh_seed(seed: int | None) -> int:
-    """``seed``, or one that differs from call to call."""
-    if seed is not None:
-        return seed
-    return int(torch.randint(2**31, (), generator=_own_generator()).item())
+def seeded(seed: int | None, device: str | torch.device) -> tuple[int, torch.device]:
+    """What a suite starts with: the seed, or one that differs from call to call, and the device."""
+    if seed is None:
+        seed = int(torch.randint(2**31, (), generator=_own_generator()).item())
+    return seed, torch.device(device)
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
