@@ -68,6 +68,11 @@ def check_not_negative(name: str, value: Any) -> float:
     return check_real(name, value, "a finite number of at least 0", lambda x: 0.0 <= x < math.inf)
 
 
+def check_share(name: str, value: Any) -> float:
+    """A number from 0 to 1."""
+    return check_real(name, value, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0)
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """One of a few words."""
     if not isinstance(value, str) or value not in choices:
@@ -272,14 +277,8 @@ def check_ids(
     Use what is returned: in compiled code on a CPU, where kernels trust their ids and a wrong one
     would be read or written out of bounds, the values are checked when that code runs.
 
-    Args:
-        name: of the argument.
-        ids: of any integer dtype.
-        shape: that is expected; None for any.
-        n_classes: ids are below it.
-        ignore_index: an id that is allowed as well.
-        like: the argument whose device is expected.
-        of: its name.
+    Ids may have any integer dtype; ``shape`` None is any; ``ignore_index`` is allowed as well;
+    ``like`` is the argument, called ``of``, whose device is expected.
     """
     check_tensor(name, ids)
     if ids.dtype not in _INTEGERS:

@@ -68,17 +68,11 @@ def group_loss(
     options: tuple[Any, int | None, int | str],
     reduction: str,
 ) -> Tensor:
-    """Minus the log-probability of the targets, reduced.
+    """Minus the log-probability of checked targets ``(*batch)``, reduced.
 
-    Args:
-        engine: :data:`CLUSTERS` or :data:`BANDS`.
-        hidden: ``(*batch, d)``.
-        target: checked class ids, ``(*batch)``.
-        places: of each class, ``(n_classes,)``, or None.
-        bias: of the top, or of all bands, or None.
-        weights: as the engine takes them.
-        options: the engine's own one, ``ignore_index`` and ``chunk_rows``.
-        reduction: "mean" over the rows that count, "sum" or "none".
+    ``engine`` is :data:`CLUSTERS` or :data:`BANDS`, which says what ``weights`` are. ``bias`` is
+    that of the top, or of all bands. ``options`` are the engine's own one, ``ignore_index`` and
+    ``chunk_rows``.
     """
     rows, ids = in_autocast_dtype(hidden), target
     if target.dim() != 1:

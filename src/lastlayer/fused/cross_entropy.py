@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer._checks import check_int, check_not_negative, check_positive, check_real
+from lastlayer._checks import check_int, check_not_negative, check_positive, check_share
 from lastlayer.fused.rows import (
     MOST_ROUNDED_ADDITIONS,
     ROW_LOSSES,
@@ -198,15 +198,11 @@ def cross_entropy_numbers(
 ) -> tuple[float, float, float, float]:
     """The options of the cross entropy, checked, as its row loss takes them: 0 for no soft cap."""
     return (
-        check_real("label_smoothing", label_smoothing, "a number from 0 to 1", _is_share),
+        check_share("label_smoothing", label_smoothing),
         check_not_negative("z_loss", z_loss),
         0.0 if softcap is None else check_positive("softcap", softcap),
         check_positive("temperature", temperature),
     )
-
-
-def _is_share(number: float) -> bool:
-    return 0.0 <= number <= 1.0
 
 
 def shaped(scores: Tensor, softcap: float, temperature: float) -> tuple[Tensor, Tensor]:
@@ -390,7 +386,7 @@ def _run_slabs(problem: Problem, numbers: Sequence[float], chunk_rows: str) -> M
     if row_scale is None:
         raise RuntimeError("row_scale: slabs are for gradients")
     n, n_classes = hidden.shape[0], weight.shape[0]
-    rows = _up_to_step(-(-n // MOST_ROUNDED_ADDITIONS))
+    rows = -(-n // (MOST_ROUNDED_ADDITIONS * _SLAB_STEP)) * _SLAB_STEP
     fitting = budget_bytes("rows", chunk_rows, hidden) // (rows * hidden.itemsize)
     classes = min(n_classes, max(_SLAB_STEP, fitting // _SLAB_STEP * _SLAB_STEP))
     memory = hidden.new_empty(rows * classes)
@@ -486,7 +482,3 @@ class _Block:
             scores_into(scores, self.hidden, self._weight[slab], bias)
             self._held = slab
         return scores
-
-
-def _up_to_step(count: int) -> int:
-    return -(-count // _SLAB_STEP) * _SLAB_STEP

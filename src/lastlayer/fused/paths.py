@@ -186,12 +186,6 @@ def reduced(
     return total / counted, counted
 
 
-def _needed(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Which gradients :meth:`Engine.finish` has to make, as an option."""
-    recording = torch.is_grad_enabled()
-    return tuple([recording and each is not None and each.requires_grad for each in tensors])
-
-
 class _PathEngine(Engine):
     """Operands: hidden, weight, bias; target, leaf_rank, path_start, path_edge.
 
@@ -200,9 +194,7 @@ class _PathEngine(Engine):
     """
 
     name = "path_loss"
-    schema = (
-        "int? ignore_index, int longest, bool[] needed, ScalarType dtype, int n_nodes, int? room"
-    )
+    schema = "int? ignore_index, int longest, ScalarType dtype, int n_nodes, int? room"
     n_constants = 4
     kept = (0, 3, 5, 6)
     starts_again = False
@@ -231,7 +223,8 @@ class _PathEngine(Engine):
 
     def finish(self, call: Call, pieces: Sequence[Any], factor: Any, reusable: bool) -> Grads:
         hidden, _, _, target, _, path_start, path_edge = call.operands
-        ignore_index, _, (to_hidden, to_weight, to_bias), dtype, n_nodes, room = call.options
+        ignore_index, _, dtype, n_nodes, room = call.options
+        to_hidden, to_weight, to_bias = call.wanted
         rows, slopes, order, counted = pieces
         factor = _per_loss(factor, counted)
         by_row = factor.dim() > 0
@@ -275,26 +268,18 @@ def path_loss(
     reduction: str,
     sparse: bool,
 ) -> Tensor:
-    """Minus the log-probability of targets ``(n,)``, reduced, where ``tables.binary_paths``.
+    """Minus the log-probability of checked targets ``(n,)``, where ``tables.binary_paths``.
 
-    Args:
-        tables: of the tree.
-        hidden: ``(n, d)``.
-        weight: ``(n_nodes, d)``.
-        bias: ``(n_nodes,)``, or None.
-        target: class ids, checked.
-        ignore_index: the target of rows that do not count, or None.
-        reduction: "mean", "sum" or "none".
-        sparse: whether the gradients of weight and bias have only the rows that are touched. On a
-            GPU they have room for the most that there can be, and are not coalesced.
+    ``hidden`` is ``(n, d)``, ``weight`` ``(n_nodes, d)``. With ``sparse`` the gradients of weight
+    and bias have only the rows that are touched; on a GPU they have room for the most that there
+    can be, and are not coalesced.
     """
     room = None
     if sparse:
         # On a GPU the most nodes that the rows can touch: of each level all, or one per row.
         on_cpu = hidden.device.type == "cpu"
         room = -1 if on_cpu else int(np.minimum(tables.level_sizes, len(hidden)).sum())
-    needed = _needed(hidden, weight, bias)
-    options = ignore_index, tables.longest, needed, weight.dtype, tables.n_inner, room
+    options = ignore_index, tables.longest, weight.dtype, tables.n_inner, room
     tree = tables.leaf_rank, tables.path_start, tables.path_edge
     return fused_loss(_PATHS, (hidden, weight, bias, target, *tree), options, reduction)[0]
 
@@ -309,9 +294,7 @@ class _GroupEngine(Engine):
     """
 
     name = "node_groups"
-    schema = (
-        "int[] sizes, int longest, int n_classes, int? ignore_index, bool[] needed, bool sparse"
-    )
+    schema = "int[] sizes, int longest, int n_classes, int? ignore_index, bool sparse"
     n_constants = 8
     kept = (0, 1)
     starts_again = False
@@ -322,7 +305,7 @@ class _GroupEngine(Engine):
         from lastlayer.kernels.node_groups import triton as kernel
 
         rows, weight, bias, node, position, row_start, target, *paths = call.operands
-        sizes, longest, n_classes, ignore_index, _, _ = call.options
+        sizes, longest, n_classes, ignore_index, _ = call.options
         if target is not None:
             target, tree = target.contiguous(), kernel.Paths(*paths)
             node, position = kernel.entries_of(target, tree, longest, sizes[0], ignore_index)
@@ -358,9 +341,8 @@ class _GroupEngine(Engine):
 
     def finish(self, call: Call, pieces: Sequence[Any], factor: Any, reusable: bool) -> Grads:
         del reusable
-        (rows, weight), (counted, *kept) = call.operands[:2], pieces
-        needed, sparse = call.options[-2:]
-        sparse = sparse and not torch.compiler.is_compiling() and host_sync_allowed(rows)
+        (rows, weight), (counted, *kept), needed = call.operands[:2], pieces, call.wanted
+        sparse = call.options[-1] and not torch.compiler.is_compiling() and host_sync_allowed(rows)
         factor = _per_loss(factor, counted)
         if factor.dim() < 2:
             # Of losses, which are minus log-probabilities.
@@ -423,7 +405,7 @@ class _OneByOneEngine(Engine):
     """
 
     name = "nodes_one_by_one"
-    schema = "bool[] needed, bool sparse"
+    schema = "bool sparse"
     n_constants = 3
     what = _GroupEngine.what
     instead = _GroupEngine.instead
@@ -431,7 +413,7 @@ class _OneByOneEngine(Engine):
     def compute(self, call: Call) -> Result:
         (rows, weight, bias, node, position, row_start), options, _, wanted, upstream = call
         groups = [*by_node(row_start, node.reshape(-1))]
-        position, m, sparse = position.reshape(-1), node.shape[1], options[1]
+        position, m, sparse = position.reshape(-1), node.shape[1], options[0]
         made = rows.new_zeros(node.shape)
         with without_autocast(rows):
             if upstream is None:
@@ -480,8 +462,8 @@ class _OneByOneEngine(Engine):
 
     def finish(self, call: Call, pieces: Sequence[Any], factor: Any, reusable: bool) -> Grads:
         del factor, reusable
-        (*made, touched), (needed, sparse) = pieces, call.options
-        return _as_needed(made, touched if sparse else None, call.operands[1].shape, needed)
+        (*made, touched), (sparse,) = pieces, call.options
+        return _as_needed(made, touched if sparse else None, call.operands[1].shape, call.wanted)
 
 
 _GROUPS, _ONE_BY_ONE = _GroupEngine(), _OneByOneEngine()
@@ -505,22 +487,14 @@ def node_log_probs(
 ) -> Tensor:
     """Of the children at ``position`` of ``node``, both ``(n, m)``; differentiable once.
 
-    Args:
-        tables: of the tree.
-        rows: ``(n, d)``, at least one; float32 or float64, or of any dtype if :func:`groups_suit`.
-        weight: ``(n_rows, d)``.
-        bias: ``(n_rows,)``, or None.
-        node: ``n_inner`` where nothing is asked for: the result is 0 there. Nodes have more than
-            two children, or any number of them if :func:`groups_suit`.
-        position: the place of each child among those of its node.
-        paths: how many paths the nodes of a row are of.
-        sparse: whether gradients of weight and bias have only the rows that are touched.
+    ``rows``, at least one, are float32 or float64, or of any dtype if :func:`groups_suit`. Nodes
+    have more than two children, or any number of them if :func:`groups_suit`; ``n_inner`` asks for
+    nothing, and the result is 0 there. A row asks for the nodes of so many ``paths``.
     """
-    needed = _needed(rows, weight, bias)
     operands = rows, weight, bias, node, position, tables.row_start
     if not groups_suit(tables, rows):
-        return fused_loss(_ONE_BY_ONE, operands, (needed, sparse), "none")[0]
-    options = list(tables.sizes(paths)), node.shape[1], tables.n_classes, None, needed, sparse
+        return fused_loss(_ONE_BY_ONE, operands, (sparse,), "none")[0]
+    options = list(tables.sizes(paths)), node.shape[1], tables.n_classes, None, sparse
     return fused_loss(_GROUPS, (*operands, *(None,) * 5), options, "none")[0]
 
 
@@ -543,10 +517,7 @@ def group_loss(
         rows: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, reduction: str = "none"
     ) -> Tensor:
         operands = rows, weight, bias, None, None, tables.row_start, target, *tree
-        options = (
-            list(sizes), tables.longest, tables.n_classes, ignore_index,
-            _needed(rows, weight, bias), sparse,
-        )  # fmt: skip
+        options = list(sizes), tables.longest, tables.n_classes, ignore_index, sparse
         return fused_loss(_GROUPS, operands, options, reduction)[0]
 
     n, step = rows.shape[0], max(1, _HELD_SCORES // most_scores(1, sizes))

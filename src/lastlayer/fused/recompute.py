@@ -34,7 +34,8 @@ def in_chunks(
         shared: tensors that all rows share; or None.
         chunks: slices that cover the rows, in order; at least one.
     """
-    if not _recording(rows, *shared):
+    learned = any(each is not None and each.requires_grad for each in (rows, *shared))
+    if not (learned and torch.is_grad_enabled()):
         return _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])
     if torch.compiler.is_compiling():
         # A compiler sees no change in place; it only has to be told to recompute.
@@ -47,12 +48,6 @@ def in_chunks(
         ])  # fmt: skip
     made: Tensor = _InChunks.apply(function, tuple(chunks), len(per_row), rows, *per_row, *shared)
     return made
-
-
-def _recording(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(
-        each is not None and each.requires_grad for each in tensors
-    )
 
 
 def _part(part: slice, rows: Tensor, per_row: Sequence[Tensor | None]) -> list[Tensor | None]:

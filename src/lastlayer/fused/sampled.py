@@ -227,13 +227,13 @@ class _SampledEngine(Engine):
             nothing = slopes.new_empty(0)
             columns = nothing if columns is None else columns
             column_biases = nothing if column_biases is None else column_biases
-            eager = is_eager(hidden)
-            # What is traced is dense: the number of classes touched is not known.
-            make: Any = _class_gradients if eager else torch.ops.lastlayer.sampled_class_gradients
-            weight, bias = make(
-                entries, columns, column_biases, slopes, hidden, factor, n_classes, *dtypes,
-                *([sparse] if eager else []),
-            )  # fmt: skip
+            given = entries, columns, column_biases, slopes, hidden, factor
+            if is_eager(hidden):
+                weight, bias = _class_gradients(given, n_classes, dtypes, sparse)
+            else:
+                # What is traced is dense: the number of classes touched is not known.
+                make = torch.ops.lastlayer.sampled_class_gradients
+                weight, bias = make(*given, n_classes, *dtypes)
         return [
             _times(of_hidden, factor, hidden.dtype, reusable), weight, bias,
             _times(of_shift, factor, None, reusable),
@@ -358,7 +358,7 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
         first, second = hidden.new_empty(2, hidden.shape[0], dtype=dtype).unbind()
         rows.run("auto", slopes, slopes, first, second, slopes.new_empty(0))
         if p.to_hidden:
-            of_hidden = in_dtype(_to_hidden(slopes, ids, weight), dtype)
+            of_hidden = in_dtype(kernels.products.to_hidden("auto", slopes, ids, weight), dtype)
     losses, of_targets = _combined(logits, target, exact, first, rule)
     losses = losses * p.scale
     if not all_count:
@@ -373,7 +373,8 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
         of_targets = of_targets * p.factor
     if of_hidden is not None and p.to_hidden:
         if own is None:
-            of_hidden += _to_hidden(of_targets, target.clamp(min=0), weight)
+            classes = target.clamp(min=0)
+            of_hidden += kernels.products.to_hidden("auto", of_targets, classes, weight)
         else:
             of_hidden.addcmul_(of_targets, own)
     entries = None
@@ -384,11 +385,6 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
         losses, second, of_hidden, columns if p.to_weight else None,
         column_biases if p.to_bias else None, of_targets, push, entries,
     )  # fmt: skip
-
-
-def _to_hidden(slopes: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
-    made: Tensor = kernels.products.to_hidden("auto", slopes, classes, weight)
-    return made
 
 
 def _entries(ids: Tensor, target: Tensor, n_classes: int) -> Tensor:
@@ -450,12 +446,7 @@ def _shared_draws(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of draws that all rows share: two numbers per row, and gradients; empty where not wanted.
 
-    Args:
-        problem: says which gradients are wanted.
-        hidden: in the dtype of the products.
-        vectors: of the classes drawn, in the same dtype.
-        rows: turns their scores into losses.
-        impl: of the kernel that does.
+    ``hidden`` and the ``vectors`` of the classes drawn are in the dtype of the products.
     """
     p, dtype = problem, accumulation_dtype(hidden.dtype)
     (n, d), m, narrow = hidden.shape, vectors.shape[0], _multiplies_narrow(hidden)
@@ -521,14 +512,10 @@ def _left_out(target: Tensor) -> Tensor:
 def _combined(
     logits: Tensor, target: Tensor, exact: Tensor | None, first: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """Losses ``(n,)``, and slopes of the logits of targets ``(n, p)``.
+    """Losses ``(n,)``, and slopes of the logits of targets ``(n, p)``, -1 for none.
 
-    Args:
-        logits: of the targets, ``(n, p)``.
-        target: ``(n, p)``, -1 for none.
-        exact: the log of their part in the normaliser, ``(n,)``; None where they have none.
-        first: what the draws add up to, ``(n,)``.
-        rule: the loss.
+    ``exact`` is the log of their part in the normaliser, ``(n,)``, None where they have none;
+    ``first`` is what the draws add up to.
     """
     if target.shape[1] == 1 and exact is not None:
         # The odds of the rest against the target: 1 - p is not what remains of 1.
@@ -561,32 +548,26 @@ def _softplus(values: Tensor) -> Tensor:
     return -logsigmoid(-values)
 
 
+# Entries, columns, column_biases, slopes, hidden and the factor of all.
+_Pieces = tuple[Tensor, ...]
+_Dtypes = Sequence[torch.dtype | None]
+
+
 def _class_gradients(
-    entries: Tensor,
-    columns: Tensor,
-    column_biases: Tensor,
-    slopes: Tensor,
-    hidden: Tensor,
-    factor: Tensor,
-    n_classes: int,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-    sparse: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Of weight and bias, times ``factor``: dense or row-sparse, None where there is no dtype."""
-    dtypes = weight_dtype, bias_dtype
+    given: _Pieces, n_classes: int, dtypes: _Dtypes, sparse: bool = False
+) -> Grads:
+    """Of weight and bias, times the factor: dense or row-sparse, None where there is no dtype."""
+    hidden = given[4]
     shapes = (n_classes, hidden.shape[1]), (n_classes,)
     if hidden.device.type == "cpu":
-        known, sums = _summed(entries, columns, column_biases, slopes, hidden, factor, dtypes)
+        known, sums = _summed(given, dtypes)
         coalesced = True
     else:
-        known, sums = _slotted(
-            entries, columns, column_biases, slopes, hidden, factor, shapes, dtypes, sparse
-        )
+        known, sums = _slotted(given, shapes, dtypes, sparse)
         coalesced = False
         if not sparse:
-            return sums[0], sums[1]
-    made: list[Tensor | None] = []
+            return sums
+    made: Grads = []
     for values, shape in zip(sums, shapes, strict=True):
         if values is None:
             made.append(None)
@@ -596,19 +577,12 @@ def _class_gradients(
             ))  # fmt: skip
         else:
             made.append(values.new_zeros(shape).index_copy_(0, known, values))
-    return made[0], made[1]
+    return made
 
 
-def _summed(
-    entries: Tensor,
-    columns: Tensor,
-    column_biases: Tensor,
-    slopes: Tensor,
-    hidden: Tensor,
-    factor: Tensor,
-    dtypes: tuple[torch.dtype | None, torch.dtype | None],
-) -> tuple[Tensor, list[Tensor | None]]:
+def _summed(given: _Pieces, dtypes: _Dtypes) -> tuple[Tensor, Grads]:
     """On a CPU: the classes that are touched, in their order, and the sums of each."""
+    entries, columns, column_biases, slopes, hidden, factor = given
     # Sorted as unsigned integers, -1 comes last: rows without a target are a group of their own.
     keys = entries.numpy().view(np.uint64)
     order = keys.argsort(kind="stable")
@@ -633,17 +607,10 @@ def _summed(
 
 
 def _slotted(
-    entries: Tensor,
-    columns: Tensor,
-    column_biases: Tensor,
-    slopes: Tensor,
-    hidden: Tensor,
-    factor: Tensor,
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[torch.dtype | None, torch.dtype | None],
-    sparse: bool,
-) -> tuple[Tensor, list[Tensor | None]]:
+    given: _Pieces, shapes: tuple[tuple[int, ...], ...], dtypes: _Dtypes, sparse: bool
+) -> tuple[Tensor, Grads]:
     """On a GPU: a slot for each entry, so that nothing waits for how many classes there are."""
+    entries, columns, column_biases, slopes, hidden, factor = given
     keys, order = torch.sort(entries, stable=True)
     fill = keys.new_empty if sparse else keys.new_zeros
     made = [
@@ -671,7 +638,8 @@ _library.define(
 
 def _registered(*given: Any) -> tuple[Tensor, ...]:
     nothing = given[3].new_empty(0)
-    return tuple(nothing.clone() if each is None else each for each in _class_gradients(*given))
+    made = _class_gradients(given[:6], given[6], given[7:])
+    return tuple(nothing.clone() if each is None else each for each in made)
 
 
 def _fake(*given: Any) -> tuple[Tensor, ...]:

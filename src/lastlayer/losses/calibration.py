@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -89,17 +89,18 @@ class ZLPRCalibrator(torch.nn.Module):
         in_units = _columns(flat, labels, rows_mask, unit)
         curve = _fit_shared(in_units, scores.device)
         if self.n_classes is not None:
-            curve = _fit_each(in_units, curve, n, self.strength)
-        curve = _Curve(curve.slope / unit, curve.bias)
-        threshold = _at_half(curve)
+            # Drawn to the common curve, which classes without data take.
+            around = curve.expand(2, n).clone()
+            curve = _minimise(in_units, around, shared=False, strength=self.strength)
+        slope, bias = curve[0] / unit, curve[1]
+        # Where the probability is 1/2; nowhere and everywhere are infinite.
+        always = torch.where(bias > 0, -math.inf, math.inf).to(bias.dtype)
+        threshold = torch.where(slope > 0, -bias / slope, always)
         if self.threshold_kind == "f1":
             threshold = _at_best_f1(columns, threshold)
-        for buffer, value in (
-            (self.slope, curve.slope),
-            (self.bias, curve.bias),
-            (self.threshold, threshold),
-        ):
-            buffer.copy_(value)
+        self.slope.copy_(slope)
+        self.bias.copy_(bias)
+        self.threshold.copy_(threshold)
         self.is_fitted.fill_(True)
         return self
 
@@ -130,19 +131,6 @@ class ZLPRCalibrator(torch.nn.Module):
             f"n_classes={self.n_classes}, threshold={self.threshold_kind!r}, "
             f"strength={self.strength:g}"
         )
-
-
-class _Curve(NamedTuple):
-    """``sigmoid(slope · score + bias)``; one number per class, or one."""
-
-    slope: Tensor
-    bias: Tensor
-
-
-def _at_half(curve: _Curve) -> Tensor:
-    """Where the probability is 1/2; nowhere and everywhere are infinite."""
-    always = torch.where(curve.bias > 0, -math.inf, math.inf).to(curve.bias.dtype)
-    return torch.where(curve.slope > 0, -curve.bias / curve.slope, always)
 
 
 def _at_best_f1(columns: Columns, fallback: Tensor) -> Tensor:
@@ -220,7 +208,7 @@ def _typical_size(columns: Columns, device: torch.device) -> Tensor:
     return torch.where(total > 0, total / number, 1.0)
 
 
-def _fit_shared(columns: Columns, device: torch.device) -> _Curve:
+def _fit_shared(columns: Columns, device: torch.device) -> Tensor:
     """One curve for all classes, with Platt's targets: counts of one more right and one wrong."""
     ones = torch.zeros((), dtype=torch.float64, device=device)
     zeros = ones.clone()
@@ -237,21 +225,18 @@ def _fit_shared(columns: Columns, device: torch.device) -> _Curve:
     return _minimise(smoothed, start, shared=True, strength=1e-9)
 
 
-def _fit_each(columns: Columns, around: _Curve, n_classes: int, strength: float) -> _Curve:
-    """One curve per class, drawn to a common one, which classes without data take."""
-    start = torch.stack([around.slope, around.bias]).expand(2, n_classes).clone()
-    return _minimise(columns, start, shared=False, strength=strength)
+def _minimise(columns: Columns, start: Tensor, *, shared: bool, strength: float) -> Tensor:
+    """Slopes and biases, ``(2, n)``, by Newton's method with halved steps.
 
-
-def _minimise(columns: Columns, start: Tensor, *, shared: bool, strength: float) -> _Curve:
-    """Newton's method with halved steps; then once more with slopes at 0 that came out below."""
+    Slopes that came out below 0 are put at 0, and the rest is found once more.
+    """
     free = torch.ones_like(start[0], dtype=torch.bool)
     found = _newton(columns, start, start, free, shared, strength)
     if bool((found[0] < 0).any()):
         free = found[0] >= 0
         begin = torch.where(torch.stack([free, torch.ones_like(free)]), found, 0.0)
         found = _newton(columns, begin, start, free, shared, strength)
-    return _Curve(*found)
+    return found
 
 
 def _newton(

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_device, check_int, check_not_negative, check_real, check_scores
+from lastlayer._checks import check_device, check_int, check_not_negative, check_scores, check_share
 from lastlayer.kernels import rng
 from lastlayer.samplers.base import MOST_CLASSES, Sampler
 from lastlayer.samplers.counters import fork
@@ -85,7 +85,7 @@ class AdaptiveNGram(Sampler):
         self.order = check_int("order", order, least=2, most=3)
         self.contexts = check_int("contexts", contexts, most=MOST_CLASSES)
         self.width = check_int("width", width, most=MOST_CLASSES)
-        self.rate = check_real("rate", rate, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0)
+        self.rate = check_share("rate", rate)
         self.mixture_rate = check_not_negative("mixture_rate", mixture_rate)
         self.unigram = unigram
         self.lists = torch.nn.ModuleList(ContextLists(contexts, width) for _ in range(order - 1))
