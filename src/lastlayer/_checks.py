@@ -448,12 +448,11 @@ def as_counts(
     counts: Any,
     n_classes: int | None = None,
     *,
-    name: str = "counts",
     kinds: str = "iufb",
     alike: str = "give ones where every class is as likely as another",
 ) -> NDArray[np.float64]:
     """One count per class: finite, not negative, not all zero (``alike`` says what else)."""
-    expected = "one number per class"
+    name, expected = "counts", "one number per class"
     array = as_array(name, counts, expected, kinds)
     if array.ndim != 1 or (n_classes is not None and len(array) != n_classes):
         shape = "(n_classes,)" if n_classes is None else f"({n_classes},)"

@@ -55,7 +55,7 @@ def test_loss_and_gradients_of_the_cross_entropy(dtype, chunks):
 )
 def test_low_memory_adds_no_more_often(monkeypatch, dtype, options):
     """Where a few rows fill the memory there would be many chunks: classes are cut instead."""
-    monkeypatch.setitem(scores.BYTES, ("rows", "cpu", "low"), 20 * V * 2)
+    monkeypatch.setitem(scores.BYTES, ("rows", "cpu"), (20 * V * 2,) * 2)
     taken = []
     slabs = fused_cross_entropy._run_slabs
     monkeypatch.setattr(

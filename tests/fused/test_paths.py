@@ -42,7 +42,7 @@ def test_the_operation_of_binary_paths(reduction, ignore_index):
     target = target.clamp(min=0) if ignore_index is None else target
     given = [*leaves, target, tables.leaf_rank, tables.path_start, tables.path_edge]
     for wanted in ([True] * 3, [False, True, False], [True, False, False], [False] * 3):
-        options = ignore_index, tables.longest, wanted, torch.float64, tables.n_inner, None
+        options = ignore_index, tables.longest, torch.float64, tables.n_inner, None
         arguments = [each.detach() for each in given], None, *options, reduction, wanted
         torch.library.opcheck(
             torch.ops.lastlayer.path_loss.default, arguments,
@@ -58,7 +58,7 @@ def test_the_operation_of_nodes_one_by_one():
     for upstream, wanted in ((None, [True] * 3), (torch.rand(7, 3).double(), [True, True, False])):
         torch.library.opcheck(
             torch.ops.lastlayer.nodes_one_by_one.default,
-            (given, upstream, wanted, False, "none", wanted),
+            (given, upstream, False, "none", wanted),
             test_utils=("test_schema", "test_faketensor"),
         )
 
@@ -92,7 +92,7 @@ def test_the_operation_of_groups(targets, monkeypatch):
     entries = (None, None) if targets else (node, torch.ones_like(node))
     last = (target, *tree) if targets else (None,) * 5
     given = [*(leaf.detach() for leaf in leaves), *entries, tables.row_start, *last]
-    options = list(tables.sizes(1)), tables.longest, tables.n_classes, -100, [True] * 3, False
+    options = list(tables.sizes(1)), tables.longest, tables.n_classes, -100, False
     arguments = given, None, *options, "mean", [True] * 3
     real = torch.ops.lastlayer.node_groups.default(*arguments)
     with FakeTensorMode() as mode:

@@ -115,7 +115,8 @@ def test_default_tiles():
     assert spans_at_a_time(17, vectors) == 17
     assert spans_at_a_time("low", vectors) < spans_at_a_time("auto", vectors)
     for device in ("cpu", "cuda"):
-        assert BYTES["spans", device, "low"] < BYTES["spans", device, "auto"]
+        auto, low = BYTES["spans", device]
+        assert low < auto
 
 
 @pytest.mark.parametrize(

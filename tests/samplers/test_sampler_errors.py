@@ -69,16 +69,16 @@ def test_log_uniform_warns_where_classes_are_not_sorted():
 @pytest.mark.parametrize(
     ("order", "told"),
     [
-        ([0, 1, 1], "got none of class 2"),
-        ([0, 1, 3], "expected class ids from 0 to 2, got 3 at position \\(2,\\)"),
-        ([0, -1, 2], "got -1 at position \\(1,\\)"),
-        ([0, 1], r"expected shape \(3,\), .*got \(2,\)"),
+        ([0, 1, 1], "each class once, got class 1 at positions 1 and 2"),
+        ([0, 1, 3], "expected class ids from 0 to 2, got 3 at position 2"),
+        ([0, -1, 2], "got -1 at position 1"),
+        ([0, 1], "expected all 3 classes, got 2"),
     ],
 )
 def test_orders_that_are_none(order, told):
     with pytest.raises(ValueError, match=f"order: .*{told}"):
         samplers.LogUniform(3, order=order)
-    with pytest.raises(TypeError, match=r"order: expected integer class ids, got torch\.float32"):
+    with pytest.raises(TypeError, match="order: expected all class ids .*got an array of float64"):
         samplers.LogUniform(3, order=[0.0, 1.0, 2.0])
 
 

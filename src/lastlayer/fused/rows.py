@@ -3,12 +3,12 @@
 For each chunk of rows one product makes the scores, a row loss turns them into losses and, in the
 same memory, into the gradient of the scores, and two products carry that on to hidden and weight.
 The scores of one chunk are all that is ever stored. A new loss is one small function, see
-:class:`RowLoss`, and a line in :data:`ROW_LOSSES`; everything else is here, once.
+:data:`RowLoss`, and a line in :data:`ROW_LOSSES`; everything else is here, once.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,10 +79,8 @@ class RowResult(NamedTuple):
     statistics: tuple[Tensor, ...] = ()
 
 
-class RowLoss(Protocol):
-    """A loss on rows of scores, which it may overwrite."""
-
-    def __call__(self, scores: Tensor, chunk: Chunk) -> RowResult: ...
+# A loss on rows of scores, which it may overwrite.
+RowLoss = Callable[[Tensor, Chunk], RowResult]
 
 
 class Made(NamedTuple):

@@ -14,31 +14,20 @@ from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
 
-# Bytes of scores held at a time, by engine, device and setting.
+# Bytes of scores held at a time, by engine and device: those of "auto", and of "low".
 BYTES = {
-    ("rows", "cuda", "auto"): 1_060_000_000,
-    ("rows", "cuda", "low"): 290_000_000,
-    ("rows", "cpu", "auto"): 48_000_000,
-    ("rows", "cpu", "low"): 12_000_000,
-    ("labels", "cuda", "auto"): 900_000_000,
-    ("labels", "cuda", "low"): 250_000_000,
-    ("labels", "cpu", "auto"): 8_000_000,
-    ("labels", "cpu", "low"): 2_000_000,
-    ("similarity", "cuda", "auto"): 190_000_000,
-    ("similarity", "cuda", "low"): 47_500_000,
-    ("similarity", "cpu", "auto"): 16_000_000,
-    ("similarity", "cpu", "low"): 4_000_000,
-    ("spans", "cuda", "auto"): 1 << 27,
-    ("spans", "cuda", "low"): 1 << 25,
-    ("spans", "cpu", "auto"): 1 << 21,
-    ("spans", "cpu", "low"): 1 << 19,
-    ("sampled", "cuda", "auto"): 48_000_000,
-    ("sampled", "cuda", "low"): 12_000_000,
-    ("sampled", "cpu", "auto"): 48_000_000,
-    ("sampled", "cpu", "low"): 12_000_000,
+    ("rows", "cuda"): (1_060_000_000, 290_000_000),
+    ("rows", "cpu"): (48_000_000, 12_000_000),
+    ("labels", "cuda"): (900_000_000, 250_000_000),
+    ("labels", "cpu"): (8_000_000, 2_000_000),
+    ("similarity", "cuda"): (190_000_000, 47_500_000),
+    ("similarity", "cpu"): (16_000_000, 4_000_000),
+    ("spans", "cuda"): (1 << 27, 1 << 25),
+    ("spans", "cpu"): (1 << 21, 1 << 19),
+    ("sampled", "cuda"): (48_000_000, 12_000_000),
+    ("sampled", "cpu"): (48_000_000, 12_000_000),
     # In half precision chunks are larger, so that products are, and launches few.
-    ("sampled half", "cuda", "auto"): 144_000_000,
-    ("sampled half", "cuda", "low"): 36_000_000,
+    ("sampled half", "cuda"): (144_000_000, 36_000_000),
 }
 # On a CPU a quarter of the weight's own size is allowed as well: less would be slower.
 _SHARE_OF_WEIGHT = 4
@@ -54,7 +43,7 @@ def device_kind(tensor: Tensor) -> str:
 
 def budget_bytes(engine: str, chunk: str, tensor: Tensor) -> int:
     """Bytes of scores that "auto" or "low" allow on the device of ``tensor``."""
-    return BYTES[engine, device_kind(tensor), chunk]
+    return BYTES[engine, device_kind(tensor)][chunk == "low"]
 
 
 def as_chunk(text: str) -> int | str:
@@ -69,8 +58,7 @@ def rows_at_a_time(
     n = max(1, hidden.shape[0])
     if isinstance(chunk_rows, int):
         return min(n, chunk_rows)
-    kind = device_kind(hidden)
-    budget = BYTES["rows", kind, chunk_rows]
+    kind, budget = device_kind(hidden), budget_bytes("rows", chunk_rows, hidden)
     row_bytes = max(1, n_classes) * hidden.element_size() * copies
     if n * row_bytes <= budget:
         return n

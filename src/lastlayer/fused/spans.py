@@ -86,13 +86,9 @@ def span_loss(
 ) -> Tensor:
     """The reduced loss; with "none" that of each text and type, ``(texts, types)``.
 
-    Args:
-        parts: what scores are made of, in float32 or float64.
-        target: checked: bools ``(texts, types, n, n)``, or int64 lists of (type, start, end),
-            ``(texts, m, 3)``, in which negative types are padding.
-        n_types: number of types.
-        reduction: the mean is over the types of all texts that have a token.
-        chunk_spans: scores per tile, "auto" or "low".
+    ``parts`` are float32 or float64. ``target`` is checked: bools ``(texts, types, n, n)``, or
+    int64 lists of (type, start, end), ``(texts, m, 3)``, in which negative types are padding. The
+    mean is over the types of all texts that have a token.
     """
     if target.dtype != torch.bool:
         target = _listed_cells(target, n_types, parts.query.shape[2], parts.mask)
@@ -151,8 +147,7 @@ class _SpansEngine(Engine):
             scale, factors = RowScale(None, divisor), None
             if call.makes_gradients:
                 factors = scale.factors(parts.query, n_rows, upstream).view(-1, n_types)
-            run = _by_kernels if _kernels_suit(parts.query) else _by_tiles
-            found, made = run(parts, target, n_types, n_spans, found, factors)
+            found, made = _sums_and_gradients(parts, target, n_types, n_spans, found, factors)
             loss = scale.reduce(found.sum(0) if reduction == "none" else found, reduction)
         if reduction == "none" and upstream is None:
             return Result(loss, (found,))
@@ -186,25 +181,7 @@ def _kernels_suit(query: Tensor) -> bool:
     )
 
 
-def _by_kernels(
-    parts: SpanParts,
-    target: Tensor,
-    n_types: int,
-    _n_spans: int,
-    found: Tensor | None,
-    factors: Tensor | None,
-) -> tuple[Tensor, _Gradients]:
-    # Imported here: Triton is not on every machine.
-    from lastlayer.kernels.span_sums import triton as span_sums
-
-    if found is None:
-        found = span_sums.log_sums(parts, target, n_types)
-    if factors is None:
-        return found, [None] * 4
-    return found, span_sums.gradients(parts, target, found, factors, n_types)
-
-
-def _by_tiles(
+def _sums_and_gradients(
     parts: SpanParts,
     target: Tensor,
     n_types: int,
@@ -217,6 +194,15 @@ def _by_tiles(
     Both sums are made where they are not ``found``, gradients where there are ``factors``.
     """
     query, key, start_bias = parts[:3]
+    if _kernels_suit(query):
+        # Imported here: Triton is not on every machine.
+        from lastlayer.kernels.span_sums import triton as span_sums
+
+        if found is None:
+            found = span_sums.log_sums(parts, target, n_types)
+        if factors is None:
+            return found, [None] * 4
+        return found, span_sums.gradients(parts, target, found, factors, n_types)
     n_texts, shared, n, _ = query.shape
     every = list(tiles(n_texts, n_types, n, n_spans))
     held: tuple[Tensor, _RightSpans] | None = None

@@ -175,7 +175,9 @@ def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:
                 own, at_target = scores_of_listed(scores, chunk, listed)
                 return sparse_rows(chunk, class_weight, own, at_target, listed, alpha)
             flat = True
-        if _has_flat_kernel(scores, alpha):
+        # Supports of sparsemax are small even then: entmax's own kernel reads little of a row.
+        chosen = kernels.selected("entmax", scores.device.type, scores.dtype)
+        if chosen == "triton" and alpha == 1.5:
             return _flat_rows(scores, chunk, class_weight, alpha)
         return dense_rows(
             scores, chunk, class_weight, alpha,
@@ -191,12 +193,6 @@ def _lists(scores: Tensor, alpha: float, widest: int) -> tuple[Tensor, Tensor, i
         "auto", scores, alpha, None, widest, True, _SUPPORT_SLACK if scores.itemsize < 4 else 1.0
     )
     return values, classes, max(1, int(size.max())) if size.numel() else 0
-
-
-def _has_flat_kernel(scores: Tensor, alpha: float) -> bool:
-    # Supports of sparsemax are small even then: entmax's own kernel reads little of a row.
-    chosen = kernels.selected("entmax", scores.device.type, scores.dtype)
-    return chosen == "triton" and alpha == 1.5
 
 
 def _flat_rows(

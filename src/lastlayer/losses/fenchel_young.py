@@ -15,6 +15,7 @@ from lastlayer._checks import (
     check_target,
 )
 from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer.fused.function import RowScale
 
 
 def fenchel_young_loss(
@@ -127,7 +128,10 @@ def general_loss(
     if class_weight is not None:
         class_weight = class_weight.to(losses.dtype)
         weights = class_weight[target] if by_class else target @ class_weight
-    return _reduced(losses, weights, ignored, reduction)
+    if ignored is not None:
+        ones = torch.ones_like(losses) if weights is None else weights
+        weights = ones.masked_fill(ignored, 0.0)
+    return RowScale.of(weights, reduction, losses.numel()).reduce(losses, reduction)
 
 
 class _FenchelYoung(torch.autograd.Function):
@@ -201,21 +205,3 @@ def _value(
         nowhere = (at_target == -math.inf).squeeze(-1) & (probs == 0).all(-1)
         gap = gap.masked_fill(nowhere, math.inf)
     return gap + entropy(probs)
-
-
-def _reduced(
-    losses: Tensor, weights: Tensor | None, ignored: Tensor | None, reduction: str
-) -> Tensor:
-    if weights is not None:
-        losses = losses * weights
-    if ignored is not None:
-        losses = torch.where(ignored, 0.0, losses)
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    counted = torch.ones_like(losses) if weights is None else weights
-    if ignored is not None:
-        counted = torch.where(ignored, 0.0, counted)
-    total = counted.sum()
-    return losses.sum() / torch.where(total == 0, 1.0, total)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lastlayer._checks import broadcasts, check_real, check_reduction, check_scores, check_tensor
+from lastlayer._labels import reduced
 from lastlayer._torch import accumulation_dtype, in_dtype
 
 
@@ -198,11 +199,7 @@ def _logistic_loss(
     number = mask.sum(-1).clamp(min=1)
     pulled = torch.where(mask, found, 0.0).sum(-1) / number
     pushed = -logsigmoid(-torch.where(counts.unsqueeze(-1), negative, -torch.inf)).sum(-1)
-    losses = pulled + pushed
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total / counts.sum().clamp(min=1) if reduction == "mean" else total
+    return reduced(pulled + pushed, counts, reduction)
 
 
 def _wide(scores: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ class RowOptimizer(Optimizer):
     def _step_one(
         self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], slots: "_Slots"
     ) -> None:
-        _check_parameter(parameter)
+        if not parameter.is_floating_point():
+            raise TypeError(f"params: expected floating parameters, got {parameter.dtype}")
         state = self.state[parameter]
         if not state:
             dtype = accumulation_dtype(parameter.dtype)
@@ -118,12 +119,6 @@ def _check_row_sparse(parameter: Tensor, gradient: Tensor) -> None:
         )
 
 
-def _check_parameter(parameter: Tensor) -> None:
-    """A floating one."""
-    if not parameter.is_floating_point():
-        raise TypeError(f"params: expected floating parameters, got {parameter.dtype}")
-
-
 class _Slots:
     """The row-sparse gradients of one step; a weight and its bias are sorted once."""
 
@@ -133,14 +128,8 @@ class _Slots:
     def of(self, gradient: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Row ids, where those of the same row follow each other; the first has its whole gradient.
 
-        On a GPU there is a slot for each entry, so that nothing waits for how many rows there are.
-
-        Args:
-            gradient: row-sparse, coalesced or not.
-            rows: the parameter, ``(v, d)``.
-
-        Returns:
-            Ids ``(k,)`` and gradients ``(k, d)``.
+        Ids ``(k,)`` and gradients ``(k, d)`` for a parameter ``rows`` ``(v, d)``. On a GPU there is
+        a slot for each entry, so that nothing waits for how many rows there are.
         """
         slotted = kernels.selected("touched_slots_", rows.device.type, rows.dtype) == "triton"
         if gradient.is_coalesced() or not slotted:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer._checks import as_counts, check_positive, check_real
+from lastlayer._checks import as_counts, check_positive, check_share
 from lastlayer.kernels import rng
 from lastlayer.samplers.base import Sampler
 
@@ -43,7 +43,7 @@ class InBatch(Sampler):
     ) -> None:
         super().__init__(n_classes)
         self.prior = check_positive("prior", prior)
-        self.decay = check_real("decay", decay, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0)
+        self.decay = check_share("decay", decay)
         seen = torch.zeros(self.n_classes, dtype=torch.float64)
         if counts is not None:
             seen = torch.from_numpy(as_counts(counts, self.n_classes, kinds="iuf"))

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lastlayer._checks import as_counts, check_ids
+from lastlayer._checks import as_counts, as_permutation
 from lastlayer.kernels import rng
 from lastlayer.samplers.base import Sampled, Sampler
 
@@ -72,7 +72,9 @@ class LogUniform(Sampler):
 
     def __init__(self, n_classes: int, *, order: Any = None, counts: Any = None) -> None:
         super().__init__(n_classes)
-        ranked = None if order is None else _as_order(order, self.n_classes)
+        ranked = None
+        if order is not None:
+            ranked = torch.from_numpy(as_permutation("order", order, self.n_classes))
         self.register_buffer("order", ranked)
         self.register_buffer("rank", None if ranked is None else ranked.argsort())
         if counts is not None:
@@ -98,15 +100,6 @@ class LogUniform(Sampler):
     def from_config(cls, config: dict[str, Any]) -> Self:
         ordered = torch.arange(config["n_classes"]) if config["order"] else None
         return cls(**{**config, "order": ordered})
-
-
-def _as_order(order: Any, n_classes: int) -> Tensor:
-    ids = check_ids("order", torch.as_tensor(order), (n_classes,), n_classes, of="the classes")
-    times = torch.bincount(ids, minlength=n_classes)
-    if bool((times != 1).any()):
-        missed = int((times == 0).int().argmax())
-        raise ValueError(f"order: expected each class once, got none of class {missed}")
-    return ids
 
 
 def _check_sorted(counts: Any, order: Tensor | None) -> None:
