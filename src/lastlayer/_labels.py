@@ -1,11 +1,11 @@
-"""Multi-label targets: dense labels in [0, 1], and lists of positives brought into one form.
+"""Checks of multi-label targets: dense labels in [0, 1], and lists of positives.
 
 Lists come padded, ``(*batch, m)``, or in CSR: all lists one after the other, with offsets.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,82 +114,6 @@ def reduced(losses: Tensor, counts: Tensor | None, reduction: str) -> Tensor:
     return total / counts.sum().clamp(min=1)
 
 
-class Positives(NamedTuple):
-    """The positives of all rows, one after the other; row by row, ascending within a row.
-
-    It has as many entries as the input had, so that nothing waits for a device. Those that do not
-    count (padding, and all but the first of duplicates) come last in their row.
-
-    Attributes:
-        classes: ``(k,)`` int64; -1 where an entry does not count.
-        rows: ``(k,)`` int64, ascending: the row of each entry, also of those that do not count.
-        starts: ``(n_rows + 1,)`` int64: row r has the entries from ``starts[r]`` to below
-            ``starts[r + 1]``.
-        values: ``(k,)``, of any floating dtype: the label of each entry, 0 where it does not count.
-            None where all that count are 1.
-    """
-
-    classes: Tensor
-    rows: Tensor
-    starts: Tensor
-    values: Tensor | None
-
-
-def positive_lists(
-    positives: Any,
-    offsets: Any = None,
-    *,
-    batch: Sequence[int],
-    n_classes: int,
-    ignore_index: int | None = -100,
-    values: Any = None,
-    label_smoothing: float = 0.0,
-) -> Positives:
-    """Checks lists of positives, and brings them into the one form.
-
-    Arguments are those of :func:`lastlayer.zlpr_loss_from_indices`, for rows of the shape
-    ``batch``. Where values cannot be checked (on a GPU, outside of :func:`lastlayer.debug`) ids out
-    of range count as padding.
-
-    Cost: two sorts of k numbers; no host sync, a graph that compiles, and vmap.
-    """
-    positives, offsets = check_positives(
-        positives, offsets, values, batch, n_classes, ignore_index, label_smoothing
-    )
-    n_rows = math.prod(batch)
-    device = positives.device
-    flat = positives.reshape(-1)
-    if offsets is None:
-        m = positives.shape[-1]
-        starts = torch.arange(n_rows + 1, device=device) * m
-        rows = torch.arange(n_rows, device=device).unsqueeze(-1).expand(n_rows, m).reshape(-1)
-        within = torch.ones_like(flat, dtype=torch.bool)
-    else:
-        starts = offsets
-        place = torch.arange(flat.shape[0], device=device)
-        rows = torch.searchsorted(offsets, place, right=True) - 1
-        within = (rows >= 0) & (rows < n_rows)
-        rows = rows.clamp(0, max(0, n_rows - 1))
-    listed = within & (flat >= 0) & (flat < n_classes)
-    if ignore_index is not None:
-        listed = listed & (flat != ignore_index)
-
-    # Sorted by row and class, with what does not count behind the last class. Each row keeps as
-    # many entries as it had, so that `rows` stays as it is.
-    first_key = rows * (n_classes + 1)
-    key, order = torch.sort(first_key + torch.where(listed, flat, n_classes), stable=True)
-    repeated = (key == key.roll(1)) & (torch.arange(key.shape[0], device=device) > 0)
-    key, again = torch.sort(torch.where(repeated, first_key + n_classes, key), stable=True)
-    found = key - first_key
-    valid = found < n_classes
-    labels = None
-    if values is not None:
-        labels = torch.where(valid, values.reshape(-1)[order[again]], 0.0)
-    elif label_smoothing:
-        labels = valid.double() * (1.0 - label_smoothing)
-    return Positives(torch.where(valid, found, -1), rows, starts, labels)
-
-
 def check_positives(
     positives: Any,
     offsets: Any,
@@ -199,7 +123,7 @@ def check_positives(
     ignore_index: Any,
     label_smoothing: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The checks of :func:`positive_lists` alone; positives and offsets as int64."""
+    """Lists of positives for rows of the shape ``batch``; positives and offsets as int64."""
     check_label_smoothing(label_smoothing)
     ignore_index = check_ignore_index(ignore_index)
     check_tensor("positives", positives)

@@ -17,7 +17,7 @@ from implementations import (
 )
 from torch.nn.functional import logsigmoid
 
-from lastlayer._labels import positive_lists
+from lastlayer.fused.label_lists import sorted_lists
 from lastlayer.kernels import zlpr
 
 KINDS = ("hard", "soft", "lists", "values")
@@ -53,10 +53,7 @@ def problem(kind, n_rows, n, dtype=torch.float32, device="cpu", mask=None, size=
         listed[0] = -100
         values = torch.rand(n_rows, 9) if kind == "values" else None
         smoothing = 0.03 if kind == "values" else 0.0
-        lists = positive_lists(
-            listed, batch=(n_rows,), n_classes=n, values=values, label_smoothing=smoothing
-        )
-        labels = (lists.classes, lists.rows, lists.starts, lists.values)
+        labels = sorted_lists(listed, None, values, n_rows, n, -100, smoothing).flat()
         dense = torch.full((n_rows, n), smoothing, dtype=torch.float64)
         for row, entries in enumerate(listed.tolist()):
             for at in reversed(range(9)):

@@ -41,6 +41,19 @@ class Lists:
         self.classes, self.absent, self.values, self.on = classes, classes < 0, values, on
         self.rows, self._starts = rows, starts
 
+    def flat(self) -> tuple[Any, ...]:
+        """One after the other: classes, rows, where each row starts, and labels; None for 1."""
+        labels = self.values
+        if labels is None and self.on != 1.0:
+            labels = torch.full_like(self.classes, self.on, dtype=torch.float64)
+        if self.rows is not None:
+            return self.classes, self.rows, self._starts, labels
+        n, m = self.classes.shape
+        starts = torch.arange(n + 1, device=self.classes.device) * m
+        rows = torch.arange(n, device=self.classes.device).unsqueeze(-1).expand(n, m).reshape(-1)
+        labels = None if labels is None else labels.reshape(-1)
+        return self.classes.reshape(-1), rows, starts, labels
+
     def labels(self, dtype: torch.dtype) -> Tensor | None:
         """Labels that broadcast to the entries; None where all are 1."""
         if self.values is not None:
@@ -129,10 +142,14 @@ def check_lists(
     values: Any,
     ignore_index: Any,
     label_smoothing: Any,
+    of: str = "hidden",
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Checked positives, offsets and values, as :func:`sorted_lists` takes them."""
+    """Checked positives, offsets and values, as :func:`sorted_lists` takes them.
+
+    Rows are those of ``hidden``, an argument called ``of``. Values come without a gradient.
+    """
     check_tensor("positives", positives)
-    check_device("positives", positives, hidden)
+    check_device("positives", positives, hidden, of)
     batch = hidden.shape[:-1]
     n = batch.numel()
     positives, offsets = check_positives(
@@ -160,10 +177,10 @@ def sorted_lists(
     """
     on = 1.0 - label_smoothing
     listed = positives
-    padding_is_class = ignore_index is not None and 0 <= ignore_index < n_classes
-    if offsets is not None or padding_is_class or not values_are_checked(positives):
+    padding_is_positive = ignore_index is not None and ignore_index >= 0
+    if offsets is not None or padding_is_positive or not values_are_checked(positives):
         counts = (positives >= 0) & (positives < n_classes)
-        if padding_is_class:
+        if padding_is_positive:
             counts &= positives != ignore_index
         listed = torch.where(counts, positives, -1)
     if offsets is None:

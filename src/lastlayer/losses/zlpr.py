@@ -7,16 +7,11 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer._checks import check_device, check_reduction, check_scores
-from lastlayer._labels import (
-    check_allowed,
-    check_multilabel,
-    positive_lists,
-    reduced,
-    rows_of_mask,
-)
+from lastlayer._checks import check_reduction, check_scores
+from lastlayer._labels import check_allowed, check_multilabel, reduced, rows_of_mask
 from lastlayer._torch import accumulation_dtype, in_functorch
 from lastlayer.fused.function import Call, Engine, Grads, Operands, Result, fused_loss
+from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.kernels.zlpr import reference
 from lastlayer.losses._module import LossModule
 
@@ -104,7 +99,7 @@ def zlpr_loss_from_indices(
     Listed classes are left out of the sums over the others; nothing is added and then subtracted,
     which would lose all digits once a positive leads.
 
-    Cost: as :func:`lastlayer.zlpr_loss` with one bit per label on CUDA, and two sorts of the lists.
+    Cost: as :func:`lastlayer.zlpr_loss` with one bit per label on CUDA, and a sort of the lists.
     Where ``values`` need a gradient, and for second derivatives, a dense target is made.
 
     Args:
@@ -140,16 +135,11 @@ def zlpr_loss_from_indices(
     check_allowed(mask, scores)
     batch, n = scores.shape[:-1], scores.shape[-1]
     n_rows = batch.numel()
-    classes, rows, starts, labels = positive_lists(
-        positives,
-        offsets,
-        batch=batch,
-        n_classes=n,
-        ignore_index=ignore_index,
-        values=values,
-        label_smoothing=label_smoothing,
-    )
-    check_device("positives", positives, scores, "scores")
+    options = ignore_index, label_smoothing
+    listed, offsets, _ = check_lists(scores, n, positives, offsets, values, *options, "scores")
+    values = None if values is None else values.reshape(listed.shape)
+    lists = sorted_lists(listed, offsets, values, n_rows, n, *options)
+    classes, rows, starts, labels = lists.flat()
     if in_functorch() or (labels is not None and labels.requires_grad):
         target = reference.dense_target(
             scores.reshape(n_rows, n), classes, rows, labels, label_smoothing

@@ -1,7 +1,7 @@
 """Rows of scores and labels to ZLPR and its gradient, and slabs of scores to it and to BCE.
 
 Scores are ``(rows, n)``. Labels are ``target`` of that shape, bool, integers 0 and 1 or floating in
-[0, 1]; or they are lists in the form of ``losses/_positives.py``, where listed classes have the
+[0, 1]; or they are lists in the form of ``Lists.flat``, where listed classes have the
 label in ``values`` (1 where it is None) and all others have ``smoothing``. ``mask``, bool of the
 shape of the scores, says which classes count. Forward gives the loss of each row, four numbers per
 row from which backward goes on (peak and sum of the negatives, peak and sum of the positives), and
