@@ -48,17 +48,11 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 
 # Names are imported at first use, so that `lastlayer --help` does not wait for torch. What is not
 # named here comes from lastlayer.losses.
-_HOME = {
-    "debug": "lastlayer._torch",
-    "entmax": "lastlayer.maps",
-    "entmax_support": "lastlayer.maps",
-    "sparsemax": "lastlayer.maps",
-    "topk_softmax": "lastlayer.maps",
-    "Entmax": "lastlayer.maps",
-    "Sparsemax": "lastlayer.maps",
-    "Support": "lastlayer.maps",
-    "TopKSoftmax": "lastlayer.maps",
-}
+_MAPS = (
+    "Entmax", "Sparsemax", "Support", "TopKSoftmax", "entmax", "entmax_support", "sparsemax",
+    "topk_softmax",
+)  # fmt: skip
+_HOME = {"debug": "lastlayer._torch", **dict.fromkeys(_MAPS, "lastlayer.maps")}
 # Packages with public names of their own: lastlayer.heads.EntmaxHead is not lastlayer.Entmax.
 _PACKAGES = ("fused", "heads", "optim", "samplers", "trees")
 

@@ -8,7 +8,7 @@ short class vectors: scores are made in tiles on the chip and never stored. *Sla
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from lastlayer.fused.rows import (
     Problem,
     RowLoss,
     RowLossKind,
+    RowOptions,
     RowResult,
     Wanted,
     linear_loss,
@@ -132,16 +133,11 @@ def linear_statistics(
     bias: Tensor | None = None,
     *,
     k: int = 5,
-    ignore_index: int | None = -100,
-    reduction: str = "mean",
     label_smoothing: float = 0.0,
-    class_weight: Tensor | None = None,
-    row_weight: Tensor | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
     temperature: float = 1.0,
-    chunk_rows: int | str = "auto",
-    weight_grad: Tensor | None = None,
+    **options: Unpack[RowOptions],
 ) -> Statistics:
     """:func:`linear_cross_entropy`, and what else the same pass over the scores can tell.
 
@@ -159,17 +155,12 @@ def linear_statistics(
         target: class ids ``(*batch)``, int64.
         bias: ``(v,)``.
         k: ``in_top_k`` says whether fewer than k classes have a higher score than the target.
-        ignore_index: rows with this target are left out; None where there are none.
-        reduction: "mean" over the rows that count, by their weights; "sum" or "none".
         label_smoothing: how much of the target is spread evenly over all classes.
-        class_weight: one weight per class, ``(v,)``.
-        row_weight: one weight per row, ``(*batch)``.
         z_loss: weight of the squared logsumexp.
         softcap: c, bends scores into ``c * tanh(score / c)``.
         temperature: divides the scores. What is returned is after softcap and temperature.
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        weight_grad: a tensor to which backward adds the gradient of the weight, as in
-            :func:`linear_cross_entropy`.
+        options: ``ignore_index``, ``reduction``, ``class_weight``, ``row_weight``, ``chunk_rows``
+            and ``weight_grad``, as in :func:`linear_cross_entropy`.
 
     Returns:
         :class:`Statistics`.
@@ -183,11 +174,9 @@ def linear_statistics(
     k = check_int("k", k)
     numbers = cross_entropy_numbers(label_smoothing, z_loss, softcap, temperature)
     loss, lse, log_prob, entropy, argmax, rank = linear_loss(
-        "cross_entropy_statistics", numbers, hidden, weight, target, bias,
-        ignore_index=ignore_index, reduction=reduction, class_weight=class_weight,
-        row_weight=row_weight, weight_grad=weight_grad, chunk_rows=chunk_rows,
-    )  # fmt: skip
-    in_top_k = rank < k
+        "cross_entropy_statistics", numbers, hidden, weight, target, bias, **options
+    )
+    in_top_k, ignore_index = rank < k, options.get("ignore_index", -100)
     if ignore_index is not None:
         in_top_k = in_top_k & (target != ignore_index)
     return Statistics(loss, log_prob, entropy, lse, argmax, in_top_k)

@@ -381,14 +381,8 @@ _group_gradients_operation = torch.library.custom_op(
 
 
 @_group_gradients_operation.register_fake
-def _(
-    rows: Tensor,
-    weight: Tensor,
-    _grad: Tensor,
-    _kept: Sequence[Tensor],
-    _sparse: bool,
-    needed: Sequence[bool],
-) -> list[Tensor]:
+def _(rows: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
+    needed = rest[-1]
     return [
         rows.new_empty(rows.shape if needed[0] else 0),
         weight.new_empty(weight.shape if needed[1] else 0),

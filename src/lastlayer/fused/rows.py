@@ -8,7 +8,7 @@ The scores of one chunk are all that is ever stored. A new loss is one small fun
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -224,6 +224,17 @@ class _RowsEngine(Engine):
         return super().fake(call)._replace(statistics=statistics)
 
 
+class RowOptions(TypedDict, total=False):
+    """What every loss on rows takes, as :func:`lastlayer.fused.linear_cross_entropy` says."""
+
+    ignore_index: int | None
+    reduction: str
+    class_weight: Tensor | None
+    row_weight: Tensor | None
+    chunk_rows: int | str
+    weight_grad: Tensor | None
+
+
 def linear_loss(
     loss: str,
     numbers: Sequence[float],
@@ -232,12 +243,12 @@ def linear_loss(
     target: Any,
     bias: Any,
     *,
-    ignore_index: Any,
-    reduction: Any,
-    class_weight: Any,
-    row_weight: Any,
-    weight_grad: Any,
-    chunk_rows: Any,
+    ignore_index: Any = -100,
+    reduction: Any = "mean",
+    class_weight: Any = None,
+    row_weight: Any = None,
+    chunk_rows: Any = "auto",
+    weight_grad: Any = None,
 ) -> tuple[Tensor, ...]:
     """The loss of a linear layer by one of :data:`ROW_LOSSES`, and its statistics.
 

@@ -6,6 +6,7 @@ the backward pass become sums over short lists; else it is dense.
 """
 
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from lastlayer.fused.rows import (
     Chunk,
     RowLoss,
     RowLossKind,
+    RowOptions,
     RowResult,
     Sparse,
     linear_loss,
@@ -46,12 +48,7 @@ def linear_entmax_loss(
     bias: Tensor | None = None,
     *,
     alpha: float = 1.5,
-    ignore_index: int | None = -100,
-    reduction: str = "mean",
-    class_weight: Tensor | None = None,
-    row_weight: Tensor | None = None,
-    chunk_rows: int | str = "auto",
-    weight_grad: Tensor | None = None,
+    **options: Unpack[RowOptions],
 ) -> Tensor:
     r"""``entmax_loss(hidden @ weight.T + bias, target, alpha)`` without the matrix of scores.
 
@@ -70,13 +67,8 @@ def linear_entmax_loss(
         target: class ids ``(*batch)``, int64.
         bias: ``(v,)``.
         alpha: a number of at least 1.
-        ignore_index: rows with this target are left out; None where there are none.
-        reduction: "mean" over the rows that count, by their weights; "sum" or "none".
-        class_weight: one weight per class, ``(v,)``.
-        row_weight: one weight per row, ``(*batch)``.
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        weight_grad: a tensor to which backward adds the gradient of the weight, as in
-            :func:`linear_cross_entropy`.
+        options: ``ignore_index``, ``reduction``, ``class_weight``, ``row_weight``, ``chunk_rows``
+            and ``weight_grad``, as in :func:`linear_cross_entropy`.
 
     Returns:
         The loss in float32, or in float64 from float64.
@@ -95,11 +87,7 @@ def linear_entmax_loss(
     name: str
     numbers: tuple[float, ...]
     name, numbers = ("cross_entropy", PLAIN) if alpha == 1.0 else ("entmax", (alpha,))
-    return linear_loss(
-        name, numbers, hidden, weight, target, bias, ignore_index=ignore_index,
-        reduction=reduction, class_weight=class_weight, row_weight=row_weight,
-        weight_grad=weight_grad, chunk_rows=chunk_rows,
-    )[0]  # fmt: skip
+    return linear_loss(name, numbers, hidden, weight, target, bias, **options)[0]
 
 
 def linear_topk_softmax_loss(
@@ -109,12 +97,7 @@ def linear_topk_softmax_loss(
     bias: Tensor | None = None,
     *,
     k: int,
-    ignore_index: int | None = -100,
-    reduction: str = "mean",
-    class_weight: Tensor | None = None,
-    row_weight: Tensor | None = None,
-    chunk_rows: int | str = "auto",
-    weight_grad: Tensor | None = None,
+    **options: Unpack[RowOptions],
 ) -> Tensor:
     r"""``topk_softmax_loss(hidden @ weight.T + bias, target, k)`` without the matrix of scores.
 
@@ -127,13 +110,8 @@ def linear_topk_softmax_loss(
         target: class ids ``(*batch)``, int64.
         bias: ``(v,)``.
         k: how many classes are in the running, at least 1; v or more is the cross entropy.
-        ignore_index: rows with this target are left out; None where there are none.
-        reduction: "mean" over the rows that count, by their weights; "sum" or "none".
-        class_weight: one weight per class, ``(v,)``.
-        row_weight: one weight per row, ``(*batch)``.
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        weight_grad: a tensor to which backward adds the gradient of the weight, as in
-            :func:`linear_cross_entropy`.
+        options: ``ignore_index``, ``reduction``, ``class_weight``, ``row_weight``, ``chunk_rows``
+            and ``weight_grad``, as in :func:`linear_cross_entropy`.
 
     Returns:
         The loss in float32, or in float64 from float64.
@@ -147,12 +125,8 @@ def linear_topk_softmax_loss(
     Reference:
         Su, spaces.ac.cn/archives/8046 (sparse softmax).
     """
-    k = check_k(k)
-    return linear_loss(
-        "topk_softmax", (float(k),), hidden, weight, target, bias, ignore_index=ignore_index,
-        reduction=reduction, class_weight=class_weight, row_weight=row_weight,
-        weight_grad=weight_grad, chunk_rows=chunk_rows,
-    )[0]  # fmt: skip
+    numbers = (float(check_k(k)),)
+    return linear_loss("topk_softmax", numbers, hidden, weight, target, bias, **options)[0]
 
 
 def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:

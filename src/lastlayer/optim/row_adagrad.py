@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_not_negative
+from lastlayer._torch import accumulation_dtype
 from lastlayer.optim.rows import RowOptimizer
 
 
@@ -76,10 +76,8 @@ class RowAdagrad(RowOptimizer):
         }
         super().__init__(params, options)
 
-    def _fresh_state(
-        self, parameter: Tensor, dtype: torch.dtype, group: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        start = group["initial_accumulator_value"]
+    def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        start, dtype = group["initial_accumulator_value"], accumulation_dtype(parameter.dtype)
         return {"sum": parameter.new_full(parameter.shape[:1], start, dtype=dtype)}
 
     def _update(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_choice, check_not_negative, check_real
+from lastlayer._torch import accumulation_dtype
 from lastlayer.optim.rows import RowOptimizer
 
 MISSED = ("skip", "decay")
@@ -95,22 +96,17 @@ class RowAdam(RowOptimizer):
         }
         super().__init__(params, options)
 
-    def _fresh_state(
-        self,
-        parameter: Tensor,
-        dtype: torch.dtype,
-        group: dict[str, Any],  # noqa: ARG002 — Adagrad's starts as its group says
-    ) -> dict[str, Tensor]:
-        # Contiguous, since kernels find the moments of a row by its number.
-        moments = (
-            torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
-            for _ in range(2)
-        )
-        state = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
-        state["row_step"] = parameter.new_zeros(parameter.shape[:1], dtype=torch.int32)
-        # On the device of the parameter: nothing waits for it.
-        state["step"] = parameter.new_zeros((), dtype=torch.int64)
-        return state
+    def _fresh_state(self, parameter: Tensor, _group: dict[str, Any]) -> dict[str, Tensor]:
+        # Moments are contiguous, since kernels find those of a row by its number; the step is on
+        # the device of the parameter, so that nothing waits for it.
+        dtype, layout = accumulation_dtype(parameter.dtype), torch.contiguous_format
+        moment = torch.zeros_like(parameter, dtype=dtype, memory_format=layout)
+        return {
+            "exp_avg": moment,
+            "exp_avg_sq": moment.clone(),
+            "row_step": parameter.new_zeros(parameter.shape[:1], dtype=torch.int32),
+            "step": parameter.new_zeros((), dtype=torch.int64),
+        }
 
     def _update(
         self,

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lastlayer import kernels
-from lastlayer._torch import accumulation_dtype
 
 # Sorting half as many bytes takes half the time.
 _MOST_NARROW = 2**31 - 1
@@ -59,8 +58,7 @@ class RowOptimizer(Optimizer):
             raise TypeError(f"params: expected floating parameters, got {parameter.dtype}")
         state = self.state[parameter]
         if not state:
-            dtype = accumulation_dtype(parameter.dtype)
-            state.update(self._fresh_state(parameter, dtype, group))
+            state.update(self._fresh_state(parameter, group))
         if gradient.layout == torch.strided:
             self._update("reference", parameter, None, gradient, state, group)
             return
@@ -70,10 +68,8 @@ class RowOptimizer(Optimizer):
         self._update("auto", rows, ids, values, state, group)
 
     @abstractmethod
-    def _fresh_state(
-        self, parameter: Tensor, dtype: torch.dtype, group: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        """The state before the first step."""
+    def _fresh_state(self, parameter: Tensor, group: dict[str, Any], /) -> dict[str, Tensor]:
+        """The state before the first step, in the accumulation dtype of the parameter."""
 
     @abstractmethod
     def _update(

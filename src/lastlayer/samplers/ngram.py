@@ -300,12 +300,9 @@ class ContextLists(torch.nn.Module):
         return bucket[:, None] * WAYS + torch.arange(WAYS, device=key.device)
 
     def probs(self, place: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
-        """Probabilities in units of the unigram's weights, float64 ``(rows, n)``.
+        """Probabilities of classes ``(rows, n)`` in units of the unigram's weights, in float64.
 
-        Args:
-            place: of the context of each row.
-            ids: classes ``(rows, n)``.
-            weight: theirs in the unigram.
+        ``place`` is that of the context of each row, ``weight`` are the classes' own weights.
         """
         at, listed = self._look_up(self.classes[place], ids)
         end = self.end[place]
@@ -318,11 +315,7 @@ class ContextLists(torch.nn.Module):
 
         A draw that is on the list is drawn again among the list, which together is as probable as
         in the unigram; any other draw stays.
-
-        Args:
-            place: of the context of each row.
-            ids: draws from the unigram, ``(rows, n)``.
-            chance: integers from 0 to ``SHARES`` - 1, of that shape.
+        ``chance`` are integers from 0 to ``SHARES`` - 1, of the shape of ``ids``, ``(rows, n)``.
         """
         classes = self.classes[place]
         _, listed = self._look_up(classes, ids)
