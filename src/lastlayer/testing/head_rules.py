@@ -3,7 +3,7 @@
 import copy
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,15 +131,27 @@ class HeadSuite(Suite):
             self.close(of, gradient, expected[name], self.same, hidden)
 
 
-def rules_of_every_head(
-    *, gradients: bool, log_prob_gradients: bool, checkpoint: bool, save: bool, compiles: bool
-) -> list[Callable[[Any], None]]:
-    """The rules of this module that hold where these are asked for."""
+Rules = Sequence[Callable[[Any], None]]
+
+
+def rules_of_heads(
+    first: Rules,
+    own: Rules,
+    *,
+    gradients: bool,
+    log_prob_gradients: bool,
+    checkpoint: bool,
+    save: bool,
+    compiles: bool,
+) -> Rules:
+    """The rules of this module that are asked for, with the first and others of a suite's own."""
     return [
         it_says_what_it_is,
         log_prob_has_the_promised_form,
+        *first,
         chosen_classes_are_the_gathered_ones,
         topk_is_a_sort,
+        *own,
         reductions_agree,
         targets_may_have_any_integer_dtype,
         batch_dimensions_do_not_matter,

@@ -171,21 +171,16 @@ def check_multilabel_head(
     """
     suite = MultiLabelHeadSuite(*seeded(seed, device), dtypes, compile, given=head)
     exact = gradients and torch.float64 in dtypes
-    suite.hold(
-        probabilities_are_probabilities,
+    own = [
         predicted_lists_are_the_most_probable_labels,
         padding_and_duplicates_count_for_nothing,
         csr_is_the_same_as_padded,
-        labels_and_offsets_are_checked,
-        *head_rules.rules_of_every_head(
-            gradients=exact,
-            log_prob_gradients=exact,
-            checkpoint=True,
-            save=save,
-            compiles=bool(compile),
-        ),
-        head_rules.autocast_works,
-    )
+    ]
+    every = head_rules.rules_of_heads(
+        [probabilities_are_probabilities], own, gradients=exact, log_prob_gradients=exact,
+        checkpoint=True, save=save, compiles=bool(compile),
+    )  # fmt: skip
+    suite.hold(*every, labels_and_offsets_are_checked, head_rules.autocast_works)
 
 
 def labels_may_have_any_dtype(suite: MultiLabelLossSuite) -> None:
