@@ -3,7 +3,7 @@
 import copy
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -129,51 +129,6 @@ class HeadSuite(Suite):
         for name, gradient in found.items():
             of = f"{rule}: the gradient of {name}"
             self.close(of, gradient, expected[name], self.same, hidden)
-
-
-Rules = Sequence[Callable[[Any], None]]
-
-
-def rules_of_heads(
-    first: Rules,
-    own: Rules,
-    *,
-    gradients: bool,
-    log_prob_gradients: bool,
-    checkpoint: bool,
-    save: bool,
-    compiles: bool,
-) -> Rules:
-    """The rules of this module that are asked for, with the first and others of a suite's own."""
-    return [
-        it_says_what_it_is,
-        log_prob_has_the_promised_form,
-        *first,
-        chosen_classes_are_the_gathered_ones,
-        topk_is_a_sort,
-        *own,
-        reductions_agree,
-        targets_may_have_any_integer_dtype,
-        batch_dimensions_do_not_matter,
-        an_empty_batch_works,
-        a_nan_stays_in_its_row,
-        a_masked_row_has_log_prob_minus_infinity,
-        half_precision_keeps_to_float64,
-        nothing_is_left_to_chance_in_eval,
-        a_pass_without_gradients_changes_nothing,
-        every_parameter_gets_a_gradient,
-        *([the_gradient_is_right] if gradients else []),
-        *([the_gradient_of_log_prob_is_right] if log_prob_gradients else []),
-        backward_can_be_repeated,
-        changes_before_backward_are_noticed,
-        *([a_checkpoint_changes_nothing] if checkpoint else []),
-        a_state_dict_is_all_it_takes,
-        a_copy_stands_alone,
-        *([a_config_makes_the_same_head, saving_and_loading_change_nothing] if save else []),
-        hidden_classes_and_k_are_checked,
-        other_reductions_are_refused,
-        *([compiling_changes_nothing] if compiles else []),
-    ]
 
 
 def it_says_what_it_is(suite: HeadSuite) -> None:
@@ -647,3 +602,39 @@ def _compare_slopes(
         slope = (ends[0] - ends[1]) / (2 * STEP)
         tolerance = SLOPE_TOLERANCE * max(1.0, float(made[name].norm()))
         suite.close(f"{rule} by {name}: against differences", expected, slope, tolerance, hidden)
+
+
+# Rules of every head, in the order in which they tell the most.
+FORM = it_says_what_it_is, log_prob_has_the_promised_form
+CHOICES = chosen_classes_are_the_gathered_ones, topk_is_a_sort
+BATCHES = (
+    reductions_agree,
+    targets_may_have_any_integer_dtype,
+    batch_dimensions_do_not_matter,
+    an_empty_batch_works,
+)
+
+
+def others(
+    *, gradients: bool, log_prob_gradients: bool, checkpoint: bool, save: bool, compiles: bool
+) -> list[Callable[[Any], None]]:
+    """The other rules of this module, but for autocast, where they are asked for."""
+    return [
+        a_nan_stays_in_its_row,
+        a_masked_row_has_log_prob_minus_infinity,
+        half_precision_keeps_to_float64,
+        nothing_is_left_to_chance_in_eval,
+        a_pass_without_gradients_changes_nothing,
+        every_parameter_gets_a_gradient,
+        *([the_gradient_is_right] if gradients else []),
+        *([the_gradient_of_log_prob_is_right] if log_prob_gradients else []),
+        backward_can_be_repeated,
+        changes_before_backward_are_noticed,
+        *([a_checkpoint_changes_nothing] if checkpoint else []),
+        a_state_dict_is_all_it_takes,
+        a_copy_stands_alone,
+        *([a_config_makes_the_same_head, saving_and_loading_change_nothing] if save else []),
+        hidden_classes_and_k_are_checked,
+        other_reductions_are_refused,
+        *([compiling_changes_nothing] if compiles else []),
+    ]

@@ -90,21 +90,22 @@ def check_head(
         *seeded(seed, device), dtypes, compile, given=head, draws=draws, loss_is_nll=loss_is_nll
     )
     exact = torch.float64 in dtypes
-    own = [
+    others = rules.others(
+        gradients=gradients and exact, log_prob_gradients=log_prob_gradients and exact,
+        checkpoint=checkpoint, save=save, compiles=bool(compile),
+    )  # fmt: skip
+    suite.hold(
+        *rules.FORM,
+        probabilities_sum_to_one,
+        *rules.CHOICES,
         samples_are_class_ids,
         samples_follow_the_probabilities,
         a_generator_repeats_the_samples,
         *([the_loss_is_minus_the_log_probability] if loss_is_nll else []),
-    ]
-    every = rules.rules_of_heads(
-        [probabilities_sum_to_one], own, gradients=gradients and exact,
-        log_prob_gradients=log_prob_gradients and exact, checkpoint=checkpoint, save=save,
-        compiles=bool(compile),
-    )  # fmt: skip
-    suite.hold(
-        *every,
+        *rules.BATCHES,
         ignored_rows_count_for_nothing,
         all_rows_ignored_is_a_loss_of_zero,
+        *others,
         targets_and_numbers_of_samples_are_checked,
         *([rules.autocast_works, autocast_keeps_sums_of_one] if autocast else []),
     )

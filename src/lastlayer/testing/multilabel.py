@@ -171,16 +171,22 @@ def check_multilabel_head(
     """
     suite = MultiLabelHeadSuite(*seeded(seed, device), dtypes, compile, given=head)
     exact = gradients and torch.float64 in dtypes
-    own = [
+    others = head_rules.others(
+        gradients=exact, log_prob_gradients=exact, checkpoint=True, save=save,
+        compiles=bool(compile),
+    )  # fmt: skip
+    suite.hold(
+        *head_rules.FORM,
+        probabilities_are_probabilities,
+        *head_rules.CHOICES,
         predicted_lists_are_the_most_probable_labels,
         padding_and_duplicates_count_for_nothing,
         csr_is_the_same_as_padded,
-    ]
-    every = head_rules.rules_of_heads(
-        [probabilities_are_probabilities], own, gradients=exact, log_prob_gradients=exact,
-        checkpoint=True, save=save, compiles=bool(compile),
-    )  # fmt: skip
-    suite.hold(*every, labels_and_offsets_are_checked, head_rules.autocast_works)
+        *head_rules.BATCHES,
+        *others,
+        labels_and_offsets_are_checked,
+        head_rules.autocast_works,
+    )
 
 
 def labels_may_have_any_dtype(suite: MultiLabelLossSuite) -> None:
