@@ -183,11 +183,8 @@ def fused_loss(
 ) -> tuple[Tensor, ...]:
     """The reduced loss, differentiable, and the statistics of each row.
 
-    Args:
-        engine: computes it.
-        operands: as the engine takes them, checked, in the dtype of the products.
-        options: as its schema says.
-        reduction: "mean", "sum" or "none".
+    Operands are as the engine takes them, checked, in the dtype of the products; options are as
+    its schema says.
     """
     n = len(operands) - engine.n_constants
     recording = torch.is_grad_enabled()

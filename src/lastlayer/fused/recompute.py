@@ -27,12 +27,8 @@ def in_chunks(
 ) -> Tensor:
     """``function(rows, *per_row, *shared)``, the results of all chunks one after the other.
 
-    Args:
-        function: must be differentiable in rows and ``shared``.
-        rows: ``(n, d)``.
-        per_row: tensors with one entry per row, without a gradient; or None.
-        shared: tensors that all rows share; or None.
-        chunks: slices that cover the rows, in order; at least one.
+    Differentiable in rows and in the tensors that they share; what is given per row has no
+    gradient. Chunks, at least one, cover the rows in order.
     """
     learned = any(each is not None and each.requires_grad for each in (rows, *shared))
     if not (learned and torch.is_grad_enabled()):
@@ -109,10 +105,8 @@ def _gradients(
     ]
     first = 0
     for part in chunks:
-        some, *given = _part(part, rows, per_row)
-        if some is None:
-            continue
-        some = some.detach().requires_grad_(needed[0])
+        some = rows[part].detach().requires_grad_(needed[0])
+        given = [None if each is None else each[part] for each in per_row]
         with torch.enable_grad():
             made = function(some, *given, *sources)
         wanted = [

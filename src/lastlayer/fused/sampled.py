@@ -133,16 +133,16 @@ class _Problem(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """Losses times their scale, effective sample sizes, and the pieces of gradients."""
+    """Losses times their scale, effective sample sizes, and the pieces of gradients.
+
+    ``columns`` are those of the vectors drawn, ``(m, d)``, where rows share them.
+    """
 
     losses: Tensor
     ess: Tensor
     hidden: Tensor | None
-    """``(n, d)``."""
     columns: Tensor | None
-    """Of the vectors drawn, ``(m, d)``, where rows share them."""
     column_biases: Tensor | None
-    """Of their biases, ``(m,)``."""
     slopes: Tensor
     """Of the scores of targets, ``(n, p)``; behind those of draws where these are not shared."""
     push: Tensor

@@ -93,12 +93,9 @@ def similarities(pairs: Pairs, *, columns: bool) -> Similarities:
 def total_loss(pairs: Pairs, pull: Tensor | None, factor: float, *, symmetric: bool) -> Tensor:
     """``factor`` times the sum over queries of normaliser + pull * positive sum - log(-1 / pull).
 
-    Args:
-        pairs: queries and keys.
-        pull: ``(n,)``, minus one over the number of positives; None for -1.
-        factor: of the sum.
-        symmetric: instead of a query's normaliser, the mean of that and its own key's; every key
-            has a query then, and all products are held at a time.
+    ``pull`` is ``(n,)``, minus one over the number of positives, None for -1. ``symmetric`` takes
+    the mean of a query's normaliser and its own key's; every key has a query then, and all products
+    are held at a time.
     """
     return _call(pairs, pull, symmetric, factor, "sum")[0]
 

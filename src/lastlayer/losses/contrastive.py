@@ -212,10 +212,8 @@ def _compared(batch: _Batch, of: Shares | None, gather_negatives: bool) -> _Comp
         return _Compared(None, first, number)
     keys = torch.cat(columns) if len(columns) > 1 else columns[0]
     own = first if batch.in_batch else keys.shape[0]
-    pairs = Pairs(
-        batch.query, keys, batch.scale, groups, own, batch.normalize, batch.chunk_rows
-    )  # fmt: skip
-    return _Compared(pairs, first, number)
+    how = batch.normalize, batch.chunk_rows
+    return _Compared(Pairs(batch.query, keys, batch.scale, groups, own, *how), first, number)
 
 
 def _matches(

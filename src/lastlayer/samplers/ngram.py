@@ -334,14 +334,9 @@ class ContextLists(torch.nn.Module):
     ) -> None:
         """Puts classes on the lists, with probabilities in units of the unigram's weights.
 
-        Where a list is too short, those stay that differ most from the unigram.
-
-        Args:
-            place: of the context of each row, different ones but for ``nowhere``.
-            new: classes, int32 ``(rows, m)``, ascending; ``UNUSED`` for one that says nothing.
-            probs: theirs, float64.
-            new_weight: their weights in the unigram, 0 for one that says nothing.
-            unigram: weights of all classes.
+        Where a list is too short, those stay that differ most from the unigram. Places are
+        different ones but for ``nowhere``. New classes are int32 ``(rows, m)``, ascending, with
+        ``UNUSED`` and a weight of 0 where one says nothing; ``unigram`` has the weights of all.
         """
         classes = self.classes[place]
         width = classes.shape[1]

@@ -102,15 +102,10 @@ def _numbers_of(classes: Any, number: Mapping[str | None, int]) -> Integers:
 def arranged(
     parents: Integers, classes: Integers | None, called: Callable[[int], str]
 ) -> tuple[Offsets, Integers, Integers, Integers]:
-    """Nodes level by level.
+    """Children as in a Tree, the number of each inner node, and the node of each class.
 
-    Args:
-        parents: -1 for the root; siblings are in the order of their numbers.
-        classes: the node of each class; None for all leaves in the order of their numbers.
-        called: the name of a node, for errors.
-
-    Returns:
-        Children as in a Tree, the number of each inner node, and the node of each class.
+    Siblings are in the order of their numbers, and so are all leaves where ``classes`` is None.
+    ``called`` names a node in errors.
     """
     from lastlayer.trees import _loops
 
