@@ -184,7 +184,7 @@ class _LabelRule(ABC):
     """
 
     two_walks = False
-    normalisers: Tensor | None = None
+    normalisers: Any = None
     """What gradients need to know of all labels, where there are two walks."""
 
     def look(self, scores: Tensor) -> None:  # noqa: B027 - for losses with two walks
@@ -243,7 +243,7 @@ class _Zlpr(_LabelRule):
     def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
         if scale is None:
             return
-        above, below = self._known().unbind()
+        above, below = self.normalisers.unbind()
         if self._log_some is None:
             kernels.zlpr.slab_gradient_("auto", scores, scale, above, None)
         else:
@@ -251,7 +251,7 @@ class _Zlpr(_LabelRule):
             kernels.zlpr.slab_gradient_("auto", scores, scale, above, below)
 
     def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
-        above, below = self._known().unbind()
+        above, below = self.normalisers.unbind()
         labels = lists.labels(at_listed.dtype)
         if labels is None:
             return torch.exp(-at_listed - lists.of_rows(below)) * lists.of_rows(-scale)
@@ -260,12 +260,8 @@ class _Zlpr(_LabelRule):
         return gradient * lists.of_rows(scale)
 
     def losses(self) -> Tensor:
-        return self._known().sum(0)
-
-    def _known(self) -> Tensor:
-        if self.normalisers is None:
-            raise RuntimeError("normalisers: expected a first walk over all slabs")
-        return self.normalisers
+        made: Tensor = self.normalisers.sum(0)
+        return made
 
 
 class _Bce(_LabelRule):
