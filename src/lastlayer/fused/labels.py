@@ -37,6 +37,7 @@ from lastlayer.fused.scores import (
     add_weight_gradient_,
     as_chunk,
     classes_at_a_time,
+    part_of,
     scores_into,
     set_weight_gradient,
     slab_stride,
@@ -395,8 +396,8 @@ class _Slabs:
 
     def score(self, slab: slice) -> None:
         """Makes the scores of a slab."""
-        bias = None if self._bias is None else of_slab(self._bias, slab)
-        scores_into(self._scores(slab), self.hidden, of_slab(self.weight, slab), bias)
+        bias = None if self._bias is None else part_of(self._bias, slab)
+        scores_into(self._scores(slab), self.hidden, part_of(self.weight, slab), bias)
         self._held, self._is_marked = slab, False
 
     def leave_out(self, lists: Lists) -> Tensor:
@@ -436,11 +437,6 @@ class _Slabs:
         return self._rows if count == self._stride else self._rows[:, :count]
 
 
-def of_slab(tensor: Tensor, slab: slice) -> Tensor:
-    """The part of a tensor with one entry per label that belongs to a slab."""
-    return tensor if slab.stop - slab.start == tensor.shape[0] else tensor[slab]
-
-
 class _Gradients:
     """The gradients of hidden, weight and bias as slabs come in."""
 
@@ -462,9 +458,9 @@ class _Gradients:
                 native = self._weight_dtype in (gradient.dtype, self._wide)
                 dtype = self._weight_dtype if native else self._wide
                 self._weight = empty(self._vectors.shape, dtype, gradient.device)
-            set_weight_gradient(of_slab(self._weight, slab), gradient, self._rows)
+            set_weight_gradient(part_of(self._weight, slab), gradient, self._rows)
         if of_hidden:
-            vectors = of_slab(self._vectors, slab)
+            vectors = part_of(self._vectors, slab)
             if self._whole and gradient.dtype == self._wide:
                 self._hidden = torch.mm(gradient, vectors)
             elif self._hidden is None:

@@ -131,6 +131,11 @@ def scores_into(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
     return out if bias is None else out.add_(bias)
 
 
+def part_of(values: Tensor, part: slice) -> Tensor:
+    """``values[part]``, which costs host time even where it is all of them."""
+    return values if part.stop - (part.start or 0) == values.shape[0] else values[part]
+
+
 def multiply(out: Tensor, left: Tensor, right: Tensor, adds: bool = False) -> Tensor:
     """``left @ right`` into ``out``, which may be wider, or added to it."""
     wide: dict[str, Any] = {}

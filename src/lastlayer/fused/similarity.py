@@ -25,7 +25,7 @@ from lastlayer._torch import (
     without_autocast,
 )
 from lastlayer.fused.function import Call, Engine, Operands, Result, fused_loss
-from lastlayer.fused.scores import as_chunk, budget_bytes, device_kind, multiply
+from lastlayer.fused.scores import as_chunk, budget_bytes, device_kind, multiply, part_of
 from lastlayer.kernels import info_nce
 
 # On CUDA products of this many queries are fast, and adding them to the gradient of the keys costs
@@ -294,7 +294,7 @@ class _Problem(NamedTuple):
 
     def arguments(self, part: slice) -> tuple[Any, ...]:
         """What the kernels are given beside the products of some queries."""
-        groups = None if self.query_groups is None else _some(self.query_groups, part)
+        groups = None if self.query_groups is None else part_of(self.query_groups, part)
         return (
             self.scale, self.own + part.start, groups, self.key_groups, self.positive,
             self.normalize,
@@ -325,10 +325,10 @@ def _normalisers(problem: _Problem, columns: bool) -> tuple[list[Tensor], Tensor
     memory = problem.memory()
     for part in problem.parts():
         here = slice(part.stop - part.start)
-        scores = multiply(_some(memory, here), _some(queries, part), keys.t())
+        scores = multiply(part_of(memory, here), part_of(queries, part), keys.t())
         info_nce.statistics_(
-            "auto", scores, *problem.arguments(part), _some(row_lse, part),
-            _some(row_positive, part), column_lse, column_positive,
+            "auto", scores, *problem.arguments(part), part_of(row_lse, part),
+            part_of(row_positive, part), column_lse, column_positive,
         )  # fmt: skip
     return [row_lse, row_positive, column_lse, column_positive], memory
 
@@ -380,28 +380,28 @@ def _gradients(
     # The last first: its products may be there.
     parts = problem.parts()[::-1]
     for part in parts:
-        here, some = slice(part.stop - part.start), _some(query, part)
+        here, some = slice(part.stop - part.start), part_of(query, part)
         rows = problem.unit(some)
-        scores = _some(memory, here)
+        scores = part_of(memory, here)
         if kept is None or part is not parts[0]:
             multiply(scores, rows, keys.t())
-        arguments, row_lse = problem.arguments(part), _some(factors.row_lse, part)
+        arguments, row_lse = problem.arguments(part), part_of(factors.row_lse, part)
         if row_positive is not None:
             info_nce.statistics_(
-                "auto", scores, *arguments, row_lse, _some(row_positive, part),
+                "auto", scores, *arguments, row_lse, part_of(row_positive, part),
                 factors.column_lse, factors.by_column_positive,
             )  # fmt: skip
-        weights = scores if other is None else _some(other, here)
+        weights = scores if other is None else part_of(other, here)
         info_nce.weights_(
-            "auto", scores, *arguments, row_lse, _some(factors.by_row_lse, part),
-            _some(factors.by_row_positive, part), factors.column_lse, factors.by_column_lse,
+            "auto", scores, *arguments, row_lse, part_of(factors.by_row_lse, part),
+            part_of(factors.by_row_positive, part), factors.column_lse, factors.by_column_lse,
             factors.by_column_positive, weights,
         )  # fmt: skip
         if to_query:
-            product = multiply(_some(raw, here), weights, keys)
+            product = multiply(part_of(raw, here), weights, keys)
             info_nce.row_gradients_(
-                "auto", some, product, back, normalize, _some(query_gradient, part),
-                _some(along, part),
+                "auto", some, product, back, normalize, part_of(query_gradient, part),
+                part_of(along, part),
             )  # fmt: skip
         if total is not None:
             multiply(total, weights.t(), rows, adds=part is not parts[0])
@@ -414,11 +414,6 @@ def _gradients(
     # With s = scale <q, k> the sum of all gradients by s, each times <q, k>, is one over queries.
     to_scale = along.sum() / scale if wanted[2] else None
     return query_gradient if wanted[0] else None, key_gradient, to_scale
-
-
-def _some(values: Tensor, part: slice) -> Tensor:
-    """``values[part]``, which costs host time even where it is all of them."""
-    return values if part.stop - (part.start or 0) == values.shape[0] else values[part]
 
 
 def scale_of(temperature: float | Tensor, query: Tensor) -> Tensor:
