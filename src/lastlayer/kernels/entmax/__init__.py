@@ -10,9 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._registry import Operation, like_first
+from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import like_first
 
-_operation = partial(Operation, __name__)
+_operation = partial(operation, __name__)
 
 
 def _support(
@@ -28,17 +29,6 @@ def _support(
     )
 
 
-forward = _operation(
-    "forward", "entmax(Tensor scores, float alpha, Tensor? row_alpha) -> Tensor", like_first
-)
-backward = _operation(
-    "backward",
-    "entmax_backward(Tensor probs, Tensor grad, float alpha, Tensor? row_alpha) -> Tensor",
-    lambda _probs, grad, *_: like_first(grad),
-)
-support = _operation(
-    "support",
-    "entmax_support(Tensor scores, float alpha, Tensor? row_alpha, int max_support, "
-    "bool wide=False, float shrink=1.0) -> (Tensor, Tensor, Tensor)",
-    _support,
-)
+forward = _operation("forward", "entmax", like_first)
+backward = _operation("backward", "entmax_backward", lambda _probs, grad, *_: like_first(grad))
+support = _operation("support", "entmax_support", _support)

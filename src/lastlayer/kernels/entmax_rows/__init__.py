@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._registry import Operation
+from lastlayer.kernels._declare import operation
 
-_operation = partial(Operation, __name__)
+_operation = partial(operation, __name__)
 
 
 def _losses(probs: Tensor, _scores: Tensor, target: Tensor, *_: object) -> Tensor:
@@ -38,15 +38,5 @@ def _listed(
     return loss, scores.new_empty(shape), classes.new_empty(shape)
 
 
-forward_ = _operation(
-    "forward_",
-    "entmax_rows_(Tensor(a!) probs, Tensor scores, Tensor target, Tensor? row_scale, "
-    "float alpha) -> Tensor",
-    _losses,
-)
-listed = _operation(
-    "listed",
-    "list_rows(Tensor scores, Tensor classes, Tensor target, Tensor target_scores, "
-    "Tensor? row_scale, Tensor? class_weight, float alpha) -> (Tensor, Tensor, Tensor)",
-    _listed,
-)
+forward_ = _operation("forward_", "entmax_rows_", _losses, ("probs",))
+listed = _operation("listed", "list_rows", _listed)

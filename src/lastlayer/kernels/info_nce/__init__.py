@@ -9,29 +9,15 @@ lie between -1 and 1, give or take their rounding.
 
 from functools import partial
 
-from lastlayer.kernels._registry import Operation
+from lastlayer.kernels._declare import operation
 
-_SIMILARITIES = (
-    "Tensor scale, int own, Tensor? query_groups, Tensor? key_groups, bool positive, bool bounded"
-)
-_operation = partial(Operation, __name__)
+_operation = partial(operation, __name__)
 
-unit_rows_ = _operation(
-    "unit_rows_", "unit_rows_(Tensor rows, Tensor(a!) out, bool normalize) -> ()"
-)
+unit_rows_ = _operation("unit_rows_", "unit_rows_", writes=("out",))
+row_gradients_ = _operation("row_gradients_", "unit_rows_gradient_", writes=("out", "along"))
+weights_ = _operation("weights_", "info_nce_weights_", writes=("scores", "out"))
 statistics_ = _operation(
     "statistics_",
-    f"info_nce_statistics_(Tensor scores, {_SIMILARITIES}, Tensor(a!) row_lse, "
-    "Tensor(b!) row_positive, Tensor(c!) column_lse, Tensor(d!) column_positive) -> ()",
-)
-weights_ = _operation(
-    "weights_",
-    f"info_nce_weights_(Tensor(a!) scores, {_SIMILARITIES}, Tensor row_lse, Tensor row_push, "
-    "Tensor row_pull, Tensor column_lse, Tensor column_push, Tensor column_pull, "
-    "Tensor(b!) out) -> ()",
-)
-row_gradients_ = _operation(
-    "row_gradients_",
-    "unit_rows_gradient_(Tensor rows, Tensor gradient, Tensor factor, bool normalize, "
-    "Tensor(a!) out, Tensor(b!) along) -> ()",
+    "info_nce_statistics_",
+    writes=("row_lse", "row_positive", "column_lse", "column_positive"),
 )

@@ -21,9 +21,9 @@ from functools import partial
 
 from torch import Tensor
 
-from lastlayer.kernels._registry import Operation
+from lastlayer.kernels._declare import operation
 
-_operation = partial(Operation, __name__)
+_operation = partial(operation, __name__)
 
 
 def _sums(
@@ -37,27 +37,7 @@ def _sums(
     )
 
 
-forward = _operation(
-    "forward",
-    "touched_rows(Tensor columns, Tensor column_biases, Tensor slopes, Tensor hidden, "
-    "Tensor order, Tensor starts, Tensor factor, bool to_weight, bool to_bias) -> (Tensor, "
-    "Tensor)",
-    _sums,
-)
-slots_ = _operation(
-    "slots_",
-    "touched_slots_(Tensor slopes, Tensor hidden, Tensor columns, Tensor column_biases, "
-    "Tensor order, Tensor keys, Tensor factor, Tensor(a!) weight, Tensor(b!) bias, "
-    "Tensor(c!)? known, bool scattered) -> ()",
-)
-adagrad_ = _operation(
-    "adagrad_",
-    "row_adagrad_(Tensor(a!) weight, Tensor(b!) total, Tensor? ids, Tensor gradient, float lr, "
-    "float weight_decay, float eps) -> ()",
-)
-adam_ = _operation(
-    "adam_",
-    "row_adam_(Tensor(a!) weight, Tensor(b!) first, Tensor(c!) second, Tensor(d!) row_step, "
-    "Tensor step, Tensor? ids, Tensor gradient, float lr, float weight_decay, float beta1, "
-    "float beta2, float eps, bool decays) -> ()",
-)
+forward = _operation("forward", "touched_rows", _sums)
+slots_ = _operation("slots_", "touched_slots_", writes=("weight", "bias", "known"))
+adagrad_ = _operation("adagrad_", "row_adagrad_", writes=("weight", "total"))
+adam_ = _operation("adam_", "row_adam_", writes=("weight", "first", "second", "row_step"))

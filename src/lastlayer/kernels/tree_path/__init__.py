@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._registry import Operation
+from lastlayer.kernels._declare import operation
 
-_PATHS = "Tensor path_start, Tensor path_edge, int? ignore_index"
-_SUMMED = f"Tensor slopes, Tensor factor, Tensor hidden, Tensor target, Tensor order, {_PATHS}"
-_WANTED = "ScalarType dtype, bool to_weight, bool to_bias"
-_operation = partial(Operation, __name__)
+_operation = partial(operation, __name__)
 
 
 def _loss(
@@ -54,19 +51,6 @@ def _to_touched_nodes(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return nodes, weight, bias
 
 
-loss = _operation(
-    "loss",
-    "tree_path_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor rank, "
-    f"{_PATHS}, int longest, bool to_nodes, bool to_hidden) -> (Tensor, Tensor, Tensor, Tensor)",
-    _loss,
-)
-to_nodes = _operation(
-    "to_nodes",
-    f"tree_path_to_nodes({_SUMMED}, int n_nodes, {_WANTED}) -> (Tensor, Tensor)",
-    _to_nodes,
-)
-to_touched_nodes = _operation(
-    "to_touched_nodes",
-    f"tree_path_to_touched_nodes({_SUMMED}, {_WANTED}, int? most=None) -> (Tensor, Tensor, Tensor)",
-    _to_touched_nodes,
-)
+loss = _operation("loss", "tree_path_loss", _loss)
+to_nodes = _operation("to_nodes", "tree_path_to_nodes", _to_nodes)
+to_touched_nodes = _operation("to_touched_nodes", "tree_path_to_touched_nodes", _to_touched_nodes)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._registry import Operation, like_first
+from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import like_first
 
-_LISTS = "Tensor classes, Tensor rows, Tensor starts, Tensor? values, Tensor? mask, float smoothing"
-_operation = partial(Operation, __name__)
+_operation = partial(operation, __name__)
 
 
 def _losses(scores: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,36 +38,10 @@ def _slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
     return above, above.new_empty(above.shape[0] if negated else 0)
 
 
-forward = _operation(
-    "forward",
-    "zlpr(Tensor scores, Tensor target, Tensor? mask) -> (Tensor, Tensor, Tensor)",
-    _losses,
-)
-backward = _operation(
-    "backward",
-    "zlpr_backward(Tensor scores, Tensor target, Tensor? mask, Tensor stats, Tensor grad) "
-    "-> Tensor",
-    like_first,
-)
-forward_listed = _operation(
-    "forward_listed",
-    f"zlpr_listed(Tensor scores, {_LISTS}) -> (Tensor, Tensor, Tensor)",
-    _losses,
-)
-backward_listed = _operation(
-    "backward_listed",
-    f"zlpr_listed_backward(Tensor scores, {_LISTS}, Tensor stats, Tensor grad) -> Tensor",
-    like_first,
-)
-slab_sums = _operation(
-    "slab_sums", "zlpr_slab_sums(Tensor scores, bool negated) -> (Tensor, Tensor)", _slab_sums
-)
-slab_gradient_ = _operation(
-    "slab_gradient_",
-    "zlpr_slab_gradient_(Tensor(a!) scores, Tensor scale, Tensor above, Tensor? below) -> ()",
-)
-logistic_slab_ = _operation(
-    "logistic_slab_",
-    "logistic_slab_(Tensor(a!) scores, Tensor? scale, float smoothing) -> Tensor",
-    _row_losses,
-)
+forward = _operation("forward", "zlpr", _losses)
+backward = _operation("backward", "zlpr_backward", like_first)
+forward_listed = _operation("forward_listed", "zlpr_listed", _losses)
+backward_listed = _operation("backward_listed", "zlpr_listed_backward", like_first)
+slab_sums = _operation("slab_sums", "zlpr_slab_sums", _slab_sums)
+slab_gradient_ = _operation("slab_gradient_", "zlpr_slab_gradient_", writes=("scores",))
+logistic_slab_ = _operation("logistic_slab_", "logistic_slab_", _row_losses, ("scores",))
