@@ -24,7 +24,7 @@ def _losses(probs: Tensor, _scores: Tensor, target: Tensor, *_: object) -> Tenso
     return probs.new_empty(target.shape, dtype=accumulation_dtype(probs.dtype))
 
 
-def _listed(
+def _listed_losses(
     scores: Tensor,
     classes: Tensor,
     target: Tensor,
@@ -39,4 +39,4 @@ def _listed(
 
 
 forward_ = _operation("forward_", "entmax_rows_", _losses, ("probs",))
-listed = _operation("listed", "list_rows", _listed)
+listed = _operation("listed", "list_rows", _listed_losses)

@@ -5,16 +5,16 @@ Listed classes are few: Numba solves for their probabilities, and torch does the
 """
 
 import math
+from functools import partial
 
 import torch
 from numba import njit
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels import entmax
 from lastlayer.kernels._cpu import WIDENED, by_rows, parts
 from lastlayer.kernels._cpu_math import BLOCK, FAST, bits, multiply, sum_of
-from lastlayer.kernels.entmax_rows._listed import loss_and_gradient
+from lastlayer.kernels.entmax_rows._listed import loss_of_listed
 
 
 def forward_(
@@ -119,12 +119,4 @@ def _sum_entropy(part, alpha, kind):
     return total if kind == 3 else total / real(alpha * (alpha - 1.0))
 
 
-def listed(
-    scores: Tensor, classes: Tensor, target: Tensor, target_scores: Tensor,
-    row_scale: Tensor | None, class_weight: Tensor | None, alpha: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shown = scores.masked_fill(classes < 0, -math.inf)
-    probs = entmax.forward("cpu", shown, alpha, None)
-    return loss_and_gradient(
-        probs, shown, classes, target, target_scores, row_scale, class_weight, alpha
-    )
+listed = partial(loss_of_listed, "cpu")
