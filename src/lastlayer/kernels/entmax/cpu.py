@@ -34,7 +34,6 @@ _ROUNDS_TO_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
 
 
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
-    """Probabilities of each row, in the dtype of ``scores``."""
     rows, (out, result) = as_rows(scores), empty_rows(scores)
     kind, alphas = _alphas(alpha, row_alpha)
     if rows.size:
@@ -43,7 +42,6 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
 
 
 def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
-    """``s * (grad - <s, grad> / <s, 1>)`` with ``s = p ** (2 - alpha)`` on the support."""
     rows, upstream = as_rows(probs), as_rows(grad)
     upstream = upstream.astype(rows.dtype, copy=False)
     out, result = empty_rows(probs)
@@ -59,7 +57,6 @@ def support(
     scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int, wide: bool = False,
     shrink: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The non-zeros of each row in ascending order of class, padded with (0, class 0)."""
     if wide and scores.itemsize < 4:
         scores = scores.float()
     if shrink != 1.0:
@@ -297,8 +294,14 @@ def _to_slopes(shares, count, excess, kind):
     elif kind == 2:
         for i in range(count):
             shares[i] = math.sqrt(shares[i])
+    elif kind == 0 and excess > 1.0:
+        # These may be too large for any number.
+        for i in range(count):
+            shares[i] **= 1.0 - excess
     elif kind == 0:
-        powers_of(shares, count, 1.0 - excess)
+        for i in range(count):
+            # The second term hands a NaN on.
+            shares[i] = exp((1.0 - excess) * log(shares[i])) + shares[i] * 0.0
 
 
 @njit(nogil=True)
@@ -404,7 +407,7 @@ def _unless(solved, threshold, total, count):
 
 @njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
 def _following(threshold, total, weight):
-    """Newton's next threshold at 1.5; _solve.py says why it never passes the root."""
+    """Newton's next threshold at 1.5, which never passes the root."""
     norm = math.sqrt(total)
     return type(threshold)(threshold + norm * (norm - 1.0) / weight)
 
@@ -414,16 +417,10 @@ def _write(x, four, out, row, threshold, total, weight, kind):
     """The probabilities of one row, with the last Newton step taken on them."""
     zero = x.dtype.type(0)
     missing = x.dtype.type((1.0 - total) / weight)
-    if kind == 1:
-        for i in range(out.shape[1]):
-            margin = x[four, i] - threshold
-            share = max(margin + missing, zero)
-            out[row, i] = share if margin > zero else zero
-    else:
-        for i in range(out.shape[1]):
-            margin = x[four, i] - threshold
-            share = max(margin * (margin + missing), zero)
-            out[row, i] = share if margin > zero else zero
+    for i in range(out.shape[1]):
+        margin = x[four, i] - threshold
+        share = max(margin + missing if kind == 1 else margin * (margin + missing), zero)
+        out[row, i] = share if margin > zero else zero
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
@@ -576,16 +573,3 @@ def _finish(x, wide, count, excess, log_top, missing):
     factor = 1.0 / norm if excess > 1.0 else 1.0
     for i in range(count):
         x[i] = wide[i] * factor
-
-
-@njit(nogil=True, fastmath=FAST, error_model="numpy")
-def powers_of(shares, count, power):
-    """``p ** power`` in place of p, which is at most 1 and not 0."""
-    if power < 0.0:
-        # These may be too large for any number.
-        for i in range(count):
-            shares[i] **= power
-        return
-    for i in range(count):
-        # The second term hands a NaN on.
-        shares[i] = exp(power * log(shares[i])) + shares[i] * 0.0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._cpu import WIDENED, by_rows, parts
-from lastlayer.kernels._cpu_math import BLOCK, FAST, bits, multiply, sum_of
+from lastlayer.kernels._cpu_math import BLOCK, FAST, bits, multiply, sum_of, sum_of_distances
 from lastlayer.kernels.entmax_rows._listed import loss_of_listed
 
 
@@ -61,7 +61,7 @@ def _forward_rows(start, stop, probs, prob_bits, scores, target, row_scale, loss
             if _all_zero(prob_bits[row, first : first + BLOCK]):
                 continue
             part = probs[row, first : first + BLOCK]
-            leads += _sum_leads(part, scores[row, first : first + BLOCK], base)
+            leads += sum_of_distances(part, scores[row, first : first + BLOCK], base)
             entropy += _sum_entropy(part, alpha, kind)
             mass += sum_of(part)
             if len(row_scale):
@@ -87,17 +87,6 @@ def _all_zero(part_bits):
     for i in range(len(part_bits)):
         any_bit |= part_bits[i]
     return any_bit == 0
-
-
-@njit(nogil=True, fastmath=FAST, error_model="numpy")
-def _sum_leads(part, values, base):
-    """Probabilities times the leads over the target; no probability has no part in it."""
-    zero = part.dtype.type(0.0)
-    total = zero
-    for i in range(len(part)):
-        product = part[i] * (values[i] - base)
-        total += zero if part[i] == zero else product
-    return total
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")

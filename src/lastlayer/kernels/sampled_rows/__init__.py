@@ -14,10 +14,8 @@ from lastlayer.kernels._declare import operation
 _operation = partial(operation, __name__)
 
 
-def parts_of_columns(n: int, m: int, device_type: str) -> int:
-    """How many parts the sums of columns come in, one per program, for ``n`` rows of ``m``."""
-    if device_type != "cuda":
-        return 1
+def parts_of_columns(n: int, m: int) -> int:
+    """How many parts the sums of columns come in on CUDA, one per program."""
     # Programs that a GPU runs at once, or a few more.
     return max(1, min(n, (1 << 21) // max(16, 1 << (m - 1).bit_length())))
 

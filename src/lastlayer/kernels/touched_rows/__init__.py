@@ -8,7 +8,8 @@ times a number each. ``order`` has the entries by class, and those of group g st
 Where the host must not wait for the number of groups, ``slots_`` takes the classes themselves in
 the order of the entries, ``keys``, and there is a slot for each entry: the sum of a class is in the
 first of its slots, and 0 in the others. ``known`` gets the keys in int64, as sparse tensors want
-them; with ``scattered`` sums go to the rows of their classes instead.
+them; with ``scattered`` sums go to the rows of their classes instead. It has no CPU implementation:
+there nobody waits, and ``forward`` serves.
 
 ``adagrad_`` and ``adam_`` move the rows ``ids`` of ``weight`` (v, d), whose rows lie together in
 memory, by ``gradient`` (k, d). Where a row comes several times, all of these follow each other, and
@@ -38,6 +39,6 @@ def _sums(
 
 
 forward = _operation("forward", "touched_rows", _sums)
-slots_ = _operation("slots_", "touched_slots_", writes=("weight", "bias", "known"))
+slots_ = _operation("slots_", "touched_slots_", writes=("weight", "bias", "known"), has_cpu=False)
 adagrad_ = _operation("adagrad_", "row_adagrad_", writes=("weight", "total"))
 adam_ = _operation("adam_", "row_adam_", writes=("weight", "first", "second", "row_step"))

@@ -31,7 +31,6 @@ def forward(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor
 def backward(
     scores: Tensor, target: Tensor, mask: Tensor | None, stats: Tensor, grad: Tensor
 ) -> Tensor:
-    """As the reference's, from the stats of forward."""
     return _backward(scores, mask, stats, grad, *_dense(scores, target))
 
 
@@ -46,7 +45,6 @@ def backward_listed(
     scores: Tensor, classes: Tensor, _rows: Tensor, starts: Tensor, values: Tensor | None,
     mask: Tensor | None, smoothing: float, stats: Tensor, grad: Tensor,
 ) -> Tensor:  # fmt: skip
-    """As the reference's, from the stats of forward."""
     lists = _lists(scores, classes, starts, values, smoothing)
     return _backward(scores, mask, stats, grad, *lists)
 
