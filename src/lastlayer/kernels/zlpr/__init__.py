@@ -1,11 +1,11 @@
 """Rows of scores and labels to ZLPR and its gradient, and slabs of scores to it and to BCE.
 
 Scores are ``(rows, n)``. Labels are ``target`` of that shape, bool, integers 0 and 1 or floating in
-[0, 1]; or they are lists in the form of ``losses/_positives.py``, where listed classes have the
-label in ``values`` (1 where it is None) and all others have ``smoothing``. ``mask``, bool of the
-shape of the scores, says which classes count. Forward gives the loss of each row, four numbers per
-row from which backward goes on (peak and sum of the negatives, peak and sum of the positives), and
-whether anything counts in the row.
+[0, 1]; or it is None, and ``lists`` has classes, rows and starts in the form of ``_labels.py``:
+listed classes have the label in ``values`` (1 where it is None) and all others ``smoothing``.
+``mask``, bool of the shape of the scores, says which classes count. Forward gives the loss of each
+row, four numbers per row from which backward goes on (peak and sum of the negatives, peak and sum
+of the positives), and whether anything counts in the row.
 
 A slab has the scores of some of the labels, where all labels of a row are never held together. A
 score of -inf counts for nothing there and has the gradient 0: so are the listed labels left out.
@@ -40,8 +40,6 @@ def _slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
 
 forward = _operation("forward", "zlpr", _losses)
 backward = _operation("backward", "zlpr_backward", like_first)
-forward_listed = _operation("forward_listed", "zlpr_listed", _losses)
-backward_listed = _operation("backward_listed", "zlpr_listed_backward", like_first)
 slab_sums = _operation("slab_sums", "zlpr_slab_sums", _slab_sums)
 slab_gradient_ = _operation("slab_gradient_", "zlpr_slab_gradient_", writes=("scores",))
 logistic_slab_ = _operation("logistic_slab_", "logistic_slab_", _row_losses, ("scores",))
