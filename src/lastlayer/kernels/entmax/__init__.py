@@ -5,15 +5,11 @@ asks for values in float32 from half-precision scores; ``shrink`` multiplies the
 the support takes in classes that just miss it.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from lastlayer.kernels._declare import operation
 from lastlayer.kernels._registry import like_first
-
-_operation = partial(operation, __name__)
 
 
 def _support(
@@ -29,6 +25,8 @@ def _support(
     )
 
 
-forward = _operation("forward", "entmax", like_first)
-backward = _operation("backward", "entmax_backward", lambda _probs, grad, *_: like_first(grad))
-support = _operation("support", "entmax_support", _support)
+forward = operation("entmax.forward", "entmax", like_first)
+backward = operation(
+    "entmax.backward", "entmax_backward", lambda _probs, grad, *_: like_first(grad)
+)
+support = operation("entmax.support", "entmax_support", _support)

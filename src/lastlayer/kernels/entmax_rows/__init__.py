@@ -9,15 +9,11 @@
 ``alpha`` 1 takes Shannon's entropy, as softmax over all, the k largest or the listed scores does.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._declare import operation
-
-_operation = partial(operation, __name__)
 
 
 def _losses(probs: Tensor, _scores: Tensor, target: Tensor, *_: object) -> Tensor:
@@ -38,5 +34,5 @@ def _listed_losses(
     return loss, scores.new_empty(shape), classes.new_empty(shape)
 
 
-forward_ = _operation("forward_", "entmax_rows_", _losses, ("probs",))
-listed = _operation("listed", "list_rows", _listed_losses)
+forward_ = operation("entmax_rows.forward_", "entmax_rows_", _losses, ("probs",))
+listed = operation("entmax_rows.listed", "list_rows", _listed_losses)

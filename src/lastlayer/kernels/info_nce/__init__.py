@@ -7,17 +7,15 @@ group are positives besides the own one, else they are left out. ``bounded`` pro
 lie between -1 and 1, give or take their rounding.
 """
 
-from functools import partial
-
 from lastlayer.kernels._declare import operation
 
-_operation = partial(operation, __name__)
-
-unit_rows_ = _operation("unit_rows_", "unit_rows_", writes=("out",))
-row_gradients_ = _operation("row_gradients_", "unit_rows_gradient_", writes=("out", "along"))
-weights_ = _operation("weights_", "info_nce_weights_", writes=("scores", "out"))
-statistics_ = _operation(
-    "statistics_",
+unit_rows_ = operation("info_nce.unit_rows_", "unit_rows_", writes=("out",))
+row_gradients_ = operation(
+    "info_nce.row_gradients_", "unit_rows_gradient_", writes=("out", "along")
+)
+weights_ = operation("info_nce.weights_", "info_nce_weights_", writes=("scores", "out"))
+statistics_ = operation(
+    "info_nce.statistics_",
     "info_nce_statistics_",
     writes=("row_lse", "row_positive", "column_lse", "column_positive"),
 )

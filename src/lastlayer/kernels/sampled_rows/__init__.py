@@ -4,14 +4,10 @@
 share their draws. These have no CPU implementation: torch's own operations are as good there.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from lastlayer.kernels._declare import operation
-
-_operation = partial(operation, __name__)
 
 
 def parts_of_columns(n: int, m: int) -> int:
@@ -41,9 +37,13 @@ def _finish(first: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(first), torch.empty_like(first)
 
 
-forward_ = _operation(
-    "forward_", "sampled_rows_", writes=("scores", "gradient", "first", "second", "columns")
+forward_ = operation(
+    "sampled_rows.forward_",
+    "sampled_rows_",
+    writes=("scores", "gradient", "first", "second", "columns"),
 )
-row_scale = _operation("row_scale", "sampled_row_scale", _row_scale, has_cpu=False)
-start = _operation("start", "sampled_start", _start, has_cpu=False)
-finish_ = _operation("finish_", "sampled_finish_", _finish, ("of_hidden",), has_cpu=False)
+row_scale = operation("sampled_rows.row_scale", "sampled_row_scale", _row_scale, has_cpu=False)
+start = operation("sampled_rows.start", "sampled_start", _start, has_cpu=False)
+finish_ = operation(
+    "sampled_rows.finish_", "sampled_finish_", _finish, ("of_hidden",), has_cpu=False
+)

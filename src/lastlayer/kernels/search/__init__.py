@@ -25,4 +25,4 @@ def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.new_empty(n, k), classes, hidden.new_empty(n, dtype=torch.int64)
 
 
-best_leaves = operation(__name__, "best_leaves", "tree_search", _fake)
+best_leaves = operation("search.best_leaves", "tree_search", _fake)

@@ -6,8 +6,6 @@ among ``scores`` may be rounded. ``gradient_`` is for where all classes of a row
 together, and its normaliser is known.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,6 @@ from lastlayer.kernels._declare import operation
 
 # The rank of a target of -inf, or in a row with a NaN: beyond any k.
 NO_RANK = 1 << 62
-_operation = partial(operation, __name__)
 
 
 def _fake(scores: Tensor, target: Tensor, *_: object) -> tuple[Tensor, ...]:
@@ -24,5 +21,5 @@ def _fake(scores: Tensor, target: Tensor, *_: object) -> tuple[Tensor, ...]:
     return loss, *(torch.empty_like(each) for each in (loss, loss, target, target))
 
 
-forward_ = _operation("forward_", "softmax_rows_", _fake, ("scores",))
-gradient_ = _operation("gradient_", "softmax_gradient_", writes=("scores",))
+forward_ = operation("softmax_rows.forward_", "softmax_rows_", _fake, ("scores",))
+gradient_ = operation("softmax_rows.gradient_", "softmax_gradient_", writes=("scores",))

@@ -18,13 +18,9 @@ reference alone takes, the gradient has the shape of the weight, whatever that i
 are float32, or float64 from float64.
 """
 
-from functools import partial
-
 from torch import Tensor
 
 from lastlayer.kernels._declare import operation
-
-_operation = partial(operation, __name__)
 
 
 def _sums(
@@ -38,7 +34,11 @@ def _sums(
     )
 
 
-forward = _operation("forward", "touched_rows", _sums)
-slots_ = _operation("slots_", "touched_slots_", writes=("weight", "bias", "known"), has_cpu=False)
-adagrad_ = _operation("adagrad_", "row_adagrad_", writes=("weight", "total"))
-adam_ = _operation("adam_", "row_adam_", writes=("weight", "first", "second", "row_step"))
+forward = operation("touched_rows.forward", "touched_rows", _sums)
+slots_ = operation(
+    "touched_rows.slots_", "touched_slots_", writes=("weight", "bias", "known"), has_cpu=False
+)
+adagrad_ = operation("touched_rows.adagrad_", "row_adagrad_", writes=("weight", "total"))
+adam_ = operation(
+    "touched_rows.adam_", "row_adam_", writes=("weight", "first", "second", "row_step")
+)

@@ -6,7 +6,6 @@ whose target is ``ignore_index`` has loss 0; one whose target is no class has lo
 has a gradient.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._declare import operation
-
-_operation = partial(operation, __name__)
 
 
 def _loss(
@@ -51,6 +48,8 @@ def _to_touched_nodes(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return nodes, weight, bias
 
 
-loss = _operation("loss", "tree_path_loss", _loss)
-to_nodes = _operation("to_nodes", "tree_path_to_nodes", _to_nodes)
-to_touched_nodes = _operation("to_touched_nodes", "tree_path_to_touched_nodes", _to_touched_nodes)
+loss = operation("tree_path.loss", "tree_path_loss", _loss)
+to_nodes = operation("tree_path.to_nodes", "tree_path_to_nodes", _to_nodes)
+to_touched_nodes = operation(
+    "tree_path.to_touched_nodes", "tree_path_to_touched_nodes", _to_touched_nodes
+)

@@ -11,16 +11,12 @@ A slab has the scores of some of the labels, where all labels of a row are never
 score of -inf counts for nothing there and has the gradient 0: so are the listed labels left out.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._declare import operation
 from lastlayer.kernels._registry import like_first
-
-_operation = partial(operation, __name__)
 
 
 def _losses(scores: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,8 +34,8 @@ def _slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
     return above, above.new_empty(above.shape[0] if negated else 0)
 
 
-forward = _operation("forward", "zlpr", _losses)
-backward = _operation("backward", "zlpr_backward", like_first)
-slab_sums = _operation("slab_sums", "zlpr_slab_sums", _slab_sums)
-slab_gradient_ = _operation("slab_gradient_", "zlpr_slab_gradient_", writes=("scores",))
-logistic_slab_ = _operation("logistic_slab_", "logistic_slab_", _row_losses, ("scores",))
+forward = operation("zlpr.forward", "zlpr", _losses)
+backward = operation("zlpr.backward", "zlpr_backward", like_first)
+slab_sums = operation("zlpr.slab_sums", "zlpr_slab_sums", _slab_sums)
+slab_gradient_ = operation("zlpr.slab_gradient_", "zlpr_slab_gradient_", writes=("scores",))
+logistic_slab_ = operation("zlpr.logistic_slab_", "logistic_slab_", _row_losses, ("scores",))
