@@ -107,12 +107,11 @@ def _solve_rows(start, stop, rows, out, indices, size, alphas, kind, too_small):
     row = start
     while row < stop:
         after = min(row + 4, stop)
-        if short and solve_short(
-            rows[row:after], dense[: after - row] if compact else out[row:after], four, kind
-        ):
+        into = dense[: after - row] if compact else out[row:after]
+        if short and solve_short(rows[row:after], into, four, kind):
             if compact:
                 for each in range(row, after):
-                    one = dense[each - row]
+                    one = into[each - row]
                     size[each] = _keep(one, everywhere, n, too_small, out, indices, each)
             row = after
             continue
@@ -127,11 +126,9 @@ def _solve_rows(start, stop, rows, out, indices, size, alphas, kind, too_small):
                 for i in range(min(n, out.shape[1])):
                     indices[row, i] = i
         elif state > 0 and short:
-            solve_short(
-                rows[row : row + 1], dense[:1] if compact else out[row : row + 1], four, kind
-            )
+            solve_short(rows[row : row + 1], into[:1], four, kind)
             if compact:
-                size[row] = _keep(dense[0], everywhere, n, too_small, out, indices, row)
+                size[row] = _keep(into[0], everywhere, n, too_small, out, indices, row)
         elif state > 0:
             count = _solve(rows, row, peaks, probs, column, copies, alpha, kind)
             if compact:
