@@ -198,7 +198,6 @@ TOUCHED_TYPES = (
 )
 TO_CLASSES = dict(WIDTH=256, WEIGHT=True, BIAS=True)
 TOUCHED_CASES = [
-    (touched_rows._sums, dict(GROUP=16, **TO_CLASSES)),
     (touched_rows._segments, dict(BLOCK=16, GROUP=2, KNOWN=True, SCATTERED=False, **TO_CLASSES)),
     (
         touched_rows._runs_that_were_cut,

@@ -11,7 +11,6 @@ from implementations import few
 from torch import Tensor
 
 from lastlayer import kernels
-from lastlayer.kernels.entmax_rows import reference
 
 pytest.importorskip("triton")
 if kernels.available()["triton"] is not None:
@@ -60,14 +59,6 @@ def check(function, scores, target, row_scale, alpha, within):
     size = 1 + scores.double().abs().max().item()
     assert (made.double() - loss).abs().max() <= 2e-6 * size
     assert (kept.double() - gradient).abs().max() <= within * 1.2
-
-
-@with_each_alpha
-@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 100.0])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_reference(shape, scale, alpha):
-    inputs = problem(*shape, scale, torch.float64, "cpu")
-    check(reference.flat_, *inputs, alpha, 1e-9)
 
 
 @with_each_alpha

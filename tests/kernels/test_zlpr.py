@@ -64,13 +64,11 @@ def problem(kind, n_rows, n, dtype=torch.float32, device="cpu", mask=None, size=
 
 
 def run(impl, case):
-    if len(case.labels) == 1:
-        arguments = (case.scores, *case.labels, case.mask)
-        losses, stats, counts = zlpr.forward(impl, *arguments)
-        return losses, counts, zlpr.backward(impl, *arguments, stats, case.grad)
-    arguments = (case.scores, *case.labels, case.mask, case.smoothing)
-    losses, stats, counts = zlpr.forward_listed(impl, *arguments)
-    return losses, counts, zlpr.backward_listed(impl, *arguments, stats, case.grad)
+    dense = len(case.labels) == 1
+    labels = (*case.labels, [], None) if dense else (None, list(case.labels[:3]), case.labels[3])
+    arguments = (case.scores, *labels, case.mask, case.smoothing)
+    losses, stats, counts = zlpr.forward(impl, *arguments)
+    return losses, counts, zlpr.backward(impl, *arguments, stats, case.grad)
 
 
 def truth(case):

@@ -456,7 +456,7 @@ def _shared_draws(
     columns = hidden.new_empty((m, d) if p.to_weight else 0, dtype=dtype)
     parts = 1
     if hidden.device.type == "cuda":
-        parts = kernels.sampled_rows.parts_of_columns(size, m, "cuda")
+        parts = kernels.sampled_rows.parts_of_columns(size, m)
     sums = hidden.new_empty((parts, m) if p.to_bias else 0, dtype=dtype)
     scores = hidden.new_empty(min(n, size), m, dtype=dtype)
     # A gradient in half precision takes the place of the scores, row by row.

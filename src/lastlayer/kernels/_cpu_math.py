@@ -212,6 +212,17 @@ def sum_of(x):
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
+def sum_of_distances(shares, values, origin):
+    """Distances to the origin times their shares; a share of 0 has no part, however far it is."""
+    zero = shares.dtype.type(0.0)
+    total = zero
+    for i in range(len(shares)):
+        product = shares[i] * (values[i] - origin)
+        total += zero if shares[i] == zero else product
+    return total
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def multiply(x, factor):
     """``x *= factor``; a factor of 0 leaves 0 also of a NaN."""
     if factor == 0.0:

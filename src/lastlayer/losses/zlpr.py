@@ -142,7 +142,7 @@ def zlpr_loss_from_indices(
     classes, rows, starts, labels = lists.flat()
     if in_functorch() or (labels is not None and labels.requires_grad):
         target = reference.dense_target(
-            scores.reshape(n_rows, n), classes, rows, labels, label_smoothing
+            scores.reshape(n_rows, n), None, [classes, rows, starts], labels, label_smoothing
         )
         return _reference_loss(scores, target.reshape(scores.shape), mask, reduction)
     operands = scores, None, classes, rows, starts, labels, mask
@@ -152,7 +152,7 @@ def zlpr_loss_from_indices(
 def _reference_loss(scores: Tensor, target: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
     """By torch operations alone: for a target with a gradient, and transforms of ``torch.func``."""
     mask = None if mask is None else mask.expand(scores.shape)
-    losses, _, counts = reference.forward(scores, target, mask)
+    losses, _, counts = reference.losses_of(scores, target, mask)
     return reduced(losses, None if mask is None else counts, reduction)
 
 
@@ -171,13 +171,7 @@ class _ZLPR(Engine):
     def compute(self, call: Call) -> Result:
         operands, options, reduction, wanted, _ = call
         scores, mask = operands[0], operands[-1]
-        rows, labels, rows_mask = _as_rows(operands)
-        if len(labels) == 1:
-            losses, stats, counts = kernels.zlpr.forward("auto", rows, *labels, rows_mask)
-        else:
-            losses, stats, counts = kernels.zlpr.forward_listed(
-                "auto", rows, *labels, rows_mask, *options
-            )
+        losses, stats, counts = kernels.zlpr.forward("auto", *_as_rows(operands), *options)
         pieces = (stats if wanted[0] else None,)
         if reduction == "none":
             return Result(losses if scores.dim() == 2 else losses.view(scores.shape[:-1]), pieces)
@@ -206,24 +200,15 @@ class _ZLPR(Engine):
         (stats,) = pieces
         if stats is None or factor is None:
             return [None]
-        rows, labels, mask = _as_rows(operands)
-        grad = factor.reshape(-1) if factor.dim() else factor.expand(rows.shape[0])
-        if len(labels) == 1:
-            product = kernels.zlpr.backward("auto", rows, *labels, mask, stats, grad)
-        else:
-            product = kernels.zlpr.backward_listed(
-                "auto", rows, *labels, mask, *options, stats, grad
-            )
+        rows = _as_rows(operands)
+        grad = factor.reshape(-1) if factor.dim() else factor.expand(stats.shape[1])
+        product = kernels.zlpr.backward("auto", *rows, *options, stats, grad)
         return [product if operands[0].dim() == 2 else product.view(operands[0].shape)]
 
     def differentiable(self, call: Call, grad: Tensor) -> Grads:
         operands, options, reduction, *_ = call
-        rows, labels, mask = _as_rows(operands)
-        if len(labels) == 1:
-            (target,) = labels
-        else:
-            classes, of_row, _, values = labels
-            target = reference.dense_target(rows, classes, of_row, values, *options)
+        rows, *labels, mask = _as_rows(operands)
+        target = reference.dense_target(rows, *labels, *options)
         if reduction == "mean":
             counts = rows.shape[0] if mask is None else mask.any(-1).sum().clamp(min=1)
             grad = grad / counts
@@ -235,15 +220,15 @@ class _ZLPR(Engine):
 _ENGINE = _ZLPR()
 
 
-def _as_rows(operands: Operands) -> tuple[Tensor, tuple[Any, ...], Tensor | None]:
-    """Scores ``(rows, n)``, the target alone or the lists, and the mask of the scores' shape."""
-    scores, target, *lists, mask = operands
+def _as_rows(operands: Operands) -> tuple[Any, ...]:
+    """Scores ``(rows, n)``, target, lists, values, and the mask of the scores' shape."""
+    scores, target, *lists, values, mask = operands
     n_rows, n = scores.shape[:-1].numel(), scores.shape[-1]
     rows_mask = rows_of_mask(mask, scores, n_rows)
     if scores.dim() != 2:
         scores = scores.reshape(n_rows, n)
         target = None if target is None else target.reshape(n_rows, n)
-    return scores, tuple(lists) if target is None else (target,), rows_mask
+    return scores, target, lists if target is None else [], values, rows_mask
 
 
 def zlpr_probability(scores: Tensor) -> Tensor:

@@ -5,14 +5,11 @@ asks for values in float32 from half-precision scores; ``shrink`` multiplies the
 the support takes in classes that just miss it.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._registry import Operation, like_first
-
-_operation = partial(Operation, __name__)
+from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import like_first
 
 
 def _support(
@@ -28,17 +25,8 @@ def _support(
     )
 
 
-forward = _operation(
-    "forward", "entmax(Tensor scores, float alpha, Tensor? row_alpha) -> Tensor", like_first
+forward = operation("entmax.forward", "entmax", like_first)
+backward = operation(
+    "entmax.backward", "entmax_backward", lambda _probs, grad, *_: like_first(grad)
 )
-backward = _operation(
-    "backward",
-    "entmax_backward(Tensor probs, Tensor grad, float alpha, Tensor? row_alpha) -> Tensor",
-    lambda _probs, grad, *_: like_first(grad),
-)
-support = _operation(
-    "support",
-    "entmax_support(Tensor scores, float alpha, Tensor? row_alpha, int max_support, "
-    "bool wide=False, float shrink=1.0) -> (Tensor, Tensor, Tensor)",
-    _support,
-)
+support = operation("entmax.support", "entmax_support", _support)

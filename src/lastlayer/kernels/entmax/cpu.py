@@ -29,21 +29,21 @@ from lastlayer.kernels._cpu_math import (
     top_of_rest,
 )
 
+# In the place of indices and sizes where the result is dense.
+_NO_LISTS = np.empty((0, 0), np.int64), np.empty(0, np.int64)
 # The largest float32 that becomes 0 in a narrower dtype: half of its smallest number.
 _ROUNDS_TO_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
 
 
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
-    """Probabilities of each row, in the dtype of ``scores``."""
     rows, (out, result) = as_rows(scores), empty_rows(scores)
     kind, alphas = _alphas(alpha, row_alpha)
     if rows.size:
-        _forward_rows(*rows.shape, rows, out, alphas, kind)
+        _solve_rows(*rows.shape, rows, out, *_NO_LISTS, alphas, kind, 0.0)
     return in_dtype(result, scores.dtype)
 
 
 def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
-    """``s * (grad - <s, grad> / <s, 1>)`` with ``s = p ** (2 - alpha)`` on the support."""
     rows, upstream = as_rows(probs), as_rows(grad)
     upstream = upstream.astype(rows.dtype, copy=False)
     out, result = empty_rows(probs)
@@ -59,7 +59,6 @@ def support(
     scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int, wide: bool = False,
     shrink: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The non-zeros of each row in ascending order of class, padded with (0, class 0)."""
     if wide and scores.itemsize < 4:
         scores = scores.float()
     if shrink != 1.0:
@@ -71,7 +70,7 @@ def support(
     if rows.size:
         kind, alphas = _alphas(alpha, row_alpha)
         too_small = _ROUNDS_TO_ZERO.get(scores.dtype, 0.0)
-        _support_rows(*rows.shape, rows, values, indices, size, alphas, kind, too_small)
+        _solve_rows(*rows.shape, rows, values, indices, size, alphas, kind, too_small)
     batch = scores.shape[:-1]
     return (
         torch.from_numpy(values).view(*batch, max_support).to(scores.dtype),
@@ -93,39 +92,9 @@ def _one_alpha(alpha: float) -> tuple[int, np.ndarray]:
 
 @by_rows
 @njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
-def _forward_rows(start, stop, rows, out, alphas, kind):
-    n = rows.shape[1]
-    peaks = room_for_peaks(rows)
-    probs = np.empty(n + BLOCK, rows.dtype)
-    column = np.empty(n + 1, np.int32)
-    short = kind > 0 and n <= LONGEST
-    four = room_for_four(rows, n if short else 0)
-    copies = room_for_any(n if kind == 0 else 0)
-    row = start
-    while row < stop:
-        after = min(row + 4, stop)
-        if short and solve_short(rows[row:after], out[row:after], four, kind):
-            row = after
-            continue
-        for i in range(n):
-            out[row, i] = 0.0
-        state = find_peaks(rows, row, peaks)
-        if state < 0 or not alphas[row if len(alphas) > 1 else 0] >= 1.0:
-            out[row] = math.nan
-        elif state > 0 and short:
-            solve_short(rows[row : row + 1], out[row : row + 1], four, kind)
-        elif state > 0:
-            alpha = alphas[row if len(alphas) > 1 else 0]
-            count = _solve(rows, row, peaks, probs, column, copies, alpha, kind)
-            for i in range(count):
-                out[row, column[i]] = probs[i]
-        row += 1
-
-
-@by_rows
-@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
-def _support_rows(start, stop, rows, values, indices, size, alphas, kind, too_small):
-    n = rows.shape[1]
+def _solve_rows(start, stop, rows, out, indices, size, alphas, kind, too_small):
+    """Dense probabilities into ``out``, or where there are sizes the non-zeros alone."""
+    n, compact = rows.shape[1], len(size) > 0
     peaks = room_for_peaks(rows)
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n + 1, np.int32)
@@ -133,32 +102,40 @@ def _support_rows(start, stop, rows, values, indices, size, alphas, kind, too_sm
     four = room_for_four(rows, n if short else 0)
     copies = room_for_any(n if kind == 0 else 0)
     # Short rows are solved as for the dense result, so that both agree to the last bit.
-    dense = np.empty((4, n if short else 0), rows.dtype)
-    everywhere = np.arange(n if short else 0)
+    dense = np.empty((4, n if short and compact else 0), rows.dtype)
+    everywhere = np.arange(dense.shape[1])
     row = start
     while row < stop:
         after = min(row + 4, stop)
-        if short and solve_short(rows[row:after], dense[: after - row], four, kind):
-            for each in range(row, after):
-                one = dense[each - row]
-                size[each] = _keep(one, everywhere, n, too_small, values, indices, each)
+        into = dense[: after - row] if compact else out[row:after]
+        if short and solve_short(rows[row:after], into, four, kind):
+            if compact:
+                for each in range(row, after):
+                    one = into[each - row]
+                    size[each] = _keep(one, everywhere, n, too_small, out, indices, each)
             row = after
             continue
-        state = find_peaks(rows, row, peaks)
-        if state < 0 or not alphas[row if len(alphas) > 1 else 0] >= 1.0:
-            size[row] = n
-            values[row, :n] = math.nan
-            for i in range(min(n, values.shape[1])):
-                indices[row, i] = i
-            row += 1
-            continue
-        if state > 0 and short:
-            solve_short(rows[row : row + 1], dense[:1], four, kind)
-            size[row] = _keep(dense[0], everywhere, n, too_small, values, indices, row)
+        if not compact:
+            for i in range(n):
+                out[row, i] = 0.0
+        state, alpha = find_peaks(rows, row, peaks), alphas[row if len(alphas) > 1 else 0]
+        if state < 0 or not alpha >= 1.0:
+            out[row, :n] = math.nan
+            if compact:
+                size[row] = n
+                for i in range(min(n, out.shape[1])):
+                    indices[row, i] = i
+        elif state > 0 and short:
+            solve_short(rows[row : row + 1], into[:1], four, kind)
+            if compact:
+                size[row] = _keep(into[0], everywhere, n, too_small, out, indices, row)
         elif state > 0:
-            alpha = alphas[row if len(alphas) > 1 else 0]
             count = _solve(rows, row, peaks, probs, column, copies, alpha, kind)
-            size[row] = _keep(probs, column, count, too_small, values, indices, row)
+            if compact:
+                size[row] = _keep(probs, column, count, too_small, out, indices, row)
+            else:
+                for i in range(count):
+                    out[row, column[i]] = probs[i]
         row += 1
 
 
@@ -297,8 +274,14 @@ def _to_slopes(shares, count, excess, kind):
     elif kind == 2:
         for i in range(count):
             shares[i] = math.sqrt(shares[i])
+    elif kind == 0 and excess > 1.0:
+        # These may be too large for any number.
+        for i in range(count):
+            shares[i] **= 1.0 - excess
     elif kind == 0:
-        powers_of(shares, count, 1.0 - excess)
+        for i in range(count):
+            # The second term hands a NaN on.
+            shares[i] = exp((1.0 - excess) * log(shares[i])) + shares[i] * 0.0
 
 
 @njit(nogil=True)
@@ -404,7 +387,7 @@ def _unless(solved, threshold, total, count):
 
 @njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
 def _following(threshold, total, weight):
-    """Newton's next threshold at 1.5; _solve.py says why it never passes the root."""
+    """Newton's next threshold at 1.5, which never passes the root."""
     norm = math.sqrt(total)
     return type(threshold)(threshold + norm * (norm - 1.0) / weight)
 
@@ -414,16 +397,10 @@ def _write(x, four, out, row, threshold, total, weight, kind):
     """The probabilities of one row, with the last Newton step taken on them."""
     zero = x.dtype.type(0)
     missing = x.dtype.type((1.0 - total) / weight)
-    if kind == 1:
-        for i in range(out.shape[1]):
-            margin = x[four, i] - threshold
-            share = max(margin + missing, zero)
-            out[row, i] = share if margin > zero else zero
-    else:
-        for i in range(out.shape[1]):
-            margin = x[four, i] - threshold
-            share = max(margin * (margin + missing), zero)
-            out[row, i] = share if margin > zero else zero
+    for i in range(out.shape[1]):
+        margin = x[four, i] - threshold
+        share = max(margin + missing if kind == 1 else margin * (margin + missing), zero)
+        out[row, i] = share if margin > zero else zero
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
@@ -576,16 +553,3 @@ def _finish(x, wide, count, excess, log_top, missing):
     factor = 1.0 / norm if excess > 1.0 else 1.0
     for i in range(count):
         x[i] = wide[i] * factor
-
-
-@njit(nogil=True, fastmath=FAST, error_model="numpy")
-def powers_of(shares, count, power):
-    """``p ** power`` in place of p, which is at most 1 and not 0."""
-    if power < 0.0:
-        # These may be too large for any number.
-        for i in range(count):
-            shares[i] **= power
-        return
-    for i in range(count):
-        # The second term hands a NaN on.
-        shares[i] = exp(power * log(shares[i])) + shares[i] * 0.0

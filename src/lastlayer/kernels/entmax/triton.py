@@ -7,7 +7,6 @@ threshold.py the threshold.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from lastlayer.kernels._triton import (
     choose_blocks,
     chosen_columns,
     find_peaks,
+    in_rows,
     next_power_of_2,
     peaks_of_row,
     row_max,
@@ -47,32 +47,21 @@ WIDEST_IN_ONE_PROGRAM = 16384
 BACKWARD_SCORES, BACKWARD_GROUP = 4096, 1024
 
 
-class _Alpha(NamedTuple):
-    """alpha as the kernels take it."""
-
-    kind: int
-    excess: float
-    per_row: Tensor | None
-
-
 def _as_rows(scores: Tensor) -> Tensor:
-    rows = scores.reshape(-1, scores.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    return in_rows(scores.reshape(-1, scores.shape[-1]))
 
 
-def _as_alpha(alpha: float, row_alpha: Tensor | None) -> _Alpha:
+def _as_alpha(alpha: float, row_alpha: Tensor | None) -> tuple[int, float, Tensor | None]:
+    """As the kernels take it: a kind, alpha - 1, and the alpha of each row."""
     if row_alpha is not None:
-        return _Alpha(0, 0.0, row_alpha.reshape(-1).float().contiguous())
-    kind = {2.0: 1, 1.5: 2}.get(alpha, 0)
-    return _Alpha(kind, alpha - 1.0, None)
+        return 0, 0.0, row_alpha.reshape(-1).float().contiguous()
+    return {2.0: 1, 1.5: 2}.get(alpha, 0), alpha - 1.0, None
 
 
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
-    """Probabilities of each row, in the dtype of ``scores``."""
     probs = torch.empty_like(scores, memory_format=torch.contiguous_format)
     if scores.numel():
-        rows = _as_rows(scores)
-        _solve(rows, _as_alpha(alpha, row_alpha), probs, None, None, 0)
+        _solve(scores, alpha, row_alpha, probs, None, None, 0)
     return probs
 
 
@@ -80,29 +69,29 @@ def support(
     scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int, wide: bool = False,
     shrink: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The non-zeros of each row in ascending order of class, padded with (0, class 0)."""
     batch = scores.shape[:-1]
     dtype = torch.float32 if wide else scores.dtype
     values = scores.new_zeros(*batch, max_support, dtype=dtype)
     indices = scores.new_zeros(*batch, max_support, dtype=torch.int64)
     size = scores.new_zeros(batch, dtype=torch.int64)
     if scores.numel():
-        rows = _as_rows(scores)
-        _solve(rows, _as_alpha(alpha, row_alpha), values, indices, size, max_support, shrink)
+        _solve(scores, alpha, row_alpha, values, indices, size, max_support, shrink)
     return values, indices, size
 
 
 def _solve(
-    rows: Tensor, alpha: _Alpha, out: Tensor, indices: Tensor | None, size: Tensor | None,
-    max_support: int, shrink: float = 1.0,
+    scores: Tensor, alpha: float, row_alpha: Tensor | None, out: Tensor, indices: Tensor | None,
+    size: Tensor | None, max_support: int, shrink: float = 1.0,
 ) -> None:  # fmt: skip
     """Dense probabilities into ``out``, or where ``indices`` is given the non-zeros alone."""
+    rows = _as_rows(scores)
     n_rows, n = rows.shape
     compact = indices is not None
-    alphas = rows if alpha.per_row is None else alpha.per_row
+    kind, excess, per_row = _as_alpha(alpha, row_alpha)
+    alphas = rows if per_row is None else per_row
     shared = dict(
-        KIND=alpha.kind,
-        PER_ROW=alpha.per_row is not None,
+        KIND=kind,
+        PER_ROW=per_row is not None,
         COMPACT=compact,
         SHRINK=shrink,
         enable_fp_fusion=False,  # threshold.py says why
@@ -110,7 +99,7 @@ def _solve(
     if n <= WIDEST_IN_REGISTERS:
         width, row_count, warps = register_tile(n)
         _forward_in_registers[(cdiv(n_rows, row_count),)](
-            rows, out, indices, size, alphas, alpha.excess, n_rows, n, rows.stride(0), math.log(n),
+            rows, out, indices, size, alphas, excess, n_rows, n, rows.stride(0), math.log(n),
             max_support, ROWS=row_count, WIDTH=width, num_warps=warps, **shared,
         )  # fmt: skip
         return
@@ -120,7 +109,7 @@ def _solve(
     chosen = torch.empty(n_rows, n_blocks, device=rows.device, dtype=torch.int32)
     peaks = chosen if in_one else find_peaks(rows, None if compact else out)
     _forward_of_chosen[(n_rows,)](
-        rows, out, indices, size, peaks, chosen, alphas, alpha.excess, n, rows.stride(0),
+        rows, out, indices, size, peaks, chosen, alphas, excess, n, rows.stride(0),
         math.log(n), n_blocks, max_support, BLOCKS=next_power_of_2(n_blocks), WIDTH=width,
         GROUP=max(1, _group_scores(n) // width), IN_ONE=in_one, num_warps=_warps(n), **shared,
     )  # fmt: skip
@@ -352,7 +341,6 @@ def _forward_of_chosen(
 
 
 def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
-    """``s * (grad - <s, grad> / <s, 1>)`` with ``s = p ** (2 - alpha)`` on the support."""
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     if not out.numel():
         return out

@@ -9,22 +9,18 @@
 ``alpha`` 1 takes Shannon's entropy, as softmax over all, the k largest or the listed scores does.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._registry import Operation
-
-_operation = partial(Operation, __name__)
+from lastlayer.kernels._declare import operation
 
 
 def _losses(probs: Tensor, _scores: Tensor, target: Tensor, *_: object) -> Tensor:
     return probs.new_empty(target.shape, dtype=accumulation_dtype(probs.dtype))
 
 
-def _listed(
+def _listed_losses(
     scores: Tensor,
     classes: Tensor,
     target: Tensor,
@@ -38,15 +34,5 @@ def _listed(
     return loss, scores.new_empty(shape), classes.new_empty(shape)
 
 
-forward_ = _operation(
-    "forward_",
-    "entmax_rows_(Tensor(a!) probs, Tensor scores, Tensor target, Tensor? row_scale, "
-    "float alpha) -> Tensor",
-    _losses,
-)
-listed = _operation(
-    "listed",
-    "list_rows(Tensor scores, Tensor classes, Tensor target, Tensor target_scores, "
-    "Tensor? row_scale, Tensor? class_weight, float alpha) -> (Tensor, Tensor, Tensor)",
-    _listed,
-)
+forward_ = operation("entmax_rows.forward_", "entmax_rows_", _losses, ("probs",))
+listed = operation("entmax_rows.listed", "list_rows", _listed_losses)

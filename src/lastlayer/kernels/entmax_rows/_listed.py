@@ -1,21 +1,26 @@
-"""From the probabilities of listed classes to their loss and its gradient, in plain torch."""
+"""The loss of listed classes and its gradient, in plain torch: from probabilities by any kernel."""
 
 import math
 
 import torch
 from torch import Tensor
 
+from lastlayer.kernels import entmax
+from lastlayer.kernels._registry import Impl
 
-def loss_and_gradient(
-    probs: Tensor, scores: Tensor, classes: Tensor, target: Tensor, target_scores: Tensor,
+
+def loss_of_listed(
+    impl: Impl, scores: Tensor, classes: Tensor, target: Tensor, target_scores: Tensor,
     row_scale: Tensor | None, class_weight: Tensor | None, alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """From the probabilities on."""
+    """As the reference's ``listed``; ``impl`` makes the probabilities."""
+    scores = scores.masked_fill(classes < 0, -math.inf)
+    probs = entmax.forward(impl, scores, alpha, None)
     out = target_scores == -math.inf
     # A target of -inf counts as 0 here: its loss is known anyway, and differences stay finite.
     lead = scores - target_scores.masked_fill(out, 0.0).unsqueeze(-1)
     # Not `probs > 0`: a NaN has to show.
-    loss = torch.where(probs == 0, 0.0, probs * lead).sum(-1) + _entropy(probs, alpha)
+    loss = torch.where(probs == 0, 0.0, probs * lead).sum(-1) + entropy(probs, alpha)
     # A target that is out of the running cannot be met; a NaN stays one.
     loss = loss.masked_fill(out & ~loss.isnan(), math.inf)
     weights = None if class_weight is None else class_weight[target].to(loss.dtype)
@@ -28,7 +33,8 @@ def loss_and_gradient(
     return loss, values, torch.cat([classes.clamp(min=0), target.unsqueeze(-1)], -1)
 
 
-def _entropy(probs: Tensor, alpha: float) -> Tensor:
+def entropy(probs: Tensor, alpha: float) -> Tensor:
+    """That of Tsallis of each row, with Shannon's at alpha 1."""
     logs = torch.log(torch.where(probs > 0, probs, 1.0))
     if alpha == 1.0:
         return -(probs * logs).sum(-1)

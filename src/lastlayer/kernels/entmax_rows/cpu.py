@@ -5,16 +5,16 @@ Listed classes are few: Numba solves for their probabilities, and torch does the
 """
 
 import math
+from functools import partial
 
 import torch
 from numba import njit
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels import entmax
 from lastlayer.kernels._cpu import WIDENED, by_rows, parts
-from lastlayer.kernels._cpu_math import BLOCK, FAST, bits, multiply, sum_of
-from lastlayer.kernels.entmax_rows._listed import loss_and_gradient
+from lastlayer.kernels._cpu_math import BLOCK, FAST, bits, multiply, sum_of, sum_of_distances
+from lastlayer.kernels.entmax_rows._listed import loss_of_listed
 
 
 def forward_(
@@ -61,7 +61,7 @@ def _forward_rows(start, stop, probs, prob_bits, scores, target, row_scale, loss
             if _all_zero(prob_bits[row, first : first + BLOCK]):
                 continue
             part = probs[row, first : first + BLOCK]
-            leads += _sum_leads(part, scores[row, first : first + BLOCK], base)
+            leads += sum_of_distances(part, scores[row, first : first + BLOCK], base)
             entropy += _sum_entropy(part, alpha, kind)
             mass += sum_of(part)
             if len(row_scale):
@@ -90,17 +90,6 @@ def _all_zero(part_bits):
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
-def _sum_leads(part, values, base):
-    """Probabilities times the leads over the target; no probability has no part in it."""
-    zero = part.dtype.type(0.0)
-    total = zero
-    for i in range(len(part)):
-        product = part[i] * (values[i] - base)
-        total += zero if part[i] == zero else product
-    return total
-
-
-@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _sum_entropy(part, alpha, kind):
     real = part.dtype.type
     one, total = real(1.0), real(0.0)
@@ -119,12 +108,4 @@ def _sum_entropy(part, alpha, kind):
     return total if kind == 3 else total / real(alpha * (alpha - 1.0))
 
 
-def listed(
-    scores: Tensor, classes: Tensor, target: Tensor, target_scores: Tensor,
-    row_scale: Tensor | None, class_weight: Tensor | None, alpha: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shown = scores.masked_fill(classes < 0, -math.inf)
-    probs = entmax.forward("cpu", shown, alpha, None)
-    return loss_and_gradient(
-        probs, shown, classes, target, target_scores, row_scale, class_weight, alpha
-    )
+listed = partial(loss_of_listed, "cpu")

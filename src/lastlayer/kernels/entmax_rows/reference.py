@@ -1,4 +1,4 @@
-"""The loss of entmax from probabilities, from listed scores and from all scores in plain torch."""
+"""The loss of entmax from probabilities and from listed scores in plain torch."""
 
 import math
 
@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels import entmax
-from lastlayer.kernels.entmax_rows._listed import loss_and_gradient
+from lastlayer.kernels.entmax_rows._listed import entropy, loss_of_listed
 
 
 def forward_(
@@ -24,10 +23,6 @@ def forward_(
     at_target = values.gather(-1, place)
     present = shares > 0
     logs = torch.log(torch.where(present, shares, 1.0))
-    if alpha == 1.0:
-        entropy = -(shares * logs).sum(-1)
-    else:
-        entropy = -(shares * torch.expm1((alpha - 1.0) * logs)).sum(-1) / (alpha * (alpha - 1.0))
     # Rounded probabilities need not sum to 1. To first order the loss is then off by what is
     # missing times the price of probability: score plus slope of the entropy, which is the same
     # for each class of the support.
@@ -40,8 +35,9 @@ def forward_(
     mass = shares.sum(-1)
     price = (shares * (lead + slope)).sum(-1) / mass
     leads = (shares * lead).sum(-1)
+    known = leads + entropy(shares, alpha)
     # Beyond the range of the dtype the correction would be infinite as well.
-    loss = torch.where(leads == math.inf, leads, leads + entropy - (mass - 1.0) * price)
+    loss = torch.where(leads == math.inf, leads, known - (mass - 1.0) * price)
     # A target that is out of the running cannot be met; a NaN stays one.
     out = (at_target.squeeze(-1) == -math.inf) & ~mass.isnan()
     loss = torch.where(out, math.inf, loss)
@@ -50,35 +46,6 @@ def forward_(
         gradient = shares.scatter_add(-1, place, -one)
         scale = row_scale.to(dtype).unsqueeze(-1)
         probs.copy_(torch.where(scale == 0, 0.0, gradient * scale))
-    return loss
-
-
-def flat_(scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float) -> Tensor:
-    """``<p - y, scores> + H(p)`` for each row, ``alpha`` 1.5 or 2.
-
-    Where ``row_scale`` is given, ``scores`` become the gradient of ``sum(row_scale * loss)``.
-    """
-    dtype = accumulation_dtype(scores.dtype)
-    values = scores.to(dtype)
-    distance = (values - values.amax(-1, keepdim=True)) * (alpha - 1.0)
-    ordered = distance.sort(dim=-1, descending=True).values
-    count = torch.arange(1, ordered.shape[-1] + 1, device=scores.device, dtype=dtype)
-    mean = ordered.cumsum(-1) / count
-    if alpha == 2.0:
-        thresholds = mean - 1.0 / count
-    else:
-        spread = (ordered.square().cumsum(-1) / count - mean.square()) * count
-        thresholds = mean - ((1.0 - spread).clamp(min=0) / count).sqrt()
-    size = (ordered >= thresholds).sum(-1, keepdim=True)
-    margin = (distance - thresholds.gather(-1, size - 1)).clamp(min=0)
-    probs = margin if alpha == 2.0 else margin.square()
-    place = target.unsqueeze(-1)
-    lead = torch.where(probs > 0, values - values.gather(-1, place), 0.0)
-    entropy = (probs - probs.pow(alpha)) / (alpha * (alpha - 1.0))
-    loss: Tensor = (probs * lead + entropy).sum(-1)
-    if row_scale is not None:
-        one = torch.ones_like(place, dtype=dtype)
-        scores.copy_(probs.scatter_add(-1, place, -one) * row_scale.to(dtype).unsqueeze(-1))
     return loss
 
 
@@ -102,8 +69,5 @@ def listed(
         1)``, the target last and 0 for padding; both are empty without ``row_scale``. A row without
         any probability costs +inf and has no gradient.
     """
-    shown = scores.masked_fill(classes < 0, -math.inf)
-    probs = entmax.forward("reference", shown, alpha, None)
-    return loss_and_gradient(
-        probs, shown, classes, target, target_scores, row_scale, class_weight, alpha
-    )
+    given = scores, classes, target, target_scores, row_scale, class_weight, alpha
+    return loss_of_listed("reference", *given)

@@ -7,31 +7,15 @@ group are positives besides the own one, else they are left out. ``bounded`` pro
 lie between -1 and 1, give or take their rounding.
 """
 
-from functools import partial
+from lastlayer.kernels._declare import operation
 
-from lastlayer.kernels._registry import Operation
-
-_SIMILARITIES = (
-    "Tensor scale, int own, Tensor? query_groups, Tensor? key_groups, bool positive, bool bounded"
+unit_rows_ = operation("info_nce.unit_rows_", "unit_rows_", writes=("out",))
+row_gradients_ = operation(
+    "info_nce.row_gradients_", "unit_rows_gradient_", writes=("out", "along")
 )
-_operation = partial(Operation, __name__)
-
-unit_rows_ = _operation(
-    "unit_rows_", "unit_rows_(Tensor rows, Tensor(a!) out, bool normalize) -> ()"
-)
-statistics_ = _operation(
-    "statistics_",
-    f"info_nce_statistics_(Tensor scores, {_SIMILARITIES}, Tensor(a!) row_lse, "
-    "Tensor(b!) row_positive, Tensor(c!) column_lse, Tensor(d!) column_positive) -> ()",
-)
-weights_ = _operation(
-    "weights_",
-    f"info_nce_weights_(Tensor(a!) scores, {_SIMILARITIES}, Tensor row_lse, Tensor row_push, "
-    "Tensor row_pull, Tensor column_lse, Tensor column_push, Tensor column_pull, "
-    "Tensor(b!) out) -> ()",
-)
-row_gradients_ = _operation(
-    "row_gradients_",
-    "unit_rows_gradient_(Tensor rows, Tensor gradient, Tensor factor, bool normalize, "
-    "Tensor(a!) out, Tensor(b!) along) -> ()",
+weights_ = operation("info_nce.weights_", "info_nce_weights_", writes=("scores", "out"))
+statistics_ = operation(
+    "info_nce.statistics_",
+    "info_nce_statistics_",
+    writes=("row_lse", "row_positive", "column_lse", "column_positive"),
 )

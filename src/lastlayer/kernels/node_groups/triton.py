@@ -354,15 +354,20 @@ def _list_tiles(
 
 
 @triton.jit
-def _of_group(groups, field: tl.constexpr, group, n_groups):
-    return tl.load(groups + field * n_groups + group)
+def _fields(groups, group, n_groups):
+    """What a plan says of a group."""
+    start = tl.load(groups + group)
+    size = tl.load(groups + n_groups + group)
+    first_row = tl.load(groups + 2 * n_groups + group)
+    width = tl.load(groups + 3 * n_groups + group)
+    return start, size, first_row, width, tl.load(groups + 4 * n_groups + group)
 
 
 @triton.jit
 def _scores_of(groups, ends, group, n_groups):
     """Where the scores of a group start."""
-    size = _of_group(groups, 1, group, n_groups)
-    return tl.load(ends + 3 * n_groups + group) - size * _of_group(groups, 4, group, n_groups)
+    _, size, _, _, line = _fields(groups, group, n_groups)
+    return tl.load(ends + 3 * n_groups + group) - size * line
 
 
 @triton.jit
@@ -376,11 +381,7 @@ def _scores_of_tiles(
     group = tl.load(tiles + tile)
     if group >= n_groups:
         return
-    start = _of_group(groups, 0, group, n_groups)
-    size = _of_group(groups, 1, group, n_groups)
-    first_row = _of_group(groups, 2, group, n_groups)
-    width = _of_group(groups, 3, group, n_groups)
-    line = _of_group(groups, 4, group, n_groups)
+    start, size, first_row, width, line = _fields(groups, group, n_groups)
     across = (width + CHILDREN - 1) // CHILDREN
     down = (size + ROWS - 1) // ROWS
     number = tile - (tl.load(ends + group) - across * down)
@@ -427,9 +428,7 @@ def _log_probs_of_entries(
     place = tl.program_id(0).to(tl.int64)
     group = tl.load(group_of + place) - 1
     entry = tl.load(entries + place)
-    start = _of_group(groups, 0, group, n_groups)
-    width = _of_group(groups, 3, group, n_groups)
-    line = _of_group(groups, 4, group, n_groups)
+    start, _, _, width, line = _fields(groups, group, n_groups)
     scores += _scores_of(groups, ends, group, n_groups) + (place - start) * line
     if width == 0:
         tl.store(log_prob + entry, 0.0)
@@ -485,11 +484,8 @@ def _gradient_of_rows(
     group = tl.load(tiles + tile)
     if group >= n_groups:
         return
-    start = _of_group(groups, 0, group, n_groups)
-    size = _of_group(groups, 1, group, n_groups)
-    first_row = _of_group(groups, 2, group, n_groups)
-    width = _of_group(groups, 3, group, n_groups).to(tl.int32)
-    line = _of_group(groups, 4, group, n_groups)
+    start, size, first_row, width, line = _fields(groups, group, n_groups)
+    width = width.to(tl.int32)
     number = tile - (tl.load(ends + n_groups + group) - (size + ROWS - 1) // ROWS)
     first_member = number * ROWS
     scores += _scores_of(groups, ends, group, n_groups) + first_member * line
@@ -571,11 +567,7 @@ def _gradient_of_children(
     group = tl.load(tiles + tile)
     if group >= n_groups:
         return
-    start = _of_group(groups, 0, group, n_groups)
-    size = _of_group(groups, 1, group, n_groups)
-    first_row = _of_group(groups, 2, group, n_groups)
-    width = _of_group(groups, 3, group, n_groups)
-    line = _of_group(groups, 4, group, n_groups)
+    start, size, first_row, width, line = _fields(groups, group, n_groups)
     scores += _scores_of(groups, ends, group, n_groups)
     across = (width + CHILDREN - 1) // CHILDREN
     number = tile - (tl.load(ends + 2 * n_groups + group) - across)

@@ -7,14 +7,10 @@ class, and values of a class that comes more than once add up. ``scale_`` multip
 place, for free where the number is 1.
 """
 
-from functools import partial
-
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._registry import Operation
-
-_operation = partial(Operation, __name__)
+from lastlayer.kernels._declare import operation
 
 
 def _scores(hidden: Tensor, _weight: Tensor, _bias: Tensor | None, classes: Tensor) -> Tensor:
@@ -25,19 +21,9 @@ def _to_hidden(values: Tensor, _classes: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(values.shape[0], weight.shape[1])
 
 
-scores = _operation(
-    "scores",
-    "class_scores(Tensor hidden, Tensor weight, Tensor? bias, Tensor classes) -> Tensor",
-    _scores,
+scores = operation("products.scores", "class_scores", _scores)
+to_hidden = operation("products.to_hidden", "sparse_gradient_to_hidden", _to_hidden)
+add_to_weight_ = operation(
+    "products.add_to_weight_", "sparse_gradient_add_to_weight_", writes=("weight_gradient",)
 )
-to_hidden = _operation(
-    "to_hidden",
-    "sparse_gradient_to_hidden(Tensor values, Tensor classes, Tensor weight) -> Tensor",
-    _to_hidden,
-)
-add_to_weight_ = _operation(
-    "add_to_weight_",
-    "sparse_gradient_add_to_weight_(Tensor values, Tensor classes, Tensor hidden, "
-    "Tensor(a!) weight_gradient) -> ()",
-)
-scale_ = _operation("scale_", "scale_(Tensor(a!) values, Tensor factor) -> ()")
+scale_ = operation("products.scale_", "scale_", writes=("values",))

@@ -5,38 +5,44 @@ sorted by class, and each class that has any adds up its rows; a class belongs t
 that the order of a sum is fixed.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import torch
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype
+from lastlayer._torch import accumulation_dtype, in_dtype
 from lastlayer.kernels._cpu import WIDENED, as_rows, by_rows, parts
 from lastlayer.kernels._cpu_math import add_scaled, dot
 
 
 def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> Tensor:
-    dtype = accumulation_dtype(hidden.dtype)
-    made = torch.empty(classes.shape, dtype=dtype)
-    if weight.dtype == dtype:
-        _run_scores(hidden, weight, classes, made)
-    else:
-        for part in parts((hidden.shape[0], classes.shape[1] * hidden.shape[1]), WIDENED):
-            chosen = classes[part]
-            vectors = weight[chosen.flatten().clamp_min(0)].to(dtype)
-            places = torch.arange(chosen.numel()).view(chosen.shape)
-            places = torch.where(chosen < 0, -1, places)
-            _run_scores(hidden[part], vectors, places, made[part])
+    made = torch.empty(classes.shape, dtype=accumulation_dtype(hidden.dtype))
+    numbers = classes.shape[1] * hidden.shape[1]
+    for part, places, vectors in _wide(classes, weight, made.dtype):
+        if made.numel():
+            rows = as_rows(hidden[part])
+            _dot_rows(len(rows), numbers, rows, vectors, places, made[part].numpy())
     if bias is None:
         return made
     return made.add_(torch.where(classes < 0, 0.0, bias.detach()[classes.clamp_min(0)]))
 
 
-def _run_scores(hidden: Tensor, weight: Tensor, classes: Tensor, scores: Tensor) -> None:
-    if scores.numel():
-        numbers = classes.shape[1] * hidden.shape[1]
-        vectors, places = weight.detach().numpy(), classes.contiguous().numpy()
-        _dot_rows(hidden.shape[0], numbers, as_rows(hidden), vectors, places, scores.numpy())
+def _wide(
+    classes: Tensor, weight: Tensor, dtype: torch.dtype
+) -> Iterator[tuple[slice, NDArray[Any], NDArray[Any]]]:
+    """Rows of the classes, and these among vectors of ``dtype``: the weight, or a widened part."""
+    if weight.dtype == dtype:
+        yield slice(None), classes.contiguous().numpy(), weight.detach().numpy()
+        return
+    for part in parts((classes.shape[0], classes.shape[1] * weight.shape[1]), WIDENED):
+        chosen = classes[part]
+        places = torch.arange(chosen.numel()).view(chosen.shape)
+        vectors = weight.detach()[chosen.flatten().clamp_min(0)].to(dtype)
+        yield part, torch.where(chosen < 0, -1, places).numpy(), vectors.numpy()
 
 
 @by_rows
@@ -51,17 +57,14 @@ def _dot_rows(start, stop, hidden, weight, classes, scores):
 def to_hidden(values: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
     dtype = accumulation_dtype(weight.dtype)
     out = torch.empty(values.shape[0], weight.shape[1], dtype=weight.dtype)
-    values = values.detach().to(dtype)
-    if weight.dtype == dtype:
-        _run_to_hidden(values, classes, weight, out)
-        return out
-    for part in parts((values.shape[0], values.shape[1] * weight.shape[1]), WIDENED):
-        chosen = classes[part]
-        vectors = weight[chosen.flatten()].to(dtype)
-        places = torch.arange(chosen.numel()).view(chosen.shape)
-        wide = torch.empty(chosen.shape[0], weight.shape[1], dtype=dtype)
-        _run_to_hidden(values[part], places, vectors, wide)
-        out[part] = wide
+    numbers = values.shape[1] * weight.shape[1]
+    for part, places, vectors in _wide(classes, weight, dtype):
+        wide = in_dtype(out[part], dtype)
+        if wide.numel():
+            some = values[part].detach().to(dtype).contiguous().numpy()
+            _to_hidden_rows(len(some), numbers, some, places, vectors, wide.numpy())
+        if wide.dtype != out.dtype:
+            out[part] = wide
     return out
 
 
@@ -88,13 +91,6 @@ def add_to_weight_(
         ends = starts[part.start : part.stop + 1]
         _run_to_weight(ends, torch.arange(len(some)), wide, *sources)
         total[some] = wide.to(total.dtype)
-
-
-def _run_to_hidden(values: Tensor, classes: Tensor, weight: Tensor, out: Tensor) -> None:
-    if out.numel():
-        numbers = values.shape[1] * weight.shape[1]
-        arrays = (each.contiguous().numpy() for each in (values, classes))
-        _to_hidden_rows(values.shape[0], numbers, *arrays, weight.detach().numpy(), out.numpy())
 
 
 def _run_to_weight(

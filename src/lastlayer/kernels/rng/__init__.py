@@ -10,13 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._registry import Operation
+from lastlayer.kernels._declare import operation
 
 # 2^x for |x| <= 1/2 as a polynomial, the highest power of x first: sums and products alone, which
 # every device rounds alike; what follows is below the rounding of float64.
 SERIES = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(13, -1, -1))
 SQRT_2 = math.sqrt(2.0)
-_operation = partial(Operation, __name__, integers=True)
+_operation = partial(operation, integers=True)
 
 
 def _ids_and_log_prob(like: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -27,29 +27,16 @@ def _complement(_weight: Tensor, target: Tensor, _bits: int, wide: bool) -> Tens
     return target.new_empty(target.shape, dtype=torch.float64 if wide else torch.float32)
 
 
-words = _operation(
-    "words",
-    "philox_words(Tensor counter, SymInt n) -> Tensor",
-    lambda counter, n: counter.new_empty(n, 2),
-)
+words = _operation("rng.words", "philox_words", lambda counter, n: counter.new_empty(n, 2))
 integers = _operation(
-    "integers",
-    "philox_integers(Tensor counter, SymInt n, SymInt below) -> Tensor",
-    lambda counter, n, _below: counter.new_empty(n),
+    "rng.integers", "philox_integers", lambda counter, n, _below: counter.new_empty(n)
 )
 log_uniform = _operation(
-    "log_uniform",
-    "philox_log_uniform(Tensor counter, Tensor? order, SymInt n, SymInt n_classes) -> (Tensor, "
-    "Tensor)",
+    "rng.log_uniform",
+    "philox_log_uniform",
     lambda counter, _order, n, _n_classes: _ids_and_log_prob(counter, n),
 )
 draw = _operation(
-    "draw",
-    "alias_draw(Tensor table, Tensor weight, Tensor counter, SymInt n) -> (Tensor, Tensor)",
-    lambda table, _weight, _counter, n: _ids_and_log_prob(table, n),
+    "rng.draw", "alias_draw", lambda table, _weight, _counter, n: _ids_and_log_prob(table, n)
 )
-log_complement = _operation(
-    "log_complement",
-    "alias_log_complement(Tensor weight, Tensor target, int bits, bool wide) -> Tensor",
-    _complement,
-)
+log_complement = _operation("rng.log_complement", "alias_log_complement", _complement)

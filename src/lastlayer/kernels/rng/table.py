@@ -44,12 +44,6 @@ def alias_table(weight: Integers, bits: int) -> Integers:
     return table
 
 
-def table_weights(table: Integers, n_classes: int) -> Integers:
-    """The weights that a table shares out: what its draws really follow."""
-    weights: Integers = _compiled(_weights)(table, n_classes)
-    return weights
-
-
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` as Numba compiles it at the first call, or as it is where Numba is absent."""
@@ -111,13 +105,3 @@ def _columns(weight, bits):
             table[heavy] = after << 32 | left
             left += weight[after] - COLUMN
             heavy = after
-
-
-def _weights(table, n_classes):
-    weight = np.zeros(n_classes, np.int64)
-    for column in range(len(table)):
-        mine = table[column] & (COLUMN - 1)
-        if mine:
-            weight[column] += mine
-        weight[table[column] >> 32] += COLUMN - mine
-    return weight

@@ -4,20 +4,14 @@
 share their draws. These have no CPU implementation: torch's own operations are as good there.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._registry import Operation
-
-_operation = partial(Operation, __name__)
+from lastlayer.kernels._declare import operation
 
 
-def parts_of_columns(n: int, m: int, device_type: str) -> int:
-    """How many parts the sums of columns come in, one per program, for ``n`` rows of ``m``."""
-    if device_type != "cuda":
-        return 1
+def parts_of_columns(n: int, m: int) -> int:
+    """How many parts the sums of columns come in on CUDA, one per program."""
     # Programs that a GPU runs at once, or a few more.
     return max(1, min(n, (1 << 21) // max(16, 1 << (m - 1).bit_length())))
 
@@ -43,32 +37,13 @@ def _finish(first: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(first), torch.empty_like(first)
 
 
-forward_ = _operation(
-    "forward_",
-    "sampled_rows_(Tensor(a!) scores, Tensor(b!) gradient, Tensor(c!) first, "
-    "Tensor(d!) second, Tensor(e!) columns, Tensor offset, Tensor ids, Tensor target, "
-    "Tensor? shift, Tensor? exact, Tensor? row_scale, float factor, int n_exact, "
-    "bool logistic, bool drop_hits, bool average, bool adds) -> ()",
+forward_ = operation(
+    "sampled_rows.forward_",
+    "sampled_rows_",
+    writes=("scores", "gradient", "first", "second", "columns"),
 )
-row_scale = _operation(
-    "row_scale",
-    "sampled_row_scale(Tensor hidden, Tensor target, bool mean) -> Tensor",
-    _row_scale,
-    has_cpu=False,
-)
-start = _operation(
-    "start",
-    "sampled_start(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor ids, "
-    "Tensor log_expected, Tensor? target_log_expected, Tensor? row_shift, float factor) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _start,
-    has_cpu=False,
-)
-finish_ = _operation(
-    "finish_",
-    "sampled_finish_(Tensor first, Tensor logits, Tensor scale, Tensor? row_scale, "
-    "Tensor classes, Tensor weight, Tensor(a!) of_hidden, float factor, bool logistic, "
-    "bool with_target) -> (Tensor, Tensor)",
-    _finish,
-    has_cpu=False,
+row_scale = operation("sampled_rows.row_scale", "sampled_row_scale", _row_scale, has_cpu=False)
+start = operation("sampled_rows.start", "sampled_start", _start, has_cpu=False)
+finish_ = operation(
+    "sampled_rows.finish_", "sampled_finish_", _finish, ("of_hidden",), has_cpu=False
 )

@@ -51,7 +51,7 @@ def forward_(
             columns = columns if adds else columns.zero_()
             columns[0] += sums
         return
-    parts = columns.shape[0] if columns.numel() else parts_of_columns(n, m, "cuda")
+    parts = columns.shape[0] if columns.numel() else parts_of_columns(n, m)
     _rows[(parts,)](
         scores, gradient, first, second, columns, offset, ids, target, shift, exact, row_scale, n,
         cdiv(n, parts), m, target.shape[1], *numbers, BLOCK=block,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._registry import Operation
+from lastlayer.kernels._declare import operation
 
 # On CUDA the kernel is for trees of binary nodes and for no more leaves than this.
 MOST_ON_CUDA = 64
@@ -25,10 +25,4 @@ def _fake(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.new_empty(n, k), classes, hidden.new_empty(n, dtype=torch.int64)
 
 
-best_leaves = Operation(
-    __name__,
-    "best_leaves",
-    "tree_search(Tensor hidden, Tensor weight, Tensor? bias, Tensor child_start, "
-    "Tensor row_start, Tensor child, int levels, int k, int most) -> (Tensor, Tensor, Tensor)",
-    _fake,
-)
+best_leaves = operation("search.best_leaves", "tree_search", _fake)

@@ -180,15 +180,8 @@ def step_down_(
 ) -> None:  # fmt: skip
     """Moves each walk from its node to a child: the first whose cumulated probability exceeds.
 
-    Args:
-        hidden: ``(n, d)``, float32 or float64, and so on as for the search.
-        weight: ``(n_rows, d)``.
-        bias: ``(n_rows,)``, or None.
-        child_start: ``(n_inner + 1,)``.
-        row_start: ``(n_inner + 1,)``.
-        child: ``(n_edges,)``.
-        chance: numbers in [0, 1), ``(n, m)``, float64.
-        at: where each walk is, ``(n, m)``, int64, contiguous: a node, ~c at the end, or NOWHERE.
+    Arguments are those of the exact search; ``chance``, numbers in [0, 1), ``(n, m)``, float64; and
+    ``at``, where each walk is, ``(n, m)``, int64, contiguous: a node, ~c at the end, or NOWHERE.
     """
     if at.numel():
         arrays = _as_arrays(hidden, weight, bias, child_start, row_start, child, chance)

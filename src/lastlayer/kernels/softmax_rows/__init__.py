@@ -6,17 +6,14 @@ among ``scores`` may be rounded. ``gradient_`` is for where all classes of a row
 together, and its normaliser is known.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._registry import Operation
+from lastlayer.kernels._declare import operation
 
 # The rank of a target of -inf, or in a row with a NaN: beyond any k.
 NO_RANK = 1 << 62
-_operation = partial(Operation, __name__)
 
 
 def _fake(scores: Tensor, target: Tensor, *_: object) -> tuple[Tensor, ...]:
@@ -24,15 +21,5 @@ def _fake(scores: Tensor, target: Tensor, *_: object) -> tuple[Tensor, ...]:
     return loss, *(torch.empty_like(each) for each in (loss, loss, target, target))
 
 
-forward_ = _operation(
-    "forward_",
-    "softmax_rows_(Tensor(a!) scores, Tensor target, Tensor target_scores, Tensor? row_scale, "
-    "Tensor? class_weight, float smoothing, float z_loss, float softcap, float temperature, "
-    "bool statistics) -> (Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor rank)",
-    _fake,
-)
-gradient_ = _operation(
-    "gradient_",
-    "softmax_gradient_(Tensor(a!) scores, Tensor target, Tensor true, Tensor lse, Tensor push, "
-    "float softcap, float temperature) -> ()",
-)
+forward_ = operation("softmax_rows.forward_", "softmax_rows_", _fake, ("scores",))
+gradient_ = operation("softmax_rows.gradient_", "softmax_gradient_", writes=("scores",))

@@ -20,6 +20,7 @@ from lastlayer.kernels._cpu_math import (
     largest,
     room_for_peaks,
     sum_of,
+    sum_of_distances,
     tanh_and_slope,
 )
 from lastlayer.kernels.softmax_rows import NO_RANK
@@ -113,7 +114,7 @@ def _forward_rows(
                 part[right - first] = 0.0
             others += sum_of(part)
             if len(entropy):
-                mixed += _sum_mixed(part, span, origin)
+                mixed += sum_of_distances(part, span, origin)
             if smooth:
                 above_all += _sum_weighted(weights[first : first + _SPAN], span, origin)
             if keep_shares:
@@ -213,17 +214,6 @@ def _shares_of(span, origin, inverse, shares):
     for i in range(len(span)):
         shares[i] = exp((span[i] - origin) * inverse)
     return shares[: len(span)]
-
-
-@njit(nogil=True, fastmath=FAST, error_model="numpy")
-def _sum_mixed(part, span, origin):
-    """Shares times the distances to the peak; a share of 0 has no part, however far it is."""
-    zero = part.dtype.type(0.0)
-    total = zero
-    for i in range(len(part)):
-        product = part[i] * (span[i] - origin)
-        total += zero if part[i] == zero else product
-    return total
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")

@@ -5,7 +5,7 @@ as starts or as ends, and walks over the others that make a span with them. Prod
 made of three in tf32, which leaves them as good as float32 ones.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -19,25 +19,13 @@ from lastlayer.kernels.span_sums import SpanParts
 SIDE = 64
 
 
-class _Spans(NamedTuple):
-    """What is the same in all passes, as the kernel takes it."""
-
-    mask: Tensor | None
-    target: Tensor
-    # Of listed targets, where those of each block of starts begin.
-    since: Tensor | None
-    numbers: tuple[int, ...]
-    grid: tuple[int, int]
-    options: dict[str, int | bool]
-
-
 def log_sums(parts: SpanParts, target: Tensor, n_types: int) -> Tensor:
-    spans = _spans(parts, target, n_types)
+    given, numbers, grid, options = _spans(parts, target, n_types)
     query, key, start_bias, end_bias, _ = (_whole(each) for each in parts)
-    of_blocks = parts.query.new_empty(2, *spans.grid)
-    _walk[spans.grid](
-        query, key, start_bias, end_bias, *spans[:3], None, None, of_blocks, None, None,
-        *spans.numbers, **spans.options, ENDS=False, GRADIENT=False,
+    of_blocks = parts.query.new_empty(2, *grid)
+    _walk[grid](
+        query, key, start_bias, end_bias, *given, None, None, of_blocks, None, None, *numbers,
+        **options, ENDS=False, GRADIENT=False,
     )  # fmt: skip
     sums = of_blocks.logsumexp(-1)
     return torch.logaddexp(sums, torch.zeros_like(sums)).view(2, -1, n_types)
@@ -46,7 +34,7 @@ def log_sums(parts: SpanParts, target: Tensor, n_types: int) -> Tensor:
 def gradients(
     parts: SpanParts, target: Tensor, found: Tensor, grad: Tensor, n_types: int
 ) -> list[Tensor | None]:
-    spans = _spans(parts, target, n_types)
+    given, numbers, grid, options = _spans(parts, target, n_types)
     n_texts, held, n, depth = parts.query.shape
     factors = found.contiguous(), grad.contiguous()
     query, key, start_bias, end_bias, _ = (_whole(each) for each in parts)
@@ -55,9 +43,9 @@ def gradients(
     for own, other in ((starts, ends), (ends, starts)):
         of_vectors = parts.query.new_empty(n_texts, n_types, n, depth)
         of_bias = None if own[1] is None else torch.empty_like(own[1])
-        _walk[spans.grid](
-            own[0], other[0], own[1], other[1], *spans[:3], *factors, None, of_vectors, of_bias,
-            *spans.numbers, **spans.options, ENDS=own is ends, GRADIENT=True,
+        _walk[grid](
+            own[0], other[0], own[1], other[1], *given, *factors, None, of_vectors, of_bias,
+            *numbers, **options, ENDS=own is ends, GRADIENT=True,
         )  # fmt: skip
         if held < n_types:
             of_vectors = of_vectors.sum(1, keepdim=True)
@@ -67,35 +55,34 @@ def gradients(
 
 
 def _whole(part: Tensor | None) -> Tensor | None:
-    return None if part is None else part.contiguous()
+    """Contiguous, and bools as bytes."""
+    if part is None:
+        return None
+    return part.contiguous().view(torch.uint8) if part.dtype == torch.bool else part.contiguous()
 
 
-def _spans(parts: SpanParts, target: Tensor, n_types: int) -> _Spans:
+def _spans(
+    parts: SpanParts, target: Tensor, n_types: int
+) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], tuple[int, int], dict[str, Any]]:
+    """What is the same in all passes: tensors, numbers, the grid, and options of the kernel."""
     n_texts, held, n, depth = parts.query.shape
     blocks, listed = cdiv(n, SIDE), target.dtype != torch.bool
     since = None
+    # Of listed targets, where those of each block of starts begin.
     if listed:
         target = target.sort(-1).values
         since = _first_of_blocks(target, n_types, n, blocks)
     width = max(16, next_power_of_2(depth))
-    return _Spans(
-        None if parts.mask is None else parts.mask.contiguous().view(torch.uint8),
-        target if listed else target.contiguous().view(torch.uint8),
-        since,
+    options = dict(
+        SIDE=SIDE, DEPTH=width, EVEN=width == depth, SHARED=held < n_types,
+        BIASED=parts.start_bias is not None, MASKED=parts.mask is not None, LISTED=listed,
+        num_warps=4, num_stages=2, enable_fp_fusion=True,
+    )  # fmt: skip
+    return (
+        (_whole(parts.mask), _whole(target), since),
         (n, depth, n_types, blocks, target.shape[-1]),
         (n_texts * n_types, blocks),
-        {
-            "SIDE": SIDE,
-            "DEPTH": width,
-            "EVEN": width == depth,
-            "SHARED": held < n_types,
-            "BIASED": parts.start_bias is not None,
-            "MASKED": parts.mask is not None,
-            "LISTED": listed,
-            "num_warps": 4,
-            "num_stages": 2,
-            "enable_fp_fusion": True,
-        },
+        options,
     )
 
 

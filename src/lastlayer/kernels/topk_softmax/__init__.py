@@ -1,5 +1,6 @@
 """Softmax over the k largest scores of a row. Its backward is that of entmax at alpha = 1."""
 
-from lastlayer.kernels._registry import Operation, like_first
+from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import like_first
 
-forward = Operation(__name__, "forward", "topk_softmax(Tensor scores, int k) -> Tensor", like_first)
+forward = operation("topk_softmax.forward", "topk_softmax", like_first)

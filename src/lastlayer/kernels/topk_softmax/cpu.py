@@ -24,7 +24,6 @@ _BY_VALUE = 16
 
 
 def forward(scores: Tensor, k: int) -> Tensor:
-    """Softmax over the ``k`` largest scores of a row, the first of equal ones; zero elsewhere."""
     rows, (out, result) = as_rows(scores), empty_rows(scores)
     if rows.size:
         _forward_rows(*rows.shape, rows, out, k)

@@ -14,6 +14,7 @@ from lastlayer.kernels._triton import (
     choose_blocks,
     chosen_columns,
     find_peaks,
+    in_rows,
     next_power_of_2,
     peaks_of_row,
     row_max,
@@ -27,12 +28,10 @@ MOST_ON_CHIP = 8192
 
 
 def forward(scores: Tensor, k: int) -> Tensor:
-    """Softmax over the ``k`` largest scores of a row, the first of equal ones; zero elsewhere."""
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
     if not scores.numel():
         return out
-    rows = scores.reshape(-1, scores.shape[-1])
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    rows = in_rows(scores.reshape(-1, scores.shape[-1]))
     n_rows, n = rows.shape
     k = min(k, n)
     if n <= WIDEST_IN_REGISTERS:

@@ -8,7 +8,8 @@ times a number each. ``order`` has the entries by class, and those of group g st
 Where the host must not wait for the number of groups, ``slots_`` takes the classes themselves in
 the order of the entries, ``keys``, and there is a slot for each entry: the sum of a class is in the
 first of its slots, and 0 in the others. ``known`` gets the keys in int64, as sparse tensors want
-them; with ``scattered`` sums go to the rows of their classes instead.
+them; with ``scattered`` sums go to the rows of their classes instead. It has no CPU implementation:
+there nobody waits, and ``forward`` serves.
 
 ``adagrad_`` and ``adam_`` move the rows ``ids`` of ``weight`` (v, d), whose rows lie together in
 memory, by ``gradient`` (k, d). Where a row comes several times, all of these follow each other, and
@@ -17,13 +18,9 @@ reference alone takes, the gradient has the shape of the weight, whatever that i
 are float32, or float64 from float64.
 """
 
-from functools import partial
-
 from torch import Tensor
 
-from lastlayer.kernels._registry import Operation
-
-_operation = partial(Operation, __name__)
+from lastlayer.kernels._declare import operation
 
 
 def _sums(
@@ -37,27 +34,11 @@ def _sums(
     )
 
 
-forward = _operation(
-    "forward",
-    "touched_rows(Tensor columns, Tensor column_biases, Tensor slopes, Tensor hidden, "
-    "Tensor order, Tensor starts, Tensor factor, bool to_weight, bool to_bias) -> (Tensor, "
-    "Tensor)",
-    _sums,
+forward = operation("touched_rows.forward", "touched_rows", _sums)
+slots_ = operation(
+    "touched_rows.slots_", "touched_slots_", writes=("weight", "bias", "known"), has_cpu=False
 )
-slots_ = _operation(
-    "slots_",
-    "touched_slots_(Tensor slopes, Tensor hidden, Tensor columns, Tensor column_biases, "
-    "Tensor order, Tensor keys, Tensor factor, Tensor(a!) weight, Tensor(b!) bias, "
-    "Tensor(c!)? known, bool scattered) -> ()",
-)
-adagrad_ = _operation(
-    "adagrad_",
-    "row_adagrad_(Tensor(a!) weight, Tensor(b!) total, Tensor? ids, Tensor gradient, float lr, "
-    "float weight_decay, float eps) -> ()",
-)
-adam_ = _operation(
-    "adam_",
-    "row_adam_(Tensor(a!) weight, Tensor(b!) first, Tensor(c!) second, Tensor(d!) row_step, "
-    "Tensor step, Tensor? ids, Tensor gradient, float lr, float weight_decay, float beta1, "
-    "float beta2, float eps, bool decays) -> ()",
+adagrad_ = operation("touched_rows.adagrad_", "row_adagrad_", writes=("weight", "total"))
+adam_ = operation(
+    "touched_rows.adam_", "row_adam_", writes=("weight", "first", "second", "row_step")
 )

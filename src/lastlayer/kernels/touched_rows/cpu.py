@@ -36,24 +36,6 @@ def forward(
     return weight if to_weight else weight.view(0), bias
 
 
-def slots_(
-    slopes: Tensor, hidden: Tensor, columns: Tensor, column_biases: Tensor, order: Tensor,
-    keys: Tensor, factor: Tensor, weight: Tensor, bias: Tensor, known: Tensor | None,
-    scattered: bool,
-) -> None:  # fmt: skip
-    if known is not None:
-        known.copy_(keys)
-    classes, counts = torch.unique_consecutive(keys, return_counts=True)
-    starts = pad(counts.cumsum(0), (1, 0))
-    given = columns, column_biases, slopes, hidden, order, starts, factor
-    sums = forward(*given, weight.dim() == 2, bias.numel() > 0)
-    for out, total in zip((weight, bias), sums, strict=True):
-        if out.numel():
-            if not scattered:
-                out.zero_()
-            out[classes.long() if scattered else starts[:-1]] = total.to(out.dtype)
-
-
 @by_rows
 @njit(nogil=True, cache=True)
 def _touched(

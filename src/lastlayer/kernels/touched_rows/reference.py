@@ -59,19 +59,11 @@ def slots_(
 ) -> None:  # fmt: skip
     """The same sums, each in the first slot of its class, with 0 in the others.
 
-    Args:
-        slopes: as of :func:`forward`.
-        hidden: as of :func:`forward`.
-        columns: ``(c, d)``.
-        column_biases: ``(c,)``.
-        order: int64 ``(c + n q,)``, the entries by class.
-        keys: the class of each, ascending, int32 or int64.
-        factor: one number.
-        weight: ``(c + n q, d)`` to be filled, in any floating dtype; empty where not wanted.
-        bias: ``(c + n q,)`` likewise.
-        known: int64 ``(c + n q,)`` to be filled with the keys, or None.
-        scattered: weight and bias have a row a class instead, ``(v, d)`` and ``(v,)``, and rows of
-            classes without an entry are left as they are.
+    Besides what :func:`forward` takes: ``keys`` are the classes of the entries, ascending, int32 or
+    int64. To be filled are ``weight`` (c + n q, d) and ``bias`` (c + n q,), in any floating dtype,
+    empty where not wanted, and ``known`` int64 (c + n q,) with the keys, or None. With
+    ``scattered`` weight (v, d) and bias (v,) have a row per class instead, and rows of classes
+    without an entry are left as they are.
     """
     if known is not None:
         known.copy_(keys)

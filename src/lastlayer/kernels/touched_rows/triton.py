@@ -8,14 +8,13 @@ lies. In an optimiser's step a program takes one row of a gradient.
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._triton import cdiv, load_rows, tile_width
 
-# Entries that a program adds up together.
-GROUP, WIDEST = 16, 256
 # Slots of a block, at which runs are cut; entries that a program reads together, and segments.
 SLOTS, SLOT_GROUP, PARTS, WIDEST_SLOT, SLOT_WARPS = 16, 2, 8, 512, 2
 WIDEST_STEP = 1024
@@ -26,53 +25,12 @@ def forward(
     starts: Tensor, factor: Tensor, to_weight: bool, to_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     groups, depth = starts.shape[0] - 1, hidden.shape[1]
-    weight = slopes.new_empty((groups, depth) if to_weight else 0)
-    bias = slopes.new_empty(groups if to_bias else 0)
-    width = tile_width(depth, WIDEST)
-    if groups:
-        _sums[(groups, cdiv(depth, width) if to_weight else 1)](
-            columns.contiguous(), column_biases, slopes.contiguous(), hidden, order, starts,
-            factor, weight, bias, order.shape[0] - slopes.numel(), max(1, slopes.shape[1]), depth,
-            hidden.stride(0), hidden.stride(1), GROUP=GROUP, WIDTH=width, WEIGHT=to_weight,
-            BIAS=to_bias, enable_fp_fusion=True,
-        )  # fmt: skip
+    weight = slopes.new_zeros((groups, depth) if to_weight else 0)
+    bias = slopes.new_zeros(groups if to_bias else 0)
+    # The group of each entry: sums go to the row of their group.
+    keys = torch.repeat_interleave(starts.diff(), output_size=order.shape[0])
+    slots_(slopes, hidden, columns, column_biases, order, keys, factor, weight, bias, None, True)
     return weight, bias
-
-
-@triton.jit
-def _sums(
-    columns, column_biases, slopes, hidden, order, starts, factor, weight, bias, c, q, depth,
-    hidden_row, hidden_step, GROUP: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-):  # fmt: skip
-    group = tl.program_id(0).to(tl.int64)
-    scale = tl.load(factor).to(tl.float32)
-    start = tl.load(starts + group)
-    stop = tl.load(starts + group + 1)
-    step = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = step < depth
-    total = tl.zeros((WIDTH,), dtype=tl.float32)
-    level = tl.zeros((GROUP,), dtype=tl.float32)
-    for first in range(start, stop, GROUP):
-        place = first + tl.arange(0, GROUP)
-        live = place < stop
-        entry = tl.load(order + place, mask=live, other=0).to(tl.int64)
-        drawn = live & (entry < c)
-        scaled = live & (entry >= c)
-        slope = tl.load(slopes + (entry - c), mask=scaled, other=0.0)
-        if BIAS:
-            level += slope + tl.load(column_biases + entry, mask=drawn, other=0.0)
-        if WEIGHT:
-            vectors = load_rows(columns, entry, depth, step, 1, drawn, inside)
-            states = load_rows(
-                hidden, ((entry - c) // q), hidden_row, step, hidden_step, scaled, inside
-            )
-            total += tl.sum(vectors + states.to(tl.float32) * slope[:, None], 0)
-    if WEIGHT:
-        tl.store(weight + group * depth + step, total * scale, mask=inside)
-    if BIAS:
-        if tl.program_id(1) == 0:
-            tl.store(bias + group, tl.sum(level, 0) * scale)
 
 
 def slots_(

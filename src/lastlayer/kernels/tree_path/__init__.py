@@ -6,19 +6,13 @@ whose target is ``ignore_index`` has loss 0; one whose target is no class has lo
 has a gradient.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._registry import Operation
-
-_PATHS = "Tensor path_start, Tensor path_edge, int? ignore_index"
-_SUMMED = f"Tensor slopes, Tensor factor, Tensor hidden, Tensor target, Tensor order, {_PATHS}"
-_WANTED = "ScalarType dtype, bool to_weight, bool to_bias"
-_operation = partial(Operation, __name__)
+from lastlayer.kernels._declare import operation
 
 
 def _loss(
@@ -54,19 +48,8 @@ def _to_touched_nodes(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return nodes, weight, bias
 
 
-loss = _operation(
-    "loss",
-    "tree_path_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor rank, "
-    f"{_PATHS}, int longest, bool to_nodes, bool to_hidden) -> (Tensor, Tensor, Tensor, Tensor)",
-    _loss,
-)
-to_nodes = _operation(
-    "to_nodes",
-    f"tree_path_to_nodes({_SUMMED}, int n_nodes, {_WANTED}) -> (Tensor, Tensor)",
-    _to_nodes,
-)
-to_touched_nodes = _operation(
-    "to_touched_nodes",
-    f"tree_path_to_touched_nodes({_SUMMED}, {_WANTED}, int? most=None) -> (Tensor, Tensor, Tensor)",
-    _to_touched_nodes,
+loss = operation("tree_path.loss", "tree_path_loss", _loss)
+to_nodes = operation("tree_path.to_nodes", "tree_path_to_nodes", _to_nodes)
+to_touched_nodes = operation(
+    "tree_path.to_touched_nodes", "tree_path_to_touched_nodes", _to_touched_nodes
 )

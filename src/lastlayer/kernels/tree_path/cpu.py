@@ -59,14 +59,12 @@ def to_nodes(
         slopes, factor, hidden, target, order, path_start, path_edge, ignore_index, dtype,
         to_weight, to_bias,
     )  # fmt: skip
-    weight, bias = (
-        torch.zeros(n_nodes if wanted else 0, *values.shape[1:], dtype=dtype)
-        for wanted, values in zip((to_weight, to_bias), sums, strict=True)
-    )
-    for wanted, whole, values in ((to_weight, weight, sums[0]), (to_bias, bias, sums[1])):
+    made = []
+    for wanted, values in zip((to_weight, to_bias), sums, strict=True):
+        made.append(torch.zeros(n_nodes if wanted else 0, *values.shape[1:], dtype=dtype))
         if wanted:
-            whole[touched] = values
-    return weight, bias
+            made[-1][touched] = values
+    return made[0], made[1]
 
 
 def to_touched_nodes(

@@ -76,21 +76,10 @@ def to_nodes(
     """Gradients of weight ``(n_nodes, d)`` and bias ``(n_nodes,)`` in ``dtype``.
 
     Row v of the first is ``sum factor_i slope_iv hidden_i`` over the rows i whose path has v, of
-    the second ``sum factor_i slope_iv``. They are empty where they are not asked for.
-
-    Args:
-        slopes: as :func:`loss` made them.
-        factor: the upstream gradient of each row's loss, ``(n,)``, or of all together, ``()``.
-        hidden: as it was given to :func:`loss`.
-        target: as it was given to :func:`loss`.
-        _order: as :func:`loss` made it.
-        path_start: as it was given to :func:`loss`.
-        path_edge: as it was given to :func:`loss`.
-        ignore_index: as it was given to :func:`loss`.
-        n_nodes: how many nodes there are.
-        dtype: of the results; sums are in that of slopes.
-        to_weight: whether the first is asked for.
-        to_bias: whether the second is.
+    the second ``sum factor_i slope_iv``; sums are in the dtype of slopes. They are empty without
+    ``to_weight`` and ``to_bias``. ``factor`` is the upstream gradient of each row's loss, ``(n,)``,
+    or of all together, ``()``; ``slopes`` and the order are as :func:`loss` made them, and the rest
+    is as it was given there.
     """
     _, known = _kinds(target, path_start, ignore_index)
     node, _, inside = _paths(target, known, path_start, path_edge, slopes.shape[1])

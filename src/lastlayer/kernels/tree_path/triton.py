@@ -9,7 +9,7 @@
 README.md has the derivation.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -80,7 +80,7 @@ def to_touched_nodes(
     runs = _runs(target, order, path_start, path_edge, ignore_index, slopes.shape[1], True)
     new, m = slopes.new_zeros, most
     if m is None:
-        new, m = slopes.new_empty, int(runs.place[-1]) if runs.place.numel() else 0
+        new, m = slopes.new_empty, int(runs[3][-1]) if runs[3].numel() else 0
     touched = new(m, dtype=torch.int64)
     weight = new(m if to_weight else 0, hidden.shape[1], dtype=dtype)
     bias = new(m if to_bias else 0, dtype=dtype)
@@ -88,21 +88,14 @@ def to_touched_nodes(
     return touched, weight, bias
 
 
-class _Runs(NamedTuple):
-    """Of each row, in order: where its path starts, its nodes, and those that it shares."""
-
-    start: Tensor
-    length: Tensor
-    # How many nodes the row before it has as well.
-    shared: Tensor
-    # (longest, n): how many nodes come up first at this level and row, or before; or empty.
-    place: Tensor
-
-
 def _runs(
     target: Tensor, order: Tensor, path_start: Tensor, path_edge: Tensor, ignore_index: int | None,
     longest: int, placed: bool,
-) -> _Runs:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of each row, in order: where its path starts, its nodes, and those the row before it has.
+
+    And, ``(longest, n)`` or empty, how many nodes come up first at this level and row, or before.
+    """
     n = len(order)
     start = target.new_empty(n)
     length, shared = torch.empty(2, n, device=target.device, dtype=torch.int32).unbind()
@@ -115,12 +108,12 @@ def _runs(
             enable_fp_fusion=True,
         )  # fmt: skip
     place = torch.cumsum(new.view(-1), 0, dtype=torch.int32) if placed else new
-    return _Runs(start, length, shared, place)
+    return start, length, shared, place
 
 
 def _add_up(
-    runs: _Runs, slopes: Tensor, factor: Tensor, hidden: Tensor, order: Tensor, path_edge: Tensor,
-    weight: Tensor, bias: Tensor, touched: Tensor | None,
+    runs: tuple[Tensor, ...], slopes: Tensor, factor: Tensor, hidden: Tensor, order: Tensor,
+    path_edge: Tensor, weight: Tensor, bias: Tensor, touched: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes sums into the rows of weight and bias, and which nodes they are of."""
     (n, longest), depth = slopes.shape, hidden.shape[1]
@@ -137,14 +130,15 @@ def _add_up(
     through = torch.empty(tiles, longest, device=slopes.device, dtype=torch.int32)
     width = tile_width(depth, WIDEST)
     blocks = cdiv(depth, width) if weight.numel() else 1
-    given = runs.start, runs.shared, runs.place, path_edge, touched, weight, bias
+    start, length, shared, place = runs
+    given = start, shared, place, path_edge, touched, weight, bias
     parts = pieces, bias_pieces, through
     options: dict[str, Any] = dict(
         TILE=tile, WIDTH=width, PLACED=touched is not None,
         TO_WEIGHT=weight.numel() > 0, TO_BIAS=bias.numel() > 0, enable_fp_fusion=True,
     )  # fmt: skip
     _sum_tiles[(n, cdiv(longest, LEVELS), blocks)](
-        slopes, factor, hidden, order, runs.length, *given, *parts, n, depth, longest,
+        slopes, factor, hidden, order, length, *given, *parts, n, depth, longest,
         hidden.stride(0), int(factor.dim() > 0), LEVELS=LEVELS, GROUP=ROWS, **options,
     )  # fmt: skip
     if tiles > 1:

@@ -1,26 +1,22 @@
 """Rows of scores and labels to ZLPR and its gradient, and slabs of scores to it and to BCE.
 
 Scores are ``(rows, n)``. Labels are ``target`` of that shape, bool, integers 0 and 1 or floating in
-[0, 1]; or they are lists in the form of ``Lists.flat``, where listed classes have the
-label in ``values`` (1 where it is None) and all others have ``smoothing``. ``mask``, bool of the
-shape of the scores, says which classes count. Forward gives the loss of each row, four numbers per
-row from which backward goes on (peak and sum of the negatives, peak and sum of the positives), and
-whether anything counts in the row.
+[0, 1]; or it is None, and ``lists`` has classes, rows and starts in the form of ``Lists.flat``:
+listed classes have the label in ``values`` (1 where it is None) and all others ``smoothing``.
+``mask``, bool of the shape of the scores, says which classes count. Forward gives the loss of each
+row, four numbers per row from which backward goes on (peak and sum of the negatives, peak and sum
+of the positives), and whether anything counts in the row.
 
 A slab has the scores of some of the labels, where all labels of a row are never held together. A
 score of -inf counts for nothing there and has the gradient 0: so are the listed labels left out.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._registry import Operation, like_first
-
-_LISTS = "Tensor classes, Tensor rows, Tensor starts, Tensor? values, Tensor? mask, float smoothing"
-_operation = partial(Operation, __name__)
+from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import like_first
 
 
 def _losses(scores: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,36 +34,8 @@ def _slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
     return above, above.new_empty(above.shape[0] if negated else 0)
 
 
-forward = _operation(
-    "forward",
-    "zlpr(Tensor scores, Tensor target, Tensor? mask) -> (Tensor, Tensor, Tensor)",
-    _losses,
-)
-backward = _operation(
-    "backward",
-    "zlpr_backward(Tensor scores, Tensor target, Tensor? mask, Tensor stats, Tensor grad) "
-    "-> Tensor",
-    like_first,
-)
-forward_listed = _operation(
-    "forward_listed",
-    f"zlpr_listed(Tensor scores, {_LISTS}) -> (Tensor, Tensor, Tensor)",
-    _losses,
-)
-backward_listed = _operation(
-    "backward_listed",
-    f"zlpr_listed_backward(Tensor scores, {_LISTS}, Tensor stats, Tensor grad) -> Tensor",
-    like_first,
-)
-slab_sums = _operation(
-    "slab_sums", "zlpr_slab_sums(Tensor scores, bool negated) -> (Tensor, Tensor)", _slab_sums
-)
-slab_gradient_ = _operation(
-    "slab_gradient_",
-    "zlpr_slab_gradient_(Tensor(a!) scores, Tensor scale, Tensor above, Tensor? below) -> ()",
-)
-logistic_slab_ = _operation(
-    "logistic_slab_",
-    "logistic_slab_(Tensor(a!) scores, Tensor? scale, float smoothing) -> Tensor",
-    _row_losses,
-)
+forward = operation("zlpr.forward", "zlpr", _losses)
+backward = operation("zlpr.backward", "zlpr_backward", like_first)
+slab_sums = operation("zlpr.slab_sums", "zlpr_slab_sums", _slab_sums)
+slab_gradient_ = operation("zlpr.slab_gradient_", "zlpr_slab_gradient_", writes=("scores",))
+logistic_slab_ = operation("zlpr.logistic_slab_", "logistic_slab_", _row_losses, ("scores",))

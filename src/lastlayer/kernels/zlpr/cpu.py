@@ -24,65 +24,11 @@ _NO_CLASSES, _NO_MASK = np.empty(0, np.int64), np.empty((0, 0), np.uint8)
 _NO_VALUES = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
-def forward(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(scores, mask, *_dense(scores, target))
-
-
-def backward(
-    scores: Tensor, target: Tensor, mask: Tensor | None, stats: Tensor, grad: Tensor
-) -> Tensor:
-    """As the reference's, from the stats of forward."""
-    return _backward(scores, mask, stats, grad, *_dense(scores, target))
-
-
-def forward_listed(
-    scores: Tensor, classes: Tensor, _rows: Tensor, starts: Tensor, values: Tensor | None,
+def forward(
+    scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
     mask: Tensor | None, smoothing: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _forward(scores, mask, *_lists(scores, classes, starts, values, smoothing))
-
-
-def backward_listed(
-    scores: Tensor, classes: Tensor, _rows: Tensor, starts: Tensor, values: Tensor | None,
-    mask: Tensor | None, smoothing: float, stats: Tensor, grad: Tensor,
-) -> Tensor:  # fmt: skip
-    """As the reference's, from the stats of forward."""
-    lists = _lists(scores, classes, starts, values, smoothing)
-    return _backward(scores, mask, stats, grad, *lists)
-
-
-def _dense(scores, target):
-    dtype = accumulation_dtype(scores.dtype)
-    if target.is_floating_point():
-        target = in_dtype(target.detach(), dtype)
-    else:
-        target = target.bool().view(torch.uint8)
-    values = _NO_VALUES[dtype]
-    return target.contiguous().numpy(), _NO_CLASSES, values, _NO_CLASSES, 0.0
-
-
-def _lists(scores, classes, starts, values, smoothing):
-    dtype = accumulation_dtype(scores.dtype)
-    # An array of no labels says by its type what labels are: 0 and 1, or numbers.
-    hard = values is None and smoothing == 0.0
-    labels = torch.ones(len(classes), dtype=dtype) if values is None else values.detach().to(dtype)
-    return (
-        torch.empty((0, 0), dtype=torch.uint8 if hard else dtype).numpy(),
-        classes.contiguous().numpy(), labels.contiguous().numpy(), starts.contiguous().numpy(),
-        smoothing,
-    )  # fmt: skip
-
-
-def _mask_of(mask):
-    """One row where all share it."""
-    if mask is None:
-        return _NO_MASK
-    shared = mask.shape[0] > 1 and mask.stride(0) == 0
-    return (mask[:1] if shared else mask).contiguous().view(torch.uint8).numpy()
-
-
-def _forward(scores, mask, *labels):
-    rows = as_rows(scores)
+    rows, labels = as_rows(scores), _labels(scores, target, lists, values, smoothing)
     losses = torch.empty(len(rows), dtype=accumulation_dtype(scores.dtype))
     stats, counts = losses.new_empty((4, len(rows))), torch.empty(len(rows), dtype=torch.bool)
     _forward_rows(
@@ -91,12 +37,43 @@ def _forward(scores, mask, *labels):
     return losses, stats, counts
 
 
-def _backward(scores, mask, stats, grad, *labels):
-    rows = as_rows(scores)
+def backward(
+    scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
+    mask: Tensor | None, smoothing: float, stats: Tensor, grad: Tensor,
+) -> Tensor:  # fmt: skip
+    rows, labels = as_rows(scores), _labels(scores, target, lists, values, smoothing)
     out, result = empty_rows(scores)
     stats, grad = stats.detach().contiguous(), in_dtype(grad.detach(), stats.dtype).contiguous()
     _backward_rows(*rows.shape, rows, _mask_of(mask), *labels, stats.numpy(), grad.numpy(), out)
     return in_dtype(result, scores.dtype)
+
+
+def _labels(scores, target, lists, values, smoothing):
+    """A target, classes, values and starts of lists, and the label of other classes."""
+    dtype = accumulation_dtype(scores.dtype)
+    if target is not None:
+        if target.is_floating_point():
+            target = in_dtype(target.detach(), dtype)
+        else:
+            target = target.bool().view(torch.uint8)
+        return target.contiguous().numpy(), _NO_CLASSES, _NO_VALUES[dtype], _NO_CLASSES, 0.0
+    classes, _, starts = lists
+    # An array of no labels says by its type what labels are: 0 and 1, or numbers.
+    hard = values is None and smoothing == 0.0
+    labels = torch.ones(len(classes), dtype=dtype) if values is None else values.detach().to(dtype)
+    return (
+        torch.empty((0, 0), dtype=torch.uint8 if hard else dtype).numpy(),
+        *(each.contiguous().numpy() for each in (classes, labels, starts)),
+        smoothing,
+    )
+
+
+def _mask_of(mask):
+    """One row where all share it."""
+    if mask is None:
+        return _NO_MASK
+    shared = mask.shape[0] > 1 and mask.stride(0) == 0
+    return (mask[:1] if shared else mask).contiguous().view(torch.uint8).numpy()
 
 
 @njit(nogil=True, inline="always")

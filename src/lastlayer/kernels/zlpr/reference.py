@@ -11,8 +11,16 @@ from lastlayer._torch import accumulation_dtype
 Rows = tuple[Tensor, Tensor, Tensor]
 
 
-def forward(scores: Tensor, target: Tensor, mask: Tensor | None) -> Rows:
+def forward(
+    scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
+    mask: Tensor | None, smoothing: float,
+) -> Rows:  # fmt: skip
     """Losses ``(rows,)``, stats ``(4, rows)``, and which rows have a class that counts."""
+    return losses_of(scores, dense_target(scores, target, lists, values, smoothing), mask)
+
+
+def losses_of(scores: Tensor, target: Tensor, mask: Tensor | None) -> Rows:
+    """As ``forward``, from a target."""
     negatives, positives, allowed = _sides(scores, target, mask)
     below, *left = _log_one_plus(*_terms(*negatives))
     above, *right = _log_one_plus(*_terms(*positives))
@@ -27,41 +35,28 @@ def gradient(scores: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def backward(
-    scores: Tensor, target: Tensor, mask: Tensor | None, _stats: Tensor, grad: Tensor
-) -> Tensor:
+    scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
+    mask: Tensor | None, smoothing: float, _stats: Tensor, grad: Tensor,
+) -> Tensor:  # fmt: skip
     """The gradient of the scores, in their dtype; the stats are made again."""
-    row = grad.unsqueeze(-1)
+    row, target = grad.unsqueeze(-1), dense_target(scores, target, lists, values, smoothing)
     product = torch.where(row == 0, 0.0, gradient(scores, target, mask) * row)
     return product.to(scores.dtype)
 
 
-def forward_listed(
-    scores: Tensor, classes: Tensor, rows: Tensor, _starts: Tensor, values: Tensor | None,
-    mask: Tensor | None, smoothing: float,
-) -> Rows:  # fmt: skip
-    """As ``forward``, from lists."""
-    return forward(scores, dense_target(scores, classes, rows, values, smoothing), mask)
-
-
-def backward_listed(
-    scores: Tensor, classes: Tensor, rows: Tensor, _starts: Tensor, values: Tensor | None,
-    mask: Tensor | None, smoothing: float, stats: Tensor, grad: Tensor,
-) -> Tensor:  # fmt: skip
-    """As ``backward``, from lists."""
-    target = dense_target(scores, classes, rows, values, smoothing)
-    return backward(scores, target, mask, stats, grad)
-
-
 def dense_target(
-    scores: Tensor, classes: Tensor, rows: Tensor, values: Tensor | None, smoothing: float
-) -> Tensor:
-    """Labels of the shape of the scores; entries that do not count have the class -1."""
+    scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
+    smoothing: float,
+) -> Tensor:  # fmt: skip
+    """Labels of the shape of the scores; listed entries that do not count have the class -1."""
+    if target is not None:
+        return target
+    classes, rows, _ = lists
     n_rows, n = scores.shape
     dtype = accumulation_dtype(scores.dtype)
-    target = torch.full((n_rows, n + 1), smoothing, dtype=dtype, device=scores.device)
     labels = torch.ones_like(classes, dtype=dtype) if values is None else values.to(dtype)
-    place = (rows, torch.where(classes < 0, n, classes))
-    return torch.index_put(target, place, labels)[:, :n]
+    others = torch.full((n_rows, n + 1), smoothing, dtype=dtype, device=scores.device)
+    return torch.index_put(others, (rows, torch.where(classes < 0, n, classes)), labels)[:, :n]
 
 
 def _sides(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Rows, Rows, Tensor]:

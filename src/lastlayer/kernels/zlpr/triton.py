@@ -25,59 +25,11 @@ FAR = tl.constexpr(60.0)
 SHARE, LOGISTIC_SHARE = 16 * SCORES_A_PROGRAM, 8 * SCORES_A_PROGRAM
 
 
-def forward(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(scores, mask, *_dense(target))
-
-
-def backward(
-    scores: Tensor, target: Tensor, mask: Tensor | None, stats: Tensor, grad: Tensor
-) -> Tensor:
-    """As the reference's, from the stats of forward."""
-    return _backward(scores, mask, stats, grad, *_dense(target))
-
-
-def forward_listed(
-    scores: Tensor, classes: Tensor, rows: Tensor, starts: Tensor, values: Tensor | None,
+def forward(
+    scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
     mask: Tensor | None, smoothing: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    lists = _lists(scores, classes, rows, starts, values, smoothing)
-    return _forward(scores, mask, *lists)
-
-
-def backward_listed(
-    scores: Tensor, classes: Tensor, rows: Tensor, starts: Tensor, values: Tensor | None,
-    mask: Tensor | None, smoothing: float, stats: Tensor, grad: Tensor,
-) -> Tensor:  # fmt: skip
-    """As the reference's, from the stats of forward."""
-    lists = _lists(scores, classes, rows, starts, values, smoothing)
-    return _backward(scores, mask, stats, grad, *lists)
-
-
-def _dense(target):
-    target = in_rows(target)
-    if target.is_floating_point():
-        return SOFT, target, None, None, None, 0.0
-    labels = target.view(torch.uint8) if target.dtype == torch.bool else target
-    return HARD, labels, None, None, None, 0.0
-
-
-def _lists(scores, classes, rows, starts, values, smoothing):
-    """One bit a class says whether it is listed."""
-    n_rows, n = scores.shape
-    words = cdiv(n, 32)
-    listed = classes.clamp(min=0)
-    bit = torch.where(classes < 0, 0, 1 << (listed & 31)).to(torch.int32)
-    bits = torch.zeros(n_rows * words, dtype=torch.int32, device=scores.device)
-    # Listed classes are all different, so that adding bits is setting them.
-    bits.index_add_(0, rows * words + (listed >> 5), bit)
-    bits = bits.view(n_rows, words)
-    if values is None and smoothing == 0.0:
-        return BITS, bits, None, None, None, 0.0
-    values = torch.ones_like(classes, dtype=torch.float32) if values is None else values.float()
-    return LISTED, bits, classes.contiguous(), values.contiguous(), starts.contiguous(), smoothing
-
-
-def _forward(scores, mask, kind, labels, classes, values, starts, smoothing):
+    kind, labels, *lists_of, smoothing = _labels(scores, target, lists, values, smoothing)
     scores = in_rows(scores)
     n_rows, n = scores.shape
     losses = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
@@ -93,8 +45,8 @@ def _forward(scores, mask, kind, labels, classes, values, starts, smoothing):
     pieces = losses if parts == 1 else stats.new_empty((5, parts, n_rows))
     mask_view, mask_row, mask_column = _mask_of(mask)
     _sum_rows[(tiles, parts)](
-        scores, labels, mask_view, classes, values, starts, losses, stats, counts, pieces,
-        n_rows, n, span, scores.stride(0), labels.stride(0), mask_row, mask_column, smoothing,
+        scores, labels, mask_view, *lists_of, losses, stats, counts, pieces, n_rows, n, span,
+        scores.stride(0), labels.stride(0), mask_row, mask_column, smoothing,
         ROWS=height, BLOCK=width, KIND=kind.value, MASKED=mask is not None, WHOLE=parts == 1,
         LIST=LIST, num_warps=max(1, height * width // 512), enable_fp_fusion=True,
     )  # fmt: skip
@@ -106,7 +58,11 @@ def _forward(scores, mask, kind, labels, classes, values, starts, smoothing):
     return losses, stats, counts.view(torch.bool)
 
 
-def _backward(scores, mask, stats, grad, kind, labels, classes, values, starts, smoothing):
+def backward(
+    scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
+    mask: Tensor | None, smoothing: float, stats: Tensor, grad: Tensor,
+) -> Tensor:  # fmt: skip
+    kind, labels, *lists_of, smoothing = _labels(scores, target, lists, values, smoothing)
     scores = in_rows(scores)
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
     n_rows, n = scores.shape
@@ -115,12 +71,34 @@ def _backward(scores, mask, stats, grad, kind, labels, classes, values, starts, 
     height, width = _tile_of(n, kind)
     mask_view, mask_row, mask_column = _mask_of(mask)
     _fill_gradient[(cdiv(n_rows, height), cdiv(n, width))](
-        scores, labels, mask_view, classes, values, starts, stats, grad.contiguous(), out,
-        n_rows, n, scores.stride(0), labels.stride(0), mask_row, mask_column, smoothing,
+        scores, labels, mask_view, *lists_of, stats, grad.contiguous(), out, n_rows, n,
+        scores.stride(0), labels.stride(0), mask_row, mask_column, smoothing,
         ROWS=height, BLOCK=width, KIND=kind.value, MASKED=mask is not None,
         LIST=LIST, num_warps=max(1, height * width // 512), enable_fp_fusion=True,
     )  # fmt: skip
     return out
+
+
+def _labels(scores, target, lists, values, smoothing):
+    """Where labels come from, and they: of lists one bit a class says whether it is listed."""
+    if target is not None:
+        target = in_rows(target)
+        kind = SOFT if target.is_floating_point() else HARD
+        labels = target.view(torch.uint8) if target.dtype == torch.bool else target
+        return kind, labels, None, None, None, 0.0
+    classes, rows, starts = lists
+    n_rows, n = scores.shape
+    words = cdiv(n, 32)
+    listed = classes.clamp(min=0)
+    bit = torch.where(classes < 0, 0, 1 << (listed & 31)).to(torch.int32)
+    bits = torch.zeros(n_rows * words, dtype=torch.int32, device=scores.device)
+    # Listed classes are all different, so that adding bits is setting them.
+    bits.index_add_(0, rows * words + (listed >> 5), bit)
+    bits = bits.view(n_rows, words)
+    if values is None and smoothing == 0.0:
+        return BITS, bits, None, None, None, 0.0
+    values = torch.ones_like(classes, dtype=torch.float32) if values is None else values.float()
+    return LISTED, bits, classes.contiguous(), values.contiguous(), starts.contiguous(), smoothing
 
 
 def _tile_of(n, kind):
