@@ -1,7 +1,6 @@
 """Heads that train against a few classes and are exact in everything else."""
 
-from lastlayer.heads.sampled.audit import Audit, GradientError
-from lastlayer.heads.sampled.explain import Cost, Explanation
+from lastlayer.heads.sampled.audit import Audit, Cost, Explanation, GradientError
 from lastlayer.heads.sampled.importance import AdaptiveImportanceSampling, ImportanceSampling
 from lastlayer.heads.sampled.in_batch import in_batch_softmax_loss
 from lastlayer.heads.sampled.noise import NegativeSampling, NoiseContrastive

@@ -1,6 +1,5 @@
 """The frame of heads that train against some of their classes, and are exact in all else."""
 
-import inspect
 from abc import abstractmethod
 from typing import Any, Self, TypedDict, Unpack
 
@@ -13,13 +12,13 @@ from lastlayer.fused import linear_cross_entropy
 from lastlayer.fused.sampled import Rule, sampled_loss
 from lastlayer.heads.linear import LinearHead
 from lastlayer.heads.rng import RngSteps
-from lastlayer.heads.sampled.audit import Audit, audit
-from lastlayer.heads.sampled.explain import Explanation, explain
+from lastlayer.heads.sampled.audit import Audit, Explanation, audit, explain
+from lastlayer.heads.self_normalized import temperature_of
 from lastlayer.samplers import Sampler, fork
 
 
 class ComparedOptions(TypedDict, total=False):
-    """Options that all of their constructors take; :class:`ComparedHead` has the defaults."""
+    """Options that all of their constructors take; :class:`SampledSoftmax` says what they do."""
 
     bias: bool
     sparse: bool
@@ -31,27 +30,14 @@ class ComparedOptions(TypedDict, total=False):
 
 
 class SampledOptions(ComparedOptions, total=False):
-    """The same of heads that draw classes; :class:`SampledHead` has the defaults."""
+    """The same of heads that draw classes."""
 
     seed: int
     per_rank: bool
 
 
 class ComparedHead(LinearHead):
-    """One vector per class. In training a row is compared with some classes, in eval with all.
-
-    Args:
-        in_features: size of the hidden state.
-        n_classes: number of classes.
-        bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse: coalesced on a CPU, with a
-            slot for each compared class and each target on a GPU.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
-    """
+    """One vector per class. In training a row is compared with some classes, in eval with all."""
 
     # Whether the loss weighs classes by their scores; one of noise does not.
     weighs_draws = True
@@ -140,17 +126,16 @@ class ComparedHead(LinearHead):
         return loss
 
     def _exact_loss(self, hidden: Tensor, target: Any) -> Tensor:
-        options = self._exact_options()
-        if not isinstance(target, Tensor) or target.dim() != hidden.dim():
-            return linear_cross_entropy(
-                hidden, self.weight, target, self.bias, reduction=self.reduction, **options
-            )
-        target = self._check_targets(hidden, target)
-        several = hidden.unsqueeze(-2).expand(*target.shape, self.in_features)
-        losses = linear_cross_entropy(
-            several, self.weight, target, self.bias, reduction="none", **options
-        )
-        return self._reduced(losses, self._counts(target))
+        several = isinstance(target, Tensor) and target.dim() == hidden.dim()
+        if several:
+            target = self._check_targets(hidden, target)
+            hidden = hidden.unsqueeze(-2).expand(*target.shape, self.in_features)
+        loss = linear_cross_entropy(
+            hidden, self.weight, target, self.bias, ignore_index=self.ignore_index,
+            reduction="none" if several else self.reduction, temperature=temperature_of(self),
+            chunk_rows=self.chunk_rows,
+        )  # fmt: skip
+        return self._reduced(loss, self._counts(target)) if several else loss
 
     def _counts(self, target: Tensor) -> Tensor:
         """Which targets are not ignored."""
@@ -165,10 +150,6 @@ class ComparedHead(LinearHead):
             return of_row
         total = of_row.sum()
         return total / counts.any(-1).sum().clamp(min=1) if self.reduction == "mean" else total
-
-    def _exact_options(self) -> dict[str, Any]:
-        """What the fused loss of eval mode takes beside the reduction."""
-        return {"ignore_index": self.ignore_index, "chunk_rows": self.chunk_rows}
 
     def audit(self, hidden: Tensor, target: Tensor, n_draws: int = 64, **given: Any) -> Audit:
         """Compare the gradient of the training loss with that of the exact loss, on one batch.
@@ -212,17 +193,8 @@ class SampledHead(ComparedHead):
     entropy, and ``log_prob``, ``topk`` and ``sample`` are exact in both. What is drawn depends on
     the buffer ``rng_counter``, seed and step, alone; it is saved with the state, so that a resumed
     run draws what the first one would have drawn. A forward pass under ``torch.no_grad()`` uses
-    the draws of the next step and does not count as one.
-
-    Args:
-        in_features: size of the hidden state.
-        n_classes: number of classes.
-        sampler: what classes are drawn from, such as ``samplers.Unigram(counts)``; it becomes a
-            part of the head, and moves with it.
-        n_samples: number of classes drawn in a step.
-        seed: of the draws.
-        per_rank: whether the processes of ``torch.distributed`` draw different classes.
-        options: as of :class:`ComparedHead`.
+    the draws of the next step and does not count as one. The sampler becomes a part of the head,
+    and moves with it.
     """
 
     # Whether each row has draws of its own, or all rows the same.
@@ -338,14 +310,10 @@ class SampledHead(ComparedHead):
         return super().from_config({**config, "sampler": _sampler_from(config["sampler"])})
 
     def extra_repr(self) -> str:
-        taken = inspect.signature(type(self)).parameters
-        # The sampler is shown below, as a part.
-        shown = {**self._saved_config(self.config()), "sampler": None}
-        return ", ".join(
-            f"{name}={value!r}"
-            for name, value in shown.items()
-            if name not in taken or taken[name].default != value
-        )
+        config = self._saved_config(self.config())
+        # Shown below, as a part.
+        config.pop("sampler", None)
+        return self._shown(config)
 
 
 def check_sampler(sampler: Any, n_classes: int) -> None:

@@ -112,7 +112,7 @@ class SampledSoftmax(SampledHead):
         check_choice("correction", correction, CORRECTIONS)
         self.correction, self.unique = correction, unique
         self.temperature = check_positive("temperature", temperature)
-        self._head_classes: Any = head_classes
+        self.head_classes: Any = head_classes
         super().__init__(in_features, n_classes, sampler, n_samples, **options)
         if unique and self.n_samples > self.sampler.n_classes:
             raise ValueError(
@@ -121,16 +121,9 @@ class SampledSoftmax(SampledHead):
             )
 
     def _set_sampler(self, sampler: Any) -> None:
-        given, n = self._head_classes, self.n_classes
-        first = isinstance(given, Integral) and not isinstance(given, bool)
-        ids = torch.empty(0) if first else _head_ids(given, n)
-        size = given if first else len(ids)
-        if not 0 <= size < n:
-            raise ValueError(
-                f"head_classes: expected 0 to {n - 1}, so that something is left to draw, got "
-                f"{size}"
-            )
-        ids = torch.arange(size) if first else ids
+        n, ids = self.n_classes, _head_ids(self.head_classes, self.n_classes)
+        first, size = isinstance(self.head_classes, Integral), len(ids)
+        self.head_classes = size if first else ids.tolist()
         # Whether the sampler draws among the other classes alone, in the order of their ids.
         self._has_tail_sampler = bool(size) and getattr(sampler, "n_classes", None) == n - size
         check_sampler(sampler, n - size if self._has_tail_sampler else n)
@@ -156,7 +149,8 @@ class SampledSoftmax(SampledHead):
         if not self.head_ids.shape[0]:
             return ids, log_prob
         if self._has_tail_sampler:
-            return self._class_of(ids), log_prob
+            others = self.tail_ids
+            return ids + len(self.head_ids) if others is None else others[ids], log_prob
         return ids, log_prob.masked_fill(self._is_head(ids), -torch.inf)
 
     def _loss_of_step(
@@ -191,7 +185,12 @@ class SampledSoftmax(SampledHead):
 
     def _log_q(self, ids: Tensor) -> Tensor:
         """Log-probabilities of one draw, or of being among unique ones; float64, -inf for head."""
-        names = self._name_of(ids) if self._has_tail_sampler else ids
+        names = ids
+        if self._has_tail_sampler:
+            # Their numbers among the other classes; those of the head have any.
+            others = self.tail_ids
+            names = ids - len(self.head_ids) if others is None else torch.searchsorted(others, ids)
+            names = names.clamp(0, self.sampler.n_classes - 1)
         if self.unique:
             made = self.sampler.log_expected(names, self.n_samples).double()
         else:
@@ -216,34 +215,12 @@ class SampledSoftmax(SampledHead):
         place = torch.searchsorted(self.head_ids, ids).clamp(max=n_head - 1)
         return self.head_ids[place] == ids
 
-    def _class_of(self, names: Tensor) -> Tensor:
-        """From numbers among the other classes to class ids."""
-        if self.tail_ids is None:
-            return names + self.head_ids.shape[0]
-        return self.tail_ids[names]
-
-    def _name_of(self, ids: Tensor) -> Tensor:
-        if self.tail_ids is None:
-            return (ids - self.head_ids.shape[0]).clamp(min=0)
-        return torch.searchsorted(self.tail_ids, ids).clamp(max=self.tail_ids.shape[0] - 1)
-
-    def _exact_options(self) -> dict[str, Any]:
-        return {**super()._exact_options(), "temperature": self.temperature}
-
     def _log_probs(self, scores: Tensor) -> Tensor:
         return log_softmax(scores / self.temperature)
 
     def config(self) -> dict[str, Any]:
-        given = self._head_classes
-        return {
-            **super().config(),
-            "correction": self.correction,
-            "head_classes": int(given)
-            if isinstance(given, Integral)
-            else self._made_ids[0].tolist(),
-            "unique": self.unique,
-            "temperature": self.temperature,
-        }
+        names = "correction", "head_classes", "unique", "temperature"
+        return {**super().config(), **{name: getattr(self, name) for name in names}}
 
 
 def _head_ids(head_classes: Any, n_classes: int) -> Tensor:
@@ -252,7 +229,15 @@ def _head_ids(head_classes: Any, n_classes: int) -> Tensor:
             "head_classes: expected how many of the first classes, or a list of class ids, got "
             f"{type(head_classes).__name__}"
         )
-    return as_class_ids("head_classes", head_classes, n_classes)
+    first = isinstance(head_classes, Integral)
+    ids = None if first else as_class_ids("head_classes", head_classes, n_classes)
+    size = int(head_classes) if ids is None else len(ids)
+    if not 0 <= size < n_classes:
+        raise ValueError(
+            f"head_classes: expected 0 to {n_classes - 1}, so that something is left to draw, got "
+            f"{size}"
+        )
+    return torch.arange(size) if ids is None else ids
 
 
 def _fill_in(head: SampledSoftmax, _keys: Any) -> None:
