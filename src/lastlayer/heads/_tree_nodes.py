@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, logsigmoid
 
 from lastlayer._checks import as_counts
-from lastlayer._torch import host_sync_allowed, without_autocast
+from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
 from lastlayer.fused.paths import (
     TreeTables,
     group_loss,
@@ -22,6 +22,7 @@ from lastlayer.fused.paths import (
     node_log_probs,
     reduced,
 )
+from lastlayer.fused.scores import wide_scores
 from lastlayer.heads.base import log_frequencies
 
 # Blocks of more vectors than this are not gathered.
@@ -76,7 +77,7 @@ def tree_loss(
 
 
 def path_log_prob(
-    nodes: Nodes, rows: Tensor, classes: Tensor, counted: Tensor | None = None, *, once: bool
+    nodes: Nodes, rows: Tensor, classes: Tensor, counted: Tensor | None = None, once: bool = False
 ) -> Tensor:
     """Of classes ``(n, k)``; 0 in rows that are not ``counted``.
 
@@ -96,12 +97,12 @@ def path_log_prob(
 
 
 def shared_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor) -> Tensor:
-    """Of the same classes ``(k,)`` for all rows, ``(n, k)``: one product with each vector needed.
+    """Of classes ``(n, k)``, the same for all rows: one product with each vector needed.
 
     The host waits for which ones these are.
     """
     tables = nodes.tables
-    edges, inside, there = tables.edges_of(classes.unsqueeze(0))
+    edges, inside, there = tables.edges_of(classes[:1])
     node, position = tables.node_and_position(edges)
     # Padding is at the root, which all paths have.
     used, place = torch.where(inside, node, 0).unique(return_inverse=True)
@@ -266,13 +267,18 @@ class _GatheredRows(torch.autograd.Function):
         return made, None, None, None
 
 
-def all_log_prob(tables: TreeTables, scores: Tensor) -> Tensor:
-    """Of all classes, ``(n, n_classes)``, from scores ``(n, n_rows)``; added up level by level."""
-    if not tables.n_inner:
-        return scores.sum(-1, keepdim=True)
-    # One row per score: what is gathered is then contiguous.
-    leaves = _down_to_leaves(tables, _edge_log_probs(tables, scores.t().contiguous()))
-    return (_over_paths(tables, leaves) if tables.overlaps else leaves).t()
+def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
+    """Of ``classes`` ``(n, k)``, or of all ``(n, n_classes)``, added up level by level."""
+    tables, weight, bias, _ = nodes
+    biases = None if bias is None else in_dtype(bias, rows.dtype)
+    scores = wide_scores(rows, in_dtype(weight, rows.dtype), biases)
+    if tables.n_inner:
+        # One row per score: what is gathered is then contiguous.
+        leaves = _down_to_leaves(tables, _edge_log_probs(tables, scores.t().contiguous()))
+        made = (_over_paths(tables, leaves) if tables.overlaps else leaves).t()
+    else:
+        made = scores.sum(-1, keepdim=True)
+    return made if classes is None else made.gather(-1, classes)
 
 
 def _edge_log_probs(tables: TreeTables, scores: Tensor) -> Tensor:

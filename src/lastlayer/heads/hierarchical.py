@@ -1,6 +1,7 @@
 """The hierarchical softmax: a class is a path through a tree of small choices."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -13,7 +14,7 @@ from lastlayer._checks import check_generator, check_int
 from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
 from lastlayer.fused.paths import TreeTables, path_loss
 from lastlayer.fused.recompute import in_chunks
-from lastlayer.fused.scores import row_chunks, wide_scores
+from lastlayer.fused.scores import row_chunks
 from lastlayer.heads._tree_nodes import (
     WIDEST_GATHERED,
     Nodes,
@@ -274,13 +275,7 @@ class HierarchicalSoftmax(Head):
         is differentiable; for chosen classes, backward makes the scores of each chunk of rows
         again.
 
-        Args:
-            hidden: ``(*batch, in_features)``.
-            classes: class ids of any integer dtype: ``(*batch)``, one per row, or ``(*batch, k)``;
-                None for all classes. A list shared by all rows is ``classes.expand(*batch, k)``.
-
-        Returns:
-            ``(*batch)``, ``(*batch, k)`` or ``(*batch, n_classes)``.
+        Arguments and result are those of :meth:`Head.log_prob`.
         """
         rows, shape = self._check_rows(hidden), (*hidden.shape[:-1], self.n_classes)
         chosen = None
@@ -290,49 +285,38 @@ class HierarchicalSoftmax(Head):
             return self._rows_log_prob(rows, chosen).reshape(shape)
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None) -> Tensor:
-        tables, parameters = self._tables, (self.weight, self.bias)
-        n, d = rows.shape
+        nodes, tables, d = self._nodes, self._tables, self.in_features
         # The most nodes, and rows of the weight, that the classes of one row of hidden states take.
         at = 0 if chosen is None else chosen.shape[1] * tables.most_paths * tables.longest
         most = at * (tables.widest if tables.has_wide else 1)
+        log_prob: Callable[..., Tensor] = path_log_prob
+        copies = _GATHERED_COPIES
         if chosen is None or most > tables.n_rows:
             # In a dtype that rounds neither the rows nor the vectors: those of paths are not.
             rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
+            log_prob, held, copies = all_log_prob, tables.n_edges // 2, _ALL_COPIES
             recording = torch.is_grad_enabled() and (
                 rows.requires_grad or any(each.requires_grad for each in self.parameters())
             )
             if chosen is None and recording:
-                return self._all_log_prob(rows, None, *parameters)
-            chunks = [*row_chunks(rows, tables.n_edges // 2, self.chunk_rows, _ALL_COPIES)]
-            return in_chunks(self._all_log_prob, rows, [chosen], parameters, chunks)
-        rows, sparse = wide(rows), self._nodes.sparse
-        alike = n > 1 and chosen.stride(0) == 0 and tables.n_inner > 0
-        if alike and host_sync_allowed(rows) and not torch.compiler.is_compiling():
+                return all_log_prob(nodes, rows, None)
+        elif (
+            len(rows) > 1 and chosen.stride(0) == 0 and tables.n_inner
+            and host_sync_allowed(rows) and not torch.compiler.is_compiling()
+        ):  # fmt: skip
+            rows, log_prob, held = wide(rows), shared_log_prob, 2 * most
+        else:
+            # Vectors are gathered, or else hidden states for the scores of all children of a node.
+            held = most * d if tables.widest <= WIDEST_GATHERED else at * (tables.widest + d)
+            rows = wide(rows)
 
-            def shared(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-                return shared_log_prob(Nodes(tables, weight, bias, sparse), rows, chosen[0])
-
-            chunks = [*row_chunks(rows, 2 * most, self.chunk_rows, _GATHERED_COPIES)]
-            return in_chunks(shared, rows, [], parameters, chunks)
-
-        def along_paths(
-            rows: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None
+        def of_chunk(
+            rows: Tensor, chosen: Tensor | None, weight: Tensor, bias: Tensor | None
         ) -> Tensor:
-            nodes = Nodes(tables, weight, bias, sparse)
-            return path_log_prob(nodes, rows, chosen, once=False)
+            return log_prob(nodes._replace(weight=weight, bias=bias), rows, chosen)
 
-        # Vectors are gathered, or else hidden states for the scores of all children of a node.
-        held = most * d if tables.widest <= WIDEST_GATHERED else at * (tables.widest + d)
-        chunks = [*row_chunks(rows, held, self.chunk_rows, _GATHERED_COPIES)]
-        return in_chunks(along_paths, rows, [chosen], parameters, chunks)
-
-    def _all_log_prob(
-        self, rows: Tensor, chosen: Tensor | None, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        biases = None if bias is None else in_dtype(bias, rows.dtype)
-        scores = wide_scores(rows, in_dtype(weight, rows.dtype), biases)
-        made = all_log_prob(self._tables, scores)
-        return made if chosen is None else made.gather(-1, chosen)
+        chunks = [*row_chunks(rows, held, self.chunk_rows, copies)]
+        return in_chunks(of_chunk, rows, [chosen], (self.weight, self.bias), chunks)
 
     @torch.no_grad()
     def topk(self, hidden: Tensor, k: int, *, beam: int | None = None) -> TopK:
@@ -394,15 +378,7 @@ class HierarchicalSoftmax(Head):
         """Independent draws from the probabilities of each row, with replacement.
 
         A walk down the tree for each, all at once: only nodes that a walk is at are opened.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            n_samples: draws per row.
-            generator: source of randomness, on the device of hidden; torch's own otherwise.
-
-        Returns:
-            Class ids ``(*batch, n_samples)``, int64. A row without probabilities, as a NaN
-            makes it, is an error on a CPU and inside ``lastlayer.debug()``, and else all -1.
+        Arguments and result are those of :meth:`Head.sample`.
         """
         rows, n_samples = self._check_rows(hidden), check_int("n_samples", n_samples)
         check_generator(generator, hidden.device)

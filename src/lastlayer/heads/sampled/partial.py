@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_int
+from lastlayer._torch import in_dtype
 from lastlayer.fused.sampled import Rule
 from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.sampled.base import ComparedHead, ComparedOptions, as_class_ids
@@ -32,13 +33,8 @@ class PartialSoftmax(ComparedHead):
         in_features: size of the hidden state.
         n_classes: number of classes.
         k: number of best classes that count.
-        bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``bias``, ``sparse``, ``ignore_index``, ``reduction``, ``chunk_rows``, ``device``
+            and ``dtype``, as of :class:`SampledSoftmax`.
 
     Example:
         >>> import torch
@@ -72,9 +68,8 @@ class PartialSoftmax(ComparedHead):
     @torch.no_grad()
     def _best(self, rows: Tensor) -> Tensor:
         """Class ids ``(n, k)``; which of equal scores are taken does not change the loss."""
-        weight, bias = self._score_tensors(rows.dtype)
-        if weight is None:
-            raise RuntimeError("weight: expected class vectors")
+        weight = in_dtype(self.weight, rows.dtype)
+        bias = None if self.bias is None else in_dtype(self.bias, rows.dtype)
         return torch.cat([
             wide_scores(rows[part], weight, bias).topk(self.k, sorted=False).indices
             for part in row_chunks(rows, self.n_classes, self.chunk_rows, 1.0)
@@ -122,11 +117,8 @@ def target_partitions(
         window = 2 * size
         while True:
             some = ids[start : start + window]
-            known = (
-                np.arange(len(some))
-                if ignore_index is None
-                else np.flatnonzero(some != ignore_index)
-            )
+            counts = np.ones(len(some), bool) if ignore_index is None else some != ignore_index
+            known = np.flatnonzero(counts)
             classes, first = np.unique(some[known], return_index=True)
             first = known[first]
             if len(classes) > size or start + window >= len(ids):
@@ -162,7 +154,7 @@ class TargetSampling(ComparedHead):
         in_features: size of the hidden state.
         n_classes: number of classes.
         options: ``bias``, ``sparse``, ``ignore_index``, ``reduction``, ``chunk_rows``, ``device``
-            and ``dtype``, as of :class:`PartialSoftmax`.
+            and ``dtype``, as of :class:`SampledSoftmax`.
 
     Example:
         >>> import torch
