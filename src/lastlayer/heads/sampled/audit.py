@@ -109,34 +109,31 @@ class Audit:
 
     def table(self) -> str:
         """Lines for a terminal."""
-        title = (
-            f"{self.head}: {self.n_samples:,} of {self.n_classes:,} classes per step, "
-            f"{self.n_draws} draws on {self.n_rows:,} rows"
-        )
         columns = "norm", "bias", "/ norm", "deviation", "/ norm", "cosine"
-        head = f"{'gradient of':<12}" + "".join(f"{name:>11}" for name in columns)
-        rows = [f"{name:<12}{of.cells()}" for name, of in self.gradients.items()]
         drift, error = self.drift, self.log_z_error
-        sizes = (
-            f"effective sample size: {self.mean_ess:.1f} per row on average, "
+        text = (
+            f"{self.head}: {self.n_samples:,} of {self.n_classes:,} classes per step, "
+            f"{self.n_draws} draws on {self.n_rows:,} rows\n\n{'gradient of':<12}"
+        )
+        text += "".join(f"{name:>11}" for name in columns)
+        for name, of in self.gradients.items():
+            text += f"\n{name:<12}{of.cells()}"
+        text += (
+            f"\n\neffective sample size: {self.mean_ess:.1f} per row on average, "
             f"{self.least_ess:.1f} at least, of {self.n_samples:,}"
         )
-        away = (
-            f"log Z: {drift.mean:+.3f} ± {drift.deviation:.3f} from that of an unnormalised model, "
-            f"at most {drift.largest:.3f}"
-        )
-        lines = [title, "", head, *rows, "", sizes, away]
         if self.took_all:
-            lines.insert(-1, f"all classes taken by {self.took_all:.1%} of the rows")
+            text += f"\nall classes taken by {self.took_all:.1%} of the rows"
+        text += (
+            f"\nlog Z: {drift.mean:+.3f} ± {drift.deviation:.3f} from that of an unnormalised "
+            f"model, at most {drift.largest:.3f}"
+        )
         if error is not None:
-            lines.append(
-                f"log Z from the draws: {error.mean:+.3f} ± {error.deviation:.3f} from the exact "
-                "one"
-            )
-        return "\n".join(lines)
+            off = f"{error.mean:+.3f} ± {error.deviation:.3f}"
+            text += f"\nlog Z from the draws: {off} from the exact one"
+        return text
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def plot(self, path: str | Path | None = None) -> "Figure":
         """Errors of the gradients, and how sample sizes and log Z vary over rows.
@@ -372,35 +369,28 @@ class Explanation:
 
     def text(self) -> str:
         """Lines for a terminal."""
-        rows = [
-            ("operations", _scaled(self.sampled.flops, "FLOP"), _scaled(self.full.flops, "FLOP")),
-            ("class vectors read", f"{self.sampled.gathered:,}", f"{self.full.gathered:,}"),
-            ("bytes moved", _scaled(self.sampled.traffic, "B"), _scaled(self.full.traffic, "B")),
-            ("bytes in Adam", _scaled(self.sampled.optimizer, "B"),
-             _scaled(self.full.optimizer, "B")),
-        ]  # fmt: skip
-        title = (
+        ours, full = self.sampled, self.full
+        text = (
             f"{self.head}: a step of {self.n_rows:,} rows against {self.n_samples:,} of "
-            f"{self.n_classes:,} classes"
+            f"{self.n_classes:,} classes\n\n{'':<20}{'sampled':>14}{'full softmax':>14}"
         )
-        lines = [
-            title,
-            "",
-            f"{'':<20}{'sampled':>14}{'full softmax':>14}",
-            *(f"{name:<20}{ours:>14}{theirs:>14}" for name, ours, theirs in rows),
-            "",
-            f"{self.speedup:,.1f} times fewer operations.",
-            self.reason,
-        ]
+        for name, unit, *both in (
+            ("operations", "FLOP", ours.flops, full.flops),
+            ("class vectors read", "", ours.gathered, full.gathered),
+            ("bytes moved", "B", ours.traffic, full.traffic),
+            ("bytes in Adam", "B", ours.optimizer, full.optimizer),
+        ):
+            cells = (_scaled(each, unit) if unit else f"{each:,}" for each in both)
+            text += f"\n{name:<20}" + "".join(f"{cell:>14}" for cell in cells)
+        text += f"\n\n{self.speedup:,.1f} times fewer operations.\n{self.reason}"
         if not self.sparse:
-            lines.append(
-                "Gradients are dense: with sparse=True, and optim.RowAdagrad or RowAdam, a step "
+            text += (
+                "\nGradients are dense: with sparse=True, and optim.RowAdagrad or RowAdam, a step "
                 "writes the rows it has read alone."
             )
-        return "\n".join(lines)
+        return text
 
-    def __str__(self) -> str:
-        return self.text()
+    __str__ = text
 
 
 def explain(head: "SampledHead", found: Audit | None = None, *, n_rows: int = 1024) -> Explanation:

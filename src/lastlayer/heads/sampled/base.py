@@ -1,6 +1,8 @@
 """The frame of heads that train against some of their classes, and are exact in all else."""
 
+import inspect
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Self, TypedDict, Unpack
 
 import torch
@@ -41,6 +43,8 @@ class ComparedHead(LinearHead):
 
     # Whether the loss weighs classes by their scores; one of noise does not.
     weighs_draws = True
+    # The training loss of rows (n, in_features) and targets (n, p), negative for none.
+    _sampled_loss: Callable[..., Tensor]
     ess: Tensor | None
     """Effective sample size of each row in the last training step, ``(n,)``; None before."""
 
@@ -82,10 +86,6 @@ class ComparedHead(LinearHead):
     def _takes_all(self) -> bool:
         """Whether the loss is the exact one."""
         return not self.training
-
-    @abstractmethod
-    def _sampled_loss(self, rows: Tensor, target: Tensor, *given: Tensor) -> Tensor:
-        """The training loss of rows ``(n, in_features)`` and targets ``(n, p)``, -1 for none."""
 
     @abstractmethod
     def _classes_per_step(self) -> int:
@@ -181,16 +181,16 @@ class ComparedHead(LinearHead):
         return super().from_linear(linear, **options)
 
     def config(self) -> dict[str, Any]:
-        config = super().config()
-        del config["class_weight"]
-        return {**config, "sparse": self.sparse}
+        # An argument of the constructor is an attribute of the same name.
+        names = [name for name in inspect.signature(type(self)).parameters if hasattr(self, name)]
+        return {**{name: getattr(self, name) for name in names}, "bias": self.bias is not None}
 
 
 class SampledHead(ComparedHead):
     """One vector per class, trained against a few classes that are drawn anew in every step.
 
-    In training mode the loss is that of :meth:`_loss_of_step`. In eval mode it is the exact cross
-    entropy, and ``log_prob``, ``topk`` and ``sample`` are exact in both. What is drawn depends on
+    In eval mode the loss is the exact cross entropy, and ``log_prob``, ``topk`` and ``sample`` are
+    exact in both modes. What is drawn depends on
     the buffer ``rng_counter``, seed and step, alone; it is saved with the state, so that a resumed
     run draws what the first one would have drawn. A forward pass under ``torch.no_grad()`` uses
     the draws of the next step and does not count as one. The sampler becomes a part of the head,
@@ -199,6 +199,8 @@ class SampledHead(ComparedHead):
 
     # Whether each row has draws of its own, or all rows the same.
     draws_for_each_row = False
+    # The reduced training loss of rows and targets, of classes drawn by an rng_counter.
+    _loss_of_step: Callable[..., Tensor]
     sampler: Sampler
     rng_counter: Tensor
 
@@ -232,12 +234,6 @@ class SampledHead(ComparedHead):
             # Once all is drawn; on the device, so that nothing waits for it.
             self.rng_counter[1:].add_(1)
         return loss
-
-    @abstractmethod
-    def _loss_of_step(
-        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
-    ) -> Tensor:
-        """The reduced training loss, of classes drawn by ``rng_counter``."""
 
     def _of_rank(self, rng_counter: Tensor) -> Tensor:
         distributed = torch.distributed
@@ -291,23 +287,14 @@ class SampledHead(ComparedHead):
         head._move_draws()
         return head
 
-    def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            "sampler": self.sampler,
-            "n_samples": self.n_samples,
-            "seed": self.seed,
-            "per_rank": self.per_rank,
-        }
-
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         sampler = config["sampler"]
         saved = {"name": type(sampler).__name__, "arguments": sampler._saved_config()}
-        return {**super()._saved_config(config), "sampler": saved}
+        return {**config, "sampler": saved}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        return super().from_config({**config, "sampler": _sampler_from(config["sampler"])})
+        return cls(**{**config, "sampler": _sampler_from(config["sampler"])})
 
     def extra_repr(self) -> str:
         config = self._saved_config(self.config())

@@ -100,10 +100,11 @@ class ImportanceSampling(SampledHead):
         self.n_drawn = self.took_all = None
 
     def _loss_of_step(
-        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
+        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
     ) -> Tensor:
         if self.target_ess is not None:
-            return self._loss_of_blocks(rows, target, *self._blocks(rows, target, rng_counter))
+            drawn = self._blocks(rows, target, rng_counter, *given)
+            return self._loss_of_blocks(rows, target, *drawn)
         ids, log_prob = self._draw(rng_counter, rows.dtype)
         log_expected = log_prob + math.log(self.n_samples)
         return self._compare(rows, target, ids, log_expected, SELF_NORMALISED)
@@ -198,10 +199,6 @@ class ImportanceSampling(SampledHead):
             for each in (rows, *self.parameters()):
                 loss = loss + each[:0].sum()
         return loss
-
-    def config(self) -> dict[str, Any]:
-        own = {"target_ess": self.target_ess, "max_samples": self.max_samples}
-        return {**super().config(), **own}
 
 
 def _groups(used: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -358,11 +355,10 @@ class AdaptiveImportanceSampling(ImportanceSampling):
     def _loss_of_step(
         self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
     ) -> Tensor:
-        (context,) = given
-        blocks, used, took_all = self._blocks(rows, target, rng_counter, context)
+        blocks, used, took_all = self._blocks(rows, target, rng_counter, *given)
         loss = self._loss_of_blocks(rows, target, blocks, used, took_all)
         if torch.is_grad_enabled():
-            self._teach(rows, target, context, blocks, used)
+            self._teach(rows, target, given[0], blocks, used)
         return loss
 
     def _block(
@@ -407,10 +403,9 @@ class AdaptiveImportanceSampling(ImportanceSampling):
         return made
 
     def config(self) -> dict[str, Any]:
-        config, sampler = super().config(), self.sampler.config()
-        del config["sampler"]
+        sampler = self.sampler.config()
         names = ("counts", "order", "contexts", "width", "rate")
-        return {**config, **{name: sampler[name] for name in names}}
+        return {**super().config(), **{name: sampler[name] for name in names}}
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         # The counts are part of the sampler's state.

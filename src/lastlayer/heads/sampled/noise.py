@@ -120,9 +120,7 @@ class NoiseContrastive(SampledHead):
             log_q = _log_q(self.sampler, torch.float64)
             self.bias.copy_(log_q + (0.0 if self.learns_log_z else self._log_z_as(log_q)))
 
-    def _loss_of_step(
-        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
-    ) -> Tensor:
+    def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
         ids, log_q = self._draw(rng_counter, rows.dtype)
         of_target = self.sampler._log_prob(target.clamp(min=0), None).to(log_q.dtype)
         less, row_shift, log_z = math.log(self.n_samples), None, self.log_z
@@ -253,9 +251,7 @@ class NegativeSampling(SampledHead):
         """log k q of all classes, in float64."""
         return _log_q(self.sampler, torch.float64) + math.log(self.n_samples)
 
-    def _loss_of_step(
-        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
-    ) -> Tensor:
+    def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
         ids, _ = self._draw(rng_counter, torch.float32)
         nothing = torch.zeros(ids.shape, device=ids.device)
         return self._compare(rows, target, ids, nothing, _NOISE)

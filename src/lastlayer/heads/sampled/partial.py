@@ -51,7 +51,7 @@ class PartialSoftmax(ComparedHead):
         super().__init__(in_features, n_classes, **options)
         self.k = check_int("k", k, most=self.n_classes, note="the head's n_classes")
 
-    def _sampled_loss(self, rows: Tensor, target: Tensor, *_given: Tensor) -> Tensor:
+    def _sampled_loss(self, rows: Tensor, target: Tensor) -> Tensor:
         best = self._best(rows)
         if best.shape[0]:
             # Rows that do not count look at classes that another one looks at, and touch no more.
@@ -74,9 +74,6 @@ class PartialSoftmax(ComparedHead):
             wide_scores(rows[part], weight, bias).topk(self.k, sorted=False).indices
             for part in row_chunks(rows, self.n_classes, self.chunk_rows, 1.0)
         ])  # fmt: skip
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "k": self.k}
 
 
 class Partition(NamedTuple):
@@ -191,7 +188,7 @@ class TargetSampling(ComparedHead):
     def _takes_all(self) -> bool:
         return super()._takes_all() or self.classes is None
 
-    def _sampled_loss(self, rows: Tensor, target: Tensor, *_given: Tensor) -> Tensor:
+    def _sampled_loss(self, rows: Tensor, target: Tensor) -> Tensor:
         classes = self.get_buffer("classes")
         nothing = torch.zeros_like(classes, dtype=torch.float32)
         return self._compare(rows, target, classes, nothing, Rule())

@@ -153,9 +153,7 @@ class SampledSoftmax(SampledHead):
             return ids + len(self.head_ids) if others is None else others[ids], log_prob
         return ids, log_prob.masked_fill(self._is_head(ids), -torch.inf)
 
-    def _loss_of_step(
-        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
-    ) -> Tensor:
+    def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
         dtype, n_head = accumulation_dtype(rows.dtype), self.head_ids.shape[0]
         if self.unique:
             drawn = self.sampler.unique(self.n_samples, rng_counter=rng_counter)
@@ -217,10 +215,6 @@ class SampledSoftmax(SampledHead):
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         return log_softmax(scores / self.temperature)
-
-    def config(self) -> dict[str, Any]:
-        names = "correction", "head_classes", "unique", "temperature"
-        return {**super().config(), **{name: getattr(self, name) for name in names}}
 
 
 def _head_ids(head_classes: Any, n_classes: int) -> Tensor:
