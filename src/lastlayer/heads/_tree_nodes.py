@@ -15,13 +15,7 @@ from torch.nn.functional import embedding, linear, logsigmoid
 
 from lastlayer._checks import as_counts
 from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
-from lastlayer.fused.paths import (
-    TreeTables,
-    group_loss,
-    groups_suit,
-    node_log_probs,
-    reduced,
-)
+from lastlayer.fused.paths import TreeTables, group_loss, groups_suit, node_log_probs, reduced
 from lastlayer.fused.scores import wide_scores
 from lastlayer.heads.base import log_frequencies
 
@@ -44,6 +38,10 @@ class Nodes(NamedTuple):
     bias: Tensor | None
     sparse: bool = False
 
+    def first_row(self, node: Tensor) -> Tensor:
+        """The row of a binary node, the first one of a wider node."""
+        return self.tables.row_start[node] if self.tables.has_wide else node
+
 
 def wide(values: Tensor) -> Tensor:
     """In float32, or in float64 from float64."""
@@ -53,10 +51,7 @@ def wide(values: Tensor) -> Tensor:
 def tree_loss(
     nodes: Nodes, rows: Tensor, target: Tensor, ignore_index: int | None, reduction: str
 ) -> Tensor:
-    """Minus the log-probability of targets ``(n,)``, reduced, where ``path_loss`` does not suit.
-
-    Rows are ``(n, d)``, of any dtype.
-    """
+    """Minus the log-probability of targets ``(n,)``, reduced, where ``path_loss`` does not suit."""
     tables, weight, bias, sparse = nodes
     with without_autocast(rows):
         grouped = groups_suit(tables, rows)
@@ -66,9 +61,9 @@ def tree_loss(
                 reduction=reduction, sparse=sparse,
             )  # fmt: skip
         rows = rows if grouped else wide(rows)
-        counted = None if ignore_index is None else target != ignore_index
-        known = target
-        if counted is not None:
+        counted, known = None, target
+        if ignore_index is not None:
+            counted = target != ignore_index
             known = torch.where(counted, target, 0)
             # A NaN in an ignored row would reach the gradient of the root.
             rows = torch.where(counted.unsqueeze(-1), rows, 0.0)
@@ -195,7 +190,7 @@ def _listed(
 
 def _binary(nodes: Nodes, rows: Tensor, node: Tensor, position: Tensor) -> Tensor:
     """At binary nodes ``(n, m)``."""
-    scores = gathered_scores(nodes, rows, first_row(nodes.tables, node))
+    scores = gathered_scores(nodes, rows, nodes.first_row(node))
     return logsigmoid(torch.where(position == 1, scores, -scores))
 
 
@@ -203,11 +198,6 @@ def _wide(nodes: Nodes, rows: Tensor, node: Tensor, position: Tensor) -> Tensor:
     """At wide nodes ``(n, 1)``."""
     log_probs = gathered_block(nodes, rows, node.squeeze(-1), nodes.tables.widest)
     return log_probs.gather(-1, position)
-
-
-def first_row(tables: TreeTables, node: Tensor) -> Tensor:
-    """The row of a binary node, the first one of a wider node."""
-    return tables.row_start[node] if tables.has_wide else node
 
 
 def gathered_scores(nodes: Nodes, rows: Tensor, picked: Tensor) -> Tensor:
@@ -283,8 +273,7 @@ def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
 
 def _edge_log_probs(tables: TreeTables, scores: Tensor) -> Tensor:
     """``(n_edges, n)``, each given its node, from scores ``(n_rows, n)``."""
-    parts = [_of_children(mine, 1) for mine in _by_arity(tables, scores)]
-    return _in_edge_order(tables, parts)
+    return _in_edge_order(tables, [_of_children(mine, 1) for mine in _by_arity(tables, scores)])
 
 
 def _by_arity(tables: TreeTables, values: Tensor) -> Iterator[Tensor]:

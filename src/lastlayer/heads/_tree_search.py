@@ -14,13 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lastlayer.fused.paths import block_scores, by_node
-from lastlayer.heads._tree_nodes import (
-    WIDEST_GATHERED,
-    Nodes,
-    first_row,
-    gathered_block,
-    gathered_scores,
-)
+from lastlayer.heads._tree_nodes import WIDEST_GATHERED, Nodes, gathered_block, gathered_scores
 from lastlayer.heads.base import draw_classes
 from lastlayer.kernels import search, selected
 from lastlayer.kernels.search import NOWHERE
@@ -71,37 +65,23 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 def exact_search(nodes: Nodes, rows: Tensor, k: int, dense: Dense) -> Found:
     """The best k leaves of each row, the lower class first where two are equal.
 
-    A child is at most as probable as its parent, so every node on the way to a leaf is at least
-    as probable as the leaf; rounding keeps that, as a log-probability of at most 0 is added.
-    Hence opening all nodes that are not below some bound finds all leaves that are not below it;
-    and where these are k or more, the best k of them are the best of all.
-
-    On a CPU the most probable node is opened first, until k leaves are more probable than all
-    that is closed. No exact search opens fewer: a closed node as probable as the k-th leaf could
-    hold a better one. On CUDA, for binary nodes, a first sweep down the tree follows the best
-    few nodes of each level and finds k leaves, whose worst is the bound, and a second one opens
-    all that is not below it; both in one launch. Wider nodes on CUDA, more than
-    ``search.MOST_ON_CUDA`` leaves, float64 there and other devices take the same two sweeps
-    with operations of torch.
+    As :meth:`HierarchicalSoftmax.topk` describes it. Rounding keeps a child at most as probable as
+    its parent, as a log-probability of at most 0 is added. On a CPU no exact search opens fewer
+    nodes: a closed node as probable as the k-th leaf could hold a better one. On CUDA both sweeps
+    are one launch; wider nodes, more than ``search.MOST_ON_CUDA`` leaves, float64 there and other
+    devices take them with operations of torch.
 
     Rows in which little is ruled out, as where all classes are alike, rows in which fewer than k
-    classes have a probability, and rows with a NaN go to ``dense``. Whether there are any is the
-    only thing that the host waits for.
-
-    Args:
-        nodes: of a tree without overlap.
-        rows: ``(n, d)``, float32 or float64.
-        k: number of leaves.
-        dense: values and classes of the best k by sorting all, for some rows.
+    classes have a probability, and rows with a NaN go to ``dense``: values and classes of the best
+    k by sorting all, for some rows. Whether there are any is the only thing the host waits for.
     """
     tables = nodes.tables
     chosen = selected("tree_search", rows.device.type, rows.dtype)
     on_cuda = chosen == "triton" and not tables.has_wide and k <= search.MOST_ON_CUDA
     if chosen == "cpu" or on_cuda:
         most = max(_MOST_READ, int(tables.n_rows * _MOST_READ_PART))
-        found = Found(*search.best_leaves(
-            "auto", *_given(nodes, rows), len(tables.levels), k, most,
-        ))  # fmt: skip
+        given = *_given(nodes, rows), len(tables.levels), k, most
+        found = Found(*search.best_leaves("auto", *given))
     else:
         found = _search_by_levels(nodes, rows, k)
     rest = (found.opened < 0).nonzero().squeeze(-1)
@@ -153,8 +133,8 @@ def _given(
     nodes: Nodes, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     """What all kernels are given first."""
-    tables = nodes.tables
-    return rows, nodes.weight, nodes.bias, tables.child_start, tables.row_start, tables.child
+    tables, weight, bias, _ = nodes
+    return rows, weight, bias, tables.child_start, tables.row_start, tables.child
 
 
 def _step_down(nodes: Nodes, rows: Tensor, at: Tensor, uniform: Tensor) -> None:
@@ -217,7 +197,7 @@ class _Opener:
         return tables.child[places.clamp(max=tables.n_edges - 1)].long()
 
     def _two(self, of_row: Tensor, node: Tensor) -> Tensor:
-        rows, picked = self.rows, first_row(self.nodes.tables, node)
+        rows, picked = self.rows, self.nodes.first_row(node)
         scores = rows.new_empty(len(node), 1)
         near = picked < (0 if self.top is None else self.top.shape[1])
         if self.top is not None:
@@ -296,11 +276,11 @@ def _search_by_levels(nodes: Nodes, rows: Tensor, k: int) -> Found:
     given_up = opened > 0
     leaves = [(of_row[:0], of_row[:0], reached[:0])]
     while len(node):
-        given_up |= torch.bincount(of_row, minlength=n) > most
-        going = (~given_up[of_row]).nonzero().squeeze(-1)
-        if len(going) < len(node):
-            of_row, node, reached = of_row[going], node[going], reached[going]
-        opened.index_add_(0, of_row, torch.ones_like(of_row))
+        n_open = torch.bincount(of_row, minlength=n)
+        opened += n_open
+        given_up |= n_open > most
+        going = ~given_up[of_row]
+        of_row, node, reached = of_row[going], node[going], reached[going]
         below = opener.open(of_row, node) + reached.unsqueeze(-1)
         child = opener.children(node, below.shape[1])
         given_up[of_row[below.isnan().any(-1)]] = True

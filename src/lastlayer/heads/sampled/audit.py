@@ -425,7 +425,7 @@ def explain(head: "SampledHead", found: Audit | None = None, *, n_rows: int = 10
 
 def _costs(head: "SampledHead", n_rows: int, n_samples: int, took_all: float) -> tuple[Cost, Cost]:
     """Of ``n_samples`` per row, where a share of rows took all classes; and of a full softmax."""
-    n_classes, depth, always = head.n_classes, head.in_features, head._always_counted()
+    n_classes, depth, always = head.n_classes, head.in_features, head.n_head
     vector = float(depth * head.weight.element_size())
     moment = float(depth * accumulation_dtype(head.weight.dtype).itemsize)
 

@@ -199,6 +199,8 @@ class SampledHead(ComparedHead):
 
     # Whether each row has draws of its own, or all rows the same.
     draws_for_each_row = False
+    # Classes that every step looks at beside those it draws.
+    n_head = 0
     # The reduced training loss of rows and targets, of classes drawn by an rng_counter.
     _loss_of_step: Callable[..., Tensor]
     sampler: Sampler
@@ -252,10 +254,6 @@ class SampledHead(ComparedHead):
 
     def _classes_per_step(self) -> int:
         return self.n_samples
-
-    def _always_counted(self) -> int:
-        """Classes that every step looks at beside those it draws."""
-        return 0
 
     def explain(self, audit: Audit | None = None, *, n_rows: int = 1024) -> Explanation:
         """What a training step costs beside a full softmax, and how many samples to draw.

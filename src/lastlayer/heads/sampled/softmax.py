@@ -123,6 +123,7 @@ class SampledSoftmax(SampledHead):
     def _set_sampler(self, sampler: Any) -> None:
         n, ids = self.n_classes, _head_ids(self.head_classes, self.n_classes)
         first, size = isinstance(self.head_classes, Integral), len(ids)
+        self.n_head = size
         self.head_classes = size if first else ids.tolist()
         # Whether the sampler draws among the other classes alone, in the order of their ids.
         self._has_tail_sampler = bool(size) and getattr(sampler, "n_classes", None) == n - size
@@ -138,28 +139,20 @@ class SampledSoftmax(SampledHead):
         self.register_buffer("tail_ids", others, persistent=False)
         self.register_load_state_dict_post_hook(_fill_in)
 
-    def _always_counted(self) -> int:
-        return self.head_ids.shape[0]
-
     def _draw(self, rng_counter: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._left_of_draw(*super()._draw(rng_counter, dtype))
-
-    def _left_of_draw(self, ids: Tensor, log_prob: Tensor) -> tuple[Tensor, Tensor]:
-        """What was drawn as classes of the head, with -inf for those that are always counted."""
-        if not self.head_ids.shape[0]:
-            return ids, log_prob
+        if self.unique:
+            ids, log_prob = self.sampler.unique(self.n_samples, rng_counter=rng_counter)
+        else:
+            ids, log_prob = super()._draw(rng_counter, dtype)
         if self._has_tail_sampler:
-            others = self.tail_ids
-            return ids + len(self.head_ids) if others is None else others[ids], log_prob
-        return ids, log_prob.masked_fill(self._is_head(ids), -torch.inf)
+            ids = ids + self.n_head if self.tail_ids is None else self.tail_ids[ids]
+        elif self.n_head:
+            log_prob = log_prob.masked_fill(self._is_head(ids), -torch.inf)
+        return ids, log_prob
 
     def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
-        dtype, n_head = accumulation_dtype(rows.dtype), self.head_ids.shape[0]
-        if self.unique:
-            drawn = self.sampler.unique(self.n_samples, rng_counter=rng_counter)
-            ids, log_prob = self._left_of_draw(*drawn)
-        else:
-            ids, log_prob = self._draw(rng_counter, dtype)
+        dtype, n_head = accumulation_dtype(rows.dtype), self.n_head
+        ids, log_prob = self._draw(rng_counter, dtype)
         log_expected = torch.zeros_like(log_prob) if self.correction == "none" else log_prob
         if n_head:
             log_expected = torch.where(log_prob == -torch.inf, torch.inf, log_expected)
@@ -187,30 +180,29 @@ class SampledSoftmax(SampledHead):
         if self._has_tail_sampler:
             # Their numbers among the other classes; those of the head have any.
             others = self.tail_ids
-            names = ids - len(self.head_ids) if others is None else torch.searchsorted(others, ids)
+            names = ids - self.n_head if others is None else torch.searchsorted(others, ids)
             names = names.clamp(0, self.sampler.n_classes - 1)
         if self.unique:
             made = self.sampler.log_expected(names, self.n_samples).double()
         else:
             made = self.sampler._log_prob(names, None)
-        return made.masked_fill(self._is_head(ids), -torch.inf) if self.head_ids.shape[0] else made
+        return made.masked_fill(self._is_head(ids), -torch.inf) if self.n_head else made
 
     def _log_left(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """log(1 − q(head) − q(targets)), ``(n,)``, for targets ``(n, p)``, negative for none."""
-        sampler, n_head = self.sampler, self.head_ids.shape[0]
-        if not n_head and target.shape[1] == 1:
+        sampler = self.sampler
+        if not self.n_head and target.shape[1] == 1:
             return sampler._log_complement(target.squeeze(1), None, dtype)
         probs = self._log_q(target.clamp(min=0)).exp()
         again = (target.unsqueeze(-1) == target.unsqueeze(-2)).tril(-1).any(-1)
         taken = probs.masked_fill(again | (target < 0), 0.0).sum(-1)
-        if n_head and not self._has_tail_sampler:
+        if self.n_head and not self._has_tail_sampler:
             taken = taken + sampler._log_prob(self.head_ids, None).exp().sum()
         # Where they are all there is, rounding may make their sum more than 1.
         return torch.log1p(-taken.clamp(max=1.0)).to(dtype)
 
     def _is_head(self, ids: Tensor) -> Tensor:
-        n_head = self.head_ids.shape[0]
-        place = torch.searchsorted(self.head_ids, ids).clamp(max=n_head - 1)
+        place = torch.searchsorted(self.head_ids, ids).clamp(max=self.n_head - 1)
         return self.head_ids[place] == ids
 
     def _log_probs(self, scores: Tensor) -> Tensor:
