@@ -53,10 +53,9 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            made: R = torch.compiler.disable(function)(*args, **kwargs)
-            return made
-        return function(*args, **kwargs)
+        compiling = torch.compiler.is_compiling()
+        run: Callable[P, R] = torch.compiler.disable(function) if compiling else function
+        return run(*args, **kwargs)
 
     return call
 
@@ -161,9 +160,8 @@ class _Opener:
 
     def __init__(self, nodes: Nodes, rows: Tensor, top: bool = False) -> None:
         self.nodes, self.rows = nodes, rows
-        self.top: Tensor | None = None
-        if top:
-            self.top = block_scores(nodes.weight, nodes.bias, rows, slice(0, _TOP_ROWS))
+        near = slice(0, _TOP_ROWS if top else 0)
+        self.top = block_scores(nodes.weight, nodes.bias, rows, near)
 
     def open(self, of_row: Tensor, node: Tensor) -> Tensor:
         """Of all children of each entry's node, ``(m, width)``; -inf beyond the last child.
@@ -199,11 +197,9 @@ class _Opener:
     def _two(self, of_row: Tensor, node: Tensor) -> Tensor:
         rows, picked = self.rows, self.nodes.first_row(node)
         scores = rows.new_empty(len(node), 1)
-        near = picked < (0 if self.top is None else self.top.shape[1])
-        if self.top is not None:
-            known = near.nonzero().squeeze(-1)
-            scores[known, 0] = self.top[of_row[known], picked[known]]
-        far = (~near).nonzero().squeeze(-1)
+        near = picked < self.top.shape[1]
+        known, far = near.nonzero().squeeze(-1), (~near).nonzero().squeeze(-1)
+        scores[known, 0] = self.top[of_row[known], picked[known]]
         for part in _parts(len(far), rows.shape[1]):
             at = far[part]
             scores[at] = gathered_scores(self.nodes, rows[of_row[at]], picked[at].unsqueeze(-1))
@@ -227,13 +223,13 @@ def beam_by_levels(
     opened = classes.new_zeros(n)
     node = classes.new_zeros(n, 1)
     reached = rows.new_zeros(n, 1)
-    live = torch.ones_like(node, dtype=torch.bool)
     broken = opened > 0
     for _ in range(len(nodes.tables.levels)):
+        live = reached > -torch.inf
         of_row, at = live.nonzero(as_tuple=True)
         if not len(of_row):
             break
-        opened.add_(live.sum(-1))
+        opened += live.sum(-1)
         asked = node[of_row, at]
         below = opener.open(of_row, asked) + reached[of_row, at].unsqueeze(-1)
         broken[of_row[below.isnan().any(-1)]] = True
@@ -250,7 +246,7 @@ def beam_by_levels(
         classes = torch.cat([classes, ends], -1).gather(-1, kept)
         useful = (child >= 0) & (log_prob >= values[:, -1:])
         reached, best = torch.where(useful, log_prob, -torch.inf).topk(min(width, child.shape[1]))
-        node, live = child.gather(-1, best), reached > -torch.inf
+        node = child.gather(-1, best)
     order = classes.argsort(-1)
     values, classes = values.gather(-1, order), classes.gather(-1, order)
     values, order = values.sort(dim=-1, descending=True, stable=True)
@@ -279,7 +275,7 @@ def _search_by_levels(nodes: Nodes, rows: Tensor, k: int) -> Found:
         n_open = torch.bincount(of_row, minlength=n)
         opened += n_open
         given_up |= n_open > most
-        going = ~given_up[of_row]
+        going = (~given_up[of_row]).nonzero().squeeze(-1)
         of_row, node, reached = of_row[going], node[going], reached[going]
         below = opener.open(of_row, node) + reached.unsqueeze(-1)
         child = opener.children(node, below.shape[1])

@@ -390,10 +390,7 @@ class HierarchicalSoftmax(Head):
         return checked_draws(classes.reshape(shape))
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments: ``cls(**head.config())`` makes such a head.
-
-        The tree is in it as it is; :meth:`save` writes it to a file of its own.
-        """
+        """The constructor's arguments; :meth:`save` writes the tree to a file of its own."""
         config = super().config()
         del config["n_classes"]
         own = {"tree": self.tree, "bias": self.bias is not None, "sparse": self.sparse}

@@ -8,7 +8,7 @@ from typing import Any, Self, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_ids, check_int, check_reduction, check_seed
+from lastlayer._checks import as_integers, check_ids, check_int, check_reduction, check_seed
 from lastlayer._torch import in_autocast_dtype
 from lastlayer.fused import linear_cross_entropy
 from lastlayer.fused.sampled import Rule, sampled_loss
@@ -126,26 +126,24 @@ class ComparedHead(LinearHead):
         return loss
 
     def _exact_loss(self, hidden: Tensor, target: Any) -> Tensor:
-        several = isinstance(target, Tensor) and target.dim() == hidden.dim()
-        if several:
-            target = self._check_targets(hidden, target)
-            hidden = hidden.unsqueeze(-2).expand(*target.shape, self.in_features)
-        loss = linear_cross_entropy(
+        if isinstance(target, Tensor) and target.dim() == hidden.dim():
+            return self._loss_of_log_prob(hidden, target)
+        return linear_cross_entropy(
             hidden, self.weight, target, self.bias, ignore_index=self.ignore_index,
-            reduction="none" if several else self.reduction, temperature=temperature_of(self),
-            chunk_rows=self.chunk_rows,
+            reduction=self.reduction, temperature=temperature_of(self), chunk_rows=self.chunk_rows,
         )  # fmt: skip
-        return self._reduced(loss, self._counts(target)) if several else loss
 
-    def _counts(self, target: Tensor) -> Tensor:
-        """Which targets are not ignored."""
-        if self.ignore_index is None:
-            return torch.ones_like(target, dtype=torch.bool)
-        return target != self.ignore_index
-
-    def _reduced(self, losses: Tensor, counts: Tensor) -> Tensor:
-        """The reduced loss from that of each target ``(*batch, p)``, 0 where one does not count."""
-        of_row = losses.sum(-1) / counts.sum(-1).clamp(min=1)
+    def _loss_of_log_prob(self, hidden: Tensor, target: Any) -> Tensor:
+        """Minus the log-probability of targets: one per row, or the mean of several."""
+        target = self._check_targets(hidden, target)
+        classes = target if target.dim() == hidden.dim() else target.unsqueeze(-1)
+        counts = torch.ones_like(classes, dtype=torch.bool)
+        if self.ignore_index is not None:
+            counts = classes != self.ignore_index
+        # A NaN in a row that does not count would reach gradients as 0 · NaN.
+        rows = torch.where(counts.any(-1, keepdim=True), hidden, 0.0)
+        log_prob = self.log_prob(rows, torch.where(counts, classes, 0))
+        of_row = -torch.where(counts, log_prob, 0.0).sum(-1) / counts.sum(-1).clamp(min=1)
         if self.reduction == "none":
             return of_row
         total = of_row.sum()
@@ -231,17 +229,14 @@ class SampledHead(ComparedHead):
 
     def _sampled_loss(self, rows: Tensor, target: Tensor, *given: Tensor) -> Tensor:
         rng_counter, counts = self._steps.counter(self.rng_counter)
-        loss = self._loss_of_step(rows, target, self._of_rank(rng_counter), *given)
+        distributed = torch.distributed
+        if self.per_rank and distributed.is_available() and distributed.is_initialized():
+            rng_counter = fork(rng_counter, distributed.get_rank())
+        loss = self._loss_of_step(rows, target, rng_counter, *given)
         if counts:
             # Once all is drawn; on the device, so that nothing waits for it.
             self.rng_counter[1:].add_(1)
         return loss
-
-    def _of_rank(self, rng_counter: Tensor) -> Tensor:
-        distributed = torch.distributed
-        if self.per_rank and distributed.is_available() and distributed.is_initialized():
-            return fork(rng_counter, distributed.get_rank())
-        return rng_counter
 
     def _draw(self, rng_counter: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Classes of a step and their log-probabilities; -inf for one that is always counted."""
@@ -325,15 +320,10 @@ def check_sampler(sampler: Any, n_classes: int) -> None:
 
 def as_class_ids(name: str, ids: Any, n_classes: int) -> Tensor:
     """Different class ids, ascending; at least one."""
-    try:
-        given = torch.as_tensor(ids)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"{name}: expected class ids, got {type(ids).__name__}") from error
-    if given.dim() != 1 or not len(given):
-        raise TypeError(
-            f"{name}: expected class ids, (n,) with at least one, got shape {tuple(given.shape)}"
-        )
-    found = check_ids(name, given, None, n_classes).sort().values
+    given = as_integers(name, ids, "class ids")
+    if not len(given):
+        raise ValueError(f"{name}: expected at least one class id, got none")
+    found = check_ids(name, torch.from_numpy(given), None, n_classes).sort().values
     again = found[1:][found[1:] == found[:-1]]
     if len(again):
         raise ValueError(f"{name}: expected each class once, got class {int(again[0])} again")

@@ -136,14 +136,8 @@ class NoiseContrastive(SampledHead):
     def unnormalized_log_prob(self, hidden: Tensor, classes: Tensor) -> Tensor:
         """s − log Z of chosen classes: their log-probabilities where the model has learned its Z.
 
-        It looks at no other class. No gradient is recorded.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            classes: class ids ``(*batch)`` or ``(*batch, k)``.
-
-        Returns:
-            As many numbers as classes, float32, or float64 from float64.
+        It looks at no other class, as :meth:`SelfNormalized.unnormalized_log_prob`, whose arguments
+        and result are the same.
         """
         scores = chosen_scores(self, hidden, classes)
         return scores - self._log_z_as(scores)
@@ -256,14 +250,8 @@ class NegativeSampling(SampledHead):
         nothing = torch.zeros(ids.shape, device=ids.device)
         return self._compare(rows, target, ids, nothing, _NOISE)
 
-    def _exact_loss(self, hidden: Tensor, target: Tensor) -> Tensor:
-        target = self._check_targets(hidden, target)
-        classes = target if target.dim() == hidden.dim() else target.unsqueeze(-1)
-        counts = self._counts(classes)
-        # A NaN in a row that does not count would reach gradients as 0 · NaN.
-        rows = torch.where(counts.any(-1, keepdim=True), hidden, 0.0)
-        log_prob = self.log_prob(rows, torch.where(counts, classes, 0))
-        return self._reduced(-torch.where(counts, log_prob, 0.0), counts)
+    def _exact_loss(self, hidden: Tensor, target: Any) -> Tensor:
+        return self._loss_of_log_prob(hidden, target)
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         return log_softmax(scores + _log_q(self.sampler, scores.dtype))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_int
+from lastlayer._checks import as_integers, check_int
 from lastlayer._torch import in_dtype
 from lastlayer.fused.sampled import Rule
 from lastlayer.fused.scores import row_chunks, wide_scores
@@ -104,11 +104,7 @@ def target_partitions(
         6 7 [0]
     """
     size = check_int("size", size)
-    ids = np.asarray(target.cpu() if isinstance(target, Tensor) else target)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise TypeError(
-            f"target: expected class ids in one dimension, got {ids.dtype} of shape {ids.shape}"
-        )
+    ids = as_integers("target", target, "class ids")
     start = 0
     while start < len(ids):
         window = 2 * size
@@ -125,7 +121,7 @@ def target_partitions(
         length = np.sort(first)[size] if len(classes) > size else len(ids) - start
         stop = int(start + length)
         kept = classes[first < length]
-        yield Partition(start, stop, torch.from_numpy(kept.astype(np.int64)))
+        yield Partition(start, stop, torch.from_numpy(kept))
         start = stop
 
 
