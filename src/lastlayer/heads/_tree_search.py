@@ -16,8 +16,8 @@ from torch.nn.functional import logsigmoid
 from lastlayer.fused.paths import block_scores, by_node
 from lastlayer.heads._tree_nodes import WIDEST_GATHERED, Nodes, gathered_block, gathered_scores
 from lastlayer.heads.base import draw_classes
-from lastlayer.kernels import search, selected
-from lastlayer.kernels.search import NOWHERE
+from lastlayer.kernels import selected
+from lastlayer.kernels.search import MOST_ON_CUDA, NOWHERE, best_leaves
 
 # A row for which more of the weight's rows than this, and than this part of all, would be read
 # one by one is sorted as a whole.
@@ -31,7 +31,6 @@ _TOP_ROWS = 2048
 # Numbers gathered at a time, and held at a time where walks choose a child.
 _GATHERED_NUMBERS, _DRAWN_NUMBERS = 4_000_000, 2_000_000
 
-Dense = Callable[[Tensor], tuple[Tensor, Tensor]]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -60,50 +59,38 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-@eager
-def exact_search(nodes: Nodes, rows: Tensor, k: int, dense: Dense) -> Found:
+def search(nodes: Nodes, rows: Tensor, k: int, beam: int | None = None) -> Found:
     """The best k leaves of each row, the lower class first where two are equal.
 
     As :meth:`HierarchicalSoftmax.topk` describes it. Rounding keeps a child at most as probable as
     its parent, as a log-probability of at most 0 is added. On a CPU no exact search opens fewer
     nodes: a closed node as probable as the k-th leaf could hold a better one. On CUDA both sweeps
-    are one launch; wider nodes, more than ``search.MOST_ON_CUDA`` leaves, float64 there and other
-    devices take them with operations of torch.
+    are one launch; wider nodes, more than ``MOST_ON_CUDA`` leaves, float64 there and other devices
+    take them with operations of torch.
 
-    Rows in which little is ruled out, as where all classes are alike, rows in which fewer than k
-    classes have a probability, and rows with a NaN go to ``dense``: values and classes of the best
-    k by sorting all, for some rows. Whether there are any is the only thing the host waits for.
+    A row is given up where little is ruled out, as where all classes are alike, where fewer than k
+    classes have a probability, and where there is a NaN: it has opened -1 nodes, and its values
+    and classes mean nothing.
+
+    With a ``beam``, the best among the leaves below so many best nodes of each level. No row is
+    given up: a leaf that is not found has the value -inf and class -1; a row that meets a NaN has
+    NaN and -1 throughout.
     """
     tables = nodes.tables
     chosen = selected("tree_search", rows.device.type, rows.dtype)
-    on_cuda = chosen == "triton" and not tables.has_wide and k <= search.MOST_ON_CUDA
-    if chosen == "cpu" or on_cuda:
+    if beam is not None:
+        if chosen != "cpu":
+            return beam_by_levels(nodes, rows, k, beam)
+        # Imported at first use, as everything that needs Numba.
+        from lastlayer.kernels.search.cpu import beam_leaves
+
+        # There are no more nodes on a level than in the tree.
+        return Found(*beam_leaves(*_given(nodes, rows), k, min(beam, tables.n_inner)))
+    if chosen == "cpu" or (chosen == "triton" and not tables.has_wide and k <= MOST_ON_CUDA):
         most = max(_MOST_READ, int(tables.n_rows * _MOST_READ_PART))
         given = *_given(nodes, rows), len(tables.levels), k, most
-        found = Found(*search.best_leaves("auto", *given))
-    else:
-        found = _search_by_levels(nodes, rows, k)
-    rest = (found.opened < 0).nonzero().squeeze(-1)
-    if len(rest):
-        found.values[rest], found.classes[rest] = dense(rest)
-        found.opened[rest] = tables.n_inner
-    return found
-
-
-@eager
-def beam_search(nodes: Nodes, rows: Tensor, k: int, width: int) -> Found:
-    """The best k leaves among those below the ``width`` best nodes of each level.
-
-    A leaf that is not found has the value -inf and class -1; a row that meets a NaN has NaN and -1
-    throughout.
-    """
-    if selected("tree_search", rows.device.type, rows.dtype) != "cpu":
-        return beam_by_levels(nodes, rows, k, width)
-    # Imported at first use, as everything that needs Numba.
-    from lastlayer.kernels.search.cpu import beam_leaves
-
-    # There are no more nodes on a level than in the tree.
-    return Found(*beam_leaves(*_given(nodes, rows), k, min(width, nodes.tables.n_inner)))
+        return Found(*best_leaves("auto", *given))
+    return _search_by_levels(nodes, rows, k)
 
 
 @eager
@@ -215,7 +202,7 @@ def _parts(n: int, numbers: int) -> Iterator[slice]:
 def beam_by_levels(
     nodes: Nodes, rows: Tensor, k: int, width: int, opener: _Opener | None = None
 ) -> Found:
-    """As :func:`beam_search`, by operations of torch."""
+    """As :func:`search` with a beam, by operations of torch."""
     opener = _Opener(nodes, rows, top=True) if opener is None else opener
     n = rows.shape[0]
     values = rows.new_full((n, k), -torch.inf)
@@ -256,11 +243,7 @@ def beam_by_levels(
 
 
 def _search_by_levels(nodes: Nodes, rows: Tensor, k: int) -> Found:
-    """The two sweeps of :func:`exact_search`.
-
-    A row is given up where little is ruled out or fewer than k leaves are found: it has opened -1
-    nodes, and its values and classes mean nothing.
-    """
+    """The two sweeps of :func:`search`, by operations of torch."""
     opener, n = _Opener(nodes, rows, top=True), rows.shape[0]
     first = beam_by_levels(nodes, rows, k, max(k, _NARROWEST_BEAM), opener)
     bound = first.values[:, -1]

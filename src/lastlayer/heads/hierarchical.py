@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,7 +26,7 @@ from lastlayer.heads._tree_nodes import (
     tree_loss,
     wide,
 )
-from lastlayer.heads._tree_search import Found, beam_search, draw_leaves, exact_search
+from lastlayer.heads._tree_search import Found, draw_leaves, eager, search
 from lastlayer.heads.base import Head, TopK, checked_draws
 from lastlayer.heads.recipes import Recipe
 from lastlayer.trees import Tree
@@ -354,22 +353,19 @@ class HierarchicalSoftmax(Head):
         found, shape = self._search(hidden, k, beam), (*hidden.shape[:-1], k)
         return TopK(found.values.reshape(shape), found.classes.reshape(shape))
 
+    @eager
     def _search(self, hidden: Tensor, k: int, beam: int | None = None) -> Found:
-        given = hidden.reshape(-1, self.in_features)
-        found, mixed = [], torch.is_autocast_enabled(hidden.device.type)
+        rows = hidden.reshape(-1, self.in_features)
         with without_autocast(hidden):
-            for some in given.split(_SEARCHED_ROWS):
-                if beam is None:
-                    sort = partial(self._sorted, some, k, mixed)
-                    found.append(exact_search(self._nodes, wide(some), k, sort))
-                else:
-                    found.append(beam_search(self._nodes, wide(some), k, beam))
-        return Found(*(torch.cat(each) for each in zip(*found, strict=True)))
-
-    def _sorted(self, rows: Tensor, k: int, mixed: bool, some: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(rows.device.type, enabled=mixed):
-            best = super().topk(rows[some], k)
-        return best.values, best.classes
+            parts = [
+                search(self._nodes, wide(some), k, beam) for some in rows.split(_SEARCHED_ROWS)
+            ]
+        found = Found(*(torch.cat(each) for each in zip(*parts, strict=True)))
+        given_up = (found.opened < 0).nonzero().squeeze(-1)
+        if len(given_up):
+            found.values[given_up], found.classes[given_up] = super().topk(rows[given_up], k)
+            found.opened[given_up] = self._tables.n_inner
+        return found
 
     @torch.no_grad()
     def sample(
