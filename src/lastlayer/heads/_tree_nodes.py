@@ -15,7 +15,14 @@ from torch.nn.functional import embedding, linear, logsigmoid
 
 from lastlayer._checks import as_counts
 from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
-from lastlayer.fused.paths import TreeTables, group_loss, groups_suit, node_log_probs, reduced
+from lastlayer.fused.paths import (
+    TreeTables,
+    group_loss,
+    groups_suit,
+    node_log_probs,
+    path_loss,
+    reduced,
+)
 from lastlayer.fused.scores import wide_scores
 from lastlayer.heads.base import log_frequencies
 
@@ -51,15 +58,16 @@ def wide(values: Tensor) -> Tensor:
 def tree_loss(
     nodes: Nodes, rows: Tensor, target: Tensor, ignore_index: int | None, reduction: str
 ) -> Tensor:
-    """Minus the log-probability of targets ``(n,)``, reduced, where ``path_loss`` does not suit."""
+    """Minus the log-probability of targets ``(n,)``, reduced."""
     tables, weight, bias, sparse = nodes
+    given = tables, rows, weight, bias, target
+    how: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, sparse=sparse)
+    if tables.binary_paths:
+        return path_loss(*given, **how)
     with without_autocast(rows):
         grouped = groups_suit(tables, rows)
         if grouped and not tables.overlaps and len(rows):
-            return group_loss(
-                tables, rows, weight, bias, target, ignore_index=ignore_index,
-                reduction=reduction, sparse=sparse,
-            )  # fmt: skip
+            return group_loss(*given, **how)
         rows = rows if grouped else wide(rows)
         counted, known = None, target
         if ignore_index is not None:

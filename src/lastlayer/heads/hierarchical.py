@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from lastlayer._checks import check_generator, check_int
 from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
-from lastlayer.fused.paths import TreeTables, path_loss
+from lastlayer.fused.paths import TreeTables
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks
 from lastlayer.heads._tree_nodes import (
@@ -253,12 +253,7 @@ class HierarchicalSoftmax(Head):
         rows = self._check_rows(hidden)
         target = self._check_target(hidden, target)
         classes = target if target.dim() == 1 else target.reshape(-1)
-        tables, parameters = self._tables, (self.weight, self.bias)
-        how: dict[str, Any] = dict(ignore_index=self.ignore_index, reduction=self.reduction)
-        if tables.binary_paths:
-            loss = path_loss(tables, rows, *parameters, classes, sparse=self.sparse, **how)
-        else:
-            loss = tree_loss(self._nodes, rows, classes, **how)
+        loss = tree_loss(self._nodes, rows, classes, self.ignore_index, self.reduction)
         if not len(self.weight):
             # A single class has no node: a sum over none, so that backward finds the parameters.
             for each in self.parameters():

@@ -143,13 +143,7 @@ class NoiseContrastive(SampledHead):
         return scores - self._log_z_as(scores)
 
     def drift(self, hidden: Tensor) -> Drift:
-        """How far the true log Z of these rows is from that of the model.
-
-        It takes a product with all classes, and waits for the device.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-        """
+        """How far log Z of these rows is from the model's; see :meth:`SelfNormalized.drift`."""
         return drift_of(self._row_log_z(hidden))
 
     def _row_log_z(self, hidden: Tensor) -> Tensor:
