@@ -9,22 +9,17 @@ from lastlayer.heads.layout import MatrixCost, bands_from_counts, cutoffs_from_c
 from lastlayer.heads.linear import EntmaxHead, FullSoftmax, TopKSoftmaxHead
 from lastlayer.heads.multi_label import MultiLabel
 from lastlayer.heads.recipes import ClassData, Recipe, registered
-from lastlayer.heads.sampled import (
-    AdaptiveImportanceSampling,
-    Audit,
-    Cost,
-    Explanation,
-    GradientError,
-    ImportanceSampling,
-    NegativeSampling,
-    NoiseContrastive,
+from lastlayer.heads.sampled.audit import Audit, Cost, Explanation, GradientError
+from lastlayer.heads.sampled.importance import AdaptiveImportanceSampling, ImportanceSampling
+from lastlayer.heads.sampled.in_batch import in_batch_softmax_loss
+from lastlayer.heads.sampled.noise import NegativeSampling, NoiseContrastive
+from lastlayer.heads.sampled.partial import (
     PartialSoftmax,
     Partition,
-    SampledSoftmax,
     TargetSampling,
-    in_batch_softmax_loss,
     target_partitions,
 )
+from lastlayer.heads.sampled.softmax import SampledSoftmax
 from lastlayer.heads.self_normalized import Drift, SelfNormalized
 from lastlayer.heads.spans import GlobalPointer, Span
 

@@ -14,14 +14,16 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, logsigmoid
 
 from lastlayer._checks import as_counts
-from lastlayer._torch import host_sync_allowed, without_autocast
+from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
 from lastlayer.fused.paths import (
     TreeTables,
     group_loss,
     groups_suit,
     node_log_probs,
+    path_loss,
     reduced,
 )
+from lastlayer.fused.scores import wide_scores
 from lastlayer.heads.base import log_frequencies
 
 # Blocks of more vectors than this are not gathered.
@@ -43,6 +45,10 @@ class Nodes(NamedTuple):
     bias: Tensor | None
     sparse: bool = False
 
+    def first_row(self, node: Tensor) -> Tensor:
+        """The row of a binary node, the first one of a wider node."""
+        return self.tables.row_start[node] if self.tables.has_wide else node
+
 
 def wide(values: Tensor) -> Tensor:
     """In float32, or in float64 from float64."""
@@ -52,22 +58,20 @@ def wide(values: Tensor) -> Tensor:
 def tree_loss(
     nodes: Nodes, rows: Tensor, target: Tensor, ignore_index: int | None, reduction: str
 ) -> Tensor:
-    """Minus the log-probability of targets ``(n,)``, reduced, where ``path_loss`` does not suit.
-
-    Rows are ``(n, d)``, of any dtype.
-    """
+    """Minus the log-probability of targets ``(n,)``, reduced."""
     tables, weight, bias, sparse = nodes
+    given = tables, rows, weight, bias, target
+    how: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, sparse=sparse)
+    if tables.binary_paths:
+        return path_loss(*given, **how)
     with without_autocast(rows):
         grouped = groups_suit(tables, rows)
         if grouped and not tables.overlaps and len(rows):
-            return group_loss(
-                tables, rows, weight, bias, target, ignore_index=ignore_index,
-                reduction=reduction, sparse=sparse,
-            )  # fmt: skip
+            return group_loss(*given, **how)
         rows = rows if grouped else wide(rows)
-        counted = None if ignore_index is None else target != ignore_index
-        known = target
-        if counted is not None:
+        counted, known = None, target
+        if ignore_index is not None:
+            counted = target != ignore_index
             known = torch.where(counted, target, 0)
             # A NaN in an ignored row would reach the gradient of the root.
             rows = torch.where(counted.unsqueeze(-1), rows, 0.0)
@@ -76,7 +80,7 @@ def tree_loss(
 
 
 def path_log_prob(
-    nodes: Nodes, rows: Tensor, classes: Tensor, counted: Tensor | None = None, *, once: bool
+    nodes: Nodes, rows: Tensor, classes: Tensor, counted: Tensor | None = None, once: bool = False
 ) -> Tensor:
     """Of classes ``(n, k)``; 0 in rows that are not ``counted``.
 
@@ -96,12 +100,12 @@ def path_log_prob(
 
 
 def shared_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor) -> Tensor:
-    """Of the same classes ``(k,)`` for all rows, ``(n, k)``: one product with each vector needed.
+    """Of classes ``(n, k)``, the same for all rows: one product with each vector needed.
 
     The host waits for which ones these are.
     """
     tables = nodes.tables
-    edges, inside, there = tables.edges_of(classes.unsqueeze(0))
+    edges, inside, there = tables.edges_of(classes[:1])
     node, position = tables.node_and_position(edges)
     # Padding is at the root, which all paths have.
     used, place = torch.where(inside, node, 0).unique(return_inverse=True)
@@ -194,7 +198,7 @@ def _listed(
 
 def _binary(nodes: Nodes, rows: Tensor, node: Tensor, position: Tensor) -> Tensor:
     """At binary nodes ``(n, m)``."""
-    scores = gathered_scores(nodes, rows, first_row(nodes.tables, node))
+    scores = gathered_scores(nodes, rows, nodes.first_row(node))
     return logsigmoid(torch.where(position == 1, scores, -scores))
 
 
@@ -202,11 +206,6 @@ def _wide(nodes: Nodes, rows: Tensor, node: Tensor, position: Tensor) -> Tensor:
     """At wide nodes ``(n, 1)``."""
     log_probs = gathered_block(nodes, rows, node.squeeze(-1), nodes.tables.widest)
     return log_probs.gather(-1, position)
-
-
-def first_row(tables: TreeTables, node: Tensor) -> Tensor:
-    """The row of a binary node, the first one of a wider node."""
-    return tables.row_start[node] if tables.has_wide else node
 
 
 def gathered_scores(nodes: Nodes, rows: Tensor, picked: Tensor) -> Tensor:
@@ -266,19 +265,23 @@ class _GatheredRows(torch.autograd.Function):
         return made, None, None, None
 
 
-def all_log_prob(tables: TreeTables, scores: Tensor) -> Tensor:
-    """Of all classes, ``(n, n_classes)``, from scores ``(n, n_rows)``; added up level by level."""
-    if not tables.n_inner:
-        return scores.sum(-1, keepdim=True)
-    # One row per score: what is gathered is then contiguous.
-    leaves = _down_to_leaves(tables, _edge_log_probs(tables, scores.t().contiguous()))
-    return (_over_paths(tables, leaves) if tables.overlaps else leaves).t()
+def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
+    """Of ``classes`` ``(n, k)``, or of all ``(n, n_classes)``, added up level by level."""
+    tables, weight, bias, _ = nodes
+    biases = None if bias is None else in_dtype(bias, rows.dtype)
+    scores = wide_scores(rows, in_dtype(weight, rows.dtype), biases)
+    if tables.n_inner:
+        # One row per score: what is gathered is then contiguous.
+        leaves = _down_to_leaves(tables, _edge_log_probs(tables, scores.t().contiguous()))
+        made = (_over_paths(tables, leaves) if tables.overlaps else leaves).t()
+    else:
+        made = scores.sum(-1, keepdim=True)
+    return made if classes is None else made.gather(-1, classes)
 
 
 def _edge_log_probs(tables: TreeTables, scores: Tensor) -> Tensor:
     """``(n_edges, n)``, each given its node, from scores ``(n_rows, n)``."""
-    parts = [_of_children(mine, 1) for mine in _by_arity(tables, scores)]
-    return _in_edge_order(tables, parts)
+    return _in_edge_order(tables, [_of_children(mine, 1) for mine in _by_arity(tables, scores)])
 
 
 def _by_arity(tables: TreeTables, values: Tensor) -> Iterator[Tensor]:

@@ -14,16 +14,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lastlayer.fused.paths import block_scores, by_node
-from lastlayer.heads._tree_nodes import (
-    WIDEST_GATHERED,
-    Nodes,
-    first_row,
-    gathered_block,
-    gathered_scores,
-)
+from lastlayer.heads._tree_nodes import WIDEST_GATHERED, Nodes, gathered_block, gathered_scores
 from lastlayer.heads.base import draw_classes
-from lastlayer.kernels import search, selected
-from lastlayer.kernels.search import NOWHERE
+from lastlayer.kernels import selected
+from lastlayer.kernels.search import MOST_ON_CUDA, NOWHERE, best_leaves
 
 # A row for which more of the weight's rows than this, and than this part of all, would be read
 # one by one is sorted as a whole.
@@ -37,7 +31,6 @@ _TOP_ROWS = 2048
 # Numbers gathered at a time, and held at a time where walks choose a child.
 _GATHERED_NUMBERS, _DRAWN_NUMBERS = 4_000_000, 2_000_000
 
-Dense = Callable[[Tensor], tuple[Tensor, Tensor]]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -59,72 +52,45 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            made: R = torch.compiler.disable(function)(*args, **kwargs)
-            return made
-        return function(*args, **kwargs)
+        compiling = torch.compiler.is_compiling()
+        run: Callable[P, R] = torch.compiler.disable(function) if compiling else function
+        return run(*args, **kwargs)
 
     return call
 
 
-@eager
-def exact_search(nodes: Nodes, rows: Tensor, k: int, dense: Dense) -> Found:
+def search(nodes: Nodes, rows: Tensor, k: int, beam: int | None = None) -> Found:
     """The best k leaves of each row, the lower class first where two are equal.
 
-    A child is at most as probable as its parent, so every node on the way to a leaf is at least
-    as probable as the leaf; rounding keeps that, as a log-probability of at most 0 is added.
-    Hence opening all nodes that are not below some bound finds all leaves that are not below it;
-    and where these are k or more, the best k of them are the best of all.
+    As :meth:`HierarchicalSoftmax.topk` describes it. Rounding keeps a child at most as probable as
+    its parent, as a log-probability of at most 0 is added. On a CPU no exact search opens fewer
+    nodes: a closed node as probable as the k-th leaf could hold a better one. On CUDA both sweeps
+    are one launch; wider nodes, more than ``MOST_ON_CUDA`` leaves, float64 there and other devices
+    take them with operations of torch.
 
-    On a CPU the most probable node is opened first, until k leaves are more probable than all
-    that is closed. No exact search opens fewer: a closed node as probable as the k-th leaf could
-    hold a better one. On CUDA, for binary nodes, a first sweep down the tree follows the best
-    few nodes of each level and finds k leaves, whose worst is the bound, and a second one opens
-    all that is not below it; both in one launch. Wider nodes on CUDA, more than
-    ``search.MOST_ON_CUDA`` leaves, float64 there and other devices take the same two sweeps
-    with operations of torch.
+    A row is given up where little is ruled out, as where all classes are alike, where fewer than k
+    classes have a probability, and where there is a NaN: it has opened -1 nodes, and its values
+    and classes mean nothing.
 
-    Rows in which little is ruled out, as where all classes are alike, rows in which fewer than k
-    classes have a probability, and rows with a NaN go to ``dense``. Whether there are any is the
-    only thing that the host waits for.
-
-    Args:
-        nodes: of a tree without overlap.
-        rows: ``(n, d)``, float32 or float64.
-        k: number of leaves.
-        dense: values and classes of the best k by sorting all, for some rows.
+    With a ``beam``, the best among the leaves below so many best nodes of each level. No row is
+    given up: a leaf that is not found has the value -inf and class -1; a row that meets a NaN has
+    NaN and -1 throughout.
     """
     tables = nodes.tables
     chosen = selected("tree_search", rows.device.type, rows.dtype)
-    on_cuda = chosen == "triton" and not tables.has_wide and k <= search.MOST_ON_CUDA
-    if chosen == "cpu" or on_cuda:
+    if beam is not None:
+        if chosen != "cpu":
+            return beam_by_levels(nodes, rows, k, beam)
+        # Imported at first use, as everything that needs Numba.
+        from lastlayer.kernels.search.cpu import beam_leaves
+
+        # There are no more nodes on a level than in the tree.
+        return Found(*beam_leaves(*_given(nodes, rows), k, min(beam, tables.n_inner)))
+    if chosen == "cpu" or (chosen == "triton" and not tables.has_wide and k <= MOST_ON_CUDA):
         most = max(_MOST_READ, int(tables.n_rows * _MOST_READ_PART))
-        found = Found(*search.best_leaves(
-            "auto", *_given(nodes, rows), len(tables.levels), k, most,
-        ))  # fmt: skip
-    else:
-        found = _search_by_levels(nodes, rows, k)
-    rest = (found.opened < 0).nonzero().squeeze(-1)
-    if len(rest):
-        found.values[rest], found.classes[rest] = dense(rest)
-        found.opened[rest] = tables.n_inner
-    return found
-
-
-@eager
-def beam_search(nodes: Nodes, rows: Tensor, k: int, width: int) -> Found:
-    """The best k leaves among those below the ``width`` best nodes of each level.
-
-    A leaf that is not found has the value -inf and class -1; a row that meets a NaN has NaN and -1
-    throughout.
-    """
-    if selected("tree_search", rows.device.type, rows.dtype) != "cpu":
-        return beam_by_levels(nodes, rows, k, width)
-    # Imported at first use, as everything that needs Numba.
-    from lastlayer.kernels.search.cpu import beam_leaves
-
-    # There are no more nodes on a level than in the tree.
-    return Found(*beam_leaves(*_given(nodes, rows), k, min(width, nodes.tables.n_inner)))
+        given = *_given(nodes, rows), len(tables.levels), k, most
+        return Found(*best_leaves("auto", *given))
+    return _search_by_levels(nodes, rows, k)
 
 
 @eager
@@ -153,8 +119,8 @@ def _given(
     nodes: Nodes, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     """What all kernels are given first."""
-    tables = nodes.tables
-    return rows, nodes.weight, nodes.bias, tables.child_start, tables.row_start, tables.child
+    tables, weight, bias, _ = nodes
+    return rows, weight, bias, tables.child_start, tables.row_start, tables.child
 
 
 def _step_down(nodes: Nodes, rows: Tensor, at: Tensor, uniform: Tensor) -> None:
@@ -181,9 +147,8 @@ class _Opener:
 
     def __init__(self, nodes: Nodes, rows: Tensor, top: bool = False) -> None:
         self.nodes, self.rows = nodes, rows
-        self.top: Tensor | None = None
-        if top:
-            self.top = block_scores(nodes.weight, nodes.bias, rows, slice(0, _TOP_ROWS))
+        near = slice(0, _TOP_ROWS if top else 0)
+        self.top = block_scores(nodes.weight, nodes.bias, rows, near)
 
     def open(self, of_row: Tensor, node: Tensor) -> Tensor:
         """Of all children of each entry's node, ``(m, width)``; -inf beyond the last child.
@@ -217,13 +182,11 @@ class _Opener:
         return tables.child[places.clamp(max=tables.n_edges - 1)].long()
 
     def _two(self, of_row: Tensor, node: Tensor) -> Tensor:
-        rows, picked = self.rows, first_row(self.nodes.tables, node)
+        rows, picked = self.rows, self.nodes.first_row(node)
         scores = rows.new_empty(len(node), 1)
-        near = picked < (0 if self.top is None else self.top.shape[1])
-        if self.top is not None:
-            known = near.nonzero().squeeze(-1)
-            scores[known, 0] = self.top[of_row[known], picked[known]]
-        far = (~near).nonzero().squeeze(-1)
+        near = picked < self.top.shape[1]
+        known, far = near.nonzero().squeeze(-1), (~near).nonzero().squeeze(-1)
+        scores[known, 0] = self.top[of_row[known], picked[known]]
         for part in _parts(len(far), rows.shape[1]):
             at = far[part]
             scores[at] = gathered_scores(self.nodes, rows[of_row[at]], picked[at].unsqueeze(-1))
@@ -239,7 +202,7 @@ def _parts(n: int, numbers: int) -> Iterator[slice]:
 def beam_by_levels(
     nodes: Nodes, rows: Tensor, k: int, width: int, opener: _Opener | None = None
 ) -> Found:
-    """As :func:`beam_search`, by operations of torch."""
+    """As :func:`search` with a beam, by operations of torch."""
     opener = _Opener(nodes, rows, top=True) if opener is None else opener
     n = rows.shape[0]
     values = rows.new_full((n, k), -torch.inf)
@@ -247,13 +210,13 @@ def beam_by_levels(
     opened = classes.new_zeros(n)
     node = classes.new_zeros(n, 1)
     reached = rows.new_zeros(n, 1)
-    live = torch.ones_like(node, dtype=torch.bool)
     broken = opened > 0
     for _ in range(len(nodes.tables.levels)):
+        live = reached > -torch.inf
         of_row, at = live.nonzero(as_tuple=True)
         if not len(of_row):
             break
-        opened.add_(live.sum(-1))
+        opened += live.sum(-1)
         asked = node[of_row, at]
         below = opener.open(of_row, asked) + reached[of_row, at].unsqueeze(-1)
         broken[of_row[below.isnan().any(-1)]] = True
@@ -270,7 +233,7 @@ def beam_by_levels(
         classes = torch.cat([classes, ends], -1).gather(-1, kept)
         useful = (child >= 0) & (log_prob >= values[:, -1:])
         reached, best = torch.where(useful, log_prob, -torch.inf).topk(min(width, child.shape[1]))
-        node, live = child.gather(-1, best), reached > -torch.inf
+        node = child.gather(-1, best)
     order = classes.argsort(-1)
     values, classes = values.gather(-1, order), classes.gather(-1, order)
     values, order = values.sort(dim=-1, descending=True, stable=True)
@@ -280,11 +243,7 @@ def beam_by_levels(
 
 
 def _search_by_levels(nodes: Nodes, rows: Tensor, k: int) -> Found:
-    """The two sweeps of :func:`exact_search`.
-
-    A row is given up where little is ruled out or fewer than k leaves are found: it has opened -1
-    nodes, and its values and classes mean nothing.
-    """
+    """The two sweeps of :func:`search`, by operations of torch."""
     opener, n = _Opener(nodes, rows, top=True), rows.shape[0]
     first = beam_by_levels(nodes, rows, k, max(k, _NARROWEST_BEAM), opener)
     bound = first.values[:, -1]
@@ -296,11 +255,11 @@ def _search_by_levels(nodes: Nodes, rows: Tensor, k: int) -> Found:
     given_up = opened > 0
     leaves = [(of_row[:0], of_row[:0], reached[:0])]
     while len(node):
-        given_up |= torch.bincount(of_row, minlength=n) > most
+        n_open = torch.bincount(of_row, minlength=n)
+        opened += n_open
+        given_up |= n_open > most
         going = (~given_up[of_row]).nonzero().squeeze(-1)
-        if len(going) < len(node):
-            of_row, node, reached = of_row[going], node[going], reached[going]
-        opened.index_add_(0, of_row, torch.ones_like(of_row))
+        of_row, node, reached = of_row[going], node[going], reached[going]
         below = opener.open(of_row, node) + reached.unsqueeze(-1)
         child = opener.children(node, below.shape[1])
         given_up[of_row[below.isnan().any(-1)]] = True

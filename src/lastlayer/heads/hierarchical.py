@@ -1,7 +1,7 @@
 """The hierarchical softmax: a class is a path through a tree of small choices."""
 
 import math
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 from lastlayer._checks import check_generator, check_int
 from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
-from lastlayer.fused.paths import TreeTables, path_loss
+from lastlayer.fused.paths import TreeTables
 from lastlayer.fused.recompute import in_chunks
-from lastlayer.fused.scores import row_chunks, wide_scores
+from lastlayer.fused.scores import row_chunks
 from lastlayer.heads._tree_nodes import (
     WIDEST_GATHERED,
     Nodes,
@@ -26,7 +26,7 @@ from lastlayer.heads._tree_nodes import (
     tree_loss,
     wide,
 )
-from lastlayer.heads._tree_search import Found, beam_search, draw_leaves, exact_search
+from lastlayer.heads._tree_search import Found, draw_leaves, eager, search
 from lastlayer.heads.base import Head, TopK, checked_draws
 from lastlayer.heads.recipes import Recipe
 from lastlayer.trees import Tree
@@ -253,12 +253,7 @@ class HierarchicalSoftmax(Head):
         rows = self._check_rows(hidden)
         target = self._check_target(hidden, target)
         classes = target if target.dim() == 1 else target.reshape(-1)
-        tables, parameters = self._tables, (self.weight, self.bias)
-        how: dict[str, Any] = dict(ignore_index=self.ignore_index, reduction=self.reduction)
-        if tables.binary_paths:
-            loss = path_loss(tables, rows, *parameters, classes, sparse=self.sparse, **how)
-        else:
-            loss = tree_loss(self._nodes, rows, classes, **how)
+        loss = tree_loss(self._nodes, rows, classes, self.ignore_index, self.reduction)
         if not len(self.weight):
             # A single class has no node: a sum over none, so that backward finds the parameters.
             for each in self.parameters():
@@ -274,13 +269,7 @@ class HierarchicalSoftmax(Head):
         is differentiable; for chosen classes, backward makes the scores of each chunk of rows
         again.
 
-        Args:
-            hidden: ``(*batch, in_features)``.
-            classes: class ids of any integer dtype: ``(*batch)``, one per row, or ``(*batch, k)``;
-                None for all classes. A list shared by all rows is ``classes.expand(*batch, k)``.
-
-        Returns:
-            ``(*batch)``, ``(*batch, k)`` or ``(*batch, n_classes)``.
+        Arguments and result are those of :meth:`Head.log_prob`.
         """
         rows, shape = self._check_rows(hidden), (*hidden.shape[:-1], self.n_classes)
         chosen = None
@@ -290,49 +279,38 @@ class HierarchicalSoftmax(Head):
             return self._rows_log_prob(rows, chosen).reshape(shape)
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None) -> Tensor:
-        tables, parameters = self._tables, (self.weight, self.bias)
-        n, d = rows.shape
+        nodes, tables, d = self._nodes, self._tables, self.in_features
         # The most nodes, and rows of the weight, that the classes of one row of hidden states take.
         at = 0 if chosen is None else chosen.shape[1] * tables.most_paths * tables.longest
         most = at * (tables.widest if tables.has_wide else 1)
+        log_prob: Callable[..., Tensor] = path_log_prob
+        copies = _GATHERED_COPIES
         if chosen is None or most > tables.n_rows:
             # In a dtype that rounds neither the rows nor the vectors: those of paths are not.
             rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
+            log_prob, held, copies = all_log_prob, tables.n_edges // 2, _ALL_COPIES
             recording = torch.is_grad_enabled() and (
                 rows.requires_grad or any(each.requires_grad for each in self.parameters())
             )
             if chosen is None and recording:
-                return self._all_log_prob(rows, None, *parameters)
-            chunks = [*row_chunks(rows, tables.n_edges // 2, self.chunk_rows, _ALL_COPIES)]
-            return in_chunks(self._all_log_prob, rows, [chosen], parameters, chunks)
-        rows, sparse = wide(rows), self._nodes.sparse
-        alike = n > 1 and chosen.stride(0) == 0 and tables.n_inner > 0
-        if alike and host_sync_allowed(rows) and not torch.compiler.is_compiling():
+                return all_log_prob(nodes, rows, None)
+        elif (
+            len(rows) > 1 and chosen.stride(0) == 0 and tables.n_inner
+            and host_sync_allowed(rows) and not torch.compiler.is_compiling()
+        ):  # fmt: skip
+            rows, log_prob, held = wide(rows), shared_log_prob, 2 * most
+        else:
+            # Vectors are gathered, or else hidden states for the scores of all children of a node.
+            held = most * d if tables.widest <= WIDEST_GATHERED else at * (tables.widest + d)
+            rows = wide(rows)
 
-            def shared(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-                return shared_log_prob(Nodes(tables, weight, bias, sparse), rows, chosen[0])
-
-            chunks = [*row_chunks(rows, 2 * most, self.chunk_rows, _GATHERED_COPIES)]
-            return in_chunks(shared, rows, [], parameters, chunks)
-
-        def along_paths(
-            rows: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None
+        def of_chunk(
+            rows: Tensor, chosen: Tensor | None, weight: Tensor, bias: Tensor | None
         ) -> Tensor:
-            nodes = Nodes(tables, weight, bias, sparse)
-            return path_log_prob(nodes, rows, chosen, once=False)
+            return log_prob(nodes._replace(weight=weight, bias=bias), rows, chosen)
 
-        # Vectors are gathered, or else hidden states for the scores of all children of a node.
-        held = most * d if tables.widest <= WIDEST_GATHERED else at * (tables.widest + d)
-        chunks = [*row_chunks(rows, held, self.chunk_rows, _GATHERED_COPIES)]
-        return in_chunks(along_paths, rows, [chosen], parameters, chunks)
-
-    def _all_log_prob(
-        self, rows: Tensor, chosen: Tensor | None, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        biases = None if bias is None else in_dtype(bias, rows.dtype)
-        scores = wide_scores(rows, in_dtype(weight, rows.dtype), biases)
-        made = all_log_prob(self._tables, scores)
-        return made if chosen is None else made.gather(-1, chosen)
+        chunks = [*row_chunks(rows, held, self.chunk_rows, copies)]
+        return in_chunks(of_chunk, rows, [chosen], (self.weight, self.bias), chunks)
 
     @torch.no_grad()
     def topk(self, hidden: Tensor, k: int, *, beam: int | None = None) -> TopK:
@@ -370,22 +348,19 @@ class HierarchicalSoftmax(Head):
         found, shape = self._search(hidden, k, beam), (*hidden.shape[:-1], k)
         return TopK(found.values.reshape(shape), found.classes.reshape(shape))
 
+    @eager
     def _search(self, hidden: Tensor, k: int, beam: int | None = None) -> Found:
-        given = hidden.reshape(-1, self.in_features)
-        found, mixed = [], torch.is_autocast_enabled(hidden.device.type)
+        rows = hidden.reshape(-1, self.in_features)
         with without_autocast(hidden):
-            for some in given.split(_SEARCHED_ROWS):
-                if beam is None:
-                    sort = partial(self._sorted, some, k, mixed)
-                    found.append(exact_search(self._nodes, wide(some), k, sort))
-                else:
-                    found.append(beam_search(self._nodes, wide(some), k, beam))
-        return Found(*(torch.cat(each) for each in zip(*found, strict=True)))
-
-    def _sorted(self, rows: Tensor, k: int, mixed: bool, some: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(rows.device.type, enabled=mixed):
-            best = super().topk(rows[some], k)
-        return best.values, best.classes
+            parts = [
+                search(self._nodes, wide(some), k, beam) for some in rows.split(_SEARCHED_ROWS)
+            ]
+        found = Found(*(torch.cat(each) for each in zip(*parts, strict=True)))
+        given_up = (found.opened < 0).nonzero().squeeze(-1)
+        if len(given_up):
+            found.values[given_up], found.classes[given_up] = super().topk(rows[given_up], k)
+            found.opened[given_up] = self._tables.n_inner
+        return found
 
     @torch.no_grad()
     def sample(
@@ -394,15 +369,7 @@ class HierarchicalSoftmax(Head):
         """Independent draws from the probabilities of each row, with replacement.
 
         A walk down the tree for each, all at once: only nodes that a walk is at are opened.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            n_samples: draws per row.
-            generator: source of randomness, on the device of hidden; torch's own otherwise.
-
-        Returns:
-            Class ids ``(*batch, n_samples)``, int64. A row without probabilities, as a NaN
-            makes it, is an error on a CPU and inside ``lastlayer.debug()``, and else all -1.
+        Arguments and result are those of :meth:`Head.sample`.
         """
         rows, n_samples = self._check_rows(hidden), check_int("n_samples", n_samples)
         check_generator(generator, hidden.device)
@@ -414,10 +381,7 @@ class HierarchicalSoftmax(Head):
         return checked_draws(classes.reshape(shape))
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments: ``cls(**head.config())`` makes such a head.
-
-        The tree is in it as it is; :meth:`save` writes it to a file of its own.
-        """
+        """The constructor's arguments; :meth:`save` writes the tree to a file of its own."""
         config = super().config()
         del config["n_classes"]
         own = {"tree": self.tree, "bias": self.bias is not None, "sparse": self.sparse}

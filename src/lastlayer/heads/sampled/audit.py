@@ -1,17 +1,17 @@
-"""Audits: the bias and the variance of a sampled gradient against the exact one, on a batch."""
+"""What a sampled gradient is worth beside the exact one, measured on a batch; and what it costs."""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from lastlayer._checks import check_int
-from lastlayer._torch import accumulation_dtype
+from lastlayer._torch import accumulation_dtype, in_dtype
 from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.self_normalized import Drift, drift_of, log_normalizer, temperature_of
 
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 _BIAS, _DEVIATION, _ROWS = "#D55E00", "#0072B2", "#9A9A9A"
 # Numbers held for each score of a chunk, itself included.
 _COPIES = 4.0
+# At an effective sample size of 100 the estimate of log Z is off by about 1/√100.
+_WANTED_ESS = 100.0
+# Without an audit: the share of classes, and bounds that hold whatever their number.
+_SHARE, _FEWEST, _MOST = 0.01, 64, 8192
+# From this share of the classes on the exact loss is faster: it gathers and scatters nothing.
+_WORTHWHILE = 0.25
 
 
 @dataclass(frozen=True)
@@ -103,34 +109,31 @@ class Audit:
 
     def table(self) -> str:
         """Lines for a terminal."""
-        title = (
-            f"{self.head}: {self.n_samples:,} of {self.n_classes:,} classes per step, "
-            f"{self.n_draws} draws on {self.n_rows:,} rows"
-        )
         columns = "norm", "bias", "/ norm", "deviation", "/ norm", "cosine"
-        head = f"{'gradient of':<12}" + "".join(f"{name:>11}" for name in columns)
-        rows = [f"{name:<12}{of.cells()}" for name, of in self.gradients.items()]
         drift, error = self.drift, self.log_z_error
-        sizes = (
-            f"effective sample size: {self.mean_ess:.1f} per row on average, "
+        text = (
+            f"{self.head}: {self.n_samples:,} of {self.n_classes:,} classes per step, "
+            f"{self.n_draws} draws on {self.n_rows:,} rows\n\n{'gradient of':<12}"
+        )
+        text += "".join(f"{name:>11}" for name in columns)
+        for name, of in self.gradients.items():
+            text += f"\n{name:<12}{of.cells()}"
+        text += (
+            f"\n\neffective sample size: {self.mean_ess:.1f} per row on average, "
             f"{self.least_ess:.1f} at least, of {self.n_samples:,}"
         )
-        away = (
-            f"log Z: {drift.mean:+.3f} ± {drift.deviation:.3f} from that of an unnormalised model, "
-            f"at most {drift.largest:.3f}"
-        )
-        lines = [title, "", head, *rows, "", sizes, away]
         if self.took_all:
-            lines.insert(-1, f"all classes taken by {self.took_all:.1%} of the rows")
+            text += f"\nall classes taken by {self.took_all:.1%} of the rows"
+        text += (
+            f"\nlog Z: {drift.mean:+.3f} ± {drift.deviation:.3f} from that of an unnormalised "
+            f"model, at most {drift.largest:.3f}"
+        )
         if error is not None:
-            lines.append(
-                f"log Z from the draws: {error.mean:+.3f} ± {error.deviation:.3f} from the exact "
-                "one"
-            )
-        return "\n".join(lines)
+            off = f"{error.mean:+.3f} ± {error.deviation:.3f}"
+            text += f"\nlog Z from the draws: {off} from the exact one"
+        return text
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def plot(self, path: str | Path | None = None) -> "Figure":
         """Errors of the gradients, and how sample sizes and log Z vary over rows.
@@ -234,7 +237,7 @@ def audit(
     _, ids = head._rows(hidden, target)
     counts = (ids >= 0).any(-1)
     rows = hidden.detach().reshape(-1, head.in_features)[counts]
-    weights: list[_Importance] = []
+    worth: list[tuple[Tensor, Tensor | None]] = []
     drawn: list[tuple[float, float]] = []
     with _as_in_training(head), torch.enable_grad():
         exact = torch.autograd.grad(head._exact_loss(leaf, target), list(leaves.values()))
@@ -243,19 +246,19 @@ def audit(
             for name, gradient in zip(leaves, exact, strict=True)
         }
         for _ in range(n_draws):
-            rng_counter = getattr(head, "rng_counter", None)
-            rng_counter = None if rng_counter is None else rng_counter.clone()
+            before = {name: each.clone() for name, each in head.named_buffers(recurse=False)}
             head.ess = None
             loss = head.forward(leaf, target, **given)
             made = torch.autograd.grad(loss, list(leaves.values()))
             for name, gradient in zip(leaves, made, strict=True):
                 sums[name].add(gradient)
-            weights.append(_weights(head, rows, counts, rng_counter))
+            worth.append(_worth(head, rows, counts, before.get("rng_counter")))
             drawn.append(_drawn(head, counts))
     exact_log_z = log_normalizer(head, rows)
     own_log_z = getattr(head, "_row_log_z", None)
     log_z = exact_log_z if own_log_z is None else own_log_z(rows)
-    estimates = [each.log_z for each in weights if each.log_z is not None]
+    sizes = torch.stack([ess for ess, _ in worth])
+    estimates = [log_z for _, log_z in worth if log_z is not None]
     return Audit(
         head=type(head).__name__,
         n_rows=rows.shape[0],
@@ -263,55 +266,39 @@ def audit(
         n_samples=round(sum(each for each, _ in drawn) / n_draws),
         n_draws=n_draws,
         gradients={name: each.compared() for name, each in sums.items()},
-        ess=torch.stack([each.ess for each in weights]).mean(0).double().cpu(),
-        least_ess=min((float(each.ess.min()) for each in weights if each.ess.numel()), default=0.0),
+        ess=sizes.mean(0).double().cpu(),
+        least_ess=float(sizes.min()) if sizes.numel() else 0.0,
         log_z=log_z.double().cpu(),
         log_z_error=drift_of(torch.stack(estimates) - exact_log_z) if estimates else None,
         took_all=sum(each for _, each in drawn) / n_draws,
     )
 
 
-class _Importance(NamedTuple):
-    """Of each row, ``(n,)``."""
-
-    ess: Tensor
-    """(Σr)² / Σr² with r = e^s / q."""
-    log_z: Tensor | None
-    """log of the mean of r: what the draws say that log Σ e^s is."""
-
-
-def _weights(
-    head: "ComparedHead", rows: Tensor, counts: Tensor, rng_counter: Tensor | None
-) -> _Importance:
-    """As the head reports them; for one that has no weights, those of its draws."""
-    own = head.ess
-    if not rows.shape[0]:
-        return _Importance(rows.new_empty(0), None)
-    if own is None:
-        # All classes counted.
-        return _Importance(rows.new_full(rows.shape[:1], head.n_classes), None)
-    if rng_counter is None or head.weighs_draws:
-        return _Importance(own.detach()[counts], None)
-    return _importance(cast("SampledHead", head), rows, rng_counter)
-
-
 @torch.no_grad()
-def _importance(head: "SampledHead", rows: Tensor, rng_counter: Tensor) -> _Importance:
-    """Of ``n_samples`` draws of the head's sampler, the same for all rows."""
-    ids, log_q = head._draw(rng_counter, torch.float32)
-    weight, bias = head._score_tensors(rows.dtype)
-    if weight is None:
-        raise RuntimeError("weight: expected class vectors")
-    vectors, biases = weight[ids], None if bias is None else bias[ids]
+def _worth(
+    head: "ComparedHead", rows: Tensor, counts: Tensor, rng_counter: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Effective sample size of each row, (Σr)² / Σr² with r = e^s / q, as the head reports it.
+
+    For one that does not weigh its draws it is made from them, the same for all rows, and so is
+    what they say that log Z is: the log of the mean of r.
+    """
+    if head.ess is None:
+        # All classes counted.
+        return rows.new_full(rows.shape[:1], head.n_classes), None
+    if rng_counter is None or head.weighs_draws or not len(rows):
+        return head.ess[counts], None
+    drawing = cast("SampledHead", head)
+    ids, log_q = drawing._draw(rng_counter, torch.float32)
+    vectors = in_dtype(head.weight[ids], rows.dtype)
+    biases = None if head.bias is None else in_dtype(head.bias[ids], rows.dtype)
     ess, log_z = [], []
-    for part in row_chunks(rows, head.n_samples, head.chunk_rows, _COPIES):
-        scores = wide_scores(rows[part], vectors, biases) / temperature_of(head)
-        # A class that is always counted has no part in it.
-        log_r = torch.where(log_q == -math.inf, -math.inf, scores - log_q)
+    for part in row_chunks(rows, drawing.n_samples, head.chunk_rows, _COPIES):
+        log_r = wide_scores(rows[part], vectors, biases) / temperature_of(head) - log_q
         total = torch.logsumexp(log_r, -1)
         ess.append(torch.exp(2.0 * total - torch.logsumexp(2.0 * log_r, -1)))
-        log_z.append(total - math.log(head.n_samples))
-    return _Importance(torch.cat(ess), torch.cat(log_z))
+        log_z.append(total - math.log(drawing.n_samples))
+    return torch.cat(ess), torch.cat(log_z)
 
 
 def _drawn(head: "ComparedHead", counts: Tensor) -> tuple[float, float]:
@@ -338,3 +325,159 @@ def _as_in_training(head: "ComparedHead") -> Iterator[None]:
         vars(head).update(plain)
         for name, each in head.named_buffers():
             each.copy_(buffers[name])
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a training step, forward and backward, without the optimiser."""
+
+    flops: float
+    """Of the products with class vectors, one forward and two backward."""
+    gathered: int
+    """Class vectors that are read, at most so many, since some come twice."""
+    traffic: float
+    """Bytes of class vectors that are read, and of their gradients that are written."""
+    optimizer: float
+    """Bytes that a step of Adam moves, for gradient, vectors and two moments in float32."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``head.explain`` says."""
+
+    head: str
+    """The name of the head's class."""
+    n_rows: int
+    n_classes: int
+    n_samples: int
+    """Classes that are drawn; as an audit found where each row draws until it has enough."""
+    sampled: Cost
+    """Of this head."""
+    full: Cost
+    """Of a full softmax."""
+    sparse: bool
+    """Whether the gradients of this head are row-sparse."""
+    suggested: int
+    """How many samples to draw; ``n_classes`` where a full softmax is the better choice."""
+    reason: str
+    """Why so many."""
+
+    @property
+    def speedup(self) -> float:
+        """How many times fewer operations than the full softmax."""
+        return self.full.flops / self.sampled.flops
+
+    def text(self) -> str:
+        """Lines for a terminal."""
+        ours, full = self.sampled, self.full
+        text = (
+            f"{self.head}: a step of {self.n_rows:,} rows against {self.n_samples:,} of "
+            f"{self.n_classes:,} classes\n\n{'':<20}{'sampled':>14}{'full softmax':>14}"
+        )
+        for name, unit, *both in (
+            ("operations", "FLOP", ours.flops, full.flops),
+            ("class vectors read", "", ours.gathered, full.gathered),
+            ("bytes moved", "B", ours.traffic, full.traffic),
+            ("bytes in Adam", "B", ours.optimizer, full.optimizer),
+        ):
+            cells = (_scaled(each, unit) if unit else f"{each:,}" for each in both)
+            text += f"\n{name:<20}" + "".join(f"{cell:>14}" for cell in cells)
+        text += f"\n\n{self.speedup:,.1f} times fewer operations.\n{self.reason}"
+        if not self.sparse:
+            text += (
+                "\nGradients are dense: with sparse=True, and optim.RowAdagrad or RowAdam, a step "
+                "writes the rows it has read alone."
+            )
+        return text
+
+    __str__ = text
+
+
+def explain(head: "SampledHead", found: Audit | None = None, *, n_rows: int = 1024) -> Explanation:
+    """As :meth:`SampledHead.explain` says it."""
+    n_rows = check_int("n_rows", n_rows)
+    n_samples, took_all = head.n_samples, 0.0
+    if found is not None:
+        if not isinstance(found, Audit):
+            raise TypeError(f"audit: expected what head.audit gives, got {type(found).__name__}")
+        if found.n_classes != head.n_classes:
+            raise ValueError(
+                f"audit: expected one of a head with {head.n_classes} classes, got "
+                f"{found.n_classes}"
+            )
+        n_samples, took_all = found.n_samples, found.took_all
+    suggested, reason = _suggestion(head.n_classes, found)
+    if found is None and getattr(head, "target_ess", None) is not None:
+        reason += " Rows draw until they have enough: an audit counts how many that takes."
+    sampled, full = _costs(head, n_rows, n_samples, took_all)
+    return Explanation(
+        head=type(head).__name__,
+        n_rows=n_rows,
+        n_classes=head.n_classes,
+        n_samples=n_samples,
+        sampled=sampled,
+        full=full,
+        sparse=head.sparse,
+        suggested=suggested,
+        reason=reason,
+    )
+
+
+def _costs(head: "SampledHead", n_rows: int, n_samples: int, took_all: float) -> tuple[Cost, Cost]:
+    """Of ``n_samples`` per row, where a share of rows took all classes; and of a full softmax."""
+    n_classes, depth, always = head.n_classes, head.in_features, head.n_head
+    vector = float(depth * head.weight.element_size())
+    moment = float(depth * accumulation_dtype(head.weight.dtype).itemsize)
+
+    def cost(scored: float, gathered: int, moved: int, written: int) -> Cost:
+        return Cost(
+            flops=6.0 * n_rows * scored * depth,
+            gathered=gathered,
+            traffic=moved * vector,
+            optimizer=written * (3 * vector + 4 * moment),
+        )
+
+    gathered = n_samples * (n_rows if head.draws_for_each_row else 1) + always + n_rows
+    gathered += n_classes if took_all else 0
+    written = min(gathered, n_classes) if head.sparse else n_classes
+    scored = n_samples + always + 1 + took_all * n_classes
+    # All vectors are read twice, forward and for the gradient of hidden.
+    full = cost(n_classes, n_classes, 3 * n_classes, n_classes)
+    return cost(scored, gathered, gathered + written, written), full
+
+
+def _suggestion(v: int, found: Audit | None) -> tuple[int, str]:
+    if found is None or not found.mean_ess > 0.0:
+        wanted = min(v, _power_of_two(min(max(_SHARE * v, _FEWEST), _MOST)))
+        return wanted, (
+            f"{wanted:,} samples are a first guess for {v:,} classes; "
+            "audit(hidden, target) on a batch of yours says what they are worth."
+        )
+    # Of the rows that are worst off, not of the mean: they have the largest errors.
+    low = torch.quantile(found.ess, 0.1).item()
+    exact = found.n_samples * _WANTED_ESS / max(low, 1.0)
+    worth = (
+        f"In the audit {found.n_samples:,} samples were worth {found.mean_ess:.0f} per row, and "
+        f"{low:.0f} or less in a tenth of the rows"
+    )
+    if found.took_all:
+        worth += f", and {found.took_all:.0%} of the rows took all classes"
+    if exact > _WORTHWHILE * v:
+        return v, (
+            f"{worth}: for {_WANTED_ESS:.0f} there, {exact:,.0f} samples would be needed of {v:,} "
+            "classes. A sampler closer to the model helps, or a full softmax."
+        )
+    wanted = min(v, _power_of_two(exact))
+    return wanted, f"{worth}: {wanted:,} samples bring {_WANTED_ESS:.0f} there."
+
+
+def _power_of_two(number: float) -> int:
+    return 1 << max(0, math.ceil(math.log2(number)))
+
+
+def _scaled(number: float, unit: str) -> str:
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < 1000.0 or prefix == "T":
+            break
+        number /= 1000.0
+    return f"{number:.3g} {prefix}{unit}"

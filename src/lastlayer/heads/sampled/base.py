@@ -2,24 +2,25 @@
 
 import inspect
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_ids, check_int, check_reduction, check_seed
+from lastlayer._checks import as_integers, check_ids, check_int, check_reduction, check_seed
 from lastlayer._torch import in_autocast_dtype
 from lastlayer.fused import linear_cross_entropy
 from lastlayer.fused.sampled import Rule, sampled_loss
 from lastlayer.heads.linear import LinearHead
 from lastlayer.heads.rng import RngSteps
-from lastlayer.heads.sampled.audit import Audit, audit
-from lastlayer.heads.sampled.explain import Explanation, explain
+from lastlayer.heads.sampled.audit import Audit, Explanation, audit, explain
+from lastlayer.heads.self_normalized import temperature_of
 from lastlayer.samplers import Sampler, fork
 
 
 class ComparedOptions(TypedDict, total=False):
-    """Options that all of their constructors take; :class:`ComparedHead` has the defaults."""
+    """Options that all of their constructors take; :class:`SampledSoftmax` says what they do."""
 
     bias: bool
     sparse: bool
@@ -31,30 +32,19 @@ class ComparedOptions(TypedDict, total=False):
 
 
 class SampledOptions(ComparedOptions, total=False):
-    """The same of heads that draw classes; :class:`SampledHead` has the defaults."""
+    """The same of heads that draw classes."""
 
     seed: int
     per_rank: bool
 
 
 class ComparedHead(LinearHead):
-    """One vector per class. In training a row is compared with some classes, in eval with all.
-
-    Args:
-        in_features: size of the hidden state.
-        n_classes: number of classes.
-        bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse: coalesced on a CPU, with a
-            slot for each compared class and each target on a GPU.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
-    """
+    """One vector per class. In training a row is compared with some classes, in eval with all."""
 
     # Whether the loss weighs classes by their scores; one of noise does not.
     weighs_draws = True
+    # The training loss of rows (n, in_features) and targets (n, p), negative for none.
+    _sampled_loss: Callable[..., Tensor]
     ess: Tensor | None
     """Effective sample size of each row in the last training step, ``(n,)``; None before."""
 
@@ -98,10 +88,6 @@ class ComparedHead(LinearHead):
         return not self.training
 
     @abstractmethod
-    def _sampled_loss(self, rows: Tensor, target: Tensor, *given: Tensor) -> Tensor:
-        """The training loss of rows ``(n, in_features)`` and targets ``(n, p)``, -1 for none."""
-
-    @abstractmethod
     def _classes_per_step(self) -> int:
         """How many classes a row is compared with."""
 
@@ -140,35 +126,28 @@ class ComparedHead(LinearHead):
         return loss
 
     def _exact_loss(self, hidden: Tensor, target: Any) -> Tensor:
-        options = self._exact_options()
-        if not isinstance(target, Tensor) or target.dim() != hidden.dim():
-            return linear_cross_entropy(
-                hidden, self.weight, target, self.bias, reduction=self.reduction, **options
-            )
+        if isinstance(target, Tensor) and target.dim() == hidden.dim():
+            return self._loss_of_log_prob(hidden, target)
+        return linear_cross_entropy(
+            hidden, self.weight, target, self.bias, ignore_index=self.ignore_index,
+            reduction=self.reduction, temperature=temperature_of(self), chunk_rows=self.chunk_rows,
+        )  # fmt: skip
+
+    def _loss_of_log_prob(self, hidden: Tensor, target: Any) -> Tensor:
+        """Minus the log-probability of targets: one per row, or the mean of several."""
         target = self._check_targets(hidden, target)
-        several = hidden.unsqueeze(-2).expand(*target.shape, self.in_features)
-        losses = linear_cross_entropy(
-            several, self.weight, target, self.bias, reduction="none", **options
-        )
-        return self._reduced(losses, self._counts(target))
-
-    def _counts(self, target: Tensor) -> Tensor:
-        """Which targets are not ignored."""
-        if self.ignore_index is None:
-            return torch.ones_like(target, dtype=torch.bool)
-        return target != self.ignore_index
-
-    def _reduced(self, losses: Tensor, counts: Tensor) -> Tensor:
-        """The reduced loss from that of each target ``(*batch, p)``, 0 where one does not count."""
-        of_row = losses.sum(-1) / counts.sum(-1).clamp(min=1)
+        classes = target if target.dim() == hidden.dim() else target.unsqueeze(-1)
+        counts = torch.ones_like(classes, dtype=torch.bool)
+        if self.ignore_index is not None:
+            counts = classes != self.ignore_index
+        # A NaN in a row that does not count would reach gradients as 0 · NaN.
+        rows = torch.where(counts.any(-1, keepdim=True), hidden, 0.0)
+        log_prob = self.log_prob(rows, torch.where(counts, classes, 0))
+        of_row = -torch.where(counts, log_prob, 0.0).sum(-1) / counts.sum(-1).clamp(min=1)
         if self.reduction == "none":
             return of_row
         total = of_row.sum()
         return total / counts.any(-1).sum().clamp(min=1) if self.reduction == "mean" else total
-
-    def _exact_options(self) -> dict[str, Any]:
-        """What the fused loss of eval mode takes beside the reduction."""
-        return {"ignore_index": self.ignore_index, "chunk_rows": self.chunk_rows}
 
     def audit(self, hidden: Tensor, target: Tensor, n_draws: int = 64, **given: Any) -> Audit:
         """Compare the gradient of the training loss with that of the exact loss, on one batch.
@@ -200,33 +179,28 @@ class ComparedHead(LinearHead):
         return super().from_linear(linear, **options)
 
     def config(self) -> dict[str, Any]:
-        config = super().config()
-        del config["class_weight"]
-        return {**config, "sparse": self.sparse}
+        # An argument of the constructor is an attribute of the same name.
+        names = [name for name in inspect.signature(type(self)).parameters if hasattr(self, name)]
+        return {**{name: getattr(self, name) for name in names}, "bias": self.bias is not None}
 
 
 class SampledHead(ComparedHead):
     """One vector per class, trained against a few classes that are drawn anew in every step.
 
-    In training mode the loss is that of :meth:`_loss_of_step`. In eval mode it is the exact cross
-    entropy, and ``log_prob``, ``topk`` and ``sample`` are exact in both. What is drawn depends on
+    In eval mode the loss is the exact cross entropy, and ``log_prob``, ``topk`` and ``sample`` are
+    exact in both modes. What is drawn depends on
     the buffer ``rng_counter``, seed and step, alone; it is saved with the state, so that a resumed
     run draws what the first one would have drawn. A forward pass under ``torch.no_grad()`` uses
-    the draws of the next step and does not count as one.
-
-    Args:
-        in_features: size of the hidden state.
-        n_classes: number of classes.
-        sampler: what classes are drawn from, such as ``samplers.Unigram(counts)``; it becomes a
-            part of the head, and moves with it.
-        n_samples: number of classes drawn in a step.
-        seed: of the draws.
-        per_rank: whether the processes of ``torch.distributed`` draw different classes.
-        options: as of :class:`ComparedHead`.
+    the draws of the next step and does not count as one. The sampler becomes a part of the head,
+    and moves with it.
     """
 
     # Whether each row has draws of its own, or all rows the same.
     draws_for_each_row = False
+    # Classes that every step looks at beside those it draws.
+    n_head = 0
+    # The reduced training loss of rows and targets, of classes drawn by an rng_counter.
+    _loss_of_step: Callable[..., Tensor]
     sampler: Sampler
     rng_counter: Tensor
 
@@ -255,23 +229,14 @@ class SampledHead(ComparedHead):
 
     def _sampled_loss(self, rows: Tensor, target: Tensor, *given: Tensor) -> Tensor:
         rng_counter, counts = self._steps.counter(self.rng_counter)
-        loss = self._loss_of_step(rows, target, self._of_rank(rng_counter), *given)
+        distributed = torch.distributed
+        if self.per_rank and distributed.is_available() and distributed.is_initialized():
+            rng_counter = fork(rng_counter, distributed.get_rank())
+        loss = self._loss_of_step(rows, target, rng_counter, *given)
         if counts:
             # Once all is drawn; on the device, so that nothing waits for it.
             self.rng_counter[1:].add_(1)
         return loss
-
-    @abstractmethod
-    def _loss_of_step(
-        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
-    ) -> Tensor:
-        """The reduced training loss, of classes drawn by ``rng_counter``."""
-
-    def _of_rank(self, rng_counter: Tensor) -> Tensor:
-        distributed = torch.distributed
-        if self.per_rank and distributed.is_available() and distributed.is_initialized():
-            return fork(rng_counter, distributed.get_rank())
-        return rng_counter
 
     def _draw(self, rng_counter: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Classes of a step and their log-probabilities; -inf for one that is always counted."""
@@ -284,10 +249,6 @@ class SampledHead(ComparedHead):
 
     def _classes_per_step(self) -> int:
         return self.n_samples
-
-    def _always_counted(self) -> int:
-        """Classes that every step looks at beside those it draws."""
-        return 0
 
     def explain(self, audit: Audit | None = None, *, n_rows: int = 1024) -> Explanation:
         """What a training step costs beside a full softmax, and how many samples to draw.
@@ -319,33 +280,20 @@ class SampledHead(ComparedHead):
         head._move_draws()
         return head
 
-    def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            "sampler": self.sampler,
-            "n_samples": self.n_samples,
-            "seed": self.seed,
-            "per_rank": self.per_rank,
-        }
-
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         sampler = config["sampler"]
         saved = {"name": type(sampler).__name__, "arguments": sampler._saved_config()}
-        return {**super()._saved_config(config), "sampler": saved}
+        return {**config, "sampler": saved}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        return super().from_config({**config, "sampler": _sampler_from(config["sampler"])})
+        return cls(**{**config, "sampler": _sampler_from(config["sampler"])})
 
     def extra_repr(self) -> str:
-        taken = inspect.signature(type(self)).parameters
-        # The sampler is shown below, as a part.
-        shown = {**self._saved_config(self.config()), "sampler": None}
-        return ", ".join(
-            f"{name}={value!r}"
-            for name, value in shown.items()
-            if name not in taken or taken[name].default != value
-        )
+        config = self._saved_config(self.config())
+        # Shown below, as a part.
+        config.pop("sampler", None)
+        return self._shown(config)
 
 
 def check_sampler(sampler: Any, n_classes: int) -> None:
@@ -372,15 +320,10 @@ def check_sampler(sampler: Any, n_classes: int) -> None:
 
 def as_class_ids(name: str, ids: Any, n_classes: int) -> Tensor:
     """Different class ids, ascending; at least one."""
-    try:
-        given = torch.as_tensor(ids)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"{name}: expected class ids, got {type(ids).__name__}") from error
-    if given.dim() != 1 or not len(given):
-        raise TypeError(
-            f"{name}: expected class ids, (n,) with at least one, got shape {tuple(given.shape)}"
-        )
-    found = check_ids(name, given, None, n_classes).sort().values
+    given = as_integers(name, ids, "class ids")
+    if not len(given):
+        raise ValueError(f"{name}: expected at least one class id, got none")
+    found = check_ids(name, torch.from_numpy(given), None, n_classes).sort().values
     again = found[1:][found[1:] == found[:-1]]
     if len(again):
         raise ValueError(f"{name}: expected each class once, got class {int(again[0])} again")

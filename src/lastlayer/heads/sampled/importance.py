@@ -1,8 +1,8 @@
 """Self-normalised importance sampling, with a fixed proposal or one that follows the model."""
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self, Unpack
+from collections.abc import Iterator
+from typing import Any, Self, Unpack
 
 import numpy as np
 import torch
@@ -13,13 +13,15 @@ from lastlayer._checks import check_int, check_positive, check_tensor
 from lastlayer._torch import accumulation_dtype, in_backward, in_dtype
 from lastlayer.fused import linear_cross_entropy
 from lastlayer.fused.sampled import Rule, sampled_loss
-from lastlayer.heads.recipes import Arguments, ClassData, Recipe, sampled_recipe
+from lastlayer.heads.recipes import Recipe, sampled_recipe
 from lastlayer.heads.sampled.base import SampledHead, SampledOptions
 from lastlayer.samplers import AdaptiveNGram, Sampler, fork
 
 SELF_NORMALISED = Rule(with_target=False, drop_hits=False)
 # Blocks after which a row gives up where max_samples does not say.
 _BLOCKS = 32
+# Ids and log-probabilities of some draws; and what a head keeps beside them.
+_Block = tuple[Tensor, ...]
 
 
 class ImportanceSampling(SampledHead):
@@ -54,16 +56,9 @@ class ImportanceSampling(SampledHead):
         target_ess: the effective sample size that each row is to reach; None for one block.
         max_samples: draws after which a row takes all classes; None for 32 blocks. It is rounded
             up to whole blocks.
-        bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse, as those of
-            :class:`SampledSoftmax`. Where a row takes all classes they have every row.
-        seed: of the draws.
-        per_rank: whether the processes of ``torch.distributed`` draw different classes.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``bias``, ``sparse``, ``seed``, ``per_rank``, ``ignore_index``, ``reduction``,
+            ``chunk_rows``, ``device`` and ``dtype``, as of :class:`SampledSoftmax`. Where a row
+            takes all classes, row-sparse gradients have every row.
 
     Example:
         >>> import torch
@@ -105,167 +100,134 @@ class ImportanceSampling(SampledHead):
         self.n_drawn = self.took_all = None
 
     def _loss_of_step(
-        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
+        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
     ) -> Tensor:
-        if self.target_ess is None:
-            return self._compare(rows, target, *self._block(rng_counter, rows), SELF_NORMALISED)
-        blocks: list[tuple[Tensor, Tensor]] = []
-
-        def add_block(block: int, some: Tensor) -> tuple[Tensor, Tensor]:
-            blocks.append(self._block(fork(rng_counter, block), rows))
-            # The loss is log Σ r less the target's score, which is the same in every block.
-            log_sum, ess = sampled_loss(
-                rows[some], self.weight, self.bias, target[some], *blocks[-1], SELF_NORMALISED,
-                reduction="none", chunk_rows=self.chunk_rows,
-            )  # fmt: skip
-            return log_sum, 2 * log_sum - ess.log()
-
-        def draws_of(used: int, _some: Tensor) -> tuple[Tensor, Tensor]:
-            ids, log_expected = (torch.cat(each) for each in zip(*blocks[:used], strict=True))
-            return ids, log_expected + math.log(used)
-
-        return self._loss_of_groups(rows, target, self._stop(rows, target, add_block), draws_of)
-
-    def _block(self, rng_counter: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Classes, and the logarithm of how often each is expected."""
+        if self.target_ess is not None:
+            drawn = self._blocks(rows, target, rng_counter, *given)
+            return self._loss_of_blocks(rows, target, *drawn)
         ids, log_prob = self._draw(rng_counter, rows.dtype)
-        return ids, log_prob + math.log(self.n_samples)
+        log_expected = log_prob + math.log(self.n_samples)
+        return self._compare(rows, target, ids, log_expected, SELF_NORMALISED)
 
     @torch.no_grad()
-    def _stop(
-        self,
-        rows: Tensor,
-        target: Tensor,
-        add_block: Callable[[int, Tensor], tuple[Tensor, Tensor]],
-    ) -> "_Stopped":
+    def _blocks(
+        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
+    ) -> tuple[list[_Block], Tensor, Tensor]:
         """Draw a block at a time for the rows that have not reached ``target_ess``.
 
         The host waits once per block, to know which rows go on.
 
-        Args:
-            rows: ``(n, in_features)``.
-            target: ``(n, p)``.
-            add_block: draws block b for some rows, and gives log Σ r and log Σ r² of each.
+        Returns:
+            The blocks, how many of them each row used, ``(n,)``, and which rows did not reach it;
+            a row that does not count used none.
         """
         enough, counts = self.target_ess or 0.0, (target >= 0).any(-1)
         used = torch.zeros_like(counts, dtype=torch.int64)
         log_sum = rows.new_full(rows.shape[:1], -torch.inf, dtype=accumulation_dtype(rows.dtype))
         log_squares, ess = log_sum.clone(), torch.zeros_like(log_sum)
-        going_on = counts.nonzero().squeeze(1)
-        for block in range(self._most_blocks()):
-            if not len(going_on):
-                break
-            more, more_squares = add_block(block, going_on)
-            log_sum[going_on] = torch.logaddexp(log_sum[going_on], more)
-            log_squares[going_on] = torch.logaddexp(log_squares[going_on], more_squares)
-            used[going_on] += 1
+        most = _BLOCKS if self.max_samples is None else -(-self.max_samples // self.n_samples)
+        blocks: list[_Block] = []
+        some = counts.nonzero().squeeze(1)
+        while len(some) and len(blocks) < most:
+            counter = fork(rng_counter, len(blocks))
+            block, more, squares = self._block(counter, some, rows[some], target[some], *given)
+            blocks.append(block)
+            log_sum[some] = torch.logaddexp(log_sum[some], more)
+            log_squares[some] = torch.logaddexp(log_squares[some], squares)
+            used[some] += 1
             ess = torch.where(log_sum == -torch.inf, 0.0, (2 * log_sum - log_squares).exp())
             # A NaN will not become a number with more draws.
-            going_on = going_on[ess[going_on] < enough]
-        stopped = _Stopped(used, ~(ess < enough) | ~counts)
-        self.ess, self.n_drawn, self.took_all = ess, used * self.n_samples, ~stopped.reached
-        return stopped
+            some = some[ess[some] < enough]
+        took_all = (ess < enough) & counts
+        self.ess, self.n_drawn, self.took_all = ess, used * self.n_samples, took_all
+        return blocks, used, took_all
 
-    def _most_blocks(self) -> int:
-        return _BLOCKS if self.max_samples is None else -(-self.max_samples // self.n_samples)
+    def _block(
+        self, rng_counter: Tensor, _some: Tensor, rows: Tensor, target: Tensor, *_given: Tensor
+    ) -> tuple[_Block, Tensor, Tensor]:
+        """Ids and log-probabilities of a block; log Σ r and log Σ r² of rows, up to a constant."""
+        ids, log_prob = self._draw(rng_counter, rows.dtype)
+        # The loss is log Σ r less the target's score, which is the same in every block.
+        log_sum, ess = sampled_loss(
+            rows, self.weight, self.bias, target, ids, log_prob, SELF_NORMALISED,
+            reduction="none", chunk_rows=self.chunk_rows,
+        )  # fmt: skip
+        return (ids, log_prob), log_sum, 2 * log_sum - ess.log()
 
-    def _loss_of_groups(
-        self,
-        rows: Tensor,
-        target: Tensor,
-        stopped: "_Stopped",
-        draws_of: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+    def _joined(self, blocks: list[_Block], _some: Tensor) -> _Block:
+        """All blocks as one, for some rows that used them."""
+        return tuple(torch.cat(each) for each in zip(*blocks, strict=True))
+
+    def _loss_of_blocks(
+        self, rows: Tensor, target: Tensor, blocks: list[_Block], used: Tensor, took_all: Tensor
     ) -> Tensor:
-        """Rows with the same number of blocks together; those that gave up by all classes.
-
-        ``draws_of`` gives classes and expectations of the first b blocks for some rows.
-        """
-        reduction = "none" if self.reduction == "none" else "sum"
-
-        def loss_of(some: Tensor, ids: Tensor, log_expected: Tensor) -> Tensor:
-            return sampled_loss(
-                rows[some], self.weight, self.bias, target[some], ids, log_expected,
-                SELF_NORMALISED, reduction=reduction, sparse=self.sparse,
-                chunk_rows=self.chunk_rows,
-            )[0]  # fmt: skip
-
+        """Rows with the same number of blocks together; those that gave up by all classes."""
+        alone = self.reduction == "none"
+        how: dict[str, Any] = {"reduction": "none" if alone else "sum"}
+        how["chunk_rows"] = self.chunk_rows
         parts: list[tuple[Tensor, Tensor]] = []
-        for used in stopped.blocks[stopped.reached].unique().tolist():
-            some = (stopped.reached & (stopped.blocks == used)).nonzero().squeeze(1)
-            if used:
-                parts.append((some, loss_of(some, *draws_of(used, some))))
-        some = (~stopped.reached).nonzero().squeeze(1)
+
+        def compare(some: Tensor, ids: Tensor, log_expected: Tensor) -> None:
+            loss, _ = sampled_loss(
+                rows[some], self.weight, self.bias, target[some], ids, log_expected,
+                SELF_NORMALISED, sparse=self.sparse, **how,
+            )  # fmt: skip
+            parts.append((some, loss))
+
+        for n_blocks, some in _groups(torch.where(took_all, 0, used)):
+            ids, log_prob = self._joined(blocks[:n_blocks], some)[:2]
+            compare(some, ids, log_prob + math.log(n_blocks * self.n_samples))
+        some = took_all.nonzero().squeeze(1)
         if len(some) and (self.sparse or target.shape[1] > 1):
             # All classes as if they were drawn: the gradient is row-sparse like that of the others.
             everything = torch.arange(self.n_classes, device=rows.device)
-            nothing = torch.zeros_like(everything, dtype=torch.float32)
-            parts.append((some, loss_of(some, everything, nothing)))
+            compare(some, everything, torch.zeros_like(everything, dtype=torch.float32))
         elif len(some):
             bias = None if self.bias is None else in_dtype(self.bias, rows.dtype)
             loss = linear_cross_entropy(
                 rows[some], in_dtype(self.weight, rows.dtype), target[some].squeeze(1), bias,
-                ignore_index=None, reduction=reduction, chunk_rows=self.chunk_rows,
+                ignore_index=None, **how,
             )  # fmt: skip
             parts.append((some, loss))
-        return self._together(rows, target, parts)
-
-    def _together(self, rows: Tensor, target: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-        dtype = accumulation_dtype(rows.dtype)
-        loss = rows.new_zeros(rows.shape[0] if self.reduction == "none" else (), dtype=dtype)
+        loss = rows.new_zeros(len(rows) if alone else (), dtype=accumulation_dtype(rows.dtype))
         for some, of_some in parts:
-            alone = self.reduction == "none"
             loss = loss.index_copy(0, some, of_some) if alone else loss + of_some
         if self.reduction == "mean":
             loss = loss / (target >= 0).any(-1).sum().clamp(min=1)
         if not parts and torch.is_grad_enabled():
             # No row counts: the gradient is 0, but there is one.
-            for each in (rows, self.weight, self.bias):
-                loss = loss if each is None else loss + each[:0].sum()
+            for each in (rows, *self.parameters()):
+                loss = loss + each[:0].sum()
         return loss
 
-    def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            "target_ess": self.target_ess,
-            "max_samples": self.max_samples,
-        }
 
-
-class _Stopped(NamedTuple):
-    """When each row stopped drawing."""
-
-    blocks: Tensor
-    """Blocks that a row used, int64 ``(n,)``; 0 for a row that does not count."""
-    reached: Tensor
-    """Whether its effective sample size is enough, bool ``(n,)``."""
+def _groups(used: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The rows that used the same number of blocks, without those that used none."""
+    for n_blocks in used.unique().tolist():
+        if n_blocks:
+            yield n_blocks, (used == n_blocks).nonzero().squeeze(1)
 
 
 def _check_stopping(target_ess: Any, n_samples: int, max_samples: Any) -> None:
     """A number to reach, and draws after which a row gives up: a block at least."""
-    if target_ess is not None:
-        check_positive("target_ess", target_ess)
-    if max_samples is not None:
-        check_int("max_samples", max_samples)
-        if target_ess is None:
+    if target_ess is None:
+        if max_samples is not None:
             raise ValueError(
                 f"max_samples: expected None without target_ess, got {max_samples}; every row "
                 "draws n_samples then"
             )
-        if max_samples < n_samples:
-            raise ValueError(
-                f"max_samples: expected at least n_samples={n_samples}, one block, got "
-                f"{max_samples}"
-            )
-    most = n_samples * _BLOCKS if max_samples is None else max_samples
-    if target_ess is not None and target_ess > most:
+        return
+    check_positive("target_ess", target_ess)
+    most = n_samples * _BLOCKS if max_samples is None else check_int("max_samples", max_samples)
+    if most < n_samples:
+        raise ValueError(
+            f"max_samples: expected at least n_samples={n_samples}, one block, got {most}"
+        )
+    if target_ess > most:
         raise ValueError(
             f"target_ess: expected at most max_samples={most}, which is reached where all weights "
             f"are equal, got {target_ess}"
         )
-
-
-def _positive_counts(data: ClassData, _given: Arguments) -> Arguments:
-    return {"counts": data.positive_counts()}
 
 
 class AdaptiveImportanceSampling(ImportanceSampling):
@@ -322,7 +284,8 @@ class AdaptiveImportanceSampling(ImportanceSampling):
     recipes = (
         Recipe(
             "adaptive_importance", "importance sampling whose proposal learns",
-            defaults={"sparse": True}, from_data=_positive_counts, rank=34,
+            defaults={"sparse": True}, rank=34,
+            from_data=lambda data, _given: {"counts": data.positive_counts()},
         ),
     )  # fmt: skip
     draws_for_each_row = True
@@ -392,56 +355,46 @@ class AdaptiveImportanceSampling(ImportanceSampling):
     def _loss_of_step(
         self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
     ) -> Tensor:
-        (context,) = given
-        drawn: list[tuple[Tensor, ...]] = []
-
-        def add_block(block: int, some: Tensor) -> tuple[Tensor, Tensor]:
-            ids, log_prob = self.sampler.sample_with_log_prob(
-                self.n_samples, context=context[some], rng_counter=fork(rng_counter, block)
-            )
-            scores = self._scores(rows[some], ids)
-            place = torch.zeros_like(target[:, 0])
-            place[some] = torch.arange(len(some), device=some.device)
-            drawn.append((place, ids, log_prob, scores))
-            log_r = scores - log_prob
-            return torch.logsumexp(log_r, -1), torch.logsumexp(2 * log_r, -1)
-
-        def drawn_by(some: Tensor, used: int) -> list[Tensor]:
-            """Ids, log-probabilities and scores of the first blocks, ``(rows, used * n)``."""
-            parts = [tuple(each[place[some]] for each in rest) for place, *rest in drawn[:used]]
-            return [torch.cat(each, 1) for each in zip(*parts, strict=True)]
-
-        def draws_of(used: int, some: Tensor) -> tuple[Tensor, Tensor]:
-            ids, log_prob, _ = drawn_by(some, used)
-            return ids, log_prob + math.log(used * self.n_samples)
-
-        stopped = self._stop(rows, target, add_block)
-        loss = self._loss_of_groups(rows, target, stopped, draws_of)
+        blocks, used, took_all = self._blocks(rows, target, rng_counter, *given)
+        loss = self._loss_of_blocks(rows, target, blocks, used, took_all)
         if torch.is_grad_enabled():
-            self._teach(rows, target, context, stopped, drawn_by)
+            self._teach(rows, target, given[0], blocks, used)
         return loss
+
+    def _block(
+        self, rng_counter: Tensor, some: Tensor, rows: Tensor, _target: Tensor, *given: Tensor
+    ) -> tuple[_Block, Tensor, Tensor]:
+        (context,) = given
+        ids, log_prob = self.sampler.sample_with_log_prob(
+            self.n_samples, context=context[some], rng_counter=rng_counter
+        )
+        scores = self._scores(rows, ids)
+        log_r = scores - log_prob
+        block = ids, log_prob, scores, some
+        return block, torch.logsumexp(log_r, -1), torch.logsumexp(2 * log_r, -1)
+
+    def _joined(self, blocks: list[_Block], some: Tensor) -> _Block:
+        """Ids, log-probabilities and scores ``(rows, draws)``; rows of a block are ascending."""
+        parts = []
+        for *drawn, of_rows in blocks:
+            at = torch.searchsorted(of_rows, some)
+            parts.append([each[at] for each in drawn])
+        return tuple(torch.cat(each, 1) for each in zip(*parts, strict=True))
 
     @torch.no_grad()
     def _teach(
-        self,
-        rows: Tensor,
-        target: Tensor,
-        context: Tensor,
-        stopped: _Stopped,
-        drawn_by: Callable[[Tensor, int], list[Tensor]],
+        self, rows: Tensor, target: Tensor, context: Tensor, blocks: list[_Block], used: Tensor
     ) -> None:
         """Move the proposal towards the network, by what each row has scored."""
-        for used in stopped.blocks.unique().tolist():
-            some = (stopped.blocks == used).nonzero().squeeze(1)
-            if used:
-                ids, _, scores = drawn_by(some, used)
-                own = target[some]
-                # A place without a target names one that is there: a class counts once.
-                own = torch.where(own < 0, own.amax(-1, keepdim=True), own)
-                self.sampler.update(
-                    context[some], torch.cat([ids, own], 1),
-                    torch.cat([scores, self._scores(rows[some], own)], 1),
-                )  # fmt: skip
+        for n_blocks, some in _groups(used):
+            ids, _, scores = self._joined(blocks[:n_blocks], some)
+            own = target[some]
+            # A place without a target names one that is there: a class counts once.
+            own = torch.where(own < 0, own.amax(-1, keepdim=True), own)
+            self.sampler.update(
+                context[some], torch.cat([ids, own], 1),
+                torch.cat([scores, self._scores(rows[some], own)], 1),
+            )  # fmt: skip
 
     def _scores(self, rows: Tensor, ids: Tensor) -> Tensor:
         made: Tensor = kernels.products.scores(
@@ -450,10 +403,9 @@ class AdaptiveImportanceSampling(ImportanceSampling):
         return made
 
     def config(self) -> dict[str, Any]:
-        config, sampler = super().config(), self.sampler.config()
-        del config["sampler"]
+        sampler = self.sampler.config()
         names = ("counts", "order", "contexts", "width", "rate")
-        return {**config, **{name: sampler[name] for name in names}}
+        return {**super().config(), **{name: sampler[name] for name in names}}
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         # The counts are part of the sampler's state.

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from lastlayer._checks import check_real
 from lastlayer.fused.sampled import Rule
-from lastlayer.heads.base import log_frequencies, log_softmax
+from lastlayer.heads.base import log_softmax
 from lastlayer.heads.recipes import sampled_recipe
 from lastlayer.heads.sampled.base import SampledHead, SampledOptions
 from lastlayer.heads.self_normalized import Drift, chosen_scores, drift_of, log_normalizer
@@ -39,9 +39,10 @@ class NoiseContrastive(SampledHead):
 
     Three things decide whether it works, and are seen to here. The biases start at
     :math:`\log q(c) + \log Z`: from biases near 0 the model would claim the probability 1 for every
-    class, and be busy with that for long. A draw that is the target of its row counts as noise all
-    the same, and one that comes twice counts twice. And k is the number of draws, 1 observation to
-    k, also where rows share them.
+    class, and be busy with that for long. Where the noise is not as frequent as the data,
+    ``init_bias_from_counts`` takes the frequencies of the data instead of q. A draw that is the
+    target of its row counts as noise all the same, and one that comes twice counts twice. And k is
+    the number of draws, 1 observation to k, also where rows share them.
 
     Cost: one product of rows × n_samples × in_features and two more for gradients; see
     :meth:`SampledSoftmax.explain`.
@@ -53,16 +54,8 @@ class NoiseContrastive(SampledHead):
         n_samples: k, draws per step, shared by all rows.
         log_z: log Z, a number, or "learned" for a parameter that starts at 0. 0 makes scores
             log-probabilities; without a bias :math:`\log` of n_classes is the better start.
-        bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse, as those of
-            :class:`SampledSoftmax`; for :class:`lastlayer.optim.RowAdagrad` and the like.
-        seed: of the draws.
-        per_rank: whether the processes of ``torch.distributed`` draw different noise.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``bias``, ``sparse``, ``seed``, ``per_rank``, ``ignore_index``, ``reduction``,
+            ``chunk_rows``, ``device`` and ``dtype``, as of :class:`SampledSoftmax`.
 
     Example:
         >>> import torch
@@ -117,20 +110,9 @@ class NoiseContrastive(SampledHead):
             head.log_z = Parameter(head.weight.new_zeros(1))
         return head
 
-    @torch.no_grad()
-    def init_bias_from_counts(self, counts: Any) -> None:
-        """Set the biases to log frequencies plus log Z: the cheapest speed-up there is.
-
-        At the hidden state 0 the head then predicts the class frequencies, and its normaliser is
-        Z. Biases start like this with the probabilities of the sampler, so it is of use where the
-        sampler has others than the data.
-
-        Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
-        """
-        super().init_bias_from_counts(counts)
-        if self.bias is not None:
-            self.bias.add_(self._log_z_as(self.bias))
+    def _log_frequencies(self, counts: Any) -> Tensor:
+        logs = super()._log_frequencies(counts)
+        return logs + self._log_z_as(logs)
 
     @torch.no_grad()
     def _start_bias(self) -> None:
@@ -138,9 +120,7 @@ class NoiseContrastive(SampledHead):
             log_q = _log_q(self.sampler, torch.float64)
             self.bias.copy_(log_q + (0.0 if self.learns_log_z else self._log_z_as(log_q)))
 
-    def _loss_of_step(
-        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
-    ) -> Tensor:
+    def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
         ids, log_q = self._draw(rng_counter, rows.dtype)
         of_target = self.sampler._log_prob(target.clamp(min=0), None).to(log_q.dtype)
         less, row_shift, log_z = math.log(self.n_samples), None, self.log_z
@@ -156,26 +136,14 @@ class NoiseContrastive(SampledHead):
     def unnormalized_log_prob(self, hidden: Tensor, classes: Tensor) -> Tensor:
         """s − log Z of chosen classes: their log-probabilities where the model has learned its Z.
 
-        It looks at no other class. No gradient is recorded.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            classes: class ids ``(*batch)`` or ``(*batch, k)``.
-
-        Returns:
-            As many numbers as classes, float32, or float64 from float64.
+        It looks at no other class, as :meth:`SelfNormalized.unnormalized_log_prob`, whose arguments
+        and result are the same.
         """
         scores = chosen_scores(self, hidden, classes)
         return scores - self._log_z_as(scores)
 
     def drift(self, hidden: Tensor) -> Drift:
-        """How far the true log Z of these rows is from that of the model.
-
-        It takes a product with all classes, and waits for the device.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-        """
+        """How far log Z of these rows is from the model's; see :meth:`SelfNormalized.drift`."""
         return drift_of(self._row_log_z(hidden))
 
     def _row_log_z(self, hidden: Tensor) -> Tensor:
@@ -184,7 +152,7 @@ class NoiseContrastive(SampledHead):
 
     def _log_z_as(self, like: Tensor) -> Tensor | float:
         log_z = self.log_z
-        return log_z.detach().to(like.dtype) if isinstance(log_z, Tensor) else log_z
+        return log_z.detach().to(like) if isinstance(log_z, Tensor) else log_z
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "log_z": LEARNED if self.learns_log_z else self.log_z}
@@ -215,7 +183,8 @@ class NegativeSampling(SampledHead):
     :class:`SampledSoftmax`. 5 to 20 draws suffice for small data and 2 to 5 for large where each
     row has its own; shared by a batch of rows take more. The noise of word2vec is
     ``samplers.Unigram(counts, power=0.75)``. A draw that is the target of its row counts as noise
-    all the same, without which the optimum would be another one.
+    all the same, without which the optimum would be another one. ``init_bias_from_counts`` sets
+    the biases to the optimum at the hidden state 0, the log of frequency over :math:`k\,q`.
 
     Cost: one product of rows × n_samples × in_features and two more for gradients; see
     :meth:`SampledSoftmax.explain`.
@@ -226,7 +195,7 @@ class NegativeSampling(SampledHead):
         sampler: q, what noise is drawn from.
         n_samples: k, draws per step, shared by all rows.
         options: ``bias``, ``sparse``, ``seed``, ``per_rank``, ``ignore_index``, ``reduction``,
-            ``chunk_rows``, ``device`` and ``dtype``, as of :class:`NoiseContrastive`.
+            ``chunk_rows``, ``device`` and ``dtype``, as of :class:`SampledSoftmax`.
 
     Example:
         >>> import torch
@@ -263,44 +232,27 @@ class NegativeSampling(SampledHead):
     ) -> None:
         super().__init__(in_features, n_classes, sampler, n_samples, **options)
 
-    @torch.no_grad()
-    def init_bias_from_counts(self, counts: Any) -> None:
-        r"""Set the biases to the optimum at the hidden state 0, log of frequency over :math:`k q`.
+    def _log_frequencies(self, counts: Any) -> Tensor:
+        return super()._log_frequencies(counts) - self._log_expected().cpu()
 
-        The head then predicts the class frequencies there. Where the sampler draws classes as
-        often as they occur, that is :math:`-\log k` for all of them.
+    def _log_expected(self) -> Tensor:
+        """log k q of all classes, in float64."""
+        return _log_q(self.sampler, torch.float64) + math.log(self.n_samples)
 
-        Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
-        """
-        super().init_bias_from_counts(counts)
-        if self.bias is not None:
-            wide = self.bias.double()
-            log_q = _log_q(self.sampler, torch.float64) + math.log(self.n_samples)
-            self.bias.copy_(log_frequencies(counts, self.n_classes, wide) - log_q)
-
-    def _loss_of_step(
-        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
-    ) -> Tensor:
+    def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
         ids, _ = self._draw(rng_counter, torch.float32)
         nothing = torch.zeros(ids.shape, device=ids.device)
         return self._compare(rows, target, ids, nothing, _NOISE)
 
-    def _exact_loss(self, hidden: Tensor, target: Tensor) -> Tensor:
-        target = self._check_targets(hidden, target)
-        classes = target if target.dim() == hidden.dim() else target.unsqueeze(-1)
-        counts = self._counts(classes)
-        # A NaN in a row that does not count would reach gradients as 0 · NaN.
-        rows = torch.where(counts.any(-1, keepdim=True), hidden, 0.0)
-        log_prob = self.log_prob(rows, torch.where(counts, classes, 0))
-        return self._reduced(-torch.where(counts, log_prob, 0.0), counts)
+    def _exact_loss(self, hidden: Tensor, target: Any) -> Tensor:
+        return self._loss_of_log_prob(hidden, target)
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         return log_softmax(scores + _log_q(self.sampler, scores.dtype))
 
     def _row_log_z(self, hidden: Tensor) -> Tensor:
         """log of the sum of k q e^s, which is 0 at the optimum."""
-        added = _log_q(self.sampler, torch.float64) + math.log(self.n_samples)
+        added = self._log_expected()
         biases = added if self.bias is None else added + self.bias.detach()
         return log_normalizer(self, hidden, biases.to(self.weight.dtype))
 

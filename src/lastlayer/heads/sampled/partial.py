@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lastlayer._checks import check_int
+from lastlayer._checks import as_integers, check_int
+from lastlayer._torch import in_dtype
 from lastlayer.fused.sampled import Rule
 from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.sampled.base import ComparedHead, ComparedOptions, as_class_ids
@@ -32,13 +33,8 @@ class PartialSoftmax(ComparedHead):
         in_features: size of the hidden state.
         n_classes: number of classes.
         k: number of best classes that count.
-        bias: whether each class has a bias.
-        sparse: whether gradients of weight and bias are row-sparse.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``bias``, ``sparse``, ``ignore_index``, ``reduction``, ``chunk_rows``, ``device``
+            and ``dtype``, as of :class:`SampledSoftmax`.
 
     Example:
         >>> import torch
@@ -55,7 +51,7 @@ class PartialSoftmax(ComparedHead):
         super().__init__(in_features, n_classes, **options)
         self.k = check_int("k", k, most=self.n_classes, note="the head's n_classes")
 
-    def _sampled_loss(self, rows: Tensor, target: Tensor, *_given: Tensor) -> Tensor:
+    def _sampled_loss(self, rows: Tensor, target: Tensor) -> Tensor:
         best = self._best(rows)
         if best.shape[0]:
             # Rows that do not count look at classes that another one looks at, and touch no more.
@@ -72,16 +68,12 @@ class PartialSoftmax(ComparedHead):
     @torch.no_grad()
     def _best(self, rows: Tensor) -> Tensor:
         """Class ids ``(n, k)``; which of equal scores are taken does not change the loss."""
-        weight, bias = self._score_tensors(rows.dtype)
-        if weight is None:
-            raise RuntimeError("weight: expected class vectors")
+        weight = in_dtype(self.weight, rows.dtype)
+        bias = None if self.bias is None else in_dtype(self.bias, rows.dtype)
         return torch.cat([
             wide_scores(rows[part], weight, bias).topk(self.k, sorted=False).indices
             for part in row_chunks(rows, self.n_classes, self.chunk_rows, 1.0)
         ])  # fmt: skip
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "k": self.k}
 
 
 class Partition(NamedTuple):
@@ -112,21 +104,14 @@ def target_partitions(
         6 7 [0]
     """
     size = check_int("size", size)
-    ids = np.asarray(target.cpu() if isinstance(target, Tensor) else target)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise TypeError(
-            f"target: expected class ids in one dimension, got {ids.dtype} of shape {ids.shape}"
-        )
+    ids = as_integers("target", target, "class ids")
     start = 0
     while start < len(ids):
         window = 2 * size
         while True:
             some = ids[start : start + window]
-            known = (
-                np.arange(len(some))
-                if ignore_index is None
-                else np.flatnonzero(some != ignore_index)
-            )
+            counts = np.ones(len(some), bool) if ignore_index is None else some != ignore_index
+            known = np.flatnonzero(counts)
             classes, first = np.unique(some[known], return_index=True)
             first = known[first]
             if len(classes) > size or start + window >= len(ids):
@@ -136,7 +121,7 @@ def target_partitions(
         length = np.sort(first)[size] if len(classes) > size else len(ids) - start
         stop = int(start + length)
         kept = classes[first < length]
-        yield Partition(start, stop, torch.from_numpy(kept.astype(np.int64)))
+        yield Partition(start, stop, torch.from_numpy(kept))
         start = stop
 
 
@@ -162,7 +147,7 @@ class TargetSampling(ComparedHead):
         in_features: size of the hidden state.
         n_classes: number of classes.
         options: ``bias``, ``sparse``, ``ignore_index``, ``reduction``, ``chunk_rows``, ``device``
-            and ``dtype``, as of :class:`PartialSoftmax`.
+            and ``dtype``, as of :class:`SampledSoftmax`.
 
     Example:
         >>> import torch
@@ -199,7 +184,7 @@ class TargetSampling(ComparedHead):
     def _takes_all(self) -> bool:
         return super()._takes_all() or self.classes is None
 
-    def _sampled_loss(self, rows: Tensor, target: Tensor, *_given: Tensor) -> Tensor:
+    def _sampled_loss(self, rows: Tensor, target: Tensor) -> Tensor:
         classes = self.get_buffer("classes")
         nothing = torch.zeros_like(classes, dtype=torch.float32)
         return self._compare(rows, target, classes, nothing, Rule())

@@ -112,7 +112,7 @@ class SampledSoftmax(SampledHead):
         check_choice("correction", correction, CORRECTIONS)
         self.correction, self.unique = correction, unique
         self.temperature = check_positive("temperature", temperature)
-        self._head_classes: Any = head_classes
+        self.head_classes: Any = head_classes
         super().__init__(in_features, n_classes, sampler, n_samples, **options)
         if unique and self.n_samples > self.sampler.n_classes:
             raise ValueError(
@@ -121,16 +121,10 @@ class SampledSoftmax(SampledHead):
             )
 
     def _set_sampler(self, sampler: Any) -> None:
-        given, n = self._head_classes, self.n_classes
-        first = isinstance(given, Integral) and not isinstance(given, bool)
-        ids = torch.empty(0) if first else _head_ids(given, n)
-        size = given if first else len(ids)
-        if not 0 <= size < n:
-            raise ValueError(
-                f"head_classes: expected 0 to {n - 1}, so that something is left to draw, got "
-                f"{size}"
-            )
-        ids = torch.arange(size) if first else ids
+        n, ids = self.n_classes, _head_ids(self.head_classes, self.n_classes)
+        first, size = isinstance(self.head_classes, Integral), len(ids)
+        self.n_head = size
+        self.head_classes = size if first else ids.tolist()
         # Whether the sampler draws among the other classes alone, in the order of their ids.
         self._has_tail_sampler = bool(size) and getattr(sampler, "n_classes", None) == n - size
         check_sampler(sampler, n - size if self._has_tail_sampler else n)
@@ -145,29 +139,20 @@ class SampledSoftmax(SampledHead):
         self.register_buffer("tail_ids", others, persistent=False)
         self.register_load_state_dict_post_hook(_fill_in)
 
-    def _always_counted(self) -> int:
-        return self.head_ids.shape[0]
-
     def _draw(self, rng_counter: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._left_of_draw(*super()._draw(rng_counter, dtype))
-
-    def _left_of_draw(self, ids: Tensor, log_prob: Tensor) -> tuple[Tensor, Tensor]:
-        """What was drawn as classes of the head, with -inf for those that are always counted."""
-        if not self.head_ids.shape[0]:
-            return ids, log_prob
-        if self._has_tail_sampler:
-            return self._class_of(ids), log_prob
-        return ids, log_prob.masked_fill(self._is_head(ids), -torch.inf)
-
-    def _loss_of_step(
-        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
-    ) -> Tensor:
-        dtype, n_head = accumulation_dtype(rows.dtype), self.head_ids.shape[0]
         if self.unique:
-            drawn = self.sampler.unique(self.n_samples, rng_counter=rng_counter)
-            ids, log_prob = self._left_of_draw(*drawn)
+            ids, log_prob = self.sampler.unique(self.n_samples, rng_counter=rng_counter)
         else:
-            ids, log_prob = self._draw(rng_counter, dtype)
+            ids, log_prob = super()._draw(rng_counter, dtype)
+        if self._has_tail_sampler:
+            ids = ids + self.n_head if self.tail_ids is None else self.tail_ids[ids]
+        elif self.n_head:
+            log_prob = log_prob.masked_fill(self._is_head(ids), -torch.inf)
+        return ids, log_prob
+
+    def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
+        dtype, n_head = accumulation_dtype(rows.dtype), self.n_head
+        ids, log_prob = self._draw(rng_counter, dtype)
         log_expected = torch.zeros_like(log_prob) if self.correction == "none" else log_prob
         if n_head:
             log_expected = torch.where(log_prob == -torch.inf, torch.inf, log_expected)
@@ -191,59 +176,37 @@ class SampledSoftmax(SampledHead):
 
     def _log_q(self, ids: Tensor) -> Tensor:
         """Log-probabilities of one draw, or of being among unique ones; float64, -inf for head."""
-        names = self._name_of(ids) if self._has_tail_sampler else ids
+        names = ids
+        if self._has_tail_sampler:
+            # Their numbers among the other classes; those of the head have any.
+            others = self.tail_ids
+            names = ids - self.n_head if others is None else torch.searchsorted(others, ids)
+            names = names.clamp(0, self.sampler.n_classes - 1)
         if self.unique:
             made = self.sampler.log_expected(names, self.n_samples).double()
         else:
             made = self.sampler._log_prob(names, None)
-        return made.masked_fill(self._is_head(ids), -torch.inf) if self.head_ids.shape[0] else made
+        return made.masked_fill(self._is_head(ids), -torch.inf) if self.n_head else made
 
     def _log_left(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """log(1 − q(head) − q(targets)), ``(n,)``, for targets ``(n, p)``, negative for none."""
-        sampler, n_head = self.sampler, self.head_ids.shape[0]
-        if not n_head and target.shape[1] == 1:
+        sampler = self.sampler
+        if not self.n_head and target.shape[1] == 1:
             return sampler._log_complement(target.squeeze(1), None, dtype)
         probs = self._log_q(target.clamp(min=0)).exp()
         again = (target.unsqueeze(-1) == target.unsqueeze(-2)).tril(-1).any(-1)
         taken = probs.masked_fill(again | (target < 0), 0.0).sum(-1)
-        if n_head and not self._has_tail_sampler:
+        if self.n_head and not self._has_tail_sampler:
             taken = taken + sampler._log_prob(self.head_ids, None).exp().sum()
         # Where they are all there is, rounding may make their sum more than 1.
         return torch.log1p(-taken.clamp(max=1.0)).to(dtype)
 
     def _is_head(self, ids: Tensor) -> Tensor:
-        n_head = self.head_ids.shape[0]
-        place = torch.searchsorted(self.head_ids, ids).clamp(max=n_head - 1)
+        place = torch.searchsorted(self.head_ids, ids).clamp(max=self.n_head - 1)
         return self.head_ids[place] == ids
-
-    def _class_of(self, names: Tensor) -> Tensor:
-        """From numbers among the other classes to class ids."""
-        if self.tail_ids is None:
-            return names + self.head_ids.shape[0]
-        return self.tail_ids[names]
-
-    def _name_of(self, ids: Tensor) -> Tensor:
-        if self.tail_ids is None:
-            return (ids - self.head_ids.shape[0]).clamp(min=0)
-        return torch.searchsorted(self.tail_ids, ids).clamp(max=self.tail_ids.shape[0] - 1)
-
-    def _exact_options(self) -> dict[str, Any]:
-        return {**super()._exact_options(), "temperature": self.temperature}
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         return log_softmax(scores / self.temperature)
-
-    def config(self) -> dict[str, Any]:
-        given = self._head_classes
-        return {
-            **super().config(),
-            "correction": self.correction,
-            "head_classes": int(given)
-            if isinstance(given, Integral)
-            else self._made_ids[0].tolist(),
-            "unique": self.unique,
-            "temperature": self.temperature,
-        }
 
 
 def _head_ids(head_classes: Any, n_classes: int) -> Tensor:
@@ -252,7 +215,15 @@ def _head_ids(head_classes: Any, n_classes: int) -> Tensor:
             "head_classes: expected how many of the first classes, or a list of class ids, got "
             f"{type(head_classes).__name__}"
         )
-    return as_class_ids("head_classes", head_classes, n_classes)
+    first = isinstance(head_classes, Integral)
+    ids = None if first else as_class_ids("head_classes", head_classes, n_classes)
+    size = int(head_classes) if ids is None else len(ids)
+    if not 0 <= size < n_classes:
+        raise ValueError(
+            f"head_classes: expected 0 to {n_classes - 1}, so that something is left to draw, got "
+            f"{size}"
+        )
+    return torch.arange(size) if ids is None else ids
 
 
 def _fill_in(head: SampledSoftmax, _keys: Any) -> None:
