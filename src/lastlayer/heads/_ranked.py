@@ -103,12 +103,7 @@ class RankedHead(ScoredHead):
 
     def config(self) -> dict[str, Any]:
         order = self.order if self._order_to_come is None else self._order_to_come
-        return {
-            **super().config(),
-            "order": order,
-            "label_smoothing": self.label_smoothing,
-            "chunk_rows": self.chunk_rows,
-        }
+        return {**super().config(), "order": order}
 
     def extra_repr(self) -> str:
         sizes = {"in_features": self.in_features, "n_classes": self.n_classes}

@@ -63,12 +63,8 @@ class AdaptiveSoftmax(RankedHead):
         div_value: by how much each cluster is narrower than the one before; at least 1.
         min_width: least width of a projection.
         head_bias: whether the top has biases: one per class there, and one per cluster.
-        label_smoothing: how much of the target the loss spreads evenly over all classes.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of
+            :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -360,13 +356,7 @@ class AdaptiveSoftmax(RankedHead):
             raise ValueError(f"cutoffs: expected {[*self._starts]}, got {self.cutoffs.tolist()}")
 
     def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            "cutoffs": [*self._starts],
-            "div_value": self.div_value,
-            "min_width": self.min_width,
-            "head_bias": self.head_bias is not None,
-        }
+        return {**super().config(), "cutoffs": [*self._starts]}
 
 
 def _inside(rows: Tensor, projection: Tensor, vectors: Tensor) -> Tensor:

@@ -50,17 +50,36 @@ class SavedModule(torch.nn.Module):
     """A module on hidden states that says what makes it, and that can be saved and loaded."""
 
     in_features: int
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        # That of the constructor, with the names that its ``**options`` hand on to its parent.
+        _, *own = inspect.signature(cls.__init__).parameters.values()
+        taken = {each.name: each for each in own if each.kind is not each.VAR_KEYWORD}
+        if len(taken) < len(own):
+            parent = next(each for each in cls.__mro__[1:] if issubclass(each, SavedModule))
+            for name, each in inspect.signature(parent).parameters.items():
+                if each.kind is each.KEYWORD_ONLY:
+                    taken.setdefault(name, each)
+        cls.__signature__ = inspect.Signature(list(taken.values()))
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments: ``cls(**head.config())`` makes one without the state."""
-        raise NotImplementedError
+        """The constructor's arguments: ``cls(**head.config())`` makes such a head, without state.
+
+        They are the attributes of the same names, but for device and dtype.
+        """
+        made = {}
+        for name, taken in self.__signature__.parameters.items():
+            if name not in ("device", "dtype") and hasattr(self, name):
+                value = getattr(self, name)
+                # ``bias=True`` asks for a parameter of that name.
+                asks = isinstance(taken.default, bool) and not isinstance(value, bool)
+                made[name] = value is not None if asks else value
+        return made
 
     def save(self, folder: str | Path) -> None:
-        """Write ``model.safetensors``, the state, and ``config.json``, what :meth:`config` gives.
-
-        Args:
-            folder: made where it does not exist.
-        """
+        """Write the state, ``model.safetensors``, and the :meth:`config`, ``config.json``."""
         folder, safetensors = Path(folder), _safetensors()
         config = self._saved_config(self.config())
         text = json.dumps({"head": type(self).__name__, "arguments": config}, indent=2) + "\n"
@@ -76,7 +95,7 @@ class SavedModule(torch.nn.Module):
 
         Args:
             folder: where it was saved.
-            device: where its state goes.
+            device: of its state.
 
         Returns:
             A head of the class that was saved, which is this one or derives from it, so that
@@ -143,10 +162,9 @@ class SavedModule(torch.nn.Module):
 
     def _shown(self, config: dict[str, Any]) -> str:
         """For ``extra_repr``; a head may leave out what is long."""
-        taken = inspect.signature(type(self)).parameters
         shown = []
         for name, value in config.items():
-            known = taken.get(name)
+            known = self.__signature__.parameters.get(name)
             by_name = known is not None and known.kind is inspect.Parameter.KEYWORD_ONLY
             if isinstance(value, Tensor):
                 shown.append(f"{name}=<{tuple(value.shape)}>")
@@ -285,21 +303,14 @@ class Head(SavedModule, ABC):
     def init_bias_from_counts(self, counts: Any) -> None:
         """Start at the class frequencies: biases become log frequencies, the cheapest speed-up.
 
+        At the hidden state 0 the head then predicts the class frequencies.
+
         Args:
             counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
         """
         raise NotImplementedError(
             f"init_bias_from_counts: {type(self).__name__} has no biases to start from counts"
         )
-
-    def config(self) -> dict[str, Any]:
-        """The constructor's arguments: ``cls(**head.config())`` makes such a head."""
-        return {
-            "in_features": self.in_features,
-            "n_classes": self.n_classes,
-            "ignore_index": self.ignore_index,
-            "reduction": self.reduction,
-        }
 
     def _check_rows(self, hidden: Any) -> Tensor:
         """Checked hidden states as rows, ``(n, in_features)``."""
@@ -336,8 +347,9 @@ class Head(SavedModule, ABC):
 class ScoredHead(Head):
     """A head whose log-probabilities come from rows and a few tensors, chunk by chunk.
 
-    It defines :meth:`_score_tensors` and :meth:`_rows_log_prob`, and gets :meth:`log_prob` in
-    bounded memory from them.
+    It defines :meth:`_score_tensors` and :meth:`_rows_log_prob`, and gets :meth:`log_prob` from
+    them. Scores are float32 also where the head is in half precision. For chosen classes memory is
+    that of a chunk, and backward makes the scores of each chunk again.
     """
 
     # Numbers held for each score of a chunk, itself included.
@@ -345,13 +357,6 @@ class ScoredHead(Head):
 
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any) -> None:
-        """Set the biases to the log frequencies of the classes: the cheapest speed-up there is.
-
-        At the hidden state 0 the head then predicts the class frequencies.
-
-        Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
-        """
         bias = getattr(self, "bias", None)
         if bias is None:
             raise ValueError(
@@ -375,22 +380,6 @@ class ScoredHead(Head):
         """Log-probabilities of all classes, or of ``chosen`` ones (rows, k); differentiable."""
 
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
-        """Exact log-probabilities in float32, or in float64 from float64.
-
-        Scores are float32 also where the head is in half precision. They are made for a chunk of
-        rows at a time, so that for chosen classes memory is bounded; only a result for all
-        classes has one number per row and class. The result is differentiable; for chosen classes
-        backward makes the scores of each chunk again.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            classes: class ids of any integer dtype: ``(*batch)``, one per row, or ``(*batch, k)``;
-                None for all classes. A list shared by all rows is ``classes.expand(*batch, k)``.
-
-        Returns:
-            ``(*batch)``, ``(*batch, k)`` or ``(*batch, n_classes)``; -inf for a class of
-            probability 0.
-        """
         rows = in_autocast_dtype(self._check_rows(hidden))
         shape: tuple[int, ...] = (*hidden.shape[:-1], self.n_classes)
         chosen = None

@@ -52,12 +52,8 @@ class CharCNNSoftmax(ScoredHead):
         max_length: bytes of a word that are read. Longer words that begin with the same ones
             differ by their correction and bias alone.
         chunk_classes: classes whose vectors are computed at a time, or "auto".
-        label_smoothing: how much of the target the loss spreads evenly over all classes.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of
+            :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -276,23 +272,6 @@ class CharCNNSoftmax(ScoredHead):
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts without kept vectors.
         return {**self.__dict__, "_kept": None}
-
-    def config(self) -> dict[str, Any]:
-        shared = super().config()
-        del shared["n_classes"]
-        return {
-            **shared,
-            "spellings": list(self._spellings),
-            "correction": self.correction,
-            "bias": self.bias is not None,
-            "char_features": self.char_features,
-            "filters": self.filters,
-            "highway_layers": self.highway_layers,
-            "max_length": self.max_length,
-            "chunk_classes": self.chunk_classes,
-            "label_smoothing": self.label_smoothing,
-            "chunk_rows": self.chunk_rows,
-        }
 
     def extra_repr(self) -> str:
         sizes = {"in_features": self.in_features, "n_classes": self.n_classes}

@@ -63,12 +63,8 @@ class DifferentiatedSoftmax(RankedHead):
             class is in; inside a band classes are sorted by id.
         variant: "slices" or "projections".
         bias: whether each class has a bias.
-        label_smoothing: how much of the target the loss spreads evenly over all classes.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of
+            :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -182,17 +178,6 @@ class DifferentiatedSoftmax(RankedHead):
         if chosen is None:
             return self._by_class(log_prob)
         return log_prob.gather(-1, self._places_of(chosen))
-
-    def config(self) -> dict[str, Any]:
-        config = {
-            **super().config(),
-            "bands": [list(band) for band in self.bands],
-            "variant": self.variant,
-            "bias": self.bias is not None,
-        }
-        # The bands say how many classes there are.
-        del config["n_classes"]
-        return config
 
 
 def _checked_bands(bands: Any, in_features: int, variant: str) -> tuple[tuple[int, int], ...]:

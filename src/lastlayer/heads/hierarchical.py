@@ -418,10 +418,7 @@ class HierarchicalSoftmax(Head):
 
         The tree is in it as it is; :meth:`save` writes it to a file of its own.
         """
-        config = super().config()
-        del config["n_classes"]
-        own = {"tree": self.tree, "bias": self.bias is not None, "sparse": self.sparse}
-        return {"in_features": config.pop("in_features"), **own, **config}
+        return super().config()
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in config.items() if name != "tree"}

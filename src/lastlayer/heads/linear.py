@@ -1,6 +1,5 @@
 """Heads with one vector per class, exact: softmax, entmax and top-k softmax over all classes."""
 
-import inspect
 import math
 from typing import Any, Self, TypedDict, Unpack
 
@@ -42,10 +41,11 @@ class LinearHead(ScoredHead):
     ``nn.Linear``. A head of this kind defines :meth:`forward` and :meth:`_log_probs`.
     """
 
+    # Attributes that the fused loss takes by name.
+    _loss_names: tuple[str, ...] = ("ignore_index", "reduction", "class_weight", "chunk_rows")
     weight: Parameter
     bias: Parameter | None
     class_weight: Tensor | None
-    __signature__: inspect.Signature
 
     def __init__(
         self,
@@ -70,10 +70,6 @@ class LinearHead(ScoredHead):
         self.register_buffer("class_weight", None)
         self._set_class_weight(class_weight)
         self.reset_parameters()
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        cls.__signature__ = _with_inherited_options(cls)
 
     def _set_class_weight(self, class_weight: Any) -> None:
         if class_weight is not None:
@@ -161,21 +157,8 @@ class LinearHead(ScoredHead):
         return log_softmax(scores)
 
     def _loss_options(self) -> dict[str, Any]:
-        """What the fused losses take beside hidden, weight, target and bias."""
-        return {
-            "ignore_index": self.ignore_index,
-            "reduction": self.reduction,
-            "class_weight": self.class_weight,
-            "chunk_rows": self.chunk_rows,
-        }
-
-    def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            "bias": self.bias is not None,
-            "class_weight": self.class_weight,
-            "chunk_rows": self.chunk_rows,
-        }
+        """What the fused loss takes beside hidden, weight, target and bias."""
+        return {name: getattr(self, name) for name in self._loss_names}
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         # The weights themselves are part of the state.
@@ -189,20 +172,6 @@ class LinearHead(ScoredHead):
         if weighted:
             head.class_weight = torch.ones(head.n_classes)
         return head
-
-
-def _with_inherited_options(head: type[LinearHead]) -> inspect.Signature:
-    """The constructor's signature with the names that its ``**options`` hand on to its parent."""
-    kinds = inspect.Parameter
-    # Without self.
-    own = list(inspect.signature(head.__init__).parameters.values())[1:]
-    rest = [each for each in own if each.kind is not kinds.VAR_KEYWORD]
-    if len(rest) < len(own):
-        parent = next(each for each in head.__mro__[1:] if issubclass(each, LinearHead))
-        taken = {each.name for each in rest}
-        handed_on = inspect.signature(parent).parameters.values()
-        rest += [e for e in handed_on if e.kind is kinds.KEYWORD_ONLY and e.name not in taken]
-    return inspect.Signature(rest)
 
 
 class FullSoftmax(LinearHead):
@@ -243,6 +212,9 @@ class FullSoftmax(LinearHead):
     """
 
     recipes = (Recipe("full", "softmax over all classes, fused", compared=("full",), rank=10),)
+    _loss_names = (
+        *LinearHead._loss_names, "label_smoothing", "z_loss", "softcap", "temperature"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -264,7 +236,7 @@ class FullSoftmax(LinearHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The cross entropy of the targets; see :func:`lastlayer.fused.linear_cross_entropy`."""
         self._check_hidden(hidden)
-        options = {**self._loss_options(), **self._softmax_options()}
+        options = self._loss_options()
         return linear_cross_entropy(hidden, self.weight, target, self.bias, **options)
 
     def _log_probs(self, scores: Tensor) -> Tensor:
@@ -275,17 +247,6 @@ class FullSoftmax(LinearHead):
         if self.temperature != 1.0:
             scores = scores / self.temperature
         return log_softmax(scores)
-
-    def _softmax_options(self) -> dict[str, Any]:
-        return {
-            "label_smoothing": self.label_smoothing,
-            "z_loss": self.z_loss,
-            "softcap": self.softcap,
-            "temperature": self.temperature,
-        }
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), **self._softmax_options()}
 
 
 class EntmaxHead(LinearHead):
@@ -309,12 +270,8 @@ class EntmaxHead(LinearHead):
         n_classes: number of classes.
         alpha: a number of at least 1.
         bias: whether each class has a bias.
-        class_weight: one weight per class for the loss, ``(n_classes,)``; kept as a buffer.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``class_weight``, ``ignore_index``, ``reduction``, ``chunk_rows``, ``device`` and
+            ``dtype``, as of :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -329,6 +286,7 @@ class EntmaxHead(LinearHead):
         Recipe("entmax", "entmax: most probabilities exactly 0", compared=("entmax",), rank=11),
         Recipe("sparsemax", "entmax with α = 2", fixed={"alpha": 2.0}, rank=12),
     )
+    _loss_names = *LinearHead._loss_names, "alpha"
 
     def __init__(
         self,
@@ -344,16 +302,13 @@ class EntmaxHead(LinearHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The entmax loss of the targets; see :func:`lastlayer.fused.linear_entmax_loss`."""
         self._check_hidden(hidden)
-        options = {**self._loss_options(), "alpha": self.alpha}
+        options = self._loss_options()
         return linear_entmax_loss(hidden, self.weight, target, self.bias, **options)
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         return (
             log_softmax(scores) if self.alpha == 1.0 else log_of_probs(entmax(scores, self.alpha))
         )
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "alpha": self.alpha}
 
 
 class TopKSoftmaxHead(LinearHead):
@@ -377,12 +332,8 @@ class TopKSoftmaxHead(LinearHead):
         n_classes: number of classes.
         k: number of classes that keep a probability, at least 1; n_classes or more is the softmax.
         bias: whether each class has a bias.
-        class_weight: one weight per class for the loss, ``(n_classes,)``; kept as a buffer.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``class_weight``, ``ignore_index``, ``reduction``, ``chunk_rows``, ``device`` and
+            ``dtype``, as of :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -393,6 +344,7 @@ class TopKSoftmaxHead(LinearHead):
     """
 
     recipes = (Recipe("topk", "softmax over the k best classes", defaults={"k": 100}, rank=13),)
+    _loss_names = *LinearHead._loss_names, "k"
     _copies = TOP_COPIES + 2.0
 
     def __init__(
@@ -409,7 +361,7 @@ class TopKSoftmaxHead(LinearHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The loss of the targets; see :func:`lastlayer.fused.linear_topk_softmax_loss`."""
         self._check_hidden(hidden)
-        options = {**self._loss_options(), "k": self.k}
+        options = self._loss_options()
         return linear_topk_softmax_loss(hidden, self.weight, target, self.bias, **options)
 
     def _log_probs(self, scores: Tensor) -> Tensor:
@@ -420,6 +372,3 @@ class TopKSoftmaxHead(LinearHead):
         broken = logs.isnan().any(-1, keepdim=True)
         nothing = torch.full_like(scores, -torch.inf).masked_fill_(broken, torch.nan)
         return nothing.scatter(-1, classes, logs)
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "k": self.k}

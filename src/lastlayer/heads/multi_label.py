@@ -350,16 +350,8 @@ class MultiLabel(LinearHead):
         return threshold.to(device)
 
     def config(self) -> dict[str, Any]:
-        shared = super().config()
-        del shared["class_weight"]
-        return {
-            **shared,
-            "loss": self.loss,
-            "label_smoothing": self.label_smoothing,
-            "loss_options": dict(self.loss_options) or None,
-            "calibrator": deepcopy(self.calibrator),
-            "chunk_classes": self.chunk_classes,
-        }
+        options, calibrator = dict(self.loss_options) or None, deepcopy(self.calibrator)
+        return {**super().config(), "loss_options": options, "calibrator": calibrator}
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         made = config["calibrator"]

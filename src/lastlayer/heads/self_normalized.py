@@ -112,12 +112,8 @@ class SelfNormalized(LinearHead):
         fraction: :math:`\gamma`, the share of rows that are normalised in a step, above 0 and at
             most 1; rounded up to whole rows.
         seed: of the rows drawn.
-        class_weight: one weight per class for the loss, ``(n_classes,)``; kept as a buffer.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``class_weight``, ``ignore_index``, ``reduction``, ``chunk_rows``, ``device`` and
+            ``dtype``, as of :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -260,10 +256,6 @@ class SelfNormalized(LinearHead):
         head = super().from_linear(linear, **options)
         head.rng_counter = head.rng_counter.to(linear.weight.device)
         return head
-
-    def config(self) -> dict[str, Any]:
-        own = {"z_loss": self.z_loss, "fraction": self.fraction, "seed": self.seed}
-        return {**super().config(), **own}
 
 
 def _is_positive_share(number: float) -> bool:

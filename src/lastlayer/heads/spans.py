@@ -280,17 +280,7 @@ class GlobalPointer(SavedModule):
         return SpanParts(query, key, start_bias, end_bias, mask)
 
     def config(self) -> dict[str, Any]:
-        return {
-            "in_features": self.in_features,
-            "n_types": self.n_types,
-            "head_size": self.head_size,
-            "rope": self.rope,
-            "efficient": self.efficient,
-            "bias": self.project.bias is not None,
-            "ignore_index": self.ignore_index,
-            "reduction": self.reduction,
-            "chunk_spans": self.chunk_spans,
-        }
+        return {**super().config(), "bias": self.project.bias is not None}
 
 
 def rotated(vectors: Tensor, scale: float = 1.0) -> Tensor:

@@ -199,11 +199,6 @@ class ComparedHead(LinearHead):
             raise TypeError(f"class_weight: expected none, since {cls.__name__} has no such option")
         return super().from_linear(linear, **options)
 
-    def config(self) -> dict[str, Any]:
-        config = super().config()
-        del config["class_weight"]
-        return {**config, "sparse": self.sparse}
-
 
 class SampledHead(ComparedHead):
     """One vector per class, trained against a few classes that are drawn anew in every step.
