@@ -27,7 +27,7 @@ from lastlayer._torch import (
     without_autocast,
 )
 from lastlayer.fused.recompute import in_chunks
-from lastlayer.fused.scores import row_chunks
+from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.recipes import Recipe
 
 _CONFIG, _STATE = "config.json", "model.safetensors"
@@ -35,6 +35,7 @@ _CONFIG, _STATE = "config.json", "model.safetensors"
 # are made of take six times its memory for a few rows at a time, and of draw_classes.
 TOP_COPIES, _TOP_PARTS = 4.0, 4
 _DRAW_COPIES = 5.0
+_ARGS, _OPTIONS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 class TopK(NamedTuple):
@@ -54,15 +55,18 @@ class SavedModule(torch.nn.Module):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        # That of the constructor, with the names that its ``**options`` hand on to its parent.
+        # That of the constructor, with what its ``*args`` and ``**options`` hand on to its parent.
         _, *own = inspect.signature(cls.__init__).parameters.values()
-        taken = {each.name: each for each in own if each.kind is not each.VAR_KEYWORD}
-        if len(taken) < len(own):
+        variable = {each.kind for each in own} & {_ARGS, _OPTIONS}
+        taken = {each.name: each for each in own if each.kind not in variable}
+        if _OPTIONS in variable:
             parent = next(each for each in cls.__mro__[1:] if issubclass(each, SavedModule))
             for name, each in inspect.signature(parent).parameters.items():
-                if each.kind is each.KEYWORD_ONLY:
+                if each.kind is each.KEYWORD_ONLY or (_ARGS in variable and each.kind < _ARGS):
                     taken.setdefault(name, each)
-        cls.__signature__ = inspect.Signature(list(taken.values()))
+        # As Python orders them: by position, then by name; what has to be given first.
+        ordered = sorted(taken.values(), key=lambda e: (e.kind, e.default is not e.empty))
+        cls.__signature__ = inspect.Signature(ordered)
 
     def config(self) -> dict[str, Any]:
         """The constructor's arguments: ``cls(**head.config())`` makes such a head, without state.
@@ -347,9 +351,9 @@ class Head(SavedModule, ABC):
 class ScoredHead(Head):
     """A head whose log-probabilities come from rows and a few tensors, chunk by chunk.
 
-    It defines :meth:`_score_tensors` and :meth:`_rows_log_prob`, and gets :meth:`log_prob` from
-    them. Scores are float32 also where the head is in half precision. For chosen classes memory is
-    that of a chunk, and backward makes the scores of each chunk again.
+    It defines :meth:`_score_tensors`, and :meth:`_log_probs` or :meth:`_rows_log_prob` where it is
+    no softmax over ``rows @ weight.T + bias``. Scores are float32 also where the head is in half
+    precision. For chosen classes memory is that of a chunk, and backward makes its scores again.
     """
 
     # Numbers held for each score of a chunk, itself included.
@@ -373,11 +377,14 @@ class ScoredHead(Head):
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """Everything differentiable that :meth:`_rows_log_prob` needs beside rows, in ``dtype``."""
 
-    @abstractmethod
-    def _rows_log_prob(
-        self, rows: Tensor, chosen: Tensor | None, *tensors: Tensor | None
-    ) -> Tensor:
+    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         """Log-probabilities of all classes, or of ``chosen`` ones (rows, k); differentiable."""
+        log_probs = self._log_probs(wide_scores(rows, *tensors))
+        return log_probs if chosen is None else log_probs.gather(-1, chosen)
+
+    def _log_probs(self, scores: Tensor) -> Tensor:
+        """The log of the map of scores ``(rows, n_classes)``, differentiable."""
+        return log_softmax(scores)
 
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
         rows = in_autocast_dtype(self._check_rows(hidden))

@@ -12,9 +12,8 @@ from torch.nn import Linear, ModuleList, Parameter
 from lastlayer._checks import check_chunk, check_int
 from lastlayer._torch import autocast_dtype, host_sync_allowed, in_dtype, is_functorch_wrapped
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
-from lastlayer.fused.scores import wide_scores
 from lastlayer.heads._char_cnn import CharCNN, Words, check_filters, check_spellings
-from lastlayer.heads.base import ScoredHead, log_softmax
+from lastlayer.heads.base import ScoredHead
 from lastlayer.heads.recipes import Recipe
 
 FILTERS = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256))
@@ -255,10 +254,6 @@ class CharCNNSoftmax(ScoredHead):
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         bias = None if self.bias is None else in_dtype(self.bias, dtype)
         return in_dtype(self.class_vectors(), dtype), bias
-
-    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
-        log_probs = log_softmax(wide_scores(rows, *tensors))
-        return log_probs if chosen is None else log_probs.gather(-1, chosen)
 
     def train(self, mode: bool = True) -> Self:
         self._kept, self._recorded = None, False

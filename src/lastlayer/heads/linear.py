@@ -10,7 +10,6 @@ from torch.nn import Parameter
 from lastlayer._checks import check_alpha_number, check_chunk, check_class_weight, check_k
 from lastlayer._torch import in_dtype
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
-from lastlayer.fused.scores import wide_scores
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
 from lastlayer.heads.base import (
     TOP_COPIES,
@@ -143,19 +142,6 @@ class LinearHead(ScoredHead):
         bias = None if self.bias is None else in_dtype(self.bias, dtype)
         return in_dtype(self.weight, dtype), bias
 
-    def _rows_log_prob(
-        self, rows: Tensor, chosen: Tensor | None, *tensors: Tensor | None
-    ) -> Tensor:
-        weight, bias = tensors
-        if weight is None:
-            raise RuntimeError("weight: expected class vectors")
-        log_probs = self._log_probs(wide_scores(rows, weight, bias))
-        return log_probs if chosen is None else log_probs.gather(-1, chosen)
-
-    def _log_probs(self, scores: Tensor) -> Tensor:
-        """The log of the map of scores ``(rows, n_classes)``, differentiable."""
-        return log_softmax(scores)
-
     def _loss_options(self) -> dict[str, Any]:
         """What the fused loss takes beside hidden, weight, target and bias."""
         return {name: getattr(self, name) for name in self._loss_names}
@@ -236,8 +222,7 @@ class FullSoftmax(LinearHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The cross entropy of the targets; see :func:`lastlayer.fused.linear_cross_entropy`."""
         self._check_hidden(hidden)
-        options = self._loss_options()
-        return linear_cross_entropy(hidden, self.weight, target, self.bias, **options)
+        return linear_cross_entropy(hidden, self.weight, target, self.bias, **self._loss_options())
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         if self.softcap is not None:
@@ -302,8 +287,7 @@ class EntmaxHead(LinearHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The entmax loss of the targets; see :func:`lastlayer.fused.linear_entmax_loss`."""
         self._check_hidden(hidden)
-        options = self._loss_options()
-        return linear_entmax_loss(hidden, self.weight, target, self.bias, **options)
+        return linear_entmax_loss(hidden, self.weight, target, self.bias, **self._loss_options())
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         return (
@@ -361,8 +345,9 @@ class TopKSoftmaxHead(LinearHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The loss of the targets; see :func:`lastlayer.fused.linear_topk_softmax_loss`."""
         self._check_hidden(hidden)
-        options = self._loss_options()
-        return linear_topk_softmax_loss(hidden, self.weight, target, self.bias, **options)
+        return linear_topk_softmax_loss(
+            hidden, self.weight, target, self.bias, **self._loss_options()
+        )
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         if self.k >= scores.shape[-1]:

@@ -212,8 +212,8 @@ class MultiLabel(LinearHead):
         )
         lists = sorted_lists(*given, n, self.n_classes, self.ignore_index, smoothing)
 
-        def losses_of(some: Tensor, ids: Tensor, *tensors: Tensor | None) -> Tensor:
-            scores = _scores(some, *tensors)
+        def losses_of(some: Tensor, ids: Tensor, *tensors: Any) -> Tensor:
+            scores = wide_scores(some, *tensors)
             labels = lists.dense(ids[:1], scores, smoothing)
             made: Tensor = _DENSE[self.loss](scores, labels, reduction="none", **self.loss_options)
             return made
@@ -320,9 +320,7 @@ class MultiLabel(LinearHead):
         # A slope of 0 makes nothing of an infinite score.
         return logsigmoid(torch.where(slope == 0, 0.0, slope * scores) + bias)
 
-    def _rows_log_prob(
-        self, rows: Tensor, chosen: Tensor | None, *tensors: Tensor | None
-    ) -> Tensor:
+    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         # Chosen labels stand for themselves: the others are not looked at. The scores of the
         # kernel have no gradient.
         if chosen is None or self.loss == "sparsemax" or torch.is_grad_enabled():
@@ -332,9 +330,9 @@ class MultiLabel(LinearHead):
 
     def _scores_in_chunks(self, rows: Tensor, copies: float) -> Iterator[tuple[int, Tensor]]:
         """Of each chunk of rows the first one, and the scores of all labels."""
-        tensors = self._score_tensors(rows.dtype)
+        tensors: tuple[Any, ...] = self._score_tensors(rows.dtype)
         for part in row_chunks(rows, self.n_classes, self.chunk_rows, copies):
-            yield part.start, _scores(rows[part], *tensors)
+            yield part.start, wide_scores(rows[part], *tensors)
 
     def _check_threshold(self, threshold: Any, device: torch.device) -> float | Tensor:
         """A number, or one per label, on the device; by default the calibrator's, or 0."""
@@ -374,13 +372,6 @@ _NO_CLASS_WEIGHT = (
     "class_weight: expected none, since the losses of MultiLabel have no weights per label, got "
     "some; leave it out"
 )
-
-
-def _scores(rows: Tensor, *tensors: Tensor | None) -> Tensor:
-    weight, bias = tensors
-    if weight is None:
-        raise RuntimeError("weight: expected class vectors")
-    return wide_scores(rows, weight, bias)
 
 
 def _check_loss_options(loss: str, loss_options: Any) -> None:

@@ -12,7 +12,6 @@ from lastlayer._torch import (
     accumulation_dtype,
     host_sync_allowed,
     in_autocast_dtype,
-    in_dtype,
     is_eager,
 )
 from lastlayer.fused import linear_cross_entropy, linear_statistics
@@ -147,9 +146,8 @@ class SelfNormalized(LinearHead):
         **options: Unpack[LinearOptions],
     ) -> None:
         self.z_loss = check_positive("z_loss", z_loss)
-        self.fraction = check_real(
-            "fraction", fraction, "a share of the rows, above 0 and at most 1", _is_positive_share
-        )
+        expected = "a share of the rows, above 0 and at most 1"
+        self.fraction = check_real("fraction", fraction, expected, lambda x: 0.0 < x <= 1.0)
         self.seed = check_seed(seed)
         super().__init__(in_features, n_classes, bias, **options)
         device = None if self.weight.device.type == "meta" else self.weight.device
@@ -160,29 +158,27 @@ class SelfNormalized(LinearHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """In training mode the loss above; in eval mode the exact cross entropy."""
         self._check_hidden(hidden)
-        options = self._loss_options()
         if self.training and self.fraction < 1.0:
             return self._infrequent(hidden, self._check_target(hidden, target))
         if self.training and self.class_weight is not None:
-            return self._weighted(hidden, self._check_target(hidden, target))
-        z_loss = self.z_loss if self.training else 0.0
-        return linear_cross_entropy(
-            hidden, self.weight, target, self.bias, z_loss=z_loss, **options
-        )
+            target = self._check_target(hidden, target)
+            row_weight = self._row_weight(target, accumulation_dtype(hidden.dtype))
+            return self._weighted(hidden, target, self.weight, self.bias, row_weight)
+        options = {**self._loss_options(), "z_loss": self.z_loss if self.training else 0.0}
+        return linear_cross_entropy(hidden, self.weight, target, self.bias, **options)
 
-    def _weighted(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """With the weight of a class on all of the loss: the fused one's leaves log² Z without."""
-        row_weight = self._row_weight(target, accumulation_dtype(hidden.dtype))
+    def _weighted(
+        self, hidden: Tensor, target: Tensor, weight: Any, bias: Any, row_weight: Tensor
+    ) -> Tensor:
+        """With a weight on all of a row's loss: class weights of the fused one leave out log² Z."""
         return linear_cross_entropy(
-            hidden, self.weight, target, self.bias, row_weight=row_weight, z_loss=self.z_loss,
+            hidden, weight, target, bias, row_weight=row_weight, z_loss=self.z_loss,
             ignore_index=self.ignore_index, chunk_rows=self.chunk_rows,
             reduction="none" if self.reduction == "none" else "sum",
         )  # fmt: skip
 
     def _infrequent(self, hidden: Tensor, target: Tensor) -> Tensor:
         rows = in_autocast_dtype(hidden).reshape(-1, self.in_features)
-        weight = in_dtype(self.weight, rows.dtype)
-        bias = None if self.bias is None else in_dtype(self.bias, rows.dtype)
         ids = target.reshape(-1)
         row_weight = self._row_weight(ids, accumulation_dtype(rows.dtype))
         present = torch.where(row_weight == 0, 0, ids)
@@ -190,14 +186,13 @@ class SelfNormalized(LinearHead):
         times = ids.shape[0] / max(1, chosen.shape[0])
         # The loss on chosen rows has -s_y as well, with all of its factor.
         factor = torch.full_like(row_weight, -1.0).index_fill_(0, chosen, times - 1.0)
-        scores = _target_scores(rows, self.weight, self.bias, present, row_weight * factor)
-        reduced = self.reduction != "none"
-        losses = linear_cross_entropy(
-            rows[chosen], weight, ids[chosen], bias, row_weight=row_weight[chosen] * times,
-            ignore_index=self.ignore_index, reduction="sum" if reduced else "none",
-            z_loss=self.z_loss, chunk_rows=self.chunk_rows,
-        )  # fmt: skip
-        if reduced:
+        factor = factor * row_weight
+        # A row with a factor of 0 has no gradient, whatever is in it.
+        counted = torch.where((factor != 0).unsqueeze(-1), rows, 0.0)
+        scores: Tensor = _TargetScores.apply(counted, self.weight, self.bias, present, factor)
+        parameters = self._score_tensors(rows.dtype)
+        losses = self._weighted(rows[chosen], ids[chosen], *parameters, row_weight[chosen] * times)
+        if self.reduction != "none":
             return losses + scores.sum()
         return scores.index_add(0, chosen, losses).reshape(target.shape)
 
@@ -258,29 +253,9 @@ class SelfNormalized(LinearHead):
         return head
 
 
-def _is_positive_share(number: float) -> bool:
-    return 0.0 < number <= 1.0
-
-
-def _target_scores(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, factor: Tensor
-) -> Tensor:
-    """``factor`` times the score of each row's target, in float32, or float64 from float64.
-
-    Args:
-        rows: ``(n, d)``.
-        weight: ``(v, d)``.
-        bias: ``(v,)`` or None.
-        target: class ids ``(n,)``.
-        factor: ``(n,)``, in the dtype of the result; a row with a factor of 0 is 0 without
-            gradient, whatever is in it.
-    """
-    rows = torch.where((factor != 0).unsqueeze(-1), rows, 0.0)
-    scores: Tensor = _TargetScores.apply(rows, weight, bias, target, factor)
-    return scores
-
-
 class _TargetScores(torch.autograd.Function):
+    """``factor`` ``(n,)`` times the score of each row's target, in the dtype of ``factor``."""
+
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, factor: Tensor
