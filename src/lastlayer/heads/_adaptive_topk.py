@@ -35,32 +35,28 @@ def best_classes(head: "AdaptiveSoftmax", rows: Tensor, k: int) -> tuple[Tensor,
     """Log-probabilities and ids of the k best classes of each row, the best one first."""
     if blocks_suit(head, rows, k):
         return best_by_blocks(head, rows, k)
-    values, classes, clusters = _best_at_the_top(head, rows, k)
-    for i, (start, last) in enumerate(head._clusters):
-        size = last - start
-        kth = values[:, k - 1] if values.shape[1] >= k else clusters.new_tensor(-torch.inf)
-        some = opened(head, i, rows, clusters[:, i], kth.expand(len(rows)))
-        values, classes = _padded(values, classes, min(k, values.shape[1] + size))
-        for part in head._chunks(rows[some], size):
-            at = some[part]
-            inside = head._inside_log_prob(i, rows[at]) + clusters[at, i : i + 1]
-            best, columns = top_classes(inside, min(k, size))
-            found = head._classes_at(columns + start)
-            values[at], classes[at] = _merged(values[at], classes[at], best, found, values.shape[1])
-    return values, classes
-
-
-def _best_at_the_top(
-    head: "AdaptiveSoftmax", rows: Tensor, k: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Values and classes of the best at the top, and the log-probabilities of clusters."""
     best, n = [], head._n_top
     for part in head._chunks(rows, head.head_weight.shape[0]):
         top = head._top_log_prob(rows[part])
         values, columns = top_classes(top[:, :n], min(k, n))
         best.append((values, head._classes_at(columns), top[:, n:]))
-    values, classes, clusters = (torch.cat(each) for each in zip(*best, strict=True))
-    return values, classes, clusters
+    values, classes, clusters = map(torch.cat, zip(*best, strict=True))
+    # What is missing is worse than any class.
+    missing = 0, k - values.shape[1]
+    values, classes = pad(values, missing, value=-torch.inf), pad(classes, missing, value=-1)
+    for i, (start, last) in enumerate(head._clusters):
+        some = opened(head, i, rows, clusters[:, i], values[:, -1])
+        for part in head._chunks(rows[some], last - start):
+            at = some[part]
+            inside = head._inside_log_prob(i, rows[at]) + clusters[at, i : i + 1]
+            found, columns = top_classes(inside, min(k, last - start))
+            found = torch.cat([values[at], found], -1)
+            of_classes = torch.cat([classes[at], head._classes_at(columns + start)], -1)
+            # The lower class first where they are equal; a class of probability 0 before padding.
+            by_id = torch.where(of_classes < 0, head.n_classes, of_classes).argsort(-1)
+            values[at], columns = top_classes(found.gather(-1, by_id), k)
+            classes[at] = of_classes.gather(-1, by_id).gather(-1, columns)
+    return values, classes
 
 
 def opened(
@@ -68,12 +64,7 @@ def opened(
 ) -> Tensor:
     """The rows in which a class of the cluster may be better than the k-th best so far.
 
-    Args:
-        head: the head.
-        cluster: which one.
-        rows: all of them, ``(n, in_features)``.
-        log_prob: of the cluster as a whole, ``(n,)``.
-        kth: the k-th best so far, ``(n,)``.
+    ``log_prob`` is that of the cluster as a whole, ``(n,)``, and ``kth`` the k-th best, ``(n,)``.
     """
     # Not `>=`: a row of NaN is opened too.
     some = rows_where(~(log_prob < kth))
@@ -109,23 +100,6 @@ def rows_where(asked: Tensor) -> Tensor:
     return torch.arange(asked.shape[0], device=asked.device)
 
 
-def _padded(values: Tensor, classes: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Lists of at least ``width``; what is missing is worse than any class."""
-    missing = max(0, width - values.shape[1])
-    return pad(values, (0, missing), value=-torch.inf), pad(classes, (0, missing), value=-1)
-
-
-def _merged(
-    values: Tensor, classes: Tensor, more: Tensor, of_classes: Tensor, k: int
-) -> tuple[Tensor, Tensor]:
-    """The best k of two lists per row, the lower class first where they are equal."""
-    classes = torch.cat([classes, of_classes], -1)
-    # Padding last: a class of probability 0 goes before it.
-    by_id = torch.where(classes < 0, torch.iinfo(classes.dtype).max, classes).argsort(-1)
-    values, columns = top_classes(torch.cat([values, more], -1).gather(-1, by_id), k)
-    return values, classes.gather(-1, by_id).gather(-1, columns)
-
-
 def blocks_suit(head: "AdaptiveSoftmax", rows: Tensor, k: int) -> bool:
     """Whether there is a kernel for these rows, and clusters have far more than k blocks."""
     if selected("class_scores", rows.device.type, rows.dtype) != "triton":
@@ -135,26 +109,24 @@ def blocks_suit(head: "AdaptiveSoftmax", rows: Tensor, k: int) -> bool:
 
 
 def best_by_blocks(head: "AdaptiveSoftmax", rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and ids of the k best classes of each row, the best one first."""
+    """As :func:`best_classes`, by blocks of classes."""
+    # Imported here: Triton is not on every machine.
+    from lastlayer.kernels.search.triton import largest
+
     sizes = [last - start for start, last in head._clusters]
     # Of each row and cluster the candidates, and two numbers per block of the largest.
     of_each = k * _BLOCK + 2 * max(sizes) // _BLOCK
     candidates = len(sizes) * of_each + head.head_weight.shape[0]
     step = max(1, _MOST_CANDIDATES // candidates)
-    found = [_best(head, some, k) for some in rows.split(step)]
-    values, classes = (torch.cat(each) for each in zip(*found, strict=True))
+    found, n_top = [], head._n_top
+    for some in rows.split(step):
+        top = head._top_log_prob(some)
+        values, places = _in_best_blocks(head, some, top[:, n_top:], k)
+        near = torch.arange(n_top, device=rows.device).expand(len(some), -1)
+        classes = head._classes_at(torch.cat([near, places], -1))
+        found.append(largest(torch.cat([top[:, :n_top], values], -1), classes, k))
+    values, classes = map(torch.cat, zip(*found, strict=True))
     return values, classes
-
-
-def _best(head: "AdaptiveSoftmax", rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    # Imported here: Triton is not on every machine.
-    from lastlayer.kernels.search.triton import largest
-
-    n_top, top = head._n_top, head._top_log_prob(rows)
-    values, places = _in_best_blocks(head, rows, top[:, n_top:], k)
-    near = torch.arange(n_top, device=rows.device).expand(len(rows), -1)
-    classes = head._classes_at(torch.cat([near, places], -1))
-    return largest(torch.cat([top[:, :n_top], values], -1), classes, k)
 
 
 def _in_best_blocks(

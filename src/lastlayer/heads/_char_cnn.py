@@ -3,18 +3,16 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Embedding, Linear, Module, ModuleList
 from torch.nn.functional import embedding_bag
 from torch.utils.checkpoint import checkpoint
 
-from lastlayer._checks import check_int
 from lastlayer.fused.recompute import in_chunks
 
 # The bytes of UTF-8, the marks of a word, and what a window sees after the end of a word.
@@ -24,8 +22,6 @@ N_SYMBOLS = 259
 _KEPT_BYTES = 1_000_000_000
 # Numbers kept for each feature and layer of a class: layers, gates, places of the largest.
 _KEPT_NUMBERS = 8
-
-Ids = NDArray[np.int32]
 
 
 def check_spellings(name: str, spellings: Any, known: Sequence[str] = ()) -> tuple[str, ...]:
@@ -61,98 +57,42 @@ def check_spellings(name: str, spellings: Any, known: Sequence[str] = ()) -> tup
     return words
 
 
-def check_filters(filters: Any, max_length: int) -> tuple[tuple[int, int], ...]:
-    """Pairs of a width, at most ``max_length``, and how many filters have it."""
-    if isinstance(filters, str) or not isinstance(filters, Sequence):
-        raise TypeError(
-            f"filters: expected pairs (width, number), got {type(filters).__name__} {filters!r}"
-        )
-    if not filters:
-        raise ValueError("filters: expected at least one pair (width, number), got none")
-    for i, pair in enumerate(filters):
-        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-            raise TypeError(
-                f"filters: expected pairs (width, number), got {pair!r} at position {i}"
-            )
-        for what, value in zip(("width", "number"), pair, strict=True):
-            check_int(f"filters: {what} at position {i}", value)
-        if pair[0] > max_length:
-            raise ValueError(
-                f"filters: expected widths up to max_length={max_length}, got {pair[0]} at "
-                f"position {i}; no word fills it"
-            )
-    return tuple((int(width), int(number)) for width, number in filters)
-
-
-class Grams(NamedTuple):
-    """The windows of one width over some words."""
-
-    symbols: Ids
-    """The distinct ones, ``(n_distinct, width)``."""
-    windows: Ids
-    """Which of them each window is, ``(n_windows,)``, one word after the other."""
-
-
-class Spelled(NamedTuple):
-    """Some words. A window of each width begins at every symbol of a word."""
-
-    starts: Ids
-    """Where the windows of each word begin, ``(n_words,)``."""
-    grams: tuple[Grams, ...]
-    """One per width."""
-
-
-def spell(words: Sequence[str], widths: Sequence[int], max_length: int) -> Spelled:
-    """The n-grams of each width, with the marks; of a long word of its first bytes alone."""
-    texts = [word.encode()[:max_length] for word in words]
-    lengths = np.array([len(text) + 2 for text in texts])
-    ends = lengths.cumsum()
-    starts = ends - lengths
-    symbols = np.full(ends[-1], -1, dtype=np.int64)
-    symbols[starts], symbols[ends - 1] = BEGIN, END
-    symbols[symbols < 0] = np.frombuffer(b"".join(texts), dtype=np.uint8)
-    end_of_word = ends.repeat(lengths)
-    grams = _grams(symbols, end_of_word, max(widths))
-    return Spelled(starts.astype(np.int32), tuple(grams[width - 1] for width in widths))
-
-
-def _grams(symbols: NDArray[np.int64], end_of_word: NDArray[np.int64], most: int) -> list[Grams]:
-    """Of the widths 1 to ``most``, each from the one before: a code never outgrows its integer."""
-    place = np.arange(len(symbols))
-    columns, found = [symbols], []
-    rank = np.zeros_like(symbols)
-    for width in range(1, most + 1):
-        _, first, rank = np.unique(
-            rank * N_SYMBOLS + columns[-1], return_index=True, return_inverse=True
-        )
-        distinct = np.stack([column[first] for column in columns], -1)
-        found.append(Grams(distinct.astype(np.int32), rank.astype(np.int32)))
-        later = np.minimum(place + width, len(symbols) - 1)
-        columns.append(np.where(place + width < end_of_word, symbols[later], AFTER))
-    return found
-
-
-def _chunk_bounds(n_words: int, chunk: int) -> list[tuple[int, int]]:
-    """First and last of about equal chunks, none larger than ``chunk``."""
-    n_chunks = -(-n_words // chunk)
-    cuts = [n_words * i // n_chunks for i in range(n_chunks + 1)]
-    return list(pairwise(cuts))
-
-
 class Words(Module):
-    """The spellings of some classes as tensors. They are no state: spellings make them again."""
+    """Some words as tensors. They are no state: spellings make them again.
+
+    A window of each width begins at every symbol of a word, marks included; of a long word the
+    first bytes alone are read. ``starts`` ``(n_words,)`` says where the windows of each word begin.
+    """
 
     starts: Tensor
 
-    def __init__(self, spelled: Spelled, device: torch.device | str | None) -> None:
+    def __init__(
+        self, words: Sequence[str], widths: Sequence[int], max_length: int, device: torch.device
+    ) -> None:
         super().__init__()
-        self._put("starts", spelled.starts, device)
-        for i, gram in enumerate(spelled.grams):
-            self._put(f"symbols_{i}", gram.symbols, device)
-            self._put(f"windows_{i}", gram.windows, device)
+        texts = [word.encode()[:max_length] for word in words]
+        lengths = np.array([len(text) + 2 for text in texts])
+        ends = lengths.cumsum()
+        starts = ends - lengths
+        symbols = np.full(ends[-1], -1, dtype=np.int64)
+        symbols[starts], symbols[ends - 1] = BEGIN, END
+        symbols[symbols < 0] = np.frombuffer(b"".join(texts), dtype=np.uint8)
+        self._put("starts", starts, device)
+        place, end_of_word = np.arange(len(symbols)), ends.repeat(lengths)
+        columns, rank = [symbols], np.zeros_like(symbols)
+        # Each width from the one before: a code never outgrows its integer.
+        for width in range(1, max(widths) + 1):
+            codes = rank * N_SYMBOLS + columns[-1]
+            _, first, rank = np.unique(codes, return_index=True, return_inverse=True)
+            for i in (i for i, each in enumerate(widths) if each == width):
+                self._put(f"symbols_{i}", np.stack([each[first] for each in columns], -1), device)
+                self._put(f"windows_{i}", rank, device)
+            later = np.minimum(place + width, len(symbols) - 1)
+            columns.append(np.where(place + width < end_of_word, symbols[later], AFTER))
 
-    def _put(self, name: str, values: Any, device: torch.device | str | None) -> None:
-        self.register_buffer(name, torch.from_numpy(values).to(device), persistent=False)
+    def _put(self, name: str, values: Any, device: torch.device) -> None:
+        ids = torch.from_numpy(values.astype(np.int32)).to(device)
+        self.register_buffer(name, ids, persistent=False)
 
     def grams(self, i: int) -> tuple[Tensor, Tensor]:
         """The distinct n-grams of the i-th width, and which of them each window is."""
@@ -261,8 +201,9 @@ class CharCNN(Module):
             layers = 1 + len(self.highway)
             kept = _KEPT_NUMBERS * layers * self.features * self.project.weight.element_size()
             chunk = max(1, _KEPT_BYTES // kept)
+        n, n_chunks = len(words), -(-len(words) // chunk)
+        cuts = [n * i // n_chunks for i in range(n_chunks + 1)]
         device = self.project.weight.device
         return ModuleList(
-            Words(spell(words[first:last], widths, max_length), device)
-            for first, last in _chunk_bounds(len(words), chunk)
+            Words(words[first:last], widths, max_length, device) for first, last in pairwise(cuts)
         )

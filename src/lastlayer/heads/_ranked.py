@@ -41,9 +41,6 @@ class RankedHead(ScoredHead):
         self.chunk_rows, self.label_smoothing = chunk_rows, label_smoothing
         # The first and the last place of each group.
         self._groups = tuple(pairwise([0, *ends]))
-        self._set_order(order, device)
-
-    def _set_order(self, order: Any, device: torch.device | str | None) -> None:
         by_place = None
         if order is not None:
             given = as_permutation("order", order, self.n_classes)
@@ -51,9 +48,8 @@ class RankedHead(ScoredHead):
             if (given != np.arange(self.n_classes)).any():
                 by_place = torch.from_numpy(given)
         device = torch.get_default_device() if device is None else torch.device(device)
-        by_class = None if by_place is None else by_place.argsort()
-        for name, values in (("order", by_place), ("places", by_class)):
-            self.register_buffer(name, None if values is None else values.to(device))
+        self.register_buffer("order", None if by_place is None else by_place.to(device))
+        self.register_buffer("places", None if by_place is None else by_place.argsort().to(device))
         # On meta nothing is kept; what is filled in later has to be known until then.
         self._order_to_come = by_place if device.type == "meta" else None
 

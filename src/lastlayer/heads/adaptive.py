@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter, ParameterList
 from torch.nn.functional import embedding, linear
 
-from lastlayer._checks import as_counts, check_generator, check_ids, check_int
+from lastlayer._checks import as_counts, check_ids, check_int
 from lastlayer._torch import accumulation_dtype, in_autocast_dtype, in_dtype, without_autocast
 from lastlayer.fused.clusters import CLUSTERS, group_loss
 from lastlayer.fused.cross_entropy import linear_cross_entropy
@@ -18,7 +18,7 @@ from lastlayer.fused.function import RowScale
 from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads._adaptive_topk import best_classes, rows_where
 from lastlayer.heads._ranked import RankedHead
-from lastlayer.heads.base import TopK, checked_draws, draw_classes, log_softmax
+from lastlayer.heads.base import draw_classes, log_softmax
 from lastlayer.heads.layout import check_cutoffs, check_widths, cutoffs_from_counts, tail_widths
 from lastlayer.heads.recipes import Recipe
 
@@ -46,8 +46,7 @@ class AdaptiveSoftmax(RankedHead):
     rows.
 
     ``topk`` opens a cluster only for rows in which one of its classes may be as probable as the
-    k-th best so far. ``sample`` draws a cluster first and opens only that. ``embedding`` gives an
-    input layer on the same parameters.
+    k-th best so far. ``sample`` draws a cluster first and opens only that.
 
     Args:
         in_features: size of the hidden state.
@@ -82,6 +81,8 @@ class AdaptiveSoftmax(RankedHead):
     cutoffs: Tensor
     head_weight: Parameter
     head_bias: Parameter | None
+    # One for a class at the top or a cluster, one for a class in the cluster.
+    _numbers_per_draw = 2
 
     recipes = (
         Recipe(
@@ -119,9 +120,10 @@ class AdaptiveSoftmax(RankedHead):
             n_classes = len(weights)
             order = np.argsort(-weights, kind="stable") if order is None else order
             if cutoffs is None:
+                made_on = torch.get_default_device() if device is None else torch.device(device)
                 cutoffs = cutoffs_from_counts(
                     weights, in_features, div_value=div_value, min_width=min_width,
-                    cost=_cost_on(device),
+                    cost="cuda" if made_on.type == "cuda" else "cpu",
                 )  # fmt: skip
         if n_classes is None:
             raise ValueError(
@@ -176,8 +178,7 @@ class AdaptiveSoftmax(RankedHead):
     def init_bias_from_counts(self, counts: Any) -> None:
         """Start at the frequencies of classes at the top, and of each cluster as a whole.
 
-        The biases of the top become log frequencies, and those of the clusters the log of their
-        share. Classes inside a cluster have no biases: at the hidden state 0 they are alike.
+        Classes inside a cluster have no biases: at the hidden state 0 they are alike.
 
         Args:
             counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
@@ -188,9 +189,7 @@ class AdaptiveSoftmax(RankedHead):
                 "head_bias=False; make it with head_bias=True"
             )
         logs = self._log_frequencies(counts)
-        of_clusters = [
-            logs[first:last].logsumexp(0, keepdim=True) for first, last in self._clusters
-        ]
+        of_clusters = [logs[a:b].logsumexp(0, keepdim=True) for a, b in self._clusters]
         self.head_bias.copy_(torch.cat([logs[: self._n_top], *of_clusters]))
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
@@ -241,10 +240,7 @@ class AdaptiveSoftmax(RankedHead):
         return total
 
     def embedding(self) -> "AdaptiveEmbedding":
-        """An input layer whose vectors are the class vectors of this head (tied embeddings).
-
-        It has no parameters of its own; see :class:`AdaptiveEmbedding`.
-        """
+        """An input layer on the parameters of this head (tied embeddings)."""
         return AdaptiveEmbedding(self)
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
@@ -285,70 +281,27 @@ class AdaptiveSoftmax(RankedHead):
     def _chunks(self, rows: Tensor, n_scores: int) -> list[slice]:
         return list(row_chunks(rows, n_scores, self.chunk_rows, self._copies))
 
-    @torch.no_grad()
-    def topk(self, hidden: Tensor, k: int) -> TopK:
-        """The k most probable classes, exactly as a sort of all log-probabilities has them.
+    def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        with without_autocast(rows):
+            return best_classes(self, in_autocast_dtype(rows), k)
 
-        A cluster is opened only for rows where it may hold one of them: no class in it is more
-        probable than all of it, and, where its vectors are alike, none is much more probable than
-        the others.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            k: from 1 to ``n_classes``.
-        """
-        rows, k = in_autocast_dtype(self._check_rows(hidden)), self._check_k(k)
-        with without_autocast(hidden):
-            values, classes = best_classes(self, rows, k)
-        shape = *hidden.shape[:-1], k
-        return TopK(values.reshape(shape), classes.reshape(shape))
-
-    @torch.no_grad()
-    def sample(
-        self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Independent draws from the probabilities of each row, with replacement.
-
-        First a class at the top or a cluster, then a class in the cluster.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            n_samples: draws per row.
-            generator: source of randomness, on the device of hidden; torch's own otherwise.
-
-        Returns:
-            Class ids ``(*batch, n_samples)``, int64. A row without probabilities, as a NaN
-            makes it, is an error on a CPU and inside ``lastlayer.debug()``, and else all -1.
-        """
-        rows = in_autocast_dtype(self._check_rows(hidden))
-        n_samples = check_int("n_samples", n_samples)
-        check_generator(generator, hidden.device)
-        # All random numbers at once: what is drawn does not depend on the size of the chunks.
-        first, second = torch.rand(
-            2, rows.shape[0], n_samples, dtype=torch.float64, device=rows.device,
-            generator=generator,
-        )  # fmt: skip
-        with without_autocast(hidden):
-            place = self._drawn_places(rows, first, second)
-        classes = torch.where(place < 0, -1, self._classes_at(place.clamp(min=0)))
-        return checked_draws(classes.reshape(*hidden.shape[:-1], n_samples))
-
-    def _drawn_places(self, rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """A class at the top or a cluster by ``first``, a class in the cluster by ``second``."""
-        n, n_columns = self._n_top, self.head_weight.shape[0]
-        drawn = torch.cat([
-            draw_classes(self._top_log_prob(rows[part]), first[part])
-            for part in self._chunks(rows, n_columns)
-        ])  # fmt: skip
-        place = drawn.clone()
-        for i, (start, last) in enumerate(self._clusters):
-            asked = rows_where((drawn == n + i).any(-1))
-            for part in self._chunks(rows[asked], last - start):
-                some = asked[part]
-                inside = draw_classes(self._inside_log_prob(i, rows[some]), second[some])
-                found = torch.where(inside < 0, -1, inside + start)
-                place[some] = torch.where(drawn[some] == n + i, found, place[some])
-        return place
+    def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
+        """A class at the top or a cluster by one number, a class in the cluster by another."""
+        first, second = uniform
+        rows, n = in_autocast_dtype(rows), self._n_top
+        with without_autocast(rows):
+            chunks = self._chunks(rows, self.head_weight.shape[0])
+            drawn = [draw_classes(self._top_log_prob(rows[part]), first[part]) for part in chunks]
+            column = torch.cat(drawn)
+            place = column.clone()
+            for i, (start, last) in enumerate(self._clusters):
+                asked = rows_where((column == n + i).any(-1))
+                for part in self._chunks(rows[asked], last - start):
+                    some = asked[part]
+                    inside = draw_classes(self._inside_log_prob(i, rows[some]), second[some])
+                    found = torch.where(inside < 0, -1, inside + start)
+                    place[some] = torch.where(column[some] == n + i, found, place[some])
+        return torch.where(place < 0, -1, self._classes_at(place.clamp(min=0)))
 
     def _check_state(self) -> None:
         super()._check_state()
@@ -364,27 +317,19 @@ def _inside(rows: Tensor, projection: Tensor, vectors: Tensor) -> Tensor:
     return torch.log_softmax(wide_scores(linear(rows, projection), vectors, None), -1)
 
 
-def _cost_on(device: torch.device | str | None) -> str:
-    """Which of the costs suits a head on this device."""
-    kind = torch.device(torch.get_default_device() if device is None else device).type
-    return "cuda" if kind == "cuda" else "cpu"
-
-
 class AdaptiveEmbedding(torch.nn.Module):
     r"""Vectors of classes, looked up in an adaptive softmax: the two are tied.
 
     .. math:: e_c = w_c \quad\text{at the top,}\qquad e_c = P_i^\top w_c \quad\text{in cluster } i
 
-    It is the vector whose product with a hidden state is the score of the class in its softmax,
-    in the head as well, so that input and output agree on what a class is. Made by
-    :meth:`AdaptiveSoftmax.embedding`.
+    It is the vector whose product with a hidden state is the score of the class in its softmax.
+    Made by :meth:`AdaptiveSoftmax.embedding`.
 
     Choose it for a language model whose words come in and go out: it saves the input table, and
     rare words learn from both ends.
 
-    The parameters belong to the head alone. They are not among those of this layer, nor in its
-    ``state_dict``: a model that has both saves, moves and optimises them once. Such a model must
-    therefore have the head among its modules. Gradients of both uses add up in the head.
+    The parameters belong to the head alone, and are not in the ``state_dict`` of this layer: a
+    model must have the head among its modules too. Gradients of both uses add up in the head.
 
     Cost: a product of ids × the widths of all clusters × in_features, and no wait for the device.
 

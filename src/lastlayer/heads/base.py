@@ -220,6 +220,7 @@ class Head(SavedModule, ABC):
     recipes: tuple[Recipe, ...] = ()
     """How the lab and the benchmarks make such a head from data."""
     chunk_rows: int | str = "auto"
+    _numbers_per_draw = 1
 
     def __init__(
         self,
@@ -271,12 +272,15 @@ class Head(SavedModule, ABC):
             hidden: ``(*batch, in_features)``.
             k: from 1 to ``n_classes``.
         """
-        rows, k = self._check_rows(hidden), self._check_k(k)
+        k = self._check_k(k)
+        found, shape = self._rows_topk(self._check_rows(hidden), k), (*hidden.shape[:-1], k)
+        return TopK(*(each.reshape(shape) for each in found))
+
+    def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        """Values and classes ``(n, k)`` of rows; for heads that know a better way."""
         chunks = row_chunks(rows, self.n_classes, self.chunk_rows, TOP_COPIES)
         best = [top_classes(self.log_prob(rows[part]), k) for part in chunks]
-        values, classes = (torch.cat(each) for each in zip(*best, strict=True))
-        shape = *hidden.shape[:-1], k
-        return TopK(values.reshape(shape), classes.reshape(shape))
+        return tuple(map(torch.cat, zip(*best, strict=True)))
 
     @torch.no_grad()
     def sample(
@@ -298,11 +302,17 @@ class Head(SavedModule, ABC):
         check_generator(generator, hidden.device)
         # All random numbers at once: what is drawn does not depend on the size of the chunks.
         uniform = torch.rand(
-            rows.shape[0], n_samples, dtype=torch.float64, device=rows.device, generator=generator
-        )
+            self._numbers_per_draw, rows.shape[0], n_samples, dtype=torch.float64,
+            device=rows.device, generator=generator,
+        )  # fmt: skip
+        drawn = self._rows_sample(rows, *uniform)
+        return checked_draws(drawn.reshape(*hidden.shape[:-1], n_samples))
+
+    def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
+        """Class ids of rows, -1 for none, from numbers ``(n, n_samples)`` in [0, 1)."""
         chunks = row_chunks(rows, self.n_classes, self.chunk_rows, _DRAW_COPIES)
-        drawn = [draw_classes(self.log_prob(rows[part]), uniform[part]) for part in chunks]
-        return checked_draws(torch.cat(drawn).reshape(*hidden.shape[:-1], n_samples))
+        drawn = [draw_classes(self.log_prob(rows[part]), uniform[0][part]) for part in chunks]
+        return torch.cat(drawn)
 
     def init_bias_from_counts(self, counts: Any) -> None:
         """Start at the class frequencies: biases become log frequencies, the cheapest speed-up.

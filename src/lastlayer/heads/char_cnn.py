@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, ModuleList, Parameter
 
-from lastlayer._checks import check_chunk, check_int
+from lastlayer._checks import as_pairs, check_chunk, check_int
 from lastlayer._torch import autocast_dtype, host_sync_allowed, in_dtype, is_functorch_wrapped
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
-from lastlayer.heads._char_cnn import CharCNN, Words, check_filters, check_spellings
+from lastlayer.heads._char_cnn import CharCNN, Words, check_spellings
 from lastlayer.heads.base import ScoredHead
 from lastlayer.heads.recipes import Recipe
 
@@ -102,8 +102,8 @@ class CharCNNSoftmax(ScoredHead):
     ) -> None:
         words = check_spellings("spellings", spellings)
         super().__init__(in_features, len(words), ignore_index=ignore_index, reduction=reduction)
-        _check_from_zero("correction", correction, "for no correction")
-        _check_from_zero("highway_layers", highway_layers, "for none")
+        check_int("correction", correction, least=0, note="0 for no correction")
+        check_int("highway_layers", highway_layers, least=0, note="0 for none")
         check_int("char_features", char_features)
         check_int("max_length", max_length)
         if chunk_classes != "auto":
@@ -112,7 +112,13 @@ class CharCNNSoftmax(ScoredHead):
             check_int("chunk_classes", chunk_classes)
         check_chunk(chunk_rows)
         cross_entropy_numbers(label_smoothing, 0.0, None, 1.0)
-        self.filters = check_filters(filters, max_length)
+        self.filters = as_pairs("filters", filters, ("width", "number"))
+        for i, (width, _) in enumerate(self.filters):
+            if width > max_length:
+                raise ValueError(
+                    f"filters: expected widths up to max_length={max_length}, got {width} at "
+                    f"position {i}; no word fills it"
+                )
         self.correction, self.char_features = correction, char_features
         self.highway_layers, self.max_length = highway_layers, max_length
         self.chunk_classes, self.chunk_rows = chunk_classes, chunk_rows
@@ -291,10 +297,3 @@ def _has_no_version(parameter: Tensor) -> bool:
         or type(parameter) not in (Tensor, Parameter)
         or is_functorch_wrapped(parameter)
     )
-
-
-def _check_from_zero(name: str, value: Any, zero: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an int, 0 {zero}, got {type(value).__name__} {value!r}")
-    if value < 0:
-        raise ValueError(f"{name}: expected at least 0, 0 {zero}, got {value}")

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 from torch.nn.functional import linear
 
-from lastlayer._checks import check_choice, check_int
+from lastlayer._checks import as_pairs, check_choice, check_int
 from lastlayer._torch import in_autocast_dtype, in_dtype
 from lastlayer.fused.clusters import BANDS, group_loss
 from lastlayer.fused.scores import wide_scores
@@ -112,7 +111,14 @@ class DifferentiatedSoftmax(RankedHead):
     ) -> None:
         in_features = check_int("in_features", in_features)
         check_choice("variant", variant, VARIANTS)
-        sizes = _checked_bands(bands, in_features, variant)
+        sizes = as_pairs("bands", bands, ("classes", "width"))
+        widths = [width for _, width in sizes]
+        if variant == "slices" and sum(widths) != in_features:
+            raise ValueError(
+                f"bands: expected widths that add up to in_features={in_features}, got "
+                f"{' + '.join(map(str, widths))} = {sum(widths)}; variant='projections' takes any "
+                "widths"
+            )
         super().__init__(
             in_features, list(accumulate(classes for classes, _ in sizes)), order,
             label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction,
@@ -123,7 +129,7 @@ class DifferentiatedSoftmax(RankedHead):
         def empty(*shape: int) -> Parameter:
             return Parameter(torch.empty(*shape, device=device, dtype=dtype))
 
-        ends = [0, *accumulate(width for _, width in sizes)]
+        ends = [0, *accumulate(widths)]
         self._seen_by = [slice(a, b) for a, b in pairwise(ends)]
         self.weights = ParameterList([empty(*band) for band in sizes])
         self.register_parameter("bias", empty(self.n_classes) if bias else None)
@@ -178,33 +184,3 @@ class DifferentiatedSoftmax(RankedHead):
         if chosen is None:
             return self._by_class(log_prob)
         return log_prob.gather(-1, self._places_of(chosen))
-
-
-def _checked_bands(bands: Any, in_features: int, variant: str) -> tuple[tuple[int, int], ...]:
-    expected = "a list of (classes, width), the most frequent classes first"
-    if isinstance(bands, (str, bytes)) or not hasattr(bands, "__iter__"):
-        raise TypeError(f"bands: expected {expected}, got {type(bands).__name__}")
-    pairs = []
-    for position, band in enumerate(bands):
-        pair = tuple(band) if hasattr(band, "__iter__") else ()
-        if len(pair) != 2 or not all(
-            type(each) is int or isinstance(each, np.integer) for each in pair
-        ):
-            raise TypeError(f"bands: expected {expected}, got {band!r} at position {position}")
-        for name, number in zip(("classes", "width"), pair, strict=True):
-            if number < 1:
-                raise ValueError(
-                    f"bands: expected at least 1 for the {name} of each band, got {number} at "
-                    f"position {position}"
-                )
-        pairs.append((int(pair[0]), int(pair[1])))
-    if not pairs:
-        raise ValueError(f"bands: expected {expected}, got none")
-    total = sum(width for _, width in pairs)
-    if variant == "slices" and total != in_features:
-        raise ValueError(
-            f"bands: expected widths that add up to in_features={in_features}, got "
-            f"{' + '.join(str(width) for _, width in pairs)} = {total}; "
-            "variant='projections' takes any widths"
-        )
-    return tuple(pairs)

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,15 +55,12 @@ class MatrixCost(NamedTuple):
 
 
 COSTS = {
-    # Fitted to steps of `linear_cross_entropy` in float32 on one core of a server CPU, k from 500
-    # to 40,000, B from 8 to 256 and d from 8 to 256. Most are within 15 %; beyond the cache the
-    # truth is up to twice as much. Only ratios matter.
+    # Fitted to steps of `linear_cross_entropy` in float32 on one core of a server CPU. Most are
+    # within 15 %; beyond the cache the truth is up to twice as much. Only ratios matter.
     "cpu": MatrixCost(call=800.0, weight=1.75e-3, score=2.6e-3, product=3.7e-5),
-    # Of an H200 in bfloat16. What a small softmax takes on the device beside others is little
-    # against what the host needs to launch it: steps with two clusters and with four were some
-    # 1.2 ms per cluster apart. The rest is by rates: a weight that is read twice and a gradient
-    # that is written, 6 bytes at 4.2 TB/s; two exponentials per score, as measured where vectors
-    # are narrow; six operations per product at 600 TFLOP/s.
+    # Of an H200 in bfloat16. What a small softmax takes is mostly what the host needs to launch it,
+    # some 1.2 ms. The rest is by rates: a weight that is read twice and a gradient that is written,
+    # 6 bytes at 4.2 TB/s; two exponentials per score; six operations per product at 600 TFLOP/s.
     "cuda": MatrixCost(1200.0, weight=1.4e-6, score=2.1e-6, product=1.0e-8, overlap=True),
 }
 
@@ -213,21 +210,11 @@ def check_cutoffs(cutoffs: Any, n_classes: int) -> list[int]:
     if isinstance(cutoffs, (str, bytes)) or not hasattr(cutoffs, "__iter__"):
         raise TypeError(f"cutoffs: expected a list of {expected}, got {type(cutoffs).__name__}")
     places: list[int] = []
-    for position, each in enumerate(cutoffs):
-        try:
-            place = operator.index(each)
-            if isinstance(each, bool):
-                raise TypeError
-        except TypeError:
-            raise TypeError(
-                f"cutoffs: expected whole numbers, got {type(each).__name__} at position {position}"
-            ) from None
-        before = places[-1] if places else 0
-        if not 1 <= place < n_classes or place <= before:
-            after = f" after {before}" if 1 <= place < n_classes else ""
-            raise ValueError(
-                f"cutoffs: expected {expected}, got {place} at position {position}{after}"
-            )
+    for i, each in enumerate(cutoffs):
+        place = check_int(f"cutoffs: position {i}", each, least=None)
+        if not max(places, default=0) < place < n_classes:
+            after = f" after {places[-1]}" if places else ""
+            raise ValueError(f"cutoffs: expected {expected}, got {place} at position {i}{after}")
         places.append(place)
     return places
 
@@ -291,12 +278,8 @@ def bands_from_counts(
 def _ends(n: int, bands: int) -> Integers:
     """All layouts ``(layouts, bands + 1)``: where bands end, from 0 to n."""
     inner = np.unique(np.geomspace(1, n, _PLACES).astype(np.int64))
-    inner = inner[inner < n]
-    choices = list(combinations(inner.tolist(), bands - 1))
-    cuts = np.array(choices, dtype=np.int64).reshape(len(choices), bands - 1)
-    return np.concatenate(
-        [np.zeros((len(cuts), 1), np.int64), cuts, np.full((len(cuts), 1), n)], axis=1
-    )
+    layouts = [(0, *cuts, n) for cuts in combinations(inner[inner < n].tolist(), bands - 1)]
+    return np.array(layouts, dtype=np.int64).reshape(-1, bands + 1)
 
 
 def _widths(in_features: int, bands: int, variant: str) -> Iterator[Sequence[int]]:
@@ -308,17 +291,8 @@ def _widths(in_features: int, bands: int, variant: str) -> Iterator[Sequence[int
         yield from combinations(halves, bands)
         return
     unit = max(1, in_features // _PARTS)
-    for parts in _partitions(in_features // unit, bands, in_features // unit):
-        # What does not divide goes to the most frequent.
-        yield [parts[0] * unit + in_features % unit, *(part * unit for part in parts[1:])]
-
-
-def _partitions(total: int, parts: int, most: int) -> Iterator[list[int]]:
-    """Falling numbers of at least 1, at most ``most``, that add up."""
-    if parts == 1:
-        if 1 <= total <= most:
-            yield [total]
-        return
-    for first in range(min(most, total - parts + 1), 0, -1):
-        for rest in _partitions(total - first, parts - 1, first):
-            yield [first, *rest]
+    total = in_features // unit
+    for parts in combinations_with_replacement(range(total, 0, -1), bands):
+        if sum(parts) == total:
+            # What does not divide goes to the most frequent.
+            yield [parts[0] * unit + in_features % unit, *(part * unit for part in parts[1:])]

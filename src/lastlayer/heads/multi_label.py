@@ -24,7 +24,7 @@ from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
-from lastlayer.heads.base import TOP_COPIES, TopK, log_of_probs, top_classes
+from lastlayer.heads.base import TOP_COPIES, log_of_probs, top_classes
 from lastlayer.heads.linear import LinearHead
 from lastlayer.heads.recipes import Recipe
 from lastlayer.losses.calibration import ZLPRCalibrator
@@ -64,6 +64,7 @@ class MultiLabel(LinearHead):
 
     Labels do not exclude each other: ``log_prob`` is the log-probability that a label is on, and
     its exponentials do not sum to 1 over the labels (but for sparsemax). So there is no ``sample``.
+    ``topk`` has the labels of the highest scores, with their log-probabilities.
 
     Cost: "zlpr" and "bce" take three to four products of rows × in_features × n_classes per step
     and hold a slab of scores, see :func:`lastlayer.fused.linear_zlpr_loss`. The other two make
@@ -274,29 +275,17 @@ class MultiLabel(LinearHead):
         """
         return self.log_prob(hidden, classes).exp()
 
-    @torch.no_grad()
-    def topk(self, hidden: Tensor, k: int) -> TopK:
-        """The k labels of the highest scores, the highest first, with their log-probabilities.
-
-        Labels are ordered by their scores, which differ also where probabilities are too close to
-        1 to do so; of equal scores the lower id comes first. No gradient is recorded.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            k: from 1 to ``n_classes``.
-        """
-        rows, k = in_autocast_dtype(self._check_rows(hidden)), self._check_k(k)
+    def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        """By scores, which differ also where probabilities are too close to 1 to do so."""
         best = []
-        with without_autocast(hidden):
-            for _, scores in self._scores_in_chunks(rows, TOP_COPIES):
+        with without_autocast(rows):
+            for _, scores in self._scores_in_chunks(in_autocast_dtype(rows), TOP_COPIES):
                 top, classes = top_classes(scores, k)
                 if self.loss == "sparsemax":
                     best.append((self._log_probs(scores).gather(-1, classes), classes))
                 else:
                     best.append((self._log_probs(top, classes), classes))
-        values, classes = (torch.cat(each) for each in zip(*best, strict=True))
-        shape = *hidden.shape[:-1], k
-        return TopK(values.reshape(shape), classes.reshape(shape))
+        return tuple(map(torch.cat, zip(*best, strict=True)))
 
     def sample(
         self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
