@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from lastlayer.fused import clusters
 from lastlayer.fused.rows import Problem, Wanted
 from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax, Head
-from lastlayer.heads._adaptive_topk import ceiling, opened
+from lastlayer.heads.adaptive import ceiling, opened
 from lastlayer.testing import check_head
 
 N_CLASSES = 40

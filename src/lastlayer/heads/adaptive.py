@@ -2,25 +2,41 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding, linear, pad
 
 from lastlayer._checks import as_counts, check_ids, check_int
-from lastlayer._torch import accumulation_dtype, in_autocast_dtype, in_dtype, without_autocast
+from lastlayer._torch import (
+    accumulation_dtype,
+    host_sync_allowed,
+    in_autocast_dtype,
+    in_dtype,
+    without_autocast,
+)
 from lastlayer.fused.clusters import CLUSTERS, group_loss
 from lastlayer.fused.cross_entropy import linear_cross_entropy
 from lastlayer.fused.function import RowScale
 from lastlayer.fused.scores import row_chunks, wide_scores
-from lastlayer.heads._adaptive_topk import best_classes, rows_where
 from lastlayer.heads._ranked import RankedHead
-from lastlayer.heads.base import draw_classes, log_softmax
+from lastlayer.heads.base import all_in_dtype, draw_classes, init_uniform_, log_softmax, top_classes
 from lastlayer.heads.layout import check_cutoffs, check_widths, cutoffs_from_counts, tail_widths
 from lastlayer.heads.recipes import Recipe
+from lastlayer.kernels import products, selected
+
+# From so many rows on it pays to look at all vectors of a cluster before it is opened.
+_ROWS_WORTH_A_BOUND = 8
+# Classes of a block, as the kernel has them.
+_BLOCK = 128
+# Where more than this part of a cluster is a candidate, all of it is sorted.
+_CANDIDATES = 1 / 4
+# Numbers that are held in one list of candidates.
+_MOST_CANDIDATES = 1 << 26
 
 
 class AdaptiveSoftmax(RankedHead):
@@ -160,19 +176,13 @@ class AdaptiveSoftmax(RankedHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, distributed as those of ``nn.Linear``.
-
-        A head that was made on the meta device is whole after ``to_empty`` and this.
-        """
+        """Fresh parameters, as those of ``nn.Linear``; after ``to_empty`` a head on meta is whole."""
         self._fill_order()
         if not self.cutoffs.is_meta:
             self.cutoffs.copy_(torch.tensor(self._starts))
         for weight in (self.head_weight, *self.projections, *self.tails):
-            bound = 1.0 / math.sqrt(weight.shape[1])
-            torch.nn.init.uniform_(weight, -bound, bound)
-        if self.head_bias is not None:
-            bound = 1.0 / math.sqrt(self.in_features)
-            torch.nn.init.uniform_(self.head_bias, -bound, bound)
+            init_uniform_(weight.shape[1], weight)
+        init_uniform_(self.in_features, self.head_bias)
 
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any) -> None:
@@ -244,8 +254,7 @@ class AdaptiveSoftmax(RankedHead):
         return AdaptiveEmbedding(self)
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        bias = None if self.head_bias is None else in_dtype(self.head_bias, dtype)
-        return bias, *(in_dtype(weight, dtype) for weight in self._weights())
+        return all_in_dtype(dtype, self.head_bias, *self._weights())
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         bias, *weights = tensors
@@ -270,20 +279,22 @@ class AdaptiveSoftmax(RankedHead):
 
     def _top_log_prob(self, rows: Tensor) -> Tensor:
         """Of the classes at the top, and of each cluster."""
-        bias = None if self.head_bias is None else in_dtype(self.head_bias, rows.dtype)
-        return log_softmax(wide_scores(rows, in_dtype(self.head_weight, rows.dtype), bias))
+        tensors: Any = all_in_dtype(rows.dtype, self.head_weight, self.head_bias)
+        return log_softmax(wide_scores(rows, *tensors))
 
     def _inside_log_prob(self, cluster: int, rows: Tensor) -> Tensor:
         """Of the classes of a cluster, given the cluster."""
-        projection, vectors = self.projections[cluster], self.tails[cluster]
-        return _inside(rows, in_dtype(projection, rows.dtype), in_dtype(vectors, rows.dtype))
+        tensors: Any = all_in_dtype(rows.dtype, self.projections[cluster], self.tails[cluster])
+        return _inside(rows, *tensors)
 
     def _chunks(self, rows: Tensor, n_scores: int) -> list[slice]:
         return list(row_chunks(rows, n_scores, self.chunk_rows, self._copies))
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        rows = in_autocast_dtype(rows)
+        best_by = best_by_blocks if blocks_suit(self, rows, k) else best_by_clusters
         with without_autocast(rows):
-            return best_classes(self, in_autocast_dtype(rows), k)
+            return best_by(self, rows, k)
 
     def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
         """A class at the top or a cluster by one number, a class in the cluster by another."""
@@ -315,6 +326,150 @@ class AdaptiveSoftmax(RankedHead):
 def _inside(rows: Tensor, projection: Tensor, vectors: Tensor) -> Tensor:
     """Log-probabilities of the classes of a cluster, given the cluster."""
     return torch.log_softmax(wide_scores(linear(rows, projection), vectors, None), -1)
+
+
+def best_by_clusters(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids of the k best classes of each row, the best one first.
+
+    A cluster is opened only for rows where one of its classes may be among the best.
+    """
+    best, n = [], head._n_top
+    for part in head._chunks(rows, head.head_weight.shape[0]):
+        top = head._top_log_prob(rows[part])
+        values, columns = top_classes(top[:, :n], min(k, n))
+        best.append((values, head._classes_at(columns), top[:, n:]))
+    values, classes, clusters = map(torch.cat, zip(*best, strict=True))
+    # What is missing is worse than any class.
+    missing = 0, k - values.shape[1]
+    values, classes = pad(values, missing, value=-torch.inf), pad(classes, missing, value=-1)
+    for i, (start, last) in enumerate(head._clusters):
+        some = opened(head, i, rows, clusters[:, i], values[:, -1])
+        for part in head._chunks(rows[some], last - start):
+            at = some[part]
+            inside = head._inside_log_prob(i, rows[at]) + clusters[at, i : i + 1]
+            found, columns = top_classes(inside, min(k, last - start))
+            found = torch.cat([values[at], found], -1)
+            of_classes = torch.cat([classes[at], head._classes_at(columns + start)], -1)
+            # The lower class first where they are equal; a class of probability 0 before padding.
+            by_id = torch.where(of_classes < 0, head.n_classes, of_classes).argsort(-1)
+            values[at], columns = top_classes(found.gather(-1, by_id), k)
+            classes[at] = of_classes.gather(-1, by_id).gather(-1, columns)
+    return values, classes
+
+
+def opened(
+    head: AdaptiveSoftmax, cluster: int, rows: Tensor, log_prob: Tensor, kth: Tensor
+) -> Tensor:
+    """The rows in which a class of the cluster may be better than the k-th best so far.
+
+    ``log_prob`` is that of the cluster as a whole, ``(n,)``, and ``kth`` the k-th best, ``(n,)``.
+    """
+    # Not `>=`: a row of NaN is opened too.
+    some = rows_where(~(log_prob < kth))
+    if len(some) < _ROWS_WORTH_A_BOUND:
+        return some
+    most = log_prob[some] + ceiling(head.projections[cluster], head.tails[cluster], rows[some])
+    return some[rows_where(~(most < kth[some]))]
+
+
+def ceiling(projection: Tensor, vectors: Tensor, rows: Tensor) -> Tensor:
+    r"""What no log-probability of a class, given its cluster, exceeds.
+
+    The log of the normaliser is at least the mean score plus log n, and no score is further
+    above the mean than :math:`\|z\| \max_j \|w_j - \bar w\|`.
+    """
+    narrow = linear(rows, in_dtype(projection, rows.dtype)).to(accumulation_dtype(rows.dtype))
+    vectors = vectors.to(rows.dtype).to(narrow.dtype)
+    mean = vectors.mean(0)
+    squares = torch.linalg.vector_norm(vectors, dim=1).square()
+    largest = squares.amax()
+    apart = (squares - 2 * (vectors @ mean) + mean @ mean).amax().clamp(min=0)
+    # Rounding is far below what is added for it.
+    reach = (apart + 1e-5 * largest).sqrt() + 1e-4 * largest.sqrt()
+    size = torch.linalg.vector_norm(narrow, dim=1)
+    most: Tensor = size * reach + (1e-4 - math.log(len(vectors)))
+    return most.clamp(max=0)
+
+
+def rows_where(asked: Tensor) -> Tensor:
+    """The rows that ask; all of them where the host cannot wait to know."""
+    if host_sync_allowed(asked):
+        return asked.nonzero().squeeze(-1)
+    return torch.arange(asked.shape[0], device=asked.device)
+
+
+def blocks_suit(head: AdaptiveSoftmax, rows: Tensor, k: int) -> bool:
+    """Whether there is a kernel for these rows, and clusters have far more than k blocks."""
+    if selected("class_scores", rows.device.type, rows.dtype) != "triton":
+        return False
+    smallest = min((last - start for start, last in head._clusters), default=0)
+    return k * _BLOCK <= smallest * _CANDIDATES
+
+
+def best_by_blocks(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As :func:`best_by_clusters`, on CUDA: all clusters for all rows, without a wait.
+
+    Their products are small where vectors are narrow, and to ask which rows may leave a cluster
+    closed takes longer.
+    """
+    # Imported here: Triton is not on every machine.
+    from lastlayer.kernels.search.triton import largest
+
+    sizes = [last - start for start, last in head._clusters]
+    # Of each row and cluster the candidates, and two numbers per block of the largest.
+    of_each = k * _BLOCK + 2 * max(sizes) // _BLOCK
+    candidates = len(sizes) * of_each + head.head_weight.shape[0]
+    step = max(1, _MOST_CANDIDATES // candidates)
+    found, n_top = [], head._n_top
+    for some in rows.split(step):
+        top = head._top_log_prob(some)
+        values, places = _in_best_blocks(head, some, top[:, n_top:], k)
+        near = torch.arange(n_top, device=rows.device).expand(len(some), -1)
+        classes = head._classes_at(torch.cat([near, places], -1))
+        found.append(largest(torch.cat([top[:, :n_top], values], -1), classes, k))
+    values, classes = map(torch.cat, zip(*found, strict=True))
+    return values, classes
+
+
+def _in_best_blocks(
+    head: AdaptiveSoftmax, rows: Tensor, clusters: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and places ``(n, c * 128 k)`` of all classes in the best k blocks of each.
+
+    ``clusters`` has the log-probabilities of the c clusters. Beyond the last class of a cluster
+    the place is that, and the log-probability -inf.
+    """
+    from lastlayer.kernels.search.triton import largest, peaks_and_levels_
+
+    n, c = clusters.shape
+    vectors = [in_dtype(tail, rows.dtype) for tail in head.tails]
+    narrow = [linear(rows, in_dtype(each, rows.dtype)) for each in head.projections]
+    blocks = -(-max(map(len, vectors)) // _BLOCK)
+    # One below the other, filled up with blocks that nobody takes.
+    peaks, levels = rows.new_full((2, c, n, blocks), -torch.inf, dtype=torch.float32).unbind()
+    for i in range(c):
+        peaks_and_levels_(narrow[i], vectors[i], peaks[i], levels[i])
+    normaliser = torch.logsumexp(levels, -1)
+    best = largest(peaks.flatten(0, 1), None, k)[1].view(c, n, k, 1)
+    columns = (best * _BLOCK + torch.arange(_BLOCK, device=rows.device)).flatten(2)
+    starts, sizes = _bounds(tuple(head._clusters), rows.device)
+    there = columns < sizes
+    asked = torch.where(there, columns, -1)
+    scores = torch.stack([
+        products.scores("auto", narrow[i], vectors[i], None, asked[i]) for i in range(c)
+    ])  # fmt: skip
+    # In this order: scores may be large, and only their differences matter.
+    log_probs = (scores - normaliser.unsqueeze(-1)) + clusters.t().unsqueeze(-1)
+    log_probs = torch.where(there, log_probs, -torch.inf)
+    places = torch.minimum(columns, sizes - 1) + starts
+    return log_probs.transpose(0, 1).flatten(1), places.transpose(0, 1).flatten(1)
+
+
+@lru_cache(maxsize=64)
+def _bounds(clusters: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first place of each cluster and its size, ``(c, 1, 1)``; kept, as it takes a copy."""
+    bounds = torch.tensor(clusters, device=device).view(-1, 2, 1, 1)
+    return bounds[:, 0], bounds[:, 1] - bounds[:, 0]
 
 
 class AdaptiveEmbedding(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from abc import ABC, abstractmethod
 from pathlib import Path
 from types import ModuleType
@@ -168,13 +169,24 @@ class SavedModule(torch.nn.Module):
         """For ``extra_repr``; a head may leave out what is long."""
         shown = []
         for name, value in config.items():
-            known = self.__signature__.parameters.get(name)
-            by_name = known is not None and known.kind is inspect.Parameter.KEYWORD_ONLY
+            taken = self.__signature__.parameters.get(name)
             if isinstance(value, Tensor):
                 shown.append(f"{name}=<{tuple(value.shape)}>")
-            elif not by_name or known is None or known.default != value:
+            elif taken is None or taken.kind is not taken.KEYWORD_ONLY or taken.default != value:
                 shown.append(f"{name}={value!r}")
         return ", ".join(shown)
+
+    def init_bias_from_counts(self, counts: Any) -> None:
+        """Start at the class frequencies: biases become log frequencies, the cheapest speed-up.
+
+        At the hidden state 0 the head then predicts the class frequencies.
+
+        Args:
+            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
+        """
+        raise NotImplementedError(
+            f"init_bias_from_counts: {type(self).__name__} has no biases to start from counts"
+        )
 
     def _check_hidden(self, hidden: Any) -> None:
         """Hidden states of the head's width, on its device and in its dtype."""
@@ -313,18 +325,6 @@ class Head(SavedModule, ABC):
         chunks = row_chunks(rows, self.n_classes, self.chunk_rows, _DRAW_COPIES)
         drawn = [draw_classes(self.log_prob(rows[part]), uniform[0][part]) for part in chunks]
         return torch.cat(drawn)
-
-    def init_bias_from_counts(self, counts: Any) -> None:
-        """Start at the class frequencies: biases become log frequencies, the cheapest speed-up.
-
-        At the hidden state 0 the head then predicts the class frequencies.
-
-        Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
-        """
-        raise NotImplementedError(
-            f"init_bias_from_counts: {type(self).__name__} has no biases to start from counts"
-        )
 
     def _check_rows(self, hidden: Any) -> Tensor:
         """Checked hidden states as rows, ``(n, in_features)``."""
@@ -492,6 +492,19 @@ def log_frequencies(counts: Any, n_classes: int, like: Tensor) -> Tensor:
     """The log of each class's share, finite where a count is 0; in the dtype of ``like``."""
     given = torch.from_numpy(as_counts(counts, n_classes)).clamp(min=0.5)
     return in_dtype((given / given.sum()).log(), like.dtype).to(like.device)
+
+
+def init_uniform_(fan_in: int, *parameters: Tensor | None) -> None:
+    """Within ±1/√fan_in, as those of ``nn.Linear``."""
+    bound = 1.0 / math.sqrt(fan_in)
+    for each in parameters:
+        if each is not None:
+            torch.nn.init.uniform_(each, -bound, bound)
+
+
+def all_in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What is there in another dtype, differentiable."""
+    return tuple(None if each is None else in_dtype(each, dtype) for each in tensors)
 
 
 def log_of_probs(probs: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The differentiated softmax: frequent classes have longer vectors than rare ones."""
 
-import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from lastlayer._torch import in_autocast_dtype, in_dtype
 from lastlayer.fused.clusters import BANDS, group_loss
 from lastlayer.fused.scores import wide_scores
 from lastlayer.heads._ranked import RankedHead
-from lastlayer.heads.base import log_softmax
+from lastlayer.heads.base import all_in_dtype, init_uniform_, log_softmax
 from lastlayer.heads.layout import VARIANTS, bands_from_counts
 from lastlayer.heads.recipes import Arguments, ClassData, Recipe
 
@@ -26,14 +26,9 @@ def _bands_of_data(data: ClassData, given: Arguments) -> Arguments:
         return {"bands": given["bands"]}
     share, variant = given.get("share", 0.5), given.get("variant", "slices")
     most = max(1, int(share * data.n_classes * data.in_features))
-    return {
-        "bands": data.once(
-            ("bands", share, variant),
-            lambda: bands_from_counts(
-                data.positive_counts(), data.in_features, most, variant=variant
-            ),
-        )
-    }
+    of_data = data.positive_counts(), data.in_features
+    make = partial(bands_from_counts, *of_data, most, variant=variant)
+    return {"bands": data.once(("bands", share, variant), make)}
 
 
 class DifferentiatedSoftmax(RankedHead):
@@ -138,18 +133,11 @@ class DifferentiatedSoftmax(RankedHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, distributed as those of ``nn.Linear`` on what each band sees.
-
-        A head that was made on the meta device is whole after ``to_empty`` and this.
-        """
+        """Fresh parameters, as those of ``nn.Linear``; after ``to_empty`` a head on meta is whole."""
         self._fill_order()
         for weight in self.weights:
-            bound = 1.0 / math.sqrt(weight.shape[1])
-            torch.nn.init.uniform_(weight, -bound, bound)
-        for each in (self.bias, self.projection):
-            if each is not None:
-                bound = 1.0 / math.sqrt(self.in_features)
-                torch.nn.init.uniform_(each, -bound, bound)
+            init_uniform_(weight.shape[1], weight)
+        init_uniform_(self.in_features, self.bias, self.projection)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets, smoothed where asked for."""
@@ -167,10 +155,7 @@ class DifferentiatedSoftmax(RankedHead):
         )
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        return tuple(
-            None if each is None else in_dtype(each, dtype)
-            for each in (self.bias, self.projection, *self.weights)
-        )
+        return all_in_dtype(dtype, self.bias, self.projection, *self.weights)
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         bias, projection, *weights = tensors

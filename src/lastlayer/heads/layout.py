@@ -1,7 +1,6 @@
 """Groups of classes by frequency: cutoffs that make a step fast, bands that fit a budget."""
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from itertools import combinations, combinations_with_replacement
 from typing import Any, NamedTuple
@@ -118,53 +117,34 @@ def cutoffs_from_counts(
         cost = COSTS[cost]
     if not isinstance(cost, MatrixCost):
         raise ValueError(f"cost: expected one of {tuple(COSTS)} or a MatrixCost, got {cost!r}")
-    share, places = _shares_before(weights), _candidates(len(weights))
+    places = _candidates(len(weights))
+    share = _shares_before(weights)[places]
     widths = tail_widths(in_features, max_clusters, div_value, min_width)
-    best = min(
-        (
-            _best_with(widths[:clusters], share[places], top_share, places, in_features, rows, cost)
-            for clusters in range(min(max_clusters, len(weights) - 1) + 1)
-        ),
-        key=operator.itemgetter(0),
-    )
-    return best[1]
-
-
-def _best_with(
-    widths: Sequence[int],
-    share: Reals,
-    top_share: float,
-    places: Integers,
-    in_features: int,
-    rows: int,
-    cost: MatrixCost,
-) -> tuple[float, list[int]]:
-    """The least cost with a cluster of each width, and the cutoffs that have it.
-
-    ``share`` is that of the classes before each of the places.
-    """
-    # What comes from each place on; the last cluster has to end at the last place.
-    rest = np.full(len(places), np.inf)
-    rest[-1] = 0.0
-    following = []
     sizes = (places[None, :] - places[:, None]).astype(np.float64)
     expected = rows * (share[None, :] - share[:, None])
-    for width in reversed(widths):
-        projection = cost.product * expected * width * in_features
-        step = cost.work(sizes, expected, width) + projection
-        step = np.where(sizes >= width, step, np.inf) + rest[None, :]
-        following.append(step.argmin(1))
-        rest = step.min(1)
-    total = cost.work(places + float(len(widths)), rows, in_features) + rest
     # At least one class at the top, and its share; rounding may leave the last sum short of 1.
     allowed = (places > 0) & ((share >= top_share) | (places == places[-1]))
-    total = np.where(allowed, total, np.inf)
-    place = int(total.argmin())
-    cutoffs, least = [], cost.step(1 + len(widths), float(total[place]))
-    for nearest in reversed(following):
-        cutoffs.append(int(places[place]))
-        place = int(nearest[place])
-    return least, cutoffs
+    best: tuple[float, list[int]] = (math.inf, [])
+    for clusters in range(min(max_clusters, len(weights) - 1) + 1):
+        # What comes from each place on; the last cluster has to end at the last place.
+        rest = np.where(places == places[-1], 0.0, np.inf)
+        following = []
+        for width in reversed(widths[:clusters]):
+            projection = cost.product * expected * width * in_features
+            step = cost.work(sizes, expected, width) + projection
+            step = np.where(sizes >= width, step, np.inf) + rest[None, :]
+            following.append(step.argmin(1))
+            rest = step.min(1)
+        total = cost.work(places + float(clusters), rows, in_features) + rest
+        total = np.where(allowed, total, np.inf)
+        place = int(total.argmin())
+        least, cutoffs = cost.step(1 + clusters, float(total[place])), []
+        for nearest in reversed(following):
+            cutoffs.append(int(places[place]))
+            place = int(nearest[place])
+        if least < best[0]:
+            best = least, cutoffs
+    return best[1]
 
 
 def _shares_before(weights: Reals) -> Reals:
@@ -186,15 +166,14 @@ def tail_widths(in_features: int, clusters: int, div_value: float, min_width: in
 
     Never 0, with which a cluster would stay uniform; and never more than ``in_features``.
     """
-    least = min(min_width, in_features)
-    return [max(least, _narrowed(in_features, div_value, i)) for i in range(1, clusters + 1)]
-
-
-def _narrowed(in_features: int, div_value: float, times: int) -> int:
-    try:
-        return int(in_features // div_value**times)
-    except OverflowError:  # a power beyond all numbers
-        return 0
+    widths = []
+    for i in range(1, clusters + 1):
+        try:
+            narrowed = int(in_features // div_value**i)
+        except OverflowError:  # a power beyond all numbers
+            narrowed = 0
+        widths.append(max(narrowed, min(min_width, in_features)))
+    return widths
 
 
 def check_widths(div_value: Any, min_width: Any) -> None:

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lastlayer._checks import check_alpha_number, check_chunk, check_class_weight, check_k
-from lastlayer._torch import in_dtype
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
 from lastlayer.heads.base import (
     TOP_COPIES,
     ScoredHead,
+    all_in_dtype,
+    init_uniform_,
     log_of_probs,
     log_softmax,
     top_classes,
@@ -77,10 +78,7 @@ class LinearHead(ScoredHead):
 
     def reset_parameters(self) -> None:
         """Fresh parameters, distributed as those of ``nn.Linear``."""
-        bound = 1.0 / math.sqrt(self.in_features)
-        torch.nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            torch.nn.init.uniform_(self.bias, -bound, bound)
+        init_uniform_(self.in_features, self.weight, self.bias)
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
@@ -119,6 +117,8 @@ class LinearHead(ScoredHead):
                 raise TypeError(
                     f"{name}: expected none, since it follows from the layer, got {options[name]!r}"
                 )
+        if "class_weight" in options and "class_weight" not in cls.__signature__.parameters:
+            raise TypeError(f"class_weight: expected none, since {cls.__name__} has no such option")
         n_classes, in_features = linear.weight.shape
         bias = linear.bias if isinstance(linear, torch.nn.Linear) else None
         class_weight = options.pop("class_weight", None)
@@ -139,8 +139,7 @@ class LinearHead(ScoredHead):
         return linear
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        bias = None if self.bias is None else in_dtype(self.bias, dtype)
-        return in_dtype(self.weight, dtype), bias
+        return all_in_dtype(dtype, self.weight, self.bias)
 
     def _loss_options(self) -> dict[str, Any]:
         """What the fused loss takes beside hidden, weight, target and bias."""

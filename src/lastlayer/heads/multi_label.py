@@ -105,6 +105,7 @@ class MultiLabel(LinearHead):
         Recipe(name, about, task="multilabel", fixed={"loss": loss}, compared=(name,), rank=rank)
         for rank, (loss, (name, about)) in enumerate(_RECIPES.items(), 40)
     )
+    _loss_names = "label_smoothing", "ignore_index", "reduction", "chunk_classes"
     ignore_index: int
 
     def __init__(
@@ -125,7 +126,14 @@ class MultiLabel(LinearHead):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_choice("loss", loss, tuple(_RECIPES))
-        _check_loss_options(loss, loss_options)
+        if loss_options:
+            if loss != "asymmetric":
+                raise ValueError(
+                    f"loss_options: expected none for loss={loss!r}, got {dict(loss_options)}; "
+                    "only 'asymmetric' has any"
+                )
+            # The loss itself checks them, on next to nothing.
+            _DENSE[loss](torch.zeros(1), torch.zeros(1), **loss_options)
         _check_calibrator(calibrator, loss, n_classes)
         if ignore_index is None:
             raise TypeError("ignore_index: expected an int, the id that pads lists, got None")
@@ -142,12 +150,6 @@ class MultiLabel(LinearHead):
         self.loss, self.label_smoothing = loss, check_label_smoothing(label_smoothing)
         self.loss_options, self.chunk_classes = dict(loss_options or {}), chunk_classes
         self.calibrator = calibrator
-
-    @classmethod
-    def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
-        if "class_weight" in options:
-            raise TypeError(_NO_CLASS_WEIGHT)
-        return super().from_linear(linear, **options)
 
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any, n_rows: int | None = None) -> None:
@@ -195,13 +197,10 @@ class MultiLabel(LinearHead):
         """
         self._check_hidden(hidden)
         if self.class_weight is not None:
-            raise TypeError(_NO_CLASS_WEIGHT)
+            raise TypeError("class_weight: expected None, since MultiLabel has no such option")
         if self.loss in _FUSED:
-            return _FUSED[self.loss](
-                hidden, self.weight, positives, self.bias, offsets=offsets, values=values,
-                label_smoothing=self.label_smoothing, ignore_index=self.ignore_index,
-                reduction=self.reduction, chunk_classes=self.chunk_classes,
-            )  # fmt: skip
+            options = {**self._loss_options(), "offsets": offsets, "values": values}
+            return _FUSED[self.loss](hidden, self.weight, positives, self.bias, **options)
         return self._dense_loss(hidden, positives, offsets, values)
 
     def _dense_loss(self, hidden: Tensor, positives: Any, offsets: Any, values: Any) -> Tensor:
@@ -258,7 +257,7 @@ class MultiLabel(LinearHead):
                 told = sparsemax(scores) if self.loss == "sparsemax" else scores
                 row, label = (told > least).nonzero(as_tuple=True)
                 found.append((row + first, label))
-        row, label = (torch.cat(each) for each in zip(*found, strict=True))
+        row, label = map(torch.cat, zip(*found, strict=True))
         counts = torch.bincount(row, minlength=n_rows)
         longest = int(counts.max()) if n_rows else 0
         place = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
@@ -355,24 +354,6 @@ class MultiLabel(LinearHead):
         made = config.get("calibrator")
         calibrator = ZLPRCalibrator(**made) if isinstance(made, dict) else made
         return super().from_config(config | {"calibrator": calibrator})
-
-
-_NO_CLASS_WEIGHT = (
-    "class_weight: expected none, since the losses of MultiLabel have no weights per label, got "
-    "some; leave it out"
-)
-
-
-def _check_loss_options(loss: str, loss_options: Any) -> None:
-    if not loss_options:
-        return
-    if loss != "asymmetric":
-        raise ValueError(
-            f"loss_options: expected none for loss={loss!r}, got {dict(loss_options)}; only "
-            "'asymmetric' has any"
-        )
-    # The loss itself checks them, on next to nothing.
-    asymmetric_loss(torch.zeros(1), torch.zeros(1), **loss_options)
 
 
 def _check_calibrator(calibrator: Any, loss: str, n_classes: int) -> None:

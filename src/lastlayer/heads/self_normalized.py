@@ -15,6 +15,8 @@ from lastlayer._torch import (
     is_eager,
 )
 from lastlayer.fused import linear_cross_entropy, linear_statistics
+from lastlayer.fused.function import RowScale
+from lastlayer.heads.base import all_in_dtype
 from lastlayer.heads.linear import LinearHead, LinearOptions
 from lastlayer.heads.recipes import Recipe
 from lastlayer.heads.rng import RngSteps
@@ -43,24 +45,13 @@ def drift_of(log_z: Tensor) -> Drift:
 
 @torch.no_grad()
 def log_normalizer(head: LinearHead, hidden: Tensor, biases: Tensor | None = None) -> Tensor:
-    """log Σ e^s of the scores of all classes, exact, ``(*batch)``, in bounded memory.
-
-    Args:
-        head: whose classes.
-        hidden: ``(*batch, in_features)``.
-        biases: instead of those of the head.
-    """
+    """log Σ e^s of all classes, exact, ``(*batch)``; ``biases`` go before those of the head."""
     head._check_hidden(hidden)
     anything = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    return linear_statistics(
-        hidden,
-        head.weight,
-        anything,
-        head.bias if biases is None else biases,
-        ignore_index=None,
-        temperature=temperature_of(head),
-        chunk_rows=head.chunk_rows,
-    ).logsumexp
+    biases = head.bias if biases is None else biases
+    options = {"temperature": temperature_of(head), "chunk_rows": head.chunk_rows}
+    found = linear_statistics(hidden, head.weight, anything, biases, ignore_index=None, **options)
+    return found.logsumexp
 
 
 def temperature_of(head: LinearHead) -> float:
@@ -190,8 +181,9 @@ class SelfNormalized(LinearHead):
         # A row with a factor of 0 has no gradient, whatever is in it.
         counted = torch.where((factor != 0).unsqueeze(-1), rows, 0.0)
         scores: Tensor = _TargetScores.apply(counted, self.weight, self.bias, present, factor)
-        parameters = self._score_tensors(rows.dtype)
-        losses = self._weighted(rows[chosen], ids[chosen], *parameters, row_weight[chosen] * times)
+        weight, bias = self._score_tensors(rows.dtype)
+        of_chosen = row_weight[chosen] * times
+        losses = self._weighted(rows[chosen], ids[chosen], weight, bias, of_chosen)
         if self.reduction != "none":
             return losses + scores.sum()
         return scores.index_add(0, chosen, losses).reshape(target.shape)
@@ -204,10 +196,8 @@ class SelfNormalized(LinearHead):
         weight = counts.to(dtype)
         if self.class_weight is not None:
             weight = weight * self.class_weight.to(dtype)[torch.where(counts, ids, 0)]
-        if self.reduction != "mean":
-            return weight
-        total = weight.sum()
-        return weight / torch.where(total == 0, 1.0, total)
+        n = ids.numel()
+        return RowScale.of(weight, self.reduction, n).factors(weight, n)
 
     def _chosen(self, ids: Tensor) -> Tensor:
         """Rows in even distances from a random start: each is among them equally often."""
@@ -228,10 +218,7 @@ class SelfNormalized(LinearHead):
 
         Args:
             hidden: ``(*batch, in_features)``.
-            classes: class ids ``(*batch)`` or ``(*batch, k)``.
-
-        Returns:
-            Of the shape of ``classes``, float32, or float64 from float64.
+            classes: class ids ``(*batch)`` or ``(*batch, k)``; the result has the same shape.
         """
         return chosen_scores(self, hidden, classes)
 
@@ -247,7 +234,6 @@ class SelfNormalized(LinearHead):
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
-        """A head that shares the parameters of a layer: a step on one is a step on both."""
         head = super().from_linear(linear, **options)
         head.rng_counter = head.rng_counter.to(linear.weight.device)
         return head
@@ -262,10 +248,8 @@ class _TargetScores(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, target, factor)
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
-        narrow = None if bias is None else bias.to(rows.dtype)
-        scores: Tensor = kernels.products.scores(
-            "auto", rows, weight.to(rows.dtype), narrow, target.unsqueeze(-1)
-        )
+        narrow = all_in_dtype(rows.dtype, weight, bias)
+        scores: Tensor = kernels.products.scores("auto", rows, *narrow, target.unsqueeze(-1))
         return scores.squeeze(-1) * factor
 
     @staticmethod

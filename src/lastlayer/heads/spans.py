@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,13 +142,6 @@ class GlobalPointer(SavedModule):
             if layer is not None:
                 layer.reset_parameters()
 
-    def init_bias_from_counts(self, counts: Any) -> NoReturn:
-        """Not here: the classes, pairs of tokens, have no biases of their own."""
-        raise NotImplementedError(
-            "init_bias_from_counts: GlobalPointer has no bias per class to start from counts: its "
-            "classes are pairs of tokens, which change with each text"
-        )
-
     def forward(self, hidden: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
         """The training loss in float32, or in float64 from float64.
 
@@ -230,8 +223,9 @@ class GlobalPointer(SavedModule):
                 else:
                     found = [_best_above(parts, of_texts, least, max_spans)]
                 for places, scores in found:
-                    for (text, *span), score in zip(places.tolist(), scores.tolist(), strict=True):
-                        spans[text].append(Span(*span, score))
+                    for place, score in zip(places.tolist(), scores.tolist(), strict=True):
+                        text, kind, start, end = place
+                        spans[text].append(Span(kind, start, end, score))
         return [sorted(each, key=lambda span: (span.start, span.end, span.type)) for each in spans]
 
     def _check_tokens(self, hidden: Any, mask: Any) -> None:
@@ -325,6 +319,7 @@ def _check_spans(target: Any, hidden: Tensor, n_types: int, ignore_index: int | 
         return
     # In numpy, which costs the host less than torch.
     values = target.cpu().numpy()
+    allowed = []
     if dense:
         *_, kinds, starts, ends = values.nonzero()
     else:
@@ -333,22 +328,13 @@ def _check_spans(target: Any, hidden: Tensor, n_types: int, ignore_index: int | 
         padding = "" if ignore_index is None else f", or the type {ignore_index=} for padding"
         bounds = ("types", kinds, n_types), ("starts", starts, n), ("ends", ends, n)
         for name, given, most in bounds:
-            wrong = (given < 0) | (given >= most)
-            if wrong.any():
-                raise ValueError(
-                    f"target: expected {name} from 0 to {most - 1}{padding}, got (type, start, "
-                    f"end) = {_first(wrong, kinds, starts, ends)}"
-                )
-    wrong = ends < starts
-    if wrong.any():
-        raise ValueError(
-            "target: expected spans that end where they start or later (the end is inclusive), got "
-            f"(type, start, end) = {_first(wrong, kinds, starts, ends)}"
-        )
-
-
-def _first(wrong: Any, *arrays: Any) -> tuple[int, ...]:
-    return tuple(int(each[wrong][0]) for each in arrays)
+            inside = (given >= 0) & (given < most)
+            allowed.append((f"{name} from 0 to {most - 1}{padding}", inside))
+    in_order = "spans that end where they start or later (the end is inclusive)", ends >= starts
+    for expected, right in (*allowed, in_order):
+        if not right.all():
+            first = tuple(int(each[~right][0]) for each in (kinds, starts, ends))
+            raise ValueError(f"target: expected {expected}, got (type, start, end) = {first}")
 
 
 def _decoded_scores(parts: SpanParts, tile: Tile) -> Tensor:
