@@ -23,9 +23,14 @@ from lastlayer.fused.clusters import CLUSTERS, group_loss
 from lastlayer.fused.cross_entropy import linear_cross_entropy
 from lastlayer.fused.function import RowScale
 from lastlayer.fused.scores import row_chunks, wide_scores
-from lastlayer.heads._ranked import RankedHead
 from lastlayer.heads.base import all_in_dtype, draw_classes, init_uniform_, log_softmax, top_classes
-from lastlayer.heads.layout import check_cutoffs, check_widths, cutoffs_from_counts, tail_widths
+from lastlayer.heads.layout import (
+    RankedHead,
+    check_cutoffs,
+    check_widths,
+    cutoffs_from_counts,
+    tail_widths,
+)
 from lastlayer.heads.recipes import Recipe
 from lastlayer.kernels import products, selected
 
@@ -78,8 +83,7 @@ class AdaptiveSoftmax(RankedHead):
         div_value: by how much each cluster is narrower than the one before; at least 1.
         min_width: least width of a projection.
         head_bias: whether the top has biases: one per class there, and one per cluster.
-        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of
-            :class:`FullSoftmax`.
+        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of ``FullSoftmax``.
 
     Example:
         >>> import torch
@@ -97,8 +101,8 @@ class AdaptiveSoftmax(RankedHead):
     cutoffs: Tensor
     head_weight: Parameter
     head_bias: Parameter | None
-    # One for a class at the top or a cluster, one for a class in the cluster.
     _numbers_per_draw = 2
+    _bias_name = "head_bias"
 
     recipes = (
         Recipe(
@@ -176,7 +180,7 @@ class AdaptiveSoftmax(RankedHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, as those of ``nn.Linear``; after ``to_empty`` a head on meta is whole."""
+        """Fresh parameters, as of ``nn.Linear``; makes a head whole after meta and ``to_empty``."""
         self._fill_order()
         if not self.cutoffs.is_meta:
             self.cutoffs.copy_(torch.tensor(self._starts))
@@ -184,23 +188,11 @@ class AdaptiveSoftmax(RankedHead):
             init_uniform_(weight.shape[1], weight)
         init_uniform_(self.in_features, self.head_bias)
 
-    @torch.no_grad()
-    def init_bias_from_counts(self, counts: Any) -> None:
-        """Start at the frequencies of classes at the top, and of each cluster as a whole.
-
-        Classes inside a cluster have no biases: at the hidden state 0 they are alike.
-
-        Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
-        """
-        if self.head_bias is None:
-            raise ValueError(
-                "init_bias_from_counts: expected a head with biases, got AdaptiveSoftmax with "
-                "head_bias=False; make it with head_bias=True"
-            )
-        logs = self._log_frequencies(counts)
+    def _log_frequencies(self, counts: Any) -> Tensor:
+        """Of classes at the top and of whole clusters: those inside have no biases."""
+        logs = super()._log_frequencies(counts)
         of_clusters = [logs[a:b].logsumexp(0, keepdim=True) for a, b in self._clusters]
-        self.head_bias.copy_(torch.cat([logs[: self._n_top], *of_clusters]))
+        return torch.cat([logs[: self._n_top], *of_clusters])
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets, smoothed where asked for."""
@@ -234,8 +226,8 @@ class AdaptiveSoftmax(RankedHead):
             ids, counted = torch.where(counts, ids, -1), counts.reshape(-1).to(times.dtype)
             # A NaN in a row that does not count would reach the gradient of a projection.
             hidden = torch.where(counts.unsqueeze(-1), hidden, 0.0)
-        share = RowScale.of(counted, self.reduction, n).factors(hidden, n) / self.n_classes
-        share = share.reshape(target.shape)
+        factors = RowScale.of(counted, self.reduction, n).factors(hidden, n)
+        share = factors.reshape(target.shape) / self.n_classes
 
         def spread(rows: Tensor, vectors: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
             return linear_cross_entropy(
@@ -407,11 +399,7 @@ def blocks_suit(head: AdaptiveSoftmax, rows: Tensor, k: int) -> bool:
 
 
 def best_by_blocks(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As :func:`best_by_clusters`, on CUDA: all clusters for all rows, without a wait.
-
-    Their products are small where vectors are narrow, and to ask which rows may leave a cluster
-    closed takes longer.
-    """
+    """The same on CUDA: all clusters for all rows, since to ask which are needed takes longer."""
     # Imported here: Triton is not on every machine.
     from lastlayer.kernels.search.triton import largest
 
@@ -538,5 +526,4 @@ class AdaptiveEmbedding(torch.nn.Module):
         return made.reshape(*classes.shape, head.in_features)
 
     def extra_repr(self) -> str:
-        """Sizes, as ``nn.Embedding`` shows them."""
         return f"{self.head.n_classes}, {self.head.in_features}"

@@ -313,10 +313,9 @@ class Head(SavedModule, ABC):
         n_samples = check_int("n_samples", n_samples)
         check_generator(generator, hidden.device)
         # All random numbers at once: what is drawn does not depend on the size of the chunks.
-        uniform = torch.rand(
-            self._numbers_per_draw, rows.shape[0], n_samples, dtype=torch.float64,
-            device=rows.device, generator=generator,
-        )  # fmt: skip
+        made: dict[str, Any] = {"dtype": torch.float64, "device": rows.device}
+        shape = self._numbers_per_draw, len(rows), n_samples
+        uniform = torch.rand(shape, generator=generator, **made)
         drawn = self._rows_sample(rows, *uniform)
         return checked_draws(drawn.reshape(*hidden.shape[:-1], n_samples))
 
@@ -368,19 +367,21 @@ class ScoredHead(Head):
 
     # Numbers held for each score of a chunk, itself included.
     _copies = 4.0
+    _bias_name = "bias"
 
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any) -> None:
-        bias = getattr(self, "bias", None)
+        name = self._bias_name
+        bias = getattr(self, name, None)
         if bias is None:
             raise ValueError(
                 f"init_bias_from_counts: expected a head with biases, got {type(self).__name__} "
-                "with bias=False; make it with bias=True"
+                f"with {name}=False; make it with {name}=True"
             )
         bias.copy_(self._log_frequencies(counts))
 
     def _log_frequencies(self, counts: Any) -> Tensor:
-        """Of the classes in the order of their biases, in float64 on the CPU."""
+        """For each bias, in float64 on the CPU."""
         return log_frequencies(counts, self.n_classes, torch.empty(0, dtype=torch.float64))
 
     @abstractmethod

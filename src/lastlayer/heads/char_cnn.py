@@ -63,8 +63,7 @@ class CharCNNSoftmax(ScoredHead):
         max_length: bytes of a word that are read. Longer words that begin with the same ones
             differ by their correction and bias alone.
         chunk_classes: classes whose vectors are computed at a time, or "auto".
-        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of
-            :class:`FullSoftmax`.
+        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of ``FullSoftmax``.
 
     Example:
         >>> import torch
@@ -83,6 +82,8 @@ class CharCNNSoftmax(ScoredHead):
 
     bias: Parameter | None
     corrections: Parameter | None
+    spellings: tuple[str, ...]
+    """The word of each class."""
 
     recipes = (
         Recipe(
@@ -135,7 +136,7 @@ class CharCNNSoftmax(ScoredHead):
         self.highway_layers, self.max_length = highway_layers, max_length
         self.chunk_classes, self.chunk_rows = chunk_classes, chunk_rows
         self.label_smoothing = label_smoothing
-        self._spellings = words
+        self.spellings = words
 
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.cnn = CharCNN(self.filters, char_features, highway_layers, in_features, **made)
@@ -152,11 +153,6 @@ class CharCNNSoftmax(ScoredHead):
         self.register_load_state_dict_post_hook(_spell_again)
         self.reset_parameters()
 
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """The word of each class."""
-        return self._spellings
-
     def reset_parameters(self) -> None:
         """Fresh parameters, and the tensors that are made from the spellings."""
         self.cnn.reset_parameters()
@@ -170,9 +166,7 @@ class CharCNNSoftmax(ScoredHead):
         self._spell()
 
     def _spell(self) -> None:
-        widths = [width for width, _ in self.filters]
-        chunks = self.cnn.spell(self._spellings, widths, self.max_length, self.chunk_classes)
-        self.words = chunks
+        self.words = self.cnn.spell(self.spellings, self.max_length, self.chunk_classes)
         self._is_spelled = all(not each.is_meta for each in self.parameters())
         self._kept = None
 
@@ -248,8 +242,8 @@ class CharCNNSoftmax(ScoredHead):
         Returns:
             The new class ids.
         """
-        words = check_spellings("spellings", spellings, self._spellings)
-        before, self._spellings = self.n_classes, self._spellings + words
+        words = check_spellings("spellings", spellings, self.spellings)
+        before, self.spellings = self.n_classes, self.spellings + words
         self.n_classes += len(words)
         if self.corrections is not None:
             zeros = self.corrections.new_zeros(len(words), self.correction)
@@ -346,7 +340,8 @@ class Words(Module):
     """Some words as tensors. They are no state: spellings make them again.
 
     A window of each width begins at every symbol of a word, marks included; of a long word the
-    first bytes alone are read. ``starts`` ``(n_words,)`` says where the windows of each word begin.
+    first bytes alone are read. ``starts`` ``(n_words,)`` says where the windows of each word begin;
+    of the i-th width, ``symbols_i`` has the distinct ones, and ``windows_i`` which each window is.
     """
 
     starts: Tensor
@@ -378,10 +373,6 @@ class Words(Module):
     def _put(self, name: str, values: Any, device: torch.device) -> None:
         ids = torch.from_numpy(values.astype(np.int32)).to(device)
         self.register_buffer(name, ids, persistent=False)
-
-    def grams(self, i: int) -> tuple[Tensor, Tensor]:
-        """The distinct n-grams of the i-th width, and which of them each window is."""
-        return self.get_buffer(f"symbols_{i}"), self.get_buffer(f"windows_{i}")
 
 
 class Highway(Module):
@@ -415,6 +406,7 @@ class CharCNN(Module):
         **made: Any,
     ) -> None:
         super().__init__()
+        self.widths = [width for width, _ in filters]
         self.features = sum(number for _, number in filters)
         self.chars = Embedding(N_SYMBOLS, char_features, **made)
         self.filters = ModuleList(
@@ -472,15 +464,13 @@ class CharCNN(Module):
         # Rounded by autocast, near ties would go to the wrong n-gram, and its gradient with them.
         with torch.autocast(words.starts.device.type, enabled=False):
             for i, layer in enumerate(self.filters):
-                symbols, windows = words.grams(i)
                 # Words share most of their n-grams: a filter sees each of them once.
-                seen = layer(self.chars(symbols).flatten(1))
+                seen = layer(self.chars(words.get_buffer(f"symbols_{i}")).flatten(1))
+                windows = words.get_buffer(f"windows_{i}")
                 found.append(embedding_bag(windows, seen, words.starts, mode="max"))
         return torch.cat(found, -1)
 
-    def spell(
-        self, words: Sequence[str], widths: Sequence[int], max_length: int, chunk: int | str
-    ) -> ModuleList:
+    def spell(self, words: Sequence[str], max_length: int, chunk: int | str) -> ModuleList:
         """The words as this network reads them, in chunks whose vectors are made at a time."""
         if isinstance(chunk, str):
             layers = 1 + len(self.highway)
@@ -490,5 +480,6 @@ class CharCNN(Module):
         cuts = [n * i // n_chunks for i in range(n_chunks + 1)]
         device = self.project.weight.device
         return ModuleList(
-            Words(words[first:last], widths, max_length, device) for first, last in pairwise(cuts)
+            Words(words[first:last], self.widths, max_length, device)
+            for first, last in pairwise(cuts)
         )

@@ -14,9 +14,8 @@ from lastlayer._checks import as_pairs, check_choice, check_int
 from lastlayer._torch import in_autocast_dtype, in_dtype
 from lastlayer.fused.clusters import BANDS, group_loss
 from lastlayer.fused.scores import wide_scores
-from lastlayer.heads._ranked import RankedHead
 from lastlayer.heads.base import all_in_dtype, init_uniform_, log_softmax
-from lastlayer.heads.layout import VARIANTS, bands_from_counts
+from lastlayer.heads.layout import VARIANTS, RankedHead, bands_from_counts
 from lastlayer.heads.recipes import Arguments, ClassData, Recipe
 
 
@@ -57,8 +56,7 @@ class DifferentiatedSoftmax(RankedHead):
             class is in; inside a band classes are sorted by id.
         variant: "slices" or "projections".
         bias: whether each class has a bias.
-        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of
-            :class:`FullSoftmax`.
+        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of ``FullSoftmax``.
 
     Example:
         >>> import torch
@@ -133,7 +131,7 @@ class DifferentiatedSoftmax(RankedHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, as those of ``nn.Linear``; after ``to_empty`` a head on meta is whole."""
+        """Fresh parameters, as of ``nn.Linear``; makes a head whole after meta and ``to_empty``."""
         self._fill_order()
         for weight in self.weights:
             init_uniform_(weight.shape[1], weight)

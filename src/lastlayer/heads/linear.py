@@ -89,8 +89,7 @@ class LinearHead(ScoredHead):
 
         Args:
             linear: the layer that owns the parameters.
-            options: what else the constructor takes, by name; the layer decides ``bias``, device
-                and dtype.
+            options: of the constructor, by name; the layer decides bias, device and dtype.
         """
         if not isinstance(linear, (torch.nn.Linear, torch.nn.Embedding)):
             raise TypeError(
@@ -130,12 +129,9 @@ class LinearHead(ScoredHead):
 
     def to_linear(self) -> torch.nn.Linear:
         """An ``nn.Linear`` that shares the parameters of this head; its outputs are the logits."""
-        linear = torch.nn.Linear(
-            self.in_features, self.n_classes, bias=self.bias is not None, device="meta"
-        )
+        linear = torch.nn.Linear(self.in_features, self.n_classes, bias=False, device="meta")
         linear.weight = self.weight
-        if self.bias is not None:
-            linear.bias = self.bias
+        linear.register_parameter("bias", self.bias)
         return linear
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
@@ -183,8 +179,7 @@ class FullSoftmax(LinearHead):
         ignore_index: rows with this target do not count; None where every target counts.
         reduction: "mean" over the rows that count, "sum" or "none".
         chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
 
     Example:
         >>> import torch
@@ -197,9 +192,7 @@ class FullSoftmax(LinearHead):
     """
 
     recipes = (Recipe("full", "softmax over all classes, fused", compared=("full",), rank=10),)
-    _loss_names = (
-        *LinearHead._loss_names, "label_smoothing", "z_loss", "softcap", "temperature"
-    )  # fmt: skip
+    _loss_names = *LinearHead._loss_names, "label_smoothing", "z_loss", "softcap", "temperature"
 
     def __init__(
         self,
@@ -254,8 +247,7 @@ class EntmaxHead(LinearHead):
         n_classes: number of classes.
         alpha: a number of at least 1.
         bias: whether each class has a bias.
-        options: ``class_weight``, ``ignore_index``, ``reduction``, ``chunk_rows``, ``device`` and
-            ``dtype``, as of :class:`FullSoftmax`.
+        options: ``class_weight`` and all that follow it, as of :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -315,8 +307,7 @@ class TopKSoftmaxHead(LinearHead):
         n_classes: number of classes.
         k: number of classes that keep a probability, at least 1; n_classes or more is the softmax.
         bias: whether each class has a bias.
-        options: ``class_weight``, ``ignore_index``, ``reduction``, ``chunk_rows``, ``device`` and
-            ``dtype``, as of :class:`FullSoftmax`.
+        options: ``class_weight`` and all that follow it, as of :class:`FullSoftmax`.
 
     Example:
         >>> import torch

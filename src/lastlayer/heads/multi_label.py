@@ -87,8 +87,7 @@ class MultiLabel(LinearHead):
             and training with "asymmetric" and "sparsemax"), "auto" or "low".
         chunk_classes: labels of which scores are held at a time in training with "zlpr" and "bce",
             "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
 
     Example:
         >>> import torch
@@ -164,14 +163,13 @@ class MultiLabel(LinearHead):
             n_rows: number of rows that were counted; "sparsemax" does without it.
         """
         given = torch.from_numpy(as_counts(counts, self.n_classes))
-        if n_rows is not None:
-            if float(given.max()) > check_int("n_rows", n_rows):
-                raise ValueError(
-                    f"counts: expected at most n_rows={n_rows} for each label, got {given.max():g}"
-                )
-        elif self.loss != "sparsemax":
+        if n_rows is None and self.loss != "sparsemax":
             raise ValueError(
                 "n_rows: expected the number of rows in which labels were counted, got None"
+            )
+        if n_rows is not None and float(given.max()) > check_int("n_rows", n_rows):
+            raise ValueError(
+                f"counts: expected at most n_rows={n_rows} for each label, got {given.max():g}"
             )
         super().init_bias_from_counts(counts)
         if n_rows is not None and self.loss != "sparsemax" and self.bias is not None:
@@ -197,7 +195,10 @@ class MultiLabel(LinearHead):
         """
         self._check_hidden(hidden)
         if self.class_weight is not None:
-            raise TypeError("class_weight: expected None, since MultiLabel has no such option")
+            raise TypeError(
+                "class_weight: expected none, since MultiLabel has no such option, got some; set "
+                "it to None"
+            )
         if self.loss in _FUSED:
             options = {**self._loss_options(), "offsets": offsets, "values": values}
             return _FUSED[self.loss](hidden, self.weight, positives, self.bias, **options)
@@ -266,12 +267,7 @@ class MultiLabel(LinearHead):
         return lists.reshape(*hidden.shape[:-1], longest)
 
     def probability(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
-        """The probability that a label is on, ``exp(log_prob)``; read the class's docstring on it.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            classes: as for ``log_prob``, and the result has the same shape.
-        """
+        """``exp(log_prob)``, the probability that a label is on; see the docstring of the class."""
         return self.log_prob(hidden, classes).exp()
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:

@@ -8,12 +8,7 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_positive, check_real, check_seed
-from lastlayer._torch import (
-    accumulation_dtype,
-    host_sync_allowed,
-    in_autocast_dtype,
-    is_eager,
-)
+from lastlayer._torch import accumulation_dtype, host_sync_allowed, in_autocast_dtype, is_eager
 from lastlayer.fused import linear_cross_entropy, linear_statistics
 from lastlayer.fused.function import RowScale
 from lastlayer.heads.base import all_in_dtype
@@ -39,8 +34,8 @@ def drift_of(log_z: Tensor) -> Drift:
     rows = log_z.detach().flatten().double()
     if not rows.numel():
         return Drift(0.0, 0.0, 0.0)
-    spread = rows.std(correction=0)
-    return Drift(rows.mean().item(), spread.item(), rows.abs().max().item())
+    spread, mean = torch.std_mean(rows, correction=0)
+    return Drift(mean.item(), spread.item(), rows.abs().max().item())
 
 
 @torch.no_grad()
@@ -49,7 +44,7 @@ def log_normalizer(head: LinearHead, hidden: Tensor, biases: Tensor | None = Non
     head._check_hidden(hidden)
     anything = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     biases = head.bias if biases is None else biases
-    options = {"temperature": temperature_of(head), "chunk_rows": head.chunk_rows}
+    options: Any = {"temperature": temperature_of(head), "chunk_rows": head.chunk_rows}
     found = linear_statistics(hidden, head.weight, anything, biases, ignore_index=None, **options)
     return found.logsumexp
 
@@ -84,9 +79,7 @@ class SelfNormalized(LinearHead):
     .. math:: L = -s_y + \frac{1_S}{\gamma}\,(\log Z + \lambda \log^2 Z)
 
     where S are rows that are drawn anew in every step. On average it is the loss above, with the
-    same optimum; its gradient is noisier, and a step costs :math:`\gamma` of the full one. (Without
-    the plain :math:`\log Z` the penalty alone would have to hold the scores down, and log Z would
-    settle at :math:`1 / 2\lambda` instead of 0.)
+    same optimum; its gradient is noisier, and a step costs :math:`\gamma` of the full one.
 
     Choose it to score single classes fast after training, where a full softmax can be afforded in
     training. :class:`NoiseContrastive` gets there without one.
@@ -102,8 +95,7 @@ class SelfNormalized(LinearHead):
         fraction: :math:`\gamma`, the share of rows that are normalised in a step, above 0 and at
             most 1; rounded up to whole rows.
         seed: of the rows drawn.
-        options: ``class_weight``, ``ignore_index``, ``reduction``, ``chunk_rows``, ``device`` and
-            ``dtype``, as of :class:`FullSoftmax`.
+        options: ``class_weight`` and all that follow it, as of :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -223,13 +215,7 @@ class SelfNormalized(LinearHead):
         return chosen_scores(self, hidden, classes)
 
     def drift(self, hidden: Tensor) -> Drift:
-        """How far log Z of these rows is from 0.
-
-        It takes a product with all classes, and waits for the device.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-        """
+        """How far log Z of rows is from 0: a product with all classes, and a wait for a GPU."""
         return drift_of(log_normalizer(self, hidden))
 
     @classmethod
@@ -265,8 +251,7 @@ class _TargetScores(torch.autograd.Function):
             of_weight = _weight_gradient(slopes, classes, rows, weight)
         if to_bias:
             shape, dtype = ctx.bias_like
-            zeros = slopes.new_zeros(shape)
-            of_bias = zeros.index_add_(0, target, slopes.squeeze(-1)).to(dtype)
+            of_bias = slopes.new_zeros(shape).index_add_(0, target, slopes.squeeze(-1)).to(dtype)
         return of_rows, of_weight, of_bias, None, None
 
 

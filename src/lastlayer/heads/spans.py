@@ -79,8 +79,7 @@ class GlobalPointer(SavedModule):
             "sum", or "none" for ``(*batch, n_types)``. It can be changed at any time.
         chunk_spans: scores that are held at a time (at least those of one start in one text),
             "auto" or "low"; the kernel holds none.
-        device: where the parameters are made.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
 
     Example:
         >>> import torch
@@ -156,12 +155,10 @@ class GlobalPointer(SavedModule):
         self._check_tokens(hidden, mask)
         check_reduction(self.reduction)
         _check_spans(target, hidden, self.n_types, self.ignore_index)
-        parts, n = self._parts(hidden, mask), hidden.shape[-2]
-        n_texts = parts.query.shape[0]
-        if target.dtype == torch.bool:
-            target = target.reshape(n_texts, self.n_types, n, n)
-        else:
-            target = in_dtype(target.reshape(n_texts, target.shape[-2], 3), torch.int64)
+        parts = self._parts(hidden, mask)
+        target = target.reshape(parts.query.shape[0], *target.shape[hidden.dim() - 2 :])
+        if target.dtype != torch.bool:
+            target = in_dtype(target, torch.int64)
         loss = span_loss(parts, target, self.n_types, self.reduction, self.chunk_spans)
         return loss.reshape(*hidden.shape[:-2], self.n_types) if loss.dim() else loss
 
