@@ -79,12 +79,12 @@ class SavedModule(torch.nn.Module):
             if name not in ("device", "dtype") and hasattr(self, name):
                 value = getattr(self, name)
                 # ``bias=True`` asks for a parameter of that name.
-                asks = isinstance(taken.default, bool) and not isinstance(value, bool)
+                asks = isinstance(taken.default, bool) and isinstance(value, Tensor | None)
                 made[name] = value is not None if asks else value
         return made
 
     def save(self, folder: str | Path) -> None:
-        """Write the state, ``model.safetensors``, and the :meth:`config`, ``config.json``."""
+        """Write the state, ``model.safetensors``, and :meth:`config`; makes the folder."""
         folder, safetensors = Path(folder), _safetensors()
         config = self._saved_config(self.config())
         text = json.dumps({"head": type(self).__name__, "arguments": config}, indent=2) + "\n"
@@ -284,9 +284,9 @@ class Head(SavedModule, ABC):
             hidden: ``(*batch, in_features)``.
             k: from 1 to ``n_classes``.
         """
-        k = self._check_k(k)
-        found, shape = self._rows_topk(self._check_rows(hidden), k), (*hidden.shape[:-1], k)
-        return TopK(*(each.reshape(shape) for each in found))
+        rows, k = self._check_rows(hidden), self._check_k(k)
+        shape = *hidden.shape[:-1], k
+        return TopK(*(each.reshape(shape) for each in self._rows_topk(rows, k)))
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
         """Values and classes ``(n, k)`` of rows; for heads that know a better way."""

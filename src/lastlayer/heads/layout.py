@@ -274,7 +274,7 @@ def _shares_before(weights: Reals) -> Reals:
 
 
 def tail_widths(in_features: int, clusters: int, div_value: float, min_width: int) -> list[int]:
-    """``in_features / div_value ** i``, i = 1, 2, …; at least ``min_width``, if there are so many."""
+    """``in_features / div_value ** i``, i = 1, 2, …; at least ``min_width`` or in_features."""
     widths = []
     for i in range(1, clusters + 1):
         try:
