@@ -399,7 +399,7 @@ def blocks_suit(head: AdaptiveSoftmax, rows: Tensor, k: int) -> bool:
 
 
 def best_by_blocks(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The same on CUDA: all clusters for all rows, since to ask which are needed takes longer."""
+    """As ``best_by_clusters``, on CUDA: all clusters of all rows, since to ask takes longer."""
     # Imported here: Triton is not on every machine.
     from lastlayer.kernels.search.triton import largest
 

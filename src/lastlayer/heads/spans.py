@@ -163,7 +163,7 @@ class GlobalPointer(SavedModule):
         return loss.reshape(*hidden.shape[:-2], self.n_types) if loss.dim() else loss
 
     def scores(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """All scores at once, differentiable also twice, for short texts; -inf where there is no span.
+        """All scores at once, for short texts, also twice differentiable; -inf where no span is.
 
         ``lastlayer.zlpr_loss(scores.flatten(-2), target.flatten(-2))`` is the loss.
 
