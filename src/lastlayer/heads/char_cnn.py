@@ -115,10 +115,11 @@ class CharCNNSoftmax(ScoredHead):
     ) -> None:
         words = check_spellings("spellings", spellings)
         super().__init__(in_features, len(words), ignore_index=ignore_index, reduction=reduction)
-        check_int("correction", correction, least=0, note="0 for no correction")
-        check_int("highway_layers", highway_layers, least=0, note="0 for none")
-        check_int("char_features", char_features)
-        check_int("max_length", max_length)
+        note = "0 for none"
+        self.correction = check_int("correction", correction, least=0, note=note)
+        self.highway_layers = check_int("highway_layers", highway_layers, least=0, note=note)
+        self.char_features = check_int("char_features", char_features)
+        self.max_length = check_int("max_length", max_length)
         if chunk_classes != "auto":
             if isinstance(chunk_classes, str):
                 raise ValueError(f"chunk_classes: expected an int or 'auto', got {chunk_classes!r}")
@@ -132,8 +133,6 @@ class CharCNNSoftmax(ScoredHead):
                     f"filters: expected widths up to max_length={max_length}, got {width} at "
                     f"position {i}; no word fills it"
                 )
-        self.correction, self.char_features = correction, char_features
-        self.highway_layers, self.max_length = highway_layers, max_length
         self.chunk_classes, self.chunk_rows = chunk_classes, chunk_rows
         self.label_smoothing = label_smoothing
         self.spellings = words
