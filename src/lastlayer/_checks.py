@@ -505,3 +505,19 @@ def as_permutation(name: str, values: Any, n: int) -> NDArray[np.int64]:
             f"{name}: expected each class once, got class {c} at positions {first} and {second}"
         )
     return classes
+
+
+def as_pairs(name: str, values: Any, of: tuple[str, str]) -> tuple[tuple[int, int], ...]:
+    """At least one pair of whole numbers above 0; ``of`` says what the two are."""
+    expected = f"({', '.join(of)})"
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{name}: expected pairs {expected}, got {type(values).__name__}")
+    pairs = []
+    for i, pair in enumerate(values):
+        if isinstance(pair, str) or not hasattr(pair, "__len__") or len(pair) != 2:
+            raise TypeError(f"{name}: expected pairs {expected}, got {pair!r} at position {i}")
+        first, second = map(check_int, (f"{name}: {each} at position {i}" for each in of), pair)
+        pairs.append((first, second))
+    if not pairs:
+        raise ValueError(f"{name}: expected at least one pair {expected}, got none")
+    return tuple(pairs)

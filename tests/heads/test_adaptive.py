@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from lastlayer.fused import clusters
 from lastlayer.fused.rows import Problem, Wanted
 from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax, Head
-from lastlayer.heads._adaptive_topk import ceiling, opened
+from lastlayer.heads.adaptive import ceiling, opened
 from lastlayer.testing import check_head
 
 N_CLASSES = 40
@@ -477,7 +477,7 @@ def test_biases_start_at_the_frequencies(ordered):
         ({"cutoffs": [6, 6]}, ValueError, ("cutoffs:", "got 6 at position 1 after 6")),
         ({"cutoffs": [0, 6]}, ValueError, ("cutoffs:", "from 1 to 39", "got 0 at position 0")),
         ({"cutoffs": [6, 40]}, ValueError, ("cutoffs:", "from 1 to 39", "got 40 at position 1")),
-        ({"cutoffs": [6, 1.5]}, TypeError, ("cutoffs:", "got float at position 1")),
+        ({"cutoffs": [6, 1.5]}, TypeError, ("cutoffs: position 1:", "got float")),
         ({"cutoffs": 6}, TypeError, ("cutoffs: expected a list", "got int")),
         ({"n_classes": None}, ValueError, ("n_classes:", "got None", "counts")),
         ({"cutoffs": None}, ValueError, ("cutoffs:", "got None", "counts")),

@@ -88,5 +88,5 @@ def test_costs(cost):
 def test_widths_and_cutoffs_that_are_none():
     head = AdaptiveSoftmax(4, cutoffs=[1, 2], n_classes=3, div_value=1e200)
     assert [len(each) for each in head.projections] == [4, 4]
-    with pytest.raises(TypeError, match="cutoffs: expected whole numbers, got bool at position 0"):
+    with pytest.raises(TypeError, match="cutoffs: position 0: expected an int, got bool"):
         AdaptiveSoftmax(4, cutoffs=[True], n_classes=3)

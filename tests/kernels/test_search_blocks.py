@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lastlayer import kernels
-from lastlayer.heads import AdaptiveSoftmax, _adaptive_topk
+from lastlayer.heads import AdaptiveSoftmax, adaptive
 
 pytest.importorskip("triton")
 if kernels.available()["triton"] is not None:
@@ -101,7 +101,7 @@ def test_the_best_classes_are_those_of_a_sort(monkeypatch):
             each.mul_(8).round_()
         hidden = hidden.mul(2).round()
     right = head.log_prob(hidden).sort(dim=-1, descending=True, stable=True)
-    monkeypatch.setattr(_adaptive_topk, "selected", lambda *_: "triton")
+    monkeypatch.setattr(adaptive, "selected", lambda *_: "triton")
     # Scores of hundreds: their last bit is what a logarithm near zero can be off by.
     within = {"rtol": 1e-6, "atol": 2e-4}
     for k in (1, 4):
@@ -116,7 +116,7 @@ def test_the_best_classes_are_those_of_a_sort(monkeypatch):
 
 
 def test_of_equal_classes_the_lower_ids_are_taken(monkeypatch):
-    monkeypatch.setattr(_adaptive_topk, "selected", lambda *_: "triton")
+    monkeypatch.setattr(adaptive, "selected", lambda *_: "triton")
     head = AdaptiveSoftmax(12, cutoffs=[3], n_classes=2000, device=DEVICE)
     with torch.no_grad():
         head.tails[0].zero_()
@@ -127,7 +127,7 @@ def test_of_equal_classes_the_lower_ids_are_taken(monkeypatch):
 
 
 def test_a_row_of_nan(monkeypatch):
-    monkeypatch.setattr(_adaptive_topk, "selected", lambda *_: "triton")
+    monkeypatch.setattr(adaptive, "selected", lambda *_: "triton")
     head, hidden = head_of_ties(), torch.randn(3, 12, device=DEVICE)
     hidden[1, 0] = torch.nan
     found = head.topk(hidden, 2)

@@ -229,10 +229,10 @@ class Forgetful(Minimal):
 
     def __init__(self, *args, shift=0.0, **options):
         super().__init__(*args, **options)
-        self.shift = shift
+        self.kept_shift = shift
 
     def log_prob(self, hidden, classes=None):
-        return super().log_prob(hidden + self.shift, classes)
+        return super().log_prob(hidden + self.kept_shift, classes)
 
 
 class OutsideItsState(Minimal):

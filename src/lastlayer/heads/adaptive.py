@@ -2,25 +2,46 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding, linear, pad
 
-from lastlayer._checks import as_counts, check_generator, check_ids, check_int
-from lastlayer._torch import accumulation_dtype, in_autocast_dtype, in_dtype, without_autocast
+from lastlayer._checks import as_counts, check_ids, check_int
+from lastlayer._torch import (
+    accumulation_dtype,
+    host_sync_allowed,
+    in_autocast_dtype,
+    in_dtype,
+    without_autocast,
+)
 from lastlayer.fused.clusters import CLUSTERS, group_loss
 from lastlayer.fused.cross_entropy import linear_cross_entropy
 from lastlayer.fused.function import RowScale
 from lastlayer.fused.scores import row_chunks, wide_scores
-from lastlayer.heads._adaptive_topk import best_classes, rows_where
-from lastlayer.heads._ranked import RankedHead
-from lastlayer.heads.base import TopK, checked_draws, draw_classes, log_softmax
-from lastlayer.heads.layout import check_cutoffs, check_widths, cutoffs_from_counts, tail_widths
+from lastlayer.heads.base import all_in_dtype, draw_classes, init_uniform_, log_softmax, top_classes
+from lastlayer.heads.layout import (
+    RankedHead,
+    check_cutoffs,
+    check_widths,
+    cutoffs_from_counts,
+    tail_widths,
+)
 from lastlayer.heads.recipes import Recipe
+from lastlayer.kernels import products, selected
+
+# From so many rows on it pays to look at all vectors of a cluster before it is opened.
+_ROWS_WORTH_A_BOUND = 8
+# Classes of a block, as the kernel has them.
+_BLOCK = 128
+# Where more than this part of a cluster is a candidate, all of it is sorted.
+_CANDIDATES = 1 / 4
+# Numbers that are held in one list of candidates.
+_MOST_CANDIDATES = 1 << 26
 
 
 class AdaptiveSoftmax(RankedHead):
@@ -46,8 +67,7 @@ class AdaptiveSoftmax(RankedHead):
     rows.
 
     ``topk`` opens a cluster only for rows in which one of its classes may be as probable as the
-    k-th best so far. ``sample`` draws a cluster first and opens only that. ``embedding`` gives an
-    input layer on the same parameters.
+    k-th best so far. ``sample`` draws a cluster first and opens only that.
 
     Args:
         in_features: size of the hidden state.
@@ -63,12 +83,7 @@ class AdaptiveSoftmax(RankedHead):
         div_value: by how much each cluster is narrower than the one before; at least 1.
         min_width: least width of a projection.
         head_bias: whether the top has biases: one per class there, and one per cluster.
-        label_smoothing: how much of the target the loss spreads evenly over all classes.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of ``FullSoftmax``.
 
     Example:
         >>> import torch
@@ -86,6 +101,8 @@ class AdaptiveSoftmax(RankedHead):
     cutoffs: Tensor
     head_weight: Parameter
     head_bias: Parameter | None
+    _numbers_per_draw = 2
+    _bias_name = "head_bias"
 
     recipes = (
         Recipe(
@@ -123,9 +140,10 @@ class AdaptiveSoftmax(RankedHead):
             n_classes = len(weights)
             order = np.argsort(-weights, kind="stable") if order is None else order
             if cutoffs is None:
+                made_on = torch.get_default_device() if device is None else torch.device(device)
                 cutoffs = cutoffs_from_counts(
                     weights, in_features, div_value=div_value, min_width=min_width,
-                    cost=_cost_on(device),
+                    cost="cuda" if made_on.type == "cuda" else "cpu",
                 )  # fmt: skip
         if n_classes is None:
             raise ValueError(
@@ -162,40 +180,19 @@ class AdaptiveSoftmax(RankedHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, distributed as those of ``nn.Linear``.
-
-        A head that was made on the meta device is whole after ``to_empty`` and this.
-        """
+        """Fresh parameters, as of ``nn.Linear``; makes a head whole after meta and ``to_empty``."""
         self._fill_order()
         if not self.cutoffs.is_meta:
             self.cutoffs.copy_(torch.tensor(self._starts))
         for weight in (self.head_weight, *self.projections, *self.tails):
-            bound = 1.0 / math.sqrt(weight.shape[1])
-            torch.nn.init.uniform_(weight, -bound, bound)
-        if self.head_bias is not None:
-            bound = 1.0 / math.sqrt(self.in_features)
-            torch.nn.init.uniform_(self.head_bias, -bound, bound)
+            init_uniform_(weight.shape[1], weight)
+        init_uniform_(self.in_features, self.head_bias)
 
-    @torch.no_grad()
-    def init_bias_from_counts(self, counts: Any) -> None:
-        """Start at the frequencies of classes at the top, and of each cluster as a whole.
-
-        The biases of the top become log frequencies, and those of the clusters the log of their
-        share. Classes inside a cluster have no biases: at the hidden state 0 they are alike.
-
-        Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
-        """
-        if self.head_bias is None:
-            raise ValueError(
-                "init_bias_from_counts: expected a head with biases, got AdaptiveSoftmax with "
-                "head_bias=False; make it with head_bias=True"
-            )
-        logs = self._log_frequencies(counts)
-        of_clusters = [
-            logs[first:last].logsumexp(0, keepdim=True) for first, last in self._clusters
-        ]
-        self.head_bias.copy_(torch.cat([logs[: self._n_top], *of_clusters]))
+    def _log_frequencies(self, counts: Any) -> Tensor:
+        """Of classes at the top and of whole clusters: those inside have no biases."""
+        logs = super()._log_frequencies(counts)
+        of_clusters = [logs[a:b].logsumexp(0, keepdim=True) for a, b in self._clusters]
+        return torch.cat([logs[: self._n_top], *of_clusters])
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets, smoothed where asked for."""
@@ -229,8 +226,8 @@ class AdaptiveSoftmax(RankedHead):
             ids, counted = torch.where(counts, ids, -1), counts.reshape(-1).to(times.dtype)
             # A NaN in a row that does not count would reach the gradient of a projection.
             hidden = torch.where(counts.unsqueeze(-1), hidden, 0.0)
-        share = RowScale.of(counted, self.reduction, n).factors(hidden, n) / self.n_classes
-        share = share.reshape(target.shape)
+        factors = RowScale.of(counted, self.reduction, n).factors(hidden, n)
+        share = factors.reshape(target.shape) / self.n_classes
 
         def spread(rows: Tensor, vectors: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
             return linear_cross_entropy(
@@ -245,15 +242,11 @@ class AdaptiveSoftmax(RankedHead):
         return total
 
     def embedding(self) -> "AdaptiveEmbedding":
-        """An input layer whose vectors are the class vectors of this head (tied embeddings).
-
-        It has no parameters of its own; see :class:`AdaptiveEmbedding`.
-        """
+        """An input layer on the parameters of this head (tied embeddings)."""
         return AdaptiveEmbedding(self)
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        bias = None if self.head_bias is None else in_dtype(self.head_bias, dtype)
-        return bias, *(in_dtype(weight, dtype) for weight in self._weights())
+        return all_in_dtype(dtype, self.head_bias, *self._weights())
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         bias, *weights = tensors
@@ -278,81 +271,40 @@ class AdaptiveSoftmax(RankedHead):
 
     def _top_log_prob(self, rows: Tensor) -> Tensor:
         """Of the classes at the top, and of each cluster."""
-        bias = None if self.head_bias is None else in_dtype(self.head_bias, rows.dtype)
-        return log_softmax(wide_scores(rows, in_dtype(self.head_weight, rows.dtype), bias))
+        tensors: Any = all_in_dtype(rows.dtype, self.head_weight, self.head_bias)
+        return log_softmax(wide_scores(rows, *tensors))
 
     def _inside_log_prob(self, cluster: int, rows: Tensor) -> Tensor:
         """Of the classes of a cluster, given the cluster."""
-        projection, vectors = self.projections[cluster], self.tails[cluster]
-        return _inside(rows, in_dtype(projection, rows.dtype), in_dtype(vectors, rows.dtype))
+        tensors: Any = all_in_dtype(rows.dtype, self.projections[cluster], self.tails[cluster])
+        return _inside(rows, *tensors)
 
     def _chunks(self, rows: Tensor, n_scores: int) -> list[slice]:
         return list(row_chunks(rows, n_scores, self.chunk_rows, self._copies))
 
-    @torch.no_grad()
-    def topk(self, hidden: Tensor, k: int) -> TopK:
-        """The k most probable classes, exactly as a sort of all log-probabilities has them.
+    def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        rows = in_autocast_dtype(rows)
+        best_by = best_by_blocks if blocks_suit(self, rows, k) else best_by_clusters
+        with without_autocast(rows):
+            return best_by(self, rows, k)
 
-        A cluster is opened only for rows where it may hold one of them: no class in it is more
-        probable than all of it, and, where its vectors are alike, none is much more probable than
-        the others.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            k: from 1 to ``n_classes``.
-        """
-        rows, k = in_autocast_dtype(self._check_rows(hidden)), self._check_k(k)
-        with without_autocast(hidden):
-            values, classes = best_classes(self, rows, k)
-        shape = *hidden.shape[:-1], k
-        return TopK(values.reshape(shape), classes.reshape(shape))
-
-    @torch.no_grad()
-    def sample(
-        self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Independent draws from the probabilities of each row, with replacement.
-
-        First a class at the top or a cluster, then a class in the cluster.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            n_samples: draws per row.
-            generator: source of randomness, on the device of hidden; torch's own otherwise.
-
-        Returns:
-            Class ids ``(*batch, n_samples)``, int64. A row without probabilities, as a NaN
-            makes it, is an error on a CPU and inside ``lastlayer.debug()``, and else all -1.
-        """
-        rows = in_autocast_dtype(self._check_rows(hidden))
-        n_samples = check_int("n_samples", n_samples)
-        check_generator(generator, hidden.device)
-        # All random numbers at once: what is drawn does not depend on the size of the chunks.
-        first, second = torch.rand(
-            2, rows.shape[0], n_samples, dtype=torch.float64, device=rows.device,
-            generator=generator,
-        )  # fmt: skip
-        with without_autocast(hidden):
-            place = self._drawn_places(rows, first, second)
-        classes = torch.where(place < 0, -1, self._classes_at(place.clamp(min=0)))
-        return checked_draws(classes.reshape(*hidden.shape[:-1], n_samples))
-
-    def _drawn_places(self, rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """A class at the top or a cluster by ``first``, a class in the cluster by ``second``."""
-        n, n_columns = self._n_top, self.head_weight.shape[0]
-        drawn = torch.cat([
-            draw_classes(self._top_log_prob(rows[part]), first[part])
-            for part in self._chunks(rows, n_columns)
-        ])  # fmt: skip
-        place = drawn.clone()
-        for i, (start, last) in enumerate(self._clusters):
-            asked = rows_where((drawn == n + i).any(-1))
-            for part in self._chunks(rows[asked], last - start):
-                some = asked[part]
-                inside = draw_classes(self._inside_log_prob(i, rows[some]), second[some])
-                found = torch.where(inside < 0, -1, inside + start)
-                place[some] = torch.where(drawn[some] == n + i, found, place[some])
-        return place
+    def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
+        """A class at the top or a cluster by one number, a class in the cluster by another."""
+        first, second = uniform
+        rows, n = in_autocast_dtype(rows), self._n_top
+        with without_autocast(rows):
+            chunks = self._chunks(rows, self.head_weight.shape[0])
+            drawn = [draw_classes(self._top_log_prob(rows[part]), first[part]) for part in chunks]
+            column = torch.cat(drawn)
+            place = column.clone()
+            for i, (start, last) in enumerate(self._clusters):
+                asked = rows_where((column == n + i).any(-1))
+                for part in self._chunks(rows[asked], last - start):
+                    some = asked[part]
+                    inside = draw_classes(self._inside_log_prob(i, rows[some]), second[some])
+                    found = torch.where(inside < 0, -1, inside + start)
+                    place[some] = torch.where(column[some] == n + i, found, place[some])
+        return torch.where(place < 0, -1, self._classes_at(place.clamp(min=0)))
 
     def _check_state(self) -> None:
         super()._check_state()
@@ -360,13 +312,7 @@ class AdaptiveSoftmax(RankedHead):
             raise ValueError(f"cutoffs: expected {[*self._starts]}, got {self.cutoffs.tolist()}")
 
     def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            "cutoffs": [*self._starts],
-            "div_value": self.div_value,
-            "min_width": self.min_width,
-            "head_bias": self.head_bias is not None,
-        }
+        return {**super().config(), "cutoffs": [*self._starts]}
 
 
 def _inside(rows: Tensor, projection: Tensor, vectors: Tensor) -> Tensor:
@@ -374,10 +320,144 @@ def _inside(rows: Tensor, projection: Tensor, vectors: Tensor) -> Tensor:
     return torch.log_softmax(wide_scores(linear(rows, projection), vectors, None), -1)
 
 
-def _cost_on(device: torch.device | str | None) -> str:
-    """Which of the costs suits a head on this device."""
-    kind = torch.device(torch.get_default_device() if device is None else device).type
-    return "cuda" if kind == "cuda" else "cpu"
+def best_by_clusters(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids of the k best classes of each row, the best one first.
+
+    A cluster is opened only for rows where one of its classes may be among the best.
+    """
+    best, n = [], head._n_top
+    for part in head._chunks(rows, head.head_weight.shape[0]):
+        top = head._top_log_prob(rows[part])
+        values, columns = top_classes(top[:, :n], min(k, n))
+        best.append((values, head._classes_at(columns), top[:, n:]))
+    values, classes, clusters = map(torch.cat, zip(*best, strict=True))
+    # What is missing is worse than any class.
+    missing = 0, k - values.shape[1]
+    values, classes = pad(values, missing, value=-torch.inf), pad(classes, missing, value=-1)
+    for i, (start, last) in enumerate(head._clusters):
+        some = opened(head, i, rows, clusters[:, i], values[:, -1])
+        for part in head._chunks(rows[some], last - start):
+            at = some[part]
+            inside = head._inside_log_prob(i, rows[at]) + clusters[at, i : i + 1]
+            found, columns = top_classes(inside, min(k, last - start))
+            found = torch.cat([values[at], found], -1)
+            of_classes = torch.cat([classes[at], head._classes_at(columns + start)], -1)
+            # The lower class first where they are equal; a class of probability 0 before padding.
+            by_id = torch.where(of_classes < 0, head.n_classes, of_classes).argsort(-1)
+            values[at], columns = top_classes(found.gather(-1, by_id), k)
+            classes[at] = of_classes.gather(-1, by_id).gather(-1, columns)
+    return values, classes
+
+
+def opened(
+    head: AdaptiveSoftmax, cluster: int, rows: Tensor, log_prob: Tensor, kth: Tensor
+) -> Tensor:
+    """The rows in which a class of the cluster may be better than the k-th best so far.
+
+    ``log_prob`` is that of the cluster as a whole, ``(n,)``, and ``kth`` the k-th best, ``(n,)``.
+    """
+    # Not `>=`: a row of NaN is opened too.
+    some = rows_where(~(log_prob < kth))
+    if len(some) < _ROWS_WORTH_A_BOUND:
+        return some
+    most = log_prob[some] + ceiling(head.projections[cluster], head.tails[cluster], rows[some])
+    return some[rows_where(~(most < kth[some]))]
+
+
+def ceiling(projection: Tensor, vectors: Tensor, rows: Tensor) -> Tensor:
+    r"""What no log-probability of a class, given its cluster, exceeds.
+
+    The log of the normaliser is at least the mean score plus log n, and no score is further
+    above the mean than :math:`\|z\| \max_j \|w_j - \bar w\|`.
+    """
+    narrow = linear(rows, in_dtype(projection, rows.dtype)).to(accumulation_dtype(rows.dtype))
+    vectors = vectors.to(rows.dtype).to(narrow.dtype)
+    mean = vectors.mean(0)
+    squares = torch.linalg.vector_norm(vectors, dim=1).square()
+    largest = squares.amax()
+    apart = (squares - 2 * (vectors @ mean) + mean @ mean).amax().clamp(min=0)
+    # Rounding is far below what is added for it.
+    reach = (apart + 1e-5 * largest).sqrt() + 1e-4 * largest.sqrt()
+    size = torch.linalg.vector_norm(narrow, dim=1)
+    most: Tensor = size * reach + (1e-4 - math.log(len(vectors)))
+    return most.clamp(max=0)
+
+
+def rows_where(asked: Tensor) -> Tensor:
+    """The rows that ask; all of them where the host cannot wait to know."""
+    if host_sync_allowed(asked):
+        return asked.nonzero().squeeze(-1)
+    return torch.arange(asked.shape[0], device=asked.device)
+
+
+def blocks_suit(head: AdaptiveSoftmax, rows: Tensor, k: int) -> bool:
+    """Whether there is a kernel for these rows, and clusters have far more than k blocks."""
+    if selected("class_scores", rows.device.type, rows.dtype) != "triton":
+        return False
+    smallest = min((last - start for start, last in head._clusters), default=0)
+    return k * _BLOCK <= smallest * _CANDIDATES
+
+
+def best_by_blocks(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As ``best_by_clusters``, on CUDA: all clusters of all rows, since to ask takes longer."""
+    # Imported here: Triton is not on every machine.
+    from lastlayer.kernels.search.triton import largest
+
+    sizes = [last - start for start, last in head._clusters]
+    # Of each row and cluster the candidates, and two numbers per block of the largest.
+    of_each = k * _BLOCK + 2 * max(sizes) // _BLOCK
+    candidates = len(sizes) * of_each + head.head_weight.shape[0]
+    step = max(1, _MOST_CANDIDATES // candidates)
+    found, n_top = [], head._n_top
+    for some in rows.split(step):
+        top = head._top_log_prob(some)
+        values, places = _in_best_blocks(head, some, top[:, n_top:], k)
+        near = torch.arange(n_top, device=rows.device).expand(len(some), -1)
+        classes = head._classes_at(torch.cat([near, places], -1))
+        found.append(largest(torch.cat([top[:, :n_top], values], -1), classes, k))
+    values, classes = map(torch.cat, zip(*found, strict=True))
+    return values, classes
+
+
+def _in_best_blocks(
+    head: AdaptiveSoftmax, rows: Tensor, clusters: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and places ``(n, c * 128 k)`` of all classes in the best k blocks of each.
+
+    ``clusters`` has the log-probabilities of the c clusters. Beyond the last class of a cluster
+    the place is that, and the log-probability -inf.
+    """
+    from lastlayer.kernels.search.triton import largest, peaks_and_levels_
+
+    n, c = clusters.shape
+    vectors = [in_dtype(tail, rows.dtype) for tail in head.tails]
+    narrow = [linear(rows, in_dtype(each, rows.dtype)) for each in head.projections]
+    blocks = -(-max(map(len, vectors)) // _BLOCK)
+    # One below the other, filled up with blocks that nobody takes.
+    peaks, levels = rows.new_full((2, c, n, blocks), -torch.inf, dtype=torch.float32).unbind()
+    for i in range(c):
+        peaks_and_levels_(narrow[i], vectors[i], peaks[i], levels[i])
+    normaliser = torch.logsumexp(levels, -1)
+    best = largest(peaks.flatten(0, 1), None, k)[1].view(c, n, k, 1)
+    columns = (best * _BLOCK + torch.arange(_BLOCK, device=rows.device)).flatten(2)
+    starts, sizes = _bounds(tuple(head._clusters), rows.device)
+    there = columns < sizes
+    asked = torch.where(there, columns, -1)
+    scores = torch.stack([
+        products.scores("auto", narrow[i], vectors[i], None, asked[i]) for i in range(c)
+    ])  # fmt: skip
+    # In this order: scores may be large, and only their differences matter.
+    log_probs = (scores - normaliser.unsqueeze(-1)) + clusters.t().unsqueeze(-1)
+    log_probs = torch.where(there, log_probs, -torch.inf)
+    places = torch.minimum(columns, sizes - 1) + starts
+    return log_probs.transpose(0, 1).flatten(1), places.transpose(0, 1).flatten(1)
+
+
+@lru_cache(maxsize=64)
+def _bounds(clusters: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first place of each cluster and its size, ``(c, 1, 1)``; kept, as it takes a copy."""
+    bounds = torch.tensor(clusters, device=device).view(-1, 2, 1, 1)
+    return bounds[:, 0], bounds[:, 1] - bounds[:, 0]
 
 
 class AdaptiveEmbedding(torch.nn.Module):
@@ -385,16 +465,14 @@ class AdaptiveEmbedding(torch.nn.Module):
 
     .. math:: e_c = w_c \quad\text{at the top,}\qquad e_c = P_i^\top w_c \quad\text{in cluster } i
 
-    It is the vector whose product with a hidden state is the score of the class in its softmax,
-    in the head as well, so that input and output agree on what a class is. Made by
-    :meth:`AdaptiveSoftmax.embedding`.
+    It is the vector whose product with a hidden state is the score of the class in its softmax.
+    Made by :meth:`AdaptiveSoftmax.embedding`.
 
     Choose it for a language model whose words come in and go out: it saves the input table, and
     rare words learn from both ends.
 
-    The parameters belong to the head alone. They are not among those of this layer, nor in its
-    ``state_dict``: a model that has both saves, moves and optimises them once. Such a model must
-    therefore have the head among its modules. Gradients of both uses add up in the head.
+    The parameters belong to the head alone, and are not in the ``state_dict`` of this layer: a
+    model must have the head among its modules too. Gradients of both uses add up in the head.
 
     Cost: a product of ids × the widths of all clusters × in_features, and no wait for the device.
 
@@ -448,5 +526,4 @@ class AdaptiveEmbedding(torch.nn.Module):
         return made.reshape(*classes.shape, head.in_features)
 
     def extra_repr(self) -> str:
-        """Sizes, as ``nn.Embedding`` shows them."""
         return f"{self.head.n_classes}, {self.head.in_features}"

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from abc import ABC, abstractmethod
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,7 @@ from lastlayer._torch import (
     without_autocast,
 )
 from lastlayer.fused.recompute import in_chunks
-from lastlayer.fused.scores import row_chunks
+from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.recipes import Recipe
 
 _CONFIG, _STATE = "config.json", "model.safetensors"
@@ -35,6 +36,7 @@ _CONFIG, _STATE = "config.json", "model.safetensors"
 # are made of take six times its memory for a few rows at a time, and of draw_classes.
 TOP_COPIES, _TOP_PARTS = 4.0, 4
 _DRAW_COPIES = 5.0
+_ARGS, _OPTIONS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 class TopK(NamedTuple):
@@ -50,17 +52,39 @@ class SavedModule(torch.nn.Module):
     """A module on hidden states that says what makes it, and that can be saved and loaded."""
 
     in_features: int
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        # That of the constructor, with what its ``*args`` and ``**options`` hand on to its parent.
+        _, *own = inspect.signature(cls.__init__).parameters.values()
+        variable = {each.kind for each in own} & {_ARGS, _OPTIONS}
+        taken = {each.name: each for each in own if each.kind not in variable}
+        if _OPTIONS in variable:
+            parent = next(each for each in cls.__mro__[1:] if issubclass(each, SavedModule))
+            for name, each in inspect.signature(parent).parameters.items():
+                if each.kind is each.KEYWORD_ONLY or (_ARGS in variable and each.kind < _ARGS):
+                    taken.setdefault(name, each)
+        # As Python orders them: by position, then by name; what has to be given first.
+        ordered = sorted(taken.values(), key=lambda e: (e.kind, e.default is not e.empty))
+        cls.__signature__ = inspect.Signature(ordered)
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments: ``cls(**head.config())`` makes one without the state."""
-        raise NotImplementedError
+        """The constructor's arguments: ``cls(**head.config())`` makes such a head, without state.
+
+        They are the attributes of the same names, but for device and dtype.
+        """
+        made = {}
+        for name, taken in self.__signature__.parameters.items():
+            if name not in ("device", "dtype") and hasattr(self, name):
+                value = getattr(self, name)
+                # ``bias=True`` asks for a parameter of that name.
+                asks = isinstance(taken.default, bool) and isinstance(value, Tensor | None)
+                made[name] = value is not None if asks else value
+        return made
 
     def save(self, folder: str | Path) -> None:
-        """Write ``model.safetensors``, the state, and ``config.json``, what :meth:`config` gives.
-
-        Args:
-            folder: made where it does not exist.
-        """
+        """Write the state, ``model.safetensors``, and :meth:`config`; makes the folder."""
         folder, safetensors = Path(folder), _safetensors()
         config = self._saved_config(self.config())
         text = json.dumps({"head": type(self).__name__, "arguments": config}, indent=2) + "\n"
@@ -76,7 +100,7 @@ class SavedModule(torch.nn.Module):
 
         Args:
             folder: where it was saved.
-            device: where its state goes.
+            device: of its state.
 
         Returns:
             A head of the class that was saved, which is this one or derives from it, so that
@@ -143,16 +167,26 @@ class SavedModule(torch.nn.Module):
 
     def _shown(self, config: dict[str, Any]) -> str:
         """For ``extra_repr``; a head may leave out what is long."""
-        taken = inspect.signature(type(self)).parameters
         shown = []
         for name, value in config.items():
-            known = taken.get(name)
-            by_name = known is not None and known.kind is inspect.Parameter.KEYWORD_ONLY
+            taken = self.__signature__.parameters.get(name)
             if isinstance(value, Tensor):
                 shown.append(f"{name}=<{tuple(value.shape)}>")
-            elif not by_name or known is None or known.default != value:
+            elif taken is None or taken.kind is not taken.KEYWORD_ONLY or taken.default != value:
                 shown.append(f"{name}={value!r}")
         return ", ".join(shown)
+
+    def init_bias_from_counts(self, counts: Any) -> None:
+        """Start at the class frequencies: biases become log frequencies, the cheapest speed-up.
+
+        At the hidden state 0 the head then predicts the class frequencies.
+
+        Args:
+            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
+        """
+        raise NotImplementedError(
+            f"init_bias_from_counts: {type(self).__name__} has no biases to start from counts"
+        )
 
     def _check_hidden(self, hidden: Any) -> None:
         """Hidden states of the head's width, on its device and in its dtype."""
@@ -198,6 +232,7 @@ class Head(SavedModule, ABC):
     recipes: tuple[Recipe, ...] = ()
     """How the lab and the benchmarks make such a head from data."""
     chunk_rows: int | str = "auto"
+    _numbers_per_draw = 1
 
     def __init__(
         self,
@@ -250,11 +285,14 @@ class Head(SavedModule, ABC):
             k: from 1 to ``n_classes``.
         """
         rows, k = self._check_rows(hidden), self._check_k(k)
+        shape = *hidden.shape[:-1], k
+        return TopK(*(each.reshape(shape) for each in self._rows_topk(rows, k)))
+
+    def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        """Values and classes ``(n, k)`` of rows; for heads that know a better way."""
         chunks = row_chunks(rows, self.n_classes, self.chunk_rows, TOP_COPIES)
         best = [top_classes(self.log_prob(rows[part]), k) for part in chunks]
-        values, classes = (torch.cat(each) for each in zip(*best, strict=True))
-        shape = *hidden.shape[:-1], k
-        return TopK(values.reshape(shape), classes.reshape(shape))
+        return tuple(map(torch.cat, zip(*best, strict=True)))
 
     @torch.no_grad()
     def sample(
@@ -275,31 +313,17 @@ class Head(SavedModule, ABC):
         n_samples = check_int("n_samples", n_samples)
         check_generator(generator, hidden.device)
         # All random numbers at once: what is drawn does not depend on the size of the chunks.
-        uniform = torch.rand(
-            rows.shape[0], n_samples, dtype=torch.float64, device=rows.device, generator=generator
-        )
+        made: dict[str, Any] = {"dtype": torch.float64, "device": rows.device}
+        shape = self._numbers_per_draw, len(rows), n_samples
+        uniform = torch.rand(shape, generator=generator, **made)
+        drawn = self._rows_sample(rows, *uniform)
+        return checked_draws(drawn.reshape(*hidden.shape[:-1], n_samples))
+
+    def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
+        """Class ids of rows, -1 for none, from numbers ``(n, n_samples)`` in [0, 1)."""
         chunks = row_chunks(rows, self.n_classes, self.chunk_rows, _DRAW_COPIES)
-        drawn = [draw_classes(self.log_prob(rows[part]), uniform[part]) for part in chunks]
-        return checked_draws(torch.cat(drawn).reshape(*hidden.shape[:-1], n_samples))
-
-    def init_bias_from_counts(self, counts: Any) -> None:
-        """Start at the class frequencies: biases become log frequencies, the cheapest speed-up.
-
-        Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
-        """
-        raise NotImplementedError(
-            f"init_bias_from_counts: {type(self).__name__} has no biases to start from counts"
-        )
-
-    def config(self) -> dict[str, Any]:
-        """The constructor's arguments: ``cls(**head.config())`` makes such a head."""
-        return {
-            "in_features": self.in_features,
-            "n_classes": self.n_classes,
-            "ignore_index": self.ignore_index,
-            "reduction": self.reduction,
-        }
+        drawn = [draw_classes(self.log_prob(rows[part]), uniform[0][part]) for part in chunks]
+        return torch.cat(drawn)
 
     def _check_rows(self, hidden: Any) -> Tensor:
         """Checked hidden states as rows, ``(n, in_features)``."""
@@ -336,61 +360,44 @@ class Head(SavedModule, ABC):
 class ScoredHead(Head):
     """A head whose log-probabilities come from rows and a few tensors, chunk by chunk.
 
-    It defines :meth:`_score_tensors` and :meth:`_rows_log_prob`, and gets :meth:`log_prob` in
-    bounded memory from them.
+    It defines :meth:`_score_tensors`, and :meth:`_log_probs` or :meth:`_rows_log_prob` where it is
+    no softmax over ``rows @ weight.T + bias``. Scores are float32 also where the head is in half
+    precision. For chosen classes memory is that of a chunk, and backward makes its scores again.
     """
 
     # Numbers held for each score of a chunk, itself included.
     _copies = 4.0
+    _bias_name = "bias"
 
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any) -> None:
-        """Set the biases to the log frequencies of the classes: the cheapest speed-up there is.
-
-        At the hidden state 0 the head then predicts the class frequencies.
-
-        Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
-        """
-        bias = getattr(self, "bias", None)
+        name = self._bias_name
+        bias = getattr(self, name, None)
         if bias is None:
             raise ValueError(
                 f"init_bias_from_counts: expected a head with biases, got {type(self).__name__} "
-                "with bias=False; make it with bias=True"
+                f"with {name}=False; make it with {name}=True"
             )
         bias.copy_(self._log_frequencies(counts))
 
     def _log_frequencies(self, counts: Any) -> Tensor:
-        """Of the classes in the order of their biases, in float64 on the CPU."""
+        """For each bias, in float64 on the CPU."""
         return log_frequencies(counts, self.n_classes, torch.empty(0, dtype=torch.float64))
 
     @abstractmethod
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """Everything differentiable that :meth:`_rows_log_prob` needs beside rows, in ``dtype``."""
 
-    @abstractmethod
-    def _rows_log_prob(
-        self, rows: Tensor, chosen: Tensor | None, *tensors: Tensor | None
-    ) -> Tensor:
+    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         """Log-probabilities of all classes, or of ``chosen`` ones (rows, k); differentiable."""
+        log_probs = self._log_probs(wide_scores(rows, *tensors))
+        return log_probs if chosen is None else log_probs.gather(-1, chosen)
+
+    def _log_probs(self, scores: Tensor) -> Tensor:
+        """The log of the map of scores ``(rows, n_classes)``, differentiable."""
+        return log_softmax(scores)
 
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
-        """Exact log-probabilities in float32, or in float64 from float64.
-
-        Scores are float32 also where the head is in half precision. They are made for a chunk of
-        rows at a time, so that for chosen classes memory is bounded; only a result for all
-        classes has one number per row and class. The result is differentiable; for chosen classes
-        backward makes the scores of each chunk again.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            classes: class ids of any integer dtype: ``(*batch)``, one per row, or ``(*batch, k)``;
-                None for all classes. A list shared by all rows is ``classes.expand(*batch, k)``.
-
-        Returns:
-            ``(*batch)``, ``(*batch, k)`` or ``(*batch, n_classes)``; -inf for a class of
-            probability 0.
-        """
         rows = in_autocast_dtype(self._check_rows(hidden))
         shape: tuple[int, ...] = (*hidden.shape[:-1], self.n_classes)
         chosen = None
@@ -486,6 +493,19 @@ def log_frequencies(counts: Any, n_classes: int, like: Tensor) -> Tensor:
     """The log of each class's share, finite where a count is 0; in the dtype of ``like``."""
     given = torch.from_numpy(as_counts(counts, n_classes)).clamp(min=0.5)
     return in_dtype((given / given.sum()).log(), like.dtype).to(like.device)
+
+
+def init_uniform_(fan_in: int, *parameters: Tensor | None) -> None:
+    """Within ±1/√fan_in, as those of ``nn.Linear``."""
+    bound = 1.0 / math.sqrt(fan_in)
+    for each in parameters:
+        if each is not None:
+            torch.nn.init.uniform_(each, -bound, bound)
+
+
+def all_in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What is there in another dtype, differentiable."""
+    return tuple(None if each is None else in_dtype(each, dtype) for each in tensors)
 
 
 def log_of_probs(probs: Tensor) -> Tensor:

@@ -3,20 +3,31 @@
 import math
 import operator
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Linear, ModuleList, Parameter
+from torch.func import functional_call
+from torch.nn import Embedding, Linear, Module, ModuleList, Parameter
+from torch.nn.functional import embedding_bag
+from torch.utils.checkpoint import checkpoint
 
-from lastlayer._checks import check_chunk, check_int
-from lastlayer._torch import autocast_dtype, host_sync_allowed, in_dtype, is_functorch_wrapped
+from lastlayer._checks import as_pairs, check_chunk, check_int
+from lastlayer._torch import autocast_dtype, host_sync_allowed, is_functorch_wrapped
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
-from lastlayer.fused.scores import wide_scores
-from lastlayer.heads._char_cnn import CharCNN, Words, check_filters, check_spellings
-from lastlayer.heads.base import ScoredHead, log_softmax
+from lastlayer.fused.recompute import in_chunks
+from lastlayer.heads.base import ScoredHead, all_in_dtype
 from lastlayer.heads.recipes import Recipe
 
+# The bytes of UTF-8, the marks of a word, and what a window sees after the end of a word.
+BEGIN, END, AFTER = 256, 257, 258
+N_SYMBOLS = 259
+# What backward may keep of all classes, roughly; beyond that it is computed again.
+_KEPT_BYTES = 1_000_000_000
+# Numbers kept for each feature and layer of a class: layers, gates, places of the largest.
+_KEPT_NUMBERS = 8
 FILTERS = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256))
 
 
@@ -52,12 +63,7 @@ class CharCNNSoftmax(ScoredHead):
         max_length: bytes of a word that are read. Longer words that begin with the same ones
             differ by their correction and bias alone.
         chunk_classes: classes whose vectors are computed at a time, or "auto".
-        label_smoothing: how much of the target the loss spreads evenly over all classes.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of ``FullSoftmax``.
 
     Example:
         >>> import torch
@@ -76,6 +82,8 @@ class CharCNNSoftmax(ScoredHead):
 
     bias: Parameter | None
     corrections: Parameter | None
+    spellings: tuple[str, ...]
+    """The word of each class."""
 
     recipes = (
         Recipe(
@@ -107,22 +115,27 @@ class CharCNNSoftmax(ScoredHead):
     ) -> None:
         words = check_spellings("spellings", spellings)
         super().__init__(in_features, len(words), ignore_index=ignore_index, reduction=reduction)
-        _check_from_zero("correction", correction, "for no correction")
-        _check_from_zero("highway_layers", highway_layers, "for none")
-        check_int("char_features", char_features)
-        check_int("max_length", max_length)
+        note = "0 for none"
+        self.correction = check_int("correction", correction, least=0, note=note)
+        self.highway_layers = check_int("highway_layers", highway_layers, least=0, note=note)
+        self.char_features = check_int("char_features", char_features)
+        self.max_length = check_int("max_length", max_length)
         if chunk_classes != "auto":
             if isinstance(chunk_classes, str):
                 raise ValueError(f"chunk_classes: expected an int or 'auto', got {chunk_classes!r}")
             check_int("chunk_classes", chunk_classes)
         check_chunk(chunk_rows)
         cross_entropy_numbers(label_smoothing, 0.0, None, 1.0)
-        self.filters = check_filters(filters, max_length)
-        self.correction, self.char_features = correction, char_features
-        self.highway_layers, self.max_length = highway_layers, max_length
+        self.filters = as_pairs("filters", filters, ("width", "number"))
+        for i, (width, _) in enumerate(self.filters):
+            if width > max_length:
+                raise ValueError(
+                    f"filters: expected widths up to max_length={max_length}, got {width} at "
+                    f"position {i}; no word fills it"
+                )
         self.chunk_classes, self.chunk_rows = chunk_classes, chunk_rows
         self.label_smoothing = label_smoothing
-        self._spellings = words
+        self.spellings = words
 
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.cnn = CharCNN(self.filters, char_features, highway_layers, in_features, **made)
@@ -139,11 +152,6 @@ class CharCNNSoftmax(ScoredHead):
         self.register_load_state_dict_post_hook(_spell_again)
         self.reset_parameters()
 
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """The word of each class."""
-        return self._spellings
-
     def reset_parameters(self) -> None:
         """Fresh parameters, and the tensors that are made from the spellings."""
         self.cnn.reset_parameters()
@@ -157,9 +165,7 @@ class CharCNNSoftmax(ScoredHead):
         self._spell()
 
     def _spell(self) -> None:
-        widths = [width for width, _ in self.filters]
-        chunks = self.cnn.spell(self._spellings, widths, self.max_length, self.chunk_classes)
-        self.words = chunks
+        self.words = self.cnn.spell(self.spellings, self.max_length, self.chunk_classes)
         self._is_spelled = all(not each.is_meta for each in self.parameters())
         self._kept = None
 
@@ -170,11 +176,10 @@ class CharCNNSoftmax(ScoredHead):
         every fused loss can be trained on them. Call it once per step. Do not write to them.
 
         Where no gradient is recorded, the vectors of the last call are returned again until a
-        parameter changes. Torch tells of what is written in place or replaced, but not of what a
-        fused optimiser writes. So the values of all parameters are compared as well, which waits
-        for a GPU, unless no optimiser can have written: in eval mode, where no gradient was
-        recorded since ``eval()`` and no parameter has a ``grad``. There what is written through
-        ``parameter.data`` or by another process is not seen; call ``eval()`` again.
+        parameter changes. A fused optimiser changes them unseen, so their values are compared,
+        which waits for a GPU; but not in eval mode, where no gradient was recorded since ``eval()``
+        and no parameter has a ``grad``. There what is written through ``parameter.data`` or by
+        another process is not seen; call ``eval()`` again.
 
         Example:
             >>> import torch
@@ -236,8 +241,8 @@ class CharCNNSoftmax(ScoredHead):
         Returns:
             The new class ids.
         """
-        words = check_spellings("spellings", spellings, self._spellings)
-        before, self._spellings = self.n_classes, self._spellings + words
+        words = check_spellings("spellings", spellings, self.spellings)
+        before, self.spellings = self.n_classes, self.spellings + words
         self.n_classes += len(words)
         if self.corrections is not None:
             zeros = self.corrections.new_zeros(len(words), self.correction)
@@ -257,12 +262,7 @@ class CharCNNSoftmax(ScoredHead):
         )  # fmt: skip
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        bias = None if self.bias is None else in_dtype(self.bias, dtype)
-        return in_dtype(self.class_vectors(), dtype), bias
-
-    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
-        log_probs = log_softmax(wide_scores(rows, *tensors))
-        return log_probs if chosen is None else log_probs.gather(-1, chosen)
+        return all_in_dtype(dtype, self.class_vectors(), self.bias)
 
     def train(self, mode: bool = True) -> Self:
         self._kept, self._recorded = None, False
@@ -276,23 +276,6 @@ class CharCNNSoftmax(ScoredHead):
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts without kept vectors.
         return {**self.__dict__, "_kept": None}
-
-    def config(self) -> dict[str, Any]:
-        shared = super().config()
-        del shared["n_classes"]
-        return {
-            **shared,
-            "spellings": list(self._spellings),
-            "correction": self.correction,
-            "bias": self.bias is not None,
-            "char_features": self.char_features,
-            "filters": self.filters,
-            "highway_layers": self.highway_layers,
-            "max_length": self.max_length,
-            "chunk_classes": self.chunk_classes,
-            "label_smoothing": self.label_smoothing,
-            "chunk_rows": self.chunk_rows,
-        }
 
     def extra_repr(self) -> str:
         sizes = {"in_features": self.in_features, "n_classes": self.n_classes}
@@ -319,8 +302,183 @@ def _has_no_version(parameter: Tensor) -> bool:
     )
 
 
-def _check_from_zero(name: str, value: Any, zero: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an int, 0 {zero}, got {type(value).__name__} {value!r}")
-    if value < 0:
-        raise ValueError(f"{name}: expected at least 0, 0 {zero}, got {value}")
+def check_spellings(name: str, spellings: Any, known: Sequence[str] = ()) -> tuple[str, ...]:
+    """Words that are not empty, each of them once, none of them known."""
+    if isinstance(spellings, (str, bytes)) or not hasattr(spellings, "__iter__"):
+        raise TypeError(f"{name}: expected a list of strings, got {type(spellings).__name__}")
+    words = tuple(spellings)
+    if not words:
+        raise ValueError(f"{name}: expected at least one class, got an empty list")
+    place = {word: i for i, word in enumerate(known)}
+    for i, word in enumerate(words):
+        if not isinstance(word, str):
+            raise TypeError(
+                f"{name}: expected strings, got {type(word).__name__} {word!r} at position {i}"
+            )
+        if not word:
+            raise ValueError(f"{name}: expected words of a letter or more, got '' at position {i}")
+        if word in place:
+            first = place[word]
+            new = first - len(known)
+            where = f"as class {first} already" if new < 0 else f"at position {new}"
+            raise ValueError(
+                f"{name}: expected each word once, got {word!r} {where} and at position {i}"
+            )
+        place[word] = len(known) + i
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name}: expected text that UTF-8 can write, got {word!r} at position {i}: "
+                f"{error.reason}"
+            ) from error
+    return words
+
+
+class Words(Module):
+    """Some words as tensors. They are no state: spellings make them again.
+
+    A window of each width begins at every symbol of a word, marks included; of a long word the
+    first bytes alone are read. ``starts`` ``(n_words,)`` says where the windows of each word begin;
+    of the i-th width, ``symbols_i`` has the distinct ones, and ``windows_i`` which each window is.
+    """
+
+    starts: Tensor
+
+    def __init__(
+        self, words: Sequence[str], widths: Sequence[int], max_length: int, device: torch.device
+    ) -> None:
+        super().__init__()
+        texts = [word.encode()[:max_length] for word in words]
+        lengths = np.array([len(text) + 2 for text in texts])
+        ends = lengths.cumsum()
+        starts = ends - lengths
+        symbols = np.full(ends[-1], -1, dtype=np.int64)
+        symbols[starts], symbols[ends - 1] = BEGIN, END
+        symbols[symbols < 0] = np.frombuffer(b"".join(texts), dtype=np.uint8)
+        self._put("starts", starts, device)
+        place, end_of_word = np.arange(len(symbols)), ends.repeat(lengths)
+        columns, rank = [symbols], np.zeros_like(symbols)
+        # Each width from the one before: a code never outgrows its integer.
+        for width in range(1, max(widths) + 1):
+            codes = rank * N_SYMBOLS + columns[-1]
+            _, first, rank = np.unique(codes, return_index=True, return_inverse=True)
+            for i in (i for i, each in enumerate(widths) if each == width):
+                self._put(f"symbols_{i}", np.stack([each[first] for each in columns], -1), device)
+                self._put(f"windows_{i}", rank, device)
+            later = np.minimum(place + width, len(symbols) - 1)
+            columns.append(np.where(place + width < end_of_word, symbols[later], AFTER))
+
+    def _put(self, name: str, values: Any, device: torch.device) -> None:
+        ids = torch.from_numpy(values.astype(np.int32)).to(device)
+        self.register_buffer(name, ids, persistent=False)
+
+
+class Highway(Module):
+    """A layer that a gate mixes with its input."""
+
+    def __init__(self, features: int, **made: Any) -> None:
+        super().__init__()
+        self.linear = Linear(features, 2 * features, **made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.linear.reset_parameters()
+        # A gate that is nearly shut lets a deep stack begin as the identity.
+        torch.nn.init.constant_(self.linear.bias.chunk(2)[1], -2.0)
+
+    def forward(self, features: Tensor) -> Tensor:
+        changed, gate = self.linear(features).chunk(2, -1)
+        mixed: Tensor = features + gate.sigmoid() * (changed.relu() - features)
+        return mixed
+
+
+class CharCNN(Module):
+    """One vector of ``out_features`` numbers for each of the words."""
+
+    def __init__(
+        self,
+        filters: tuple[tuple[int, int], ...],
+        char_features: int,
+        highway_layers: int,
+        out_features: int,
+        **made: Any,
+    ) -> None:
+        super().__init__()
+        self.widths = [width for width, _ in filters]
+        self.features = sum(number for _, number in filters)
+        self.chars = Embedding(N_SYMBOLS, char_features, **made)
+        self.filters = ModuleList(
+            Linear(width * char_features, number, **made) for width, number in filters
+        )
+        self.highway = ModuleList(Highway(self.features, **made) for _ in range(highway_layers))
+        # A bias would add the same number to all scores of a row, which no softmax sees.
+        self.project = Linear(self.features, out_features, bias=False, **made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.chars.reset_parameters()
+        for layer in (*self.filters, *self.highway):
+            layer.reset_parameters()
+        # Scores then differ between classes about as much as those of a fresh nn.Linear.
+        bound = 3.0 / math.sqrt(self.features * self.project.out_features)
+        torch.nn.init.uniform_(self.project.weight, -bound, bound)
+
+    def vectors(self, chunks: Sequence[Words]) -> Tensor:
+        """Those of all chunks; of more than one, backward computes each of them again."""
+        if len(chunks) == 1:
+            return self(chunks[0])  # type: ignore[no-any-return]
+        if not torch.is_grad_enabled():
+            return torch.cat([self(words) for words in chunks])
+        if torch.compiler.is_compiling():
+            # A compiler sees no change in place; it only has to be told to recompute.
+            return torch.cat([
+                checkpoint(self, words, use_reentrant=False, preserve_rng_state=False)
+                for words in chunks
+            ])  # fmt: skip
+        names, parameters = zip(*self.named_parameters(), strict=True)
+        device = chunks[0].starts.device.type
+        dtype, autocast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+        def of_chunk(number: Tensor, *values: Tensor) -> Tensor:
+            given = dict(zip(names, values, strict=True))
+            with torch.autocast(device, dtype, enabled=autocast):
+                made: Tensor = functional_call(self, given, (chunks[int(number)],))
+            return made
+
+        # One row per chunk.
+        parts = [slice(i, i + 1) for i in range(len(chunks))]
+        return in_chunks(of_chunk, torch.arange(len(chunks)), (), parameters, parts)
+
+    def forward(self, words: Words) -> Tensor:
+        features = self._largest(words).relu()
+        for layer in self.highway:
+            features = layer(features)
+        vectors: Tensor = self.project(features)
+        return vectors
+
+    def _largest(self, words: Words) -> Tensor:
+        """What each filter finds at most in each word. ReLU comes later: the same for less work."""
+        found = []
+        # Rounded by autocast, near ties would go to the wrong n-gram, and its gradient with them.
+        with torch.autocast(words.starts.device.type, enabled=False):
+            for i, layer in enumerate(self.filters):
+                # Words share most of their n-grams: a filter sees each of them once.
+                seen = layer(self.chars(words.get_buffer(f"symbols_{i}")).flatten(1))
+                windows = words.get_buffer(f"windows_{i}")
+                found.append(embedding_bag(windows, seen, words.starts, mode="max"))
+        return torch.cat(found, -1)
+
+    def spell(self, words: Sequence[str], max_length: int, chunk: int | str) -> ModuleList:
+        """The words as this network reads them, in chunks whose vectors are made at a time."""
+        if isinstance(chunk, str):
+            layers = 1 + len(self.highway)
+            kept = _KEPT_NUMBERS * layers * self.features * self.project.weight.element_size()
+            chunk = max(1, _KEPT_BYTES // kept)
+        n, n_chunks = len(words), -(-len(words) // chunk)
+        cuts = [n * i // n_chunks for i in range(n_chunks + 1)]
+        device = self.project.weight.device
+        return ModuleList(
+            Words(words[first:last], self.widths, max_length, device)
+            for first, last in pairwise(cuts)
+        )

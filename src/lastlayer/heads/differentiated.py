@@ -1,23 +1,21 @@
 """The differentiated softmax: frequent classes have longer vectors than rare ones."""
 
-import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 from torch.nn.functional import linear
 
-from lastlayer._checks import check_choice, check_int
+from lastlayer._checks import as_pairs, check_choice, check_int
 from lastlayer._torch import in_autocast_dtype, in_dtype
 from lastlayer.fused.clusters import BANDS, group_loss
 from lastlayer.fused.scores import wide_scores
-from lastlayer.heads._ranked import RankedHead
-from lastlayer.heads.base import log_softmax
-from lastlayer.heads.layout import VARIANTS, bands_from_counts
+from lastlayer.heads.base import all_in_dtype, init_uniform_, log_softmax
+from lastlayer.heads.layout import VARIANTS, RankedHead, bands_from_counts
 from lastlayer.heads.recipes import Arguments, ClassData, Recipe
 
 
@@ -27,14 +25,9 @@ def _bands_of_data(data: ClassData, given: Arguments) -> Arguments:
         return {"bands": given["bands"]}
     share, variant = given.get("share", 0.5), given.get("variant", "slices")
     most = max(1, int(share * data.n_classes * data.in_features))
-    return {
-        "bands": data.once(
-            ("bands", share, variant),
-            lambda: bands_from_counts(
-                data.positive_counts(), data.in_features, most, variant=variant
-            ),
-        )
-    }
+    of_data = data.positive_counts(), data.in_features
+    make = partial(bands_from_counts, *of_data, most, variant=variant)
+    return {"bands": data.once(("bands", share, variant), make)}
 
 
 class DifferentiatedSoftmax(RankedHead):
@@ -63,12 +56,7 @@ class DifferentiatedSoftmax(RankedHead):
             class is in; inside a band classes are sorted by id.
         variant: "slices" or "projections".
         bias: whether each class has a bias.
-        label_smoothing: how much of the target the loss spreads evenly over all classes.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of ``FullSoftmax``.
 
     Example:
         >>> import torch
@@ -116,7 +104,14 @@ class DifferentiatedSoftmax(RankedHead):
     ) -> None:
         in_features = check_int("in_features", in_features)
         check_choice("variant", variant, VARIANTS)
-        sizes = _checked_bands(bands, in_features, variant)
+        sizes = as_pairs("bands", bands, ("classes", "width"))
+        widths = [width for _, width in sizes]
+        if variant == "slices" and sum(widths) != in_features:
+            raise ValueError(
+                f"bands: expected widths that add up to in_features={in_features}, got "
+                f"{' + '.join(map(str, widths))} = {sum(widths)}; variant='projections' takes any "
+                "widths"
+            )
         super().__init__(
             in_features, list(accumulate(classes for classes, _ in sizes)), order,
             label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction,
@@ -127,7 +122,7 @@ class DifferentiatedSoftmax(RankedHead):
         def empty(*shape: int) -> Parameter:
             return Parameter(torch.empty(*shape, device=device, dtype=dtype))
 
-        ends = [0, *accumulate(width for _, width in sizes)]
+        ends = [0, *accumulate(widths)]
         self._seen_by = [slice(a, b) for a, b in pairwise(ends)]
         self.weights = ParameterList([empty(*band) for band in sizes])
         self.register_parameter("bias", empty(self.n_classes) if bias else None)
@@ -136,18 +131,11 @@ class DifferentiatedSoftmax(RankedHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, distributed as those of ``nn.Linear`` on what each band sees.
-
-        A head that was made on the meta device is whole after ``to_empty`` and this.
-        """
+        """Fresh parameters, as of ``nn.Linear``; makes a head whole after meta and ``to_empty``."""
         self._fill_order()
         for weight in self.weights:
-            bound = 1.0 / math.sqrt(weight.shape[1])
-            torch.nn.init.uniform_(weight, -bound, bound)
-        for each in (self.bias, self.projection):
-            if each is not None:
-                bound = 1.0 / math.sqrt(self.in_features)
-                torch.nn.init.uniform_(each, -bound, bound)
+            init_uniform_(weight.shape[1], weight)
+        init_uniform_(self.in_features, self.bias, self.projection)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets, smoothed where asked for."""
@@ -165,10 +153,7 @@ class DifferentiatedSoftmax(RankedHead):
         )
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        return tuple(
-            None if each is None else in_dtype(each, dtype)
-            for each in (self.bias, self.projection, *self.weights)
-        )
+        return all_in_dtype(dtype, self.bias, self.projection, *self.weights)
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         bias, projection, *weights = tensors
@@ -182,44 +167,3 @@ class DifferentiatedSoftmax(RankedHead):
         if chosen is None:
             return self._by_class(log_prob)
         return log_prob.gather(-1, self._places_of(chosen))
-
-    def config(self) -> dict[str, Any]:
-        config = {
-            **super().config(),
-            "bands": [list(band) for band in self.bands],
-            "variant": self.variant,
-            "bias": self.bias is not None,
-        }
-        # The bands say how many classes there are.
-        del config["n_classes"]
-        return config
-
-
-def _checked_bands(bands: Any, in_features: int, variant: str) -> tuple[tuple[int, int], ...]:
-    expected = "a list of (classes, width), the most frequent classes first"
-    if isinstance(bands, (str, bytes)) or not hasattr(bands, "__iter__"):
-        raise TypeError(f"bands: expected {expected}, got {type(bands).__name__}")
-    pairs = []
-    for position, band in enumerate(bands):
-        pair = tuple(band) if hasattr(band, "__iter__") else ()
-        if len(pair) != 2 or not all(
-            type(each) is int or isinstance(each, np.integer) for each in pair
-        ):
-            raise TypeError(f"bands: expected {expected}, got {band!r} at position {position}")
-        for name, number in zip(("classes", "width"), pair, strict=True):
-            if number < 1:
-                raise ValueError(
-                    f"bands: expected at least 1 for the {name} of each band, got {number} at "
-                    f"position {position}"
-                )
-        pairs.append((int(pair[0]), int(pair[1])))
-    if not pairs:
-        raise ValueError(f"bands: expected {expected}, got none")
-    total = sum(width for _, width in pairs)
-    if variant == "slices" and total != in_features:
-        raise ValueError(
-            f"bands: expected widths that add up to in_features={in_features}, got "
-            f"{' + '.join(str(width) for _, width in pairs)} = {total}; "
-            "variant='projections' takes any widths"
-        )
-    return tuple(pairs)

@@ -380,13 +380,6 @@ class HierarchicalSoftmax(Head):
             classes = draw_leaves(self._nodes, wide(rows), n_samples, generator)
         return checked_draws(classes.reshape(shape))
 
-    def config(self) -> dict[str, Any]:
-        """The constructor's arguments; :meth:`save` writes the tree to a file of its own."""
-        config = super().config()
-        del config["n_classes"]
-        own = {"tree": self.tree, "bias": self.bias is not None, "sparse": self.sparse}
-        return {"in_features": config.pop("in_features"), **own, **config}
-
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in config.items() if name != "tree"}
 

@@ -1,15 +1,25 @@
-"""Groups of classes by frequency: cutoffs that make a step fast, bands that fit a budget."""
+"""Groups of classes by frequency: what their heads share, and how to choose the groups."""
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
-from itertools import combinations
-from typing import Any, NamedTuple
+from itertools import combinations, combinations_with_replacement, pairwise
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from lastlayer._checks import as_counts, check_choice, check_int, check_real
+from lastlayer._checks import (
+    as_counts,
+    as_permutation,
+    check_choice,
+    check_chunk,
+    check_int,
+    check_real,
+)
+from lastlayer.fused.cross_entropy import cross_entropy_numbers
+from lastlayer.heads.base import ScoredHead
 
 Reals = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -21,6 +31,111 @@ VARIANTS = ("slices", "projections")
 _MOST_BANDS = 4
 # Widths of bands are multiples of one part of so many; bands end at so many places.
 _PARTS, _PLACES = 16, 40
+
+
+class RankedHead(ScoredHead):
+    """Classes have places, and a group of classes is a range of places.
+
+    ``order`` has the class of each place and ``places`` the place of each class; both are None
+    where class c is at place c. Inside a group classes are sorted by id.
+    """
+
+    order: Tensor | None
+    places: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        ends: Sequence[int],
+        order: Any,
+        *,
+        label_smoothing: float,
+        chunk_rows: int | str,
+        device: torch.device | str | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, ends[-1], **options)
+        check_chunk(chunk_rows)
+        cross_entropy_numbers(label_smoothing, 0.0, None, 1.0)
+        self.chunk_rows, self.label_smoothing = chunk_rows, label_smoothing
+        # The first and the last place of each group.
+        self._groups = tuple(pairwise([0, *ends]))
+        by_place = None
+        if order is not None:
+            given = as_permutation("order", order, self.n_classes)
+            given = np.concatenate([np.sort(given[a:b]) for a, b in self._groups])
+            if (given != np.arange(self.n_classes)).any():
+                by_place = torch.from_numpy(given)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        self.register_buffer("order", None if by_place is None else by_place.to(device))
+        self.register_buffer("places", None if by_place is None else by_place.argsort().to(device))
+        # On meta nothing is kept; what is filled in later has to be known until then.
+        self._order_to_come = by_place if device.type == "meta" else None
+
+    def _fill_order(self) -> None:
+        """What :meth:`reset_parameters` fills in where a head was made on the meta device."""
+        to_come = self._order_to_come
+        if to_come is None or self.order is None or self.places is None or self.order.is_meta:
+            return
+        self.order.copy_(to_come)
+        self.places.copy_(to_come.argsort())
+        self._order_to_come = None
+
+    def _places_of(self, classes: Tensor) -> Tensor:
+        return classes if self.places is None else self.places[classes]
+
+    def _classes_at(self, places: Tensor) -> Tensor:
+        return places if self.order is None else self.order[places]
+
+    def _by_class(self, by_place: Tensor) -> Tensor:
+        """Columns of places as columns of classes."""
+        return by_place if self.places is None else by_place.index_select(-1, self.places)
+
+    def _log_frequencies(self, counts: Any) -> Tensor:
+        logs = super()._log_frequencies(counts)
+        return logs if self.order is None else logs[self.order.cpu()]
+
+    def _check_state(self) -> None:
+        self._check_order(self.order, self.places)
+
+    def _check_order(self, order: Any, places: Any) -> None:
+        for name, each in (("order", order), ("places", places)):
+            # Another shape is told by torch.
+            if type(each) is not Tensor or each.is_meta or each.shape != (self.n_classes,):
+                return
+            if each.dtype != torch.int64:
+                raise ValueError(f"{name}: expected torch.int64, got {each.dtype}")
+        by_place = as_permutation("order", order, self.n_classes)
+        if (places.cpu().numpy() != by_place.argsort()).any():
+            raise ValueError("places: expected the place of each class in order, got another one")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if self.order is not None:
+            self._check_order(*(state_dict.get(prefix + name) for name in ("order", "places")))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.order is not None and not self.order.is_meta and f"{prefix}order" in state_dict:
+            self._order_to_come = None
+
+    def config(self) -> dict[str, Any]:
+        order = self.order if self._order_to_come is None else self._order_to_come
+        return {**super().config(), "order": order}
+
+    def extra_repr(self) -> str:
+        sizes = {"in_features": self.in_features, "n_classes": self.n_classes}
+        return self._shown(sizes | self.config())
+
+    def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        # The order itself is part of the state.
+        return {**config, "order": config["order"] is not None}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        if not isinstance(config["order"], bool):
+            return cls(**config)
+        head = cls(**{**config, "order": None})
+        if config["order"]:
+            head.order, head.places = (torch.arange(head.n_classes) for _ in range(2))
+        return head
 
 
 class MatrixCost(NamedTuple):
@@ -55,15 +170,12 @@ class MatrixCost(NamedTuple):
 
 
 COSTS = {
-    # Fitted to steps of `linear_cross_entropy` in float32 on one core of a server CPU, k from 500
-    # to 40,000, B from 8 to 256 and d from 8 to 256. Most are within 15 %; beyond the cache the
-    # truth is up to twice as much. Only ratios matter.
+    # Fitted to steps of `linear_cross_entropy` in float32 on one core of a server CPU. Most are
+    # within 15 %; beyond the cache the truth is up to twice as much. Only ratios matter.
     "cpu": MatrixCost(call=800.0, weight=1.75e-3, score=2.6e-3, product=3.7e-5),
-    # Of an H200 in bfloat16. What a small softmax takes on the device beside others is little
-    # against what the host needs to launch it: steps with two clusters and with four were some
-    # 1.2 ms per cluster apart. The rest is by rates: a weight that is read twice and a gradient
-    # that is written, 6 bytes at 4.2 TB/s; two exponentials per score, as measured where vectors
-    # are narrow; six operations per product at 600 TFLOP/s.
+    # Of an H200 in bfloat16. What a small softmax takes is mostly what the host needs to launch it,
+    # some 1.2 ms. The rest is by rates: a weight that is read twice and a gradient that is written,
+    # 6 bytes at 4.2 TB/s; two exponentials per score; six operations per product at 600 TFLOP/s.
     "cuda": MatrixCost(1200.0, weight=1.4e-6, score=2.1e-6, product=1.0e-8, overlap=True),
 }
 
@@ -121,53 +233,38 @@ def cutoffs_from_counts(
         cost = COSTS[cost]
     if not isinstance(cost, MatrixCost):
         raise ValueError(f"cost: expected one of {tuple(COSTS)} or a MatrixCost, got {cost!r}")
-    share, places = _shares_before(weights), _candidates(len(weights))
+    n = len(weights)
+    places = np.arange(n + 1)
+    if n > _EVERY_PLACE:
+        steps = np.arange(int(np.log(n) / np.log(_RATIO)) + 1)
+        places = np.unique(np.concatenate([[0], (_RATIO**steps).astype(np.int64), [n]]))
+    share = _shares_before(weights)[places]
     widths = tail_widths(in_features, max_clusters, div_value, min_width)
-    best = min(
-        (
-            _best_with(widths[:clusters], share[places], top_share, places, in_features, rows, cost)
-            for clusters in range(min(max_clusters, len(weights) - 1) + 1)
-        ),
-        key=operator.itemgetter(0),
-    )
-    return best[1]
-
-
-def _best_with(
-    widths: Sequence[int],
-    share: Reals,
-    top_share: float,
-    places: Integers,
-    in_features: int,
-    rows: int,
-    cost: MatrixCost,
-) -> tuple[float, list[int]]:
-    """The least cost with a cluster of each width, and the cutoffs that have it.
-
-    ``share`` is that of the classes before each of the places.
-    """
-    # What comes from each place on; the last cluster has to end at the last place.
-    rest = np.full(len(places), np.inf)
-    rest[-1] = 0.0
-    following = []
     sizes = (places[None, :] - places[:, None]).astype(np.float64)
     expected = rows * (share[None, :] - share[:, None])
-    for width in reversed(widths):
-        projection = cost.product * expected * width * in_features
-        step = cost.work(sizes, expected, width) + projection
-        step = np.where(sizes >= width, step, np.inf) + rest[None, :]
-        following.append(step.argmin(1))
-        rest = step.min(1)
-    total = cost.work(places + float(len(widths)), rows, in_features) + rest
     # At least one class at the top, and its share; rounding may leave the last sum short of 1.
     allowed = (places > 0) & ((share >= top_share) | (places == places[-1]))
-    total = np.where(allowed, total, np.inf)
-    place = int(total.argmin())
-    cutoffs, least = [], cost.step(1 + len(widths), float(total[place]))
-    for nearest in reversed(following):
-        cutoffs.append(int(places[place]))
-        place = int(nearest[place])
-    return least, cutoffs
+    best: tuple[float, list[int]] = (math.inf, [])
+    for clusters in range(min(max_clusters, n - 1) + 1):
+        # What comes from each place on; the last cluster has to end at the last place.
+        rest = np.where(places == places[-1], 0.0, np.inf)
+        following = []
+        for width in reversed(widths[:clusters]):
+            projection = cost.product * expected * width * in_features
+            step = cost.work(sizes, expected, width) + projection
+            step = np.where(sizes >= width, step, np.inf) + rest[None, :]
+            following.append(step.argmin(1))
+            rest = step.min(1)
+        total = cost.work(places + float(clusters), rows, in_features) + rest
+        total = np.where(allowed, total, np.inf)
+        place = int(total.argmin())
+        least, cutoffs = cost.step(1 + clusters, float(total[place])), []
+        for nearest in reversed(following):
+            cutoffs.append(int(places[place]))
+            place = int(nearest[place])
+        if least < best[0]:
+            best = least, cutoffs
+    return best[1]
 
 
 def _shares_before(weights: Reals) -> Reals:
@@ -176,28 +273,16 @@ def _shares_before(weights: Reals) -> Reals:
     return summed
 
 
-def _candidates(n: int) -> Integers:
-    """Places of cutoffs from 0 to n, both of them included."""
-    if n <= _EVERY_PLACE:
-        return np.arange(n + 1)
-    steps = np.arange(int(np.log(n) / np.log(_RATIO)) + 1)
-    return np.unique(np.concatenate([[0], (_RATIO**steps).astype(np.int64), [n]]))
-
-
 def tail_widths(in_features: int, clusters: int, div_value: float, min_width: int) -> list[int]:
-    """``in_features / div_value ** i`` for i = 1, 2, …, but at least ``min_width``.
-
-    Never 0, with which a cluster would stay uniform; and never more than ``in_features``.
-    """
-    least = min(min_width, in_features)
-    return [max(least, _narrowed(in_features, div_value, i)) for i in range(1, clusters + 1)]
-
-
-def _narrowed(in_features: int, div_value: float, times: int) -> int:
-    try:
-        return int(in_features // div_value**times)
-    except OverflowError:  # a power beyond all numbers
-        return 0
+    """``in_features / div_value ** i``, i = 1, 2, …; at least ``min_width`` or in_features."""
+    widths = []
+    for i in range(1, clusters + 1):
+        try:
+            narrowed = int(in_features // div_value**i)
+        except OverflowError:  # a power beyond all numbers
+            narrowed = 0
+        widths.append(max(narrowed, min(min_width, in_features)))
+    return widths
 
 
 def check_widths(div_value: Any, min_width: Any) -> None:
@@ -213,21 +298,11 @@ def check_cutoffs(cutoffs: Any, n_classes: int) -> list[int]:
     if isinstance(cutoffs, (str, bytes)) or not hasattr(cutoffs, "__iter__"):
         raise TypeError(f"cutoffs: expected a list of {expected}, got {type(cutoffs).__name__}")
     places: list[int] = []
-    for position, each in enumerate(cutoffs):
-        try:
-            place = operator.index(each)
-            if isinstance(each, bool):
-                raise TypeError
-        except TypeError:
-            raise TypeError(
-                f"cutoffs: expected whole numbers, got {type(each).__name__} at position {position}"
-            ) from None
-        before = places[-1] if places else 0
-        if not 1 <= place < n_classes or place <= before:
-            after = f" after {before}" if 1 <= place < n_classes else ""
-            raise ValueError(
-                f"cutoffs: expected {expected}, got {place} at position {position}{after}"
-            )
+    for i, each in enumerate(cutoffs):
+        place = check_int(f"cutoffs: position {i}", each, least=None)
+        if not max(places, default=0) < place < n_classes:
+            after = f" after {places[-1]}" if places else ""
+            raise ValueError(f"cutoffs: expected {expected}, got {place} at position {i}{after}")
         places.append(place)
     return places
 
@@ -291,12 +366,8 @@ def bands_from_counts(
 def _ends(n: int, bands: int) -> Integers:
     """All layouts ``(layouts, bands + 1)``: where bands end, from 0 to n."""
     inner = np.unique(np.geomspace(1, n, _PLACES).astype(np.int64))
-    inner = inner[inner < n]
-    choices = list(combinations(inner.tolist(), bands - 1))
-    cuts = np.array(choices, dtype=np.int64).reshape(len(choices), bands - 1)
-    return np.concatenate(
-        [np.zeros((len(cuts), 1), np.int64), cuts, np.full((len(cuts), 1), n)], axis=1
-    )
+    layouts = [(0, *cuts, n) for cuts in combinations(inner[inner < n].tolist(), bands - 1)]
+    return np.array(layouts, dtype=np.int64).reshape(-1, bands + 1)
 
 
 def _widths(in_features: int, bands: int, variant: str) -> Iterator[Sequence[int]]:
@@ -308,17 +379,8 @@ def _widths(in_features: int, bands: int, variant: str) -> Iterator[Sequence[int
         yield from combinations(halves, bands)
         return
     unit = max(1, in_features // _PARTS)
-    for parts in _partitions(in_features // unit, bands, in_features // unit):
-        # What does not divide goes to the most frequent.
-        yield [parts[0] * unit + in_features % unit, *(part * unit for part in parts[1:])]
-
-
-def _partitions(total: int, parts: int, most: int) -> Iterator[list[int]]:
-    """Falling numbers of at least 1, at most ``most``, that add up."""
-    if parts == 1:
-        if 1 <= total <= most:
-            yield [total]
-        return
-    for first in range(min(most, total - parts + 1), 0, -1):
-        for rest in _partitions(total - first, parts - 1, first):
-            yield [first, *rest]
+    total = in_features // unit
+    for parts in combinations_with_replacement(range(total, 0, -1), bands):
+        if sum(parts) == total:
+            # What does not divide goes to the most frequent.
+            yield [parts[0] * unit + in_features % unit, *(part * unit for part in parts[1:])]

@@ -1,6 +1,5 @@
 """Heads with one vector per class, exact: softmax, entmax and top-k softmax over all classes."""
 
-import inspect
 import math
 from typing import Any, Self, TypedDict, Unpack
 
@@ -9,13 +8,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lastlayer._checks import check_alpha_number, check_chunk, check_class_weight, check_k
-from lastlayer._torch import in_dtype
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
-from lastlayer.fused.scores import wide_scores
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
 from lastlayer.heads.base import (
     TOP_COPIES,
     ScoredHead,
+    all_in_dtype,
+    init_uniform_,
     log_of_probs,
     log_softmax,
     top_classes,
@@ -42,10 +41,11 @@ class LinearHead(ScoredHead):
     ``nn.Linear``. A head of this kind defines :meth:`forward` and :meth:`_log_probs`.
     """
 
+    # Attributes that the fused loss takes by name.
+    _loss_names: tuple[str, ...] = ("ignore_index", "reduction", "class_weight", "chunk_rows")
     weight: Parameter
     bias: Parameter | None
     class_weight: Tensor | None
-    __signature__: inspect.Signature
 
     def __init__(
         self,
@@ -71,10 +71,6 @@ class LinearHead(ScoredHead):
         self._set_class_weight(class_weight)
         self.reset_parameters()
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        cls.__signature__ = _with_inherited_options(cls)
-
     def _set_class_weight(self, class_weight: Any) -> None:
         if class_weight is not None:
             check_class_weight(class_weight, self.n_classes)
@@ -82,10 +78,7 @@ class LinearHead(ScoredHead):
 
     def reset_parameters(self) -> None:
         """Fresh parameters, distributed as those of ``nn.Linear``."""
-        bound = 1.0 / math.sqrt(self.in_features)
-        torch.nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            torch.nn.init.uniform_(self.bias, -bound, bound)
+        init_uniform_(self.in_features, self.weight, self.bias)
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
@@ -96,8 +89,7 @@ class LinearHead(ScoredHead):
 
         Args:
             linear: the layer that owns the parameters.
-            options: what else the constructor takes, by name; the layer decides ``bias``, device
-                and dtype.
+            options: of the constructor, by name; the layer decides bias, device and dtype.
         """
         if not isinstance(linear, (torch.nn.Linear, torch.nn.Embedding)):
             raise TypeError(
@@ -124,6 +116,8 @@ class LinearHead(ScoredHead):
                 raise TypeError(
                     f"{name}: expected none, since it follows from the layer, got {options[name]!r}"
                 )
+        if "class_weight" in options and "class_weight" not in cls.__signature__.parameters:
+            raise TypeError(f"class_weight: expected none, since {cls.__name__} has no such option")
         n_classes, in_features = linear.weight.shape
         bias = linear.bias if isinstance(linear, torch.nn.Linear) else None
         class_weight = options.pop("class_weight", None)
@@ -135,47 +129,17 @@ class LinearHead(ScoredHead):
 
     def to_linear(self) -> torch.nn.Linear:
         """An ``nn.Linear`` that shares the parameters of this head; its outputs are the logits."""
-        linear = torch.nn.Linear(
-            self.in_features, self.n_classes, bias=self.bias is not None, device="meta"
-        )
+        linear = torch.nn.Linear(self.in_features, self.n_classes, bias=False, device="meta")
         linear.weight = self.weight
-        if self.bias is not None:
-            linear.bias = self.bias
+        linear.register_parameter("bias", self.bias)
         return linear
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        bias = None if self.bias is None else in_dtype(self.bias, dtype)
-        return in_dtype(self.weight, dtype), bias
-
-    def _rows_log_prob(
-        self, rows: Tensor, chosen: Tensor | None, *tensors: Tensor | None
-    ) -> Tensor:
-        weight, bias = tensors
-        if weight is None:
-            raise RuntimeError("weight: expected class vectors")
-        log_probs = self._log_probs(wide_scores(rows, weight, bias))
-        return log_probs if chosen is None else log_probs.gather(-1, chosen)
-
-    def _log_probs(self, scores: Tensor) -> Tensor:
-        """The log of the map of scores ``(rows, n_classes)``, differentiable."""
-        return log_softmax(scores)
+        return all_in_dtype(dtype, self.weight, self.bias)
 
     def _loss_options(self) -> dict[str, Any]:
-        """What the fused losses take beside hidden, weight, target and bias."""
-        return {
-            "ignore_index": self.ignore_index,
-            "reduction": self.reduction,
-            "class_weight": self.class_weight,
-            "chunk_rows": self.chunk_rows,
-        }
-
-    def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            "bias": self.bias is not None,
-            "class_weight": self.class_weight,
-            "chunk_rows": self.chunk_rows,
-        }
+        """What the fused loss takes beside hidden, weight, target and bias."""
+        return {name: getattr(self, name) for name in self._loss_names}
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         # The weights themselves are part of the state.
@@ -189,20 +153,6 @@ class LinearHead(ScoredHead):
         if weighted:
             head.class_weight = torch.ones(head.n_classes)
         return head
-
-
-def _with_inherited_options(head: type[LinearHead]) -> inspect.Signature:
-    """The constructor's signature with the names that its ``**options`` hand on to its parent."""
-    kinds = inspect.Parameter
-    # Without self.
-    own = list(inspect.signature(head.__init__).parameters.values())[1:]
-    rest = [each for each in own if each.kind is not kinds.VAR_KEYWORD]
-    if len(rest) < len(own):
-        parent = next(each for each in head.__mro__[1:] if issubclass(each, LinearHead))
-        taken = {each.name for each in rest}
-        handed_on = inspect.signature(parent).parameters.values()
-        rest += [e for e in handed_on if e.kind is kinds.KEYWORD_ONLY and e.name not in taken]
-    return inspect.Signature(rest)
 
 
 class FullSoftmax(LinearHead):
@@ -229,8 +179,7 @@ class FullSoftmax(LinearHead):
         ignore_index: rows with this target do not count; None where every target counts.
         reduction: "mean" over the rows that count, "sum" or "none".
         chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
 
     Example:
         >>> import torch
@@ -243,6 +192,7 @@ class FullSoftmax(LinearHead):
     """
 
     recipes = (Recipe("full", "softmax over all classes, fused", compared=("full",), rank=10),)
+    _loss_names = *LinearHead._loss_names, "label_smoothing", "z_loss", "softcap", "temperature"
 
     def __init__(
         self,
@@ -264,8 +214,7 @@ class FullSoftmax(LinearHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The cross entropy of the targets; see :func:`lastlayer.fused.linear_cross_entropy`."""
         self._check_hidden(hidden)
-        options = {**self._loss_options(), **self._softmax_options()}
-        return linear_cross_entropy(hidden, self.weight, target, self.bias, **options)
+        return linear_cross_entropy(hidden, self.weight, target, self.bias, **self._loss_options())
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         if self.softcap is not None:
@@ -275,17 +224,6 @@ class FullSoftmax(LinearHead):
         if self.temperature != 1.0:
             scores = scores / self.temperature
         return log_softmax(scores)
-
-    def _softmax_options(self) -> dict[str, Any]:
-        return {
-            "label_smoothing": self.label_smoothing,
-            "z_loss": self.z_loss,
-            "softcap": self.softcap,
-            "temperature": self.temperature,
-        }
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), **self._softmax_options()}
 
 
 class EntmaxHead(LinearHead):
@@ -309,12 +247,7 @@ class EntmaxHead(LinearHead):
         n_classes: number of classes.
         alpha: a number of at least 1.
         bias: whether each class has a bias.
-        class_weight: one weight per class for the loss, ``(n_classes,)``; kept as a buffer.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``class_weight`` and all that follow it, as of :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -329,6 +262,7 @@ class EntmaxHead(LinearHead):
         Recipe("entmax", "entmax: most probabilities exactly 0", compared=("entmax",), rank=11),
         Recipe("sparsemax", "entmax with α = 2", fixed={"alpha": 2.0}, rank=12),
     )
+    _loss_names = *LinearHead._loss_names, "alpha"
 
     def __init__(
         self,
@@ -344,16 +278,12 @@ class EntmaxHead(LinearHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The entmax loss of the targets; see :func:`lastlayer.fused.linear_entmax_loss`."""
         self._check_hidden(hidden)
-        options = {**self._loss_options(), "alpha": self.alpha}
-        return linear_entmax_loss(hidden, self.weight, target, self.bias, **options)
+        return linear_entmax_loss(hidden, self.weight, target, self.bias, **self._loss_options())
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         return (
             log_softmax(scores) if self.alpha == 1.0 else log_of_probs(entmax(scores, self.alpha))
         )
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "alpha": self.alpha}
 
 
 class TopKSoftmaxHead(LinearHead):
@@ -377,12 +307,7 @@ class TopKSoftmaxHead(LinearHead):
         n_classes: number of classes.
         k: number of classes that keep a probability, at least 1; n_classes or more is the softmax.
         bias: whether each class has a bias.
-        class_weight: one weight per class for the loss, ``(n_classes,)``; kept as a buffer.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``class_weight`` and all that follow it, as of :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -393,6 +318,7 @@ class TopKSoftmaxHead(LinearHead):
     """
 
     recipes = (Recipe("topk", "softmax over the k best classes", defaults={"k": 100}, rank=13),)
+    _loss_names = *LinearHead._loss_names, "k"
     _copies = TOP_COPIES + 2.0
 
     def __init__(
@@ -409,8 +335,9 @@ class TopKSoftmaxHead(LinearHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The loss of the targets; see :func:`lastlayer.fused.linear_topk_softmax_loss`."""
         self._check_hidden(hidden)
-        options = {**self._loss_options(), "k": self.k}
-        return linear_topk_softmax_loss(hidden, self.weight, target, self.bias, **options)
+        return linear_topk_softmax_loss(
+            hidden, self.weight, target, self.bias, **self._loss_options()
+        )
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         if self.k >= scores.shape[-1]:
@@ -420,6 +347,3 @@ class TopKSoftmaxHead(LinearHead):
         broken = logs.isnan().any(-1, keepdim=True)
         nothing = torch.full_like(scores, -torch.inf).masked_fill_(broken, torch.nan)
         return nothing.scatter(-1, classes, logs)
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "k": self.k}

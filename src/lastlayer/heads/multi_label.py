@@ -24,7 +24,7 @@ from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
-from lastlayer.heads.base import TOP_COPIES, TopK, log_of_probs, top_classes
+from lastlayer.heads.base import TOP_COPIES, log_of_probs, top_classes
 from lastlayer.heads.linear import LinearHead
 from lastlayer.heads.recipes import Recipe
 from lastlayer.losses.calibration import ZLPRCalibrator
@@ -64,6 +64,7 @@ class MultiLabel(LinearHead):
 
     Labels do not exclude each other: ``log_prob`` is the log-probability that a label is on, and
     its exponentials do not sum to 1 over the labels (but for sparsemax). So there is no ``sample``.
+    ``topk`` has the labels of the highest scores, with their log-probabilities.
 
     Cost: "zlpr" and "bce" take three to four products of rows × in_features × n_classes per step
     and hold a slab of scores, see :func:`lastlayer.fused.linear_zlpr_loss`. The other two make
@@ -86,8 +87,7 @@ class MultiLabel(LinearHead):
             and training with "asymmetric" and "sparsemax"), "auto" or "low".
         chunk_classes: labels of which scores are held at a time in training with "zlpr" and "bce",
             "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
 
     Example:
         >>> import torch
@@ -104,6 +104,7 @@ class MultiLabel(LinearHead):
         Recipe(name, about, task="multilabel", fixed={"loss": loss}, compared=(name,), rank=rank)
         for rank, (loss, (name, about)) in enumerate(_RECIPES.items(), 40)
     )
+    _loss_names = "label_smoothing", "ignore_index", "reduction", "chunk_classes"
     ignore_index: int
 
     def __init__(
@@ -124,7 +125,14 @@ class MultiLabel(LinearHead):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_choice("loss", loss, tuple(_RECIPES))
-        _check_loss_options(loss, loss_options)
+        if loss_options:
+            if loss != "asymmetric":
+                raise ValueError(
+                    f"loss_options: expected none for loss={loss!r}, got {dict(loss_options)}; "
+                    "only 'asymmetric' has any"
+                )
+            # The loss itself checks them, on next to nothing.
+            _DENSE[loss](torch.zeros(1), torch.zeros(1), **loss_options)
         _check_calibrator(calibrator, loss, n_classes)
         if ignore_index is None:
             raise TypeError("ignore_index: expected an int, the id that pads lists, got None")
@@ -142,12 +150,6 @@ class MultiLabel(LinearHead):
         self.loss_options, self.chunk_classes = dict(loss_options or {}), chunk_classes
         self.calibrator = calibrator
 
-    @classmethod
-    def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
-        if "class_weight" in options:
-            raise TypeError(_NO_CLASS_WEIGHT)
-        return super().from_linear(linear, **options)
-
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any, n_rows: int | None = None) -> None:
         """Start at the label frequencies: the cheapest speed-up there is.
@@ -161,14 +163,13 @@ class MultiLabel(LinearHead):
             n_rows: number of rows that were counted; "sparsemax" does without it.
         """
         given = torch.from_numpy(as_counts(counts, self.n_classes))
-        if n_rows is not None:
-            if float(given.max()) > check_int("n_rows", n_rows):
-                raise ValueError(
-                    f"counts: expected at most n_rows={n_rows} for each label, got {given.max():g}"
-                )
-        elif self.loss != "sparsemax":
+        if n_rows is None and self.loss != "sparsemax":
             raise ValueError(
                 "n_rows: expected the number of rows in which labels were counted, got None"
+            )
+        if n_rows is not None and float(given.max()) > check_int("n_rows", n_rows):
+            raise ValueError(
+                f"counts: expected at most n_rows={n_rows} for each label, got {given.max():g}"
             )
         super().init_bias_from_counts(counts)
         if n_rows is not None and self.loss != "sparsemax" and self.bias is not None:
@@ -194,13 +195,13 @@ class MultiLabel(LinearHead):
         """
         self._check_hidden(hidden)
         if self.class_weight is not None:
-            raise TypeError(_NO_CLASS_WEIGHT)
+            raise TypeError(
+                "class_weight: expected none, since MultiLabel has no such option, got some; set "
+                "it to None"
+            )
         if self.loss in _FUSED:
-            return _FUSED[self.loss](
-                hidden, self.weight, positives, self.bias, offsets=offsets, values=values,
-                label_smoothing=self.label_smoothing, ignore_index=self.ignore_index,
-                reduction=self.reduction, chunk_classes=self.chunk_classes,
-            )  # fmt: skip
+            options = {**self._loss_options(), "offsets": offsets, "values": values}
+            return _FUSED[self.loss](hidden, self.weight, positives, self.bias, **options)
         return self._dense_loss(hidden, positives, offsets, values)
 
     def _dense_loss(self, hidden: Tensor, positives: Any, offsets: Any, values: Any) -> Tensor:
@@ -212,8 +213,8 @@ class MultiLabel(LinearHead):
         )
         lists = sorted_lists(*given, n, self.n_classes, self.ignore_index, smoothing)
 
-        def losses_of(some: Tensor, ids: Tensor, *tensors: Tensor | None) -> Tensor:
-            scores = _scores(some, *tensors)
+        def losses_of(some: Tensor, ids: Tensor, *tensors: Any) -> Tensor:
+            scores = wide_scores(some, *tensors)
             labels = lists.dense(ids[:1], scores, smoothing)
             made: Tensor = _DENSE[self.loss](scores, labels, reduction="none", **self.loss_options)
             return made
@@ -257,7 +258,7 @@ class MultiLabel(LinearHead):
                 told = sparsemax(scores) if self.loss == "sparsemax" else scores
                 row, label = (told > least).nonzero(as_tuple=True)
                 found.append((row + first, label))
-        row, label = (torch.cat(each) for each in zip(*found, strict=True))
+        row, label = map(torch.cat, zip(*found, strict=True))
         counts = torch.bincount(row, minlength=n_rows)
         longest = int(counts.max()) if n_rows else 0
         place = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
@@ -266,37 +267,20 @@ class MultiLabel(LinearHead):
         return lists.reshape(*hidden.shape[:-1], longest)
 
     def probability(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
-        """The probability that a label is on, ``exp(log_prob)``; read the class's docstring on it.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            classes: as for ``log_prob``, and the result has the same shape.
-        """
+        """``exp(log_prob)``, the probability that a label is on; see the docstring of the class."""
         return self.log_prob(hidden, classes).exp()
 
-    @torch.no_grad()
-    def topk(self, hidden: Tensor, k: int) -> TopK:
-        """The k labels of the highest scores, the highest first, with their log-probabilities.
-
-        Labels are ordered by their scores, which differ also where probabilities are too close to
-        1 to do so; of equal scores the lower id comes first. No gradient is recorded.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-            k: from 1 to ``n_classes``.
-        """
-        rows, k = in_autocast_dtype(self._check_rows(hidden)), self._check_k(k)
+    def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        """By scores, which differ also where probabilities are too close to 1 to do so."""
         best = []
-        with without_autocast(hidden):
-            for _, scores in self._scores_in_chunks(rows, TOP_COPIES):
+        with without_autocast(rows):
+            for _, scores in self._scores_in_chunks(in_autocast_dtype(rows), TOP_COPIES):
                 top, classes = top_classes(scores, k)
                 if self.loss == "sparsemax":
                     best.append((self._log_probs(scores).gather(-1, classes), classes))
                 else:
                     best.append((self._log_probs(top, classes), classes))
-        values, classes = (torch.cat(each) for each in zip(*best, strict=True))
-        shape = *hidden.shape[:-1], k
-        return TopK(values.reshape(shape), classes.reshape(shape))
+        return tuple(map(torch.cat, zip(*best, strict=True)))
 
     def sample(
         self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
@@ -320,9 +304,7 @@ class MultiLabel(LinearHead):
         # A slope of 0 makes nothing of an infinite score.
         return logsigmoid(torch.where(slope == 0, 0.0, slope * scores) + bias)
 
-    def _rows_log_prob(
-        self, rows: Tensor, chosen: Tensor | None, *tensors: Tensor | None
-    ) -> Tensor:
+    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         # Chosen labels stand for themselves: the others are not looked at. The scores of the
         # kernel have no gradient.
         if chosen is None or self.loss == "sparsemax" or torch.is_grad_enabled():
@@ -332,9 +314,9 @@ class MultiLabel(LinearHead):
 
     def _scores_in_chunks(self, rows: Tensor, copies: float) -> Iterator[tuple[int, Tensor]]:
         """Of each chunk of rows the first one, and the scores of all labels."""
-        tensors = self._score_tensors(rows.dtype)
+        tensors: tuple[Any, ...] = self._score_tensors(rows.dtype)
         for part in row_chunks(rows, self.n_classes, self.chunk_rows, copies):
-            yield part.start, _scores(rows[part], *tensors)
+            yield part.start, wide_scores(rows[part], *tensors)
 
     def _check_threshold(self, threshold: Any, device: torch.device) -> float | Tensor:
         """A number, or one per label, on the device; by default the calibrator's, or 0."""
@@ -350,16 +332,8 @@ class MultiLabel(LinearHead):
         return threshold.to(device)
 
     def config(self) -> dict[str, Any]:
-        shared = super().config()
-        del shared["class_weight"]
-        return {
-            **shared,
-            "loss": self.loss,
-            "label_smoothing": self.label_smoothing,
-            "loss_options": dict(self.loss_options) or None,
-            "calibrator": deepcopy(self.calibrator),
-            "chunk_classes": self.chunk_classes,
-        }
+        options, calibrator = dict(self.loss_options) or None, deepcopy(self.calibrator)
+        return {**super().config(), "loss_options": options, "calibrator": calibrator}
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         made = config["calibrator"]
@@ -376,31 +350,6 @@ class MultiLabel(LinearHead):
         made = config.get("calibrator")
         calibrator = ZLPRCalibrator(**made) if isinstance(made, dict) else made
         return super().from_config(config | {"calibrator": calibrator})
-
-
-_NO_CLASS_WEIGHT = (
-    "class_weight: expected none, since the losses of MultiLabel have no weights per label, got "
-    "some; leave it out"
-)
-
-
-def _scores(rows: Tensor, *tensors: Tensor | None) -> Tensor:
-    weight, bias = tensors
-    if weight is None:
-        raise RuntimeError("weight: expected class vectors")
-    return wide_scores(rows, weight, bias)
-
-
-def _check_loss_options(loss: str, loss_options: Any) -> None:
-    if not loss_options:
-        return
-    if loss != "asymmetric":
-        raise ValueError(
-            f"loss_options: expected none for loss={loss!r}, got {dict(loss_options)}; only "
-            "'asymmetric' has any"
-        )
-    # The loss itself checks them, on next to nothing.
-    asymmetric_loss(torch.zeros(1), torch.zeros(1), **loss_options)
 
 
 def _check_calibrator(calibrator: Any, loss: str, n_classes: int) -> None:

@@ -116,15 +116,9 @@ class Recipe:
             given |= self.from_data(data, given)
             extra = self.extra.keys() - self.filled
             given = {name: each for name, each in given.items() if name not in extra}
-        known = {
-            "in_features": data.in_features,
-            "n_classes": data.n_classes,
-            "counts": data.counts,
-            "spellings": data.spellings,
-            "seed": data.seed,
-        }
+        known = {"in_features", "n_classes", "counts", "spellings", "seed"}
         taken = inspect.signature(cls).parameters
-        return cls(**{**{name: each for name, each in known.items() if name in taken}, **given})
+        return cls(**{name: getattr(data, name) for name in known & taken.keys()} | given)
 
 
 def sampled_recipe(

@@ -8,14 +8,10 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_positive, check_real, check_seed
-from lastlayer._torch import (
-    accumulation_dtype,
-    host_sync_allowed,
-    in_autocast_dtype,
-    in_dtype,
-    is_eager,
-)
+from lastlayer._torch import accumulation_dtype, host_sync_allowed, in_autocast_dtype, is_eager
 from lastlayer.fused import linear_cross_entropy, linear_statistics
+from lastlayer.fused.function import RowScale
+from lastlayer.heads.base import all_in_dtype
 from lastlayer.heads.linear import LinearHead, LinearOptions
 from lastlayer.heads.recipes import Recipe
 from lastlayer.heads.rng import RngSteps
@@ -38,30 +34,19 @@ def drift_of(log_z: Tensor) -> Drift:
     rows = log_z.detach().flatten().double()
     if not rows.numel():
         return Drift(0.0, 0.0, 0.0)
-    spread = rows.std(correction=0)
-    return Drift(rows.mean().item(), spread.item(), rows.abs().max().item())
+    spread, mean = torch.std_mean(rows, correction=0)
+    return Drift(mean.item(), spread.item(), rows.abs().max().item())
 
 
 @torch.no_grad()
 def log_normalizer(head: LinearHead, hidden: Tensor, biases: Tensor | None = None) -> Tensor:
-    """log Σ e^s of the scores of all classes, exact, ``(*batch)``, in bounded memory.
-
-    Args:
-        head: whose classes.
-        hidden: ``(*batch, in_features)``.
-        biases: instead of those of the head.
-    """
+    """log Σ e^s of all classes, exact, ``(*batch)``; ``biases`` go before those of the head."""
     head._check_hidden(hidden)
     anything = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    return linear_statistics(
-        hidden,
-        head.weight,
-        anything,
-        head.bias if biases is None else biases,
-        ignore_index=None,
-        temperature=temperature_of(head),
-        chunk_rows=head.chunk_rows,
-    ).logsumexp
+    biases = head.bias if biases is None else biases
+    options: Any = {"temperature": temperature_of(head), "chunk_rows": head.chunk_rows}
+    found = linear_statistics(hidden, head.weight, anything, biases, ignore_index=None, **options)
+    return found.logsumexp
 
 
 def temperature_of(head: LinearHead) -> float:
@@ -94,9 +79,7 @@ class SelfNormalized(LinearHead):
     .. math:: L = -s_y + \frac{1_S}{\gamma}\,(\log Z + \lambda \log^2 Z)
 
     where S are rows that are drawn anew in every step. On average it is the loss above, with the
-    same optimum; its gradient is noisier, and a step costs :math:`\gamma` of the full one. (Without
-    the plain :math:`\log Z` the penalty alone would have to hold the scores down, and log Z would
-    settle at :math:`1 / 2\lambda` instead of 0.)
+    same optimum; its gradient is noisier, and a step costs :math:`\gamma` of the full one.
 
     Choose it to score single classes fast after training, where a full softmax can be afforded in
     training. :class:`NoiseContrastive` gets there without one.
@@ -112,12 +95,7 @@ class SelfNormalized(LinearHead):
         fraction: :math:`\gamma`, the share of rows that are normalised in a step, above 0 and at
             most 1; rounded up to whole rows.
         seed: of the rows drawn.
-        class_weight: one weight per class for the loss, ``(n_classes,)``; kept as a buffer.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        options: ``class_weight`` and all that follow it, as of :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -151,9 +129,8 @@ class SelfNormalized(LinearHead):
         **options: Unpack[LinearOptions],
     ) -> None:
         self.z_loss = check_positive("z_loss", z_loss)
-        self.fraction = check_real(
-            "fraction", fraction, "a share of the rows, above 0 and at most 1", _is_positive_share
-        )
+        expected = "a share of the rows, above 0 and at most 1"
+        self.fraction = check_real("fraction", fraction, expected, lambda x: 0.0 < x <= 1.0)
         self.seed = check_seed(seed)
         super().__init__(in_features, n_classes, bias, **options)
         device = None if self.weight.device.type == "meta" else self.weight.device
@@ -164,29 +141,27 @@ class SelfNormalized(LinearHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """In training mode the loss above; in eval mode the exact cross entropy."""
         self._check_hidden(hidden)
-        options = self._loss_options()
         if self.training and self.fraction < 1.0:
             return self._infrequent(hidden, self._check_target(hidden, target))
         if self.training and self.class_weight is not None:
-            return self._weighted(hidden, self._check_target(hidden, target))
-        z_loss = self.z_loss if self.training else 0.0
-        return linear_cross_entropy(
-            hidden, self.weight, target, self.bias, z_loss=z_loss, **options
-        )
+            target = self._check_target(hidden, target)
+            row_weight = self._row_weight(target, accumulation_dtype(hidden.dtype))
+            return self._weighted(hidden, target, self.weight, self.bias, row_weight)
+        options = {**self._loss_options(), "z_loss": self.z_loss if self.training else 0.0}
+        return linear_cross_entropy(hidden, self.weight, target, self.bias, **options)
 
-    def _weighted(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """With the weight of a class on all of the loss: the fused one's leaves log² Z without."""
-        row_weight = self._row_weight(target, accumulation_dtype(hidden.dtype))
+    def _weighted(
+        self, hidden: Tensor, target: Tensor, weight: Any, bias: Any, row_weight: Tensor
+    ) -> Tensor:
+        """With a weight on all of a row's loss: class weights of the fused one leave out log² Z."""
         return linear_cross_entropy(
-            hidden, self.weight, target, self.bias, row_weight=row_weight, z_loss=self.z_loss,
+            hidden, weight, target, bias, row_weight=row_weight, z_loss=self.z_loss,
             ignore_index=self.ignore_index, chunk_rows=self.chunk_rows,
             reduction="none" if self.reduction == "none" else "sum",
         )  # fmt: skip
 
     def _infrequent(self, hidden: Tensor, target: Tensor) -> Tensor:
         rows = in_autocast_dtype(hidden).reshape(-1, self.in_features)
-        weight = in_dtype(self.weight, rows.dtype)
-        bias = None if self.bias is None else in_dtype(self.bias, rows.dtype)
         ids = target.reshape(-1)
         row_weight = self._row_weight(ids, accumulation_dtype(rows.dtype))
         present = torch.where(row_weight == 0, 0, ids)
@@ -194,14 +169,14 @@ class SelfNormalized(LinearHead):
         times = ids.shape[0] / max(1, chosen.shape[0])
         # The loss on chosen rows has -s_y as well, with all of its factor.
         factor = torch.full_like(row_weight, -1.0).index_fill_(0, chosen, times - 1.0)
-        scores = _target_scores(rows, self.weight, self.bias, present, row_weight * factor)
-        reduced = self.reduction != "none"
-        losses = linear_cross_entropy(
-            rows[chosen], weight, ids[chosen], bias, row_weight=row_weight[chosen] * times,
-            ignore_index=self.ignore_index, reduction="sum" if reduced else "none",
-            z_loss=self.z_loss, chunk_rows=self.chunk_rows,
-        )  # fmt: skip
-        if reduced:
+        factor = factor * row_weight
+        # A row with a factor of 0 has no gradient, whatever is in it.
+        counted = torch.where((factor != 0).unsqueeze(-1), rows, 0.0)
+        scores: Tensor = _TargetScores.apply(counted, self.weight, self.bias, present, factor)
+        weight, bias = self._score_tensors(rows.dtype)
+        of_chosen = row_weight[chosen] * times
+        losses = self._weighted(rows[chosen], ids[chosen], weight, bias, of_chosen)
+        if self.reduction != "none":
             return losses + scores.sum()
         return scores.index_add(0, chosen, losses).reshape(target.shape)
 
@@ -213,10 +188,8 @@ class SelfNormalized(LinearHead):
         weight = counts.to(dtype)
         if self.class_weight is not None:
             weight = weight * self.class_weight.to(dtype)[torch.where(counts, ids, 0)]
-        if self.reduction != "mean":
-            return weight
-        total = weight.sum()
-        return weight / torch.where(total == 0, 1.0, total)
+        n = ids.numel()
+        return RowScale.of(weight, self.reduction, n).factors(weight, n)
 
     def _chosen(self, ids: Tensor) -> Tensor:
         """Rows in even distances from a random start: each is among them equally often."""
@@ -237,68 +210,32 @@ class SelfNormalized(LinearHead):
 
         Args:
             hidden: ``(*batch, in_features)``.
-            classes: class ids ``(*batch)`` or ``(*batch, k)``.
-
-        Returns:
-            Of the shape of ``classes``, float32, or float64 from float64.
+            classes: class ids ``(*batch)`` or ``(*batch, k)``; the result has the same shape.
         """
         return chosen_scores(self, hidden, classes)
 
     def drift(self, hidden: Tensor) -> Drift:
-        """How far log Z of these rows is from 0.
-
-        It takes a product with all classes, and waits for the device.
-
-        Args:
-            hidden: ``(*batch, in_features)``.
-        """
+        """How far log Z of rows is from 0: a product with all classes, and a wait for a GPU."""
         return drift_of(log_normalizer(self, hidden))
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
-        """A head that shares the parameters of a layer: a step on one is a step on both."""
         head = super().from_linear(linear, **options)
         head.rng_counter = head.rng_counter.to(linear.weight.device)
         return head
 
-    def config(self) -> dict[str, Any]:
-        own = {"z_loss": self.z_loss, "fraction": self.fraction, "seed": self.seed}
-        return {**super().config(), **own}
-
-
-def _is_positive_share(number: float) -> bool:
-    return 0.0 < number <= 1.0
-
-
-def _target_scores(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, factor: Tensor
-) -> Tensor:
-    """``factor`` times the score of each row's target, in float32, or float64 from float64.
-
-    Args:
-        rows: ``(n, d)``.
-        weight: ``(v, d)``.
-        bias: ``(v,)`` or None.
-        target: class ids ``(n,)``.
-        factor: ``(n,)``, in the dtype of the result; a row with a factor of 0 is 0 without
-            gradient, whatever is in it.
-    """
-    rows = torch.where((factor != 0).unsqueeze(-1), rows, 0.0)
-    scores: Tensor = _TargetScores.apply(rows, weight, bias, target, factor)
-    return scores
-
 
 class _TargetScores(torch.autograd.Function):
+    """``factor`` ``(n,)`` times the score of each row's target, in the dtype of ``factor``."""
+
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, factor: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, target, factor)
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
-        narrow = None if bias is None else bias.to(rows.dtype)
-        scores: Tensor = kernels.products.scores(
-            "auto", rows, weight.to(rows.dtype), narrow, target.unsqueeze(-1)
-        )
+        narrow = all_in_dtype(rows.dtype, weight, bias)
+        scores: Tensor = kernels.products.scores("auto", rows, *narrow, target.unsqueeze(-1))
         return scores.squeeze(-1) * factor
 
     @staticmethod
@@ -314,8 +251,7 @@ class _TargetScores(torch.autograd.Function):
             of_weight = _weight_gradient(slopes, classes, rows, weight)
         if to_bias:
             shape, dtype = ctx.bias_like
-            zeros = slopes.new_zeros(shape)
-            of_bias = zeros.index_add_(0, target, slopes.squeeze(-1)).to(dtype)
+            of_bias = slopes.new_zeros(shape).index_add_(0, target, slopes.squeeze(-1)).to(dtype)
         return of_rows, of_weight, of_bias, None, None
 
 

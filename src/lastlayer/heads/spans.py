@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from lastlayer._checks import (
     check_int,
     check_real,
     check_reduction,
-    check_scores,
     check_tensor,
 )
 from lastlayer._torch import accumulation_dtype, in_dtype, values_are_checked, without_autocast
@@ -22,8 +21,6 @@ from lastlayer.fused.scores import spans_at_a_time
 from lastlayer.fused.spans import Tile, not_spans, span_loss, tile_scores, tiles
 from lastlayer.heads.base import SavedModule, top_classes
 from lastlayer.kernels.span_sums import SpanParts
-
-_ROTARY_BASE = 10_000.0
 
 
 class Span(NamedTuple):
@@ -60,10 +57,9 @@ class GlobalPointer(SavedModule):
     separately; the mean is over texts and types. What is no span (it ends before it starts, or
     an end of it is padding) is left out of all sums, whatever its hidden states are, NaN included.
 
-    It is no :class:`lastlayer.heads.Head`: those choose one class for a hidden state, and their
-    log-probabilities sum to 1. Here a text has any number of spans, and the classes, pairs of
-    tokens, change with each text. So there is no ``log_prob``, ``topk`` or ``sample``, but
-    :meth:`scores` and :meth:`decode`. It is saved and loaded as heads are.
+    It is no :class:`lastlayer.heads.Head`, since a text has any number of spans: instead of
+    ``log_prob``, ``topk`` and ``sample`` it has :meth:`scores` and :meth:`decode`. It is saved and
+    loaded as heads are.
 
     Cost: 4 products of texts × types × n²/2 × head_size per step (one type for ``efficient``), 3
     where all scores fit into one tile. Memory is that of the vectors, texts × types × n ×
@@ -83,8 +79,7 @@ class GlobalPointer(SavedModule):
             "sum", or "none" for ``(*batch, n_types)``. It can be changed at any time.
         chunk_spans: scores that are held at a time (at least those of one start in one text),
             "auto" or "low"; the kernel holds none.
-        device: where the parameters are made.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
 
     Example:
         >>> import torch
@@ -126,32 +121,25 @@ class GlobalPointer(SavedModule):
                 "head_size: expected an even number, as rotary positions turn pairs, got "
                 f"{head_size}; take {head_size + 1}, or rope=False"
             )
-        self.ignore_index = _check_padding_type(ignore_index)
+        if ignore_index is not None:
+            note = "which is no type, or None"
+            ignore_index = check_int("ignore_index", ignore_index, least=None, most=-1, note=note)
         check_reduction(reduction)
         check_chunk(chunk_spans, "chunk_spans")
-        self.rope, self.efficient = rope, efficient
+        self.rope, self.efficient, self.ignore_index = rope, efficient, ignore_index
         self.reduction, self.chunk_spans = reduction, chunk_spans
         vectors = 2 * self.head_size * (1 if efficient else self.n_types)
         # For each type first the numbers of q, then those of k.
         self.project = torch.nn.Linear(self.in_features, vectors, bias, device=device, dtype=dtype)
-        self.type_bias = (
-            torch.nn.Linear(2 * self.head_size, 2 * self.n_types, bias, device=device, dtype=dtype)
-            if efficient
-            else None
-        )
+        sizes = 2 * self.head_size, 2 * self.n_types
+        of_types = torch.nn.Linear(*sizes, bias, device=device, dtype=dtype) if efficient else None
+        self.type_bias = of_types
 
     def reset_parameters(self) -> None:
         """Fresh parameters, distributed as those of ``nn.Linear``."""
         for layer in (self.project, self.type_bias):
             if layer is not None:
                 layer.reset_parameters()
-
-    def init_bias_from_counts(self, counts: Any) -> NoReturn:
-        """Not here: the classes, pairs of tokens, have no biases of their own."""
-        raise NotImplementedError(
-            "init_bias_from_counts: GlobalPointer has no bias per class to start from counts: its "
-            "classes are pairs of tokens, which change with each text"
-        )
 
     def forward(self, hidden: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
         """The training loss in float32, or in float64 from float64.
@@ -167,20 +155,17 @@ class GlobalPointer(SavedModule):
         self._check_tokens(hidden, mask)
         check_reduction(self.reduction)
         _check_spans(target, hidden, self.n_types, self.ignore_index)
-        parts, n = self._parts(hidden, mask), hidden.shape[-2]
-        n_texts = parts.query.shape[0]
-        if target.dtype == torch.bool:
-            target = target.reshape(n_texts, self.n_types, n, n)
-        else:
-            target = in_dtype(target.reshape(n_texts, target.shape[-2], 3), torch.int64)
+        parts = self._parts(hidden, mask)
+        target = target.reshape(parts.query.shape[0], *target.shape[hidden.dim() - 2 :])
+        if target.dtype != torch.bool:
+            target = in_dtype(target, torch.int64)
         loss = span_loss(parts, target, self.n_types, self.reduction, self.chunk_spans)
         return loss.reshape(*hidden.shape[:-2], self.n_types) if loss.dim() else loss
 
     def scores(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """All scores at once, for short texts; -inf where there is no span.
+        """All scores at once, for short texts, also twice differentiable; -inf where no span is.
 
-        They can be differentiated, also twice: ``lastlayer.zlpr_loss(scores.flatten(-2),
-        target.flatten(-2))`` is the loss, from memory of this size.
+        ``lastlayer.zlpr_loss(scores.flatten(-2), target.flatten(-2))`` is the loss.
 
         Args:
             hidden: ``(*batch, n, in_features)``.
@@ -224,24 +209,30 @@ class GlobalPointer(SavedModule):
         least = check_real("threshold", threshold, "a number", lambda x: not math.isnan(x))
         if max_spans is not None:
             max_spans = check_int("max_spans", max_spans)
-        parts = self._parts(hidden, mask)
-        n_spans = spans_at_a_time(self.chunk_spans, parts.query)
+        parts, n = self._parts(hidden, mask), hidden.shape[-2]
+        n_texts, n_spans = parts.query.shape[0], spans_at_a_time(self.chunk_spans, parts.query)
+        in_tiles = groupby(tiles(n_texts, self.n_types, n, n_spans), key=lambda tile: tile.texts)
+        spans: list[list[Span]] = [[] for _ in range(n_texts)]
         with without_autocast(hidden):
-            return _decoded(parts, self.n_types, least, max_spans, n_spans)
+            for _, of_texts in in_tiles:
+                if max_spans is None:
+                    found = [_all_above(parts, tile, least) for tile in of_texts]
+                else:
+                    found = [_best_above(parts, of_texts, least, max_spans)]
+                for places, scores in found:
+                    for place, score in zip(places.tolist(), scores.tolist(), strict=True):
+                        text, kind, start, end = place
+                        spans[text].append(Span(kind, start, end, score))
+        return [sorted(each, key=lambda span: (span.start, span.end, span.type)) for each in spans]
 
     def _check_tokens(self, hidden: Any, mask: Any) -> None:
         """Hidden states of at least one token per text, and one bool per token or None."""
-        check_scores(hidden, name="hidden")
-        if hidden.dim() < 2 or hidden.shape[-1] != self.in_features:
-            raise ValueError(
-                f"hidden: expected shape (*batch, n, {self.in_features}), one state per token and "
-                f"in_features of the head last, got {tuple(hidden.shape)}"
-            )
-        if hidden.shape[-2] == 0:
-            raise ValueError(
-                f"hidden: expected at least one token per text, got shape {tuple(hidden.shape)}"
-            )
         self._check_hidden(hidden)
+        if hidden.dim() < 2 or hidden.shape[-2] == 0:
+            raise ValueError(
+                f"hidden: expected shape (*batch, n, {self.in_features}), at least one token per "
+                f"text, got {tuple(hidden.shape)}"
+            )
         if mask is None:
             return
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -280,17 +271,7 @@ class GlobalPointer(SavedModule):
         return SpanParts(query, key, start_bias, end_bias, mask)
 
     def config(self) -> dict[str, Any]:
-        return {
-            "in_features": self.in_features,
-            "n_types": self.n_types,
-            "head_size": self.head_size,
-            "rope": self.rope,
-            "efficient": self.efficient,
-            "bias": self.project.bias is not None,
-            "ignore_index": self.ignore_index,
-            "reduction": self.reduction,
-            "chunk_spans": self.chunk_spans,
-        }
+        return {**super().config(), "bias": self.project.bias is not None}
 
 
 def rotated(vectors: Tensor, scale: float = 1.0) -> Tensor:
@@ -301,22 +282,11 @@ def rotated(vectors: Tensor, scale: float = 1.0) -> Tensor:
     """
     n, d = vectors.shape[-2:]
     # In float64: at place 4096 an angle in float32 would be off by 2e-4.
-    rate = _ROTARY_BASE ** (torch.arange(0, d, 2, dtype=torch.float64, device=vectors.device) / -d)
+    rate = 10_000.0 ** (torch.arange(0, d, 2, dtype=torch.float64, device=vectors.device) / -d)
     angle = torch.arange(n, dtype=torch.float64, device=vectors.device).unsqueeze(-1) * rate
     cos, sin = ((scale * each).to(vectors.dtype) for each in (angle.cos(), angle.sin()))
     even, odd = vectors.unflatten(-1, (d // 2, 2)).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-
-
-def _check_padding_type(ignore_index: Any) -> int | None:
-    if ignore_index is None:
-        return None
-    number = check_int("ignore_index", ignore_index, least=None)
-    if number >= 0:
-        raise ValueError(
-            f"ignore_index: expected a negative number, which is no type, or None, got {number}"
-        )
-    return number
 
 
 def _check_spans(target: Any, hidden: Tensor, n_types: int, ignore_index: int | None) -> None:
@@ -346,6 +316,7 @@ def _check_spans(target: Any, hidden: Tensor, n_types: int, ignore_index: int | 
         return
     # In numpy, which costs the host less than torch.
     values = target.cpu().numpy()
+    allowed = []
     if dense:
         *_, kinds, starts, ends = values.nonzero()
     else:
@@ -354,51 +325,13 @@ def _check_spans(target: Any, hidden: Tensor, n_types: int, ignore_index: int | 
         padding = "" if ignore_index is None else f", or the type {ignore_index=} for padding"
         bounds = ("types", kinds, n_types), ("starts", starts, n), ("ends", ends, n)
         for name, given, most in bounds:
-            wrong = (given < 0) | (given >= most)
-            if wrong.any():
-                raise ValueError(
-                    f"target: expected {name} from 0 to {most - 1}{padding}, got (type, start, "
-                    f"end) = {_first(wrong, kinds, starts, ends)}"
-                )
-    wrong = ends < starts
-    if wrong.any():
-        raise ValueError(
-            "target: expected spans that end where they start or later (the end is inclusive), got "
-            f"(type, start, end) = {_first(wrong, kinds, starts, ends)}"
-        )
-
-
-def _first(wrong: Any, *arrays: Any) -> tuple[int, ...]:
-    return tuple(int(each[wrong][0]) for each in arrays)
-
-
-class _Found(NamedTuple):
-    """Text, start, end and type, ``(k, 4)``, and the scores, ``(k,)``."""
-
-    places: Tensor
-    scores: Tensor
-
-
-def _decoded(
-    parts: SpanParts, n_types: int, threshold: float, max_spans: int | None, n_spans: int
-) -> list[list[Span]]:
-    """For each text the spans with scores above the threshold, by start, end and type.
-
-    Of more than ``max_spans`` the best; of equal ones those that come first.
-    """
-    n_texts, n = parts.query.shape[0], parts.query.shape[2]
-    spans: list[list[Span]] = [[] for _ in range(n_texts)]
-    for _, of_texts in groupby(tiles(n_texts, n_types, n, n_spans), key=lambda tile: tile.texts):
-        if max_spans is None:
-            found = [_all_above(parts, tile, threshold) for tile in of_texts]
-        else:
-            found = [_best_above(parts, of_texts, threshold, max_spans)]
-        for places, scores in found:
-            for (text, start, end, kind), score in zip(
-                places.tolist(), scores.tolist(), strict=True
-            ):
-                spans[text].append(Span(kind, start, end, score))
-    return [sorted(each, key=lambda span: (span.start, span.end, span.type)) for each in spans]
+            inside = (given >= 0) & (given < most)
+            allowed.append((f"{name} from 0 to {most - 1}{padding}", inside))
+    in_order = "spans that end where they start or later (the end is inclusive)", ends >= starts
+    for expected, right in (*allowed, in_order):
+        if not right.all():
+            first = tuple(int(each[~right][0]) for each in (kinds, starts, ends))
+            raise ValueError(f"target: expected {expected}, got (type, start, end) = {first}")
 
 
 def _decoded_scores(parts: SpanParts, tile: Tile) -> Tensor:
@@ -409,34 +342,35 @@ def _decoded_scores(parts: SpanParts, tile: Tile) -> Tensor:
     return scores.permute(0, 2, 3, 1)
 
 
-def _all_above(parts: SpanParts, tile: Tile, threshold: float) -> _Found:
+def _all_above(parts: SpanParts, tile: Tile, threshold: float) -> tuple[Tensor, Tensor]:
+    """Text, type, start and end of each span above the threshold, ``(k, 4)``, and the scores."""
     scores = _decoded_scores(parts, tile)
     at = (scores > threshold).nonzero()
     first = [tile.texts.start, tile.starts.start, tile.ends.start, 0]
-    return _Found(at + torch.tensor(first, device=at.device), scores[at.unbind(-1)])
+    places = at + torch.tensor(first, device=at.device)
+    return places[:, [0, 3, 1, 2]], scores[at.unbind(-1)]
 
 
 def _best_above(
     parts: SpanParts, of_texts: Iterable[Tile], threshold: float, max_spans: int
-) -> _Found:
+) -> tuple[Tensor, Tensor]:
     """Of the tiles of some texts: the best so far compete with the best of each tile."""
-    best = _Found(torch.empty(0), torch.empty(0))
+    places = scores = torch.empty(0)
     for tile in of_texts:
-        scores = _decoded_scores(parts, tile)
-        width, n_types = scores.shape[2:]
-        scores, cell = top_classes(scores.flatten(1), min(max_spans, scores[0].numel()))
+        cells = _decoded_scores(parts, tile)
+        width, n_types = cells.shape[2:]
+        more, cell = top_classes(cells.flatten(1), min(max_spans, cells[0].numel()))
         text = torch.arange(tile.texts.start, tile.texts.stop, device=cell.device)
-        places = torch.stack([
+        found = torch.stack([
             text.unsqueeze(-1).expand_as(cell),
+            cell % n_types,
             cell // (width * n_types) + tile.starts.start,
             cell // n_types % width + tile.ends.start,
-            cell % n_types,
         ], -1)  # fmt: skip
-        if best.scores.numel():
+        if scores.numel():
             # Earlier starts come first, so that of equal scores they stay.
-            places = torch.cat([best.places, places], 1)
-            scores = torch.cat([best.scores, scores], 1)
-        scores, order = top_classes(scores, min(max_spans, scores.shape[1]))
-        best = _Found(places.gather(1, order.unsqueeze(-1).expand(*order.shape, 4)), scores)
-    above = best.scores > threshold
-    return _Found(best.places[above], best.scores[above])
+            found, more = torch.cat([places, found], 1), torch.cat([scores, more], 1)
+        scores, order = top_classes(more, min(max_spans, more.shape[1]))
+        places = found.gather(1, order.unsqueeze(-1).expand(*order.shape, 4))
+    above = scores > threshold
+    return places[above], scores[above]

@@ -178,11 +178,6 @@ class ComparedHead(LinearHead):
             raise TypeError(f"class_weight: expected none, since {cls.__name__} has no such option")
         return super().from_linear(linear, **options)
 
-    def config(self) -> dict[str, Any]:
-        # An argument of the constructor is an attribute of the same name.
-        names = [name for name in inspect.signature(type(self)).parameters if hasattr(self, name)]
-        return {**{name: getattr(self, name) for name in names}, "bias": self.bias is not None}
-
 
 class SampledHead(ComparedHead):
     """One vector per class, trained against a few classes that are drawn anew in every step.
