@@ -73,11 +73,11 @@ def _measure(options: argparse.Namespace) -> int:
         family, cases, device, quick=options.quick, out=out, json_path=options.json,
         commit=options.commit,
     )  # fmt: skip
-    env, limits = run.environment, run.limits
+    shared = run.shared
     print(
-        f"{env['device']} · torch {env['torch']} · lastlayer {env['lastlayer']} at "
-        f"{env['commit'] or 'unknown commit'} · GEMM {limits['gemm_tflop_per_s']:.3g} TFLOP/s, "
-        f"copy {1000 * limits['copy_tb_per_s']:.0f} GB/s"
+        f"{shared['device']} · torch {shared['torch']} · lastlayer {shared['lastlayer']} at "
+        f"{shared['commit'] or 'unknown commit'} · GEMM {shared['gemm_tflop_per_s']:.3g} TFLOP/s, "
+        f"copy {1000 * shared['copy_tb_per_s']:.0f} GB/s"
     )
     for grid in table.grids(run.records, family.sweeps):
         out.print(grid.rich())

@@ -18,13 +18,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks import memory, record, timing
+from benchmarks import record, timing
 from benchmarks.record import OURS, Record
 from benchmarks.timing import Clock, Timing
 
 Call = Callable[..., Any]
 Inputs = tuple[Tensor, ...]
-# Results by name, such as "loss" and the gradients "hidden" and "weight".
+# By name, such as "loss" and the gradients "hidden" and "weight".
 Results = dict[str, Tensor]
 
 FORWARD, BACKWARD = "forward", "forward+backward"
@@ -77,7 +77,8 @@ class Method:
     Attributes:
         name: what tables call it.
         source: the distribution it comes from: ``"lastlayer"``, ``"torch"`` or a peer's.
-        load: gives what is called; raises :class:`PeerMissing` where the peer is not installed.
+        load: gives work, or a function from the inputs of the case to a loss; raises
+            :class:`PeerMissing` where the peer is not installed.
         computes: the function it computes, where that is not its name.
         scratch: bytes that it needs beyond its inputs, where that may be too much.
         bytes: the fewest it must read and write, where that is not what the case says.
@@ -109,13 +110,14 @@ class Case:
 
     Attributes:
         draw: fresh inputs from a device and a seed.
-        leaves: how many of the inputs, from the first, get gradients.
+        gradients: names of the inputs that get gradients, from the first; without any, losses are
+            called without gradients.
         reference: float64 results from the function that is computed and the inputs; an entry
             ``"support"`` counts the classes of each row that have a probability.
         compare: distances of results to the reference, by name.
         baseline: whether times are divided by that of the first method.
         flop: operations that the problem needs, or ``bytes`` that it must read and write.
-        results_count: whether results are part of the peak memory.
+        results_count: whether results are part of the peak timing.
         facts: further fields of the records.
     """
 
@@ -125,7 +127,7 @@ class Case:
     direction: str
     methods: tuple[Method, ...]
     draw: Callable[[torch.device, int], Inputs]
-    leaves: int = 0
+    gradients: tuple[str, ...] = ()
     reference: Callable[[str, Inputs], Results] | None = None
     compare: Callable[[Method, Any, Results, Inputs], dict[str, float]] | None = None
     baseline: bool = True
@@ -137,8 +139,18 @@ class Case:
     @property
     def title(self) -> str:
         """The case in one line."""
-        said = {name: self.facts[name] for name in ("scale", "scores") if name in self.facts}
-        return record.title(self.section, self.shape, self.dtype, self.direction, **said)
+        scale, scores = self.facts.get("scale"), self.facts.get("scores")
+        return record.title(self.section, self.shape, self.dtype, self.direction, scale, scores)
+
+    def work(self, method: Method) -> Work:
+        """What is called of a method."""
+        loaded = method.load()
+        if isinstance(loaded, Work):
+            return loaded
+        if self.gradients:
+            return loss_step(loaded, *self.gradients)
+        forward = torch.no_grad()(loaded)
+        return Work(lambda *inputs: {"loss": forward(*inputs)})
 
 
 @dataclass(frozen=True)
@@ -191,24 +203,45 @@ def peer(source: str, module: str, name: str, install: str = PEERS_COMMAND) -> A
     return getattr(importlib.import_module(module), name)
 
 
-def loss_step(function: Call, *names: str) -> Work:
-    """Forward and backward of a loss; ``names`` are those of the inputs that get gradients."""
+def loss_step(
+    function: Call,
+    *names: str,
+    parameters: Mapping[str, Tensor] | None = None,
+    update: Callable[[], Any] | None = None,
+) -> Work:
+    """Forward and backward of a loss, from gradients set to None.
 
-    def call(*inputs: Tensor) -> Results:
+    Args:
+        function: from inputs to the loss.
+        names: of the inputs that get gradients, from the first.
+        parameters: what else gets gradients.
+        update: a step of their optimiser, which then ends each timed call.
+    """
+
+    def leaves(inputs: Inputs) -> dict[str, Tensor]:
+        return dict(zip(names, inputs, strict=False)) | dict(parameters or {})
+
+    def verified(*inputs: Tensor, end: Callable[[], Any] = lambda: None) -> dict[str, Any]:
         loss = function(*inputs)
         loss.backward()
+        end()
         results = {"loss": loss.detach()}
-        for name, leaf in zip(names, inputs, strict=False):
-            if leaf.grad is None:
-                raise RuntimeError(f"no gradient of {name}")
+        for name, leaf in leaves(inputs).items():
             results[name], leaf.grad = leaf.grad, None
         return results
 
-    def captured(*inputs: Tensor) -> Any:
-        loss = function(*inputs)
-        return torch.autograd.grad(loss, inputs[: len(names)])
+    def captured(*inputs: Tensor) -> None:
+        found = list(leaves(inputs).values())
+        gradients = torch.autograd.grad(function(*inputs), found, allow_unused=True)
+        if update is not None:
+            for leaf, gradient in zip(found, gradients, strict=True):
+                leaf.grad = gradient
+            update()
+            for leaf in found:
+                leaf.grad = None
 
-    return Work(call, captured)
+    call = verified if update is None else partial(verified, end=update)
+    return Work(call, captured, verified)
 
 
 def compiled(function: Call) -> Call:
@@ -216,21 +249,32 @@ def compiled(function: Call) -> Call:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def linear_reference(
-    inputs: Inputs, of_scores: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+def exact_step(
+    leaves: Mapping[str, Tensor], row_losses: Callable[[slice], Tensor], rows: int, columns: int
 ) -> Results:
-    """Mean loss and gradients on a linear layer, from the sum and slope of a loss on scores."""
-    hidden, weight, target = inputs[0].double(), inputs[1].double(), inputs[2]
-    rows = hidden.shape[0]
-    of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-    total = hidden.new_zeros(())
-    for part in row_parts(rows, weight.shape[0], hidden.device):
-        some, gradient = of_scores(hidden[part] @ weight.t(), target[part])
-        total += some
-        gradient /= rows
-        torch.mm(gradient, weight, out=of_hidden[part])
-        of_weight.addmm_(gradient.t(), hidden[part])
-    return {"loss": total / rows, "hidden": of_hidden, "weight": of_weight}
+    """The mean loss and its gradients in float64, by autograd, a few rows at a time.
+
+    Args:
+        leaves: float64 tensors that get gradients, by name.
+        row_losses: the losses of some rows, or their sum.
+        rows: how many there are.
+        columns: scores of each.
+    """
+    total: Tensor | float = 0.0
+    for part in row_parts(rows, columns, next(iter(leaves.values())).device):
+        loss = row_losses(part).sum() / rows
+        loss.backward()
+        total += loss.detach()
+    gradients = {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name, leaf in leaves.items()
+    }
+    return {"loss": torch.as_tensor(total), **gradients}
+
+
+def in_float64(*tensors: Tensor) -> list[Tensor]:
+    """Leaves of :func:`exact_step`."""
+    return [each.detach().double().requires_grad_() for each in tensors]
 
 
 def row_parts(rows: int, columns: int, device: torch.device) -> list[slice]:
@@ -274,8 +318,7 @@ class Run:
     family: Family
     device: torch.device
     clock: Clock
-    environment: dict[str, Any]
-    limits: dict[str, Any]
+    shared: dict[str, Any]
     seed: int
     out: Console
     json_path: Path | None = None
@@ -297,7 +340,7 @@ class Run:
             self.notes.append(f"skipped {case.title}: not enough memory for the inputs")
         else:
             self._measure(case, inputs)
-        memory.release(self.device)
+        timing.release(self.device)
 
     def _measure(self, case: Case, inputs: Inputs) -> None:
         found: dict[Method, dict[str, Any]] = {}
@@ -333,14 +376,13 @@ class Run:
 
     def _loaded(self, case: Case) -> Iterator[tuple[Method, Work]]:
         for method in case.methods:
-            free = memory.free_bytes(self.device)
+            free = timing.free_bytes(self.device)
             if method.scratch and free is not None and method.scratch > free:
                 needed = f"needs about {method.scratch / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
                 self._write(case, method, status=f"does not fit: {needed}")
                 continue
             try:
-                loaded = method.load()
-                yield method, loaded if isinstance(loaded, Work) else Work(loaded)
+                yield method, case.work(method)
             except PeerMissing as missing:
                 self.absent[missing.source] = str(missing)
             except Exception as error:  # noqa: BLE001 — importing a peer may fail in any way
@@ -355,8 +397,7 @@ class Run:
 
     def _write(self, case: Case, method: Method, timed: Timing | None = None, **facts: Any) -> None:
         made = Record(
-            **self.environment,
-            **self.limits,
+            **self.shared,
             date=record.now(),
             family=self.family.name,
             section=case.section,
@@ -386,13 +427,13 @@ class Run:
 def _verify(
     case: Case, method: Method, work: Work, inputs: Inputs, exact: dict[str, Results]
 ) -> dict[str, Any]:
-    """Fields of the record: errors, whether they are small enough, and the peak memory."""
+    """Fields of the record: errors, whether they are small enough, and the peak timing."""
     (leaves,) = _leaves(case, [inputs])
     call = work.verified or work.call
     # The first call compiles and tunes, and may take memory for it.
     call(*leaves)
     _poison(inputs)
-    results, peak = memory.with_peak(lambda: call(*leaves), inputs[0].device)
+    results, peak = timing.with_peak(lambda: call(*leaves), inputs[0].device)
     facts = work.facts(results)
     if work.errors is not None:
         errors = work.errors(results, inputs)
@@ -406,7 +447,7 @@ def _verify(
             facts["support_mean"] = float(support.double().mean())
             facts["support_max"] = int(support.max())
     if peak is not None and not case.results_count:
-        peak = max(0, peak - sum(each.nbytes for each in results.values()))
+        peak = max(0, peak - sum(each.nbytes for each in results.values() if each is not None))
     if not errors:
         raise RuntimeError("no result was compared with a reference")
     # Written so that NaN never passes.
@@ -417,10 +458,8 @@ def _verify(
 
 
 def _leaves(case: Case, sets: Sequence[Inputs]) -> list[Inputs]:
-    return [
-        tuple(x.detach().requires_grad_() if i < case.leaves else x for i, x in enumerate(each))
-        for each in sets
-    ]
+    count = len(case.gradients)
+    return [(*(x.detach().requires_grad_() for x in each[:count]), *each[count:]) for each in sets]
 
 
 def _rotating(call: Call, sets: Sequence[Inputs]) -> timing.Thunk:
@@ -467,33 +506,16 @@ def run(
     json_path: Path | None = None,
     commit: str | None = None,
 ) -> Run:
-    """Measure the limits of the device, then all cases.
+    """Measure the limits of the device, then all cases; what is found is told to ``out``.
 
-    Args:
-        family: what is measured.
-        cases: those of its cases that are wanted.
-        device: where.
-        quick: short times; the cases are small then.
-        out: where progress is told.
-        json_path: a file that every record is appended to as soon as its case is measured.
-        commit: of the source, where git cannot say.
+    Every record is appended to ``json_path`` as soon as its case is measured. ``commit`` is that of
+    the source, where git cannot say.
     """
     clock = Clock.of(device, quick=quick)
-    limits: dict[str, Any] = {
-        "gemm_tflop_per_s": timing.gemm_tflop_per_s(clock, quick=quick),
-        "copy_tb_per_s": timing.copy_tb_per_s(clock, quick=quick),
-    }
-    memory.release(device)
-    made = Run(
-        family=family,
-        device=device,
-        clock=clock,
-        environment=record.environment(device, quick=quick, at=commit),
-        limits=limits,
-        seed=time_ns() % 2**40 if family.seed is None else family.seed,
-        out=out,
-        json_path=json_path,
-    )
+    shared = record.environment(device, quick=quick, at=commit) | timing.limits(clock, quick=quick)
+    timing.release(device)
+    seed = time_ns() % 2**40 if family.seed is None else family.seed
+    made = Run(family, device, clock, shared, seed, out, json_path)
     with out.status("") as status:
         for number, case in enumerate(cases, start=1):
             status.update(f"{number} of {len(cases)}: {case.title}")

@@ -3,7 +3,7 @@
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -246,27 +246,27 @@ def _sampled(kind: Any) -> Any:
     )
 
 
-def _shape_of(head: Any) -> str:
-    return _in_words(head.tree)
+def _described(module: Any) -> str:
+    """What was chosen for the problem: the shape of a tree, cutoffs, bands, or draws."""
+    if hasattr(module, "tree"):
+        return _tree_in_words(module.tree)
+    if hasattr(module, "cutoffs"):
+        made = module.cutoffs
+        starts = made.tolist() if isinstance(made, Tensor) else made[:-1]
+        return "cutoffs " + (", ".join(f"{each:,}" for each in starts) or "none")
+    if hasattr(module, "bands"):
+        return "bands " + ", ".join(f"{classes:,} of {width}" for classes, width in module.bands)
+    return f"{module.n_samples:,} drawn" if hasattr(module, "n_samples") else ""
 
 
-def _in_words(tree: Tree) -> str:
+def _tree_in_words(tree: Tree) -> str:
     return f"{tree.max_depth} deep" + ("" if tree.is_binary else f", up to {tree.max_arity} wide")
 
 
-def _cutoffs_of(head: Any) -> str:
-    """The cutoffs of an adaptive head in words, ours or torch's."""
-    made = head.cutoffs
-    starts = made.tolist() if isinstance(made, Tensor) else made[:-1]
-    return "cutoffs " + (", ".join(f"{each:,}" for each in starts) or "none")
-
-
-def _bands_of(head: Any) -> str:
-    return "bands " + ", ".join(f"{classes:,} of {width}" for classes, width in head.bands)
-
-
-def _draws_of(head: Any) -> str:
-    return f"{head.n_samples:,} drawn"
+def _facts(module: nn.Module) -> Callable[[Any], dict[str, Any]]:
+    numbers = sum(each.numel() for each in module.parameters())
+    settings = _described(module)
+    return lambda _: {"settings": settings, "parameters": numbers}
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,6 @@ class Entry:
         losses: its loss in float64.
         source: the distribution it comes from.
         computes: the function it computes, where other entries compute it too.
-        settings: what was chosen for the problem, in words.
         score_bytes: bytes that it holds for each row and class; 0 where it stores no scores.
         tolerances: where they are not the usual ones.
         optimizer: of the parameters, whose step then ends each call.
@@ -292,7 +291,6 @@ class Entry:
     losses: Losses = references.by_log_prob
     source: str = OURS
     computes: str = ""
-    settings: Callable[[Any], str] = lambda _: ""
     score_bytes: int = 0
     tolerances: Mapping[str, float] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
@@ -305,53 +303,27 @@ class Entry:
         )  # fmt: skip
 
     def load(self, problem: Problem) -> Work:
-        """Forward and backward from gradients set to None, and perhaps an update."""
+        """Forward and backward, and perhaps an update."""
         module = seeded(lambda: self.build(problem), problem.device)
-        named = dict(module.named_parameters())
-        update = None if self.optimizer is None else self.optimizer(named.values()).step
+        parameters = dict(module.named_parameters())
 
-        def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
-            made: Any = module(hidden, target)
+        def loss_of(hidden: Tensor, target: Tensor) -> Any:
+            made = module(hidden, target)
             # torch's adaptive softmax returns a tuple that has it.
-            loss: Tensor = getattr(made, "loss", made)
-            return loss
-
-        def call(
-            hidden: Tensor, target: Tensor, update: Callable[[], Any] | None = update
-        ) -> Results:
-            loss = loss_of(hidden, target)
-            loss.backward()
-            if update is not None:
-                update()
-            leaves: dict[str, Any] = {"hidden": hidden, **named}
-            taken = {name: leaf.grad for name, leaf in leaves.items()}
-            for leaf in leaves.values():
-                leaf.grad = None
-            return {"loss": loss.detach(), **taken}
-
-        def captured(hidden: Tensor, target: Tensor) -> None:
-            leaves = [hidden, *named.values()]
-            made = torch.autograd.grad(loss_of(hidden, target), leaves, allow_unused=True)
-            if update is not None:
-                for leaf, gradient in zip(leaves, made, strict=True):
-                    leaf.grad = gradient
-                update()
-                for leaf in leaves:
-                    leaf.grad = None
+            return getattr(made, "loss", made)
 
         def errors(results: Results, inputs: Inputs) -> dict[str, float]:
-            hidden, target = inputs
-            exact = references.step(module, self.losses, problem.classes, hidden, target)
+            exact = references.step(module, self.losses, problem.classes, *inputs)
             found = {
                 name: driver.relative_error(results[name], each) for name, each in exact.items()
             }
-            of_parameters = [found[name] for name in named]
+            of_parameters = [found[name] for name in parameters]
             worst = math.nan if any(map(math.isnan, of_parameters)) else max(of_parameters)
             return {"loss": found["loss"], "hidden": found["hidden"], "weight": worst}
 
-        numbers = sum(each.numel() for each in named.values())
-        facts = {"settings": self.settings(module), "parameters": numbers}
-        return Work(call, captured, partial(call, update=None), errors, lambda _: dict(facts))
+        update = None if self.optimizer is None else self.optimizer(parameters.values()).step
+        step = driver.loss_step(loss_of, "hidden", parameters=parameters, update=update)
+        return replace(step, errors=errors, facts=_facts(module))
 
 
 def seeded(build: Callable[[], nn.Module], device: torch.device, seed: int = SEED) -> nn.Module:
@@ -368,14 +340,6 @@ ADAPTIVE_50, ADAPTIVE_25 = "adaptive, cutoffs V/50, V/5", "adaptive, cutoffs V/2
 SAMPLED, NCE = "sampled softmax, sparse", "noise contrastive, sparse"
 UPDATED = " + RowAdagrad"
 
-_TREE: dict[str, Any] = {"losses": references.paths, "settings": _shape_of}
-_CLUSTERS: dict[str, Any] = {"losses": references.clusters, "settings": _cutoffs_of}
-_TORCH_CLUSTERS: dict[str, Any] = {
-    "losses": references.torch_clusters, "settings": _cutoffs_of, "source": "torch"
-}  # fmt: skip
-_BANDS: dict[str, Any] = {"losses": references.bands, "settings": _bands_of}
-_DRAWN: dict[str, Any] = {"losses": references.sampled, "settings": _draws_of}
-
 # The one place where a head is added: a name and what builds it are enough.
 ENTRIES = (
     Entry(
@@ -388,39 +352,41 @@ ENTRIES = (
     ),
     Entry(
         HUFFMAN, _hierarchical(lambda p: huffman(p.classes), sparse=True), (CPU, CUDA, SWEEP),
-        **_TREE,
+        references.paths,
     ),
     Entry(
-        "hierarchical, Huffman, dense", _hierarchical(lambda p: huffman(p.classes)), (CPU,), **_TREE
+        "hierarchical, Huffman, dense", _hierarchical(lambda p: huffman(p.classes)), (CPU,),
+        references.paths,
     ),
     Entry(
         f"hierarchical, collapsed to {WIDE}, sparse",
-        _hierarchical(lambda p: huffman(p.classes).collapse(WIDE), sparse=True), **_TREE,
+        _hierarchical(lambda p: huffman(p.classes).collapse(WIDE), sparse=True),
+        losses=references.paths,
     ),
     Entry(
         "hierarchical, two_level, sparse",
-        _hierarchical(lambda p: trees.two_level(p.counts), sparse=True), (CPU,), **_TREE,
+        _hierarchical(lambda p: trees.two_level(p.counts), sparse=True), (CPU,), references.paths,
     ),
     Entry(
         TWO_LEVEL, _hierarchical(lambda p: trees.two_level(p.classes), sparse=True), (SWEEP,),
-        **_TREE,
+        references.paths,
     ),
     Entry(
         "gathered paths, Huffman, sparse", lambda p: GatheredPaths(huffman(p.classes), p),
-        losses=references.gathered, source="torch", computes=HUFFMAN, settings=_shape_of,
+        losses=references.gathered, source="torch", computes=HUFFMAN,
     ),
-    Entry(ADAPTIVE, _adaptive(), (CPU, CUDA, SWEEP), **_CLUSTERS),
-    Entry(ADAPTIVE, _torch_adaptive(), (CPU,), **_TORCH_CLUSTERS),
-    Entry(ADAPTIVE_50, _adaptive(50, 5), (CPU,), **_CLUSTERS),
-    Entry(ADAPTIVE_50, _torch_adaptive(50, 5), (CPU,), **_TORCH_CLUSTERS),
-    Entry(ADAPTIVE_25, _adaptive(25, 5), (CUDA,), **_CLUSTERS),
-    Entry(ADAPTIVE_25, _torch_adaptive(25, 5), (CUDA,), **_TORCH_CLUSTERS),
-    Entry("differentiated, slices", _differentiated("slices"), **_BANDS),
-    Entry("differentiated, projections", _differentiated("projections"), **_BANDS),
-    Entry(SAMPLED, _sampled(heads.SampledSoftmax), (CPU, CUDA, SWEEP), **_DRAWN),
-    Entry(NCE, _sampled(heads.NoiseContrastive), losses=references.noise, settings=_draws_of),
+    Entry(ADAPTIVE, _adaptive(), (CPU, CUDA, SWEEP), references.clusters),
+    Entry(ADAPTIVE, _torch_adaptive(), (CPU,), source="torch"),
+    Entry(ADAPTIVE_50, _adaptive(50, 5), (CPU,), references.clusters),
+    Entry(ADAPTIVE_50, _torch_adaptive(50, 5), (CPU,), source="torch"),
+    Entry(ADAPTIVE_25, _adaptive(25, 5), (CUDA,), references.clusters),
+    Entry(ADAPTIVE_25, _torch_adaptive(25, 5), (CUDA,), source="torch"),
+    Entry("differentiated, slices", _differentiated("slices"), losses=references.bands),
+    Entry("differentiated, projections", _differentiated("projections"), losses=references.bands),
+    Entry(SAMPLED, _sampled(heads.SampledSoftmax), (CPU, CUDA, SWEEP), references.sampled),
+    Entry(NCE, _sampled(heads.NoiseContrastive), losses=references.noise),
     Entry(
-        SAMPLED + UPDATED, _sampled(heads.SampledSoftmax), (CUDA,), **_DRAWN,
+        SAMPLED + UPDATED, _sampled(heads.SampledSoftmax), (CUDA,), references.sampled,
         optimizer=lambda parameters: optim.RowAdagrad(parameters, lr=1e-3),
     ),
     # Rounding decides between letters that are equally good, and the gradient goes to one of them.
@@ -438,7 +404,7 @@ def _step_case(section: str, place: str, shape: tuple[int, int, int], device: to
         key=lambda method: (method.name != baseline, method.source != OURS),
     )
     return Case(
-        section, shape, dtype, BACKWARD, tuple(found), problem.draw, leaves=1, results_count=True
+        section, shape, dtype, BACKWARD, tuple(found), problem.draw, ("hidden",), results_count=True
     )
 
 
@@ -471,18 +437,17 @@ def _trained(p: Problem, build: Callable[[Problem], nn.Module], spread: float) -
 
 
 DENSE, TREE_TOP, ADAPTIVE_TOP = "linear + topk", "hierarchical, Huffman", "adaptive"
-_TOP_HEADS: dict[str, Any] = {
-    DENSE: (lambda p: FlatLayer(p.width, p.classes, **p.made), lambda _: ""),
-    TREE_TOP: (_hierarchical(lambda p: huffman(p.classes)), _shape_of),
-    ADAPTIVE_TOP: (
-        lambda p: heads.AdaptiveSoftmax(p.width, counts=p.counts, head_bias=True, **p.made),
-        _cutoffs_of,
+_TOP_HEADS: dict[str, Callable[[Problem], nn.Module]] = {
+    DENSE: lambda p: FlatLayer(p.width, p.classes, **p.made),
+    TREE_TOP: _hierarchical(lambda p: huffman(p.classes)),
+    ADAPTIVE_TOP: lambda p: heads.AdaptiveSoftmax(
+        p.width, counts=p.counts, head_bias=True, **p.made
     ),
 }
 
 
 def _load_top(problem: Problem, kind: str, spread: float) -> Work:
-    build, settings = _TOP_HEADS[kind]
+    build = _TOP_HEADS[kind]
     module: Any = seeded(lambda: _trained(problem, build, spread), problem.device)
 
     @torch.no_grad()
@@ -504,9 +469,7 @@ def _load_top(problem: Problem, kind: str, spread: float) -> Work:
                 worst.append(log_prob.new_tensor(torch.inf))
         return {"log_prob": float(torch.stack(worst).max())}
 
-    numbers = sum(each.numel() for each in module.parameters())
-    facts = {"settings": settings(module), "parameters": numbers}
-    return Work(call, errors=errors, facts=lambda _: dict(facts))
+    return Work(call, errors=errors, facts=_facts(module))
 
 
 def top_name(kind: str, spread: float) -> str:
@@ -541,14 +504,12 @@ def load_draws(name: str, classes: int, device: torch.device) -> Work:
     if name == MULTINOMIAL:
         weight = torch.from_numpy(probs).to(device)
         return draw_work(lambda n: (torch.multinomial(weight, n, replacement=True), None), probs)
-    sampler: Any
+    sampler: Any = samplers.Unigram(probs)
     if name == "log-uniform":
-        probs = np.log1p(1.0 / np.arange(1.0, classes + 1.0)) / np.log1p(classes)
         sampler = samplers.LogUniform(classes)
+        probs = np.log1p(1.0 / np.arange(1.0, classes + 1.0)) / np.log1p(classes)
     elif name == "uniform":
-        probs, sampler = np.full(classes, 1.0 / classes), samplers.Uniform(classes)
-    else:
-        sampler = samplers.Unigram(probs)
+        sampler, probs = samplers.Uniform(classes), np.full(classes, 1.0 / classes)
     return draw_work(sampler.to(device).sample_with_log_prob, probs)
 
 
@@ -591,14 +552,10 @@ def _draws_case(classes: int, device: torch.device) -> Case:
     )  # fmt: skip
 
 
-def _codes(classes: int) -> list[list[int]]:
+def _from_codes(classes: int, *, strings: bool) -> Any:
     tree = trees.huffman(_shuffled(classes))
     chosen, start = tree.path_position.tolist(), tree.path_start.tolist()
-    return [chosen[start[c] : start[c + 1]] for c in range(classes)]
-
-
-def _from_codes(classes: int, *, strings: bool) -> Any:
-    lists = _codes(classes)
+    lists = [chosen[start[c] : start[c + 1]] for c in range(classes)]
     codes = ["".join(map(str, code)) for code in lists] if strings else lists
     return lambda _: trees.from_codes(codes)
 
@@ -668,7 +625,7 @@ def tree_work(build: Callable[[Counts], Tree], classes: int) -> Work:
     return Work(
         lambda counts: {"tree": build(counts.numpy())},
         errors=errors,
-        facts=lambda results: {"settings": _in_words(results["tree"])},
+        facts=lambda results: {"settings": _tree_in_words(results["tree"])},
     )
 
 

@@ -1,12 +1,25 @@
 """Maps from scores to probabilities: sparsemax, entmax and top-k softmax."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import driver
-from benchmarks.driver import BACKWARD, DTYPES, FORWARD, Call, Case, Family, Inputs, Method, Results
+from benchmarks.driver import (
+    BACKWARD,
+    DTYPES,
+    FORWARD,
+    Call,
+    Case,
+    Family,
+    Inputs,
+    Method,
+    Results,
+    Work,
+)
 from benchmarks.record import OURS
 from lastlayer import maps
 
@@ -24,7 +37,6 @@ SCALED_SHAPES = {"cuda": SHAPES["cuda"], "cpu": SHAPES["cpu"][1:2]}
 DTYPES_ON = {"cuda": ("float32", "bfloat16"), "cpu": ("float32",)}
 # Exponents of two: the numbers of columns, and the constant number of scores.
 WIDTHS = {"cuda": (range(7, 21), 27), "cpu": (range(6, 19, 2), 22)}
-# The entmax package sorts only the k largest scores first; on shorter rows it sorts them all.
 _ENTMAX_FIRST_K = 512
 # Liger's rows must fit in one Triton block.
 _LIGER_WIDEST = 65536
@@ -56,12 +68,11 @@ def _torch_topk(scores: Tensor) -> Tensor:
 
 def _entmax_package(name: str, **options: Any) -> Call:
     function = driver.peer("entmax", "entmax", name)
-    if options:
-        return lambda scores: function(scores, dim=-1, **options)
 
     def call(scores: Tensor) -> Any:
+        # It sorts only the k largest scores first; shorter rows are sorted whole.
         first_k = _ENTMAX_FIRST_K if scores.shape[-1] > _ENTMAX_FIRST_K else None
-        return function(scores, dim=-1, k=first_k)
+        return function(scores, dim=-1, **options or {"k": first_k})
 
     return call
 
@@ -71,30 +82,29 @@ def _liger() -> Call:
     return lambda scores: function.apply(scores, -1)
 
 
+_SPLASH = partial(driver.peer, "adasplash", "adasplash")
 # By source and name: the function that is computed, and how the map is loaded.
-METHODS: dict[tuple[str, str], tuple[str, Any]] = {
-    ("torch", "softmax"): ("softmax", lambda: lambda x: torch.softmax(x, -1)),
+METHODS: dict[tuple[str, str], tuple[str, Callable[[], Call]]] = {
+    ("torch", "softmax"): ("softmax", lambda: partial(torch.softmax, dim=-1)),
     (OURS, "sparsemax"): ("sparsemax", lambda: maps.sparsemax),
-    (OURS, "entmax 1.5"): ("entmax 1.5", lambda: lambda x: maps.entmax(x, 1.5)),
-    (OURS, "entmax 1.25"): ("entmax 1.25", lambda: lambda x: maps.entmax(x, 1.25)),
-    (OURS, SUPPORT): ("entmax 1.5", lambda: lambda x: maps.entmax_support(x, 1.5, MAX_SUPPORT)),
-    (OURS, TOPK): (TOPK, lambda: lambda x: maps.topk_softmax(x, K)),
+    (OURS, "entmax 1.5"): ("entmax 1.5", lambda: partial(maps.entmax, alpha=1.5)),
+    (OURS, "entmax 1.25"): ("entmax 1.25", lambda: partial(maps.entmax, alpha=1.25)),
+    (OURS, SUPPORT): (
+        "entmax 1.5", lambda: partial(maps.entmax_support, alpha=1.5, max_support=MAX_SUPPORT),
+    ),
+    (OURS, TOPK): (TOPK, lambda: partial(maps.topk_softmax, k=K)),
     ("torch", "topk + softmax + scatter"): (TOPK, lambda: _torch_topk),
-    ("entmax", "sparsemax"): ("sparsemax", lambda: _entmax_package("sparsemax")),
-    ("entmax", "entmax15"): ("entmax 1.5", lambda: _entmax_package("entmax15")),
-    ("entmax", "entmax_bisect 1.5"): (
-        "entmax 1.5", lambda: _entmax_package("entmax_bisect", alpha=1.5),
-    ),
-    ("entmax", "entmax_bisect 1.25"): (
-        "entmax 1.25", lambda: _entmax_package("entmax_bisect", alpha=1.25),
-    ),
+    ("entmax", "sparsemax"): ("sparsemax", partial(_entmax_package, "sparsemax")),
+    ("entmax", "entmax15"): ("entmax 1.5", partial(_entmax_package, "entmax15")),
+    **{
+        ("entmax", f"entmax_bisect {alpha}"): (
+            f"entmax {alpha}", partial(_entmax_package, "entmax_bisect", alpha=alpha)
+        )
+        for alpha in (1.5, 1.25)
+    },
     ("liger-kernel", "sparsemax"): ("sparsemax", _liger),
-    ("adasplash", "triton_sparsemax"): (
-        "sparsemax", lambda: driver.peer("adasplash", "adasplash", "triton_sparsemax"),
-    ),
-    ("adasplash", "triton_entmax15"): (
-        "entmax 1.5", lambda: driver.peer("adasplash", "adasplash", "triton_entmax15"),
-    ),
+    ("adasplash", "triton_sparsemax"): ("sparsemax", partial(_SPLASH, "triton_sparsemax")),
+    ("adasplash", "triton_entmax15"): ("entmax 1.5", partial(_SPLASH, "triton_entmax15")),
 }  # fmt: skip
 SOFTMAX, SPARSEMAX, ENTMAX = ("torch", "softmax"), (OURS, "sparsemax"), (OURS, "entmax 1.5")
 ENTMAX_PACKAGE = (("entmax", "sparsemax"), ("entmax", "entmax15"))
@@ -121,7 +131,7 @@ def _methods(section: str, device: str, columns: int, direction: str, *, quick: 
     return [key for key in found if not (quick and "bisect" in key[1])]
 
 
-def _loaded(load: Any, direction: str) -> Call:
+def _loaded(load: Callable[[], Call], direction: str) -> Work:
     function = load()
 
     def forward(scores: Tensor) -> Results:
@@ -133,7 +143,7 @@ def _loaded(load: Any, direction: str) -> Call:
         (gradient,) = torch.autograd.grad(made, scores, cotangent)
         return {"entries": made.detach(), "gradient": gradient}
 
-    return forward_and_backward if direction == BACKWARD else forward
+    return Work(forward_and_backward if direction == BACKWARD else forward)
 
 
 def _case(
@@ -158,7 +168,7 @@ def _case(
     keys = _methods(section, device, columns, direction, quick=quick)
     return Case(
         section, shape, dtype, direction, tuple(map(method, keys)), draw,
-        leaves=1 if backward else 0, reference=reference, compare=compare,
+        ("scores",) if backward else (), reference, compare,
         baseline=section != "scales", bytes=rows * columns * itemsize * (5 if backward else 2),
         facts={"scale": scale},
     )  # fmt: skip
