@@ -117,7 +117,7 @@ class Case:
         compare: distances of results to the reference, by name.
         baseline: whether times are divided by that of the first method.
         flop: operations that the problem needs, or ``bytes`` that it must read and write.
-        results_count: whether results are part of the peak timing.
+        results_count: whether results are part of the peak memory.
         facts: further fields of the records.
     """
 
