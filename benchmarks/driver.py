@@ -7,7 +7,7 @@ turn, replays what a CUDA graph can hold, and writes one record per method.
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -112,9 +112,10 @@ class Case:
         draw: fresh inputs from a device and a seed.
         gradients: names of the inputs that get gradients, from the first; without any, losses are
             called without gradients.
-        reference: float64 results from the function that is computed and the inputs; an entry
-            ``"support"`` counts the classes of each row that have a probability.
-        compare: distances of results to the reference, by name.
+        reference: float64 results from the function that is computed and the inputs; those of the
+            first method, such as plain torch code, where there is no other. An entry ``"support"``
+            counts the classes of each row that have a probability.
+        compare: distances of results to the reference, by name, where they are not relative.
         baseline: whether times are divided by that of the first method.
         flop: operations that the problem needs, or ``bytes`` that it must read and write.
         results_count: whether results are part of the peak memory.
@@ -152,6 +153,17 @@ class Case:
         forward = torch.no_grad()(loaded)
         return Work(lambda *inputs: {"loss": forward(*inputs)})
 
+    def leaves(self, inputs: Inputs) -> Inputs:
+        """The inputs, detached, of which the first get gradients."""
+        count = len(self.gradients)
+        return *(x.detach().requires_grad_() for x in inputs[:count]), *inputs[count:]
+
+    def first_in_float64(self, _: str, inputs: Inputs) -> Results:
+        """The usual reference: results of the first method on the same inputs in float64."""
+        wide = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+        results: Results = self.work(self.methods[0]).call(*self.leaves(wide))
+        return results
+
 
 @dataclass(frozen=True)
 class Family:
@@ -172,10 +184,6 @@ class Family:
     sweeps: Mapping[str, str] = field(default_factory=dict)
     pictured: Sequence[str] = ()
     seed: int | None = None
-
-
-class PlanError(ValueError):
-    """A run that cannot be made as asked, found before any work."""
 
 
 class PeerMissing(ImportError):  # noqa: N818 — absence is an answer here, not an error
@@ -306,11 +314,6 @@ def relative_error(got: Tensor | None, exact: Tensor) -> float:
     return float((wrong / right.clamp_min(1e-300)).sqrt())
 
 
-def relative_errors(_: Method, results: Results, exact: Results, __: Inputs) -> dict[str, float]:
-    """Of every result."""
-    return {name: relative_error(got, exact[name]) for name, got in results.items()}
-
-
 @dataclass
 class Run:
     """What a run has found so far."""
@@ -338,43 +341,9 @@ class Run:
             inputs = case.draw(self.device, self.seed)
         except torch.OutOfMemoryError:
             self.notes.append(f"skipped {case.title}: not enough memory for the inputs")
-        else:
-            self._measure(case, inputs)
-        timing.release(self.device)
-
-    def _measure(self, case: Case, inputs: Inputs) -> None:
-        found: dict[Method, dict[str, Any]] = {}
-        works: dict[Method, Work] = {}
+            return
+        found: dict[Method, tuple[Work, dict[str, Any]]] = {}
         exact: dict[str, Results] = {}
-        for method, work in self._loaded(case):
-            try:
-                facts = _verify(case, method, work, inputs, exact)
-            except Exception as error:  # noqa: BLE001 — a method may fail in any way
-                self._write(case, method, status=describe(error))
-                continue
-            if facts["verified"] or method.source != OURS:
-                found[method], works[method] = facts, work
-            else:
-                self._write(case, method, **facts | {"status": f"wrong: {facts['status']}"})
-        exact.clear()
-        sets = self._input_sets(case, inputs)
-        thunks = {m: _rotating(work.call, _leaves(case, sets)) for m, work in works.items()}
-        times = self.clock.time(thunks)
-        for method, facts in found.items():
-            timed = times[method]
-            if isinstance(timed, Exception):
-                self._write(case, method, **facts | {"status": describe(timed), "verified": False})
-                continue
-            if not facts["verified"]:
-                facts["status"] = f"inexact: {facts['status']}"
-            work = works[method]
-            if work.replayed and timed.median_ms <= timing.LONGEST_REPLAYED_MS:
-                call = work.captured or work.call
-                calls = [partial(call, *each) for each in _leaves(case, sets[:_REPLAYED_SETS])]
-                facts["replayed_ms"] = timing.replayed_ms(calls, self.device)
-            self._write(case, method, timed, **facts)
-
-    def _loaded(self, case: Case) -> Iterator[tuple[Method, Work]]:
         for method in case.methods:
             free = timing.free_bytes(self.device)
             if method.scratch and free is not None and method.scratch > free:
@@ -382,11 +351,37 @@ class Run:
                 self._write(case, method, status=f"does not fit: {needed}")
                 continue
             try:
-                yield method, case.work(method)
+                work = case.work(method)
+                facts = _verify(case, method, work, inputs, exact)
             except PeerMissing as missing:
                 self.absent[missing.source] = str(missing)
-            except Exception as error:  # noqa: BLE001 — importing a peer may fail in any way
-                self._write(case, method, status=describe(error))
+            except Exception as error:  # noqa: BLE001 — a method may fail in any way
+                self._write(case, method, status=_describe(error))
+            else:
+                if facts["verified"] or method.source != OURS:
+                    found[method] = work, facts
+                else:
+                    self._write(case, method, **facts | {"status": f"wrong: {facts['status']}"})
+        exact.clear()
+        sets = self._input_sets(case, inputs)
+        times = self.clock.time(
+            {
+                method: _rotating(work.call, [case.leaves(each) for each in sets])
+                for method, (work, _) in found.items()
+            }
+        )
+        for method, (work, facts) in found.items():
+            timed = times[method]
+            if isinstance(timed, Exception):
+                self._write(case, method, **facts | {"status": _describe(timed), "verified": False})
+                continue
+            if not facts["verified"]:
+                facts["status"] = f"inexact: {facts['status']}"
+            if work.replayed and timed.median_ms <= timing.LONGEST_REPLAYED_MS:
+                call = work.captured or work.call
+                calls = [partial(call, *case.leaves(each)) for each in sets[:_REPLAYED_SETS]]
+                facts["replayed_ms"] = timing.replayed_ms(calls, self.device)
+            self._write(case, method, timed, **facts)
 
     def _input_sets(self, case: Case, inputs: Inputs) -> list[Inputs]:
         rotated, most = _ROTATED[self.device.type]
@@ -427,8 +422,8 @@ class Run:
 def _verify(
     case: Case, method: Method, work: Work, inputs: Inputs, exact: dict[str, Results]
 ) -> dict[str, Any]:
-    """Fields of the record: errors, whether they are small enough, and the peak timing."""
-    (leaves,) = _leaves(case, [inputs])
+    """Fields of the record: errors, whether they are small enough, and the peak memory."""
+    leaves = case.leaves(inputs)
     call = work.verified or work.call
     # The first call compiles and tunes, and may take memory for it.
     call(*leaves)
@@ -440,9 +435,13 @@ def _verify(
     else:
         computes = method.computes or method.name
         if computes not in exact:
-            exact[computes] = case.reference(computes, inputs) if case.reference else {}
-        errors = (case.compare or relative_errors)(method, results, exact[computes], inputs)
-        support = exact[computes].get("support")
+            exact[computes] = (case.reference or case.first_in_float64)(computes, inputs)
+        true = exact[computes]
+        if case.compare is not None:
+            errors = case.compare(method, results, true, inputs)
+        else:
+            errors = {name: relative_error(got, true[name]) for name, got in results.items()}
+        support = true.get("support")
         if support is not None:
             facts["support_mean"] = float(support.double().mean())
             facts["support_max"] = int(support.max())
@@ -457,11 +456,6 @@ def _verify(
     return facts | verdict
 
 
-def _leaves(case: Case, sets: Sequence[Inputs]) -> list[Inputs]:
-    count = len(case.gradients)
-    return [(*(x.detach().requires_grad_() for x in each[:count]), *each[count:]) for each in sets]
-
-
 def _rotating(call: Call, sets: Sequence[Inputs]) -> timing.Thunk:
     rotation = itertools.cycle(sets)
     return lambda: call(*next(rotation))
@@ -474,7 +468,7 @@ def _poison(inputs: Inputs) -> None:
         torch.full_like(max(floating, key=lambda each: each.nbytes), float("nan"))
 
 
-def describe(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """One short line: what was raised and how its message begins."""
     message = (str(error).strip().splitlines() or [""])[0]
     return f"failed: {type(error).__name__}: {message}"[:100].rstrip(": ")
@@ -484,12 +478,12 @@ def chosen(cases: Sequence[Case], only: str, *, peers: bool) -> list[Case]:
     """The cases whose title contains ``only``, without peers where they are not wanted.
 
     Raises:
-        PlanError: there are none.
+        ValueError: there are none.
     """
     found = [case for case in cases if only.lower() in case.title.lower()]
     if not found:
         titles = "; ".join(case.title for case in cases)
-        raise PlanError(f"--only: expected part of one of [{titles}], got {only!r}")
+        raise ValueError(f"--only: expected part of one of [{titles}], got {only!r}")
     if peers:
         return found
     kept = [tuple(m for m in case.methods if m.source in (OURS, "torch")) for case in found]
@@ -520,4 +514,5 @@ def run(
         for number, case in enumerate(cases, start=1):
             status.update(f"{number} of {len(cases)}: {case.title}")
             made.measure(case)
+            timing.release(device)
     return made

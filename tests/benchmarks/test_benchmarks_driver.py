@@ -159,6 +159,17 @@ def test_what_is_verified_may_differ_from_what_is_timed(measured):
     assert calls
 
 
+@pytest.mark.parametrize("gradients", [("x",), ()])
+def test_without_a_reference_the_first_method_in_float64_is_one(measured, gradients):
+    plain = "base", "torch", lambda: lambda x: (x * x).sum()
+    wrong = "main", "lastlayer", lambda: lambda x: (x * x).sum() * 1.1
+    run, found = measured(plain, wrong, reference=None, gradients=gradients)
+    assert found["torch base"].verified
+    assert set(found["torch base"].errors) == {"loss", *gradients}
+    assert found["torch base"].median_ms > 0
+    assert [r.status for r in run.failures] == ["wrong: loss off by 1.0e-01"]
+
+
 def test_missing_and_sparse_gradients_are_compared():
     exact = torch.tensor([[0.0, 0.0], [3.0, 4.0]], dtype=torch.float64)
     assert relative_error(None, exact) == 1
@@ -177,5 +188,5 @@ def test_only_chooses_by_title_and_peers_can_be_left_out():
     (found,) = driver.chosen(cases, "WIDE", peers=False)
     assert found.section == "wide"
     assert [m.source for m in found.methods] == ["lastlayer"]
-    with pytest.raises(driver.PlanError, match=r"expected part of one of \[wide 1×2 float32"):
+    with pytest.raises(ValueError, match=r"expected part of one of \[wide 1×2 float32"):
         driver.chosen(cases, "none", peers=True)
