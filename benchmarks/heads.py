@@ -151,18 +151,15 @@ class FlatLayer(nn.Linear):
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]  # a head has targets
         """The mean loss, from scores in float32, or in float64 from float64."""
-        return functional.cross_entropy(_wide(self._scores(hidden)), target)
+        return functional.cross_entropy(_wide(super().forward(hidden)), target)
 
     def log_prob(self, hidden: Tensor) -> Tensor:
         """Of all classes."""
-        return torch.log_softmax(self._scores(hidden), -1)
+        return torch.log_softmax(super().forward(hidden), -1)
 
     def topk(self, hidden: Tensor, k: int) -> TopK:
         """The best scores, which are not normalised, and their classes."""
-        return TopK(*torch.topk(self._scores(hidden), k))
-
-    def _scores(self, hidden: Tensor) -> Tensor:
-        return functional.linear(hidden, self.weight, self.bias)
+        return TopK(*torch.topk(super().forward(hidden), k))
 
 
 class GatheredPaths(nn.Module):
@@ -203,35 +200,28 @@ def _wide(scores: Tensor) -> Tensor:
     return scores if scores.dtype == torch.float64 else scores.float()
 
 
-def _hierarchical(make: Callable[[Problem], Tree], **options: Any) -> Any:
-    return lambda p: heads.HierarchicalSoftmax(p.width, make(p), **options, **p.made)
+def _flat(p: Problem) -> nn.Module:
+    return FlatLayer(p.width, p.classes, **p.made)
 
 
-def _adaptive(*parts: int) -> Any:
+def _adaptive(p: Problem, *parts: int) -> Any:
     """Cutoffs at these parts of the classes; without any, chosen from the counts."""
     if not parts:
-        return lambda p: heads.AdaptiveSoftmax(p.width, counts=p.counts, **p.made)
-    return lambda p: heads.AdaptiveSoftmax(
-        p.width, cutoffs=[p.classes // part for part in parts], n_classes=p.classes, **p.made
-    )
+        return heads.AdaptiveSoftmax(p.width, counts=p.counts, **p.made)
+    cutoffs = [p.classes // part for part in parts]
+    return heads.AdaptiveSoftmax(p.width, cutoffs=cutoffs, n_classes=p.classes, **p.made)
 
 
-def _torch_adaptive(*parts: int) -> Any:
-    def build(p: Problem) -> nn.Module:
-        cutoffs = _adaptive(*parts)(p).cutoffs.tolist()
-        return nn.AdaptiveLogSoftmaxWithLoss(p.width, p.classes, cutoffs, **p.made)
-
-    return build
+def _torch_adaptive(p: Problem, *parts: int) -> nn.Module:
+    cutoffs = _adaptive(p, *parts).cutoffs.tolist()
+    return nn.AdaptiveLogSoftmaxWithLoss(p.width, p.classes, cutoffs, **p.made)
 
 
-def _differentiated(variant: str) -> Any:
-    def build(p: Problem) -> nn.Module:
-        widths = [3 * p.width // 4, 3 * p.width // 16, p.width // 16]
-        classes = [p.classes // 25, 4 * p.classes // 25]
-        bands = [*zip(classes, widths, strict=False), (p.classes - sum(classes), widths[-1])]
-        return heads.DifferentiatedSoftmax(p.width, bands, variant=variant, **p.made)
-
-    return build
+def _differentiated(p: Problem, variant: Any) -> nn.Module:
+    widths = [3 * p.width // 4, 3 * p.width // 16, p.width // 16]
+    classes = [p.classes // 25, 4 * p.classes // 25]
+    bands = [*zip(classes, widths, strict=False), (p.classes - sum(classes), widths[-1])]
+    return heads.DifferentiatedSoftmax(p.width, bands, variant=variant, **p.made)
 
 
 def _char_cnn(p: Problem) -> nn.Module:
@@ -239,11 +229,11 @@ def _char_cnn(p: Problem) -> nn.Module:
     return heads.CharCNNSoftmax(p.width, words, **p.made)
 
 
-def _sampled(kind: Any) -> Any:
+def _sampled(p: Problem, kind: Any = heads.SampledSoftmax) -> nn.Module:
     """As many classes drawn as there are rows, by how often they occur."""
-    return lambda p: kind(
-        p.width, p.classes, samplers.Unigram(p.counts), p.rows, sparse=True, **p.made
-    )
+    sampler = samplers.Unigram(p.counts)
+    made: nn.Module = kind(p.width, p.classes, sampler, p.rows, sparse=True, **p.made)
+    return made
 
 
 def _described(module: Any) -> str:
@@ -340,53 +330,48 @@ ADAPTIVE_50, ADAPTIVE_25 = "adaptive, cutoffs V/50, V/5", "adaptive, cutoffs V/2
 SAMPLED, NCE = "sampled softmax, sparse", "noise contrastive, sparse"
 UPDATED = " + RowAdagrad"
 
+
+def _tree(name: str, make: Callable[[Problem], Tree], *on: str, sparse: bool = True) -> Entry:
+    def build(p: Problem) -> nn.Module:
+        return heads.HierarchicalSoftmax(p.width, make(p), sparse=sparse, **p.made)
+
+    return Entry(name, build, on, references.paths)
+
+
 # The one place where a head is added: a name and what builds it are enough.
 ENTRIES = (
-    Entry(
-        LINEAR, lambda p: FlatLayer(p.width, p.classes, **p.made), (CPU, CUDA, WORDS),
-        references.flat, "torch", "full", score_bytes=14,
-    ),
+    Entry(LINEAR, _flat, (CPU, CUDA, WORDS), references.flat, "torch", "full", score_bytes=14),
     Entry(
         FULL, lambda p: heads.FullSoftmax(p.width, p.classes, **p.made), (CPU, CUDA, WORDS, SWEEP),
         references.flat, computes="full",
     ),
-    Entry(
-        HUFFMAN, _hierarchical(lambda p: huffman(p.classes), sparse=True), (CPU, CUDA, SWEEP),
-        references.paths,
+    _tree(HUFFMAN, lambda p: huffman(p.classes), CPU, CUDA, SWEEP),
+    _tree("hierarchical, Huffman, dense", lambda p: huffman(p.classes), CPU, sparse=False),
+    _tree(
+        f"hierarchical, collapsed to {WIDE}, sparse", lambda p: huffman(p.classes).collapse(WIDE),
+        CPU, CUDA,
     ),
-    Entry(
-        "hierarchical, Huffman, dense", _hierarchical(lambda p: huffman(p.classes)), (CPU,),
-        references.paths,
-    ),
-    Entry(
-        f"hierarchical, collapsed to {WIDE}, sparse",
-        _hierarchical(lambda p: huffman(p.classes).collapse(WIDE), sparse=True),
-        losses=references.paths,
-    ),
-    Entry(
-        "hierarchical, two_level, sparse",
-        _hierarchical(lambda p: trees.two_level(p.counts), sparse=True), (CPU,), references.paths,
-    ),
-    Entry(
-        TWO_LEVEL, _hierarchical(lambda p: trees.two_level(p.classes), sparse=True), (SWEEP,),
-        references.paths,
-    ),
+    _tree("hierarchical, two_level, sparse", lambda p: trees.two_level(p.counts), CPU),
+    _tree(TWO_LEVEL, lambda p: trees.two_level(p.classes), SWEEP),
     Entry(
         "gathered paths, Huffman, sparse", lambda p: GatheredPaths(huffman(p.classes), p),
         losses=references.gathered, source="torch", computes=HUFFMAN,
     ),
-    Entry(ADAPTIVE, _adaptive(), (CPU, CUDA, SWEEP), references.clusters),
-    Entry(ADAPTIVE, _torch_adaptive(), (CPU,), source="torch"),
-    Entry(ADAPTIVE_50, _adaptive(50, 5), (CPU,), references.clusters),
-    Entry(ADAPTIVE_50, _torch_adaptive(50, 5), (CPU,), source="torch"),
-    Entry(ADAPTIVE_25, _adaptive(25, 5), (CUDA,), references.clusters),
-    Entry(ADAPTIVE_25, _torch_adaptive(25, 5), (CUDA,), source="torch"),
-    Entry("differentiated, slices", _differentiated("slices"), losses=references.bands),
-    Entry("differentiated, projections", _differentiated("projections"), losses=references.bands),
-    Entry(SAMPLED, _sampled(heads.SampledSoftmax), (CPU, CUDA, SWEEP), references.sampled),
-    Entry(NCE, _sampled(heads.NoiseContrastive), losses=references.noise),
+    Entry(ADAPTIVE, _adaptive, (CPU, CUDA, SWEEP), references.clusters),
+    Entry(ADAPTIVE, _torch_adaptive, (CPU,), source="torch"),
+    Entry(ADAPTIVE_50, lambda p: _adaptive(p, 50, 5), (CPU,), references.clusters),
+    Entry(ADAPTIVE_50, lambda p: _torch_adaptive(p, 50, 5), (CPU,), source="torch"),
+    Entry(ADAPTIVE_25, lambda p: _adaptive(p, 25, 5), (CUDA,), references.clusters),
+    Entry(ADAPTIVE_25, lambda p: _torch_adaptive(p, 25, 5), (CUDA,), source="torch"),
+    *(
+        Entry(f"differentiated, {kind}", partial(_differentiated, variant=kind),
+              losses=references.bands)
+        for kind in ("slices", "projections")
+    ),
+    Entry(SAMPLED, _sampled, (CPU, CUDA, SWEEP), references.sampled),
+    Entry(NCE, partial(_sampled, kind=heads.NoiseContrastive), losses=references.noise),
     Entry(
-        SAMPLED + UPDATED, _sampled(heads.SampledSoftmax), (CUDA,), references.sampled,
+        SAMPLED + UPDATED, _sampled, (CUDA,), references.sampled,
         optimizer=lambda parameters: optim.RowAdagrad(parameters, lr=1e-3),
     ),
     # Rounding decides between letters that are equally good, and the gradient goes to one of them.
@@ -438,8 +423,8 @@ def _trained(p: Problem, build: Callable[[Problem], nn.Module], spread: float) -
 
 DENSE, TREE_TOP, ADAPTIVE_TOP = "linear + topk", "hierarchical, Huffman", "adaptive"
 _TOP_HEADS: dict[str, Callable[[Problem], nn.Module]] = {
-    DENSE: lambda p: FlatLayer(p.width, p.classes, **p.made),
-    TREE_TOP: _hierarchical(lambda p: huffman(p.classes)),
+    DENSE: _flat,
+    TREE_TOP: lambda p: heads.HierarchicalSoftmax(p.width, huffman(p.classes), **p.made),
     ADAPTIVE_TOP: lambda p: heads.AdaptiveSoftmax(
         p.width, counts=p.counts, head_bias=True, **p.made
     ),
@@ -611,8 +596,9 @@ CLUSTERED: dict[str, Callable[[int], Callable[[Counts], Tree]]] = {
 }
 
 
-def tree_work(build: Callable[[Counts], Tree], classes: int) -> Work:
+def tree_work(prepare: Callable[[int], Callable[[Counts], Tree]], classes: int) -> Work:
     """A tree from counts, verified by even choices: all classes get a probability, in sum 1."""
+    build = prepare(classes)
 
     def errors(results: dict[str, Tree], _: Inputs) -> dict[str, float]:
         tree = results["tree"]
@@ -630,13 +616,11 @@ def tree_work(build: Callable[[Counts], Tree], classes: int) -> Work:
 
 
 def _trees_case(classes: int, builders: Mapping[str, Any]) -> Case:
-    def load(prepare: Callable[[int], Any]) -> Work:
-        return tree_work(prepare(classes), classes)
-
     found = tuple(
-        Method(name, OURS, partial(load, prepare), f"tree, {name}", tolerances={"sums": 1e-9})
+        Method(name, OURS, partial(tree_work, prepare, classes), f"tree, {name}",
+               tolerances={"sums": 1e-9})
         for name, prepare in builders.items()
-    )
+    )  # fmt: skip
     return Case(
         TREES, (classes,), "float64", FORWARD, found,
         lambda on, seed: (torch.from_numpy(_shuffled(classes, seed)).to(on),),

@@ -315,7 +315,7 @@ def test_built_trees_have_all_classes(name):
 
 
 def test_a_tree_of_other_classes_is_found():
-    work = heads.tree_work(lambda counts: trees.balanced(len(counts) - 1), 9)
+    work = heads.tree_work(lambda _: lambda counts: trees.balanced(len(counts) - 1), 9)
     assert work.errors(work.call(torch.ones(9)), ()) == {"sums": np.inf}
 
 
