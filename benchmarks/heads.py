@@ -307,8 +307,8 @@ class Entry:
             found = {
                 name: driver.relative_error(results[name], each) for name, each in exact.items()
             }
-            of_parameters = [found[name] for name in parameters]
-            worst = math.nan if any(map(math.isnan, of_parameters)) else max(of_parameters)
+            # NaN if one of them is.
+            worst = float(np.max([found[name] for name in parameters]))
             return {"loss": found["loss"], "hidden": found["hidden"], "weight": worst}
 
         update = None if self.optimizer is None else self.optimizer(parameters.values()).step
