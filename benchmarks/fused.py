@@ -42,6 +42,10 @@ CHUNK_ROWS = 2048
 # Trained-like scores: how high the target stands, and how many classes come close to it.
 LEAD, NEAR_CLASSES, NEAREST = (4.0, 8.0), 32, (0.5, 1.0)
 VERY_FLAT = 0.01
+# Peers: source, module, name, and how one is installed where it is no extra of ours.
+CCE = ("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy")
+QUACK = ("quack-kernels", "quack.linear_cross_entropy", "chunked_linear_cross_entropy",
+         "pip install quack-kernels")  # fmt: skip
 
 
 def _class_vectors(classes: int, width: int, generator: torch.Generator) -> Tensor:
@@ -125,6 +129,11 @@ LOSSES: dict[str, tuple[Call, Call]] = {
 }
 
 
+def _stored(name: str) -> Call:
+    on_scores = LOSSES[name][1]
+    return lambda h, w, y: on_scores(functional.linear(h, w), y)
+
+
 def _into_float32() -> Work:
     """The gradient of the class vectors is summed in a float32 buffer, and is that buffer."""
 
@@ -190,22 +199,11 @@ def _methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) 
     main = made(CROSS_ENTROPY, OURS, lambda: fused.linear_cross_entropy)
     if section == SPARSE:
         held, exact = scores * (8 + 4 * itemsize), _SPARSE_TOLERANCES[dtype]
-
-        def sparse(name: str, way: str, function: Call, scratch: int) -> Method:
-            load = lambda: function  # noqa: E731
-            return Method(name + way, OURS, load, name, scratch=scratch, tolerances=exact)
-
-        def stored(loss: Call) -> Call:
-            return lambda h, w, y: loss(functional.linear(h, w), y)
-
-        return [
-            main,
-            *(sparse(name, "", on_hidden, 0) for name, (on_hidden, _) in LOSSES.items()),
-            *(
-                sparse(name, ", stored scores", stored(on_scores), held)
-                for name, (_, on_scores) in LOSSES.items()
-            ),
-        ]
+        ways = (("", lambda name: LOSSES[name][0], 0), (", stored scores", _stored, held))
+        return [main] + [
+            Method(name + way, OURS, partial(load, name), name, scratch, tolerances=exact)
+            for way, load, scratch in ways for name in LOSSES
+        ]  # fmt: skip
     in_chunks = partial(fused.linear_cross_entropy, chunk_rows="low")
     low = made("cross_entropy, low memory", OURS, lambda: in_chunks)
     eager = made("eager", "torch", lambda: _eager, scores * (12 + itemsize))
@@ -216,15 +214,11 @@ def _methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) 
         # Compiling takes longer than all of a quick run, and torch's own fused loss, with its small
         # chunks on a CPU, longer than all of a full one.
         return [eager, main, low, torch_fused if quick else compiled]
-    cce = ("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy")
-    quack = ("quack-kernels", "quack.linear_cross_entropy", "chunked_linear_cross_entropy")
     others = [
         torch_fused,
         made("fused linear CE", "liger-kernel", _liger),
-        made("linear CE", cce[0], lambda: driver.peer(*cce)),
-        made(
-            "chunked linear CE", quack[0], lambda: driver.peer(*quack, "pip install quack-kernels")
-        ),
+        made("linear CE", CCE[0], lambda: driver.peer(*CCE)),
+        made("chunked linear CE", QUACK[0], lambda: driver.peer(*QUACK)),
     ]
     if section == SMALL:
         on_chunks = made(f"compiled, {CHUNK_ROWS}-row chunks", "torch", _on_chunks)

@@ -644,11 +644,5 @@ def _cases(device: torch.device, quick: bool) -> list[Case]:
 
 
 FAMILY = Family(
-    name="heads",
-    title="Heads",
-    cases=_cases,
-    notes=NOTES,
-    sweeps={AGAINST: "classes"},
-    pictured=(AGAINST,),
-    seed=SEED,
+    "heads", "Heads", _cases, NOTES, {AGAINST: "classes"}, pictured=(AGAINST,), seed=SEED
 )

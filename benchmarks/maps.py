@@ -8,18 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import driver
-from benchmarks.driver import (
-    BACKWARD,
-    DTYPES,
-    FORWARD,
-    Call,
-    Case,
-    Family,
-    Inputs,
-    Method,
-    Results,
-    Work,
-)
+from benchmarks.driver import BACKWARD, DTYPES, FORWARD, Call, Case, Inputs, Method, Results, Work
 from benchmarks.record import OURS
 from lastlayer import maps
 
@@ -179,21 +168,19 @@ def _cases(place: torch.device, quick: bool) -> list[Case]:
     dtypes = DTYPES_ON[device]
     shapes = SHAPES[device][: {"cuda": 2, "cpu": 3}[device] if quick else None]
 
-    def case(section: str, shape: tuple[int, int], dtype: str, direction: str = FORWARD) -> Case:
-        return _case(section, shape, dtype, direction, device, quick=quick)
-
+    case = partial(_case, device=device, quick=quick)
     cases = [
         case("shapes", shape, dtype, direction)
         for shape in shapes for dtype in dtypes for direction in (FORWARD, BACKWARD)
     ]  # fmt: skip
     if not quick:
         cases += [
-            _case("scales", shape, dtype, FORWARD, device, quick=quick, scale=scale)
+            case("scales", shape, dtype, FORWARD, scale=scale)
             for shape in SCALED_SHAPES[device] for dtype in dtypes for scale in SCALES
         ]  # fmt: skip
     widths, scores = WIDTHS[device]
     swept = [(2 ** (scores - width), 2**width) for width in widths[:: 3 if quick else 1]]
-    return cases + [case("widths", shape, dtypes[0]) for shape in swept]
+    return cases + [case("widths", shape, dtypes[0], FORWARD) for shape in swept]
 
 
 def reference(computes: str, inputs: Inputs) -> Results:
@@ -266,11 +253,6 @@ def _largest(errors: Tensor) -> float:
     return float(errors.abs().max()) if errors.numel() else 0.0
 
 
-FAMILY = Family(
-    name="maps",
-    title="Maps",
-    cases=_cases,
-    notes=NOTES,
-    sweeps={"widths": "columns", "scales": "scale"},
-    pictured=("widths",),
+FAMILY = driver.Family(
+    "maps", "Maps", _cases, NOTES, {"widths": "columns", "scales": "scale"}, pictured=("widths",)
 )

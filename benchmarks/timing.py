@@ -172,17 +172,15 @@ def limits(clock: Clock, *, quick: bool) -> dict[str, float]:
     count = COPIED[clock.device.type] // smaller // 4
     source = torch.randint(2**31 - 1, (count,), dtype=torch.int32, device=clock.device)
     target = torch.empty_like(source)
-    work = {"gemm_tflop_per_s": 2 * size**3, "copy_tb_per_s": 2 * source.nbytes}
-    thunks: dict[str, Thunk] = {
-        "gemm_tflop_per_s": lambda: torch.mm(left, right, out=out),
-        "copy_tb_per_s": lambda: target.copy_(source),
-    }
     found = {}
-    for name, thunk in thunks.items():
+    for name, work, thunk in (
+        ("gemm_tflop_per_s", 2 * size**3, lambda: torch.mm(left, right, out=out)),
+        ("copy_tb_per_s", 2 * source.nbytes, lambda: target.copy_(source)),
+    ):
         timing = clock.time({name: thunk})[name]
         if isinstance(timing, Exception):
             raise timing
-        found[name] = work[name] / timing.median_ms / 1e9
+        found[name] = work / timing.median_ms / 1e9
     return found
 
 
