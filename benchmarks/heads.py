@@ -397,27 +397,15 @@ def _step_case(section: str, place: str, shape: tuple[int, int, int], device: to
 def _trained(p: Problem, build: Callable[[Problem], nn.Module], spread: float) -> Any:
     """A head of trained shape: biases by the counts, vectors of this spread."""
     head: Any = build(p)
-    biases: dict[Any, Counts]
     if isinstance(head, FlatLayer):
-        weights, biases = [head.weight], {head.bias: np.log(p.counts)}
-    elif isinstance(head, heads.HierarchicalSoftmax):
-        tree = head.tree
-        # How often a path goes through each node, and on to its second child.
-        passes = np.repeat(p.counts, tree.class_depth)
-        below = np.bincount(tree.path_node, passes, minlength=tree.n_inner)
-        second = np.bincount(tree.path_node, passes * tree.path_position, minlength=tree.n_inner)
-        weights, biases = [head.weight], {head.bias: np.log(second / (below - second))}
+        head.bias.copy_(torch.from_numpy(np.log(p.counts)))
     else:
-        for projection in head.projections:
-            projection.mul_(math.sqrt(3.0))
-        first, *others = np.split(p.counts, head.cutoffs.tolist())
-        logs = np.log(np.concatenate([first, [each.sum() for each in others]]))
-        weights, biases = [head.head_weight, *head.tails], {head.head_bias: logs}
+        # Counts below a half would count as a half.
+        head.init_bias_from_counts(p.classes * p.counts)
     # Drawn as nn.Linear's, so that N(0, 1) gives scores this deviation.
-    for weight in weights:
-        weight.mul_(spread * math.sqrt(3.0))
-    for bias, values in biases.items():
-        bias.copy_(torch.from_numpy(values))
+    for name, parameter in head.named_parameters():
+        if parameter.dim() == 2:
+            parameter.mul_(math.sqrt(3.0) * (1.0 if "projection" in name else spread))
     return head
 
 
@@ -489,12 +477,14 @@ def load_draws(name: str, classes: int, device: torch.device) -> Work:
     if name == MULTINOMIAL:
         weight = torch.from_numpy(probs).to(device)
         return draw_work(lambda n: (torch.multinomial(weight, n, replacement=True), None), probs)
-    sampler: Any = samplers.Unigram(probs)
+    sampler: Any
     if name == "log-uniform":
         sampler = samplers.LogUniform(classes)
         probs = np.log1p(1.0 / np.arange(1.0, classes + 1.0)) / np.log1p(classes)
     elif name == "uniform":
         sampler, probs = samplers.Uniform(classes), np.full(classes, 1.0 / classes)
+    else:
+        sampler = samplers.Unigram(probs)
     return draw_work(sampler.to(device).sample_with_log_prob, probs)
 
 
