@@ -46,18 +46,17 @@ NOTES = f"""\
 """
 
 
-def _similarities(query: Tensor, key: Tensor, temperature: Tensor) -> Tensor:
-    query, key = functional.normalize(query, dim=-1), functional.normalize(key, dim=-1)
-    return (query @ key.T).float() / temperature
+def _cosines(query: Tensor, key: Tensor) -> Tensor:
+    return functional.normalize(query, dim=-1) @ functional.normalize(key, dim=-1).T
 
 
 def _one_way(query: Tensor, key: Tensor, temperature: Tensor) -> Tensor:
     own = torch.arange(len(query), device=query.device)
-    return functional.cross_entropy(_similarities(query, key, temperature), own)
+    return functional.cross_entropy(_cosines(query, key).float() / temperature, own)
 
 
 def _both_ways(query: Tensor, key: Tensor, temperature: Tensor) -> Tensor:
-    scores = _similarities(query, key, temperature)
+    scores = _cosines(query, key).float() / temperature
     own = torch.arange(len(query), device=query.device)
     return (functional.cross_entropy(scores, own) + functional.cross_entropy(scores.T, own)) / 2
 
@@ -113,19 +112,14 @@ def _methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) 
 def reference(section: str, inputs: Inputs) -> Results:
     """The mean loss with its gradients; symmetric is the mean of the two directions."""
     query, key, temperature = leaves = driver.in_float64(*inputs)
+    ways = [(query, key), (key, query)] if section == SYMMETRIC else [(query, key)]
     pairs = len(query)
 
     def row_losses(part: slice) -> Tensor:
         own = torch.arange(pairs, device=query.device)[part]
-        ways = [(query, key), (key, query)] if section == SYMMETRIC else [(query, key)]
-        return torch.stack([
-            functional.cross_entropy(
-                functional.normalize(one[part], dim=-1)
-                @ functional.normalize(other, dim=-1).t() / temperature,
-                own, reduction="sum",
-            )
-            for one, other in ways
-        ]).mean()  # fmt: skip
+        scores = (_cosines(one[part], other) / temperature for one, other in ways)
+        found = [functional.cross_entropy(each, own, reduction="none") for each in scores]
+        return torch.stack(found).mean(0)
 
     return driver.exact_step(dict(zip(NAMES, leaves, strict=True)), row_losses, pairs, pairs)
 

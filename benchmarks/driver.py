@@ -316,7 +316,13 @@ def relative_error(got: Tensor | None, exact: Tensor) -> float:
 
 @dataclass
 class Run:
-    """What a run has found so far."""
+    """What a run has found so far.
+
+    Attributes:
+        shared: fields that all records have: the environment, and the limits of the device.
+        seed: of the inputs of the last case.
+        absent: why a peer was not measured.
+    """
 
     family: Family
     device: torch.device
