@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,30 +31,31 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], about: str) -> Any:
+        made = commands.add_parser(name, help=about, description=about)
+        made.set_defaults(command=command, name=name)
+        return made.add_argument
+
     for family in FAMILIES:
-        module = f"verify the {family} family, then time it beside its peers"
-        one = commands.add_parser(family, help=module, description=module)
-        one.set_defaults(command=_measure, family=family)
-        one.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda")
-        one.add_argument("--quick", action="store_true", help="few and small shapes")
-        one.add_argument("--only", default="", metavar="TEXT", help="cases whose title has this")
-        one.add_argument("--no-peers", action="store_true", help="leave other packages out")
-        one.add_argument("--json", type=Path, metavar="FILE", help="append records as JSON lines")
-        one.add_argument("--plot", type=Path, metavar="FILE", help="draw the results as a PNG")
-        one.add_argument("--commit", help="of the source, where git cannot say")
-    page = commands.add_parser("page", help="make docs/performance.md from the records")
-    page.set_defaults(command=_page)
-    structure = commands.add_parser("structure", help="figures of simplicity and host time")
-    structure.set_defaults(command=_structure)
-    structure.add_argument("--json", type=Path, metavar="FILE", help="append them as a JSON line")
-    structure.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    structure.add_argument("--commit", help="of the source, where git cannot say")
-    diff = commands.add_parser("diff", help="compare records of two runs, the worst ratio first")
-    diff.set_defaults(command=_diff)
-    diff.add_argument("old", type=Path, help="a file of records, or a folder of such files")
-    diff.add_argument("new", type=Path, help="the same")
-    diff.add_argument("--limit", type=float, default=1.03, help="slowest accepted ratio (1.03)")
-    diff.add_argument("--all", action="store_true", help="list peers too")
+        option = add(family, _measure, f"verify the {family} family, then time it beside its peers")
+        option("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda")
+        option("--quick", action="store_true", help="few and small shapes")
+        option("--only", default="", metavar="TEXT", help="cases whose title has this")
+        option("--no-peers", action="store_true", help="leave other packages out")
+        option("--json", type=Path, metavar="FILE", help="append records as JSON lines")
+        option("--plot", type=Path, metavar="FILE", help="draw the results as a PNG")
+        option("--commit", help="of the source, where git cannot say")
+    add("page", _page, "make docs/performance.md from the records")
+    option = add("structure", _structure, "figures of simplicity and host time")
+    option("--json", type=Path, metavar="FILE", help="append them as a JSON line")
+    option("--markdown", action="store_true", help="print a Markdown table")
+    option("--commit", help="of the source, where git cannot say")
+    option = add("diff", _diff, "compare records of two runs, the worst ratio first")
+    option("old", type=Path, help="a file of records, or a folder of such files")
+    option("new", type=Path, help="the same")
+    option("--limit", type=float, default=1.03, help="slowest accepted ratio (1.03)")
+    option("--all", action="store_true", help="list peers too")
     return parser
 
 
@@ -65,19 +67,19 @@ def _measure(options: argparse.Namespace) -> int:
     _check_file("--plot", options.plot)
     if options.plot is not None and not plot.is_available():
         raise ValueError(f"--plot: expected matplotlib, got none; {plot.INSTALL_COMMAND}")
-    family: driver.Family = import_module(f"benchmarks.{options.family}").FAMILY
-    every = family.cases(device, options.quick)
-    cases = driver.chosen(every, options.only, peers=not options.no_peers)
+    family: driver.Family = import_module(f"benchmarks.{options.name}").FAMILY
+    cases = family.cases(device, options.quick)
+    cases = driver.chosen(cases, options.only, peers=not options.no_peers)
     out = table.console()
     run = driver.run(
         family, cases, device, quick=options.quick, out=out, json_path=options.json,
         commit=options.commit,
     )  # fmt: skip
-    env, limits = run.environment, run.limits
+    shared = run.shared
     print(
-        f"{env['device']} · torch {env['torch']} · lastlayer {env['lastlayer']} at "
-        f"{env['commit'] or 'unknown commit'} · GEMM {limits['gemm_tflop_per_s']:.3g} TFLOP/s, "
-        f"copy {1000 * limits['copy_tb_per_s']:.0f} GB/s"
+        f"{shared['device']} · torch {shared['torch']} · lastlayer {shared['lastlayer']} at "
+        f"{shared['commit'] or 'unknown commit'} · GEMM {shared['gemm_tflop_per_s']:.3g} TFLOP/s, "
+        f"copy {1000 * shared['copy_tb_per_s']:.0f} GB/s"
     )
     for grid in table.grids(run.records, family.sweeps):
         out.print(grid.rich())
@@ -98,29 +100,25 @@ def _device(name: str) -> Any:
     kind = name.partition(":")[0]
     if kind not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device: expected auto, cpu or cuda, got {name!r}")
-    there = torch.cuda.is_available()
-    if kind == "cuda" and not there:
+    if kind == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
         found = f"none with torch {torch.__version__}"
         raise ValueError(f"--device: expected a CUDA GPU, got {found}; use --device cpu")
-    if kind == "auto":
-        return torch.device("cuda" if there else "cpu")
     return torch.device(name)
 
 
 def _check_file(option: str, path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir():
+    if path is not None and path.is_dir():
         raise ValueError(f"{option}: expected a file, got the folder '{path}'; add a file name")
-    if not path.absolute().parent.is_dir():
+    if path is not None and not path.absolute().parent.is_dir():
         raise ValueError(f"{option}: the folder of '{path}' does not exist; make it first")
 
 
 def _page(_: argparse.Namespace) -> int:
     from benchmarks import page
 
-    for path in page.write(RESULTS):
-        print(f"wrote {path}")
+    print("\n".join(f"wrote {path}" for path in page.write(RESULTS)))
     return 0
 
 

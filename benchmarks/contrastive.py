@@ -13,7 +13,7 @@ from benchmarks.record import OURS
 from lastlayer import losses
 
 SYMMETRIC, ONE_WAY = "symmetric", "one-way"
-MAIN = "info_nce"
+MAIN, NAMES = "info_nce", ("query", "key", "temperature")
 # Pairs and the size of their vectors, by device and whether the run is quick.
 SHAPES: dict[tuple[str, bool], dict[str, list[tuple[int, int]]]] = {
     ("cuda", False): {
@@ -46,20 +46,23 @@ NOTES = f"""\
 """
 
 
-def _similarities(query: Tensor, key: Tensor, temperature: Tensor) -> Tensor:
-    query, key = functional.normalize(query, dim=-1), functional.normalize(key, dim=-1)
-    return (query @ key.T).float() / temperature
+def _cosines(query: Tensor, key: Tensor) -> Tensor:
+    return functional.normalize(query, dim=-1) @ functional.normalize(key, dim=-1).T
 
 
 def _one_way(query: Tensor, key: Tensor, temperature: Tensor) -> Tensor:
     own = torch.arange(len(query), device=query.device)
-    return functional.cross_entropy(_similarities(query, key, temperature), own)
+    return functional.cross_entropy(_cosines(query, key).float() / temperature, own)
 
 
 def _both_ways(query: Tensor, key: Tensor, temperature: Tensor) -> Tensor:
-    scores = _similarities(query, key, temperature)
+    scores = _cosines(query, key).float() / temperature
     own = torch.arange(len(query), device=query.device)
     return (functional.cross_entropy(scores, own) + functional.cross_entropy(scores.T, own)) / 2
+
+
+def _ours(query: Tensor, key: Tensor, temperature: Tensor, **options: Any) -> Tensor:
+    return losses.info_nce(query, key, temperature=temperature, **options)
 
 
 def _info_nce_pytorch() -> Call:
@@ -69,9 +72,8 @@ def _info_nce_pytorch() -> Call:
 
 
 def _open_clip() -> Call:
-    loss = driver.peer(
-        "open-clip-torch", "open_clip.loss", "ClipLoss", "pip install open-clip-torch"
-    )()
+    install = "pip install open-clip-torch"
+    loss = driver.peer("open-clip-torch", "open_clip.loss", "ClipLoss", install)()
 
     def function(query: Tensor, key: Tensor, temperature: Tensor) -> Any:
         query, key = functional.normalize(query, dim=-1), functional.normalize(key, dim=-1)
@@ -80,75 +82,46 @@ def _open_clip() -> Call:
     return function
 
 
-def methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) -> list[Method]:
+def _methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) -> list[Method]:
     """The baseline, ours, then the others."""
     symmetric, dtype = section == SYMMETRIC, driver.USUAL_DTYPE[device]
     scores, itemsize = shape[0] * shape[0], driver.DTYPES[dtype].itemsize
-    function = _both_ways if symmetric else _one_way
+    plain = _both_ways if symmetric else _one_way
     # Held at once: the similarities, and for each direction what its softmax leaves.
     held = scores * (4 + 2 * (3 if symmetric else 2) * itemsize)
 
     def made(name: str, source: str, load: Any, scratch: int = 0) -> Method:
-        return Method(
-            name, source, lambda: driver.loss_step(load(), "query", "key", "temperature"), section,
-            scratch=scratch, tolerances=_TOLERANCES[dtype],
-        )  # fmt: skip
+        return Method(name, source, load, section, scratch, tolerances=_TOLERANCES[dtype])
 
-    def ours(chunk_rows: str) -> Call:
-        return partial(_ours, symmetric=symmetric, chunk_rows=chunk_rows)
+    def ours(chunk_rows: str) -> Any:
+        return lambda: partial(_ours, symmetric=symmetric, chunk_rows=chunk_rows)
 
-    eager = made("eager", "torch", lambda: function, held)
-    compiled = made("compiled", "torch", partial(driver.compiled, function), scores * 3 * itemsize)
-    mine = [
-        made(MAIN, OURS, lambda: ours("auto")),
-        made(f"{MAIN}, low memory", OURS, lambda: ours("low")),
-    ]
-    other = (
-        made("ClipLoss", "open-clip-torch", _open_clip, held)
-        if symmetric
-        else made("info_nce", "info-nce-pytorch", _info_nce_pytorch, scores * (4 + 4 * itemsize))
-    )
+    eager = made("eager", "torch", lambda: plain, held)
+    compiled = made("compiled", "torch", partial(driver.compiled, plain), scores * 3 * itemsize)
+    mine = [made(MAIN, OURS, ours("auto")), made(f"{MAIN}, low memory", OURS, ours("low"))]
+    if symmetric:
+        other = made("ClipLoss", "open-clip-torch", _open_clip, held)
+    else:
+        other = made("info_nce", "info-nce-pytorch", _info_nce_pytorch, held)
     if device == "cpu":
         # Compiling takes longer than all of a quick run.
         return [eager, *mine, *([] if quick else [compiled]), other]
     return [compiled, *mine, eager, other]
 
 
-def _ours(query: Tensor, key: Tensor, temperature: Tensor, **options: Any) -> Tensor:
-    return losses.info_nce(query, key, temperature=temperature, **options)
-
-
 def reference(section: str, inputs: Inputs) -> Results:
-    """The mean loss with its gradients, a few rows at a time."""
-    query, key, temperature = inputs
-    n, scale = query.shape[0], 1.0 / float(temperature)
-    leaves = [each.detach().double().requires_grad_() for each in (query, key)]
-    units = [functional.normalize(each, dim=-1) for each in leaves]
-    left, right = (each.detach() for each in units)
-    parts = driver.row_parts(n, n, query.device)
-    own = (left * right).sum(-1) * scale
-    rows, columns = torch.empty_like(own), torch.full_like(own, -torch.inf)
-    for part in parts:
-        scores = left[part] @ right.t() * scale
-        rows[part] = torch.logsumexp(scores, 1)
-        columns = torch.logaddexp(columns, torch.logsumexp(scores, 0))
-    weight = 0.5 if section == SYMMETRIC else 1.0
-    loss = weight * (rows - own).mean() + (1.0 - weight) * (columns - own).mean()
-    to_left, to_right = torch.empty_like(left), torch.zeros_like(right)
-    to_scale = loss.new_zeros(())
-    for part in parts:
-        cosines = left[part] @ right.t()
-        gradient = torch.exp(cosines * scale - rows[part].unsqueeze(1)).mul_(weight)
-        if weight < 1.0:
-            gradient += torch.exp(cosines * scale - columns).mul_(1.0 - weight)
-        gradient[:, part].diagonal().sub_(1.0)
-        gradient /= n
-        to_scale += torch.dot(gradient.flatten(), cosines.flatten())
-        torch.mm(gradient * scale, right, out=to_left[part])
-        to_right.addmm_(gradient.t(), left[part] * scale)
-    of_query, of_key = torch.autograd.grad(units, leaves, [to_left, to_right])
-    of_temperature = -to_scale * scale**2
-    return {"loss": loss, "query": of_query, "key": of_key, "temperature": of_temperature}
+    """The mean loss with its gradients; symmetric is the mean of the two directions."""
+    query, key, temperature = leaves = driver.in_float64(*inputs)
+    ways = [(query, key), (key, query)] if section == SYMMETRIC else [(query, key)]
+    pairs = len(query)
+
+    def row_losses(part: slice) -> Tensor:
+        own = torch.arange(pairs, device=query.device)[part]
+        scores = (_cosines(one[part], other) / temperature for one, other in ways)
+        found = [functional.cross_entropy(each, own, reduction="none") for each in scores]
+        return torch.stack(found).mean(0)
+
+    return driver.exact_step(dict(zip(NAMES, leaves, strict=True)), row_losses, pairs, pairs)
 
 
 def _case(section: str, shape: tuple[int, int], device: str, quick: bool) -> Case:
@@ -165,18 +138,17 @@ def _case(section: str, shape: tuple[int, int], device: str, quick: bool) -> Cas
         return query, key, torch.tensor(TEMPERATURE, device=on)
 
     pairs, width = shape
-    found = tuple(methods(section, shape, device, quick=quick))
+    found = tuple(_methods(section, shape, device, quick=quick))
     return Case(
-        section, shape, dtype, BACKWARD, found, draw, leaves=3, reference=reference,
+        section, shape, dtype, BACKWARD, found, draw, NAMES, reference,
         flop=6 * pairs * pairs * width, facts={"inputs": MADE},
     )  # fmt: skip
 
 
 def _cases(place: torch.device, quick: bool) -> list[Case]:
-    found = SHAPES[place.type, quick]
     return [
         _case(section, shape, place.type, quick)
-        for section, shapes in found.items()
+        for section, shapes in SHAPES[place.type, quick].items()
         for shape in shapes
     ]
 

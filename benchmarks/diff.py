@@ -8,11 +8,12 @@ from benchmarks.record import Record, newest, read
 from benchmarks.table import Grid, console, milliseconds, ratio
 
 
-def compare(old: list[Record], new: list[Record]) -> list[tuple[Record, Record]]:
-    """Pairs of the same method on the same case and kind of device, the newest of each."""
-    before = {_key(r): r for r in newest(old) if r.median_ms is not None}
-    after = {_key(r): r for r in newest(new) if r.median_ms is not None}
-    return [(before[key], after[key]) for key in after if key in before]
+def _ratios(old: list[Record], new: list[Record]) -> list[tuple[float, Record, Record]]:
+    """New time over old, of the same method on the same case and kind of device."""
+    before = {_key(r): r for r in old}
+    pairs = ((before.get(_key(r)), r) for r in new)
+    found = ((table.over(now, was), was, now) for was, now in pairs)
+    return [(ratio, was, now) for ratio, was, now in found if ratio is not None and was is not None]
 
 
 def _key(record: Record) -> tuple[object, ...]:
@@ -31,38 +32,32 @@ def report(old: Path, new: Path, *, limit: float, everything: bool) -> int:
     Raises:
         ValueError: no method is in both.
     """
-    before, after = read(old), read(new)
-    pairs = compare(before, after)
-    if not pairs:
+    before, after = newest(read(old)), newest(read(new))
+    found = _ratios(before, after)
+    if not found:
         raise ValueError(f"{new}: expected a full run of a method that {old} has too, got none")
     others: dict[object, list[float]] = {}
-    for was, now in pairs:
+    for times, _, now in found:
         if not now.is_ours:
-            others.setdefault((now.device_type, now.case), []).append(_ratio(was, now))
-    drift = {case: statistics.median(found) for case, found in others.items()}
-    shown = sorted((p for p in pairs if everything or p[1].is_ours), key=lambda p: -_ratio(*p))
+            others.setdefault((now.device_type, now.case), []).append(times)
     rows = []
-    for was, now in shown:
-        beside = drift.get((now.device_type, now.case))
+    for times, was, now in sorted(found, key=lambda each: -each[0]):
+        if not (everything or now.is_ours):
+            continue
+        beside = others.get((now.device_type, now.case))
         rows.append([
             now.title, now.label, milliseconds(was.median_ms), milliseconds(now.median_ms),
-            ratio(_ratio(was, now)), ratio(beside and _ratio(was, now) / beside),
+            ratio(times), ratio(times / statistics.median(beside) if beside else None),
             milliseconds(was.replayed_ms), milliseconds(now.replayed_ms),
             ratio(table.over(now, was, "replayed_ms")),
         ])  # fmt: skip
-    times = ["old ms", "new ms", "new ÷ old", "beside others"]
+    times_of = ["old ms", "new ms", "new ÷ old", "beside others"]
     replayed = ["old replayed", "new replayed", "new ÷ old"]
-    grid = Grid(f"{old} → {new}", ["case", "method", *times, *replayed], rows)
+    grid = Grid(f"{old} → {new}", ["case", "method", *times_of, *replayed], rows)
     console().print(grid.rich())
-    slower = [now for was, now in pairs if now.is_ours and _ratio(was, now) > limit]
-    absent = len({_key(r) for r in newest(before) if r.is_ours} - {_key(r) for r in newest(after)})
-    print(f"{len(slower)} of {sum(now.is_ours for _, now in pairs)} methods of ours are more than "
-          f"{limit:g} times as slow; {absent} were not measured again")  # fmt: skip
+    ours = [times for times, _, now in found if now.is_ours]
+    slower = sum(times > limit for times in ours)
+    absent = len({_key(r) for r in before if r.is_ours} - {_key(r) for r in after})
+    print(f"{slower} of {len(ours)} methods of ours are more than {limit:g} times as slow; "
+          f"{absent} were not measured again")  # fmt: skip
     return 1 if slower else 0
-
-
-def _ratio(was: Record, now: Record) -> float:
-    found = table.over(now, was)
-    if found is None:
-        raise ValueError(f"{now.title} {now.label}: expected two times, got none")
-    return found

@@ -7,7 +7,7 @@ turn, replays what a CUDA graph can hold, and writes one record per method.
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks import memory, record, timing
+from benchmarks import record, timing
 from benchmarks.record import OURS, Record
 from benchmarks.timing import Clock, Timing
 
 Call = Callable[..., Any]
 Inputs = tuple[Tensor, ...]
-# Results by name, such as "loss" and the gradients "hidden" and "weight".
+# By name, such as "loss" and the gradients "hidden" and "weight".
 Results = dict[str, Tensor]
 
 FORWARD, BACKWARD = "forward", "forward+backward"
@@ -77,7 +77,8 @@ class Method:
     Attributes:
         name: what tables call it.
         source: the distribution it comes from: ``"lastlayer"``, ``"torch"`` or a peer's.
-        load: gives what is called; raises :class:`PeerMissing` where the peer is not installed.
+        load: gives work, or a function from the inputs of the case to a loss; raises
+            :class:`PeerMissing` where the peer is not installed.
         computes: the function it computes, where that is not its name.
         scratch: bytes that it needs beyond its inputs, where that may be too much.
         bytes: the fewest it must read and write, where that is not what the case says.
@@ -109,10 +110,12 @@ class Case:
 
     Attributes:
         draw: fresh inputs from a device and a seed.
-        leaves: how many of the inputs, from the first, get gradients.
-        reference: float64 results from the function that is computed and the inputs; an entry
-            ``"support"`` counts the classes of each row that have a probability.
-        compare: distances of results to the reference, by name.
+        gradients: names of the inputs that get gradients, from the first; without any, losses are
+            called without gradients.
+        reference: float64 results from the function that is computed and the inputs; those of the
+            first method, such as plain torch code, where there is no other. An entry ``"support"``
+            counts the classes of each row that have a probability.
+        compare: distances of results to the reference, by name, where they are not relative.
         baseline: whether times are divided by that of the first method.
         flop: operations that the problem needs, or ``bytes`` that it must read and write.
         results_count: whether results are part of the peak memory.
@@ -125,7 +128,7 @@ class Case:
     direction: str
     methods: tuple[Method, ...]
     draw: Callable[[torch.device, int], Inputs]
-    leaves: int = 0
+    gradients: tuple[str, ...] = ()
     reference: Callable[[str, Inputs], Results] | None = None
     compare: Callable[[Method, Any, Results, Inputs], dict[str, float]] | None = None
     baseline: bool = True
@@ -137,8 +140,29 @@ class Case:
     @property
     def title(self) -> str:
         """The case in one line."""
-        said = {name: self.facts[name] for name in ("scale", "scores") if name in self.facts}
-        return record.title(self.section, self.shape, self.dtype, self.direction, **said)
+        scale, scores = self.facts.get("scale"), self.facts.get("scores")
+        return record.title(self.section, self.shape, self.dtype, self.direction, scale, scores)
+
+    def work(self, method: Method) -> Work:
+        """What is called of a method."""
+        loaded = method.load()
+        if isinstance(loaded, Work):
+            return loaded
+        if self.gradients:
+            return loss_step(loaded, *self.gradients)
+        forward = torch.no_grad()(loaded)
+        return Work(lambda *inputs: {"loss": forward(*inputs)})
+
+    def leaves(self, inputs: Inputs) -> Inputs:
+        """The inputs, detached, of which the first get gradients."""
+        count = len(self.gradients)
+        return *(x.detach().requires_grad_() for x in inputs[:count]), *inputs[count:]
+
+    def first_in_float64(self, _: str, inputs: Inputs) -> Results:
+        """The usual reference: results of the first method on the same inputs in float64."""
+        wide = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+        results: Results = self.work(self.methods[0]).call(*self.leaves(wide))
+        return results
 
 
 @dataclass(frozen=True)
@@ -160,10 +184,6 @@ class Family:
     sweeps: Mapping[str, str] = field(default_factory=dict)
     pictured: Sequence[str] = ()
     seed: int | None = None
-
-
-class PlanError(ValueError):
-    """A run that cannot be made as asked, found before any work."""
 
 
 class PeerMissing(ImportError):  # noqa: N818 — absence is an answer here, not an error
@@ -191,24 +211,45 @@ def peer(source: str, module: str, name: str, install: str = PEERS_COMMAND) -> A
     return getattr(importlib.import_module(module), name)
 
 
-def loss_step(function: Call, *names: str) -> Work:
-    """Forward and backward of a loss; ``names`` are those of the inputs that get gradients."""
+def loss_step(
+    function: Call,
+    *names: str,
+    parameters: Mapping[str, Tensor] | None = None,
+    update: Callable[[], Any] | None = None,
+) -> Work:
+    """Forward and backward of a loss, from gradients set to None.
 
-    def call(*inputs: Tensor) -> Results:
+    Args:
+        function: from inputs to the loss.
+        names: of the inputs that get gradients, from the first.
+        parameters: what else gets gradients.
+        update: a step of their optimiser, which then ends each timed call.
+    """
+
+    def leaves(inputs: Inputs) -> dict[str, Tensor]:
+        return dict(zip(names, inputs, strict=False)) | dict(parameters or {})
+
+    def verified(*inputs: Tensor, end: Callable[[], Any] = lambda: None) -> dict[str, Any]:
         loss = function(*inputs)
         loss.backward()
+        end()
         results = {"loss": loss.detach()}
-        for name, leaf in zip(names, inputs, strict=False):
-            if leaf.grad is None:
-                raise RuntimeError(f"no gradient of {name}")
+        for name, leaf in leaves(inputs).items():
             results[name], leaf.grad = leaf.grad, None
         return results
 
-    def captured(*inputs: Tensor) -> Any:
-        loss = function(*inputs)
-        return torch.autograd.grad(loss, inputs[: len(names)])
+    def captured(*inputs: Tensor) -> None:
+        found = list(leaves(inputs).values())
+        gradients = torch.autograd.grad(function(*inputs), found, allow_unused=True)
+        if update is not None:
+            for leaf, gradient in zip(found, gradients, strict=True):
+                leaf.grad = gradient
+            update()
+            for leaf in found:
+                leaf.grad = None
 
-    return Work(call, captured)
+    call = verified if update is None else partial(verified, end=update)
+    return Work(call, captured, verified)
 
 
 def compiled(function: Call) -> Call:
@@ -216,21 +257,32 @@ def compiled(function: Call) -> Call:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def linear_reference(
-    inputs: Inputs, of_scores: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+def exact_step(
+    leaves: Mapping[str, Tensor], row_losses: Callable[[slice], Tensor], rows: int, columns: int
 ) -> Results:
-    """Mean loss and gradients on a linear layer, from the sum and slope of a loss on scores."""
-    hidden, weight, target = inputs[0].double(), inputs[1].double(), inputs[2]
-    rows = hidden.shape[0]
-    of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-    total = hidden.new_zeros(())
-    for part in row_parts(rows, weight.shape[0], hidden.device):
-        some, gradient = of_scores(hidden[part] @ weight.t(), target[part])
-        total += some
-        gradient /= rows
-        torch.mm(gradient, weight, out=of_hidden[part])
-        of_weight.addmm_(gradient.t(), hidden[part])
-    return {"loss": total / rows, "hidden": of_hidden, "weight": of_weight}
+    """The mean loss and its gradients in float64, by autograd, a few rows at a time.
+
+    Args:
+        leaves: float64 tensors that get gradients, by name.
+        row_losses: the losses of some rows, or their sum.
+        rows: how many there are.
+        columns: scores of each.
+    """
+    total: Tensor | float = 0.0
+    for part in row_parts(rows, columns, next(iter(leaves.values())).device):
+        loss = row_losses(part).sum() / rows
+        loss.backward()
+        total += loss.detach()
+    gradients = {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name, leaf in leaves.items()
+    }
+    return {"loss": torch.as_tensor(total), **gradients}
+
+
+def in_float64(*tensors: Tensor) -> list[Tensor]:
+    """Leaves of :func:`exact_step`."""
+    return [each.detach().double().requires_grad_() for each in tensors]
 
 
 def row_parts(rows: int, columns: int, device: torch.device) -> list[slice]:
@@ -262,20 +314,20 @@ def relative_error(got: Tensor | None, exact: Tensor) -> float:
     return float((wrong / right.clamp_min(1e-300)).sqrt())
 
 
-def relative_errors(_: Method, results: Results, exact: Results, __: Inputs) -> dict[str, float]:
-    """Of every result."""
-    return {name: relative_error(got, exact[name]) for name, got in results.items()}
-
-
 @dataclass
 class Run:
-    """What a run has found so far."""
+    """What a run has found so far.
+
+    Attributes:
+        shared: fields that all records have: the environment, and the limits of the device.
+        seed: of the inputs of the last case.
+        absent: why a peer was not measured.
+    """
 
     family: Family
     device: torch.device
     clock: Clock
-    environment: dict[str, Any]
-    limits: dict[str, Any]
+    shared: dict[str, Any]
     seed: int
     out: Console
     json_path: Path | None = None
@@ -295,56 +347,47 @@ class Run:
             inputs = case.draw(self.device, self.seed)
         except torch.OutOfMemoryError:
             self.notes.append(f"skipped {case.title}: not enough memory for the inputs")
-        else:
-            self._measure(case, inputs)
-        memory.release(self.device)
-
-    def _measure(self, case: Case, inputs: Inputs) -> None:
-        found: dict[Method, dict[str, Any]] = {}
-        works: dict[Method, Work] = {}
+            return
+        found: dict[Method, tuple[Work, dict[str, Any]]] = {}
         exact: dict[str, Results] = {}
-        for method, work in self._loaded(case):
-            try:
-                facts = _verify(case, method, work, inputs, exact)
-            except Exception as error:  # noqa: BLE001 — a method may fail in any way
-                self._write(case, method, status=describe(error))
-                continue
-            if facts["verified"] or method.source != OURS:
-                found[method], works[method] = facts, work
-            else:
-                self._write(case, method, **facts | {"status": f"wrong: {facts['status']}"})
-        exact.clear()
-        sets = self._input_sets(case, inputs)
-        thunks = {m: _rotating(work.call, _leaves(case, sets)) for m, work in works.items()}
-        times = self.clock.time(thunks)
-        for method, facts in found.items():
-            timed = times[method]
-            if isinstance(timed, Exception):
-                self._write(case, method, **facts | {"status": describe(timed), "verified": False})
-                continue
-            if not facts["verified"]:
-                facts["status"] = f"inexact: {facts['status']}"
-            work = works[method]
-            if work.replayed and timed.median_ms <= timing.LONGEST_REPLAYED_MS:
-                call = work.captured or work.call
-                calls = [partial(call, *each) for each in _leaves(case, sets[:_REPLAYED_SETS])]
-                facts["replayed_ms"] = timing.replayed_ms(calls, self.device)
-            self._write(case, method, timed, **facts)
-
-    def _loaded(self, case: Case) -> Iterator[tuple[Method, Work]]:
         for method in case.methods:
-            free = memory.free_bytes(self.device)
+            free = timing.free_bytes(self.device)
             if method.scratch and free is not None and method.scratch > free:
                 needed = f"needs about {method.scratch / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
                 self._write(case, method, status=f"does not fit: {needed}")
                 continue
             try:
-                loaded = method.load()
-                yield method, loaded if isinstance(loaded, Work) else Work(loaded)
+                work = case.work(method)
+                facts = _verify(case, method, work, inputs, exact)
             except PeerMissing as missing:
                 self.absent[missing.source] = str(missing)
-            except Exception as error:  # noqa: BLE001 — importing a peer may fail in any way
-                self._write(case, method, status=describe(error))
+            except Exception as error:  # noqa: BLE001 — a method may fail in any way
+                self._write(case, method, status=_describe(error))
+            else:
+                if facts["verified"] or method.source != OURS:
+                    found[method] = work, facts
+                else:
+                    self._write(case, method, **facts | {"status": f"wrong: {facts['status']}"})
+        exact.clear()
+        sets = self._input_sets(case, inputs)
+        times = self.clock.time(
+            {
+                method: _rotating(work.call, [case.leaves(each) for each in sets])
+                for method, (work, _) in found.items()
+            }
+        )
+        for method, (work, facts) in found.items():
+            timed = times[method]
+            if isinstance(timed, Exception):
+                self._write(case, method, **facts | {"status": _describe(timed), "verified": False})
+                continue
+            if not facts["verified"]:
+                facts["status"] = f"inexact: {facts['status']}"
+            if work.replayed and timed.median_ms <= timing.LONGEST_REPLAYED_MS:
+                call = work.captured or work.call
+                calls = [partial(call, *case.leaves(each)) for each in sets[:_REPLAYED_SETS]]
+                facts["replayed_ms"] = timing.replayed_ms(calls, self.device)
+            self._write(case, method, timed, **facts)
 
     def _input_sets(self, case: Case, inputs: Inputs) -> list[Inputs]:
         rotated, most = _ROTATED[self.device.type]
@@ -355,8 +398,7 @@ class Run:
 
     def _write(self, case: Case, method: Method, timed: Timing | None = None, **facts: Any) -> None:
         made = Record(
-            **self.environment,
-            **self.limits,
+            **self.shared,
             date=record.now(),
             family=self.family.name,
             section=case.section,
@@ -387,26 +429,30 @@ def _verify(
     case: Case, method: Method, work: Work, inputs: Inputs, exact: dict[str, Results]
 ) -> dict[str, Any]:
     """Fields of the record: errors, whether they are small enough, and the peak memory."""
-    (leaves,) = _leaves(case, [inputs])
+    leaves = case.leaves(inputs)
     call = work.verified or work.call
     # The first call compiles and tunes, and may take memory for it.
     call(*leaves)
     _poison(inputs)
-    results, peak = memory.with_peak(lambda: call(*leaves), inputs[0].device)
+    results, peak = timing.with_peak(lambda: call(*leaves), inputs[0].device)
     facts = work.facts(results)
     if work.errors is not None:
         errors = work.errors(results, inputs)
     else:
         computes = method.computes or method.name
         if computes not in exact:
-            exact[computes] = case.reference(computes, inputs) if case.reference else {}
-        errors = (case.compare or relative_errors)(method, results, exact[computes], inputs)
-        support = exact[computes].get("support")
+            exact[computes] = (case.reference or case.first_in_float64)(computes, inputs)
+        true = exact[computes]
+        if case.compare is not None:
+            errors = case.compare(method, results, true, inputs)
+        else:
+            errors = {name: relative_error(got, true[name]) for name, got in results.items()}
+        support = true.get("support")
         if support is not None:
             facts["support_mean"] = float(support.double().mean())
             facts["support_max"] = int(support.max())
     if peak is not None and not case.results_count:
-        peak = max(0, peak - sum(each.nbytes for each in results.values()))
+        peak = max(0, peak - sum(each.nbytes for each in results.values() if each is not None))
     if not errors:
         raise RuntimeError("no result was compared with a reference")
     # Written so that NaN never passes.
@@ -414,13 +460,6 @@ def _verify(
     status = f"{wrong[0]} off by {errors[wrong[0]]:.1e}" if wrong else "ok"
     verdict = {"errors": errors, "verified": not wrong, "status": status, "peak_bytes": peak}
     return facts | verdict
-
-
-def _leaves(case: Case, sets: Sequence[Inputs]) -> list[Inputs]:
-    return [
-        tuple(x.detach().requires_grad_() if i < case.leaves else x for i, x in enumerate(each))
-        for each in sets
-    ]
 
 
 def _rotating(call: Call, sets: Sequence[Inputs]) -> timing.Thunk:
@@ -435,7 +474,7 @@ def _poison(inputs: Inputs) -> None:
         torch.full_like(max(floating, key=lambda each: each.nbytes), float("nan"))
 
 
-def describe(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """One short line: what was raised and how its message begins."""
     message = (str(error).strip().splitlines() or [""])[0]
     return f"failed: {type(error).__name__}: {message}"[:100].rstrip(": ")
@@ -445,12 +484,12 @@ def chosen(cases: Sequence[Case], only: str, *, peers: bool) -> list[Case]:
     """The cases whose title contains ``only``, without peers where they are not wanted.
 
     Raises:
-        PlanError: there are none.
+        ValueError: there are none.
     """
     found = [case for case in cases if only.lower() in case.title.lower()]
     if not found:
         titles = "; ".join(case.title for case in cases)
-        raise PlanError(f"--only: expected part of one of [{titles}], got {only!r}")
+        raise ValueError(f"--only: expected part of one of [{titles}], got {only!r}")
     if peers:
         return found
     kept = [tuple(m for m in case.methods if m.source in (OURS, "torch")) for case in found]
@@ -467,35 +506,19 @@ def run(
     json_path: Path | None = None,
     commit: str | None = None,
 ) -> Run:
-    """Measure the limits of the device, then all cases.
+    """Measure the limits of the device, then all cases; what is found is told to ``out``.
 
-    Args:
-        family: what is measured.
-        cases: those of its cases that are wanted.
-        device: where.
-        quick: short times; the cases are small then.
-        out: where progress is told.
-        json_path: a file that every record is appended to as soon as its case is measured.
-        commit: of the source, where git cannot say.
+    Every record is appended to ``json_path`` as soon as its case is measured. ``commit`` is that of
+    the source, where git cannot say.
     """
     clock = Clock.of(device, quick=quick)
-    limits: dict[str, Any] = {
-        "gemm_tflop_per_s": timing.gemm_tflop_per_s(clock, quick=quick),
-        "copy_tb_per_s": timing.copy_tb_per_s(clock, quick=quick),
-    }
-    memory.release(device)
-    made = Run(
-        family=family,
-        device=device,
-        clock=clock,
-        environment=record.environment(device, quick=quick, at=commit),
-        limits=limits,
-        seed=time_ns() % 2**40 if family.seed is None else family.seed,
-        out=out,
-        json_path=json_path,
-    )
+    shared = record.environment(device, quick=quick, at=commit) | timing.limits(clock, quick=quick)
+    timing.release(device)
+    seed = time_ns() % 2**40 if family.seed is None else family.seed
+    made = Run(family, device, clock, shared, seed, out, json_path)
     with out.status("") as status:
         for number, case in enumerate(cases, start=1):
             status.update(f"{number} of {len(cases)}: {case.title}")
             made.measure(case)
+            timing.release(device)
     return made

@@ -1,9 +1,8 @@
 """Losses on a linear layer, with the gradients of hidden states and class vectors."""
 
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from lastlayer import fused, losses
 
 LARGE, SMALL, SPARSE = "large width", "small width", "sparse"
 CROSS_ENTROPY, TOPK = "cross_entropy", maps.TOPK
-SPARSE_LOSSES = ("sparsemax", "entmax 1.5", TOPK)
 # Rows, hidden size, classes; by device and whether the run is quick.
 SHAPES: dict[tuple[str, bool], dict[str, tuple[tuple[int, int, int], ...]]] = {
     ("cuda", False): {
@@ -44,13 +42,10 @@ CHUNK_ROWS = 2048
 # Trained-like scores: how high the target stands, and how many classes come close to it.
 LEAD, NEAR_CLASSES, NEAREST = (4.0, 8.0), 32, (0.5, 1.0)
 VERY_FLAT = 0.01
-
-
-class Scores(NamedTuple):
-    """A kind of scores: how the inputs are made in words, and what draws them in float32."""
-
-    made: str
-    draw: Callable[[tuple[int, ...], torch.Generator], tuple[Tensor, Tensor, Tensor]]
+# Peers: source, module, name, and how one is installed where it is no extra of ours.
+CCE = ("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy")
+QUACK = ("quack-kernels", "quack.linear_cross_entropy", "chunked_linear_cross_entropy",
+         "pip install quack-kernels")  # fmt: skip
 
 
 def _class_vectors(classes: int, width: int, generator: torch.Generator) -> Tensor:
@@ -87,24 +82,27 @@ def _trained(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor
 
 
 TRAINED, FLAT = "trained-like", "flat"
-KINDS = {
-    TRAINED: Scores(
-        "class vectors w ~ N(0, 1)/√width, target y by Zipf's law (p ∝ 1/(1 + y)), "
-        f"hidden = a·(w_y + Σ r_j·w_(y+j), j = 1 … {NEAR_CLASSES}) + N(0, 1), "
-        f"a ~ U({LEAD[0]:g}, {LEAD[1]:g}), r_j ~ U({NEAREST[0]:g}, {NEAREST[1]:g}): "
-        "the target leads, its neighbours come close, all others are noise",
+# By the kind of scores: how inputs are made in words, and what draws them in float32.
+KINDS: dict[str, tuple[str, Call]] = {
+    TRAINED: (
+        (
+            "class vectors w ~ N(0, 1)/√width, target y by Zipf's law (p ∝ 1/(1 + y)), "
+            f"hidden = a·(w_y + Σ r_j·w_(y+j), j = 1 … {NEAR_CLASSES}) + N(0, 1), "
+            f"a ~ U({LEAD[0]:g}, {LEAD[1]:g}), r_j ~ U({NEAREST[0]:g}, {NEAREST[1]:g}): "
+            "the target leads, its neighbours come close, all others are noise"
+        ),
         _trained,
     ),
-    FLAT: Scores(
+    FLAT: (
         "hidden ~ N(0, 1), class vectors ~ N(0, 1)/√width, targets uniform: scores ~ N(0, 1)",
         _flat,
     ),
-    "very flat": Scores(
+    "very flat": (
         f"as flat, with hidden ~ {VERY_FLAT:g}·N(0, 1): scores ~ {VERY_FLAT:g}·N(0, 1)",
         partial(_flat, scale=VERY_FLAT),
     ),
 }
-_MADE = "\n".join(f"  - *{name}*: {kind.made}." for name, kind in KINDS.items())
+_MADE = "\n".join(f"  - *{name}*: {made}." for name, (made, _) in KINDS.items())
 
 NOTES = f"""\
 - A shape is rows × hidden size × classes. A time is of forward and backward together, with the
@@ -120,28 +118,20 @@ NOTES = f"""\
 """
 
 
-def _step(function: Call) -> Work:
-    return driver.loss_step(function, "hidden", "weight")
-
-
-def _ours(name: str, **options: Any) -> Call:
-    functions: dict[str, Call] = {
-        CROSS_ENTROPY: fused.linear_cross_entropy,
-        "sparsemax": partial(fused.linear_entmax_loss, alpha=2.0),
-        "entmax 1.5": partial(fused.linear_entmax_loss, alpha=1.5),
-        TOPK: partial(fused.linear_topk_softmax_loss, k=maps.K),
-    }
-    return partial(functions[name], **options) if options else functions[name]
+# Our losses on hidden states and class vectors, and on stored scores.
+LOSSES: dict[str, tuple[Call, Call]] = {
+    "sparsemax": (partial(fused.linear_entmax_loss, alpha=2.0), losses.sparsemax_loss),
+    "entmax 1.5": (partial(fused.linear_entmax_loss, alpha=1.5), losses.entmax_loss),
+    TOPK: (
+        partial(fused.linear_topk_softmax_loss, k=maps.K),
+        partial(losses.topk_softmax_loss, k=maps.K),
+    ),
+}
 
 
 def _stored(name: str) -> Call:
-    """Our loss on scores that are stored."""
-    on_scores: dict[str, Call] = {
-        "sparsemax": losses.sparsemax_loss,
-        "entmax 1.5": losses.entmax_loss,
-        TOPK: lambda scores, target: losses.topk_softmax_loss(scores, target, maps.K),
-    }
-    return lambda h, w, y: on_scores[name](functional.linear(h, w), y)
+    on_scores = LOSSES[name][1]
+    return lambda h, w, y: on_scores(functional.linear(h, w), y)
 
 
 def _into_float32() -> Work:
@@ -150,11 +140,9 @@ def _into_float32() -> Work:
     def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Results:
         total = torch.zeros_like(weight, dtype=torch.float32)
         loss = fused.linear_cross_entropy(hidden, weight, target, weight_grad=total)
-        loss.backward()
-        gradient, hidden.grad, weight.grad = hidden.grad, None, None
-        if gradient is None:
-            raise RuntimeError("no gradient of hidden")
-        return {"loss": loss.detach(), "hidden": gradient, "weight": total}
+        results = driver.loss_step(lambda *_: loss, "hidden").call(hidden)
+        weight.grad = None
+        return {**results, "weight": total}
 
     return Work(call, replayed=False)
 
@@ -163,18 +151,16 @@ def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(functional.linear(hidden, weight).float(), target)
 
 
-def _mean_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy((hidden @ weight.T).float(), target)
-
-
-def _summed_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy((hidden @ weight.T).float(), target, reduction="sum")
+def _product_loss(
+    hidden: Tensor, weight: Tensor, target: Tensor, reduction: str = "mean"
+) -> Tensor:
+    return functional.cross_entropy((hidden @ weight.T).float(), target, reduction=reduction)
 
 
 def _on_chunks() -> Work:
-    compiled = driver.compiled(_summed_loss)
+    compiled = driver.compiled(partial(_product_loss, reduction="sum"))
 
-    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Results:
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> dict[str, Any]:
         total, gradients = torch.zeros((), device=hidden.device), []
         chunks = zip(hidden.detach().split(CHUNK_ROWS), target.split(CHUNK_ROWS), strict=True)
         for some, their_target in chunks:
@@ -184,37 +170,25 @@ def _on_chunks() -> Work:
             total += loss.detach()
             gradients.append(leaf.grad)
         of_weight, weight.grad = weight.grad, None
-        if of_weight is None:
-            raise RuntimeError("no gradient of weight")
         return {"loss": total, "hidden": torch.cat(gradients), "weight": of_weight}
 
     return Work(call, replayed=False)
 
 
-def _torch_fused() -> Work:
+def _torch_fused() -> Call:
     function = getattr(functional, "linear_cross_entropy", None)
     if function is None:
         raise driver.PeerMissing("torch linear_cross_entropy", f"not in torch {torch.__version__}")
-    options = torch.nn.LinearCrossEntropyOptions()
-    return _step(lambda h, w, y: function(h, w, y, options=options))
+    return partial(function, options=torch.nn.LinearCrossEntropyOptions())
 
 
-def _liger() -> Work:
+def _liger() -> Call:
     name = "LigerFusedLinearCrossEntropyLoss"
     loss = driver.peer("liger-kernel", "liger_kernel.transformers", name)()
-    return _step(lambda h, w, y: loss(w, h, y))
+    return lambda h, w, y: loss(w, h, y)
 
 
-def _cce() -> Work:
-    return _step(driver.peer("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy"))
-
-
-def _quack() -> Work:
-    module, install = "quack.linear_cross_entropy", "pip install quack-kernels"
-    return _step(driver.peer("quack-kernels", module, "chunked_linear_cross_entropy", install))
-
-
-def methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) -> list[Method]:
+def _methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) -> list[Method]:
     """The baseline, ours, then the others."""
     scores, dtype = shape[0] * shape[-1], driver.USUAL_DTYPE[device]
     itemsize = DTYPES[dtype].itemsize
@@ -222,21 +196,19 @@ def methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) -
     def made(name: str, source: str, load: Any, scratch: int = 0) -> Method:
         return Method(name, source, load, CROSS_ENTROPY, scratch=scratch)
 
-    main = made(CROSS_ENTROPY, OURS, lambda: _step(_ours(CROSS_ENTROPY)))
+    main = made(CROSS_ENTROPY, OURS, lambda: fused.linear_cross_entropy)
     if section == SPARSE:
         held, exact = scores * (8 + 4 * itemsize), _SPARSE_TOLERANCES[dtype]
-        ways = {"": (_ours, 0), ", stored scores": (_stored, held)}
+        ways = (("", lambda name: LOSSES[name][0], 0), (", stored scores", _stored, held))
         return [main] + [
-            Method(name + way, OURS, partial(lambda f, n: _step(f(n)), function, name), name,
-                   scratch=scratch, tolerances=exact)
-            for way, (function, scratch) in ways.items() for name in SPARSE_LOSSES
+            Method(name + way, OURS, partial(load, name), name, scratch, tolerances=exact)
+            for way, load, scratch in ways for name in LOSSES
         ]  # fmt: skip
-    low = made(
-        "cross_entropy, low memory", OURS, lambda: _step(_ours(CROSS_ENTROPY, chunk_rows="low"))
-    )
-    eager = made("eager", "torch", lambda: _step(_eager), scores * (12 + itemsize))
-    held = scores * 2 * itemsize
-    compiled = made("compiled", "torch", lambda: _step(driver.compiled(_mean_loss)), held)
+    in_chunks = partial(fused.linear_cross_entropy, chunk_rows="low")
+    low = made("cross_entropy, low memory", OURS, lambda: in_chunks)
+    eager = made("eager", "torch", lambda: _eager, scores * (12 + itemsize))
+    compile_loss = partial(driver.compiled, _product_loss)
+    compiled = made("compiled", "torch", compile_loss, scores * 2 * itemsize)
     torch_fused = made("linear_cross_entropy", "torch", _torch_fused)
     if device == "cpu":
         # Compiling takes longer than all of a quick run, and torch's own fused loss, with its small
@@ -245,8 +217,8 @@ def methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) -
     others = [
         torch_fused,
         made("fused linear CE", "liger-kernel", _liger),
-        made("linear CE", "cut-cross-entropy", _cce),
-        made("chunked linear CE", "quack-kernels", _quack),
+        made("linear CE", CCE[0], lambda: driver.peer(*CCE)),
+        made("chunked linear CE", QUACK[0], lambda: driver.peer(*QUACK)),
     ]
     if section == SMALL:
         on_chunks = made(f"compiled, {CHUNK_ROWS}-row chunks", "torch", _on_chunks)
@@ -257,38 +229,40 @@ def methods(section: str, shape: tuple[int, ...], device: str, *, quick: bool) -
 
 def reference(computes: str, inputs: Inputs) -> Results:
     """The mean loss ⟨p − y, scores⟩ + H(p), its gradients, and the supports."""
+    (hidden, weight), target = driver.in_float64(*inputs[:2]), inputs[2]
     supports = []
     # 1 is Shannon's entropy.
     alpha = maps.ALPHAS.get(computes, 1.0)
 
-    def of_scores(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        own = target.unsqueeze(-1)
-        probs = maps.truth("softmax" if computes == CROSS_ENTROPY else computes, scores)
+    def row_losses(part: slice) -> Any:
+        scores = hidden[part] @ weight.t()
+        # At the map p the slope of the loss is p − y: as if p were constant.
+        probs = maps.truth("softmax" if computes == CROSS_ENTROPY else computes, scores.detach())
         supports.append((probs > 0).sum(-1))
         if alpha == 1.0:
-            entropy = torch.special.entr(probs).sum()
+            entropy = torch.special.entr(probs).sum(-1)
         else:
-            entropy = (1.0 - probs.pow(alpha).sum(-1)).sum() / (alpha * (alpha - 1.0))
-        at_target = scores.gather(-1, own)
-        total = torch.dot(probs.flatten(), scores.flatten()) - at_target.sum() + entropy
-        return total, probs.scatter_add_(-1, own, -torch.ones_like(at_target))
+            entropy = (1.0 - probs.pow(alpha).sum(-1)) / (alpha * (alpha - 1.0))
+        own = scores.gather(-1, target[part].unsqueeze(-1)).squeeze(-1)
+        return torch.linalg.vecdot(probs, scores) - own + entropy
 
-    results = driver.linear_reference(inputs, of_scores)
+    leaves = {"hidden": hidden, "weight": weight}
+    results = driver.exact_step(leaves, row_losses, len(hidden), len(weight))
     return results if computes == CROSS_ENTROPY else results | {"support": torch.cat(supports)}
 
 
 def _case(section: str, shape: tuple[int, int, int], kind: str, device: str, quick: bool) -> Case:
     dtype = driver.USUAL_DTYPE[device]
+    made, drawn = KINDS[kind]
 
     def draw(on: torch.device, seed: int) -> Inputs:
-        made = KINDS[kind].draw(shape, torch.Generator(on).manual_seed(seed))
-        hidden, weight, target = made
+        hidden, weight, target = drawn(shape, torch.Generator(on).manual_seed(seed))
         return hidden.to(DTYPES[dtype]), weight.to(DTYPES[dtype]), target
 
-    found = tuple(methods(section, shape, device, quick=quick))
     return Case(
-        section, shape, dtype, BACKWARD, found, draw, leaves=2, reference=reference,
-        flop=6 * math.prod(shape), facts={"scores": kind, "inputs": KINDS[kind].made},
+        section, shape, dtype, BACKWARD, tuple(_methods(section, shape, device, quick=quick)), draw,
+        ("hidden", "weight"), reference, flop=6 * math.prod(shape),
+        facts={"scores": kind, "inputs": made},
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,18 +151,15 @@ class FlatLayer(nn.Linear):
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]  # a head has targets
         """The mean loss, from scores in float32, or in float64 from float64."""
-        return functional.cross_entropy(_wide(self._scores(hidden)), target)
+        return functional.cross_entropy(_wide(super().forward(hidden)), target)
 
     def log_prob(self, hidden: Tensor) -> Tensor:
         """Of all classes."""
-        return torch.log_softmax(self._scores(hidden), -1)
+        return torch.log_softmax(super().forward(hidden), -1)
 
     def topk(self, hidden: Tensor, k: int) -> TopK:
         """The best scores, which are not normalised, and their classes."""
-        return TopK(*torch.topk(self._scores(hidden), k))
-
-    def _scores(self, hidden: Tensor) -> Tensor:
-        return functional.linear(hidden, self.weight, self.bias)
+        return TopK(*torch.topk(super().forward(hidden), k))
 
 
 class GatheredPaths(nn.Module):
@@ -203,35 +200,28 @@ def _wide(scores: Tensor) -> Tensor:
     return scores if scores.dtype == torch.float64 else scores.float()
 
 
-def _hierarchical(make: Callable[[Problem], Tree], **options: Any) -> Any:
-    return lambda p: heads.HierarchicalSoftmax(p.width, make(p), **options, **p.made)
+def _flat(p: Problem) -> nn.Module:
+    return FlatLayer(p.width, p.classes, **p.made)
 
 
-def _adaptive(*parts: int) -> Any:
+def _adaptive(p: Problem, *parts: int) -> Any:
     """Cutoffs at these parts of the classes; without any, chosen from the counts."""
     if not parts:
-        return lambda p: heads.AdaptiveSoftmax(p.width, counts=p.counts, **p.made)
-    return lambda p: heads.AdaptiveSoftmax(
-        p.width, cutoffs=[p.classes // part for part in parts], n_classes=p.classes, **p.made
-    )
+        return heads.AdaptiveSoftmax(p.width, counts=p.counts, **p.made)
+    cutoffs = [p.classes // part for part in parts]
+    return heads.AdaptiveSoftmax(p.width, cutoffs=cutoffs, n_classes=p.classes, **p.made)
 
 
-def _torch_adaptive(*parts: int) -> Any:
-    def build(p: Problem) -> nn.Module:
-        cutoffs = _adaptive(*parts)(p).cutoffs.tolist()
-        return nn.AdaptiveLogSoftmaxWithLoss(p.width, p.classes, cutoffs, **p.made)
-
-    return build
+def _torch_adaptive(p: Problem, *parts: int) -> nn.Module:
+    cutoffs = _adaptive(p, *parts).cutoffs.tolist()
+    return nn.AdaptiveLogSoftmaxWithLoss(p.width, p.classes, cutoffs, **p.made)
 
 
-def _differentiated(variant: str) -> Any:
-    def build(p: Problem) -> nn.Module:
-        widths = [3 * p.width // 4, 3 * p.width // 16, p.width // 16]
-        classes = [p.classes // 25, 4 * p.classes // 25]
-        bands = [*zip(classes, widths, strict=False), (p.classes - sum(classes), widths[-1])]
-        return heads.DifferentiatedSoftmax(p.width, bands, variant=variant, **p.made)
-
-    return build
+def _differentiated(p: Problem, variant: Any) -> nn.Module:
+    widths = [3 * p.width // 4, 3 * p.width // 16, p.width // 16]
+    classes = [p.classes // 25, 4 * p.classes // 25]
+    bands = [*zip(classes, widths, strict=False), (p.classes - sum(classes), widths[-1])]
+    return heads.DifferentiatedSoftmax(p.width, bands, variant=variant, **p.made)
 
 
 def _char_cnn(p: Problem) -> nn.Module:
@@ -239,34 +229,34 @@ def _char_cnn(p: Problem) -> nn.Module:
     return heads.CharCNNSoftmax(p.width, words, **p.made)
 
 
-def _sampled(kind: Any) -> Any:
+def _sampled(p: Problem, kind: Any = heads.SampledSoftmax) -> nn.Module:
     """As many classes drawn as there are rows, by how often they occur."""
-    return lambda p: kind(
-        p.width, p.classes, samplers.Unigram(p.counts), p.rows, sparse=True, **p.made
-    )
+    sampler = samplers.Unigram(p.counts)
+    made: nn.Module = kind(p.width, p.classes, sampler, p.rows, sparse=True, **p.made)
+    return made
 
 
-def _shape_of(head: Any) -> str:
-    return _in_words(head.tree)
+def _described(module: Any) -> str:
+    """What was chosen for the problem: the shape of a tree, cutoffs, bands, or draws."""
+    if hasattr(module, "tree"):
+        return _tree_in_words(module.tree)
+    if hasattr(module, "cutoffs"):
+        made = module.cutoffs
+        starts = made.tolist() if isinstance(made, Tensor) else made[:-1]
+        return "cutoffs " + (", ".join(f"{each:,}" for each in starts) or "none")
+    if hasattr(module, "bands"):
+        return "bands " + ", ".join(f"{classes:,} of {width}" for classes, width in module.bands)
+    return f"{module.n_samples:,} drawn" if hasattr(module, "n_samples") else ""
 
 
-def _in_words(tree: Tree) -> str:
+def _tree_in_words(tree: Tree) -> str:
     return f"{tree.max_depth} deep" + ("" if tree.is_binary else f", up to {tree.max_arity} wide")
 
 
-def _cutoffs_of(head: Any) -> str:
-    """The cutoffs of an adaptive head in words, ours or torch's."""
-    made = head.cutoffs
-    starts = made.tolist() if isinstance(made, Tensor) else made[:-1]
-    return "cutoffs " + (", ".join(f"{each:,}" for each in starts) or "none")
-
-
-def _bands_of(head: Any) -> str:
-    return "bands " + ", ".join(f"{classes:,} of {width}" for classes, width in head.bands)
-
-
-def _draws_of(head: Any) -> str:
-    return f"{head.n_samples:,} drawn"
+def _facts(module: nn.Module) -> Callable[[Any], dict[str, Any]]:
+    numbers = sum(each.numel() for each in module.parameters())
+    settings = _described(module)
+    return lambda _: {"settings": settings, "parameters": numbers}
 
 
 @dataclass(frozen=True)
@@ -280,7 +270,6 @@ class Entry:
         losses: its loss in float64.
         source: the distribution it comes from.
         computes: the function it computes, where other entries compute it too.
-        settings: what was chosen for the problem, in words.
         score_bytes: bytes that it holds for each row and class; 0 where it stores no scores.
         tolerances: where they are not the usual ones.
         optimizer: of the parameters, whose step then ends each call.
@@ -292,7 +281,6 @@ class Entry:
     losses: Losses = references.by_log_prob
     source: str = OURS
     computes: str = ""
-    settings: Callable[[Any], str] = lambda _: ""
     score_bytes: int = 0
     tolerances: Mapping[str, float] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
@@ -305,53 +293,27 @@ class Entry:
         )  # fmt: skip
 
     def load(self, problem: Problem) -> Work:
-        """Forward and backward from gradients set to None, and perhaps an update."""
+        """Forward and backward, and perhaps an update."""
         module = seeded(lambda: self.build(problem), problem.device)
-        named = dict(module.named_parameters())
-        update = None if self.optimizer is None else self.optimizer(named.values()).step
+        parameters = dict(module.named_parameters())
 
-        def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
-            made: Any = module(hidden, target)
+        def loss_of(hidden: Tensor, target: Tensor) -> Any:
+            made = module(hidden, target)
             # torch's adaptive softmax returns a tuple that has it.
-            loss: Tensor = getattr(made, "loss", made)
-            return loss
-
-        def call(
-            hidden: Tensor, target: Tensor, update: Callable[[], Any] | None = update
-        ) -> Results:
-            loss = loss_of(hidden, target)
-            loss.backward()
-            if update is not None:
-                update()
-            leaves: dict[str, Any] = {"hidden": hidden, **named}
-            taken = {name: leaf.grad for name, leaf in leaves.items()}
-            for leaf in leaves.values():
-                leaf.grad = None
-            return {"loss": loss.detach(), **taken}
-
-        def captured(hidden: Tensor, target: Tensor) -> None:
-            leaves = [hidden, *named.values()]
-            made = torch.autograd.grad(loss_of(hidden, target), leaves, allow_unused=True)
-            if update is not None:
-                for leaf, gradient in zip(leaves, made, strict=True):
-                    leaf.grad = gradient
-                update()
-                for leaf in leaves:
-                    leaf.grad = None
+            return getattr(made, "loss", made)
 
         def errors(results: Results, inputs: Inputs) -> dict[str, float]:
-            hidden, target = inputs
-            exact = references.step(module, self.losses, problem.classes, hidden, target)
+            exact = references.step(module, self.losses, problem.classes, *inputs)
             found = {
                 name: driver.relative_error(results[name], each) for name, each in exact.items()
             }
-            of_parameters = [found[name] for name in named]
-            worst = math.nan if any(map(math.isnan, of_parameters)) else max(of_parameters)
+            # NaN if one of them is.
+            worst = float(np.max([found[name] for name in parameters]))
             return {"loss": found["loss"], "hidden": found["hidden"], "weight": worst}
 
-        numbers = sum(each.numel() for each in named.values())
-        facts = {"settings": self.settings(module), "parameters": numbers}
-        return Work(call, captured, partial(call, update=None), errors, lambda _: dict(facts))
+        update = None if self.optimizer is None else self.optimizer(parameters.values()).step
+        step = driver.loss_step(loss_of, "hidden", parameters=parameters, update=update)
+        return replace(step, errors=errors, facts=_facts(module))
 
 
 def seeded(build: Callable[[], nn.Module], device: torch.device, seed: int = SEED) -> nn.Module:
@@ -368,59 +330,48 @@ ADAPTIVE_50, ADAPTIVE_25 = "adaptive, cutoffs V/50, V/5", "adaptive, cutoffs V/2
 SAMPLED, NCE = "sampled softmax, sparse", "noise contrastive, sparse"
 UPDATED = " + RowAdagrad"
 
-_TREE: dict[str, Any] = {"losses": references.paths, "settings": _shape_of}
-_CLUSTERS: dict[str, Any] = {"losses": references.clusters, "settings": _cutoffs_of}
-_TORCH_CLUSTERS: dict[str, Any] = {
-    "losses": references.torch_clusters, "settings": _cutoffs_of, "source": "torch"
-}  # fmt: skip
-_BANDS: dict[str, Any] = {"losses": references.bands, "settings": _bands_of}
-_DRAWN: dict[str, Any] = {"losses": references.sampled, "settings": _draws_of}
+
+def _tree(name: str, make: Callable[[Problem], Tree], *on: str, sparse: bool = True) -> Entry:
+    def build(p: Problem) -> nn.Module:
+        return heads.HierarchicalSoftmax(p.width, make(p), sparse=sparse, **p.made)
+
+    return Entry(name, build, on, references.paths)
+
 
 # The one place where a head is added: a name and what builds it are enough.
 ENTRIES = (
-    Entry(
-        LINEAR, lambda p: FlatLayer(p.width, p.classes, **p.made), (CPU, CUDA, WORDS),
-        references.flat, "torch", "full", score_bytes=14,
-    ),
+    Entry(LINEAR, _flat, (CPU, CUDA, WORDS), references.flat, "torch", "full", score_bytes=14),
     Entry(
         FULL, lambda p: heads.FullSoftmax(p.width, p.classes, **p.made), (CPU, CUDA, WORDS, SWEEP),
         references.flat, computes="full",
     ),
-    Entry(
-        HUFFMAN, _hierarchical(lambda p: huffman(p.classes), sparse=True), (CPU, CUDA, SWEEP),
-        **_TREE,
+    _tree(HUFFMAN, lambda p: huffman(p.classes), CPU, CUDA, SWEEP),
+    _tree("hierarchical, Huffman, dense", lambda p: huffman(p.classes), CPU, sparse=False),
+    _tree(
+        f"hierarchical, collapsed to {WIDE}, sparse", lambda p: huffman(p.classes).collapse(WIDE),
+        CPU, CUDA,
     ),
-    Entry(
-        "hierarchical, Huffman, dense", _hierarchical(lambda p: huffman(p.classes)), (CPU,), **_TREE
-    ),
-    Entry(
-        f"hierarchical, collapsed to {WIDE}, sparse",
-        _hierarchical(lambda p: huffman(p.classes).collapse(WIDE), sparse=True), **_TREE,
-    ),
-    Entry(
-        "hierarchical, two_level, sparse",
-        _hierarchical(lambda p: trees.two_level(p.counts), sparse=True), (CPU,), **_TREE,
-    ),
-    Entry(
-        TWO_LEVEL, _hierarchical(lambda p: trees.two_level(p.classes), sparse=True), (SWEEP,),
-        **_TREE,
-    ),
+    _tree("hierarchical, two_level, sparse", lambda p: trees.two_level(p.counts), CPU),
+    _tree(TWO_LEVEL, lambda p: trees.two_level(p.classes), SWEEP),
     Entry(
         "gathered paths, Huffman, sparse", lambda p: GatheredPaths(huffman(p.classes), p),
-        losses=references.gathered, source="torch", computes=HUFFMAN, settings=_shape_of,
+        losses=references.gathered, source="torch", computes=HUFFMAN,
     ),
-    Entry(ADAPTIVE, _adaptive(), (CPU, CUDA, SWEEP), **_CLUSTERS),
-    Entry(ADAPTIVE, _torch_adaptive(), (CPU,), **_TORCH_CLUSTERS),
-    Entry(ADAPTIVE_50, _adaptive(50, 5), (CPU,), **_CLUSTERS),
-    Entry(ADAPTIVE_50, _torch_adaptive(50, 5), (CPU,), **_TORCH_CLUSTERS),
-    Entry(ADAPTIVE_25, _adaptive(25, 5), (CUDA,), **_CLUSTERS),
-    Entry(ADAPTIVE_25, _torch_adaptive(25, 5), (CUDA,), **_TORCH_CLUSTERS),
-    Entry("differentiated, slices", _differentiated("slices"), **_BANDS),
-    Entry("differentiated, projections", _differentiated("projections"), **_BANDS),
-    Entry(SAMPLED, _sampled(heads.SampledSoftmax), (CPU, CUDA, SWEEP), **_DRAWN),
-    Entry(NCE, _sampled(heads.NoiseContrastive), losses=references.noise, settings=_draws_of),
+    Entry(ADAPTIVE, _adaptive, (CPU, CUDA, SWEEP), references.clusters),
+    Entry(ADAPTIVE, _torch_adaptive, (CPU,), source="torch"),
+    Entry(ADAPTIVE_50, lambda p: _adaptive(p, 50, 5), (CPU,), references.clusters),
+    Entry(ADAPTIVE_50, lambda p: _torch_adaptive(p, 50, 5), (CPU,), source="torch"),
+    Entry(ADAPTIVE_25, lambda p: _adaptive(p, 25, 5), (CUDA,), references.clusters),
+    Entry(ADAPTIVE_25, lambda p: _torch_adaptive(p, 25, 5), (CUDA,), source="torch"),
+    *(
+        Entry(f"differentiated, {kind}", partial(_differentiated, variant=kind),
+              losses=references.bands)
+        for kind in ("slices", "projections")
+    ),
+    Entry(SAMPLED, _sampled, (CPU, CUDA, SWEEP), references.sampled),
+    Entry(NCE, partial(_sampled, kind=heads.NoiseContrastive), losses=references.noise),
     Entry(
-        SAMPLED + UPDATED, _sampled(heads.SampledSoftmax), (CUDA,), **_DRAWN,
+        SAMPLED + UPDATED, _sampled, (CUDA,), references.sampled,
         optimizer=lambda parameters: optim.RowAdagrad(parameters, lr=1e-3),
     ),
     # Rounding decides between letters that are equally good, and the gradient goes to one of them.
@@ -438,7 +389,7 @@ def _step_case(section: str, place: str, shape: tuple[int, int, int], device: to
         key=lambda method: (method.name != baseline, method.source != OURS),
     )
     return Case(
-        section, shape, dtype, BACKWARD, tuple(found), problem.draw, leaves=1, results_count=True
+        section, shape, dtype, BACKWARD, tuple(found), problem.draw, ("hidden",), results_count=True
     )
 
 
@@ -446,43 +397,30 @@ def _step_case(section: str, place: str, shape: tuple[int, int, int], device: to
 def _trained(p: Problem, build: Callable[[Problem], nn.Module], spread: float) -> Any:
     """A head of trained shape: biases by the counts, vectors of this spread."""
     head: Any = build(p)
-    biases: dict[Any, Counts]
     if isinstance(head, FlatLayer):
-        weights, biases = [head.weight], {head.bias: np.log(p.counts)}
-    elif isinstance(head, heads.HierarchicalSoftmax):
-        tree = head.tree
-        # How often a path goes through each node, and on to its second child.
-        passes = np.repeat(p.counts, tree.class_depth)
-        below = np.bincount(tree.path_node, passes, minlength=tree.n_inner)
-        second = np.bincount(tree.path_node, passes * tree.path_position, minlength=tree.n_inner)
-        weights, biases = [head.weight], {head.bias: np.log(second / (below - second))}
+        head.bias.copy_(torch.from_numpy(np.log(p.counts)))
     else:
-        for projection in head.projections:
-            projection.mul_(math.sqrt(3.0))
-        first, *others = np.split(p.counts, head.cutoffs.tolist())
-        logs = np.log(np.concatenate([first, [each.sum() for each in others]]))
-        weights, biases = [head.head_weight, *head.tails], {head.head_bias: logs}
+        # Counts below a half would count as a half.
+        head.init_bias_from_counts(p.classes * p.counts)
     # Drawn as nn.Linear's, so that N(0, 1) gives scores this deviation.
-    for weight in weights:
-        weight.mul_(spread * math.sqrt(3.0))
-    for bias, values in biases.items():
-        bias.copy_(torch.from_numpy(values))
+    for name, parameter in head.named_parameters():
+        if parameter.dim() == 2:
+            parameter.mul_(math.sqrt(3.0) * (1.0 if "projection" in name else spread))
     return head
 
 
 DENSE, TREE_TOP, ADAPTIVE_TOP = "linear + topk", "hierarchical, Huffman", "adaptive"
-_TOP_HEADS: dict[str, Any] = {
-    DENSE: (lambda p: FlatLayer(p.width, p.classes, **p.made), lambda _: ""),
-    TREE_TOP: (_hierarchical(lambda p: huffman(p.classes)), _shape_of),
-    ADAPTIVE_TOP: (
-        lambda p: heads.AdaptiveSoftmax(p.width, counts=p.counts, head_bias=True, **p.made),
-        _cutoffs_of,
+_TOP_HEADS: dict[str, Callable[[Problem], nn.Module]] = {
+    DENSE: _flat,
+    TREE_TOP: lambda p: heads.HierarchicalSoftmax(p.width, huffman(p.classes), **p.made),
+    ADAPTIVE_TOP: lambda p: heads.AdaptiveSoftmax(
+        p.width, counts=p.counts, head_bias=True, **p.made
     ),
 }
 
 
 def _load_top(problem: Problem, kind: str, spread: float) -> Work:
-    build, settings = _TOP_HEADS[kind]
+    build = _TOP_HEADS[kind]
     module: Any = seeded(lambda: _trained(problem, build, spread), problem.device)
 
     @torch.no_grad()
@@ -504,9 +442,7 @@ def _load_top(problem: Problem, kind: str, spread: float) -> Work:
                 worst.append(log_prob.new_tensor(torch.inf))
         return {"log_prob": float(torch.stack(worst).max())}
 
-    numbers = sum(each.numel() for each in module.parameters())
-    facts = {"settings": settings(module), "parameters": numbers}
-    return Work(call, errors=errors, facts=lambda _: dict(facts))
+    return Work(call, errors=errors, facts=_facts(module))
 
 
 def top_name(kind: str, spread: float) -> str:
@@ -543,10 +479,10 @@ def load_draws(name: str, classes: int, device: torch.device) -> Work:
         return draw_work(lambda n: (torch.multinomial(weight, n, replacement=True), None), probs)
     sampler: Any
     if name == "log-uniform":
-        probs = np.log1p(1.0 / np.arange(1.0, classes + 1.0)) / np.log1p(classes)
         sampler = samplers.LogUniform(classes)
+        probs = np.log1p(1.0 / np.arange(1.0, classes + 1.0)) / np.log1p(classes)
     elif name == "uniform":
-        probs, sampler = np.full(classes, 1.0 / classes), samplers.Uniform(classes)
+        sampler, probs = samplers.Uniform(classes), np.full(classes, 1.0 / classes)
     else:
         sampler = samplers.Unigram(probs)
     return draw_work(sampler.to(device).sample_with_log_prob, probs)
@@ -591,14 +527,10 @@ def _draws_case(classes: int, device: torch.device) -> Case:
     )  # fmt: skip
 
 
-def _codes(classes: int) -> list[list[int]]:
+def _from_codes(classes: int, *, strings: bool) -> Any:
     tree = trees.huffman(_shuffled(classes))
     chosen, start = tree.path_position.tolist(), tree.path_start.tolist()
-    return [chosen[start[c] : start[c + 1]] for c in range(classes)]
-
-
-def _from_codes(classes: int, *, strings: bool) -> Any:
-    lists = _codes(classes)
+    lists = [chosen[start[c] : start[c + 1]] for c in range(classes)]
     codes = ["".join(map(str, code)) for code in lists] if strings else lists
     return lambda _: trees.from_codes(codes)
 
@@ -654,8 +586,9 @@ CLUSTERED: dict[str, Callable[[int], Callable[[Counts], Tree]]] = {
 }
 
 
-def tree_work(build: Callable[[Counts], Tree], classes: int) -> Work:
+def tree_work(prepare: Callable[[int], Callable[[Counts], Tree]], classes: int) -> Work:
     """A tree from counts, verified by even choices: all classes get a probability, in sum 1."""
+    build = prepare(classes)
 
     def errors(results: dict[str, Tree], _: Inputs) -> dict[str, float]:
         tree = results["tree"]
@@ -668,18 +601,16 @@ def tree_work(build: Callable[[Counts], Tree], classes: int) -> Work:
     return Work(
         lambda counts: {"tree": build(counts.numpy())},
         errors=errors,
-        facts=lambda results: {"settings": _in_words(results["tree"])},
+        facts=lambda results: {"settings": _tree_in_words(results["tree"])},
     )
 
 
 def _trees_case(classes: int, builders: Mapping[str, Any]) -> Case:
-    def load(prepare: Callable[[int], Any]) -> Work:
-        return tree_work(prepare(classes), classes)
-
     found = tuple(
-        Method(name, OURS, partial(load, prepare), f"tree, {name}", tolerances={"sums": 1e-9})
+        Method(name, OURS, partial(tree_work, prepare, classes), f"tree, {name}",
+               tolerances={"sums": 1e-9})
         for name, prepare in builders.items()
-    )
+    )  # fmt: skip
     return Case(
         TREES, (classes,), "float64", FORWARD, found,
         lambda on, seed: (torch.from_numpy(_shuffled(classes, seed)).to(on),),
@@ -703,11 +634,5 @@ def _cases(device: torch.device, quick: bool) -> list[Case]:
 
 
 FAMILY = Family(
-    name="heads",
-    title="Heads",
-    cases=_cases,
-    notes=NOTES,
-    sweeps={AGAINST: "classes"},
-    pictured=(AGAINST,),
-    seed=SEED,
+    "heads", "Heads", _cases, NOTES, {AGAINST: "classes"}, pictured=(AGAINST,), seed=SEED
 )

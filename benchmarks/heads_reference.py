@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from benchmarks.driver import Results, row_parts
+from benchmarks import driver
+from benchmarks.driver import Results
 from lastlayer.trees import Tree
 
 Losses = Callable[[Any, Tensor, Tensor], Tensor]
@@ -31,22 +32,17 @@ def step(
 ) -> Results:
     """The mean loss, and the gradients of hidden states and parameters, a few rows at a time."""
     twin = in_float64(module)
-    leaf = hidden.detach().double().requires_grad_()
-    total = leaf.new_zeros(())
-    for part in row_parts(len(hidden), classes, hidden.device):
-        loss = losses(twin, leaf[part], target[part]).sum() / len(hidden)
-        loss.backward()
-        total += loss.detach()
-    leaves = {"hidden": leaf, **dict(twin.named_parameters())}
-    gradients = {
-        name: torch.zeros_like(each) if each.grad is None else each.grad
-        for name, each in leaves.items()
-    }
-    return {"loss": total, **gradients}
+    (wide,) = driver.in_float64(hidden)
+    return driver.exact_step(
+        {"hidden": wide, **dict(twin.named_parameters())},
+        lambda part: losses(twin, wide[part], target[part]),
+        len(hidden),
+        classes,
+    )
 
 
 def by_log_prob(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
-    """Minus the exact log-probability, which every head has: for heads without a formula here."""
+    """Minus the exact log-probability, for torch's modules and heads without a formula here."""
     losses: Tensor = -twin.log_prob(hidden).gather(-1, target.unsqueeze(-1)).squeeze(-1)
     return losses
 
@@ -137,32 +133,15 @@ def _drawn_scores(
 
 def clusters(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
     """A softmax over frequent classes and clusters, and one in the cluster of the target."""
-    inside = list(zip(twin.projections, twin.tails, strict=True))
-    return _cluster_losses(twin.head_weight, inside, twin.cutoffs.tolist(), hidden, target)
-
-
-def torch_clusters(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
-    """The same of torch's module."""
-    inside = [(narrow.weight, vectors.weight) for narrow, vectors in twin.tail]
-    return _cluster_losses(twin.head.weight, inside, twin.cutoffs[:-1], hidden, target)
-
-
-def _cluster_losses(
-    top: Tensor,
-    inside: list[tuple[Tensor, Tensor]],
-    cutoffs: list[int],
-    hidden: Tensor,
-    target: Tensor,
-) -> Tensor:
-    n_top = len(top) - len(inside)
-    starts = torch.tensor(cutoffs, dtype=target.dtype, device=target.device)
-    cluster = torch.bucketize(target, starts, right=True)
+    n_top = len(twin.head_weight) - len(twin.tails)
+    cluster = torch.bucketize(target, twin.cutoffs.to(target), right=True)
     column = torch.where(cluster == 0, target, n_top + cluster - 1).unsqueeze(-1)
-    losses = -torch.log_softmax(hidden @ top.t(), -1).gather(-1, column).squeeze(-1)
-    for i, (projection, vectors) in enumerate(inside):
-        rows = (cluster == i + 1).nonzero().squeeze(-1)
+    losses = -torch.log_softmax(hidden @ twin.head_weight.t(), -1).gather(-1, column).squeeze(-1)
+    inside = zip(twin.projections, twin.tails, twin.cutoffs.tolist(), strict=True)
+    for i, (projection, vectors, start) in enumerate(inside, start=1):
+        rows = (cluster == i).nonzero().squeeze(-1)
         log_prob = torch.log_softmax(hidden[rows] @ projection.t() @ vectors.t(), -1)
-        place = (target[rows] - cutoffs[i]).unsqueeze(-1)
+        place = (target[rows] - start).unsqueeze(-1)
         losses = losses.index_add(0, rows, -log_prob.gather(-1, place).squeeze(-1))
     return losses
 

@@ -1,12 +1,14 @@
 """Maps from scores to probabilities: sparsemax, entmax and top-k softmax."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import driver
-from benchmarks.driver import BACKWARD, DTYPES, FORWARD, Call, Case, Family, Inputs, Method, Results
+from benchmarks.driver import BACKWARD, DTYPES, FORWARD, Call, Case, Inputs, Method, Results, Work
 from benchmarks.record import OURS
 from lastlayer import maps
 
@@ -24,7 +26,6 @@ SCALED_SHAPES = {"cuda": SHAPES["cuda"], "cpu": SHAPES["cpu"][1:2]}
 DTYPES_ON = {"cuda": ("float32", "bfloat16"), "cpu": ("float32",)}
 # Exponents of two: the numbers of columns, and the constant number of scores.
 WIDTHS = {"cuda": (range(7, 21), 27), "cpu": (range(6, 19, 2), 22)}
-# The entmax package sorts only the k largest scores first; on shorter rows it sorts them all.
 _ENTMAX_FIRST_K = 512
 # Liger's rows must fit in one Triton block.
 _LIGER_WIDEST = 65536
@@ -56,12 +57,11 @@ def _torch_topk(scores: Tensor) -> Tensor:
 
 def _entmax_package(name: str, **options: Any) -> Call:
     function = driver.peer("entmax", "entmax", name)
-    if options:
-        return lambda scores: function(scores, dim=-1, **options)
 
     def call(scores: Tensor) -> Any:
+        # It sorts only the k largest scores first; shorter rows are sorted whole.
         first_k = _ENTMAX_FIRST_K if scores.shape[-1] > _ENTMAX_FIRST_K else None
-        return function(scores, dim=-1, k=first_k)
+        return function(scores, dim=-1, **options or {"k": first_k})
 
     return call
 
@@ -71,30 +71,29 @@ def _liger() -> Call:
     return lambda scores: function.apply(scores, -1)
 
 
+_SPLASH = partial(driver.peer, "adasplash", "adasplash")
 # By source and name: the function that is computed, and how the map is loaded.
-METHODS: dict[tuple[str, str], tuple[str, Any]] = {
-    ("torch", "softmax"): ("softmax", lambda: lambda x: torch.softmax(x, -1)),
+METHODS: dict[tuple[str, str], tuple[str, Callable[[], Call]]] = {
+    ("torch", "softmax"): ("softmax", lambda: partial(torch.softmax, dim=-1)),
     (OURS, "sparsemax"): ("sparsemax", lambda: maps.sparsemax),
-    (OURS, "entmax 1.5"): ("entmax 1.5", lambda: lambda x: maps.entmax(x, 1.5)),
-    (OURS, "entmax 1.25"): ("entmax 1.25", lambda: lambda x: maps.entmax(x, 1.25)),
-    (OURS, SUPPORT): ("entmax 1.5", lambda: lambda x: maps.entmax_support(x, 1.5, MAX_SUPPORT)),
-    (OURS, TOPK): (TOPK, lambda: lambda x: maps.topk_softmax(x, K)),
+    (OURS, "entmax 1.5"): ("entmax 1.5", lambda: partial(maps.entmax, alpha=1.5)),
+    (OURS, "entmax 1.25"): ("entmax 1.25", lambda: partial(maps.entmax, alpha=1.25)),
+    (OURS, SUPPORT): (
+        "entmax 1.5", lambda: partial(maps.entmax_support, alpha=1.5, max_support=MAX_SUPPORT),
+    ),
+    (OURS, TOPK): (TOPK, lambda: partial(maps.topk_softmax, k=K)),
     ("torch", "topk + softmax + scatter"): (TOPK, lambda: _torch_topk),
-    ("entmax", "sparsemax"): ("sparsemax", lambda: _entmax_package("sparsemax")),
-    ("entmax", "entmax15"): ("entmax 1.5", lambda: _entmax_package("entmax15")),
-    ("entmax", "entmax_bisect 1.5"): (
-        "entmax 1.5", lambda: _entmax_package("entmax_bisect", alpha=1.5),
-    ),
-    ("entmax", "entmax_bisect 1.25"): (
-        "entmax 1.25", lambda: _entmax_package("entmax_bisect", alpha=1.25),
-    ),
+    ("entmax", "sparsemax"): ("sparsemax", partial(_entmax_package, "sparsemax")),
+    ("entmax", "entmax15"): ("entmax 1.5", partial(_entmax_package, "entmax15")),
+    **{
+        ("entmax", f"entmax_bisect {alpha}"): (
+            f"entmax {alpha}", partial(_entmax_package, "entmax_bisect", alpha=alpha)
+        )
+        for alpha in (1.5, 1.25)
+    },
     ("liger-kernel", "sparsemax"): ("sparsemax", _liger),
-    ("adasplash", "triton_sparsemax"): (
-        "sparsemax", lambda: driver.peer("adasplash", "adasplash", "triton_sparsemax"),
-    ),
-    ("adasplash", "triton_entmax15"): (
-        "entmax 1.5", lambda: driver.peer("adasplash", "adasplash", "triton_entmax15"),
-    ),
+    ("adasplash", "triton_sparsemax"): ("sparsemax", partial(_SPLASH, "triton_sparsemax")),
+    ("adasplash", "triton_entmax15"): ("entmax 1.5", partial(_SPLASH, "triton_entmax15")),
 }  # fmt: skip
 SOFTMAX, SPARSEMAX, ENTMAX = ("torch", "softmax"), (OURS, "sparsemax"), (OURS, "entmax 1.5")
 ENTMAX_PACKAGE = (("entmax", "sparsemax"), ("entmax", "entmax15"))
@@ -121,7 +120,7 @@ def _methods(section: str, device: str, columns: int, direction: str, *, quick: 
     return [key for key in found if not (quick and "bisect" in key[1])]
 
 
-def _loaded(load: Any, direction: str) -> Call:
+def _loaded(load: Callable[[], Call], direction: str) -> Work:
     function = load()
 
     def forward(scores: Tensor) -> Results:
@@ -133,7 +132,7 @@ def _loaded(load: Any, direction: str) -> Call:
         (gradient,) = torch.autograd.grad(made, scores, cotangent)
         return {"entries": made.detach(), "gradient": gradient}
 
-    return forward_and_backward if direction == BACKWARD else forward
+    return Work(forward_and_backward if direction == BACKWARD else forward)
 
 
 def _case(
@@ -158,7 +157,7 @@ def _case(
     keys = _methods(section, device, columns, direction, quick=quick)
     return Case(
         section, shape, dtype, direction, tuple(map(method, keys)), draw,
-        leaves=1 if backward else 0, reference=reference, compare=compare,
+        ("scores",) if backward else (), reference, compare,
         baseline=section != "scales", bytes=rows * columns * itemsize * (5 if backward else 2),
         facts={"scale": scale},
     )  # fmt: skip
@@ -169,21 +168,19 @@ def _cases(place: torch.device, quick: bool) -> list[Case]:
     dtypes = DTYPES_ON[device]
     shapes = SHAPES[device][: {"cuda": 2, "cpu": 3}[device] if quick else None]
 
-    def case(section: str, shape: tuple[int, int], dtype: str, direction: str = FORWARD) -> Case:
-        return _case(section, shape, dtype, direction, device, quick=quick)
-
+    case = partial(_case, device=device, quick=quick)
     cases = [
         case("shapes", shape, dtype, direction)
         for shape in shapes for dtype in dtypes for direction in (FORWARD, BACKWARD)
     ]  # fmt: skip
     if not quick:
         cases += [
-            _case("scales", shape, dtype, FORWARD, device, quick=quick, scale=scale)
+            case("scales", shape, dtype, FORWARD, scale=scale)
             for shape in SCALED_SHAPES[device] for dtype in dtypes for scale in SCALES
         ]  # fmt: skip
     widths, scores = WIDTHS[device]
     swept = [(2 ** (scores - width), 2**width) for width in widths[:: 3 if quick else 1]]
-    return cases + [case("widths", shape, dtypes[0]) for shape in swept]
+    return cases + [case("widths", shape, dtypes[0], FORWARD) for shape in swept]
 
 
 def reference(computes: str, inputs: Inputs) -> Results:
@@ -256,11 +253,6 @@ def _largest(errors: Tensor) -> float:
     return float(errors.abs().max()) if errors.numel() else 0.0
 
 
-FAMILY = Family(
-    name="maps",
-    title="Maps",
-    cases=_cases,
-    notes=NOTES,
-    sweeps={"widths": "columns", "scales": "scale"},
-    pictured=("widths",),
+FAMILY = driver.Family(
+    "maps", "Maps", _cases, NOTES, {"widths": "columns", "scales": "scale"}, pictured=("widths",)
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks import driver
-from benchmarks.driver import BACKWARD, FORWARD, Call, Case, Family, Inputs, Method, Results, Work
+from benchmarks.driver import BACKWARD, FORWARD, Call, Case, Family, Inputs, Method, Results
 from benchmarks.record import OURS
 from lastlayer import fused, losses
 
@@ -73,11 +73,13 @@ def _linear_bce(hidden: Tensor, weight: Tensor, positives: Tensor) -> Tensor:
     return total / hidden.shape[0]
 
 
+def _zlpr_rows(scores: Tensor, target: Tensor) -> Tensor:
+    negatives = scores.masked_fill(target, -torch.inf)
+    return _beside_zero(negatives) + _beside_zero((-scores).masked_fill(~target, -torch.inf))
+
+
 def _dense_zlpr(scores: Tensor, target: Tensor) -> Tensor:
-    wide = scores.float()
-    negatives = wide.masked_fill(target, -torch.inf)
-    positives = (-wide).masked_fill(~target, -torch.inf)
-    return (_beside_zero(negatives) + _beside_zero(positives)).mean()
+    return _zlpr_rows(scores.float(), target).mean()
 
 
 def _bert4torch() -> Call:
@@ -86,86 +88,60 @@ def _bert4torch() -> Call:
     return lambda scores, target: loss(scores, target.to(scores.dtype))
 
 
-TORCH: dict[str, Call] = {
-    LINEAR_ZLPR: _linear_zlpr,
-    LINEAR_BCE: _linear_bce,
-    DENSE_ZLPR: _dense_zlpr,
+# Ours, and the same in torch.
+LOSSES: dict[str, tuple[Call, Call]] = {
+    LINEAR_ZLPR: (fused.linear_zlpr_loss, _linear_zlpr),
+    LINEAR_BCE: (fused.linear_bce_loss, _linear_bce),
+    DENSE_ZLPR: (losses.zlpr_loss, _dense_zlpr),
 }
 
 
-def _ours(section: str, **options: Any) -> Call:
-    functions: dict[str, Call] = {
-        LINEAR_ZLPR: fused.linear_zlpr_loss,
-        LINEAR_BCE: fused.linear_bce_loss,
-        DENSE_ZLPR: losses.zlpr_loss,
-    }
-    return partial(functions[section], **options) if options else functions[section]
-
-
-def methods(section: str, shape: tuple[int, ...], direction: str, device: str) -> list[Method]:
+def _methods(section: str, shape: tuple[int, ...], device: str) -> list[Method]:
     """The baseline, ours, then the others."""
     scores, itemsize = shape[0] * shape[-1], driver.DTYPES[driver.USUAL_DTYPE[device]].itemsize
-    names = ("scores",) if section == DENSE_ZLPR else ("hidden", "weight")
-
-    def step(load: Any) -> Work | Call:
-        function = load()
-        if direction == BACKWARD:
-            return driver.loss_step(function, *names)
-
-        @torch.no_grad()
-        def forward(*inputs: Tensor) -> Results:
-            return {"loss": function(*inputs)}
-
-        return forward
+    (ours, plain), main = LOSSES[section], MAIN[section]
 
     def made(name: str, source: str, load: Any, scratch: int = 0) -> Method:
-        return Method(name, source, lambda: step(load), section, scratch=scratch)
+        return Method(name, source, load, section, scratch=scratch)
 
-    function, main = TORCH[section], MAIN[section]
-    eager = made("eager", "torch", lambda: function, scores * (20 + 2 * itemsize))
-    compiled = made(
-        "compiled", "torch", partial(driver.compiled, function), scores * (2 + 2 * itemsize)
-    )
-    ours = [made(main, OURS, lambda: _ours(section))]
+    found = [made(main, OURS, lambda: ours)]
+    eager = made("eager", "torch", lambda: plain, scores * (20 + 2 * itemsize))
     others = []
     if section == DENSE_ZLPR:
         others.append(made("multilabel CE", "bert4torch", _bert4torch, scores * 12 * itemsize))
     else:
-        low = partial(_ours, section, chunk_classes="low")
-        ours.append(made(f"{main}, low memory", OURS, low))
+        low = partial(ours, chunk_classes="low")
+        found.append(made(f"{main}, low memory", OURS, lambda: low))
     # To compile takes longer than all else on a CPU.
-    return [eager, *ours, *others] if device == "cpu" else [compiled, *ours, eager, *others]
+    if device == "cpu":
+        return [eager, *found, *others]
+    held = scores * (2 + 2 * itemsize)
+    return [
+        made("compiled", "torch", partial(driver.compiled, plain), held), *found, eager, *others
+    ]  # fmt: skip
 
 
 def reference(section: str, inputs: Inputs) -> Results:
     """The mean loss with its gradients: of hidden and weight, or of the scores."""
-    if section != DENSE_ZLPR:
-        return driver.linear_reference(inputs, partial(_of_lists, section))
-    scores, target = inputs
-    gradient = torch.empty_like(scores, dtype=torch.float64)
-    total = gradient.new_zeros(())
-    for part in driver.row_parts(len(scores), scores.shape[1], scores.device):
-        some, slope = _of_scores(section, scores[part].double(), target[part])
-        total += some
-        gradient[part] = slope / len(scores)
-    return {"loss": total / len(scores), "scores": gradient}
+    *tensors, target = inputs
+    leaves = driver.in_float64(*tensors)
+
+    def row_losses(part: slice) -> Tensor:
+        if section == DENSE_ZLPR:
+            return _zlpr_rows(leaves[0][part], target[part])
+        scores = leaves[0][part] @ leaves[1].t()
+        on = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, target[part], value=True)
+        if section == LINEAR_ZLPR:
+            return _zlpr_rows(scores, on)
+        return -functional.logsigmoid(torch.where(on, scores, -scores))
+
+    columns = target.shape[1] if section == DENSE_ZLPR else len(leaves[1])
+    named = dict(zip(_names(section), leaves, strict=True))
+    return driver.exact_step(named, row_losses, len(target), columns)
 
 
-def _of_lists(section: str, scores: Tensor, positives: Tensor) -> tuple[Tensor, Tensor]:
-    on = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, positives, value=True)
-    return _of_scores(section, scores, on)
-
-
-def _of_scores(section: str, scores: Tensor, on: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss of the rows, and its gradient."""
-    if section == LINEAR_BCE:
-        total = -functional.logsigmoid(torch.where(on, scores, -scores)).sum()
-        return total, torch.sigmoid(scores) - on.double()
-    zero = scores.new_zeros(scores.shape[0], 1)
-    above = torch.logaddexp(scores.masked_fill(on, -torch.inf).logsumexp(-1, True), zero)
-    below = torch.logaddexp((-scores).masked_fill(~on, -torch.inf).logsumexp(-1, True), zero)
-    gradient = torch.where(on, -torch.exp(-scores - below), torch.exp(scores - above))
-    return (above + below).sum(), gradient
+def _names(section: str) -> tuple[str, ...]:
+    return ("scores",) if section == DENSE_ZLPR else ("hidden", "weight")
 
 
 def _case(section: str, shape: tuple[int, ...], direction: str, device: str) -> Case:
@@ -188,8 +164,8 @@ def _case(section: str, shape: tuple[int, ...], direction: str, device: str) -> 
     backward, itemsize = direction == BACKWARD, driver.DTYPES[dtype].itemsize
     moved = 2 * (itemsize + 1) + itemsize if backward else itemsize + 1
     return Case(
-        section, shape, dtype, direction, tuple(methods(section, shape, direction, device)), draw,
-        leaves=(1 if dense else 2) if backward else 0, reference=reference,
+        section, shape, dtype, direction, tuple(_methods(section, shape, device)), draw,
+        _names(section) if backward else (), reference,
         flop=None if dense else 6 * math.prod(shape),
         bytes=rows * labels * moved if dense else None, facts={"inputs": MADE},
     )  # fmt: skip

@@ -1,17 +1,18 @@
 """docs/performance.md and its pictures, from the records: the misses as well as the hits."""
 
+import math
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
-from benchmarks import plot, table
+from benchmarks import contrastive, fused, heads, maps, multilabel, plot, table
 from benchmarks.driver import Family
-from benchmarks.record import FAMILIES, ROOT, Record, newest, read
+from benchmarks.record import ROOT, Record, newest, read
 from benchmarks.table import EMPTY, Grid, data_size, milliseconds, ratio
 from benchmarks.targets import FIGURES, MET, NOT_MEASURED, TARGETS, Figure
 
 PAGE = ROOT / "docs" / "performance.md"
 PICTURES = ROOT / "docs" / "pictures"
+FAMILIES = [module.FAMILY for module in (fused, multilabel, contrastive, heads, maps)]
 
 OPENING = """\
 # Performance
@@ -51,10 +52,9 @@ def render(results: Path) -> str:
     records = newest(read(results))
     if not records:
         return OPENING + "\nNo measurements have been recorded yet.\n"
-    families = [_family(name) for name in FAMILIES]
-    notes = [f"### {family.title}\n\n{family.notes}" for family in families]
+    notes = [f"### {family.title}\n\n{family.notes}" for family in FAMILIES]
     blocks = [OPENING, _figures(records) + "\n", HOW, *notes]
-    for family in families:
+    for family in FAMILIES:
         blocks += _family_blocks(family, [r for r in records if r.family == family.name])
     remarks = results / "remarks.md"
     if remarks.exists():
@@ -67,18 +67,12 @@ def write(results: Path) -> list[Path]:
     PAGE.write_text(render(results), encoding="utf-8")
     written = [PAGE]
     records = newest(read(results))
-    for name in FAMILIES if plot.is_available() else ():
-        family = _family(name)
-        shown = _pictured(family, [r for r in records if r.family == name])
+    for family in FAMILIES if plot.is_available() else ():
+        shown = _pictured(family, [r for r in records if r.family == family.name])
         if shown:
             written.append(PICTURES / _picture(family))
             plot.draw(shown, written[-1], family.sweeps)
     return written
-
-
-def _family(name: str) -> Family:
-    family: Family = import_module(f"benchmarks.{name}").FAMILY
-    return family
 
 
 def _picture(family: Family) -> str:
@@ -91,8 +85,8 @@ def _pictured(family: Family, records: Sequence[Record]) -> list[Record]:
     on_gpu = [r for r in timed if r.device_type == "cuda"]
     if not family.pictured:
         return on_gpu or timed
-    others = [r for r in timed if r.device_type != "cuda"]
-    return [r for r in on_gpu + others if r.section in family.pictured]
+    ordered = sorted(timed, key=lambda r: r.device_type != "cuda")
+    return [r for r in ordered if r.section in family.pictured]
 
 
 def _figures(records: Sequence[Record]) -> str:
@@ -116,14 +110,12 @@ def _figure(figure: Figure, cases: Sequence[Sequence[Record]]) -> list[str]:
     if not others:
         return [figure.what, where, *mine, EMPTY, EMPTY, EMPTY, data_size(ours.peak_bytes), EMPTY]
     fastest = min(others, key=lambda r: r.median_ms or 0.0)
-    times = table.over(ours, fastest)
-    shown = f"**{ratio(times)}**" if times is not None and times > 1 else ratio(times)
-    held = [r for r in others if r.peak_bytes is not None]
-    least = min(held, key=lambda r: r.peak_bytes or 0, default=None)
+    least = min(others, key=lambda r: math.inf if r.peak_bytes is None else r.peak_bytes)
+    times = table.over(ours, fastest) or 0.0
     return [
-        figure.what, where, *mine, _named(fastest), milliseconds(fastest.median_ms), shown,
-        data_size(ours.peak_bytes),
-        EMPTY if least is None else f"{data_size(least.peak_bytes)}, {_named(least)}",
+        figure.what, where, *mine, _named(fastest), milliseconds(fastest.median_ms),
+        f"**{ratio(times)}**" if times > 1 else ratio(times), data_size(ours.peak_bytes),
+        EMPTY if least.peak_bytes is None else f"{data_size(least.peak_bytes)}, {_named(least)}",
     ]  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def draw(records: Sequence[Record], path: Path, sweeps: Mapping[str, str]) -> No
         else:
             left, right = row.subplots(1, 2)
             _bars(left, group, "ms", [r.median_ms for r in group], longest=_LONGEST)
-            _ticks(left, group)
+            left.set_yticks(range(len(group)), [r.label for r in group], fontsize=7.5)
             _bars(right, group, "GB", [r.peak_bytes and r.peak_bytes / 1e9 for r in group])
             right.set_yticks([])
     figure.savefig(path, format="png", metadata={"Software": None})
@@ -113,7 +113,3 @@ def _bars(
     panel.tick_params(axis="x", labelsize=7)
     panel.tick_params(axis="y", length=0)
     panel.spines[["top", "right"]].set_visible(False)
-
-
-def _ticks(panel: "Axes", records: list[Record]) -> None:
-    panel.set_yticks(range(len(records)), [r.label for r in records], fontsize=7.5)

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -104,10 +104,7 @@ class Record:
     @property
     def title(self) -> str:
         """The case in one line."""
-        return title(
-            self.section, self.shape, self.dtype, self.direction, scale=self.scale,
-            scores=self.scores,
-        )  # fmt: skip
+        return title(*self.case[1:])
 
     @property
     def case(self) -> tuple[Any, ...]:
@@ -132,21 +129,15 @@ def title(
     shape: tuple[int, ...],
     dtype: str,
     direction: str,
-    *,
-    scale: float | None = None,
-    scores: str | None = None,
+    scale: float | None,
+    scores: str | None,
 ) -> str:
     """A case in one line."""
     if len(shape) == 1:
         return f"{section} {shape[0]:,} classes"
-    text = f"{section} {size(shape)} {dtype} {direction}"
+    text = f"{section} {'×'.join(map(str, shape))} {dtype} {direction}"
     text += "" if scale is None else f", scale {scale:g}"
     return text + ("" if scores is None else f", {scores} scores")
-
-
-def size(shape: tuple[int, ...]) -> str:
-    """Sizes such as 8192×32768."""
-    return "×".join(map(str, shape))
 
 
 def append(path: Path, record: Record) -> None:
@@ -192,23 +183,10 @@ def _parse(line: str, where: str) -> Record | None:
         raise ValueError(f"{where}: expected a family of {families}, got {values.get('family')!r}")
     if "errors" not in values:
         values = _from_old(values)
-    known = {each.name: each for each in fields(Record)}
-    required = {
-        name
-        for name, each in known.items()
-        if each.default is MISSING and each.default_factory is MISSING
-    }
-    missing, unknown = sorted(required - values.keys()), sorted(values.keys() - known.keys())
-    if missing or unknown:
-        raise ValueError(f"{where}: not a record; missing fields {missing}, unknown {unknown}")
-    return Record(**values | {"shape": tuple(values["shape"])})
-
-
-# Fields of records from before commits were kept: these follow from others, or are not kept.
-_DERIVED = (
-    "tb_per_s", "fraction_of_copy", "ratio_to_softmax", "ratio_to_ours", "ratio_to_baseline",
-    "tflop_per_s", "fraction_of_gemm", "implementation", "classes_differ", "eager_ms",
-)  # fmt: skip
+    try:
+        return Record(**values | {"shape": tuple(values.get("shape", ()))})
+    except TypeError as error:
+        raise ValueError(f"{where}: expected the fields of a record, got {error}") from error
 
 
 def _from_old(values: dict[str, Any]) -> dict[str, Any]:
@@ -234,10 +212,11 @@ def _from_old(values: dict[str, Any]) -> dict[str, Any]:
         names["value_error"] = "log_prob"
     errors = {new: values.pop(old, None) for old, new in names.items()}
     values["errors"] = {name: error for name, error in errors.items() if error is not None}
-    for old in ("scores_made", "inputs_made"):
-        if old in values:
-            values["inputs"] = values.pop(old)
-    return {name: value for name, value in values.items() if name not in _DERIVED}
+    made = values.get("scores_made", values.get("inputs_made"))
+    values |= {} if made is None else {"inputs": made}
+    # Other fields follow from these, or are not kept.
+    known = {each.name for each in fields(Record)}
+    return {name: value for name, value in values.items() if name in known}
 
 
 def _finite(value: Any) -> Any:

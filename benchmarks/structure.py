@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional
@@ -92,7 +94,7 @@ def _steps() -> dict[str, Callable[[], None]]:
 
     made: dict[str, Any] = {
         "FullSoftmax": heads.FullSoftmax(WIDTH, CLASSES),
-        "EntmaxHead": (getattr(heads, "EntmaxHead", None) or heads.EntmaxHead)(WIDTH, CLASSES),
+        "EntmaxHead": heads.EntmaxHead(WIDTH, CLASSES),
         "AdaptiveSoftmax": heads.AdaptiveSoftmax(WIDTH, cutoffs=[20, 60], n_classes=CLASSES),
         "HierarchicalSoftmax": heads.HierarchicalSoftmax(WIDTH, trees.huffman(counts)),
         "SampledSoftmax": heads.SampledSoftmax(WIDTH, CLASSES, samplers.Unigram(counts), DRAWN),
@@ -111,32 +113,21 @@ def _steps() -> dict[str, Callable[[], None]]:
 class _Count(TorchDispatchMode):
     """Counts what goes through the dispatcher."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: int = 0
+    operations: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations += 1
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _hidden_mode() -> Iterator[None]:
-    """Lets lastlayer take its eager path inside a dispatch mode, which it otherwise notices."""
-    real = torch._C._len_torch_dispatch_stack
-    torch._C._len_torch_dispatch_stack = lambda: 0
-    try:
-        yield
-    finally:
-        torch._C._len_torch_dispatch_stack = real
-
-
 def operations(step: Callable[[], None], *, eager: bool = False) -> int:
     """Operations that one step dispatches; ``eager`` counts those of a plain call's own path."""
     for _ in range(3):
         step()
+    # Inside a dispatch mode, which lastlayer notices, it would leave its eager path.
+    unnoticed = patch.object(torch._C, "_len_torch_dispatch_stack", lambda: 0)
     counted = _Count()
-    with _hidden_mode() if eager else nullcontext(), counted:
+    with unnoticed if eager else nullcontext(), counted:
         step()
     return counted.operations
 
@@ -162,23 +153,16 @@ def files(step: Callable[[], None]) -> set[str]:
     return seen
 
 
-def microseconds(step: Callable[[], Any], samples: int = 20, repeats: int = 50) -> float:
+def microseconds(step: Callable[[], Any]) -> float:
     """CPU time of this thread per call in a loop: the host's work, whatever else is running."""
-    times = []
-    for _ in range(samples):
-        start = time.thread_time()
-        for _ in range(repeats):
-            step()
-        times.append((time.thread_time() - start) / repeats)
-    return 1e6 * min(times)
+    times = timeit.repeat(step, timer=time.thread_time, repeat=20, number=50)
+    return 1e6 * min(times) / 50
 
 
 def _in_new_process(program: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
-    )
-    return ran.stdout.strip()
+    command = [sys.executable, "-c", program]
+    return subprocess.check_output(command, text=True, env=environment).strip()
 
 
 def _folders() -> Iterator[Figure]:
@@ -207,8 +191,7 @@ def measure() -> Iterator[Figure]:
     yield Figure("CPU µs of a step of FullSoftmax, 8×16×100", round(ours), STEP_TARGET)
     plain = microseconds(lambda: functional.cross_entropy(linear(hidden), target).backward())
     yield Figure("CPU µs of a step of linear + cross_entropy, 8×16×100", round(plain))
-    loaded = _in_new_process(IMPORTS)
-    yield Figure("import lastlayer.heads after torch loads", loaded, "[]")
+    yield Figure("import lastlayer.heads after torch loads", _in_new_process(IMPORTS), "[]")
     # The first process fills Numba's cache.
     seconds = [float(_in_new_process(FIRST_CALLS)) for _ in range(3)][1:]
     name = "CPU seconds of first calls, Numba's cache warm"
@@ -218,10 +201,7 @@ def measure() -> Iterator[Figure]:
 def report(json_path: Path | None, *, markdown: bool, commit: str | None = None) -> None:
     """Print the table, and append the figures to a file as one line of JSON."""
     figures = list(measure())
-    rows = [
-        [figure.name, str(figure.measured), "" if figure.target is None else str(figure.target)]
-        for figure in figures
-    ]
+    rows = [["" if cell is None else str(cell) for cell in figure] for figure in figures]
     grid = Grid("structure", ["figure", "measured", "target"], rows)
     if markdown:
         print(grid.markdown())

@@ -64,11 +64,6 @@ def ratio(value: float | None) -> str:
     return f"{value:.3g}" if value >= 100 or value < 0.1 else f"{value:.2f}"
 
 
-def percent(value: float | None) -> str:
-    """A fraction in percent."""
-    return EMPTY if value is None else f"{100 * value:.0f}%"
-
-
 def data_size(value: float | None) -> str:
     """Bytes in powers of a thousand."""
     if value is None:
@@ -86,23 +81,11 @@ def rate(record: Record) -> str:
     return f"{value:.2f} TB/s" if value >= 0.5 else f"{1000 * value:.1f} GB/s"
 
 
-def errors(record: Record) -> str:
-    """By the name of the result."""
-    known = (f"{name} {e:.0e}" for name, e in record.errors.items() if e is not None)
-    return ", ".join(known) or EMPTY
-
-
 def timed(record: Record, text: str) -> str:
     """What was measured, or why it was not."""
     if record.median_ms is None:
         return record.status
     return text if record.verified else f"{text} *inexact*"
-
-
-def _settings(record: Record) -> str:
-    support = record.support_mean
-    said = [record.settings, None if support is None else f"support {support:.1f}"]
-    return ", ".join(text for text in said if text) or EMPTY
 
 
 # By heading, what is shown of a record beside the base of its case.
@@ -111,23 +94,26 @@ COLUMNS: dict[str, Callable[[Record, Record | None], str]] = {
     "replayed": lambda r, _: milliseconds(r.replayed_ms),
     "÷ base": lambda r, base: ratio(over(r, base)),
     "rate": lambda r, _: rate(r),
-    "of limit": lambda r, _: percent(r.of_limit(r.median_ms)),
+    "of limit": lambda r, _: _joined(_said("{:.0%}", r.of_limit(r.median_ms))),
     "memory": lambda r, _: data_size(r.peak_bytes),
-    "parameters": lambda r, _: EMPTY if r.parameters is None else f"{r.parameters / 1e6:.2f} M",
-    "errors": lambda r, _: errors(r),
-    "": lambda r, _: _settings(r),
+    "parameters": lambda r, _: _joined(_said("{:.2f} M", r.parameters and r.parameters / 1e6)),
+    "errors": lambda r, _: _joined(*(_said(n + " {:.0e}", e) for n, e in r.errors.items())),
+    "": lambda r, _: _joined(r.settings, _said("support {:.1f}", r.support_mean)),
 }
+
+
+def _said(words: str, value: float | None) -> str | None:
+    return None if value is None else words.format(value)
+
+
+def _joined(*said: str | None) -> str:
+    return ", ".join(text for text in said if text) or EMPTY
 
 
 def over(record: Record, base: Record | None, clock: str = "median_ms") -> float | None:
     """The time of a record over that of another."""
     mine, other = (getattr(each, clock, None) for each in (record, base))
     return mine / other if mine and other else None
-
-
-def base_of(records: Iterable[Record]) -> Record | None:
-    """The record that times of a case are divided by."""
-    return next((r for r in records if r.label == r.baseline), None)
 
 
 def by_case(records: Iterable[Record]) -> list[list[Record]]:
@@ -143,7 +129,7 @@ def by_case(records: Iterable[Record]) -> list[list[Record]]:
 
 def case_grid(group: Sequence[Record]) -> Grid:
     """All methods of one case; columns in which nothing was measured are left out."""
-    base = base_of(group)
+    base = next((r for r in group if r.label == r.baseline), None)
     columns = {
         heading: [show(record, base) for record in group] for heading, show in COLUMNS.items()
     }
@@ -158,10 +144,14 @@ def sweep_grid(groups: Sequence[Sequence[Record]], axis: str) -> Grid:
     rows = []
     for group in groups:
         first = group[0]
-        size = f"{first.scale:g}" if axis == "scale" else f"{first.shape[-1]:,}"
-        where = f"{first.shape[0]}×{first.shape[-1]} {first.dtype}, " if axis == "scale" else ""
-        cells = {r.label: timed(r, _both_times(r)) for r in group}
-        rows.append([where + size, *(cells.get(label, EMPTY) for label in labels)])
+        size = f"{first.shape[-1]:,}"
+        if axis == "scale":
+            size = f"{first.shape[0]}×{first.shape[-1]} {first.dtype}, {first.scale:g}"
+        cells = {}
+        for r in group:
+            replayed = "" if r.replayed_ms is None else f" ({milliseconds(r.replayed_ms)})"
+            cells[r.label] = timed(r, milliseconds(r.median_ms) + replayed)
+        rows.append([size, *(cells.get(label, EMPTY) for label in labels)])
     record = groups[0][0]
     title = f"{record.section}: ms (replayed) against {axis}, {record.direction}"
     return Grid(title, [axis, *labels], rows)
@@ -170,11 +160,6 @@ def sweep_grid(groups: Sequence[Sequence[Record]], axis: str) -> Grid:
 def swept(record: Record, axis: str) -> float:
     """Where a record stands on the axis of a sweep."""
     return record.scale or 0.0 if axis == "scale" else float(record.shape[-1])
-
-
-def _both_times(record: Record) -> str:
-    replayed = f" ({milliseconds(record.replayed_ms)})" if record.replayed_ms is not None else ""
-    return milliseconds(record.median_ms) + replayed
 
 
 def grids(records: Iterable[Record], sweeps: Mapping[str, str]) -> list[Grid]:

@@ -10,60 +10,65 @@ from benchmarks.record import OURS, Record
 
 CUDA, CPU = "cuda", "cpu"
 MET, REPLAYED, MISSED, NOT_MEASURED = "met", "replayed only", "**missed**", "not measured"
-EAGER_CLOCK, REPLAY_CLOCK = "median_ms", "replayed_ms"
 
 
 class Measure(NamedTuple):
-    """A number that a target holds: from a record, the records of its case, and which time."""
+    """A number that a target holds: from a record, the records of its case, and whether replayed.
+
+    Replays are taken where there are some and they are asked for.
+    """
 
     words: str
-    value: Callable[[Record, Sequence[Record], str], float | None]
+    value: Callable[[Record, Sequence[Record], bool], float | None]
     show: Callable[[float], str]
     is_time: bool = True
+    at_least: bool = False
 
 
 def _labelled(case: Sequence[Record], label: str) -> Record | None:
     return next((r for r in case if r.label == label), None)
 
 
-def _ms(record: Record | None, clock: str) -> float | None:
-    """Of replays where there are some and they are asked for."""
+def _ms(record: Record | None, replayed: bool) -> float | None:
     if record is None:
         return None
-    return record.replayed_ms if clock == REPLAY_CLOCK and record.replayed_ms else record.median_ms
+    return record.replayed_ms if replayed and record.replayed_ms else record.median_ms
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
 
 
 def _times(label: str) -> Measure:
-    def value(record: Record, case: Sequence[Record], clock: str) -> float | None:
-        mine, other = _ms(record, clock), _ms(_labelled(case, label), clock)
+    def value(record: Record, case: Sequence[Record], replayed: bool) -> float | None:
+        mine, other = _ms(record, replayed), _ms(_labelled(case, label), replayed)
         return mine / other if mine and other else None
 
     return Measure(f"the time of {label}", value, lambda v: f"{table.ratio(v)} ×")
 
 
 def _memory_of(label: str) -> Measure:
-    def value(record: Record, case: Sequence[Record], _: str) -> float | None:
+    def value(record: Record, case: Sequence[Record], _: bool) -> float | None:
         other = _labelled(case, label)
         if other is None or not other.peak_bytes or record.peak_bytes is None:
             return None
         return record.peak_bytes / other.peak_bytes
 
-    return Measure(f"of the memory of {label}", value, lambda v: f"{100 * v:.1f}%", is_time=False)
+    return Measure(f"of the memory of {label}", value, _percent, is_time=False)
 
 
 def _error(*names: str) -> Measure:
-    def value(record: Record, _: Sequence[Record], __: str) -> float | None:
+    def value(record: Record, _: Sequence[Record], __: bool) -> float | None:
         found = [record.errors.get(name) for name in names]
-        known = [each for each in found if each is not None]
-        return max(known) if len(known) == len(names) else None
+        return None if None in found else max(each for each in found if each is not None)
 
     return Measure(f"error of {' and '.join(names)}", value, lambda v: f"{v:.1e}", is_time=False)
 
 
-MEMORY = Measure("of memory", lambda r, _, __: r.peak_bytes, table.data_size, is_time=False)
+MEMORY = Measure("of memory", lambda r, *_: r.peak_bytes, table.data_size, is_time=False)
 TIME = Measure("per call", lambda r, _, c: _ms(r, c), lambda v: f"{table.milliseconds(v)} ms")
 OF_COPY = Measure(
-    "of copy bandwidth", lambda r, _, c: r.of_limit(_ms(r, c)), lambda v: f"{100 * v:.1f}%"
+    "of copy bandwidth", lambda r, _, c: r.of_limit(_ms(r, c)), _percent, at_least=True
 )
 
 
@@ -94,12 +99,11 @@ class Target:
     which: Select
     measure: Measure
     limit: float
-    at_least: bool = False
 
     @property
     def goal(self) -> str:
         """In words."""
-        bound = "at least" if self.at_least else "at most"
+        bound = "at least" if self.measure.at_least else "at most"
         return f"{self.which.method}: {bound} {self.measure.show(self.limit)} {self.measure.words}"
 
     def judge(self, cases: Iterable[Sequence[Record]]) -> list[str]:
@@ -108,151 +112,134 @@ class Target:
         wrong = [r for r, _ in found if r.is_ours and not r.verified]
         if wrong:
             return [self.goal, wrong[0].title, wrong[0].status, table.EMPTY, MISSED]
-        sign = -1.0 if self.at_least else 1.0
+        sign = -1.0 if self.measure.at_least else 1.0
 
-        def worst(clock: str) -> tuple[float, Record] | None:
-            values = ((self.measure.value(r, case, clock), r) for r, case in found)
+        def worst(replayed: bool) -> tuple[float, Record] | None:
+            values = ((self.measure.value(r, case, replayed), r) for r, case in found)
             known = [(value, r) for value, r in values if value is not None]
             return max(known, key=lambda each: sign * each[0], default=None)
 
-        eager = worst(EAGER_CLOCK)
+        eager, replayed = worst(False), worst(self.measure.is_time)
         if eager is None:
             return [self.goal, self.which.section, table.EMPTY, table.EMPTY, NOT_MEASURED]
-        replayed = worst(REPLAY_CLOCK) if self.measure.is_time else None
-        if replayed == eager:
-            replayed = None
-        verdict = MET if self._holds(eager[0]) else MISSED
-        if verdict == MISSED and replayed is not None and self._holds(replayed[0]):
-            verdict = REPLAYED
-        shown = table.EMPTY if replayed is None else self.measure.show(replayed[0])
+        verdict, shown = MISSED, table.EMPTY
+        if replayed is not None and replayed != eager:
+            shown = self.measure.show(replayed[0])
+            if sign * replayed[0] <= sign * self.limit:
+                verdict = REPLAYED
+        if sign * eager[0] <= sign * self.limit:
+            verdict = MET
         return [self.goal, eager[1].title, self.measure.show(eager[0]), shown, verdict]
 
-    def _holds(self, value: float) -> bool:
-        return value >= self.limit if self.at_least else value <= self.limit
+
+Held = Callable[..., list[Target]]
 
 
-def _maps() -> list[Target]:
-    sums = {"float32": 1e-6, "bfloat16": 4e-3}
+def _of(family: str) -> Held:
+    """What makes targets of a family, from a selection of its records and limits by measure."""
 
-    def on(device: str, method: str, section: str = "shapes", **where: Any) -> Select:
-        return Select("maps", device, section, method, **where)
+    def held(
+        device: str, section: str, method: str, limits: dict[Measure, float], **where: Any
+    ) -> list[Target]:
+        which = Select(family, device, section, method, **where)
+        return [Target(which, measure, limit) for measure, limit in limits.items()]
 
-    made = []
+    return held
+
+
+def _maps(held: Held) -> list[Target]:
+    made, softmax = [], _times("torch softmax")
     for method, peer, slowest in (("sparsemax", "sparsemax", 1.5), ("entmax 1.5", "entmax15", 2.5)):
-        for dtype, least in (("float32", 0.80), ("bfloat16", 0.65)):
-            forward = on(CUDA, method, dtype=dtype, direction=FORWARD)
-            both = on(CUDA, method, dtype=dtype, direction=BACKWARD)
-            made += [
-                Target(forward, OF_COPY, least, at_least=True),
-                Target(both, _times("torch softmax"), 1.0),
-                Target(on(CUDA, method, "scales", dtype=dtype), _error("sums"), sums[dtype]),
-            ]
-        forward, both = (on(CPU, method, direction=way) for way in (FORWARD, BACKWARD))
-        made += [
-            Target(forward, _times("torch softmax"), slowest),
-            Target(forward, _times(f"entmax {peer}"), 0.1),
-            Target(both, _times("torch softmax"), 2.0),
-        ]
-    compact = on(CUDA, maps.SUPPORT, shape=maps.SHAPES[CUDA][-1])
-    made.append(Target(compact, _times("lastlayer entmax 1.5"), 0.70))
-    adasplash = _times("adasplash triton_sparsemax")
-    made.append(Target(on(CUDA, "sparsemax", "scales"), adasplash, 1.0))
-    return made
+        for dtype, least, sums in (("float32", 0.80, 1e-6), ("bfloat16", 0.65, 4e-3)):
+            same = {"dtype": dtype}
+            made += held(CUDA, "shapes", method, {OF_COPY: least}, direction=FORWARD, **same)
+            made += held(CUDA, "shapes", method, {softmax: 1.0}, direction=BACKWARD, **same)
+            made += held(CUDA, "scales", method, {_error("sums"): sums}, **same)
+        limits = {softmax: slowest, _times(f"entmax {peer}"): 0.1}
+        made += held(CPU, "shapes", method, limits, direction=FORWARD)
+        made += held(CPU, "shapes", method, {softmax: 2.0}, direction=BACKWARD)
+    ours, widest = _times("lastlayer entmax 1.5"), maps.SHAPES[CUDA][-1]
+    made += held(CUDA, "shapes", maps.SUPPORT, {ours: 0.70}, shape=widest)
+    return made + held(CUDA, "scales", "sparsemax", {_times("adasplash triton_sparsemax"): 1.0})
 
 
-def _fused() -> list[Target]:
+def _fused(held: Held) -> list[Target]:
     main, low, wide = (f"cross_entropy{way}" for way in ("", ", low memory", ", float32 sum"))
-
-    def on(device: str, section: str, method: str, **where: Any) -> Select:
-        return Select("fused", device, section, method, **where)
-
-    def exact(which: Select) -> list[Target]:
-        return [Target(which, _error("weight"), 4e-3), Target(which, _error("loss"), 1e-5)]
-
-    compiled, chunks = "torch compiled", f"torch compiled, {fused.CHUNK_ROWS}-row chunks"
-    made = []
-    for method, slowest, most in ((main, 1.03, 1.1e9), (low, 1.25, 0.3e9)):
-        which = on(CUDA, fused.LARGE, method)
-        made += [Target(which, _times(compiled), slowest), Target(which, MEMORY, most)]
-        made += exact(which)
-    made.append(Target(on(CUDA, fused.LARGE, wide), _error("weight"), 1e-5))
-    small = on(CUDA, fused.SMALL, main)
-    made += [Target(small, _times(o), 1 / 1.5) for o in ("cut-cross-entropy linear CE", chunks)]
-    made += [Target(small, MEMORY, 0.5e9), *exact(small)]
+    exact = {_error("weight"): 4e-3, _error("loss"): 1e-5}
+    compiled, eager = _times("torch compiled"), _times("torch eager")
+    chunks = _times(f"torch compiled, {fused.CHUNK_ROWS}-row chunks")
+    cce = _times("cut-cross-entropy linear CE")
+    made = [
+        *held(CUDA, fused.LARGE, main, {compiled: 1.03, MEMORY: 1.1e9, **exact}),
+        *held(CUDA, fused.LARGE, low, {compiled: 1.25, MEMORY: 0.3e9, **exact}),
+        *held(CUDA, fused.LARGE, wide, {_error("weight"): 1e-5}),
+        *held(CUDA, fused.SMALL, main, {cce: 1 / 1.5, chunks: 1 / 1.5, MEMORY: 0.5e9, **exact}),
+    ]
     for method in ("sparsemax", "entmax 1.5"):
         for kind in fused.KINDS:
-            which = on(CUDA, fused.SPARSE, method, scores=kind)
-            most = 1.0 if kind == fused.TRAINED else 1.3
-            made.append(Target(which, _times("lastlayer cross_entropy"), most))
-    for method in (main, *fused.SPARSE_LOSSES):
-        made += exact(on(CUDA, fused.SPARSE, method))
-    cpu = on(CPU, fused.LARGE, main)
-    made += [Target(cpu, _times("torch eager"), 1.0), Target(cpu, _memory_of("torch eager"), 0.1)]
-    return made + exact(cpu)
+            most = {_times("lastlayer cross_entropy"): 1.0 if kind == fused.TRAINED else 1.3}
+            made += held(CUDA, fused.SPARSE, method, most, scores=kind)
+    for method in (main, *fused.LOSSES):
+        made += held(CUDA, fused.SPARSE, method, exact)
+    limits = {eager: 1.0, _memory_of("torch eager"): 0.1, **exact}
+    return made + held(CPU, fused.LARGE, main, limits)
 
 
-def _multilabel() -> list[Target]:
-    linear, dense = (multilabel.MAIN[s] for s in (multilabel.LINEAR_ZLPR, multilabel.DENSE_ZLPR))
-    cuda, cpu = (Select("multilabel", d, multilabel.LINEAR_ZLPR, linear) for d in (CUDA, CPU))
-    forward = Select("multilabel", CUDA, multilabel.DENSE_ZLPR, dense, direction=FORWARD)
+def _multilabel(held: Held) -> list[Target]:
+    linear, dense = multilabel.LINEAR_ZLPR, multilabel.DENSE_ZLPR
+    main, on_scores = multilabel.MAIN[linear], multilabel.MAIN[dense]
+    beside = {_times("torch eager"): 1.0, _memory_of("torch eager"): 0.1}
     return [
-        Target(cuda, TIME, 12.0),
-        Target(cuda, MEMORY, 1e9),
-        Target(forward, OF_COPY, 0.7, at_least=True),
-        Target(cpu, _times("torch eager"), 1.0),
-        Target(cpu, _memory_of("torch eager"), 0.1),
+        *held(CUDA, linear, main, {TIME: 12.0, MEMORY: 1e9}),
+        *held(CUDA, dense, on_scores, {OF_COPY: 0.7}, direction=FORWARD),
+        *held(CPU, linear, main, beside),
     ]
 
 
-def _contrastive() -> list[Target]:
-    def on(device: str, **where: Any) -> Select:
-        return Select("contrastive", device, contrastive.SYMMETRIC, contrastive.MAIN, **where)
-
-    middle, largest = on(CUDA, shape=(32768, 768)), on(CUDA, shape=(131072, 768))
+def _contrastive(held: Held) -> list[Target]:
+    where = contrastive.SYMMETRIC, contrastive.MAIN
+    compiled, eager = _times("torch compiled"), _times("torch eager")
+    exact = {_error("loss"): 1e-4, _error("query", "key"): 4e-3}
     return [
-        Target(middle, _times("torch compiled"), 1.0),
-        Target(middle, MEMORY, 0.4e9),
-        Target(largest, MEMORY, 4e9),
-        Target(on(CUDA), _error("loss"), 1e-4),
-        Target(on(CUDA), _error("query", "key"), 4e-3),
-        Target(on(CPU), _times("torch eager"), 1.0),
+        *held(CUDA, *where, {compiled: 1.0, MEMORY: 0.4e9}, shape=(32768, 768)),
+        *held(CUDA, *where, {MEMORY: 4e9}, shape=(131072, 768)),
+        *held(CUDA, *where, exact),
+        *held(CPU, *where, {eager: 1.0}),
     ]
 
 
-def _heads() -> list[Target]:
-    million = heads.SIZES[CUDA, False].steps[-1]
-    words = heads.SIZES[CPU, False].steps[0]
+_MILLION, _WORDS = heads.SIZES[CUDA, False].steps[-1], heads.SIZES[CPU, False].steps[0]
 
-    def on(device: str, section: str, method: str, **where: Any) -> Select:
-        return Select("heads", device, section, method, **where)
 
-    linear, sampled = f"torch {heads.LINEAR}", on(CUDA, heads.STEP, heads.SAMPLED, shape=million)
-    faster = {heads.HUFFMAN: 60, heads.ADAPTIVE: 12, heads.ADAPTIVE_50: 12, heads.SAMPLED: 40}
+def _heads(held: Held) -> list[Target]:
     most = {
         heads.HUFFMAN: 0.6, heads.ADAPTIVE: 6.0, heads.ADAPTIVE_25: 6.0, heads.SAMPLED: 0.8,
         heads.SAMPLED + heads.UPDATED: 1.5,
     }  # fmt: skip
-    made = [Target(on(CUDA, heads.STEP, n, shape=million), TIME, ms) for n, ms in most.items()]
-    made += [
-        Target(sampled, MEMORY, 250e6),
-        Target(sampled, _times(f"lastlayer {heads.FULL}"), 1 / 40),
-        Target(on(CUDA, heads.DRAWS, heads.ALIAS), TIME, 0.02),
-    ]
-    dense = _times(f"torch {heads.DENSE}")
+    made = []
+    for method, ms in most.items():
+        made += held(CUDA, heads.STEP, method, {TIME: ms}, shape=_MILLION)
+    limits = {MEMORY: 250e6, _times(f"lastlayer {heads.FULL}"): 1 / 40}
+    made += held(CUDA, heads.STEP, heads.SAMPLED, limits, shape=_MILLION)
+    made += held(CUDA, heads.DRAWS, heads.ALIAS, {TIME: 0.02})
+    dense, linear = _times(f"torch {heads.DENSE}"), _times(f"torch {heads.LINEAR}")
     for spread in heads.SPREADS:
-        for kind in (heads.TREE_TOP, heads.ADAPTIVE_TOP):
-            made.append(Target(on(CUDA, heads.TOP, heads.top_name(kind, spread)), dense, 1.0))
-        tree = on(CPU, heads.TOP, heads.top_name(heads.TREE_TOP, spread))
-        made.append(Target(tree, dense, 1 / 50))
-    made += [
-        Target(on(CPU, heads.STEP, name, shape=words), _times(linear), 1 / times)
-        for name, times in faster.items()
-    ]
-    alias, tree = on(CPU, heads.DRAWS, heads.ALIAS), on(CPU, heads.TREES, "huffman")
-    return [*made, Target(alias, _times("torch multinomial"), 1 / 20), Target(tree, TIME, 2000.0)]
+        tree, adaptive = (heads.top_name(k, spread) for k in (heads.TREE_TOP, heads.ADAPTIVE_TOP))
+        made += held(CUDA, heads.TOP, tree, {dense: 1.0})
+        made += held(CUDA, heads.TOP, adaptive, {dense: 1.0})
+        made += held(CPU, heads.TOP, tree, {dense: 1 / 50})
+    faster = {heads.HUFFMAN: 60, heads.ADAPTIVE: 12, heads.ADAPTIVE_50: 12, heads.SAMPLED: 40}
+    for method, times in faster.items():
+        made += held(CPU, heads.STEP, method, {linear: 1 / times}, shape=_WORDS)
+    made += held(CPU, heads.DRAWS, heads.ALIAS, {_times("torch multinomial"): 1 / 20})
+    return made + held(CPU, heads.TREES, "huffman", {TIME: 2000.0})
 
 
-TARGETS = [*_fused(), *_multilabel(), *_contrastive(), *_heads(), *_maps()]
+TARGETS = [
+    target
+    for made in (_fused, _multilabel, _contrastive, _heads, _maps)
+    for target in made(_of(made.__name__.removeprefix("_")))
+]
 
 
 class Figure(NamedTuple):
@@ -267,7 +254,6 @@ class Figure(NamedTuple):
     beside: str = ""
 
 
-_MILLION, _WORDS = heads.SIZES[CUDA, False].steps[-1], heads.SIZES[CPU, False].steps[0]
 FIGURES = (
     Figure("`linear_cross_entropy`, wide hidden states",
            Select("fused", CUDA, fused.LARGE, "cross_entropy", (8192, 4096, 128256))),

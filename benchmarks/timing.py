@@ -1,21 +1,21 @@
-"""Times of plain eager calls, competitors in turn, and of replayed CUDA graphs."""
+"""Times of plain eager calls, competitors in turn, and of replayed CUDA graphs; peak memory."""
 
+import ctypes
 import gc
 import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from benchmarks import memory
-
 Thunk = Callable[[], Any]
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 # Longer calls hide the host's work anyway, and a graph of one needs memory for a second.
 LONGEST_REPLAYED_MS = 20.0
@@ -99,16 +99,17 @@ class Clock:
             except Exception as error:  # noqa: BLE001 — a competitor may fail in any way
                 results[key] = error
         order = random.Random(0)
-        with _without_garbage_collection():
-            while racing := [k for k in samples if k not in results]:
-                for key in order.sample(racing, len(racing)):
-                    try:
-                        samples[key].append(self.milliseconds(thunks[key], repeats[key]))
-                    except Exception as error:  # noqa: BLE001 — as above
-                        results[key] = error
-                        continue
-                    if self._is_known(samples[key], repeats[key]):
-                        results[key] = Timing.of(samples[key])
+        gc.disable()
+        while racing := [k for k in samples if k not in results]:
+            for key in order.sample(racing, len(racing)):
+                try:
+                    samples[key].append(self.milliseconds(thunks[key], repeats[key]))
+                except Exception as error:  # noqa: BLE001 — as above
+                    results[key] = error
+                    continue
+                if self._is_known(samples[key], repeats[key]):
+                    results[key] = Timing.of(samples[key])
+        gc.enable()
         return results
 
     def _is_known(self, samples: list[float], repeats: int) -> bool:
@@ -116,13 +117,6 @@ class Clock:
             return False
         used_s = sum(samples) * repeats / 1e3
         return used_s >= self.budget_s or len(samples) >= self.most_samples
-
-    def median_ms(self, thunk: Thunk) -> float:
-        """Of one call alone."""
-        timing = self.time({"": thunk})[""]
-        if isinstance(timing, Exception):
-            raise timing
-        return timing.median_ms
 
 
 def replayed_ms(calls: Sequence[Thunk], device: torch.device) -> float | None:
@@ -146,7 +140,7 @@ def replayed_ms(calls: Sequence[Thunk], device: torch.device) -> float | None:
         if slow or _waits(calls[0]):
             return None
         if torch.cuda.memory_reserved(device) > torch.cuda.mem_get_info(device)[1] / 2:
-            memory.release(device)
+            release(device)
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
@@ -156,40 +150,43 @@ def replayed_ms(calls: Sequence[Thunk], device: torch.device) -> float | None:
     graph.replay()
     once = Clock(device, 0.0).milliseconds(graph.replay, 3)
     repeats = max(1, min(1000, round(_REPLAY_SAMPLE_MS / max(once, 1e-3))))
-    samples = [_events_ms(graph.replay, repeats) for _ in range(_REPLAY_SAMPLES)]
+    samples = []
+    for _ in range(_REPLAY_SAMPLES):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(float(start.elapsed_time(end)) / repeats)
     return statistics.median(samples) / len(calls)
 
 
-def copy_tb_per_s(clock: Clock, *, quick: bool) -> float:
-    """Terabytes per second that a copy of a large buffer reads and writes."""
-    size = COPIED[clock.device.type] // (4 if quick else 1)
-    source = torch.randint(2**31 - 1, (size // 4,), dtype=torch.int32, device=clock.device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / clock.median_ms(lambda: target.copy_(source)) / 1e9
-
-
-def gemm_tflop_per_s(clock: Clock, *, quick: bool) -> float:
-    """Tera-operations per second of the product of two large square matrices."""
+def limits(clock: Clock, *, quick: bool) -> dict[str, float]:
+    """Rates of the device: the product of two square matrices, and the copy of a large buffer."""
+    smaller = 4 if quick else 1
     size, dtype = PRODUCT[clock.device.type]
-    size //= 4 if quick else 1
+    size //= smaller
     left, right = (torch.randn(size, size, device=clock.device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
-    return 2 * size**3 / clock.median_ms(lambda: torch.mm(left, right, out=out)) / 1e9
+    count = COPIED[clock.device.type] // smaller // 4
+    source = torch.randint(2**31 - 1, (count,), dtype=torch.int32, device=clock.device)
+    target = torch.empty_like(source)
+    found = {}
+    for name, work, thunk in (
+        ("gemm_tflop_per_s", 2 * size**3, lambda: torch.mm(left, right, out=out)),
+        ("copy_tb_per_s", 2 * source.nbytes, lambda: target.copy_(source)),
+    ):
+        timing = clock.time({name: thunk})[name]
+        if isinstance(timing, Exception):
+            raise timing
+        found[name] = work / timing.median_ms / 1e9
+    return found
 
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _events_ms(thunk: Thunk, repeats: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        thunk()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / repeats
 
 
 def _waits(call: Thunk) -> bool:
@@ -218,12 +215,59 @@ def _leave_capture(device: torch.device, stream: torch.cuda.Stream) -> None:
     generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    collecting = gc.isenabled()
-    gc.disable()
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that could be allocated now; None where this system does not say."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    return _proc_bytes("meminfo", "MemAvailable")
+
+
+def release(device: torch.device) -> None:
+    """Give back device memory that nobody refers to any more."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def with_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
+    """A call's result, and the most bytes that were held during it beyond those held before.
+
+    On CUDA these are bytes of tensors, as torch counts them. On Linux they are the peak of the
+    resident memory of this process, which also counts what libraries allocate for themselves;
+    None on other systems.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        held = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = call()
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - held
+    if not reset_peak():
+        return call(), None
+    before = _proc_bytes("self/status", "VmRSS")
+    result = call()
+    peak = _proc_bytes("self/status", "VmHWM")
+    return result, None if before is None or peak is None else max(0, peak - before)
+
+
+def reset_peak() -> bool:
+    """Make this moment's resident memory the peak; False where the system cannot."""
     try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
+        # What malloc keeps for later would otherwise count as held before the call.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def _proc_bytes(file: str, name: str) -> int | None:
+    """A line such as ``VmRSS: 12 kB`` of a file below /proc, in bytes."""
+    try:
+        lines = Path("/proc", file).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found = (line.split() for line in lines if line.startswith(f"{name}:"))
+    return next((1024 * int(value) for _, value, *_ in found), None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import driver, memory
+from benchmarks import driver, timing
 from benchmarks.driver import Case, Family, Method, PeerMissing, Work, relative_error
 from benchmarks.record import read
 
@@ -34,7 +34,7 @@ def measured(tmp_path):
         made = [m if isinstance(m, Method) else Method(*m, "squares") for m in methods]
         settings = dict(
             section="one", shape=(3, 4), dtype="float32", direction="forward+backward",
-            methods=tuple(made), leaves=1, reference=reference, flop=24,
+            methods=tuple(made), gradients=("x",), reference=reference, flop=24,
             draw=lambda on, seed: (
                 torch.randn(3, 4, generator=torch.Generator(on).manual_seed(seed)),
             ),
@@ -106,7 +106,7 @@ def test_whatever_a_peer_raises_is_its_status(measured):
 
 
 def test_a_result_that_nothing_was_compared_with_fails_the_run(measured):
-    run, _ = measured(("main", "lastlayer", lambda: lambda x: {}))
+    run, _ = measured(("main", "lastlayer", lambda: Work(lambda x: {})))
     assert [r.status for r in run.failures] == [
         "failed: RuntimeError: no result was compared with a reference"
     ]
@@ -132,7 +132,7 @@ def test_a_package_missing_below_a_peer_is_not_the_peer_missing():
 
 
 def test_what_would_not_fit_is_not_tried(measured, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**9)
+    monkeypatch.setattr(timing, "free_bytes", lambda device: 10**9)
     large = Method("large", "torch", lambda: pytest.fail("loaded"), "squares", scratch=3 * 10**9)
     _, found = measured(OURS, large)
     assert found["torch large"].status == "does not fit: needs about 3 GB, 1 GB are free"
@@ -159,6 +159,17 @@ def test_what_is_verified_may_differ_from_what_is_timed(measured):
     assert calls
 
 
+@pytest.mark.parametrize("gradients", [("x",), ()])
+def test_without_a_reference_the_first_method_in_float64_is_one(measured, gradients):
+    plain = "base", "torch", lambda: lambda x: (x * x).sum()
+    wrong = "main", "lastlayer", lambda: lambda x: (x * x).sum() * 1.1
+    run, found = measured(plain, wrong, reference=None, gradients=gradients)
+    assert found["torch base"].verified
+    assert set(found["torch base"].errors) == {"loss", *gradients}
+    assert found["torch base"].median_ms > 0
+    assert [r.status for r in run.failures] == ["wrong: loss off by 1.0e-01"]
+
+
 def test_missing_and_sparse_gradients_are_compared():
     exact = torch.tensor([[0.0, 0.0], [3.0, 4.0]], dtype=torch.float64)
     assert relative_error(None, exact) == 1
@@ -177,5 +188,5 @@ def test_only_chooses_by_title_and_peers_can_be_left_out():
     (found,) = driver.chosen(cases, "WIDE", peers=False)
     assert found.section == "wide"
     assert [m.source for m in found.methods] == ["lastlayer"]
-    with pytest.raises(driver.PlanError, match=r"expected part of one of \[wide 1×2 float32"):
+    with pytest.raises(ValueError, match=r"expected part of one of \[wide 1×2 float32"):
         driver.chosen(cases, "none", peers=True)

@@ -21,9 +21,7 @@ PROBLEM, WORDS = Problem(20, 64, 3000, torch.float64, CPU), Problem(5, 8, 12, to
 def judged(case, method):
     """Fields of the record of one method on a case."""
     inputs = case.draw(CPU, 3)
-    loaded = method.load()
-    work = loaded if isinstance(loaded, driver.Work) else driver.Work(loaded)
-    return driver._verify(case, method, work, inputs, {})
+    return driver._verify(case, method, case.work(method), inputs, {})
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -45,7 +43,7 @@ def test_a_plan_has_unique_cases_with_the_baseline_and_ours_first(family, device
                 assert (which.section, f"{which.source} {which.method}") in planned
 
 
-@pytest.mark.parametrize("computes", ["cross_entropy", *fused.SPARSE_LOSSES])
+@pytest.mark.parametrize("computes", ["cross_entropy", *fused.LOSSES])
 def test_the_reference_of_fused_losses_is_the_loss_on_stored_scores(computes, monkeypatch):
     monkeypatch.setattr(
         driver, "row_parts", lambda rows, *_: [slice(i, i + 4) for i in range(0, rows, 4)]
@@ -72,14 +70,14 @@ def test_the_reference_of_many_labels_is_torchs_loss(section, monkeypatch):
     hidden = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(40, 5, dtype=torch.float64, requires_grad=True)
     positives = torch.stack([torch.randperm(40)[:3] for _ in range(6)])
-    loss = multilabel.TORCH[section](hidden, weight, positives)
+    loss = multilabel.LOSSES[section][1](hidden, weight, positives)
     expected = torch.autograd.grad(loss, (hidden, weight))
     found = multilabel.reference(section, (hidden.detach(), weight.detach(), positives))
     torch.testing.assert_close(found["loss"], loss.detach())
     torch.testing.assert_close((found["hidden"], found["weight"]), expected)
     scores = torch.randn(6, 40, dtype=torch.float64, requires_grad=True)
     on = torch.rand(6, 40) < 0.1
-    loss = multilabel.TORCH[multilabel.DENSE_ZLPR](scores, on)
+    loss = multilabel.LOSSES[multilabel.DENSE_ZLPR][1](scores, on)
     found = multilabel.reference(multilabel.DENSE_ZLPR, (scores.detach(), on))
     torch.testing.assert_close(found["loss"], loss.detach())
     torch.testing.assert_close(found["scores"], torch.autograd.grad(loss, scores)[0])
@@ -189,7 +187,7 @@ def test_losses_of_many_labels_are_right(section):
 
 def head_case(problem, method):
     shape = problem.rows, problem.width, problem.classes
-    return Case("step", shape, "float64", "forward+backward", (method,), problem.draw, leaves=1,
+    return Case("step", shape, "float64", "forward+backward", (method,), problem.draw, ("hidden",),
                 results_count=True)  # fmt: skip
 
 
@@ -280,7 +278,7 @@ def test_second_best_and_doubled_classes_are_found(top_case, monkeypatch):
 def test_heads_of_trained_shape_follow_the_counts():
     share = zipf(3000) / zipf(3000).sum()
     nothing = torch.zeros(1, 64, dtype=torch.float64)
-    build = heads._TOP_HEADS[heads.TREE_TOP][0]
+    build = heads._TOP_HEADS[heads.TREE_TOP]
     head = heads.seeded(lambda: heads._trained(PROBLEM, build, 2.0), CPU)
     # Without a hidden state every class is as probable as it is frequent.
     np.testing.assert_allclose(head.log_prob(nothing).exp()[0].detach(), share, rtol=1e-9)
@@ -317,7 +315,7 @@ def test_built_trees_have_all_classes(name):
 
 
 def test_a_tree_of_other_classes_is_found():
-    work = heads.tree_work(lambda counts: trees.balanced(len(counts) - 1), 9)
+    work = heads.tree_work(lambda _: lambda counts: trees.balanced(len(counts) - 1), 9)
     assert work.errors(work.call(torch.ones(9)), ()) == {"sums": np.inf}
 
 

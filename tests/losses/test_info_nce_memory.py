@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from benchmarks import memory
+from benchmarks import timing
 from lastlayer.losses.contrastive import info_nce
 
 PAIRS = 4096
 
 
-@pytest.mark.skipif(not memory._reset_peak(), reason="this system does not reset its peaks")
+@pytest.mark.skipif(not timing.reset_peak(), reason="this system does not reset its peaks")
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_peak_is_far_below_all_similarities(symmetric):
     query, key = (torch.randn(PAIRS, 16, requires_grad=True) for _ in range(2))
@@ -18,7 +18,7 @@ def test_the_peak_is_far_below_all_similarities(symmetric):
         return torch.autograd.grad(info_nce(query, key, symmetric=symmetric), (query, key))
 
     call()
-    _, peak = memory.with_peak(call, torch.device("cpu"))
+    _, peak = timing.with_peak(call, torch.device("cpu"))
     assert peak < PAIRS * PAIRS * 4 / 2, "half of one float32 copy"
 
 
