@@ -78,7 +78,7 @@ def test_log_uniform_warns_where_classes_are_not_sorted():
 def test_orders_that_are_none(order, told):
     with pytest.raises(ValueError, match=f"order: .*{told}"):
         samplers.LogUniform(3, order=order)
-    with pytest.raises(TypeError, match="order: expected all class ids .*got an array of float64"):
+    with pytest.raises(TypeError, match=r"order: expected all class ids .*got an array of float64"):
         samplers.LogUniform(3, order=[0.0, 1.0, 2.0])
 
 

@@ -1,6 +1,5 @@
 """The frame of heads that train against some of their classes, and are exact in all else."""
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Self, TypedDict, Unpack
