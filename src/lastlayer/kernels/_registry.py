@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.library import infer_schema
 
 from lastlayer._torch import is_eager
 
@@ -149,6 +150,24 @@ class Operation:
                 f"impl: {impl!r} cannot run {self.name} here: {reason}; "
                 "use impl='auto' or impl='reference'"
             )
+
+
+def operation(
+    function: str,
+    name: str,
+    fake: Callable[..., Any] = returns_nothing,
+    writes: tuple[str, ...] = (),
+    **options: bool,
+) -> Operation:
+    """The :class:`Operation` ``name``.
+
+    ``function`` is that of the implementations, as "op.function" with the package that has them;
+    ``writes`` are the arguments that it writes into.
+    """
+    package, _, function = f"lastlayer.kernels.{function}".rpartition(".")
+    reference = getattr(importlib.import_module(f"{package}.reference"), function)
+    schema = infer_schema(reference, mutates_args=writes, op_name=name)
+    return Operation(package, function, schema, fake, **options)
 
 
 def _interpreted() -> bool:

@@ -8,8 +8,7 @@ the support takes in classes that just miss it.
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._declare import operation
-from lastlayer.kernels._registry import like_first
+from lastlayer.kernels._registry import like_first, operation
 
 
 def _support(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import operation
 
 
 def _losses(probs: Tensor, _scores: Tensor, target: Tensor, *_: object) -> Tensor:

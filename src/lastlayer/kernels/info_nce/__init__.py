@@ -7,7 +7,7 @@ group are positives besides the own one, else they are left out. ``bounded`` pro
 lie between -1 and 1, give or take their rounding.
 """
 
-from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import operation
 
 unit_rows_ = operation("info_nce.unit_rows_", "unit_rows_", writes=("out",))
 row_gradients_ = operation(

@@ -10,7 +10,7 @@ place, for free where the number is 1.
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import operation
 
 
 def _scores(hidden: Tensor, _weight: Tensor, _bias: Tensor | None, classes: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import operation
 
 # 2^x for |x| <= 1/2 as a polynomial, the highest power of x first: sums and products alone, which
 # every device rounds alike; what follows is below the rounding of float64.

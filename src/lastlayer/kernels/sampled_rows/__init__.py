@@ -7,7 +7,7 @@ share their draws. These have no CPU implementation: torch's own operations are 
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import operation
 
 
 def parts_of_columns(n: int, m: int) -> int:

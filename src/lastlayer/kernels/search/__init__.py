@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import operation
 
 # On CUDA the kernel is for trees of binary nodes and for no more leaves than this.
 MOST_ON_CUDA = 64

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import operation
 
 # The rank of a target of -inf, or in a row with a NaN: beyond any k.
 NO_RANK = 1 << 62

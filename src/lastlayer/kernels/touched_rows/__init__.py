@@ -20,7 +20,7 @@ are float32, or float64 from float64.
 
 from torch import Tensor
 
-from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import operation
 
 
 def _sums(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._declare import operation
+from lastlayer.kernels._registry import operation
 
 
 def _loss(

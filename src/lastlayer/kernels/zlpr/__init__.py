@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._declare import operation
-from lastlayer.kernels._registry import like_first
+from lastlayer.kernels._registry import like_first, operation
 
 
 def _losses(scores: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
