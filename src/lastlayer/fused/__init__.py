@@ -1,10 +1,6 @@
 """Exact losses straight from hidden states and class vectors; the scores are never stored whole."""
 
-from lastlayer.fused.cross_entropy import (
-    Statistics,
-    linear_cross_entropy,
-    linear_statistics,
-)
+from lastlayer.fused.cross_entropy import Statistics, linear_cross_entropy, linear_statistics
 from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
 

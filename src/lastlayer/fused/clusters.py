@@ -372,9 +372,7 @@ def _ranges(sizes: Sequence[int]) -> list[slice]:
 
 
 def _exact(
-    columns: Sequence[slice],
-    bands: Sequence[tuple[Tensor, Tensor, Tensor | None]],
-    target: Tensor,
+    columns: Sequence[slice], bands: Sequence[tuple[Tensor, Tensor, Tensor | None]], target: Tensor
 ) -> Tensor:
     """The scores of targets ``(rows, 1)`` in full precision, each from the band that it is in."""
     total = torch.zeros_like(target, dtype=torch.float32)

@@ -23,15 +23,7 @@ from lastlayer._torch import (
     in_dtype,
     without_autocast,
 )
-from lastlayer.fused.function import (
-    Call,
-    Engine,
-    Operands,
-    Result,
-    RowScale,
-    fused_loss,
-    near_one,
-)
+from lastlayer.fused.function import Call, Engine, Operands, Result, RowScale, fused_loss, near_one
 from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
 from lastlayer.fused.scores import (
     add_weight_gradient_,

@@ -22,13 +22,7 @@ from lastlayer._torch import accumulation_dtype, host_sync_allowed, is_eager, wi
 from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.kernels import selected, tree_path
-from lastlayer.kernels.node_groups import (
-    Plan,
-    TreeSizes,
-    most_groups,
-    most_scores,
-    most_tiles,
-)
+from lastlayer.kernels.node_groups import Plan, TreeSizes, most_groups, most_scores, most_tiles
 from lastlayer.trees import Tree
 
 # Scores that are held until backward on CUDA; beyond, backward makes those of each part again.

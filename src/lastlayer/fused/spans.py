@@ -18,14 +18,7 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._torch import values_are_checked, without_autocast
-from lastlayer.fused.function import (
-    Call,
-    Engine,
-    Result,
-    RowScale,
-    empty_gradients,
-    fused_loss,
-)
+from lastlayer.fused.function import Call, Engine, Result, RowScale, empty_gradients, fused_loss
 from lastlayer.fused.label_lists import each_once_
 from lastlayer.fused.scores import spans_at_a_time
 from lastlayer.kernels.span_sums import SpanParts

@@ -91,11 +91,7 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
         return self
 
     def _train(
-        self,
-        X: Any,
-        target: Target,
-        weights: Array | None,
-        random: np.random.RandomState,
+        self, X: Any, target: Target, weights: Array | None, random: np.random.RandomState
     ) -> None:
         features = StandardScaler(with_mean=not sparse.issparse(X)).fit(X, sample_weight=weights)
         self.alpha_ = self._penalty(features, weights)
@@ -141,13 +137,7 @@ class LinearClassifier(ClassifierMixin, BaseEstimator):
             learning_rate=float(self.learning_rate), patience=int(self.n_iter_no_change),
         )  # fmt: skip
 
-    def _row_weights(
-        self,
-        X: Any,
-        y: Any,
-        sample_weight: Any,
-        target: Target,
-    ) -> Array | None:
+    def _row_weights(self, X: Any, y: Any, sample_weight: Any, target: Target) -> Array | None:
         """None where all rows count alike."""
         if sample_weight is None and self.class_weight is None:
             return None

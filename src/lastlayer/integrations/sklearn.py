@@ -136,11 +136,7 @@ class ZLPRClassifier(LinearClassifier):
         self.validation_fraction = validation_fraction
 
     def _train(
-        self,
-        X: Any,
-        target: Target,
-        weights: Array | None,
-        random: np.random.RandomState,
+        self, X: Any, target: Target, weights: Array | None, random: np.random.RandomState
     ) -> None:
         self.calibrator_ = None
         if not self.calibrate:
@@ -286,11 +282,7 @@ class SparsemaxClassifier(LinearClassifier):
         return super().predict_proba(X)
 
     def _train(
-        self,
-        X: Any,
-        target: Target,
-        weights: Array | None,
-        random: np.random.RandomState,
+        self, X: Any, target: Target, weights: Array | None, random: np.random.RandomState
     ) -> None:
         counts = target.labels.counts.numpy()
         if target.kind == "labels" and not counts.all():

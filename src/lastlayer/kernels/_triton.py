@@ -7,23 +7,21 @@ written on the way.
 """
 
 import functools
-import hashlib
-import os
-from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.compiler import compiler
-from triton.runtime import cache
+
+from lastlayer.kernels import _launch
+from lastlayer.kernels._launch import kernel
 
 # Peaks of one row that the second stage holds on chip.
 MAX_PEAKS = 2048
 # Measured on an H200: blocks of a short row are narrower, so that fewer scores are read again.
 NARROWEST_BLOCK, USUAL_BLOCK, USUAL_PEAKS = 16, 64, 128
 SCORES_A_PROGRAM = 2048
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -51,40 +49,6 @@ def in_rows(matrix: Tensor) -> Tensor:
 def multiprocessors(device: torch.device) -> int:
     """How many programs of a GPU run side by side, at least."""
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _kept_triton_key() -> None:
-    """Have Triton's hash of itself kept on the disk.
-
-    Triton hashes its own library, half a gigabyte, before it looks for the first compiled kernel of
-    a process, which takes longer than all the rest. The hash is kept in Triton's cache, under the
-    sizes and times of the files that it is of.
-    """
-    module = next((each for each in (cache, compiler) if hasattr(each, "triton_key")), None)
-    if module is None:
-        return
-    make_key = module.triton_key
-
-    @functools.cache
-    def triton_key() -> str:
-        root = Path(triton.__file__).parent
-        files = [root / "runtime/cache.py", *root.glob("_C/libtriton*")]
-        files += (each for folder in ("compiler", "backends", "language")
-                  for each in (root / folder).rglob("*.py"))  # fmt: skip
-        found = ((each, each.stat()) for each in sorted(files))
-        stamp = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found]
-        kept = cache.get_cache_manager(hashlib.sha256(repr(stamp).encode()).hexdigest())
-        path = kept.get_file("triton_key")
-        if path is not None:
-            return Path(path).read_text()
-        key = make_key()
-        kept.put(key, "triton_key", binary=False)
-        return key
-
-    module.triton_key = triton_key
-
-
-_kept_triton_key()
 
 
 @triton.jit
@@ -124,35 +88,17 @@ def find_peaks(rows: Tensor, zeros: Tensor | None) -> Tensor:
     blocks = max(1, SCORES_A_PROGRAM // width)
     tiles = cdiv(n_blocks, blocks)
     _find_peaks[(n_rows * tiles,)](
-        rows,
-        peaks if zeros is None else zeros,
-        peaks,
-        n,
-        rows.stride(0),
-        tiles,
-        n_blocks,
-        BLOCKS=blocks,
-        WIDTH=width,
-        ZEROS=zeros is not None,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        rows, peaks if zeros is None else zeros, peaks, n, rows.stride(0), tiles, n_blocks,
+        BLOCKS=blocks, WIDTH=width, ZEROS=zeros is not None, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     return peaks
 
 
-@triton.jit
+@kernel
 def _find_peaks(
-    rows,
-    zeros,
-    peaks,
-    n,
-    stride,
-    tiles,
-    n_blocks,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ZEROS: tl.constexpr,
-):
+    rows, zeros, peaks, n, stride, tiles, n_blocks,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0) // tiles).to(tl.int64)
     block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]

@@ -71,12 +71,7 @@ def for_text(
 
 
 def for_labels(
-    *,
-    labels: int,
-    cardinality: float,
-    density: float,
-    imbalance: float,
-    most: int,
+    *, labels: int, cardinality: float, density: float, imbalance: float, most: int
 ) -> Iterator[Suggestion]:
     """In the order in which they are worth a try."""
     yield Suggestion(
@@ -85,8 +80,7 @@ def for_labels(
         "others and above 0, and needs no weight for the many negatives.",
     )
     yield Suggestion(
-        "bce",
-        "One logistic choice a label is the usual way, and what the others have to beat.",
+        "bce", "One logistic choice a label is the usual way, and what the others have to beat."
     )
     if density < 0.1 or imbalance > 10:
         yield Suggestion(

@@ -5,13 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lastlayer.lab._frequencies import (
-    classes_for,
-    entropy_bits,
-    tail_mass,
-    unigram_nll,
-    zipf_fit,
-)
+from lastlayer.lab._frequencies import classes_for, entropy_bits, tail_mass, unigram_nll, zipf_fit
 from lastlayer.lab._inspection import Inspection, LabelInspection, Suggestion, TextInspection
 from lastlayer.lab._inspection_view import render
 from lastlayer.lab._suggestions import for_labels, for_text

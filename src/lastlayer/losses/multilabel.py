@@ -296,11 +296,7 @@ def smooth_labels(target: Tensor, smoothing: float) -> Tensor:
 
 
 def mixup(
-    inputs: Tensor,
-    target: Tensor,
-    *,
-    alpha: float = 0.2,
-    generator: torch.Generator | None = None,
+    inputs: Tensor, target: Tensor, *, alpha: float = 0.2, generator: torch.Generator | None = None
 ) -> Mixed:
     r"""Each row mixed with another of the batch, and their labels alike.
 

@@ -88,11 +88,7 @@ def nce_loss(
 
 
 def negative_sampling_loss(
-    positive: Tensor,
-    negative: Tensor,
-    *,
-    mask: Tensor | None = None,
-    reduction: str = "mean",
+    positive: Tensor, negative: Tensor, *, mask: Tensor | None = None, reduction: str = "mean"
 ) -> Tensor:
     r"""Raise the score of what was observed, and lower those of k draws.
 

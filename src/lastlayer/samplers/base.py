@@ -118,11 +118,7 @@ class Sampler(torch.nn.Module, ABC):
 
     @torch.no_grad()
     def log_prob(
-        self,
-        ids: Tensor,
-        context: Tensor | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
+        self, ids: Tensor, context: Tensor | None = None, *, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """The log-probability of classes, exactly that with which they are drawn.
 
@@ -136,11 +132,7 @@ class Sampler(torch.nn.Module, ABC):
 
     @torch.no_grad()
     def log_complement(
-        self,
-        target: Tensor,
-        context: Tensor | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
+        self, target: Tensor, context: Tensor | None = None, *, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """log(1 − q(y)): the log-probability that a draw is not the target.
 

@@ -8,14 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lastlayer.testing.suite import (
-    FLOATING,
-    SAME_TOLERANCE,
-    SUM_TOLERANCE,
-    Suite,
-    accepts,
-    seeded,
-)
+from lastlayer.testing.suite import FLOATING, SAME_TOLERANCE, SUM_TOLERANCE, Suite, accepts, seeded
 
 SCALES = (0.01, 1.0, 100.0, 1e4, 1e20)
 OFFSETS = (0.0, 1e6, -1e6)

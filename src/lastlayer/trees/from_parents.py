@@ -52,9 +52,7 @@ def from_parents(
 
 
 def _from_names(
-    parents: Mapping[str, str | None],
-    classes: Sequence[str] | None,
-    labels: Sequence[str] | None,
+    parents: Mapping[str, str | None], classes: Sequence[str] | None, labels: Sequence[str] | None
 ) -> Tree:
     if labels is not None:
         raise ValueError("labels: expected None where parents are names, which are the labels")

@@ -171,12 +171,6 @@ class ComparedHead(LinearHead):
         """
         return audit(self, hidden, target, n_draws, **given)
 
-    @classmethod
-    def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
-        if "class_weight" in options:
-            raise TypeError(f"class_weight: expected none, since {cls.__name__} has no such option")
-        return super().from_linear(linear, **options)
-
 
 class SampledHead(ComparedHead):
     """One vector per class, trained against a few classes that are drawn anew in every step.

@@ -12,12 +12,7 @@ from lastlayer._torch import accumulation_dtype
 from lastlayer.fused.sampled import Rule
 from lastlayer.heads.base import log_softmax
 from lastlayer.heads.recipes import sampled_recipe
-from lastlayer.heads.sampled.base import (
-    SampledHead,
-    SampledOptions,
-    as_class_ids,
-    check_sampler,
-)
+from lastlayer.heads.sampled.base import SampledHead, SampledOptions, as_class_ids, check_sampler
 from lastlayer.samplers import Sampler
 
 CORRECTIONS = ("exact", "classic", "none")

@@ -122,9 +122,7 @@ def _deformed_exp(distance: Tensor, log_top: Tensor, excess: Tensor) -> tuple[Te
     ratio = torch.where(inside, ratio, 0.0)
     nearly_softmax = excess < 1e-12
     exponent = torch.where(
-        nearly_softmax,
-        distance,
-        torch.log1p(ratio) / torch.where(nearly_softmax, 1.0, excess),
+        nearly_softmax, distance, torch.log1p(ratio) / torch.where(nearly_softmax, 1.0, excess)
     )
     probs = torch.where(inside, torch.exp(log_top + exponent), 0.0)
     return probs, torch.where(inside, probs / (1.0 + ratio), 0.0)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import (
     block_width,
     cdiv,
@@ -133,7 +134,7 @@ def _below(values, origin, SHRINK: tl.constexpr):
         return (values - origin) * SHRINK
 
 
-@triton.jit
+@kernel
 def _forward_in_registers(
     scores, out, indices, size, alphas, excess, n_rows, n, stride, log_n, max_support,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, PER_ROW: tl.constexpr,
@@ -292,7 +293,7 @@ def _finish_many(
     return filled
 
 
-@triton.jit
+@kernel
 def _forward_of_chosen(
     scores, out, indices, size, peaks, chosen, alphas, excess, n, stride, log_n, n_blocks,
     max_support, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
@@ -392,7 +393,7 @@ def _slopes(probs, excess, KIND: tl.constexpr):
     return tl.where(probs == 0.0, 0.0, slope)
 
 
-@triton.jit
+@kernel
 def _backward_in_registers(
     probs, grad, out, alphas, excess, n_rows, n, probs_stride, grad_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, PER_ROW: tl.constexpr,
@@ -417,7 +418,7 @@ def _backward_in_registers(
     tl.store(out + place * n + column, product.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@kernel
 def _backward_sums(
     probs, grad, out, sums, alphas, excess, n_rows, n, probs_stride, grad_stride, tiles, n_blocks,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, PER_ROW: tl.constexpr,
@@ -460,7 +461,7 @@ def _gradient_of_steepest(
     return shift
 
 
-@triton.jit
+@kernel
 def _backward_of_chosen(
     probs, grad, out, sums, chosen, alphas, excess, n_rows, n, probs_stride, grad_stride, n_blocks,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,

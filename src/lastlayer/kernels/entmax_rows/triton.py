@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import cdiv, expm1, row_max, tile_width
 from lastlayer.kernels.entmax.threshold import (
     advance,
@@ -52,7 +53,7 @@ def forward_(
     return loss
 
 
-@triton.jit
+@kernel
 def _entmax_row(
     probs, scores, target, row_scale, loss, n, probs_row, scores_row, alpha,
     BLOCK: tl.constexpr, GRADIENT: tl.constexpr, KIND: tl.constexpr,
@@ -151,7 +152,7 @@ def _sums(scores, n, origin, at, BLOCK: tl.constexpr, KIND: tl.constexpr):
     return tl.sum(totals, 0), tl.sum(weights, 0)
 
 
-@triton.jit
+@kernel
 def _flat_row(
     scores, target, row_scale, loss, n, stride,
     BLOCK: tl.constexpr, GRADIENT: tl.constexpr, KIND: tl.constexpr,
@@ -230,7 +231,7 @@ def listed(
 
 
 # Chunks begin anywhere, and lists are as long as the longest one.
-@triton.jit(
+@kernel(
     do_not_specialize=["n", "k"],
     do_not_specialize_on_alignment=["target", "target_scores", "row_scale"],
 )

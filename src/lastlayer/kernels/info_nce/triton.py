@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import LOG2E, cdiv, next_power_of_2
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -81,7 +82,7 @@ def _kind(groups: Tensor | None, positive: bool) -> int:
     return POSITIVE.value if positive else IGNORED.value
 
 
-@triton.jit(do_not_specialize=["own"])
+@kernel(do_not_specialize=["own"])
 def _weights(
     scores, scale, query_groups, key_groups, row_lse, row_push, row_pull, column_lse, column_push,
     column_pull, out, own, n, m, stride, out_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -137,7 +138,7 @@ def _weights(
     tl.store(place, result.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["own"])
+@kernel(do_not_specialize=["own"])
 def _statistics(
     scores, scale, query_groups, key_groups, row_parts, column_parts, own, n, m, splits, tiles,
     stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, COLUMNS: tl.constexpr,
@@ -259,7 +260,7 @@ def _tile(
     return values, hits
 
 
-@triton.jit
+@kernel
 def _fold(
     row_parts, row_lse, row_positive, column_parts, column_lse, column_positive, n, m, splits,
     tiles, row_blocks, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
@@ -355,7 +356,7 @@ def _length(values, inside):
     return tl.where(size == 0.0, 0.0, 1.0 / (safe * length))
 
 
-@triton.jit
+@kernel
 def _unit_row(
     rows, out, depth, row_stride, step_stride, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr
 ):
@@ -369,7 +370,7 @@ def _unit_row(
     tl.store(out + row * depth + step, values.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def _row_gradient(
     rows, gradient, factor, out, along, depth, row_stride, step_stride, WIDTH: tl.constexpr,
     NORMALIZE: tl.constexpr,

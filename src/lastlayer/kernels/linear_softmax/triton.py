@@ -16,10 +16,10 @@ No locks and no atomics: the result does not depend on the order in which progra
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import LOG2E, cdiv, load_rows, multiprocessors, next_power_of_2, tanh
 
 
@@ -137,7 +137,7 @@ def _splits(tiles: int, n_classes: int, hidden: Tensor) -> int:
 
 # Rows of a cluster differ from step to step: their number must not decide which program
 # is compiled.
-@triton.jit(do_not_specialize=["n"])
+@kernel(do_not_specialize=["n"])
 def _mix_of_rows(
     hidden, weight, bias, lse, mean, n, n_classes, depth, share, hidden_row, weight_row, softcap,
     inverse_temperature, ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
@@ -193,7 +193,7 @@ def _mix_of_rows(
         )
 
 
-@triton.jit(do_not_specialize=["n"])
+@kernel(do_not_specialize=["n"])
 def _gradient_of_classes(
     hidden, weight, bias, target, since, factors, size, weight_gradient, bias_gradient, n,
     n_classes, depth, hidden_row, weight_row, out_row, softcap,
@@ -302,7 +302,7 @@ def finish_rows(
 
 # Rows of a cluster differ from step to step: their number, the parts that it asks for and where
 # they begin must not decide which program is compiled.
-@triton.jit(
+@kernel(
     do_not_specialize=["n", "parts"],
     do_not_specialize_on_alignment=["target", "exact", "row_scale", "row_weight", "more", "loss"],
 )

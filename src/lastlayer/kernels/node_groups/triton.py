@@ -16,13 +16,14 @@ bits wide, from a place that is 64 bits wide: what a program holds are mostly ad
 long ones they would not fit its registers.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import cdiv, in_rows, load_rows, next_power_of_2
 from lastlayer.kernels.node_groups import (
     CHILDREN,
@@ -74,7 +75,8 @@ def entries_of(
     levels = min(32, next_power_of_2(longest))
     _entries_of_targets[(cdiv(n, 32), cdiv(longest, levels))](
         target, *paths, node, position, n, longest, len(paths.start) - 1, n_inner,
-        **_ignoring(ignore_index), ROWS=32, LEVELS=levels, enable_fp_fusion=True,
+        ignore_index or 0, IGNORES=ignore_index is not None, ROWS=32, LEVELS=levels,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return node, position
 
@@ -86,14 +88,11 @@ def losses_of(
     n, path = log_probs.shape
     losses = torch.empty(n, device=target.device, dtype=torch.float32)
     _losses_of_targets[(cdiv(n, 64),)](
-        target, log_probs, losses, n, path, n_classes, **_ignoring(ignore_index), ROWS=64,
-        LEVELS=min(32, next_power_of_2(path)), enable_fp_fusion=True,
+        target, log_probs, losses, n, path, n_classes, ignore_index or 0,
+        IGNORES=ignore_index is not None, ROWS=64, LEVELS=min(32, next_power_of_2(path)),
+        enable_fp_fusion=True,
     )  # fmt: skip
     return losses
-
-
-def _ignoring(ignore_index: int | None) -> dict[str, Any]:
-    return dict(ignored=ignore_index or 0, IGNORES=ignore_index is not None)
 
 
 def log_probs(
@@ -229,7 +228,7 @@ def _make_plan(node: Tensor, row_start: Tensor, sizes: TreeSizes, n: int) -> Pla
     return Plan(entry, group, groups, ends, *tiles.split(most))
 
 
-@triton.jit
+@kernel
 def _entries_of_targets(
     target, path_start, path_edge, edge_node, child_start, node, position, n, path, n_classes,
     n_inner, ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
@@ -251,7 +250,7 @@ def _entries_of_targets(
     tl.store(position + to, edge - start, mask=live)
 
 
-@triton.jit
+@kernel
 def _losses_of_targets(
     target, log_prob, losses, n, path, n_classes, ignored, IGNORES: tl.constexpr,
     ROWS: tl.constexpr, LEVELS: tl.constexpr,
@@ -280,7 +279,7 @@ def _known(target, row, live, n_classes, ignored, IGNORES: tl.constexpr):
     return known, chosen
 
 
-@triton.jit
+@kernel
 def _mark_first(by_node, fresh, m, BLOCK: tl.constexpr):
     """1 where a group starts, else 0."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -290,7 +289,7 @@ def _mark_first(by_node, fresh, m, BLOCK: tl.constexpr):
     tl.store(fresh + place, (here != before).to(tl.int32), mask=live)
 
 
-@triton.jit
+@kernel
 def _start_groups(group, start, m, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = place < m
@@ -299,7 +298,7 @@ def _start_groups(group, start, m, BLOCK: tl.constexpr):
     tl.store(start + here - 1, place.to(tl.int32), mask=live & (here != before))
 
 
-@triton.jit
+@kernel
 def _measure_groups(
     by_node, group, start, row_start, groups, amounts, m, n_groups, n_inner, ROWS: tl.constexpr,
     CHILDREN: tl.constexpr, BLOCK: tl.constexpr,
@@ -332,7 +331,7 @@ def _measure_groups(
     tl.store(amounts + 4 * n_groups + this, width, mask=inside)
 
 
-@triton.jit
+@kernel
 def _list_tiles(
     ends, tiles, n_groups, n_scores, n_rows, n_children, SEARCH: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -370,7 +369,7 @@ def _scores_of(groups, ends, group, n_groups):
     return tl.load(ends + 3 * n_groups + group) - size * line
 
 
-@triton.jit
+@kernel
 def _scores_of_tiles(
     hidden, weight, bias, entries, groups, ends, tiles, scores, n_groups, path, depth, hidden_row,
     weight_row, ROWS: tl.constexpr, CHILDREN: tl.constexpr, DEPTH: tl.constexpr,
@@ -419,7 +418,7 @@ def _scores_of_tiles(
     )
 
 
-@triton.jit
+@kernel
 def _log_probs_of_entries(
     scores, positions, entries, group_of, groups, ends, log_prob, lse, n_groups,
     BLOCK: tl.constexpr,
@@ -473,7 +472,7 @@ def _columns(positions, entry, width, asked):
     return tl.load(positions + entry, mask=asked, other=-1) - binary
 
 
-@triton.jit
+@kernel
 def _gradient_of_rows(
     weight, scores, positions, entries, lse, grad, groups, ends, tiles, parts, n_groups, shared,
     first_step, depth, last_step, weight_row, ROWS: tl.constexpr, CHILDREN: tl.constexpr,
@@ -551,7 +550,7 @@ def _add_rows(
     return total, summed
 
 
-@triton.jit
+@kernel
 def _gradient_of_children(
     hidden, scores, positions, entries, lse, grad, groups, ends, tiles, weight_gradient,
     bias_gradient, touched, scale, n_groups, path, shared, depth, hidden_row, ROWS: tl.constexpr,

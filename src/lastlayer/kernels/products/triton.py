@@ -6,10 +6,10 @@ To scale a tensor programs look at the number first, so that 1 costs no reading 
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import cdiv, load_rows, next_power_of_2, tile_width
 
 # Entries that a program adds up together.
@@ -36,7 +36,7 @@ def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor)
 
 
 # Classes are often a part of a longer list, which may begin anywhere.
-@triton.jit(do_not_specialize_on_alignment=["classes", "scores"])
+@kernel(do_not_specialize_on_alignment=["classes", "scores"])
 def _class_scores(
     hidden, weight, bias, classes, scores, k, depth, hidden_row, hidden_step, weight_row,
     weight_step, GROUP: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
@@ -91,7 +91,7 @@ def add_to_weight_(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _gather_classes(
     values, classes, weight, out, k, depth, weight_row, weight_step,
     GROUP: tl.constexpr, WIDTH: tl.constexpr,
@@ -111,7 +111,7 @@ def _gather_classes(
     tl.store(out + row * depth + step, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def _gather_rows(
     values, order, starts, hidden, out, k, depth, hidden_row, hidden_step, out_row, out_step,
     GROUP: tl.constexpr, WIDTH: tl.constexpr,
@@ -148,7 +148,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["trips"])
+@kernel(do_not_specialize=["trips"])
 def _scale(values, factor, n, trips, BLOCK: tl.constexpr):
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import cdiv
 from lastlayer.kernels.rng import SERIES, SQRT_2
 
@@ -50,7 +51,7 @@ def log_uniform(
     return ids, log_prob
 
 
-@triton.jit
+@kernel
 def _words(counter, made, n, BLOCKS: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     live = block < n
@@ -61,7 +62,7 @@ def _words(counter, made, n, BLOCKS: tl.constexpr):
     tl.store(made + 4 * block + 3, d.to(tl.int64), mask=live)
 
 
-@triton.jit
+@kernel
 def _integers(counter, ids, n, below, BLOCKS: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     a, b, c, d = _philox(block, tl.load(counter), tl.load(counter + 1))
@@ -71,7 +72,7 @@ def _integers(counter, ids, n, below, BLOCKS: tl.constexpr):
     tl.store(ids + 2 * block + 1, second.to(tl.int64), mask=2 * block + 1 < n)
 
 
-@triton.jit
+@kernel
 def _ranks(
     counter, order, ids, log_prob, n, n_classes, OCTAVES: tl.constexpr, ORDERED: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -133,7 +134,7 @@ def log_complement(weight: Tensor, target: Tensor, bits: int, wide: bool) -> Ten
     return made
 
 
-@triton.jit
+@kernel
 def _complement(weight, target, log_prob, n, BITS: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(target + place, mask=place < n, other=-1)
@@ -144,7 +145,7 @@ def _complement(weight, target, log_prob, n, BITS: tl.constexpr, BLOCK: tl.const
     tl.store(log_prob + place, share.to(log_prob.dtype.element_ty), mask=place < n)
 
 
-@triton.jit
+@kernel
 def _draw(
     table, weight, counter, ids, log_prob, n, BITS: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import LOG2E, cdiv, next_power_of_2, tile_width
 from lastlayer.kernels.sampled_rows import parts_of_columns
 
@@ -60,7 +61,7 @@ def forward_(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _rows(
     scores, gradient, first, second, columns, offset, ids, target, shift, exact, row_scale, n,
     each, m, p, n_exact, factor, score_row, gradient_row, column_row,
@@ -179,7 +180,7 @@ def _softplus(values):
     return log + tl.maximum(values, 0.0), tl.where(values == values, slope, values)
 
 
-@triton.jit
+@kernel
 def _long_rows(
     scores, gradient, first, second, offset, ids, target, shift, exact, row_scale, m, p, n_exact,
     factor, score_row, gradient_row, column_row,
@@ -327,7 +328,7 @@ def _have_targets(target, row, n, p):
     return counts
 
 
-@triton.jit
+@kernel
 def _scale(target, scale, n, p, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     share = 1.0
     if MEAN:
@@ -341,7 +342,7 @@ def _scale(target, scale, n, p, MEAN: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(scale + row, counts.to(tl.float32) * share, mask=row < n)
 
 
-@triton.jit
+@kernel
 def _start(
     hidden, weight, bias, target, ids, log_expected, target_log_expected, row_shift, clean, vectors,
     logits, offset, entries, m, depth, factor, hidden_row, hidden_step, weight_row, weight_step,
@@ -398,7 +399,7 @@ def _odds(others, logit):
     return tl.where(logit == -float("inf"), float("inf"), others - logit)
 
 
-@triton.jit
+@kernel
 def _finish(
     first, logits, scale, row_scale, classes, weight, of_hidden, losses, slopes, depth, factor,
     weight_row, weight_step, LOGISTIC: tl.constexpr, WITH_TARGET: tl.constexpr,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import cdiv, in_rows, load_rows, next_power_of_2, tile_width
 from lastlayer.kernels.search import MOST_ON_CUDA
 
@@ -63,7 +64,7 @@ def best_leaves(
     return values, classes, opened
 
 
-@triton.jit
+@kernel
 def _search(
     hidden, weight, bias, child, values, classes, opened, ids, numbers, depth, weight_row,
     weight_step, levels, k, most, WIDTH: tl.constexpr, GROUP: tl.constexpr,
@@ -309,7 +310,7 @@ def largest(values: Tensor, ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]
         values, ids = best, found
 
 
-@triton.jit
+@kernel
 def _peaks_and_levels(
     hidden, weight, peaks, levels, n, n_classes, depth, line, hidden_row, weight_row,
     ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
@@ -337,7 +338,7 @@ def _peaks_and_levels(
     tl.store(levels + place, peak + tl.log(total), mask=row < n)
 
 
-@triton.jit
+@kernel
 def _largest(
     values, ids, best, found, m, k, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip

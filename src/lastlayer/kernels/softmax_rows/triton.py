@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels import softmax_rows
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import LOG2E, cdiv, expm1, tanh, tile_width
 
 # Scores that a program looks at together.
@@ -54,7 +55,7 @@ def _shaped(values, softcap, inverse_temperature, CAPPED: tl.constexpr):
         return values * inverse_temperature, inverse_temperature
 
 
-@triton.jit
+@kernel
 def _softmax_row(
     scores, target, target_scores, row_scale, class_weight, weight_sum, loss, lse, entropy, argmax,
     rank, n, stride, smoothing, z_loss, softcap, inverse_temperature,
@@ -174,7 +175,7 @@ def gradient_(
         )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _gradient(
     scores, target, true, lse, push, n, stride, softcap, inverse_temperature,
     WIDTH: tl.constexpr, CAPPED: tl.constexpr,

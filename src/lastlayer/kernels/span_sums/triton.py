@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import cdiv, next_power_of_2
 from lastlayer.kernels.span_sums import SpanParts
 
@@ -95,7 +96,7 @@ def _first_of_blocks(cells: Tensor, n_types: int, n: int, blocks: int) -> Tensor
     return torch.searchsorted(cells, bounds, out_int32=True)
 
 
-@triton.jit(do_not_specialize=["n", "blocks", "listed"])
+@kernel(do_not_specialize=["n", "blocks", "listed"])
 def _walk(
     vectors, other_vectors, bias, other_bias, mask, target, since, found, grad, parts, of_vectors,
     of_bias, n, depth, n_types, blocks, listed, SIDE: tl.constexpr, DEPTH: tl.constexpr,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import (
     block_width,
     cdiv,
@@ -106,7 +107,7 @@ def _taken(keys, edge, at_edge):
     return (keys > edge) | ((equal > 0) & (rank <= at_edge))
 
 
-@triton.jit
+@kernel
 def _forward_in_registers(scores, out, n, stride, k, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
@@ -144,7 +145,7 @@ def _search_chosen(
     return low.to(tl.int32)
 
 
-@triton.jit
+@kernel
 def _forward_of_chosen(
     scores, out, peaks, chosen, n, stride, n_blocks, k,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, IN_ONE: tl.constexpr,

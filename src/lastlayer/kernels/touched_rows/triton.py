@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import cdiv, load_rows, tile_width
 
 # Slots of a block, at which runs are cut; entries that a program reads together, and segments.
@@ -65,7 +66,7 @@ def slots_(
         )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _segments(
     slopes, hidden, columns, column_biases, order, keys, factor, weight, bias, known, partial,
     partial_bias, size, c, q, depth, hidden_row, hidden_step, BLOCK: tl.constexpr,
@@ -134,7 +135,7 @@ def _segments(
                     tl.store(bias + slot, 0.0)
 
 
-@triton.jit
+@kernel
 def _runs_that_were_cut(
     keys, factor, weight, bias, partial, partial_bias, size, depth, BLOCK: tl.constexpr,
     SEARCH: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr,
@@ -230,7 +231,7 @@ def _comes_again(ids, place, row):
     return tl.load(ids + place - 1, mask=place > 0, other=-1) == row
 
 
-@triton.jit
+@kernel
 def _adagrad(
     weight, total, ids, gradient, depth, weight_row, gradient_row, gradient_step, lr, kept, eps,
     WIDTH: tl.constexpr,
@@ -259,7 +260,7 @@ def _adagrad(
             tl.store(there, (kept * old - factor * value).to(weight.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def _adam(
     weight, first, second, row_step, step, ids, gradient, depth, weight_row, gradient_row,
     gradient_step, lr, kept, beta1, beta2, new1, new2, log1, log2, eps, DECAYS: tl.constexpr,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import cdiv, in_rows, load_rows, next_power_of_2, tile_width
 
 # Rows between two cuts; more where the pieces of long runs would take too much memory.
@@ -35,25 +36,26 @@ def loss(
     losses = hidden.new_empty(n, dtype=torch.float32)
     slopes = hidden.new_zeros(n if to_nodes else 0, longest, dtype=torch.float32)
     gradient = hidden.new_empty(n if to_hidden else 0, depth, dtype=torch.float32)
-    ignoring = dict(ignored=ignore_index or 0, IGNORES=ignore_index is not None)
+    ignored, ignores = ignore_index or 0, ignore_index is not None
     if not n:
         return losses, target.new_empty(0), slopes, gradient
     order = None
     if to_nodes:
         keys = torch.empty(n, device=hidden.device, dtype=torch.int32)
         _sort_keys[(cdiv(n, 1024),)](
-            target, rank, keys, n, len(rank), **ignoring, ROWS=1024, enable_fp_fusion=True
-        )
+            target, rank, keys, n, len(rank), ignored, IGNORES=ignores, ROWS=1024,
+            enable_fp_fusion=True,
+        )  # fmt: skip
         order = torch.sort(keys, stable=True).indices
     width = max(16, next_power_of_2(depth))
     # A warp or two: a row is little work, and many rows at a time hide the wait for a gather.
     nodes = max(1, min(16, 1024 // width, next_power_of_2(longest)))
     _losses_of_rows[(n,)](
         hidden, weight, bias, target, order, path_start, path_edge, losses, slopes, gradient,
-        depth, longest, len(rank), hidden.stride(0), weight.stride(0), **ignoring, NODES=nodes,
-        WIDTH=width, BIASED=bias is not None, ORDERED=order is not None, TO_NODES=to_nodes,
-        TO_HIDDEN=to_hidden, num_warps=max(1, nodes * width // 1024),
-        enable_fp_fusion=True,
+        depth, longest, len(rank), hidden.stride(0), weight.stride(0), ignored,
+        IGNORES=ignores, NODES=nodes, WIDTH=width, BIASED=bias is not None,
+        ORDERED=order is not None, TO_NODES=to_nodes, TO_HIDDEN=to_hidden,
+        num_warps=max(1, nodes * width // 1024), enable_fp_fusion=True,
     )  # fmt: skip
     return losses, target.new_empty(0) if order is None else order, slopes, gradient
 
@@ -103,7 +105,7 @@ def _runs(
     if n:
         _compare_paths[(cdiv(n, 32),)](
             target.contiguous(), order, path_start, path_edge, start, length, shared, new, n,
-            len(path_start) - 1, longest, ignored=ignore_index or 0,
+            len(path_start) - 1, longest, ignore_index or 0,
             IGNORES=ignore_index is not None, ROWS=32, LEVELS=32, PLACED=placed,
             enable_fp_fusion=True,
         )  # fmt: skip
@@ -158,7 +160,7 @@ def _path_of(target, path_start, row, live, n_classes, ignored, IGNORES: tl.cons
     return first, tl.load(path_start + chosen + 1, mask=known, other=0), chosen
 
 
-@triton.jit
+@kernel
 def _sort_keys(
     target, rank, keys, n, n_classes, ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -170,7 +172,7 @@ def _sort_keys(
     tl.store(keys + row, tl.load(rank + chosen, mask=known, other=n_classes), mask=row < n)
 
 
-@triton.jit
+@kernel
 def _losses_of_rows(
     hidden, weight, bias, target, order, path_start, path_edge, losses, slopes, gradient, depth,
     longest, n_classes, hidden_row, weight_row, ignored, IGNORES: tl.constexpr,
@@ -226,7 +228,7 @@ def _log1p(x):
     return tl.where(grown == 1.0, x, tl.log(grown) * (x / tl.where(grown == 1.0, 1.0, grown - 1.0)))
 
 
-@triton.jit
+@kernel
 def _compare_paths(
     target, order, path_start, path_edge, starts, lengths, shared, new, n, n_classes, longest,
     ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
@@ -266,7 +268,7 @@ def _compare_paths(
             )
 
 
-@triton.jit
+@kernel
 def _sum_tiles(
     slopes, factor, hidden, order, lengths, starts, shared, place, path_edge, touched, weight,
     bias, pieces, bias_pieces, through, n, depth, longest, hidden_row, factor_step,
@@ -331,7 +333,7 @@ def _sum_tiles(
         tl.store(through + tile * longest + level, goes_on.to(tl.int32), mask=taken & came_in)
 
 
-@triton.jit
+@kernel
 def _sum_pieces(
     starts, shared, place, path_edge, touched, weight, bias, pieces, bias_pieces, through, n,
     tiles, depth, longest, TILE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,

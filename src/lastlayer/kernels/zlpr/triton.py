@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import LOG2E, cdiv, in_rows, next_power_of_2, tile_width
 
 # Where the label of a class comes from.
@@ -256,7 +257,7 @@ def _sweep(
     return highest, up_sum, down_sum, any_seen
 
 
-@triton.jit
+@kernel
 def _find_peaks(
     scores, labels, mask, classes, values, row, live, first_column, stop_column, begin, end,
     stride, label_stride, mask_row, mask_column, smoothing,
@@ -307,7 +308,7 @@ def _store_row(losses, stats, counts, row, live, n_rows, up_peak, up, down_peak,
     tl.store(counts + row, seen.to(tl.uint8), mask=live)
 
 
-@triton.jit
+@kernel
 def _sum_rows(
     scores, labels, mask, classes, values, starts, losses, stats, counts, pieces,
     n_rows, n, span, stride, label_stride, mask_row, mask_column, smoothing,
@@ -356,7 +357,7 @@ def _sum_rows(
         tl.store(place + 4 * parts * n_rows, seen.to(tl.float32), mask=flat_live)
 
 
-@triton.jit
+@kernel
 def _merge_parts(pieces, losses, stats, counts, n_rows, parts, PARTS: tl.constexpr):
     """The parts of a row to its sums."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
@@ -388,7 +389,7 @@ def _slopes(value, label, keep, grad, up_peak, up_scale, down_peak, down_scale, 
     return tl.where(keep & (grad != 0.0), slope * grad, 0.0)
 
 
-@triton.jit
+@kernel
 def _fill_gradient(
     scores, labels, mask, classes, values, starts, stats, grad, out,
     n_rows, n, stride, label_stride, mask_row, mask_column, smoothing,
@@ -453,7 +454,7 @@ def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor |
         )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _slab_sums(
     scores, above, below, n_rows, n, stride, share, BLOCK: tl.constexpr, NEGATED: tl.constexpr
 ):
@@ -491,7 +492,7 @@ def _negated(values):
     return tl.where(values == -float("inf"), values, -values)
 
 
-@triton.jit
+@kernel
 def _slab_gradient(
     scores, scale, above, below, n, stride, BLOCK: tl.constexpr, NEGATED: tl.constexpr
 ):
@@ -523,7 +524,7 @@ def logistic_slab_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Te
     return losses.sum(0)
 
 
-@triton.jit
+@kernel
 def _logistic(
     scores, scale, losses, n_rows, n, stride, share, smoothing, BLOCK: tl.constexpr,
     GRADIENT: tl.constexpr, SMOOTH: tl.constexpr,

@@ -32,8 +32,7 @@ Labels = Annotated[
     str | None, typer.Option(metavar="XML", help="The names of the labels of an ARFF set.")
 ]
 Device = Annotated[
-    str | None,
-    typer.Option(metavar="auto|cpu|cuda", help="auto takes a CUDA GPU if there is one."),
+    str | None, typer.Option(metavar="auto|cpu|cuda", help="auto takes a CUDA GPU if there is one.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, below runs/.")]

@@ -83,10 +83,7 @@ def _write(path: Path, sources: Sources) -> bool:
     names = json.dumps(sources.names).encode()
     content = io.BytesIO()
     np.savez(
-        content,
-        ids=sources.ids,
-        offsets=sources.offsets,
-        names=np.frombuffer(names, np.uint8),
+        content, ids=sources.ids, offsets=sources.offsets, names=np.frombuffer(names, np.uint8)
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -46,11 +46,7 @@ class Vocabulary:
 
     @classmethod
     def from_counts(
-        cls,
-        counts: dict[str, int],
-        *,
-        vocab_size: int | None = None,
-        min_count: int | None = None,
+        cls, counts: dict[str, int], *, vocab_size: int | None = None, min_count: int | None = None
     ) -> "Vocabulary":
         """The ``vocab_size`` most frequent tokens, of those that come ``min_count`` times or more.
 
@@ -138,8 +134,7 @@ def choose(
     place = int(np.searchsorted(-counts[candidates], -left_out, side="right"))
     chosen = [names[i] for i in candidates.tolist()]
     vocabulary = Vocabulary(
-        (*chosen[:place], UNKNOWN, *chosen[place:]),
-        np.insert(counts[candidates], place, left_out),
+        (*chosen[:place], UNKNOWN, *chosen[place:]), np.insert(counts[candidates], place, left_out)
     )
     table = np.full(len(names), place, np.int32)
     table[candidates] = np.arange(len(candidates)) + (np.arange(len(candidates)) >= place)

@@ -1,0 +1,115 @@
+"""Launching Triton kernels with little host time, in the first call of a process and in later ones.
+
+Triton binds the arguments of a launch, reads its own settings from the environment and asks the
+driver about every pointer, each time: 20 to 60 µs, more than most of our kernels run. Which
+compiled kernel a launch takes depends on little of that: the dtypes, which pointers and integers
+are multiples of 16, which integers are 1, and the constants. :class:`Kernel` keeps the compiled
+kernel under these and calls Triton's launcher directly.
+"""
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.compiler import compiler
+from triton.runtime import cache
+from triton.runtime.jit import JITFunction
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_INT32 = range(-(2**31), 2**31)
+
+
+class Kernel(JITFunction):  # type: ignore[misc]
+    """A kernel that is launched as any other of Triton's, ``kernel[grid](*args, **constants)``.
+
+    Keywords are constants of the kernel or options of the compiler; everything that changes from
+    launch to launch is positional. Hooks of profilers and the first launch of each kind go
+    through Triton.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(function, **options)
+        self._prepared: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        device = torch._C._cuda_getDevice()
+        kind: list[Any] = [device]
+        passed: list[Any] = []
+        for each in args:
+            if isinstance(each, Tensor):
+                pointer = each.data_ptr()
+                passed.append(pointer)
+                # A tensor that is not on a GPU gets Triton's own error.
+                kind.append(each.dtype if each.is_cuda else None)
+                kind.append(pointer % 16 == 0)
+                continue
+            passed.append(each)
+            if isinstance(each, int):
+                kind.append(1 if each == 1 else 16 if each % 16 == 0 else 0)
+                kind.append(each in _INT32)
+            else:
+                kind.append(type(each))
+        kind.extend(constants.items())
+        key = tuple(kind)
+        prepared = self._prepared.get(key)
+        hook = knobs.runtime.launch_enter_hook
+        if prepared is None or (hook is not None and getattr(hook, "calls", True)):
+            made = self.run(*args, grid=grid, warmup=False, **constants)
+            tail = tuple([constants[each.name] for each in self.params[len(args) :]])
+            self._prepared[key] = made.run, made.function, made.packed_metadata, tail
+            return
+        run, function, metadata, tail = prepared
+        wide, high, deep = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(wide, high, deep, stream, function, metadata, None, None, None, *passed, *tail)
+
+
+def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """``triton.jit`` for a function that is launched; those that kernels call take Triton's."""
+    if INTERPRETED:
+        return triton.jit(function, **options)
+    return functools.partial(Kernel, **options) if function is None else Kernel(function, **options)
+
+
+def _kept_triton_key() -> None:
+    """Have Triton's hash of itself kept on the disk.
+
+    Triton hashes its own library, half a gigabyte, before it looks for the first compiled kernel of
+    a process, which takes longer than all the rest. The hash is kept in Triton's cache, under the
+    sizes and times of the files that it is of.
+    """
+    module = next((each for each in (cache, compiler) if hasattr(each, "triton_key")), None)
+    if module is None:
+        return
+    make_key = module.triton_key
+
+    @functools.cache
+    def triton_key() -> str:
+        root = Path(triton.__file__).parent
+        files = [root / "runtime/cache.py", *root.glob("_C/libtriton*")]
+        files += (each for folder in ("compiler", "backends", "language")
+                  for each in (root / folder).rglob("*.py"))  # fmt: skip
+        found = ((each, each.stat()) for each in sorted(files))
+        stamp = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found]
+        kept = cache.get_cache_manager(hashlib.sha256(repr(stamp).encode()).hexdigest())
+        path = kept.get_file("triton_key")
+        if path is not None:
+            return Path(path).read_text()
+        key = make_key()
+        kept.put(key, "triton_key", binary=False)
+        return key
+
+    module.triton_key = triton_key
+
+
+_kept_triton_key()
