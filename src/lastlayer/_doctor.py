@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Iterator
 from importlib import metadata
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from packaging.requirements import Requirement
@@ -17,77 +17,30 @@ CORE = (PACKAGE, "torch", "triton", "numba", "numpy")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Device(NamedTuple):
-    """A device that torch can compute on here."""
-
-    device: str
-    type: str
-    name: str
-    capability: str
-    threads: int | None = None
-    memory_bytes: int | None = None
-
-    def describe(self) -> str:
-        """One line for people."""
-        parts = [self.name, self.capability]
-        if self.threads is not None:
-            parts.append(f"{self.threads} threads")
-        if self.memory_bytes is not None:
-            parts.append(f"{self.memory_bytes / 2**30:.0f} GiB")
-        return ", ".join(part for part in parts if part)
-
-
-class Kernel(NamedTuple):
-    """The implementation that an operation takes for tensors of one device type and dtype."""
-
-    op: str
-    device_type: str
-    dtype: str
-    implementation: str
-
-
-class Extra(NamedTuple):
-    """An extra of this package, what it lacks here, and the command that adds it."""
-
-    name: str
-    missing: tuple[str, ...]
-    command: str
-
-
-class Report(NamedTuple):
-    """Everything the doctor knows; versions and reasons are None where there is none."""
-
-    versions: dict[str, str | None]
-    devices: tuple[Device, ...]
-    implementations: dict[str, str | None]
-    kernels: tuple[Kernel, ...]
-    extras: tuple[Extra, ...]
-
-    def as_json(self) -> dict[str, object]:
-        """The same as plain dictionaries and lists."""
-        return {
-            "versions": self.versions,
-            "devices": [device._asdict() for device in self.devices],
-            "implementations": {
-                name: {"runs": reason is None, "reason": reason}
-                for name, reason in self.implementations.items()
-            },
-            "kernels": [kernel._asdict() for kernel in self.kernels],
-            "extras": [extra._asdict() for extra in self.extras],
-        }
-
-
-def examine() -> Report:
-    """Looks at this machine and this installation."""
-    devices = tuple(_devices())
+def examine() -> dict[str, Any]:
+    """Looks at this machine and this installation; versions and reasons may be None."""
+    devices = list(_devices())
     versions = {"python": platform.python_version()} | {name: _version(name) for name in CORE}
-    return Report(
-        versions=versions,
-        devices=devices,
-        implementations=dict(kernels.available()),
-        kernels=tuple(_kernels(dict.fromkeys(device.type for device in devices))),
-        extras=tuple(_extras()) if versions[PACKAGE] else (),
-    )
+    return {
+        "versions": versions,
+        "devices": devices,
+        "implementations": {
+            name: {"runs": reason is None, "reason": reason}
+            for name, reason in kernels.available().items()
+        },
+        "kernels": [
+            {
+                "op": op,
+                "device_type": kind,
+                "dtype": str(dtype).removeprefix("torch."),
+                "implementation": kernels.selected(op, kind, dtype),
+            }
+            for op in kernels.operations()
+            for kind in dict.fromkeys(device["type"] for device in devices)
+            for dtype in DTYPES
+        ],
+        "extras": list(_extras()) if versions[PACKAGE] else [],
+    }
 
 
 def _version(name: str) -> str | None:
@@ -97,43 +50,42 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _devices() -> Iterator[Device]:
-    capability = torch.backends.cpu.get_cpu_capability()
-    yield Device("cpu", "cpu", platform.machine(), capability, threads=torch.get_num_threads())
+def _devices() -> Iterator[dict[str, Any]]:
+    yield {
+        "device": "cpu",
+        "type": "cpu",
+        "name": platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        capability = f"capability {gpu.major}.{gpu.minor}"
-        yield Device(f"cuda:{index}", "cuda", gpu.name, capability, memory_bytes=gpu.total_memory)
+        yield {
+            "device": f"cuda:{index}",
+            "type": "cuda",
+            "name": gpu.name,
+            "capability": f"capability {gpu.major}.{gpu.minor}",
+            "memory_bytes": gpu.total_memory,
+        }
     other = torch.accelerator.current_accelerator(check_available=True)
     if other is not None and other.type != "cuda":
         for index in range(torch.accelerator.device_count()):
-            yield Device(f"{other.type}:{index}", other.type, "", "")
+            yield {"device": f"{other.type}:{index}", "type": other.type}
 
 
-def _kernels(device_types: dict[str, None]) -> Iterator[Kernel]:
-    for op in kernels.operations():
-        for device_type in device_types:
-            for dtype in DTYPES:
-                chosen = kernels.selected(op, device_type, dtype)
-                yield Kernel(op, device_type, str(dtype).removeprefix("torch."), chosen)
-
-
-def _extras() -> Iterator[Extra]:
+def _extras() -> Iterator[dict[str, Any]]:
+    """Each extra of this package, what it lacks here, and the command that adds it."""
     requirements = [Requirement(line) for line in metadata.requires(PACKAGE) or ()]
     for name in metadata.metadata(PACKAGE).get_all("Provides-Extra") or ():
-        wanted = [
-            requirement
-            for requirement in requirements
-            if requirement.marker is not None
-            and requirement.marker.evaluate({"extra": name})
-            and not requirement.marker.evaluate({"extra": ""})
+        missing = [
+            f"{each.name}{each.specifier}"
+            for each in requirements
+            if each.marker is not None
+            and each.marker.evaluate({"extra": name})
+            and not each.marker.evaluate({"extra": ""})
+            and not _is_satisfied(each)
         ]
-        missing = tuple(
-            f"{requirement.name}{requirement.specifier}"
-            for requirement in wanted
-            if not _is_satisfied(requirement)
-        )
-        yield Extra(name, missing, f'pip install "{PACKAGE}[{name}]"')
+        yield {"name": name, "missing": missing, "command": f'pip install "{PACKAGE}[{name}]"'}
 
 
 def _is_satisfied(requirement: Requirement) -> bool:
@@ -141,42 +93,48 @@ def _is_satisfied(requirement: Requirement) -> bool:
     return version is not None and requirement.specifier.contains(version, prereleases=True)
 
 
-def render(report: Report, out: Console) -> None:
+def render(report: dict[str, Any], out: Console) -> None:
     """Prints a report for people."""
     versions = Table("package", "version", title="Versions", title_justify="left")
-    for name, version in report.versions.items():
+    for name, version in report["versions"].items():
         versions.add_row(name, version or "not installed")
     out.print(versions)
 
     devices = Table("device", "what it is", title="Devices", title_justify="left")
-    for device in report.devices:
-        devices.add_row(device.device, device.describe())
+    for device in report["devices"]:
+        parts = [device.get("name"), device.get("capability")]
+        if "threads" in device:
+            parts.append(f"{device['threads']} threads")
+        if "memory_bytes" in device:
+            parts.append(f"{device['memory_bytes'] / 2**30:.0f} GiB")
+        devices.add_row(device["device"], ", ".join(part for part in parts if part))
     out.print(devices)
 
-    device_types = list(dict.fromkeys(device.type for device in report.devices))
-    kernels = Table("operation", *device_types, title="Kernels", title_justify="left")
-    for op in dict.fromkeys(kernel.op for kernel in report.kernels):
-        kernels.add_row(op, *(_choices(report.kernels, op, kind) for kind in device_types))
-    out.print(kernels)
-    for name, reason in report.implementations.items():
-        if reason is not None:
-            _line(out, f"The {name} kernels cannot run here: {reason}.")
+    kinds = list(dict.fromkeys(device["type"] for device in report["devices"]))
+    table = Table("operation", *kinds, title="Kernels", title_justify="left")
+    for op in dict.fromkeys(row["op"] for row in report["kernels"]):
+        table.add_row(op, *(_choices(report["kernels"], op, kind) for kind in kinds))
+    out.print(table)
+    for name, each in report["implementations"].items():
+        if not each["runs"]:
+            _line(out, f"The {name} kernels cannot run here: {each['reason']}.")
 
-    if not report.extras:
+    if not report["extras"]:
         _line(out, f"{PACKAGE} is not installed, so its extras are unknown: pip install -e .")
-    for extra in report.extras:
-        if extra.missing:
-            _line(out, f"Extra {extra.name} lacks {', '.join(extra.missing)}: {extra.command}")
+    for extra in report["extras"]:
+        if extra["missing"]:
+            missing = ", ".join(extra["missing"])
+            _line(out, f"Extra {extra['name']} lacks {missing}: {extra['command']}")
         else:
-            _line(out, f"Extra {extra.name} is complete.")
+            _line(out, f"Extra {extra['name']} is complete.")
 
 
-def _choices(kernels: tuple[Kernel, ...], op: str, device_type: str) -> str:
+def _choices(rows: list[dict[str, str]], op: str, device_type: str) -> str:
     """One name where all dtypes take the same implementation, else the dtypes of each."""
     dtypes_by_choice: dict[str, list[str]] = {}
-    for kernel in kernels:
-        if (kernel.op, kernel.device_type) == (op, device_type):
-            dtypes_by_choice.setdefault(kernel.implementation, []).append(kernel.dtype)
+    for row in rows:
+        if (row["op"], row["device_type"]) == (op, device_type):
+            dtypes_by_choice.setdefault(row["implementation"], []).append(row["dtype"])
     if len(dtypes_by_choice) == 1:
         return next(iter(dtypes_by_choice))
     return "; ".join(f"{name} ({', '.join(of)})" for name, of in dtypes_by_choice.items())

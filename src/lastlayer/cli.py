@@ -48,7 +48,7 @@ def doctor(
 
     report = _doctor.examine()
     if as_json:
-        typer.echo(json.dumps(report.as_json(), indent=2))
+        typer.echo(json.dumps(report, indent=2))
     else:
         _doctor.render(report, Console())
 

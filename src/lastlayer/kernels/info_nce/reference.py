@@ -32,18 +32,10 @@ def row_gradients_(
 
 
 def statistics_(
-    scores: Tensor,
-    scale: Tensor,
-    own: int,
-    query_groups: Tensor | None,
-    key_groups: Tensor | None,
-    positive: bool,
-    bounded: bool,  # noqa: ARG001 — for kernels that make use of it
-    row_lse: Tensor,
-    row_positive: Tensor,
-    column_lse: Tensor,
-    column_positive: Tensor,
-) -> None:
+    scores: Tensor, scale: Tensor, own: int, query_groups: Tensor | None, key_groups: Tensor | None,
+    positive: bool, bounded: bool,  # noqa: ARG001 - a reference has no short cut
+    row_lse: Tensor, row_positive: Tensor, column_lse: Tensor, column_positive: Tensor,
+) -> None:  # fmt: skip
     """Normalisers and sums of positive similarities of rows, and their share of the columns'.
 
     Those of the columns are added to what earlier rows left; where they are empty they are not
@@ -64,21 +56,11 @@ def statistics_(
 
 
 def weights_(
-    scores: Tensor,
-    scale: Tensor,
-    own: int,
-    query_groups: Tensor | None,
-    key_groups: Tensor | None,
-    positive: bool,
-    bounded: bool,  # noqa: ARG001 — for kernels that make use of it
-    row_lse: Tensor,
-    row_push: Tensor,
-    row_pull: Tensor,
-    column_lse: Tensor,
-    column_push: Tensor,
-    column_pull: Tensor,
-    out: Tensor,
-) -> None:
+    scores: Tensor, scale: Tensor, own: int, query_groups: Tensor | None, key_groups: Tensor | None,
+    positive: bool, bounded: bool,  # noqa: ARG001 - a reference has no short cut
+    row_lse: Tensor, row_push: Tensor, row_pull: Tensor, column_lse: Tensor, column_push: Tensor,
+    column_pull: Tensor, out: Tensor,
+) -> None:  # fmt: skip
     """Gradients by the similarities into ``out``, which may be ``scores``.
 
     ``scores`` may be overwritten in any case.

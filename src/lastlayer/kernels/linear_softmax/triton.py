@@ -268,21 +268,11 @@ def finish_rows(
     row_weight: Tensor | None, keep: float, more: Tensor | None, z_loss: float, softcap: float,
     temperature: float, dtype: torch.dtype,
 ) -> Rows:  # fmt: skip
-    """Losses, row factors and the gradient of hidden from what the classes left.
+    """Losses, row factors and the gradient of hidden, in ``dtype``, from what the classes left.
 
-    Args:
-        mix: of all rows; with means where the gradient is wanted.
-        weight: the class vectors.
-        target: ``(n,)``.
-        exact: the plain score of the target, ``(n,)``.
-        row_scale: what the gradient of each row is multiplied by, or None.
-        row_weight: the weight of each target, or None.
-        keep: what is left of a target, 1 unless it is smoothed.
-        more: what probabilities count for besides, one number, or None.
-        z_loss: the factor of the squared logsumexp.
-        softcap: of the scores, or 0.
-        temperature: of the scores.
-        dtype: of the gradient.
+    ``mix`` has means where the gradient is wanted; ``exact`` is the plain score of each target.
+    ``keep`` is what is left of a target, 1 unless it is smoothed, and ``more`` what probabilities
+    count for besides, one number or None.
     """
     parts, n = mix.lse.shape
     kept, depth = mix.mean_vector.shape[1:]

@@ -99,17 +99,7 @@ def log_probs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, node: Tensor, position: Tensor,
     row_start: Tensor, sizes: TreeSizes,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
-    """Of the children at ``position`` given their nodes, ``(n, path)``, float32.
-
-    Args:
-        hidden: ``(n, d)``.
-        weight: ``(n_rows, d)``: one row for a node of two children, one a child for others.
-        bias: ``(n_rows,)``, or None.
-        node: ``(n, path)``, int32; ``n_inner`` where nothing is asked for, and the result is 0.
-        position: ``(n, path)``, int32.
-        row_start: the first row of each node, and the end, ``(n_inner + 1,)``, int64.
-        sizes: of the tree.
-    """
+    """As the reference's, from int32 nodes and positions; and what the gradients need."""
     (n, path), depth = node.shape, hidden.shape[1]
     plan = _make_plan(node.reshape(-1), row_start, sizes, n)
     n_groups = plan.groups.shape[1]

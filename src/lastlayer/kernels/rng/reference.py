@@ -68,14 +68,8 @@ def log_uniform(
 
     The power is made of its octave, which is exact, and of 2^x within it.
 
-    Args:
-        counter: seed and step, int64 ``(2,)``.
-        order: the class of each rank, int64 ``(n_classes,)``; None where they are the same.
-        n: how many.
-        n_classes: how many classes there are.
-
-    Returns:
-        int64 ``(n,)``, and log(log((k + 2) / (k + 1)) / log(n_classes + 1)) in float32.
+    ``counter`` is seed and step; ``order`` has the class of each rank, None where they are the
+    same. Classes are int64; the second result is log(log((k + 2) / (k + 1)) / log(n_classes + 1)).
     """
     made = _pairs(counter, n)
     chance = ((made[:, 0] << 21) | (made[:, 1] >> 11)).double() * 2.0**-53
@@ -114,11 +108,7 @@ def log_complement(weight: Tensor, target: Tensor, bits: int, wide: bool) -> Ten
 
     In integers: nothing is cancelled where the target has nearly all of the probability.
 
-    Args:
-        weight: of each class, int64 ``(n_classes,)``.
-        target: classes, int64, of any shape; 0 for a negative one, which is none.
-        bits: the logarithm of what all weights sum to, at most 63.
-        wide: in float64 instead of float32.
+    The weights sum to 2^bits, bits at most 63. A negative target is none: 0. ``wide`` is float64.
     """
     own = torch.where(target < 0, 0, weight[target.clamp(min=0)])
     # 2^63 itself is no int64.

@@ -83,13 +83,7 @@ def forward_(
 def row_scale(hidden: Tensor, target: Tensor, mean: bool) -> Tensor:
     """What the loss of each row counts: 1, or 1 / their number with ``mean``; 0 without a target.
 
-    Args:
-        hidden: says where and in what dtype.
-        target: ``(n, p)``, -1 for none.
-        mean: divide by the number of rows that count.
-
-    Returns:
-        ``(n,)``, float32, or float64 from float64.
+    ``target`` is ``(n, p)``, -1 for none; ``hidden`` says where and in what dtype.
     """
     counts = (target >= 0).any(-1).to(accumulation_dtype(hidden.dtype))
     return counts / counts.sum().clamp(min=1.0) if mean else counts
@@ -111,7 +105,7 @@ def start(
         log_expected: taken off their scores, ``(m,)``.
         target_log_expected: taken off those of targets, ``(n,)``.
         row_shift: added to both, ``(n,)``; to the draws by others.
-        factor: of the scores, an inverse temperature.
+        factor: an inverse temperature.
 
     Returns:
         Hidden, with 0 in rows without a target; the vectors drawn ``(m, d)``, in its dtype; logits
@@ -143,20 +137,10 @@ def finish_(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Losses, and slopes of the targets' scores; adds what targets pull to ``of_hidden``.
 
-    Args:
-        first: what the draws of a row add up to, ``(n,)``.
-        logits: of the targets, ``(n,)``.
-        scale: what losses are multiplied by, ``(n,)``; 0 for rows that do not count.
-        row_scale: what slopes are multiplied by, ``(n,)``; None where there is no gradient.
-        classes: of the targets, ``(n,)``.
-        weight: ``(v, d)``.
-        of_hidden: ``(n, d)``, or empty.
-        factor: of the scores.
-        logistic: softplus(−logit) + first, instead of a softmax.
-        with_target: whether the target is part of the normaliser of the softmax.
-
-    Returns:
-        Two times ``(n,)``; without a ``row_scale`` slopes are 0.
+    ``first`` is what the draws of each row add up to; logits and classes are those of the targets.
+    Losses are multiplied by ``scale``, 0 for rows that do not count, and slopes by ``row_scale``,
+    None where there is no gradient. ``logistic`` is softplus(−logit) + first, instead of a softmax,
+    in whose normaliser the target is ``with_target``.
     """
     # The odds of the rest against the target: inf where that is masked, also if all others are.
     odds = torch.where(logits == -torch.inf, torch.inf, first - logits)

@@ -22,16 +22,9 @@ _OPENED_FOR_EACH = 16
 
 
 def best_leaves(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    child_start: Tensor,
-    row_start: Tensor,
-    child: Tensor,
-    levels: int,
-    k: int,
-    most: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
+    child: Tensor, levels: int, k: int, most: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As the reference's, but a row that reads too much, or meets a NaN, is given up.
 
     So is one with fewer than k classes that have a probability.

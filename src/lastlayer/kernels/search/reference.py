@@ -6,16 +6,9 @@ from torch.nn.functional import linear, logsigmoid
 
 
 def best_leaves(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    child_start: Tensor,
-    row_start: Tensor,
-    child: Tensor,
-    levels: int,
-    k: int,
-    most: int,  # noqa: ARG001 — nothing is given up here
-) -> tuple[Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
+    child: Tensor, levels: int, k: int, most: int,  # noqa: ARG001 - nothing is given up here
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Log-probabilities and classes ``(n, k)``, and how many nodes were opened ``(n,)``.
 
     The most probable leaf comes first, of equal ones the lower class. A row may be given up: then

@@ -25,16 +25,9 @@ TILE, WARPS = 4096, 8
 
 
 def best_leaves(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    child_start: Tensor,
-    row_start: Tensor,
-    child: Tensor,
-    levels: int,
-    k: int,
-    most: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
+    child: Tensor, levels: int, k: int, most: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As the reference's, but a row that reads or holds too much, or meets a NaN, is given up."""
     if len(child) != 2 * (len(child_start) - 1):
         raise ValueError(
@@ -264,12 +257,8 @@ _LOWEST = tl.constexpr(-(2**63))
 def peaks_and_levels_(hidden: Tensor, weight: Tensor, peaks: Tensor, levels: Tensor) -> None:
     """For each row and block the largest score, and the log of the sum of their exponentials.
 
-    Args:
-        hidden: ``(n, d)``.
-        weight: ``(n_classes, d)``; block b has the classes from ``CLASSES * b`` on.
-        peaks: ``(n, blocks)`` or wider, float32, whose first columns are written; NaN where the
-            row has a NaN.
-        levels: the same.
+    Block b has the classes from ``CLASSES * b`` on. Both results are float32, ``(n, blocks)`` or
+    wider, of which the first columns are written; NaN where the row has a NaN.
     """
     (n, depth), n_classes = hidden.shape, weight.shape[0]
     hidden, weight = in_rows(hidden), in_rows(weight)
@@ -286,12 +275,7 @@ def peaks_and_levels_(hidden: Tensor, weight: Tensor, peaks: Tensor, levels: Ten
 def largest(values: Tensor, ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """The k largest numbers of each row, float32, and their ids; the lower id where equal.
 
-    A NaN comes first, as it does for torch.
-
-    Args:
-        values: ``(n, m)``, float32, m at least k.
-        ids: ``(n, m)``, int64, from 0 up to 2^32; the columns where it is None.
-        k: how many.
+    A NaN comes first, as it does for torch. Ids are int64, from 0 up to 2^32; None for the columns.
     """
     while True:
         n, m = values.shape

@@ -73,15 +73,7 @@ def gradient_(
 
     For each row i and class j ``push_i * exp(s_ij - lse_i) * slope_ij``, and ``true_i`` at its
     target, where s are the capped and tempered scores and slope their derivative by the plain ones.
-
-    Args:
-        scores: ``(rows, classes)``.
-        target: ``(rows,)``; -1 where it is not among the classes.
-        true: the gradient at the target, ``(rows,)``.
-        lse: the logarithm of the normaliser, ``(rows,)``.
-        push: what probabilities are multiplied by, ``(rows,)``.
-        softcap: of the scores, or 0.
-        temperature: of the scores.
+    A target of -1 is not among the classes.
     """
     values, slope = _shaped(scores.to(lse.dtype), softcap, temperature)
     gradient = torch.exp(values - lse.unsqueeze(-1)) * push.unsqueeze(-1) * slope

@@ -158,14 +158,9 @@ def _kinds(of):
 def _edge_of(values, vectors, k, low, high):
     """``(edge, count)``: as many numbers of the first row are at least ``edge``, k or more.
 
-    More only where several equal the k-th largest, which is the edge then.
-
-    Args:
-        values: a matrix, of which the first row is looked at.
-        vectors: how many vectors of it; what fills up the last one is -inf.
-        k: 1 or more.
-        low: at least k numbers are no less. -inf will do.
-        high: the maximum.
+    More only where several equal the k-th largest, which is the edge then. Of ``vectors`` the last
+    one is filled up with -inf. At least k numbers are no less than ``low``, which may be -inf;
+    ``high`` is the maximum.
     """
     number = values.dtype.type
     least, most = number(low), number(high)

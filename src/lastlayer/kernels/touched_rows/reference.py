@@ -12,18 +12,10 @@ def forward(
     columns: Tensor, column_biases: Tensor, slopes: Tensor, hidden: Tensor, order: Tensor,
     starts: Tensor, factor: Tensor, to_weight: bool, to_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sums for weight (groups, d) and bias (groups,); empty where not wanted.
+    """Sums for weight (groups, d) and bias (groups,), times ``factor``; empty where not wanted.
 
-    Args:
-        columns: ``(c, d)``, of the dtype of the result; empty where only biases are wanted.
-        column_biases: ``(c,)``; empty where only vectors are wanted.
-        slopes: ``(n, q)``, of the dtype of the result.
-        hidden: ``(n, d)``.
-        order: int64 ``(c + n q,)``.
-        starts: int64 ``(groups + 1,)``.
-        factor: one number.
-        to_weight: sum vectors.
-        to_bias: sum biases.
+    ``columns`` are ``(c, d)`` with their biases ``(c,)``, ``slopes`` ``(n, q)``: both in the dtype
+    of the result. ``order``, ``(c + n q,)``, has the entries of each group from ``starts`` on.
     """
     groups, q = starts.shape[0] - 1, max(1, slopes.shape[1])
     c = order.shape[0] - slopes.numel()
