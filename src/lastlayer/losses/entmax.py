@@ -206,9 +206,9 @@ def _loss(
     target, by_class, ignore_index = check_loss(
         scores, target, class_weight, ignore_index, reduction
     )
-    if by_class and scores.shape[-1] and not in_functorch():
-        operands = scores, target, class_weight
-        return fused_loss(_ENGINE, operands, (alpha, k, ignore_index), reduction)[0]
+    if scores.shape[-1] and not target.requires_grad and not in_functorch():
+        options = alpha, k, ignore_index if by_class else None, False
+        return fused_loss(_ENGINE, (scores, target, class_weight), options, reduction)[0]
     return general_loss(
         scores,
         target,
@@ -221,49 +221,83 @@ def _loss(
     )
 
 
+def label_loss(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """The sparsemax loss against the distribution in proportion to labels; checked arguments."""
+    return fused_loss(_ENGINE, (scores, labels, None), (2.0, 0, None, True), reduction)[0]
+
+
 def _map(rows: Tensor, alpha: float, k: int) -> Tensor:
     return topk_softmax(rows, k) if k else entmax(rows, alpha)
 
 
 class _ScoreLoss(Engine):
-    """Operands: scores ``(*batch, n)``; class ids ``(*batch)``, class weights.
+    """Operands: scores ``(*batch, n)``; ids ``(*batch)`` or distributions; class weights.
 
-    The gradient is one number per score, which is held from forward to backward also where the
-    loss is not reduced.
+    Triton's kernels leave a few numbers per row, from which backward makes the gradient. Elsewhere
+    the gradient is made with the loss, and held also where the loss is not reduced.
     """
 
     name = "score_loss"
-    schema = "float alpha, int k, int? ignore_index"
+    schema = "float alpha, int k, int? ignore_index, bool labels"
     n_constants = 2
     kept = (0, 1, 2)
     starts_again = False
 
     def compute(self, call: Call) -> Result:
         (scores, target, class_weight), options, reduction, wanted, _ = call
-        alpha, k, ignore_index = options
-        shape, dtype = scores.shape, accumulation_dtype(scores.dtype)
-        rows = scores if len(shape) == 2 else scores.reshape(-1, shape[-1])
-        rows = rows if rows.is_contiguous() else rows.contiguous()
-        ids = target if target.dim() == 1 else target.reshape(-1)
-        ids, weight = _row_weight(ids, class_weight, ignore_index, dtype)
+        alpha, k, ignore_index, labels = options
+        batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
+        rows, wish = _as_rows(scores, target)
+        if _leaves_statistics(scores, k):
+            losses, weight, stats = kernels.score_loss.forward(
+                "auto", rows, wish, class_weight, ignore_index, alpha, labels
+            )
+            pieces = (stats, weight) if wanted[0] else (None, None)
+            if reduction == "mean":
+                loss, size = kernels.products.weighted_mean("auto", losses, weight)
+                return Result(loss, pieces, (), size)
+            losses = losses * weight
+            return Result(losses.sum() if reduction == "sum" else losses.view(batch), pieces)
+        wish, weight = _row_weight(wish, class_weight, ignore_index, labels, dtype)
         scale = RowScale.of(weight, reduction, rows.shape[0])
         factors = size = None
         if wanted[0]:
             factors, size = near_one(scale.factors(rows, rows.shape[0]), scores.dtype)
         if rows.dtype == dtype:
-            losses, gradient = _rows(rows, ids, factors, alpha, k)
+            losses, gradient = _rows(rows, wish, factors, alpha, k)
         else:
-            losses, gradient = _widened_rows(rows, ids, factors, alpha, k)
+            losses, gradient = _widened_rows(rows, wish, factors, alpha, k)
         loss = scale.reduce(losses, reduction)
-        if reduction == "none" and target.dim() != 1:
-            loss = loss.reshape(target.shape)
+        if reduction == "none" and len(batch) != 1:
+            loss = loss.reshape(batch)
         if factors is None:
             return Result(loss, (None,))
-        return Result(loss, (gradient if len(shape) == 2 else gradient.view(shape),), (), size)
+        return Result(
+            loss, (gradient if len(batch) == 1 else gradient.view(scores.shape),), (), size
+        )
+
+    def fake(self, call: Call) -> Result:
+        scores = call.operands[0]
+        if not _leaves_statistics(scores, call.options[1]):
+            return super().fake(call)
+        n, dtype = scores.shape[:-1].numel(), torch.float32
+        loss = scores.new_empty(scores.shape[:-1] if call.reduction == "none" else (), dtype=dtype)
+        size = scores.new_empty((), dtype=dtype) if call.reduction == "mean" else None
+        pieces = [scores.new_empty(n, 5, dtype=dtype), scores.new_empty(n, dtype=dtype)]
+        return Result(loss, pieces if call.wanted[0] else (None, None), (), size)
 
     def finish(
         self, call: Call, pieces: Sequence[Any], factor: Tensor | None, reusable: bool
     ) -> Grads:
+        (scores, target, _), (alpha, *_, labels), *_ = call
+        if len(pieces) == 2:
+            rows, wish = _as_rows(scores, target)
+            stats, weight = pieces
+            factor = stats.new_ones(()) if factor is None else factor.reshape(factor.numel())
+            made = kernels.score_loss.backward(
+                "auto", rows, wish, weight, stats, factor, alpha, labels
+            )
+            return [made if scores.dim() == 2 else made.view(scores.shape)]
         (gradient,) = pieces
         if gradient is None or factor is None or not factor.dim():
             return super().finish(call, pieces, factor, reusable)
@@ -273,30 +307,61 @@ class _ScoreLoss(Engine):
         return [torch.where(row == 0, 0.0, gradient * row)]
 
     def differentiable(self, call: Call, grad: Tensor) -> Grads:
-        (scores, target, class_weight), (alpha, k, ignore_index), reduction, *_ = call
-        dtype = accumulation_dtype(scores.dtype)
-        ids, weight = _row_weight(target, class_weight, ignore_index, dtype)
-        scale = RowScale.of(weight, reduction, target.numel())
+        (scores, target, class_weight), options, reduction, *_ = call
+        alpha, k, ignore_index, labels = options
+        batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
+        wish, weight = _row_weight(target, class_weight, ignore_index, labels, dtype)
+        scale = RowScale.of(weight, reduction, batch.numel())
         if isinstance(scale.divisor, float):
             row = grad / max(1.0, scale.divisor)
         else:
             row = torch.where(scale.divisor == 0, 0.0, grad / scale.divisor)
-        row = (row if weight is None else row * weight).expand(target.shape).unsqueeze(-1)
-        return [score_gradient(_map(in_dtype(scores, dtype), alpha, k), ids, row)]
+        row = (row if weight is None else row * weight).expand(batch).unsqueeze(-1)
+        return [score_gradient(_map(in_dtype(scores, dtype), alpha, k), wish, row)]
 
 
 _ENGINE = _ScoreLoss()
 
 
+def _as_rows(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    n, dense = scores.shape[-1], target.dim() == scores.dim()
+    rows = scores if scores.dim() == 2 else scores.reshape(-1, n)
+    if dense:
+        target = target if target.dim() == 2 else target.reshape(-1, n)
+    else:
+        target = target if target.dim() == 1 else target.reshape(-1)
+    return rows.contiguous(), target.contiguous()
+
+
+def _leaves_statistics(scores: Tensor, k: int) -> bool:
+    """Whether backward makes the gradient from a few numbers per row."""
+    kind = scores.device.type
+    return not k and kernels.selected("score_loss_forward", kind, scores.dtype) == "triton"
+
+
 def _row_weight(
-    target: Tensor, class_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype
+    target: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int | None,
+    labels: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """Targets that are all class ids, and the weight of each row; None where all are 1."""
+    """Targets that are all class ids or distributions; each row's weight, None where all are 1."""
     counted = None
-    if ignore_index is not None and _may_have(target, ignore_index):
+    if labels:
+        target = target.to(dtype)
+        total = target.sum(-1, keepdim=True)
+        counted = (total > 0).squeeze(-1)
+        target = target / torch.where(total > 0, total, 1.0)
+    elif target.is_floating_point():
+        target = in_dtype(target, dtype)
+    elif ignore_index is not None and _may_have(target, ignore_index):
         counted = target != ignore_index
         target = target * counted
-    weight = None if class_weight is None else in_dtype(class_weight, dtype)[target]
+    weight = None
+    if class_weight is not None:
+        weight = in_dtype(class_weight, dtype)
+        weight = target @ weight if target.is_floating_point() else weight[target]
     if counted is not None:
         weight = counted.to(dtype) if weight is None else torch.where(counted, weight, 0.0)
     return target, weight

@@ -26,8 +26,8 @@ from lastlayer._labels import (
     check_multilabel,
     reduced,
 )
-from lastlayer._torch import accumulation_dtype, in_dtype
-from lastlayer.losses.entmax import sparsemax_loss
+from lastlayer._torch import accumulation_dtype, in_dtype, in_functorch
+from lastlayer.losses.entmax import label_loss, sparsemax_loss
 from lastlayer.maps.sparsemax import sparsemax
 
 
@@ -198,10 +198,12 @@ def multilabel_sparsemax_loss(
         Martins and Astudillo, From Softmax to Sparsemax, ICML 2016, arXiv:1602.02068.
     """
     check_multilabel(scores, target, mask, reduction)
-    labels = target.to(accumulation_dtype(scores.dtype))
     if mask is not None:
-        labels = torch.where(mask, labels, 0.0)
+        target = torch.where(mask, target, 0)
         scores = scores.masked_fill(~mask, -torch.inf)
+    if scores.shape[-1] and not target.requires_grad and not in_functorch():
+        return label_loss(scores, target, reduction)
+    labels = target.to(accumulation_dtype(scores.dtype))
     if scores.shape[-1] == 0:
         return reduced(labels.sum(-1), torch.zeros_like(labels.sum(-1)), reduction)
     total = labels.sum(-1, keepdim=True)

@@ -14,7 +14,7 @@ the exchange of partial sums, two threads would round differently, disagree and 
 import triton
 import triton.language as tl
 
-from lastlayer.kernels._triton import next_power_of_2
+from lastlayer.kernels._triton import chosen_columns, expm1, next_power_of_2
 
 # A sum of float32 probabilities cannot be told from 1 more closely than this.
 SUM_TOLERANCE = tl.constexpr(2.5e-7)
@@ -221,3 +221,85 @@ def tile(n_rows, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     else:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         return row, column[None, :], (row < n_rows)[:, None] & (column[None, :] < n)
+
+
+@triton.jit
+def below(values, origin, SHRINK: tl.constexpr):
+    """How far scores lie from the maximum, at most 0."""
+    if SHRINK == 1.0:
+        return values - origin
+    else:
+        return (values - origin) * SHRINK
+
+
+@triton.jit
+def _sums_of_chosen(
+    scores, chosen, count, n, origin, at, excess,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, LONG: tl.constexpr,
+    SHRINK: tl.constexpr,
+):  # fmt: skip
+    totals = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+    weights = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+    lost = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+    # Several loads are then in flight together. Short rows would lose more by the registers, and
+    # powers take too long to compile that often.
+    UNROLL: tl.constexpr = 4 if KIND > 0 and GROUP * WIDTH > 256 and not LONG else 1
+    for first in tl.range(0, count, GROUP, loop_unroll_factor=UNROLL):
+        column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
+        values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+        probs, slope = shares(below(values, origin, SHRINK), at, excess, KIND)
+        if LONG:
+            # Equal scores round the same way at each addition: a thousand of them would be
+            # noticed, so what an addition loses is kept for the next (Kahan's sum).
+            probs -= lost
+            grown = totals + probs
+            lost = (grown - totals) - probs
+            totals = grown
+        else:
+            totals += probs
+        weights += slope
+    return row_sum(totals, BOTH), row_sum(weights, BOTH)
+
+
+@triton.jit
+def solve_chosen(
+    scores, chosen, count, n, origin, at, log_n, excess,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, LONG: tl.constexpr,
+    SHRINK: tl.constexpr,
+):  # fmt: skip
+    """As solve_tile, for a row with more candidates than the chip holds: they are read again."""
+    low, high = -log_n, at
+    total, weight = _sums_of_chosen(
+        scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND, LONG, SHRINK
+    )
+    trips = 0
+    if KIND > 0:
+        at, go = leap(at, total, weight, KIND)
+    else:
+        at, low, high, go = advance(at, low, high, total, weight, excess, trips, KIND)
+    while go:
+        total, weight = _sums_of_chosen(
+            scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND, LONG, SHRINK
+        )
+        trips += 1
+        at, low, high, go = advance(at, low, high, total, weight, excess, trips, KIND)
+    return at, total, weight
+
+
+@triton.jit
+def entropy_and_slope(probs, alpha, KIND: tl.constexpr):
+    """The entropy of each class, and its derivative by the probability."""
+    if KIND == 1:
+        return 0.5 * probs * (1.0 - probs), 0.5 - probs
+    elif KIND == 2:
+        root = tl.sqrt(probs)
+        return (4.0 / 3.0) * probs * (1.0 - root), (4.0 / 3.0) - 2.0 * root
+    else:
+        logs = tl.log(tl.where(probs > 0.0, probs, 1.0))
+        if KIND == 3:
+            return -probs * logs, -logs - 1.0
+        else:
+            excess = alpha - 1.0
+            fall = expm1(excess * logs)
+            factor = 1.0 / (alpha * excess)
+            return -probs * fall * factor, -(alpha * fall + excess) * factor

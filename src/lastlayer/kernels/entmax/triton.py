@@ -27,16 +27,16 @@ from lastlayer.kernels._triton import (
 )
 from lastlayer.kernels.entmax.threshold import (
     BOTH,
-    advance,
+    below,
     bound_from_part,
     correction,
     is_broken,
-    leap,
     per_class,
     polished,
     register_tile,
     row_sum,
     shares,
+    solve_chosen,
     solved_tile,
     tile,
     unsolved_row,
@@ -125,15 +125,6 @@ def _warps(n: int) -> int:
     return 1 if n <= 2048 else 2 if n <= 8192 else 4
 
 
-@triton.jit
-def _below(values, origin, SHRINK: tl.constexpr):
-    """How far scores lie from the maximum, at most 0."""
-    if SHRINK == 1.0:
-        return values - origin
-    else:
-        return (values - origin) * SHRINK
-
-
 @kernel
 def _forward_in_registers(
     scores, out, indices, size, alphas, excess, n_rows, n, stride, log_n, max_support,
@@ -151,7 +142,7 @@ def _forward_in_registers(
         excess = tl.load(alphas + row, mask=row < n_rows, other=1.0) - 1.0
     else:
         excess = tl.zeros_like(peak) + excess
-    distance = _below(values, per_class(origin, AXIS), SHRINK)
+    distance = below(values, per_class(origin, AXIS), SHRINK)
     broken = is_broken(peak, excess, KIND)
     probs = solved_tile(distance, unsolved_row(peak, KIND), broken, log_n, excess, KIND, AXIS)
     if COMPACT:
@@ -164,60 +155,6 @@ def _forward_in_registers(
         tl.store(size + row, tl.sum(present.to(tl.int64), AXIS), mask=row < n_rows)
     else:
         tl.store(out + place * n + column, probs.to(out.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def _sums_of_chosen(
-    scores, chosen, count, n, origin, at, excess,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, LONG: tl.constexpr,
-    SHRINK: tl.constexpr,
-):  # fmt: skip
-    totals = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
-    weights = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
-    lost = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
-    # Several loads are then in flight together. Short rows would lose more by the registers, and
-    # powers take too long to compile that often.
-    UNROLL: tl.constexpr = 4 if KIND > 0 and GROUP * WIDTH > 256 and not LONG else 1
-    for first in tl.range(0, count, GROUP, loop_unroll_factor=UNROLL):
-        column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
-        values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-        probs, slope = shares(_below(values, origin, SHRINK), at, excess, KIND)
-        if LONG:
-            # Equal scores round the same way at each addition: a thousand of them would be
-            # noticed, so what an addition loses is kept for the next (Kahan's sum).
-            probs -= lost
-            grown = totals + probs
-            lost = (grown - totals) - probs
-            totals = grown
-        else:
-            totals += probs
-        weights += slope
-    return row_sum(totals, BOTH), row_sum(weights, BOTH)
-
-
-@triton.jit
-def _solve_chosen(
-    scores, chosen, count, n, origin, at, log_n, excess,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, LONG: tl.constexpr,
-    SHRINK: tl.constexpr,
-):  # fmt: skip
-    """As solve_tile, for a row with more candidates than the chip holds: they are read again."""
-    low, high = -log_n, at
-    total, weight = _sums_of_chosen(
-        scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND, LONG, SHRINK
-    )
-    trips = 0
-    if KIND > 0:
-        at, go = leap(at, total, weight, KIND)
-    else:
-        at, low, high, go = advance(at, low, high, total, weight, excess, trips, KIND)
-    while go:
-        total, weight = _sums_of_chosen(
-            scores, chosen, count, n, origin, at, excess, WIDTH, GROUP, KIND, LONG, SHRINK
-        )
-        trips += 1
-        at, low, high, go = advance(at, low, high, total, weight, excess, trips, KIND)
-    return at, total, weight
 
 
 @triton.jit
@@ -254,7 +191,7 @@ def _finish_few(
     """Solves and writes a row whose chosen blocks fit on the chip; says how many non-zeros."""
     column, live = chosen_columns(chosen, 0, count, n, GROUP, WIDTH)
     values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-    distance = _below(values, origin, SHRINK)
+    distance = below(values, origin, SHRINK)
     probs = solved_tile(distance, at, broken, log_n, excess, KIND, BOTH)
     return _write_chosen(out, indices, probs, column, live, 0, max_support, GROUP, WIDTH, COMPACT)
 
@@ -266,7 +203,7 @@ def _finish_many(
     LONG: tl.constexpr, SHRINK: tl.constexpr,
 ):  # fmt: skip
     """As _finish_few, for a row with more candidates than the chip holds."""
-    at, total, weight = _solve_chosen(
+    at, total, weight = solve_chosen(
         scores, chosen, count, n, origin, at, log_n, excess, WIDTH, GROUP, KIND, LONG, SHRINK
     )
     missing = correction(total, weight, broken)
@@ -277,13 +214,13 @@ def _finish_many(
             for first in range(0, count, GROUP):
                 column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
                 values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-                probs, slope = shares(_below(values, origin, SHRINK), at, excess, KIND)
+                probs, slope = shares(below(values, origin, SHRINK), at, excess, KIND)
                 norm += row_sum(polished(probs, slope, missing), BOTH)
     filled = 0
     for first in range(0, count, GROUP):
         column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
         values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-        probs, slope = shares(_below(values, origin, SHRINK), at, excess, KIND)
+        probs, slope = shares(below(values, origin, SHRINK), at, excess, KIND)
         probs = polished(probs, slope, missing)
         if KIND == 0:
             probs = probs / norm
@@ -316,7 +253,7 @@ def _forward_of_chosen(
     origin = tl.where(peak == -float("inf"), 0.0, peak)
 
     # Blocks whose peak does not pass the threshold of the peaks have no share.
-    distance = _below(peak_of, origin, SHRINK)
+    distance = below(peak_of, origin, SHRINK)
     at = bound_from_part(distance, origin, log_n, excess, KIND)
     reachable, _ = shares(distance, at, excess, KIND)
     keep = tl.where(broken, 1.0, reachable) > 0.0

@@ -1,6 +1,7 @@
 """Rows to the Fenchel-Young loss of entmax and its gradient, from what is known of each row.
 
-* ``forward_``: from probabilities, which become the gradient in place.
+* ``forward_``: from probabilities, which become the gradient in place. The target has class ids, or
+  but for ``triton.py`` distributions.
 * ``listed``: from the scores of a few listed classes. A class of -1 is padding, whose score does
   not count.
 * ``flat_``, in ``triton.py`` alone: from scores with wide supports, which become the gradient in
@@ -17,7 +18,7 @@ from lastlayer.kernels._registry import operation
 
 
 def _losses(probs: Tensor, _scores: Tensor, target: Tensor, *_: object) -> Tensor:
-    return probs.new_empty(target.shape, dtype=accumulation_dtype(probs.dtype))
+    return probs.new_empty(target.shape[0], dtype=accumulation_dtype(probs.dtype))
 
 
 def _listed_losses(

@@ -21,7 +21,9 @@ def forward_(
     probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float
 ) -> Tensor:
     dtype = accumulation_dtype(probs.dtype)
-    loss = torch.empty(target.shape, dtype=dtype)
+    loss = torch.empty(len(probs), dtype=dtype)
+    if target.dim() == 2:
+        target = target.to(dtype)
     scale = loss.new_empty(0) if row_scale is None else row_scale.to(dtype)
     per_row = target, scale, loss
     if all(each.dtype == dtype and each.is_contiguous() for each in (probs, scores)):
@@ -43,7 +45,10 @@ def _run(probs: Tensor, scores: Tensor, per_row: tuple[Tensor, ...], alpha: floa
     arrays = (each.detach().contiguous().numpy() for each in per_row)
     if rows.size:
         kind = {2.0: 1, 1.5: 2, 1.0: 3}.get(alpha, 0)
-        _forward_rows(*rows.shape, rows, bits(rows), values, *arrays, alpha, kind)
+        if per_row[0].dim() == 2:
+            _dense_rows(*rows.shape, rows, values, *arrays, alpha, kind)
+        else:
+            _forward_rows(*rows.shape, rows, bits(rows), values, *arrays, alpha, kind)
 
 
 @by_rows
@@ -79,6 +84,39 @@ def _forward_rows(start, stop, probs, prob_bits, scores, target, row_scale, loss
         total = leads if leads == math.inf else leads + entropy - (mass - 1.0) * price
         # A target that cannot be costs more than any other, whatever the rest comes to.
         loss[row] = math.inf if base == -math.inf and not math.isnan(mass) else total
+
+
+@by_rows
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _dense_rows(start, stop, probs, scores, target, row_scale, loss, alpha, kind):
+    """Against distributions: ``<p - y, scores> + H(p) - H(y)``."""
+    n = probs.shape[1]
+    real = probs.dtype.type
+    for row in range(start, stop):
+        peak = real(-math.inf)
+        for i in range(n):
+            peak = max(peak, scores[row, i])
+        origin = peak if -math.inf < peak < math.inf else real(0.0)
+        total, mass = 0.0, 0.0
+        for first in range(0, n, BLOCK):
+            part, wanted = probs[row, first : first + BLOCK], target[row, first : first + BLOCK]
+            values = scores[row, first : first + BLOCK]
+            total += _sum_entropy(part, alpha, kind) - _sum_entropy(wanted, alpha, kind)
+            mass += sum_of(part)
+            gap = real(0.0)
+            for i in range(len(part)):
+                apart = part[i] - wanted[i]
+                product = apart * (values[i] - origin)
+                gap += real(0.0) if apart == real(0.0) else product
+                part[i] = apart
+            total += gap
+        loss[row] = total
+        if len(row_scale):
+            # A row that does not count may be NaN, and a fully masked one has nothing to move.
+            if row_scale[row] == 0.0 or mass == 0.0:
+                probs[row] = 0.0
+            else:
+                multiply(probs[row], row_scale[row])
 
 
 @njit(nogil=True)

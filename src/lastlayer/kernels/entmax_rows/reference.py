@@ -12,14 +12,16 @@ from lastlayer.kernels.entmax_rows._listed import entropy, loss_of_listed
 def forward_(
     probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float
 ) -> Tensor:
-    """``<p - y, scores> + H(p)`` for each row.
+    """``<p - y, scores> + H(p) - H(y)`` for each row; y is a class, or a distribution (rows, n).
 
     Where ``row_scale`` is given, ``probs`` become the gradient of ``sum(row_scale * loss)``. A row
     without any probability costs +inf and has no gradient; nor has one of scale 0, even of NaN.
     """
     dtype = accumulation_dtype(probs.dtype)
-    place = target.unsqueeze(-1)
     shares, values = probs.to(dtype), scores.to(dtype)
+    if target.dim() == 2:
+        return _dense_(probs, shares, values, target.to(dtype), row_scale, alpha)
+    place = target.unsqueeze(-1)
     at_target = values.gather(-1, place)
     present = shares > 0
     logs = torch.log(torch.where(present, shares, 1.0))
@@ -47,6 +49,21 @@ def forward_(
         scale = row_scale.to(dtype).unsqueeze(-1)
         probs.copy_(torch.where(scale == 0, 0.0, gradient * scale))
     return loss
+
+
+def _dense_(
+    probs: Tensor, shares: Tensor, values: Tensor, wanted: Tensor, row_scale: Tensor | None,
+    alpha: float,
+) -> Tensor:  # fmt: skip
+    peak = values.amax(-1, keepdim=True)
+    distance = values - torch.where(torch.isfinite(peak), peak, 0.0)
+    apart = shares - wanted
+    gap = torch.where(apart == 0, 0.0, apart * distance).sum(-1)
+    if row_scale is not None:
+        scale = row_scale.to(values.dtype).unsqueeze(-1)
+        moves = (scale != 0) & (shares != 0).any(-1, keepdim=True)
+        probs.copy_(torch.where(moves, apart * scale, 0.0))
+    return gap + entropy(shares, alpha) - entropy(wanted, alpha)
 
 
 def listed(

@@ -13,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import cdiv, expm1, row_max, tile_width
+from lastlayer.kernels._triton import cdiv, row_max, tile_width
 from lastlayer.kernels.entmax.threshold import (
     advance,
     correction,
+    entropy_and_slope,
     is_broken,
     leap,
     per_class,
@@ -77,7 +78,7 @@ def _entmax_row(
         present = shares != 0.0
         values = tl.load(scores + column, mask=live & present, other=0.0).to(tl.float32)
         lead = tl.where(present, values - at_target, 0.0)
-        entropy, slope = _entropy_and_slope(shares, alpha, KIND)
+        entropy, slope = entropy_and_slope(shares, alpha, KIND)
         sums += shares * lead + entropy
         given += shares
         prices += shares * (lead + slope)
@@ -98,25 +99,6 @@ def _entmax_row(
     # A target that is out of the running cannot be met; a NaN stays one.
     out = (at_target == -float("inf")) & (mass == mass)
     tl.store(loss + row, tl.where(out, float("inf"), total))
-
-
-@triton.jit
-def _entropy_and_slope(shares, alpha, KIND: tl.constexpr):
-    """The entropy of each class, and its derivative by the probability."""
-    if KIND == 1:
-        return 0.5 * shares * (1.0 - shares), 0.5 - shares
-    elif KIND == 2:
-        root = tl.sqrt(shares)
-        return (4.0 / 3.0) * shares * (1.0 - root), (4.0 / 3.0) - 2.0 * root
-    else:
-        logs = tl.log(tl.where(shares > 0.0, shares, 1.0))
-        if KIND == 3:
-            return -shares * logs, -logs - 1.0
-        else:
-            excess = alpha - 1.0
-            fall = expm1(excess * logs)
-            factor = 1.0 / (alpha * excess)
-            return -shares * fall * factor, -(alpha * fall + excess) * factor
 
 
 def flat_(scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float) -> Tensor:
@@ -258,7 +240,7 @@ def _list_rows(
     out = at_target == -float("inf")
     lead_of_peak = origin - tl.where(out, 0.0, at_target)
     lead = tl.where(probs == 0.0, 0.0, distance + per_class(lead_of_peak, AXIS))
-    entropy, _ = _entropy_and_slope(probs, alpha, ENTROPY)
+    entropy, _ = entropy_and_slope(probs, alpha, ENTROPY)
     total = row_sum(probs * lead + entropy, AXIS)
     # A target that is out of the running cannot be met; a NaN stays one.
     total = tl.where(out & (total == total), float("inf"), total)

@@ -1,0 +1,61 @@
+"""The loss of entmax on rows of scores in plain torch: defines the truth."""
+
+import torch
+from torch import Tensor
+
+from lastlayer._torch import accumulation_dtype
+from lastlayer.kernels import entmax, entmax_rows
+
+
+def forward(
+    scores: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int | None,
+    alpha: float, labels: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``<p - y, scores> + H(p) - H(y)`` of each row, its weight, and what is kept.
+
+    With ``labels`` the target is divided by its sum. The weight is 0 for an ignored row and for one
+    without positives, whose loss is 0 whatever its scores are; else that of the target's class, or
+    of a distribution the mean. A fully masked row costs +inf.
+    """
+    values = scores.to(accumulation_dtype(scores.dtype))
+    counts = torch.ones_like(values[:, 0], dtype=torch.bool)
+    if target.dim() == 2:
+        target, counts = _distributions(target, values.dtype, labels)
+    elif ignore_index is not None:
+        counts = target != ignore_index
+        target = torch.where(counts, target, 0)
+    weight = counts.to(values.dtype)
+    if class_weight is not None:
+        class_weight = class_weight.to(values.dtype)
+        mean = target @ class_weight if target.dim() == 2 else class_weight[target]
+        weight = torch.where(counts, mean, 0.0)
+    probs = entmax.forward("reference", values, alpha, None)
+    losses = entmax_rows.forward_("reference", probs, values, target, None, alpha)
+    losses = torch.where(weight == 0, 0.0, losses)
+    return losses, weight, values.new_zeros(scores.shape[0], 5)
+
+
+def backward(
+    scores: Tensor, target: Tensor, weight: Tensor, stats: Tensor, factor: Tensor, alpha: float,
+    labels: bool,
+) -> Tensor:  # fmt: skip
+    """``factor * weight * (p - y)``; the factor is a number, or one per row.
+
+    Rows of factor 0 have gradient 0 even where they are NaN, and so have fully masked rows.
+    """
+    del stats
+    values = scores.to(accumulation_dtype(scores.dtype))
+    if target.dim() == 2:
+        target = _distributions(target, values.dtype, labels)[0]
+    else:
+        target = torch.where(weight == 0, 0, target)
+    probs: Tensor = entmax.forward("reference", values, alpha, None)
+    entmax_rows.forward_("reference", probs, values, target, factor * weight, alpha)
+    return probs.to(scores.dtype)
+
+
+def _distributions(target: Tensor, dtype: torch.dtype, labels: bool) -> tuple[Tensor, Tensor]:
+    """And which rows have any."""
+    wanted = target.to(dtype)
+    total = wanted.sum(-1, keepdim=True) if labels else torch.ones_like(wanted[:, :1])
+    return wanted / torch.where(total == 0, 1.0, total), (total != 0).squeeze(-1)

@@ -1,0 +1,245 @@
+"""The losses of entmax on CUDA, from scores that are read once in forward and once in backward.
+
+Forward, a program solves a row as entmax does, by the few blocks that can have probability, and
+leaves four numbers from which backward makes the probabilities again.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lastlayer.kernels._launch import kernel
+from lastlayer.kernels._triton import (
+    block_width,
+    cdiv,
+    choose_blocks,
+    chosen_columns,
+    find_peaks,
+    next_power_of_2,
+    peaks_of_row,
+    tile_width,
+)
+from lastlayer.kernels.entmax.threshold import (
+    BOTH,
+    bound_from_part,
+    correction,
+    entropy_and_slope,
+    is_broken,
+    polished,
+    row_sum,
+    shares,
+    solve_chosen,
+    solve_tile,
+)
+
+# Up to here one program finds the peaks of a row and finishes it.
+WIDEST_IN_ONE_PROGRAM = 16384
+WIDEST_BLOCK = 4096
+KINDS, ENTROPIES = {2.0: 1, 1.5: 2}, {2.0: 1, 1.5: 2, 1.0: 3}
+
+
+def forward(
+    scores: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int | None,
+    alpha: float, labels: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    n_rows, n = scores.shape
+    losses = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
+    weights = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
+    stats = torch.empty(n_rows, 5, device=scores.device, dtype=torch.float32)
+    target = target.view(torch.uint8) if target.dtype == torch.bool else target
+    if n_rows:
+        width = block_width(n)
+        n_blocks = cdiv(n, width)
+        in_one = n <= WIDEST_IN_ONE_PROGRAM
+        chosen = torch.empty(n_rows, n_blocks, device=scores.device, dtype=torch.int32)
+        _forward[(n_rows,)](
+            scores, chosen if in_one else find_peaks(scores, None), chosen, target, class_weight,
+            losses, weights, stats, n, scores.stride(0), math.log(n), n_blocks, alpha - 1.0,
+            -1 if ignore_index is None else ignore_index,
+            BLOCKS=next_power_of_2(n_blocks), WIDTH=width,
+            GROUP=max(1, (256 if n <= 2048 else 512 if n <= 8192 else 1024) // width),
+            BLOCK=tile_width(n, WIDEST_BLOCK, 32), KIND=KINDS.get(alpha, 0),
+            ENTROPY=ENTROPIES.get(alpha, 0), DENSE=target.dim() == 2, LABELS=labels, IN_ONE=in_one,
+            WEIGHTED=class_weight is not None, IGNORES=ignore_index is not None,
+            num_warps=1 if n <= 2048 else 2 if n <= 8192 else 4,
+            enable_fp_fusion=False,  # ../entmax/threshold.py says why
+        )  # fmt: skip
+    return losses, weights, stats
+
+
+@triton.jit
+def _solve(
+    scores, peaks, chosen, n, n_blocks, log_n, excess,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    IN_ONE: tl.constexpr,
+):  # fmt: skip
+    """Of one row: the maximum, the threshold, what is missing from a sum of 1, and the blocks."""
+    block = tl.arange(0, BLOCKS)
+    if IN_ONE:
+        peak_of = peaks_of_row(scores, scores, n, BLOCKS, WIDTH, False)
+    else:
+        peak_of = tl.load(peaks + block, mask=block < n_blocks, other=-float("inf"))
+    peak = tl.max(peak_of, 0)
+    broken = is_broken(peak, excess, KIND)
+    origin = tl.where(peak == -float("inf"), 0.0, peak)
+    # Blocks whose peak does not pass the threshold of the peaks have no share.
+    distance = peak_of - origin
+    at = bound_from_part(distance, origin, log_n, excess, KIND)
+    reachable, _ = shares(distance, at, excess, KIND)
+    keep = tl.where(broken, 1.0, reachable) > 0.0
+    count = choose_blocks(chosen, keep & (block < n_blocks), BLOCKS)
+    if count <= GROUP:
+        column, live = chosen_columns(chosen, 0, count, n, GROUP, WIDTH)
+        values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+        at, total, weight = solve_tile(values - origin, at, log_n, excess, KIND, BOTH)
+    else:
+        at, total, weight = solve_chosen(
+            scores, chosen, count, n, origin, at, log_n, excess, WIDTH, GROUP, KIND, not IN_ONE, 1.0
+        )  # fmt: skip
+    missing = correction(total, weight, broken)
+    norm = tl.where(peak == -float("inf"), 0.0, 1.0)
+    if KIND == 0:
+        if excess > 1.0:
+            norm = 0.0
+            for first in range(0, count, GROUP):
+                column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
+                values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+                probs, slope = shares(values - origin, at, excess, KIND)
+                norm += row_sum(polished(probs, slope, missing), BOTH)
+    return origin, at, missing, norm, count
+
+
+@triton.jit
+def _probabilities(distance, at, missing, norm, excess, KIND: tl.constexpr):
+    probs, slope = shares(distance, at, excess, KIND)
+    probs = polished(probs, slope, missing)
+    if KIND == 0:
+        probs = probs / tl.where(norm == 0.0, 1.0, norm)
+    return probs
+
+
+@kernel
+def _forward(
+    scores, peaks, chosen, target, class_weight, losses, weights, stats, n, stride, log_n, n_blocks,
+    excess, ignored,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, ENTROPY: tl.constexpr, DENSE: tl.constexpr, LABELS: tl.constexpr,
+    IN_ONE: tl.constexpr, WEIGHTED: tl.constexpr, IGNORES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * stride
+    chosen += row * n_blocks
+    origin, at, missing, norm, count = _solve(
+        scores, peaks + row * n_blocks, chosen, n, n_blocks, log_n, excess,
+        BLOCKS, WIDTH, GROUP, KIND, IN_ONE,
+    )  # fmt: skip
+    weight = 1.0
+    share = 1.0
+    if DENSE:
+        target += row * n
+        sums = tl.zeros((BLOCK,), dtype=tl.float32)
+        if LABELS:
+            for first in range(0, n, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                sums += tl.load(target + column, mask=column < n, other=0).to(tl.float32)
+            total = tl.sum(sums, 0)
+            # A row without positives does not count.
+            weight = tl.where(total == 0.0, 0.0, 1.0)
+            share = 1.0 / tl.where(total == 0.0, 1.0, total)
+            sums = tl.zeros((BLOCK,), dtype=tl.float32)
+        means = tl.zeros((BLOCK,), dtype=tl.float32)
+        for first in range(0, n, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            live = column < n
+            distance = tl.load(scores + column, mask=live, other=-float("inf"))
+            distance = distance.to(tl.float32) - origin
+            wanted = tl.load(target + column, mask=live, other=0).to(tl.float32) * share
+            probs = _probabilities(distance, at, missing, norm, excess, KIND)
+            ours, _ = entropy_and_slope(probs, excess + 1.0, ENTROPY)
+            theirs, _ = entropy_and_slope(wanted, excess + 1.0, ENTROPY)
+            apart = probs - wanted
+            sums += tl.where(apart == 0.0, 0.0, apart * distance) + ours - theirs
+            if WEIGHTED:
+                each = tl.load(class_weight + column, mask=live, other=0.0).to(tl.float32)
+                means += wanted * each
+        loss = tl.sum(sums, 0)
+        if WEIGHTED:
+            weight = tl.sum(means, 0)
+    else:
+        right = tl.load(target + row)
+        known = (right >= 0) & (right < n)
+        at_target = tl.load(scores + right, mask=known, other=float("nan")).to(tl.float32)
+        lead_of_peak = origin - at_target
+        sums = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+        for first in range(0, count, GROUP):
+            column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
+            values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+            probs = _probabilities(values - origin, at, missing, norm, excess, KIND)
+            lead = tl.where(probs == 0.0, 0.0, (values - origin) + lead_of_peak)
+            entropy, _ = entropy_and_slope(probs, excess + 1.0, ENTROPY)
+            sums += probs * lead + entropy
+        loss = row_sum(sums, BOTH)
+        # A masked target cannot be met; a NaN stays one.
+        loss = tl.where((at_target == -float("inf")) & (loss == loss), float("inf"), loss)
+        if WEIGHTED:
+            weight = tl.load(class_weight + right, mask=known, other=float("nan")).to(tl.float32)
+        if IGNORES:
+            weight = tl.where(right == ignored, 0.0, weight)
+    # A row that does not count may be NaN.
+    tl.store(losses + row, tl.where(weight == 0.0, 0.0, loss))
+    tl.store(weights + row, weight)
+    stats += 5 * row
+    tl.store(stats, origin)
+    tl.store(stats + 1, at)
+    tl.store(stats + 2, missing)
+    tl.store(stats + 3, norm)
+    tl.store(stats + 4, share)
+
+
+def backward(
+    scores: Tensor, target: Tensor, weight: Tensor, stats: Tensor, factor: Tensor, alpha: float,
+    labels: bool,
+) -> Tensor:  # fmt: skip
+    n_rows, n = scores.shape
+    gradient = torch.empty(n_rows, n, device=scores.device, dtype=scores.dtype)
+    target = target.view(torch.uint8) if target.dtype == torch.bool else target
+    if n_rows:
+        block = tile_width(n, WIDEST_BLOCK, 32)
+        tiles = cdiv(n, block)
+        _backward[(n_rows * tiles,)](
+            scores, target, weight, stats, factor, gradient, n, scores.stride(0), tiles,
+            alpha - 1.0, BLOCK=block, KIND=KINDS.get(alpha, 0), DENSE=target.dim() == 2,
+            PER_ROW=factor.dim() == 1, num_warps=max(1, min(8, block // 256)),
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return gradient
+
+
+@kernel
+def _backward(
+    scores, target, weights, stats, factor, gradient, n, stride, tiles, excess,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, DENSE: tl.constexpr, PER_ROW: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    live = column < n
+    values = tl.load(scores + row * stride + column, mask=live, other=-float("inf"))
+    stats += 5 * row
+    origin = tl.load(stats)
+    at = tl.load(stats + 1)
+    missing = tl.load(stats + 2)
+    norm = tl.load(stats + 3)
+    scale = tl.load(factor + row).to(tl.float32) if PER_ROW else tl.load(factor).to(tl.float32)
+    scale *= tl.load(weights + row)
+    slope = _probabilities(values.to(tl.float32) - origin, at, missing, norm, excess, KIND)
+    if DENSE:
+        wanted = tl.load(target + row * n + column, mask=live, other=0).to(tl.float32)
+        slope -= wanted * tl.load(stats + 4)
+    else:
+        slope -= tl.where(column == tl.load(target + row), 1.0, 0.0)
+    # A row that does not count may be NaN, and a fully masked one has nothing to move.
+    slope = tl.where((scale == 0.0) | (norm == 0.0), 0.0, slope * scale)
+    tl.store(gradient + row * n + column, slope.to(gradient.dtype.element_ty), mask=live)
