@@ -92,9 +92,13 @@ def test_nan_and_masked_rows_stay_by_themselves(impl, alpha):
     target[3] = -100
     scores[3] = torch.nan
     losses, gradient = check(impl, scores, target, None, alpha)
-    assert losses[0].isnan() and losses[1].isinf() and losses[2].isinf() and losses[3] == 0
+    assert losses[0].isnan()
+    assert losses[1].isinf()
+    assert losses[2].isinf()
+    assert losses[3] == 0
     assert gradient[0].isnan().all()
-    assert not gradient[1].any() and not gradient[3].any()
+    assert not gradient[1].any()
+    assert not gradient[3].any()
     assert gradient[2, 1::2].isfinite().all()
 
 
@@ -103,7 +107,8 @@ def test_a_fully_masked_row_against_a_distribution(impl):
     scores, target = problem(3, 70, torch.float32, place(impl), "distributions")
     scores[1] = -torch.inf
     losses, gradient = check(impl, scores, target, None, 1.5)
-    assert losses[1].isinf() and not gradient[1].any()
+    assert losses[1].isinf()
+    assert not gradient[1].any()
 
 
 def test_an_id_that_is_no_class_gives_nan():
@@ -111,5 +116,6 @@ def test_an_id_that_is_no_class_gives_nan():
     scores, target = problem(3, 70, torch.float32, device, "ids")
     target[0] = 70
     losses, weight, _ = kernels.score_loss.forward("triton", scores, target, None, -100, 1.5, False)
-    assert losses[0].isnan() and losses[1].isfinite()
+    assert losses[0].isnan()
+    assert losses[1].isfinite()
     assert weight.tolist() == [1.0, 1.0, 0.0]

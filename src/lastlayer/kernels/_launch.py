@@ -2,9 +2,9 @@
 
 Triton binds the arguments of a launch, reads its own settings from the environment and asks the
 driver about every pointer, each time: 20 to 60 µs, more than most of our kernels run. Which
-compiled kernel a launch takes depends on little of that: the dtypes, which pointers and integers
-are multiples of 16, which integers are 1, and the constants. :class:`Kernel` keeps the compiled
-kernel under these and calls Triton's launcher directly.
+compiled kernel a launch takes depends on the dtypes, on which pointers are multiples of 16, on the
+numbers and on the constants. :class:`Kernel` keeps the compiled kernel under these, and calls
+Triton's launcher directly.
 """
 
 import functools
@@ -23,15 +23,16 @@ from triton.runtime import cache
 from triton.runtime.jit import JITFunction
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_INT32 = range(-(2**31), 2**31)
+# Sizes for which a kernel keeps how it is launched: batches may have any number of rows.
+MOST_PREPARED = 1024
 
 
 class Kernel(JITFunction):  # type: ignore[misc]
     """A kernel that is launched as any other of Triton's, ``kernel[grid](*args, **constants)``.
 
-    Keywords are constants of the kernel or options of the compiler; everything that changes from
-    launch to launch is positional. Hooks of profilers and the first launch of each kind go
-    through Triton.
+    Keywords are constants of the kernel or options of the compiler, in the same order at every
+    launch; everything that changes from launch to launch is positional. Hooks of profilers, and
+    the first launch with some sizes, go through Triton.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
@@ -43,30 +44,26 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         device = torch._C._cuda_getDevice()
-        kind: list[Any] = [device]
-        passed: list[Any] = []
-        for each in args:
+        key: list[Any] = [device, *constants.values()]
+        passed = list(args)
+        for i, each in enumerate(args):
             if isinstance(each, Tensor):
                 pointer = each.data_ptr()
-                passed.append(pointer)
+                passed[i] = pointer
                 # A tensor that is not on a GPU gets Triton's own error.
-                kind.append(each.dtype if each.is_cuda else None)
-                kind.append(pointer % 16 == 0)
-                continue
-            passed.append(each)
-            if isinstance(each, int):
-                kind.append(1 if each == 1 else 16 if each % 16 == 0 else 0)
-                kind.append(each in _INT32)
+                kind = each.dtype if each.is_cuda else None
+                key.append((kind,) if pointer % 16 else kind)
             else:
-                kind.append(type(each))
-        kind.extend(constants.items())
-        key = tuple(kind)
-        prepared = self._prepared.get(key)
+                key.append(each)
+        kept = tuple(key)
+        prepared = self._prepared.get(kept)
         hook = knobs.runtime.launch_enter_hook
         if prepared is None or (hook is not None and getattr(hook, "calls", True)):
             made = self.run(*args, grid=grid, warmup=False, **constants)
+            if len(self._prepared) >= MOST_PREPARED:
+                self._prepared.clear()
             tail = tuple([constants[each.name] for each in self.params[len(args) :]])
-            self._prepared[key] = made.run, made.function, made.packed_metadata, tail
+            self._prepared[kept] = made.run, made.function, made.packed_metadata, tail
             return
         run, function, metadata, tail = prepared
         wide, high, deep = (*grid, 1, 1)[:3]

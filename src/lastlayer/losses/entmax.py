@@ -293,7 +293,10 @@ class _ScoreLoss(Engine):
         if len(pieces) == 2:
             rows, wish = _as_rows(scores, target)
             stats, weight = pieces
-            factor = stats.new_ones(()) if factor is None else factor.reshape(factor.numel())
+            if factor is None:
+                factor = stats.new_ones(())
+            elif factor.dim() > 1:
+                factor = factor.reshape(-1)
             made = kernels.score_loss.backward(
                 "auto", rows, wish, weight, stats, factor, alpha, labels
             )

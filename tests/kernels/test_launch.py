@@ -1,0 +1,76 @@
+"""Kernels are launched with prepared arguments: what that asks of each launch."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import lastlayer
+from lastlayer import kernels
+
+FOLDER = Path(kernels.__file__).parent
+
+
+def is_constant(argument):
+    return (
+        isinstance(argument.annotation, ast.Attribute) and argument.annotation.attr == "constexpr"
+    )
+
+
+def decorated(function, name):
+    named = [each.func if isinstance(each, ast.Call) else each for each in function.decorator_list]
+    return any(isinstance(each, ast.Name) and each.id == name for each in named)
+
+
+def launches_and_kernels():
+    for path in sorted(FOLDER.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+        made = {each.name: each for each in functions if decorated(each, "kernel")}
+        for node in nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                name = getattr(node.func.value, "id", None)
+                if name in made:
+                    yield path, node, made[name]
+
+
+def test_everything_that_changes_is_positional_and_keywords_keep_their_order():
+    orders = {}
+    for path, launch, kernel in launches_and_kernels():
+        changing = [each.arg for each in kernel.args.args if not is_constant(each)]
+        named = [each.arg for each in launch.keywords if each.arg is not None]
+        assert not set(named) & set(changing), f"{path}: {kernel.name}: by keyword"
+        if not any(isinstance(each, ast.Starred) for each in launch.args):
+            assert len(launch.args) == len(changing), f"{path}: {kernel.name}: constants by place"
+        if len(named) == len(launch.keywords):
+            order = orders.setdefault((path, kernel.name), named)
+            assert named == order, f"{path}: {kernel.name}: keywords in another order"
+    assert len(orders) > 40
+
+
+@pytest.mark.gpu
+def test_sizes_layouts_and_dtypes_change_from_call_to_call():
+    for _ in range(2):
+        for n in (1, 16, 17, 100, 1000):
+            for dtype in (torch.float32, torch.bfloat16):
+                memory = torch.randn(3 * n + 1, device="cuda").to(dtype)
+                for rows in (memory[:-1].view(3, n), memory[1:].view(3, n)):
+                    made = lastlayer.sparsemax(rows).cpu().double()
+                    expected = lastlayer.sparsemax(rows.cpu().double())
+                    torch.testing.assert_close(made, expected, atol=8e-3, rtol=0)
+
+
+@pytest.mark.gpu
+def test_a_profiler_s_hook_sees_every_launch():
+    from triton import knobs
+
+    rows, seen = torch.randn(3, 100, device="cuda"), []
+    lastlayer.sparsemax(rows)
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        lastlayer.sparsemax(rows)
+        lastlayer.sparsemax(rows)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) == 2
