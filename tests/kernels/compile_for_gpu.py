@@ -15,6 +15,7 @@ from lastlayer.kernels.node_groups import triton as node_groups
 from lastlayer.kernels.products import triton as products
 from lastlayer.kernels.rng import triton as rng
 from lastlayer.kernels.sampled_rows import triton as sampled_rows
+from lastlayer.kernels.score_loss import triton as score_loss
 from lastlayer.kernels.search import triton as search
 from lastlayer.kernels.softmax_rows import triton as softmax_rows
 from lastlayer.kernels.span_sums import triton as span_sums
@@ -27,8 +28,9 @@ TENSORS = {"indices": "*i64", "size": "*i64", "peaks": "*fp32", "chosen": "*i32"
 TENSORS |= {"alphas": "*fp32", "sums": "*fp32", "excess": "fp32", "log_n": "fp32"}
 TENSORS |= dict.fromkeys(("target_scores", "row_scale", "class_weight", "loss", "values"), "*fp32")
 TENSORS |= dict.fromkeys(("classes", "target", "entries"), "*i64")
-TENSORS |= {"log_k": "fp32", "alpha": "fp32"}
-OF_SCORES = ("scores", "rows", "out", "zeros", "probs", "grad")
+TENSORS |= {"log_k": "fp32", "alpha": "fp32", "factor": "*fp32"}
+TENSORS |= dict.fromkeys(("losses", "weights", "stats"), "*fp32")
+OF_SCORES = ("scores", "rows", "out", "zeros", "probs", "grad", "gradient")
 
 BLOCKS = dict(BLOCKS=128, WIDTH=64, GROUP=16)
 ONE_ROW, MANY_ROWS = dict(ROWS=1, WIDTH=1024), dict(ROWS=64, WIDTH=16)
@@ -69,8 +71,30 @@ CASES = [
     (entmax._backward_in_registers, "*bf16", dict(**ONE_ROW, KIND=2, PER_ROW=False)),
     (entmax._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1, PER_ROW=False)),
     (entmax._backward_of_chosen, "*fp32", dict(**BLOCKS, KIND=0, PER_ROW=True)),
-    (topk_softmax._forward_in_registers, "*bf16", dict(WIDTH=1024)),
-    (topk_softmax._forward_of_chosen, "*fp32", dict(**BLOCKS, IN_ONE=False)),
+    (topk_softmax._forward_in_registers, "*bf16", dict(WIDTH=1024, SHIFT=16)),
+    (topk_softmax._forward_of_chosen, "*fp32", dict(**BLOCKS, IN_ONE=False, SHIFT=0)),
+    *[
+        (
+            score_loss._forward,
+            dtype,
+            dict(
+                **BLOCKS,
+                BLOCK=1024,
+                KIND=kind,
+                ENTROPY=kind,
+                DENSE=dense,
+                LABELS=dense,
+                IN_ONE=dense,
+                WEIGHTED=not dense,
+                IGNORES=not dense,
+            ),
+        )
+        for dtype, kind, dense in (("*bf16", 1, False), ("*fp32", 2, True), ("*fp32", 0, False))
+    ],
+    *[
+        (score_loss._backward, "*bf16", dict(BLOCK=1024, KIND=kind, DENSE=dense, PER_ROW=dense))
+        for kind, dense in ((1, False), (0, True))
+    ],
 ]
 
 

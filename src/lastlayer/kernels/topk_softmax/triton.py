@@ -24,6 +24,8 @@ from lastlayer.kernels._triton import (
 WIDEST_IN_REGISTERS = 2048
 # Up to here one program finds the peaks of a row and finishes it.
 WIDEST_IN_ONE_PROGRAM = 16384
+# Low bits of a float32 that are 0 where it was of half precision: a search need not look at them.
+UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 # Scores of chosen blocks that a program holds on chip; more are read again for each step.
 MOST_ON_CHIP = 8192
 
@@ -34,11 +36,11 @@ def forward(scores: Tensor, k: int) -> Tensor:
         return out
     rows = in_rows(scores.reshape(-1, scores.shape[-1]))
     n_rows, n = rows.shape
-    k = min(k, n)
+    k, shift = min(k, n), UNUSED_BITS[rows.dtype]
     if n <= WIDEST_IN_REGISTERS:
         width = max(16, next_power_of_2(n))
         _forward_in_registers[(n_rows,)](
-            rows, out, n, rows.stride(0), k, WIDTH=width,
+            rows, out, n, rows.stride(0), k, WIDTH=width, SHIFT=shift,
             num_warps=max(1, min(4, width // 512)), enable_fp_fusion=True,
         )  # fmt: skip
         return out
@@ -54,17 +56,23 @@ def forward(scores: Tensor, k: int) -> Tensor:
     _forward_of_chosen[(n_rows,)](
         rows, out, peaks, chosen, n, rows.stride(0), n_blocks, k,
         BLOCKS=next_power_of_2(n_blocks), WIDTH=width, GROUP=group, IN_ONE=in_one,
-        num_warps=4, enable_fp_fusion=True,
+        SHIFT=shift, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _ordered(values):
+def _ordered(values, SHIFT: tl.constexpr):
     """Integers in the order of the floats, so that a search by halves ends at the exact score."""
     # Adding 0 makes -0 equal to 0.
     bits = (values + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def _lowest(SHIFT: tl.constexpr):
+    """The key of -inf."""
+    return tl.full((), -0x7F800001, tl.int32) >> SHIFT
 
 
 @triton.jit
@@ -83,9 +91,12 @@ def _count(members):
 
 
 @triton.jit
-def _search_tile(keys, top, k):
-    """The k-th largest key of a tile, or a value just above the k+1-th: both leave the same k."""
-    low = tl.full((), -0x7F800001, tl.int64)
+def _search_tile(keys, floor, top, k):
+    """The k-th largest key of a tile, or a value just above the k+1-th: both leave the same k.
+
+    At least k keys, and then the k-th largest, are no less than ``floor``.
+    """
+    low = floor.to(tl.int64)
     high = top.to(tl.int64)
     while low < high:
         middle = _middle(low, high)
@@ -108,14 +119,16 @@ def _taken(keys, edge, at_edge):
 
 
 @kernel
-def _forward_in_registers(scores, out, n, stride, k, WIDTH: tl.constexpr):
+def _forward_in_registers(
+    scores, out, n, stride, k, WIDTH: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     values = tl.load(scores + row * stride + column, mask=column < n, other=-float("inf"))
     values = values.to(tl.float32)
     peak = row_max(values, 0)
-    keys = _ordered(values)
-    edge = _search_tile(keys, tl.max(keys, 0), k)
+    keys = _ordered(values, SHIFT)
+    edge = _search_tile(keys, _lowest(SHIFT), tl.max(keys, 0), k)
     taken = _taken(keys, edge, k - _count(keys > edge))
     origin = tl.where(peak == -float("inf"), 0.0, peak)
     weights = tl.where(taken, tl.exp(values - origin), 0.0)
@@ -127,10 +140,11 @@ def _forward_in_registers(scores, out, n, stride, k, WIDTH: tl.constexpr):
 
 @triton.jit
 def _search_chosen(
-    scores, chosen, count, n, top, k, GROUP: tl.constexpr, WIDTH: tl.constexpr
+    scores, chosen, count, n, floor, top, k,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """As _search_tile, for more scores than the chip holds: they are read again for each step."""
-    low = tl.full((), -0x7F800001, tl.int64)
+    low = floor.to(tl.int64)
     high = top.to(tl.int64)
     while low < high:
         middle = _middle(low, high)
@@ -138,7 +152,7 @@ def _search_chosen(
         for first in range(0, count, GROUP):
             column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
             values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-            members += ((_ordered(values) >= middle.to(tl.int32)) & live).to(tl.int32)
+            members += ((_ordered(values, SHIFT) >= middle.to(tl.int32)) & live).to(tl.int32)
         found = tl.sum(tl.sum(members, 1), 0)
         low = tl.where(found >= k, middle, low)
         high = tl.where(found > k, high, tl.where(found == k, middle, middle - 1))
@@ -149,6 +163,7 @@ def _search_chosen(
 def _forward_of_chosen(
     scores, out, peaks, chosen, n, stride, n_blocks, k,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, IN_ONE: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride
@@ -162,13 +177,13 @@ def _forward_of_chosen(
         peak_of = tl.load(peaks + place, mask=block < n_blocks, other=-float("inf"))
     peak = tl.max(peak_of, 0)
     broken = peak == float("inf")
-    keys_of_peaks = _ordered(peak_of)
+    keys_of_peaks = _ordered(peak_of, SHIFT)
     top = tl.max(keys_of_peaks, 0)
 
     # k peaks are k scores, so the k-th largest score is no smaller than the k-th largest peak.
-    floor = tl.full((), -0x7F800001, tl.int32)
+    floor = _lowest(SHIFT)
     if k < n_blocks:
-        floor = _search_tile(keys_of_peaks, top, k)
+        floor = _search_tile(keys_of_peaks, floor, top, k)
     reachable = (keys_of_peaks >= floor) & (peak_of > -float("inf"))
     keep = tl.where(broken, 1, reachable.to(tl.int32)) > 0
     count = choose_blocks(chosen, keep & (block < n_blocks), BLOCKS)
@@ -177,8 +192,8 @@ def _forward_of_chosen(
     if count <= GROUP:
         column, live = chosen_columns(chosen, 0, count, n, GROUP, WIDTH)
         values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-        keys = _ordered(values)
-        edge = _search_tile(keys, top, k)
+        keys = _ordered(values, SHIFT)
+        edge = _search_tile(keys, floor, top, k)
         taken = _taken(keys, edge, k - _count(keys > edge)) & live
         weights = tl.where(taken, tl.exp(values - origin), 0.0)
         total = tl.sum(tl.sum(weights, 1), 0)
@@ -186,19 +201,19 @@ def _forward_of_chosen(
         present = tl.where(broken, live, taken)
         tl.store(out + column, probs.to(out.dtype.element_ty), mask=present)
     else:
-        edge = _search_chosen(scores, chosen, count, n, top, k, GROUP, WIDTH)
+        edge = _search_chosen(scores, chosen, count, n, floor, top, k, GROUP, WIDTH, SHIFT)
         above = tl.zeros((GROUP, WIDTH), dtype=tl.int32)
         for first in range(0, count, GROUP):
             column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
             values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-            above += (_ordered(values) > edge).to(tl.int32)
+            above += (_ordered(values, SHIFT) > edge).to(tl.int32)
         at_edge = k - tl.sum(tl.sum(above, 1), 0)
         left = at_edge
         weights = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
         for first in range(0, count, GROUP):
             column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
             values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-            keys = _ordered(values)
+            keys = _ordered(values, SHIFT)
             taken = _taken(keys, edge, left) & live
             left -= _count((keys == edge) & live)
             weights += tl.where(taken, tl.exp(values - origin), 0.0)
@@ -207,7 +222,7 @@ def _forward_of_chosen(
         for first in range(0, count, GROUP):
             column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
             values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-            keys = _ordered(values)
+            keys = _ordered(values, SHIFT)
             taken = _taken(keys, edge, left) & live
             left -= _count((keys == edge) & live)
             probs = tl.where(broken, float("nan"), tl.exp(values - origin) / total)
