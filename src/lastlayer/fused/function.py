@@ -312,9 +312,12 @@ class RowScale(NamedTuple):
             losses = torch.where(self.weight == 0, 0.0, losses * self.weight)
         if reduction == "none":
             return losses
-        total = losses.sum()
         if isinstance(self.divisor, float):
+            if 1.0 < self.divisor == losses.numel():
+                return losses.mean()
+            total = losses.sum()
             return total if self.divisor == 1.0 else total / max(1.0, self.divisor)
+        total = losses.sum()
         return torch.where(self.divisor == 0, 0.0, total / self.divisor)
 
     def factors(self, like: Tensor, n: int, upstream: Tensor | None = None) -> Tensor:

@@ -196,7 +196,9 @@ class SavedModule(torch.nn.Module):
                 f"hidden: expected shape (*batch, {self.in_features}), in_features of the head "
                 f"last, got {tuple(hidden.shape)}"
             )
-        parameter = next(self.parameters())
+        own = next(iter(self._parameters.values()), None)
+        # Those of submodules are some microseconds away.
+        parameter = next(self.parameters()) if own is None else own
         if hidden.device != parameter.device:
             raise ValueError(
                 f"hidden: expected the device of the head, {parameter.device}, got "

@@ -4,10 +4,12 @@ A row stays in the cache between them. README.md beside this file has the deriva
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
@@ -38,35 +40,38 @@ def forward_(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = accumulation_dtype(scores.dtype)
     n_rows, n = scores.shape
-    loss = torch.empty(n_rows, dtype=dtype)
-    lse = torch.empty_like(loss)
-    kept = n_rows if statistics else 0
-    entropy = loss.new_empty(kept)
-    argmax, rank = target.new_empty(kept), target.new_empty(kept)
-    per_row = [target, target_scores.to(dtype), loss, lse, entropy, argmax, rank]
-    per_row.append(loss.new_empty(0) if row_scale is None else row_scale.to(dtype))
-    weights = loss.new_empty(0) if class_weight is None else class_weight.to(dtype)
+    real = np.float64 if dtype == torch.float64 else np.float32
+    kept, nothing = n_rows if statistics else 0, np.empty(0, real)
+    # Made by numpy, which takes the host less than a tensor and its view as an array.
+    loss, lse, entropy = np.empty(n_rows, real), np.empty(n_rows, real), np.empty(kept, real)
+    argmax, rank = np.empty(kept, np.int64), np.empty(kept, np.int64)
+    per_row = [_array(target), _array(target_scores, dtype), loss, lse, entropy, argmax, rank]
+    per_row.append(nothing if row_scale is None else _array(row_scale, dtype))
     shared = (
-        weights.detach().contiguous().numpy(),
+        nothing if class_weight is None else _array(class_weight, dtype),
         float(n) if class_weight is None else float(class_weight.double().sum()),
         smoothing, z_loss, softcap, temperature,
     )  # fmt: skip
     if scores.dtype == dtype and scores.is_contiguous():
-        _run(scores, per_row, shared)
-        return loss, lse, entropy, argmax, rank
-    for part in parts((n_rows, n), WIDENED):
-        wide = scores[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
-        _run(wide, [each[part] for each in per_row], shared)
-        if row_scale is not None:
-            scores[part] = wide
-    return loss, lse, entropy, argmax, rank
+        _forward_rows(n_rows, n, _array(scores), *per_row, *shared)
+    else:
+        for part in parts((n_rows, n), WIDENED):
+            wide = scores[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
+            some = wide.shape[0]
+            _forward_rows(some, n, _array(wide), *[each[part] for each in per_row], *shared)
+            if row_scale is not None:
+                scores[part] = wide
+    tensor = torch.from_numpy
+    return tensor(loss), tensor(lse), tensor(entropy), tensor(argmax), tensor(rank)
 
 
-def _run(scores: Tensor, per_row: list[Tensor], shared: tuple[object, ...]) -> None:
-    rows = scores.detach().numpy()
-    arrays = [each.detach().contiguous().numpy() for each in per_row]
-    if rows.size:
-        _forward_rows(*rows.shape, rows, *arrays, *shared)
+def _array(tensor: Tensor, dtype: torch.dtype | None = None) -> NDArray[Any]:
+    """Its memory; in another dtype, or contiguous, where it is not."""
+    if dtype is not None and tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.contiguous().numpy()
 
 
 @by_rows
