@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, without_autocast
 from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss, near_one, scaled
-from lastlayer.fused.scores import budget_bytes, multiply
+from lastlayer.fused.scores import Layer, budget_bytes
 
 # Kernels tell classes apart by 32 bits, and sorting half as many bytes takes half the time.
 _MOST_NARROW = 2**31 - 1
@@ -458,7 +458,8 @@ def _shared_draws(
     if hidden.device.type == "cuda":
         parts = kernels.sampled_rows.parts_of_columns(size, m)
     sums = hidden.new_empty((parts, m) if p.to_bias else 0, dtype=dtype)
-    scores = hidden.new_empty(min(n, size), m, dtype=dtype)
+    layer = Layer([vectors], None, n)
+    scores = layer.memory(min(n, size), dtype)
     # A gradient in half precision takes the place of the scores, row by row.
     gradient = scores.view(hidden.dtype)[:, :m] if narrow and m else scores
     for start in range(0, max(1, n), size):
@@ -467,12 +468,13 @@ def _shared_draws(
         if part is not None:
             some, of_some = hidden[part], of_hidden[part]
             made, slopes = scores[: some.shape[0]], gradient[: some.shape[0]]
-        multiply(made, some, vectors.t())
+        layer.scores_into(made, some)
         rows.run(impl, made, slopes, first, second, sums, part)
+        slopes = layer.padded(slopes)
         if p.to_hidden:
-            multiply(of_some, slopes, vectors)
+            layer.hidden_gradient(of_some, slopes)
         if p.to_weight:
-            multiply(columns, slopes.t(), some, adds=start > 0)
+            layer.weight_gradient([columns], slopes, some, adds=start > 0)
     column_biases = sums.sum(0) if p.to_bias and parts > 1 else sums.view(-1)
     return first, second, of_hidden, columns, column_biases
 
