@@ -348,7 +348,7 @@ class _Bands(GroupEngine):
                 continue
             if of_bias is not None:
                 of_bias += scores.sum(0, dtype=of_bias.dtype)
-            gradient = layer.padded(scores)
+            gradient = layer.padded(memory[: part.stop - first])
             if of_hidden is not None:
                 layer.hidden_gradient(of_hidden[part], gradient)
             layer.weight_gradient(totals, gradient, rows, adds=first > 0)

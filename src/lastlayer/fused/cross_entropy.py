@@ -400,7 +400,7 @@ def _run_slabs(problem: Problem, numbers: Sequence[float], chunk_rows: str) -> M
             gradient = block.gradient(slab, row_scale[part], weights)
             if bias_gradient is not None:
                 bias_gradient[classes] += gradient.sum(0, dtype=torch.float32)
-            gradient = layer.padded(gradient)
+            gradient = layer.padded(block.memory_of(slab))
             layer.weight_gradient([weight_gradient[classes]], gradient, block.hidden, adds=True)
             if hidden_gradient is not None:
                 layer.hidden_gradient(hidden_gradient[part], gradient, adds=True)
@@ -480,9 +480,13 @@ class _Block:
         return inside, self._target - classes.start
 
     def _scores(self, slab: _Slab) -> Tensor:
-        rows, layer = self.hidden.shape[0], slab.layer
-        scores = self._memory.as_strided((rows, layer.n_classes), (layer.stride, 1))
-        if self._held is not slab:
-            layer.scores_into(scores, self.hidden)
-            self._held = slab
-        return scores
+        memory = self.memory_of(slab)
+        if self._held is slab:
+            return slab.layer.scores_in(memory)
+        self._held = slab
+        return slab.layer.scores_into(memory, self.hidden)
+
+    def memory_of(self, slab: _Slab) -> Tensor:
+        """What the scores of a slab, or their gradient, are held in."""
+        rows, columns = self.hidden.shape[0], slab.layer.stride
+        return self._memory[: rows * columns].view(rows, columns)

@@ -385,13 +385,13 @@ class _Slabs:
         # One number more, for what is put into another slab.
         self._outside = n * self._stride
         self._memory = empty((self._outside + 1,), hidden.dtype, hidden.device)
-        self._rows = self._memory[:-1].view(n, self._stride)
+        self.memory = self._memory[:-1].view(n, self._stride)
         self._held: slice | None = None
         self._is_marked = False
 
     def score(self, slab: slice) -> None:
         """Makes the scores of a slab."""
-        self.layer(slab).scores_into(self._scores(slab), self.hidden)
+        self.layer(slab).scores_into(self.memory, self.hidden)
         self._held, self._is_marked = slab, False
 
     def layer(self, slab: slice) -> Layer:
@@ -425,7 +425,7 @@ class _Slabs:
         if not self._is_marked:
             self.put(slab, -torch.inf)
             self._is_marked = True
-        return self._scores(slab)
+        return self.layer(slab).scores_in(self.memory)
 
     def put(self, slab: slice, values: Tensor | float) -> None:
         """Writes one value for each listed label of the slab."""
@@ -434,10 +434,6 @@ class _Slabs:
             inside = self._slab_of == slab.start // self._classes
             place = torch.where(inside, place, self._outside)
         self._memory.scatter_(0, place, values)
-
-    def _scores(self, slab: slice) -> Tensor:
-        count = slab.stop - slab.start
-        return self._rows if count == self._stride else self._rows[:, :count]
 
 
 class _Gradients:
@@ -456,7 +452,7 @@ class _Gradients:
         layer = self._slabs.layer(slab)
         if of_bias:
             self._bias[slab.start] = gradient.sum(0, dtype=self._wide)
-        gradient = layer.padded(gradient)
+        gradient = layer.padded(self._slabs.memory)
         if of_weight:
             if self._weight is None:
                 # No product of half-precision matrices gives the other half precision.

@@ -35,7 +35,7 @@ from lastlayer._torch import (
     without_autocast,
 )
 from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, near_one
-from lastlayer.fused.scores import Layer, as_chunk, missing_columns, rows_at_a_time
+from lastlayer.fused.scores import Layer, as_chunk, missing_columns, part_of, rows_at_a_time
 from lastlayer.kernels import empty
 
 # Beyond this many additions in half precision a gradient of the weight is no longer within
@@ -357,8 +357,7 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
         scores = layer.scores_into(memory, hidden)
         chunk = Chunk(target, target_scores(scores, target, exact), exact, row_scale)
         result = row_loss(scores, chunk)
-        if result.gradient is not None:
-            gradients.add(slice(0, n), result.gradient)
+        gradients.add(slice(0, n), result.gradient, memory)
         return Made(result.loss, result.statistics, *gradients.finished())
     losses: list[Tensor] = []
     statistics: list[tuple[Tensor, ...]] = []
@@ -371,8 +370,7 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
         result = row_loss(scores, Chunk(ids, target_scores(scores, ids, exact), exact, scale))
         losses.append(result.loss)
         statistics.append(result.statistics)
-        if result.gradient is not None:
-            gradients.add(part, result.gradient)
+        gradients.add(part, result.gradient, memory)
     together = tuple(torch.cat(each) for each in zip(*statistics, strict=True))
     return Made(torch.cat(losses), together, *gradients.finished())
 
@@ -419,16 +417,19 @@ class _Gradients:
         self._bias_sum: Tensor | None = None
         self._sparse: list[tuple[slice, Sparse]] = []
 
-    def add(self, part: slice, gradient: Tensor | Sparse) -> None:
-        """Takes the gradient of the scores of some rows."""
+    def add(self, part: slice, gradient: Tensor | Sparse | None, memory: Tensor) -> None:
+        """Takes the gradient of the scores of some rows; a dense one is in the memory of these."""
         if isinstance(gradient, Sparse):
             self._add_sparse(part, gradient)
-            return
+        elif gradient is not None:
+            self._add_dense(part, gradient, memory)
+
+    def _add_dense(self, part: slice, gradient: Tensor, memory: Tensor) -> None:
         rows = self._hidden if self._whole else self._hidden[part]
         if self._wanted.bias:
             some = gradient.sum(0, dtype=accumulation_dtype(gradient.dtype))
             self._bias_sum = some if self._bias_sum is None else self._bias_sum.add_(some)
-        gradient = self._layer.padded(gradient)
+        gradient = self._layer.padded(part_of(memory, slice(gradient.shape[0])))
         rounded = in_dtype(gradient, self._weight.dtype)
         if self._wanted.hidden:
             if self._whole:

@@ -213,11 +213,11 @@ class Layer:
     Mostly there is one weight, ``(n_classes, d)``. With more, each has the vectors of a band of
     classes, which meet a slice of hidden; classes and slices stand side by side.
 
-    Where the size of a band is odd and the products are large, rows of scores are :attr:`stride`
-    apart, more than there are classes. Each band is then multiplied from its first to its last
-    multiple of 64 columns, and the few classes around with copies of their vectors, padded by 0 to
-    64. What stands between the rows of scores may be anything; :meth:`padded` clears it in their
-    gradient.
+    Where the size of a band is odd and the products are large, the memory of scores has
+    :attr:`stride` columns, more than there are classes. Each band is then multiplied from its first
+    to its last multiple of 64 columns, and the few classes around with copies of their vectors,
+    padded by 0 to 64. Columns of no class may hold anything; :meth:`padded` clears them once scores
+    have become a gradient.
     """
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, n_rows: int) -> None:
@@ -259,30 +259,31 @@ class Layer:
         return _Edge(slice(first, last), vectors, bias, blocks)
 
     def memory(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """For the scores ``(rows, n_classes)`` of some rows."""
-        made = empty((rows, self.stride), dtype, self.weights[0].device)
-        return made if self.stride == self.n_classes else made[:, : self.n_classes]
+        """For the scores of so many rows, ``(rows, stride)``."""
+        return empty((rows, self.stride), dtype, self.weights[0].device)
 
-    def scores_into(self, out: Tensor, hidden: Tensor) -> Tensor:
-        """The scores, into the first rows of ``out``: of :meth:`memory`, or as far apart."""
-        out = part_of(out, slice(hidden.shape[0]))
-        whole = self._whole(out)
+    def scores_into(self, memory: Tensor, hidden: Tensor) -> Tensor:
+        """The scores ``(rows, n_classes)``, in the first rows and columns of a memory."""
+        memory = part_of(memory, slice(hidden.shape[0]))
         for band, columns, rows in self._blocks:
             scores_into(
-                _columns_of(whole, columns), _columns_of(hidden, self.parts[band]),
+                _columns_of(memory, columns), _columns_of(hidden, self.parts[band]),
                 part_of(self.weights[band], rows),
                 None if self._bias is None else part_of(self._bias, columns),
             )  # fmt: skip
         for edge in self._edges:
-            scores_into(whole[:, edge.columns], hidden, edge.vectors, edge.bias)
-        return out
+            scores_into(memory[:, edge.columns], hidden, edge.vectors, edge.bias)
+        return self.scores_in(memory)
 
-    def padded(self, gradient: Tensor) -> Tensor:
-        """The gradient of scores as the next two take it, ``(rows, stride)``: 0 where padded."""
-        whole = self._whole(gradient)
-        if whole is not gradient:
-            whole[:, self.n_classes :].zero_()
-        return whole
+    def scores_in(self, memory: Tensor) -> Tensor:
+        """The columns of classes."""
+        return _columns_of(memory, slice(0, self.n_classes))
+
+    def padded(self, memory: Tensor) -> Tensor:
+        """A gradient of scores as the next two take it, ``(rows, stride)``: 0 where padded."""
+        if self._edges:
+            memory[:, self.n_classes : self.stride].zero_()
+        return _columns_of(memory, slice(0, self.stride))
 
     def hidden_gradient(self, out: Tensor | None, padded: Tensor, adds: bool = False) -> Tensor:
         """``gradient @ weight``: new, or into ``out``, which may be wider, or added to it."""
@@ -320,12 +321,6 @@ class Layer:
                 total, some = totals[band], made[columns, self.parts[band]]
                 if total is not None:
                     total[rows].add_(some) if adds else total[rows].copy_(some)
-
-    def _whole(self, scores: Tensor) -> Tensor:
-        """With what stands between their rows."""
-        if self.stride == self.n_classes:
-            return scores
-        return scores.as_strided((scores.shape[0], self.stride), (scores.stride(0), 1))
 
 
 def _columns_of(values: Tensor, columns: slice) -> Tensor:

@@ -397,22 +397,23 @@ def _gradients(
     for part in parts:
         here, some = slice(part.stop - part.start), part_of(query, part)
         rows = problem.unit(some)
-        scores = part_of(memory, here)
+        held = part_of(memory, here)
+        scores = layer.scores_in(held)
         if kept is None or part is not parts[0]:
-            layer.scores_into(scores, rows)
+            layer.scores_into(held, rows)
         arguments, row_lse = problem.arguments(part), part_of(factors.row_lse, part)
         if row_positive is not None:
             info_nce.statistics_(
                 "auto", scores, *arguments, row_lse, part_of(row_positive, part),
                 factors.column_lse, factors.by_column_positive,
             )  # fmt: skip
-        weights = scores if other is None else part_of(other, here)
+        held = held if other is None else part_of(other, here)
         info_nce.weights_(
             "auto", scores, *arguments, row_lse, part_of(factors.by_row_lse, part),
             part_of(factors.by_row_positive, part), factors.column_lse, factors.by_column_lse,
-            factors.by_column_positive, weights,
+            factors.by_column_positive, layer.scores_in(held),
         )  # fmt: skip
-        weights = layer.padded(weights)
+        weights = layer.padded(held)
         if to_query:
             product = layer.hidden_gradient(part_of(raw, here), weights)
             info_nce.row_gradients_(
