@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
 from lastlayer.fused import clusters
-from lastlayer.fused.rows import Problem, Wanted
 from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax, Head
 from lastlayer.heads.adaptive import ceiling, opened
 from lastlayer.testing import check_head
@@ -536,20 +535,6 @@ def test_loss_and_gradients_on_a_gpu(in_features, dtype, within):
     for got, want in zip([hidden, *head.parameters()], [exact, *right.parameters()], strict=True):
         difference = got.grad.cpu().double() - want.grad
         assert difference.norm() <= within * want.grad.norm()
-
-
-@pytest.mark.parametrize("chunk_rows", [3, "auto"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_longer_lines_of_scores_change_nothing(dtype, chunk_rows):
-    """What a GPU does where the number of columns is an odd one."""
-    hidden, weight, bias = torch.randn(8, 5), torch.randn(11, 5), torch.randn(11)
-    given = [each.to(dtype) for each in (hidden, weight, bias)]
-    wanted = Wanted(hidden=True, weight=True, bias=True)
-    problem = Problem(*given, torch.randint(11, (8,)), torch.rand(8), None, wanted, torch.float32)
-    made = clusters.softmax_in_chunks(problem, chunk_rows, more=5)
-    right = clusters.softmax_in_chunks(problem, chunk_rows)
-    for name in ("loss", "hidden", "weight", "bias"):
-        torch.testing.assert_close(getattr(made, name), getattr(right, name))
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ is at place c.
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lastlayer import kernels
 from lastlayer._torch import (
@@ -39,23 +38,18 @@ from lastlayer.fused.cross_entropy import (
 )
 from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, near_one
 from lastlayer.fused.rows import (
-    Chunk,
-    Gradients,
     Made,
     Problem,
-    RowResult,
     Wanted,
     counted_rows,
+    in_aligned_width,
     run_chunks,
     spread_rows,
     target_scores,
+    weight_sum_dtype,
 )
-from lastlayer.fused.scores import as_chunk, rows_at_a_time, scores_into, set_weight_gradient
+from lastlayer.fused.scores import Layer, as_chunk, multiply, rows_at_a_time
 from lastlayer.kernels import empty
-
-# On CUDA a softmax has a multiple of so many columns: the matrix unit reads 16 bytes at a time, and
-# one column per cluster makes their number an odd one.
-_ALIGNED = 8
 
 
 def group_loss(
@@ -328,58 +322,54 @@ class _Bands(GroupEngine):
     def run(self, given: _Given, option: Any) -> _Computed:
         hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares = given
         target, n = shares.target, hidden.shape[0]
-        columns = _ranges([weight.shape[0] for weight in weights])
-        seen = _ranges([weight.shape[1] for weight in weights])
-        biases = [None if bias is None else bias[column] for column in columns]
-        n_classes = columns[-1].stop
-        step = rows_at_a_time(chunk_rows, hidden, n_classes)
-        gradients = [
-            Gradients(hidden[:, part], weight, Wanted(wanted[0], of_weight, wanted[1]), step, dtype)
-            for part, weight, of_weight, dtype in zip(
-                seen, weights, wanted[2:], dtypes, strict=True
-            )
-        ]
-        memory = empty((min(n, step), n_classes), hidden.dtype, hidden.device)
-        losses = []
+        layer = Layer(weights, bias, n)
+        step = rows_at_a_time(chunk_rows, hidden, layer.n_classes)
+        of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        of_bias = None
+        if wanted[1]:
+            of_bias = hidden.new_zeros(layer.n_classes, dtype=accumulation_dtype(hidden.dtype))
+        totals = [
+            empty(weight.shape, weight_sum_dtype(hidden, step, dtype), weight.device)
+            if of_weight else None
+            for weight, of_weight, dtype in zip(weights, wanted[2:], dtypes, strict=True)
+        ]  # fmt: skip
+        memory, losses = layer.memory(min(n, step), hidden.dtype), []
         for first in range(0, max(1, n), step):
             part = slice(first, min(n, first + step))
-            rows, ids, scores = hidden[part], target[part], memory[: part.stop - first]
-            bands = list(zip([rows[:, some] for some in seen], weights, biases, strict=True))
-            for column, band in zip(columns, bands, strict=True):
-                scores_into(scores[:, column], *band)
+            rows, ids = hidden[part], target[part]
+            scores = layer.scores_into(memory, rows)
+            exact = partial(_exact, layer, rows, bias)
             loss, *_ = kernels.softmax_rows.forward_(
-                "auto", scores, ids, target_scores(scores, ids, partial(_exact, columns, bands)),
+                "auto", scores, ids, target_scores(scores, ids, exact),
                 None if factors is None else factors[part], None, option, *PLAIN[1:], False,
             )  # fmt: skip
             losses.append(loss)
-            if factors is not None:
-                for column, gradient in zip(columns, gradients, strict=True):
-                    gradient.add(part, scores[:, column])
-        finished = [gradient.finished() for gradient in gradients]
-        of_hidden, of_weights, of_biases = zip(*finished, strict=True)
-        return torch.cat(losses), [
-            torch.cat(of_hidden, -1) if wanted[0] else None,
-            torch.cat(of_biases) if wanted[1] else None,
-            *of_weights,
+            if factors is None:
+                continue
+            if of_bias is not None:
+                of_bias += scores.sum(0, dtype=of_bias.dtype)
+            gradient = layer.padded(memory[: part.stop - first])
+            if of_hidden is not None:
+                layer.hidden_gradient(of_hidden[part], gradient)
+            layer.weight_gradient(totals, gradient, rows, adds=first > 0)
+        of_weights = [
+            None if total is None else in_dtype(total, dtype)
+            for total, dtype in zip(totals, dtypes, strict=True)
         ]
+        return torch.cat(losses), [of_hidden, of_bias, *of_weights]
 
 
 CLUSTERS, BANDS = _Clusters(), _Bands()
 
 
-def _ranges(sizes: Sequence[int]) -> list[slice]:
-    return [slice(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
-
-
-def _exact(
-    columns: Sequence[slice], bands: Sequence[tuple[Tensor, Tensor, Tensor | None]], target: Tensor
-) -> Tensor:
+def _exact(layer: Layer, rows: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
     """The scores of targets ``(rows, 1)`` in full precision, each from the band that it is in."""
     total = torch.zeros_like(target, dtype=torch.float32)
-    for column, band in zip(columns, bands, strict=True):
+    for weight, column, part in zip(layer.weights, layer.columns, layer.parts, strict=True):
         inside = (target >= column.start) & (target < column.stop)
         local = torch.where(inside, target - column.start, -1)
-        total = total + kernels.products.scores("auto", *band, local)
+        some = None if bias is None else bias[column]
+        total = total + kernels.products.scores("auto", rows[:, part], weight, some, local)
     return total
 
 
@@ -390,8 +380,7 @@ def _product(gradient: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     # No product of two half-precision matrices gives the other half precision.
     shape = gradient.shape[1], rows.shape[1]
     made = rows.new_empty(shape, dtype=accumulation_dtype(rows.dtype))
-    set_weight_gradient(made, gradient, rows)
-    return in_dtype(made, dtype)
+    return in_dtype(multiply(made, gradient.t(), rows), dtype)
 
 
 def _shared_memory(
@@ -419,10 +408,7 @@ def softmax(problem: Problem, chunk_rows: int | str, memory: Tensor | None, in_o
     hidden, weight, bias, target, row_scale, _, wanted, _ = problem
     n, n_classes = hidden.shape[0], weight.shape[0]
     if memory is None or n * n_classes > memory.shape[0]:
-        if tiles_suit(hidden, PLAIN, chunk_rows, wanted):
-            return run_tiles(problem, PLAIN, in_order)
-        more = -n_classes % _ALIGNED if hidden.device.type == "cuda" else 0
-        return softmax_in_chunks(problem, chunk_rows, more)
+        return in_aligned_width(problem, partial(_by_what_suits, chunk_rows, in_order))
     scores = memory.as_strided((n, n_classes), (n_classes, 1))
     if bias is None:
         torch.mm(hidden, weight.t(), out=scores)
@@ -437,25 +423,9 @@ def softmax(problem: Problem, chunk_rows: int | str, memory: Tensor | None, in_o
     return Made(loss, (), of_hidden, of_weight, scores.sum(0) if wanted.bias else None)
 
 
-def softmax_in_chunks(problem: Problem, chunk_rows: int | str, more: int = 0) -> Made:
-    """In chunks of rows, or slabs, with ``more`` columns, whose vectors are 0.
-
-    No row counts them: their scores are 0, and stay so where those of the others become gradients.
-    """
-    n_classes, plain = problem.weight.shape[0], cross_entropy_rows(None, *PLAIN)
-    rows = rows_at_a_time(chunk_rows, problem.hidden, n_classes + more)
-    if not more:
-        made = tiles_or_slabs(problem, PLAIN, chunk_rows, rows)
-        return run_chunks(plain, problem, rows) if made is None else made
-
-    def row_loss(scores: Tensor, chunk: Chunk) -> RowResult:
-        result = plain(scores[:, :n_classes], chunk)
-        return RowResult(result.loss, None if result.gradient is None else scores)
-
-    bias = None if problem.bias is None else pad(problem.bias, (0, more))
-    problem = problem._replace(weight=pad(problem.weight, (0, 0, 0, more)), bias=bias)
-    made = run_chunks(row_loss, problem, rows)
-    return made._replace(
-        weight=None if made.weight is None else made.weight[:n_classes],
-        bias=None if made.bias is None else made.bias[:n_classes],
-    )
+def _by_what_suits(chunk_rows: int | str, in_order: bool, problem: Problem) -> Made:
+    if tiles_suit(problem.hidden, PLAIN, chunk_rows, problem.wanted):
+        return run_tiles(problem, PLAIN, in_order)
+    rows = rows_at_a_time(chunk_rows, problem.hidden, problem.weight.shape[0])
+    made = tiles_or_slabs(problem, PLAIN, chunk_rows, rows)
+    return run_chunks(cross_entropy_rows(None, *PLAIN), problem, rows) if made is None else made

@@ -28,7 +28,7 @@ from lastlayer.fused.rows import (
     Wanted,
     linear_loss,
 )
-from lastlayer.fused.scores import add_weight_gradient_, budget_bytes, scores_into
+from lastlayer.fused.scores import Layer, budget_bytes
 
 # Up to this hidden size making a score again in a tile is cheaper than storing it.
 WIDEST_TILED = 256
@@ -377,12 +377,15 @@ def _run_slabs(problem: Problem, numbers: Sequence[float], chunk_rows: str) -> M
     n, n_classes = hidden.shape[0], weight.shape[0]
     rows = -(-n // (MOST_ROUNDED_ADDITIONS * _SLAB_STEP)) * _SLAB_STEP
     fitting = budget_bytes("rows", chunk_rows, hidden) // (rows * hidden.itemsize)
-    classes = min(n_classes, max(_SLAB_STEP, fitting // _SLAB_STEP * _SLAB_STEP))
-    memory = hidden.new_empty(rows * classes)
+    step = min(n_classes, max(_SLAB_STEP, fitting // _SLAB_STEP * _SLAB_STEP))
     # The last slab is a full one: it need not be made again.
-    short = n_classes % classes
-    starts = [*([0] if short else []), *range(short, n_classes, classes)]
-    slabs = [slice(a, b) for a, b in zip(starts, [*starts[1:], n_classes], strict=True)]
+    short = n_classes % step
+    starts = [*([0] if short else []), *range(short, n_classes, step)]
+    slabs = [
+        _Slab(slice(a, b), Layer([weight[a:b]], None if bias is None else bias[a:b], n))
+        for a, b in zip(starts, [*starts[1:], n_classes], strict=True)
+    ]
+    memory = hidden.new_empty(rows * max(slab.layer.stride for slab in slabs))
     weight_gradient = torch.zeros_like(weight, dtype=weight_dtype)
     hidden_gradient = torch.zeros_like(hidden) if wanted.hidden else None
     bias_gradient = hidden.new_zeros(n_classes, dtype=torch.float32) if wanted.bias else None
@@ -393,14 +396,22 @@ def _run_slabs(problem: Problem, numbers: Sequence[float], chunk_rows: str) -> M
         weights = None if class_weight is None else class_weight[target[part]]
         losses.append(block.loss(slabs, weights))
         for slab in reversed(slabs):
+            classes, layer = slab
             gradient = block.gradient(slab, row_scale[part], weights)
-            add_weight_gradient_(weight_gradient[slab], gradient, block.hidden)
-            if hidden_gradient is not None:
-                some = hidden_gradient[part]
-                torch.addmm(some, gradient, weight[slab], out=some)
             if bias_gradient is not None:
-                bias_gradient[slab] += gradient.sum(0, dtype=torch.float32)
+                bias_gradient[classes] += gradient.sum(0, dtype=torch.float32)
+            gradient = layer.padded(block.memory_of(slab))
+            layer.weight_gradient([weight_gradient[classes]], gradient, block.hidden, adds=True)
+            if hidden_gradient is not None:
+                layer.hidden_gradient(hidden_gradient[part], gradient, adds=True)
     return Made(torch.cat(losses), (), hidden_gradient, weight_gradient, bias_gradient)
+
+
+class _Slab(NamedTuple):
+    """Some classes, and the products with their vectors."""
+
+    classes: slice
+    layer: Layer
 
 
 class _Block:
@@ -416,7 +427,7 @@ class _Block:
         numbers: Sequence[float],
     ) -> None:
         self.hidden = hidden
-        self._memory, self._weight, self._bias, self._target = memory, weight, bias, target
+        self._memory, self._target = memory, target
         _, self._z_loss, self._softcap, self._temperature = numbers
         place = target.unsqueeze(-1)
         exact = kernels.products.scores("auto", hidden, weight, bias, place)
@@ -424,14 +435,14 @@ class _Block:
         self._at_target, self._slope = shaped(self._target_scores, self._softcap, self._temperature)
         self._lse = torch.full_like(self._target_scores, -torch.inf)
         self._empty = torch.zeros_like(target, dtype=torch.bool)
-        self._held: slice | None = None
+        self._held: _Slab | None = None
 
-    def loss(self, slabs: list[slice], weights: Tensor | None) -> Tensor:
+    def loss(self, slabs: list[_Slab], weights: Tensor | None) -> Tensor:
         """The loss of each row, from all slabs; the scores of the last one stay."""
         for slab in slabs:
             scores = self._scores(slab)
-            inside = (self._target >= slab.start) & (self._target < slab.stop)
-            local = torch.where(inside, self._target - slab.start, 0)
+            inside, local = self._targets_in(slab.classes)
+            local = torch.where(inside, local, 0)
             # A row whose target is elsewhere puts back what it has.
             exact = torch.where(inside, self._target_scores, scores[:, 0].float())
             _, lse, *_ = kernels.softmax_rows.forward_(
@@ -447,7 +458,7 @@ class _Block:
         self._lse.masked_fill_(self._empty, 0.0)
         return losses.masked_fill(self._empty, torch.inf)
 
-    def gradient(self, slab: slice, row_scale: Tensor, weights: Tensor | None) -> Tensor:
+    def gradient(self, slab: _Slab, row_scale: Tensor, weights: Tensor | None) -> Tensor:
         """The gradient of the scores of a slab, in the memory."""
         scores = self._scores(slab)
         self._held = None
@@ -456,18 +467,26 @@ class _Block:
         push = pull + row_scale * (2.0 * self._z_loss) * self._lse
         below_one = torch.expm1(self._at_target - self._lse)
         true = (push * below_one + (push - pull)) * self._slope
-        inside = (self._target >= slab.start) & (self._target < slab.stop)
-        local = torch.where(inside, self._target - slab.start, -1)
+        inside, local = self._targets_in(slab.classes)
+        local = torch.where(inside, local, -1)
         kernels.softmax_rows.gradient_(
             "auto", scores, local, true, self._lse, push, self._softcap, self._temperature
         )
         return scores
 
-    def _scores(self, slab: slice) -> Tensor:
-        rows, classes = self.hidden.shape[0], slab.stop - slab.start
-        scores = self._memory[: rows * classes].view(rows, classes)
-        if self._held != slab:
-            bias = None if self._bias is None else self._bias[slab]
-            scores_into(scores, self.hidden, self._weight[slab], bias)
-            self._held = slab
-        return scores
+    def _targets_in(self, classes: slice) -> tuple[Tensor, Tensor]:
+        """Which targets are among some classes, and the place of those that are."""
+        inside = (self._target >= classes.start) & (self._target < classes.stop)
+        return inside, self._target - classes.start
+
+    def _scores(self, slab: _Slab) -> Tensor:
+        memory = self.memory_of(slab)
+        if self._held is slab:
+            return slab.layer.scores_in(memory)
+        self._held = slab
+        return slab.layer.scores_into(memory, self.hidden)
+
+    def memory_of(self, slab: _Slab) -> Tensor:
+        """What the scores of a slab, or their gradient, are held in."""
+        rows, columns = self.hidden.shape[0], slab.layer.stride
+        return self._memory[: rows * columns].view(rows, columns)

@@ -26,12 +26,11 @@ from lastlayer._torch import (
 from lastlayer.fused.function import Call, Engine, Operands, Result, RowScale, fused_loss, near_one
 from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
 from lastlayer.fused.scores import (
-    add_weight_gradient_,
+    Layer,
     as_chunk,
     classes_at_a_time,
+    missing_columns,
     part_of,
-    scores_into,
-    set_weight_gradient,
     slab_stride,
 )
 from lastlayer.kernels import empty
@@ -321,7 +320,10 @@ class _LabelsEngine(Engine):
             if call.makes_gradients:
                 factors, size = near_one(scale.factors(hidden, n, upstream), dtype)
             biases = None if bias is None else in_dtype(bias, dtype)
-            slabs = _Slabs(hidden, in_dtype(weight, dtype), biases, at_a_time)
+            vectors, width = in_dtype(weight, dtype), hidden.shape[1]
+            if more := missing_columns(vectors, n):
+                hidden, vectors = (functional.pad(each, (0, more)) for each in (hidden, vectors))
+            slabs = _Slabs(hidden, vectors, biases, at_a_time)
             looks = rule.two_walks and not known
             order = slabs.all[::-1] if rule.two_walks else slabs.all
             # A GPU has this to do while the host gets the rest ready.
@@ -345,7 +347,7 @@ class _LabelsEngine(Engine):
                     rule.turn_(scores, factors)
                     slabs.put(slab, own)
                     gradients.add(slab, scores)
-                pieces = gradients.finished(bias)
+                pieces = gradients.finished(bias, width)
             loss = scale.reduce(rule.losses(), reduction)
         if reduction == "none" and upstream is None:
             pieces = (rule.normalisers,) if rule.two_walks else ()
@@ -373,6 +375,7 @@ class _Slabs:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: int) -> None:
         self.hidden, self.weight, self._bias, self._classes = hidden, weight, bias, classes
+        self._layers: dict[int, Layer] = {}
         n, n_classes = hidden.shape[0], weight.shape[0]
         self.all = [slice(a, min(n_classes, a + classes)) for a in range(0, n_classes, classes)]
         # The last one that is visited, which need not be made again, is a full one.
@@ -382,15 +385,23 @@ class _Slabs:
         # One number more, for what is put into another slab.
         self._outside = n * self._stride
         self._memory = empty((self._outside + 1,), hidden.dtype, hidden.device)
-        self._rows = self._memory[:-1].view(n, self._stride)
+        self.memory = self._memory[:-1].view(n, self._stride)
         self._held: slice | None = None
         self._is_marked = False
 
     def score(self, slab: slice) -> None:
         """Makes the scores of a slab."""
-        bias = None if self._bias is None else part_of(self._bias, slab)
-        scores_into(self._scores(slab), self.hidden, part_of(self.weight, slab), bias)
+        self.layer(slab).scores_into(self.memory, self.hidden)
         self._held, self._is_marked = slab, False
+
+    def layer(self, slab: slice) -> Layer:
+        """The products with the labels of a slab."""
+        layer = self._layers.get(slab.start)
+        if layer is None:
+            bias = None if self._bias is None else part_of(self._bias, slab)
+            layer = Layer([part_of(self.weight, slab)], bias, self.hidden.shape[0])
+            self._layers[slab.start] = layer
+        return layer
 
     def leave_out(self, lists: Lists) -> Tensor:
         """The exact score of each listed label; from now on they are marked in their slabs."""
@@ -414,7 +425,7 @@ class _Slabs:
         if not self._is_marked:
             self.put(slab, -torch.inf)
             self._is_marked = True
-        return self._scores(slab)
+        return self.layer(slab).scores_in(self.memory)
 
     def put(self, slab: slice, values: Tensor | float) -> None:
         """Writes one value for each listed label of the slab."""
@@ -424,16 +435,12 @@ class _Slabs:
             place = torch.where(inside, place, self._outside)
         self._memory.scatter_(0, place, values)
 
-    def _scores(self, slab: slice) -> Tensor:
-        count = slab.stop - slab.start
-        return self._rows if count == self._stride else self._rows[:, :count]
-
 
 class _Gradients:
     """The gradients of hidden, weight and bias as slabs come in."""
 
     def __init__(self, slabs: _Slabs, wanted: Sequence[bool], weight_dtype: torch.dtype) -> None:
-        self._rows, self._vectors, self._wanted = slabs.hidden, slabs.weight, wanted
+        self._slabs, self._rows, self._wanted = slabs, slabs.hidden, wanted
         self._whole, self._weight_dtype = len(slabs.all) == 1, weight_dtype
         self._wide = accumulation_dtype(slabs.weight.dtype)
         self._hidden: Tensor | None = None
@@ -442,28 +449,33 @@ class _Gradients:
 
     def add(self, slab: slice, gradient: Tensor) -> None:
         of_hidden, of_weight, of_bias = self._wanted
+        layer = self._slabs.layer(slab)
         if of_bias:
             self._bias[slab.start] = gradient.sum(0, dtype=self._wide)
+        gradient = layer.padded(self._slabs.memory)
         if of_weight:
             if self._weight is None:
                 # No product of half-precision matrices gives the other half precision.
                 native = self._weight_dtype in (gradient.dtype, self._wide)
                 dtype = self._weight_dtype if native else self._wide
-                self._weight = empty(self._vectors.shape, dtype, gradient.device)
-            set_weight_gradient(part_of(self._weight, slab), gradient, self._rows)
+                self._weight = empty(self._slabs.weight.shape, dtype, gradient.device)
+            layer.weight_gradient([part_of(self._weight, slab)], gradient, self._rows)
         if of_hidden:
-            vectors = part_of(self._vectors, slab)
-            if self._whole and gradient.dtype == self._wide:
-                self._hidden = torch.mm(gradient, vectors)
-            elif self._hidden is None:
+            adds = self._hidden is not None
+            if self._hidden is None and not (self._whole and gradient.dtype == self._wide):
                 self._hidden = self._rows.new_empty(self._rows.shape, dtype=self._wide)
-                set_weight_gradient(self._hidden, gradient.t(), vectors)
-            else:
-                add_weight_gradient_(self._hidden, gradient.t(), vectors)
+            self._hidden = layer.hidden_gradient(self._hidden, gradient, adds)
 
-    def finished(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of hidden, weight and bias."""
+    def finished(
+        self, bias: Tensor | None, width: int
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of hidden and weight, so many columns, and of bias."""
         of_hidden, of_weight, of_bias = self._hidden, self._weight, None
+        if width != self._rows.shape[1]:
+            of_hidden, of_weight = (
+                None if each is None else each[:, :width].contiguous()
+                for each in (of_hidden, of_weight)
+            )
         if of_hidden is not None:
             of_hidden = in_dtype(of_hidden, self._rows.dtype)
         if of_weight is not None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lastlayer import kernels
 from lastlayer._checks import (
@@ -34,13 +35,7 @@ from lastlayer._torch import (
     without_autocast,
 )
 from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, near_one
-from lastlayer.fused.scores import (
-    add_weight_gradient_,
-    as_chunk,
-    rows_at_a_time,
-    scores_into,
-    set_weight_gradient,
-)
+from lastlayer.fused.scores import Layer, as_chunk, missing_columns, part_of, rows_at_a_time
 from lastlayer.kernels import empty
 
 # Beyond this many additions in half precision a gradient of the weight is no longer within
@@ -310,6 +305,36 @@ def spread_rows(some: Tensor, kept: Tensor, n: int) -> Tensor:
 
 def _run(name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem) -> Made:
     """All rows by the way that suits them."""
+    return in_aligned_width(problem, partial(_run_aligned, name, numbers, chunk_rows))
+
+
+def in_aligned_width(problem: Problem, run: Callable[[Problem], Made]) -> Made:
+    """What ``run`` makes of a problem, with longer vectors where their size is odd."""
+    hidden, weight, wanted, into = (
+        problem.hidden, problem.weight, problem.wanted, problem.wanted.weight_into
+    )  # fmt: skip
+    more = missing_columns(weight, hidden.shape[0])
+    if not more:
+        return run(problem)
+    width, wide = weight.shape[1], (0, more)
+    if into is not None:
+        wanted = wanted._replace(weight_into=into.new_zeros(into.shape[0], width + more))
+    made = run(problem._replace(hidden=pad(hidden, wide), weight=pad(weight, wide), wanted=wanted))
+    of_hidden, of_weight = (
+        None if each is None else each[:, :width] for each in (made.hidden, made.weight)
+    )
+    if into is not None and of_weight is not None:
+        of_weight = into.add_(of_weight)
+    elif of_weight is not None:
+        of_weight = of_weight.contiguous()
+    return made._replace(
+        hidden=None if of_hidden is None else of_hidden.contiguous(), weight=of_weight
+    )
+
+
+def _run_aligned(
+    name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem
+) -> Made:
     kind, wanted = ROW_LOSSES[name], problem.wanted
     copies = kind.copies * (_PRECISE_COPIES if wanted.precise(problem.hidden) else 1.0)
     rows = rows_at_a_time(chunk_rows, problem.hidden, problem.weight.shape[0], copies)
@@ -323,33 +348,40 @@ def _run(name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Pr
 def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
     """Losses and gradients of all rows, so many at a time."""
     hidden, weight, bias, target, row_scale, _, wanted, weight_dtype = problem
-    n, n_classes = hidden.shape[0], weight.shape[0]
-    gradients = Gradients(hidden, weight, wanted, chunk_rows, weight_dtype)
+    n, layer = hidden.shape[0], Layer([weight], bias, hidden.shape[0])
+    gradients = _Gradients(hidden, layer, wanted, chunk_rows, weight_dtype)
     dtype = torch.float32 if wanted.precise(hidden) else hidden.dtype
-    memory = empty((min(n, chunk_rows), n_classes), dtype, hidden.device)
+    memory = layer.memory(min(n, chunk_rows), dtype)
     if n <= chunk_rows:
         exact = partial(kernels.products.scores, "auto", hidden, weight, bias)
-        scores = scores_into(memory, hidden, weight, bias)
+        scores = layer.scores_into(memory, hidden)
         chunk = Chunk(target, target_scores(scores, target, exact), exact, row_scale)
         result = row_loss(scores, chunk)
-        if result.gradient is not None:
-            gradients.add(slice(0, n), result.gradient)
+        gradients.add(slice(0, n), result.gradient, memory)
         return Made(result.loss, result.statistics, *gradients.finished())
     losses: list[Tensor] = []
     statistics: list[tuple[Tensor, ...]] = []
     for first in range(0, n, chunk_rows):
         part = slice(first, min(n, first + chunk_rows))
         rows, ids = hidden[part], target[part]
-        scores = scores_into(memory, rows, weight, bias)
+        scores = layer.scores_into(memory, rows)
         exact = partial(kernels.products.scores, "auto", rows, weight, bias)
         scale = None if row_scale is None else row_scale[part]
         result = row_loss(scores, Chunk(ids, target_scores(scores, ids, exact), exact, scale))
         losses.append(result.loss)
         statistics.append(result.statistics)
-        if result.gradient is not None:
-            gradients.add(part, result.gradient)
+        gradients.add(part, result.gradient, memory)
     together = tuple(torch.cat(each) for each in zip(*statistics, strict=True))
     return Made(torch.cat(losses), together, *gradients.finished())
+
+
+def weight_sum_dtype(hidden: Tensor, chunk_rows: int, weight_dtype: torch.dtype) -> torch.dtype:
+    """In which the gradient of the weight is summed, chunk by chunk."""
+    wide = accumulation_dtype(hidden.dtype)
+    many = hidden.shape[0] > MOST_ROUNDED_ADDITIONS * chunk_rows
+    # No product of two half-precision matrices gives the other half precision, or float64.
+    foreign = weight_dtype not in (hidden.dtype, wide)
+    return wide if many or foreign else weight_dtype
 
 
 def target_scores(scores: Tensor, target: Tensor, exact: Callable[[Tensor], Tensor]) -> Tensor:
@@ -361,25 +393,23 @@ def target_scores(scores: Tensor, target: Tensor, exact: Callable[[Tensor], Tens
     return exact(place).squeeze(-1)
 
 
-class Gradients:
+class _Gradients:
     """The gradients of hidden, weight and bias as chunks come in."""
 
     def __init__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        layer: Layer,
         wanted: Wanted,
         chunk_rows: int,
         weight_dtype: torch.dtype,
     ) -> None:
-        self._hidden, self._weight, self._wanted = hidden, weight, wanted
+        (weight,) = layer.weights
+        self._hidden, self._layer, self._weight, self._wanted = hidden, layer, weight, wanted
         self._weight_dtype = weight_dtype
         self._whole = hidden.shape[0] <= chunk_rows
         wide = accumulation_dtype(weight.dtype)
-        many = hidden.shape[0] > MOST_ROUNDED_ADDITIONS * chunk_rows
-        # No product of two half-precision matrices gives the other half precision, or float64.
-        foreign = weight_dtype not in (weight.dtype, wide)
-        self._sum_dtype = wide if many or foreign else weight_dtype
+        self._sum_dtype = weight_sum_dtype(hidden, chunk_rows, weight_dtype)
         into = wanted.weight_into
         straight = into is not None and into.dtype in (wide, self._sum_dtype)
         self._weight_sum: Tensor | None = into if straight else None
@@ -387,21 +417,25 @@ class Gradients:
         self._bias_sum: Tensor | None = None
         self._sparse: list[tuple[slice, Sparse]] = []
 
-    def add(self, part: slice, gradient: Tensor | Sparse) -> None:
-        """Takes the gradient of the scores of some rows."""
+    def add(self, part: slice, gradient: Tensor | Sparse | None, memory: Tensor) -> None:
+        """Takes the gradient of the scores of some rows; a dense one is in the memory of these."""
         if isinstance(gradient, Sparse):
             self._add_sparse(part, gradient)
-            return
+        elif gradient is not None:
+            self._add_dense(part, gradient, memory)
+
+    def _add_dense(self, part: slice, gradient: Tensor, memory: Tensor) -> None:
         rows = self._hidden if self._whole else self._hidden[part]
         if self._wanted.bias:
             some = gradient.sum(0, dtype=accumulation_dtype(gradient.dtype))
             self._bias_sum = some if self._bias_sum is None else self._bias_sum.add_(some)
+        gradient = self._layer.padded(part_of(memory, slice(gradient.shape[0])))
         rounded = in_dtype(gradient, self._weight.dtype)
         if self._wanted.hidden:
             if self._whole:
-                self._hidden_sum = torch.mm(rounded, self._weight)
+                self._hidden_sum = self._layer.hidden_gradient(None, rounded)
             else:
-                torch.mm(rounded, self._weight, out=self._hidden_memory()[part])
+                self._layer.hidden_gradient(self._hidden_memory()[part], rounded)
         if self._wanted.weight:
             self._add_to_weight(rounded, rows)
             if rounded is not gradient:
@@ -413,11 +447,10 @@ class Gradients:
         return self._hidden_sum
 
     def _add_to_weight(self, gradient: Tensor, rows: Tensor) -> None:
+        adds = self._weight_sum is not None
         if self._weight_sum is None:
             self._weight_sum = self._room_for_weight()
-            set_weight_gradient(self._weight_sum, gradient, rows)
-        else:
-            add_weight_gradient_(self._weight_sum, gradient, rows)
+        self._layer.weight_gradient([self._weight_sum], gradient, rows, adds)
 
     def _room_for_weight(self) -> Tensor:
         return empty(self._weight.shape, self._sum_dtype, self._weight.device)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, without_autocast
 from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss, near_one, scaled
-from lastlayer.fused.scores import budget_bytes, multiply
+from lastlayer.fused.scores import Layer, budget_bytes, missing_columns
 
 # Kernels tell classes apart by 32 bits, and sorting half as many bytes takes half the time.
 _MOST_NARROW = 2**31 - 1
@@ -448,7 +448,9 @@ def _shared_draws(
 
     ``hidden`` and the ``vectors`` of the classes drawn are in the dtype of the products.
     """
-    p, dtype = problem, accumulation_dtype(hidden.dtype)
+    p, dtype, width = problem, accumulation_dtype(hidden.dtype), hidden.shape[1]
+    if more := missing_columns(vectors, hidden.shape[0]):
+        hidden, vectors = (pad(each, (0, more)) for each in (hidden, vectors))
     (n, d), m, narrow = hidden.shape, vectors.shape[0], _multiplies_narrow(hidden)
     size = rows_at_a_time(p.chunk_rows, n, m, hidden, narrow)
     first, second = hidden.new_empty(2, n, dtype=dtype).unbind()
@@ -458,21 +460,28 @@ def _shared_draws(
     if hidden.device.type == "cuda":
         parts = kernels.sampled_rows.parts_of_columns(size, m)
     sums = hidden.new_empty((parts, m) if p.to_bias else 0, dtype=dtype)
-    scores = hidden.new_empty(min(n, size), m, dtype=dtype)
+    layer = Layer([vectors], None, n)
+    memory = layer.memory(min(n, size), dtype)
     # A gradient in half precision takes the place of the scores, row by row.
-    gradient = scores.view(hidden.dtype)[:, :m] if narrow and m else scores
+    place = memory.view(hidden.dtype) if narrow and m else memory
     for start in range(0, max(1, n), size):
         part = None if size >= n else slice(start, min(n, start + size))
-        some, of_some, made, slopes = hidden, of_hidden, scores, gradient
+        some, of_some, slopes = hidden, of_hidden, place
         if part is not None:
             some, of_some = hidden[part], of_hidden[part]
-            made, slopes = scores[: some.shape[0]], gradient[: some.shape[0]]
-        multiply(made, some, vectors.t())
-        rows.run(impl, made, slopes, first, second, sums, part)
+            slopes = place[: some.shape[0]]
+        scores = layer.scores_into(memory, some)
+        rows.run(impl, scores, layer.scores_in(slopes), first, second, sums, part)
+        slopes = layer.padded(slopes)
         if p.to_hidden:
-            multiply(of_some, slopes, vectors)
+            layer.hidden_gradient(of_some, slopes)
         if p.to_weight:
-            multiply(columns, slopes.t(), some, adds=start > 0)
+            layer.weight_gradient([columns], slopes, some, adds=start > 0)
+    if more:
+        of_hidden, columns = (
+            each[:, :width].contiguous() if each.dim() > 1 else each
+            for each in (of_hidden, columns)
+        )
     column_biases = sums.sum(0) if p.to_bias and parts > 1 else sums.view(-1)
     return first, second, of_hidden, columns, column_biases
 

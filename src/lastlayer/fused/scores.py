@@ -3,16 +3,20 @@
 A chunk is some rows of scores with all classes, a slab all rows with some classes, a tile some
 spans of some texts. The larger they are, the less often the weight and its gradient are read. One
 table has the memory of all engines. The three products of a layer with a loss on it (scores, and
-the gradients of hidden and weight) go into memory that is there.
+the gradients of hidden and weight) go into memory that is there; :class:`Layer` makes them such
+that odd sizes cost no more than their neighbours.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lastlayer._torch import accumulation_dtype
+from lastlayer.kernels import empty
 
 # Bytes of scores held at a time, by engine and device: those of "auto", and of "low".
 BYTES = {
@@ -34,6 +38,13 @@ _SHARE_OF_WEIGHT = 4
 # Rows of a chunk, and labels of a slab, that suit the tiles of a matrix unit.
 _STEP = {"cuda": 128, "cpu": 8}
 _LABEL_STEP = {"cuda": 128, "cpu": 16}
+# A GPU's products are up to five times slower where rows of a matrix start at no multiple of 16
+# bytes. From so many multiplications on, by device, that is worth a few more launches.
+ALIGN_FROM = {"cuda": 1 << 30}
+_ALIGNED_BYTES = 16
+# Classes of a block, and numbers of a vector, that are padded together.
+_BLOCK = 64
+_WIDTH_STEP = 8
 
 
 def device_kind(tensor: Tensor) -> str:
@@ -99,7 +110,7 @@ def classes_at_a_time(chunk_classes: int | str, hidden: Tensor, n_classes: int) 
 
 def slab_stride(hidden: Tensor, classes: int) -> int:
     """How far apart the rows of a slab are in memory: on a GPU as suits its matrix units."""
-    step = 1 if hidden.device.type == "cpu" else _LABEL_STEP["cuda"]
+    step = _LABEL_STEP["cuda"] if hidden.device.type in ALIGN_FROM else 1
     return -(-classes // step) * step
 
 
@@ -138,43 +149,183 @@ def part_of(values: Tensor, part: slice) -> Tensor:
 
 def multiply(out: Tensor, left: Tensor, right: Tensor, adds: bool = False) -> Tensor:
     """``left @ right`` into ``out``, which may be wider, or added to it."""
-    wide: dict[str, Any] = {}
-    if out.dtype != left.dtype:
-        if left.device.type == "cuda":
-            wide = {"out_dtype": out.dtype}
-        else:
-            left, right = left.to(out.dtype), right.to(out.dtype)
-    if adds:
-        return torch.addmm(out, left, right, out=out, **wide)
-    return torch.mm(left, right, out=out, **wide)
-
-
-def set_weight_gradient(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """``gradient.T @ hidden`` into ``total``, which may be wider."""
-    if total.dtype == gradient.dtype:
-        torch.mm(gradient.t(), hidden, out=total)
-    elif gradient.device.type == "cuda":
-        torch.mm(gradient.t(), hidden, out_dtype=total.dtype, out=total)
-    else:
-        add_weight_gradient_(total.zero_(), gradient, hidden)
-
-
-def add_weight_gradient_(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """Adds ``gradient.T @ hidden`` to ``total``, which may be wider."""
-    if total.dtype == gradient.dtype:
-        torch.addmm(total, gradient.t(), hidden, out=total)
-    elif gradient.device.type == "cuda":
-        torch.addmm(total, gradient.t(), hidden, out_dtype=total.dtype, out=total)
-    else:
-        hidden = hidden.to(total.dtype)
-        for part in _slices(total.shape[0], gradient.shape[0]):
-            some = gradient[:, part].t().to(total.dtype)
-            torch.addmm(total[part], some, hidden, out=total[part])
+    if out.dtype == left.dtype:
+        return torch.addmm(out, left, right, out=out) if adds else torch.mm(left, right, out=out)
+    if out.device.type == "cuda":
+        if adds:
+            return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        return torch.mm(left, right, out_dtype=out.dtype, out=out)
+    right = right.to(out.dtype)
+    for part in _slices(left.shape[0], left.shape[1]):
+        multiply(out[part], left[part].to(out.dtype), right, adds)
+    return out
 
 
 def _slices(count: int, numbers_each: int) -> list[slice]:
     step = max(1, _WIDENED // max(1, numbers_each))
     return [slice(first, first + step) for first in range(0, count, step)]
+
+
+def missing_columns(weight: Tensor, n_rows: int) -> int:
+    """By how many zeros vectors of an odd size are made longer where many rows meet them."""
+    width = weight.shape[1]
+    return -width % _WIDTH_STEP if _are_odd((width,), (weight,), n_rows) else 0
+
+
+def _are_odd(sizes: Iterable[int], weights: Sequence[Tensor], n_rows: int) -> bool:
+    """Whether rows of such sizes slow down the products of a layer, and these are large."""
+    first = weights[0]
+    least = ALIGN_FROM.get(first.device.type)
+    return (
+        least is not None
+        and any(size * first.itemsize % _ALIGNED_BYTES for size in sizes)
+        and n_rows * sum(weight.numel() for weight in weights) >= least
+    )
+
+
+def ranges(sizes: Iterable[int]) -> list[slice]:
+    """Where parts of such sizes are, one after the other."""
+    return [slice(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
+
+
+class _Block(NamedTuple):
+    """Some classes of a band: their columns among the scores, and their rows in its weight."""
+
+    band: int
+    columns: slice
+    rows: slice
+
+
+class _Edge(NamedTuple):
+    """64 columns with classes of more than one band, or with fewer than 64 classes."""
+
+    columns: slice
+    vectors: Tensor
+    """``(64, d)``, with the slices of all bands; 0 where a class has no number."""
+    bias: Tensor | None
+    blocks: list[_Block]
+    """What the bands have of it; columns are counted from its first one."""
+
+
+class Layer:
+    """Class vectors and biases, and their three products with ``n_rows`` rows in all.
+
+    Mostly there is one weight, ``(n_classes, d)``. With more, each has the vectors of a band of
+    classes, which meet a slice of hidden; classes and slices stand side by side.
+
+    Where the size of a band is odd and the products are large, the memory of scores has
+    :attr:`stride` columns, more than there are classes. Each band is then multiplied from its first
+    to its last multiple of 64 columns, and the few classes around with copies of their vectors,
+    padded by 0 to 64. Columns of no class may hold anything; :meth:`padded` clears them once scores
+    have become a gradient.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, n_rows: int) -> None:
+        self.weights, self._bias = weights, bias
+        self.columns = ranges([weight.shape[0] for weight in weights])
+        self.parts = ranges([weight.shape[1] for weight in weights])
+        self.n_classes = self.stride = self.columns[-1].stop
+        self._edges: list[_Edge] = []
+        stops = [column.stop for column in self.columns]
+        if not _are_odd(stops, weights, n_rows):
+            self._blocks = [
+                _Block(band, column, slice(0, column.stop - column.start))
+                for band, column in enumerate(self.columns)
+            ]
+            return
+        self.stride = -(-self.n_classes // _BLOCK) * _BLOCK
+        self._blocks = [
+            _Block(band, slice(first, last), slice(first - column.start, last - column.start))
+            for band, column in enumerate(self.columns)
+            if (first := -(-column.start // _BLOCK) * _BLOCK)
+            < (last := column.stop // _BLOCK * _BLOCK)
+        ]
+        firsts = {stop // _BLOCK * _BLOCK for stop in stops if stop % _BLOCK}
+        self._edges = [self._edge(first) for first in sorted(firsts)]
+
+    def _edge(self, first: int) -> _Edge:
+        last, blocks = first + _BLOCK, []
+        vectors = self.weights[0].new_zeros(_BLOCK, self.parts[-1].stop)
+        for band, column in enumerate(self.columns):
+            start, stop = max(first, column.start), min(last, column.stop)
+            if start < stop:
+                rows = slice(start - column.start, stop - column.start)
+                block = _Block(band, slice(start - first, stop - first), rows)
+                vectors[block.columns, self.parts[band]] = self.weights[band][rows]
+                blocks.append(block)
+        bias = self._bias
+        if bias is not None:
+            bias = pad(bias[first:last], (0, max(0, last - self.n_classes)))
+        return _Edge(slice(first, last), vectors, bias, blocks)
+
+    def memory(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """For the scores of so many rows, ``(rows, stride)``."""
+        return empty((rows, self.stride), dtype, self.weights[0].device)
+
+    def scores_into(self, memory: Tensor, hidden: Tensor) -> Tensor:
+        """The scores ``(rows, n_classes)``, in the first rows and columns of a memory."""
+        memory = part_of(memory, slice(hidden.shape[0]))
+        for band, columns, rows in self._blocks:
+            scores_into(
+                _columns_of(memory, columns), _columns_of(hidden, self.parts[band]),
+                part_of(self.weights[band], rows),
+                None if self._bias is None else part_of(self._bias, columns),
+            )  # fmt: skip
+        for edge in self._edges:
+            scores_into(memory[:, edge.columns], hidden, edge.vectors, edge.bias)
+        return self.scores_in(memory)
+
+    def scores_in(self, memory: Tensor) -> Tensor:
+        """The columns of classes."""
+        return _columns_of(memory, slice(0, self.n_classes))
+
+    def padded(self, memory: Tensor) -> Tensor:
+        """A gradient of scores as the next two take it, ``(rows, stride)``: 0 where padded."""
+        if self._edges:
+            memory[:, self.n_classes : self.stride].zero_()
+        return _columns_of(memory, slice(0, self.stride))
+
+    def hidden_gradient(self, out: Tensor | None, padded: Tensor, adds: bool = False) -> Tensor:
+        """``gradient @ weight``: new, or into ``out``, which may be wider, or added to it."""
+        if out is None:
+            if len(self.weights) == 1 and not self._edges:
+                return torch.mm(padded, self.weights[0])
+            out = padded.new_empty(padded.shape[0], self.parts[-1].stop)
+        # Edges first: what is rounded twice is small.
+        for edge in self._edges:
+            multiply(out, padded[:, edge.columns], edge.vectors, adds)
+            adds = True
+        for band, columns, rows in self._blocks:
+            vectors = part_of(self.weights[band], rows)
+            some = _columns_of(out, self.parts[band])
+            multiply(some, _columns_of(padded, columns), vectors, adds)
+        return out
+
+    def weight_gradient(
+        self, totals: Sequence[Tensor | None], padded: Tensor, hidden: Tensor, adds: bool = False
+    ) -> None:
+        """``gradient.T @ hidden`` into those of the weights, which may be wider, or added to them.
+
+        None is one that is not wanted.
+        """
+        for band, columns, rows in self._blocks:
+            total = totals[band]
+            if total is not None:
+                some = _columns_of(hidden, self.parts[band])
+                multiply(part_of(total, rows), _columns_of(padded, columns).t(), some, adds)
+        for edge in self._edges:
+            dtype = accumulation_dtype(hidden.dtype)
+            made = hidden.new_empty(edge.vectors.shape, dtype=dtype)
+            multiply(made, padded[:, edge.columns].t(), hidden)
+            for band, columns, rows in edge.blocks:
+                total, some = totals[band], made[columns, self.parts[band]]
+                if total is not None:
+                    total[rows].add_(some) if adds else total[rows].copy_(some)
+
+
+def _columns_of(values: Tensor, columns: slice) -> Tensor:
+    """``values[:, columns]``, which costs host time even where it is all of them."""
+    return values if columns.stop - columns.start == values.shape[1] else values[:, columns]
 
 
 def wide_scores(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

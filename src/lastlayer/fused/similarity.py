@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lastlayer._torch import (
     accumulation_dtype,
@@ -25,7 +26,14 @@ from lastlayer._torch import (
     without_autocast,
 )
 from lastlayer.fused.function import Call, Engine, Operands, Result, fused_loss
-from lastlayer.fused.scores import as_chunk, budget_bytes, device_kind, multiply, part_of
+from lastlayer.fused.scores import (
+    Layer,
+    as_chunk,
+    budget_bytes,
+    device_kind,
+    missing_columns,
+    part_of,
+)
 from lastlayer.kernels import info_nce
 
 # On CUDA products of this many queries are fast, and adding them to the gradient of the keys costs
@@ -280,13 +288,20 @@ class _Problem(NamedTuple):
     own: int
     normalize: bool
     how: _Sizes
+    depth: int
+    """Of the vectors, which are longer where that is an odd number."""
 
     @classmethod
     def of(cls, operands: Operands, options: Sequence[Any]) -> "_Problem":
         query, key, scale, _, query_groups, key_groups, *_ = operands
         positive, own, normalize, _, products, _, chunk_rows = options
         how = _sizes(query, key, getattr(torch, products), normalize, as_chunk(chunk_rows))
-        return cls(query, key, scale, query_groups, key_groups, positive, own, normalize, how)
+        depth = key.shape[1]
+        if more := missing_columns(key, query.shape[0]):
+            query, key = pad(query, (0, more)), pad(key, (0, more))
+        return cls(
+            query, key, scale, query_groups, key_groups, positive, own, normalize, how, depth
+        )
 
     def parts(self) -> list[slice]:
         n, rows = self.query.shape[0], self.how.rows
@@ -308,9 +323,9 @@ class _Problem(NamedTuple):
         info_nce.unit_rows_("auto", rows, out, self.normalize)
         return out
 
-    def memory(self) -> Tensor:
-        """For the products of some queries with all keys."""
-        return self.query.new_empty(self.how.rows, self.key.shape[0], dtype=self.how.scores)
+    def layer(self) -> Layer:
+        """Products with all keys."""
+        return Layer([self.unit(self.key)], None, self.query.shape[0])
 
 
 def _normalisers(problem: _Problem, columns: bool) -> tuple[list[Tensor], Tensor | None]:
@@ -321,11 +336,11 @@ def _normalisers(problem: _Problem, columns: bool) -> tuple[list[Tensor], Tensor
     column_lse = query.new_full((m if columns else 0,), -torch.inf, dtype=wide)
     pulled = columns and problem.positive and problem.query_groups is not None
     column_positive = query.new_zeros(m if pulled else 0, dtype=wide)
-    queries, keys = problem.unit(query), problem.unit(problem.key)
-    memory = problem.memory()
+    queries, layer = problem.unit(query), problem.layer()
+    memory = layer.memory(problem.how.rows, problem.how.scores)
     for part in problem.parts():
         here = slice(part.stop - part.start)
-        scores = multiply(part_of(memory, here), part_of(queries, part), keys.t())
+        scores = layer.scores_into(part_of(memory, here), part_of(queries, part))
         info_nce.statistics_(
             "auto", scores, *problem.arguments(part), part_of(row_lse, part),
             part_of(row_positive, part), column_lse, column_positive,
@@ -369,9 +384,9 @@ def _gradients(
     back = scale * factors.size
     # That of the scale is read off the gradient of queries or keys.
     to_query, to_key = wanted[0] or not wanted[1], wanted[1]
-    keys = problem.unit(key)
-    memory = problem.memory() if kept is None else kept
-    other = None if how.scores == how.operands else torch.empty_like(memory, dtype=how.operands)
+    layer = problem.layer()
+    memory = layer.memory(how.rows, how.scores) if kept is None else kept
+    other = None if how.scores == how.operands else layer.memory(how.rows, how.operands)
     query_gradient = torch.empty_like(query, memory_format=torch.contiguous_format)
     raw = query.new_empty(how.rows, depth, dtype=wide)
     along = query.new_zeros(n if to_query else m, dtype=wide)
@@ -382,30 +397,32 @@ def _gradients(
     for part in parts:
         here, some = slice(part.stop - part.start), part_of(query, part)
         rows = problem.unit(some)
-        scores = part_of(memory, here)
+        held = part_of(memory, here)
+        scores = layer.scores_in(held)
         if kept is None or part is not parts[0]:
-            multiply(scores, rows, keys.t())
+            layer.scores_into(held, rows)
         arguments, row_lse = problem.arguments(part), part_of(factors.row_lse, part)
         if row_positive is not None:
             info_nce.statistics_(
                 "auto", scores, *arguments, row_lse, part_of(row_positive, part),
                 factors.column_lse, factors.by_column_positive,
             )  # fmt: skip
-        weights = scores if other is None else part_of(other, here)
+        held = held if other is None else part_of(other, here)
         info_nce.weights_(
             "auto", scores, *arguments, row_lse, part_of(factors.by_row_lse, part),
             part_of(factors.by_row_positive, part), factors.column_lse, factors.by_column_lse,
-            factors.by_column_positive, weights,
+            factors.by_column_positive, layer.scores_in(held),
         )  # fmt: skip
+        weights = layer.padded(held)
         if to_query:
-            product = multiply(part_of(raw, here), weights, keys)
+            product = layer.hidden_gradient(part_of(raw, here), weights)
             info_nce.row_gradients_(
                 "auto", some, product, back, normalize, part_of(query_gradient, part),
                 part_of(along, part),
             )  # fmt: skip
         if total is not None:
-            multiply(total, weights.t(), rows, adds=part is not parts[0])
-    del memory, other, raw, keys
+            layer.weight_gradient([total], weights, rows, adds=part is not parts[0])
+    del memory, other, raw, layer
     key_gradient = None
     if total is not None:
         key_gradient = torch.empty_like(key, memory_format=torch.contiguous_format)
@@ -413,6 +430,10 @@ def _gradients(
         info_nce.row_gradients_("auto", key, total, back, normalize, key_gradient, of_keys)
     # With s = scale <q, k> the sum of all gradients by s, each times <q, k>, is one over queries.
     to_scale = along.sum() / scale if wanted[2] else None
+    if problem.depth != depth:
+        query_gradient = query_gradient[:, : problem.depth].contiguous()
+        if key_gradient is not None:
+            key_gradient = key_gradient[:, : problem.depth].contiguous()
     return query_gradient if wanted[0] else None, key_gradient, to_scale
 
 
