@@ -17,7 +17,9 @@ from unfused import (
 from lastlayer.fused import (
     linear_cross_entropy,
     linear_entmax_loss,
+    linear_statistics,
     linear_topk_softmax_loss,
+    rows,
     sparse,
 )
 
@@ -237,3 +239,29 @@ def test_a_class_out_of_the_running_by_its_bias():
             torch.autograd.grad(ours, (hidden, weight)),
             torch.autograd.grad(fewer, (hidden, weight)),
         )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("ignored", ["some", "all", "none"])
+def test_short_steps_leave_ignored_rows_out_without_waiting(
+    monkeypatch, reduction, weighted, ignored
+):
+    """As on CUDA, where the rows stay and have factors of 0."""
+    target = torch.randint(9, (6,))
+    if ignored != "none":
+        target[:: 1 if ignored == "all" else 2] = -100
+    options = {"reduction": reduction, "row_weight": torch.rand(6) if weighted else None}
+    found = []
+    for is_short in (False, True):
+        monkeypatch.setattr(rows, "_is_short", lambda *_, is_short=is_short: is_short)
+        torch.manual_seed(0)
+        hidden = torch.randn(6, 4)
+        hidden[target == -100] = torch.nan
+        weight = torch.randn(9, 4, requires_grad=True)
+        loss = linear_cross_entropy(hidden.requires_grad_(), weight, target, **options)
+        loss.sum().backward()
+        known = linear_statistics(hidden, weight, target, **options)
+        found.append((loss, hidden.grad, weight.grad, known.entropy, known.argmax))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

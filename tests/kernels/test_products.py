@@ -353,3 +353,21 @@ def test_losses_that_do_not_count_are_left_out(impl, monkeypatch):
         kernel = pytest.importorskip("lastlayer.kernels.products.triton")
         monkeypatch.setattr(kernel, "MOST_LOSSES", 2)
         check()
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_row_factors_leave_ignored_rows_out(impl, mean, weighted):
+    device = place(impl)
+    for n in (0, 1, 5, 130, 9000):
+        target = torch.randint(7, (n,), device=device)
+        target[::3] = -100
+        given = torch.rand(n, device=device) if weighted else None
+        clean, weight, factor = products.row_factors(impl, target, given, -100, mean)
+        counts = target.cpu() != -100
+        expected = counts.double() * (given.cpu().double() if weighted else 1.0)
+        assert torch.equal(clean.cpu(), torch.where(counts, target.cpu(), 0))
+        assert error(weight, expected) == 0
+        total = float(expected.sum()) if mean else 1.0
+        assert error(factor, expected / (total or 1.0), 1e-6) <= 1

@@ -291,8 +291,8 @@ class RowScale(NamedTuple):
 
     weight: Tensor | None
     """Of the loss of each row, ``(n,)``; None for 1."""
-    divisor: Tensor | float
-    """Of the sum of weighted losses; 0 where nothing counts."""
+    divisor: Tensor | float | None
+    """Of the sum of weighted losses, 0 where nothing counts; None for the sum of the weights."""
 
     @classmethod
     def of(
@@ -303,11 +303,13 @@ class RowScale(NamedTuple):
             return cls(weight, 1.0)
         if weight is None and counted is None:
             return cls(None, float(n))
-        counted = weight if counted is None else counted
-        return cls(weight, 0.0 if counted is None else counted.sum())
+        return cls(weight, None if counted is None else counted.sum())
 
     def reduce(self, losses: Tensor, reduction: str) -> Tensor:
         """The loss of all rows; rows of weight 0 do not count, whatever their loss is."""
+        if self.divisor is None and is_eager(losses) and not losses.requires_grad:
+            loss: Tensor = kernels.products.weighted_mean("auto", losses, self.weight)[0]
+            return loss
         if self.weight is not None:
             losses = torch.where(self.weight == 0, 0.0, losses * self.weight)
         if reduction == "none":
@@ -317,8 +319,10 @@ class RowScale(NamedTuple):
                 return losses.mean()
             total = losses.sum()
             return total if self.divisor == 1.0 else total / max(1.0, self.divisor)
-        total = losses.sum()
-        return torch.where(self.divisor == 0, 0.0, total / self.divisor)
+        divisor = self.divisor
+        if divisor is None:
+            divisor = losses.new_zeros(()) if self.weight is None else self.weight.sum()
+        return torch.where(divisor == 0, 0.0, losses.sum() / divisor)
 
     def factors(self, like: Tensor, n: int, upstream: Tensor | None = None) -> Tensor:
         """What the gradient of each row's loss is multiplied by, ``(n,)``.
@@ -337,7 +341,8 @@ class RowScale(NamedTuple):
                 scale = self.weight if share == 1.0 else self.weight * share
         else:
             weight = like.new_ones(n, dtype=dtype) if self.weight is None else self.weight
-            scale = torch.where(self.divisor == 0, 0.0, weight / self.divisor)
+            divisor = weight.sum() if self.divisor is None else self.divisor
+            scale = torch.where(divisor == 0, 0.0, weight / divisor)
         return scale if upstream is None else scale * in_dtype(upstream, dtype)
 
 

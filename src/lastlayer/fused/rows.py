@@ -41,6 +41,9 @@ from lastlayer.kernels import empty
 # Beyond this many additions in half precision a gradient of the weight is no longer within
 # 4e-3 of the exact one.
 MOST_ROUNDED_ADDITIONS = 8
+# Multiplications of one product from which on a step may wait once for the device, and the rows
+# of shorter ones whose factors one launch makes.
+_LONG, _MOST_ROWS = 1 << 36, 1 << 16
 # What a chunk takes where scores are float32 and their gradient is held in two halves as well.
 _PRECISE_COPIES = 4.0
 
@@ -158,14 +161,24 @@ class _RowsEngine(Engine):
         with_gradients = upstream is not None or not self.recomputes(options, reduction)
         with without_autocast(hidden):
             n, dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
-            kept, ignored = counted_rows(target, ignore_index)
+            row_weight = None if row_weight is None else in_dtype(row_weight, dtype)
+            kept = ignored = known = None
+            if _is_short(hidden, weight, ignore_index) and class_weight is None:
+                ignored = target == ignore_index
+                target, row_weight, known = kernels.products.row_factors(
+                    "auto", target, row_weight, ignore_index, reduction == "mean"
+                )
+            else:
+                kept, ignored = counted_rows(target, ignore_index)
             if kept is not None:
                 hidden, target = hidden[kept], target[kept]
                 row_weight = None if row_weight is None else row_weight[kept]
                 if upstream is not None and upstream.dim():
                     upstream = upstream[kept]
-            row_weight = None if row_weight is None else in_dtype(row_weight, dtype)
             if ignored is not None:
+                # A NaN there would come back through the weight's gradient, as 0 · NaN.
+                hidden = hidden.masked_fill(ignored.unsqueeze(-1), 0.0)
+            if ignored is not None and known is None:
                 target = torch.where(ignored, 0, target)
                 row_weight = torch.where(ignored, 0.0, 1.0 if row_weight is None else row_weight)
                 row_weight = in_dtype(row_weight, dtype)
@@ -178,7 +191,9 @@ class _RowsEngine(Engine):
             scale = RowScale.of(row_weight, reduction, hidden.shape[0], counted)
             factors = size = into = None
             if with_gradients and (any(wanted) or weight_grad is not None):
-                factors = scale.factors(hidden, hidden.shape[0], upstream)
+                factors = known
+                if known is None or upstream is not None:
+                    factors = scale.factors(hidden, hidden.shape[0], upstream)
                 factors, size = near_one(factors, hidden.dtype)
                 into = weight_grad
                 if weight_grad is not None and size is not None:
@@ -276,6 +291,13 @@ def linear_loss(
 
 
 ROWS = _RowsEngine()
+
+
+def _is_short(hidden: Tensor, weight: Tensor, ignore_index: int | None) -> bool:
+    """Whether waiting for the device would cost a step more than products with ignored rows do."""
+    rows, work = hidden.shape[0], hidden.numel() * weight.shape[0]
+    on_gpu = hidden.device.type == "cuda" and hidden.itemsize <= 4
+    return ignore_index is not None and on_gpu and rows <= _MOST_ROWS and work < _LONG
 
 
 def counted_rows(target: Tensor, ignore_index: int | None) -> tuple[Tensor | None, Tensor | None]:

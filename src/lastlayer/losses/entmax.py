@@ -315,11 +315,8 @@ class _ScoreLoss(Engine):
         batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
         wish, weight = _row_weight(target, class_weight, ignore_index, labels, dtype)
         scale = RowScale.of(weight, reduction, batch.numel())
-        if isinstance(scale.divisor, float):
-            row = grad / max(1.0, scale.divisor)
-        else:
-            row = torch.where(scale.divisor == 0, 0.0, grad / scale.divisor)
-        row = (row if weight is None else row * weight).expand(batch).unsqueeze(-1)
+        row = scale.factors(scores, batch.numel()).reshape(batch) * grad
+        row = row.unsqueeze(-1)
         return [score_gradient(_map(in_dtype(scores, dtype), alpha, k), wish, row)]
 
 

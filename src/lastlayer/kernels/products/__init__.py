@@ -5,9 +5,10 @@ and ``add_to_weight_`` multiply a score gradient of few non-zeros per row, given
 classes (n, k), by the class vectors and by the hidden states; a value of 0 is padding, whatever its
 class, and values of a class that comes more than once add up. ``scale_`` multiplies a tensor in
 place, for free where the number is 1. ``weighted_mean`` reduces the losses of rows, and says what
-each unit of weight counts.
+each unit of weight counts. ``row_factors`` leaves out rows whose targets are ignored.
 """
 
+import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
@@ -26,10 +27,21 @@ def _weighted_mean(losses: Tensor, _weights: Tensor | None) -> tuple[Tensor, Ten
     return losses.new_empty(()), losses.new_empty(())
 
 
+def _row_factors(
+    target: Tensor, row_weight: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    weight = target.new_empty(target.shape, dtype=torch.float32)
+    weight = weight if row_weight is None else row_weight.new_empty(target.shape)
+    return target.new_empty(target.shape), weight, weight.new_empty(target.shape)
+
+
 scores = operation("products.scores", "class_scores", _scores)
 to_hidden = operation("products.to_hidden", "sparse_gradient_to_hidden", _to_hidden)
 add_to_weight_ = operation(
     "products.add_to_weight_", "sparse_gradient_add_to_weight_", writes=("weight_gradient",)
 )
 scale_ = operation("products.scale_", "scale_", writes=("values",))
+row_factors = operation(
+    "products.row_factors", "row_factors", _row_factors, integers=True, has_cpu=False
+)
 weighted_mean = operation("products.weighted_mean", "weighted_mean", _weighted_mean, has_cpu=False)

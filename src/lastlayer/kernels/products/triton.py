@@ -7,6 +7,7 @@ program makes a mean.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -201,3 +202,50 @@ def _weighted_mean(losses, weights, loss, share, n, BLOCK: tl.constexpr, WEIGHTE
     one = tl.where(counted == 0.0, 0.0, 1.0 / counted)
     tl.store(loss, tl.sum(total, 0) * one)
     tl.store(share, one)
+
+
+def row_factors(
+    target: Tensor, row_weight: Tensor | None, ignore_index: int, mean: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = target.shape[0]
+    clean = torch.empty_like(target)
+    weight = torch.empty(n, device=target.device, dtype=torch.float32)
+    factor = torch.empty_like(weight) if mean else weight
+    if n:
+        block = tile_width(n, 4096, 128)
+        # Every program adds up all weights: none has to wait for another.
+        _row_factors[(cdiv(n, block),)](
+            target.contiguous(), row_weight, clean, weight, factor, n, ignore_index, BLOCK=block,
+            WEIGHTED=row_weight is not None, MEAN=mean, num_warps=max(1, block // 512),
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return clean, weight, factor
+
+
+@triton.jit
+def _weights(target, row_weight, row, n, ignored, WEIGHTED: tl.constexpr):
+    own = tl.load(target + row, mask=row < n, other=ignored)
+    weight = tl.where(own == ignored, 0.0, 1.0)
+    if WEIGHTED:
+        given = tl.load(row_weight + row, mask=row < n, other=0.0).to(tl.float32)
+        weight = tl.where(own == ignored, 0.0, given)
+    return own, weight
+
+
+@kernel(do_not_specialize=["n"])
+def _row_factors(
+    target, row_weight, clean, weights, factors, n, ignored,
+    BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own, weight = _weights(target, row_weight, row, n, ignored, WEIGHTED)
+    tl.store(clean + row, tl.where(own == ignored, 0, own), mask=row < n)
+    tl.store(weights + row, weight, mask=row < n)
+    if MEAN:
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for first in range(0, n, BLOCK):
+            some = first + tl.arange(0, BLOCK)
+            _, more = _weights(target, row_weight, some, n, ignored, WEIGHTED)
+            total += more
+        size = tl.sum(total, 0)
+        tl.store(factors + row, weight / tl.where(size == 0.0, 1.0, size), mask=row < n)
