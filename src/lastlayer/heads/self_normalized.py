@@ -30,7 +30,7 @@ class Drift(NamedTuple):
 
 
 def drift_of(log_z: Tensor) -> Drift:
-    """From one number a row; all are 0 where there are none. The host waits."""
+    """From one number per row; all are 0 where there are none. The host waits."""
     rows = log_z.detach().flatten().double()
     if not rows.numel():
         return Drift(0.0, 0.0, 0.0)

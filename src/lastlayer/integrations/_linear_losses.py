@@ -79,7 +79,7 @@ def _fused_sparsemax(
 
 
 def _two_class_sparsemax(scores: Tensor, labels: Lists) -> Tensor:
-    """One score a row, of the second class; that of the first is 0."""
+    """One score per row, of the second class; that of the first is 0."""
     return sparsemax_loss(torch.nn.functional.pad(scores, (1, 0)), labels.counts, reduction="none")
 
 

@@ -16,7 +16,7 @@ class Target(NamedTuple):
     """What is to be learnt.
 
     Attributes:
-        kind: "two" classes, more "classes", or "labels", any number a row.
+        kind: "two" classes, more "classes", or "labels", any number per row.
         classes: the class labels, or 0 to n - 1 for labels.
         n_scores: one for two classes, else one per class.
         labels: the scores that should be high, a row.

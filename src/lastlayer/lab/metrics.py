@@ -63,7 +63,7 @@ QUALITY = (
 )
 STEPS = Metric("steps", "steps", "count", lower_is_better=False, log=True, tested=False)
 SECONDS = Metric("seconds", "training time", "seconds", True, log=True, tested=False)
-STEP_MS = Metric("step_ms", "time a step", "ms", True, log=True, tested=False)
+STEP_MS = Metric("step_ms", "time per step", "ms", True, log=True, tested=False)
 RATE = Metric("tokens_per_second", "tokens a second", "rate", False, log=True, tested=False)
 MEMORY = Metric("peak_memory_mb", "peak memory", "megabytes", True, log=True, tested=False)
 PARAMETERS = Metric("parameters", "parameters", "count", True, log=True, tested=False)

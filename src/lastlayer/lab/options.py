@@ -33,7 +33,7 @@ class CompareOptions:
         min_count: how often a token has to come.
         batch: windows or rows in a step.
         length: tokens in a window.
-        width: numbers of a hidden state.
+        width: size of the hidden state.
         layers: of an LSTM or a transformer.
         lr: learning rate.
         limit: the most tokens or rows for training.

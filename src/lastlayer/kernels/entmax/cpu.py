@@ -379,7 +379,7 @@ def _unless(solved, threshold, total, count):
     """The threshold at which so many margins would sum to 1; where it is solved, as it is.
 
     It never falls, and so the count never rises: rounding alone would let a score that lies on the
-    threshold leave the support and return for ever.
+    threshold leave the support and return without end.
     """
     following = type(threshold)(threshold + (total - 1.0) / count)
     return threshold if solved else max(threshold, following)

@@ -21,7 +21,7 @@ def loss_of_listed(
     lead = scores - target_scores.masked_fill(out, 0.0).unsqueeze(-1)
     # Not `probs > 0`: a NaN has to show.
     loss = torch.where(probs == 0, 0.0, probs * lead).sum(-1) + entropy(probs, alpha)
-    # A target that is out of the running cannot be met; a NaN stays one.
+    # A masked target cannot be met; a NaN stays one.
     loss = loss.masked_fill(out & ~loss.isnan(), math.inf)
     weights = None if class_weight is None else class_weight[target].to(loss.dtype)
     loss = loss if weights is None else loss * weights

@@ -40,7 +40,7 @@ def forward_(
     known = leads + entropy(shares, alpha)
     # Beyond the range of the dtype the correction would be infinite as well.
     loss = torch.where(leads == math.inf, leads, known - (mass - 1.0) * price)
-    # A target that is out of the running cannot be met; a NaN stays one.
+    # A masked target cannot be met; a NaN stays one.
     out = (at_target.squeeze(-1) == -math.inf) & ~mass.isnan()
     loss = torch.where(out, math.inf, loss)
     if row_scale is not None:

@@ -96,7 +96,7 @@ def _entmax_row(
     total = tl.sum(sums, 0)
     # Beyond the range of float32 the correction would be infinite as well.
     total = tl.where(total == float("inf"), total, total - (mass - 1.0) * price)
-    # A target that is out of the running cannot be met; a NaN stays one.
+    # A masked target cannot be met; a NaN stays one.
     out = (at_target == -float("inf")) & (mass == mass)
     tl.store(loss + row, tl.where(out, float("inf"), total))
 
@@ -186,7 +186,7 @@ def _flat_row(
             gradient = (probs - tl.where(column == right, one, 0.0)) * scale
             tl.store(scores + column, gradient.to(scores.dtype.element_ty), mask=column < n)
     row_loss = tl.sum(sums, 0)
-    # A target that is out of the running cannot be met; a NaN stays one.
+    # A masked target cannot be met; a NaN stays one.
     out = (at_target == -float("inf")) & (row_loss == row_loss)
     tl.store(loss + row, tl.where(out, float("inf"), row_loss))
 
@@ -242,7 +242,7 @@ def _list_rows(
     lead = tl.where(probs == 0.0, 0.0, distance + per_class(lead_of_peak, AXIS))
     entropy, _ = entropy_and_slope(probs, alpha, ENTROPY)
     total = row_sum(probs * lead + entropy, AXIS)
-    # A target that is out of the running cannot be met; a NaN stays one.
+    # A masked target cannot be met; a NaN stays one.
     total = tl.where(out & (total == total), float("inf"), total)
     weight = 1.0
     if WEIGHTED:

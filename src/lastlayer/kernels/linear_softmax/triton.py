@@ -167,7 +167,7 @@ def _mix_of_rows(
             scores += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
         if CAPPED:
             bent = tanh(scores / softcap)
-            # -inf stays: a cap would bring back what is out of the running.
+            # -inf stays: a cap would bring a masked class back.
             scores = tl.where(scores == -float("inf"), scores, bent * softcap)
         if first + CLASSES > stop:
             scores = tl.where(live[None, :], scores, -float("inf"))

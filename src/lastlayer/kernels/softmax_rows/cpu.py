@@ -102,7 +102,7 @@ def _forward_rows(
         if capped:
             bent = math.tanh(at_target / softcap)
             slope *= 1.0 - bent * bent
-            # What is out of the running stays out: a cap would bring it back.
+            # A masked class stays masked: a cap would bring it back.
             at_target = softcap * bent if at_target != -math.inf else -math.inf
             peak = real(softcap * math.tanh(peak / softcap)) if peak != -math.inf else peak
         # With nothing but -inf there is no difference to take.

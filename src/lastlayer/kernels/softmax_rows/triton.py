@@ -48,7 +48,7 @@ def _shaped(values, softcap, inverse_temperature, CAPPED: tl.constexpr):
     """Scores after the soft cap and the temperature, and their slope."""
     if CAPPED:
         bent = tanh(values / softcap)
-        # What is out of the running stays out: a cap would bring it back.
+        # A masked class stays masked: a cap would bring it back.
         capped = tl.where(values == -float("inf"), values, bent * (softcap * inverse_temperature))
         return capped, (1.0 - bent * bent) * inverse_temperature
     else:
@@ -188,7 +188,7 @@ def _gradient(
     slope = inverse_temperature
     if CAPPED:
         bent = tanh(values / softcap)
-        # -inf stays: a cap would bring back what is out of the running.
+        # -inf stays: a cap would bring a masked class back.
         values = tl.where(values == -float("inf"), values, bent * softcap)
         slope = (1.0 - bent * bent) * inverse_temperature
     power = (values * inverse_temperature - tl.load(lse + row)) * LOG2E

@@ -214,7 +214,7 @@ def _right(target, first, last, start, end, live, n, LISTED: tl.constexpr):
 
 @triton.jit
 def _grown(peak, total, values):
-    """A running maximum and sum of exponentials, one a row, with more values."""
+    """A running maximum and sum of exponentials, one per row, with more values."""
     grown = tl.maximum(peak, tl.max(values, 1))
     # -inf everywhere so far: nothing to scale, and no difference of infinities.
     origin = tl.where(grown == -float("inf"), 0.0, grown)

@@ -150,5 +150,5 @@ def _move(weight: Tensor, ids: Tensor | None, way: Tensor, decay: float) -> None
 
 
 def _as_column(numbers: Tensor, gradient: Tensor) -> Tensor:
-    """One number a row, so that it broadcasts along the row."""
+    """One number per row, so that it broadcasts along the row."""
     return numbers.reshape(-1, *(1,) * (gradient.dim() - 1)) if gradient.dim() else numbers

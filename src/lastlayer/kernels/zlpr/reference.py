@@ -104,7 +104,7 @@ def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
 
 
 def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor | None) -> None:
-    """``scores`` (rows, labels) become the gradient; the rest has one number a row."""
+    """``scores`` (rows, labels) become the gradient; the rest has one number per row."""
     values = scores.to(accumulation_dtype(scores.dtype))
     gradient = torch.exp(values - above.unsqueeze(-1))
     if below is not None:
@@ -117,7 +117,7 @@ def _negated(values: Tensor) -> Tensor:
 
 
 def logistic_slab_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
-    """The losses of all rows (rows, labels), added up; ``scale`` has one number a row."""
+    """The losses of all rows (rows, labels), added up; ``scale`` has one number per row."""
     values = scores.to(accumulation_dtype(scores.dtype))
     absent = values == -torch.inf
     # Not torch's softplus: it is linear from 20 on.

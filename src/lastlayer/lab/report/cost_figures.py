@@ -31,9 +31,9 @@ def step_time(results: Results) -> Figure:
         })  # fmt: skip
     order = [row["head"] for row in sorted(rows, key=lambda row: row["x"])]
     top = max((row["high"] for row in rows), default=1.0)
-    x = alt.X("x:Q", title="milliseconds a step", axis=alt.Axis(format=",.8~g", tickCount=6),
+    x = alt.X("x:Q", title="milliseconds per step", axis=alt.Axis(format=",.8~g", tickCount=6),
               scale=alt.Scale(domain=[0, top * 1.3], nice=False))  # fmt: skip
-    tooltip = [tip("head", "head"), tip("text", "time a step")]
+    tooltip = [tip("head", "head"), tip("text", "time per step")]
     view = View(
         "step_time",
         "step time",
