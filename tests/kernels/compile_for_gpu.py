@@ -115,7 +115,19 @@ FLOATS += (
     "bias_pieces",
     "numbers",
 )
-FLOATS += ("log2_lse", "push", "pull", "size", "mean", "bias_gradient", "true", "factor")
+FLOATS += (
+    "first",
+    "second",
+    "third",
+    "log2_lse",
+    "push",
+    "pull",
+    "size",
+    "mean",
+    "bias_gradient",
+    "true",
+    "factor",
+)
 NUMBERS = ("keep", "smoothing", "z_loss", "softcap", "inverse_temperature", "alpha")
 HALVES = ("hidden", "weight", "bias", "weight_gradient", "scores", "probs", "values", "out")
 FUSED_TYPES = (

@@ -264,10 +264,21 @@ def test_every_number_is_multiplied(impl, dtype, shape):
     for factor in (-1.7, 0.0, 1e-3):
         before = torch.randn(shape).to(device, dtype)
         values = before.clone()
-        products.scale_(impl, values, torch.tensor(factor, device=device))
+        products.scale_(impl, values, [], torch.tensor(factor, device=device))
         expected = before.cpu().double() * torch.tensor(factor).double()
         slack = 2 * ROUNDING[dtype] * expected.abs() + SMALLEST[dtype] + 1e-300
         assert error(values, expected, slack) <= 1
+
+
+@every_implementation
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_others_are_multiplied_alike(impl, count):
+    device = place(impl)
+    shapes = [(4099,), (3, 5), (0,), (9000,), (), (7,), (2, 2)]
+    before = [torch.randn(shape, device=device) for shape in shapes[: count + 1]]
+    values = [each.clone() for each in before]
+    products.scale_(impl, values[0], values[1:], torch.tensor(0.5, device=device))
+    assert all(torch.equal(made, 0.5 * each) for made, each in zip(values, before, strict=True))
 
 
 @every_implementation
@@ -275,7 +286,7 @@ def test_one_changes_nothing(impl):
     device = place(impl)
     before = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 1e-45, 3e38], device=device)
     values = before.clone()
-    products.scale_(impl, values, torch.ones((), device=device))
+    products.scale_(impl, values, [], torch.ones((), device=device))
     assert torch.equal(values.view(torch.int32), before.view(torch.int32))
 
 
@@ -284,7 +295,7 @@ def test_one_changes_nothing(impl):
 def test_a_factor_that_is_no_number(impl, factor):
     device = place(impl)
     values = torch.tensor([2.0, 0.0, -1.0], device=device)
-    products.scale_(impl, values, torch.tensor(factor, device=device))
+    products.scale_(impl, values, [], torch.tensor(factor, device=device))
     expected = torch.tensor([2.0, 0.0, -1.0]) * factor
     assert error(values, expected) == 0
 
@@ -294,7 +305,7 @@ def test_the_factor_may_be_wider_or_narrower(impl):
     device = place(impl)
     for factor in (torch.tensor(0.3, dtype=torch.float64), torch.tensor(0.5).bfloat16()):
         values = torch.ones(3, device=device)
-        products.scale_(impl, values, factor.to(device))
+        products.scale_(impl, values, [], factor.to(device))
         assert error(values, torch.full((3,), float(factor))) <= 1e-7
 
 
@@ -304,7 +315,7 @@ def test_a_program_takes_several_blocks(monkeypatch):
     device = place("triton")
     before = torch.randn(5 * 4096 + 3, device=device)
     values = before.clone()
-    products.scale_("triton", values, torch.tensor(0.5, device=device))
+    products.scale_("triton", values, [], torch.tensor(0.5, device=device))
     assert torch.equal(values, 0.5 * before)
 
 

@@ -140,7 +140,7 @@ class Engine(ABC):
             return list(pieces)
         if factor.device.type == "cpu" and is_eager(factor) and factor.item() == 1.0:
             return [each if reusable or each is None else each.clone() for each in pieces]
-        return [None if each is None else scaled(each, factor, reusable) for each in pieces]
+        return scaled(pieces, factor, reusable)
 
     def differentiable(self, call: Call, grad: Tensor) -> Grads | None:  # noqa: ARG002
         """The gradients in operations that can be differentiated again, from the operands.
@@ -262,15 +262,18 @@ def _returned(
     return *(None,) * 4, *gradients, *(None,) * (n_operands - len(gradients))
 
 
-def scaled(values: Tensor, factor: Tensor, reusable: bool) -> Tensor:
-    """``values * factor``, rounded once; in the memory of ``values`` where that is reusable.
+def scaled(pieces: Sequence[Tensor | None], factor: Tensor, reusable: bool) -> Grads:
+    """Each piece times ``factor``, rounded once; in its own memory where that is reusable.
 
     The factor is a single number, which may be out of the range of half precision.
     """
-    if not reusable:
-        return (values.to(factor.dtype) * factor).to(values.dtype)
-    kernels.products.scale_("auto", values, factor)
-    return values
+    if reusable:
+        first, *others = [each for each in pieces if each is not None]
+        kernels.products.scale_("auto", first, others, factor)
+        return list(pieces)
+    return [
+        None if each is None else (each.to(factor.dtype) * factor).to(each.dtype) for each in pieces
+    ]
 
 
 def near_one(scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

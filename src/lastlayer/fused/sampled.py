@@ -253,7 +253,7 @@ def _times(
         return torch.mul(values, factor, out=values.new_empty(values.shape, dtype=dtype))
     if values.device.type == "cpu" and is_eager(values) and factor.item() == 1.0:
         return values if reusable else values.clone()
-    return scaled(values, factor, reusable)
+    return scaled([values], factor, reusable)[0]
 
 
 def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, bool]:

@@ -3,7 +3,7 @@
 ``scores`` are those of chosen classes; a class of -1 is padding, with a score of 0. ``to_hidden``
 and ``add_to_weight_`` multiply a score gradient of few non-zeros per row, given as values and
 classes (n, k), by the class vectors and by the hidden states; a value of 0 is padding, whatever its
-class, and values of a class that comes more than once add up. ``scale_`` multiplies a tensor in
+class, and values of a class that comes more than once add up. ``scale_`` multiplies tensors in
 place, for free where the number is 1. ``weighted_mean`` reduces the losses of rows, and says what
 each unit of weight counts. ``row_factors`` leaves out rows whose targets are ignored.
 """
@@ -40,7 +40,7 @@ to_hidden = operation("products.to_hidden", "sparse_gradient_to_hidden", _to_hid
 add_to_weight_ = operation(
     "products.add_to_weight_", "sparse_gradient_add_to_weight_", writes=("weight_gradient",)
 )
-scale_ = operation("products.scale_", "scale_", writes=("values",))
+scale_ = operation("products.scale_", "scale_", writes=("values", "others"))
 row_factors = operation(
     "products.row_factors", "row_factors", _row_factors, integers=True, has_cpu=False
 )

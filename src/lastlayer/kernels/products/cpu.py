@@ -5,7 +5,7 @@ sorted by class, and each class that has any adds up its rows; a class belongs t
 that the order of a sum is fixed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,7 @@ def _to_weight_rows(start, stop, offset, starts, ids, out, rows, values, hidden)
         group += 1
 
 
-def scale_(values: Tensor, factor: Tensor) -> None:
+def scale_(values: Tensor, others: Sequence[Tensor], factor: Tensor) -> None:
     if factor.item() != 1.0:
-        values.mul_(factor)
+        for each in (values, *others):
+            each.mul_(factor)

@@ -1,5 +1,7 @@
 """Products with chosen classes in plain torch: defines the truth."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,9 +46,10 @@ def add_to_weight_(
     weight_gradient.copy_(sums)
 
 
-def scale_(values: Tensor, factor: Tensor) -> None:
-    """``values *= factor``; factor has no dimensions."""
-    values.mul_(factor)
+def scale_(values: Tensor, others: Sequence[Tensor], factor: Tensor) -> None:
+    """``values *= factor``, and ``others`` alike; the factor has no dimensions."""
+    for each in (values, *others):
+        each.mul_(factor)
 
 
 def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ To scale a tensor programs look at the number first, so that 1 costs no reading 
 program makes a mean.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -140,29 +142,36 @@ def _gather_rows(
         tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def scale_(values: Tensor, factor: Tensor) -> None:
-    """As the reference's; values must be contiguous."""
-    if values.numel():
+def scale_(values: Tensor, others: Sequence[Tensor], factor: Tensor) -> None:
+    """As the reference's; all must be contiguous."""
+    some = [each for each in (values, *others) if each.numel()]
+    for first in range(0, len(some), 3):
+        three = some[first : first + 3]
+        sizes = [each.numel() for each in three]
         block = 4096
-        blocks = cdiv(values.numel(), block)
-        programs = min(blocks, MOST_PROGRAMS)
-        _scale[(programs,)](
-            values, factor, values.numel(), cdiv(blocks, programs), BLOCK=block,
-            num_warps=8, enable_fp_fusion=True,
-        )  # fmt: skip
+        programs = min(cdiv(max(sizes), block), MOST_PROGRAMS)
+        while len(three) < 3:
+            three.append(three[0])
+            sizes.append(0)
+        _scale[(programs,)](factor, *three, *sizes, BLOCK=block, num_warps=8, enable_fp_fusion=True)
 
 
-@kernel(do_not_specialize=["trips"])
-def _scale(values, factor, n, trips, BLOCK: tl.constexpr):
+@triton.jit
+def _scale_one(values, by, n, BLOCK: tl.constexpr):
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, step):
+        place = first + tl.arange(0, BLOCK)
+        value = tl.load(values + place, mask=place < n, other=0.0)
+        tl.store(values + place, (value.to(tl.float32) * by).to(value.dtype), mask=place < n)
+
+
+@kernel
+def _scale(factor, first, second, third, n_first, n_second, n_third, BLOCK: tl.constexpr):
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        for _ in range(trips):
-            place = first + tl.arange(0, BLOCK)
-            value = tl.load(values + place, mask=place < n, other=0.0)
-            scaled = value.to(tl.float32) * by
-            tl.store(values + place, scaled.to(value.dtype), mask=place < n)
-            first += tl.num_programs(0).to(tl.int64) * BLOCK
+        _scale_one(first, by, n_first, BLOCK)
+        _scale_one(second, by, n_second, BLOCK)
+        _scale_one(third, by, n_third, BLOCK)
 
 
 def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
