@@ -33,6 +33,7 @@ TENSORS |= dict.fromkeys(("losses", "weights", "stats"), "*fp32")
 OF_SCORES = ("scores", "rows", "out", "zeros", "probs", "grad", "gradient")
 
 BLOCKS = dict(BLOCKS=128, WIDTH=64, GROUP=16)
+WITH_LOSS = dict(LOSS=True, SCALED=True)
 ONE_ROW, MANY_ROWS = dict(ROWS=1, WIDTH=1024), dict(ROWS=64, WIDTH=16)
 CASES = [
     (_triton._find_peaks, "*bf16", dict(BLOCKS=32, WIDTH=64, ZEROS=True)),
@@ -71,8 +72,16 @@ CASES = [
     (entmax._backward_in_registers, "*bf16", dict(**ONE_ROW, KIND=2, PER_ROW=False)),
     (entmax._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1, PER_ROW=False)),
     (entmax._backward_of_chosen, "*fp32", dict(**BLOCKS, KIND=0, PER_ROW=True)),
-    (topk_softmax._forward_in_registers, "*bf16", dict(WIDTH=1024, SHIFT=16)),
-    (topk_softmax._forward_of_chosen, "*fp32", dict(**BLOCKS, IN_ONE=False, SHIFT=0)),
+    (
+        topk_softmax._forward_in_registers,
+        "*bf16",
+        dict(WIDTH=1024, SHIFT=16, LOSS=True, SCALED=True),
+    ),
+    (
+        topk_softmax._forward_of_chosen,
+        "*fp32",
+        dict(**BLOCKS, IN_ONE=False, SHIFT=0, LOSS=True, SCALED=False),
+    ),
     *[
         (
             score_loss._forward,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from compare import check_topk, rows
-from implementations import few
+from implementations import ROUNDING, error, few
 
 from lastlayer import kernels, topk_softmax
 
@@ -77,3 +77,30 @@ def test_gradients(path, device):
 def test_wide_rows_on_a_gpu(n):
     for k in (1, 50, 20_000):
         check_topk("triton", rows(n, device="cuda"), k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_loss_by_every_path(path, dtype, device):
+    for k in few([1, 5, 100], 5):
+        scores = rows(130, dtype, device)
+        n = len(scores)
+        target = torch.randint(130, (n,), device=device)
+        target[0] = scores[0].argmax()
+        scores[0, target[0]] += 12.0  # nearly right: nothing may cancel
+        scores[1] = -torch.inf
+        scores[2, target[2]] = -torch.inf
+        scores[3, 7] = torch.nan
+        scale = torch.randn(n, device=device)
+        scale[4] = 0.0
+        for given in (scale, None):
+            losses, gradient = kernels.topk_softmax.loss("triton", scores, target, given, k)
+            wide = None if given is None else given.cpu().double()
+            expected = kernels.topk_softmax.loss(
+                "reference", scores.cpu().double(), target.cpu(), wide, k
+            )
+            assert gradient.dtype == dtype
+            assert error(losses, expected[0], 1e-5 * (1 + expected[0].nan_to_num().abs())) <= 1
+            size = 2 * ROUNDING[dtype] * expected[1].nan_to_num().abs() + 1e-6
+            assert error(gradient, expected[1], size) <= 1
+            nearly = expected[1][0, target[0]]
+            assert error(gradient[0, target[0]], nearly, 2e-2 * nearly.abs() + 1e-7) <= 1

@@ -263,7 +263,9 @@ class _ScoreLoss(Engine):
         factors = size = None
         if wanted[0]:
             factors, size = near_one(scale.factors(rows, rows.shape[0]), scores.dtype)
-        if rows.dtype == dtype:
+        if k and not wish.is_floating_point() and _is_by_triton("topk_softmax_loss", scores):
+            losses, gradient = kernels.topk_softmax.loss("auto", rows, wish, factors, k)
+        elif rows.dtype == dtype:
             losses, gradient = _rows(rows, wish, factors, alpha, k)
         else:
             losses, gradient = _widened_rows(rows, wish, factors, alpha, k)
@@ -335,8 +337,11 @@ def _as_rows(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _leaves_statistics(scores: Tensor, k: int) -> bool:
     """Whether backward makes the gradient from a few numbers per row."""
-    kind = scores.device.type
-    return not k and kernels.selected("score_loss_forward", kind, scores.dtype) == "triton"
+    return not k and _is_by_triton("score_loss_forward", scores)
+
+
+def _is_by_triton(op: str, scores: Tensor) -> bool:
+    return kernels.selected(op, scores.device.type, scores.dtype) == "triton"
 
 
 def _row_weight(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
+from lastlayer.kernels import entmax_rows
 
 
 def forward(scores: Tensor, k: int) -> Tensor:
@@ -23,3 +24,16 @@ def forward(scores: Tensor, k: int) -> Tensor:
     probs = torch.softmax(kept, -1)
     broken = ~torch.isfinite(peak) & ~empty
     return probs.masked_fill(broken, math.nan).masked_fill(empty, 0.0).to(scores.dtype)
+
+
+def loss(scores: Tensor, target: Tensor, row_scale: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """The loss of each row against a class id, and the gradient of ``sum(row_scale * loss)``.
+
+    The gradient is in the dtype of the scores, ``row_scale`` 1 where it is None. A fully masked row
+    costs +inf and has no gradient; nor has one of scale 0, even of NaN.
+    """
+    values = scores.to(accumulation_dtype(scores.dtype))
+    probs = forward(values, k)
+    scale = torch.ones_like(values[:, 0]) if row_scale is None else row_scale
+    losses = entmax_rows.forward_("reference", probs, values, target, scale, 1.0)
+    return losses, probs.to(scores.dtype)

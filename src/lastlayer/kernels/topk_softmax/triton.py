@@ -31,34 +31,52 @@ MOST_ON_CHIP = 8192
 
 
 def forward(scores: Tensor, k: int) -> Tensor:
+    """Softmax over the ``k`` largest scores of a row, the first of equal ones; zero elsewhere."""
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    if not scores.numel():
-        return out
-    rows = in_rows(scores.reshape(-1, scores.shape[-1]))
+    if scores.numel():
+        _run(in_rows(scores.reshape(-1, scores.shape[-1])), out, None, None, None, k)
+    return out
+
+
+def loss(
+    scores: Tensor, target: Tensor, row_scale: Tensor | None, k: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    losses = torch.empty(len(scores), device=scores.device, dtype=torch.float32)
+    gradient = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    if scores.numel():
+        _run(in_rows(scores), gradient, target.contiguous(), row_scale, losses, k)
+    return losses, gradient
+
+
+def _run(
+    rows: Tensor, out: Tensor, target: Tensor | None, row_scale: Tensor | None,
+    losses: Tensor | None, k: int,
+) -> None:  # fmt: skip
+    """Probabilities into ``out``; or where a target is given losses, and the gradient."""
     n_rows, n = rows.shape
     k, shift = min(k, n), UNUSED_BITS[rows.dtype]
     if n <= WIDEST_IN_REGISTERS:
         width = max(16, next_power_of_2(n))
         _forward_in_registers[(n_rows,)](
-            rows, out, n, rows.stride(0), k, WIDTH=width, SHIFT=shift,
+            rows, out, target, row_scale, losses, n, rows.stride(0), k, WIDTH=width, SHIFT=shift,
+            LOSS=target is not None, SCALED=row_scale is not None,
             num_warps=max(1, min(4, width // 512)), enable_fp_fusion=True,
         )  # fmt: skip
-        return out
+        return
     width = block_width(n)
     n_blocks = cdiv(n, width)
     in_one = n <= WIDEST_IN_ONE_PROGRAM
     chosen = torch.empty(n_rows, n_blocks, device=rows.device, dtype=torch.int32)
     peaks = chosen if in_one else find_peaks(rows, out)
     # Scores of 16 bits are often equal at the edge, and then more than k blocks stay.
-    expected = 2 * k if scores.element_size() == 2 else k
+    expected = 2 * k if rows.element_size() == 2 else k
     group = next_power_of_2(min(expected, n_blocks))
     group = min(group, max(1, MOST_ON_CHIP // width))
     _forward_of_chosen[(n_rows,)](
-        rows, out, peaks, chosen, n, rows.stride(0), n_blocks, k,
-        BLOCKS=next_power_of_2(n_blocks), WIDTH=width, GROUP=group, IN_ONE=in_one,
-        SHIFT=shift, num_warps=4, enable_fp_fusion=True,
+        rows, out, target, row_scale, losses, peaks, chosen, n, rows.stride(0), n_blocks, k,
+        BLOCKS=next_power_of_2(n_blocks), WIDTH=width, GROUP=group, IN_ONE=in_one, SHIFT=shift,
+        LOSS=target is not None, SCALED=row_scale is not None, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    return out
 
 
 @triton.jit
@@ -118,14 +136,41 @@ def _taken(keys, edge, at_edge):
     return (keys > edge) | ((equal > 0) & (rank <= at_edge))
 
 
+@triton.jit
+def _loss_of(
+    scores, row_scale, losses, row, right, origin, total, rest, taken, broken, n,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """Writes the loss of a row; returns the gradient at its target, and what others are scaled by.
+
+    ``rest`` is what the other classes have of ``total``: from it nothing cancels.
+    """
+    at_target = tl.load(scores + right, mask=(right >= 0) & (right < n), other=float("nan"))
+    own = at_target.to(tl.float32) - origin
+    ratio = rest * tl.exp(-own)
+    near = ratio * (1.0 - ratio * (0.5 - ratio * 0.33333334))
+    loss = tl.where(ratio < 1e-2, near, tl.log(1.0 + ratio))
+    loss = tl.where(taken & (ratio < 1e30), loss, tl.log(total) - own)
+    # Fully masked rows, and masked targets, cannot be met; a NaN stays one.
+    loss = tl.where((total == 0.0) | (own == -float("inf")), float("inf"), loss)
+    tl.store(losses + row, tl.where(broken | (own != own), float("nan"), loss))
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(row_scale + row).to(tl.float32)
+    short = tl.where(taken, -rest / total, -1.0) * scale
+    short = tl.where(broken, float("nan"), tl.where(total == 0.0, 0.0, short))
+    return tl.where(scale == 0.0, 0.0, short), scale
+
+
 @kernel
 def _forward_in_registers(
-    scores, out, n, stride, k, WIDTH: tl.constexpr, SHIFT: tl.constexpr
+    scores, out, target, row_scale, losses, n, stride, k,
+    WIDTH: tl.constexpr, SHIFT: tl.constexpr, LOSS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    scores += row * stride
     column = tl.arange(0, WIDTH)
-    values = tl.load(scores + row * stride + column, mask=column < n, other=-float("inf"))
-    values = values.to(tl.float32)
+    values = tl.load(scores + column, mask=column < n, other=-float("inf")).to(tl.float32)
     peak = row_max(values, 0)
     keys = _ordered(values, SHIFT)
     edge = _search_tile(keys, _lowest(SHIFT), tl.max(keys, 0), k)
@@ -135,6 +180,16 @@ def _forward_in_registers(
     total = tl.sum(weights, 0)
     probs = weights / tl.where(total == 0.0, 1.0, total)
     probs = tl.where(peak == float("inf"), float("nan"), probs)
+    if LOSS:
+        right = tl.load(target + row)
+        rest = tl.sum(tl.where(column == right, 0.0, weights), 0)
+        own_taken = _count(taken & (column == right)) > 0
+        short, scale = _loss_of(
+            scores, row_scale, losses, row, right, origin, total, rest, own_taken,
+            peak == float("inf"), n, SCALED,
+        )  # fmt: skip
+        probs = tl.where(scale == 0.0, 0.0, probs * scale)
+        probs = tl.where(column == right, short, probs)
     tl.store(out + row * n + column, probs.to(out.dtype.element_ty), mask=column < n)
 
 
@@ -159,11 +214,20 @@ def _search_chosen(
     return low.to(tl.int32)
 
 
+@triton.jit
+def _write(out, column, probs, present, right, scale, LOSS: tl.constexpr):
+    """Probabilities, or the gradient of all classes but the target."""
+    if LOSS:
+        probs = tl.where(scale == 0.0, 0.0, probs * scale)
+        present = present & (column != right)
+    tl.store(out + column, probs.to(out.dtype.element_ty), mask=present)
+
+
 @kernel
 def _forward_of_chosen(
-    scores, out, peaks, chosen, n, stride, n_blocks, k,
+    scores, out, target, row_scale, losses, peaks, chosen, n, stride, n_blocks, k,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, IN_ONE: tl.constexpr,
-    SHIFT: tl.constexpr,
+    SHIFT: tl.constexpr, LOSS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride
@@ -189,6 +253,11 @@ def _forward_of_chosen(
     count = choose_blocks(chosen, keep & (block < n_blocks), BLOCKS)
 
     origin = tl.where(peak == -float("inf"), 0.0, peak)
+    right = tl.full((), -1, tl.int64)
+    scale = tl.full((), 1.0, tl.float32)
+    short = tl.full((), 0.0, tl.float32)
+    if LOSS:
+        right = tl.load(target + row)
     if count <= GROUP:
         column, live = chosen_columns(chosen, 0, count, n, GROUP, WIDTH)
         values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
@@ -197,9 +266,15 @@ def _forward_of_chosen(
         taken = _taken(keys, edge, k - _count(keys > edge)) & live
         weights = tl.where(taken, tl.exp(values - origin), 0.0)
         total = tl.sum(tl.sum(weights, 1), 0)
+        if LOSS:
+            rest = tl.sum(tl.sum(tl.where(column == right, 0.0, weights), 1), 0)
+            own_taken = _count(taken & (column == right)) > 0
+            short, scale = _loss_of(
+                scores, row_scale, losses, row, right, origin, total, rest, own_taken, broken, n,
+                SCALED,
+            )  # fmt: skip
         probs = tl.where(broken, float("nan"), weights / total)
-        present = tl.where(broken, live, taken)
-        tl.store(out + column, probs.to(out.dtype.element_ty), mask=present)
+        _write(out, column, probs, tl.where(broken, live, taken), right, scale, LOSS)
     else:
         edge = _search_chosen(scores, chosen, count, n, floor, top, k, GROUP, WIDTH, SHIFT)
         above = tl.zeros((GROUP, WIDTH), dtype=tl.int32)
@@ -210,14 +285,25 @@ def _forward_of_chosen(
         at_edge = k - tl.sum(tl.sum(above, 1), 0)
         left = at_edge
         weights = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+        others = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+        met = tl.zeros((GROUP, WIDTH), dtype=tl.int32)
         for first in range(0, count, GROUP):
             column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
             values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
             keys = _ordered(values, SHIFT)
             taken = _taken(keys, edge, left) & live
             left -= _count((keys == edge) & live)
-            weights += tl.where(taken, tl.exp(values - origin), 0.0)
+            more = tl.where(taken, tl.exp(values - origin), 0.0)
+            weights += more
+            if LOSS:
+                others += tl.where(column == right, 0.0, more)
+                met += (taken & (column == right)).to(tl.int32)
         total = tl.sum(tl.sum(weights, 1), 0)
+        if LOSS:
+            short, scale = _loss_of(
+                scores, row_scale, losses, row, right, origin, total,
+                tl.sum(tl.sum(others, 1), 0), tl.sum(tl.sum(met, 1), 0) > 0, broken, n, SCALED,
+            )  # fmt: skip
         left = at_edge
         for first in range(0, count, GROUP):
             column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
@@ -226,5 +312,8 @@ def _forward_of_chosen(
             taken = _taken(keys, edge, left) & live
             left -= _count((keys == edge) & live)
             probs = tl.where(broken, float("nan"), tl.exp(values - origin) / total)
-            present = tl.where(broken, live, taken)
-            tl.store(out + column, probs.to(out.dtype.element_ty), mask=present)
+            _write(out, column, probs, tl.where(broken, live, taken), right, scale, LOSS)
+    if LOSS:
+        # Other threads may have written zeros there.
+        tl.debug_barrier()
+        tl.store(out + right, short.to(out.dtype.element_ty), mask=(right >= 0) & (right < n))
