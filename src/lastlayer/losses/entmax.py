@@ -100,8 +100,8 @@ def entmax_loss(
     Choose it with the map at the same alpha. With a learnable alpha the loss has the right
     gradient for it, at first and second order.
 
-    Cost: that of :func:`lastlayer.sparsemax_loss`; an alpha other than 1.5 and 2 takes an exp and a log per
-    score besides. An alpha that is a tensor takes about a hundred torch operations.
+    Cost: that of :func:`lastlayer.sparsemax_loss`; an alpha other than 1.5 and 2 takes an exp and a
+    log per score besides. An alpha that is a tensor takes about a hundred torch operations.
 
     Args:
         scores: ``(*batch, n)``; -inf is a legal mask.
