@@ -325,6 +325,7 @@ def test_small_cases_on_a_gpu_are_right(family, monkeypatch, tmp_path, capsys):
     from benchmarks.__main__ import main
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    case = {"maps": "shapes", "heads": "step", "fused": "sparse", "sweep": "_loss"}.get(family.name, "")
+    part = {"maps": "shapes", "heads": "step", "fused": "sparse", "sweep": "_loss"}
+    case = part.get(family.name, "")
     options = ["--quick", "--device", "cuda", "--no-peers", "--only", case]
     assert main([family.name, *options]) == 0, capsys.readouterr().err
