@@ -68,8 +68,8 @@ NOT_TIMED = {
 
 # By how a title begins, why a call takes longer than torch's; the first that fits.
 REASONS = {
-    "hierarchical log_prob all": "all nodes of the tree have to be looked at",
-    "hierarchical two_level log_prob all": "all nodes of the tree have to be looked at",
+    "head hierarchical: log_prob all": "all nodes of the tree have to be looked at",
+    "head hierarchical two_level: log_prob all": "all nodes of the tree have to be looked at",
 }
 
 NOTES = f"""\

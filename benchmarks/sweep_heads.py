@@ -80,7 +80,8 @@ def built(name: str, problem: Problem) -> Any:
     """A fresh head, the same for all of its calls."""
     (cls, recipe), options = registered()[recipes()[name][0]], recipes()[name][1]
     data = class_data(problem.width, problem.classes)
-    return seeded(lambda: recipe.build(cls, data, options | problem.made), problem.device)
+    made = seeded(lambda: recipe.build(cls, data, options | problem.made), problem.device)
+    return made.to(problem.device)
 
 
 class _Plain(nn.Module):
@@ -270,7 +271,7 @@ def _case(name: str, call: str, size: tuple[int, int, int], device: torch.device
         Method(name, OURS, partial(load, plain=False), computes, tolerances=exact),
     )
     direction, gradients = (BACKWARD, ("hidden",)) if call == STEP else (FORWARD, ())
-    return Case(f"{name} {call}", size, dtype, direction, methods, draw, gradients,
+    return Case(f"head {name}: {call}", size, dtype, direction, methods, draw, gradients,
                 results_count=True)  # fmt: skip
 
 

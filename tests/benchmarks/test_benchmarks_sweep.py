@@ -33,7 +33,7 @@ def test_every_registered_head_is_in_the_sweep():
     planned = {case.section for case in sweep_heads.cases(SMALL, CPU)}
     for name, (_, recipe) in heads.registered().items():
         calls = [c for c in sweep_heads.CALLS if recipe.task == "lm" or c != sweep_heads.SAMPLE]
-        assert {f"{name} {call}" for call in calls} <= planned
+        assert {f"head {name}: {call}" for call in calls} <= planned
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -61,7 +61,7 @@ def test_torchs_code_computes_the_same_or_is_marked(spec):
 @pytest.mark.parametrize("name", sweep_heads.recipes())
 @pytest.mark.parametrize("call", sweep_heads.CALLS)
 def test_calls_of_heads_are_verified(name, call):
-    cases = [c for c in sweep_heads.cases(SMALL, CPU) if c.section == f"{name} {call}"]
+    cases = [c for c in sweep_heads.cases(SMALL, CPU) if c.section == f"head {name}: {call}"]
     for case in cases:
         for method in case.methods:
             facts = judged(case, method)
@@ -69,7 +69,7 @@ def test_calls_of_heads_are_verified(name, call):
 
 
 def test_wrong_results_of_heads_are_found(monkeypatch):
-    (case,) = [c for c in sweep_heads.cases(SMALL, CPU) if c.section == "full topk 10"]
+    (case,) = [c for c in sweep_heads.cases(SMALL, CPU) if c.section == "head full: topk 10"]
     right = heads.FullSoftmax.topk
     for wrong in (
         lambda self, h, k: heads.TopK(*(x[:, 1:] for x in right(self, h, k + 1))),
@@ -107,7 +107,7 @@ def test_the_table_has_the_worst_first_and_the_page_the_misses(pair, tmp_path):
     failed = dict(median_ms=None, p20_ms=None, status="wrong: x", verified=False, peak_bytes=None)
     records = [
         *pair("a", 1.05), *pair("b", 3.0, computes="torch"), *pair("c", 1.0, peak_bytes=2 * 10**9),
-        *pair("hierarchical log_prob all", 2.5), *pair("d", None, **failed),
+        *pair("head hierarchical: log_prob all", 2.5), *pair("d", None, **failed),
     ]  # fmt: skip
     (grid,) = sweep.shown(records, misses=False)
     assert [row[0][0] for row in grid.rows] == ["d", "b", "h", "c", "a"]
