@@ -200,7 +200,20 @@ def _step(module: Any, formula: Any, problem: Problem) -> Work:
     return Work(work.call, errors=errors, replayed=False)
 
 
-def _inference(module: Any, call: str) -> Work:
+def _log_prob(name: str, module: Any, hidden: Tensor) -> Tensor:
+    """In float64: by torch's code where that computes the same, else by the head itself."""
+    made: Tensor
+    if name not in SAME[ALL] or isinstance(module, _Plain):
+        made = in_float64(module).log_prob(hidden.double())
+    elif name == "char_cnn":
+        made = in_float64(_PlainSpellings(module)).log_prob(hidden.double())
+    else:
+        scores = linear(hidden.double(), module.weight.double(), module.bias.double())
+        made = logsigmoid(scores) if is_multilabel(name) else torch.log_softmax(scores, -1)
+    return made
+
+
+def _inference(name: str, module: Any, call: str) -> Work:
     asked = {
         ALL: lambda hidden, _: {"log_prob": module.log_prob(hidden)},
         TARGET: lambda hidden, target: {"log_prob": module.log_prob(hidden, target)},
@@ -212,7 +225,7 @@ def _inference(module: Any, call: str) -> Work:
     def errors(results: Results, inputs: Inputs) -> dict[str, float]:
         rows = 1 if call == SAMPLE else COMPARED
         hidden, target = (each[:rows] for each in inputs)
-        true = in_float64(module).log_prob(hidden.double())
+        true = _log_prob(name, module, hidden)
         if call == SAMPLE:
             probs = true[0].exp().cpu().numpy()
             judge = draw_work(lambda n: (module.sample(hidden, n)[0], None), probs / probs.sum())
@@ -238,7 +251,7 @@ def _inference(module: Any, call: str) -> Work:
 def _load(name: str, call: str, problem: Problem, *, plain: bool) -> Work:
     module = _plain(name, problem) if plain else built(name, problem)
     if call != STEP:
-        return _inference(module.eval(), call)
+        return _inference(name, module.eval(), call)
     formula = None if plain else FORMULAS.get(recipes()[name][0])
     return _step(module.train(), formula, problem)
 
