@@ -24,6 +24,15 @@ CALLS = (STEP, ALL, TARGET, TOP, SAMPLE)
 # What a head is made with, where that is not its recipe alone; and a second tree.
 OPTIONS: dict[str, dict[str, Any]] = {"char_cnn": {"filters": ((1, 16), (2, 16), (3, 32))}}
 VARIANTS = {"hierarchical two_level": ("hierarchical", {"tree": "two_level"})}
+
+
+def _bce_rows(twin: Any, hidden: Tensor, lists: Tensor) -> Tensor:
+    scores = linear(hidden, twin.weight, twin.bias)
+    labels = torch.zeros_like(scores).scatter_(1, lists, 1.0)
+    each = functional.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+    return each.sum(-1)
+
+
 # The loss of a step in float64, where that is not the head's own.
 FORMULAS = {
     "full": heads_reference.flat,
@@ -33,6 +42,7 @@ FORMULAS = {
     "char_cnn": heads_reference.by_log_prob,
     "sampled": heads_reference.sampled,
     "nce": heads_reference.noise,
+    "bce": _bce_rows,
 }
 # Heads of which torch's code computes the same: a step, and probabilities.
 SAME = {
