@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         option("--json", type=Path, metavar="FILE", help="append records as JSON lines")
         option("--plot", type=Path, metavar="FILE", help="draw the results as a PNG")
         option("--commit", help="of the source, where git cannot say")
+        option("--seconds", type=float, help="that all cases share, verification included")
     add("page", _page, "make docs/performance.md from the records")
     option = add("structure", _structure, "figures of simplicity and host time")
     option("--json", type=Path, metavar="FILE", help="append them as a JSON line")
@@ -71,9 +72,10 @@ def _measure(options: argparse.Namespace) -> int:
     cases = family.cases(device, options.quick)
     cases = driver.chosen(cases, options.only, peers=not options.no_peers)
     out = table.console()
+    seconds = family.seconds.get(device.type) if options.seconds is None else options.seconds
     run = driver.run(
         family, cases, device, quick=options.quick, out=out, json_path=options.json,
-        commit=options.commit,
+        commit=options.commit, seconds=seconds,
     )  # fmt: skip
     shared = run.shared
     print(
@@ -81,7 +83,8 @@ def _measure(options: argparse.Namespace) -> int:
         f"{shared['commit'] or 'unknown commit'} · GEMM {shared['gemm_tflop_per_s']:.3g} TFLOP/s, "
         f"copy {1000 * shared['copy_tb_per_s']:.0f} GB/s"
     )
-    for grid in table.grids(run.records, family.sweeps):
+    grids = table.grids(run.records, family.sweeps)
+    for grid in family.shown(run.records, misses=False) if family.shown else grids:
         out.print(grid.rich())
     print(table.LEGEND)
     for line in [*(f"{peer}: {why}" for peer, why in sorted(run.absent.items())), *run.notes]:

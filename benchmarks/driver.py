@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from time import time_ns
+from time import monotonic, time_ns
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks import record, timing
 from benchmarks.record import OURS, Record
+from benchmarks.table import Grid
 from benchmarks.timing import Clock, Timing
 
 Call = Callable[..., Any]
@@ -42,6 +43,8 @@ TOLERANCES = {
 # Inputs are rotated among so many bytes of them, at most so many sets, so that no cache holds them.
 _ROTATED = {"cuda": (2**28, 8), "cpu": (2**25, 64)}
 _REPLAYED_SETS = 4
+# Samples of each method where cases share a time.
+_FEWEST = 3
 # Numbers that are compared at a time.
 _COMPARED = 1 << 26
 # Far from the seeds of other cases, which follow each other.
@@ -175,6 +178,8 @@ class Family:
         sweeps: sections that are shown as one table of times against a size, with its name.
         pictured: sections that the picture of the page shows; all where empty.
         seed: what inputs are drawn with, so that every run has the same; None for new ones.
+        shown: tables of the records, or of ``misses`` alone, where they are not one per case.
+        seconds: of a whole run by the type of the device, where cases share a time.
     """
 
     name: str
@@ -184,6 +189,8 @@ class Family:
     sweeps: Mapping[str, str] = field(default_factory=dict)
     pictured: Sequence[str] = ()
     seed: int | None = None
+    shown: Callable[..., list[Grid]] | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class PeerMissing(ImportError):  # noqa: N818 — absence is an answer here, not an error
@@ -505,12 +512,15 @@ def run(
     out: Console,
     json_path: Path | None = None,
     commit: str | None = None,
+    seconds: float | None = None,
 ) -> Run:
     """Measure the limits of the device, then all cases; what is found is told to ``out``.
 
     Every record is appended to ``json_path`` as soon as its case is measured. ``commit`` is that of
-    the source, where git cannot say.
+    the source, where git cannot say. Cases share so many ``seconds``, verification included; what
+    that takes too long for is still timed, by a few calls.
     """
+    end = None if seconds is None else monotonic() + seconds
     clock = Clock.of(device, quick=quick)
     shared = record.environment(device, quick=quick, at=commit) | timing.limits(clock, quick=quick)
     timing.release(device)
@@ -519,6 +529,11 @@ def run(
     with out.status("") as status:
         for number, case in enumerate(cases, start=1):
             status.update(f"{number} of {len(cases)}: {case.title}")
+            if end is not None:
+                share = max(0.0, end - monotonic()) / (len(cases) - number + 1)
+                # Half of it is for verification.
+                budget = min(clock.budget_s, share / 2 / len(case.methods))
+                made.clock = replace(clock, budget_s=budget, fewest_samples=_FEWEST)
             made.measure(case)
             timing.release(device)
     return made

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import contrastive, fused, heads, maps, multilabel, plot, table
+from benchmarks import contrastive, fused, heads, maps, multilabel, plot, sweep, table
 from benchmarks.driver import Family
 from benchmarks.record import ROOT, Record, newest, read
 from benchmarks.table import EMPTY, Grid, data_size, milliseconds, ratio
@@ -12,7 +12,7 @@ from benchmarks.targets import FIGURES, MET, NOT_MEASURED, TARGETS, Figure
 
 PAGE = ROOT / "docs" / "performance.md"
 PICTURES = ROOT / "docs" / "pictures"
-FAMILIES = [module.FAMILY for module in (fused, multilabel, contrastive, heads, maps)]
+FAMILIES = [module.FAMILY for module in (fused, multilabel, contrastive, heads, maps, sweep)]
 
 OPENING = """\
 # Performance
@@ -25,7 +25,8 @@ HOW = """\
 ## How it is measured
 
 `python -m benchmarks page` makes this page from the records in `benchmarks/results`. To measure
-your own machine: `python -m benchmarks fused`, or `multilabel`, `contrastive`, `heads`, `maps`.
+your own machine: `python -m benchmarks fused`, or `multilabel`, `contrastive`, `heads`, `maps`,
+`sweep`.
 
 - **Verified first.** Each result is compared with a float64 reference on the same inputs. A result
   of ours that is wrong is not timed; a peer's is timed and marked *inexact*.
@@ -80,7 +81,12 @@ def _picture(family: Family) -> str:
 
 
 def _pictured(family: Family, records: Sequence[Record]) -> list[Record]:
-    """GPUs first; where every case has a panel, those of GPUs alone if there are any."""
+    """GPUs first; where every case has a panel, those of GPUs alone if there are any.
+
+    A family with a table of its own has no picture.
+    """
+    if family.shown is not None:
+        return []
     timed = [r for r in records if r.median_ms is not None]
     on_gpu = [r for r in timed if r.device_type == "cuda"]
     if not family.pictured:
@@ -156,9 +162,16 @@ def _device(family: Family, records: Sequence[Record]) -> str:
     ]
     at = f"at {commits}" if commits else "(commit not recorded)"
     said = f"Measured {last.date[:10]} {at} with {listed}."
-    blocks = [
+    opening = [
         f"## {family.title}: {last.device}{threads}",
         f"{said} Limits: {', '.join(filter(None, limits))}.",
+    ]
+    if family.shown is not None:
+        grids = family.shown(records, misses=True)
+        blocks = opening + [f"{grid.title}.\n\n{grid.markdown()}" for grid in grids]
+        return "\n\n".join(blocks) + "\n"
+    blocks = [
+        *opening,
         _targets(family, last.device_type, records),
         *(f"### {grid.title}\n\n{grid.markdown()}" for grid in table.grids(records, family.sweeps)),
     ]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks import contrastive, driver, fused, heads, heads_reference, maps, multilabel
+from benchmarks import contrastive, driver, fused, heads, heads_reference, maps, multilabel, sweep
 from benchmarks.driver import Case, Method
 from benchmarks.heads import ENTRIES, Problem, huffman, zipf
 from benchmarks.targets import TARGETS
@@ -14,7 +14,7 @@ from lastlayer import maps as our_maps
 from lastlayer.heads import AdaptiveSoftmax, HierarchicalSoftmax
 
 CPU = torch.device("cpu")
-FAMILIES = [module.FAMILY for module in (fused, multilabel, contrastive, heads, maps)]
+FAMILIES = [module.FAMILY for module in (fused, multilabel, contrastive, heads, maps, sweep)]
 PROBLEM, WORDS = Problem(20, 64, 3000, torch.float64, CPU), Problem(5, 8, 12, torch.float64, CPU)
 
 
@@ -325,6 +325,7 @@ def test_small_cases_on_a_gpu_are_right(family, monkeypatch, tmp_path, capsys):
     from benchmarks.__main__ import main
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    case = {"maps": "shapes", "heads": "step", "fused": "sparse"}.get(family.name, "")
+    part = {"maps": "shapes", "heads": "step", "fused": "sparse", "sweep": "_loss"}
+    case = part.get(family.name, "")
     options = ["--quick", "--device", "cuda", "--no-peers", "--only", case]
     assert main([family.name, *options]) == 0, capsys.readouterr().err
