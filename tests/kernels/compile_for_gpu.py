@@ -273,6 +273,12 @@ SPAN_CASES = [
 ]
 
 
+MEAN_TYPES = dict.fromkeys(("losses", "loss", "share"), "*fp32") | {"weights": "*u8"}
+MEAN_CASES = [
+    (products._weighted_mean, dict(BLOCK=4096, WEIGHTED=weighted)) for weighted in (False, True)
+]
+
+
 def compile_case(kernel, types, constants, **options) -> None:
     types = types | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
@@ -295,6 +301,7 @@ def main(step: int) -> None:
         (SLAB_TYPES, SLAB_CASES),
         (NCE_TYPES, NCE_CASES),
         (SPAN_TYPES, SPAN_CASES),
+        (MEAN_TYPES, MEAN_CASES),
         (GROUP_TYPES, GROUP_CASES),
         (DRAWN_TYPES, DRAWN_CASES),
     ):

@@ -306,3 +306,50 @@ def test_a_program_takes_several_blocks(monkeypatch):
     values = before.clone()
     products.scale_("triton", values, torch.tensor(0.5, device=device))
     assert torch.equal(values, 0.5 * before)
+
+
+def mean_of(losses, weights):
+    """In float64, from what counts alone."""
+    weights = torch.ones_like(losses) if weights is None else weights
+    losses, weights = losses.cpu().double(), weights.cpu().double()
+    some = weights != 0
+    share = 1.0 / weights.sum() if some.any() else torch.zeros((), dtype=torch.float64)
+    return (losses[some] * weights[some]).sum() * share, share
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("n", [0, 1, 3, 130, 9001])
+@pytest.mark.parametrize("kind", [None, torch.bool, torch.float32, torch.bfloat16])
+def test_the_mean_of_losses(impl, dtype, n, kind):
+    device = place(impl, dtype)
+    losses = torch.randn(n, dtype=dtype, device=device)
+    weights = None if kind is None else (3 * torch.rand(n, device=device) - 1).clamp(min=0).to(kind)
+    loss, share = products.weighted_mean(impl, losses, weights)
+    assert loss.dtype == share.dtype == dtype
+    assert loss.shape == share.shape == ()
+    expected, part = mean_of(losses, weights)
+    assert error(loss, expected) <= 1e-6
+    assert error(share, part, part.clamp(min=1e-9)) <= 1e-6
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_losses_that_do_not_count_are_left_out(impl, monkeypatch):
+    device = place(impl)
+    losses = torch.tensor([math.nan, 2.0, math.inf, 4.0], device=device)
+    weights = torch.tensor([0.0, 1.0, 0.0, 3.0], device=device)
+
+    def check():
+        made = products.weighted_mean(impl, losses, weights)
+        assert [each.item() for each in made] == [3.5, 0.25]
+        nothing = products.weighted_mean(impl, losses, torch.zeros(4, device=device))
+        assert [each.item() for each in nothing] == [0.0, 0.0]
+        assert products.weighted_mean(impl, losses, weights > 3)[0].item() == 0.0
+        assert products.weighted_mean(impl, losses, None)[0].isnan()
+        assert products.weighted_mean(impl, losses, None)[1].item() == 0.25
+
+    check()
+    if impl == "triton":
+        kernel = pytest.importorskip("lastlayer.kernels.products.triton")
+        monkeypatch.setattr(kernel, "MOST_LOSSES", 2)
+        check()

@@ -4,7 +4,8 @@
 and ``add_to_weight_`` multiply a score gradient of few non-zeros per row, given as values and
 classes (n, k), by the class vectors and by the hidden states; a value of 0 is padding, whatever its
 class, and values of a class that comes more than once add up. ``scale_`` multiplies a tensor in
-place, for free where the number is 1.
+place, for free where the number is 1. ``weighted_mean`` reduces the losses of rows, and says what
+each unit of weight counts.
 """
 
 from torch import Tensor
@@ -21,9 +22,14 @@ def _to_hidden(values: Tensor, _classes: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(values.shape[0], weight.shape[1])
 
 
+def _weighted_mean(losses: Tensor, _weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    return losses.new_empty(()), losses.new_empty(())
+
+
 scores = operation("products.scores", "class_scores", _scores)
 to_hidden = operation("products.to_hidden", "sparse_gradient_to_hidden", _to_hidden)
 add_to_weight_ = operation(
     "products.add_to_weight_", "sparse_gradient_add_to_weight_", writes=("weight_gradient",)
 )
 scale_ = operation("products.scale_", "scale_", writes=("values",))
+weighted_mean = operation("products.weighted_mean", "weighted_mean", _weighted_mean, has_cpu=False)

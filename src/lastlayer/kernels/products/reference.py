@@ -47,3 +47,17 @@ def add_to_weight_(
 def scale_(values: Tensor, factor: Tensor) -> None:
     """``values *= factor``; factor has no dimensions."""
     values.mul_(factor)
+
+
+def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mean of ``losses`` (n,) and 1 over the sum of the weights, numbers without dimensions.
+
+    ``weights`` (n,) are bool or floating, None for 1. A weight of 0 leaves a loss out, whatever it
+    is; where nothing counts both numbers are 0.
+    """
+    if weights is None:
+        part = 1.0 / losses.shape[0] if losses.shape[0] else 0.0
+        return losses.sum() * part, losses.new_full((), part)
+    size = weights.sum(dtype=losses.dtype)
+    share = torch.where(size == 0, 0.0, size.reciprocal())
+    return torch.where(weights == 0, 0.0, losses * weights).sum() * share, share

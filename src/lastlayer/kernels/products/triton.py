@@ -2,7 +2,8 @@
 
 A program makes scores of a few classes of one row; or gathers the class vectors of its row; or the
 rows of its class, from entries that were sorted by class: classes without entries are not touched.
-To scale a tensor programs look at the number first, so that 1 costs no reading of the tensor.
+To scale a tensor programs look at the number first, so that 1 costs no reading of the tensor. One
+program makes a mean.
 """
 
 import torch
@@ -17,6 +18,8 @@ GROUP = 16
 WIDEST = 512
 # A program that finds the number to be 1 costs its launch: few of them, that take several blocks.
 MOST_PROGRAMS = 2048
+# Losses of which one program makes the mean in microseconds.
+MOST_LOSSES = 1 << 18
 
 
 def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> Tensor:
@@ -159,3 +162,42 @@ def _scale(values, factor, n, trips, BLOCK: tl.constexpr):
             scaled = value.to(tl.float32) * by
             tl.store(values + place, scaled.to(value.dtype), mask=place < n)
             first += tl.num_programs(0).to(tl.int64) * BLOCK
+
+
+def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    n = losses.shape[0]
+    if n > MOST_LOSSES:
+        share = losses.new_full((), n) if weights is None else weights.sum(dtype=losses.dtype)
+        share = torch.where(share == 0, 0.0, share.reciprocal())
+        if weights is not None:
+            losses = torch.where(weights == 0, 0.0, losses * weights)
+        return losses.sum() * share, share
+    loss = torch.empty((), device=losses.device, dtype=losses.dtype)
+    share = torch.empty((), device=losses.device, dtype=losses.dtype)
+    if weights is not None:
+        weights = weights.contiguous()
+        weights = weights.view(torch.uint8) if weights.dtype == torch.bool else weights
+    block = tile_width(n, 4096, 128)
+    _weighted_mean[(1,)](
+        losses.contiguous(), weights, loss, share, n, BLOCK=block, WEIGHTED=weights is not None,
+        num_warps=block // 128, enable_fp_fusion=True,
+    )  # fmt: skip
+    return loss, share
+
+
+@kernel(do_not_specialize=["n"])
+def _weighted_mean(losses, weights, loss, share, n, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr):
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    size = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, n, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        value = tl.load(losses + place, mask=place < n, other=0.0)
+        if WEIGHTED:
+            weight = tl.load(weights + place, mask=place < n, other=0).to(tl.float32)
+            value = tl.where(weight == 0.0, 0.0, value * weight)
+            size += weight
+        total += value
+    counted = tl.sum(size, 0) if WEIGHTED else n.to(tl.float32)
+    one = tl.where(counted == 0.0, 0.0, 1.0 / counted)
+    tl.store(loss, tl.sum(total, 0) * one)
+    tl.store(share, one)
