@@ -100,8 +100,8 @@ def zlpr_loss_from_indices(
     Listed classes are left out of the sums over the others; nothing is added and then subtracted,
     which would lose all digits once a positive leads.
 
-    Cost: as :func:`lastlayer.zlpr_loss` with one bit per label on CUDA, and a sort of the lists.
-    Where ``values`` need a gradient, and for second derivatives, a dense target is made.
+    Cost: as :func:`lastlayer.zlpr_loss` with one bit per label on CUDA; soft labels need a sort of
+    the lists. Where ``values`` need a gradient, and for second derivatives, a dense target is made.
 
     Args:
         scores: ``(*batch, n)``.
@@ -138,12 +138,19 @@ def zlpr_loss_from_indices(
     n_rows = batch.numel()
     options = ignore_index, label_smoothing
     listed, offsets, _ = check_lists(scores, n, positives, offsets, values, *options, "scores")
-    values = None if values is None else values.reshape(listed.shape)
-    lists = sorted_lists(listed, offsets, values, n_rows, n, *options)
-    classes, rows, starts, labels = lists.flat()
+    if values is None and not label_smoothing:
+        # Labels of 0 and 1 need no order.
+        if ignore_index is not None and ignore_index >= 0:
+            listed = listed.masked_fill(listed == ignore_index, -1)
+        classes, rows, starts, labels = listed, None, offsets, None
+    else:
+        values = None if values is None else values.reshape(listed.shape)
+        lists = sorted_lists(listed, offsets, values, n_rows, n, *options)
+        classes, rows, starts, labels = lists.flat()
     if in_functorch() or (labels is not None and labels.requires_grad):
+        given = _lists(classes, rows, starts)
         target = reference.dense_target(
-            scores.reshape(n_rows, n), None, [classes, rows, starts], labels, label_smoothing
+            scores.reshape(n_rows, n), None, given, labels, label_smoothing
         )
         return _reference_loss(scores, target.reshape(scores.shape), mask, reduction)
     operands = scores, None, classes, rows, starts, labels, mask
@@ -159,6 +166,8 @@ def _reference_loss(scores: Tensor, target: Tensor, mask: Tensor | None, reducti
 
 class _ZLPR(LabelEngine):
     """Operands: scores; a dense target, or classes, rows, starts and values of lists; a mask.
+
+    Lists are as the kernels take them.
 
     Forward leaves four numbers per row, from which backward makes the gradient.
     """
@@ -188,7 +197,11 @@ _ENGINE = _ZLPR()
 
 def _arguments(call: Call) -> tuple[Any, ...]:
     scores, target, *lists, values, mask = as_rows(call.operands)
-    return scores, target, lists if target is None else [], values, mask, *call.options
+    return scores, target, _lists(*lists), values, mask, *call.options
+
+
+def _lists(*lists: Tensor | None) -> list[Tensor]:
+    return [each for each in lists if each is not None]
 
 
 def zlpr_probability(scores: Tensor) -> Tensor:

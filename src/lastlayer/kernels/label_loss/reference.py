@@ -29,7 +29,8 @@ def backward(
     gammas = gamma_negative, gamma_positive
     slope = gradient(scores, target, mask, *gammas, margin, focus_gradient)
     row = grad.reshape(-1, 1)
-    return torch.where(row == 0, 0.0, slope * row).to(scores.dtype)
+    nothing = row == 0 if mask is None else (row == 0) | ~mask
+    return torch.where(nothing, 0.0, slope * row).to(scores.dtype)
 
 
 def losses_of(

@@ -1,8 +1,11 @@
 """Rows of scores and labels to ZLPR and its gradient, and slabs of scores to it and to BCE.
 
 Scores are ``(rows, n)``. Labels are ``target`` of that shape, bool, integers 0 and 1 or floating in
-[0, 1]; or it is None, and ``lists`` has classes, rows and starts in the form of ``Lists.flat``:
-listed classes have the label in ``values`` (1 where it is None) and all others ``smoothing``.
+[0, 1]; or it is None, and ``lists`` has the classes of padded lists ``(rows, m)``; or classes
+``(k,)`` and where each row starts; or classes, rows and starts in the form of ``Lists.flat``.
+Listed classes have the label in ``values`` (1 where it is None) and all others ``smoothing``. Ids
+that are negative do not count. Where labels are 0 and 1 lists need no order, and a class may come
+twice.
 ``mask``, bool of the shape of the scores, says which classes count. Forward gives the loss of each
 row, four numbers per row from which backward goes on (peak and sum of the negatives, peak and sum
 of the positives), and with a mask whether anything counts in the row. Backward takes one upstream

@@ -75,7 +75,11 @@ def _rows_of(scores, target, lists, values, mask, smoothing):
         for part, rows, labels, shown in labelled_rows(scores, target, mask):
             yield part, rows, shown, labels, _NO_CLASSES, _NO_VALUES[dtype], _NO_CLASSES, 0.0
         return
-    classes, _, starts = lists
+    classes = lists[0].reshape(-1)
+    if len(lists) == 1:
+        starts = torch.arange(scores.shape[0] + 1) * lists[0].shape[1]
+    else:
+        starts = lists[-1]
     # An array of no labels says by its type what labels are: 0 and 1, or numbers.
     hard = values is None and smoothing == 0.0
     labels = torch.ones(len(classes), dtype=dtype) if values is None else values.detach().to(dtype)

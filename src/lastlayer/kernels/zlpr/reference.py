@@ -56,15 +56,20 @@ def dense_target(
     scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
     smoothing: float,
 ) -> Tensor:  # fmt: skip
-    """Labels of the shape of the scores; listed entries that do not count have the class -1."""
+    """Labels of the shape of the scores; listed entries out of range do not count."""
     if target is not None:
         return target
-    classes, rows, _ = lists
     n_rows, n = scores.shape
+    classes, rows = lists[0].reshape(-1), torch.arange(n_rows, device=scores.device)
+    if len(lists) == 1:
+        rows = rows.repeat_interleave(lists[0].shape[1], output_size=classes.shape[0])
+    else:
+        rows = rows.repeat_interleave(lists[-1].diff(), output_size=classes.shape[0])
     dtype = accumulation_dtype(scores.dtype)
     labels = torch.ones_like(classes, dtype=dtype) if values is None else values.to(dtype)
     others = torch.full((n_rows, n + 1), smoothing, dtype=dtype, device=scores.device)
-    return torch.index_put(others, (rows, torch.where(classes < 0, n, classes)), labels)[:, :n]
+    place = torch.where((classes < 0) | (classes > n), n, classes)
+    return torch.index_put(others, (rows, place), labels)[:, :n]
 
 
 def _sides(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Rows, Rows, Tensor]:
