@@ -10,6 +10,7 @@ from lastlayer.kernels import _triton
 from lastlayer.kernels.entmax import triton as entmax
 from lastlayer.kernels.entmax_rows import triton as entmax_rows
 from lastlayer.kernels.info_nce import triton as info_nce
+from lastlayer.kernels.label_loss import triton as label_loss
 from lastlayer.kernels.linear_softmax import triton as linear_softmax
 from lastlayer.kernels.node_groups import triton as node_groups
 from lastlayer.kernels.products import triton as products
@@ -324,6 +325,31 @@ MEAN_CASES = [
 ]
 
 
+LABEL_NUMBERS = ("gamma_negative", "gamma_positive", "margin", "smoothing")
+LABEL_TYPES = (
+    dict.fromkeys(("sums", "losses", "stats", "grad", "values", "pieces"), "*fp32")
+    | dict.fromkeys(("labels", "mask", "seen", "counts"), "*u8")
+    | dict.fromkeys(LABEL_NUMBERS, "fp32")
+    | {"scores": "*bf16", "out": "*bf16", "classes": "*i64", "starts": "*i64", "bits": "*i32"}
+)
+LABEL_TILE = dict(ROWS=2, BLOCK=1024, MASKED=True)
+WHOLE_POWERS = dict(PLAIN=False, NEGATIVE=4, POSITIVE=1, MARGIN=True, SOFT=False)
+PLAIN_LOSS = dict(PLAIN=True, NEGATIVE=0, POSITIVE=0, MARGIN=False, SOFT=False)
+POWERS = dict(PLAIN=False, NEGATIVE=-1, POSITIVE=-1, MARGIN=True, SOFT=True)
+LABEL_CASES = [
+    (label_loss._sum_rows, LABEL_TILE | PLAIN_LOSS),
+    (label_loss._sum_rows, LABEL_TILE | WHOLE_POWERS),
+    (label_loss._sum_rows, LABEL_TILE | POWERS),
+    (label_loss._merge_parts, dict(PARTS=16, MASKED=True)),
+    (label_loss._fill_gradient, dict(FOCUS=True) | LABEL_TILE | PLAIN_LOSS),
+    (label_loss._fill_gradient, dict(FOCUS=True) | LABEL_TILE | WHOLE_POWERS),
+    (label_loss._fill_gradient, dict(FOCUS=True) | LABEL_TILE | POWERS),
+    (zlpr._set_bits, dict(PADDED=False, WIDTH=256, LIST=64)),
+    (zlpr._sum_rows, LABEL_TILE | dict(KIND=0, WHOLE=True, LIST=64)),
+    (zlpr._fill_gradient, LABEL_TILE | dict(KIND=0, LIST=64)),
+]
+
+
 def compile_case(kernel, types, constants, **options) -> None:
     types = types | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
@@ -347,6 +373,7 @@ def main(step: int) -> None:
         (NCE_TYPES, NCE_CASES),
         (SPAN_TYPES, SPAN_CASES),
         (MEAN_TYPES, MEAN_CASES),
+        (LABEL_TYPES, LABEL_CASES),
         (GROUP_TYPES, GROUP_CASES),
         (DRAWN_TYPES, DRAWN_CASES),
     ):

@@ -1,6 +1,7 @@
 """Binary cross entropy, the asymmetric loss and multi-label sparsemax against their definitions."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -154,3 +155,77 @@ def test_a_perfect_fit_predicts_the_labels():
     scores = torch.where(target, 1.0, 0.0)
     assert torch.allclose(multilabel_sparsemax_loss(scores, target), torch.zeros(()), atol=1e-6)
     assert torch.equal(multilabel_sparsemax_predict(scores), target)
+
+
+FUSED = {
+    "bce": bce_loss,
+    "asymmetric": asymmetric_loss,
+    "given powers": partial(asymmetric_loss, gamma_negative=2.5, focus_gradient=False),
+    "zlpr": zlpr_loss,
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_a_target_with_a_gradient_takes_the_same_loss(name, reduction):
+    """Torch's operations and the kernels agree, in value and in the gradient of the scores."""
+    scores, target = 3 * torch.randn(2, 3, 7), torch.rand(2, 3, 7)
+    mask = torch.rand(2, 3, 7) < 0.8
+    results = []
+    for wants in (False, True):
+        leaf = scores.clone().requires_grad_()
+        labels = target.clone().requires_grad_(wants)
+        loss = FUSED[name](leaf, labels, mask=mask, reduction=reduction)
+        loss.backward(torch.arange(1.0, 7.0).view(2, 3) if reduction == "none" else None)
+        assert wants == (labels.grad is not None)
+        results.append((loss.detach(), leaf.grad))
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_backward_may_be_repeated(name):
+    scores, target = torch.randn(4, 9, requires_grad=True), torch.rand(4, 9) < 0.3
+    loss = FUSED[name](scores, target)
+    (first,) = torch.autograd.grad(loss, scores, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, scores, torch.tensor(2.0))
+    assert torch.allclose(2 * first, second)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_upstream_gradients_in_a_batch(name):
+    scores, target = torch.randn(3, 5, requires_grad=True), torch.rand(3, 5) < 0.4
+    losses = FUSED[name](scores, target, reduction="none")
+    rows = torch.eye(3)
+    (together,) = torch.autograd.grad(
+        losses, scores, rows, is_grads_batched=True, retain_graph=True
+    )
+    alone = [torch.autograd.grad(losses, scores, row, retain_graph=True)[0] for row in rows]
+    assert torch.allclose(together, torch.stack(alone), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["given powers", "bce"])
+def test_second_derivatives(name):
+    scores = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[0.0, 1.0, 0.3, 0.7], [1.0, 0.0, 0.0, 0.5]])
+    losses = [FUSED[name](scores, target.clone().requires_grad_(wants)) for wants in (False, True)]
+    seconds = []
+    for loss in losses:
+        (slope,) = torch.autograd.grad(loss, scores, create_graph=True)
+        seconds.append(torch.autograd.grad((slope**2).sum(), scores)[0])
+    assert torch.allclose(*seconds)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_nothing_of_the_size_of_the_scores_is_kept(name):
+    scores, target = torch.randn(8, 500, requires_grad=True), torch.rand(8, 500) < 0.1
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        FUSED[name](scores, target)
+    own = {scores.data_ptr(), target.data_ptr()}
+    assert sum(each.numel() for each in kept if each.data_ptr() not in own) <= 4 * 8 + 1

@@ -186,6 +186,34 @@ def _compiled_log(x):
     return compiled
 
 
+@njit(nogil=True, **_EXACT)
+def one_plus(x):
+    """``1 + x`` for x from 0 to 1, and what rounding took from it."""
+    total = np.float32(1) + x
+    return total, x - (total - np.float32(1))
+
+
+def log1p(x):
+    """``log(1 + x)`` for x from 0 to 1, within 2 units in the last place of it."""
+    return np.log1p(x)
+
+
+@overload(log1p, jit_options=_EXACT)
+def _compiled_log1p(x):
+    narrow = x == types.float32
+    number, series = (np.float32, _log_series_32) if narrow else (np.float64, _log_series_64)
+    one, two, three, zero, log_2 = (number(each) for each in (1, 2, 3, 0, math.log(2.0)))
+    far = number(math.sqrt(2.0) - 1.0)
+
+    def compiled(x):
+        # Above, it is log(2) + log(1 + (x - 1) / 2).
+        above = x > far
+        s = (x - one if above else x) / ((three if above else two) + x)
+        return (log_2 if above else zero) + (two * s + s * series(s * s))
+
+    return compiled
+
+
 @njit(nogil=True, fastmath=FAST)
 def dot(left, right):
     """The product of two vectors."""

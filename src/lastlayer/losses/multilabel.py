@@ -4,12 +4,13 @@ Binary cross entropy and its asymmetric form are sums over classes; the sparsema
 one distribution over the positives of a row. Smoothing and mixup make labels between 0 and 1.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
+from lastlayer import kernels
 from lastlayer._checks import (
     check_generator,
     check_int,
@@ -26,7 +27,10 @@ from lastlayer._labels import (
     check_multilabel,
     reduced,
 )
-from lastlayer._torch import accumulation_dtype, in_dtype, in_functorch
+from lastlayer._torch import accumulation_dtype, in_functorch
+from lastlayer.fused.function import Call, fused_loss
+from lastlayer.kernels.label_loss import reference
+from lastlayer.losses._label_engine import LabelEngine, as_rows
 from lastlayer.losses.entmax import label_loss, sparsemax_loss
 from lastlayer.maps.sparsemax import sparsemax
 
@@ -47,11 +51,13 @@ def bce_loss(
     infinite scores on the right side cost nothing. (torch's ``binary_cross_entropy_with_logits``
     averages over the classes of a row too.)
 
-    Cost: a few passes over the scores, in torch operations that can be differentiated twice.
+    Cost: scores and labels are read once in forward and once in backward, which writes the
+    gradient; nothing of their size is held in between.
 
     Args:
         scores: ``(*batch, n)``.
-        target: labels of that shape: bool, integers 0 and 1, or floating in [0, 1].
+        target: labels of that shape: bool, integers 0 and 1, or floating in [0, 1]. A floating
+            target gets a gradient where it wants one.
         mask: bool that broadcasts to ``scores``, True for classes that count.
         reduction: "mean" over rows in which any class counts (0 where there is none), "sum" or
             "none" for the loss of each row.
@@ -64,9 +70,7 @@ def bce_loss(
         tensor(2.0794)
     """
     check_multilabel(scores, target, mask, reduction)
-    found, missed, labels = _sides(scores, target, mask)
-    losses = -(labels * logsigmoid(found) + (1.0 - labels) * logsigmoid(-missed)).sum(-1)
-    return reduced(losses, _counting(mask, scores), reduction)
+    return _loss(scores, target, mask, (0.0, 0.0, 0.0, True), reduction)
 
 
 def asymmetric_loss(
@@ -92,7 +96,8 @@ def asymmetric_loss(
     probability afterwards.
 
     It is computed in float32 at least: in float16 :math:`\sigma(-20)` is 0, and the loss of an easy
-    negative would be :math:`0 \cdot \log 0`. The grad mode of the caller stays as it is.
+    negative would be :math:`0 \cdot \log 0`. The grad mode of the caller stays as it is. It costs
+    what :func:`lastlayer.bce_loss` does.
 
     Args:
         scores: ``(*batch, n)``.
@@ -120,45 +125,44 @@ def asymmetric_loss(
     check_not_negative("gamma_negative", gamma_negative)
     check_not_negative("gamma_positive", gamma_positive)
     check_real("margin", margin, "a number of at least 0 and below 1", lambda x: 0.0 <= x < 1.0)
-    found, missed, labels = _sides(scores, target, mask)
-    positives = labels * logsigmoid(found)
-    if gamma_positive:
-        positives = positives * _focus(torch.sigmoid(-found), gamma_positive, focus_gradient)
-    shifted = torch.sigmoid(missed) - margin
-    counts = ~(shifted <= 0)  # a NaN counts
-    rest = torch.where(counts, torch.sigmoid(-missed) + margin, 1.0)
-    negatives = (1.0 - labels) * (rest.log() if margin else logsigmoid(-missed))
-    if gamma_negative:
-        # Replaced where it is dropped: a power below 1 has an infinite slope at 0.
-        inside = torch.where(counts, shifted, 1.0)
-        negatives = negatives * _focus(inside, gamma_negative, focus_gradient)
-    losses = -(positives + torch.where(counts, negatives, 0.0)).sum(-1)
-    return reduced(losses, _counting(mask, scores), reduction)
+    options = float(gamma_negative), float(gamma_positive), float(margin), bool(focus_gradient)
+    return _loss(scores, target, mask, options, reduction)
 
 
-def _sides(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores as those of positives and of negatives, with no part where a label leaves none.
-
-    There a score is replaced by one that is infinitely right, which costs exactly 0 with gradient
-    0, whatever stood there.
-    """
-    dtype = accumulation_dtype(scores.dtype)
-    scores, labels = in_dtype(scores, dtype), in_dtype(target, dtype)
-    if mask is None:
-        positive, negative = labels > 0, labels < 1
-    else:
-        positive, negative = mask & (labels > 0), mask & (labels < 1)
-        labels = torch.where(mask, labels, 0.0)
-    found = torch.where(positive, scores, torch.inf)
-    return found, torch.where(negative, scores, -torch.inf), labels
+def _loss(
+    scores: Tensor, target: Tensor, mask: Tensor | None, options: tuple[Any, ...], reduction: str
+) -> Tensor:
+    if not target.requires_grad and not in_functorch():
+        return fused_loss(_ENGINE, (scores, target, mask), options, reduction)[0]
+    losses = reference.losses_of(scores, target, mask, *options)
+    counts = None if mask is None else mask.expand(scores.shape).any(-1)
+    return reduced(losses, counts, reduction)
 
 
-def _counting(mask: Tensor | None, scores: Tensor) -> Tensor | None:
-    return None if mask is None else mask.expand(scores.shape).any(-1)
+class _CrossEntropies(LabelEngine):
+    """Operands: scores, a target, a mask."""
+
+    name = "label_loss_on_scores"
+    schema = "float gamma_negative, float gamma_positive, float margin, bool focus_gradient"
+    n_constants = 2
+    kept = (0, 1, 2)
+
+    def losses(self, call: Call) -> tuple[Tensor, Tensor | None, Tensor]:
+        rows = as_rows(call.operands)
+        losses, counts = kernels.label_loss.forward("auto", *rows, *call.options[:3])
+        return losses, None, counts
+
+    def gradient(self, call: Call, pieces: Sequence[Any], factor: Tensor) -> Tensor:
+        del pieces  # there are none
+        rows = as_rows(call.operands)
+        made: Tensor = kernels.label_loss.backward("auto", *rows, *call.options, factor)
+        return made
+
+    def slope(self, call: Call) -> Tensor:
+        return reference.gradient(*as_rows(call.operands), *call.options)
 
 
-def _focus(probability: Tensor, gamma: float, differentiated: bool) -> Tensor:
-    return (probability if differentiated else probability.detach()) ** gamma
+_ENGINE = _CrossEntropies()
 
 
 def multilabel_sparsemax_loss(

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_reduction, check_scores
-from lastlayer._labels import check_allowed, check_multilabel, reduced, rows_of_mask
+from lastlayer._labels import check_allowed, check_multilabel, reduced
 from lastlayer._torch import accumulation_dtype, in_functorch
-from lastlayer.fused.function import Call, Engine, Grads, Operands, Result, fused_loss
+from lastlayer.fused.function import Call, fused_loss
 from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.kernels.zlpr import reference
+from lastlayer.losses._label_engine import LabelEngine, as_rows
 from lastlayer.losses._module import LossModule
 
 
@@ -99,8 +100,8 @@ def zlpr_loss_from_indices(
     Listed classes are left out of the sums over the others; nothing is added and then subtracted,
     which would lose all digits once a positive leads.
 
-    Cost: as :func:`lastlayer.zlpr_loss` with one bit per label on CUDA, and a sort of the lists.
-    Where ``values`` need a gradient, and for second derivatives, a dense target is made.
+    Cost: as :func:`lastlayer.zlpr_loss` with one bit per label on CUDA; soft labels need a sort of
+    the lists. Where ``values`` need a gradient, and for second derivatives, a dense target is made.
 
     Args:
         scores: ``(*batch, n)``.
@@ -137,12 +138,19 @@ def zlpr_loss_from_indices(
     n_rows = batch.numel()
     options = ignore_index, label_smoothing
     listed, offsets, _ = check_lists(scores, n, positives, offsets, values, *options, "scores")
-    values = None if values is None else values.reshape(listed.shape)
-    lists = sorted_lists(listed, offsets, values, n_rows, n, *options)
-    classes, rows, starts, labels = lists.flat()
+    if values is None and not label_smoothing:
+        # Labels of 0 and 1 need no order.
+        if ignore_index is not None and ignore_index >= 0:
+            listed = listed.masked_fill(listed == ignore_index, -1)
+        classes, rows, starts, labels = listed, None, offsets, None
+    else:
+        values = None if values is None else values.reshape(listed.shape)
+        lists = sorted_lists(listed, offsets, values, n_rows, n, *options)
+        classes, rows, starts, labels = lists.flat()
     if in_functorch() or (labels is not None and labels.requires_grad):
+        given = _lists(classes, rows, starts)
         target = reference.dense_target(
-            scores.reshape(n_rows, n), None, [classes, rows, starts], labels, label_smoothing
+            scores.reshape(n_rows, n), None, given, labels, label_smoothing
         )
         return _reference_loss(scores, target.reshape(scores.shape), mask, reduction)
     operands = scores, None, classes, rows, starts, labels, mask
@@ -156,8 +164,10 @@ def _reference_loss(scores: Tensor, target: Tensor, mask: Tensor | None, reducti
     return reduced(losses, None if mask is None else counts, reduction)
 
 
-class _ZLPR(Engine):
+class _ZLPR(LabelEngine):
     """Operands: scores; a dense target, or classes, rows, starts and values of lists; a mask.
+
+    Lists are as the kernels take them.
 
     Forward leaves four numbers per row, from which backward makes the gradient.
     """
@@ -166,69 +176,32 @@ class _ZLPR(Engine):
     schema = "float label_smoothing"
     n_constants = 6
     kept = tuple(range(7))
-    starts_again = False
+    statistics_per_row = 4
 
-    def compute(self, call: Call) -> Result:
-        operands, options, reduction, wanted, _ = call
-        scores, mask = operands[0], operands[-1]
-        losses, stats, counts = kernels.zlpr.forward("auto", *_as_rows(operands), *options)
-        pieces = (stats if wanted[0] else None,)
-        if reduction == "none":
-            return Result(losses if scores.dim() == 2 else losses.view(scores.shape[:-1]), pieces)
-        total = losses.sum()
-        if reduction == "sum":
-            return Result(total, pieces)
-        if mask is None:
-            share = losses.new_full((), 1.0 / max(1, losses.shape[0]))
-        else:
-            share = counts.sum().clamp_(min=1).to(losses.dtype).reciprocal_()
-        return Result(total * share, pieces, (), share)
+    def losses(self, call: Call) -> tuple[Tensor, Tensor | None, Tensor]:
+        made: tuple[Tensor, Tensor, Tensor] = kernels.zlpr.forward("auto", *_arguments(call))
+        return made
 
-    def fake(self, call: Call) -> Result:
-        (scores, *_), _, reduction, wanted, _ = call
-        batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
-        loss = scores.new_empty(batch if reduction == "none" else (), dtype=dtype)
-        stats = scores.new_empty((4, batch.numel()), dtype=dtype) if wanted[0] else None
-        share = scores.new_empty((), dtype=dtype) if reduction == "mean" else None
-        return Result(loss, (stats,), (), share)
+    def gradient(self, call: Call, pieces: Sequence[Any], factor: Tensor) -> Tensor:
+        made: Tensor = kernels.zlpr.backward("auto", *_arguments(call), pieces[0], factor)
+        return made
 
-    def finish(
-        self, call: Call, pieces: Sequence[Any], factor: Tensor | None, reusable: bool
-    ) -> Grads:
-        del reusable  # the statistics stay
-        operands, options = call[:2]
-        (stats,) = pieces
-        if stats is None or factor is None:
-            return [None]
-        rows = _as_rows(operands)
-        grad = factor.reshape(-1) if factor.dim() else factor.expand(stats.shape[1])
-        product = kernels.zlpr.backward("auto", *rows, *options, stats, grad)
-        return [product if operands[0].dim() == 2 else product.view(operands[0].shape)]
-
-    def differentiable(self, call: Call, grad: Tensor) -> Grads:
-        operands, options, reduction, *_ = call
-        rows, *labels, mask = _as_rows(operands)
-        target = reference.dense_target(rows, *labels, *options)
-        if reduction == "mean":
-            counts = rows.shape[0] if mask is None else mask.any(-1).sum().clamp(min=1)
-            grad = grad / counts
-        row = grad.reshape(-1, 1) if grad.dim() else grad.expand(rows.shape[0], 1)
-        slope = torch.where(row == 0, 0.0, reference.gradient(rows, target, mask) * row)
-        return [slope.reshape(operands[0].shape)]
+    def slope(self, call: Call) -> Tensor:
+        rows, target, lists, values, mask, smoothing = _arguments(call)
+        target = reference.dense_target(rows, target, lists, values, smoothing)
+        return reference.gradient(rows, target, mask)
 
 
 _ENGINE = _ZLPR()
 
 
-def _as_rows(operands: Operands) -> tuple[Any, ...]:
-    """Scores ``(rows, n)``, target, lists, values, and the mask of the scores' shape."""
-    scores, target, *lists, values, mask = operands
-    n_rows, n = scores.shape[:-1].numel(), scores.shape[-1]
-    rows_mask = rows_of_mask(mask, scores, n_rows)
-    if scores.dim() != 2:
-        scores = scores.reshape(n_rows, n)
-        target = None if target is None else target.reshape(n_rows, n)
-    return scores, target, lists if target is None else [], values, rows_mask
+def _arguments(call: Call) -> tuple[Any, ...]:
+    scores, target, *lists, values, mask = as_rows(call.operands)
+    return scores, target, _lists(*lists), values, mask, *call.options
+
+
+def _lists(*lists: Tensor | None) -> list[Tensor]:
+    return [each for each in lists if each is not None]
 
 
 def zlpr_probability(scores: Tensor) -> Tensor:

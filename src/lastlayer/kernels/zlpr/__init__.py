@@ -1,11 +1,15 @@
 """Rows of scores and labels to ZLPR and its gradient, and slabs of scores to it and to BCE.
 
 Scores are ``(rows, n)``. Labels are ``target`` of that shape, bool, integers 0 and 1 or floating in
-[0, 1]; or it is None, and ``lists`` has classes, rows and starts in the form of ``Lists.flat``:
-listed classes have the label in ``values`` (1 where it is None) and all others ``smoothing``.
+[0, 1]; or it is None, and ``lists`` has the classes of padded lists ``(rows, m)``; or classes
+``(k,)`` and where each row starts; or classes, rows and starts in the form of ``Lists.flat``.
+Listed classes have the label in ``values`` (1 where it is None) and all others ``smoothing``. Ids
+that are negative do not count. Where labels are 0 and 1 lists need no order, and a class may come
+twice.
 ``mask``, bool of the shape of the scores, says which classes count. Forward gives the loss of each
 row, four numbers per row from which backward goes on (peak and sum of the negatives, peak and sum
-of the positives), and whether anything counts in the row.
+of the positives), and with a mask whether anything counts in the row. Backward takes one upstream
+number per row, or one for all.
 
 A slab has the scores of some of the labels, where all labels of a row are never held together. A
 score of -inf counts for nothing there and has the gradient 0: so are the listed labels left out.
@@ -18,10 +22,14 @@ from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._registry import like_first, operation
 
 
-def _losses(scores: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _losses(
+    scores: Tensor, _target: Tensor | None, _lists: object, _values: object, mask: Tensor | None,
+    _smoothing: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     loss = _row_losses(scores)
     n_rows = loss.shape[0]
-    return loss, loss.new_empty((4, n_rows)), loss.new_empty(n_rows, dtype=torch.bool)
+    counts = loss.new_empty(0 if mask is None else n_rows, dtype=torch.bool)
+    return loss, loss.new_empty((4, n_rows)), counts
 
 
 def _row_losses(scores: Tensor, *_: object) -> Tensor:

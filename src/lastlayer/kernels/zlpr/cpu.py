@@ -1,5 +1,6 @@
 """ZLPR on the CPU: one pass over a row forward, one backward, in spans that stay in the cache.
 
+Rows with a score far on its wrong side are passed again, with the peaks of their exponents.
 Slabs take torch's vectorised functions, on as many rows as a cache holds.
 """
 
@@ -12,15 +13,25 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lastlayer._torch import accumulation_dtype, in_dtype
-from lastlayer.kernels._cpu import as_rows, by_rows, empty_rows, parts
-from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest
+from lastlayer.kernels._cpu import as_rows, by_rows, empty, parts
+from lastlayer.kernels._cpu_labels import (
+    SPAN,
+    allowed_in,
+    between,
+    hide,
+    labelled_rows,
+    mask_of,
+    read_span,
+)
+from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest, sum_of
 
-# Scores between which sums go over to float64.
-_SPAN = 1024
 # Numbers of a slab that a cache holds.
 _IN_CACHE = 1 << 16
-# In the place of lists and of a mask where there are none.
-_NO_CLASSES, _NO_MASK = np.empty(0, np.int64), np.empty((0, 0), np.uint8)
+# exp of this, times any number of classes, is far from the ends of float32.
+_FAR, _NEAR = 60.0, math.exp(-60.0)
+_LARGE = math.exp(60.0)
+# In the place of lists where there are none.
+_NO_CLASSES = np.empty(0, np.int64)
 _NO_VALUES = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
@@ -28,12 +39,15 @@ def forward(
     scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
     mask: Tensor | None, smoothing: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    rows, labels = as_rows(scores), _labels(scores, target, lists, values, smoothing)
-    losses = torch.empty(len(rows), dtype=accumulation_dtype(scores.dtype))
-    stats, counts = losses.new_empty((4, len(rows))), torch.empty(len(rows), dtype=torch.bool)
-    _forward_rows(
-        *rows.shape, rows, _mask_of(mask), *labels, losses.numpy(), stats.numpy(), counts.numpy()
-    )
+    n_rows = scores.shape[0]
+    losses = torch.empty(n_rows, dtype=accumulation_dtype(scores.dtype))
+    stats = losses.new_empty((4, n_rows))
+    counts = torch.empty(n_rows if mask is not None else 0, dtype=torch.bool)
+    for part, *given in _rows_of(scores, target, lists, values, mask, smoothing):
+        found = stats.new_empty((4, len(given[0])))
+        made = losses[part].numpy(), found.numpy(), counts[part].numpy()
+        _forward_rows(*given[0].shape, *given, *made)
+        stats[:, part] = found
     return losses, stats, counts
 
 
@@ -41,39 +55,42 @@ def backward(
     scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
     mask: Tensor | None, smoothing: float, stats: Tensor, grad: Tensor,
 ) -> Tensor:  # fmt: skip
-    rows, labels = as_rows(scores), _labels(scores, target, lists, values, smoothing)
-    out, result = empty_rows(scores)
-    stats, grad = stats.detach().contiguous(), in_dtype(grad.detach(), stats.dtype).contiguous()
-    _backward_rows(*rows.shape, rows, _mask_of(mask), *labels, stats.numpy(), grad.numpy(), out)
-    return in_dtype(result, scores.dtype)
+    dtype = accumulation_dtype(scores.dtype)
+    stats, grad = stats.detach(), in_dtype(grad.detach(), dtype).reshape(-1).contiguous()
+    out = empty(scores.shape, scores.dtype)
+    for part, *given in _rows_of(scores, target, lists, values, mask, smoothing):
+        made = out[part] if scores.dtype == dtype else torch.empty(given[0].shape, dtype=dtype)
+        factors = grad if grad.shape[0] == 1 else grad[part]
+        found = stats[:, part].contiguous()
+        _backward_rows(*given[0].shape, *given, found.numpy(), factors.numpy(), made.numpy())
+        if scores.dtype != dtype:
+            out[part] = made
+    return out
 
 
-def _labels(scores, target, lists, values, smoothing):
-    """A target, classes, values and starts of lists, and the label of other classes."""
+def _rows_of(scores, target, lists, values, mask, smoothing):
+    """Parts of the rows: scores, mask, target, classes, values and starts of lists, smoothing."""
     dtype = accumulation_dtype(scores.dtype)
     if target is not None:
-        if target.is_floating_point():
-            target = in_dtype(target.detach(), dtype)
-        else:
-            target = target.bool().view(torch.uint8)
-        return target.contiguous().numpy(), _NO_CLASSES, _NO_VALUES[dtype], _NO_CLASSES, 0.0
-    classes, _, starts = lists
+        for part, rows, labels, shown in labelled_rows(scores, target, mask):
+            yield part, rows, shown, labels, _NO_CLASSES, _NO_VALUES[dtype], _NO_CLASSES, 0.0
+        return
+    classes = lists[0].reshape(-1)
+    if len(lists) == 1:
+        starts = torch.arange(scores.shape[0] + 1) * lists[0].shape[1]
+    else:
+        starts = lists[-1]
     # An array of no labels says by its type what labels are: 0 and 1, or numbers.
     hard = values is None and smoothing == 0.0
     labels = torch.ones(len(classes), dtype=dtype) if values is None else values.detach().to(dtype)
-    return (
+    yield (
+        slice(0, scores.shape[0]),
+        as_rows(scores),
+        mask_of(mask),
         torch.empty((0, 0), dtype=torch.uint8 if hard else dtype).numpy(),
         *(each.contiguous().numpy() for each in (classes, labels, starts)),
         smoothing,
     )
-
-
-def _mask_of(mask):
-    """One row where all share it."""
-    if mask is None:
-        return _NO_MASK
-    shared = mask.shape[0] > 1 and mask.stride(0) == 0
-    return (mask[:1] if shared else mask).contiguous().view(torch.uint8).numpy()
 
 
 @njit(nogil=True, inline="always")
@@ -101,30 +118,41 @@ def _forward_rows(
     start, stop, x, mask, target, classes, values, starts, smoothing, losses, stats, counts
 ):
     n = x.shape[1]
-    up, down, up_weight, down_weight = np.empty((4, _SPAN), x.dtype)
-    lanes = np.empty(BLOCK, x.dtype)
+    hidden, floating = np.empty(SPAN, x.dtype), np.empty(SPAN, x.dtype)
+    up, down, lanes = np.empty(SPAN, x.dtype), np.empty(SPAN, x.dtype), np.empty(BLOCK, x.dtype)
     scratch = np.full(n if len(starts) else 0, smoothing).astype(target.dtype)
     zero = x.dtype.type(0.0)
     for row in range(start, stop):
-        labels = _labels_of(row, target, scratch, classes, values, starts)
-        up_peak, down_peak, up_total, down_total, counted = zero, zero, 0.0, 0.0, 0
-        for first in range(0, n, _SPAN):
-            last = min(n, first + _SPAN)
-            k = last - first
-            shown = mask[row if len(mask) > 1 else 0, first:last] if len(mask) else mask[:, 0]
-            n_allowed, n_positive = _split(
-                x[row, first:last], labels[first:last], shown, up, down, up_weight, down_weight
-            )
-            counted += n_allowed
-            up_peak, up_total = _onto(up_peak, up_total, up[:k], up_weight[:k], lanes)
-            if n_positive:
+        labels_of_row = _labels_of(row, target, scratch, classes, values, starts)
+        up_peak, down_peak = zero, zero
+        for again in range(2):
+            up_total, down_total, counted = 0.0, 0.0, 0
+            far = False
+            for first in range(0, n, SPAN):
+                last = min(n, first + SPAN)
+                scores, labels, n_allowed = read_span(
+                    x[row, first:last], labels_of_row[first:last],
+                    allowed_in(mask, row, first, last), hidden, floating,
+                )  # fmt: skip
+                counted += n_allowed
+                if not again:
+                    above, below = _sums(scores, labels)
+                    far = far or above >= _LARGE or below >= _LARGE
+                    up_total += above
+                    down_total += below
+                    continue
+                _split(scores, labels, up, down)
+                up_peak, up_total = _onto(up_peak, up_total, up[: last - first], labels, -1, lanes)
                 down_peak, down_total = _onto(
-                    down_peak, down_total, down[:k], down_weight[:k], lanes
+                    down_peak, down_total, down[: last - first], labels, 1, lanes
                 )
+            if not far:
+                break
         losses[row] = _log_one_plus(up_peak, up_total) + _log_one_plus(down_peak, down_total)
         stats[0, row], stats[1, row] = up_peak, up_total + math.exp(-up_peak)
         stats[2, row], stats[3, row] = down_peak, down_total + math.exp(-down_peak)
-        counts[row] = counted > 0
+        if len(mask):
+            counts[row] = counted > 0
         _clear(row, scratch, classes, starts, smoothing)
 
 
@@ -135,93 +163,116 @@ def _backward_rows(
 ):
     n = x.shape[1]
     real = x.dtype.type
-    up, down, up_weight, down_weight = np.empty((4, _SPAN), x.dtype)
+    hidden, floating = np.empty(SPAN, x.dtype), np.empty(SPAN, x.dtype)
+    up, down = np.empty(SPAN, x.dtype), np.empty(SPAN, x.dtype)
     scratch = np.full(n if len(starts) else 0, smoothing).astype(target.dtype)
     for row in range(start, stop):
-        if grad[row] == 0:
+        factor = grad[row if len(grad) > 1 else 0]
+        if factor == 0:
             out[row] = 0.0
             continue
-        labels = _labels_of(row, target, scratch, classes, values, starts)
-        ends = (stats[0, row], stats[2, row])
-        left, right = real(grad[row] / stats[1, row]), real(grad[row] / stats[3, row])
-        for first in range(0, n, _SPAN):
-            last = min(n, first + _SPAN)
-            k = last - first
-            shown = mask[row if len(mask) > 1 else 0, first:last] if len(mask) else mask[:, 0]
-            _, n_positive = _split(
-                x[row, first:last], labels[first:last], shown, up, down, up_weight, down_weight
+        labels_of_row = _labels_of(row, target, scratch, classes, values, starts)
+        peaks = (stats[0, row], stats[2, row])
+        factors = (real(factor / stats[1, row]), real(factor / stats[3, row]))
+        for first in range(0, n, SPAN):
+            last = min(n, first + SPAN)
+            made = out[row, first:last]
+            allowed = allowed_in(mask, row, first, last)
+            scores, labels, _ = read_span(
+                x[row, first:last], labels_of_row[first:last], allowed, hidden, floating
             )
-            factors = (left, right if n_positive else real(0.0))
-            _fill(
-                up[:k], down[:k], up_weight[:k], down_weight[:k], ends, factors,
-                out[row, first:last],
-            )  # fmt: skip
-            if len(shown) and math.isnan(left + right):
-                _hide(shown, out[row, first:last])
+            if peaks[0] == 0.0 and peaks[1] == 0.0:
+                _slopes(scores, labels, factors, made)
+            else:
+                _split(scores, labels, up, down)
+                _slopes_from(up, down, labels, peaks, factors, made)
+            if len(allowed) and math.isnan(factors[0] + factors[1]):
+                hide(allowed, made)
         _clear(row, scratch, classes, starts, smoothing)
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
-def _split(x, labels, allowed, up, down, up_weight, down_weight):
-    """Exponents and weights of the two sums; how many classes count, and how many positives."""
+def _sums(x, labels):
+    """Both sums, for exponents up to 60; at least exp(60) where there is one beyond."""
     real = x.dtype.type
-    never, none, one = real(-math.inf), real(0.0), real(1.0)
-    n_allowed, n_positive = 0, 0
-    if len(allowed) == 0:
+    zero, one, top, near = real(0.0), real(1.0), real(_FAR + 1.0), real(_NEAR)
+    up, down = zero, zero
+    if not between(labels):
         for i in range(len(x)):
-            label = real(labels[i])
-            up[i] = x[i] if label < one else never
-            down[i] = -x[i] if label > none else never
-            up_weight[i], down_weight[i] = one - label, label
-            n_positive += label > none
-        return len(x), n_positive
+            exponent = -x[i] if labels[i] != zero else x[i]
+            # Comparisons that let a NaN through.
+            power = exp(top if exponent > top else exponent)
+            up += power * (one - labels[i])
+            down += power * labels[i]
+        return up, down
+    far = zero
     for i in range(len(x)):
-        keep = allowed[i] != 0
-        label = real(labels[i]) if keep else none
-        up[i] = x[i] if keep and label < one else never
-        down[i] = -x[i] if label > none else never
-        up_weight[i], down_weight[i] = one - label, label
-        n_positive += label > none
-        n_allowed += keep
-    return n_allowed, n_positive
+        small = exp(-abs(x[i]))
+        large = one / (near if small < near else small)
+        above, below = (small, large) if x[i] < zero else (large, small)
+        up += above * (one - labels[i])
+        down += below * labels[i]
+        weight = labels[i] if x[i] < zero else one - labels[i]
+        far += zero if weight == zero or small >= near else one
+    # A NaN is nowhere.
+    return (up, down) if far == zero or up + down != up + down else (real(2.0 * _LARGE), down)
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
-def _sum_from(x, weight, peak):
-    zero = x.dtype.type(0.0)
-    total = zero
+def _slopes(x, labels, factors, out):
+    """The gradient where no exponent is beyond 60."""
+    real = x.dtype.type
+    zero, one, near = real(0.0), real(1.0), real(_NEAR)
+    left, right = factors
+    if not between(labels):
+        for i in range(len(x)):
+            positive = labels[i] != zero
+            power = exp(-x[i] if positive else x[i])
+            out[i] = power * (-right if positive else left)
+        return
     for i in range(len(x)):
-        # The same infinity twice is a distance of 0.
-        total += weight[i] * exp(zero if x[i] == peak else x[i] - peak)
-    return total
+        small = exp(-abs(x[i]))
+        large = one / (near if small < near else small)
+        above, below = (small, large) if x[i] < zero else (large, small)
+        out[i] = above * (one - labels[i]) * left - below * labels[i] * right
 
 
-@njit(nogil=True)
-def _onto(peak, total, x, weight, lanes):
-    """A sum and its origin, with a span added."""
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _split(x, labels, up, down):
+    """The exponents of both sums; -inf where a class has no part in one."""
+    real = x.dtype.type
+    never, zero, one = real(-math.inf), real(0.0), real(1.0)
+    for i in range(len(x)):
+        up[i] = x[i] if labels[i] < one else never
+        down[i] = -x[i] if labels[i] > zero else never
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _onto(peak, total, x, labels, sign, lanes):
+    """A sum and its origin, with a span added; ``sign`` is that of the labels in the weights."""
     top = largest(x, lanes, 0.0)
     if top > peak:
         total *= math.exp(peak - top)
         peak = top
-    return peak, total + _sum_from(x, weight, peak)
+    one = x.dtype.type(1.0)
+    for i in range(len(x)):
+        weight = labels[i] if sign > 0 else one - labels[i]
+        x[i] = weight * exp(_distance(x[i], peak))
+    return peak, total + sum_of(x)
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
-def _fill(up, down, up_weight, down_weight, ends, factors, out):
-    zero = up.dtype.type(0.0)
-    for i in range(len(up)):
-        out[i] = up_weight[i] * exp(zero if up[i] == ends[0] else up[i] - ends[0]) * factors[0]
-    if factors[1] != zero:
-        for i in range(len(up)):
-            share = exp(zero if down[i] == ends[1] else down[i] - ends[1])
-            out[i] -= down_weight[i] * share * factors[1]
+def _slopes_from(up, down, labels, peaks, factors, out):
+    one = up.dtype.type(1.0)
+    for i in range(len(out)):
+        above = exp(_distance(up[i], peaks[0])) * (one - labels[i]) * factors[0]
+        out[i] = above - exp(_distance(down[i], peaks[1])) * labels[i] * factors[1]
 
 
 @njit(nogil=True)
-def _hide(allowed, out):
-    """Classes that do not count have no gradient in a row that has no number either."""
-    for i in range(len(out)):
-        out[i] = out[i] if allowed[i] != 0 else 0.0
+def _distance(x, peak):
+    # The same infinity twice is a distance of 0.
+    return np.float32(0) if x == peak else x - peak
 
 
 @njit(nogil=True)

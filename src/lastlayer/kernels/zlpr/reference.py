@@ -15,12 +15,17 @@ def forward(
     scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
     mask: Tensor | None, smoothing: float,
 ) -> Rows:  # fmt: skip
-    """Losses ``(rows,)``, stats ``(4, rows)``, and which rows have a class that counts."""
-    return losses_of(scores, dense_target(scores, target, lists, values, smoothing), mask)
+    """Losses ``(rows,)``, stats ``(4, rows)``, and which rows have a class that counts.
+
+    The last is empty without a mask.
+    """
+    target = dense_target(scores, target, lists, values, smoothing)
+    losses, stats, counts = losses_of(scores, target, mask)
+    return losses, stats, counts if mask is not None else counts.new_empty(0)
 
 
 def losses_of(scores: Tensor, target: Tensor, mask: Tensor | None) -> Rows:
-    """As ``forward``, from a target."""
+    """As ``forward``, from a target; rows that count are there without a mask too."""
     negatives, positives, allowed = _sides(scores, target, mask)
     below, *left = _log_one_plus(*_terms(*negatives))
     above, *right = _log_one_plus(*_terms(*positives))
@@ -38,8 +43,11 @@ def backward(
     scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
     mask: Tensor | None, smoothing: float, _stats: Tensor, grad: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the scores, in their dtype; the stats are made again."""
-    row, target = grad.unsqueeze(-1), dense_target(scores, target, lists, values, smoothing)
+    """The gradient of the scores, in their dtype; the stats are made again.
+
+    ``grad`` has one number per row, or one for all.
+    """
+    row, target = grad.reshape(-1, 1), dense_target(scores, target, lists, values, smoothing)
     product = torch.where(row == 0, 0.0, gradient(scores, target, mask) * row)
     return product.to(scores.dtype)
 
@@ -48,15 +56,20 @@ def dense_target(
     scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
     smoothing: float,
 ) -> Tensor:  # fmt: skip
-    """Labels of the shape of the scores; listed entries that do not count have the class -1."""
+    """Labels of the shape of the scores; listed entries out of range do not count."""
     if target is not None:
         return target
-    classes, rows, _ = lists
     n_rows, n = scores.shape
+    classes, rows = lists[0].reshape(-1), torch.arange(n_rows, device=scores.device)
+    if len(lists) == 1:
+        rows = rows.repeat_interleave(lists[0].shape[1], output_size=classes.shape[0])
+    else:
+        rows = rows.repeat_interleave(lists[-1].diff(), output_size=classes.shape[0])
     dtype = accumulation_dtype(scores.dtype)
     labels = torch.ones_like(classes, dtype=dtype) if values is None else values.to(dtype)
     others = torch.full((n_rows, n + 1), smoothing, dtype=dtype, device=scores.device)
-    return torch.index_put(others, (rows, torch.where(classes < 0, n, classes)), labels)[:, :n]
+    place = torch.where((classes < 0) | (classes > n), n, classes)
+    return torch.index_put(others, (rows, place), labels)[:, :n]
 
 
 def _sides(scores: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Rows, Rows, Tensor]:

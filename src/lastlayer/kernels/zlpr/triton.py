@@ -35,9 +35,11 @@ def forward(
     n_rows, n = scores.shape
     losses = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
     stats = torch.empty((4, n_rows), device=scores.device, dtype=torch.float32)
-    counts = torch.empty(n_rows, device=scores.device, dtype=torch.uint8)
+    masked = mask is not None
+    counts = torch.empty(n_rows if masked else 0, device=scores.device, dtype=torch.bool)
+    seen = counts.view(torch.uint8)
     if not n_rows:
-        return losses, stats, counts.view(torch.bool)
+        return losses, stats, counts
     height, width = _tile_of(n, kind)
     tiles, blocks = cdiv(n_rows, height), cdiv(n, width)
     parts = max(1, min(cdiv(ENOUGH_PROGRAMS, tiles), blocks // 4, 1024))
@@ -46,17 +48,17 @@ def forward(
     pieces = losses if parts == 1 else stats.new_empty((5, parts, n_rows))
     mask_view, mask_row, mask_column = _mask_of(mask)
     _sum_rows[(tiles, parts)](
-        scores, labels, mask_view, *lists_of, losses, stats, counts, pieces, n_rows, n, span,
+        scores, labels, mask_view, *lists_of, losses, stats, seen, pieces, n_rows, n, span,
         scores.stride(0), labels.stride(0), mask_row, mask_column, smoothing,
-        ROWS=height, BLOCK=width, KIND=kind.value, MASKED=mask is not None, WHOLE=parts == 1,
+        ROWS=height, BLOCK=width, KIND=kind.value, MASKED=masked, WHOLE=parts == 1,
         LIST=LIST, num_warps=max(1, height * width // 512), enable_fp_fusion=True,
     )  # fmt: skip
     if parts > 1:
         _merge_parts[(n_rows,)](
-            pieces, losses, stats, counts, n_rows, parts, PARTS=next_power_of_2(parts),
-            num_warps=1, enable_fp_fusion=True,
+            pieces, losses, stats, seen, n_rows, parts, PARTS=next_power_of_2(parts),
+            MASKED=masked, num_warps=1, enable_fp_fusion=True,
         )  # fmt: skip
-    return losses, stats, counts.view(torch.bool)
+    return losses, stats, counts
 
 
 def backward(
@@ -70,10 +72,13 @@ def backward(
     if not out.numel():
         return out
     height, width = _tile_of(n, kind)
+    if grad.dim() > 1:
+        grad = grad.reshape(-1)
+    step = grad.stride(0) if grad.numel() > 1 else 0
     mask_view, mask_row, mask_column = _mask_of(mask)
     _fill_gradient[(cdiv(n_rows, height), cdiv(n, width))](
-        scores, labels, mask_view, *lists_of, stats, grad.contiguous(), out, n_rows, n,
-        scores.stride(0), labels.stride(0), mask_row, mask_column, smoothing,
+        scores, labels, mask_view, *lists_of, stats, grad, out, n_rows, n, scores.stride(0),
+        labels.stride(0), mask_row, mask_column, step, smoothing,
         ROWS=height, BLOCK=width, KIND=kind.value, MASKED=mask is not None,
         LIST=LIST, num_warps=max(1, height * width // 512), enable_fp_fusion=True,
     )  # fmt: skip
@@ -87,19 +92,47 @@ def _labels(scores, target, lists, values, smoothing):
         kind = SOFT if target.is_floating_point() else HARD
         labels = target.view(torch.uint8) if target.dtype == torch.bool else target
         return kind, labels, None, None, None, 0.0
-    classes, rows, starts = lists
+    classes, starts = lists[0].contiguous(), None if len(lists) == 1 else lists[-1].contiguous()
     n_rows, n = scores.shape
     words = cdiv(n, 32)
-    listed = classes.clamp(min=0)
-    bit = torch.where(classes < 0, 0, 1 << (listed & 31)).to(torch.int32)
-    bits = torch.zeros(n_rows * words, dtype=torch.int32, device=scores.device)
-    # Listed classes are all different, so that adding bits is setting them.
-    bits.index_add_(0, rows * words + (listed >> 5), bit)
-    bits = bits.view(n_rows, words)
+    bits = torch.empty((n_rows, words), dtype=torch.int32, device=scores.device)
+    if bits.numel():
+        width = tile_width(words, 1024, 32)
+        _set_bits[(n_rows,)](
+            classes, starts, bits, classes.shape[-1], classes.numel(), n, words,
+            PADDED=starts is None, WIDTH=width, LIST=LIST, num_warps=1,
+        )  # fmt: skip
     if values is None and smoothing == 0.0:
         return BITS, bits, None, None, None, 0.0
     values = torch.ones_like(classes, dtype=torch.float32) if values is None else values.float()
-    return LISTED, bits, classes.contiguous(), values.contiguous(), starts.contiguous(), smoothing
+    return LISTED, bits, classes, values.contiguous(), starts, smoothing
+
+
+@kernel(do_not_specialize=["m", "k"])
+def _set_bits(
+    classes, starts, bits, m, k, n, words,
+    PADDED: tl.constexpr, WIDTH: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """One bit for each class of a row that is listed, in any order and however often."""
+    row = tl.program_id(0).to(tl.int64)
+    bits += row * words
+    for first in range(0, words, WIDTH):
+        word = first + tl.arange(0, WIDTH)
+        tl.store(bits + word, tl.zeros((WIDTH,), dtype=tl.int32), mask=word < words)
+    # Other threads of this program set bits in what this one has cleared.
+    tl.debug_barrier()
+    if PADDED:
+        begin = row * m
+        end = begin + m
+    else:
+        begin = tl.maximum(tl.load(starts + row), 0)
+        end = tl.minimum(tl.load(starts + row + 1), k)
+    for first in range(begin, end, LIST):
+        place = first + tl.arange(0, LIST)
+        named = tl.load(classes + place, mask=place < end, other=-1)
+        real = (named >= 0) & (named < n)
+        bit = (1 << (named & 31)).to(tl.int32)
+        tl.atomic_or(bits + (named >> 5), bit, mask=real)
 
 
 def _tile_of(n, kind):
@@ -298,14 +331,18 @@ def _log_one_plus(peak, total):
 
 
 @triton.jit
-def _store_row(losses, stats, counts, row, live, n_rows, up_peak, up, down_peak, down, seen):
+def _store_row(
+    losses, stats, counts, row, live, n_rows, up_peak, up, down_peak, down, seen,
+    MASKED: tl.constexpr,
+):  # fmt: skip
     loss = _log_one_plus(up_peak, up) + _log_one_plus(down_peak, down)
     tl.store(losses + row, loss, mask=live)
     tl.store(stats + row, up_peak, mask=live)
     tl.store(stats + n_rows + row, up + tl.exp(-up_peak), mask=live)
     tl.store(stats + 2 * n_rows + row, down_peak, mask=live)
     tl.store(stats + 3 * n_rows + row, down + tl.exp(-down_peak), mask=live)
-    tl.store(counts + row, seen.to(tl.uint8), mask=live)
+    if MASKED:
+        tl.store(counts + row, seen.to(tl.uint8), mask=live)
 
 
 @kernel
@@ -345,8 +382,9 @@ def _sum_rows(
         )  # fmt: skip
     if WHOLE:
         _store_row(
-            losses, stats, counts, flat_row, flat_live, n_rows, up_peak, up, down_peak, down, seen
-        )
+            losses, stats, counts, flat_row, flat_live, n_rows, up_peak, up, down_peak, down, seen,
+            MASKED,
+        )  # fmt: skip
     else:
         parts = tl.num_programs(1).to(tl.int64)
         place = pieces + part * n_rows + flat_row
@@ -358,7 +396,9 @@ def _sum_rows(
 
 
 @kernel
-def _merge_parts(pieces, losses, stats, counts, n_rows, parts, PARTS: tl.constexpr):
+def _merge_parts(
+    pieces, losses, stats, counts, n_rows, parts, PARTS: tl.constexpr, MASKED: tl.constexpr
+):
     """The parts of a row to its sums."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     part = tl.arange(0, PARTS)[None, :]
@@ -373,7 +413,9 @@ def _merge_parts(pieces, losses, stats, counts, n_rows, parts, PARTS: tl.constex
     up_peak, down_peak = tl.max(up_peaks, 1), tl.max(down_peaks, 1)
     up = tl.sum(ups * _exp_from(up_peaks, up_peak[:, None]), 1)
     down = tl.sum(downs * _exp_from(down_peaks, down_peak[:, None]), 1)
-    _store_row(losses, stats, counts, row, row < n_rows, n_rows, up_peak, up, down_peak, down, seen)
+    _store_row(
+        losses, stats, counts, row, row < n_rows, n_rows, up_peak, up, down_peak, down, seen, MASKED
+    )
 
 
 @triton.jit
@@ -392,7 +434,7 @@ def _slopes(value, label, keep, grad, up_peak, up_scale, down_peak, down_scale, 
 @kernel
 def _fill_gradient(
     scores, labels, mask, classes, values, starts, stats, grad, out,
-    n_rows, n, stride, label_stride, mask_row, mask_column, smoothing,
+    n_rows, n, stride, label_stride, mask_row, mask_column, step, smoothing,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     LIST: tl.constexpr,
 ):  # fmt: skip
@@ -401,7 +443,7 @@ def _fill_gradient(
     live = row < n_rows
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = live & (column < n)
-    upstream = tl.load(grad + row, mask=live, other=0.0).to(tl.float32)
+    upstream = tl.load(grad + row * step, mask=live, other=0.0).to(tl.float32)
     up_peak = tl.load(stats + row, mask=live, other=0.0)
     up_scale = 1.0 / tl.load(stats + n_rows + row, mask=live, other=1.0)
     down_peak = tl.load(stats + 2 * n_rows + row, mask=live, other=0.0)

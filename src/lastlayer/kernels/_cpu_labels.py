@@ -1,0 +1,119 @@
+"""Scores with dense labels and a mask, as the CPU kernels of multi-label losses read them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numba.extending import overload
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer.kernels._cpu import WIDENED, as_rows, parts
+
+# Scores between which sums go over to float64; they stay in the cache.
+SPAN = 1024
+_NO_MASK = np.empty((0, 0), np.uint8)
+_WIDE = (torch.float32, torch.float64)
+
+Rows = tuple[slice, NDArray[Any], NDArray[Any], NDArray[Any]]
+
+
+def labelled_rows(scores: Tensor, target: Tensor, mask: Tensor | None) -> Iterator[Rows]:
+    """Rows, their labels and their mask, with the part of the rows that they are.
+
+    That is all of them, unless half precision has to be widened: then a part at a time.
+    """
+    n_rows = scores.shape[0]
+    whole = scores.dtype in _WIDE and (target.dtype in _WIDE or not target.is_floating_point())
+    if whole:
+        yield slice(0, n_rows), as_rows(scores), _labels_of(target, scores.dtype), mask_of(mask)
+        return
+    dtype = accumulation_dtype(scores.dtype)
+    for part in parts(scores.shape, WIDENED):
+        shown = mask_of(None if mask is None else mask[part])
+        yield part, as_rows(scores[part]), _labels_of(target[part], dtype), shown
+
+
+def _labels_of(target: Tensor, dtype: torch.dtype) -> NDArray[Any]:
+    """In one of few dtypes, since each is compiled for itself."""
+    target = target.detach()
+    if target.is_floating_point():
+        target = in_dtype(target, dtype)
+    elif target.dtype != torch.int64:
+        target = target.bool().view(torch.uint8)
+    return target.contiguous().numpy()
+
+
+def mask_of(mask: Tensor | None) -> NDArray[Any]:
+    """The mask of each row, one row where all share it, or none."""
+    if mask is None:
+        return _NO_MASK
+    shared = mask.shape[0] > 1 and mask.stride(0) == 0
+    return (mask[:1] if shared else mask).contiguous().view(torch.uint8).numpy()
+
+
+@njit(nogil=True)
+def allowed_in(mask, row, first, last):
+    """Which classes of a span count; empty without a mask."""
+    if len(mask) == 0:
+        return mask.reshape(-1)
+    return mask[row if len(mask) > 1 else 0][first:last]
+
+
+@njit(nogil=True, error_model="numpy")
+def read_span(x, target, allowed, values, labels):
+    """Scores and labels of a span as floating numbers, and how many classes count.
+
+    One that does not count has a score of -inf and the label 0.
+    """
+    real = x.dtype.type
+    n = len(x)
+    if len(allowed) == 0:
+        return x, _floating(target, labels), n
+    nothing, zero = real(-np.inf), real(0.0)
+    n_allowed = 0
+    for i in range(n):
+        labels[i] = target[i] if allowed[i] != 0 else zero
+        values[i] = x[i] if allowed[i] != 0 else nothing
+    for i in range(n):
+        n_allowed += allowed[i]
+    return values[:n], labels[:n], n_allowed
+
+
+def _floating(target, labels):
+    labels[: len(target)] = target
+    return labels[: len(target)]
+
+
+@overload(_floating)
+def _compiled_floating(target, labels):
+    if target.dtype == labels.dtype:
+        return lambda target, labels: target  # noqa: ARG005 - numba wants the same arguments
+
+    def compiled(target, labels):
+        for i in range(len(target)):
+            labels[i] = target[i]
+        return labels[: len(target)]
+
+    return compiled
+
+
+@njit(nogil=True, fastmath={"reassoc", "contract"})
+def between(labels):
+    """Whether a label is neither 0 nor 1."""
+    one = labels.dtype.type(1.0)
+    total = labels.dtype.type(0.0)
+    for i in range(len(labels)):
+        total += labels[i] * (one - labels[i])
+    return total > 0.0
+
+
+@njit(nogil=True)
+def hide(allowed, out):
+    """Sets the gradient of classes that do not count to 0, where their row has no number."""
+    for i in range(len(allowed)):
+        if allowed[i] == 0:
+            out[i] = 0.0
