@@ -1,6 +1,7 @@
 """On a GPU: both regimes against float64, memory, CUDA graphs, and no waiting."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from lastlayer.fused import (
     linear_statistics,
     linear_topk_softmax_loss,
 )
+from lastlayer.fused.scores import ALIGN_FROM
 from waits import no_waits
 
 pytestmark = pytest.mark.gpu
@@ -377,3 +379,23 @@ def test_peak_memory(chunk_rows, d, allowed):
     assert torch.cuda.max_memory_allocated() - before - results < allowed
     # All scores would be 4.3 GB in bfloat16.
     assert allowed < n * v * 2 / 3
+
+
+@with_each_dtype
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("v", [1, 2, 3, 63, 65, 129, 203, 4099])
+@pytest.mark.parametrize("d", [304, 301])
+def test_odd_sizes_are_split(dtype, name, v, d, monkeypatch):
+    monkeypatch.setitem(ALIGN_FROM, "cuda", 0)
+    truths = {
+        "entmax": entmax,
+        "sparsemax": partial(entmax, alpha=2.0),
+        "topk_softmax": partial(topk_softmax, k=5),
+    }
+    problem, exact = make(129, d, v, dtype)
+    found = gradients(300 * LOSSES[name](*problem, chunk_rows=65), problem)
+    expected = gradients(300 * unfused(truths.get(name, cross_entropy), *exact), exact)
+    for mine, true in zip(found, expected, strict=True):
+        if true.norm() > 1e-6:
+            # Errors of a few numbers do not average out.
+            assert distance(mine, true) < (3 if true.numel() < 16 else 1.5) * TOLERANCE[dtype]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lastlayer import kernels
 from lastlayer._torch import (
@@ -42,13 +43,12 @@ from lastlayer.fused.rows import (
     Problem,
     Wanted,
     counted_rows,
-    in_aligned_width,
     run_chunks,
     spread_rows,
     target_scores,
     weight_sum_dtype,
 )
-from lastlayer.fused.scores import Layer, as_chunk, multiply, rows_at_a_time
+from lastlayer.fused.scores import Layer, as_chunk, missing_columns, multiply, rows_at_a_time
 from lastlayer.kernels import empty
 
 
@@ -278,6 +278,8 @@ class _Clusters(GroupEngine):
         del option
         hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares = given
         in_order = shares.rows is not None
+        shapes = hidden.shape, None, *(weight.shape for weight in weights)
+        hidden, weights = _in_aligned_widths(hidden, weights)
         rows = [hidden[share.part] for share in shares.tails]
         seen = [torch.mm(a, b.t()) for a, b in zip(rows, weights[1::2], strict=True)]
         memory = _shared_memory([hidden, *seen], [weights[0], *weights[2::2]], chunk_rows)
@@ -306,7 +308,11 @@ class _Clusters(GroupEngine):
             slope = below.hidden if of_projection else None
             made.append(None if slope is None else _product(slope, rows[i], dtypes[2 * i + 1]))
             made.append(below.weight)
-        return top.loss, made
+        return top.loss, [
+            each if each is None or shape is None or each.shape == shape
+            else each[: shape[0], : shape[1]].contiguous()
+            for each, shape in zip(made, shapes, strict=True)
+        ]  # fmt: skip
 
 
 class _Bands(GroupEngine):
@@ -373,6 +379,19 @@ def _exact(layer: Layer, rows: Tensor, bias: Tensor | None, target: Tensor) -> T
     return total
 
 
+def _in_aligned_widths(hidden: Tensor, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Rows, and what they and their projections meet, with zeros where a width is odd."""
+    n, top = hidden.shape[0], weights[0]
+    more = missing_columns(top, n)
+    below = [missing_columns(vectors, n) for vectors in weights[2::2]]
+    if not more and not any(below):
+        return hidden, weights
+    wider = [pad(top, (0, more))]
+    for projection, vectors, some in zip(weights[1::2], weights[2::2], below, strict=True):
+        wider += [pad(projection, (0, more, 0, some)), pad(vectors, (0, some))]
+    return pad(hidden, (0, more)), wider
+
+
 def _product(gradient: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """``gradient.T @ rows`` in ``dtype``."""
     if dtype == rows.dtype:
@@ -408,7 +427,9 @@ def softmax(problem: Problem, chunk_rows: int | str, memory: Tensor | None, in_o
     hidden, weight, bias, target, row_scale, _, wanted, _ = problem
     n, n_classes = hidden.shape[0], weight.shape[0]
     if memory is None or n * n_classes > memory.shape[0]:
-        return in_aligned_width(problem, partial(_by_what_suits, chunk_rows, in_order))
+        if tiles_suit(hidden, PLAIN, chunk_rows, wanted):
+            return run_tiles(problem, PLAIN, in_order)
+        return _softmax_in_chunks(problem, chunk_rows)
     scores = memory.as_strided((n, n_classes), (n_classes, 1))
     if bias is None:
         torch.mm(hidden, weight.t(), out=scores)
@@ -423,9 +444,7 @@ def softmax(problem: Problem, chunk_rows: int | str, memory: Tensor | None, in_o
     return Made(loss, (), of_hidden, of_weight, scores.sum(0) if wanted.bias else None)
 
 
-def _by_what_suits(chunk_rows: int | str, in_order: bool, problem: Problem) -> Made:
-    if tiles_suit(problem.hidden, PLAIN, chunk_rows, problem.wanted):
-        return run_tiles(problem, PLAIN, in_order)
+def _softmax_in_chunks(problem: Problem, chunk_rows: int | str) -> Made:
     rows = rows_at_a_time(chunk_rows, problem.hidden, problem.weight.shape[0])
     made = tiles_or_slabs(problem, PLAIN, chunk_rows, rows)
     return run_chunks(cross_entropy_rows(None, *PLAIN), problem, rows) if made is None else made

@@ -8,6 +8,7 @@ that odd sizes cost no more than their neighbours.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -179,11 +180,11 @@ def _are_odd(sizes: Iterable[int], weights: Sequence[Tensor], n_rows: int) -> bo
     return (
         least is not None
         and any(size * first.itemsize % _ALIGNED_BYTES for size in sizes)
-        and n_rows * sum(weight.numel() for weight in weights) >= least
+        and n_rows * sum([weight.numel() for weight in weights]) >= least
     )
 
 
-def ranges(sizes: Iterable[int]) -> list[slice]:
+def _ranges(sizes: Iterable[int]) -> list[slice]:
     """Where parts of such sizes are, one after the other."""
     return [slice(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
 
@@ -222,10 +223,15 @@ class Layer:
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, n_rows: int) -> None:
         self.weights, self._bias = weights, bias
-        self.columns = ranges([weight.shape[0] for weight in weights])
-        self.parts = ranges([weight.shape[1] for weight in weights])
-        self.n_classes = self.stride = self.columns[-1].stop
+        # Nothing but the products themselves, for little host time.
+        self._plain: Tensor | None = None
         self._edges: list[_Edge] = []
+        if len(weights) == 1:
+            n_classes = self.n_classes = self.stride = weights[0].shape[0]
+            if not _are_odd((n_classes,), weights, n_rows):
+                self._plain = weights[0]
+                return
+        self.n_classes = self.stride = self.columns[-1].stop
         stops = [column.stop for column in self.columns]
         if not _are_odd(stops, weights, n_rows):
             self._blocks = [
@@ -242,6 +248,16 @@ class Layer:
         ]
         firsts = {stop // _BLOCK * _BLOCK for stop in stops if stop % _BLOCK}
         self._edges = [self._edge(first) for first in sorted(firsts)]
+
+    @cached_property
+    def columns(self) -> list[slice]:
+        """Of the classes of each band."""
+        return _ranges(weight.shape[0] for weight in self.weights)
+
+    @cached_property
+    def parts(self) -> list[slice]:
+        """Of hidden, as each band sees it."""
+        return _ranges(weight.shape[1] for weight in self.weights)
 
     def _edge(self, first: int) -> _Edge:
         last, blocks = first + _BLOCK, []
@@ -264,6 +280,8 @@ class Layer:
 
     def scores_into(self, memory: Tensor, hidden: Tensor) -> Tensor:
         """The scores ``(rows, n_classes)``, in the first rows and columns of a memory."""
+        if self._plain is not None:
+            return scores_into(self.scores_in(memory), hidden, self._plain, self._bias)
         memory = part_of(memory, slice(hidden.shape[0]))
         for band, columns, rows in self._blocks:
             scores_into(
@@ -277,19 +295,22 @@ class Layer:
 
     def scores_in(self, memory: Tensor) -> Tensor:
         """The columns of classes."""
-        return _columns_of(memory, slice(0, self.n_classes))
+        return memory if memory.shape[1] == self.n_classes else memory[:, : self.n_classes]
 
     def padded(self, memory: Tensor) -> Tensor:
         """A gradient of scores as the next two take it, ``(rows, stride)``: 0 where padded."""
-        if self._edges:
-            memory[:, self.n_classes : self.stride].zero_()
+        if self.stride == self.n_classes:
+            return self.scores_in(memory)
+        memory[:, self.n_classes : self.stride].zero_()
         return _columns_of(memory, slice(0, self.stride))
 
     def hidden_gradient(self, out: Tensor | None, padded: Tensor, adds: bool = False) -> Tensor:
         """``gradient @ weight``: new, or into ``out``, which may be wider, or added to it."""
+        if self._plain is not None:
+            if out is None:
+                return torch.mm(padded, self._plain)
+            return multiply(out, padded, self._plain, adds)
         if out is None:
-            if len(self.weights) == 1 and not self._edges:
-                return torch.mm(padded, self.weights[0])
             out = padded.new_empty(padded.shape[0], self.parts[-1].stop)
         # Edges first: what is rounded twice is small.
         for edge in self._edges:
@@ -306,8 +327,11 @@ class Layer:
     ) -> None:
         """``gradient.T @ hidden`` into those of the weights, which may be wider, or added to them.
 
-        None is one that is not wanted.
+        None is one that is not wanted, of several.
         """
+        if self._plain is not None and totals[0] is not None:
+            multiply(totals[0], padded.t(), hidden, adds)
+            return
         for band, columns, rows in self._blocks:
             total = totals[band]
             if total is not None:
