@@ -123,7 +123,7 @@ def draw_classes(rows: Tensor, layer: Layer, uniform: Tensor) -> Tensor:
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
-def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(parts) == 1:
         return parts[0]
     values, classes = map(torch.cat, zip(*parts, strict=True))

@@ -25,6 +25,7 @@ from lastlayer._torch import (
     autocast_dtype,
     in_autocast_dtype,
     in_dtype,
+    is_eager,
     values_are_checked,
     without_autocast,
 )
@@ -572,19 +573,28 @@ def all_in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | 
 
 
 def log_of_probs(probs: Tensor) -> Tensor:
-    """``log(probs)``, -inf at 0, where no gradient passes."""
-    outside = probs == 0
-    # The log of 1 in their place: that of 0 would make their gradient NaN.
-    return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
+    """``log(probs)``, -inf at 0, where no gradient passes; ``probs`` may be overwritten."""
+    if probs.requires_grad or not is_eager(probs):
+        outside = probs == 0
+        # The log of 1 in their place: that of 0 would make their gradient NaN.
+        return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
+    if probs.device.type != "cpu":
+        return probs.log_()
+    # A CPU is slow at the log of 0.
+    flat = probs.view(-1)
+    inside = flat.nonzero().squeeze(-1)
+    logs = flat[inside].log_()
+    flat.fill_(-torch.inf)[inside] = logs
+    return probs
 
 
 def log_softmax(scores: Tensor) -> Tensor:
     """``torch.log_softmax`` over the last dimension; -inf in a fully masked row."""
     known = scores.detach()
     # A CPU need not look at all scores to know that no row is masked.
-    if values_are_checked(known) and known.device.type == "cpu" and known.shape[-1]:
-        if not bool((known[..., 0] == -torch.inf).any()):
-            return torch.log_softmax(scores, -1)
+    on_cpu = values_are_checked(known) and known.device.type == "cpu"
+    if on_cpu and not bool((known[..., :1] == -torch.inf).any()):
+        return torch.log_softmax(scores, -1)
     masked = known.amax(-1, keepdim=True) == -torch.inf
     made = torch.log_softmax(scores.masked_fill(masked, 0.0), -1)
     return made.masked_fill(masked, -torch.inf)

@@ -287,9 +287,12 @@ class EntmaxHead(LinearHead):
     def _log_probs(self, scores: Tensor) -> Tensor:
         if self.alpha == 1.0:
             return log_softmax(scores)
-        probs = entmax(scores, self.alpha)
-        # The log of 0 is right, and only its gradient would be NaN.
-        return log_of_probs(probs) if probs.requires_grad else probs.log_()
+        return log_of_probs(entmax(scores, self.alpha))
+
+    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
+        if chosen is None or torch.is_grad_enabled() or self.alpha == 1.0:
+            return super()._rows_log_prob(rows, chosen, *tensors)
+        return entmax(wide_scores(rows, *tensors), self.alpha).gather(-1, chosen).log_()
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
         """By probabilities; only those of the best have to be logarithms."""

@@ -43,6 +43,9 @@ def _best_rows(start, stop, rows, scale, normalised, values, classes, total):
     peaks = room_for_peaks(rows)
     blocks = len(peaks) - 1
     scale = real(scale)
+    # The candidates of a row.
+    held = np.empty(rows.shape[1] if k else 0, rows.dtype)
+    column = np.empty(len(held), np.int32)
     for row in range(start, stop):
         state = find_peaks(rows, row, peaks)
         log_sum = real(0.0)
@@ -57,39 +60,54 @@ def _best_rows(start, stop, rows, scale, normalised, values, classes, total):
             values[row, :] = real(math.nan) if state < 0 else real(-math.inf)
             classes[row, :] = np.arange(k)
             continue
+        if state < 0:
+            _insert_all(rows[row], scale, values[row], classes[row])
+            continue
         # k peaks are k values: none of the best is below the k-th largest peak.
         floor = real(-math.inf)
-        if state > 0 and k < blocks:
+        if k < blocks:
             floor = np.partition(peaks[:blocks], blocks - k)[blocks - k] * scale - log_sum
-        found = 0
+        count = 0
         for block in range(blocks):
-            # A block with a NaN or +inf is looked at, whatever its peak is.
-            if state > 0 and not peaks[block] * scale - log_sum >= floor:
-                continue
-            for i in range(block * BLOCK, min(rows.shape[1], (block + 1) * BLOCK)):
-                value = rows[row, i] * scale - log_sum
-                if state > 0 and value < floor:
-                    continue
-                key = _key(value)
-                if found < k or key > _key(values[row, k - 1]):
-                    _keep(values[row], classes[row], found, key, value, i)
-                    found = min(found + 1, k)
+            if peaks[block] * scale - log_sum >= floor:
+                for i in range(block * BLOCK, min(rows.shape[1], (block + 1) * BLOCK)):
+                    value = rows[row, i] * scale - log_sum
+                    if value >= floor:
+                        held[count], column[count] = value, i
+                        count += 1
+        if count > k:
+            floor = np.partition(held[:count], count - k)[count - k]
+        found = 0
+        for i in range(count):
+            if held[i] >= floor:
+                found = _insert(values[row], classes[row], found, held[i], column[i])
+
+
+@njit(nogil=True)
+def _insert_all(x, scale, values, classes):
+    """For a row with a NaN or +inf, which come first, the lower class before."""
+    found = 0
+    for i in range(len(x)):
+        found = _insert(values, classes, found, x[i] * scale, i)
 
 
 @njit(nogil=True)
 def _key(value):
-    """A NaN comes first."""
     return math.inf if math.isnan(value) else value
 
 
 @njit(nogil=True)
-def _keep(values, classes, found, key, value, i):
-    """Puts a class behind those that are no worse, which are lower classes."""
-    place = min(found, len(values) - 1)
+def _insert(values, classes, found, value, i):
+    """Puts a class behind those that are no worse, which are lower classes; how many there are."""
+    key, k = _key(value), len(values)
+    if found == k and not key > _key(values[k - 1]):
+        return found
+    place = min(found, k - 1)
     while place > 0 and _key(values[place - 1]) < key:
         values[place], classes[place] = values[place - 1], classes[place - 1]
         place -= 1
     values[place], classes[place] = value, i
+    return min(found + 1, k)
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")

@@ -78,11 +78,9 @@ class Blocks(NamedTuple):
         """On the device of ``like``, to be filled by :meth:`read_`."""
         width = block_width(n_classes)
         shape = n_rows, cdiv(n_classes, width)
-        made = [
-            torch.empty(shape, device=like.device, dtype=torch.float32) if wanted else None
-            for wanted in (peaks, levels)
-        ]
-        return cls(*made, n_rows, n_classes, width)
+        made = torch.empty(peaks + levels, *shape, device=like.device, dtype=torch.float32)
+        of_levels = made[-1] if levels else None
+        return cls(made[0] if peaks else None, of_levels, n_rows, n_classes, width)
 
     def read_(
         self, scores: Tensor, bias: Tensor | None, softcap: float, temperature: float,
@@ -145,7 +143,7 @@ class Blocks(NamedTuple):
                 scores.stride(0), most, k, softcap, 1.0 / temperature, BLOCKS=blocks,
                 WIDTH=self.width, BEST=max(16, next_power_of_2(k)), BIASED=bias is not None,
                 CAPPED=softcap != 0.0, NORMALISED=normalised, COMPACT=compact,
-                num_warps=max(1, min(8, blocks * self.width // 512)), enable_fp_fusion=True,
+                num_warps=max(1, min(16, blocks * self.width // 512)), enable_fp_fusion=True,
             )  # fmt: skip
         return values, classes
 
@@ -367,7 +365,7 @@ def _draw_in_block(
     block = tl.load(chosen + draw)
     lane = tl.arange(0, WIDTH)
     column = block * WIDTH + lane
-    live = (block >= 0) & (column < n)
+    live = (column >= 0) & (column < n)
     if COMPACT:
         value = tl.load(scores + row * stride + (draw % m) * WIDTH + lane, mask=live, other=0.0)
     else:
