@@ -130,31 +130,38 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return values, classes
 
 
+def rows_held(rows: Tensor, n_classes: int, chunk_rows: int | str, copies: float = 1.0) -> int:
+    """Rows of which scores of all classes are held at a time, on a CPU so many times."""
+    if rows.device.type != "cuda":
+        copies *= accumulation_dtype(rows.dtype).itemsize / rows.element_size()
+        return rows_at_a_time(chunk_rows, rows, n_classes, copies)
+    step = min(max(1, rows.shape[0]), max(_FEWEST_ROWS, _SCORES // n_classes // 128 * 128))
+    return min(step, chunk_rows) if isinstance(chunk_rows, int) else step
+
+
 def _sizes(rows: Tensor, layer: Layer, copies: float = 1.0) -> tuple[int, int]:
     """Rows and classes of which scores are held at a time, on a CPU so many times."""
-    n, n_classes = max(1, rows.shape[0]), layer.weight.shape[0]
-    if rows.device.type != "cuda":
-        # A cap takes a few more.
-        copies = max(copies, 4.0 if layer.softcap else 1.0)
-        copies *= accumulation_dtype(rows.dtype).itemsize / rows.element_size()
-        return rows_at_a_time(layer.chunk_rows, rows, n_classes, copies), n_classes
-    fitting = _SCORES // n_classes // 128 * 128
-    step = min(n, max(_FEWEST_ROWS, fitting))
-    if isinstance(layer.chunk_rows, int):
-        step = min(step, layer.chunk_rows)
-    if step * n_classes <= _MOST_SCORES:
+    n_classes = layer.weight.shape[0]
+    # A cap takes a few more.
+    copies = max(copies, 4.0 if layer.softcap else 1.0)
+    step = rows_held(rows, n_classes, layer.chunk_rows, copies)
+    if rows.device.type != "cuda" or step * n_classes <= _MOST_SCORES:
         return step, n_classes
     step = min(step, _FEWEST_ROWS)
     # A multiple of the classes of a block.
     return step, -(-(_SCORES // step) // 4096) * 4096
 
 
+def room_for_scores(rows: Tensor, n_classes: int, step: int) -> Tensor:
+    """Memory for the scores of up to ``step`` rows."""
+    shape = min(rows.shape[0], step), slab_stride(rows, n_classes)
+    held = kernels.empty(shape, accumulation_dtype(rows.dtype), rows.device)
+    return held if shape[1] == n_classes else held[:, :n_classes]
+
+
 def _chunks(rows: Tensor, layer: Layer, step: int) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Scores of some rows after the other, in the same memory, and the bias still to be added."""
-    n, n_classes = rows.shape[0], layer.weight.shape[0]
-    dtype, on_cpu = accumulation_dtype(rows.dtype), rows.device.type == "cpu"
-    held = kernels.empty((min(n, step), slab_stride(rows, n_classes)), dtype, rows.device)
-    held = held if held.shape[1] == n_classes else held[:, :n_classes]
+    on_cpu, held = rows.device.type == "cpu", room_for_scores(rows, layer.weight.shape[0], step)
     for part in rows.split(step):
         if on_cpu:
             yield scores_into(held, part, layer.weight, layer.bias), None

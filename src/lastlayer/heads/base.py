@@ -400,6 +400,10 @@ class ScoredHead(Head):
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         """Log-probabilities of all classes, or of ``chosen`` ones (rows, k); differentiable."""
+        if chosen is not None and not torch.is_grad_enabled():
+            layer = self._softmax_layer(rows, tensors)
+            if layer is not None:
+                return log_probs_of(rows, layer, chosen)
         log_probs = self._log_probs(wide_scores(rows, *tensors))
         return log_probs if chosen is None else log_probs.gather(-1, chosen)
 
@@ -467,11 +471,10 @@ class ScoredHead(Head):
             )
             layer = None if recording else self._softmax_layer(rows, tensors)
             if layer is not None:
-                some = rows.detach()
                 made = (
-                    all_log_probs(some, layer)
+                    all_log_probs(rows, layer)
                     if chosen is None
-                    else log_probs_of(some, layer, chosen)
+                    else log_probs_of(rows, layer, chosen)
                 )
             elif recording and chosen is None:
                 made = self._rows_log_prob(rows, None, *tensors)
