@@ -287,7 +287,7 @@ PREDICTED_CASES = [
         prediction._best_of_blocks,
         dict(BLOCKS=128, WIDTH=64, BEST=128, NORMALISED=True, COMPACT=False, **PREDICTED),
     ),
-    (prediction._draw_blocks, dict(WIDTH=8192)),
+    (prediction._draw_blocks, dict(WIDTH=8192, DRAWS=16)),
     (prediction._draw_in_block, dict(WIDTH=128, COMPACT=True, **PREDICTED)),
     (prediction._log_softmax_row, dict(WIDTH=4096, **PREDICTED)),
 ]

@@ -17,9 +17,9 @@ from lastlayer._torch import accumulation_dtype, is_eager
 from lastlayer.fused.scores import rows_at_a_time, scores_into, slab_stride
 from lastlayer.kernels.prediction import MOST_BEST
 
-# On a GPU: scores that are held, those of a slab or of all classes; rows that a product has at
-# least, so that the weight is not read too often; and scores that so few rows may hold.
-_SCORES, _FEWEST_ROWS, _MOST_SCORES = 24_000_000, 256, 64_000_000
+# On a GPU: scores that are held; rows that a product has at least, so that the weight is not read
+# too often; scores that so few rows may hold; and those of a slab of classes, where they are more.
+_SCORES, _FEWEST_ROWS, _MOST_SCORES, _SLAB = 40_000_000, 256, 64_000_000, 12_000_000
 
 
 class Layer(NamedTuple):
@@ -149,7 +149,7 @@ def _sizes(rows: Tensor, layer: Layer, copies: float = 1.0) -> tuple[int, int]:
         return step, n_classes
     step = min(step, _FEWEST_ROWS)
     # A multiple of the classes of a block.
-    return step, -(-(_SCORES // step) // 4096) * 4096
+    return step, -(-(_SLAB // step) // 4096) * 4096
 
 
 def room_for_scores(rows: Tensor, n_classes: int, step: int) -> Tensor:
@@ -213,8 +213,9 @@ def _draw_by_slabs(rows: Tensor, layer: Layer, uniform: Tensor, some: int) -> Te
     blocks = _by_slabs(rows, layer, some, peaks=False)
     chosen, rest = blocks.draw(uniform)
     drawn = []
-    # A few draws at a time: each takes the scores of a block.
-    for of_blocks, of_rest in zip(chosen.split(16, 1), rest.split(16, 1), strict=True):
+    # Each draw takes the scores of a block.
+    step = max(1, _SLAB // (max(1, rows.shape[0]) * blocks.width))
+    for of_blocks, of_rest in zip(chosen.split(step, 1), rest.split(step, 1), strict=True):
         scores = _scores_of_blocks(rows, layer, of_blocks, blocks.width)
         drawn.append(blocks.draw_inside(
             scores, layer.bias, *layer.shape, of_blocks.contiguous(), of_rest.contiguous(),

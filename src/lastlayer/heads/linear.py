@@ -10,8 +10,8 @@ from torch.nn import Parameter
 from lastlayer._checks import check_alpha_number, check_chunk, check_class_weight, check_k
 from lastlayer._torch import in_autocast_dtype, is_eager, without_autocast
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
-from lastlayer.fused.prediction import best_classes, is_predictable
-from lastlayer.fused.scores import row_chunks, wide_scores
+from lastlayer.fused.prediction import best_classes, is_predictable, rows_held
+from lastlayer.fused.scores import wide_scores
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
 from lastlayer.heads.base import (
     TOP_COPIES,
@@ -24,6 +24,7 @@ from lastlayer.heads.base import (
     top_classes,
 )
 from lastlayer.heads.recipes import Recipe
+from lastlayer.kernels.prediction import MOST_BEST
 from lastlayer.maps.entmax import entmax
 
 
@@ -144,8 +145,9 @@ class LinearHead(ScoredHead):
     def _scores_in_chunks(self, rows: Tensor, copies: float) -> Iterator[tuple[int, Tensor]]:
         """Of each chunk of rows the first one, and the scores of all classes."""
         tensors: tuple[Any, ...] = self._score_tensors(rows.dtype)
-        for part in row_chunks(rows, self.n_classes, self.chunk_rows, copies):
-            yield part.start, wide_scores(rows[part], *tensors)
+        step = rows_held(rows, self.n_classes, self.chunk_rows, copies)
+        for first in range(0, max(1, rows.shape[0]), step):
+            yield first, wide_scores(rows[first : first + step], *tensors)
 
     def _loss_options(self) -> dict[str, Any]:
         """What the fused loss takes beside hidden, weight, target and bias."""
@@ -267,6 +269,7 @@ class EntmaxHead(LinearHead):
         Recipe("sparsemax", "entmax with α = 2", fixed={"alpha": 2.0}, rank=12),
     )
     _loss_names = *LinearHead._loss_names, "alpha"
+    _copies = 2.0
 
     def __init__(
         self,
@@ -339,7 +342,6 @@ class TopKSoftmaxHead(LinearHead):
 
     recipes = (Recipe("topk", "softmax over the k best classes", defaults={"k": 100}, rank=13),)
     _loss_names = *LinearHead._loss_names, "k"
-    _copies = TOP_COPIES + 2.0
 
     def __init__(
         self,
@@ -351,6 +353,7 @@ class TopKSoftmaxHead(LinearHead):
     ) -> None:
         super().__init__(in_features, n_classes, bias, **options)
         self.k = check_k(k)
+        self._copies = 2.0 if self.k <= MOST_BEST else TOP_COPIES + 2.0
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The loss of the targets; see :func:`lastlayer.fused.linear_topk_softmax_loss`."""

@@ -30,6 +30,8 @@ from lastlayer.kernels.prediction import MOST_BEST
 # Classes of a block, unless a row would have more blocks than one program can look at.
 NARROWEST, MOST_BLOCKS = 64, 8192
 SCORES_A_PROGRAM = 2048
+# Draws of a row that one program makes.
+DRAWS = 16
 WIDEST_TILE = 4096
 _LOWEST = tl.constexpr(-(2**31))
 
@@ -155,8 +157,9 @@ class Blocks(NamedTuple):
         if chosen.numel():
             n_blocks = cdiv(self.n_classes, self.width)
             width = max(16, next_power_of_2(n_blocks))
-            _draw_blocks[(n,)](
+            _draw_blocks[(n, cdiv(m, DRAWS))](
                 self.levels, uniform.contiguous(), chosen, rest, n_blocks, m, WIDTH=width,
+                DRAWS=DRAWS,
                 num_warps=max(1, min(16, width // 256)), enable_fp_fusion=True,
             )  # fmt: skip
         return chosen, rest
@@ -321,22 +324,21 @@ def _best_of_blocks(
 
 
 @triton.jit
-def _place_of(share, limit, WIDTH: tl.constexpr):
-    """The first place where the cumulated share exceeds the limit; and what is before it.
+def _place_of(share, reached, limit, WIDTH: tl.constexpr):
+    """The first place where the cumulated share exceeds the limit.
 
     A place without a share is never taken, however sums are rounded.
     """
     place = tl.arange(0, WIDTH)
-    reached = tl.cumsum(share, 0)
     there = share > 0.0
     at = tl.min(tl.where(there & (reached > limit), place, WIDTH), 0)
-    at = tl.where(at == WIDTH, tl.max(tl.where(there, place, 0), 0), at)
-    before = tl.sum(tl.where(place == at, reached - share, 0.0), 0)
-    return at, before
+    return tl.where(at == WIDTH, tl.max(tl.where(there, place, 0), 0), at)
 
 
 @kernel
-def _draw_blocks(levels, uniform, chosen, rest, n_blocks, m, WIDTH: tl.constexpr):
+def _draw_blocks(
+    levels, uniform, chosen, rest, n_blocks, m, WIDTH: tl.constexpr, DRAWS: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, WIDTH)
     level = tl.load(levels + row * n_blocks + block, mask=block < n_blocks, other=-float("inf"))
@@ -345,10 +347,13 @@ def _draw_blocks(levels, uniform, chosen, rest, n_blocks, m, WIDTH: tl.constexpr
     # In float64, so that many small blocks keep their shares.
     share = tl.exp(level.to(tl.float64) - origin.to(tl.float64))
     total = tl.sum(share, 0)
-    for i in range(m):
+    reached = tl.cumsum(share, 0)
+    first = tl.program_id(1) * DRAWS
+    for i in range(first, tl.minimum(first + DRAWS, m)):
         limit = tl.load(uniform + row * m + i) * total
-        at, before = _place_of(share, limit, WIDTH)
+        at = _place_of(share, reached, limit, WIDTH)
         own = tl.sum(tl.where(block == at, share, 0.0), 0)
+        before = tl.sum(tl.where(block == at, reached, 0.0), 0) - own
         inside = tl.minimum(tl.maximum((limit - before) / own, 0.0), 1.0)
         # Not where the sum is 0 or NaN.
         tl.store(chosen + row * m + i, tl.where(total > 0.0, at, -1))
@@ -374,7 +379,8 @@ def _draw_in_block(
     top = tl.max(value, 0)
     origin = tl.where(top == -float("inf"), 0.0, top)
     share = tl.exp(value.to(tl.float64) - origin.to(tl.float64))
-    at, _ = _place_of(share, tl.load(rest + draw) * tl.sum(share, 0), WIDTH)
+    limit = tl.load(rest + draw) * tl.sum(share, 0)
+    at = _place_of(share, tl.cumsum(share, 0), limit, WIDTH)
     tl.store(classes + draw, tl.where(block >= 0, block.to(tl.int64) * WIDTH + at, -1))
 
 
