@@ -13,6 +13,7 @@ from lastlayer.kernels.info_nce import triton as info_nce
 from lastlayer.kernels.label_loss import triton as label_loss
 from lastlayer.kernels.linear_softmax import triton as linear_softmax
 from lastlayer.kernels.node_groups import triton as node_groups
+from lastlayer.kernels.prediction import triton as prediction
 from lastlayer.kernels.products import triton as products
 from lastlayer.kernels.rng import triton as rng
 from lastlayer.kernels.sampled_rows import triton as sampled_rows
@@ -318,6 +319,25 @@ SPAN_CASES = [
     (span_sums._walk, dict(LISTED=True, ENDS=True, GRADIENT=True, **SPAN_TILE)),
 ]
 
+PREDICTED_TYPES = (
+    dict.fromkeys(("scores", "peaks", "levels", "total", "values"), "*fp32")
+    | dict.fromkeys(("uniform", "rest"), "*fp64")
+    | dict.fromkeys(("softcap", "inverse_temperature"), "fp32")
+    | {"bias": "*bf16", "chosen": "*i32", "found": "*i32", "classes": "*i64"}
+)
+PREDICTED = dict(BIASED=True, CAPPED=True)
+PREDICTED_CASES = [
+    (prediction._read_blocks, dict(BLOCKS=32, WIDTH=64, PEAKS=True, LEVELS=True, **PREDICTED)),
+    (prediction._choose_blocks, dict(WIDTH=8192, PEAKS=True, LEVELS=True)),
+    (
+        prediction._best_of_blocks,
+        dict(BLOCKS=128, WIDTH=64, BEST=128, NORMALISED=True, COMPACT=False, **PREDICTED),
+    ),
+    (prediction._draw_blocks, dict(WIDTH=8192, DRAWS=16)),
+    (prediction._draw_in_block, dict(WIDTH=128, COMPACT=True, **PREDICTED)),
+    (prediction._log_softmax_row, dict(WIDTH=4096, **PREDICTED)),
+]
+
 
 MEAN_TYPES = dict.fromkeys(("losses", "loss", "share"), "*fp32") | {"weights": "*u8"}
 MEAN_CASES = [
@@ -376,6 +396,7 @@ def main(step: int) -> None:
         (LABEL_TYPES, LABEL_CASES),
         (GROUP_TYPES, GROUP_CASES),
         (DRAWN_TYPES, DRAWN_CASES),
+        (PREDICTED_TYPES, PREDICTED_CASES),
     ):
         cases += [(kernel, types, constants, True) for kernel, constants in some]
     for kernel, types, constants, fused in cases[::step]:

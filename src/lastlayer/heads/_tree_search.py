@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 
 from lastlayer.fused.paths import block_scores, by_node
 from lastlayer.heads._tree_nodes import WIDEST_GATHERED, Nodes, gathered_block, gathered_scores
-from lastlayer.heads.base import draw_classes
+from lastlayer.heads.base import drawn_by
 from lastlayer.kernels import selected
 from lastlayer.kernels.search import MOST_ON_CUDA, NOWHERE, best_leaves
 
@@ -132,7 +132,7 @@ def _step_down(nodes: Nodes, rows: Tensor, at: Tensor, uniform: Tensor) -> None:
     log_probs = _Opener(nodes, rows).open(pairs // tables.n_inner, pairs % tables.n_inner)
     step = max(1, _DRAWN_NUMBERS // max(1, log_probs.shape[1]))
     drawn = torch.cat([
-        draw_classes(log_probs[some], each.unsqueeze(-1)).squeeze(-1)
+        drawn_by(log_probs[some], each.unsqueeze(-1)).squeeze(-1)
         for some, each in zip(place.split(step), uniform[of_row, walk].split(step), strict=True)
     ])  # fmt: skip
     edge = tables.child_start[node] + drawn.clamp(min=0)

@@ -23,7 +23,7 @@ from lastlayer.fused.clusters import CLUSTERS, group_loss
 from lastlayer.fused.cross_entropy import linear_cross_entropy
 from lastlayer.fused.function import RowScale
 from lastlayer.fused.scores import row_chunks, wide_scores
-from lastlayer.heads.base import all_in_dtype, draw_classes, init_uniform_, log_softmax, top_classes
+from lastlayer.heads.base import all_in_dtype, drawn_by, init_uniform_, log_softmax, top_classes
 from lastlayer.heads.layout import (
     RankedHead,
     check_cutoffs,
@@ -294,14 +294,14 @@ class AdaptiveSoftmax(RankedHead):
         rows, n = in_autocast_dtype(rows), self._n_top
         with without_autocast(rows):
             chunks = self._chunks(rows, self.head_weight.shape[0])
-            drawn = [draw_classes(self._top_log_prob(rows[part]), first[part]) for part in chunks]
+            drawn = [drawn_by(self._top_log_prob(rows[part]), first[part]) for part in chunks]
             column = torch.cat(drawn)
             place = column.clone()
             for i, (start, last) in enumerate(self._clusters):
                 asked = rows_where((column == n + i).any(-1))
                 for part in self._chunks(rows[asked], last - start):
                     some = asked[part]
-                    inside = draw_classes(self._inside_log_prob(i, rows[some]), second[some])
+                    inside = drawn_by(self._inside_log_prob(i, rows[some]), second[some])
                     found = torch.where(inside < 0, -1, inside + start)
                     place[some] = torch.where(column[some] == n + i, found, place[some])
         return torch.where(place < 0, -1, self._classes_at(place.clamp(min=0)))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from lastlayer import kernels
 from lastlayer._checks import (
     as_counts,
     check_generator,
@@ -24,8 +25,17 @@ from lastlayer._torch import (
     autocast_dtype,
     in_autocast_dtype,
     in_dtype,
+    is_eager,
     values_are_checked,
     without_autocast,
+)
+from lastlayer.fused.prediction import (
+    Layer,
+    all_log_probs,
+    best_classes,
+    draw_classes,
+    is_predictable,
+    log_probs_of,
 )
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
@@ -324,7 +334,7 @@ class Head(SavedModule, ABC):
     def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
         """Class ids of rows, -1 for none, from numbers ``(n, n_samples)`` in [0, 1)."""
         chunks = row_chunks(rows, self.n_classes, self.chunk_rows, _DRAW_COPIES)
-        drawn = [draw_classes(self.log_prob(rows[part]), uniform[0][part]) for part in chunks]
+        drawn = [drawn_by(self.log_prob(rows[part]), uniform[0][part]) for part in chunks]
         return torch.cat(drawn)
 
     def _check_rows(self, hidden: Any) -> Tensor:
@@ -392,12 +402,63 @@ class ScoredHead(Head):
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         """Log-probabilities of all classes, or of ``chosen`` ones (rows, k); differentiable."""
+        if chosen is not None and not torch.is_grad_enabled():
+            layer = self._softmax_layer(rows, tensors)
+            if layer is not None:
+                return log_probs_of(rows, layer, chosen)
         log_probs = self._log_probs(wide_scores(rows, *tensors))
         return log_probs if chosen is None else log_probs.gather(-1, chosen)
 
     def _log_probs(self, scores: Tensor) -> Tensor:
-        """The log of the map of scores ``(rows, n_classes)``, differentiable."""
-        return log_softmax(scores)
+        """The log of the map of scores ``(rows, n_classes)``, differentiable.
+
+        By default the softmax after a soft cap and a temperature, of heads that have these.
+        """
+        softcap, temperature = self._softcap_and_temperature()
+        if softcap:
+            capped = softcap * torch.tanh(scores / softcap)
+            # A cap must not bring back a class that a bias of -inf masks.
+            scores = capped.masked_fill(scores == -math.inf, -math.inf)
+        return log_softmax(scores if temperature == 1.0 else scores / temperature)
+
+    def _softcap_and_temperature(self) -> tuple[float, float]:
+        """What scores go through before the softmax; 0 for no cap."""
+        return 0.0, 1.0
+
+    def _layer(self, weight: Any, bias: Tensor | None) -> Layer:
+        """From the tensors of :meth:`_score_tensors`, for a head that is a softmax over scores."""
+        return Layer(weight, bias, *self._softcap_and_temperature(), self.chunk_rows)
+
+    def _softmax_layer(
+        self, rows: Tensor, tensors: tuple[Any, ...] | None = None, k: int = 0
+    ) -> Layer | None:
+        """The layer, where predictions for these rows have kernels; None where they go by chunks.
+
+        That is for a head with other rules for log-probabilities, for k best classes where these
+        are too many, while a compiler traces, and on devices without kernels.
+        """
+        kind = type(self)
+        by_rule = kind._log_probs is ScoredHead._log_probs
+        by_rule &= kind._rows_log_prob is ScoredHead._rows_log_prob
+        if not by_rule or not is_predictable(rows, k):
+            return None
+        return self._layer(*(tensors or self._score_tensors(rows.dtype)))
+
+    def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        some = in_autocast_dtype(rows)
+        layer = self._softmax_layer(some, k=k)
+        if layer is None:
+            return super()._rows_topk(rows, k)
+        with without_autocast(rows):
+            return best_classes(some, layer, k)
+
+    def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
+        some = in_autocast_dtype(rows)
+        layer = self._softmax_layer(some)
+        if layer is None:
+            return super()._rows_sample(rows, *uniform)
+        with without_autocast(rows):
+            return draw_classes(some, layer, uniform[0])
 
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
         rows = in_autocast_dtype(self._check_rows(hidden))
@@ -410,7 +471,14 @@ class ScoredHead(Head):
             recording = torch.is_grad_enabled() and any(
                 each is not None and each.requires_grad for each in (rows, *tensors)
             )
-            if recording and chosen is None:
+            layer = None if recording else self._softmax_layer(rows, tensors)
+            if layer is not None:
+                made = (
+                    all_log_probs(rows, layer)
+                    if chosen is None
+                    else log_probs_of(rows, layer, chosen)
+                )
+            elif recording and chosen is None:
                 made = self._rows_log_prob(rows, None, *tensors)
             else:
                 chunks = list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
@@ -425,6 +493,9 @@ def top_classes(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     a gradient. A NaN comes first, as it does for torch.
     """
     known = scores.detach()
+    if is_predictable(known, k):
+        classes = kernels.prediction.best("auto", known, None, 0.0, 1.0, k, False)[1]
+        return scores.gather(-1, classes), classes
     # To look for ties a GPU would have to wait, and its arithmetic is cheap; while a compiler
     # traces there are none to be seen.
     on_cpu = known.device.type == "cpu" and values_are_checked(known)
@@ -464,18 +535,14 @@ def _unique_keys(scores: Tensor) -> Tensor:
     return (bits.long() << 32).add_(classes.bitwise_not_().bitwise_and_(0xFFFFFFFF))
 
 
-def draw_classes(log_probs: Tensor, uniform: Tensor) -> Tensor:
+def drawn_by(log_probs: Tensor, uniform: Tensor) -> Tensor:
     """Class ids ``(rows, m)`` from log-probabilities ``(rows, n)`` and as many numbers in [0, 1).
 
     The first class whose cumulated probability exceeds the number: a class of probability 0 is
-    never drawn. Sums are in float64, so that the many small classes of a wide row keep their
-    shares, which they would lose in ``torch.multinomial``. A row without probabilities gives -1.
+    never drawn. A row without probabilities gives -1.
     """
-    reached = log_probs.double().exp().cumsum_(-1)
-    total = reached[:, -1:]
-    below = torch.nextafter(total, torch.zeros_like(total))
-    places = torch.searchsorted(reached, torch.minimum(uniform * total, below), right=True)
-    return torch.where(total > 0, places, -1)
+    drawn: Tensor = kernels.prediction.draw("auto", log_probs, None, 0.0, 1.0, uniform)
+    return drawn
 
 
 def checked_draws(classes: Tensor) -> Tensor:
@@ -511,17 +578,29 @@ def all_in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | 
 
 
 def log_of_probs(probs: Tensor) -> Tensor:
-    """``log(probs)``, -inf at 0, where no gradient passes."""
-    outside = probs == 0
-    # The log of 1 in their place: that of 0 would make their gradient NaN.
-    return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
+    """``log(probs)``, -inf at 0, where no gradient passes; ``probs`` may be overwritten."""
+    if probs.requires_grad or not is_eager(probs):
+        outside = probs == 0
+        # The log of 1 in their place: that of 0 would make their gradient NaN.
+        return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
+    if probs.device.type != "cpu":
+        return probs.log_()
+    # A CPU is slow at the log of 0.
+    flat = probs.view(-1)
+    inside = flat.nonzero().squeeze(-1)
+    logs = flat[inside].log_()
+    flat.fill_(-torch.inf)[inside] = logs
+    return probs
 
 
 def log_softmax(scores: Tensor) -> Tensor:
     """``torch.log_softmax`` over the last dimension; -inf in a fully masked row."""
-    masked = scores.detach().amax(-1, keepdim=True) == -torch.inf
-    if values_are_checked(masked) and masked.device.type == "cpu" and not bool(masked.any()):
+    known = scores.detach()
+    # A CPU need not look at all scores to know that no row is masked.
+    on_cpu = values_are_checked(known) and known.device.type == "cpu"
+    if on_cpu and not bool((known[..., :1] == -torch.inf).any()):
         return torch.log_softmax(scores, -1)
+    masked = known.amax(-1, keepdim=True) == -torch.inf
     made = torch.log_softmax(scores.masked_fill(masked, 0.0), -1)
     return made.masked_fill(masked, -torch.inf)
 

@@ -1,6 +1,6 @@
 """The differentiated softmax: frequent classes have longer vectors than rare ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.nn import Parameter, ParameterList
 from torch.nn.functional import linear
 
+from lastlayer import kernels
 from lastlayer._checks import as_pairs, check_choice, check_int
-from lastlayer._torch import in_autocast_dtype, in_dtype
+from lastlayer._torch import accumulation_dtype, in_autocast_dtype, in_dtype, without_autocast
 from lastlayer.fused.clusters import BANDS, group_loss
-from lastlayer.fused.scores import wide_scores
-from lastlayer.heads.base import all_in_dtype, init_uniform_, log_softmax
+from lastlayer.fused.prediction import is_predictable, room_for_scores, rows_held
+from lastlayer.fused.scores import scores_into, wide_scores
+from lastlayer.heads.base import all_in_dtype, init_uniform_, log_softmax, top_classes
 from lastlayer.heads.layout import VARIANTS, RankedHead, bands_from_counts
 from lastlayer.heads.recipes import Arguments, ClassData, Recipe
 
@@ -157,6 +159,19 @@ class DifferentiatedSoftmax(RankedHead):
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         bias, projection, *weights = tensors
+        if not torch.is_grad_enabled() and is_predictable(rows):
+            shape = len(rows), self.n_classes
+            scores = kernels.empty(shape, accumulation_dtype(rows.dtype), rows.device)
+            left = self._scores_into(scores, rows, *tensors)
+            if chosen is None:
+                kernels.prediction.log_softmax_("auto", scores, left, 0.0, 1.0)
+                return self._by_class(scores)
+            places, of_row = self._places_of(chosen), (left, 0.0, 1.0, 0, True)
+            total: Tensor = kernels.prediction.best("auto", scores, *of_row)[2].unsqueeze(-1)
+            found = scores.gather(-1, places)
+            # In a fully masked row all are -inf.
+            total = total.masked_fill_(total == -torch.inf, 0.0)
+            return (found if left is None else found + left[places]) - total
         seen = rows if projection is None else linear(rows, projection)
         of_bands = [
             wide_scores(seen[:, part], weight, None)
@@ -167,3 +182,61 @@ class DifferentiatedSoftmax(RankedHead):
         if chosen is None:
             return self._by_class(log_prob)
         return log_prob.gather(-1, self._places_of(chosen))
+
+    def _scores_into(self, out: Tensor, rows: Tensor, *tensors: Any) -> Tensor | None:
+        """Scores by place, without a gradient; the bias that a kernel is still to add."""
+        bias, projection, *weights = tensors
+        on_cpu = rows.device.type == "cpu"
+        seen = rows if projection is None else linear(rows, projection)
+        for (first, last), weight, part in zip(self._groups, weights, self._seen_by, strict=True):
+            added = bias[first:last] if on_cpu and bias is not None else None
+            scores_into(out[:, first:last], seen[:, part], weight, added)
+        return None if on_cpu else bias
+
+    def _scores_in_chunks(
+        self, rows: Tensor, copies: float
+    ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Some rows, their scores by place, and the bias still to be added."""
+        step = rows_held(rows, self.n_classes, self.chunk_rows, copies)
+        held = room_for_scores(rows, self.n_classes, step)
+        tensors = self._score_tensors(rows.dtype)
+        for first in range(0, max(1, len(rows)), step):
+            part = slice(first, first + step)
+            scores = held[: len(rows[part])]
+            yield part, scores, self._scores_into(scores, rows[part], *tensors)
+
+    def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        some, best = in_autocast_dtype(rows), []
+        if not is_predictable(some, k):
+            return super()._rows_topk(rows, k)
+        with without_autocast(rows):
+            for _, scores, left in self._scores_in_chunks(some, 1.0):
+                if self.order is None:
+                    found = kernels.prediction.best("auto", scores, left, 0.0, 1.0, k, True)[:2]
+                else:
+                    kernels.prediction.log_softmax_("auto", scores, left, 0.0, 1.0)
+                    found = self._best_of_groups(scores, k)
+                best.append(found)
+        return tuple(map(torch.cat, zip(*best, strict=True)))
+
+    def _best_of_groups(self, log_prob: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Of log-probabilities by place; in a group classes are sorted, but not across groups."""
+        of_groups = []
+        for first, last in self._groups:
+            values, columns = top_classes(log_prob[:, first:last], min(k, last - first))
+            of_groups.append((values, self._classes_at(columns + first)))
+        values, classes = (torch.cat(each, -1) for each in zip(*of_groups, strict=True))
+        by_id = classes.argsort(-1)
+        values, columns = top_classes(values.gather(-1, by_id), k)
+        return values, classes.gather(-1, by_id).gather(-1, columns)
+
+    def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
+        some = in_autocast_dtype(rows)
+        if not is_predictable(some):
+            return super()._rows_sample(rows, *uniform)
+        with without_autocast(rows):
+            places = torch.cat([
+                kernels.prediction.draw("auto", scores, left, 0.0, 1.0, uniform[0][part])
+                for part, scores, left in self._scores_in_chunks(some, 5.0)
+            ])  # fmt: skip
+        return torch.where(places < 0, -1, self._classes_at(places.clamp(min=0)))

@@ -1,6 +1,6 @@
 """Heads with one vector per class, exact: softmax, entmax and top-k softmax over all classes."""
 
-import math
+from collections.abc import Iterator
 from typing import Any, Self, TypedDict, Unpack
 
 import torch
@@ -8,18 +8,23 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lastlayer._checks import check_alpha_number, check_chunk, check_class_weight, check_k
+from lastlayer._torch import in_autocast_dtype, is_eager, without_autocast
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
+from lastlayer.fused.prediction import best_classes, is_predictable, rows_held
+from lastlayer.fused.scores import wide_scores
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
 from lastlayer.heads.base import (
     TOP_COPIES,
     ScoredHead,
     all_in_dtype,
+    drawn_by,
     init_uniform_,
     log_of_probs,
     log_softmax,
     top_classes,
 )
 from lastlayer.heads.recipes import Recipe
+from lastlayer.kernels.prediction import MOST_BEST
 from lastlayer.maps.entmax import entmax
 
 
@@ -137,6 +142,13 @@ class LinearHead(ScoredHead):
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         return all_in_dtype(dtype, self.weight, self.bias)
 
+    def _scores_in_chunks(self, rows: Tensor, copies: float) -> Iterator[tuple[int, Tensor]]:
+        """Of each chunk of rows the first one, and the scores of all classes."""
+        tensors: tuple[Any, ...] = self._score_tensors(rows.dtype)
+        step = rows_held(rows, self.n_classes, self.chunk_rows, copies)
+        for first in range(0, max(1, rows.shape[0]), step):
+            yield first, wide_scores(rows[first : first + step], *tensors)
+
     def _loss_options(self) -> dict[str, Any]:
         """What the fused loss takes beside hidden, weight, target and bias."""
         return {name: getattr(self, name) for name in self._loss_names}
@@ -216,14 +228,8 @@ class FullSoftmax(LinearHead):
         self._check_hidden(hidden)
         return linear_cross_entropy(hidden, self.weight, target, self.bias, **self._loss_options())
 
-    def _log_probs(self, scores: Tensor) -> Tensor:
-        if self.softcap is not None:
-            capped = self.softcap * torch.tanh(scores / self.softcap)
-            # A cap must not bring back a class that a bias of -inf masks.
-            scores = capped.masked_fill(scores == -math.inf, -math.inf)
-        if self.temperature != 1.0:
-            scores = scores / self.temperature
-        return log_softmax(scores)
+    def _softcap_and_temperature(self) -> tuple[float, float]:
+        return self.softcap or 0.0, self.temperature
 
 
 class EntmaxHead(LinearHead):
@@ -263,6 +269,7 @@ class EntmaxHead(LinearHead):
         Recipe("sparsemax", "entmax with α = 2", fixed={"alpha": 2.0}, rank=12),
     )
     _loss_names = *LinearHead._loss_names, "alpha"
+    _copies = 2.0
 
     def __init__(
         self,
@@ -281,9 +288,25 @@ class EntmaxHead(LinearHead):
         return linear_entmax_loss(hidden, self.weight, target, self.bias, **self._loss_options())
 
     def _log_probs(self, scores: Tensor) -> Tensor:
-        return (
-            log_softmax(scores) if self.alpha == 1.0 else log_of_probs(entmax(scores, self.alpha))
-        )
+        if self.alpha == 1.0:
+            return log_softmax(scores)
+        return log_of_probs(entmax(scores, self.alpha))
+
+    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
+        if chosen is None or torch.is_grad_enabled() or self.alpha == 1.0:
+            return super()._rows_log_prob(rows, chosen, *tensors)
+        return entmax(wide_scores(rows, *tensors), self.alpha).gather(-1, chosen).log_()
+
+    def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        """By probabilities; only those of the best have to be logarithms."""
+        if self.alpha == 1.0:
+            return super()._rows_topk(rows, k)
+        best = []
+        with without_autocast(rows):
+            for _, scores in self._scores_in_chunks(in_autocast_dtype(rows), TOP_COPIES):
+                probs, classes = top_classes(entmax(scores, self.alpha), k)
+                best.append((probs.log_(), classes))
+        return tuple(map(torch.cat, zip(*best, strict=True)))
 
 
 class TopKSoftmaxHead(LinearHead):
@@ -319,7 +342,6 @@ class TopKSoftmaxHead(LinearHead):
 
     recipes = (Recipe("topk", "softmax over the k best classes", defaults={"k": 100}, rank=13),)
     _loss_names = *LinearHead._loss_names, "k"
-    _copies = TOP_COPIES + 2.0
 
     def __init__(
         self,
@@ -331,6 +353,7 @@ class TopKSoftmaxHead(LinearHead):
     ) -> None:
         super().__init__(in_features, n_classes, bias, **options)
         self.k = check_k(k)
+        self._copies = 2.0 if self.k <= MOST_BEST else TOP_COPIES + 2.0
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The loss of the targets; see :func:`lastlayer.fused.linear_topk_softmax_loss`."""
@@ -344,6 +367,49 @@ class TopKSoftmaxHead(LinearHead):
             return log_softmax(scores)
         values, classes = top_classes(scores, self.k)
         logs = log_softmax(values)
-        broken = logs.isnan().any(-1, keepdim=True)
-        nothing = torch.full_like(scores, -torch.inf).masked_fill_(broken, torch.nan)
-        return nothing.scatter(-1, classes, logs)
+        rest = _elsewhere(logs).expand(scores.shape)
+        if scores.requires_grad or not is_eager(scores):
+            return rest.scatter(-1, classes, logs)
+        return scores.copy_(rest).scatter_(-1, classes, logs)
+
+    def _best(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids of the k best classes, in rows that have kernels for them."""
+        layer = self._layer(*tensors)
+        values, classes = best_classes(rows, layer, self.k, normalised=False)
+        return log_softmax(values), classes
+
+    def _has_best(self, rows: Tensor) -> bool:
+        return self.k < self.n_classes and is_predictable(rows, self.k)
+
+    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
+        if chosen is None or torch.is_grad_enabled() or not self._has_best(rows):
+            return super()._rows_log_prob(rows, chosen, *tensors)
+        logs, classes = self._best(rows, *tensors)
+        ids, order = classes.sort(-1)
+        place = torch.searchsorted(ids, chosen.contiguous()).clamp_(max=self.k - 1)
+        found = logs.gather(-1, order.gather(-1, place))
+        return torch.where(ids.gather(-1, place) == chosen, found, _elsewhere(logs))
+
+    def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        some = in_autocast_dtype(rows)
+        if k > self.k or not self._has_best(some):
+            return super()._rows_topk(rows, k)
+        with without_autocast(rows):
+            logs, classes = self._best(some, *self._score_tensors(some.dtype))
+        # All classes of a row with a NaN are equal.
+        first = torch.arange(k, device=rows.device)
+        return logs[:, :k], torch.where(logs[:, :1].isnan(), first, classes[:, :k])
+
+    def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
+        some = in_autocast_dtype(rows)
+        if not self._has_best(some):
+            return super()._rows_sample(rows, *uniform)
+        with without_autocast(rows):
+            logs, classes = self._best(some, *self._score_tensors(some.dtype))
+        place = drawn_by(logs, uniform[0])
+        return torch.where(place < 0, -1, classes.gather(-1, place.clamp(min=0)))
+
+
+def _elsewhere(logs: Tensor) -> Tensor:
+    """The log-probability ``(rows, 1)`` of all but the best classes: NaN where theirs are."""
+    return logs[:, :1].detach().clone().masked_fill_(~logs[:, :1].isnan(), -torch.inf)

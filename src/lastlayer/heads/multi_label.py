@@ -1,7 +1,7 @@
 """Any number of labels per row, of very many."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from lastlayer._labels import check_label_smoothing
 from lastlayer._torch import in_autocast_dtype, without_autocast
 from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
+from lastlayer.fused.prediction import best_classes, is_predictable
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.base import TOP_COPIES, log_of_probs, top_classes
@@ -272,9 +273,13 @@ class MultiLabel(LinearHead):
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
         """By scores, which differ also where probabilities are too close to 1 to do so."""
-        best = []
+        best, some = [], in_autocast_dtype(rows)
         with without_autocast(rows):
-            for _, scores in self._scores_in_chunks(in_autocast_dtype(rows), TOP_COPIES):
+            if self.loss != "sparsemax" and is_predictable(some, k):
+                layer = self._layer(*self._score_tensors(some.dtype))
+                top, classes = best_classes(some, layer, k, normalised=False)
+                return self._log_probs(top, classes), classes
+            for _, scores in self._scores_in_chunks(some, TOP_COPIES):
                 top, classes = top_classes(scores, k)
                 if self.loss == "sparsemax":
                     best.append((self._log_probs(scores).gather(-1, classes), classes))
@@ -311,12 +316,6 @@ class MultiLabel(LinearHead):
             return super()._rows_log_prob(rows, chosen, *tensors)
         scores = kernels.products.scores("auto", rows, *tensors, chosen)
         return self._log_probs(scores, chosen)
-
-    def _scores_in_chunks(self, rows: Tensor, copies: float) -> Iterator[tuple[int, Tensor]]:
-        """Of each chunk of rows the first one, and the scores of all labels."""
-        tensors: tuple[Any, ...] = self._score_tensors(rows.dtype)
-        for part in row_chunks(rows, self.n_classes, self.chunk_rows, copies):
-            yield part.start, wide_scores(rows[part], *tensors)
 
     def _check_threshold(self, threshold: Any, device: torch.device) -> float | Tensor:
         """A number, or one per label, on the device; by default the calibrator's, or 0."""

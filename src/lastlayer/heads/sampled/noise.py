@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lastlayer._checks import check_real
+from lastlayer._torch import accumulation_dtype
 from lastlayer.fused.sampled import Rule
-from lastlayer.heads.base import log_softmax
 from lastlayer.heads.recipes import sampled_recipe
 from lastlayer.heads.sampled.base import SampledHead, SampledOptions
 from lastlayer.heads.self_normalized import Drift, chosen_scores, drift_of, log_normalizer
@@ -247,8 +247,10 @@ class NegativeSampling(SampledHead):
     def _exact_loss(self, hidden: Tensor, target: Any) -> Tensor:
         return self._loss_of_log_prob(hidden, target)
 
-    def _log_probs(self, scores: Tensor) -> Tensor:
-        return log_softmax(scores + _log_q(self.sampler, scores.dtype))
+    def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        weight, bias = super()._score_tensors(dtype)
+        log_q = _log_q(self.sampler, accumulation_dtype(dtype))
+        return weight, log_q if bias is None else bias + log_q
 
     def _row_log_z(self, hidden: Tensor) -> Tensor:
         """log of the sum of k q e^s, which is 0 at the optimum."""

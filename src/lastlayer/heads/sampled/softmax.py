@@ -10,7 +10,6 @@ from torch import Tensor
 from lastlayer._checks import check_choice, check_positive
 from lastlayer._torch import accumulation_dtype
 from lastlayer.fused.sampled import Rule
-from lastlayer.heads.base import log_softmax
 from lastlayer.heads.recipes import sampled_recipe
 from lastlayer.heads.sampled.base import SampledHead, SampledOptions, as_class_ids, check_sampler
 from lastlayer.samplers import Sampler
@@ -200,8 +199,8 @@ class SampledSoftmax(SampledHead):
         place = torch.searchsorted(self.head_ids, ids).clamp(max=self.n_head - 1)
         return self.head_ids[place] == ids
 
-    def _log_probs(self, scores: Tensor) -> Tensor:
-        return log_softmax(scores / self.temperature)
+    def _softcap_and_temperature(self) -> tuple[float, float]:
+        return 0.0, self.temperature
 
 
 def _head_ids(head_classes: Any, n_classes: int) -> Tensor:
