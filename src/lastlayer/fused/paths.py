@@ -5,12 +5,13 @@ leaves the slope of every node on a path, σ(score) - taken, and the gradient of
 have to be scaled by the upstream gradient, so backward reads no vector.
 
 At wider nodes a row is scored against all children of each node on its path. Rows at the same node
-are a group with one product: on CUDA all groups in one launch, elsewhere one after the other.
+are a group with one product: on CUDA all groups in one launch, elsewhere one after the other, but
+for the small ones, which a CPU kernel does together.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from lastlayer.trees import Tree
 
 # Scores that are held until backward on CUDA; beyond, backward makes those of each part again.
 _HELD_SCORES = 1 << 28
+# Multiplications at a node, for all of its rows, that take as long as calling its product does.
+_FEW_NUMBERS = 500_000
 
 
 class TreeTables(torch.nn.Module):
@@ -386,10 +389,11 @@ def _(rows: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
 
 
 class _OneByOneEngine(Engine):
-    """Choices at many wide nodes, one node after the other; backward makes the scores again.
+    """Choices at many nodes, a product for each; backward makes the scores again.
 
     Operands: rows, weight, bias; node, position, row_start. The result are log-probabilities of
-    the shape of ``node``, 0 where that is ``n_inner``.
+    the shape of ``node``, 0 where that is ``n_inner``. On a CPU one kernel does all nodes with few
+    rows; without it nodes have more than two children.
     """
 
     name = "nodes_one_by_one"
@@ -400,45 +404,59 @@ class _OneByOneEngine(Engine):
 
     def compute(self, call: Call) -> Result:
         (rows, weight, bias, node, position, row_start), options, _, wanted, upstream = call
-        groups = [*by_node(row_start, node.reshape(-1))]
-        position, m, sparse = position.reshape(-1), node.shape[1], options[0]
-        made = rows.new_zeros(node.shape)
+        (sparse,), m, d = options, node.shape[1], rows.shape[1]
+        groups, position = groups_of(row_start, node.reshape(-1)), position.reshape(-1)
+        few = groups.entries() * groups.width * d < _FEW_NUMBERS
+        few = few | (groups.width == 1) if kernel_suits(rows, weight) else few & False
+        small, large = groups.some(few), [*groups.some(~few).blocks()]
         with without_autocast(rows):
             if upstream is None:
-                for block, entries in groups:
+                made = rows.new_zeros(node.shape)
+                if len(small.row):
+                    from lastlayer.kernels.node_groups import cpu as kernel
+
+                    kernel.choose(rows, weight, bias, *small, position, made)
+                for block, entries in large:
                     scores = block_scores(weight, bias, rows[entries // m], block)
                     chosen = position[entries].unsqueeze(-1)
                     found = torch.log_softmax(scores, -1).gather(-1, chosen)
                     made.view(-1)[entries] = found.squeeze(-1)
                 return Result(made)
             # The result itself is not asked for again: only gradients are made.
-            upstream, touched = upstream.reshape(-1), [row_start[:0]]
+            upstream, place, at = upstream.reshape(-1), groups.row, None
             if sparse:
-                spans = [(block.start, block.stop) for block, _ in groups]
-                touched += [torch.arange(*span, device=rows.device) for span in spans]
-            at = torch.cat(touched)
-            of_rows = torch.zeros_like(rows)
+                place = np.cumsum(groups.width) - groups.width
+                steps = np.repeat(groups.row - place, groups.width)
+                at = torch.from_numpy(steps + np.arange(len(steps))).to(rows.device)
             of_weight, of_bias = (
-                None if not need else torch.zeros_like(each) if not sparse
+                None if not need else torch.zeros_like(each) if at is None
                 else each.new_empty(len(at), *each.shape[1:])
                 for each, need in zip((weight, bias), wanted[1:], strict=True)
             )  # fmt: skip
-            n = 0
-            for block, entries in groups:
+            of_rows = torch.zeros_like(rows) if wanted[0] else None
+            if len(small.row):
+                from lastlayer.kernels.node_groups import cpu as kernel
+
+                # The entries of a row are in different groups: each has a part of its own.
+                parts = rows.new_zeros(*node.shape, d) if wanted[0] else None
+                kernel.gradients(
+                    rows, weight, bias, *small, position, upstream, place[few], parts, of_weight,
+                    of_bias,
+                )  # fmt: skip
+                of_rows = None if parts is None else parts.sum(1)
+            for (block, entries), first in zip(large, place[~few].tolist(), strict=True):
                 mine, chosen = entries // m, position[entries].unsqueeze(-1)
                 hidden, factor = rows[mine], upstream[entries].unsqueeze(-1)
                 slopes = torch.softmax(block_scores(weight, bias, hidden, block), -1)
                 slopes = slopes.mul_(-factor).scatter_add_(-1, chosen, factor)
-                if wanted[0]:
+                if of_rows is not None:
                     of_rows.index_add_(0, mine, slopes @ weight[block].to(rows.dtype))
-                place = slice(n, n + slopes.shape[1]) if sparse else block
-                n += slopes.shape[1]
+                here = slice(first, first + slopes.shape[1])
                 if of_weight is not None:
-                    of_weight[place] = slopes.t() @ hidden
+                    of_weight[here] = slopes.t() @ hidden
                 if of_bias is not None:
-                    of_bias[place] = slopes.sum(0)
-        pieces = of_rows if wanted[0] else None, of_weight, of_bias, at if sparse else None
-        return Result(made, pieces)
+                    of_bias[here] = slopes.sum(0)
+        return Result(rows.new_empty(node.shape), (of_rows, of_weight, of_bias, at))
 
     def fake(self, call: Call) -> Result:
         made = call.operands[0].new_empty(call.operands[3].shape)
@@ -455,6 +473,12 @@ class _OneByOneEngine(Engine):
 
 
 _GROUPS, _ONE_BY_ONE = _GroupEngine(), _OneByOneEngine()
+
+
+def kernel_suits(rows: Tensor, weight: Tensor) -> bool:
+    """Whether there is a kernel for nodes of any arity with few rows: on a CPU, float32 or 64."""
+    known = rows.device.type == "cpu" and rows.dtype == weight.dtype and is_eager(rows)
+    return known and selected("tree_path_loss", "cpu", rows.dtype) == "cpu"
 
 
 def groups_suit(tables: TreeTables, rows: Tensor) -> bool:
@@ -476,8 +500,9 @@ def node_log_probs(
     """Of the children at ``position`` of ``node``, both ``(n, m)``; differentiable once.
 
     ``rows``, at least one, are float32 or float64, or of any dtype if :func:`groups_suit`. Nodes
-    have more than two children, or any number of them if :func:`groups_suit`; ``n_inner`` asks for
-    nothing, and the result is 0 there. A row asks for the nodes of so many ``paths``.
+    have more than two children, or any number of them if :func:`groups_suit` or
+    :func:`kernel_suits`; ``n_inner`` asks for nothing, and the result is 0 there. A row asks for
+    the nodes of so many ``paths``.
     """
     operands = rows, weight, bias, node, position, tables.row_start
     if not groups_suit(tables, rows):
@@ -516,17 +541,43 @@ def group_loss(
     return reduced(losses, target, ignore_index, reduction)[0]
 
 
-def by_node(row_start: Tensor, node: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of the weight of each node that is asked for, and the entries that ask for it.
+class Groups(NamedTuple):
+    """Entries in the order of their nodes: of each node its first and last one, and its vectors.
 
-    Entries with ``n_inner`` for a node ask for none. Waits for the device.
+    The vectors of a group are ``width`` rows of the weight from ``row`` on.
     """
-    ordered, order = node.sort()
+
+    order: Tensor
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+    row: NDArray[np.int64]
+    width: NDArray[np.int64]
+
+    def entries(self) -> NDArray[np.int64]:
+        """How many each group has."""
+        return self.last - self.first
+
+    def some(self, chosen: NDArray[np.bool_]) -> "Groups":
+        """The groups that are chosen."""
+        return Groups(self.order, *(each[chosen] for each in self[1:]))
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The rows of the weight of each group, and its entries."""
+        first, last, row, width = (each.tolist() for each in self[1:])
+        for a, b, start, size in zip(first, last, row, width, strict=True):
+            yield slice(start, start + size), self.order[a:b]
+
+
+def groups_of(row_start: Tensor, node: Tensor) -> Groups:
+    """Entries by their node; those with ``n_inner`` ask for none. Waits for the device."""
+    ordered, order = node.sort(stable=True)
     asked, sizes = torch.unique_consecutive(ordered, return_counts=True)
     bounds = row_start[torch.stack([asked, asked + 1]).clamp_(max=len(row_start) - 1)]
-    for first, last, entries in zip(*bounds.tolist(), order.split(sizes.tolist()), strict=True):
-        if first < last:
-            yield slice(first, last), entries
+    row, end = bounds.cpu().numpy()
+    last = sizes.cumsum(0).cpu().numpy()
+    first = last - sizes.cpu().numpy()
+    there = row < end
+    return Groups(order, first[there], last[there], row[there], (end - row)[there])
 
 
 def block_scores(weight: Tensor, bias: Tensor | None, rows: Tensor, block: slice) -> Tensor:

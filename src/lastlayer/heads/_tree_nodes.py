@@ -14,17 +14,25 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, logsigmoid
 
 from lastlayer._checks import as_counts
-from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
+from lastlayer._torch import (
+    accumulation_dtype,
+    host_sync_allowed,
+    in_dtype,
+    is_eager,
+    without_autocast,
+)
 from lastlayer.fused.paths import (
     TreeTables,
     group_loss,
     groups_suit,
+    kernel_suits,
     node_log_probs,
     path_loss,
     reduced,
 )
-from lastlayer.fused.scores import wide_scores
+from lastlayer.fused.scores import scores_into, wide_scores
 from lastlayer.heads.base import log_frequencies
+from lastlayer.kernels import empty, selected
 
 # Blocks of more vectors than this are not gathered.
 WIDEST_GATHERED = 32
@@ -35,6 +43,8 @@ _NUMBERS_PER_NODE = 30_000
 _LIGHTEST = math.log(1e-280)
 # Numbers of a vector that are summed at a time: float64 takes twice the memory.
 _NUMBERS = 32
+# Numbers of a line of memory, to which lines of scores are aligned.
+_ALIGNED = 16
 
 
 class Nodes(NamedTuple):
@@ -162,6 +172,10 @@ def _edge_log_prob(
     if not tables.has_wide:
         # Padded, as a batched product takes it: paths of a batch are of about the same length.
         return torch.where(inside, _binary(nodes, rows, torch.where(inside, node, 0), position), 0)
+    # Where no gradient is recorded there is no second one either.
+    once = once or not torch.is_grad_enabled()
+    if (once or widest > WIDEST_GATHERED) and kernel_suits(rows, weight) and edges.numel():
+        return in_groups(inside)
     binary = tables.child_start[node + 1] - tables.child_start[node] == 2
     crowded = once and edges.numel() * widest * rows.shape[1] > _NUMBERS_PER_NODE * tables.n_inner
     if (widest > WIDEST_GATHERED or crowded) and host_sync_allowed(rows):
@@ -269,7 +283,11 @@ def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
     """Of ``classes`` ``(n, k)``, or of all ``(n, n_classes)``, added up level by level."""
     tables, weight, bias, _ = nodes
     biases = None if bias is None else in_dtype(bias, rows.dtype)
-    scores = wide_scores(rows, in_dtype(weight, rows.dtype), biases)
+    vectors = in_dtype(weight, rows.dtype)
+    if leaves_suit(nodes, rows):
+        made = _compiled_leaves(tables, rows, vectors, biases)
+        return made if classes is None else made.gather(-1, classes)
+    scores = wide_scores(rows, vectors, biases)
     if tables.n_inner:
         # One row per score: what is gathered is then contiguous.
         leaves = _down_to_leaves(tables, _edge_log_probs(tables, scores.t().contiguous()))
@@ -277,6 +295,33 @@ def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
     else:
         made = scores.sum(-1, keepdim=True)
     return made if classes is None else made.gather(-1, classes)
+
+
+def leaves_suit(nodes: Nodes, rows: Tensor) -> bool:
+    """Whether a kernel goes from scores to classes: on a CPU where no gradient is recorded."""
+    tables = nodes.tables
+    learned = any(each is not None and each.requires_grad for each in (rows, *nodes[1:3]))
+    return (
+        rows.device.type == "cpu"
+        and not (learned and torch.is_grad_enabled())
+        and tables.n_inner > 0
+        and not tables.overlaps
+        and is_eager(rows)
+        and selected("tree_path_loss", "cpu", rows.dtype) == "cpu"
+    )
+
+
+def _compiled_leaves(
+    tables: TreeTables, rows: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    from lastlayer.kernels.node_groups.cpu import leaves
+
+    # A product into lines that are no multiple of a vector takes twice as long.
+    width = -(-tables.n_rows // _ALIGNED) * _ALIGNED
+    memory = empty((rows.shape[0], width), accumulation_dtype(rows.dtype))
+    scores_into(memory[:, : tables.n_rows], rows, weight, bias)
+    tree = tables.child_start, tables.row_start, tables.child, tables.path_end
+    return leaves(memory, *tree)
 
 
 def _edge_log_probs(tables: TreeTables, scores: Tensor) -> Tensor:

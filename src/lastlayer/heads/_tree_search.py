@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lastlayer.fused.paths import block_scores, by_node
+from lastlayer.fused.paths import block_scores, groups_of
 from lastlayer.heads._tree_nodes import WIDEST_GATHERED, Nodes, gathered_block, gathered_scores
 from lastlayer.heads.base import drawn_by
 from lastlayer.kernels import selected
@@ -169,7 +169,7 @@ class _Opener:
                 at = some[part]
                 made[at] = gathered_block(self.nodes, rows[of_row[at]], node[at], width)
         else:
-            for block, entries in by_node(tables.row_start, node[some]):
+            for block, entries in groups_of(tables.row_start, node[some]).blocks():
                 at = some[entries]
                 scores = block_scores(self.nodes.weight, self.nodes.bias, rows[of_row[at]], block)
                 made[at, : scores.shape[1]] = torch.log_softmax(scores, -1)

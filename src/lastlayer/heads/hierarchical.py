@@ -21,6 +21,7 @@ from lastlayer.heads._tree_nodes import (
     class_vectors,
     init_biases,
     init_nodes,
+    leaves_suit,
     path_log_prob,
     shared_log_prob,
     tree_loss,
@@ -35,11 +36,15 @@ from lastlayer.trees import Tree
 _TREE_FILE = "tree.safetensors"
 # Rows that are searched at a time.
 _SEARCHED_ROWS = 1024
+# Rows that are searched before the others, to see whether that is worth while.
+_TRIED_ROWS = 8
 # Where more than this part of the classes is asked for, sorting all is faster than a search.
 _SEARCHED_PART, _SEARCHED_CLASSES = 1 / 8, 512
 # Numbers held for each class and row of all log-probabilities (scores, edges by arity and in order,
 # sums, classes), and for each gathered one.
 _ALL_COPIES, _GATHERED_COPIES = 9.0, 3.0
+# The same for scores and classes alone, where a kernel goes from one to the other.
+_LEAF_COPIES = 2.0
 
 
 class HierarchicalSoftmax(Head):
@@ -294,6 +299,8 @@ class HierarchicalSoftmax(Head):
             )
             if chosen is None and recording:
                 return all_log_prob(nodes, rows, None)
+            if not recording and leaves_suit(nodes, rows):
+                held, copies = tables.n_rows, _LEAF_COPIES
         elif (
             len(rows) > 1 and chosen.stride(0) == 0 and tables.n_inner
             and host_sync_allowed(rows) and not torch.compiler.is_compiling()
@@ -323,9 +330,9 @@ class HierarchicalSoftmax(Head):
         its parent, so a node that is less probable than k known classes has no class below it
         that is one of the best k.
 
-        A row for which more than a sixteenth of the nodes would be opened is sorted as a whole,
-        and so are all where k is more than an eighth of the classes, or where the tree overlaps,
-        as the bound does not hold for a sum over paths.
+        A row for which more than a sixteenth of the nodes would be opened is sorted as a whole;
+        so are all rows on a CPU if most of the first 8 are, and where k is more than an eighth of
+        the classes, or where the tree overlaps, as the bound does not hold for a sum over paths.
 
         Args:
             hidden: ``(*batch, in_features)``.
@@ -351,16 +358,24 @@ class HierarchicalSoftmax(Head):
     @eager
     def _search(self, hidden: Tensor, k: int, beam: int | None = None) -> Found:
         rows = hidden.reshape(-1, self.in_features)
-        with without_autocast(hidden):
-            parts = [
-                search(self._nodes, wide(some), k, beam) for some in rows.split(_SEARCHED_ROWS)
-            ]
+        n = rows.shape[0]
+        # On a CPU a few rows first: where the search is given up for them, it is for most others.
+        tried = _TRIED_ROWS if hidden.device.type == "cpu" and n > 2 * _TRIED_ROWS else 0
+        parts = [self._search_rows(rows[:tried], k, beam)] if tried else []
+        if tried and int((parts[0].opened < 0).sum()) * 2 > tried:
+            values, classes = super().topk(rows, k)
+            return Found(values, classes, classes.new_full((n,), self._tables.n_inner))
+        parts += [self._search_rows(each, k, beam) for each in rows[tried:].split(_SEARCHED_ROWS)]
         found = Found(*(torch.cat(each) for each in zip(*parts, strict=True)))
         given_up = (found.opened < 0).nonzero().squeeze(-1)
         if len(given_up):
             found.values[given_up], found.classes[given_up] = super().topk(rows[given_up], k)
             found.opened[given_up] = self._tables.n_inner
         return found
+
+    def _search_rows(self, rows: Tensor, k: int, beam: int | None) -> Found:
+        with without_autocast(rows):
+            return search(self._nodes, wide(rows), k, beam)
 
     @torch.no_grad()
     def sample(

@@ -1,7 +1,7 @@
-"""Choices among the children of many nodes, on CUDA: rows that are at one node are a group.
+"""Choices among the children of many nodes: rows that are at one node are a group.
 
-There is none for the CPU: elsewhere nodes are taken one by one. README.md has the derivation. Here
-is what a plan holds, and how much room it needs: numbers that the host has.
+On CUDA all groups are one launch, on a CPU the small ones one call; README.md has the derivation.
+Here is what a plan on CUDA holds, and how much room it needs: numbers that the host has.
 """
 
 from typing import NamedTuple

@@ -34,3 +34,29 @@ def log_probs(
         chosen = scores.log_softmax(1).gather(1, taken).squeeze(1)
         made = made.index_put((rows, level), chosen)
     return made
+
+
+def leaves(
+    scores: Tensor, child_start: Tensor, row_start: Tensor, child: Tensor, end: Tensor
+) -> Tensor:
+    """Log-probabilities of all leaves, ``(n, leaves)``, from the scores of all rows of the weight.
+
+    Args:
+        scores: ``(n, n_rows)``; columns beyond the last row of the weight are not read.
+        child_start: where the edges of each node start, and the end.
+        row_start: the same for its rows of the weight.
+        child: what each edge leads to: a node, or ~c for a leaf.
+        end: the last edge on the path to each leaf.
+    """
+    edges = scores.new_zeros(scores.shape[0], len(child))
+    reached = {0: scores.new_zeros(scores.shape[0], 1)}
+    for node in range(len(child_start) - 1):
+        own = slice(*child_start[node : node + 2].tolist())
+        some = scores[:, slice(*row_start[node : node + 2].tolist())]
+        if some.shape[1] == 1:
+            some = torch.cat([torch.zeros_like(some), some], 1)
+        edges[:, own] = reached[node] + some.log_softmax(1)
+        for edge in range(own.start, own.stop):
+            if child[edge] >= 0:
+                reached[int(child[edge])] = edges[:, edge : edge + 1]
+    return edges[:, end.long()]
