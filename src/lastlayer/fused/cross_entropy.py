@@ -70,9 +70,9 @@ def linear_cross_entropy(
     ``weight_grad`` backward makes the scores again, a fourth product.
 
     On a GPU any number of classes and any hidden size are about as fast as the next multiple of 8.
-    For an odd hidden size (no multiple of 16 bytes) large problems are computed on padded copies of
-    hidden and weight, and their gradients are copied back: memory for two more weights for that
-    time. An odd number of classes costs no such copy.
+    For an odd hidden size (rows that are no multiple of 16 bytes) large problems are computed on
+    padded copies of hidden and weight, and gradients are copied back: this takes the memory of one
+    more weight, or two with ``weight_grad``. An odd number of classes needs no such copy.
 
     On a GPU the host waits once, to leave out ignored rows before any product. Give
     ``ignore_index=None`` where every target counts: then nothing waits.

@@ -193,7 +193,7 @@ def topk_rows(class_weight: Tensor | None, k: float) -> RowLoss:
         if k <= WIDEST_TOP:
             rounded = scores.itemsize < 4
             candidates = min(k + _TOP_SLACK, scores.shape[1]) if rounded else k
-            classes = torch.topk(scores, candidates, sorted=False).indices
+            classes = _top_classes(scores, candidates)
             own, at_target = scores_of_listed(scores, chunk, classes)
             if rounded:
                 own, best = torch.topk(own, k, sorted=False)
@@ -205,6 +205,15 @@ def topk_rows(class_weight: Tensor | None, k: float) -> RowLoss:
         )  # fmt: skip
 
     return rows
+
+
+def _top_classes(scores: Tensor, k: int) -> Tensor:
+    """Of each row, in any order."""
+    if scores.is_contiguous():
+        return torch.topk(scores, k, sorted=False).indices
+    # torch copies rows that are apart: only a few at a time.
+    some = scores.split(max(1, -(-scores.shape[0] // _PIECES)))
+    return torch.cat([torch.topk(each, k, sorted=False).indices for each in some])
 
 
 def scores_of_listed(scores: Tensor, chunk: Chunk, classes: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Binary cross entropy and the asymmetric loss on the CPU: a row passes in spans, once each way."""
 
 import math
+from functools import cache
 
 import numpy as np
 import torch
@@ -10,7 +11,15 @@ from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype, in_dtype
 from lastlayer.kernels._cpu import by_rows, empty
-from lastlayer.kernels._cpu_labels import SPAN, allowed_in, between, hide, labelled_rows, read_span
+from lastlayer.kernels._cpu_labels import (
+    SPAN,
+    allowed_in,
+    between,
+    hide,
+    labelled_rows,
+    part_of,
+    read_span,
+)
 from lastlayer.kernels._cpu_math import FAST, exp, log, log1p, one_plus
 
 # Powers up to here are products.
@@ -26,9 +35,8 @@ def forward(
     counts = torch.empty(n_rows if mask is not None else 0, dtype=torch.bool)
     numbers = _numbers(gamma_negative, gamma_positive, margin, scores.dtype)
     for part, rows, labels, shown in labelled_rows(scores, target, mask):
-        _forward_rows(
-            *rows.shape, rows, labels, shown, *numbers, losses[part].numpy(), counts[part].numpy()
-        )
+        made = part_of(losses, part).numpy(), part_of(counts, part).numpy()
+        _forward_rows(*rows.shape, rows, labels, shown, *numbers, *made)
     return losses, counts
 
 
@@ -41,17 +49,19 @@ def backward(
     out = empty(scores.shape, scores.dtype)
     numbers = _numbers(gamma_negative, gamma_positive, margin, scores.dtype)
     for part, rows, labels, shown in labelled_rows(scores, target, mask):
-        made = out[part] if scores.dtype == dtype else torch.empty(rows.shape, dtype=dtype)
-        factors = grad if grad.shape[0] == 1 else grad[part]
+        wide = scores.dtype == dtype
+        made = part_of(out, part) if wide else torch.empty(rows.shape, dtype=dtype)
+        factors = grad if grad.shape[0] == 1 else part_of(grad, part)
         _backward_rows(
             *rows.shape, rows, labels, shown, *numbers, focus_gradient, factors.numpy(),
             made.numpy(),
         )  # fmt: skip
-        if scores.dtype != dtype:
-            out[part] = made
+        if not wide:
+            part_of(out, part).copy_(made)
     return out
 
 
+@cache
 def _numbers(gamma_negative, gamma_positive, margin, dtype):
     """Whether the loss is a plain one, powers as integers where they are products, the margin."""
     gammas = gamma_negative, gamma_positive

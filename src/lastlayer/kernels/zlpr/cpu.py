@@ -21,6 +21,7 @@ from lastlayer.kernels._cpu_labels import (
     hide,
     labelled_rows,
     mask_of,
+    part_of,
     read_span,
 )
 from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest, sum_of
@@ -44,10 +45,11 @@ def forward(
     stats = losses.new_empty((4, n_rows))
     counts = torch.empty(n_rows if mask is not None else 0, dtype=torch.bool)
     for part, *given in _rows_of(scores, target, lists, values, mask, smoothing):
-        found = stats.new_empty((4, len(given[0])))
-        made = losses[part].numpy(), found.numpy(), counts[part].numpy()
+        found = stats if part is None else stats.new_empty((4, len(given[0])))
+        made = part_of(losses, part).numpy(), found.numpy(), part_of(counts, part).numpy()
         _forward_rows(*given[0].shape, *given, *made)
-        stats[:, part] = found
+        if part is not None:
+            stats[:, part] = found
     return losses, stats, counts
 
 
@@ -59,12 +61,13 @@ def backward(
     stats, grad = stats.detach(), in_dtype(grad.detach(), dtype).reshape(-1).contiguous()
     out = empty(scores.shape, scores.dtype)
     for part, *given in _rows_of(scores, target, lists, values, mask, smoothing):
-        made = out[part] if scores.dtype == dtype else torch.empty(given[0].shape, dtype=dtype)
-        factors = grad if grad.shape[0] == 1 else grad[part]
-        found = stats[:, part].contiguous()
+        wide = scores.dtype == dtype
+        made = part_of(out, part) if wide else torch.empty(given[0].shape, dtype=dtype)
+        factors = grad if grad.shape[0] == 1 else part_of(grad, part)
+        found = (stats if part is None else stats[:, part]).contiguous()
         _backward_rows(*given[0].shape, *given, found.numpy(), factors.numpy(), made.numpy())
-        if scores.dtype != dtype:
-            out[part] = made
+        if not wide:
+            part_of(out, part).copy_(made)
     return out
 
 
@@ -84,7 +87,7 @@ def _rows_of(scores, target, lists, values, mask, smoothing):
     hard = values is None and smoothing == 0.0
     labels = torch.ones(len(classes), dtype=dtype) if values is None else values.detach().to(dtype)
     yield (
-        slice(0, scores.shape[0]),
+        None,
         as_rows(scores),
         mask_of(mask),
         torch.empty((0, 0), dtype=torch.uint8 if hard else dtype).numpy(),
