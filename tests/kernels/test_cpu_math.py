@@ -159,3 +159,23 @@ def test_log_is_as_good_as_that_of_the_c_library(dtype):
     all_of(x, out)
     right = np.log(x.astype(np.longdouble))
     assert np.all(np.abs(out - right) <= np.spacing(np.abs(right).astype(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_log1p_has_all_digits_from_0_to_1(dtype):
+    @njit(fastmath=CARELESS)
+    def all_of(x, out, total, lost):
+        for i in range(len(x)):
+            out[i] = _cpu_math.log1p(x[i])
+            total[i], lost[i] = _cpu_math.one_plus(x[i])
+
+    share = torch.rand(5000).double().numpy()
+    x = np.concatenate([share, share**8, share**40, [0, 1, math.sqrt(2) - 1]]).astype(dtype)
+    out, total, lost = (np.full_like(x, np.nan) for _ in range(3))
+    all_of(x, out, total, lost)
+    assert np.array_equal(total, 1 + x)
+    assert np.array_equal(lost, x - (total - 1))
+    right = np.log1p(x.astype(np.longdouble))
+    assert np.all(np.abs(out - right) <= 2 * np.spacing(right.astype(dtype)))
+    all_of(np.full(1, np.nan, dtype), out, total, lost)
+    assert np.isnan(out[0])
