@@ -46,6 +46,8 @@ _CONFIG, _STATE = "config.json", "model.safetensors"
 # are made of take six times its memory for a few rows at a time, and of draw_classes.
 TOP_COPIES, _TOP_PARTS = 4.0, 4
 _DRAW_COPIES = 5.0
+# Probabilities that are looked at together.
+_BLOCK = 64
 _ARGS, _OPTIONS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
@@ -578,17 +580,24 @@ def all_in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | 
 def log_of_probs(probs: Tensor) -> Tensor:
     """``log(probs)``, -inf at 0, where no gradient passes; ``probs`` may be overwritten."""
     if probs.requires_grad or not is_eager(probs):
-        outside = probs == 0
-        # The log of 1 in their place: that of 0 would make their gradient NaN.
-        return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
+        return _log_inside(probs)
     if probs.device.type != "cpu":
         return probs.log_()
-    # A CPU is slow at the log of 0.
+    # A CPU is slow at the log of 0, and at finding single non-zeros: it looks for blocks of them.
     flat = probs.view(-1)
-    inside = flat.nonzero().squeeze(-1)
-    logs = flat[inside].log_()
-    flat.fill_(-torch.inf)[inside] = logs
+    whole = flat.numel() // _BLOCK * _BLOCK
+    blocks = flat[:whole].view(-1, _BLOCK)
+    inside = blocks.amax(-1).nonzero().squeeze(-1)
+    logs, of_rest = _log_inside(blocks[inside]), _log_inside(flat[whole:])
+    flat.fill_(-torch.inf)
+    blocks[inside], flat[whole:] = logs, of_rest
     return probs
+
+
+def _log_inside(probs: Tensor) -> Tensor:
+    outside = probs == 0
+    # The log of 1 in their place: that of 0 would make their gradient NaN.
+    return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
 
 
 def log_softmax(scores: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ class FullSoftmax(LinearHead):
         return linear_cross_entropy(hidden, self.weight, target, self.bias, **self._loss_options())
 
     def _softcap_and_temperature(self) -> tuple[float, float]:
-        return self.softcap or 0.0, self.temperature
+        return float(self.softcap or 0.0), float(self.temperature)
 
 
 class EntmaxHead(LinearHead):
