@@ -22,6 +22,7 @@ from lastlayer._checks import (
     check_scores,
 )
 from lastlayer._torch import (
+    accumulation_dtype,
     autocast_dtype,
     in_autocast_dtype,
     in_dtype,
@@ -482,7 +483,13 @@ class ScoredHead(Head):
                 made = self._rows_log_prob(rows, None, *tensors)
             else:
                 chunks = list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
-                made = in_chunks(self._rows_log_prob, rows, [chosen], tensors, chunks)
+                if chosen is None and len(chunks) > 1 and is_eager(rows):
+                    made = rows.new_empty(shape, dtype=accumulation_dtype(rows.dtype))
+                    by_row = made.view(-1, self.n_classes)
+                    for part in chunks:
+                        by_row[part] = self._rows_log_prob(rows[part], None, *tensors)
+                else:
+                    made = in_chunks(self._rows_log_prob, rows, [chosen], tensors, chunks)
         return made.reshape(shape)
 
 
