@@ -301,9 +301,9 @@ class EntmaxHead(LinearHead):
         """By probabilities; only those of the best have to be logarithms."""
         if self.alpha == 1.0:
             return super()._rows_topk(rows, k)
-        best = []
+        best, some = [], in_autocast_dtype(rows)
         with without_autocast(rows):
-            for _, scores in self._scores_in_chunks(in_autocast_dtype(rows), TOP_COPIES):
+            for _, scores in self._scores_in_chunks(some, TOP_COPIES):
                 probs, classes = top_classes(entmax(scores, self.alpha), k)
                 best.append((probs.log_(), classes))
         return tuple(map(torch.cat, zip(*best, strict=True)))
