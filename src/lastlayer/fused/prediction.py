@@ -94,6 +94,7 @@ def log_probs_of(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
 
 def all_log_probs(rows: Tensor, layer: Layer) -> Tensor:
     """``(n, classes)``; memory is that of the result."""
+    rows, layer = _tempered(rows, layer)
     n, n_classes = rows.shape[0], layer.weight.shape[0]
     made = kernels.empty((n, n_classes), accumulation_dtype(rows.dtype), rows.device)
     on_cpu = rows.device.type == "cpu"
@@ -108,6 +109,7 @@ def all_log_probs(rows: Tensor, layer: Layer) -> Tensor:
 
 def draw_classes(rows: Tensor, layer: Layer, uniform: Tensor) -> Tensor:
     """Class ids for numbers ``(n, m)`` in [0, 1), float64; -1 in a row without probabilities."""
+    rows, layer = _tempered(rows, layer)
     # On a CPU cumulated shares are in float64.
     step, some = _sizes(rows, layer, 5.0)
     numbers = uniform.split(step)
@@ -121,6 +123,17 @@ def draw_classes(rows: Tensor, layer: Layer, uniform: Tensor) -> Tensor:
             for (scores, bias), of_part in chunks
         ]
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+
+def _tempered(rows: Tensor, layer: Layer) -> tuple[Tensor, Layer]:
+    """On a CPU the temperature goes into rows and bias, which are small; not in half precision."""
+    temperature = layer.temperature
+    if temperature == 1.0 or layer.softcap or rows.device.type != "cpu":
+        return rows, layer
+    if rows.dtype != accumulation_dtype(rows.dtype):
+        return rows, layer
+    bias = None if layer.bias is None else layer.bias / temperature
+    return rows / temperature, layer._replace(bias=bias, temperature=1.0)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

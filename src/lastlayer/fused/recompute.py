@@ -32,7 +32,7 @@ def in_chunks(
     """
     learned = any(each is not None and each.requires_grad for each in (rows, *shared))
     if not (learned and torch.is_grad_enabled()):
-        return _in_turn(function, rows, per_row, shared, chunks)
+        return _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])
     if torch.compiler.is_compiling():
         # A compiler sees no change in place; it only has to be told to recompute.
         return _cat([
@@ -48,25 +48,6 @@ def in_chunks(
 
 def _part(part: slice, rows: Tensor, per_row: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [rows[part], *(None if each is None else each[part] for each in per_row)]
-
-
-def _in_turn(
-    function: RowFunction,
-    rows: Tensor,
-    per_row: Sequence[Tensor | None],
-    shared: Sequence[Tensor | None],
-    chunks: Sequence[slice],
-) -> Tensor:
-    """The results without a graph; beside them memory is that of one chunk."""
-    made = function(*_part(chunks[0], rows, per_row), *shared)
-    if len(chunks) == 1:
-        return made
-    found = made.new_empty(rows.shape[0], *made.shape[1:])
-    found[chunks[0]] = made
-    del made
-    for part in chunks[1:]:
-        found[part] = function(*_part(part, rows, per_row), *shared)
-    return found
 
 
 def _cat(parts: list[Tensor]) -> Tensor:
@@ -86,7 +67,7 @@ class _InChunks(torch.autograd.Function):
         ctx.given = function, chunks, n_per_row
         ctx.save_for_backward(rows, *tensors)
         per_row, shared = tensors[:n_per_row], tensors[n_per_row:]
-        return _in_turn(function, rows, per_row, shared, chunks)
+        return _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

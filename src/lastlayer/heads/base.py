@@ -22,6 +22,7 @@ from lastlayer._checks import (
     check_scores,
 )
 from lastlayer._torch import (
+    accumulation_dtype,
     autocast_dtype,
     in_autocast_dtype,
     in_dtype,
@@ -46,6 +47,8 @@ _CONFIG, _STATE = "config.json", "model.safetensors"
 # are made of take six times its memory for a few rows at a time, and of draw_classes.
 TOP_COPIES, _TOP_PARTS = 4.0, 4
 _DRAW_COPIES = 5.0
+# Probabilities that are looked at together.
+_BLOCK = 64
 _ARGS, _OPTIONS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
@@ -482,7 +485,13 @@ class ScoredHead(Head):
                 made = self._rows_log_prob(rows, None, *tensors)
             else:
                 chunks = list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
-                made = in_chunks(self._rows_log_prob, rows, [chosen], tensors, chunks)
+                if chosen is None and len(chunks) > 1 and is_eager(rows):
+                    made = rows.new_empty(shape, dtype=accumulation_dtype(rows.dtype))
+                    by_row = made.view(-1, self.n_classes)
+                    for part in chunks:
+                        by_row[part] = self._rows_log_prob(rows[part], None, *tensors)
+                else:
+                    made = in_chunks(self._rows_log_prob, rows, [chosen], tensors, chunks)
         return made.reshape(shape)
 
 
@@ -580,17 +589,24 @@ def all_in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | 
 def log_of_probs(probs: Tensor) -> Tensor:
     """``log(probs)``, -inf at 0, where no gradient passes; ``probs`` may be overwritten."""
     if probs.requires_grad or not is_eager(probs):
-        outside = probs == 0
-        # The log of 1 in their place: that of 0 would make their gradient NaN.
-        return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
+        return _log_inside(probs)
     if probs.device.type != "cpu":
         return probs.log_()
-    # A CPU is slow at the log of 0.
+    # A CPU is slow at the log of 0, and at finding single non-zeros: it looks for blocks of them.
     flat = probs.view(-1)
-    inside = flat.nonzero().squeeze(-1)
-    logs = flat[inside].log_()
-    flat.fill_(-torch.inf)[inside] = logs
+    whole = flat.numel() // _BLOCK * _BLOCK
+    blocks = flat[:whole].view(-1, _BLOCK)
+    inside = blocks.amax(-1).nonzero().squeeze(-1)
+    logs, of_rest = _log_inside(blocks[inside]), _log_inside(flat[whole:])
+    flat.fill_(-torch.inf)
+    blocks[inside], flat[whole:] = logs, of_rest
     return probs
+
+
+def _log_inside(probs: Tensor) -> Tensor:
+    outside = probs == 0
+    # The log of 1 in their place: that of 0 would make their gradient NaN.
+    return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
 
 
 def log_softmax(scores: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ class FullSoftmax(LinearHead):
         return linear_cross_entropy(hidden, self.weight, target, self.bias, **self._loss_options())
 
     def _softcap_and_temperature(self) -> tuple[float, float]:
-        return self.softcap or 0.0, self.temperature
+        return float(self.softcap or 0.0), float(self.temperature)
 
 
 class EntmaxHead(LinearHead):
@@ -301,9 +301,9 @@ class EntmaxHead(LinearHead):
         """By probabilities; only those of the best have to be logarithms."""
         if self.alpha == 1.0:
             return super()._rows_topk(rows, k)
-        best = []
+        best, some = [], in_autocast_dtype(rows)
         with without_autocast(rows):
-            for _, scores in self._scores_in_chunks(in_autocast_dtype(rows), TOP_COPIES):
+            for _, scores in self._scores_in_chunks(some, TOP_COPIES):
                 probs, classes = top_classes(entmax(scores, self.alpha), k)
                 best.append((probs.log_(), classes))
         return tuple(map(torch.cat, zip(*best, strict=True)))

@@ -200,7 +200,7 @@ class SampledSoftmax(SampledHead):
         return self.head_ids[place] == ids
 
     def _softcap_and_temperature(self) -> tuple[float, float]:
-        return 0.0, self.temperature
+        return 0.0, float(self.temperature)
 
 
 def _head_ids(head_classes: Any, n_classes: int) -> Tensor:

@@ -11,10 +11,20 @@ from numba import njit
 from torch import Tensor
 
 from lastlayer.kernels._cpu import as_rows, by_rows
-from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, find_peaks, room_for_peaks
+from lastlayer.kernels._cpu_math import (
+    BLOCK,
+    FAST,
+    count_at_least,
+    exp,
+    find_peaks,
+    lanes_of,
+    room_for_peaks,
+)
 
 # Scores between which the sum goes over to float64.
 _SPAN = 1024
+# Steps towards the k-th largest number, which need not be found.
+_HALVINGS = 24
 
 
 def best(
@@ -44,8 +54,8 @@ def _best_rows(start, stop, rows, scale, normalised, values, classes, total):
     blocks = len(peaks) - 1
     scale = real(scale)
     # The candidates of a row.
-    held = np.empty(rows.shape[1] if k else 0, rows.dtype)
-    column = np.empty(len(held), np.int32)
+    held = np.empty((1, rows.shape[1] + lanes_of(rows.itemsize)), rows.dtype)
+    column = np.empty(rows.shape[1] if k else 0, np.int32)
     for row in range(start, stop):
         state = find_peaks(rows, row, peaks)
         log_sum = real(0.0)
@@ -64,23 +74,63 @@ def _best_rows(start, stop, rows, scale, normalised, values, classes, total):
             _insert_all(rows[row], scale, values[row], classes[row])
             continue
         # k peaks are k values: none of the best is below the k-th largest peak.
-        floor = real(-math.inf)
+        low = real(-math.inf)
         if k < blocks:
-            floor = np.partition(peaks[:blocks], blocks - k)[blocks - k] * scale - log_sum
-        count = 0
+            held[0, :blocks] = peaks[:blocks]
+            low = _floor(held, blocks, k, peaks[-1])
+        floor = low * scale - log_sum
+        count, equal = 0, 0
         for block in range(blocks):
-            if peaks[block] * scale - log_sum >= floor:
+            peak = peaks[block] * scale - log_sum
+            # Of those that equal the floor the first k are enough.
+            if peak > floor or (peak == floor and equal < k):
                 for i in range(block * BLOCK, min(rows.shape[1], (block + 1) * BLOCK)):
                     value = rows[row, i] * scale - log_sum
-                    if value >= floor:
-                        held[count], column[count] = value, i
+                    if value > floor or (value == floor and equal < k):
+                        held[0, count], column[count] = value, i
                         count += 1
-        if count > k:
-            floor = np.partition(held[:count], count - k)[count - k]
+                        equal += value == floor
+        if count > 2 * k:
+            floor = max(floor, _floor(held, count, k, peaks[-1] * scale - log_sum))
         found = 0
         for i in range(count):
-            if held[i] >= floor:
-                found = _insert(values[row], classes[row], found, held[i], column[i])
+            if held[0, i] >= floor:
+                found = _insert(values[row], classes[row], found, held[0, i], column[i])
+
+
+@njit(nogil=True, error_model="numpy")
+def _floor(held, n, k, high):
+    """A number that k or more of the first n are no less than, and hardly more; at most ``high``.
+
+    The vector after them is filled up with -inf.
+    """
+    real, lanes = held.dtype.type, lanes_of(held.itemsize)
+    vectors = (n + lanes - 1) // lanes
+    for i in range(n, vectors * lanes):
+        held[0, i] = -math.inf
+    high, depth = real(high), real(1.0)
+    low = high
+    # Values mostly lie near the largest.
+    while count_at_least(held, 0, vectors, low) < k:
+        if depth > 1e30:
+            return real(-math.inf)
+        high, low = low, high - depth
+        depth = depth * real(4.0)
+    for _ in range(_HALVINGS):
+        middle = low + real(0.5) * (high - low)
+        count = count_at_least(held, 0, vectors, middle)
+        if count >= k:
+            low = middle
+            if count <= k + k // 8:
+                break
+        else:
+            high = middle
+    # One of them, so that many equal ones can be told.
+    least = real(math.inf)
+    for i in range(n):
+        value = held[0, i]
+        least = value if low <= value < least else least
+    return least
 
 
 @njit(nogil=True)
