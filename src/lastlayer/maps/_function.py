@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_dim, check_mask, check_scores
-from lastlayer._torch import in_functorch
+from lastlayer._torch import in_functorch, is_eager
 from lastlayer.kernels import Impl
 from lastlayer.maps.tsallis import alpha_slope
 
@@ -33,7 +33,7 @@ def entmax_rows(scores: Tensor, alpha: float, row_alpha: Tensor | None, impl: Im
     """entmax over the last dimension; ``row_alpha`` has the shape of the batch."""
     probs: Tensor
     if _needs_no_graph(scores, row_alpha):
-        probs = kernels.entmax.forward(impl, scores, alpha, row_alpha)
+        probs = _forward(impl, scores, alpha, row_alpha)
     else:
         function = _Entmax if _transforms_are_active() else _EagerEntmax
         probs = function.apply(scores, row_alpha, alpha, impl)
@@ -57,10 +57,61 @@ def entmax_jacobian_product(
     """The Jacobian of entmax at ``probs``, which is symmetric, times ``grad``; differentiable."""
     product: Tensor
     if _needs_no_graph(probs, grad, row_alpha):
-        product = kernels.entmax.backward(impl, probs, grad, alpha, row_alpha)
+        product = _backward(impl, probs, grad, alpha, row_alpha)
     else:
         product = _EntmaxJacobianProduct.apply(probs, grad, row_alpha, alpha, impl)
     return product
+
+
+def _forward(impl: Impl, scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
+    made: Tensor
+    if _are_columns(impl, scores):
+        from lastlayer.kernels.entmax import cpu as kernel
+
+        made = kernel.forward_columns(scores, alpha, row_alpha)
+    else:
+        made = kernels.entmax.forward(impl, scores, alpha, row_alpha)
+    return made
+
+
+def _backward(
+    impl: Impl, probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
+) -> Tensor:
+    made: Tensor
+    if probs.dtype == grad.dtype and _are_columns(impl, probs) and is_eager(grad):
+        from lastlayer.kernels.entmax import cpu as kernel
+
+        made = kernel.backward_columns(probs, grad, alpha, row_alpha)
+    else:
+        made = kernels.entmax.backward(impl, probs, grad, alpha, row_alpha)
+    return made
+
+
+def _are_columns(impl: Impl, rows: Tensor) -> bool:
+    """Whether rows are columns in memory, as where ``dim`` is 0, and the CPU kernel takes them so.
+
+    An operation of torch would have to return rows that are contiguous: only plain eager calls.
+    """
+    return (
+        impl in ("auto", "cpu")
+        and rows.device.type == "cpu"
+        and not rows.is_contiguous()
+        and rows.dtype in (torch.float32, torch.float64)
+        and is_eager(rows)
+        and rows.movedim(-1, 0).is_contiguous()
+        and kernels.selected("entmax", "cpu", rows.dtype) == "cpu"
+    )
+
+
+def _alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor, impl: Impl) -> Tensor:
+    """The gradient of each row's alpha; differentiable where that is asked for."""
+    if _needs_no_graph(probs, grad, row_alpha):
+        made: Tensor = kernels.entmax.alpha_gradient(impl, probs, grad, row_alpha)
+        return made
+    slope = alpha_slope(probs, row_alpha)
+    # Outside of the support the gradient does not count, whatever it is.
+    inside = torch.where(probs != 0, grad.to(slope.dtype), 0.0)
+    return (slope * inside).sum(-1).to(row_alpha.dtype)
 
 
 def _needs_no_graph(*tensors: Tensor | None) -> bool:
@@ -113,8 +164,7 @@ def batch_first(size: int, in_dims: tuple[int | None, ...], *tensors: Any) -> tu
 class _Entmax(torch.autograd.Function):
     @staticmethod
     def forward(scores: Tensor, row_alpha: Tensor | None, alpha: float, impl: Impl) -> Tensor:
-        probs: Tensor = kernels.entmax.forward(impl, scores, alpha, row_alpha)
-        return probs
+        return _forward(impl, scores, alpha, row_alpha)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -131,8 +181,7 @@ class _Entmax(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_scores = entmax_jacobian_product(probs, grad, row_alpha, ctx.alpha, ctx.impl)
         if ctx.needs_input_grad[1]:
-            slope = alpha_slope(probs, row_alpha)
-            grad_row_alpha = (slope * grad.to(slope.dtype)).sum(-1).to(row_alpha.dtype)
+            grad_row_alpha = _alpha_gradient(probs, grad, row_alpha, ctx.impl)
         return grad_scores, grad_row_alpha, None, None
 
     @staticmethod

@@ -29,3 +29,8 @@ backward = operation(
     "entmax.backward", "entmax_backward", lambda _probs, grad, *_: like_first(grad)
 )
 support = operation("entmax.support", "entmax_support", _support)
+alpha_gradient = operation(
+    "entmax.alpha_gradient",
+    "entmax_alpha_gradient",
+    lambda probs, _grad, row_alpha: row_alpha.new_empty(probs.shape[:-1]),
+)

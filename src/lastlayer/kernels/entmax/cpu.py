@@ -7,14 +7,16 @@ each waiting for the last, and four rows that wait at the same time cost little 
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer._torch import in_dtype
-from lastlayer.kernels._cpu import as_rows, by_rows, empty_rows
+from lastlayer.kernels._cpu import as_rows, by_rows, empty, empty_rows
 from lastlayer.kernels._cpu_math import (
     BLOCK,
     FAST,
@@ -55,6 +57,57 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
     return in_dtype(result, grad.dtype)
 
 
+def forward_columns(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
+    """:func:`forward` of a tensor whose first dimension became its last; the result is like it."""
+    matrix, into, out = _columns(scores), *_empty_columns(scores)
+    if matrix.size:
+        kind, alphas = _alphas(alpha, row_alpha)
+        _solve_columns(*_tiles(matrix), matrix, into, alphas, kind)
+    return out
+
+
+def backward_columns(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
+    """:func:`backward` of what :func:`forward_columns` made."""
+    matrix, into, out = _columns(probs), *_empty_columns(probs)
+    if matrix.size:
+        kind, alphas = _alphas(alpha, row_alpha)
+        if row_alpha is None and alpha == 1.0:
+            kind = 3
+        given = matrix, bits(matrix), _columns(grad), into, alphas, kind
+        _backward_columns(*_tiles(matrix), *given)
+    return out
+
+
+def _columns(tensor: Tensor) -> NDArray[Any]:
+    """The last dimension first, and all others together."""
+    return tensor.detach().movedim(-1, 0).contiguous().view(tensor.shape[-1], -1).numpy()
+
+
+def _tiles(matrix: NDArray[Any]) -> tuple[int, int, int]:
+    """How many tiles of columns there are, how many numbers one has, and how many columns.
+
+    Columns are made rows a tile at a time, which stays in the cache, as a copy of all does not.
+    """
+    width = max(16, min(1024, _IN_CACHE // len(matrix)))
+    return -(-matrix.shape[1] // width), width * len(matrix), width
+
+
+def _empty_columns(like: Tensor) -> tuple[NDArray[Any], Tensor]:
+    """Memory for a result in columns, and as a tensor of that shape."""
+    made = empty((like.shape[-1], *like.shape[:-1]), like.dtype)
+    return made.view(like.shape[-1], -1).numpy(), made.movedim(0, -1)
+
+
+def alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
+    rows, upstream = as_rows(probs), as_rows(grad)
+    upstream = upstream.astype(rows.dtype, copy=False)
+    made = np.zeros(rows.shape[0], np.float64)
+    if rows.size:
+        _, alphas = _alphas(0.0, row_alpha)
+        _alpha_rows(*rows.shape, rows, bits(rows), upstream, alphas, made)
+    return in_dtype(torch.from_numpy(made), row_alpha.dtype).view(probs.shape[:-1])
+
+
 def support(
     scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int, wide: bool = False,
     shrink: float = 1.0,
@@ -77,6 +130,10 @@ def support(
         torch.from_numpy(indices).view(*batch, max_support),
         torch.from_numpy(size).view(batch),
     )
+
+
+# Numbers of a tile.
+_IN_CACHE = 1 << 17
 
 
 def _alphas(alpha: float, row_alpha: Tensor | None) -> tuple[int, np.ndarray]:
@@ -250,6 +307,141 @@ def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, kind):
             out[row, column[i]] = slopes[i] * (grad[row, column[i]] - shift - mean)
 
 
+_solve_some = _solve_rows.__wrapped__  # type: ignore[attr-defined]
+_backward_some = _backward_rows.__wrapped__  # type: ignore[attr-defined]
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _solve_columns(start, stop, width, scores, out, alphas, kind):
+    rows = np.empty((width, scores.shape[0]), scores.dtype)
+    made = np.empty_like(rows)
+    indices, size = np.empty((0, 0), np.int64), np.empty(0, np.int64)
+    for tile in range(start, stop):
+        first = tile * width
+        n = _to_rows(scores, first, rows)
+        some = alphas[first : first + n] if len(alphas) > 1 else alphas
+        _solve_some(0, n, rows, made, indices, size, some, kind, 0.0)
+        _to_columns(made, n, out, first)
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _backward_columns(start, stop, width, probs, prob_bits, grad, out, alphas, kind):
+    rows = np.empty((width, probs.shape[0]), probs.dtype)
+    upstream, made = np.empty_like(rows), np.empty_like(rows)
+    row_bits = rows.view(prob_bits.dtype)
+    for tile in range(start, stop):
+        first = tile * width
+        n = _to_rows(probs, first, rows)
+        _to_rows(grad, first, upstream)
+        some = alphas[first : first + n] if len(alphas) > 1 else alphas
+        _backward_some(0, n, rows, row_bits, upstream, made, some, kind)
+        _to_columns(made, n, out, first)
+
+
+@njit(nogil=True)
+def _to_rows(matrix, first, rows):
+    """Columns from ``first`` on as rows; how many they are."""
+    n = min(len(rows), matrix.shape[1] - first)
+    # A few rows of the matrix at a time: what is written is then a line of memory.
+    for top in range(0, matrix.shape[0], 16):
+        for j in range(n):
+            for i in range(top, min(top + 16, matrix.shape[0])):
+                rows[j, i] = matrix[i, first + j]
+    return n
+
+
+@njit(nogil=True)
+def _to_columns(rows, n, matrix, first):
+    for top in range(0, matrix.shape[0], 16):
+        for j in range(n):
+            for i in range(top, min(top + 16, matrix.shape[0])):
+                matrix[i, first + j] = rows[j, i]
+
+
+@by_rows
+@njit(nogil=True, cache=True, error_model="numpy")
+def _alpha_rows(start, stop, probs, prob_bits, grad, alphas, made):
+    n = probs.shape[1]
+    column = np.empty(n + 1, np.int32)
+    shares, logs = np.empty(n + 1, probs.dtype), np.empty(n + 1, probs.dtype)
+    upstream = np.empty(n + 1, probs.dtype)
+    for row in range(start, stop):
+        count = _pick_support(probs, prob_bits, row, shares, column)
+        for i in range(count):
+            upstream[i] = grad[row, column[i]]
+        if count:
+            made[row] = _alpha_row(shares[:count], upstream, logs, alphas[row] - 1.0)
+
+
+@njit(nogil=True, error_model="numpy")
+def _alpha_row(p, upstream, logs, excess):
+    real = p.dtype.type
+    entropy, shift = _logs_and_means(p, upstream, logs)
+    lowest = p[0]
+    for i in range(len(p)):
+        lowest = min(lowest, p[i])
+    given = p, upstream, logs, real(excess), real(shift)
+    # Beyond, the vectorised exponential ends.
+    if -excess * math.log(lowest) < 80.0:
+        total, square, first, second = _alpha_sums(*given)
+    else:
+        total, square, first, second = _alpha_sums_far(*given)
+    return (-second - excess * (square * first + entropy * second)) / total
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _logs_and_means(p, upstream, logs):
+    """Logarithms of probabilities; their entropy, and the mean of what comes from upstream."""
+    for i in range(len(p)):
+        logs[i] = log(p[i]) + p[i] * p.dtype.type(0.0)
+    entropy, product = p.dtype.type(0.0), p.dtype.type(0.0)
+    for i in range(len(p)):
+        entropy -= p[i] * logs[i]
+        product += p[i] * upstream[i]
+    return entropy, product
+
+
+def _compiled_alpha_sums(exponential):
+    """Sums over p: of p exp(x), p s, u p log p and u p s; s = log(p)^2 (exp(x) - 1 - x) / x^2.
+
+    x is ``-excess * log(p)``, and u is measured from its mean: the derivatives of a row sum to 0.
+    """
+
+    @njit(nogil=True, fastmath=FAST, error_model="numpy")
+    def sums(p, upstream, logs, excess, shift):
+        zero, one, small = p.dtype.type(0.0), p.dtype.type(1.0), p.dtype.type(0.3)
+        total, square, first, second = zero, zero, zero, zero
+        for i in range(len(p)):
+            x = -excess * logs[i]
+            power = exponential(x)
+            far = (power - one - x) / (x * x)
+            remainder = _remainder_series(x) if x < small else far
+            s = logs[i] * logs[i] * remainder
+            u = p[i] * (upstream[i] - shift)
+            total += p[i] * power
+            square += p[i] * s
+            first += u * logs[i]
+            second += u * s
+        return total, square, first, second
+
+    return sums
+
+
+_alpha_sums, _alpha_sums_far = _compiled_alpha_sums(exp), _compiled_alpha_sums(math.exp)
+
+
+@njit(nogil=True, forceinline=True)
+def _remainder_series(x):
+    """``(exp(x) - 1 - x) / x**2`` near 0, to the last bit of float64 up to 0.3."""
+    real = type(x)
+    total = real(_SERIES[11])
+    for k in range(10, -1, -1):
+        total = total * x + real(_SERIES[k])
+    return total
+
+
 @njit(nogil=True)
 def _pick_support(probs, prob_bits, row, shares, column):
     """The probabilities of a row that are not 0, with their columns; says how many there are."""
@@ -292,6 +484,7 @@ def _all_zero(prob_bits, row, first):
     return any_bit == 0
 
 
+_SERIES = tuple(1.0 / math.factorial(k + 2) for k in range(12))
 # On longer rows picking out candidates, and the support, pays (measured with AVX-512).
 LONGEST = 1024
 LONGEST_BACKWARD = 1024

@@ -13,6 +13,9 @@ from torch.nn.functional import pad
 
 from lastlayer._torch import accumulation_dtype
 
+# Below, (exp(x) - 1 - x) / x^2 cancels; up to it 14 terms of its series reach float64.
+_SMALL_POWER = 0.3
+
 
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """Probabilities of each row, in the dtype of ``scores``."""
@@ -53,6 +56,37 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
     weighted = torch.where(support, slope * upstream, 0.0)
     mean = weighted.sum(-1, keepdim=True) / slope.sum(-1, keepdim=True)
     return torch.where(support, weighted - slope * mean, 0.0).to(grad.dtype)
+
+
+def alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
+    """``<grad, dp / d alpha>`` of each row, in the dtype of ``row_alpha``.
+
+    The gradient is read on the support only.
+    """
+    dtype = accumulation_dtype(probs.dtype)
+    values, excess = probs.to(dtype), row_alpha.to(dtype).unsqueeze(-1) - 1.0
+    support = values != 0.0
+    upstream = torch.where(support, grad.to(dtype), 0.0)
+    # The derivatives of a row sum to 0: measured from the mean nothing cancels.
+    upstream = torch.where(support, upstream - (values * upstream).sum(-1, keepdim=True), 0.0)
+    logs = torch.log(torch.where(support, values, 1.0))
+    power = -excess * logs
+    small = power < _SMALL_POWER
+    safe = torch.where(small, 1.0, power)
+    series, near = torch.zeros_like(power), torch.where(small, power, 0.0)
+    for k in reversed(range(14)):
+        series = series * near + 1.0 / math.factorial(k + 2)
+    # That of exp(x) after its first two terms, divided by the square of x.
+    remainder = torch.where(small, series, (torch.expm1(safe) - safe) / safe.square())
+    square = logs.square() * remainder
+
+    def mean(numbers: Tensor) -> Tensor:
+        return (values * numbers).sum(-1)
+
+    entropy, total = -mean(logs), mean(torch.exp(power))
+    first, second = mean(upstream * logs), mean(upstream * square)
+    moved = -second - excess.squeeze(-1) * (mean(square) * first + entropy * second)
+    return (moved / torch.where(total == 0.0, 1.0, total)).to(row_alpha.dtype)
 
 
 def support(

@@ -439,3 +439,67 @@ def _backward_of_chosen(
         g = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
         product = _slopes(p, excess, KIND) * (g - shift - mean)
         tl.store(out + row * n + column, product.to(out.dtype.element_ty), mask=inside)
+
+
+def alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
+    made = torch.empty_like(row_alpha, dtype=torch.float32, memory_format=torch.contiguous_format)
+    if not probs.numel():
+        return made.zero_().to(row_alpha.dtype)
+    n = probs.shape[-1]
+    probs, grad = _as_rows(probs), _as_rows(grad)
+    width = min(4096, max(32, next_power_of_2(n)))
+    _alpha_row[(probs.shape[0],)](
+        probs, grad, row_alpha.reshape(-1).float().contiguous(), made, n, probs.stride(0),
+        grad.stride(0), WIDTH=width, num_warps=max(1, width // 512), enable_fp_fusion=True,
+    )  # fmt: skip
+    return made.to(row_alpha.dtype)
+
+
+@kernel
+def _alpha_row(
+    probs, grad, alphas, made, n, probs_stride, grad_stride, WIDTH: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    probs += row * probs_stride
+    grad += row * grad_stride
+    excess = tl.load(alphas + row) - 1.0
+    entropy = tl.zeros((WIDTH,), dtype=tl.float32)
+    product = tl.zeros((WIDTH,), dtype=tl.float32)
+    for first in range(0, n, WIDTH):
+        column = first + tl.arange(0, WIDTH)
+        p = tl.load(probs + column, mask=column < n, other=0.0).to(tl.float32)
+        g = tl.load(grad + column, mask=(column < n) & (p != 0.0), other=0.0).to(tl.float32)
+        entropy -= p * tl.log(tl.where(p != 0.0, p, 1.0))
+        product += p * g
+    # The derivatives of a row sum to 0: measured from the mean nothing cancels.
+    shift = tl.sum(product, 0)
+    totals = tl.zeros((WIDTH,), dtype=tl.float32)
+    squares = tl.zeros((WIDTH,), dtype=tl.float32)
+    firsts = tl.zeros((WIDTH,), dtype=tl.float32)
+    seconds = tl.zeros((WIDTH,), dtype=tl.float32)
+    for first in range(0, n, WIDTH):
+        column = first + tl.arange(0, WIDTH)
+        p = tl.load(probs + column, mask=column < n, other=0.0).to(tl.float32)
+        inside = p != 0.0
+        g = tl.load(grad + column, mask=(column < n) & inside, other=0.0).to(tl.float32)
+        logs = tl.log(tl.where(inside, p, 1.0))
+        x = -excess * logs
+        power = tl.exp(x)
+        near = x < 0.3
+        safe = tl.where(near, 1.0, x)
+        # (exp(x) - 1 - x) / x^2, and its series near 0.
+        series = 1.0 / 362880.0 + x * (1.0 / 3628800.0 + x * (1.0 / 39916800.0))
+        series = 1.0 / 720.0 + x * (1.0 / 5040.0 + x * (1.0 / 40320.0 + x * series))
+        series = 0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0 + x * series)))
+        remainder = tl.where(near, series, (power - 1.0 - x) / (safe * safe))
+        square = logs * logs * remainder
+        u = tl.where(inside, p * (g - shift), 0.0)
+        totals += tl.where(inside, p * power, 0.0)
+        squares += tl.where(inside, p * square, 0.0)
+        firsts += u * logs
+        seconds += u * square
+    total = tl.sum(totals, 0)
+    second = tl.sum(seconds, 0)
+    moved = tl.sum(squares, 0) * tl.sum(firsts, 0) + tl.sum(entropy, 0) * second
+    gradient = (-second - excess * moved) / tl.where(total == 0.0, 1.0, total)
+    tl.store(made + row, gradient)
