@@ -368,3 +368,16 @@ def test_large_scores_and_small_losses(impl):
     right = torch.full((1, 1000), -18.0, device=device)
     loss = zlpr.logistic_slab_(impl, right, None, 0.0)
     assert loss.item() == pytest.approx(1000 * math.log1p(math.exp(-18)), rel=1e-5)
+
+
+@every_implementation
+@pytest.mark.parametrize("positive", [False, True])
+def test_a_nan_makes_the_gradient_of_its_whole_row(impl, positive):
+    scores = torch.randn(3, 40, device=place(impl))
+    target = torch.rand(3, 40, device=scores.device) < 0.3
+    scores[1, 5], target[1, 5] = math.nan, positive
+    _, stats, _ = zlpr.forward(impl, scores, target, [], None, None, 0.0)
+    ones = torch.ones(3, device=scores.device)
+    made = zlpr.backward(impl, scores, target, [], None, None, 0.0, stats, ones)
+    assert made[1].isnan().all()
+    assert made[::2].isfinite().all()

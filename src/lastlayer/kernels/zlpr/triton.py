@@ -290,7 +290,7 @@ def _sweep(
     return highest, up_sum, down_sum, any_seen
 
 
-@kernel
+@triton.jit
 def _find_peaks(
     scores, labels, mask, classes, values, row, live, first_column, stop_column, begin, end,
     stride, label_stride, mask_row, mask_column, smoothing,
@@ -337,10 +337,12 @@ def _store_row(
 ):  # fmt: skip
     loss = _log_one_plus(up_peak, up) + _log_one_plus(down_peak, down)
     tl.store(losses + row, loss, mask=live)
+    # A NaN on one side makes the gradient of both.
+    nothing = tl.where(loss != loss, float("nan"), 0.0)
     tl.store(stats + row, up_peak, mask=live)
-    tl.store(stats + n_rows + row, up + tl.exp(-up_peak), mask=live)
+    tl.store(stats + n_rows + row, up + tl.exp(-up_peak) + nothing, mask=live)
     tl.store(stats + 2 * n_rows + row, down_peak, mask=live)
-    tl.store(stats + 3 * n_rows + row, down + tl.exp(-down_peak), mask=live)
+    tl.store(stats + 3 * n_rows + row, down + tl.exp(-down_peak) + nothing, mask=live)
     if MASKED:
         tl.store(counts + row, seen.to(tl.uint8), mask=live)
 
