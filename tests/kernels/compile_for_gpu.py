@@ -326,12 +326,17 @@ PREDICTED_TYPES = (
     | {"bias": "*bf16", "chosen": "*i32", "found": "*i32", "classes": "*i64"}
 )
 PREDICTED = dict(BIASED=True, CAPPED=True)
+NORMALISED = dict(NORMALISED=True, **PREDICTED)
 PREDICTED_CASES = [
     (prediction._read_blocks, dict(BLOCKS=32, WIDTH=64, PEAKS=True, LEVELS=True, **PREDICTED)),
     (prediction._choose_blocks, dict(WIDTH=8192, PEAKS=True, LEVELS=True)),
     (
         prediction._best_of_blocks,
-        dict(BLOCKS=128, WIDTH=64, BEST=128, NORMALISED=True, COMPACT=False, **PREDICTED),
+        dict(BLOCKS=128, WIDTH=64, BEST=128, COMPACT=False, WHOLE=False, **NORMALISED),
+    ),
+    (
+        prediction._best_of_blocks,
+        dict(BLOCKS=1, WIDTH=1024, BEST=16, COMPACT=False, WHOLE=True, **NORMALISED),
     ),
     (prediction._draw_blocks, dict(WIDTH=8192, DRAWS=16)),
     (prediction._draw_in_block, dict(WIDTH=128, COMPACT=True, **PREDICTED)),

@@ -65,6 +65,23 @@ def test_the_best_are_those_of_a_sort(impl, n, n_classes, form):
     assert error(nothing[2], torch.where(broken, math.nan, sums), 1e-5) < 1
 
 
+@pytest.mark.parametrize(("n", "n_classes"), [(5, 7), (7, 65), (3, 1003)])
+def test_the_best_by_blocks(n, n_classes, monkeypatch):
+    """Wide rows are read block by block."""
+    device = place("triton")
+    from lastlayer.kernels.prediction import triton
+
+    scores, bias = problem(n, n_classes, True, device)
+    for k in {1, min(10, n_classes), min(100, n_classes)}:
+        for normalised in (True, False):
+            alike = prediction.best("reference", scores, bias, 0.0, 0.7, k, normalised)
+            monkeypatch.setattr(triton, "WIDEST_WHOLE", 0)
+            found = prediction.best("triton", scores, bias, 0.0, 0.7, k, normalised)
+            assert torch.equal(found[1], alike[1])
+            assert error(found[0], alike[0], 1e-5) < 1
+            assert error(found[2], alike[2], 1e-5) < 1
+
+
 @every_implementation
 def test_of_equal_ones_the_lower_class_is_first(impl):
     device = place(impl)

@@ -30,6 +30,8 @@ from lastlayer.kernels.prediction import MOST_BEST
 # Classes of a block, unless a row would have more blocks than one program can look at.
 NARROWEST, MOST_BLOCKS = 64, 8192
 SCORES_A_PROGRAM = 2048
+# Classes of rows of which one program looks at all, without blocks.
+WIDEST_WHOLE = 4096
 # Draws of a row that one program makes.
 DRAWS = 16
 WIDEST_TILE = 4096
@@ -44,6 +46,12 @@ def best(
     if k > MOST_BEST:
         raise ValueError(f"k: expected at most {MOST_BEST} with impl='triton', got {k}")
     scores, shape = in_rows(in_dtype(scores, torch.float32)), (softcap, temperature)
+    n, n_classes = scores.shape
+    if k and n_classes <= WIDEST_WHOLE:
+        whole = Blocks(None, None, n, n_classes, max(16, next_power_of_2(n_classes)))
+        total = torch.empty(n, device=scores.device, dtype=torch.float32)
+        found = whole.best(scores, bias, *shape, total, None, k, normalised=normalised)
+        return *found, total
     blocks = Blocks.empty(scores, *scores.shape, peaks=k > 0, levels=normalised)
     blocks.read_(scores, bias, *shape)
     total, chosen = blocks.choose(k)
@@ -126,14 +134,14 @@ class Blocks(NamedTuple):
 
     def best(
         self, scores: Tensor, bias: Tensor | None, softcap: float, temperature: float,
-        total: Tensor, chosen: Tensor, k: int, *, normalised: bool, compact: bool = False,
+        total: Tensor, chosen: Tensor | None, k: int, *, normalised: bool, compact: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Values and classes ``(n, k)`` in the chosen blocks, the best first.
 
         Scores are those of all classes; or, ``compact``, those of chosen blocks alone, one block
-        after the other.
+        after the other. Without chosen blocks the whole row is one, and ``total`` is written.
         """
-        n, most = chosen.shape
+        n, most = scores.shape[0], 1 if chosen is None else chosen.shape[1]
         values = torch.empty(n, k, device=scores.device, dtype=torch.float32)
         classes = torch.empty(n, k, device=scores.device, dtype=torch.int64)
         if values.numel():
@@ -145,7 +153,8 @@ class Blocks(NamedTuple):
                 scores.stride(0), most, k, softcap, 1.0 / temperature, BLOCKS=blocks,
                 WIDTH=self.width, BEST=max(16, next_power_of_2(k)), BIASED=bias is not None,
                 CAPPED=softcap != 0.0, NORMALISED=normalised, COMPACT=compact,
-                num_warps=max(1, min(16, blocks * self.width // 512)), enable_fp_fusion=True,
+                WHOLE=chosen is None, num_warps=max(1, min(16, blocks * self.width // 512)),
+                enable_fp_fusion=True,
             )  # fmt: skip
         return values, classes
 
@@ -288,20 +297,33 @@ def _best_of_blocks(
     scores, bias, total, chosen, values, classes, found, n, stride, most, k, softcap,
     inverse_temperature, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BEST: tl.constexpr,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, NORMALISED: tl.constexpr, COMPACT: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCKS * WIDTH)
-    slot = place // WIDTH
-    block = tl.load(chosen + row * most + slot, mask=slot < most, other=0)
-    column = block * WIDTH + place % WIDTH
-    live = (slot < most) & (column < n)
+    if WHOLE:
+        column = place
+        live = column < n
+    else:
+        slot = place // WIDTH
+        block = tl.load(chosen + row * most + slot, mask=slot < most, other=0)
+        column = block * WIDTH + place % WIDTH
+        live = (slot < most) & (column < n)
     if COMPACT:
         value = tl.load(scores + row * stride + place, mask=live, other=0.0)
     else:
         value = tl.load(scores + row * stride + column, mask=live, other=0.0)
     value = _shaped(value, bias, column, live, softcap, inverse_temperature, BIASED, CAPPED)
-    if NORMALISED:
+    log_sum = 0.0
+    if WHOLE:
+        if NORMALISED:
+            top = tl.max(value, 0)
+            origin = tl.where(top == -float("inf"), 0.0, top)
+            log_sum = origin + tl.log(tl.sum(tl.exp2((value - origin) * LOG2E), 0))
+        tl.store(total + row, log_sum)
+    elif NORMALISED:
         log_sum = tl.load(total + row)
+    if NORMALISED:
         value -= tl.where(log_sum == -float("inf"), 0.0, log_sum)
     taken = _largest(_order_of(value), column, live, k).to(tl.int32)
     into = row * k + tl.cumsum(taken, 0) - 1
