@@ -326,22 +326,20 @@ def spread_rows(some: Tensor, kept: Tensor, n: int) -> Tensor:
 
 
 def _run(name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem) -> Made:
-    """All rows by the way that suits them."""
-    return in_aligned_width(problem, partial(_run_aligned, name, numbers, chunk_rows))
-
-
-def in_aligned_width(problem: Problem, run: Callable[[Problem], Made]) -> Made:
-    """What ``run`` makes of a problem, with longer vectors where their size is odd."""
-    hidden, weight, wanted, into = (
-        problem.hidden, problem.weight, problem.wanted, problem.wanted.weight_into
-    )  # fmt: skip
-    more = missing_columns(weight, hidden.shape[0])
+    """All rows by the way that suits them; with longer vectors where their size is odd."""
+    more = missing_columns(problem.weight, problem.hidden.shape[0])
     if not more:
-        return run(problem)
-    width, wide = weight.shape[1], (0, more)
+        return _run_aligned(name, numbers, chunk_rows, problem)
+    wanted, into = problem.wanted, problem.wanted.weight_into
+    width, wide = problem.weight.shape[1], (0, more)
     if into is not None:
         wanted = wanted._replace(weight_into=into.new_zeros(into.shape[0], width + more))
-    made = run(problem._replace(hidden=pad(hidden, wide), weight=pad(weight, wide), wanted=wanted))
+    made = _run_aligned(
+        name, numbers, chunk_rows,
+        problem._replace(
+            hidden=pad(problem.hidden, wide), weight=pad(problem.weight, wide), wanted=wanted
+        ),
+    )  # fmt: skip
     of_hidden, of_weight = (
         None if each is None else each[:, :width] for each in (made.hidden, made.weight)
     )
@@ -451,7 +449,8 @@ class _Gradients:
         if self._wanted.bias:
             some = gradient.sum(0, dtype=accumulation_dtype(gradient.dtype))
             self._bias_sum = some if self._bias_sum is None else self._bias_sum.add_(some)
-        gradient = self._layer.padded(part_of(memory, slice(gradient.shape[0])))
+        if self._layer.stride > self._layer.n_classes:
+            gradient = self._layer.padded(part_of(memory, slice(gradient.shape[0])))
         rounded = in_dtype(gradient, self._weight.dtype)
         if self._wanted.hidden:
             if self._whole:
