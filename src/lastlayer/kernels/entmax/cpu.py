@@ -62,7 +62,14 @@ def forward_columns(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> T
     matrix, into, out = _columns(scores), *_empty_columns(scores)
     if matrix.size:
         kind, alphas = _alphas(alpha, row_alpha)
-        _solve_columns(*_tiles(matrix), matrix, into, alphas, kind)
+        rows, made = _rooms(matrix, 2)
+        none = np.empty((0, 0), np.int64), np.empty(0, np.int64)
+        for first in range(0, matrix.shape[1], len(rows)):
+            n = min(len(rows), matrix.shape[1] - first)
+            some = alphas[first : first + n] if len(alphas) > 1 else alphas
+            _to_rows(n, len(matrix), matrix, first, rows)
+            _solve_rows(n, len(matrix), rows, made, *none, some, kind, 0.0)
+            _to_columns(n, len(matrix), made, into, first)
     return out
 
 
@@ -73,8 +80,14 @@ def backward_columns(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tenso
         kind, alphas = _alphas(alpha, row_alpha)
         if row_alpha is None and alpha == 1.0:
             kind = 3
-        given = matrix, bits(matrix), _columns(grad), into, alphas, kind
-        _backward_columns(*_tiles(matrix), *given)
+        upstream, (rows, grads, made) = _columns(grad), _rooms(matrix, 3)
+        for first in range(0, matrix.shape[1], len(rows)):
+            n = min(len(rows), matrix.shape[1] - first)
+            some = alphas[first : first + n] if len(alphas) > 1 else alphas
+            _to_rows(n, len(matrix), matrix, first, rows)
+            _to_rows(n, len(matrix), upstream, first, grads)
+            _backward_rows(n, len(matrix), rows, bits(rows), grads, made, some, kind)
+            _to_columns(n, len(matrix), made, into, first)
     return out
 
 
@@ -83,19 +96,17 @@ def _columns(tensor: Tensor) -> NDArray[Any]:
     return tensor.detach().movedim(-1, 0).contiguous().view(tensor.shape[-1], -1).numpy()
 
 
-def _tiles(matrix: NDArray[Any]) -> tuple[int, int, int]:
-    """How many tiles of columns there are, how many numbers one has, and how many columns.
-
-    Columns are made rows a tile at a time, which stays in the cache, as a copy of all does not.
-    """
-    width = max(16, min(1024, _IN_CACHE // len(matrix)))
-    return -(-matrix.shape[1] // width), width * len(matrix), width
-
-
 def _empty_columns(like: Tensor) -> tuple[NDArray[Any], Tensor]:
     """Memory for a result in columns, and as a tensor of that shape."""
     made = empty((like.shape[-1], *like.shape[:-1]), like.dtype)
     return made.view(like.shape[-1], -1).numpy(), made.movedim(0, -1)
+
+
+def _rooms(matrix: NDArray[Any], count: int) -> list[NDArray[Any]]:
+    """Room for some columns as rows, which stays in the cache, as a copy of all would not."""
+    width = max(16, min(1024, _IN_CACHE // len(matrix))) * torch.get_num_threads()
+    shape = min(width, matrix.shape[1]), len(matrix)
+    return [np.empty(shape, matrix.dtype) for _ in range(count)]
 
 
 def alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
@@ -307,55 +318,22 @@ def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, kind):
             out[row, column[i]] = slopes[i] * (grad[row, column[i]] - shift - mean)
 
 
-_solve_some = _solve_rows.__wrapped__  # type: ignore[attr-defined]
-_backward_some = _backward_rows.__wrapped__  # type: ignore[attr-defined]
-
-
 @by_rows
 @njit(nogil=True, cache=True)
-def _solve_columns(start, stop, width, scores, out, alphas, kind):
-    rows = np.empty((width, scores.shape[0]), scores.dtype)
-    made = np.empty_like(rows)
-    indices, size = np.empty((0, 0), np.int64), np.empty(0, np.int64)
-    for tile in range(start, stop):
-        first = tile * width
-        n = _to_rows(scores, first, rows)
-        some = alphas[first : first + n] if len(alphas) > 1 else alphas
-        _solve_some(0, n, rows, made, indices, size, some, kind, 0.0)
-        _to_columns(made, n, out, first)
-
-
-@by_rows
-@njit(nogil=True, cache=True)
-def _backward_columns(start, stop, width, probs, prob_bits, grad, out, alphas, kind):
-    rows = np.empty((width, probs.shape[0]), probs.dtype)
-    upstream, made = np.empty_like(rows), np.empty_like(rows)
-    row_bits = rows.view(prob_bits.dtype)
-    for tile in range(start, stop):
-        first = tile * width
-        n = _to_rows(probs, first, rows)
-        _to_rows(grad, first, upstream)
-        some = alphas[first : first + n] if len(alphas) > 1 else alphas
-        _backward_some(0, n, rows, row_bits, upstream, made, some, kind)
-        _to_columns(made, n, out, first)
-
-
-@njit(nogil=True)
-def _to_rows(matrix, first, rows):
-    """Columns from ``first`` on as rows; how many they are."""
-    n = min(len(rows), matrix.shape[1] - first)
+def _to_rows(start, stop, matrix, first, rows):
+    """Columns from ``first`` on as rows."""
     # A few rows of the matrix at a time: what is written is then a line of memory.
     for top in range(0, matrix.shape[0], 16):
-        for j in range(n):
+        for j in range(start, stop):
             for i in range(top, min(top + 16, matrix.shape[0])):
                 rows[j, i] = matrix[i, first + j]
-    return n
 
 
-@njit(nogil=True)
-def _to_columns(rows, n, matrix, first):
+@by_rows
+@njit(nogil=True, cache=True)
+def _to_columns(start, stop, rows, matrix, first):
     for top in range(0, matrix.shape[0], 16):
-        for j in range(n):
+        for j in range(start, stop):
             for i in range(top, min(top + 16, matrix.shape[0])):
                 matrix[i, first + j] = rows[j, i]
 
