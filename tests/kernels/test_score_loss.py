@@ -46,6 +46,15 @@ def check(impl, scores, target, class_weight, alpha, labels=False, per_row=True)
     true = kernels.score_loss.backward(
         "reference", wide, exact[0], true_weight, none, factor.double(), alpha, labels
     )
+    if per_row:
+        # The upstream gradient of a sum is one number that is expanded.
+        same = factor[:1].to(scores.device)
+        given = scores, target, weight, stats
+        expanded = kernels.score_loss.backward(
+            impl, *given, same.expand(len(scores)), alpha, labels
+        )
+        plain = kernels.score_loss.backward(impl, *given, same.repeat(len(scores)), alpha, labels)
+        assert error(expanded, plain) == 0
     assert made.dtype == scores.dtype
     rounding = ROUNDING[scores.dtype] * true.nan_to_num().abs()
     assert error(made, true, 2e-5 + rounding) <= 1

@@ -206,6 +206,8 @@ def backward(
     n_rows, n = scores.shape
     gradient = torch.empty(n_rows, n, device=scores.device, dtype=scores.dtype)
     target = target.view(torch.uint8) if target.dtype == torch.bool else target
+    # That of a sum is one number that is expanded.
+    factor = factor.contiguous()
     if n_rows:
         block = tile_width(n, WIDEST_BLOCK, 32)
         tiles = cdiv(n, block)
