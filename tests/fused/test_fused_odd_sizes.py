@@ -9,7 +9,7 @@ from lastlayer import heads
 from lastlayer.fused import linear_bce_loss, linear_cross_entropy, linear_zlpr_loss
 from lastlayer.fused.cross_entropy import cross_entropy_rows
 from lastlayer.fused.rows import Problem, Wanted, run_chunks
-from lastlayer.fused.scores import ALIGN_FROM, BYTES, Layer, missing_columns
+from lastlayer.fused.scores import ALIGN_FROM, BYTES, LayerProducts, missing_columns
 from lastlayer.losses import info_nce, zlpr_loss_from_indices
 from lastlayer.samplers import Uniform
 
@@ -60,7 +60,7 @@ def check(loss, truth, given, exact):
 class TestLayer:
     @pytest.mark.parametrize("n_classes", [1, 63, 65, 131])
     def test_where_the_number_of_classes_is_odd(self, n_classes):
-        layer = Layer([torch.randn(n_classes, 8)], None, 10)
+        layer = LayerProducts([torch.randn(n_classes, 8)], None, 10)
         assert layer.stride % 64 == 0
         assert n_classes < layer.stride < n_classes + 64
         memory = layer.memory(5, torch.float32)
@@ -68,20 +68,20 @@ class TestLayer:
 
     @pytest.mark.parametrize("n_classes", [8, 64, 136])
     def test_nothing_is_split_elsewhere(self, n_classes):
-        assert Layer([torch.randn(n_classes, 8)], None, 10).stride == n_classes
+        assert LayerProducts([torch.randn(n_classes, 8)], None, 10).stride == n_classes
 
     def test_small_products_are_left_alone(self, monkeypatch):
         weight = torch.randn(65, 7)
         monkeypatch.setitem(ALIGN_FROM, "cpu", 10 * 65 * 7)
-        assert Layer([weight], None, 10).stride == 128
+        assert LayerProducts([weight], None, 10).stride == 128
         assert missing_columns(weight, 10) == 1
-        assert Layer([weight], None, 9).stride == 65
+        assert LayerProducts([weight], None, 9).stride == 65
         assert missing_columns(weight, 9) == 0
 
     def test_the_cpu_is_left_alone(self, monkeypatch):
         monkeypatch.delitem(ALIGN_FROM, "cpu")
         weight = torch.randn(65, 7)
-        assert Layer([weight], None, 1 << 40).stride == 65
+        assert LayerProducts([weight], None, 1 << 40).stride == 65
         assert missing_columns(weight, 1 << 40) == 0
 
     @with_each_dtype
@@ -93,7 +93,7 @@ class TestLayer:
         ]
         bias, hidden = torch.randn(sum(sizes)).to(dtype), torch.randn(9, sum(widths)).to(dtype)
         whole = torch.block_diag(*[weight.double() for weight in weights])
-        layer = Layer(weights, bias, 9)
+        layer = LayerProducts(weights, bias, 9)
         memory = layer.memory(12, dtype).fill_(torch.nan)
         made = layer.scores_into(memory, hidden)
         assert distance(made, hidden.double() @ whole.T + bias.double()) <= WITHIN[dtype]
@@ -117,7 +117,7 @@ class TestLayer:
         """The few classes come first, so that their sum with the rest is rounded at the end."""
         weight, gradient = torch.ones(65, 8).bfloat16(), torch.ones(1, 65).bfloat16()
         gradient[:, 64] = 1.0 / 128
-        layer = Layer([weight], None, 1)
+        layer = LayerProducts([weight], None, 1)
         memory = layer.memory(1, torch.bfloat16)
         layer.scores_in(memory).copy_(gradient)
         made = layer.hidden_gradient(None, layer.padded(memory))

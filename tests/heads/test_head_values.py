@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 import lastlayer
 from lastlayer import entmax, heads, topk_softmax
+from lastlayer.fused.prediction import _top_in_order, _top_unless_tied
 from lastlayer.heads import EntmaxHead, FullSoftmax, TopKSoftmaxHead
-from lastlayer.heads.base import _top_in_order, _top_unless_tied
 
 HEADS = {
     "softmax": (FullSoftmax, {}, lambda s: torch.softmax(s, -1)),

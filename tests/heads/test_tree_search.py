@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastlayer import trees
+from lastlayer.fused.prediction import top_classes
 from lastlayer.heads import Head, _tree_search
-from lastlayer.heads.base import top_classes
 from lastlayer.heads.hierarchical import HierarchicalSoftmax
 
 sys.path.append(str(Path(__file__).parents[1] / "trees"))

@@ -48,7 +48,13 @@ from lastlayer.fused.rows import (
     target_scores,
     weight_sum_dtype,
 )
-from lastlayer.fused.scores import Layer, as_chunk, missing_columns, multiply, rows_at_a_time
+from lastlayer.fused.scores import (
+    LayerProducts,
+    as_chunk,
+    missing_columns,
+    multiply,
+    rows_at_a_time,
+)
 from lastlayer.kernels import empty
 
 
@@ -328,7 +334,7 @@ class _Bands(GroupEngine):
     def run(self, given: _Given, option: Any) -> _Computed:
         hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares = given
         target, n = shares.target, hidden.shape[0]
-        layer = Layer(weights, bias, n)
+        layer = LayerProducts(weights, bias, n)
         step = rows_at_a_time(chunk_rows, hidden, layer.n_classes)
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
         of_bias = None
@@ -368,7 +374,7 @@ class _Bands(GroupEngine):
 CLUSTERS, BANDS = _Clusters(), _Bands()
 
 
-def _exact(layer: Layer, rows: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
+def _exact(layer: LayerProducts, rows: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
     """The scores of targets ``(rows, 1)`` in full precision, each from the band that it is in."""
     total = torch.zeros_like(target, dtype=torch.float32)
     for weight, column, part in zip(layer.weights, layer.columns, layer.parts, strict=True):

@@ -28,7 +28,7 @@ from lastlayer.fused.rows import (
     Wanted,
     linear_loss,
 )
-from lastlayer.fused.scores import Layer, budget_bytes
+from lastlayer.fused.scores import LayerProducts, budget_bytes
 
 # Up to this hidden size making a score again in a tile is cheaper than storing it.
 WIDEST_TILED = 256
@@ -387,7 +387,7 @@ def _run_slabs(problem: Problem, numbers: Sequence[float], chunk_rows: str) -> M
     short = n_classes % step
     starts = [*([0] if short else []), *range(short, n_classes, step)]
     slabs = [
-        _Slab(slice(a, b), Layer([weight[a:b]], None if bias is None else bias[a:b], n))
+        _Slab(slice(a, b), LayerProducts([weight[a:b]], None if bias is None else bias[a:b], n))
         for a, b in zip(starts, [*starts[1:], n_classes], strict=True)
     ]
     memory = hidden.new_empty(rows * max(slab.layer.stride for slab in slabs))
@@ -416,7 +416,7 @@ class _Slab(NamedTuple):
     """Some classes, and the products with their vectors."""
 
     classes: slice
-    layer: Layer
+    layer: LayerProducts
 
 
 class _Block:

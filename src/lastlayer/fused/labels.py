@@ -26,7 +26,7 @@ from lastlayer._torch import (
 from lastlayer.fused.function import Call, Engine, Operands, Result, RowScale, fused_loss, near_one
 from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
 from lastlayer.fused.scores import (
-    Layer,
+    LayerProducts,
     as_chunk,
     classes_at_a_time,
     missing_columns,
@@ -375,7 +375,7 @@ class _Slabs:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: int) -> None:
         self.hidden, self.weight, self._bias, self._classes = hidden, weight, bias, classes
-        self._layers: dict[int, Layer] = {}
+        self._layers: dict[int, LayerProducts] = {}
         n, n_classes = hidden.shape[0], weight.shape[0]
         self.all = [slice(a, min(n_classes, a + classes)) for a in range(0, n_classes, classes)]
         # The last one that is visited, which need not be made again, is a full one.
@@ -394,12 +394,12 @@ class _Slabs:
         self.layer(slab).scores_into(self.memory, self.hidden)
         self._held, self._is_marked = slab, False
 
-    def layer(self, slab: slice) -> Layer:
+    def layer(self, slab: slice) -> LayerProducts:
         """The products with the labels of a slab."""
         layer = self._layers.get(slab.start)
         if layer is None:
             bias = None if self._bias is None else part_of(self._bias, slab)
-            layer = Layer([part_of(self.weight, slab)], bias, self.hidden.shape[0])
+            layer = LayerProducts([part_of(self.weight, slab)], bias, self.hidden.shape[0])
             self._layers[slab.start] = layer
         return layer
 

@@ -35,7 +35,7 @@ from lastlayer._torch import (
     without_autocast,
 )
 from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, near_one
-from lastlayer.fused.scores import Layer, as_chunk, missing_columns, part_of, rows_at_a_time
+from lastlayer.fused.scores import LayerProducts, as_chunk, missing_columns, part_of, rows_at_a_time
 from lastlayer.kernels import empty
 
 # Beyond this many additions in half precision a gradient of the weight is no longer within
@@ -368,7 +368,7 @@ def _run_aligned(
 def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
     """Losses and gradients of all rows, so many at a time."""
     hidden, weight, bias, target, row_scale, _, wanted, weight_dtype = problem
-    n, layer = hidden.shape[0], Layer([weight], bias, hidden.shape[0])
+    n, layer = hidden.shape[0], LayerProducts([weight], bias, hidden.shape[0])
     gradients = _Gradients(hidden, layer, wanted, chunk_rows, weight_dtype)
     dtype = torch.float32 if wanted.precise(hidden) else hidden.dtype
     memory = layer.memory(min(n, chunk_rows), dtype)
@@ -419,7 +419,7 @@ class _Gradients:
     def __init__(
         self,
         hidden: Tensor,
-        layer: Layer,
+        layer: LayerProducts,
         wanted: Wanted,
         chunk_rows: int,
         weight_dtype: torch.dtype,

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid, pad
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, without_autocast
 from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss, near_one, scaled
-from lastlayer.fused.scores import Layer, budget_bytes, missing_columns
+from lastlayer.fused.scores import LayerProducts, budget_bytes, missing_columns
 
 # Kernels tell classes apart by 32 bits, and sorting half as many bytes takes half the time.
 _MOST_NARROW = 2**31 - 1
@@ -460,7 +460,7 @@ def _shared_draws(
     if hidden.device.type == "cuda":
         parts = kernels.sampled_rows.parts_of_columns(size, m)
     sums = hidden.new_empty((parts, m) if p.to_bias else 0, dtype=dtype)
-    layer = Layer([vectors], None, n)
+    layer = LayerProducts([vectors], None, n)
     memory = layer.memory(min(n, size), dtype)
     # A gradient in half precision takes the place of the scores, row by row.
     place = memory.view(hidden.dtype) if narrow and m else memory

@@ -3,8 +3,8 @@
 A chunk is some rows of scores with all classes, a slab all rows with some classes, a tile some
 spans of some texts. The larger they are, the less often the weight and its gradient are read. One
 table has the memory of all engines. The three products of a layer with a loss on it (scores, and
-the gradients of hidden and weight) go into memory that is there; :class:`Layer` makes them such
-that odd sizes cost no more than their neighbours.
+the gradients of hidden and weight) go into memory that is there; :class:`LayerProducts` makes
+them such that odd sizes cost no more than their neighbours.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -208,7 +208,7 @@ class _Edge(NamedTuple):
     """What the bands have of it; columns are counted from its first one."""
 
 
-class Layer:
+class LayerProducts:
     """Class vectors and biases, and their three products with ``n_rows`` rows in all.
 
     Mostly there is one weight, ``(n_classes, d)``. With more, each has the vectors of a band of

@@ -27,7 +27,7 @@ from lastlayer._torch import (
 )
 from lastlayer.fused.function import Call, Engine, Operands, Result, fused_loss
 from lastlayer.fused.scores import (
-    Layer,
+    LayerProducts,
     as_chunk,
     budget_bytes,
     device_kind,
@@ -323,9 +323,9 @@ class _Problem(NamedTuple):
         info_nce.unit_rows_("auto", rows, out, self.normalize)
         return out
 
-    def layer(self) -> Layer:
+    def layer(self) -> LayerProducts:
         """Products with all keys."""
-        return Layer([self.unit(self.key)], None, self.query.shape[0])
+        return LayerProducts([self.unit(self.key)], None, self.query.shape[0])
 
 
 def _normalisers(problem: _Problem, columns: bool) -> tuple[list[Tensor], Tensor | None]:

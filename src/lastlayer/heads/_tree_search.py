@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lastlayer.fused.paths import block_scores, groups_of
+from lastlayer.fused.prediction import drawn_by
 from lastlayer.heads._tree_nodes import WIDEST_GATHERED, Nodes, gathered_block, gathered_scores
-from lastlayer.heads.base import drawn_by
 from lastlayer.kernels import selected
 from lastlayer.kernels.search import MOST_ON_CUDA, NOWHERE, best_leaves
 

@@ -22,8 +22,9 @@ from lastlayer._torch import (
 from lastlayer.fused.clusters import CLUSTERS, group_loss
 from lastlayer.fused.cross_entropy import linear_cross_entropy
 from lastlayer.fused.function import RowScale
+from lastlayer.fused.prediction import drawn_by, log_softmax, top_classes
 from lastlayer.fused.scores import row_chunks, wide_scores
-from lastlayer.heads.base import all_in_dtype, drawn_by, init_uniform_, log_softmax, top_classes
+from lastlayer.heads.base import all_in_dtype, init_uniform_
 from lastlayer.heads.layout import (
     RankedHead,
     check_cutoffs,

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from lastlayer import kernels
 from lastlayer._checks import (
     as_counts,
     check_generator,
@@ -31,24 +30,23 @@ from lastlayer._torch import (
     without_autocast,
 )
 from lastlayer.fused.prediction import (
+    DRAW_COPIES,
+    TOP_COPIES,
     Layer,
     all_log_probs,
     best_classes,
     draw_classes,
+    drawn_by,
     is_predictable,
     log_probs_of,
+    log_softmax,
+    top_classes,
 )
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.recipes import Recipe
 
 _CONFIG, _STATE = "config.json", "model.safetensors"
-# Numbers held for each log-probability, itself included: of top_classes, whose keys and what they
-# are made of take six times its memory for a few rows at a time, and of draw_classes.
-TOP_COPIES, _TOP_PARTS = 4.0, 4
-_DRAW_COPIES = 5.0
-# Probabilities that are looked at together.
-_BLOCK = 64
 _ARGS, _OPTIONS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
@@ -336,7 +334,7 @@ class Head(SavedModule, ABC):
 
     def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
         """Class ids of rows, -1 for none, from numbers ``(n, n_samples)`` in [0, 1)."""
-        chunks = row_chunks(rows, self.n_classes, self.chunk_rows, _DRAW_COPIES)
+        chunks = row_chunks(rows, self.n_classes, self.chunk_rows, DRAW_COPIES)
         drawn = [drawn_by(self.log_prob(rows[part]), uniform[0][part]) for part in chunks]
         return torch.cat(drawn)
 
@@ -495,65 +493,6 @@ class ScoredHead(Head):
         return made.reshape(shape)
 
 
-def top_classes(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and classes ``(rows, k)`` of scores ``(rows, n)``, the largest first.
-
-    Of equal scores the lower class comes first, which ``torch.topk`` leaves open. The values have
-    a gradient. A NaN comes first, as it does for torch.
-    """
-    known = scores.detach()
-    if is_predictable(known, k):
-        classes = kernels.prediction.best("auto", known, None, 0.0, 1.0, k, False)[1]
-        return scores.gather(-1, classes), classes
-    # To look for ties a GPU would have to wait, and its arithmetic is cheap; while a compiler
-    # traces there are none to be seen.
-    on_cpu = known.device.type == "cpu" and values_are_checked(known)
-    classes = _top_unless_tied(known, k) if on_cpu else _top_in_order(known, k)
-    return scores.gather(-1, classes), classes
-
-
-def _top_unless_tied(scores: Tensor, k: int) -> Tensor:
-    """By ``torch.topk`` in rows where the next score is lower than the k-th."""
-    n = scores.shape[-1]
-    values, classes = scores.topk(min(k + 1, n))
-    kept = classes[:, :k].sort(-1).values
-    order = scores.gather(-1, kept).sort(dim=-1, descending=True, stable=True).indices
-    kept = kept.gather(-1, order)
-    if k < n:
-        tied = ~(values[:, k - 1] > values[:, k])
-        if bool(tied.any()):
-            kept[tied] = _top_in_order(scores[tied], k)
-    return kept
-
-
-def _top_in_order(scores: Tensor, k: int) -> Tensor:
-    if scores.dtype == torch.float64:
-        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    parts = scores.split(max(1, -(-scores.shape[0] // _TOP_PARTS)))
-    keys = torch.cat([_unique_keys(part).topk(k).values for part in parts])
-    return keys.bitwise_not_().bitwise_and_(0xFFFFFFFF)
-
-
-def _unique_keys(scores: Tensor) -> Tensor:
-    """Integers of the order of float32 scores above, and the complement of the class below."""
-    inf = torch.inf
-    # A NaN of either sign goes to the top; + 0.0 makes -0.0 equal to 0.0.
-    bits = scores.nan_to_num(nan=inf, posinf=inf, neginf=-inf).add_(0.0).view(torch.int32)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    classes = torch.arange(scores.shape[-1], device=scores.device)
-    return (bits.long() << 32).add_(classes.bitwise_not_().bitwise_and_(0xFFFFFFFF))
-
-
-def drawn_by(log_probs: Tensor, uniform: Tensor) -> Tensor:
-    """Class ids ``(rows, m)`` from log-probabilities ``(rows, n)`` and as many numbers in [0, 1).
-
-    The first class whose cumulated probability exceeds the number: a class of probability 0 is
-    never drawn. A row without probabilities gives -1.
-    """
-    drawn: Tensor = kernels.prediction.draw("auto", log_probs, None, 0.0, 1.0, uniform)
-    return drawn
-
-
 def checked_draws(classes: Tensor) -> Tensor:
     """``classes`` ``(*batch, m)``; an error where a row has nothing to draw from."""
     if values_are_checked(classes):
@@ -584,41 +523,6 @@ def init_uniform_(fan_in: int, *parameters: Tensor | None) -> None:
 def all_in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """What is there in another dtype, differentiable."""
     return tuple(None if each is None else in_dtype(each, dtype) for each in tensors)
-
-
-def log_of_probs(probs: Tensor) -> Tensor:
-    """``log(probs)``, -inf at 0, where no gradient passes; ``probs`` may be overwritten."""
-    if probs.requires_grad or not is_eager(probs):
-        return _log_inside(probs)
-    if probs.device.type != "cpu":
-        return probs.log_()
-    # A CPU is slow at the log of 0, and at finding single non-zeros: it looks for blocks of them.
-    flat = probs.view(-1)
-    whole = flat.numel() // _BLOCK * _BLOCK
-    blocks = flat[:whole].view(-1, _BLOCK)
-    inside = blocks.amax(-1).nonzero().squeeze(-1)
-    logs, of_rest = _log_inside(blocks[inside]), _log_inside(flat[whole:])
-    flat.fill_(-torch.inf)
-    blocks[inside], flat[whole:] = logs, of_rest
-    return probs
-
-
-def _log_inside(probs: Tensor) -> Tensor:
-    outside = probs == 0
-    # The log of 1 in their place: that of 0 would make their gradient NaN.
-    return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
-
-
-def log_softmax(scores: Tensor) -> Tensor:
-    """``torch.log_softmax`` over the last dimension; -inf in a fully masked row."""
-    known = scores.detach()
-    # A CPU need not look at all scores to know that no row is masked.
-    on_cpu = values_are_checked(known) and known.device.type == "cpu"
-    if on_cpu and not bool((known[..., :1] == -torch.inf).any()):
-        return torch.log_softmax(scores, -1)
-    masked = known.amax(-1, keepdim=True) == -torch.inf
-    made = torch.log_softmax(scores.masked_fill(masked, 0.0), -1)
-    return made.masked_fill(masked, -torch.inf)
 
 
 def _class_named(name: str, cls: type[Any], folder: Path) -> type[Any]:

@@ -14,9 +14,15 @@ from lastlayer import kernels
 from lastlayer._checks import as_pairs, check_choice, check_int
 from lastlayer._torch import accumulation_dtype, in_autocast_dtype, in_dtype, without_autocast
 from lastlayer.fused.clusters import BANDS, group_loss
-from lastlayer.fused.prediction import is_predictable, room_for_scores, rows_held
+from lastlayer.fused.prediction import (
+    is_predictable,
+    log_softmax,
+    room_for_scores,
+    rows_held,
+    top_classes,
+)
 from lastlayer.fused.scores import scores_into, wide_scores
-from lastlayer.heads.base import all_in_dtype, init_uniform_, log_softmax, top_classes
+from lastlayer.heads.base import all_in_dtype, init_uniform_
 from lastlayer.heads.layout import VARIANTS, RankedHead, bands_from_counts
 from lastlayer.heads.recipes import Arguments, ClassData, Recipe
 

@@ -10,19 +10,19 @@ from torch.nn import Parameter
 from lastlayer._checks import check_alpha_number, check_chunk, check_class_weight, check_k
 from lastlayer._torch import in_autocast_dtype, is_eager, without_autocast
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
-from lastlayer.fused.prediction import best_classes, is_predictable, rows_held
-from lastlayer.fused.scores import wide_scores
-from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
-from lastlayer.heads.base import (
+from lastlayer.fused.prediction import (
     TOP_COPIES,
-    ScoredHead,
-    all_in_dtype,
+    best_classes,
     drawn_by,
-    init_uniform_,
+    is_predictable,
     log_of_probs,
     log_softmax,
+    rows_held,
     top_classes,
 )
+from lastlayer.fused.scores import wide_scores
+from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
+from lastlayer.heads.base import ScoredHead, all_in_dtype, init_uniform_
 from lastlayer.heads.recipes import Recipe
 from lastlayer.kernels.prediction import MOST_BEST
 from lastlayer.maps.entmax import entmax

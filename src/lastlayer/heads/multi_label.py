@@ -22,10 +22,15 @@ from lastlayer._labels import check_label_smoothing
 from lastlayer._torch import in_autocast_dtype, without_autocast
 from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
-from lastlayer.fused.prediction import best_classes, is_predictable
+from lastlayer.fused.prediction import (
+    TOP_COPIES,
+    best_classes,
+    is_predictable,
+    log_of_probs,
+    top_classes,
+)
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
-from lastlayer.heads.base import TOP_COPIES, log_of_probs, top_classes
 from lastlayer.heads.linear import LinearHead
 from lastlayer.heads.recipes import Recipe
 from lastlayer.losses.calibration import ZLPRCalibrator

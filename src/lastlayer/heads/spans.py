@@ -17,9 +17,10 @@ from lastlayer._checks import (
     check_tensor,
 )
 from lastlayer._torch import accumulation_dtype, in_dtype, values_are_checked, without_autocast
+from lastlayer.fused.prediction import top_classes
 from lastlayer.fused.scores import spans_at_a_time
 from lastlayer.fused.spans import Tile, not_spans, span_loss, tile_scores, tiles
-from lastlayer.heads.base import SavedModule, top_classes
+from lastlayer.heads.base import SavedModule
 from lastlayer.kernels.span_sums import SpanParts
 
 

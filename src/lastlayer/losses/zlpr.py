@@ -9,7 +9,7 @@ from torch import Tensor
 from lastlayer import kernels
 from lastlayer._checks import check_reduction, check_scores
 from lastlayer._labels import check_allowed, check_multilabel, reduced
-from lastlayer._torch import accumulation_dtype, in_functorch
+from lastlayer._torch import in_functorch
 from lastlayer.fused.function import Call, fused_loss
 from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.kernels.zlpr import reference
@@ -233,8 +233,9 @@ def zlpr_probability(scores: Tensor) -> Tensor:
         Su, spaces.ac.cn/archives/9064.
     """
     check_scores(scores, at_least_1d=False)
-    # Doubled in float32: float16 ends at 65504.
-    return torch.sigmoid(2.0 * scores.to(accumulation_dtype(scores.dtype))).to(scores.dtype)
+    # Beyond the range of float16 a doubled score is infinite, which is right here.
+    doubled = 2.0 * scores
+    return torch.sigmoid(doubled) if doubled.requires_grad else doubled.sigmoid_()
 
 
 class ZLPRLoss(LossModule):
