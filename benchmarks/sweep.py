@@ -68,7 +68,7 @@ NOT_TIMED = {
 
 # By a part of the title, why a call takes longer than torch's; the first that fits.
 _NODES = "every node of the tree has to be looked at"
-_HOST = "host time: checks of arguments, and an autograd function in Python"
+_HOST = "host time: checks of arguments, and Python around the kernels"
 REASONS = {
     "adaptive_importance: step": "proposals of contexts are learned in torch operations",
     "hierarchical: log_prob all": _NODES,
@@ -421,6 +421,8 @@ def memory_ratio(ours: Record, base: Record) -> float | None:
 
 def reason(record: Record) -> str:
     """Why a call is slower than torch's."""
+    if not record.p20_ms:
+        return EMPTY
     return next((why for name, why in REASONS.items() if name in record.title), EMPTY)
 
 
