@@ -115,7 +115,7 @@ def test_reduced_symmetric_losses(normalize, chunk_rows):
 
 
 def test_symmetric_losses_of_one_chunk_are_made_in_one_pass(monkeypatch):
-    from lastlayer.fused.similarity import Layer
+    from lastlayer.fused.similarity import LayerProducts
 
     made = []
 
@@ -123,7 +123,7 @@ def test_symmetric_losses_of_one_chunk_are_made_in_one_pass(monkeypatch):
         return lambda *given, **more: made.append(1) or product(*given, **more)
 
     for name in ("scores_into", "hidden_gradient", "weight_gradient"):
-        monkeypatch.setattr(Layer, name, counted(getattr(Layer, name)))
+        monkeypatch.setattr(LayerProducts, name, counted(getattr(LayerProducts, name)))
     query, key = vectors(N, D), vectors(N, D)
     loss = info_nce(query, key, symmetric=True)
     assert len(made) == 3
