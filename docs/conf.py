@@ -32,11 +32,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|collections|typing|pathlib)\..*"),
     ("py:class", "Tensor|Axes|Figure"),
-    # Documented where it is imported from.
-    (
-        "py:class",
-        r"lastlayer\.heads\._(cutoffs\.MatrixCost|explain\.Cost|target_sampling\.Partition)",
-    ),
+    # Types of keyword arguments that the docstrings spell out.
+    ("py:class", r"lastlayer\.(fused|heads)\.[a-z_.]+\.\w*Options"),
 ]
 
 myst_enable_extensions = ["amsmath", "attrs_block", "colon_fence", "deflist", "dollarmath"]
