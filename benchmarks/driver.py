@@ -51,6 +51,9 @@ _COMPARED = 1 << 26
 _SEED_STEP = 2**20
 PEERS_COMMAND = 'pip install "lastlayer[peers]"'
 
+# Titles that an error lists.
+_SHOWN = 12
+
 
 @dataclass(frozen=True)
 class Work:
@@ -495,8 +498,10 @@ def chosen(cases: Sequence[Case], only: str, *, peers: bool) -> list[Case]:
     """
     found = [case for case in cases if only.lower() in case.title.lower()]
     if not found:
-        titles = "; ".join(case.title for case in cases)
-        raise ValueError(f"--only: expected part of one of [{titles}], got {only!r}")
+        titles = [case.title for case in cases]
+        more = f"; and {len(titles) - _SHOWN} more" if len(titles) > _SHOWN else ""
+        shown = "; ".join(titles[:_SHOWN]) + more
+        raise ValueError(f"--only: expected part of one of [{shown}], got {only!r}")
     if peers:
         return found
     kept = [tuple(m for m in case.methods if m.source in (OURS, "torch")) for case in found]

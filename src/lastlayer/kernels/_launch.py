@@ -1,7 +1,7 @@
 """Launching Triton kernels with little host time, in the first call of a process and in later ones.
 
 Triton binds the arguments of a launch, reads its own settings from the environment and asks the
-driver about every pointer, each time: 20 to 60 µs, more than most of our kernels run. Which
+driver about every pointer, each time, which takes longer than most of our kernels run. Which
 compiled kernel a launch takes depends on the dtypes, on which pointers are multiples of 16, on the
 numbers and on the constants. :class:`Kernel` keeps the compiled kernel under these, and calls
 Triton's launcher directly.
