@@ -7,8 +7,19 @@ import pytest
 import torch
 from implementations import place, reference_only
 
-from lastlayer import entmax, heads, kernels, samplers, sparsemax, topk_softmax, trees
+from lastlayer import (
+    entmax,
+    entmax_loss,
+    heads,
+    kernels,
+    samplers,
+    sparsemax,
+    sparsemax_loss,
+    topk_softmax,
+    trees,
+)
 from lastlayer.kernels import _registry
+from lastlayer.testing import check_loss
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -104,6 +115,13 @@ def test_heads_train_without_numba_and_triton(name):
         made = step(head)
     for one, other in zip(made, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("loss", "function"), [(sparsemax_loss, sparsemax), (entmax_loss, entmax)])
+def test_losses_keep_their_rules_without_numba_and_triton(loss, function, seed):
+    """On CUDA float64 takes the references, into whose memory the gradient is written."""
+    with reference_only():
+        check_loss(loss, function, seed=seed)
 
 
 @pytest.mark.parametrize("function", [sparsemax, entmax, lambda s, **o: topk_softmax(s, 2, **o)])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from implementations import place
 from lastlayer import kernels
 
 N, V, WIDE = 5, 67, 128
@@ -70,6 +71,11 @@ OPERATIONS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_rows_may_be_apart(impl, dtype, name):
+    with torch.device(place(impl)):
+        check(impl, dtype, name)
+
+
+def check(impl, dtype, name):
     scores = torch.randn(N, V).to(dtype)
     memory = torch.full((N, WIDE), torch.nan, dtype=dtype)
     apart = memory[:, :V]
@@ -87,10 +93,11 @@ def test_rows_may_be_apart(impl, dtype, name):
 def test_flat_rows_may_be_apart():
     from lastlayer.kernels.entmax_rows.triton import flat_
 
-    scores = torch.randn(N, V)
-    memory = torch.full((N, WIDE), torch.nan)
+    with torch.device(place("triton")):
+        scores, target = torch.randn(N, V), torch.arange(N)
+        memory = torch.full((N, WIDE), torch.nan)
     apart = memory[:, :V].copy_(scores)
-    made = [flat_(each, torch.arange(N), torch.ones(N), 1.5) for each in (scores, apart)]
+    made = [flat_(each, target, torch.ones_like(target).float(), 1.5) for each in (scores, apart)]
     torch.testing.assert_close(made[1], made[0])
     torch.testing.assert_close(apart, scores)
     assert memory[:, V:].isnan().all()

@@ -59,11 +59,12 @@ def _dense_(
     distance = values - torch.where(torch.isfinite(peak), peak, 0.0)
     apart = shares - wanted
     gap = torch.where(apart == 0, 0.0, apart * distance).sum(-1)
+    loss = gap + entropy(shares, alpha) - entropy(wanted, alpha)
     if row_scale is not None:
         scale = row_scale.to(values.dtype).unsqueeze(-1)
         moves = (scale != 0) & (shares != 0).any(-1, keepdim=True)
-        probs.copy_(torch.where(moves, apart * scale, 0.0))
-    return gap + entropy(shares, alpha) - entropy(wanted, alpha)
+        probs.copy_(torch.where(moves, apart * scale, 0.0))  # which may be the memory of shares
+    return loss
 
 
 def listed(
