@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from implementations import place
+
 from lastlayer import kernels
 
 N, V, WIDE = 5, 67, 128
