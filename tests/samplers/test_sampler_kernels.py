@@ -1,5 +1,6 @@
 """Random words and alias draws: the same from every implementation."""
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -149,6 +150,33 @@ def test_the_log_complement_is_exact_at_both_ends(impl, bits, wide):
         made.cpu().double(), expected, rtol=1e-13 if wide else 1e-7, atol=1e-14 if wide else 1e-7
     )
     assert made[1, 2] == 0.0
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("complement", [True, False])
+@pytest.mark.parametrize("wide", [True, False])
+def test_shares_of_log_uniform_targets(impl, complement, wide, seed):
+    device = place(impl)
+    for n_classes in (2, 1000, 2**31):
+        target = torch.tensor([[0, 1, -1], [n_classes // 2, n_classes - 1, 0]])
+        rank = None
+        if n_classes == 1000:
+            rank = torch.randperm(n_classes, generator=torch.Generator().manual_seed(seed))
+        made = rng.log_uniform_share(
+            impl, target.to(device), None if rank is None else rank.to(device), n_classes,
+            complement, wide,
+        ).cpu()  # fmt: skip
+        assert made.dtype == (torch.float64 if wide else torch.float32)
+        known = target.clamp(min=0)
+        known = known if rank is None else rank[known]
+        for place_, (k, given) in enumerate(
+            zip(known.flatten().tolist(), target.flatten().tolist(), strict=True)
+        ):
+            share = math.log1p(1.0 / (k + 1.0)) / math.log1p(n_classes)
+            exact = math.log1p(-share) if complement else math.log(share)
+            assert made.flatten()[place_].item() == pytest.approx(
+                0.0 if given < 0 else exact, rel=1e-13 if wide else 1e-6, abs=1e-30
+            )
 
 
 def test_threads_share_the_draws(seed, monkeypatch):

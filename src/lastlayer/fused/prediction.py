@@ -19,7 +19,7 @@ from lastlayer.kernels.prediction import MOST_BEST
 
 # On a GPU: scores that are held; rows that a product has at least, so that the weight is not read
 # too often; scores that so few rows may hold; and those of a slab of classes, where they are more.
-_SCORES, _FEWEST_ROWS, _MOST_SCORES, _SLAB = 40_000_000, 256, 64_000_000, 12_000_000
+_SCORES, _FEWEST_ROWS, _MOST_SCORES, _SLAB = 40_000_000, 256, 64_000_000, 19_000_000
 
 
 # Numbers held for each log-probability, itself included: of top_classes, whose keys and what they

@@ -358,11 +358,30 @@ def _run_aligned(
     kind, wanted = ROW_LOSSES[name], problem.wanted
     copies = kind.copies * (_PRECISE_COPIES if wanted.precise(problem.hidden) else 1.0)
     rows = rows_at_a_time(chunk_rows, problem.hidden, problem.weight.shape[0], copies)
+    if chunk_rows == "auto" and wanted.weight and wanted.weight_into is None:
+        rows = _without_wide_sum(rows, problem, copies)
     if kind.shortcut is not None:
         made = kind.shortcut(problem, numbers, chunk_rows, rows)
         if made is not None:
             return made
     return run_chunks(kind.make(problem.class_weight, *numbers), problem, rows)
+
+
+def _without_wide_sum(rows: int, problem: Problem, copies: float) -> int:
+    """Rows of a chunk such that the weight's gradient can be summed in half precision.
+
+    More rows, where their scores take no more memory than a sum in float32 would.
+    """
+    hidden, dtype = problem.hidden, problem.weight_dtype
+    if weight_sum_dtype(hidden, rows, dtype) == dtype:
+        return rows
+    few = -(-hidden.shape[0] // MOST_ROUNDED_ADDITIONS)
+    few = -(-few // 128) * 128
+    wide = accumulation_dtype(dtype)
+    if weight_sum_dtype(hidden, few, dtype) == wide:
+        return rows
+    spared = wide.itemsize * hidden.shape[1]
+    return few if (few - rows) * hidden.element_size() * copies <= spared else rows
 
 
 def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:

@@ -144,6 +144,10 @@ class Sampler(torch.nn.Module, ABC):
         context = self._check_context(context)
         return self._log_complement(self._check_ids("target", target, True), context, dtype)
 
+    def _log_targets(self, target: Tensor, dtype: torch.dtype, /) -> Tensor:
+        """Log-probabilities of targets; any number for a negative one."""
+        return self._log_prob(target.clamp(min=0), None).to(dtype)
+
     def _log_complement(
         self, target: Tensor, context: Tensor | None, dtype: torch.dtype, /
     ) -> Tensor:

@@ -86,6 +86,21 @@ class LogUniform(Sampler):
     def _draw_both(self, n: int, rng_counter: Tensor, _context: Tensor | None) -> Sampled:
         return Sampled(*rng.log_uniform("auto", rng_counter, self.order, n, self.n_classes))
 
+    def _log_targets(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._log_share(target, dtype, False)
+
+    def _log_complement(
+        self, target: Tensor, _context: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        return self._log_share(target, dtype, True)
+
+    def _log_share(self, target: Tensor, dtype: torch.dtype, complement: bool) -> Tensor:
+        wide = dtype == torch.float64
+        made: Tensor = rng.log_uniform_share(
+            "auto", target, self.rank, self.n_classes, complement, wide
+        )
+        return made.to(dtype)
+
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         rank = (ids if self.rank is None else self.rank[ids]).double()
         return (torch.log1p(1.0 / (rank + 1.0)) / math.log1p(self.n_classes)).log()

@@ -122,7 +122,7 @@ class NoiseContrastive(SampledHead):
 
     def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
         ids, log_q = self._draw(rng_counter, rows.dtype)
-        of_target = self.sampler._log_prob(target.clamp(min=0), None).to(log_q.dtype)
+        of_target = self.sampler._log_targets(target, log_q.dtype)
         less, row_shift, log_z = math.log(self.n_samples), None, self.log_z
         if isinstance(log_z, Tensor):
             row_shift = -log_z.expand(rows.shape[0])

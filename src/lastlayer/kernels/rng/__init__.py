@@ -23,7 +23,7 @@ def _ids_and_log_prob(like: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return like.new_empty(n), like.new_empty(n, dtype=torch.float32)
 
 
-def _complement(_weight: Tensor, target: Tensor, _bits: int, wide: bool) -> Tensor:
+def _per_target(target: Tensor, wide: bool) -> Tensor:
     return target.new_empty(target.shape, dtype=torch.float64 if wide else torch.float32)
 
 
@@ -36,7 +36,17 @@ log_uniform = _operation(
     "philox_log_uniform",
     lambda counter, _order, n, _n_classes: _ids_and_log_prob(counter, n),
 )
+log_uniform_share = _operation(
+    "rng.log_uniform_share",
+    "log_uniform_share",
+    lambda target, _rank, _n_classes, _complement, wide: _per_target(target, wide),
+    has_cpu=False,
+)
 draw = _operation(
     "rng.draw", "alias_draw", lambda table, _weight, _counter, n: _ids_and_log_prob(table, n)
 )
-log_complement = _operation("rng.log_complement", "alias_log_complement", _complement)
+log_complement = _operation(
+    "rng.log_complement",
+    "alias_log_complement",
+    lambda _weight, target, _bits, wide: _per_target(target, wide),
+)

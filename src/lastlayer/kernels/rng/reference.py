@@ -81,8 +81,23 @@ def log_uniform(
         power = power * place + coefficient
     scale = torch.ones_like(made[:, 0]) << octave.long()
     rank = ((power * SQRT_2 * scale.double()).long() - 1).clamp(0, n_classes - 1)
-    log_prob = (torch.log1p(1.0 / (rank + 1.0).double()) / math.log1p(n_classes)).log()
+    log_prob = (torch.log1p(1.0 / (rank + 1).double()) / math.log1p(n_classes)).log()
     return (rank if order is None else order[rank]), log_prob.float()
+
+
+def log_uniform_share(
+    target: Tensor, rank: Tensor | None, n_classes: int, complement: bool, wide: bool
+) -> Tensor:
+    """The log-probability of classes by :func:`log_uniform`, or that a draw is another one.
+
+    ``rank`` has the rank of each class, None where they are the same. A negative target is none: 0.
+    ``wide`` is float64.
+    """
+    known = target.clamp(min=0)
+    known = known if rank is None else rank[known]
+    share = torch.log1p(1.0 / (known + 1).double()) / math.log1p(n_classes)
+    made = torch.where(target < 0, 0.0, torch.log1p(-share) if complement else share.log())
+    return made if wide else made.float()
 
 
 def draw(table: Tensor, weight: Tensor, counter: Tensor, n: int) -> tuple[Tensor, Tensor]:

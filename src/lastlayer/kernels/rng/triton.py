@@ -51,6 +51,19 @@ def log_uniform(
     return ids, log_prob
 
 
+def log_uniform_share(
+    target: Tensor, rank: Tensor | None, n_classes: int, complement: bool, wide: bool
+) -> Tensor:
+    dtype = torch.float64 if wide else torch.float32
+    made = torch.empty(target.shape, dtype=dtype, device=target.device)
+    if target.numel():
+        _shares[(cdiv(target.numel(), 128),)](
+            target.contiguous(), rank, made, target.numel(), OCTAVES=math.log2(n_classes + 1),
+            RANKED=rank is not None, COMPLEMENT=complement, BLOCK=128, enable_fp_fusion=False,
+        )  # fmt: skip
+    return made
+
+
 @kernel
 def _words(counter, made, n, BLOCKS: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
@@ -84,14 +97,43 @@ def _ranks(
     _store_rank(order, ids, log_prob, 2 * block + 1, n, second, OCTAVES, ORDERED)
 
 
+@kernel
+def _shares(
+    target, rank, log_prob, n, OCTAVES: tl.constexpr, RANKED: tl.constexpr,
+    COMPLEMENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(target + place, mask=place < n, other=-1).to(tl.int64)
+    known = tl.maximum(chosen, 0)
+    if RANKED:
+        known = tl.load(rank + known, mask=place < n, other=0)
+    share = _share(known, OCTAVES)
+    if COMPLEMENT:
+        made = tl.where(share >= 1.0, -float("inf"), _log1p(tl.where(share >= 1.0, 0.0, -share)))
+    else:
+        made = tl.log(share)
+    made = tl.where(chosen < 0, 0.0, made)
+    tl.store(log_prob + place, made.to(log_prob.dtype.element_ty), mask=place < n)
+
+
+@triton.jit
+def _log1p(part):
+    """log(1 + x): what is rounded off in 1 + x is made up for."""
+    above = 1.0 + part
+    rounded = tl.where(above == 1.0, 1.0, above - 1.0)
+    return tl.where(above == 1.0, part, tl.log(above) * (part / rounded))
+
+
+@triton.jit
+def _share(rank, OCTAVES: tl.constexpr):
+    """The probability of a rank."""
+    return _log1p(1.0 / (rank + 1).to(tl.float64)) / (OCTAVES * _LOG_2)
+
+
 @triton.jit
 def _store_rank(order, ids, log_prob, place, n, rank, OCTAVES: tl.constexpr, ORDERED: tl.constexpr):
     live = place < n
-    part = 1.0 / (rank + 1).to(tl.float64)
-    # log(1 + x): what is rounded off in 1 + x is made up for.
-    above = 1.0 + part
-    share = tl.log(above) * (part / (above - 1.0)) / (OCTAVES * _LOG_2)
-    tl.store(log_prob + place, tl.log(share).to(tl.float32), mask=live)
+    tl.store(log_prob + place, tl.log(_share(rank, OCTAVES)).to(tl.float32), mask=live)
     chosen = rank
     if ORDERED:
         chosen = tl.load(order + rank, mask=live, other=0)
