@@ -112,7 +112,7 @@ CASES = [
 LONGS = ("target", "classes", "order", "starts", "argmax", "rank")
 FLOATS = ("target_scores", "row_scale", "class_weight", "weight_sum", "loss", "lse", "entropy")
 LONGS += ("path_start", "starts", "touched", "opened")
-INTS = ("since", "path_edge", "rank", "keys", "lengths", "shared", "new", "place", "through")
+INTS = ("path_edge", "rank", "keys", "lengths", "shared", "new", "place", "through")
 INTS += ("child", "ids")
 FLOATS += (
     "losses",

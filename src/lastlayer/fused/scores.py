@@ -41,7 +41,7 @@ _STEP = {"cuda": 128, "cpu": 8}
 _LABEL_STEP = {"cuda": 128, "cpu": 16}
 # A GPU's products are up to five times slower where rows of a matrix start at no multiple of 16
 # bytes. From so many multiplications on, by device, that is worth a few more launches.
-ALIGN_FROM = {"cuda": 1 << 30}
+ALIGN_FROM = {"cuda": 1 << 33}
 _ALIGNED_BYTES = 16
 # Classes of a block, and numbers of a vector, that are padded together.
 _BLOCK = 64

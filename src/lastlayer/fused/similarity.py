@@ -389,8 +389,8 @@ def _gradients(
     other = None if how.scores == how.operands else layer.memory(how.rows, how.operands)
     query_gradient = torch.empty_like(query, memory_format=torch.contiguous_format)
     raw = query.new_empty(how.rows, depth, dtype=wide)
-    along = query.new_zeros(n if to_query else m, dtype=wide)
     make = query.new_empty if n else query.new_zeros
+    along = make(n if to_query else m, dtype=wide)
     total = make(m, depth, dtype=wide) if to_key else None
     # The last first: its products may be there.
     parts = problem.parts()[::-1]

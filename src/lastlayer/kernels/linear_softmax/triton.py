@@ -16,6 +16,7 @@ No locks and no atomics: the result does not depend on the order in which progra
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -90,14 +91,11 @@ def gradient_of_classes(
     size = factors[1].abs().amax().clamp_min(1e-30) if hidden.dtype == torch.float16 else None
     # With rows in the order of their targets, those that belong to a tile of classes lie together,
     # and all other tiles need not look for them.
-    target = target.int()
     if not in_order:
-        target, order = torch.sort(target, stable=True)
+        target, order = torch.sort(target.int(), stable=True)
         hidden, factors = hidden.index_select(0, order), factors.index_select(1, order)
-    edges = torch.arange(0, n_classes + classes, classes, device=target.device, dtype=torch.int32)
-    since = torch.searchsorted(target, edges, out_int32=True)
     _gradient_of_classes[(cdiv(n_classes, classes),)](
-        hidden, weight, bias, target, since, factors, size, weight_gradient, bias_gradient, n,
+        hidden, weight, bias, target, factors, size, weight_gradient, bias_gradient, n,
         n_classes, depth, hidden.stride(0), weight.stride(0),
         weight_gradient.stride(0), softcap, 1.0 / temperature, ROWS=rows, CLASSES=classes,
         DEPTH=_padded(depth), EVEN=_padded(depth) == depth, BIASED=bias is not None,
@@ -195,7 +193,7 @@ def _mix_of_rows(
 
 @kernel(do_not_specialize=["n"])
 def _gradient_of_classes(
-    hidden, weight, bias, target, since, factors, size, weight_gradient, bias_gradient, n,
+    hidden, weight, bias, target, factors, size, weight_gradient, bias_gradient, n,
     n_classes, depth, hidden_row, weight_row, out_row, softcap,
     inverse_temperature, ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
     EVEN: tl.constexpr, BIASED: tl.constexpr, BIAS_GRADIENT: tl.constexpr, CAPPED: tl.constexpr,
@@ -215,8 +213,8 @@ def _gradient_of_classes(
     vectors = load_rows(weight, column.to(tl.int64), weight_row, step, 1, live, inside)
     if BIASED:
         offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
-    first_own = tl.load(since + tl.program_id(0))
-    last_own = tl.load(since + tl.program_id(0) + 1)
+    first_own = _how_many_below(target, n, tl.program_id(0) * CLASSES)
+    last_own = _how_many_below(target, n, (tl.program_id(0) + 1) * CLASSES)
     scale = inverse_temperature * LOG2E
     summed = tl.zeros((CLASSES, DEPTH), dtype=tl.float32)
     bias_sum = tl.zeros((CLASSES,), dtype=tl.float32)
@@ -261,6 +259,19 @@ def _gradient_of_classes(
         if ADD:
             bias_sum += tl.load(place, mask=live, other=0.0).to(tl.float32)
         tl.store(place, bias_sum.to(bias_gradient.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _how_many_below(target, n, bound):
+    """Of targets in order."""
+    low = n * 0
+    high = n
+    while low < high:
+        middle = (low + high) // 2
+        below = tl.load(target + middle) < bound
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(below, high, middle)
+    return low
 
 
 def finish_rows(
