@@ -167,8 +167,10 @@ class Spec:
     forward: bool = False
     half: Mapping[str, float] = field(default_factory=dict)
 
-    def case(self, size: Size, dtype: str) -> Case:
-        """Torch's code, then ours."""
+    def case(
+        self, size: Size, dtype: str, *, compiled: bool = False, replayed: bool = False
+    ) -> Case:
+        """Torch's code, then ours; and torch's compiled."""
         names = self.takes.split()
         gradients = () if self.forward else tuple(name for name in names if name in _LEAVES)
         shape = (size.rows, size.width) if names[0] in ("query", "positive") else size[::2]
@@ -180,16 +182,21 @@ class Spec:
             return _call(exact, gradients, names[-1], *case.leaves(wide))
 
         def work(function: Call) -> Work:
-            return Work(partial(_call, function, gradients, names[-1]), replayed=False)
+            return Work(partial(_call, function, gradients, names[-1]), replayed=replayed)
 
         loose = self.half if dtype == "bfloat16" else {}
-        methods = (
+        methods = [
             Method(self.beside, "torch", lambda: work(self.plain), "torch"),
             Method(self.name, OURS, lambda: work(self.ours), computes, tolerances=loose),
-        )
+        ]
+        if compiled:
+            name = f"{self.beside}, compiled"
+            methods.append(
+                Method(name, "torch", lambda: work(driver.compiled(self.plain)), "torch")
+            )
         case = Case(
             self.name, tuple(size) if "weight" in names else shape, dtype,
-            FORWARD if self.forward else BACKWARD, methods,
+            FORWARD if self.forward else BACKWARD, tuple(methods),
             lambda on, seed: draw(names, size, dtype, torch.Generator(on).manual_seed(seed)),
             gradients, reference, _compared, results_count=True,
         )  # fmt: skip

@@ -1,10 +1,10 @@
-"""All targets as data: what each method is held to, and the ten figures that open the page."""
+"""All targets as data: what each method is held to, and the figures that open the page."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from benchmarks import contrastive, fused, heads, maps, multilabel, table
+from benchmarks import contrastive, fused, heads, maps, multilabel, plain, table
 from benchmarks.driver import BACKWARD, FORWARD
 from benchmarks.record import OURS, Record
 
@@ -254,6 +254,17 @@ class Figure(NamedTuple):
     beside: str = ""
 
 
+def _plain(call: str, *shapes: tuple[int, ...], torch_code: str) -> Iterator[Figure]:
+    """Beside torch's code, on a GPU."""
+    name, _, variant = call.partition(", ")
+    for shape in shapes:
+        what = f"`{name}`, {variant}" if variant else f"`{name}`"
+        yield Figure(what, Select("plain", CUDA, call, call, shape), f"torch {torch_code}")
+
+
+_LOSS, _LABELS, _LAYER = "cross_entropy, compiled", "BCE, compiled", "linear + cross_entropy"
+_ODD = ((8192, 4096, 128259), (8192, 2048, 32003), (4096, 768, 50257))
+_LARGE_SCORES, _SMALL_SCORES = (4096, 131072), (32, 100)
 FIGURES = (
     Figure("`linear_cross_entropy`, wide hidden states",
            Select("fused", CUDA, fused.LARGE, "cross_entropy", (8192, 4096, 128256))),
@@ -277,4 +288,14 @@ FIGURES = (
            "torch softmax"),
     Figure("`HierarchicalSoftmax` step (Huffman) on a CPU, 50,000 classes",
            Select("heads", CPU, heads.STEP, heads.HUFFMAN, _WORDS), f"torch {heads.LINEAR}"),
+    *_plain(plain.LAYER, *_ODD, torch_code=f"{_LAYER}, compiled"),
+    *(
+        figure
+        for call in ("sparsemax_loss", "entmax_loss, alpha 1.5", "entmax_loss, alpha 1.3")
+        for figure in _plain(call, _LARGE_SCORES, torch_code=_LOSS)
+    ),
+    *_plain("bce_loss", _LARGE_SCORES, torch_code=_LABELS),
+    *_plain("asymmetric_loss", _LARGE_SCORES, torch_code=_LABELS),
+    *_plain("sparsemax", _SMALL_SCORES, torch_code="softmax"),
+    *_plain("sparsemax_loss", _SMALL_SCORES, torch_code="cross_entropy"),
 )  # fmt: skip

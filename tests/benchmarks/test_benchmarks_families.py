@@ -5,7 +5,17 @@ import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks import contrastive, driver, fused, heads, heads_reference, maps, multilabel, sweep
+from benchmarks import (
+    contrastive,
+    driver,
+    fused,
+    heads,
+    heads_reference,
+    maps,
+    multilabel,
+    plain,
+    sweep,
+)
 from benchmarks.driver import Case, Method
 from benchmarks.heads import ENTRIES, Problem, huffman, zipf
 from benchmarks.targets import TARGETS
@@ -14,7 +24,7 @@ from lastlayer import maps as our_maps
 from lastlayer.heads import AdaptiveSoftmax, HierarchicalSoftmax
 
 CPU = torch.device("cpu")
-FAMILIES = [module.FAMILY for module in (fused, multilabel, contrastive, heads, maps, sweep)]
+FAMILIES = [module.FAMILY for module in (fused, multilabel, contrastive, heads, maps, plain, sweep)]
 PROBLEM, WORDS = Problem(20, 64, 3000, torch.float64, CPU), Problem(5, 8, 12, torch.float64, CPU)
 
 

@@ -89,8 +89,8 @@ def test_the_worst_case_of_a_target_counts(make_record):
     assert row[2:] == ["0.97 ×", "·", MISSED]
 
 
-def test_the_page_opens_with_ten_figures_and_misses_are_bold(make_record, tmp_path):
-    assert len(FIGURES) == 10
+def test_the_page_opens_with_figures_and_misses_are_bold(make_record, tmp_path):
+    assert len(FIGURES) == len({figure.which for figure in FIGURES})
     assert len(TARGETS) > 60
     for each in (make_record(), make_record(source="torch", method="compiled", median_ms=30.0)):
         append(tmp_path / "r.jsonl", each)
