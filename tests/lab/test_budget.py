@@ -24,17 +24,20 @@ def test_other_budgets_are_refused(text):
         Budget.parse(text)
 
 
-def test_epochs_are_steps_of_the_data():
+def test_every_budget_is_a_number_of_steps():
     assert Budget.parse("3epochs").steps(70) == 210
     assert Budget.parse("0.001epochs").steps(70) == 1
-    assert Budget.parse("3s").steps(70) is None
+    assert Budget.parse("3s").steps(70, slowest_ms=20.0) == 150
+    assert Budget.parse("1s").steps(70, slowest_ms=5000.0) == 1
+    with pytest.raises(ValueError, match="slowest_ms"):
+        Budget.parse("3s").steps(70)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 100, 12345])
 def test_steps_lead_from_point_to_point_to_the_end(steps):
-    schedule = Schedule(Budget("steps", steps), 10)
+    schedule = Schedule(steps)
     step, judged = 0, 1
-    while (ahead := schedule.steps_to_next(step)) is not None:
+    while ahead := schedule.steps_to_next(step):
         assert ahead >= 1
         for passed in range(step + 1, step + ahead):
             assert schedule.judged(passed) == schedule.judged(step)
@@ -44,11 +47,3 @@ def test_steps_lead_from_point_to_point_to_the_end(steps):
     assert step == steps
     assert schedule.judged(step) == judged
     assert schedule.judged(0) == 1
-
-
-def test_seconds_have_the_same_shares_as_steps():
-    clock, counted = Schedule(Budget("seconds", 1000.0), 1), Schedule(Budget("steps", 1000), 1)
-    assert clock.steps_to_next(0) is None
-    for place in (0, 20, 51, 350, 999, 1000):
-        assert clock.judged(place) == counted.judged(place)
-        assert clock.told(place) == counted.told(place)

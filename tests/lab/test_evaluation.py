@@ -20,7 +20,7 @@ from lastlayer.lab.evaluation import (
     rows_for,
 )
 from lastlayer.lab.feeding import Batch
-from lastlayer.lab.label_evaluation import LabelJudge, as_table
+from lastlayer.lab.evaluation import LabelJudge, as_table
 
 WIDTH, CLASSES = 8, 40
 

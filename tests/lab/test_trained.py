@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lastlayer.cli import app
 from lastlayer.lab.budget import Budget
-from lastlayer.lab.checkpoint import Progress
+from lastlayer.lab.training import Progress
 from lastlayer.lab.compare import compare
 from lastlayer.lab.data import DataError
 from lastlayer.lab.errors import LabError

@@ -14,7 +14,7 @@ from lastlayer.lab._costs_reading import Cost
 from lastlayer.lab.errors import SpecError
 from lastlayer.lab.memory import PeakMemory
 from lastlayer.lab.specs import HeadSpec
-from lastlayer.lab.steps import Stepper
+from lastlayer.lab.training import Stepper
 
 # A step is made once to warm up, and then until this time is used.
 SAMPLED_SECONDS = 0.1

@@ -59,6 +59,8 @@ class Run:
     calibration: tuple[Mapping[str, float], ...] = ()
     by_decile: tuple[Mapping[str, float], ...] = ()
     explorer: tuple[Mapping[str, Any], ...] = ()
+    bias: str = ""
+    """How the biases of the head have started."""
     train: tuple[Point, ...] = ()
     valid: tuple[Point, ...] = ()
 
@@ -89,6 +91,8 @@ class Comparison:
     data: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     budget: Mapping[str, Any] = field(default_factory=dict)
+    baseline: Mapping[str, Any] = field(default_factory=dict)
+    """What the frequencies of classes alone reach."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     device: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
@@ -140,7 +144,7 @@ def read_comparison(folder: Path) -> Comparison:
         runs=tuple(_read_run(folder / "runs", head, seed) for head in heads for seed in seeds),
         **{
             key: _mapping(asked.get(key))
-            for key in ("data", "model", "budget", "settings", "device", "versions")
+            for key in ("data", "model", "budget", "baseline", "settings", "device", "versions")
         },
         command=tuple(str(word) for word in asked.get("command") or ()),
         created=str(asked.get("created") or ""),
@@ -188,6 +192,7 @@ def _read_run(runs: Path, head: HeadEntry, seed: int) -> Run:
         calibration=tuple(_finite(_mapping(bin_)) for bin_ in test.get("calibration") or ()),
         by_decile=tuple(_finite(_mapping(part)) for part in test.get("by_decile") or ()),
         explorer=tuple(_mapping(entry) for entry in result.get("explorer") or ()),
+        bias=str(result.get("bias") or ""),
         train=_points(lines, "train"),
         valid=_points(lines, "valid"),
     )

@@ -1,4 +1,4 @@
-"""How long each head trains: ``30s``, ``2m``, ``2000steps`` or ``3epochs``."""
+"""How long each head trains: ``2000steps``, ``3epochs``, or a time that is turned into steps."""
 
 import re
 from bisect import bisect_right
@@ -10,29 +10,25 @@ from lastlayer.lab.errors import LabError
 Kind = Literal["seconds", "steps", "epochs"]
 
 _UNITS: dict[str, tuple[Kind, float]] = {
-    "s": ("seconds", 1.0),
-    "sec": ("seconds", 1.0),
-    "second": ("seconds", 1.0),
-    "seconds": ("seconds", 1.0),
-    "m": ("seconds", 60.0),
-    "min": ("seconds", 60.0),
-    "minutes": ("seconds", 60.0),
-    "h": ("seconds", 3600.0),
-    "step": ("steps", 1.0),
-    "steps": ("steps", 1.0),
-    "epoch": ("epochs", 1.0),
-    "epochs": ("epochs", 1.0),
-}
-# Where a run is judged on the way, as shares of it: close together early, where most is learned,
-# so that the quality of a fast head can be read at the few steps that a slow one has done.
-_JUDGED = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.55, 0.75, 1.0)
-# Points of the training loss on the way.
+    **dict.fromkeys(("s", "sec", "second", "seconds"), ("seconds", 1.0)),
+    **dict.fromkeys(("m", "min", "minute", "minutes"), ("seconds", 60.0)),
+    **dict.fromkeys(("h", "hour", "hours"), ("seconds", 3600.0)),
+    **dict.fromkeys(("step", "steps"), ("steps", 1.0)),
+    **dict.fromkeys(("epoch", "epochs"), ("epochs", 1.0)),
+}  # fmt: skip
+# Where a run is validated, as shares of it: close together early, where most is learned, and near
+# the end, where it shows whether the curve still falls.
+_JUDGED = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.875, 1.0)
+# Points of the training loss.
 _TOLD = 100
 
 
 @dataclass(frozen=True)
 class Budget:
-    """An amount of training: seconds of it alone, steps, or passes over the data."""
+    """An amount of training, the same for every head: steps, epochs, or a time.
+
+    A time is that of the slowest head: all heads make the steps that it makes in this time.
+    """
 
     kind: Kind
     amount: float
@@ -44,8 +40,8 @@ class Budget:
         unit = _UNITS.get(found[2]) if found else None
         if found is None or unit is None or float(found[1]) <= 0:
             raise LabError(
-                "--budget: expected an amount above 0 with its unit, such as 30s, 5m, 2000steps "
-                f"or 3epochs, got {text!r}"
+                "--budget: expected an amount above 0 with its unit, such as 2000steps, 3epochs, "
+                f"30s or 5m, got {text!r}"
             )
         kind, times = unit
         amount = float(found[1]) * times
@@ -53,12 +49,13 @@ class Budget:
             raise LabError(f"--budget: expected a whole number of steps, got {text!r}")
         return cls(kind, amount)
 
-    def steps(self, steps_per_epoch: int) -> int | None:
-        """How many steps these are; None where the clock decides."""
+    def steps(self, steps_per_epoch: int, slowest_ms: float | None = None) -> int:
+        """How many steps every head makes; a time needs that of the slowest head's step."""
         if self.kind == "seconds":
-            return None
-        times = steps_per_epoch if self.kind == "epochs" else 1
-        return max(1, round(self.amount * times))
+            if slowest_ms is None:
+                raise ValueError("slowest_ms: expected the time of a step, got None")
+            return max(1, int(1e3 * self.amount / slowest_ms))
+        return max(1, round(self.amount * (steps_per_epoch if self.kind == "epochs" else 1)))
 
     def as_json(self) -> dict[str, Any]:
         """For compare.json."""
@@ -71,44 +68,28 @@ class Budget:
 
 
 class Schedule:
-    """When a run ends, when it is judged and when its loss is told.
+    """When a run of so many steps is validated, and when its loss is told."""
 
-    The points of a budget in steps are numbers of steps, so that they are the same in every run.
-
-    Args:
-        budget: of the run.
-        steps_per_epoch: steps in one pass over the data.
-    """
-
-    def __init__(self, budget: Budget, steps_per_epoch: int) -> None:
-        steps = budget.steps(steps_per_epoch)
-        self.in_steps = steps is not None
-        self.total = float(budget.amount if steps is None else steps)
+    def __init__(self, steps: int) -> None:
+        self.total = steps
         self._judged = self._points(_JUDGED)
         self._told = self._points(tuple(i / _TOLD for i in range(1, _TOLD + 1)))
 
-    def _points(self, shares: tuple[float, ...]) -> list[float]:
-        points = {share * self.total for share in shares}
-        return sorted({float(round(each)) for each in points} if self.in_steps else points)
+    def _points(self, shares: tuple[float, ...]) -> list[int]:
+        return sorted({round(share * self.total) for share in shares})
 
-    def place(self, step: int, seconds: float) -> float:
-        """How far a run is, in steps or in seconds; it ends at ``total``."""
-        return float(step) if self.in_steps else seconds
+    def judged(self, step: int) -> int:
+        """How many of the points at which a run is validated it has reached."""
+        return bisect_right(self._judged, step)
 
-    def judged(self, place: float) -> int:
-        """How many of the points at which a run is judged it has reached."""
-        return bisect_right(self._judged, place)
-
-    def told(self, place: float) -> int:
+    def told(self, step: int) -> int:
         """The same for the points at which its loss is told."""
-        return bisect_right(self._told, place)
+        return bisect_right(self._told, step)
 
-    def steps_to_next(self, step: int) -> int | None:
-        """Steps to the next point of either kind; None where the clock decides."""
-        if not self.in_steps:
-            return None
+    def steps_to_next(self, step: int) -> int:
+        """Steps to the next point of either kind; 0 at the end."""
         ahead = [
             points[reached] for points in (self._judged, self._told)
             if (reached := bisect_right(points, step)) < len(points)
         ]  # fmt: skip
-        return int(min(ahead)) - step if ahead else None
+        return min(ahead) - step if ahead else 0

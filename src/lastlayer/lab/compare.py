@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,18 +19,17 @@ from lastlayer.lab import environment
 from lastlayer.lab.costs import measure_costs
 from lastlayer.lab.data import LabelData, SparseRows, TextData
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.evaluation import TextJudge
+from lastlayer.lab.evaluation import LabelJudge, TextJudge
 from lastlayer.lab.explorer import explore
 from lastlayer.lab.feeding import Feed, LabelFeed, TextFeed
 from lastlayer.lab.files import check_space, check_writable, read_json
-from lastlayer.lab.label_evaluation import LabelJudge
 from lastlayer.lab.label_explorer import explore_labels
 from lastlayer.lab.live import Watcher, watcher
 from lastlayer.lab.models import FeatureBody, ModelSettings, build_body
 from lastlayer.lab.options import CompareOptions, Settled
 from lastlayer.lab.reading import read_data
 from lastlayer.lab.records import SCHEMA, frozen_record, write_once
-from lastlayer.lab.runs import Bench, perform
+from lastlayer.lab.runs import Bench, perform, step_times
 from lastlayer.lab.specs import HeadSpec, parse_specs
 
 _FLOAT = 4
@@ -73,6 +72,8 @@ def compare(
     settled = options.settled()
     specs = parse_specs(settled.heads, task=settled.task)
     device = environment.device_named(settled.device)
+    if settled.threads is not None:
+        torch.set_num_threads(settled.threads)
     new = not out.exists()
     check_writable(out)
     try:
@@ -82,7 +83,7 @@ def compare(
             with suppress(OSError):
                 out.rmdir()
         raise
-    watching = watcher(console, specs, settled.seeds, settled.budget, quiet=quiet)
+    watching = watcher(console, specs, settled.seeds, quiet=quiet)
     try:
         with _interruptible(_say_aside if quiet else watching.says) as stopped, _few_objects():
             results = _run_all(bench, specs, settled.seeds, watching, stopped)
@@ -129,22 +130,60 @@ def _prepare(
     names = data.vocabulary.tokens if isinstance(data, TextData) else data.label_names
     needs = ClassData(settled.width, np.asarray(data.counts), names)
     check_space(out, _bytes_needed(specs, len(settled.seeds), model, needs))
-    record = frozen_record(settled, specs, data, feed, model, device, options)
-    write_once(out, record, data)
-    shared = ("data", "model", "budget", "settings", "device", "versions", "git")
-    return Bench(
+    judge = _judge(data, feed)
+    n_rows = data.train.n_rows if isinstance(data, LabelData) else len(data.train)
+    bench = Bench(
         out=out,
         model=model,
         needs=needs,
         feed=feed,
-        judge=_judge(data, feed),
+        judge=judge,
         explore=lambda body, head: _explored(data, body, head, feed, device),
-        budget=settled.budget,
+        steps=0,
         lr=settled.lr,
+        finds_rate=settled.finds_rate,
+        n_rows=n_rows,
         device=device,
-        record={"schema": SCHEMA, **{name: record[name] for name in shared}},
+        record={},
         fit=_fitted_to(data),
     )
+    budget = _budget(bench, specs, settled, quiet, console)
+    baseline = {"name": judge.baseline_name, **judge.baseline()}
+    record = frozen_record(
+        settled, specs, data, feed, model, device, options, budget, baseline
+    )  # fmt: skip
+    write_once(out, record, data)
+    shared = ("data", "model", "budget", "settings", "device", "versions", "git")
+    kept = {"schema": SCHEMA, **{name: record[name] for name in shared}}
+    return replace(bench, steps=budget["amount"], record=kept)
+
+
+def _budget(
+    bench: Bench, specs: list[HeadSpec], settled: Settled, quiet: bool, console: Console
+) -> dict[str, Any]:
+    """The steps that every head makes, for compare.json; those of a folder that is there stay."""
+    path = bench.out / "compare.json"
+    if path.is_file():
+        return dict(read_json(path)["budget"])
+    asked, per_epoch = settled.budget, bench.feed.steps_per_epoch
+    made: dict[str, Any] = {"kind": "steps"}
+    slowest_ms = None
+    if asked.kind == "seconds":
+        if not quiet:
+            console.print("Timing a step of each head …", highlight=False)
+        times = step_times(bench, specs)
+        slowest = max(specs, key=lambda spec: times[spec.slug])
+        slowest_ms = times[slowest.slug]
+        made |= {"slowest": slowest.label, "step_ms": round(slowest_ms, 3)}
+    steps = asked.steps(per_epoch, slowest_ms)
+    made |= {"amount": steps, "asked": str(asked), "epochs": round(steps / per_epoch, 4)}
+    if slowest_ms is not None and not quiet:
+        console.print(
+            f"{asked} are {steps:,} steps of {made['slowest']}, the slowest head: every head makes "
+            "as many.",
+            highlight=False,
+        )  # fmt: skip
+    return made
 
 
 def _feed(

@@ -1,7 +1,9 @@
-"""Judging a language model on held-out text: by its exact, normalised probabilities.
+"""Judging models on held-out rows, and the baseline that knows the frequencies of classes alone.
 
-Every head is asked for its normalised log-probabilities, those that are trained on samples too.
-The rows are the same for all heads, and their number follows from the number of classes alone.
+One class per row: every head is asked for its exact, normalised log-probabilities, those that are
+trained on samples too. Several labels per row: the best labels of each row, with a threshold that
+is tuned on validation data for every loss alike, and beside it the labels that the head's own rule
+gives. The rows are the same for all heads, and their number follows from the number of classes.
 """
 
 import math
@@ -23,6 +25,8 @@ BINS = 15
 """Of the calibration error."""
 DECILES = 10
 _BEST = 10
+# Of several labels: precision at these depths, and the best labels of a row that may be predicted.
+_DEPTHS, _CANDIDATES = (1, 3, 5), 32
 
 # Log-probabilities of one judgement, in rows × classes, on the way and at the end.
 _SCORES = {"valid": 2**25, "test": 2**27}
@@ -173,27 +177,54 @@ def by_decile(rows: Rows, decile: NDArray[np.int64], n_classes: int) -> list[dic
 
 
 class TextJudge:
-    """Judges models on one text.
+    """Judges models that choose one class per row.
 
     Args:
         feed: where held-out rows come from.
         counts: how often each class stands in the training part.
     """
 
+    baseline_name = "unigram"
+
     def __init__(self, feed: Feed, counts: NDArray[np.int64]) -> None:
-        self._feed, self._n_classes = feed, len(counts)
+        self._feed, self._counts = feed, counts
+        self._n_classes = len(counts)
         self._decile = deciles_of(counts)
 
     def on_the_way(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
         """For a point of the learning curve."""
-        rows = self._rows(body, head, "valid")
+        return self._on_the_way(self._rows(body, head, "valid"))
+
+    def at_the_end(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
+        """For the result."""
+        return self._at_the_end(self._rows(body, head, "test"))
+
+    def score(self, found: dict[str, Any]) -> float:
+        """What validation is compared by, lower is better; every head has it."""
+        return math.log(found["eps_perplexity"])
+
+    def baseline(self) -> dict[str, Any]:
+        """Every row gets the frequencies of the training part; a count of 0 counts as a half."""
+        shares = np.maximum(self._counts, 0.5)
+        logs = np.log(shares / shares.sum())
+        best = np.argsort(-shares, kind="stable")[:_BEST]
+        place_of = np.full(self._n_classes, _BEST)
+        place_of[best] = np.arange(len(best))
+        made = {}
+        for part, judged in (("valid", self._on_the_way), ("test", self._at_the_end)):
+            batches = self._feed.held_out(part, rows_for(part, self._n_classes))
+            target = np.concatenate([batch.target.reshape(-1).cpu().numpy() for batch in batches])
+            sure = np.full(len(target), math.exp(logs[best[0]]))
+            everything = np.full(len(target), self._n_classes)
+            made[part] = judged(Rows(target, -logs[target], place_of[target], sure, everything))
+        return made
+
+    def _on_the_way(self, rows: Rows) -> dict[str, Any]:
         found = quality(rows, self._n_classes)
         kept = ("nll", "perplexity", "top1", "top10", "coverage", "eps_perplexity")
         return {name: found[name] for name in kept}
 
-    def at_the_end(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
-        """For the result."""
-        rows = self._rows(body, head, "test")
+    def _at_the_end(self, rows: Rows) -> dict[str, Any]:
         return {
             "rows": len(rows.target),
             "epsilon": EPSILON,
@@ -205,6 +236,189 @@ class TextJudge:
     def _rows(self, body: nn.Module, head: nn.Module, part: str) -> Rows:
         wanted = rows_for(part, self._n_classes)
         return judge_rows(body, head, self._feed.held_out(part, wanted))
+
+
+@dataclass(frozen=True)
+class LabelRows:
+    """What is kept of rows with several labels.
+
+    Attributes:
+        scores: of the best labels of each row, falling.
+        labels: which these are.
+        hits: whether each of them is right.
+        present: how many labels each row has.
+        occurrences: in how many rows each label is.
+    """
+
+    scores: Reals
+    labels: NDArray[np.int64]
+    hits: NDArray[np.bool_]
+    present: NDArray[np.int64]
+    occurrences: NDArray[np.int64]
+    native: dict[str, float]
+    """Sums over all rows of the head's own rule, and of its loss."""
+
+
+class LabelJudge:
+    """Judges models that choose several labels per row.
+
+    Labels are ranked by the head's scores. Measures without a threshold: the share of right ones
+    among the 1, 3 and 5 best of a row (precision at k), and the mean average precision of rows.
+    With one: a label is predicted where its score is above the threshold that has the best
+    micro-F1 on validation data, the same search for every loss. The head's own rule is beside it.
+
+    Args:
+        feed: where held-out rows come from.
+        counts: in how many rows of the training part each label stands.
+    """
+
+    baseline_name = "label frequencies"
+
+    def __init__(self, feed: Feed, counts: NDArray[np.int64]) -> None:
+        self._feed, self._counts, self._n_classes = feed, counts, len(counts)
+        self._decile = deciles_of(counts)
+
+    def on_the_way(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
+        """For a point of the learning curve; the threshold is the best one there."""
+        rows = self._rows(body, head, "valid")
+        return self._found(rows, best_threshold(rows), deciles=False)
+
+    def at_the_end(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
+        """For the result, with the threshold of the validation part."""
+        threshold = best_threshold(self._rows(body, head, "valid"))
+        return self._found(self._rows(body, head, "test"), threshold)
+
+    def score(self, found: dict[str, Any]) -> float:
+        """What validation is compared by, lower is better; it needs no threshold."""
+        return -float(found["mean_average_precision"])
+
+    def baseline(self) -> dict[str, Any]:
+        """Every row gets the labels in the order of their frequency."""
+        order = np.argsort(-self._counts, kind="stable")[: self._depth]
+        shares = self._counts[order] / max(1, int(self._counts.max(initial=1)))
+        rows = {part: self._of_all(order, shares, part) for part in ("valid", "test")}
+        threshold = best_threshold(rows["valid"])
+        return {
+            "valid": self._found(rows["valid"], threshold, deciles=False),
+            "test": self._found(rows["test"], threshold),
+        }
+
+    @property
+    def _depth(self) -> int:
+        return min(_CANDIDATES, self._n_classes)
+
+    def _of_all(self, order: NDArray[np.int64], shares: Reals, part: str) -> LabelRows:
+        hits, present, often = [], [], np.zeros(self._n_classes, np.int64)
+        for batch in self._feed.held_out(part, rows_for(part, self._n_classes)):
+            truth = as_table(batch.target, self._n_classes).cpu().numpy()
+            hits.append(truth[:, order])
+            present.append(truth.sum(1))
+            often += truth.sum(0)
+        found = np.concatenate(hits)
+        size = len(found), len(order)
+        return LabelRows(
+            np.broadcast_to(shares, size), np.broadcast_to(order, size), found,
+            np.concatenate(present), often, {},
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _rows(self, body: nn.Module, head: Any, part: str) -> LabelRows:
+        body.eval()
+        head.eval()
+        parts: list[tuple[NDArray[Any], ...]] = []
+        sums: dict[str, float] = {}
+        often = np.zeros(self._n_classes, np.int64)
+        for batch in self._feed.held_out(part, rows_for(part, self._n_classes)):
+            hidden = body(batch.inputs)
+            truth = as_table(batch.target, self._n_classes)
+            best = head.topk(hidden, self._depth)
+            hits = truth.gather(1, best.classes)
+            parts.append(
+                tuple(
+                    each.cpu().numpy() for each in (best.values, best.classes, hits, truth.sum(1))
+                )
+            )
+            often += truth.sum(0).cpu().numpy()
+            guess = as_table(head.predict(hidden), self._n_classes)
+            numbers = {
+                "loss": batch.size * float(head(hidden, batch.target)),
+                "true": float((guess & truth).sum()),
+                "guessed": float(guess.sum()),
+            }
+            for name, value in numbers.items():
+                sums[name] = sums.get(name, 0.0) + value
+        scores, labels, right, present = map(np.concatenate, zip(*parts, strict=True))
+        return LabelRows(scores.astype(np.float64), labels, right, present, often, sums)
+
+    def _found(self, rows: LabelRows, threshold: float, deciles: bool = True) -> dict[str, Any]:
+        n, depth = rows.hits.shape
+        guess = rows.scores >= threshold
+        right = (guess & rows.hits).sum()
+        # Labels below the candidates are never predicted.
+        exact = (guess == rows.hits).all(1) & (rows.hits.sum(1) == rows.present)
+        ranks = np.arange(1, depth + 1)
+        so_far = np.cumsum(rows.hits, 1) / ranks
+        of_row = (so_far * rows.hits).sum(1) / np.maximum(rows.present, 1)
+        counted = rows.present > 0
+        made = {
+            "rows": n,
+            "threshold": threshold,
+            "micro_f1": _share(2 * right, guess.sum() + rows.present.sum()),
+            "micro_precision": _share(right, guess.sum()),
+            "micro_recall": _share(right, rows.present.sum()),
+            "exact_match": float(exact.mean()),
+            "mean_average_precision": float(of_row[counted].mean()) if counted.any() else 0.0,
+            **{f"precision_at_{k}": float(rows.hits[:, :k].sum(1).mean() / k) for k in _DEPTHS},
+        }
+        if rows.native:
+            made |= {
+                "loss": rows.native["loss"] / n,
+                "native_micro_f1": _share(
+                    2 * rows.native["true"], rows.native["guessed"] + rows.present.sum()
+                ),
+            }
+        return {**made, "by_decile": self._by_decile(rows, guess)} if deciles else made
+
+    def _by_decile(self, rows: LabelRows, guess: NDArray[np.bool_]) -> list[dict[str, Any]]:
+        """The share of labels that were found, by how frequent the label is."""
+        of_label = self._decile[rows.labels]
+        hit = np.bincount(of_label[guess & rows.hits], minlength=DECILES)
+        there = np.bincount(self._decile, rows.occurrences, minlength=DECILES)
+        return [
+            {"decile": i + 1, "count": int(n), "recall": _share(h, n)}
+            for i, (h, n) in enumerate(zip(hit, there, strict=True))
+        ]
+
+
+def best_threshold(rows: LabelRows) -> float:
+    """The score from which on labels are predicted such that micro-F1 is highest."""
+    scores, hits = rows.scores.ravel(), rows.hits.ravel()
+    known = scores > -math.inf
+    if not known.any():
+        return math.inf
+    scores, hits = scores[known], hits[known]
+    order = np.argsort(-scores, kind="stable")
+    right = np.cumsum(hits[order])
+    f1 = 2 * right / (np.arange(1, len(order) + 1) + rows.present.sum())
+    # Of equal scores all are taken or none.
+    last = np.append(scores[order][1:] < scores[order][:-1], True)
+    f1[~last] = -1.0
+    place = int(f1.argmax())
+    below = scores[order][place + 1] if place + 1 < len(order) else scores[order][place] - 1.0
+    # Between two scores, where rounding on another machine changes nothing.
+    return float(0.5 * (scores[order][place] + below))
+
+
+def as_table(positives: Tensor, n_classes: int) -> Tensor:
+    """Padded lists of classes as a table of booleans, ``(rows, n_classes)``."""
+    table = torch.zeros(len(positives), n_classes + 1, dtype=torch.bool, device=positives.device)
+    # Padding goes into a column of its own.
+    places = torch.where(positives < 0, n_classes, positives)
+    return table.scatter_(1, places, value=True)[:, :-1]
+
+
+def _share(part: float, whole: float) -> float:
+    return float(part / whole) if whole else 0.0
 
 
 def _exp(value: float) -> float:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lastlayer.lab.data import LabelData, SparseRows
+from lastlayer.lab.evaluation import as_table
 from lastlayer.lab.explorer import readable
 from lastlayer.lab.feeding import Batch, Feed
-from lastlayer.lab.label_evaluation import as_table
 from lastlayer.lab.models import FeatureBody
 
 ROWS, BEST = 12, 10

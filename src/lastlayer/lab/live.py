@@ -12,9 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lastlayer.lab.budget import Budget
-from lastlayer.lab.checkpoint import Progress
 from lastlayer.lab.specs import HeadSpec
+from lastlayer.lab.training import Progress
 
 # Drawing a table takes milliseconds: it gets this share of the time, four times per second at most.
 _DRAWING_SHARE, _REDRAWN_SECONDS = 0.02, 0.25
@@ -112,10 +111,8 @@ class _Row:
 class LiveTable(Silent):
     """All heads with their progress, loss, quality so far and the time left."""
 
-    def __init__(
-        self, out: Console, specs: list[HeadSpec], seeds: list[int], budget: Budget
-    ) -> None:
-        self._specs, self._n_seeds, self._budget = specs, len(seeds), budget
+    def __init__(self, out: Console, specs: list[HeadSpec], seeds: list[int]) -> None:
+        self._specs, self._n_seeds = specs, len(seeds)
         self._rows = {spec.slug: _Row() for spec in specs}
         self._current: _Row | None = None
         self._note, self._said, self._began = "", "", time.perf_counter()
@@ -228,14 +225,12 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 1e9 else f"{value:.4g}"
 
 
-def watcher(
-    out: Console, specs: list[HeadSpec], seeds: list[int], budget: Budget, *, quiet: bool
-) -> Watcher:
+def watcher(out: Console, specs: list[HeadSpec], seeds: list[int], *, quiet: bool) -> Watcher:
     """The one that suits the terminal."""
     if quiet:
         return Silent()
     if out.is_terminal:
-        return LiveTable(out, specs, seeds, budget)
+        return LiveTable(out, specs, seeds)
     return Lines(out, len(specs) * len(seeds))
 
 

@@ -48,6 +48,8 @@ QUALITY = (
     PERPLEXITY,
     EPS_PERPLEXITY,
     MICRO_F1,
+    Metric("mean_average_precision", "mAP", "percent", lower_is_better=False),
+    Metric("native_micro_f1", "micro-F1, own rule", "percent", lower_is_better=False),
     PRECISION_AT_1,
     Metric("precision_at_3", "precision@3", "percent", lower_is_better=False),
     Metric("precision_at_5", "precision@5", "percent", lower_is_better=False),
@@ -62,6 +64,8 @@ QUALITY = (
     Metric("calibration_error", "calibration error", "percent", lower_is_better=True),
 )
 STEPS = Metric("steps", "steps", "count", lower_is_better=False, log=True, tested=False)
+EPOCHS = Metric("epochs", "epochs", "number", lower_is_better=False, tested=False)
+RATE_OF_LEARNING = Metric("lr", "learning rate", "number", lower_is_better=True, tested=False)
 SECONDS = Metric("seconds", "training time", "seconds", True, log=True, tested=False)
 STEP_MS = Metric("step_ms", "time per step", "ms", True, log=True, tested=False)
 RATE = Metric("tokens_per_second", "tokens a second", "rate", False, log=True, tested=False)
@@ -70,7 +74,9 @@ PARAMETERS = Metric("parameters", "parameters", "count", True, log=True, tested=
 HEAD_PARAMETERS = Metric(
     "head_parameters", "parameters of the head", "count", True, log=True, tested=False
 )
-COSTS = (STEPS, SECONDS, STEP_MS, RATE, MEMORY, PARAMETERS, HEAD_PARAMETERS)
+COSTS = (
+    STEPS, EPOCHS, SECONDS, STEP_MS, RATE, MEMORY, PARAMETERS, HEAD_PARAMETERS, RATE_OF_LEARNING,
+)  # fmt: skip
 BY_KEY = {metric.key: metric for metric in (*QUALITY, *COSTS)}
 
 NOTHING = "–"

@@ -11,7 +11,11 @@ from lastlayer.lab.errors import LabError
 TASKS = ("lm", "multilabel")
 MODELS = ("lstm", "transformer", "bag")
 DEVICES = ("auto", "cpu", "cuda")
-MOST_SEEDS = 10_000
+MOST_SEEDS, MOST_SEED = 10_000, 2**31
+AUTO = "auto"
+DEFAULT_BUDGET = "400steps"
+# The most frequent tokens of the embedded corpus.
+EMBEDDED_VOCABULARY = 8_000
 
 # A learning rate for each model under Adam, for runs of seconds to minutes.
 _RATES = {"lstm": 6e-3, "transformer": 2e-3, "bag": 8e-3}
@@ -35,7 +39,10 @@ class CompareOptions:
         length: tokens in a window.
         width: size of the hidden state.
         layers: of an LSTM or a transformer.
-        lr: learning rate.
+        lr: learning rate, or ``auto``, which finds that of each head.
+        tolerance: how much worse than the best a head may be that is recommended for its cost.
+        seed: the first one; the others follow.
+        threads: of torch, on a CPU.
         limit: the most tokens or rows for training.
         encoding: of text files.
         text_field: where JSON lines have their text.
@@ -56,7 +63,10 @@ class CompareOptions:
     length: int | None = None
     width: int | None = None
     layers: int | None = None
-    lr: float | None = None
+    lr: str | None = None
+    tolerance: float | None = None
+    seed: int | None = None
+    threads: int | None = None
     limit: int | None = None
     encoding: str | None = None
     text_field: str | None = None
@@ -110,20 +120,33 @@ class CompareOptions:
                 f"--model: expected bag for --task multilabel, got {model!r}; rows of features "
                 "have no order to read them in"
             )
+        usual_rate, finds_rate = _RATES[model], self.lr in (None, AUTO)
+        first = 1 if self.seed is None else self.seed
+        if not 0 <= first <= MOST_SEED:
+            raise LabError(f"--seed: expected 0 to {MOST_SEED:,}, got {first}")
+        seeds = _count("--seeds", self.seeds, 3, most=MOST_SEEDS)
+        tolerance = 0.03 if self.tolerance is None else self.tolerance
+        if not 0 <= tolerance < 1:
+            raise LabError(f"--tolerance: expected a share from 0 to 1, got {tolerance}")
+        # A corpus that every head makes some hundred steps on in a few seconds.
+        small = self.data is None
         return Settled(
             data=self.data,
             heads=list(self.heads or ()),
-            budget=Budget.parse(self.budget or "3s"),
-            seeds=list(range(1, _count("--seeds", self.seeds, 3, most=MOST_SEEDS) + 1)),
+            budget=Budget.parse(self.budget or DEFAULT_BUDGET),
+            seeds=list(range(first, first + seeds)),
             model=model,
             task=task,
             device=_one_of("--device", self.device or "auto", DEVICES),
             reading=self._reading(),
-            batch=_count("--batch", self.batch, 32 if task == "lm" else 128),
-            length=_count("--length", self.length, 32),
-            width=_count("--width", self.width, 128),
+            batch=_count("--batch", self.batch, (16 if small else 32) if task == "lm" else 128),
+            length=_count("--length", self.length, 16 if small else 32),
+            width=_count("--width", self.width, 64 if small else 128),
             layers=_count("--layers", self.layers, 2 if model == "transformer" else 1),
-            lr=_positive("--lr", _RATES[model] if self.lr is None else self.lr),
+            lr=usual_rate if finds_rate else _rate(self.lr),
+            finds_rate=finds_rate,
+            tolerance=tolerance,
+            threads=None if self.threads is None else _count("--threads", self.threads, 1),
         )
 
     def _reading(self) -> dict[str, Any]:
@@ -136,6 +159,8 @@ class CompareOptions:
                 raise LabError(f"{option}: expected at least {least}, got {value}")
         names = ("vocab_size", "min_count", "limit", "encoding", "text_field", "labels_field")
         given = {name: getattr(self, name) for name in (*names, "labels")}
+        if self.data is None and self.vocab_size is None:
+            given["vocab_size"] = EMBEDDED_VOCABULARY
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -157,6 +182,9 @@ class Settled:
     width: int
     layers: int
     lr: float
+    finds_rate: bool
+    tolerance: float
+    threads: int | None
 
 
 def _flag(name: str) -> str:
@@ -179,7 +207,11 @@ def _count(option: str, value: int | None, usual: int, most: int = sys.maxsize) 
     return value
 
 
-def _positive(option: str, value: float) -> float:
+def _rate(text: str | None) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise LabError(f"{option}: expected a number above 0, got {value}")
+        raise LabError(f"--lr: expected {AUTO} or a number above 0, got {text!r}")
     return value

@@ -29,6 +29,8 @@ def frozen_record(
     model: ModelSettings,
     device: torch.device,
     options: CompareOptions,
+    budget: dict[str, Any],
+    baseline: dict[str, Any],
 ) -> dict[str, Any]:
     """What compare.json holds."""
     if isinstance(data, TextData):
@@ -49,7 +51,8 @@ def frozen_record(
             "description": data.description,
         },
         "model": model.as_json(),
-        "budget": settled.budget.as_json(),
+        "budget": budget,
+        "baseline": baseline,
         "heads": [spec.as_json() for spec in specs],
         "seeds": settled.seeds,
         "device": environment.device_record(device),
@@ -59,6 +62,8 @@ def frozen_record(
             "batch": feed.batch_size,
             "steps_per_epoch": feed.steps_per_epoch,
             "lr": settled.lr,
+            "lr_of_each_head": settled.finds_rate,
+            "tolerance": settled.tolerance,
             "optimizer": "Adam, and RowAdam for row-sparse gradients",
             "clip": CLIP,
             "warm_up_steps": WARM_UP,

@@ -5,16 +5,22 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
 from lastlayer.lab import metrics
 from lastlayer.lab._costs_reading import Costs, read_costs
-from lastlayer.lab._intervals import Estimate, difference, estimate
 from lastlayer.lab._reading import Comparison, HeadEntry, Point, Run, read_comparison
 from lastlayer.lab.metrics import Metric
+from lastlayer.lab.statistics import LEVEL, Estimate, difference, estimate, holm, p_value
 
 Axis = Literal["seconds", "steps"]
+TOLERANCE = 0.03
+# Share of the steps after which it is asked what was still gained.
+_EARLIER = 0.75
+# The mean of steps over their median, and the load of each core, of a machine that does other work.
+_STALLED, _LOADED = 1.5, 1.5
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class HeadSummary:
     """Validation quality at the time that all heads have reached."""
     at_equal_steps: Estimate | None
     """Validation quality at the step that all heads have reached."""
+    gain: float | None = None
+    """How much better validation became over the last quarter of the steps, as a share."""
     rank: int | None = None
     """1 is best; None without a result."""
 
@@ -54,6 +62,15 @@ class HeadSummary:
         if len(kinds) == 1:
             return next(iter(kinds))
         return ", ".join(f"{count} {status}" for status, count in kinds.items())
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether something else ran on the machine: steps far above the median, or a load."""
+        return any(
+            run.numbers.get("step_ms_mean", 0.0) > _STALLED * run.numbers.get("step_ms", math.inf)
+            or run.numbers.get("load", 0.0) > _LOADED
+            for run in self.runs
+        )
 
     def mean(self, key: str) -> float | None:
         """The mean of a metric, where it was measured."""
@@ -106,6 +123,44 @@ class Results:
             -found.mean, found.n, None if high is None else -high, None if low is None else -low
         )
 
+    @property
+    def tolerance(self) -> float:
+        """How much worse than the best a head may be that is recommended for its cost."""
+        found = self.comparison.settings.get("tolerance")
+        return float(found) if isinstance(found, int | float) else TOLERANCE
+
+    def loss(self, best: HeadSummary, other: HeadSummary) -> float:
+        """By which share the other is worse than the best, in the metric of the ranks."""
+        key = self.metric.key
+        ours, theirs = best.mean(key) or 0.0, other.mean(key) or 0.0
+        if self.metric.lower_is_better:
+            return theirs / ours - 1.0 if ours else math.inf
+        return 1.0 - theirs / ours if ours else 0.0
+
+    def baseline(self) -> float | None:
+        """What the frequencies of classes alone reach on test data."""
+        found = self.comparison.baseline.get("test")
+        value = found.get(self.metric.key) if isinstance(found, Mapping) else None
+        return float(value) if isinstance(value, int | float) else None
+
+    def beats_baseline(self, summary: HeadSummary) -> bool:
+        """Whether a head is better than the frequencies alone; True where these are not known."""
+        base, own = self.baseline(), summary.mean(self.metric.key)
+        return base is None or own is None or self.metric.better(own, base)
+
+    def told_apart(self) -> dict[str, bool]:
+        """By slug, whether the seeds show that a head is worse than the best one.
+
+        Paired t-tests with Holm's correction over all pairs of heads: which one is the best is
+        read off the same runs, so that any pair could have been the one. One seed shows nothing.
+        """
+        ranked = self.ranked
+        values = [each.by_seed(self.metric) for each in ranked]
+        pairs = list(combinations(range(len(ranked)), 2))
+        found = holm([p_value(values[i], values[j], log=self.metric.log) for i, j in pairs])
+        best = {j: p for (i, j), p in zip(pairs, found, strict=True) if i == 0}
+        return {ranked[j].head.slug: p < LEVEL for j, p in best.items()}
+
     def front(self, cost: Metric) -> tuple[HeadSummary, ...]:
         """The heads that none other beats in both quality and cost, cheapest first."""
         return pareto_front(self.ranked, self.metric, cost)
@@ -137,6 +192,7 @@ def summarise(comparison: Comparison) -> Results:
                 estimates=_estimates(finished),
                 at_equal_seconds=_at(finished, metric, "seconds", equal_seconds),
                 at_equal_steps=_at(finished, metric, "steps", equal_steps),
+                gain=_gain(finished, metric),
             )
         )
     return Results(comparison, metric, _ranked(summaries, metric), equal_seconds, equal_steps)
@@ -219,6 +275,21 @@ def _at(runs: Sequence[Run], metric: Metric, axis: Axis, where: float | None) ->
         return None
     values = [interpolate(run, metric, axis, where) for run in runs]
     return estimate([v for v in values if v is not None], log=metric.log)
+
+
+def _gain(runs: Sequence[Run], metric: Metric) -> float | None:
+    """Of the best validation so far, from three quarters of the steps to the end."""
+    found = []
+    for run in runs:
+        points = [(p.step, v) for p in run.valid if (v := quality_of(p, metric)) is not None]
+        if len(points) < 3 or not points[-1][0]:
+            continue
+        pick = min if metric.lower_is_better else max
+        before = [value for step, value in points if step <= _EARLIER * points[-1][0]]
+        earlier, now = pick(before), pick(value for _, value in points)
+        if earlier > 0 and now > 0:
+            found.append(earlier / now - 1 if metric.lower_is_better else now / earlier - 1)
+    return sum(found) / len(found) if found else None
 
 
 def _estimates(runs: Sequence[Run]) -> dict[str, Estimate]:

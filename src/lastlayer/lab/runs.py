@@ -1,10 +1,16 @@
-"""One run: a head and a seed, trained, judged and kept in a folder of its own."""
+"""One run: a head and a seed, trained, judged and kept in a folder of its own.
+
+Before the runs, the time of a step of each head where the budget is a time, and the learning rate
+of each head where that is to be found.
+"""
 
 import math
+import os
 import shutil
 import statistics
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,25 +19,38 @@ import torch
 from torch import nn
 
 from lastlayer.heads.recipes import ClassData
-from lastlayer.lab.budget import Budget, Schedule
-from lastlayer.lab.checkpoint import Progress, save_tensors
+from lastlayer.lab.budget import Schedule
 from lastlayer.lab.feeding import Feed
 from lastlayer.lab.files import read_json, write_json
 from lastlayer.lab.memory import PeakMemory, give_back
 from lastlayer.lab.models import ModelSettings, build_body
 from lastlayer.lab.specs import HeadSpec
-from lastlayer.lab.steps import Stepper
-from lastlayer.lab.training import InterruptedRunError, RunFailedError, Training, warm_up
+from lastlayer.lab.training import (
+    InterruptedRunError,
+    Progress,
+    RunFailedError,
+    Stepper,
+    Training,
+    save_tensors,
+    warm_up,
+)
 
 CLIP = 1.0
 # A run that ended so is not made again; what else went wrong may go right another time.
 FINAL = ("ok", "nan", "diverged")
 _COSTS = (
-    "steps", "seconds", "tokens", "step_ms", "step_ms_low", "step_ms_high", "tokens_per_second",
-    "peak_memory_mb", "parameters", "head_parameters",
+    "steps", "epochs", "best_step", "lr", "bias", "seconds", "tokens", "step_ms", "step_ms_low",
+    "step_ms_high", "step_ms_mean", "load", "tokens_per_second", "peak_memory_mb", "parameters",
+    "head_parameters",
 )  # fmt: skip
 # Far from the seeds of bodies and of batches.
 _HEAD_SEED = 1_000_003
+# Learning rates that are tried, around the usual one, each for a share of the steps within bounds.
+RATES = (1 / 3, 1.0, 3.0)
+_RATE_SHARE, _RATE_STEPS = 1 / 8, (20, 200)
+_RATES_FILE = "rates.json"
+# A step is timed so often, or for so long.
+_TIMED_STEPS, _TIMED_SECONDS = 8, 1.0
 
 
 class Judge(Protocol):
@@ -42,6 +61,9 @@ class Judge(Protocol):
 
     def at_the_end(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
         """For the result."""
+
+    def score(self, found: dict[str, Any]) -> float:
+        """One number of a point of the curve, lower is better."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +77,10 @@ class Bench:
         feed: where batches come from.
         judge: what judges them.
         explore: what the explorer shows of a model.
-        budget: of each run.
-        lr: learning rate.
+        steps: of each run.
+        lr: learning rate, or the usual one around which each head's own is looked for.
+        finds_rate: whether that is done.
+        n_rows: of the training part, for the frequencies of labels.
         device: where they run.
         record: what config.json holds beside head and seed.
         fit: what a body takes from the data before it is trained, if anything.
@@ -68,8 +92,10 @@ class Bench:
     feed: Feed
     judge: Judge
     explore: Callable[[nn.Module, nn.Module], list[dict[str, Any]]]
-    budget: Budget
+    steps: int
     lr: float
+    finds_rate: bool
+    n_rows: int
     device: torch.device
     record: dict[str, Any]
     fit: Callable[[nn.Module], None] | None = None
@@ -86,6 +112,95 @@ class Bench:
 
 
 Tell = Callable[[float, Progress, float | None], None]
+
+
+def started(bench: Bench, spec: HeadSpec, seed: int) -> tuple[nn.Module, nn.Module, str]:
+    """Body and head before the first step, and how the biases of the head start."""
+    # The body first and by the seed alone: it starts from the same numbers under every head.
+    torch.manual_seed(seed)
+    body = build_body(bench.model)
+    if bench.fit is not None:
+        bench.fit(body)
+    torch.manual_seed(seed + _HEAD_SEED)
+    head = spec.build(bench.needs.with_seed(seed))
+    bias = _start_bias(bench, head)
+    return body.to(bench.device), head.to(bench.device), bias
+
+
+def _start_bias(bench: Bench, head: Any) -> str:
+    """At the class frequencies, for all heads alike: a lead in short runs that is no merit."""
+    several = {"n_rows": bench.n_rows} if bench.model.task == "multilabel" else {}
+    try:
+        head.init_bias_from_counts(bench.needs.counts, **several)
+    except (NotImplementedError, ValueError, TypeError) as error:
+        return str(error).partition("\n")[0]
+    return "class frequencies"
+
+
+def step_times(bench: Bench, specs: Sequence[HeadSpec]) -> dict[str, float]:
+    """Milliseconds of a step of each head, by its slug; the median of a few."""
+    return {spec.slug: _step_ms(bench, spec) for spec in specs}
+
+
+def _step_ms(bench: Bench, spec: HeadSpec) -> float:
+    with torch.random.fork_rng():
+        body, head, _ = started(bench, spec, 0)
+        stepper = Stepper(body, head, bench.lr, CLIP)
+        warm_up(stepper, bench.feed, 0)
+        times: list[float] = []
+        while len(times) < _TIMED_STEPS and (sum(times) < _TIMED_SECONDS or not times):
+            batch = bench.feed.batch(0, len(times))
+            begin = time.perf_counter()
+            stepper.step(batch)
+            if bench.device.type == "cuda":
+                torch.cuda.synchronize(bench.device)
+            times.append(time.perf_counter() - begin)
+    give_back()
+    return 1e3 * statistics.median(times)
+
+
+def found_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> dict[str, Any]:
+    """The learning rate of a head, and what was tried for it; kept in the folder.
+
+    Each rate trains the same model for a short run, and the best on validation data is taken.
+    """
+    path = bench.out / _RATES_FILE
+    known: dict[str, Any] = read_json(path) if path.is_file() else {}
+    if spec.slug in known:
+        return dict(known[spec.slug])
+    if not bench.finds_rate:
+        return {"lr": bench.lr, "tried": []}
+    least, most = _RATE_STEPS
+    steps = min(bench.steps, max(least, min(most, round(_RATE_SHARE * bench.steps))))
+    scores: dict[float, float | None] = {}
+    for times in RATES:
+        if stopped():
+            raise InterruptedRunError
+        rate = float(f"{times * bench.lr:.2g}")
+        scores[rate] = _short_run(bench, spec, rate, steps)
+    good = {rate: score for rate, score in scores.items() if score is not None}
+    best = min(good, key=good.__getitem__, default=bench.lr)
+    tried = [{"lr": rate, "score": score} for rate, score in scores.items()]
+    made = {"lr": best, "steps": steps, "tried": tried}
+    write_json(path, {**known, spec.slug: made})
+    return made
+
+
+def _short_run(bench: Bench, spec: HeadSpec, rate: float, steps: int) -> float | None:
+    """The validation score after a few steps; None where it is not finite."""
+    with torch.random.fork_rng():
+        body, head, _ = started(bench, spec, 0)
+        stepper = Stepper(body, head, rate, CLIP)
+        body.train()
+        head.train()
+        try:
+            for step in range(steps):
+                stepper.step(bench.feed.batch(0, step))
+            score = bench.judge.score(bench.judge.on_the_way(body, head))
+        except (ValueError, OverflowError):
+            # The logarithm of what has become NaN or infinite.
+            return None
+    return score if math.isfinite(score) else None
 
 
 def perform(
@@ -141,17 +256,12 @@ class _Attempt:
 
     def _make(self, tell: Tell, stopped: Callable[[], bool]) -> None:
         bench, seed = self._bench, self._seed
-        # The body first and by the seed alone: it starts from the same numbers under every head.
-        torch.manual_seed(seed)
-        body = build_body(bench.model)
-        if bench.fit is not None:
-            bench.fit(body)
-        body = body.to(bench.device)
-        torch.manual_seed(seed + _HEAD_SEED)
-        head = self._spec.build(bench.needs.with_seed(seed)).to(bench.device)
+        rate = found_rate(bench, self._spec, stopped)["lr"]
+        body, head, bias = started(bench, self._spec, seed)
+        self.found |= {"lr": rate, "bias": bias}
         self.found["parameters"] = _numbers(body) + _numbers(head)
         self.found["head_parameters"] = _numbers(head)
-        stepper = Stepper(body, head, bench.lr, CLIP)
+        stepper = Stepper(body, head, rate, CLIP)
         warm_up(stepper, bench.feed, seed)
         self._memory = PeakMemory(bench.device, body, head)
         torch.manual_seed(seed)
@@ -159,15 +269,17 @@ class _Attempt:
             stepper=stepper,
             feed=bench.feed,
             seed=seed,
-            schedule=Schedule(bench.budget, bench.feed.steps_per_epoch),
+            schedule=Schedule(bench.steps),
             folder=self._folder,
             evaluate=lambda: bench.judge.on_the_way(body, head),
+            score=bench.judge.score,
             memory=self._memory,
             tell=tell,
             stopped=stopped,
             device=bench.device,
         )
         self._training.run()
+        self._training.take_best()
         test = bench.judge.at_the_end(body, head)
         if any(isinstance(each, float) and math.isnan(each) for each in test.values()):
             raise RunFailedError("nan", "the head has NaN for some rows of the test data")
@@ -184,6 +296,10 @@ class _Attempt:
         peak = None if self._memory is None else self._memory.megabytes
         self.found |= {
             "steps": now.step,
+            "epochs": now.step / self._bench.feed.steps_per_epoch,
+            "best_step": now.best_step,
+            "step_ms_mean": statistics.fmean(times) if times else None,
+            "load": _load(),
             "seconds": now.seconds,
             "tokens": now.tokens,
             "step_ms": middle,
@@ -207,6 +323,14 @@ def _keep(folder: Path, body: nn.Module, head: nn.Module) -> None:
         shutil.rmtree(old, ignore_errors=True)
     head.save(new)  # type: ignore[operator]
     new.replace(place)
+
+
+def _load() -> float | None:
+    """Processes that want to run, for each core; None where the system does not say."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (AttributeError, OSError):
+        return None
 
 
 def _numbers(module: nn.Module) -> int:

@@ -1,23 +1,31 @@
-"""Training a run to the end of its budget, with its clock, its points and its checkpoints."""
+"""Training a run: its steps, its clock, its points, its best model and its checkpoints.
+
+The whole state is kept as safetensors and JSON; nothing is pickled. The JSON file names the file
+with the tensors and is replaced last: a kill at any moment leaves one that belongs together.
+"""
 
 import copy
+import inspect
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lastlayer.lab.budget import Schedule
-from lastlayer.lab.checkpoint import Progress, load_checkpoint, save_checkpoint
-from lastlayer.lab.feeding import Feed
-from lastlayer.lab.files import Lines
+from lastlayer.lab.feeding import Batch, Feed
+from lastlayer.lab.files import Lines, read_json, write_json
 from lastlayer.lab.memory import PeakMemory
-from lastlayer.lab.steps import Stepper
+from lastlayer.optim import RowAdam
 
+_STATE, _BEST = "state.json", "best.safetensors"
 WARM_UP = 3
 # A loss so many times the first one is no accident of a batch.
 _DIVERGED = 5.0
@@ -27,7 +35,212 @@ _KEPT_TIMES = 10_000
 # On a GPU the host waits once for so much work.
 _BLOCK_SECONDS = 0.02
 
+
+class Stepper:
+    """Trains a body and a head together.
+
+    Parameters with row-sparse gradients are stepped by :class:`lastlayer.optim.RowAdam`, which
+    touches the rows that have one; all others by torch's fused Adam with the same settings.
+
+    Args:
+        body: from inputs to hidden states.
+        head: from hidden states and targets to a loss.
+        lr: learning rate.
+        clip: the norm that all gradients together may have.
+    """
+
+    def __init__(self, body: nn.Module, head: nn.Module, lr: float, clip: float) -> None:
+        self.body, self.head, self._clip = body, head, clip
+        rows = list(_sparse_parameters(body))
+        rows += head.parameters() if getattr(head, "sparse", False) else []
+        kept = {id(each) for each in rows}
+        both = [*body.parameters(), *head.parameters()]
+        dense = [each for each in both if id(each) not in kept]
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        if dense:
+            self.optimizers["dense"] = torch.optim.Adam(dense, lr=lr, fused=True)
+        if rows:
+            self.optimizers["rows"] = RowAdam(rows, lr=lr)
+        self._parameters = both
+        self._context = _context_length(head)
+
+    def step(self, batch: Batch) -> Tensor:
+        """One step; the loss before it. Nothing waits for the device."""
+        loss = self.loss(batch)
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        clip_(self._parameters, self._clip)
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+        return loss.detach()
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The training loss of the head."""
+        hidden = self.body(batch.inputs)
+        made: Tensor
+        if self._context:
+            context = words_before(batch.inputs, self._context)
+            made = self.head(hidden, batch.target, context=context)
+        else:
+            made = self.head(hidden, batch.target)
+        return made
+
+
+def clip_(parameters: Iterable[nn.Parameter], most: float) -> None:
+    """Scales all gradients so that their norm together is at most ``most``; rows count once."""
+    values = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse and not gradient.is_coalesced():
+            parameter.grad = gradient = gradient.coalesce()
+        values.append(gradient._values() if gradient.is_sparse else gradient)
+    if values:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+        torch._foreach_mul_(values, (most / (norm + 1e-6)).clamp(max=1.0))
+
+
+def words_before(tokens: Tensor, n: int) -> Tensor:
+    """The n last tokens of each place, ``(batch, length, n)``, the nearest last; -1 for none."""
+    batch, length = tokens.shape
+    padded = torch.cat([tokens.new_full((batch, n - 1), -1), tokens], 1)
+    return padded.unfold(1, n, 1).reshape(batch, length, n)
+
+
+def _context_length(head: nn.Module) -> int:
+    """How many tokens the loss of a head wants to see; most want none."""
+    sampler: Any = getattr(head, "sampler", None)
+    if "context" not in inspect.signature(head.forward).parameters:
+        return 0
+    return max(0, int(getattr(sampler, "order", 1)) - 1)
+
+
+def _sparse_parameters(body: nn.Module) -> Iterable[nn.Parameter]:
+    for module in body.modules():
+        if getattr(module, "sparse", False):
+            yield from module.parameters(recurse=False)
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: steps done; the batches of the next ones follow from it.
+        seconds: of training alone.
+        tokens: tokens or rows seen.
+        loss_sum: of the losses since they were last told.
+        loss_count: how many these are.
+        first_loss: the first that was told, by which divergence is judged.
+        lines: bytes of metrics.jsonl that belong to it.
+        peak_memory_mb: so far.
+        best_score: the lowest that validation gave, and ``best_step``, where.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    first_loss: float | None = None
+    lines: int = 0
+    peak_memory_mb: float | None = None
+    best_score: float | None = None
+    best_step: int = 0
+
+
+def save_checkpoint(
+    folder: Path, stepper: Stepper, progress: Progress, step_ms: list[float]
+) -> None:
+    """Writes the state; the one before it is removed when the new one is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, options = _optimizer_state(stepper)
+    tensors |= _model_state(stepper)
+    tensors["rng/cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["rng/cuda"] = torch.cuda.get_rng_state()
+    tensors["step_ms"] = torch.tensor(step_ms, dtype=torch.float64)
+    name = f"state-{progress.step}.safetensors"
+    save_tensors(folder / name, tensors)
+    write_json(folder / _STATE, {**vars(progress), "tensors": name, "optimizers": options})
+    for old in folder.glob("state-*.safetensors"):
+        if old.name != name:
+            old.unlink()
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A file that is whole or not there."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    whole = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
+    save_file(whole, str(temporary))
+    temporary.replace(path)
+
+
+def load_checkpoint(folder: Path, stepper: Stepper) -> tuple[Progress, list[float]] | None:
+    """Puts the state back; None where there is none."""
+    if not (folder / _STATE).is_file():
+        return None
+    state = read_json(folder / _STATE)
+    try:
+        tensors = load_file(str(folder / state.pop("tensors")))
+    except (OSError, SafetensorError):
+        # Tensors are not waited for until they are on the disk: a power cut may have lost them.
+        return None
+    _load_model(stepper, tensors)
+    _load_optimizers(stepper, tensors, state.pop("optimizers"))
+    torch.set_rng_state(tensors["rng/cpu"])
+    if "rng/cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["rng/cuda"])
+    return Progress(**state), tensors["step_ms"].tolist()
+
+
+def _model_state(stepper: Stepper) -> dict[str, Tensor]:
+    return {
+        f"{name}/{key}": each
+        for name, module in (("body", stepper.body), ("head", stepper.head))
+        for key, each in module.state_dict().items()
+    }
+
+
+def _load_model(stepper: Stepper, tensors: dict[str, Tensor]) -> None:
+    for name, module in (("body", stepper.body), ("head", stepper.head)):
+        module.load_state_dict(_below(tensors, name))
+
+
+def _below(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    start = f"{name}/"
+    return {key[len(start) :]: each for key, each in tensors.items() if key.startswith(start)}
+
+
+def _optimizer_state(stepper: Stepper) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {}
+    for name, optimizer in stepper.optimizers.items():
+        for i, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                place = f"optimizer/{name}/{i}/{key}"
+                if isinstance(value, Tensor):
+                    tensors[place] = value
+                else:
+                    numbers[place] = value
+    return tensors, numbers
+
+
+def _load_optimizers(stepper: Stepper, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    for name, optimizer in stepper.optimizers.items():
+        whole = optimizer.state_dict()
+        found: dict[int, dict[str, Any]] = {}
+        for place, value in {**tensors, **numbers}.items():
+            parts = place.split("/")
+            if parts[:2] == ["optimizer", name]:
+                found.setdefault(int(parts[2]), {})[parts[3]] = value
+        optimizer.load_state_dict({**whole, "state": found})
+
+
 Evaluate = Callable[[], dict[str, Any]]
+Score = Callable[[dict[str, Any]], float]
 Tell = Callable[[float, Progress, float | None], None]
 
 
@@ -65,6 +278,7 @@ class Training:
         schedule: when it ends and when it is judged.
         folder: of the run; ``metrics.jsonl`` and ``checkpoint/`` are in it.
         evaluate: judges the model on validation data.
+        score: one number of that, lower is better: the best model is kept.
         memory: measures while steps are made.
         tell: hears how far it is, in parts of 1, and the last loss.
         stopped: whether a person wants it to end.
@@ -80,15 +294,16 @@ class Training:
         schedule: Schedule,
         folder: Path,
         evaluate: Evaluate,
+        score: Score,
         memory: PeakMemory,
         tell: Tell,
         stopped: Callable[[], bool],
         device: torch.device,
     ) -> None:
         self._stepper, self._feed, self._seed, self._schedule = stepper, feed, seed, schedule
-        self._evaluate, self._memory, self._device = evaluate, memory, device
+        self._evaluate, self._score, self._memory, self._device = evaluate, score, memory, device
         self._tell, self._stopped = tell, stopped
-        self._checkpoint = folder / "checkpoint"
+        self._checkpoint, self._best = folder / "checkpoint", folder / _BEST
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
         self.progress = Progress()
         loaded = load_checkpoint(self._checkpoint, stepper)
@@ -118,9 +333,9 @@ class Training:
         self._stepper.body.train()
         self._memory.start()
         try:
-            while self._place() < self._schedule.total:
+            while self.progress.step < self._schedule.total:
                 ahead = self._schedule.steps_to_next(self.progress.step)
-                block = self._train(block if ahead is None else min(block, ahead), block)
+                block = self._train(min(block, ahead), block)
                 self._told()
         finally:
             self._memory.stop()
@@ -128,12 +343,10 @@ class Training:
         if self._is_due():
             self._save()
 
-    def _place(self) -> float:
-        return self._schedule.place(self.progress.step, self.progress.seconds)
-
     def _train(self, steps: int, block: int) -> int:
         """Some steps and their time; how many to make next."""
-        now, before = self.progress, self._place()
+        now = self.progress
+        self._before = now.step
         losses: list[Tensor] = []
         start = time.perf_counter()
         for step in range(now.step, now.step + steps):
@@ -148,21 +361,19 @@ class Training:
         now.loss_sum = sum(torch.stack(losses).tolist(), now.loss_sum)
         now.loss_count += steps
         self._times.append(1e3 * elapsed / steps)
-        self._before = before
         quick = self._device.type == "cuda" and elapsed < _BLOCK_SECONDS and steps == block
         return 2 * block if quick else block
 
     def _told(self) -> None:
         """Everything between two blocks of steps; none of it is on the clock."""
-        schedule, place, now = self._schedule, self._place(), self.progress
-        last = place >= schedule.total
-        if schedule.told(place) > schedule.told(self._before) or last:
+        schedule, now = self._schedule, self.progress
+        if schedule.told(now.step) > schedule.told(self._before):
             self._tell_loss()
-        if schedule.judged(place) > schedule.judged(self._before) or last:
+        if schedule.judged(now.step) > schedule.judged(self._before):
             self._memory.stop()
             self._judge()
             self._memory.start()
-        self._tell(min(1.0, place / schedule.total), now, self._last_loss)
+        self._tell(now.step / schedule.total, now, self._last_loss)
         stopped = self._stopped()
         if stopped or self._is_due():
             self._memory.stop()
@@ -189,9 +400,20 @@ class Training:
             )
 
     def _judge(self) -> None:
-        self._line("valid", **self._evaluate())
+        found, now = self._evaluate(), self.progress
+        self._line("valid", **found)
+        score = self._score(found)
+        if now.best_score is None or score < now.best_score:
+            now.best_score, now.best_step = score, now.step
+            save_tensors(self._best, _model_state(self._stepper))
         self._stepper.head.train()
         self._stepper.body.train()
+
+    def take_best(self) -> None:
+        """Puts the model back that was best on validation data."""
+        if self._best.is_file() and self.progress.best_step != self.progress.step:
+            _load_model(self._stepper, load_file(str(self._best)))
+        self._best.unlink(missing_ok=True)
 
     def _line(self, kind: str, **values: Any) -> None:
         now = self.progress

@@ -1,18 +1,25 @@
-"""Which head to take, in one sentence that says how sure it is.
+"""What a comparison says, and how far that can be trusted.
 
-Two heads are told apart when the 95% interval of their difference, taken seed by seed, leaves out
-zero. Each pair is judged for itself, with no correction for how many pairs there are.
+Three findings: the best quality at equal steps, the best at equal time, and the recommendation,
+which is the cheapest head whose quality is within the tolerance of the best. Where the curves of
+the leaders still fall fast, or would cross soon, the verdict is that it is too early to tell.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
 
 from lastlayer.lab import metrics
-from lastlayer.lab._intervals import Estimate
 from lastlayer.lab.metrics import Metric
 from lastlayer.lab.results import HeadSummary, Results
+from lastlayer.lab.statistics import Estimate
+
+# A gain over the last quarter of the steps that is so many tolerances is fast.
+_FAST = 3.0
+# Curves count as crossing if they would within so many times the steps.
+_AHEAD, _QUARTER = 4.0, 4.0 / 3.0
+_MOST_AHEAD = 20.0
 
 
 @dataclass(frozen=True)
@@ -21,12 +28,17 @@ class Verdict:
 
     headline: str
     detail: str
-    """What the headline rests on; the two together are one sentence."""
+    """What the headline rests on; the two together are one or two sentences."""
+    findings: tuple[str, ...]
+    """Best at equal steps, best at equal time, and what the runner-up would cost or save."""
     notes: tuple[str, ...]
-    """What else to know: failures, other winners, what a single seed cannot show."""
+    """What else to know: failures, baselines, disturbed runs, what a single seed cannot show."""
     best: HeadSummary | None
+    recommended: HeadSummary | None
     tied: tuple[HeadSummary, ...]
-    """Heads that cannot be told apart from the best one."""
+    """Heads that are not significantly different from the best one."""
+    needed: int | None = None
+    """Steps that it is expected to take until heads can be told apart, where it is too early."""
 
     @property
     def sentence(self) -> str:
@@ -35,31 +47,86 @@ class Verdict:
 
 
 def verdict(results: Results) -> Verdict:
-    """The sentence at the top of the page."""
+    """The sentences at the top of the page."""
     ranked = results.ranked
     if not ranked:
         headline, detail = _nothing(results)
-        return Verdict(headline, detail, (), None, ())
+        return Verdict(headline, detail, (), (), None, None, ())
     best = ranked[0]
     quality = describe(results.metric, best.estimates[results.metric.key])
-    found = f"{results.metric.label} {quality} {_after(results)}"
-    notes = tuple(_notes(results, best))
+    found = f"{results.metric.label} {quality} after {budget_text(results)}"
+    notes = tuple(_notes(results))
     if len(results.comparison.heads) == 1:
+        headline = f"Only {in_sentence(best)} was trained"
         detail = f": {found}; there is nothing to compare it with."
-        return Verdict(f"Only {in_sentence(best)} was trained", detail, notes, best, ())
+        return Verdict(headline, detail, (), notes, best, best, ())
     if len(ranked) == 1:
         detail = f": {found}; {_lost(results)}."
-        return Verdict(f"{best.title} is the only head with a result", detail, notes, best, ())
-    tied = tuple(s for s in ranked[1:] if not told_apart(results, best, s))
-    speed = _against_full(results, best)
-    detail = f": {found}{speed}; {_certainty(results, best, tied)}."
-    return Verdict(_opening(best, tied, ranked), detail, notes, best, tied)
+        headline = f"{best.title} is the only head with a result"
+        return Verdict(headline, detail, (), notes, best, best, ())
+    apart = results.told_apart()
+    tied = tuple(s for s in ranked[1:] if not apart[s.head.slug])
+    chosen = recommended(results)
+    needed = steps_needed(results, chosen)
+    findings = tuple(_findings(results, best, tied, chosen))
+    if needed is not None:
+        headline = "It is too early to tell which head to take"
+        detail = (
+            f": after {budget_text(results)} {_unsettled(results, chosen)}; about {needed:,} steps "
+            f"are expected to settle it (--budget {needed}steps). So far {in_sentence(best)} is "
+            f"ahead, with {results.metric.label} {quality}."
+        )
+        return Verdict(headline, detail, findings, notes, best, chosen, tied, needed)
+    headline = f"Take {in_sentence(chosen)}"
+    detail = f": {_reason(results, best, chosen, tied)}."
+    return Verdict(headline, detail, findings, notes, best, chosen, tied)
 
 
-def told_apart(results: Results, best: HeadSummary, other: HeadSummary) -> bool:
-    """Whether the seeds show that the other is worse. One seed shows nothing."""
-    gap = results.compare(best, other)
-    return gap is not None and gap.low is not None and gap.low > 0.0
+def recommended(results: Results) -> HeadSummary:
+    """The cheapest head by its step whose quality is within the tolerance of the best.
+
+    A head that failed with some seed, or does not beat the baseline, is not recommended.
+    """
+    best = results.ranked[0]
+    good = [
+        each for each in results.ranked
+        if results.loss(best, each) <= results.tolerance
+        and not each.any_failed
+        and results.beats_baseline(each)
+    ]  # fmt: skip
+    return min(good, key=lambda each: each.mean("step_ms") or math.inf, default=best)
+
+
+def steps_needed(results: Results, chosen: HeadSummary) -> int | None:
+    """Steps until the leaders can be told apart; None where they can be now.
+
+    Leaders are the best head, the one that is recommended, and those whose curves would pass the
+    best one within four times the steps, if each goes on as over its last quarter.
+    """
+    best, steps = results.ranked[0], results.equal_steps
+    if steps is None or best.gain is None:
+        return None
+    fast = _FAST * results.tolerance
+    factors = [
+        each.gain / fast * 2 for each in {best.head.slug: best, chosen.head.slug: chosen}.values()
+        if each.gain is not None and each.gain > fast
+    ]  # fmt: skip
+    for other in results.ranked[1:]:
+        closing = (other.gain or 0.0) - best.gain
+        gap = results.loss(best, other)
+        # What stays within the tolerance would not change the recommendation.
+        matters = gap > results.tolerance or closing > results.tolerance
+        reach = closing * math.log(_AHEAD) / math.log(_QUARTER)
+        if closing > 0 and matters and gap <= reach:
+            factors.append(2 * _QUARTER ** (gap / closing))
+    if not factors:
+        return None
+    return _rounded(steps * min(_MOST_AHEAD, max(2.0, *factors)))
+
+
+def _rounded(steps: float) -> int:
+    size = int(10 ** max(0, math.floor(math.log10(steps)) - 1))
+    return round(steps / size) * size
 
 
 def describe(metric: Metric, found: Estimate) -> str:
@@ -126,72 +193,98 @@ def budget_text(results: Results) -> str:
     kind = str(budget.get("kind", ""))
     if kind == "seconds":
         return metrics.seconds(float(amount))
-    return f"{amount:,g} {kind if amount != 1 else kind.rstrip('s')}"
+    text = f"{amount:,g} {kind if amount != 1 else kind.rstrip('s')}"
+    epochs = budget.get("epochs")
+    if kind == "steps" and isinstance(epochs, int | float):
+        text += f" ({epochs:.2g} epochs)"
+    return text
 
 
-def _after(results: Results) -> str:
-    return f"after {budget_text(results)} of training"
+def times_less(ours: float, theirs: float) -> str:
+    """How much less time or memory, in words.
+
+    Example:
+        >>> times_less(1.0, 8.0), times_less(3.0, 4.0), times_less(2.0, 1.0)
+        ('an eighth of the', '75% of the', '2 times the')
+    """
+    share = ours / theirs
+    if share >= 1.15:
+        return f"{share:.1f} times the".replace(".0 ", " ")
+    words = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 8: "an eighth",
+             10: "a tenth"}  # fmt: skip
+    for n, word in words.items():
+        if abs(share * n - 1) < 0.08:
+            return f"{word} of the"
+    return f"{100 * share:.0f}% of the" if share > 0.02 else f"{100 * share:.1g}% of the"
 
 
-def _opening(best: HeadSummary, tied: Sequence[HeadSummary], ranked: Sequence[HeadSummary]) -> str:
-    name = best.title[:1].upper() + best.title[1:]
-    if not tied:
-        return f"{name} is the best choice here"
-    if any(len(s.finished) > 1 for s in ranked):
-        return f"{name} has the best result here"
-    return f"{name} came out best here"
+def _reason(
+    results: Results, best: HeadSummary, chosen: HeadSummary, tied: Sequence[HeadSummary]
+) -> str:
+    quality = describe(results.metric, chosen.estimates[results.metric.key])
+    after = f"{results.metric.label} {quality} after {budget_text(results)}"
+    if chosen is best:
+        return f"{after}, the best quality; {_certainty(best, tied)}"
+    worse = 100 * results.loss(best, chosen)
+    spent = times_less(chosen.mean("step_ms") or math.nan, best.mean("step_ms") or math.nan)
+    beside = "not significantly different from" if chosen in tied else f"{worse:.1f}% worse than"
+    return f"{after}, {beside} {in_sentence(best)} for {spent} time per step"
 
 
-def _certainty(results: Results, best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
-    ranked = results.ranked
+def _certainty(best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
     seeds = len(best.finished)
     if seeds < 2:
-        return "with one seed there is no interval, so a small lead may be chance"
-    at = f"at {seeds} seeds"
-    if len(tied) == len(ranked) - 1:
-        others = "the other" if len(tied) == 1 else f"the {len(tied)} others"
-        return f"it cannot be told apart from {others} {at}"
-    if tied:
-        names = [in_sentence(s) for s in tied]
-        listed = joined(names) if len(names) <= 3 else f"{len(names)} others"
-        return f"{listed} cannot be told apart from it {at}"
-    return f"{_lead(results, best, ranked[1])} {at}"
+        return "with one seed there is no test, so a small lead may be chance"
+    if not tied:
+        return f"all others are significantly worse ({seeds} seeds)"
+    names = [in_sentence(s) for s in tied]
+    listed = joined(names) if len(names) <= 3 else f"{len(names)} others"
+    verb = "is" if len(names) == 1 else "are"
+    return f"{listed} {verb} not significantly different ({seeds} seeds)"
 
 
-def _lead(results: Results, best: HeadSummary, second: HeadSummary) -> str:
-    gap = results.compare(best, second)
-    if gap is None or gap.low is None or gap.high is None:
-        return f"the next, {in_sentence(second)}, is clearly behind"
-    if results.metric.log:
-        low, high = 100 * (exp(min(gap.low, 50.0)) - 1), 100 * (exp(min(gap.high, 50.0)) - 1)
-        return f"the next, {in_sentence(second)}, is {_range(low, high)}% higher"
-    return (
-        f"the next, {in_sentence(second)}, is {_range(100 * gap.low, 100 * gap.high)} points lower"
-    )
+def _findings(
+    results: Results, best: HeadSummary, tied: Sequence[HeadSummary], chosen: HeadSummary
+) -> list[str]:
+    metric = results.metric
+    value = describe(metric, best.estimates[metric.key])
+    steps = f"At equal steps ({budget_text(results)}) {in_sentence(best)} has the best quality"
+    found = [f"{steps}, {metric.label} {value}; {_certainty(best, tied)}."]
+    sign = 1.0 if metric.lower_is_better else -1.0
+    timed = [(at, s) for s in results.ranked if (at := s.at_equal_seconds) is not None]
+    if results.equal_seconds is not None and len(timed) > 1:
+        at, winner = min(timed, key=lambda place: sign * place[0].mean)
+        found.append(
+            f"At equal time ({metrics.seconds(results.equal_seconds)} of training) "
+            f"{in_sentence(winner)} is ahead on validation data, with {metric.label} "
+            f"{metric.format(at.mean)}."
+        )
+    others = [s for s in results.ranked if s is not chosen]
+    if others:
+        found.append(_beside(results, chosen, others[0]))
+    return found
 
 
-def _range(low: float, high: float) -> str:
-    one, other = (f"{x:.1f}" if x < 9.95 else f"{x:,.0f}" for x in (low, high))
-    return one if one == other else f"{one} to {other}"
+def _beside(results: Results, chosen: HeadSummary, other: HeadSummary) -> str:
+    """The runner-up, and what it would cost or save."""
+    gap = 100 * results.loss(chosen, other)
+    quality = f"{abs(gap):.1f}% {'worse' if gap > 0 else 'better'}"
+    ours, theirs = chosen.mean("step_ms"), other.mean("step_ms")
+    cost = f" for {times_less(theirs, ours)} time per step" if ours and theirs else ""
+    return f"The runner-up is {in_sentence(other)}: {quality} than {in_sentence(chosen)}{cost}."
 
 
-def _against_full(results: Results, best: HeadSummary) -> str:
-    """How many steps or how much time the best took beside the full softmax."""
-    full = full_softmax(results)
-    if full is None or full is best:
-        return ""
-    in_seconds = results.comparison.budget.get("kind") == "seconds"
-    key = "steps" if in_seconds else "seconds"
-    ours, theirs = best.mean(key), full.mean(key)
-    if not ours or not theirs:
-        return ""
-    ratio = ours / theirs
-    number = f"{ratio:.1f}" if ratio >= 0.95 else f"{ratio:.2f}"
-    what = "the steps" if in_seconds else "the time"
-    return f", with {number} × {what} of {in_sentence(full)}"
+def _unsettled(results: Results, chosen: HeadSummary) -> str:
+    best = results.ranked[0]
+    fast = _FAST * results.tolerance
+    falling = {s.head.slug: s for s in (best, chosen) if (s.gain or 0.0) > fast}
+    if falling:
+        shown = joined([f"{in_sentence(s)} ({100 * (s.gain or 0):.0f}%)" for s in falling.values()])
+        return f"the leaders still gain fast over the last quarter of the steps: {shown}"
+    return "curves of the leaders would cross soon"
 
 
-def _notes(results: Results, best: HeadSummary) -> list[str]:
+def _notes(results: Results) -> list[str]:
     notes = []
     failed = [s for s in results.summaries if s.any_failed]
     if failed:
@@ -206,28 +299,27 @@ def _notes(results: Results, best: HeadSummary) -> list[str]:
             "A sparse head gave probability 0 to some targets, which makes its perplexity "
             "infinite, so heads are ranked by the ε-smoothed perplexity that all of them have."
         )
-    notes.extend(_other_winners(results, best))
-    return notes
-
-
-def _other_winners(results: Results, best: HeadSummary) -> list[str]:
-    notes = []
-    sign = 1.0 if results.metric.lower_is_better else -1.0
-    equals = (
-        ("time", lambda s: s.at_equal_seconds, results.equal_seconds, metrics.seconds),
-        ("steps", lambda s: s.at_equal_steps, results.equal_steps, lambda n: f"{n:,} steps"),
-    )
-    for name, read, where, show in equals:
-        places = [(found, s) for s in results.ranked if (found := read(s)) is not None]
-        if where is None or len(places) < 2:
-            continue
-        found, winner = min(places, key=lambda place: sign * place[0].mean)
-        if winner is not best:
-            value = results.metric.format(found.mean)
-            notes.append(
-                f"At equal {name} ({show(where)}) {in_sentence(winner)} is ahead on validation "
-                f"data, with {results.metric.label} {value}."
-            )
+    base = results.baseline()
+    below = [s for s in results.ranked if not results.beats_baseline(s)]
+    if base is not None and below:
+        name = results.comparison.baseline.get("name", "frequency")
+        notes.append(
+            f"The {name} baseline has {results.metric.label} {results.metric.format(base)}; "
+            f"{joined([in_sentence(s) for s in below])} did not beat it."
+        )
+    disturbed = [s for s in results.summaries if s.disturbed]
+    if disturbed:
+        notes.append(
+            "The machine was disturbed: steps took far longer than their median, or other "
+            f"processes ran, with {joined([in_sentence(s) for s in disturbed])}. Times of these "
+            "heads are not to be trusted; --resume repeats nothing, so compare again."
+        )
+    other_start = sorted({run.head.title for run in results.comparison.runs
+                          if run.bias and run.bias != "class frequencies"})  # fmt: skip
+    if other_start:
+        notes.append(
+            f"{joined(other_start)} could not start at the class frequencies, as the others did."
+        )
     return notes
 
 

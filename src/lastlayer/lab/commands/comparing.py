@@ -42,7 +42,11 @@ def compare(
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="30s|2000steps|3epochs", help="Of each run; 3s by default."),
+        typer.Option(
+            metavar="2000steps|3epochs|30s",
+            help="Of each run, the same steps for every head; a time is that of the slowest head. "
+            "400 steps by default.",
+        ),
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="Runs of each head; 3 by default.")] = None,
     model: Annotated[
@@ -76,8 +80,23 @@ def compare(
         int | None, typer.Option(help="Of an LSTM, 1 by default, or of a transformer, 2.")
     ] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Learning rate; by default what suits the model.")
+        str | None,
+        typer.Option(
+            metavar="auto|NUMBER",
+            help="Learning rate; auto, the default, tries three for each head and takes the best.",
+        ),
     ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="The cheapest head is recommended whose quality is within this share of the best; "
+            "0.03 by default."
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The first seed; the others follow. 1 by default.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Of torch, on a CPU.")] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Show the path of the page alone.")
     ] = False,
@@ -89,7 +108,8 @@ def compare(
     options = CompareOptions(
         data=data, heads=tuple(head) if head else None, budget=budget, seeds=seeds, model=model,
         task=task, device=device, vocab_size=vocab_size, min_count=min_count, batch=batch,
-        length=length, width=width, layers=layers, lr=lr, limit=limit, encoding=encoding,
+        length=length, width=width, layers=layers, lr=lr, tolerance=tolerance, seed=seed,
+        threads=threads, limit=limit, encoding=encoding,
         text_field=text_field, labels_field=labels_field, labels=labels,
     )  # fmt: skip
     with refusals():

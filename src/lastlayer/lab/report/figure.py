@@ -7,10 +7,10 @@ from typing import Any
 
 import altair as alt
 
-from lastlayer.lab._intervals import Estimate
 from lastlayer.lab.metrics import Metric
 from lastlayer.lab.report.charts import Charts, Row
 from lastlayer.lab.results import HeadSummary
+from lastlayer.lab.statistics import Estimate
 from lastlayer.lab.verdict import bounds, describe
 
 

@@ -5,12 +5,12 @@ import math
 import altair as alt
 
 from lastlayer.lab import metrics
-from lastlayer.lab._intervals import estimate
 from lastlayer.lab.metrics import Metric
 from lastlayer.lab.report import axes
 from lastlayer.lab.report.charts import Row
 from lastlayer.lab.report.figure import Figure, View, first_capital, place, tip
 from lastlayer.lab.results import HeadSummary, Results
+from lastlayer.lab.statistics import estimate
 
 # Of confidence, as the calibration error has them.
 _BINS = 15

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import altair as alt
 
 from lastlayer.lab import metrics
-from lastlayer.lab._intervals import estimate
 from lastlayer.lab.metrics import Metric
 from lastlayer.lab.report import axes
 from lastlayer.lab.report.charts import Row
 from lastlayer.lab.report.figure import Figure, View, first_capital, in_sight, place, tip
 from lastlayer.lab.results import Axis, HeadSummary, Results, interpolate, quality_of
+from lastlayer.lab.statistics import estimate
 
 # Points of a mean learning curve.
 _GRID = 60

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lastlayer.lab import metrics
-from lastlayer.lab._intervals import Estimate
 from lastlayer.lab.metrics import Metric
 from lastlayer.lab.results import HeadSummary, Results
+from lastlayer.lab.statistics import Estimate
 from lastlayer.lab.verdict import describe, interval
 
 
