@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from lastlayer.cli import app
 from lastlayer.lab import compare as lab
-from lastlayer.lab import runs
+from lastlayer.lab import evaluation, runs
 from lastlayer.lab.commands import comparing
 from lastlayer.lab.compare import compare
 from lastlayer.lab.errors import LabError, SpecError
@@ -24,7 +24,7 @@ from lastlayer.lab.options import CompareOptions
 
 runner = CliRunner()
 HEADS = ("full", "entmax", "hierarchical")
-QUICK = {"model": "bag", "width": 8, "batch": 4, "length": 8, "lr": 0.01}
+QUICK = {"model": "bag", "width": 8, "batch": 4, "length": 8, "lr": "0.01"}
 LINE = "the cat sat on the mat and the dog saw the cat run to the old mill by the sea\n"
 
 
@@ -99,7 +99,12 @@ def test_files_are_as_promised(compared):
     assert [head["slug"] for head in frozen["heads"]] == list(HEADS)
     assert frozen["seeds"] == [1, 2]
     assert frozen["command"][:2] == ["lastlayer", "compare"]
-    assert frozen["budget"] == {"kind": "steps", "amount": 8}
+    per_epoch = frozen["settings"]["steps_per_epoch"]
+    assert frozen["budget"] == {
+        "kind": "steps", "amount": 8, "asked": "8 steps", "epochs": round(8 / per_epoch, 4),
+    }  # fmt: skip
+    assert frozen["baseline"]["name"] == "unigram"
+    assert frozen["baseline"]["test"]["perplexity"] > 1
     for head in HEADS:
         folder = compared.out / "runs" / f"{head}-s2"
         config = json.loads((folder / "config.json").read_text())
@@ -111,6 +116,65 @@ def test_files_are_as_promised(compared):
         assert valid[-1]["seconds"] > 0
         assert not (folder / "checkpoint").exists()
         assert not list(folder.rglob("*.tmp"))
+
+
+def test_a_time_is_that_of_the_slowest_head(text, tmp_path):
+    done = run(text, tmp_path / "out", heads=("full", "hierarchical"), budget="0.05s")
+    budget = json.loads((done.out / "compare.json").read_text())["budget"]
+    assert budget["asked"] == "0.05s"
+    assert budget["slowest"] in ("full", "hierarchical")
+    assert budget["amount"] == pytest.approx(50 / budget["step_ms"], abs=1.1, rel=0.01)
+    assert {each["steps"] for each in done.results} == {budget["amount"]}
+    again = compare(
+        CompareOptions(), done.out, resume=True, quiet=True, console=Console(quiet=True)
+    )
+    assert [each["steps"] for each in again.results] == [each["steps"] for each in done.results]
+
+
+def test_each_head_gets_the_rate_that_is_best_on_validation_data(text, tmp_path):
+    done = run(text, tmp_path / "out", heads=("full", "hierarchical"), budget="24steps", lr="auto")
+    rates = json.loads((done.out / "rates.json").read_text())
+    for result in done.results:
+        found = rates[result["slug"]]
+        best = min(found["tried"], key=lambda each: each["score"])
+        assert result["lr"] == found["lr"] == best["lr"]
+        assert len({each["lr"] for each in found["tried"]}) == 3
+        assert found["steps"] == 20
+
+
+def test_every_head_starts_at_the_class_frequencies(text, tmp_path):
+    """Before the first step each head is as good as the unigram."""
+    heads = ("full", "hierarchical", "adaptive:cutoffs=4", "sampled:n_samples=4", "nce")
+    done = run(text, tmp_path / "out", heads=heads, budget="1steps", width=16)
+    base = json.loads((done.out / "compare.json").read_text())["baseline"]["valid"]["nll"]
+    for result in done.results:
+        assert result["bias"] == "class frequencies"
+        first = lines_of(done.out / "runs" / f"{result['slug']}-s1")[0]
+        assert first["nll"] == pytest.approx(base, abs=0.15)
+
+
+def test_the_best_model_by_validation_is_judged(text, tmp_path, monkeypatch):
+    """A score that is best in the middle: the model of that step is what is kept."""
+    seen = []
+
+    def score(self, found):
+        seen.append(found["nll"])
+        return abs(len(seen) - 4)
+
+    monkeypatch.setattr(evaluation.TextJudge, "score", score)
+    kept = []
+    at_the_end = evaluation.TextJudge.at_the_end
+
+    def judge(self, body, head):
+        kept.append(self.on_the_way(body, head)["nll"])
+        return at_the_end(self, body, head)
+
+    monkeypatch.setattr(evaluation.TextJudge, "at_the_end", judge)
+    (result,) = run(text, tmp_path / "out", heads=("full",), budget="40steps").results
+    points = [line for line in lines_of(tmp_path / "out/runs/full-s1") if line["kind"] == "valid"]
+    assert result["best_step"] == points[3]["step"]
+    assert kept == [pytest.approx(points[3]["nll"], rel=1e-6)]
+    assert not (tmp_path / "out/runs/full-s1/best.safetensors").exists()
 
 
 def test_the_command_asks_for_the_same(compared, tmp_path):
@@ -351,7 +415,7 @@ def test_labels(tmp_path):
     names = "".join(f'<label name="{name}"/>' for name in ("small", "large"))
     xml = f'<labels xmlns="http://mulan.sourceforge.net/labels">{names}</labels>'
     (tmp_path / "labels.xml").write_text(xml)
-    options = {"task": "multilabel", "width": 8, "batch": 40, "lr": 0.05, "budget": "60steps"}
+    options = {"task": "multilabel", "width": 8, "batch": 40, "lr": "0.05", "budget": "60steps"}
     heads = ("zlpr", "bce", "asymmetric", "sparsemax_labels")
     done = run(
         tmp_path / "labels.arff", tmp_path / "out", **{**options, "heads": heads, "length": None}
@@ -378,7 +442,7 @@ def test_labels(tmp_path):
         (["--model", "gru"], "--model: expected one of lstm, transformer, bag, got 'gru'"),
         (["--task", "speech"], "--task: expected one of lm, multilabel, got 'speech'"),
         (["--seeds", "0"], "--seeds: expected at least 1, got 0"),
-        (["--lr", "-1"], "--lr: expected a number above 0, got -1"),
+        (["--lr", "-1"], "--lr: expected auto or a number above 0, got '-1'"),
         (["--vocab-size", "1"], "--vocab-size: expected at least 2, got 1"),
         (["--resume"], "--resume: expected --out with the folder to go on with"),
         (["--encoding", "klingon"], "klingon"),

@@ -15,7 +15,6 @@ from lastlayer.heads.recipes import ClassData
 from lastlayer.lab import _cost_timing, costs
 from lastlayer.lab._cost_problem import Problem, words_for
 from lastlayer.lab._costs_reading import read_costs
-from lastlayer.lab.budget import Budget
 from lastlayer.lab.compare import Compared, compare
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.feeding import PADDING
@@ -285,7 +284,7 @@ def test_progress_is_shown():
     ]
     drawn = io.StringIO()
     console = Console(file=drawn, width=100, force_terminal=True)
-    table = LiveTable(console, specs, [1], Budget.parse("3s"))
+    table = LiveTable(console, specs, [1])
     table.measures(specs[1], 1200, 0.5)
     table.close()
     assert "cost against classes: 50%, entmax with 1,200" in drawn.getvalue()

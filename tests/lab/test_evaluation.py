@@ -11,7 +11,12 @@ from lastlayer.lab import evaluation
 from lastlayer.lab.evaluation import (
     BINS,
     EPSILON,
+    LabelJudge,
+    LabelRows,
     Rows,
+    TextJudge,
+    as_table,
+    best_threshold,
     by_decile,
     calibration,
     deciles_of,
@@ -20,7 +25,6 @@ from lastlayer.lab.evaluation import (
     rows_for,
 )
 from lastlayer.lab.feeding import Batch
-from lastlayer.lab.evaluation import LabelJudge, as_table
 
 WIDTH, CLASSES = 8, 40
 
@@ -120,7 +124,8 @@ def test_a_head_that_knows_the_labels_is_perfect():
             return torch.tensor([[0, 1], [2, -100]])
 
         def topk(self, hidden, k):
-            return heads.TopK(torch.zeros(2, 3), torch.tensor([[0, 1, 2], [2, 0, 1]]))
+            scores = torch.tensor([[0.9, 0.8, 0.1], [0.7, 0.2, 0.1]])
+            return heads.TopK(scores, torch.tensor([[0, 1, 2], [2, 0, 1]]))
 
         def forward(self, hidden, target):
             return torch.tensor(0.25)
@@ -131,6 +136,48 @@ def test_a_head_that_knows_the_labels_is_perfect():
 
     found = LabelJudge(Feed(), np.array([5, 3, 1])).at_the_end(torch.nn.Identity(), Oracle())
     assert found["micro_f1"] == found["exact_match"] == found["precision_at_1"] == 1.0
+    assert found["native_micro_f1"] == found["mean_average_precision"] == 1.0
+    assert found["threshold"] == pytest.approx(0.45)
     assert found["precision_at_3"] == pytest.approx(0.5)
     assert found["loss"] == 0.25
     assert sum(part["count"] for part in found["by_decile"]) == 3
+
+
+def test_the_threshold_has_the_best_micro_f1(seed):
+    draw = np.random.default_rng(seed)
+    scores = -np.sort(-draw.normal(size=(30, 6)).round(1), 1)
+    hits = draw.random((30, 6)) < 0.3
+    present = hits.sum(1) + draw.integers(0, 2, 30)
+    rows = LabelRows(scores, np.zeros((30, 6), np.int64), hits, present, np.zeros(1), {})
+
+    def f1(threshold):
+        guess = scores >= threshold
+        return 2 * (guess & hits).sum() / (guess.sum() + present.sum())
+
+    best = max(f1(each) for each in np.unique(scores))
+    assert f1(best_threshold(rows)) == pytest.approx(best)
+
+
+def test_the_unigram_baseline_has_the_entropy_of_the_counts():
+    counts = np.array([70, 20, 10])
+
+    class Feed:
+        def held_out(self, part, rows):
+            target = np.repeat([0, 1, 2], counts)
+            yield Batch(None, torch.from_numpy(target)[None], 100)
+
+    found = TextJudge(Feed(), counts).baseline()
+    shares = counts / 100
+    assert found["test"]["nll"] == pytest.approx(-(shares * np.log(shares)).sum())
+    assert found["test"]["top1"] == pytest.approx(0.7)
+    assert found["valid"]["perplexity"] == pytest.approx(found["test"]["perplexity"])
+
+
+def test_the_baseline_of_labels_takes_the_frequent_ones():
+    class Feed:
+        def held_out(self, part, rows):
+            yield Batch(None, torch.tensor([[0, -100], [0, 1], [2, -100]]), 3)
+
+    found = LabelJudge(Feed(), np.array([5, 3, 1])).baseline()["test"]
+    assert found["precision_at_1"] == pytest.approx(2 / 3)
+    assert found["mean_average_precision"] == pytest.approx((1 + 1 + 1 / 3) / 3)

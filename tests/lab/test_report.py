@@ -180,7 +180,8 @@ def test_pictures_are_written_as_png_and_svg(tmp_path):
 def test_markdown_has_a_row_for_each_head(folder):
     text = (folder / "summary.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + len(HEADS)
+    assert len(rows) == 2 + len(HEADS) + 1
+    assert rows[-1].startswith("|  | unigram baseline |")
     assert len({row.count(" | ") for row in rows}) == 1
     assert text.startswith(verdict(read_results(folder)).sentence)
 

@@ -21,7 +21,7 @@ def _shown(paths, *, width=100, as_json=False) -> str:
 def folders(tmp_path_factory):
     above = tmp_path_factory.mktemp("show")
     one = make(above / "one", heads=3, seeds=2)
-    other = make(above / "other", heads=3, seeds=2, budget=("steps", 500))
+    other = make(above / "other", heads=3, seeds=2, budget=("epochs", 5))
     return one, other
 
 
@@ -66,7 +66,7 @@ def test_runs_are_summarised_as_if_no_other_had_been_made(folders):
 
 def test_json_has_the_settings_and_the_results(folders):
     found = json.loads(_shown(folders, as_json=True))
-    assert [each["settings"]["budget.kind"] for each in found["settings"]] == ["seconds", "steps"]
+    assert [each["settings"]["budget.kind"] for each in found["settings"]] == ["steps", "epochs"]
     assert [results["ranked_by"] for results in found["results"]] == ["perplexity"] * 2
     assert all(results["verdict"] for results in found["results"])
 

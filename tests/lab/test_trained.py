@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from lastlayer.cli import app
 from lastlayer.lab.budget import Budget
-from lastlayer.lab.training import Progress
 from lastlayer.lab.compare import compare
 from lastlayer.lab.data import DataError
 from lastlayer.lab.errors import LabError
@@ -20,6 +19,7 @@ from lastlayer.lab.live import Lines, LiveTable, Silent, outcome, watcher
 from lastlayer.lab.options import CompareOptions
 from lastlayer.lab.specs import parse_specs
 from lastlayer.lab.trained import load_trained
+from lastlayer.lab.training import Progress
 
 runner = CliRunner()
 LINE = "one two three four five six seven eight nine ten\n"

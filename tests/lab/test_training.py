@@ -9,14 +9,20 @@ import torch
 from safetensors.torch import load_file
 
 from lastlayer import heads, samplers
-from lastlayer.lab.training import Progress, load_checkpoint, save_checkpoint
 from lastlayer.lab.data import LabelData, LabelPart, Lists, SparseRows, TextData, Vocabulary
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.feeding import PADDING, LabelFeed, TextFeed
 from lastlayer.lab.files import Lines, finite, write_json
 from lastlayer.lab.memory import PeakMemory
 from lastlayer.lab.models import LM_MODELS, FeatureBody, ModelSettings, build_body
-from lastlayer.lab.training import Stepper, clip_, words_before
+from lastlayer.lab.training import (
+    Progress,
+    Stepper,
+    clip_,
+    load_checkpoint,
+    save_checkpoint,
+    words_before,
+)
 
 CPU = torch.device("cpu")
 CLASSES, WIDTH = 30, 8

@@ -109,6 +109,8 @@ class AdaptiveSoftmax(RankedHead):
         Recipe(
             "adaptive",
             "frequent classes first, clusters of rare ones",
+            # torch's has none; with them the head can start at the class frequencies.
+            defaults={"head_bias": True},
             from_data=lambda data, _given: {"counts": data.positive_counts()},
             filled=frozenset({"order"}),
             compared=("adaptive",),

@@ -74,6 +74,7 @@ PARAMETERS = Metric("parameters", "parameters", "count", True, log=True, tested=
 HEAD_PARAMETERS = Metric(
     "head_parameters", "parameters of the head", "count", True, log=True, tested=False
 )
+GAIN = Metric("gain", "gained in the last quarter", "percent", True, tested=False)
 COSTS = (
     STEPS, EPOCHS, SECONDS, STEP_MS, RATE, MEMORY, PARAMETERS, HEAD_PARAMETERS, RATE_OF_LEARNING,
 )  # fmt: skip

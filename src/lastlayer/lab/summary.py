@@ -19,4 +19,7 @@ def print_summary(out: Path, console: Console) -> None:
     if not console.is_terminal:
         console = Console(file=console.file, width=_FILE_WIDTH)
     console.print(results_table(results, console.width))
-    console.print(Text(verdict(results).sentence), soft_wrap=True)
+    found = verdict(results)
+    console.print(Text(found.sentence), soft_wrap=True)
+    for each in (*found.findings, *found.notes):
+        console.print(Text(f"- {each}"), soft_wrap=True)

@@ -40,7 +40,7 @@ def write_report(out: Path, *, pictures: bool = True) -> Path:
     found = verdict(results)
     shown = figures.all_figures(results)
     html = page.render(results, found, shown)
-    _replace(out / "summary.md", tables.markdown(results, found.sentence))
+    _replace(out / "summary.md", tables.markdown(results, found))
     _replace(out / "summary.csv", tables.comma_separated(results))
     if pictures:
         _draw(out / PICTURES, shown, [head.title for head in results.comparison.heads])

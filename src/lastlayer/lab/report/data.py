@@ -15,7 +15,11 @@ def everything(results: Results, verdict: Verdict) -> dict[str, Any]:
     made: dict[str, Any] = jsonable({
         "schema": 1,
         "verdict": verdict.sentence,
+        "findings": list(verdict.findings),
         "notes": list(verdict.notes),
+        "recommended": None if verdict.recommended is None else verdict.recommended.title,
+        "steps_needed": verdict.needed,
+        "baseline": asked.baseline,
         "ranked_by": results.metric.key,
         "equal_seconds": results.equal_seconds,
         "equal_steps": results.equal_steps,
@@ -32,7 +36,7 @@ def everything(results: Results, verdict: Verdict) -> dict[str, Any]:
         "heads": [
             {
                 "rank": s.rank, "head": s.title, "spec": s.head.spec, "family": s.head.family,
-                "status": s.status,
+                "status": s.status, "gain": s.gain,
                 "means": {key: asdict(found) for key, found in s.estimates.items()},
                 "at_equal_time": None if s.at_equal_seconds is None else asdict(s.at_equal_seconds),
                 "at_equal_steps": None if s.at_equal_steps is None else asdict(s.at_equal_steps),

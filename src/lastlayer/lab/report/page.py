@@ -66,6 +66,7 @@ def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> s
             for summary in results.summaries
         ],
         runs_text=tables.runs_text,
+        baseline=tables.baseline(results, chosen),
         note=tables.note(results, "in small"),
         failures=[run for run in asked.runs if not run.finished and run.status != "not started"],
         left_out=left_out(results),
@@ -103,12 +104,14 @@ def _mark(position: int, name: str) -> dict[str, Any]:
 
 
 def _tiles(results: Results, verdict: Verdict) -> list[dict[str, str]]:
-    """The best head in four numbers, beside those of the full softmax."""
-    if verdict.best is None:
+    """The recommended head in a few numbers, beside those of the full softmax."""
+    if verdict.recommended is None:
         return []
-    best, full = verdict.best, full_softmax(results)
+    best, full = verdict.recommended, full_softmax(results)
     made = []
-    for metric in (results.metric, metrics.STEP_MS, metrics.MEMORY, metrics.HEAD_PARAMETERS):
+    shown = (results.metric, metrics.STEP_MS, metrics.SECONDS, metrics.STEPS, metrics.EPOCHS,
+             metrics.MEMORY)  # fmt: skip
+    for metric in shown:
         value = best.mean(metric.key)
         if value is None:
             continue

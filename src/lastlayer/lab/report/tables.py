@@ -2,14 +2,14 @@
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lastlayer.lab import metrics
 from lastlayer.lab.metrics import Metric
 from lastlayer.lab.results import HeadSummary, Results
 from lastlayer.lab.statistics import Estimate
-from lastlayer.lab.verdict import describe, interval
+from lastlayer.lab.verdict import Verdict, describe, interval
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def columns(results: Results, *, telling: bool = True) -> list[Column]:
             ε-smoothed perplexity.
     """
     metric = results.metric
-    found = [_column(metric, "test data, at the end of the budget; heads are ranked by it")]
+    found = [_column(metric, "test data, the best model by validation; heads are ranked by it")]
     if results.equal_seconds is not None and results.equal_steps is not None:
         found += [
             Column(
@@ -55,14 +55,18 @@ def columns(results: Results, *, telling: bool = True) -> list[Column]:
                 lambda s: s.at_equal_seconds,
             ),
             Column(
-                "equal_steps",
-                "at equal steps",
-                f"{metric.label}, validation data after {results.equal_steps:,} steps",
-                metric,
-                lambda s: s.at_equal_steps,
+                "gain",
+                metrics.GAIN.label,
+                "how much better validation became over the last quarter of the steps: where this "
+                "is much, it is early",
+                metrics.GAIN,
+                lambda s: None if s.gain is None else Estimate(s.gain, len(s.finished)),
             ),
         ]
-    costs = [metrics.STEP_MS, metrics.MEMORY, metrics.HEAD_PARAMETERS]
+    costs = [
+        metrics.STEP_MS, metrics.MEMORY, metrics.HEAD_PARAMETERS, metrics.STEPS, metrics.EPOCHS,
+        metrics.RATE_OF_LEARNING,
+    ]  # fmt: skip
     silent = _OF_SPARSE_HEADS if telling and not _any_sparse(results) else ()
     others = [m for m in metrics.QUALITY if m is not metric and m.key not in silent]
     rest = [m for m in metrics.COSTS if m not in costs]
@@ -88,9 +92,22 @@ def cell(column: Column, summary: HeadSummary, results: Results) -> Cell:
     )
 
 
-def markdown(results: Results, sentence: str) -> str:
-    """The verdict, and the summary as a table."""
+def baseline(results: Results, chosen: list[Column]) -> list[str]:
+    """What the frequencies of classes alone reach, a cell per column; empty where not measured."""
+    asked = results.comparison.baseline
+    test = asked.get("test")
+    if not isinstance(test, Mapping) or results.baseline() is None:
+        return []
+    values = [test.get(c.key) if c.metric.tested else None for c in chosen]
+    return [c.metric.format(v) for c, v in zip(chosen, values, strict=True)]
+
+
+def markdown(results: Results, verdict: Verdict) -> str:
+    """The verdict with all that qualifies it, and the summary as a table."""
     chosen = columns(results)
+    sentence = "\n".join([
+        verdict.sentence, *(f"- {each}" for each in (*verdict.findings, *verdict.notes))
+    ])  # fmt: skip
     heading = ["#", "head", *(c.label for c in chosen), "runs"]
     lines = [sentence, "", _line(heading), _line(["--:", ":--", *["--:"] * len(chosen), ":--"])]
     for summary in results.summaries:
@@ -102,6 +119,8 @@ def markdown(results: Results, sentence: str) -> str:
         ]
         rank = "" if summary.rank is None else str(summary.rank)
         lines.append(_line([rank, summary.title, *values, runs_text(summary)]))
+    if base := baseline(results, chosen):
+        lines.append(_line(["", f"{results.comparison.baseline['name']} baseline", *base, ""]))
     return "\n".join([*lines, "", note(results), ""])
 
 
@@ -170,7 +189,9 @@ def _safe(value: object) -> object:
 
 _OF_SPARSE_HEADS = ("eps_perplexity", "coverage", "support")
 # More of these is neither better nor worse.
-_NO_BEST = {"support", "steps", "seconds", "parameters", "head_parameters"}
+_NO_BEST = {
+    "support", "steps", "epochs", "seconds", "parameters", "head_parameters", "lr", "gain",
+}  # fmt: skip
 _HELP = {
     **{m.key: "test data" for m in metrics.QUALITY},
     "step_ms": "median over steps, without warm-up and evaluation",
