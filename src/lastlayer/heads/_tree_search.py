@@ -1,8 +1,8 @@
 """The best leaves of a tree, found without opening all of it; and random ones by walks down it.
 
 To *open* a node is to compute the log-probabilities of its children. Kernels do all of this on a
-CPU, and the exact search in binary trees on CUDA. Elsewhere it is done with operations of torch,
-level by level for all rows at once.
+CPU, and on CUDA the walks and the exact search in binary trees. Elsewhere a search is done with
+operations of torch, level by level for all rows at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lastlayer.fused.paths import block_scores, groups_of
-from lastlayer.fused.prediction import drawn_by
+from lastlayer.fused.scores import row_chunks
 from lastlayer.heads._tree_nodes import WIDEST_GATHERED, Nodes, gathered_block, gathered_scores
 from lastlayer.kernels import selected
-from lastlayer.kernels.search import MOST_ON_CUDA, NOWHERE, best_leaves
+from lastlayer.kernels.search import MOST_ON_CUDA, best_leaves, random_leaves
 
 # A row for which more of the weight's rows than this, and than this part of all, would be read
 # one by one is sorted as a whole.
@@ -28,8 +28,8 @@ _MOST_OPEN, _MOST_OPEN_PART = 64, 1 / 16
 _NARROWEST_BEAM = 8
 # Rows of the weight, near the root, whose scores are one product for all rows.
 _TOP_ROWS = 2048
-# Numbers gathered at a time, and held at a time where walks choose a child.
-_GATHERED_NUMBERS, _DRAWN_NUMBERS = 4_000_000, 2_000_000
+# Numbers gathered at a time; and held for each edge and row where walks have no kernel.
+_GATHERED_NUMBERS, _DRAWN_COPIES = 4_000_000, 8.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,26 +93,17 @@ def search(nodes: Nodes, rows: Tensor, k: int, beam: int | None = None) -> Found
     return _search_by_levels(nodes, rows, k)
 
 
-@eager
-def draw_leaves(
-    nodes: Nodes, rows: Tensor, n_samples: int, generator: torch.Generator | None
-) -> Tensor:
-    """Class ids ``(n, n_samples)``: a walk down from the root for each; -1 in a row of NaN."""
-    on_cpu = selected("tree_search", rows.device.type, rows.dtype) == "cpu"
-    # The node of each walk, and ~c where it has ended at class c.
-    at = torch.zeros(rows.shape[0], n_samples, dtype=torch.int64, device=rows.device)
-    for _ in range(len(nodes.tables.levels)):
-        # Random numbers for all walks, so that one does not depend on when the others end.
-        uniform = torch.rand(at.shape, dtype=torch.float64, device=rows.device, generator=generator)
-        if on_cpu:
-            from lastlayer.kernels.search.cpu import step_down_
-
-            step_down_(*_given(nodes, rows), uniform, at)
-        else:
-            _step_down(nodes, rows, at, uniform)
-        if not bool((at >= 0).any()):
-            break
-    return torch.where(at == NOWHERE, -1, ~at)
+def draw_leaves(nodes: Nodes, rows: Tensor, uniform: Tensor, chunk_rows: int | str) -> Tensor:
+    """Class ids for numbers ``(n, m)`` in [0, 1): a walk down from the root for each; -1 at NaN."""
+    tables = nodes.tables
+    if selected("tree_draw", rows.device.type, rows.dtype) != "reference":
+        drawn: Tensor = random_leaves("auto", *_given(nodes, rows), tables.widest, uniform)
+        return drawn
+    chunks = row_chunks(rows, tables.n_edges, chunk_rows, _DRAWN_COPIES)
+    return torch.cat([
+        random_leaves("reference", *_given(nodes, rows[part]), tables.widest, uniform[part])
+        for part in chunks
+    ])  # fmt: skip
 
 
 def _given(
@@ -121,22 +112,6 @@ def _given(
     """What all kernels are given first."""
     tables, weight, bias, _ = nodes
     return rows, weight, bias, tables.child_start, tables.row_start, tables.child
-
-
-def _step_down(nodes: Nodes, rows: Tensor, at: Tensor, uniform: Tensor) -> None:
-    """Move each walk to a child of its node; walks of a row at the same node share its scores."""
-    tables = nodes.tables
-    of_row, walk = (at >= 0).nonzero(as_tuple=True)
-    node = at[of_row, walk]
-    pairs, place = torch.unique(of_row * tables.n_inner + node, return_inverse=True)
-    log_probs = _Opener(nodes, rows).open(pairs // tables.n_inner, pairs % tables.n_inner)
-    step = max(1, _DRAWN_NUMBERS // max(1, log_probs.shape[1]))
-    drawn = torch.cat([
-        drawn_by(log_probs[some], each.unsqueeze(-1)).squeeze(-1)
-        for some, each in zip(place.split(step), uniform[of_row, walk].split(step), strict=True)
-    ])  # fmt: skip
-    edge = tables.child_start[node] + drawn.clamp(min=0)
-    at[of_row, walk] = torch.where(drawn < 0, NOWHERE, tables.child[edge].long())
 
 
 class _Opener:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lastlayer._checks import check_generator, check_int
+from lastlayer._checks import check_int
 from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
-from lastlayer.fused.paths import TreeTables
+from lastlayer.fused.paths import TreeTables, groups_suit
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks
 from lastlayer.heads._tree_nodes import (
@@ -21,15 +21,18 @@ from lastlayer.heads._tree_nodes import (
     class_vectors,
     init_biases,
     init_nodes,
-    leaves_suit,
+    is_predictable,
     path_log_prob,
     shared_log_prob,
     tree_loss,
+    walked_log_prob,
+    walks_suit,
     wide,
 )
 from lastlayer.heads._tree_search import Found, draw_leaves, eager, search
-from lastlayer.heads.base import Head, TopK, checked_draws
+from lastlayer.heads.base import Head, TopK
 from lastlayer.heads.recipes import Recipe
+from lastlayer.kernels.search import MOST_ON_CUDA
 from lastlayer.trees import Tree
 
 # Beside the state of a saved head.
@@ -40,10 +43,12 @@ _SEARCHED_ROWS = 1024
 _TRIED_ROWS = 8
 # Where more than this part of the classes is asked for, sorting all is faster than a search.
 _SEARCHED_PART, _SEARCHED_CLASSES = 1 / 8, 512
+# On a CPU all are sorted where nodes have no more vectors than this.
+_SORTED_ROWS = 1024
 # Numbers held for each class and row of all log-probabilities (scores, edges by arity and in order,
 # sums, classes), and for each gathered one.
 _ALL_COPIES, _GATHERED_COPIES = 9.0, 3.0
-# The same for scores and classes alone, where a kernel goes from one to the other.
+# The same for scores and classes alone, where kernels go from one to the other.
 _LEAF_COPIES = 2.0
 
 
@@ -288,19 +293,22 @@ class HierarchicalSoftmax(Head):
         # The most nodes, and rows of the weight, that the classes of one row of hidden states take.
         at = 0 if chosen is None else chosen.shape[1] * tables.most_paths * tables.longest
         most = at * (tables.widest if tables.has_wide else 1)
+        recording = torch.is_grad_enabled() and (
+            rows.requires_grad or any(each.requires_grad for each in self.parameters())
+        )
+        predicted = not recording and is_predictable(nodes, rows)
+        if predicted and chosen is not None and walks_suit(nodes, rows, chosen.shape[1]):
+            return walked_log_prob(nodes, rows, chosen)
         log_prob: Callable[..., Tensor] = path_log_prob
         copies = _GATHERED_COPIES
-        if chosen is None or most > tables.n_rows:
+        if chosen is None or most > tables.n_rows or (predicted and rows.device.type != "cpu"):
             # In a dtype that rounds neither the rows nor the vectors: those of paths are not.
             rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
+            if chosen is None and (predicted or recording):
+                return all_log_prob(nodes, rows, None, self.chunk_rows)
             log_prob, held, copies = all_log_prob, tables.n_edges // 2, _ALL_COPIES
-            recording = torch.is_grad_enabled() and (
-                rows.requires_grad or any(each.requires_grad for each in self.parameters())
-            )
-            if chosen is None and recording:
-                return all_log_prob(nodes, rows, None)
-            if not recording and leaves_suit(nodes, rows):
-                held, copies = tables.n_rows, _LEAF_COPIES
+            if predicted:
+                held, copies = tables.n_classes, _LEAF_COPIES
         elif (
             len(rows) > 1 and chosen.stride(0) == 0 and tables.n_inner
             and host_sync_allowed(rows) and not torch.compiler.is_compiling()
@@ -309,7 +317,9 @@ class HierarchicalSoftmax(Head):
         else:
             # Vectors are gathered, or else hidden states for the scores of all children of a node.
             held = most * d if tables.widest <= WIDEST_GATHERED else at * (tables.widest + d)
-            rows = wide(rows)
+            # The kernel for very wide nodes takes half precision.
+            if tables.widest <= WIDEST_GATHERED or not groups_suit(tables, rows):
+                rows = wide(rows)
 
         def of_chunk(
             rows: Tensor, chosen: Tensor | None, weight: Tensor, bias: Tensor | None
@@ -349,11 +359,23 @@ class HierarchicalSoftmax(Head):
                     f"beam: expected None for a tree that overlaps, got {beam}; a beam finds "
                     "single paths, and the probability of a class is the sum over its paths"
                 )
-        many = self.n_classes > _SEARCHED_CLASSES and k > self.n_classes * _SEARCHED_PART
-        if tables.overlaps or not tables.n_inner or (many and beam is None):
+        if tables.overlaps or not tables.n_inner or (beam is None and self._is_sorted(hidden, k)):
             return super().topk(hidden, k)
         found, shape = self._search(hidden, k, beam), (*hidden.shape[:-1], k)
         return TopK(found.values.reshape(shape), found.classes.reshape(shape))
+
+    def _is_sorted(self, hidden: Tensor, k: int) -> bool:
+        """Whether a sort of all classes is faster than any search."""
+        tables, n_classes = self._tables, self.n_classes
+        if n_classes > _SEARCHED_CLASSES and k > n_classes * _SEARCHED_PART:
+            return True
+        if not is_predictable(self._nodes, hidden):
+            return False
+        if hidden.device.type == "cpu":
+            many_rows = hidden.numel() >= _TRIED_ROWS * self.in_features
+            return many_rows and tables.n_rows <= _SORTED_ROWS
+        # A search in wider nodes would wait for the device.
+        return tables.has_wide or k > MOST_ON_CUDA
 
     @eager
     def _search(self, hidden: Tensor, k: int, beam: int | None = None) -> Found:
@@ -377,23 +399,16 @@ class HierarchicalSoftmax(Head):
         with without_autocast(rows):
             return search(self._nodes, wide(rows), k, beam)
 
-    @torch.no_grad()
-    def sample(
-        self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Independent draws from the probabilities of each row, with replacement.
-
-        A walk down the tree for each, all at once: only nodes that a walk is at are opened.
-        Arguments and result are those of :meth:`Head.sample`.
-        """
-        rows, n_samples = self._check_rows(hidden), check_int("n_samples", n_samples)
-        check_generator(generator, hidden.device)
-        shape = *hidden.shape[:-1], n_samples
+    def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
+        """By a walk down the tree for each draw: only nodes that it comes to are opened."""
+        nodes, (numbers,) = self._nodes, uniform
         if not self._tables.n_inner:
-            return torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-        with without_autocast(hidden):
-            classes = draw_leaves(self._nodes, wide(rows), n_samples, generator)
-        return checked_draws(classes.reshape(shape))
+            return torch.zeros_like(numbers, dtype=torch.int64)
+        walks = rows.device.type == "cpu" or walks_suit(nodes, rows, numbers.shape[1])
+        if not walks and is_predictable(nodes, rows):
+            return super()._rows_sample(rows, numbers)
+        with without_autocast(rows):
+            return draw_leaves(nodes, rows, numbers, self.chunk_rows)
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in config.items() if name != "tree"}

@@ -12,7 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer.kernels._cpu import by_rows, empty
+from lastlayer.kernels._cpu import by_rows
 from lastlayer.kernels._cpu_math import (
     BLOCK,
     FAST,
@@ -83,19 +83,16 @@ def _sizes(first: Array, last: Array, width: Array, depth: int) -> tuple[int, in
 
 
 def leaves(
-    scores: Tensor, child_start: Tensor, row_start: Tensor, child: Tensor, end: Tensor
-) -> Tensor:
-    """Log-probabilities of all leaves from scores, one column for each row of the weight, or more.
+    scores: Tensor, child_start: Tensor, row_start: Tensor, child: Tensor, end: Tensor, made: Tensor
+) -> None:
+    """As the reference's, into ``made``, from scores with a column per row of the weight, or more.
 
-    Nodes are numbered level by level, so that a node comes after its parent; an edge is an entry of
-    ``child``, and ``end`` has the last one on the path to each leaf.
+    Nodes are numbered level by level, so that a node comes after its parent.
     """
-    made = empty((scores.shape[0], len(end)), scores.dtype)
     _leaves(
         *scores.shape, scores.detach().contiguous().numpy(), child_start.numpy(),
         row_start.numpy(), child.numpy(), end.numpy(), made.numpy(),
     )  # fmt: skip
-    return made
 
 
 def _arrays(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Array, Array, Array]:
