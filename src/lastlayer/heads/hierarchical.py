@@ -29,10 +29,9 @@ from lastlayer.heads._tree_nodes import (
     walks_suit,
     wide,
 )
-from lastlayer.heads._tree_search import Found, draw_leaves, eager, search
+from lastlayer.heads._tree_search import Found, draw_leaves, eager, search, search_suits
 from lastlayer.heads.base import Head, TopK
 from lastlayer.heads.recipes import Recipe
-from lastlayer.kernels.search import MOST_ON_CUDA
 from lastlayer.trees import Tree
 
 # Beside the state of a saved head.
@@ -43,8 +42,6 @@ _SEARCHED_ROWS = 1024
 _TRIED_ROWS = 8
 # Where more than this part of the classes is asked for, sorting all is faster than a search.
 _SEARCHED_PART, _SEARCHED_CLASSES = 1 / 8, 512
-# On a CPU all are sorted where nodes have no more vectors than this.
-_SORTED_ROWS = 1024
 # Numbers held for each class and row of all log-probabilities (scores, edges by arity and in order,
 # sums, classes), and for each gathered one.
 _ALL_COPIES, _GATHERED_COPIES = 9.0, 3.0
@@ -340,9 +337,11 @@ class HierarchicalSoftmax(Head):
         its parent, so a node that is less probable than k known classes has no class below it
         that is one of the best k.
 
-        A row for which more than a sixteenth of the nodes would be opened is sorted as a whole;
-        so are all rows on a CPU if most of the first 8 are, and where k is more than an eighth of
-        the classes, or where the tree overlaps, as the bound does not hold for a sum over paths.
+        A row for which more than a sixteenth of the nodes would be opened is sorted as a whole.
+        So are all rows on a CPU if most of the first 8 are, or if there are no more than 1024
+        node vectors; on a GPU in a tree with wider than binary nodes; where k is more than an
+        eighth of the classes, or more than 64 on a GPU; and where the tree overlaps, as the bound
+        does not hold for a sum over paths.
 
         Args:
             hidden: ``(*batch, in_features)``.
@@ -359,32 +358,21 @@ class HierarchicalSoftmax(Head):
                     f"beam: expected None for a tree that overlaps, got {beam}; a beam finds "
                     "single paths, and the probability of a class is the sum over its paths"
                 )
-        if tables.overlaps or not tables.n_inner or (beam is None and self._is_sorted(hidden, k)):
+        many = self.n_classes > _SEARCHED_CLASSES and k > self.n_classes * _SEARCHED_PART
+        if tables.overlaps or not tables.n_inner or (many and beam is None):
             return super().topk(hidden, k)
         found, shape = self._search(hidden, k, beam), (*hidden.shape[:-1], k)
         return TopK(found.values.reshape(shape), found.classes.reshape(shape))
-
-    def _is_sorted(self, hidden: Tensor, k: int) -> bool:
-        """Whether a sort of all classes is faster than any search."""
-        tables, n_classes = self._tables, self.n_classes
-        if n_classes > _SEARCHED_CLASSES and k > n_classes * _SEARCHED_PART:
-            return True
-        if not is_predictable(self._nodes, hidden):
-            return False
-        if hidden.device.type == "cpu":
-            many_rows = hidden.numel() >= _TRIED_ROWS * self.in_features
-            return many_rows and tables.n_rows <= _SORTED_ROWS
-        # A search in wider nodes would wait for the device.
-        return tables.has_wide or k > MOST_ON_CUDA
 
     @eager
     def _search(self, hidden: Tensor, k: int, beam: int | None = None) -> Found:
         rows = hidden.reshape(-1, self.in_features)
         n = rows.shape[0]
+        suits = beam is not None or search_suits(self._nodes, rows, k)
         # On a CPU a few rows first: where the search is given up for them, it is for most others.
-        tried = _TRIED_ROWS if hidden.device.type == "cpu" and n > 2 * _TRIED_ROWS else 0
+        tried = _TRIED_ROWS if suits and hidden.device.type == "cpu" and n > 2 * _TRIED_ROWS else 0
         parts = [self._search_rows(rows[:tried], k, beam)] if tried else []
-        if tried and int((parts[0].opened < 0).sum()) * 2 > tried:
+        if not suits or (tried and int((parts[0].opened < 0).sum()) * 2 > tried):
             values, classes = super().topk(rows, k)
             return Found(values, classes, classes.new_full((n,), self._tables.n_inner))
         parts += [self._search_rows(each, k, beam) for each in rows[tried:].split(_SEARCHED_ROWS)]
