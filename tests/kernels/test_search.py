@@ -397,9 +397,7 @@ def test_log_probs_of_chosen_leaves(impl, dtype, name):
         tables.edge_node, tables.path_start, tables.path_edge, tables.widest, classes.to(device),
     )  # fmt: skip
     within = TOLERANCE[made.dtype]
-    torch.testing.assert_close(
-        made.double().cpu(), truth, rtol=within, atol=within, equal_nan=True
-    )
+    torch.testing.assert_close(made.double().cpu(), truth, rtol=within, atol=within, equal_nan=True)
 
 
 def test_torch_accepts_walks():
