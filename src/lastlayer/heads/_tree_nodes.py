@@ -31,7 +31,7 @@ from lastlayer.fused.paths import (
     reduced,
 )
 from lastlayer.fused.prediction import rows_held
-from lastlayer.fused.scores import LayerProducts, scores_into, wide_scores
+from lastlayer.fused.scores import LayerProducts, part_of, scores_into, wide_scores
 from lastlayer.heads.base import log_frequencies
 from lastlayer.kernels import empty, selected
 from lastlayer.kernels.search import leaf_log_probs
@@ -285,15 +285,9 @@ class _GatheredRows(torch.autograd.Function):
         return made, None, None, None
 
 
-def all_log_prob(
-    nodes: Nodes, rows: Tensor, classes: Tensor | None, chunk_rows: int | str = "auto"
-) -> Tensor:
+def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
     """Of ``classes`` ``(n, k)``, or of all ``(n, n_classes)``, added up level by level."""
     tables, weight, bias, _ = nodes
-    learned = any(each is not None and each.requires_grad for each in (rows, weight, bias))
-    if not (learned and torch.is_grad_enabled()) and is_predictable(nodes, rows):
-        made = _all_leaves(nodes, rows, chunk_rows)
-        return made if classes is None else made.gather(-1, classes)
     biases = None if bias is None else in_dtype(bias, rows.dtype)
     scores = wide_scores(rows, in_dtype(weight, rows.dtype), biases)
     if tables.n_inner:
@@ -316,8 +310,10 @@ def is_predictable(nodes: Nodes, rows: Tensor) -> bool:
     )
 
 
-def _all_leaves(nodes: Nodes, rows: Tensor, chunk_rows: int | str) -> Tensor:
-    """Log-probabilities of all classes by kernels, where :func:`is_predictable`; no gradient.
+def all_leaves(
+    nodes: Nodes, rows: Tensor, classes: Tensor | None, chunk_rows: int | str = "auto"
+) -> Tensor:
+    """As :func:`all_log_prob` by kernels, where :func:`is_predictable`; no gradient.
 
     The scores of all nodes are one product, made for a part of the rows at a time.
     """
@@ -331,13 +327,14 @@ def _all_leaves(nodes: Nodes, rows: Tensor, chunk_rows: int | str) -> Tensor:
     width = -(-n_rows // _ALIGNED) * _ALIGNED if on_cpu else products.stride
     memory = empty((min(n, step), width), dtype, rows.device)
     for first in range(0, n, step):
-        some, into = rows[first : first + step], made[first : first + step]
+        part = slice(first, min(n, first + step))
+        some, into = part_of(rows, part), part_of(made, part)
         if on_cpu:
             from lastlayer.kernels.node_groups import cpu
 
-            held = memory[: some.shape[0]]
+            held = part_of(memory, slice(0, part.stop - first))
             biases = None if bias is None else in_dtype(bias, rows.dtype)
-            scores_into(held[:, :n_rows], some, weight, biases)
+            scores_into(products.scores_in(held), some, weight, biases)
             tree = tables.child_start, tables.row_start, tables.child, tables.path_end
             cpu.leaves(held, *tree, into)
         else:
@@ -345,7 +342,7 @@ def _all_leaves(nodes: Nodes, rows: Tensor, chunk_rows: int | str) -> Tensor:
 
             scores = products.scores_into(memory, some)
             triton.leaves(scores, bias, tables.for_leaves(), into)
-    return made
+    return made if classes is None else made.gather(-1, classes)
 
 
 def walked_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor) -> Tensor:

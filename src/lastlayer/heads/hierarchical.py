@@ -17,6 +17,7 @@ from lastlayer.fused.scores import row_chunks
 from lastlayer.heads._tree_nodes import (
     WIDEST_GATHERED,
     Nodes,
+    all_leaves,
     all_log_prob,
     class_vectors,
     init_biases,
@@ -283,7 +284,8 @@ class HierarchicalSoftmax(Head):
         if classes is not None:
             chosen, shape = self._check_classes(hidden, classes)
         with without_autocast(hidden):
-            return self._rows_log_prob(rows, chosen).reshape(shape)
+            made = self._rows_log_prob(rows, chosen)
+        return made if made.shape == shape else made.reshape(shape)
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None) -> Tensor:
         nodes, tables, d = self._nodes, self._tables, self.in_features
@@ -301,11 +303,13 @@ class HierarchicalSoftmax(Head):
         if chosen is None or most > tables.n_rows or (predicted and rows.device.type != "cpu"):
             # In a dtype that rounds neither the rows nor the vectors: those of paths are not.
             rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
-            if chosen is None and (predicted or recording):
-                return all_log_prob(nodes, rows, None, self.chunk_rows)
+            if chosen is None and predicted:
+                return all_leaves(nodes, rows, None, self.chunk_rows)
+            if chosen is None and recording:
+                return all_log_prob(nodes, rows, None)
             log_prob, held, copies = all_log_prob, tables.n_edges // 2, _ALL_COPIES
             if predicted:
-                held, copies = tables.n_classes, _LEAF_COPIES
+                log_prob, held, copies = all_leaves, tables.n_classes, _LEAF_COPIES
         elif (
             len(rows) > 1 and chosen.stride(0) == 0 and tables.n_inner
             and host_sync_allowed(rows) and not torch.compiler.is_compiling()
