@@ -65,11 +65,13 @@ class TreeTables(torch.nn.Module):
     nodes_by_width: Tensor
     level_start: Tensor
     # Per edge: its node; four times its row, and 1 or 2 for a child of a binary node, empty if all
-    # nodes are binary; what it leads to, and the edge above it, counted from the first one of that
-    # level; its place where edges are sorted by the arity of their node, empty if the same.
+    # nodes are binary; what it leads to; the same with ~p at the end of path p, empty if the same;
+    # the edge above it, counted from the first one of that level; and its place where edges are
+    # sorted by the arity of their node, empty if the same.
     edge_node: Tensor
     edge_row: Tensor
     child: Tensor
+    path_child: Tensor
     edge_above: Tensor
     edge_slot: Tensor
 
@@ -125,6 +127,9 @@ class TreeTables(torch.nn.Module):
         edge_row += np.where(arity[owner] == 2, 1 + position, 4 * position)
         keep("edge_row", edge_row if self.has_wide else edge_row[:0], torch.int32)
         keep("child", tree.child, torch.int32)
+        to_path = tree.child.copy()
+        to_path[ends] = ~np.arange(len(ends))
+        keep("path_child", to_path if self.overlaps else to_path[:0], torch.int32)
         keep("edge_above", above[owner], torch.int32)
         self.arities, slots, n = np.unique(arity).tolist(), np.empty(self.n_edges, np.int64), 0
         for each in self.arities:
@@ -186,8 +191,11 @@ class TreeTables(torch.nn.Module):
             for width, (first, last) in zip(WIDTHS, pairwise(self._width_cuts), strict=True)
             if first < last
         ]
+        child, class_start = self.child, None
+        if self.overlaps:
+            child, class_start = self.path_child, self.class_start
         return LeafTables(
-            self.row_start, self.edge_node, self.edge_row, self.child, self.level_start,
+            self.row_start, self.edge_node, self.edge_row, child, class_start, self.level_start,
             self.levels, self._launches, wide,
         )  # fmt: skip
 

@@ -300,11 +300,11 @@ def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
 
 
 def is_predictable(nodes: Nodes, rows: Tensor) -> bool:
-    """Whether kernels have log-probabilities without a gradient, in a tree without overlap."""
+    """Whether kernels have log-probabilities without a gradient."""
     tables = nodes.tables
     return (
         tables.n_inner > 0
-        and not tables.overlaps
+        and not (tables.overlaps and rows.device.type == "cpu")
         and is_eager(rows)
         and selected("tree_log_probs", rows.device.type, rows.dtype) != "reference"
     )
@@ -346,7 +346,7 @@ def all_leaves(
 
 
 def walked_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor) -> Tensor:
-    """Of ``classes`` ``(n, k)`` by a walk along each path, where :func:`is_predictable`."""
+    """Of ``classes`` ``(n, k)``, each with one path, by a walk along it."""
     tables, weight, bias, _ = nodes
     tree = tables.child_start, tables.row_start, tables.edge_node, tables.path_start
     made: Tensor = leaf_log_probs(

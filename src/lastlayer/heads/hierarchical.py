@@ -296,7 +296,10 @@ class HierarchicalSoftmax(Head):
             rows.requires_grad or any(each.requires_grad for each in self.parameters())
         )
         predicted = not recording and is_predictable(nodes, rows)
-        if predicted and chosen is not None and walks_suit(nodes, rows, chosen.shape[1]):
+        if (
+            predicted and chosen is not None and not tables.overlaps
+            and walks_suit(nodes, rows, chosen.shape[1])
+        ):  # fmt: skip
             return walked_log_prob(nodes, rows, chosen)
         log_prob: Callable[..., Tensor] = path_log_prob
         copies = _GATHERED_COPIES
@@ -396,8 +399,7 @@ class HierarchicalSoftmax(Head):
         nodes, (numbers,) = self._nodes, uniform
         if not self._tables.n_inner:
             return torch.zeros_like(numbers, dtype=torch.int64)
-        walks = rows.device.type == "cpu" or walks_suit(nodes, rows, numbers.shape[1])
-        if not walks and is_predictable(nodes, rows):
+        if rows.device.type != "cpu" and not walks_suit(nodes, rows, numbers.shape[1]):
             return super()._rows_sample(rows, numbers)
         with without_autocast(rows):
             return draw_leaves(nodes, rows, numbers, self.chunk_rows)

@@ -34,7 +34,10 @@ class LeafTables(NamedTuple):
     edge_node: Tensor
     # Four times the row of the weight of each edge, and 1 or 2 for the children of a binary node.
     edge_row: Tensor
+    # What each edge leads to: a node, or ~p at the end of path p.
     child: Tensor
+    # The first path of each class, and the end; None where every class has one.
+    class_start: Tensor | None
     level_start: Tensor
     # First and last edge of each level, and which levels are one launch.
     levels: list[tuple[int, int]]

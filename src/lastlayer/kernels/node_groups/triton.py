@@ -186,11 +186,17 @@ def to_children(
 
 
 def leaves(scores: Tensor, bias: Tensor | None, tree: LeafTables, made: Tensor) -> None:
-    """As the reference's, into ``made``, from scores without bias; their rows lie together."""
-    n, n_inner = scores.shape[0], len(tree.row_start) - 1
+    """As the reference's, into ``made``, from scores without bias; their rows lie together.
+
+    In a tree that overlaps, a class has the sum over its paths.
+    """
+    n, n_inner, classes = scores.shape[0], len(tree.row_start) - 1, made
     if not n:
         return
-    biased, wide = bias is not None, len(tree.wide_nodes) > 0
+    biased, wide, ends = bias is not None, len(tree.wide_nodes) > 0, tree.class_start
+    if ends is not None:
+        n_paths = len(tree.child) - n_inner + 1
+        made = torch.empty(n, n_paths, device=scores.device, dtype=torch.float32)
     reached = torch.empty(1 + wide, n, n_inner, device=scores.device, dtype=torch.float32)
     lse = reached[-1]
     for width, nodes in tree.wide_nodes:
@@ -209,6 +215,14 @@ def leaves(scores: Tensor, bias: Tensor | None, tree: LeafTables, made: Tensor) 
             lse, made, n, scores.stride(0), n_inner, made.stride(0), first, last, parts,
             ROWS=LEAF_ROWS, BLOCK=block, WIDE=wide, BIASED=biased, num_warps=4,
             enable_fp_fusion=True,
+        )  # fmt: skip
+    if ends is not None:
+        # The paths of a class are neighbours, as the children of a node are.
+        n_classes, group = classes.shape[1], LEAVES_AT_A_TIME // 16
+        each = torch.arange(n_classes, device=scores.device, dtype=torch.int32)
+        _normalise_nodes[(n, cdiv(n_classes, group))](
+            made, None, each, ends, classes, n_classes, made.stride(0), classes.stride(0),
+            NODES=group, WIDTH=16, BIASED=False, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
 
 
