@@ -290,6 +290,25 @@ GROUP_CASES = [
 ]
 
 
+LEAF_TYPES = (
+    dict.fromkeys(("hidden", "weight", "bias"), "*bf16")
+    | dict.fromkeys(("scores", "lse", "reached", "made"), "*fp32")
+    | dict.fromkeys(("row_start", "child_start", "path_start", "classes"), "*i64")
+    | dict.fromkeys(("nodes", "edge_node", "edge_row", "path_edge"), "*i32")
+    | {"child": "*i32", "level_start": "*i32", "uniform": "*fp64"}
+)
+OF_TWO, OF_MANY = dict(CHILDREN=1, DEPTH=512), dict(CHILDREN=8, DEPTH=512)
+LEAF_CASES = [
+    (node_groups._normalise_nodes, dict(NODES=8, WIDTH=256, BIASED=True)),
+    (node_groups._reach_edges, dict(ROWS=4, BLOCK=512, WIDE=True, BIASED=True)),
+    (node_groups._reach_edges, dict(ROWS=4, BLOCK=512, WIDE=False, BIASED=True)),
+    (search._draw_leaves, dict(BLOCK=256, BIASED=True, **OF_MANY)),
+    (search._draw_leaves, dict(BLOCK=2, BIASED=True, **OF_TWO)),
+    (search._follow_paths, dict(BIASED=True, **OF_MANY)),
+    (search._follow_paths, dict(BIASED=True, **OF_TWO)),
+]
+
+
 NCE_FLOATS = ("scale", "row_parts", "column_parts", "row_lse", "row_push", "row_pull", "along")
 NCE_FLOATS += ("column_lse", "column_push", "column_pull", "row_positive", "column_positive")
 NCE_TYPES = (
@@ -400,6 +419,7 @@ def main(step: int) -> None:
         (MEAN_TYPES, MEAN_CASES),
         (LABEL_TYPES, LABEL_CASES),
         (GROUP_TYPES, GROUP_CASES),
+        (LEAF_TYPES, LEAF_CASES),
         (DRAWN_TYPES, DRAWN_CASES),
         (PREDICTED_TYPES, PREDICTED_CASES),
     ):

@@ -30,9 +30,11 @@ from lastlayer.fused.paths import (
     path_loss,
     reduced,
 )
-from lastlayer.fused.scores import scores_into, wide_scores
+from lastlayer.fused.prediction import rows_held
+from lastlayer.fused.scores import LayerProducts, part_of, scores_into, wide_scores
 from lastlayer.heads.base import log_frequencies
 from lastlayer.kernels import empty, selected
+from lastlayer.kernels.search import leaf_log_probs
 
 # Blocks of more vectors than this are not gathered.
 WIDEST_GATHERED = 32
@@ -45,6 +47,10 @@ _LIGHTEST = math.log(1e-280)
 _NUMBERS = 32
 # Numbers of a line of memory, to which lines of scores are aligned.
 _ALIGNED = 16
+# Vectors of a product with all that take as long as one that a walk reads, on a GPU and on a CPU.
+_WALKED_PART = 32, 4
+# Multiplications that a CPU's walks through wide nodes do faster than the host calls a product.
+_WALKED_NUMBERS = 1 << 21
 
 
 class Nodes(NamedTuple):
@@ -283,11 +289,7 @@ def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
     """Of ``classes`` ``(n, k)``, or of all ``(n, n_classes)``, added up level by level."""
     tables, weight, bias, _ = nodes
     biases = None if bias is None else in_dtype(bias, rows.dtype)
-    vectors = in_dtype(weight, rows.dtype)
-    if leaves_suit(nodes, rows):
-        made = _compiled_leaves(tables, rows, vectors, biases)
-        return made if classes is None else made.gather(-1, classes)
-    scores = wide_scores(rows, vectors, biases)
+    scores = wide_scores(rows, in_dtype(weight, rows.dtype), biases)
     if tables.n_inner:
         # One row per score: what is gathered is then contiguous.
         leaves = _down_to_leaves(tables, _edge_log_probs(tables, scores.t().contiguous()))
@@ -297,31 +299,70 @@ def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
     return made if classes is None else made.gather(-1, classes)
 
 
-def leaves_suit(nodes: Nodes, rows: Tensor) -> bool:
-    """Whether a kernel goes from scores to classes: on a CPU where no gradient is recorded."""
+def is_predictable(nodes: Nodes, rows: Tensor) -> bool:
+    """Whether kernels have log-probabilities without a gradient."""
     tables = nodes.tables
-    learned = any(each is not None and each.requires_grad for each in (rows, *nodes[1:3]))
     return (
-        rows.device.type == "cpu"
-        and not (learned and torch.is_grad_enabled())
-        and tables.n_inner > 0
-        and not tables.overlaps
+        tables.n_inner > 0
+        and not (tables.overlaps and rows.device.type == "cpu")
         and is_eager(rows)
-        and selected("tree_path_loss", "cpu", rows.dtype) == "cpu"
+        and selected("tree_log_probs", rows.device.type, rows.dtype) != "reference"
     )
 
 
-def _compiled_leaves(
-    tables: TreeTables, rows: Tensor, weight: Tensor, bias: Tensor | None
+def all_leaves(
+    nodes: Nodes, rows: Tensor, classes: Tensor | None, chunk_rows: int | str = "auto"
 ) -> Tensor:
-    from lastlayer.kernels.node_groups.cpu import leaves
+    """As :func:`all_log_prob` by kernels, where :func:`is_predictable`; no gradient.
 
-    # A product into lines that are no multiple of a vector takes twice as long.
-    width = -(-tables.n_rows // _ALIGNED) * _ALIGNED
-    memory = empty((rows.shape[0], width), accumulation_dtype(rows.dtype))
-    scores_into(memory[:, : tables.n_rows], rows, weight, bias)
-    tree = tables.child_start, tables.row_start, tables.child, tables.path_end
-    return leaves(memory, *tree)
+    The scores of all nodes are one product, made for a part of the rows at a time.
+    """
+    tables, weight, bias, _ = nodes
+    n, n_rows, on_cpu = rows.shape[0], tables.n_rows, rows.device.type == "cpu"
+    weight, dtype = in_dtype(weight, rows.dtype), accumulation_dtype(rows.dtype)
+    made = empty((n, tables.n_classes), dtype, rows.device)
+    step = rows_held(rows, n_rows, chunk_rows)
+    products = LayerProducts([weight], None, n)
+    # On a CPU a product into lines that are no multiple of a vector takes twice as long.
+    width = -(-n_rows // _ALIGNED) * _ALIGNED if on_cpu else products.stride
+    memory = empty((min(n, step), width), dtype, rows.device)
+    for first in range(0, n, step):
+        part = slice(first, min(n, first + step))
+        some, into = part_of(rows, part), part_of(made, part)
+        if on_cpu:
+            from lastlayer.kernels.node_groups import cpu
+
+            held = part_of(memory, slice(0, part.stop - first))
+            biases = None if bias is None else in_dtype(bias, rows.dtype)
+            scores_into(products.scores_in(held), some, weight, biases)
+            tree = tables.child_start, tables.row_start, tables.child, tables.path_end
+            cpu.leaves(held, *tree, into)
+        else:
+            from lastlayer.kernels.node_groups import triton
+
+            scores = products.scores_into(memory, some)
+            triton.leaves(scores, bias, tables.for_leaves(), into)
+    return made if classes is None else made.gather(-1, classes)
+
+
+def walked_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor) -> Tensor:
+    """Of ``classes`` ``(n, k)``, each with one path, by a walk along it."""
+    tables, weight, bias, _ = nodes
+    tree = tables.child_start, tables.row_start, tables.edge_node, tables.path_start
+    made: Tensor = leaf_log_probs(
+        "auto", rows, weight, bias, *tree, tables.path_edge, tables.widest, classes
+    )
+    return made
+
+
+def walks_suit(nodes: Nodes, rows: Tensor, walks: int) -> bool:
+    """Whether so many walks down from the root for each row are faster than all scores."""
+    tables = nodes.tables
+    read = walks * tables.path_rows
+    if rows.device.type == "cpu" and tables.has_wide:
+        # Those at one node would share a product.
+        return read * rows.numel() < _WALKED_NUMBERS
+    return read * _WALKED_PART[rows.device.type == "cpu"] <= tables.n_rows
 
 
 def _edge_log_probs(tables: TreeTables, scores: Tensor) -> Tensor:

@@ -67,6 +67,13 @@ def tanh(x):
 
 
 @triton.jit
+def log1p(x):
+    """Of x from 0 to 1; what 1 + x rounds away is put back as a factor."""
+    grown = 1.0 + x
+    return tl.where(grown == 1.0, x, tl.log(grown) * (x / tl.where(grown == 1.0, 1.0, grown - 1.0)))
+
+
+@triton.jit
 def expm1(x):
     """For x up to 0.1: a series near 0, where exp(x) - 1 would cancel."""
     near = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
