@@ -16,6 +16,8 @@ from lastlayer.kernels._registry import operation
 # every device rounds alike; what follows is below the rounding of float64.
 SERIES = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(13, -1, -1))
 SQRT_2 = math.sqrt(2.0)
+# The step of fork 0.
+FORKS = -(2**63)
 _operation = partial(operation, integers=True)
 
 
@@ -40,3 +42,11 @@ draw = _operation(
     "rng.draw", "alias_draw", lambda table, _weight, _counter, n: _ids_and_log_prob(table, n)
 )
 log_complement = _operation("rng.log_complement", "alias_log_complement", _complement)
+
+
+def fork(counter: Tensor, number: int) -> Tensor:
+    """Another seed, made from the seed and the number, and the same step."""
+    # Negative steps below all that a run reaches are kept for this.
+    marked = torch.stack([counter[0], counter.new_full((), FORKS + number)])
+    made = words("auto", marked, 1)[0]
+    return torch.stack([made[0] << 32 | made[1], counter[1]])
