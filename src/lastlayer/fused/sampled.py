@@ -56,6 +56,7 @@ def sampled_loss(
     shift: Tensor | None = None,
     row_shift: Tensor | None = None,
     labels: tuple[Tensor, Tensor] | None = None,
+    scores: Tensor | None = None,
     temperature: float = 1.0,
     sparse: bool = False,
     chunk_rows: int | str = "auto",
@@ -79,6 +80,8 @@ def sampled_loss(
         shift: added to the logits of all draws of a row, ``(n,)``.
         row_shift: added to all logits of a row, ``(n,)``; differentiable, for a logistic rule.
         labels: what hits are told by instead of ids: of the draws, and of the targets.
+        scores: those of the ids with their biases, where they are known and each row has ids of
+            its own; a negative id is none then, with a ``log_expected`` of inf.
         temperature: divides scores, before anything is added to them.
         sparse: whether the gradients of weight and bias are row-sparse. On a CPU they are
             coalesced. On a GPU, where the host would have to wait for their number, there is a
@@ -97,7 +100,7 @@ def sampled_loss(
     ]
     operands = (
         hidden, weight, bias, row_shift, target, ids, log_expected, target_log_expected, shift,
-        *(labels or (None, None)),
+        *(labels or (None, None)), scores,
     )  # fmt: skip
     options = temperature, n_exact, tuple(rule), str(chunk_rows), sparse, weight.shape[0], *dtypes
     loss, ess = fused_loss(_SAMPLED, operands, options, reduction)
@@ -118,6 +121,7 @@ class _Problem(NamedTuple):
     shift: Tensor | None
     labels: Tensor | None
     target_labels: Tensor | None
+    scores: Tensor | None
     scale: Tensor
     """Of the losses, ``(n,)``."""
     row_scale: Tensor | None
@@ -152,14 +156,14 @@ class _Made(NamedTuple):
 
 
 class _SampledEngine(Engine):
-    """Operands: hidden, weight, bias, row_shift; target and the six tensors after it."""
+    """Operands: hidden, weight, bias, row_shift; target and the seven tensors after it."""
 
     name = "sampled_loss"
     schema = (
         "float temperature, int n_exact, bool[] rule, str chunk_rows, bool sparse, int n_classes, "
         "ScalarType? weight_dtype, ScalarType? bias_dtype"
     )
-    n_constants = 7
+    n_constants = 8
     kept = (0,)
     what = "a sampled loss"
 
@@ -339,7 +343,7 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
         logits = logits + in_dtype(p.row_shift, dtype).unsqueeze(-1)
     exact = _log_mass(logits, target) if rule.with_target and not rule.logistic else None
     offset = -in_dtype(p.log_expected, dtype)
-    if p.bias is not None:
+    if p.bias is not None and p.scores is None:
         biases = in_dtype(p.bias.detach()[ids], dtype) * p.factor
         offset += biases.clamp_(min=_MASKED) if rule.average else biases
     rows = _Rows(
@@ -354,7 +358,11 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
             p, in_dtype(hidden, wide), vectors, rows
         )
     else:
-        slopes = kernels.products.scores("auto", hidden, weight, None, ids)
+        if p.scores is None:
+            slopes = kernels.products.scores("auto", hidden, weight, None, ids)
+        else:
+            # They become slopes where they stand.
+            slopes = p.scores.clone()
         first, second = hidden.new_empty(2, hidden.shape[0], dtype=dtype).unbind()
         rows.run("auto", slopes, slopes, first, second, slopes.new_empty(0))
         if p.to_hidden:
@@ -569,7 +577,7 @@ def _class_gradients(
     hidden = given[4]
     shapes = (n_classes, hidden.shape[1]), (n_classes,)
     if hidden.device.type == "cpu":
-        known, sums = _summed(given, dtypes)
+        known, sums = _summed(given, n_classes, dtypes)
         coalesced = True
     else:
         known, sums = _slotted(given, shapes, dtypes, sparse)
@@ -589,25 +597,26 @@ def _class_gradients(
     return made
 
 
-def _summed(given: _Pieces, dtypes: _Dtypes) -> tuple[Tensor, Grads]:
+def _summed(given: _Pieces, n_classes: int, dtypes: _Dtypes) -> tuple[Tensor, Grads]:
     """On a CPU: the classes that are touched, in their order, and the sums of each."""
     entries, columns, column_biases, slopes, hidden, factor = given
-    # Sorted as unsigned integers, -1 comes last: rows without a target are a group of their own.
-    keys = entries.numpy().view(np.uint64)
-    order = keys.argsort(kind="stable")
-    keys = keys[order]
-    first = np.ones(len(keys) + 1, dtype=np.bool_)
-    first[1:-1] = keys[1:] != keys[:-1]
+    # Entries without a class, -1, come last, and are left out. Torch sorts integers by their
+    # digits: small ones take less time.
+    keys = torch.where(entries < 0, n_classes, entries)
+    keys = keys.int() if n_classes <= _MOST_NARROW else keys
+    ranked, order = torch.sort(keys, stable=True)
+    ids = ranked.numpy()
+    first = np.ones(len(ids) + 1, dtype=np.bool_)
+    first[1:-1] = ids[1:] != ids[:-1]
     starts = first.nonzero()[0]
-    known = keys[starts[:-1]].view(np.int64)
+    known = ids[starts[:-1]].astype(np.int64)
+    if len(known) and known[-1] == n_classes:
+        known, starts = known[:-1], starts[:-1]
     wanted = [each is not None for each in dtypes]
     sums = kernels.touched_rows.forward(
-        "auto", columns, column_biases, slopes, hidden, torch.from_numpy(order),
-        torch.from_numpy(starts), factor, *wanted,
+        "auto", columns, column_biases, slopes, hidden, order, torch.from_numpy(starts), factor,
+        *wanted,
     )  # fmt: skip
-    if len(known) and known[-1] < 0:
-        n = int((known >= 0).sum())
-        known, sums = known[:n], [each[:n] for each in sums]
     made = [
         None if dtype is None else in_dtype(each, dtype)
         for each, dtype in zip(sums, dtypes, strict=True)

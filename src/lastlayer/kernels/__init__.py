@@ -1,6 +1,7 @@
 """The operations below the maps, losses and heads: references, and what is fast on each device."""
 
 from lastlayer.kernels import (
+    context_lists,
     entmax,
     entmax_rows,
     info_nce,
@@ -27,6 +28,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Impl",
     "available",
+    "context_lists",
     "empty",
     "entmax",
     "entmax_rows",

@@ -23,6 +23,7 @@ NARROWEST_BLOCK, USUAL_BLOCK, USUAL_PEAKS = 16, 64, 128
 SCORES_A_PROGRAM = 2048
 INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 LOG2E = tl.constexpr(1.4426950408889634)
+_WORD = tl.constexpr(0xFFFFFFFF)
 
 
 def cdiv(n: int, size: int) -> int:
@@ -78,6 +79,20 @@ def expm1(x):
     """For x up to 0.1: a series near 0, where exp(x) - 1 would cancel."""
     near = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
     return tl.where(x > -0.1, near, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def philox(block, seed, step):
+    """Four random words of each block, see rng/README.md; all three arguments are int64."""
+    block, seed, step = block.to(tl.uint64), seed.to(tl.uint64), step.to(tl.uint64)
+    a, b = block & _WORD, block >> 32
+    c, d = (step & _WORD) + 0 * block, (step >> 32) + 0 * block
+    k, m = seed & _WORD, seed >> 32
+    for _ in tl.static_range(10):
+        left, right = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (right >> 32) ^ b ^ k, right & _WORD, (left >> 32) ^ d ^ m, left & _WORD
+        k, m = (k + 0x9E3779B9) & _WORD, (m + 0xBB67AE85) & _WORD
+    return a, b, c, d
 
 
 def block_width(n: int) -> int:
