@@ -69,6 +69,20 @@ def in_functorch() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+def apply_of(function: type[torch.autograd.Function]) -> Any:
+    """``function.apply`` for plain eager calls.
+
+    The public one asks about transforms of ``torch.func`` and looks at each argument in Python,
+    which costs the host as much as a small operation.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def transforms_are_active() -> bool:
+    """Whether a compiler or a function transform has to see an autograd function itself."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def is_functorch_wrapped(tensor: Tensor) -> bool:
     """Whether ``tensor`` stands for one that a transform of ``torch.func`` works on."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -20,10 +20,10 @@ from lastlayer._checks import (
     check_class_weight,
     check_device,
     check_floating,
-    check_ids,
     check_ignore_index,
     check_linear,
     check_reduction,
+    check_target_ids,
 )
 from lastlayer._torch import (
     accumulation_dtype,
@@ -269,7 +269,7 @@ def linear_loss(
     check_chunk(chunk_rows)
     ignore_index = check_ignore_index(ignore_index)
     batch = hidden.shape[:-1]
-    target = check_ids("target", target, batch, weight.shape[0], ignore_index, like=hidden)
+    target, ignore_index = check_target_ids(target, hidden, weight.shape[0], ignore_index)
     if class_weight is not None:
         check_class_weight(class_weight, weight.shape[0], hidden)
     if row_weight is not None:
@@ -310,11 +310,6 @@ def counted_rows(target: Tensor, ignore_index: int | None) -> tuple[Tensor | Non
         return None, None
     if not host_sync_allowed(target):
         return None, target == ignore_index
-    if target.device.type == "cpu" and is_eager(target):
-        # Nothing is dispatched where no target is ignored, which is the rule.
-        ids = target.numpy()
-        if not (ids == ignore_index).any():
-            return None, None
     kept = (target != ignore_index).nonzero().squeeze(-1)
     return (None if kept.shape[0] == target.shape[0] else kept), None
 

@@ -20,7 +20,7 @@ from lastlayer.kernels import (
     tree_path,
     zlpr,
 )
-from lastlayer.kernels._cpu import empty
+from lastlayer.kernels._cpu import empty, full
 from lastlayer.kernels._registry import IMPLEMENTATIONS, Impl, available, operations, selected
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "empty",
     "entmax",
     "entmax_rows",
+    "full",
     "info_nce",
     "label_loss",
     "linear_softmax",

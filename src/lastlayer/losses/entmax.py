@@ -207,7 +207,7 @@ def _loss(
         scores, target, class_weight, ignore_index, reduction
     )
     if scores.shape[-1] and not target.requires_grad and not in_functorch():
-        options = alpha, k, ignore_index if by_class else None, False
+        options = alpha, k, ignore_index, False
         return fused_loss(_ENGINE, (scores, target, class_weight), options, reduction)[0]
     return general_loss(
         scores,
@@ -360,7 +360,7 @@ def _row_weight(
         target = target / torch.where(total > 0, total, 1.0)
     elif target.is_floating_point():
         target = in_dtype(target, dtype)
-    elif ignore_index is not None and _may_have(target, ignore_index):
+    elif ignore_index is not None:
         counted = target != ignore_index
         target = target * counted
     weight = None
@@ -370,13 +370,6 @@ def _row_weight(
     if counted is not None:
         weight = counted.to(dtype) if weight is None else torch.where(counted, weight, 0.0)
     return target, weight
-
-
-def _may_have(target: Tensor, ignore_index: int) -> bool:
-    """Whether a target may be ignored. On a CPU it is looked up, so that nothing else is done."""
-    if target.device.type != "cpu" or in_functorch():
-        return True
-    return bool((target.numpy() == ignore_index).any())
 
 
 def _rows(

@@ -4,16 +4,14 @@ A row stays in the cache between them. README.md beside this file has the deriva
 """
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._cpu import WIDENED, by_rows, parts
+from lastlayer.kernels._cpu import WIDENED, as_array, by_rows, parts
 from lastlayer.kernels._cpu_math import (
     BLOCK,
     FAST,
@@ -45,33 +43,24 @@ def forward_(
     # Made by numpy, which takes the host less than a tensor and its view as an array.
     loss, lse, entropy = np.empty(n_rows, real), np.empty(n_rows, real), np.empty(kept, real)
     argmax, rank = np.empty(kept, np.int64), np.empty(kept, np.int64)
-    per_row = [_array(target), _array(target_scores, dtype), loss, lse, entropy, argmax, rank]
-    per_row.append(nothing if row_scale is None else _array(row_scale, dtype))
+    per_row = [as_array(target), as_array(target_scores, dtype), loss, lse, entropy, argmax, rank]
+    per_row.append(nothing if row_scale is None else as_array(row_scale, dtype))
     shared = (
-        nothing if class_weight is None else _array(class_weight, dtype),
+        nothing if class_weight is None else as_array(class_weight, dtype),
         float(n) if class_weight is None else float(class_weight.double().sum()),
         smoothing, z_loss, softcap, temperature,
     )  # fmt: skip
     if scores.dtype == dtype and scores.is_contiguous():
-        _forward_rows(n_rows, n, _array(scores), *per_row, *shared)
+        _forward_rows(n_rows, n, as_array(scores), *per_row, *shared)
     else:
         for part in parts((n_rows, n), WIDENED):
             wide = scores[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
             some = wide.shape[0]
-            _forward_rows(some, n, _array(wide), *[each[part] for each in per_row], *shared)
+            _forward_rows(some, n, as_array(wide), *[each[part] for each in per_row], *shared)
             if row_scale is not None:
                 scores[part] = wide
     tensor = torch.from_numpy
     return tensor(loss), tensor(lse), tensor(entropy), tensor(argmax), tensor(rank)
-
-
-def _array(tensor: Tensor, dtype: torch.dtype | None = None) -> NDArray[Any]:
-    """Its memory; in another dtype, or contiguous, where it is not."""
-    if dtype is not None and tensor.dtype != dtype:
-        tensor = tensor.to(dtype)
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor.contiguous().numpy()
 
 
 @by_rows
