@@ -69,6 +69,18 @@ def in_functorch() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+def keeps_float32(tensor: Tensor) -> bool:
+    """Whether products in the dtype of ``tensor`` round no more than float32 does: not in TF32."""
+    if tensor.itemsize < 4:
+        return False
+    if tensor.device.type != "cuda" or tensor.dtype == torch.float64:
+        return True
+    try:
+        return not torch._C._get_cublas_allow_tf32()
+    except RuntimeError:  # where both of torch's ways to ask for TF32 were used
+        return False
+
+
 def apply_of(function: type[torch.autograd.Function]) -> Any:
     """``function.apply`` for plain eager calls.
 

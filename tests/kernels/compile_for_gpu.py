@@ -148,7 +148,7 @@ FUSED_TYPES = (
     | dict.fromkeys(HALVES, "*bf16")
     | dict.fromkeys(INTS, "*i32")
 )
-ALL = dict.fromkeys(("GRADIENT", "WEIGHTED", "SMOOTH", "CAPPED", "STATISTICS"), True)
+ALL = dict.fromkeys(("GRADIENT", "WEIGHTED", "SMOOTH", "CAPPED", "STATISTICS", "GIVEN"), True)
 TILE = dict(EVEN=False, BIASED=True, CAPPED=True)
 TO_BOTH = dict(TO_NODES=True, TO_HIDDEN=True)
 SEARCH = dict(WIDTH=16, GROUP=16, BEAM_DEPTH=256, DEPTH=256)

@@ -219,7 +219,8 @@ def _top_classes(scores: Tensor, k: int) -> Tensor:
 def scores_of_listed(scores: Tensor, chunk: Chunk, classes: Tensor) -> tuple[Tensor, Tensor]:
     """Of the classes (rows, k) and of the target, in full precision; -1 is none, with anything."""
     if scores.itemsize < 4:
-        return chunk.exact_scores(classes), chunk.target_scores
+        at_target = chunk.exact_scores(chunk.target.unsqueeze(-1)).squeeze(-1)
+        return chunk.exact_scores(classes), at_target
     # Both from one product, whose rounding they share.
     at_target = scores.gather(-1, chunk.target.unsqueeze(-1)).squeeze(-1)
     return scores.gather(-1, classes.clamp(min=0)), at_target

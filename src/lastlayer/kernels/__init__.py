@@ -20,11 +20,12 @@ from lastlayer.kernels import (
     tree_path,
     zlpr,
 )
-from lastlayer.kernels._cpu import empty, full
+from lastlayer.kernels._cpu import LARGE, empty, full
 from lastlayer.kernels._registry import IMPLEMENTATIONS, Impl, available, operations, selected
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "LARGE",
     "Impl",
     "available",
     "empty",

@@ -32,10 +32,10 @@ _IN_CACHE = 1 << 16
 
 
 def forward_(
-    scores: Tensor, target: Tensor, target_scores: Tensor, row_scale: Tensor | None,
+    scores: Tensor, target: Tensor, target_scores: Tensor | None, row_scale: Tensor | None,
     class_weight: Tensor | None, smoothing: float, z_loss: float, softcap: float,
     temperature: float, statistics: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> list[Tensor]:  # fmt: skip
     dtype = accumulation_dtype(scores.dtype)
     n_rows, n = scores.shape
     real = np.float64 if dtype == torch.float64 else np.float32
@@ -43,8 +43,9 @@ def forward_(
     # Made by numpy, which takes the host less than a tensor and its view as an array.
     loss, lse, entropy = np.empty(n_rows, real), np.empty(n_rows, real), np.empty(kept, real)
     argmax, rank = np.empty(kept, np.int64), np.empty(kept, np.int64)
-    per_row = [as_array(target), as_array(target_scores, dtype), loss, lse, entropy, argmax, rank]
-    per_row.append(nothing if row_scale is None else as_array(row_scale, dtype))
+    exact = nothing if target_scores is None else as_array(target_scores, dtype)
+    scale = nothing if row_scale is None else as_array(row_scale, dtype)
+    per_row = as_array(target), exact, loss, lse, entropy, argmax, rank, scale
     shared = (
         nothing if class_weight is None else as_array(class_weight, dtype),
         float(n) if class_weight is None else float(class_weight.double().sum()),
@@ -59,8 +60,8 @@ def forward_(
             _forward_rows(some, n, as_array(wide), *[each[part] for each in per_row], *shared)
             if row_scale is not None:
                 scores[part] = wide
-    tensor = torch.from_numpy
-    return tensor(loss), tensor(lse), tensor(entropy), tensor(argmax), tensor(rank)
+    made = (loss, lse, entropy, argmax, rank) if statistics else (loss, lse)
+    return [torch.from_numpy(each) for each in made]
 
 
 @by_rows
@@ -86,8 +87,9 @@ def _forward_rows(
             state = find_peaks(rows, row, peaks)
             argmax[row] = _first_of_largest(x, peaks, state)
             rank[row] = _count_above(x, rounded)
-        x[right] = exact[row]
-        peak, at_target, slope = largest(x, lanes, -math.inf), float(exact[row]), 1.0 / temperature
+        if len(exact):
+            x[right] = exact[row]
+        peak, at_target, slope = largest(x, lanes, -math.inf), float(x[right]), 1.0 / temperature
         if capped:
             bent = math.tanh(at_target / softcap)
             slope *= 1.0 - bent * bent
