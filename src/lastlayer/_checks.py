@@ -61,16 +61,22 @@ def check_real(
 
 def check_positive(name: str, value: Any, kind: str = "a number") -> float:
     """A finite number above 0."""
+    if type(value) is float and 0.0 < value < math.inf:
+        return value
     return check_real(name, value, "a finite number above 0", lambda x: 0.0 < x < math.inf, kind)
 
 
 def check_not_negative(name: str, value: Any) -> float:
     """A finite number of at least 0."""
+    if type(value) is float and 0.0 <= value < math.inf:
+        return value
     return check_real(name, value, "a finite number of at least 0", lambda x: 0.0 <= x < math.inf)
 
 
 def check_share(name: str, value: Any) -> float:
     """A number from 0 to 1."""
+    if type(value) is float and 0.0 <= value <= 1.0:
+        return value
     return check_real(name, value, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0)
 
 
@@ -82,13 +88,14 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 def check_reduction(reduction: Any) -> None:
     """One of the three ways to reduce."""
-    check_choice("reduction", reduction, REDUCTIONS)
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        check_choice("reduction", reduction, REDUCTIONS)
 
 
 def check_ignore_index(ignore_index: Any) -> int | None:
     """An int, or None."""
-    if ignore_index is None:
-        return None
+    if ignore_index is None or type(ignore_index) is int:
+        return ignore_index
     try:
         return check_int("ignore_index", ignore_index, least=None)
     except TypeError:
@@ -308,7 +315,8 @@ def _checked_ids(
     of: str,
 ) -> tuple[Tensor, bool]:
     """The ids as int64, and whether all of them are known to be classes."""
-    check_tensor(name, ids)
+    if not isinstance(ids, Tensor):
+        check_tensor(name, ids)
     if ids.dtype not in _INTEGERS:
         advice = "" if ids.is_floating_point() else f"; convert with {name}.long()"
         if ids.is_floating_point() and ids.dim() and ids.shape[-1] == n_classes:
@@ -319,7 +327,7 @@ def _checked_ids(
             f"{name}: expected shape {tuple(shape)}, one class id per row of {of}, got "
             f"{tuple(ids.shape)}"
         )
-    if like is not None:
+    if like is not None and ids.device != like.device:
         check_device(name, ids, like, of)
     given: Tensor = ids if ids.dtype == torch.int64 else ids.long()
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
@@ -375,7 +383,8 @@ def check_target(
     target: Any, scores: Tensor, ignore_index: int | None
 ) -> tuple[Tensor, bool, int | None]:
     """Class ids as int64, or distributions; whether they are class ids; the ignored one, if any."""
-    check_tensor("target", target)
+    if not isinstance(target, Tensor):
+        check_tensor("target", target)
     if target.is_floating_point():
         _check_distributions(target, scores)
         return target, False, None
@@ -422,8 +431,7 @@ def check_linear(hidden: Any, weight: Any, bias: Any) -> None:
             f"hidden: expected shape (*batch, {width}) for weight of shape "
             f"{tuple(weight.shape)}, got {tuple(hidden.shape)}"
         )
-    check_device("weight", weight, hidden)
-    check_dtype("weight", weight, hidden)
+    _check_like(hidden, "weight", weight)
     if bias is None:
         return
     check_scores(bias, name="bias")
@@ -431,8 +439,14 @@ def check_linear(hidden: Any, weight: Any, bias: Any) -> None:
         raise ValueError(
             f"bias: expected shape ({n_classes},), one number per class, got {tuple(bias.shape)}"
         )
-    check_device("bias", bias, hidden)
-    check_dtype("bias", bias, hidden)
+    _check_like(hidden, "bias", bias)
+
+
+def _check_like(hidden: Tensor, name: str, tensor: Tensor) -> None:
+    if tensor.device != hidden.device:
+        check_device(name, tensor, hidden)
+    if tensor.dtype != hidden.dtype:
+        check_dtype(name, tensor, hidden)
 
 
 def check_generator(generator: Any, device: torch.device, of: str = "hidden") -> None:

@@ -159,7 +159,7 @@ class Engine(ABC):
         first = operands[0]
         # No operation may write to what it is given.
         writes = self.written is not None and operands[self.written] is not None
-        if writes or (is_eager(first) and first.device.type != "meta"):
+        if writes or (is_eager(first) and not first.is_meta):
             return self.compute(call)
         made = self._operation(list(operands), upstream, *options, reduction, list(wanted))
         n = 2 + self.statistics(options)

@@ -54,12 +54,13 @@ class Chunk(NamedTuple):
 
     ``exact_scores`` gives those of chosen classes, (rows, k), in full precision, where the scores
     of the chunk are rounded. ``row_scale`` is what the loss of each row is multiplied by in the
-    end; it is None where no gradient is wanted.
+    end; it is None where no gradient is wanted. ``width`` is the size of the hidden state.
     """
 
     target: Tensor
     exact_scores: Callable[[Tensor], Tensor]
     row_scale: Tensor | None
+    width: int
 
 
 class Sparse(NamedTuple):
@@ -70,7 +71,7 @@ class Sparse(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What a row loss makes of a chunk: ``gradient`` is the scores' own memory, or sparse."""
+    """What a row loss makes of a chunk: ``gradient`` is the scores' own memory, new, or sparse."""
 
     loss: Tensor
     gradient: Tensor | Sparse | None
@@ -369,7 +370,7 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
     if n <= chunk_rows:
         exact = partial(kernels.products.scores, "auto", hidden, weight, bias)
         memory = layer.scores(hidden, dtype)
-        result = row_loss(layer.scores_in(memory), Chunk(target, exact, row_scale))
+        result = row_loss(layer.scores_in(memory), Chunk(target, exact, row_scale, hidden.shape[1]))
         gradients.add(slice(0, n), result.gradient, memory)
         return Made(result.loss, result.statistics, *gradients.finished())
     memory = layer.memory(chunk_rows, dtype)
@@ -381,7 +382,7 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
         scores = layer.scores_into(memory, rows)
         exact = partial(kernels.products.scores, "auto", rows, weight, bias)
         scale = None if row_scale is None else row_scale[part]
-        result = row_loss(scores, Chunk(ids, exact, scale))
+        result = row_loss(scores, Chunk(ids, exact, scale, hidden.shape[1]))
         losses.append(result.loss)
         statistics.append(result.statistics)
         gradients.add(part, result.gradient, memory)

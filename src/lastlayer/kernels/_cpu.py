@@ -69,7 +69,9 @@ def empty_array(shape: Sequence[int], dtype: torch.dtype) -> tuple[NDArray[Any],
 def full(n: int, value: float, dtype: torch.dtype, like: Tensor) -> Tensor:
     """``n`` times a number, on the device of another tensor; by numpy where that is eager code."""
     if like.is_cpu and is_eager(like):
-        return torch.from_numpy(np.full(n, value, _NUMPY[dtype]))
+        made = np.empty(n, _NUMPY[dtype])
+        made.fill(value)
+        return torch.from_numpy(made)
     return like.new_full((n,), value, dtype=dtype)
 
 

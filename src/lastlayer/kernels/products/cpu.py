@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype, in_dtype
-from lastlayer.kernels._cpu import WIDENED, as_array, as_rows, by_rows, empty_array, parts
+from lastlayer.kernels._cpu import WIDENED, as_array, as_rows, by_rows, parts
 from lastlayer.kernels._cpu_math import FAST, add_scaled, dot
 
 
@@ -135,10 +135,10 @@ def scale_(values: Tensor, others: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    (loss, made), (share, part) = (empty_array((), losses.dtype) for _ in range(2))
     values = as_array(losses)
+    loss, share = np.empty((), values.dtype), np.empty((), values.dtype)
     _weighted_mean(values, values[:0] if weights is None else as_array(weights), loss, share)
-    return made, part
+    return torch.from_numpy(loss), torch.from_numpy(share)
 
 
 @njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
