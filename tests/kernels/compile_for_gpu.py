@@ -98,6 +98,7 @@ CASES = [
                 IN_ONE=dense,
                 WEIGHTED=not dense,
                 IGNORES=not dense,
+                MEAN=dense,
             ),
         )
         for dtype, kind, dense in (("*bf16", 1, False), ("*fp32", 2, True), ("*fp32", 0, False))
@@ -345,9 +346,7 @@ PREDICTED_CASES = [
 
 
 MEAN_TYPES = dict.fromkeys(("losses", "loss", "share"), "*fp32") | {"weights": "*u8"}
-MEAN_CASES = [
-    (products._weighted_mean, dict(BLOCK=4096, WEIGHTED=weighted)) for weighted in (False, True)
-]
+MEAN_CASES = [(_triton._mean, dict(BLOCK=4096, WEIGHTED=weighted)) for weighted in (False, True)]
 
 
 LABEL_NUMBERS = ("gamma_negative", "gamma_positive", "margin", "smoothing")

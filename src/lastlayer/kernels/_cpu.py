@@ -78,7 +78,9 @@ def full(n: int, value: float, dtype: torch.dtype, like: Tensor) -> Tensor:
 def empty_rows(tensor: Tensor) -> tuple[NDArray[Any], Tensor]:
     """Memory for a result of that shape, as rows and as a tensor."""
     made, result = empty_array(tensor.shape, accumulation_dtype(tensor.dtype))
-    return made if made.ndim == 2 else made.reshape(math.prod(made.shape[:-1]), made.shape[-1]), result
+    if made.ndim != 2:
+        made = made.reshape(math.prod(made.shape[:-1]), made.shape[-1])
+    return made, result
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
