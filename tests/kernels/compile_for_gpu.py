@@ -98,6 +98,7 @@ CASES = [
                 IN_ONE=dense,
                 WEIGHTED=not dense,
                 IGNORES=not dense,
+                MEAN=dense,
             ),
         )
         for dtype, kind, dense in (("*bf16", 1, False), ("*fp32", 2, True), ("*fp32", 0, False))
@@ -148,7 +149,7 @@ FUSED_TYPES = (
     | dict.fromkeys(HALVES, "*bf16")
     | dict.fromkeys(INTS, "*i32")
 )
-ALL = dict.fromkeys(("GRADIENT", "WEIGHTED", "SMOOTH", "CAPPED", "STATISTICS"), True)
+ALL = dict.fromkeys(("GRADIENT", "WEIGHTED", "SMOOTH", "CAPPED", "STATISTICS", "GIVEN"), True)
 TILE = dict(EVEN=False, BIASED=True, CAPPED=True)
 TO_BOTH = dict(TO_NODES=True, TO_HIDDEN=True)
 SEARCH = dict(WIDTH=16, GROUP=16, BEAM_DEPTH=256, DEPTH=256)
@@ -364,9 +365,7 @@ PREDICTED_CASES = [
 
 
 MEAN_TYPES = dict.fromkeys(("losses", "loss", "share"), "*fp32") | {"weights": "*u8"}
-MEAN_CASES = [
-    (products._weighted_mean, dict(BLOCK=4096, WEIGHTED=weighted)) for weighted in (False, True)
-]
+MEAN_CASES = [(_triton._mean, dict(BLOCK=4096, WEIGHTED=weighted)) for weighted in (False, True)]
 
 
 LABEL_NUMBERS = ("gamma_negative", "gamma_positive", "margin", "smoothing")

@@ -32,24 +32,26 @@ def check(impl, scores, target, class_weight, alpha, labels=False, per_row=True)
     given = target, class_weight, ignore, alpha, labels
     exact = [x.cpu().double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
     exact = [x.cpu() if torch.is_tensor(x) else x for x in exact]
-    losses, weight, stats = kernels.score_loss.forward(impl, scores, *given)
-    wide = scores.cpu().double()
-    true_losses, true_weight, none = kernels.score_loss.forward("reference", wide, *exact)
+    mean = not per_row
+    losses, stats = kernels.score_loss.forward(impl, scores, *given, mean)
+    wide, n = scores.cpu().double(), len(scores)
+    true_losses, true_stats = kernels.score_loss.forward("reference", wide, *exact, mean)
     unit = 2e-5 * (1 + true_losses.nan_to_num(posinf=0.0).abs())
     assert error(losses, true_losses, unit) <= 1
-    assert error(weight, true_weight, 1e-5) <= 1
+    for part in (slice(n), slice(-1, None)):
+        assert error(stats[part], true_stats[part], 1e-5) <= 1
 
-    factor = torch.randn(len(scores)) if per_row else torch.tensor(0.7)
+    factor = torch.randn(n) if per_row else torch.tensor(0.7)
     made = kernels.score_loss.backward(
-        impl, scores, target, weight, stats, factor.to(scores.device), alpha, labels
+        impl, scores, target, stats, factor.to(scores.device), alpha, labels
     )
     true = kernels.score_loss.backward(
-        "reference", wide, exact[0], true_weight, none, factor.double(), alpha, labels
+        "reference", wide, exact[0], true_stats, factor.double(), alpha, labels
     )
     if per_row:
         # The upstream gradient of a sum is one number that is expanded.
         same = factor[:1].to(scores.device)
-        given = scores, target, weight, stats
+        given = scores, target, stats
         expanded = kernels.score_loss.backward(
             impl, *given, same.expand(len(scores)), alpha, labels
         )
@@ -124,7 +126,27 @@ def test_an_id_that_is_no_class_gives_nan():
     device = place("triton")
     scores, target = problem(3, 70, torch.float32, device, "ids")
     target[0] = 70
-    losses, weight, _ = kernels.score_loss.forward("triton", scores, target, None, -100, 1.5, False)
+    given = scores, target, None, -100, 1.5, False
+    losses, stats = kernels.score_loss.forward("triton", *given, False)
     assert losses[0].isnan()
     assert losses[1].isfinite()
-    assert weight.tolist() == [1.0, 1.0, 0.0]
+    assert stats[:3].tolist() == [1.0, 1.0, 0.0]
+    mean, stats = kernels.score_loss.forward("triton", *given, True)
+    assert mean.isnan()
+    assert stats[-1] == 0.5
+
+
+@pytest.mark.parametrize("most", [1 << 18, 2])
+@IMPLEMENTATIONS
+def test_means(monkeypatch, impl, most):
+    if impl == "triton":
+        monkeypatch.setattr("lastlayer.kernels.score_loss.triton.MOST_LOSSES", most)
+    scores, target = problem(5, 70, torch.float32, place(impl), "ids")
+    weight = torch.rand(70, device=scores.device)
+    for class_weight in (None, weight):
+        check(impl, scores, target, class_weight, 1.5, per_row=False)
+    nothing = torch.full_like(target, -100)
+    loss, stats = kernels.score_loss.forward(impl, scores, nothing, None, -100, 1.5, False, True)
+    assert loss == stats[-1] == 0.0
+    loss, _ = kernels.score_loss.forward(impl, scores[:0], target[:0], None, -100, 1.5, False, True)
+    assert loss == 0.0

@@ -442,8 +442,7 @@ def softmax(problem: Problem, chunk_rows: int | str, memory: Tensor | None, in_o
     else:
         torch.addmm(bias, hidden, weight.t(), out=scores)
     loss, *_ = kernels.softmax_rows.forward_(
-        "auto", scores, target, scores.gather(-1, target.unsqueeze(-1)).squeeze(-1),
-        row_scale if wanted.any else None, None, *PLAIN, False,
+        "auto", scores, target, None, row_scale if wanted.any else None, None, *PLAIN, False
     )  # fmt: skip
     of_hidden = torch.mm(scores, weight) if wanted.hidden else None
     of_weight = torch.mm(scores.t(), hidden) if wanted.weight else None

@@ -46,10 +46,52 @@ def in_rows(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
+def as_rows(tensor: Tensor) -> Tensor:
+    """All but the last dimension as one; a view that changes nothing would cost host time."""
+    return in_rows(tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1]))
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs of a GPU run side by side, at least."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def mean_of_losses(
+    losses: Tensor, losses_at: int, weights: Tensor | None, loss: Tensor, share: Tensor,
+    share_at: int, n: int,
+) -> None:  # fmt: skip
+    """The mean of ``n`` losses, and 1 over the sum of their weights, in one launch.
+
+    Losses and share are at a place of a longer tensor. A weight of 0 leaves a loss out.
+    """
+    block = tile_width(n, 4096, 128)
+    _mean[(1,)](
+        losses, losses_at, weights, loss, share, share_at, n, BLOCK=block,
+        WEIGHTED=weights is not None, num_warps=block // 128, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@kernel(do_not_specialize=["losses_at", "share_at", "n"])
+def _mean(
+    losses, losses_at, weights, loss, share, share_at, n,
+    BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    losses += losses_at
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    size = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, n, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        value = tl.load(losses + place, mask=place < n, other=0.0)
+        if WEIGHTED:
+            weight = tl.load(weights + place, mask=place < n, other=0).to(tl.float32)
+            value = tl.where(weight == 0.0, 0.0, value * weight)
+            size += weight
+        total += value
+    counted = tl.sum(size, 0) if WEIGHTED else n.to(tl.float32)
+    one = tl.where(counted == 0.0, 0.0, 1.0 / counted)
+    tl.store(loss, tl.sum(total, 0) * one)
+    tl.store(share + share_at, one)
 
 
 @triton.jit

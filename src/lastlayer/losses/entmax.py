@@ -207,7 +207,7 @@ def _loss(
         scores, target, class_weight, ignore_index, reduction
     )
     if scores.shape[-1] and not target.requires_grad and not in_functorch():
-        options = alpha, k, ignore_index if by_class else None, False
+        options = alpha, k, ignore_index, False
         return fused_loss(_ENGINE, (scores, target, class_weight), options, reduction)[0]
     return general_loss(
         scores,
@@ -249,15 +249,14 @@ class _ScoreLoss(Engine):
         batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
         rows, wish = _as_rows(scores, target)
         if _leaves_statistics(scores, k):
-            losses, weight, stats = kernels.score_loss.forward(
-                "auto", rows, wish, class_weight, ignore_index, alpha, labels
+            loss, stats = kernels.score_loss.forward(
+                "auto", rows, wish, class_weight, ignore_index, alpha, labels, reduction == "mean"
             )
-            pieces = (stats, weight) if wanted[0] else (None, None)
-            if reduction == "mean":
-                loss, size = kernels.products.weighted_mean("auto", losses, weight)
-                return Result(loss, pieces, (), size)
-            losses = losses * weight
-            return Result(losses.sum() if reduction == "sum" else losses.view(batch), pieces)
+            if reduction == "sum":
+                loss = loss.sum()
+            elif reduction == "none" and len(batch) != 1:
+                loss = loss.view(batch)
+            return Result(loss, (stats if wanted[0] else None,))
         wish, weight = _row_weight(wish, class_weight, ignore_index, labels, dtype)
         scale = RowScale.of(weight, reduction, rows.shape[0])
         factors = size = None
@@ -284,26 +283,19 @@ class _ScoreLoss(Engine):
             return super().fake(call)
         n, dtype = scores.shape[:-1].numel(), torch.float32
         loss = scores.new_empty(scores.shape[:-1] if call.reduction == "none" else (), dtype=dtype)
-        size = scores.new_empty((), dtype=dtype) if call.reduction == "mean" else None
-        pieces = [scores.new_empty(n, 5, dtype=dtype), scores.new_empty(n, dtype=dtype)]
-        return Result(loss, pieces if call.wanted[0] else (None, None), (), size)
+        stats = scores.new_empty(kernels.score_loss.NUMBERS * n + 1, dtype=dtype)
+        return Result(loss, (stats if call.wanted[0] else None,))
 
     def finish(
         self, call: Call, pieces: Sequence[Any], factor: Tensor | None, reusable: bool
     ) -> Grads:
-        (scores, target, _), (alpha, *_, labels), *_ = call
-        if len(pieces) == 2:
-            rows, wish = _as_rows(scores, target)
-            stats, weight = pieces
-            if factor is None:
-                factor = stats.new_ones(())
-            elif factor.dim() > 1:
-                factor = factor.reshape(-1)
-            made = kernels.score_loss.backward(
-                "auto", rows, wish, weight, stats, factor, alpha, labels
-            )
-            return [made if scores.dim() == 2 else made.view(scores.shape)]
+        (scores, target, _), (alpha, k, _, labels), *_ = call
         (gradient,) = pieces
+        if factor is not None and _leaves_statistics(scores, k):
+            rows, wish = _as_rows(scores, target)
+            factor = factor.reshape(-1) if factor.dim() > 1 else factor
+            made = kernels.score_loss.backward("auto", rows, wish, gradient, factor, alpha, labels)
+            return [made if scores.dim() == 2 else made.view(scores.shape)]
         if gradient is None or factor is None or not factor.dim():
             return super().finish(call, pieces, factor, reusable)
         row = factor.unsqueeze(-1)
@@ -360,7 +352,7 @@ def _row_weight(
         target = target / torch.where(total > 0, total, 1.0)
     elif target.is_floating_point():
         target = in_dtype(target, dtype)
-    elif ignore_index is not None and _may_have(target, ignore_index):
+    elif ignore_index is not None:
         counted = target != ignore_index
         target = target * counted
     weight = None
@@ -370,13 +362,6 @@ def _row_weight(
     if counted is not None:
         weight = counted.to(dtype) if weight is None else torch.where(counted, weight, 0.0)
     return target, weight
-
-
-def _may_have(target: Tensor, ignore_index: int) -> bool:
-    """Whether a target may be ignored. On a CPU it is looked up, so that nothing else is done."""
-    if target.device.type != "cpu" or in_functorch():
-        return True
-    return bool((target.numpy() == ignore_index).any())
 
 
 def _rows(

@@ -81,7 +81,7 @@ def check_loss(
     check_scores(scores)
     check_reduction(reduction)
     ignore_index = check_ignore_index(ignore_index)
-    target, by_class = check_target(target, scores, ignore_index)
+    target, by_class, ignore_index = check_target(target, scores, ignore_index)
     if class_weight is not None:
         check_class_weight(class_weight, scores.shape[-1], scores, "scores")
     return target, by_class, ignore_index

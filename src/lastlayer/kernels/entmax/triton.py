@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import (
+    as_rows,
     block_width,
     cdiv,
     choose_blocks,
     chosen_columns,
     find_peaks,
-    in_rows,
     next_power_of_2,
     peaks_of_row,
     row_max,
@@ -46,10 +46,6 @@ WIDEST_IN_REGISTERS, WIDEST_BACKWARD = 512, 8192
 # Up to here one program finds the peaks of a row and finishes it.
 WIDEST_IN_ONE_PROGRAM = 16384
 BACKWARD_SCORES, BACKWARD_GROUP = 4096, 1024
-
-
-def _as_rows(scores: Tensor) -> Tensor:
-    return in_rows(scores.reshape(-1, scores.shape[-1]))
 
 
 def _as_alpha(alpha: float, row_alpha: Tensor | None) -> tuple[int, float, Tensor | None]:
@@ -85,7 +81,7 @@ def _solve(
     size: Tensor | None, max_support: int, shrink: float = 1.0,
 ) -> None:  # fmt: skip
     """Dense probabilities into ``out``, or where ``indices`` is given the non-zeros alone."""
-    rows = _as_rows(scores)
+    rows = as_rows(scores)
     n_rows, n = rows.shape
     compact = indices is not None
     kind, excess, per_row = _as_alpha(alpha, row_alpha)
@@ -282,7 +278,7 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
-    probs, grad = _as_rows(probs), _as_rows(grad)
+    probs, grad = as_rows(probs), as_rows(grad)
     kind, excess, per_row = _as_alpha(alpha, row_alpha)
     if per_row is None and alpha == 1.0:
         kind = 3
@@ -446,7 +442,7 @@ def alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
     if not probs.numel():
         return made.zero_().to(row_alpha.dtype)
     n = probs.shape[-1]
-    probs, grad = _as_rows(probs), _as_rows(grad)
+    probs, grad = as_rows(probs), as_rows(grad)
     width = min(4096, max(32, next_power_of_2(n)))
     _alpha_row[(probs.shape[0],)](
         probs, grad, row_alpha.reshape(-1).float().contiguous(), made, n, probs.stride(0),

@@ -6,13 +6,15 @@ Listed classes are few: Numba solves for their probabilities, and torch does the
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._cpu import WIDENED, by_rows, parts
+from lastlayer.kernels._cpu import WIDENED, as_array, by_rows, empty_array, parts
 from lastlayer.kernels._cpu_math import BLOCK, FAST, bits, multiply, sum_of, sum_of_distances
 from lastlayer.kernels.entmax_rows._listed import loss_of_listed
 
@@ -21,34 +23,34 @@ def forward_(
     probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float
 ) -> Tensor:
     dtype = accumulation_dtype(probs.dtype)
-    loss = torch.empty(len(probs), dtype=dtype)
-    if target.dim() == 2:
-        target = target.to(dtype)
-    scale = loss.new_empty(0) if row_scale is None else row_scale.to(dtype)
-    per_row = target, scale, loss
-    if all(each.dtype == dtype and each.is_contiguous() for each in (probs, scores)):
-        _run(probs, scores, per_row, alpha)
-        return loss
+    loss, made = empty_array((probs.shape[0],), dtype)
+    wish = as_array(target, dtype if target.dim() == 2 else None)
+    per_row = wish, loss[:0] if row_scale is None else as_array(row_scale, dtype), loss
+    if probs.dtype == scores.dtype == dtype and probs.is_contiguous() and scores.is_contiguous():
+        _run(as_array(probs), as_array(scores), per_row, alpha)
+        return made
     for part in parts(probs.shape, WIDENED):
         wide = [
             each[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
             for each in (probs, scores)
         ]
-        _run(wide[0], wide[1], tuple(each[part] for each in per_row), alpha)
+        _run(
+            as_array(wide[0]), as_array(wide[1]), tuple([each[part] for each in per_row]), alpha
+        )  # fmt: skip
         if row_scale is not None:
             probs[part] = wide[0]
-    return loss
+    return made
 
 
-def _run(probs: Tensor, scores: Tensor, per_row: tuple[Tensor, ...], alpha: float) -> None:
-    rows, values = probs.detach().numpy(), scores.detach().numpy()
-    arrays = (each.detach().contiguous().numpy() for each in per_row)
+def _run(
+    rows: NDArray[Any], values: NDArray[Any], per_row: tuple[NDArray[Any], ...], alpha: float
+) -> None:
     if rows.size:
         kind = {2.0: 1, 1.5: 2, 1.0: 3}.get(alpha, 0)
-        if per_row[0].dim() == 2:
-            _dense_rows(*rows.shape, rows, values, *arrays, alpha, kind)
+        if per_row[0].ndim == 2:
+            _dense_rows(*rows.shape, rows, values, *per_row, alpha, kind)
         else:
-            _forward_rows(*rows.shape, rows, bits(rows), values, *arrays, alpha, kind)
+            _forward_rows(*rows.shape, rows, bits(rows), values, *per_row, alpha, kind)
 
 
 @by_rows

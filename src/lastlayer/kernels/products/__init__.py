@@ -44,4 +44,4 @@ scale_ = operation("products.scale_", "scale_", writes=("values", "others"))
 row_factors = operation(
     "products.row_factors", "row_factors", _row_factors, integers=True, has_cpu=False
 )
-weighted_mean = operation("products.weighted_mean", "weighted_mean", _weighted_mean, has_cpu=False)
+weighted_mean = operation("products.weighted_mean", "weighted_mean", _weighted_mean)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype, in_dtype
-from lastlayer.kernels._cpu import WIDENED, as_rows, by_rows, parts
-from lastlayer.kernels._cpu_math import add_scaled, dot
+from lastlayer.kernels._cpu import WIDENED, as_array, as_rows, by_rows, parts
+from lastlayer.kernels._cpu_math import FAST, add_scaled, dot
 
 
 def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> Tensor:
@@ -132,3 +132,27 @@ def scale_(values: Tensor, others: Sequence[Tensor], factor: Tensor) -> None:
     if factor.item() != 1.0:
         for each in (values, *others):
             each.mul_(factor)
+
+
+def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    values = as_array(losses)
+    loss, share = np.empty((), values.dtype), np.empty((), values.dtype)
+    _weighted_mean(values, values[:0] if weights is None else as_array(weights), loss, share)
+    return torch.from_numpy(loss), torch.from_numpy(share)
+
+
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _weighted_mean(losses, weights, loss, share):
+    total, size = 0.0, float(len(losses))
+    if len(weights):
+        size = 0.0
+        for i in range(len(losses)):
+            # A row that does not count may be NaN.
+            total += losses[i] * weights[i] if weights[i] else 0.0
+            size += weights[i]
+    else:
+        for i in range(len(losses)):
+            total += losses[i]
+    one = 1.0 / size if size != 0.0 else 0.0
+    loss[()] = total * one
+    share[()] = one

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import cdiv, load_rows, next_power_of_2, tile_width
+from lastlayer.kernels._triton import cdiv, load_rows, mean_of_losses, next_power_of_2, tile_width
 
 # Entries that a program adds up together.
 GROUP = 16
@@ -187,30 +187,8 @@ def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tenso
     if weights is not None:
         weights = weights.contiguous()
         weights = weights.view(torch.uint8) if weights.dtype == torch.bool else weights
-    block = tile_width(n, 4096, 128)
-    _weighted_mean[(1,)](
-        losses.contiguous(), weights, loss, share, n, BLOCK=block, WEIGHTED=weights is not None,
-        num_warps=block // 128, enable_fp_fusion=True,
-    )  # fmt: skip
+    mean_of_losses(losses.contiguous(), 0, weights, loss, share, 0, n)
     return loss, share
-
-
-@kernel(do_not_specialize=["n"])
-def _weighted_mean(losses, weights, loss, share, n, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr):
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    size = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, n, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        value = tl.load(losses + place, mask=place < n, other=0.0)
-        if WEIGHTED:
-            weight = tl.load(weights + place, mask=place < n, other=0).to(tl.float32)
-            value = tl.where(weight == 0.0, 0.0, value * weight)
-            size += weight
-        total += value
-    counted = tl.sum(size, 0) if WEIGHTED else n.to(tl.float32)
-    one = tl.where(counted == 0.0, 0.0, 1.0 / counted)
-    tl.store(loss, tl.sum(total, 0) * one)
-    tl.store(share, one)
 
 
 def row_factors(

@@ -1,7 +1,7 @@
 """The losses of entmax on CUDA, from scores that are read once in forward and once in backward.
 
 Forward, a program solves a row as entmax does, by the few blocks that can have probability, and
-leaves four numbers from which backward makes the probabilities again.
+leaves a few numbers from which backward makes the probabilities again.
 """
 
 import math
@@ -18,6 +18,7 @@ from lastlayer.kernels._triton import (
     choose_blocks,
     chosen_columns,
     find_peaks,
+    mean_of_losses,
     next_power_of_2,
     peaks_of_row,
     tile_width,
@@ -34,21 +35,24 @@ from lastlayer.kernels.entmax.threshold import (
     solve_chosen,
     solve_tile,
 )
+from lastlayer.kernels.score_loss import NUMBERS
 
 # Up to here one program finds the peaks of a row and finishes it.
 WIDEST_IN_ONE_PROGRAM = 16384
 WIDEST_BLOCK = 4096
+# Losses of which one program makes the mean in microseconds.
+MOST_LOSSES = 1 << 18
 KINDS, ENTROPIES = {2.0: 1, 1.5: 2}, {2.0: 1, 1.5: 2, 1.0: 3}
 
 
 def forward(
     scores: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int | None,
-    alpha: float, labels: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    alpha: float, labels: bool, mean: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     n_rows, n = scores.shape
-    losses = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
-    weights = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
-    stats = torch.empty(n_rows, 5, device=scores.device, dtype=torch.float32)
+    device, dtype = scores.device, torch.float32
+    stats = torch.empty(NUMBERS * n_rows + 1, device=device, dtype=dtype)
+    loss = torch.empty(() if mean else n_rows, device=device, dtype=dtype)
     target = target.view(torch.uint8) if target.dtype == torch.bool else target
     if n_rows:
         width = block_width(n)
@@ -57,17 +61,24 @@ def forward(
         chosen = torch.empty(n_rows, n_blocks, device=scores.device, dtype=torch.int32)
         _forward[(n_rows,)](
             scores, chosen if in_one else find_peaks(scores, None), chosen, target, class_weight,
-            losses, weights, stats, n, scores.stride(0), math.log(n), n_blocks, alpha - 1.0,
+            loss, stats, n_rows, n, scores.stride(0), math.log(n), n_blocks, alpha - 1.0,
             -1 if ignore_index is None else ignore_index,
             BLOCKS=next_power_of_2(n_blocks), WIDTH=width,
             GROUP=max(1, (256 if n <= 2048 else 512 if n <= 8192 else 1024) // width),
             BLOCK=tile_width(n, WIDEST_BLOCK, 32), KIND=KINDS.get(alpha, 0),
             ENTROPY=ENTROPIES.get(alpha, 0), DENSE=target.dim() == 2, LABELS=labels, IN_ONE=in_one,
-            WEIGHTED=class_weight is not None, IGNORES=ignore_index is not None,
+            WEIGHTED=class_weight is not None, IGNORES=ignore_index is not None, MEAN=mean,
             num_warps=1 if n <= 2048 else 2 if n <= 8192 else 4,
             enable_fp_fusion=False,  # ../entmax/threshold.py says why
         )  # fmt: skip
-    return losses, weights, stats
+    if mean and n_rows <= MOST_LOSSES:
+        mean_of_losses(stats, 6 * n_rows, stats, loss, stats, 7 * n_rows, n_rows)
+    elif mean:
+        weights, losses = stats[:n_rows], stats[6 * n_rows : -1]
+        size = weights.sum()
+        stats[-1] = torch.where(size == 0, 0.0, size.reciprocal())
+        loss = torch.where(weights == 0, 0.0, losses * weights).sum() * stats[-1]
+    return loss, stats
 
 
 @triton.jit
@@ -123,11 +134,11 @@ def _probabilities(distance, at, missing, norm, excess, KIND: tl.constexpr):
 
 @kernel
 def _forward(
-    scores, peaks, chosen, target, class_weight, losses, weights, stats, n, stride, log_n, n_blocks,
+    scores, peaks, chosen, target, class_weight, losses, stats, n_rows, n, stride, log_n, n_blocks,
     excess, ignored,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, ENTROPY: tl.constexpr, DENSE: tl.constexpr, LABELS: tl.constexpr,
-    IN_ONE: tl.constexpr, WEIGHTED: tl.constexpr, IGNORES: tl.constexpr,
+    IN_ONE: tl.constexpr, WEIGHTED: tl.constexpr, IGNORES: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride
@@ -188,21 +199,26 @@ def _forward(
             weight = tl.load(class_weight + right, mask=known, other=float("nan")).to(tl.float32)
         if IGNORES:
             weight = tl.where(right == ignored, 0.0, weight)
+    stats += row
+    tl.store(stats, weight)
+    tl.store(stats + n_rows, origin)
+    tl.store(stats + 2 * n_rows, at)
+    tl.store(stats + 3 * n_rows, missing)
+    tl.store(stats + 4 * n_rows, norm)
+    tl.store(stats + 5 * n_rows, share)
     # A row that does not count may be NaN.
-    tl.store(losses + row, tl.where(weight == 0.0, 0.0, loss))
-    tl.store(weights + row, weight)
-    stats += 5 * row
-    tl.store(stats, origin)
-    tl.store(stats + 1, at)
-    tl.store(stats + 2, missing)
-    tl.store(stats + 3, norm)
-    tl.store(stats + 4, share)
+    if MEAN:
+        tl.store(stats + 6 * n_rows, tl.where(weight == 0.0, 0.0, loss))
+    else:
+        tl.store(losses + row, tl.where(weight == 0.0, 0.0, loss * weight))
+        if row == 0:
+            tl.store(stats + 7 * n_rows, 1.0)
 
 
 def backward(
-    scores: Tensor, target: Tensor, weight: Tensor, stats: Tensor, factor: Tensor, alpha: float,
-    labels: bool,
-) -> Tensor:  # fmt: skip
+    scores: Tensor, target: Tensor, stats: Tensor, factor: Tensor, alpha: float, labels: bool
+) -> Tensor:
+    del labels  # what they were divided by is among the numbers
     n_rows, n = scores.shape
     gradient = torch.empty(n_rows, n, device=scores.device, dtype=scores.dtype)
     target = target.view(torch.uint8) if target.dtype == torch.bool else target
@@ -212,7 +228,7 @@ def backward(
         block = tile_width(n, WIDEST_BLOCK, 32)
         tiles = cdiv(n, block)
         _backward[(n_rows * tiles,)](
-            scores, target, weight, stats, factor, gradient, n, scores.stride(0), tiles,
+            scores, target, stats, factor, gradient, n_rows, n, scores.stride(0), tiles,
             alpha - 1.0, BLOCK=block, KIND=KINDS.get(alpha, 0), DENSE=target.dim() == 2,
             PER_ROW=factor.dim() == 1, num_warps=max(1, min(8, block // 256)),
             enable_fp_fusion=False,
@@ -222,24 +238,25 @@ def backward(
 
 @kernel
 def _backward(
-    scores, target, weights, stats, factor, gradient, n, stride, tiles, excess,
+    scores, target, stats, factor, gradient, n_rows, n, stride, tiles, excess,
     BLOCK: tl.constexpr, KIND: tl.constexpr, DENSE: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // tiles).to(tl.int64)
     column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     live = column < n
     values = tl.load(scores + row * stride + column, mask=live, other=-float("inf"))
-    stats += 5 * row
-    origin = tl.load(stats)
-    at = tl.load(stats + 1)
-    missing = tl.load(stats + 2)
-    norm = tl.load(stats + 3)
     scale = tl.load(factor + row).to(tl.float32) if PER_ROW else tl.load(factor).to(tl.float32)
-    scale *= tl.load(weights + row)
+    scale *= tl.load(stats + 7 * n_rows)
+    stats += row
+    scale *= tl.load(stats)
+    origin = tl.load(stats + n_rows)
+    at = tl.load(stats + 2 * n_rows)
+    missing = tl.load(stats + 3 * n_rows)
+    norm = tl.load(stats + 4 * n_rows)
     slope = _probabilities(values.to(tl.float32) - origin, at, missing, norm, excess, KIND)
     if DENSE:
         wanted = tl.load(target + row * n + column, mask=live, other=0).to(tl.float32)
-        slope -= wanted * tl.load(stats + 4)
+        slope -= wanted * tl.load(stats + 5 * n_rows)
     else:
         slope -= tl.where(column == tl.load(target + row), 1.0, 0.0)
     # A row that does not count may be NaN, and a fully masked one has nothing to move.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import (
+    as_rows,
     block_width,
     cdiv,
     choose_blocks,
@@ -34,7 +35,7 @@ def forward(scores: Tensor, k: int) -> Tensor:
     """Softmax over the ``k`` largest scores of a row, the first of equal ones; zero elsewhere."""
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
     if scores.numel():
-        _run(in_rows(scores.reshape(-1, scores.shape[-1])), out, None, None, None, k)
+        _run(as_rows(scores), out, None, None, None, k)
     return out
 
 
