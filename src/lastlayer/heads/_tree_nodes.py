@@ -326,6 +326,8 @@ def all_leaves(
     # On a CPU a product into lines that are no multiple of a vector takes twice as long.
     width = -(-n_rows // _ALIGNED) * _ALIGNED if on_cpu else products.stride
     memory = empty((min(n, step), width), dtype, rows.device)
+    tree: Any = tables.child_start, tables.row_start, tables.child, tables.path_end
+    tree = tree if on_cpu else tables.for_leaves()
     for first in range(0, n, step):
         part = slice(first, min(n, first + step))
         some, into = part_of(rows, part), part_of(made, part)
@@ -335,13 +337,12 @@ def all_leaves(
             held = part_of(memory, slice(0, part.stop - first))
             biases = None if bias is None else in_dtype(bias, rows.dtype)
             scores_into(products.scores_in(held), some, weight, biases)
-            tree = tables.child_start, tables.row_start, tables.child, tables.path_end
             cpu.leaves(held, *tree, into)
         else:
             from lastlayer.kernels.node_groups import triton
 
             scores = products.scores_into(memory, some)
-            triton.leaves(scores, bias, tables.for_leaves(), into)
+            triton.leaves(scores, bias, tree, into)
     return made if classes is None else made.gather(-1, classes)
 
 
