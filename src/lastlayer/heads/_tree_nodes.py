@@ -326,8 +326,8 @@ def all_leaves(
     # On a CPU a product into lines that are no multiple of a vector takes twice as long.
     width = -(-n_rows // _ALIGNED) * _ALIGNED if on_cpu else products.stride
     memory = empty((min(n, step), width), dtype, rows.device)
-    tree: Any = tables.child_start, tables.row_start, tables.child, tables.path_end
-    tree = tree if on_cpu else tables.for_leaves()
+    nodes_and_edges = tables.child_start, tables.row_start, tables.child, tables.path_end
+    tree: Any = nodes_and_edges if on_cpu else tables.for_leaves()
     for first in range(0, n, step):
         part = slice(first, min(n, first + step))
         some, into = part_of(rows, part), part_of(made, part)
