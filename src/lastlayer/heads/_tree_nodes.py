@@ -326,18 +326,18 @@ def all_leaves(
     # On a CPU a product into lines that are no multiple of a vector takes twice as long.
     width = -(-n_rows // _ALIGNED) * _ALIGNED if on_cpu else products.stride
     memory = empty((min(n, step), width), dtype, rows.device)
-    nodes_and_edges = tables.child_start, tables.row_start, tables.child, tables.path_end
-    tree: Any = nodes_and_edges if on_cpu else tables.for_leaves()
+    tree = None if on_cpu else tables.for_leaves()
     for first in range(0, n, step):
         part = slice(first, min(n, first + step))
         some, into = part_of(rows, part), part_of(made, part)
-        if on_cpu:
+        if tree is None:
             from lastlayer.kernels.node_groups import cpu
 
             held = part_of(memory, slice(0, part.stop - first))
             biases = None if bias is None else in_dtype(bias, rows.dtype)
             scores_into(products.scores_in(held), some, weight, biases)
-            cpu.leaves(held, *tree, into)
+            edges = tables.child_start, tables.row_start, tables.child, tables.path_end
+            cpu.leaves(held, *edges, into)
         else:
             from lastlayer.kernels.node_groups import triton
 
