@@ -311,6 +311,22 @@ def test_wide_nodes_on_a_gpu(dtype, sparse):
         assert (whole.double() - true).norm() <= within * true.norm()
 
 
+@pytest.mark.parametrize("name", ["huffman of four", "two levels", "collapsed", "overlapping"])
+def test_many_arities_at_once(name):
+    """As a GPU does it, with the same gradients as one arity after the other."""
+    tables = HierarchicalSoftmax(1, TREES[name])._tables
+    scores = torch.randn(tables.n_rows, 3, dtype=torch.float64)
+    scores[1, 1] = -math.inf
+    scores.requires_grad_()
+    upstream = torch.randn(tables.n_edges, 3, dtype=torch.float64)
+    made = []
+    for function in (_tree_nodes._edge_log_probs, _tree_nodes._normalised_edges):
+        edges = function(tables, scores)
+        (gradient,) = torch.autograd.grad(edges, scores, upstream)
+        made.append((edges.detach(), gradient))
+    torch.testing.assert_close(*made)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @each_tree

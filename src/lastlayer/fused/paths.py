@@ -118,6 +118,10 @@ class TreeTables(torch.nn.Module):
         keep("row_start", row_start, torch.int64)
         by_width = np.argsort(arity, kind="stable")
         cuts = np.searchsorted(arity[by_width], (2, *WIDTHS[:-1], self.widest), "right").tolist()
+        for i, wider in enumerate(WIDTHS[1:]):
+            # A few narrow nodes are padded rather than a launch of their own.
+            if cuts[i + 1] < cuts[i + 2] and (cuts[i + 1] - cuts[i]) * wider <= self.n_rows:
+                cuts[i + 1] = cuts[i]
         self._width_cuts, self._launches = cuts, leaf_launches(self.levels)
         keep("nodes_by_width", by_width, torch.int32)
         keep("level_start", np.asarray(bounds), torch.int32)

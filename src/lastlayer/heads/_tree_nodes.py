@@ -45,6 +45,8 @@ _NUMBERS_PER_NODE = 30_000
 _LIGHTEST = math.log(1e-280)
 # Numbers of a vector that are summed at a time: float64 takes twice the memory.
 _NUMBERS = 32
+# Different arities that a GPU takes one after the other.
+_FEW_ARITIES = 4
 # Numbers of a line of memory, to which lines of scores are aligned.
 _ALIGNED = 16
 # Vectors of a product with all that take as long as one that a walk reads, on a GPU and on a CPU.
@@ -326,22 +328,23 @@ def all_leaves(
     # On a CPU a product into lines that are no multiple of a vector takes twice as long.
     width = -(-n_rows // _ALIGNED) * _ALIGNED if on_cpu else products.stride
     memory = empty((min(n, step), width), dtype, rows.device)
+    tree = None if on_cpu else tables.for_leaves()
     for first in range(0, n, step):
         part = slice(first, min(n, first + step))
         some, into = part_of(rows, part), part_of(made, part)
-        if on_cpu:
+        if tree is None:
             from lastlayer.kernels.node_groups import cpu
 
             held = part_of(memory, slice(0, part.stop - first))
             biases = None if bias is None else in_dtype(bias, rows.dtype)
             scores_into(products.scores_in(held), some, weight, biases)
-            tree = tables.child_start, tables.row_start, tables.child, tables.path_end
-            cpu.leaves(held, *tree, into)
+            edges = tables.child_start, tables.row_start, tables.child, tables.path_end
+            cpu.leaves(held, *edges, into)
         else:
             from lastlayer.kernels.node_groups import triton
 
             scores = products.scores_into(memory, some)
-            triton.leaves(scores, bias, tables.for_leaves(), into)
+            triton.leaves(scores, bias, tree, into)
     return made if classes is None else made.gather(-1, classes)
 
 
@@ -367,7 +370,22 @@ def walks_suit(nodes: Nodes, rows: Tensor, walks: int) -> bool:
 
 def _edge_log_probs(tables: TreeTables, scores: Tensor) -> Tensor:
     """``(n_edges, n)``, each given its node, from scores ``(n_rows, n)``."""
+    if scores.device.type == "cuda" and len(tables.arities) > _FEW_ARITIES:
+        return _normalised_edges(tables, scores)
     return _in_edge_order(tables, [_of_children(mine, 1) for mine in _by_arity(tables, scores)])
+
+
+def _normalised_edges(tables: TreeTables, scores: Tensor) -> Tensor:
+    """As :func:`_edge_log_probs` without a loop over arities; ``tables.has_wide``."""
+    node, known = tables.edge_node, tables.edge_row
+    # The first child of a binary node has the score 0.
+    first = (known & 3 == 1).unsqueeze(-1)
+    own = torch.where(first, 0.0, scores.index_select(0, known >> 2))
+    shape, at = (tables.n_inner, scores.shape[1]), node.long().unsqueeze(-1).expand_as(own)
+    top = own.new_full(shape, -torch.inf).scatter_reduce(0, at, own.detach(), "amax")
+    distances = own - top.index_select(0, node)
+    total = own.new_zeros(shape).index_add(0, node, distances.exp())
+    return distances - total.log().index_select(0, node)
 
 
 def _by_arity(tables: TreeTables, values: Tensor) -> Iterator[Tensor]:
