@@ -21,8 +21,8 @@ SELF_NORMALISED = Rule(with_target=False, drop_hits=False)
 _BLOCKS = 32
 # Ids and log-probabilities of some draws.
 _Block = tuple[Tensor, Tensor]
-# Blocks that rows with draws of their own take before the host looks whether they have enough;
-# after that as many again.
+# Blocks that rows with draws of their own take in a first step before the host looks whether they
+# have enough; after that as many again.
 _BLOCKS_AT_FIRST = 4
 
 
@@ -317,6 +317,7 @@ class AdaptiveImportanceSampling(ImportanceSampling):
             in_features, n_classes, sampler, n_samples, target_ess=target_ess,
             max_samples=max_samples, **options,
         )  # fmt: skip
+        self._usual_blocks = _BLOCKS_AT_FIRST
 
     def _set_sampler(self, sampler: Any) -> None:
         if sampler.n_classes != self.n_classes:
@@ -383,7 +384,7 @@ class AdaptiveImportanceSampling(ImportanceSampling):
         """Ids, log-probabilities and scores of all draws, as many columns as the most of a row.
 
         A row that has fewer has -1, inf and 0 in the rest; whether no row gave up. The host waits
-        after 4 blocks, and whenever there are twice as many.
+        after as many blocks as the last step took, and whenever there are twice as many.
         """
         enough, most, n = self.target_ess or 0.0, self._most_blocks(), self.n_samples
         counts, dtype = (target >= 0).any(-1), accumulation_dtype(rows.dtype)
@@ -392,18 +393,20 @@ class AdaptiveImportanceSampling(ImportanceSampling):
         sums[:, :1] = -torch.inf
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         first, reached = 0, 0
-        while len(rows) and reached == first < most:
-            blocks = min(max(first, _BLOCKS_AT_FIRST), most - first)
+        while reached == first < most:
+            blocks = min(max(first, self._usual_blocks), most - first)
             parts.append(kernels.context_lists.draw_until_(
                 "auto", rows, self.weight, self.bias, words, rng_counter, self.sampler.proposal(),
                 used, ess, sums, first, blocks, n, enough,
             ))  # fmt: skip
             first += blocks
-            reached = int(used.max())
+            reached = int(used.max()) if len(rows) else 0
+        # The next step will need about as many.
+        self._usual_blocks = max(1, reached)
         took_all = (ess < enough) & counts
         self.ess, self.n_drawn, self.took_all = ess, used.clamp_(min=0) * n, took_all
         width = max(0, reached) * n
-        drawn = (torch.cat(each, 1) if len(parts) > 1 else each[0] for each in zip(*parts))
+        drawn = (torch.cat(each, 1) if len(parts) > 1 else each[0] for each in zip(*parts, strict=True))
         ids, log_prob, scores = (each[:, :width].contiguous() for each in drawn)
         return ids, log_prob, scores, reached < most or not bool(took_all.any())
 
