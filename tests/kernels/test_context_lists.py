@@ -7,7 +7,7 @@ import torch
 from implementations import every_implementation, place
 
 from lastlayer.kernels import context_lists as lists
-from lastlayer.kernels import rng
+from lastlayer.kernels import rng, touched_rows
 from lastlayer.samplers import AdaptiveNGram
 
 # Classes, width of a list, classes scored in a row, rows.
@@ -106,8 +106,8 @@ def test_rows_draw_until_they_have_enough(impl, dtype, order):
             lists.draw_until_(impl, *moved, there(device, proposal), used, ess, sums, *rest)
         )
     ids, log_q, scores = (torch.cat(each, 1).cpu() for each in zip(*parts, strict=True))
-    drawn = [lists.draw("reference", context, rng.fork(counter, b), proposal, n)[0] for b in range(6)]
-    drawn = torch.cat(drawn, 1)
+    forks = [rng.fork(counter, block) for block in range(6)]
+    drawn = torch.cat([lists.draw("reference", context, f, proposal, n)[0] for f in forks], 1)
     assert used.cpu()[:2].tolist() == [1, -1]
     assert int(used.max()) > 2
     every = hidden.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
@@ -119,7 +119,9 @@ def test_rows_draw_until_they_have_enough(impl, dtype, order):
         assert (log_q[row, count:] == math.inf).all()
         assert (scores[row, count:] == 0).all()
         expected = every[row, drawn[row, :count]].to(wide)
-        torch.testing.assert_close(scores[row, :count], expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(
+            scores[row, :count], expected, rtol=1e-5, atol=1e-5, equal_nan=True
+        )
         if row > 1:
             sizes = [
                 float((2 * some.logsumexp(0) - (2 * some).logsumexp(0)).exp())
@@ -135,8 +137,6 @@ def test_rows_draw_until_they_have_enough(impl, dtype, order):
 @pytest.mark.parametrize("n_classes", [1, 5, 3000, 10**7])
 def test_entries_are_grouped_by_class(impl, n_classes):
     place(impl)
-    from lastlayer.kernels import touched_rows
-
     for size in (0, 1, 400):
         entries = torch.randint(-1, n_classes, (size,))
         order, starts, known = touched_rows.group(impl, entries, n_classes)

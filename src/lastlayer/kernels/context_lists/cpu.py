@@ -115,7 +115,7 @@ def _array(tensor: Tensor) -> Any:
 
 
 def _arrays(proposal: Sequence[Tensor]) -> list[Any]:
-    """Mixture, table, weight, and two tuples of lists; the second is not used where there is one."""
+    """Mixture, table, weight, and two tuples of lists, the same ones where there is one."""
     made = [each.numpy() for each in proposal]
     return [*made[:3], tuple(made[3:7]), tuple(made[-4:])]
 
@@ -231,7 +231,9 @@ def _add_parts(share, ids, unigram, classes, parts, slots, units):
 
 
 @njit(nogil=True)
-def _log_probs(ids, mixture, bits, unigram, lists, place, lists_2, place_2, slots, parts, units, made):
+def _log_probs(
+    ids, mixture, bits, unigram, lists, place, lists_2, place_2, slots, parts, units, made
+):
     """Log-probabilities of classes of a row; ``units`` is room to work in."""
     share = np.float64(mixture[0]) / PARTS
     for j in range(len(ids)):
@@ -332,7 +334,7 @@ def _until_rows(
     slots, parts = np.empty((2, _SLOTS), np.int32), np.empty((2, lists[1].shape[1]))
     words, lanes, log_r = np.empty((3, n + 2), np.int64), np.empty(BLOCK), np.empty(n)
     for row in range(start, stop):
-        done, last = 0, first + blocks
+        done = 0
         if used[row] == first and ess[row] < enough:
             place = _open(lists, context[row], 0, len(unigram), slots[0], parts[0])
             place_2 = _open(lists_2, context[row], 1, len(unigram), slots[1], parts[1])
@@ -486,9 +488,9 @@ def _teachers_(k, context, known, n_classes, keys):
 def _merge_rows(start, stop, teachers, place, ids, scores, unigram, lists, rate):
     m, width = ids.shape[1], lists[1].shape[1]
     slots, found, target = _room(m)
-    ranked, pairs, numbers = np.empty(m, np.int64), np.empty((2, m + width), np.int64), np.empty((4, m + width))
-    merged, is_new = pairs[0], pairs[1]
-    value, weight, matters, ranks = numbers[0], numbers[1], numbers[2], numbers[3]
+    ranked, merged = np.empty(m, np.int64), np.empty(m + width, np.int64)
+    is_new, value = np.empty(m + width, np.int64), np.empty(m + width)
+    weight, matters, ranks = np.empty(m + width), np.empty(m + width), np.empty(m + width)
     for i in range(start, stop):
         row, at = teachers[i], place[i]
         count = _distinct(ids[row], scores[row], slots, found, target)
