@@ -70,7 +70,7 @@ NOT_TIMED = {
 _NODES = "every node of the tree has to be looked at"
 _HOST = "host time: checks of arguments, and Python around the kernels"
 REASONS = {
-    "adaptive_importance: step": "proposals of contexts are learned in torch operations",
+    "adaptive_importance: step": "a row scores draws of its own, one class vector at a time",
     "hierarchical: log_prob all": _NODES,
     "two_level: log_prob all": _NODES,
     " 8×": _HOST,

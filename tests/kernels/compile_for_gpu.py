@@ -7,6 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lastlayer.kernels import _triton
+from lastlayer.kernels.context_lists import triton as context_lists
 from lastlayer.kernels.entmax import triton as entmax
 from lastlayer.kernels.entmax_rows import triton as entmax_rows
 from lastlayer.kernels.info_nce import triton as info_nce
@@ -195,6 +196,29 @@ DRAWN_CASES = [
     (rng._ranks, dict(BLOCKS=128, OCTAVES=19.93, ORDERED=True)),
     (rng._draw, dict(BITS=20, PAIRS=64)),
     (rng._complement, dict(BITS=63, BLOCK=128)),
+]
+
+LIST_LONGS = ("context", "counter", "mixture", "table", "unigram", "keys", "end", "mass", "keys_2")
+LIST_LONGS += ("end_2", "mass_2", "ids", "used", "place")
+LIST_TYPES = (
+    dict.fromkeys(LIST_LONGS, "*i64")
+    | dict.fromkeys(("log_prob", "log_q", "scores", "ess", "sums"), "*fp32")
+    | dict.fromkeys(("made", "values", "matters", "slopes"), "*fp64")
+    | dict.fromkeys(("classes", "classes_2", "found"), "*i32")
+    | dict.fromkeys(("hidden", "weight", "bias"), "*bf16")
+    | dict.fromkeys(("enough", "rate", "mixture_rate"), "fp32")
+)
+LISTED = dict(ORDER=3, BITS=15, SEARCH=9)
+NEAR = dict(NEAR=128, OTHERS=64)
+LIST_CASES = [
+    (context_lists._draw, dict(DRAWS=64, **LISTED)),
+    (context_lists._log_prob, dict(DRAWS=64, **LISTED)),
+    (context_lists._until, dict(DRAWS=64, DEPTH=128, BIASED=True, **LISTED)),
+    (context_lists._weigh, dict(**LISTED, **NEAR)),
+    (context_lists._place, dict(K=1, ORDER=3, FIRST=True, OTHERS=1024)),
+    (context_lists._place, dict(K=0, ORDER=2, FIRST=False, OTHERS=1024)),
+    (context_lists._merge, NEAR),
+    (context_lists._move_mixture, dict(ORDER=2, BLOCK=256)),
 ]
 
 NAMES = ("lr", "kept", "eps", "beta1", "beta2", "new1", "new2", "log1", "log2")
@@ -420,6 +444,7 @@ def main(step: int) -> None:
         (GROUP_TYPES, GROUP_CASES),
         (LEAF_TYPES, LEAF_CASES),
         (DRAWN_TYPES, DRAWN_CASES),
+        (LIST_TYPES, LIST_CASES),
         (PREDICTED_TYPES, PREDICTED_CASES),
     ):
         cases += [(kernel, types, constants, True) for kernel, constants in some]

@@ -403,11 +403,12 @@ def _entries(ids: Tensor, target: Tensor, n_classes: int) -> Tensor:
         if ids.device.type == "cpu":
             # The slopes of a row without a target are 0, but its hidden state may hold anything.
             ids = torch.where((target >= 0).any(-1, keepdim=True), ids, -1)
-        entries = torch.cat([ids, target], 1).flatten()
+        entries = torch.cat([ids, target], 1)
     if entries.device.type == "cpu":
-        return entries
-    # A place without a target has a slope of 0, and goes to a class that is touched anyway.
-    entries = torch.where(entries < 0, entries[:1].clamp(min=0), entries)
+        return entries.flatten()
+    # A place without a class has a slope of 0, and goes to a class that is touched anyway; to the
+    # first one of its row, since many of the same class would take long to be added up.
+    entries = torch.where(entries < 0, entries[..., :1].clamp(min=0), entries).flatten()
     return entries.int() if n_classes <= _MOST_NARROW else entries
 
 
@@ -600,28 +601,16 @@ def _class_gradients(
 def _summed(given: _Pieces, n_classes: int, dtypes: _Dtypes) -> tuple[Tensor, Grads]:
     """On a CPU: the classes that are touched, in their order, and the sums of each."""
     entries, columns, column_biases, slopes, hidden, factor = given
-    # Entries without a class, -1, come last, and are left out. Torch sorts integers by their
-    # digits: small ones take less time.
-    keys = torch.where(entries < 0, n_classes, entries)
-    keys = keys.int() if n_classes <= _MOST_NARROW else keys
-    ranked, order = torch.sort(keys, stable=True)
-    ids = ranked.numpy()
-    first = np.ones(len(ids) + 1, dtype=np.bool_)
-    first[1:-1] = ids[1:] != ids[:-1]
-    starts = first.nonzero()[0]
-    known = ids[starts[:-1]].astype(np.int64)
-    if len(known) and known[-1] == n_classes:
-        known, starts = known[:-1], starts[:-1]
+    order, starts, known = kernels.touched_rows.group("auto", entries, n_classes)
     wanted = [each is not None for each in dtypes]
     sums = kernels.touched_rows.forward(
-        "auto", columns, column_biases, slopes, hidden, order, torch.from_numpy(starts), factor,
-        *wanted,
+        "auto", columns, column_biases, slopes, hidden, order, starts, factor, *wanted,
     )  # fmt: skip
     made = [
         None if dtype is None else in_dtype(each, dtype)
         for each, dtype in zip(sums, dtypes, strict=True)
     ]
-    return torch.from_numpy(known), made
+    return known, made
 
 
 def _slotted(

@@ -12,6 +12,7 @@ from lastlayer.kernels.context_lists import NO_KEY, PARTS, SHARES, UNUSED, WAYS
 from lastlayer.samplers.base import MOST_CLASSES, Sampled, Sampler
 from lastlayer.samplers.unigram import Unigram
 
+
 class AdaptiveNGram(Sampler):
     """A mixture of unigram, bigram and trigram that is moved towards the model while it trains.
 
@@ -159,9 +160,10 @@ class AdaptiveNGram(Sampler):
 class ContextLists(torch.nn.Module):
     """A hash table from contexts to short lists of classes, in integers on the device.
 
-    Kernels fill it, see :mod:`lastlayer.kernels.context_lists`. A list says how the classes on it share out the probability that the unigram gives them
+    A list says how the classes on it share out the probability that the unigram gives them
     together; classes that are not on it have that of the unigram. So it is normalised whatever is
-    on it. A context without a list has the unigram.
+    on it. A context without a list has the unigram. Kernels fill and read them, see
+    :mod:`lastlayer.kernels.context_lists`.
 
     Args:
         contexts: number of places; rounded up to a power of two.

@@ -1,6 +1,7 @@
 """Self-normalised importance sampling, with a fixed proposal or one that follows the model."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -21,8 +22,8 @@ SELF_NORMALISED = Rule(with_target=False, drop_hits=False)
 _BLOCKS = 32
 # Ids and log-probabilities of some draws.
 _Block = tuple[Tensor, Tensor]
-# Blocks that rows with draws of their own take before the host looks whether they have enough;
-# after that as many again.
+# Blocks that rows with draws of their own take in a first step before the host looks whether they
+# have enough; after that as many again.
 _BLOCKS_AT_FIRST = 4
 
 
@@ -173,7 +174,7 @@ class ImportanceSampling(SampledHead):
         return self._loss_of_groups(rows, target, groups, took_all)
 
     def _loss_of_groups(
-        self, rows: Tensor, target: Tensor, groups: list[tuple[Tensor, ...]], took_all: Tensor
+        self, rows: Tensor, target: Tensor, groups: Sequence[tuple[Tensor, ...]], took_all: Tensor
     ) -> Tensor:
         """The loss of groups of rows: which ones, their draws, and what these are expected."""
         alone = self.reduction == "none"
@@ -181,10 +182,12 @@ class ImportanceSampling(SampledHead):
         how["chunk_rows"] = self.chunk_rows
         parts: list[tuple[Tensor, Tensor]] = []
 
-        def compare(some: Tensor, *drawn: Tensor) -> None:
+        def compare(
+            some: Tensor, ids: Tensor, log_expected: Tensor, scores: Tensor | None = None
+        ) -> None:
             loss, _ = sampled_loss(
-                rows[some], self.weight, self.bias, target[some], *drawn[:2], SELF_NORMALISED,
-                scores=drawn[2] if len(drawn) > 2 else None, sparse=self.sparse, **how,
+                rows[some], self.weight, self.bias, target[some], ids, log_expected,
+                SELF_NORMALISED, scores=scores, sparse=self.sparse, **how,
             )  # fmt: skip
             parts.append((some, loss))
 
@@ -254,8 +257,9 @@ class AdaptiveImportanceSampling(ImportanceSampling):
     the next. Every row has its own draws, which takes more memory traffic per draw than one
     product for all rows: it pays where few draws are enough.
 
-    Cost: rows × draws × in_features, three times in a training step; the host waits once per block.
-    ``torch.compile(fullgraph=True)`` does not take it.
+    Cost: rows × draws × in_features, three times in a training step; the host waits once, and again
+    where the rows need more blocks than in the last step. ``torch.compile(fullgraph=True)`` does
+    not take it.
 
     Args:
         in_features: size of the hidden state.
@@ -317,6 +321,7 @@ class AdaptiveImportanceSampling(ImportanceSampling):
             in_features, n_classes, sampler, n_samples, target_ess=target_ess,
             max_samples=max_samples, **options,
         )  # fmt: skip
+        self._usual_blocks = _BLOCKS_AT_FIRST
 
     def _set_sampler(self, sampler: Any) -> None:
         if sampler.n_classes != self.n_classes:
@@ -365,8 +370,9 @@ class AdaptiveImportanceSampling(ImportanceSampling):
         self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
     ) -> Tensor:
         words = given[0] if given else target.new_full((len(rows), self.sampler.order - 1), -1)
-        ids, log_prob, scores, none_gave_up = self._drawn(rows, target, words, rng_counter)
-        loss = self._loss_of_drawn(rows, target, ids, log_prob, scores, none_gave_up)
+        drawn, n_drawn, took_all = self._drawn(rows, target, words, rng_counter)
+        loss = self._loss_of_drawn(rows, target, drawn, n_drawn, took_all)
+        ids, _, scores = drawn
         # Without a context there is nothing to learn.
         if given and ids.numel() and torch.is_grad_enabled():
             own = kernels.products.scores(
@@ -379,11 +385,14 @@ class AdaptiveImportanceSampling(ImportanceSampling):
     @torch.no_grad()
     def _drawn(
         self, rows: Tensor, target: Tensor, words: Tensor, rng_counter: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, bool]:
+    ) -> tuple[list[Tensor], Tensor, Tensor | None]:
         """Ids, log-probabilities and scores of all draws, as many columns as the most of a row.
 
-        A row that has fewer has -1, inf and 0 in the rest; whether no row gave up. The host waits
-        after 4 blocks, and whenever there are twice as many.
+        A row that has fewer has -1, inf and 0 in the rest. The host waits after as many blocks as
+        the last step took, and whenever there are twice as many.
+
+        Returns:
+            These three; how many draws each row has; which rows gave up, None if none did.
         """
         enough, most, n = self.target_ess or 0.0, self._most_blocks(), self.n_samples
         counts, dtype = (target >= 0).any(-1), accumulation_dtype(rows.dtype)
@@ -392,37 +401,41 @@ class AdaptiveImportanceSampling(ImportanceSampling):
         sums[:, :1] = -torch.inf
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         first, reached = 0, 0
-        while len(rows) and reached == first < most:
-            blocks = min(max(first, _BLOCKS_AT_FIRST), most - first)
+        while reached == first < most:
+            blocks = min(max(first, self._usual_blocks), most - first)
             parts.append(kernels.context_lists.draw_until_(
                 "auto", rows, self.weight, self.bias, words, rng_counter, self.sampler.proposal(),
                 used, ess, sums, first, blocks, n, enough,
             ))  # fmt: skip
             first += blocks
-            reached = int(used.max())
+            reached = int(used.max()) if len(rows) else 0
+        # The next step will need about as many.
+        self._usual_blocks = max(1, reached)
         took_all = (ess < enough) & counts
         self.ess, self.n_drawn, self.took_all = ess, used.clamp_(min=0) * n, took_all
         width = max(0, reached) * n
-        drawn = (torch.cat(each, 1) if len(parts) > 1 else each[0] for each in zip(*parts))
-        ids, log_prob, scores = (each[:, :width].contiguous() for each in drawn)
-        return ids, log_prob, scores, reached < most or not bool(took_all.any())
+        joined = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+        drawn = [each[:, :width].contiguous() for each in (joined if len(parts) > 1 else parts[0])]
+        gave_up = reached == most and bool(took_all.any())
+        return drawn, self.n_drawn, took_all if gave_up else None
 
     def _loss_of_drawn(
-        self, rows: Tensor, target: Tensor, ids: Tensor, log_prob: Tensor, scores: Tensor,
-        none_gave_up: bool,
+        self, rows: Tensor, target: Tensor, drawn: list[Tensor], n_drawn: Tensor,
+        took_all: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """All rows together; without those that gave up, which take all classes."""
-        n_drawn, took_all = self.n_drawn, self.took_all
+        ids, log_prob, scores = drawn
         expected = log_prob + n_drawn.clamp(min=1).to(log_prob.dtype).log().unsqueeze(1)
-        if none_gave_up and ids.numel():
+        if took_all is None and ids.numel():
             loss, _ = sampled_loss(
                 rows, self.weight, self.bias, target, ids, expected, SELF_NORMALISED,
                 scores=scores, reduction=self.reduction, sparse=self.sparse,
             )  # fmt: skip
             return loss
+        took_all = torch.zeros_like(n_drawn, dtype=torch.bool) if took_all is None else took_all
         some = ((n_drawn > 0) & ~took_all).nonzero().squeeze(1)
-        groups = [tuple(each[some] for each in (ids, expected, scores))] if len(some) else []
-        return self._loss_of_groups(rows, target, [(some, *each) for each in groups], took_all)
+        groups = [(some, ids[some], expected[some], scores[some])] if len(some) else []
+        return self._loss_of_groups(rows, target, groups, took_all)
 
     def config(self) -> dict[str, Any]:
         sampler = self.sampler.config()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype, in_dtype
 from lastlayer.kernels._cpu import as_rows, by_rows, empty
-from lastlayer.kernels._cpu_math import BLOCK, dot, exp, largest, log, philox
+from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest, log, philox
 from lastlayer.kernels.context_lists import (
     GOLDEN,
     LEAST_PART,
@@ -30,6 +30,8 @@ from lastlayer.kernels.rng import FORKS
 # What a draw costs in entries of a plain loop, for the choice of threads; and what one learns from.
 _ENTRIES_A_DRAW, _ENTRIES_A_SCORE = 32, 32
 _FORKS = np.int64(FORKS)
+# Slots by which a class is found on a list; few lists have two classes with the same one.
+_SLOTS = 4096
 _LOG_2, _TINY = math.log(2.0), np.finfo(np.float64).tiny
 
 
@@ -113,7 +115,7 @@ def _array(tensor: Tensor) -> Any:
 
 
 def _arrays(proposal: Sequence[Tensor]) -> list[Any]:
-    """Mixture, table, weight, and two tuples of lists; the second is not used where there is one."""
+    """Mixture, table, weight, and two tuples of lists, the same ones where there is one."""
     made = [each.numpy() for each in proposal]
     return [*made[:3], tuple(made[3:7]), tuple(made[-4:])]
 
@@ -150,109 +152,139 @@ def _bucket(keys, key):
 
 @njit(nogil=True)
 def _find(keys, key):
-    """The place of a key, -1 where it has none."""
+    """The place of a key, the last one where it has none."""
     if key >= 0:
         first = _bucket(keys, key)
         for place in range(first, first + WAYS):
             if keys[place] == key:
                 return place
-    return -1
+    return len(keys) - 1
 
 
 @njit(nogil=True)
-def _places(context, n_classes, lists, lists_2):
-    place = _find(lists[0], _key(context, 0, n_classes))
-    if len(context) == 1:
-        return place, -1
-    return place, _find(lists_2[0], _key(context, 1, n_classes))
+def _open(lists, context, k, n_classes, slots, parts):
+    """The place of a row's list; ``slots`` become its index, ``parts`` its probabilities.
+
+    These are in units of the unigram's weights.
+    """
+    slots[:] = -1
+    if k >= len(context):
+        return np.int64(len(lists[0]) - 1)
+    place = _find(lists[0], _key(context, k, n_classes))
+    classes, end, mass = lists[1][place], lists[2][place], np.float64(lists[3][place])
+    before = np.int64(0)
+    for at in range(len(classes)):
+        if classes[at] == UNUSED:
+            break
+        slots[classes[at] & (_SLOTS - 1)] = at
+        parts[at] = mass * (np.float64(end[at] - before) / SHARES)
+        before = end[at]
+    return np.int64(place)
 
 
 @njit(nogil=True)
-def _at(classes, wanted):
-    """Where a class is on a list, or any other place."""
+def _at(classes, slots, one):
+    """Where a class is on a list, -1 where it is not."""
+    at = slots[one & (_SLOTS - 1)]
+    if at < 0 or classes[at] == one:
+        return at
+    # Another class of the list has the same slot.
     low, size = 0, len(classes)
     while size > 1:
         half = size >> 1
-        low = low + half if classes[low + half - 1] < wanted else low
+        low = low + half if classes[low + half - 1] < one else low
         size -= half
-    return low
+    return np.int32(low if classes[low] == one else -1)
 
 
 @njit(nogil=True)
-def _drawn_again(lists, place, one, chance):
-    """A draw from the list where the class is on it, else the class."""
-    classes, end = lists[1][place], lists[2][place]
-    if classes[_at(classes, one)] != one:
-        return one
-    low, size = 0, len(end)
-    while size > 1:
-        half = size >> 1
-        low = low + half if end[low + half - 1] <= chance else low
-        size -= half
-    return np.int64(classes[low])
+def _draw_again(k, mixture, words, classes, end, slots, chosen, ids):
+    """Draws that the mixture leaves to a list, and that are on it, are drawn again from it.
+
+    They are gathered first: branches that nobody can predict take longer.
+    """
+    low, count, listed = mixture[:k].sum(), 0, 0
+    high = low + mixture[k]
+    for j in range(len(ids)):
+        chosen[count] = j
+        count += low <= words[0, j] < high
+    for i in range(count):
+        j = chosen[i]
+        chosen[listed] = j
+        listed += _at(classes, slots, ids[j]) >= 0
+    for i in range(listed):
+        j, first, size = chosen[i], 0, len(end)
+        while size > 1:
+            half = size >> 1
+            first = first + half if end[first + half - 1] <= words[1, j] else first
+            size -= half
+        ids[j] = classes[first]
 
 
 @njit(nogil=True)
-def _part(lists, place, one, own):
-    """The probability of a class in units of the unigram's weights, of which it has ``own``."""
-    if place < 0:
-        return own
-    classes, end = lists[1][place], lists[2][place]
-    at = _at(classes, one)
-    if classes[at] != one:
-        return own
-    before = end[at - 1] if at else np.int64(0)
-    return np.float64(lists[3][place]) * (np.float64(end[at] - before) / SHARES)
+def _add_parts(share, ids, unigram, classes, parts, slots, units):
+    """Adds an n-gram's share of the probabilities, in units of the unigram's weights."""
+    for j in range(len(ids)):
+        at = _at(classes, slots, ids[j])
+        own, listed = np.float64(unigram[ids[j]]), parts[max(at, 0)]
+        units[j] += share * (listed if at >= 0 else own)
 
 
 @njit(nogil=True)
-def _shares_of(mixture):
-    third = np.float64(mixture[2]) / PARTS if len(mixture) > 2 else 0.0
-    return np.float64(mixture[0]) / PARTS, np.float64(mixture[1]) / PARTS, third
+def _log_probs(
+    ids, mixture, bits, unigram, lists, place, lists_2, place_2, slots, parts, units, made
+):
+    """Log-probabilities of classes of a row; ``units`` is room to work in."""
+    share = np.float64(mixture[0]) / PARTS
+    for j in range(len(ids)):
+        units[j] = share * np.float64(unigram[ids[j]])
+    share = np.float64(mixture[1]) / PARTS
+    _add_parts(share, ids, unigram, lists[1][place], parts[0], slots[0], units)
+    if len(mixture) > 2:
+        share = np.float64(mixture[2]) / PARTS
+        _add_parts(share, ids, unigram, lists_2[1][place_2], parts[1], slots[1], units)
+    log_total = (bits + 32) * _LOG_2
+    for j in range(len(ids)):
+        made[j] = log(units[j]) - log_total
 
 
 @njit(nogil=True)
-def _mixed(one, unigram, shares, lists, place, lists_2, place_2):
-    own = np.float64(unigram[one])
-    total = shares[0] * own + shares[1] * _part(lists, place, one, own)
-    return total + shares[2] * _part(lists_2, place_2, one, own)
+def _draw_unigram(begin, seed, step, bits, table, words, ids):
+    # A block of random words serves two draws.
+    for i in range((begin + len(ids) - 1) // 2 - begin // 2 + 1):
+        a, b, c, d = philox(np.uint64(begin // 2 + i), np.uint64(seed), np.uint64(step))
+        words[0, 2 * i], words[1, 2 * i] = np.int64(a), np.int64(b)
+        words[0, 2 * i + 1], words[1, 2 * i + 1] = np.int64(c), np.int64(d)
+    odd = begin % 2
+    for j in range(len(ids)):
+        column = words[0, odd + j] >> (32 - bits)
+        entry = table[column]
+        ids[j] = column if words[1, odd + j] < (entry & 0xFFFFFFFF) else entry >> 32
 
 
 @njit(nogil=True)
 def _draw_row(
-    row, seed, step, places, mixture, table, unigram, lists, lists_2, words, ids, log_prob
+    row, seed, step, place, place_2, slots, parts, mixture, table, unigram, lists, lists_2, words,
+    ids, log_prob,
 ):  # fmt: skip
-    """All draws of a row; ``words`` is room to work in, 2 × (draws + 2)."""
-    (place, place_2), n, bits = places, len(ids), _log2(len(table))
-    begin, at = row * n, np.uint64(step)
-    # A block of random words serves two draws.
-    seed_0, seed_1 = np.uint64(_fork(seed, 0)), np.uint64(_fork(seed, 1))
-    for i in range((begin + n - 1) // 2 - begin // 2 + 1):
-        a, b, c, d = philox(np.uint64(begin // 2 + i), seed_0, at)
-        words[0, 2 * i], words[1, 2 * i] = np.int64(a), np.int64(b)
-        words[0, 2 * i + 1], words[1, 2 * i + 1] = np.int64(c), np.int64(d)
-    odd = begin % 2
-    for j in range(n):
-        column = words[0, odd + j] >> (32 - bits)
-        entry = table[column]
-        ids[j] = column if words[1, odd + j] < (entry & 0xFFFFFFFF) else entry >> 32
-    if place >= 0 or place_2 >= 0:
-        for j in range(n):
-            a, b, c, _ = philox(np.uint64(begin + j), seed_1, at)
+    """All draws of a row; ``words`` is room to work in, 3 × (draws + 2)."""
+    begin, bits = row * len(ids), _log2(len(table))
+    _draw_unigram(begin, _fork(seed, 0), step, bits, table, words, ids)
+    if place < len(lists[0]) - 1 or place_2 < len(lists_2[0]) - 1:
+        other = np.uint64(_fork(seed, 1))
+        for j in range(len(ids)):
+            a, b, c, _ = philox(np.uint64(begin + j), other, np.uint64(step))
             words[0, j] = np.int64(a)
             words[1, j] = np.int64(b << np.uint64(8) | c >> np.uint64(24))
-        bound, bound_2 = mixture[0], mixture[0] + mixture[1]
-        for j in range(n):
-            if words[0, j] >= bound_2:
-                if place_2 >= 0:
-                    ids[j] = _drawn_again(lists_2, place_2, ids[j], words[1, j])
-            elif words[0, j] >= bound and place >= 0:
-                ids[j] = _drawn_again(lists, place, ids[j], words[1, j])
-    shares, log_total, units = _shares_of(mixture), (bits + 32) * _LOG_2, words[0].view(np.float64)
-    for j in range(n):
-        units[j] = _mixed(ids[j], unigram, shares, lists, place, lists_2, place_2)
-    for j in range(n):
-        log_prob[j] = log(units[j]) - log_total
+        _draw_again(1, mixture, words, lists[1][place], lists[2][place], slots[0], words[2], ids)
+        if len(mixture) > 2:
+            _draw_again(
+                2, mixture, words, lists_2[1][place_2], lists_2[2][place_2], slots[1], words[2], ids
+            )
+    units = words[0].view(np.float64)
+    _log_probs(
+        ids, mixture, bits, unigram, lists, place, lists_2, place_2, slots, parts, units, log_prob
+    )
 
 
 @by_rows
@@ -260,26 +292,37 @@ def _draw_row(
 def _draw_rows(
     start, stop, context, counter, mixture, table, unigram, lists, lists_2, ids, log_prob
 ):  # fmt: skip
-    words = np.empty((2, ids.shape[1] + 2), np.int64)
+    words = np.empty((3, ids.shape[1] + 2), np.int64)
+    slots, parts = np.empty((2, _SLOTS), np.int32), np.empty((2, lists[1].shape[1]))
     for row in range(start, stop):
-        places = _places(context[row], len(unigram), lists, lists_2)
+        place = _open(lists, context[row], 0, len(unigram), slots[0], parts[0])
+        place_2 = _open(lists_2, context[row], 1, len(unigram), slots[1], parts[1])
         _draw_row(
-            row, counter[0], counter[1], places, mixture, table, unigram, lists, lists_2, words,
-            ids[row], log_prob[row],
+            row, counter[0], counter[1], place, place_2, slots, parts, mixture, table, unigram,
+            lists, lists_2, words, ids[row], log_prob[row],
         )  # fmt: skip
 
 
 @by_rows
 @njit(nogil=True, cache=True)
 def _log_prob_rows(start, stop, context, ids, mixture, table, unigram, lists, lists_2, made):
-    shares, log_total = _shares_of(mixture), (_log2(len(table)) + 32) * _LOG_2
+    slots, parts = np.empty((2, _SLOTS), np.int32), np.empty((2, lists[1].shape[1]))
     for row in range(start, stop):
-        place, place_2 = _places(context[row], len(unigram), lists, lists_2)
-        for j in range(ids.shape[1]):
-            one = ids[row, j]
-            made[row, j] = _mixed(one, unigram, shares, lists, place, lists_2, place_2)
-        for j in range(ids.shape[1]):
-            made[row, j] = log(made[row, j]) - log_total
+        place = _open(lists, context[row], 0, len(unigram), slots[0], parts[0])
+        place_2 = _open(lists_2, context[row], 1, len(unigram), slots[1], parts[1])
+        _log_probs(
+            ids[row], mixture, _log2(len(table)), unigram, lists, place, lists_2, place_2, slots,
+            parts, made[row], made[row],
+        )  # fmt: skip
+
+
+@njit(nogil=True, fastmath=FAST)
+def _score(state, weight, bias, ids, scores):
+    for j in range(len(ids)):
+        one, total = ids[j], state.dtype.type(0.0)
+        for i in range(len(state)):
+            total += state[i] * weight[one, i]
+        scores[j] = total + bias[one] if len(bias) else total
 
 
 @by_rows
@@ -288,25 +331,22 @@ def _until_rows(
     start, stop, hidden, weight, bias, context, counter, mixture, table, unigram, lists, lists_2,
     used, ess, sums, first, blocks, n, enough, ids, log_q, scores,
 ):  # fmt: skip
-    real = hidden.dtype.type
-    words, lanes, log_r = np.empty((2, n + 2), np.int64), np.empty(BLOCK), np.empty(n)
+    slots, parts = np.empty((2, _SLOTS), np.int32), np.empty((2, lists[1].shape[1]))
+    words, lanes, log_r = np.empty((3, n + 2), np.int64), np.empty(BLOCK), np.empty(n)
     for row in range(start, stop):
-        done, last = 0, first + blocks
+        done = 0
         if used[row] == first and ess[row] < enough:
-            places = _places(context[row], len(unigram), lists, lists_2)
+            place = _open(lists, context[row], 0, len(unigram), slots[0], parts[0])
+            place_2 = _open(lists_2, context[row], 1, len(unigram), slots[1], parts[1])
             peak, total, squares = np.float64(sums[row, 0]), sums[row, 1], sums[row, 2]
             while done < blocks and (done == 0 or ess[row] < enough):
                 there = slice(done * n, (done + 1) * n)
                 drawn, probs, found = ids[row, there], log_q[row, there], scores[row, there]
                 _draw_row(
-                    row, _fork(counter[0], first + done), counter[1], places, mixture, table,
-                    unigram, lists, lists_2, words, drawn, probs,
+                    row, _fork(counter[0], first + done), counter[1], place, place_2, slots,
+                    parts, mixture, table, unigram, lists, lists_2, words, drawn, probs,
                 )  # fmt: skip
-                for j in range(n):
-                    found[j] = dot(hidden[row], weight[drawn[j]])
-                if len(bias):
-                    for j in range(n):
-                        found[j] += bias[drawn[j]]
+                _score(hidden[row], weight, bias, drawn, found)
                 for j in range(n):
                     log_r[j] = np.float64(found[j]) - np.float64(probs[j])
                 new_peak = largest(log_r, lanes, peak)
@@ -320,7 +360,7 @@ def _until_rows(
                         total += log_r[j]
                         squares += log_r[j] * log_r[j]
                 done += 1
-                ess[row] = real(total * total / squares) if total != 0.0 else real(0.0)
+                ess[row] = total * total / squares if total != 0.0 else 0.0
             used[row] = first + done
             sums[row, 0], sums[row, 1], sums[row, 2] = peak, total, squares
         ids[row, done * n :] = -1
@@ -376,28 +416,41 @@ def _slope_rows(
     start, stop, context, ids, scores, mixture, table, unigram, lists, lists_2, known, slopes
 ):  # fmt: skip
     slots, classes, target = _room(ids.shape[1])
-    shares = _shares_of(mixture)
+    listed, values = np.empty((2, _SLOTS), np.int32), np.empty((2, lists[1].shape[1]))
+    parts = np.empty((3, ids.shape[1]))
     for row in range(start, stop):
         slopes[row] = 0.0
         count = _distinct(ids[row], scores[row], slots, classes, target)
         known[row] = _softmax(target[:count])
         if not known[row] or context[row, -1] < 0:
             continue
-        place, place_2 = _places(context[row], len(unigram), lists, lists_2)
-        own = first = second = pull_own = pull_first = pull_second = 0.0
+        place = _open(lists, context[row], 0, len(unigram), listed[0], values[0])
+        place_2 = _open(lists_2, context[row], 1, len(unigram), listed[1], values[1])
+        parts[:, :count] = 0.0
+        some = classes[:count]
         for j in range(count):
-            a = np.float64(unigram[classes[j]])
-            b = _part(lists, place, classes[j], a)
-            c = _part(lists_2, place_2, classes[j], a)
-            pull = target[j] / (shares[0] * a + shares[1] * b + shares[2] * c)
-            own, first, second = own + a, first + b, second + c
-            pull_own, pull_first = pull_own + pull * a, pull_first + pull * b
-            pull_second += pull * c
-        within = 1.0 / (shares[0] * own + shares[1] * first + shares[2] * second)
-        slopes[row, 0] = pull_own - within * own
-        slopes[row, 1] = pull_first - within * first
+            parts[0, j] = np.float64(unigram[some[j]])
+        _add_parts(1.0, some, unigram, lists[1][place], values[0], listed[0], parts[1])
         if len(mixture) > 2:
-            slopes[row, 2] = pull_second - within * second
+            _add_parts(1.0, some, unigram, lists_2[1][place_2], values[1], listed[1], parts[2])
+        _slopes(mixture, parts, target[:count], slopes[row])
+
+
+@njit(nogil=True, error_model="numpy")
+def _slopes(mixture, parts, target, slopes):
+    """What the KL divergence within the classes gives to each part of the mixture."""
+    within = 0.0
+    for k in range(len(mixture)):
+        share = np.float64(mixture[k]) / PARTS
+        for j in range(len(target)):
+            within += share * parts[k, j]
+    for j in range(len(target)):
+        mixed = 0.0
+        for k in range(len(mixture)):
+            mixed += np.float64(mixture[k]) / PARTS * parts[k, j]
+        pull = target[j] / mixed - 1.0 / within
+        for k in range(len(mixture)):
+            slopes[k] += pull * parts[k, j]
 
 
 @njit(nogil=True, cache=True)
@@ -421,10 +474,10 @@ def _teachers_(k, context, known, n_classes, keys):
         key = _key(context[row], k, n_classes)
         at, first = _find(keys, key), _bucket(keys, key)
         for way in range(first, first + WAYS):
-            if at < 0 and keys[way] == NO_KEY:
+            if at == len(keys) - 1 and keys[way] == NO_KEY:
                 keys[way] = key
                 at = way
-        if at >= 0:
+        if at < len(keys) - 1:
             teachers[found], place[found] = row, at
             found += 1
     return teachers[:found], place[:found]
@@ -435,9 +488,9 @@ def _teachers_(k, context, known, n_classes, keys):
 def _merge_rows(start, stop, teachers, place, ids, scores, unigram, lists, rate):
     m, width = ids.shape[1], lists[1].shape[1]
     slots, found, target = _room(m)
-    ranked = np.empty(m, np.int64)
-    merged, weight, is_new = np.empty(m + width, np.int64), np.empty(m + width), np.empty(m + width)
-    value, matters, ranks = np.empty(m + width), np.empty(m + width), np.empty(m + width)
+    ranked, merged = np.empty(m, np.int64), np.empty(m + width, np.int64)
+    is_new, value = np.empty(m + width, np.int64), np.empty(m + width)
+    weight, matters, ranks = np.empty(m + width), np.empty(m + width), np.empty(m + width)
     for i in range(start, stop):
         row, at = teachers[i], place[i]
         count = _distinct(ids[row], scores[row], slots, found, target)
@@ -445,12 +498,9 @@ def _merge_rows(start, stop, teachers, place, ids, scores, unigram, lists, rate)
         for j in range(count):
             ranked[j] = found[j] << 32 | j
         ranked[:count].sort()
-        total = 0.0
-        for j in range(count):
-            total += _part(lists, at, found[j], np.float64(unigram[found[j]]))
         classes, end, mass = lists[1][at], lists[2][at], np.float64(lists[3][at])
         # Two ascending lists become one; a class that is on both has its new probability.
-        size, old, before = 0, 0, np.int64(0)
+        size, old, before, total = 0, 0, np.int64(0), 0.0
         for j in range(count + 1):
             one = ranked[j] >> 32 if j < count else np.int64(UNUSED)
             own, part = 0.0, 0.0
@@ -461,25 +511,29 @@ def _merge_rows(start, stop, teachers, place, ids, scores, unigram, lists, rate)
                 if classes[old] == one:
                     part = share
                 else:
-                    merged[size], value[size], is_new[size] = classes[old], share, 0.0
+                    merged[size], value[size], is_new[size] = classes[old], share, 0
                     weight[size] = np.float64(unigram[classes[old]])
                     size += 1
                 before = end[old]
                 old += 1
             if j < count:
-                moved = part + rate * (total * target[ranked[j] & 0xFFFFFFFF] - part)
-                merged[size], value[size], is_new[size] = one, moved, 1.0
-                weight[size] = own
+                merged[size], value[size], weight[size] = one, part, own
+                # From 1 on, so that 0 says that a class is not new.
+                is_new[size] = 1 + (ranked[j] & 0xFFFFFFFF)
+                total += part
                 size += 1
+        for j in range(size):
+            if is_new[j]:
+                value[j] += rate * (total * target[is_new[j] - 1] - value[j])
         if size > width:
             for j in range(size):
                 matters[j] = ranks[j] = abs(value[j] - weight[j])
-            size = _keep(width, ranks[:size], matters, merged, value, weight, is_new)
+            size = _keep(width, ranks[:size], matters, merged, value, is_new)
         _write_list(merged[:size], value[:size], unigram, at, lists)
 
 
 @njit(nogil=True)
-def _keep(width, ranks, matters, merged, value, weight, is_new):
+def _keep(width, ranks, matters, merged, value, is_new):
     """The ``width`` entries that matter most, in their order; of equal ones those before new."""
     size = len(ranks)
     least = _nth_largest(ranks, width)
@@ -488,14 +542,14 @@ def _keep(width, ranks, matters, merged, value, weight, is_new):
         spare -= matters[j] > least
     kept_old = 0
     for j in range(size):
-        kept_old += matters[j] == least and is_new[j] == 0.0
+        kept_old += matters[j] == least and is_new[j] == 0
     kept_old = min(kept_old, spare)
     kept_new, kept = spare - kept_old, 0
     for j in range(size):
         take = matters[j] > least
-        if matters[j] == least and is_new[j] == 0.0 and kept_old > 0:
+        if matters[j] == least and is_new[j] == 0 and kept_old > 0:
             take, kept_old = True, kept_old - 1
-        elif matters[j] == least and is_new[j] != 0.0 and kept_new > 0:
+        elif matters[j] == least and is_new[j] != 0 and kept_new > 0:
             take, kept_new = True, kept_new - 1
         if take:
             merged[kept], value[kept] = merged[j], value[j]

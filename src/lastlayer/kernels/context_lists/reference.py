@@ -77,14 +77,21 @@ def draw_until_(
     Block b of a row are its draws by fork b of ``counter``.
 
     Args:
-        hidden: ``(rows, d)``; with ``weight`` ``(v, d)`` and ``bias`` ``(v,)`` it makes the scores.
-        context: as of :func:`draw`, and ``counter`` and ``proposal`` too.
+        hidden: ``(rows, d)``.
+        weight: ``(v, d)``.
+        bias: ``(v,)``.
+        context: int64 ``(rows, order - 1)``.
+        counter: seed and step.
+        proposal: what is drawn from.
         used: how many blocks each row has drawn, int64 ``(rows,)``; a row goes on that has drawn
             the ``first`` ones and has not enough.
         ess: the effective sample size of each row.
         sums: ``(rows, 3)``, the largest log r so far, and Σ r and Σ r² relative to it, r = e^score
             / q; -inf, 0 and 0 to begin with.
         first: the number of the first block.
+        blocks: how many there are at most.
+        n: draws of a block.
+        enough: the effective sample size to be reached.
 
     Returns:
         Ids, log-probabilities and scores, ``(rows, blocks * n)``: -1, inf and 0 after the last
@@ -130,6 +137,7 @@ def learn_(
         context: int64 ``(rows, order - 1)``.
         ids: the classes that were scored, int64 ``(rows, m)``; negative where there is none.
         scores: ``(rows, m)``.
+        proposal: what is moved.
         rate: how far lists are moved, from 0 to 1.
         mixture_rate: how far the mixture is moved.
     """

@@ -11,6 +11,7 @@ from lastlayer.kernels._cpu import by_rows
 from lastlayer.kernels._cpu_math import philox
 from lastlayer.kernels.rng import SERIES, SQRT_2
 
+
 def words(counter: Tensor, n: int) -> Tensor:
     blocks = (n + 1) // 2
     made = torch.empty(blocks, 4, dtype=torch.int64)

@@ -16,6 +16,10 @@ from torch.nn.functional import pad
 from lastlayer.kernels._cpu import as_rows, by_rows
 from lastlayer.kernels._cpu_math import add_scaled, dot
 
+# Classes are sorted by digits of so many bits.
+_DIGIT_BITS = 11
+_DIGIT = 1 << _DIGIT_BITS
+
 
 def forward(
     columns: Tensor, column_biases: Tensor, slopes: Tensor, hidden: Tensor, order: Tensor,
@@ -59,6 +63,53 @@ def _touched(
                 entry = order[place]
                 level += column_biases[entry] if entry < c else slopes[entry - c]
             bias[group] = level * scale
+
+
+def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    size = entries.shape[0]
+    order = torch.arange(size)
+    # Entries, and the digit of each, from the lowest one on: room for both sides of a pass.
+    room = np.empty((3, size), np.int64)
+    known, starts = _group(entries.contiguous().numpy(), n_classes, order.numpy(), room)
+    return order, torch.from_numpy(starts), torch.from_numpy(known)
+
+
+@njit(nogil=True, cache=True)
+def _group(entries, n_classes, order, room):
+    """Sorts by the digits of the classes; an entry without a class comes after the last one."""
+    size, shift = len(order), 0
+    keys, other_keys, other = room[0], room[1], room[2]
+    for i in range(size):
+        keys[i] = entries[i] if entries[i] >= 0 else n_classes
+    counts = np.empty(_DIGIT + 1, np.int64)
+    while n_classes >> shift:
+        counts[:] = 0
+        for i in range(size):
+            counts[1 + (keys[i] >> shift & (_DIGIT - 1))] += 1
+        for digit in range(_DIGIT):
+            counts[digit + 1] += counts[digit]
+        for i in range(size):
+            digit = keys[i] >> shift & (_DIGIT - 1)
+            place = counts[digit]
+            counts[digit] = place + 1
+            other_keys[place], other[place] = keys[i], order[i]
+        keys[:], order[:] = other_keys, other
+        shift += _DIGIT_BITS
+    return _runs(keys, n_classes)
+
+
+@njit(nogil=True)
+def _runs(keys, n_classes):
+    """The classes among sorted keys, and where each starts; where the last one ends."""
+    known, starts = np.empty(len(keys), np.int64), np.empty(len(keys) + 1, np.int64)
+    count, i = 0, 0
+    while i < len(keys) and keys[i] < n_classes:
+        known[count], starts[count] = keys[i], i
+        count += 1
+        while i < len(keys) and keys[i] == known[count - 1]:
+            i += 1
+    starts[count] = i
+    return known[:count].copy(), starts[: count + 1].copy()
 
 
 def adagrad_(

@@ -78,6 +78,16 @@ def slots_(
                 out.copy_(torch.where(fresh.view(-1, *(1,) * (out.dim() - 1)), values, 0.0))
 
 
+def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``order`` and ``starts`` of :func:`forward`, and the class of each group, ascending.
+
+    ``entries`` has the class of each entry, int64; those of a negative one come last, in no group.
+    """
+    ranked, order = torch.sort(torch.where(entries < 0, n_classes, entries), stable=True)
+    known, counts = torch.unique_consecutive(ranked[ranked < n_classes], return_counts=True)
+    return order, torch.nn.functional.pad(counts.cumsum(0), (1, 0)), known
+
+
 def adagrad_(
     weight: Tensor, total: Tensor, ids: Tensor | None, gradient: Tensor, lr: float,
     weight_decay: float, eps: float,
