@@ -347,8 +347,8 @@ def check_id_values(name: str, ids: Tensor, n_classes: int, ignore_index: int | 
     if not ids.numel():
         return True
     # In numpy: a reduction costs the host a fifth of torch's. As uint64 negative ids are large.
-    values = ids.cpu().numpy()
-    if values.view(np.uint64).max() < n_classes:
+    values = ids.numpy() if ids.is_cpu else ids.cpu().numpy()
+    if np.maximum.reduce(values.view(np.uint64), axis=None) < n_classes:
         return True
     wrong = (values < 0) | (values >= n_classes)
     if ignore_index is not None:

@@ -388,6 +388,13 @@ PREDICTED_CASES = [
 ]
 
 
+FACTOR_TYPES = dict.fromkeys(("row_weight", "weights", "factors"), "*fp32")
+FACTOR_TYPES |= dict.fromkeys(("target", "clean"), "*i64")
+FACTOR_TYPES |= dict.fromkeys(("hidden", "states"), "*bf16")
+FACTOR_CASES = [
+    (products._row_factors, dict(BLOCK=4096, COPIED=2048, WEIGHTED=weighted, MEAN=weighted))
+    for weighted in (False, True)
+]
 MEAN_TYPES = dict.fromkeys(("losses", "loss", "share"), "*fp32") | {"weights": "*u8"}
 MEAN_CASES = [(_triton._mean, dict(BLOCK=4096, WEIGHTED=weighted)) for weighted in (False, True)]
 
@@ -439,6 +446,7 @@ def main(step: int) -> None:
         (SLAB_TYPES, SLAB_CASES),
         (NCE_TYPES, NCE_CASES),
         (SPAN_TYPES, SPAN_CASES),
+        (FACTOR_TYPES, FACTOR_CASES),
         (MEAN_TYPES, MEAN_CASES),
         (LABEL_TYPES, LABEL_CASES),
         (GROUP_TYPES, GROUP_CASES),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, is_eager, values_are_checked
@@ -77,11 +78,13 @@ def log_normalizers(rows: Tensor, layer: Layer) -> Tensor:
             _by_slabs(part, layer, some, peaks=False).choose(0)[0] for part in rows.split(step)
         ]
     else:
-        of_parts = [
-            kernels.prediction.best("auto", scores, bias, *layer.shape, 0, True)[2]
-            for scores, bias in _chunks(rows, layer, step)
-        ]
+        of_parts = [_totals(*chunk, layer) for chunk in _chunks(rows, layer, step)]
     return of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts)
+
+
+def _totals(scores: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
+    total: Tensor = kernels.prediction.best("auto", scores, bias, *layer.shape, 0, True)[2]
+    return total
 
 
 def chosen_scores(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
@@ -95,9 +98,17 @@ def chosen_scores(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
 
 def log_probs_of(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
     """Of classes ``(n, k)``."""
-    total = log_normalizers(rows, layer).unsqueeze(-1)
+    step = _sizes(rows, layer)[0]
+    wide = rows.dtype == accumulation_dtype(rows.dtype)
+    if rows.is_cpu and wide and rows.shape[0] <= step and layer.shape == (0.0, 1.0):
+        # These scores are not rounded: those of the classes are among them.
+        ((scores, _),) = _chunks(rows, layer, step)
+        own, total = scores.gather(-1, classes), _totals(scores, None, layer)
+    else:
+        own, total = chosen_scores(rows, layer, classes), log_normalizers(rows, layer)
     # In a fully masked row all are -inf.
-    return chosen_scores(rows, layer, classes) - total.masked_fill_(total == -math.inf, 0.0)
+    total = total.unsqueeze(-1)
+    return own.sub_(total.masked_fill_(total == -math.inf, 0.0))
 
 
 def all_log_probs(rows: Tensor, layer: Layer) -> Tensor:
@@ -182,7 +193,12 @@ def room_for_scores(rows: Tensor, n_classes: int, step: int) -> Tensor:
 
 def _chunks(rows: Tensor, layer: Layer, step: int) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Scores of some rows after the other, in the same memory, and the bias still to be added."""
-    on_cpu, held = rows.device.type == "cpu", room_for_scores(rows, layer.weight.shape[0], step)
+    on_cpu, n_classes = rows.device.type == "cpu", layer.weight.shape[0]
+    size = rows.shape[0] * n_classes * rows.itemsize
+    if on_cpu and rows.shape[0] <= step and size < kernels.LARGE and rows.itemsize >= 4:
+        yield linear(rows, layer.weight, layer.bias), None
+        return
+    held = room_for_scores(rows, n_classes, step)
     for part in rows.split(step):
         if on_cpu:
             yield scores_into(held, part, layer.weight, layer.bias), None

@@ -165,9 +165,10 @@ class _RowsEngine(Engine):
             row_weight = None if row_weight is None else in_dtype(row_weight, dtype)
             kept = ignored = known = None
             if _is_short(hidden, weight, ignore_index) and class_weight is None:
-                ignored = target == ignore_index
-                target, row_weight, known = kernels.products.row_factors(
-                    "auto", target, row_weight, ignore_index, reduction == "mean"
+                if sum(ROW_LOSSES[name].statistics):
+                    ignored = target == ignore_index
+                target, hidden, row_weight, known = kernels.products.row_factors(
+                    "auto", target, hidden, row_weight, ignore_index, reduction == "mean"
                 )
             else:
                 kept, ignored = counted_rows(target, ignore_index)
@@ -176,10 +177,9 @@ class _RowsEngine(Engine):
                 row_weight = None if row_weight is None else row_weight[kept]
                 if upstream is not None and upstream.dim():
                     upstream = upstream[kept]
-            if ignored is not None:
+            if ignored is not None and known is None:
                 # A NaN there would come back through the weight's gradient, as 0 · NaN.
                 hidden = hidden.masked_fill(ignored.unsqueeze(-1), 0.0)
-            if ignored is not None and known is None:
                 target = torch.where(ignored, 0, target)
                 row_weight = torch.where(ignored, 0.0, 1.0 if row_weight is None else row_weight)
                 row_weight = in_dtype(row_weight, dtype)
