@@ -27,11 +27,17 @@ from lastlayer.kernels.tree_path import triton as tree_path
 from lastlayer.kernels.zlpr import triton as zlpr
 
 TENSORS = {"indices": "*i64", "size": "*i64", "peaks": "*fp32", "chosen": "*i32"}
-TENSORS |= {"alphas": "*fp32", "sums": "*fp32", "excess": "fp32", "log_n": "fp32"}
+TENSORS |= {
+    "alphas": "*fp32",
+    "by_alpha": "*fp32",
+    "sums": "*fp32",
+    "excess": "fp32",
+    "log_n": "fp32",
+}
 TENSORS |= dict.fromkeys(("target_scores", "row_scale", "class_weight", "loss", "values"), "*fp32")
 TENSORS |= dict.fromkeys(("classes", "target", "entries"), "*i64")
 TENSORS |= {"log_k": "fp32", "alpha": "fp32", "factor": "*fp32"}
-TENSORS |= dict.fromkeys(("losses", "weights", "stats"), "*fp32")
+TENSORS |= dict.fromkeys(("losses", "weights", "stats", "by_alpha"), "*fp32")
 OF_SCORES = ("scores", "rows", "out", "zeros", "probs", "grad", "gradient")
 
 BLOCKS = dict(BLOCKS=128, WIDTH=64, GROUP=16)
@@ -71,9 +77,15 @@ CASES = [
         )
         for tile, kind, entropy in ((ONE_ROW, 0, 3), (MANY_ROWS, 2, 2), (MANY_ROWS, 0, 0))
     ],
-    (entmax._backward_in_registers, "*bf16", dict(**ONE_ROW, KIND=2, PER_ROW=False)),
-    (entmax._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1, PER_ROW=False)),
-    (entmax._backward_of_chosen, "*fp32", dict(**BLOCKS, KIND=0, PER_ROW=True)),
+    *[
+        (entmax._backward_in_registers, "*bf16", dict(**tile, KIND=k, PER_ROW=not k, LEARNED=not k))
+        for tile, k in ((ONE_ROW, 2), (ONE_ROW, 0), (MANY_ROWS, 0))
+    ],
+    (entmax._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1)),
+    *[
+        (entmax._backward_of_chosen, "*fp32", dict(**BLOCKS, KIND=k, PER_ROW=not k, LEARNED=not k))
+        for k in (0, 1)
+    ],
     (
         topk_softmax._forward_in_registers,
         "*bf16",
@@ -92,7 +104,7 @@ CASES = [
                 **BLOCKS,
                 BLOCK=1024,
                 KIND=kind,
-                ENTROPY=kind,
+                ENTROPY=kind or 4,
                 DENSE=dense,
                 LABELS=dense,
                 IN_ONE=dense,
@@ -103,8 +115,12 @@ CASES = [
         for dtype, kind, dense in (("*bf16", 1, False), ("*fp32", 2, True), ("*fp32", 0, False))
     ],
     *[
-        (score_loss._backward, "*bf16", dict(BLOCK=1024, KIND=kind, DENSE=dense, PER_ROW=dense))
-        for kind, dense in ((1, False), (0, True))
+        (
+            score_loss._backward,
+            "*bf16",
+            dict(**BLOCKS, BLOCK=1024, KIND=kind, DENSE=dense, PER_ROW=dense, LEARNED=kind == 0),
+        )
+        for kind, dense in ((1, False), (2, True), (0, True), (0, False))
     ],
 ]
 

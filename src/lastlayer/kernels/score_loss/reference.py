@@ -9,9 +9,9 @@ from lastlayer.kernels import entmax, entmax_rows
 
 def forward(
     scores: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int | None,
-    alpha: float, labels: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``<p - y, scores> + H(p) - H(y)`` of each row, its weight, and what is kept.
+    alpha: float, row_alpha: Tensor | None, labels: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``<p - y, scores> + H(p) - H(y)`` of each row, its weight, and what is left for backward.
 
     With ``labels`` the target is divided by its sum. The weight is 0 for an ignored row and for one
     without positives, whose loss is 0 whatever its scores are; else that of the target's class, or
@@ -29,28 +29,33 @@ def forward(
         class_weight = class_weight.to(values.dtype)
         mean = target @ class_weight if target.dim() == 2 else class_weight[target]
         weight = torch.where(counts, mean, 0.0)
-    probs = entmax.forward("reference", values, alpha, None)
-    losses = entmax_rows.forward_("reference", probs, values, target, None, alpha)
-    losses = torch.where(weight == 0, 0.0, losses)
-    return losses, weight, values.new_zeros(scores.shape[0], 5)
+    probs = entmax.forward("reference", values, alpha, row_alpha)
+    slopes = None if row_alpha is None else torch.empty_like(weight)
+    losses = entmax_rows.forward_(
+        "reference", probs, values, target, None, alpha, row_alpha, slopes
+    )
+    stats, chosen = values.new_zeros(len(values), 7), values.new_zeros(0, dtype=torch.int16)
+    if slopes is not None:
+        stats[:, 6] = slopes
+    return torch.where(weight == 0, 0.0, losses), weight, stats, chosen
 
 
 def backward(
-    scores: Tensor, target: Tensor, weight: Tensor, stats: Tensor, factor: Tensor, alpha: float,
-    labels: bool,
+    scores: Tensor, target: Tensor, weight: Tensor, stats: Tensor, chosen: Tensor, factor: Tensor,
+    alpha: float, row_alpha: Tensor | None, labels: bool,
 ) -> Tensor:  # fmt: skip
     """``factor * weight * (p - y)``; the factor is a number, or one per row.
 
     Rows of factor 0 have gradient 0 even where they are NaN, and so have fully masked rows.
     """
-    del stats
+    del stats, chosen
     values = scores.to(accumulation_dtype(scores.dtype))
     if target.dim() == 2:
         target = _distributions(target, values.dtype, labels)[0]
     else:
         target = torch.where(weight == 0, 0, target)
-    probs: Tensor = entmax.forward("reference", values, alpha, None)
-    entmax_rows.forward_("reference", probs, values, target, factor * weight, alpha)
+    probs: Tensor = entmax.forward("reference", values, alpha, row_alpha)
+    entmax_rows.forward_("reference", probs, values, target, factor * weight, alpha, row_alpha)
     return probs.to(scores.dtype)
 
 
