@@ -336,7 +336,7 @@ SPAN_CASES = [
 ]
 
 PREDICTED_TYPES = (
-    dict.fromkeys(("scores", "peaks", "levels", "total", "values"), "*fp32")
+    dict.fromkeys(("scores", "peaks", "levels", "total", "values", "offset"), "*fp32")
     | dict.fromkeys(("uniform", "rest"), "*fp64")
     | dict.fromkeys(("softcap", "inverse_temperature"), "fp32")
     | {"bias": "*bf16", "chosen": "*i32", "found": "*i32", "classes": "*i64"}
@@ -356,7 +356,8 @@ PREDICTED_CASES = [
     ),
     (prediction._draw_blocks, dict(WIDTH=8192, DRAWS=16)),
     (prediction._draw_in_block, dict(WIDTH=128, COMPACT=True, **PREDICTED)),
-    (prediction._log_softmax_row, dict(WIDTH=4096, **PREDICTED)),
+    (prediction._log_softmax_row, dict(WIDTH=4096, MOVED=True, **PREDICTED)),
+    (prediction._log_sigmoid_tile, dict(WIDTH=4096, **PREDICTED)),
 ]
 
 

@@ -28,6 +28,8 @@ from lastlayer.fused.prediction import (
     is_predictable,
     log_of_probs,
     top_classes,
+    write_log_of_probs,
+    write_log_probs,
 )
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
@@ -317,10 +319,25 @@ class MultiLabel(LinearHead):
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         # Chosen labels stand for themselves: the others are not looked at. The scores of the
         # kernel have no gradient.
-        if chosen is None or self.loss == "sparsemax" or torch.is_grad_enabled():
+        if chosen is None or not self._goes_by_itself(rows, chosen):
             return super()._rows_log_prob(rows, chosen, *tensors)
         scores = kernels.products.scores("auto", rows, *tensors, chosen)
         return self._log_probs(scores, chosen)
+
+    def _goes_by_itself(self, rows: Tensor, chosen: Tensor) -> bool:  # noqa: ARG002
+        return self.loss != "sparsemax" and not torch.is_grad_enabled()
+
+    def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
+        if self.loss == "sparsemax":
+            for part in row_chunks(rows, self.n_classes, self.chunk_rows, self._copies):
+                write_log_of_probs(out[part], sparsemax(wide_scores(rows[part], *tensors)))
+        elif self.calibrator is None:
+            layer = self._layer(*tensors)
+            if self.loss == "zlpr":
+                layer = layer._replace(temperature=0.5)
+            write_log_probs(out, rows, layer, exclusive=False)
+        else:
+            super()._write_log_probs(out, rows, *tensors)
 
     def _check_threshold(self, threshold: Any, device: torch.device) -> float | Tensor:
         """A number, or one per label, on the device; by default the calibrator's, or 0."""
