@@ -369,19 +369,19 @@ MEAN_CASES = [
 
 LABEL_NUMBERS = ("gamma_negative", "gamma_positive", "margin", "smoothing")
 LABEL_TYPES = (
-    dict.fromkeys(("sums", "losses", "stats", "grad", "values", "pieces"), "*fp32")
+    dict.fromkeys(("sums", "losses", "stats", "grad", "values", "pieces", "row_scale"), "*fp32")
     | dict.fromkeys(("labels", "mask", "seen", "counts"), "*u8")
     | dict.fromkeys(LABEL_NUMBERS, "fp32")
     | {"scores": "*bf16", "out": "*bf16", "classes": "*i64", "starts": "*i64", "bits": "*i32"}
 )
 LABEL_TILE = dict(ROWS=2, BLOCK=1024, MASKED=True)
-WHOLE_POWERS = dict(PLAIN=False, NEGATIVE=4, POSITIVE=1, MARGIN=True, SOFT=False)
-PLAIN_LOSS = dict(PLAIN=True, NEGATIVE=0, POSITIVE=0, MARGIN=False, SOFT=False)
-POWERS = dict(PLAIN=False, NEGATIVE=-1, POSITIVE=-1, MARGIN=True, SOFT=True)
+WHOLE_POWERS = dict(PLAIN=False, NEGATIVE=4, POSITIVE=1, MARGIN=True, LABELS=0, NARROW=True)
+PLAIN_LOSS = dict(PLAIN=True, NEGATIVE=0, POSITIVE=0, MARGIN=False, LABELS=1, NARROW=True)
+POWERS = dict(PLAIN=False, NEGATIVE=-1, POSITIVE=-1, MARGIN=True, LABELS=2, NARROW=False)
 LABEL_CASES = [
-    (label_loss._sum_rows, LABEL_TILE | PLAIN_LOSS),
-    (label_loss._sum_rows, LABEL_TILE | WHOLE_POWERS),
-    (label_loss._sum_rows, LABEL_TILE | POWERS),
+    (label_loss._sum_rows, dict(FOCUS=True, GRADIENT=False) | LABEL_TILE | PLAIN_LOSS),
+    (label_loss._sum_rows, dict(FOCUS=True, GRADIENT=True) | LABEL_TILE | WHOLE_POWERS),
+    (label_loss._sum_rows, dict(FOCUS=True, GRADIENT=False) | LABEL_TILE | POWERS),
     (label_loss._merge_parts, dict(PARTS=16, MASKED=True)),
     (label_loss._fill_gradient, dict(FOCUS=True) | LABEL_TILE | PLAIN_LOSS),
     (label_loss._fill_gradient, dict(FOCUS=True) | LABEL_TILE | WHOLE_POWERS),

@@ -1,5 +1,6 @@
 """Any number of labels per row, of very many."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -21,7 +22,7 @@ from lastlayer._checks import (
 from lastlayer._labels import check_label_smoothing
 from lastlayer._torch import in_autocast_dtype, without_autocast
 from lastlayer.fused.label_lists import check_lists, sorted_lists
-from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
+from lastlayer.fused.labels import asymmetric_label_loss, linear_bce_loss, linear_zlpr_loss
 from lastlayer.fused.prediction import (
     TOP_COPIES,
     best_classes,
@@ -44,6 +45,12 @@ _FUSED: dict[str, Callable[..., Tensor]] = {"zlpr": linear_zlpr_loss, "bce": lin
 _DENSE: dict[str, Callable[..., Tensor]] = {
     "asymmetric": asymmetric_loss,
     "sparsemax": multilabel_sparsemax_loss,
+}
+# The options of the asymmetric loss, in order.
+_ASYMMETRIC: dict[str, float] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(asymmetric_loss).parameters.items()
+    if name in ("gamma_negative", "gamma_positive", "margin", "focus_gradient")
 }
 # What the lab calls each loss, and says of it.
 _RECIPES = {
@@ -210,6 +217,12 @@ class MultiLabel(LinearHead):
         if self.loss in _FUSED:
             options = {**self._loss_options(), "offsets": offsets, "values": values}
             return _FUSED[self.loss](hidden, self.weight, positives, self.bias, **options)
+        if self.loss == "asymmetric" and not self.label_smoothing:
+            numbers = tuple(float(each) for each in (_ASYMMETRIC | self.loss_options).values())
+            return asymmetric_label_loss(
+                hidden, self.weight, positives, self.bias, numbers, offsets=offsets, values=values,
+                ignore_index=self.ignore_index, reduction=self.reduction,
+            )  # fmt: skip
         return self._dense_loss(hidden, positives, offsets, values)
 
     def _dense_loss(self, hidden: Tensor, positives: Any, offsets: Any, values: Any) -> Tensor:
