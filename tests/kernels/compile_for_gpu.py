@@ -28,11 +28,17 @@ from lastlayer.kernels.tree_path import triton as tree_path
 from lastlayer.kernels.zlpr import triton as zlpr
 
 TENSORS = {"indices": "*i64", "size": "*i64", "peaks": "*fp32", "chosen": "*i32"}
-TENSORS |= {"alphas": "*fp32", "sums": "*fp32", "excess": "fp32", "log_n": "fp32"}
+TENSORS |= {
+    "alphas": "*fp32",
+    "by_alpha": "*fp32",
+    "sums": "*fp32",
+    "excess": "fp32",
+    "log_n": "fp32",
+}
 TENSORS |= dict.fromkeys(("target_scores", "row_scale", "class_weight", "loss", "values"), "*fp32")
 TENSORS |= dict.fromkeys(("classes", "target", "entries"), "*i64")
 TENSORS |= {"log_k": "fp32", "alpha": "fp32", "factor": "*fp32"}
-TENSORS |= dict.fromkeys(("losses", "weights", "stats"), "*fp32")
+TENSORS |= dict.fromkeys(("losses", "weights", "stats", "by_alpha"), "*fp32")
 OF_SCORES = ("scores", "rows", "out", "zeros", "probs", "grad", "gradient")
 
 BLOCKS = dict(BLOCKS=128, WIDTH=64, GROUP=16)
@@ -72,9 +78,15 @@ CASES = [
         )
         for tile, kind, entropy in ((ONE_ROW, 0, 3), (MANY_ROWS, 2, 2), (MANY_ROWS, 0, 0))
     ],
-    (entmax._backward_in_registers, "*bf16", dict(**ONE_ROW, KIND=2, PER_ROW=False)),
-    (entmax._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1, PER_ROW=False)),
-    (entmax._backward_of_chosen, "*fp32", dict(**BLOCKS, KIND=0, PER_ROW=True)),
+    *[
+        (entmax._backward_in_registers, "*bf16", dict(**tile, KIND=k, PER_ROW=not k, LEARNED=not k))
+        for tile, k in ((ONE_ROW, 2), (ONE_ROW, 0), (MANY_ROWS, 0))
+    ],
+    (entmax._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1)),
+    *[
+        (entmax._backward_of_chosen, "*fp32", dict(**BLOCKS, KIND=k, PER_ROW=not k, LEARNED=not k))
+        for k in (0, 1)
+    ],
     (
         topk_softmax._forward_in_registers,
         "*bf16",
@@ -93,7 +105,7 @@ CASES = [
                 **BLOCKS,
                 BLOCK=1024,
                 KIND=kind,
-                ENTROPY=kind,
+                ENTROPY=kind or 4,
                 DENSE=dense,
                 LABELS=dense,
                 IN_ONE=dense,
@@ -105,8 +117,12 @@ CASES = [
         for dtype, kind, dense in (("*bf16", 1, False), ("*fp32", 2, True), ("*fp32", 0, False))
     ],
     *[
-        (score_loss._backward, "*bf16", dict(BLOCK=1024, KIND=kind, DENSE=dense, PER_ROW=dense))
-        for kind, dense in ((1, False), (0, True))
+        (
+            score_loss._backward,
+            "*bf16",
+            dict(**BLOCKS, BLOCK=1024, KIND=kind, DENSE=dense, PER_ROW=dense, LEARNED=kind == 0),
+        )
+        for kind, dense in ((1, False), (2, True), (0, True), (0, False))
     ],
 ]
 
@@ -364,7 +380,7 @@ SPAN_CASES = [
 ]
 
 PREDICTED_TYPES = (
-    dict.fromkeys(("scores", "peaks", "levels", "total", "values"), "*fp32")
+    dict.fromkeys(("scores", "peaks", "levels", "total", "values", "offset"), "*fp32")
     | dict.fromkeys(("uniform", "rest"), "*fp64")
     | dict.fromkeys(("softcap", "inverse_temperature"), "fp32")
     | {"bias": "*bf16", "chosen": "*i32", "found": "*i32", "classes": "*i64"}
@@ -384,7 +400,8 @@ PREDICTED_CASES = [
     ),
     (prediction._draw_blocks, dict(WIDTH=8192, DRAWS=16)),
     (prediction._draw_in_block, dict(WIDTH=128, COMPACT=True, **PREDICTED)),
-    (prediction._log_softmax_row, dict(WIDTH=4096, **PREDICTED)),
+    (prediction._log_softmax_row, dict(WIDTH=4096, MOVED=True, **PREDICTED)),
+    (prediction._log_sigmoid_tile, dict(WIDTH=4096, **PREDICTED)),
 ]
 
 
@@ -401,19 +418,19 @@ MEAN_CASES = [(_triton._mean, dict(BLOCK=4096, WEIGHTED=weighted)) for weighted 
 
 LABEL_NUMBERS = ("gamma_negative", "gamma_positive", "margin", "smoothing")
 LABEL_TYPES = (
-    dict.fromkeys(("sums", "losses", "stats", "grad", "values", "pieces"), "*fp32")
+    dict.fromkeys(("sums", "losses", "stats", "grad", "values", "pieces", "row_scale"), "*fp32")
     | dict.fromkeys(("labels", "mask", "seen", "counts"), "*u8")
     | dict.fromkeys(LABEL_NUMBERS, "fp32")
     | {"scores": "*bf16", "out": "*bf16", "classes": "*i64", "starts": "*i64", "bits": "*i32"}
 )
 LABEL_TILE = dict(ROWS=2, BLOCK=1024, MASKED=True)
-WHOLE_POWERS = dict(PLAIN=False, NEGATIVE=4, POSITIVE=1, MARGIN=True, SOFT=False)
-PLAIN_LOSS = dict(PLAIN=True, NEGATIVE=0, POSITIVE=0, MARGIN=False, SOFT=False)
-POWERS = dict(PLAIN=False, NEGATIVE=-1, POSITIVE=-1, MARGIN=True, SOFT=True)
+WHOLE_POWERS = dict(PLAIN=False, NEGATIVE=4, POSITIVE=1, MARGIN=True, LABELS=0, NARROW=True)
+PLAIN_LOSS = dict(PLAIN=True, NEGATIVE=0, POSITIVE=0, MARGIN=False, LABELS=1, NARROW=True)
+POWERS = dict(PLAIN=False, NEGATIVE=-1, POSITIVE=-1, MARGIN=True, LABELS=2, NARROW=False)
 LABEL_CASES = [
-    (label_loss._sum_rows, LABEL_TILE | PLAIN_LOSS),
-    (label_loss._sum_rows, LABEL_TILE | WHOLE_POWERS),
-    (label_loss._sum_rows, LABEL_TILE | POWERS),
+    (label_loss._sum_rows, dict(FOCUS=True, GRADIENT=False) | LABEL_TILE | PLAIN_LOSS),
+    (label_loss._sum_rows, dict(FOCUS=True, GRADIENT=True) | LABEL_TILE | WHOLE_POWERS),
+    (label_loss._sum_rows, dict(FOCUS=True, GRADIENT=False) | LABEL_TILE | POWERS),
     (label_loss._merge_parts, dict(PARTS=16, MASKED=True)),
     (label_loss._fill_gradient, dict(FOCUS=True) | LABEL_TILE | PLAIN_LOSS),
     (label_loss._fill_gradient, dict(FOCUS=True) | LABEL_TILE | WHOLE_POWERS),

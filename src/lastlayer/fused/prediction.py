@@ -113,17 +113,33 @@ def log_probs_of(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
 
 def all_log_probs(rows: Tensor, layer: Layer) -> Tensor:
     """``(n, classes)``; memory is that of the result."""
-    rows, layer = _tempered(rows, layer)
-    n, n_classes = rows.shape[0], layer.weight.shape[0]
-    made = kernels.empty((n, n_classes), accumulation_dtype(rows.dtype), rows.device)
-    on_cpu = rows.device.type == "cpu"
-    step = _sizes(rows, layer)[0] if on_cpu else max(1, n)
-    for first in range(0, n, step):
-        part = made[first : first + step]
-        scores_into(part, rows[first : first + step], layer.weight, layer.bias if on_cpu else None)
-        bias = None if on_cpu else layer.bias
-        kernels.prediction.log_softmax_("auto", part, bias, *layer.shape)
+    shape = rows.shape[0], layer.weight.shape[0]
+    made = kernels.empty(shape, accumulation_dtype(rows.dtype), rows.device)
+    write_log_probs(made, rows, layer)
     return made
+
+
+def write_log_probs(
+    made: Tensor, rows: Tensor, layer: Layer, *, exclusive: bool = True,
+    offset: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Log-probabilities ``(n, classes)`` into some columns of a matrix, plus an offset per row.
+
+    ``exclusive`` says whether a row has one class, by softmax, or any number, by sigmoid.
+    """
+    rows, layer = _tempered(rows, layer)
+    on_cpu = rows.device.type == "cpu"
+    step = _sizes(rows, layer)[0] if on_cpu else max(1, rows.shape[0])
+    bias = None if on_cpu else layer.bias
+    for first in range(0, rows.shape[0], step):
+        here = slice(first, first + step)
+        part = made[here]
+        scores_into(part, rows[here], layer.weight, layer.bias if on_cpu else None)
+        if exclusive:
+            own = None if offset is None else offset[here]
+            kernels.prediction.log_softmax_("auto", part, bias, *layer.shape, own)
+        else:
+            kernels.prediction.log_sigmoid_("auto", part, bias, *layer.shape)
 
 
 def draw_classes(rows: Tensor, layer: Layer, uniform: Tensor) -> Tensor:
@@ -324,17 +340,23 @@ def log_of_probs(probs: Tensor) -> Tensor:
     """``log(probs)``, -inf at 0, where no gradient passes; ``probs`` may be overwritten."""
     if probs.requires_grad or not is_eager(probs):
         return _log_inside(probs)
+    write_log_of_probs(probs, probs)
+    return probs
+
+
+def write_log_of_probs(out: Tensor, probs: Tensor) -> None:
+    """``log(probs)`` into contiguous memory, which may be that of ``probs``."""
     if probs.device.type != "cpu":
-        return probs.log_()
+        torch.log(probs, out=out)
+        return
     # A CPU is slow at the log of 0, and at finding single non-zeros: it looks for blocks of them.
-    flat = probs.view(-1)
+    flat, into = probs.view(-1), out.view(-1)
     whole = flat.numel() // _BLOCK * _BLOCK
     blocks = flat[:whole].view(-1, _BLOCK)
     inside = blocks.amax(-1).nonzero().squeeze(-1)
     logs, of_rest = _log_inside(blocks[inside]), _log_inside(flat[whole:])
-    flat.fill_(-torch.inf)
-    blocks[inside], flat[whole:] = logs, of_rest
-    return probs
+    into.fill_(-torch.inf)
+    into[:whole].view(-1, _BLOCK)[inside], into[whole:] = logs, of_rest
 
 
 def _log_inside(probs: Tensor) -> Tensor:

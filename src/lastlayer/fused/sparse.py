@@ -38,6 +38,8 @@ _SUPPORT_SLACK = 0.8
 WIDEST_TOP = 512
 # How many more classes are looked at where scores are rounded: their exact scores then decide.
 _TOP_SLACK = 16
+# Probabilities of these are small whole powers, which a kernel makes while it streams scores.
+_BY_POWERS = (1.5, 4 / 3, 1.25, 1.2, 1.125)
 # Dense probabilities are held for one of so many parts of a chunk, beside its scores.
 _PIECES = 4
 # Multiplications of one product up to which it is made dense, whatever the supports are: less time
@@ -158,7 +160,7 @@ def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:
             flat = True
         # Supports of sparsemax are small even then: entmax's own kernel reads little of a row.
         chosen = kernels.selected("entmax", scores.device.type, scores.dtype)
-        if chosen == "triton" and alpha == 1.5:
+        if chosen == "triton" and alpha in _BY_POWERS:
             return _flat_rows(scores, chunk, class_weight, alpha)
         return dense_rows(
             scores, chunk, class_weight, alpha,

@@ -218,6 +218,6 @@ def choose_blocks(chosen, keep, BLOCKS: tl.constexpr):
 def chosen_columns(chosen, first, count, n, GROUP: tl.constexpr, WIDTH: tl.constexpr):
     """Columns of the next ``GROUP`` chosen blocks, and which of them exist."""
     slot = first + tl.arange(0, GROUP)
-    block = tl.load(chosen + slot, mask=slot < count, other=0)
+    block = tl.load(chosen + slot, mask=slot < count, other=0).to(tl.int32)
     column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     return column, (slot < count)[:, None] & (column < n)

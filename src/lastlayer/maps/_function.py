@@ -108,11 +108,8 @@ def _are_columns(impl: Impl, rows: Tensor) -> bool:
     )
 
 
-def _alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor, impl: Impl) -> Tensor:
-    """The gradient of each row's alpha; differentiable where that is asked for."""
-    if _needs_no_graph(probs, grad, row_alpha):
-        made: Tensor = kernels.entmax.alpha_gradient(impl, probs, grad, row_alpha)
-        return made
+def _alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
+    """The gradient of each row's alpha, differentiable."""
     slope = alpha_slope(probs, row_alpha)
     # Outside of the support the gradient does not count, whatever it is.
     inside = torch.where(probs != 0, grad.to(slope.dtype), 0.0)
@@ -179,11 +176,14 @@ class _Entmax(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         probs, row_alpha = ctx.saved_tensors
+        if ctx.needs_input_grad[1] and _needs_no_graph(probs, grad, row_alpha):
+            made = kernels.entmax.gradients(ctx.impl, probs, grad, row_alpha)
+            return *made, None, None
         grad_scores = grad_row_alpha = None
         if ctx.needs_input_grad[0]:
             grad_scores = entmax_jacobian_product(probs, grad, row_alpha, ctx.alpha, ctx.impl)
         if ctx.needs_input_grad[1]:
-            grad_row_alpha = _alpha_gradient(probs, grad, row_alpha, ctx.impl)
+            grad_row_alpha = _alpha_gradient(probs, grad, row_alpha)
         return grad_scores, grad_row_alpha, None, None
 
     @staticmethod
