@@ -186,7 +186,7 @@ def _edge_log_prob(
         return in_groups(inside)
     binary = tables.child_start[node + 1] - tables.child_start[node] == 2
     crowded = once and edges.numel() * widest * rows.shape[1] > _NUMBERS_PER_NODE * tables.n_inner
-    if (widest > WIDEST_GATHERED or crowded) and host_sync_allowed(rows):
+    if (widest > WIDEST_GATHERED or crowded) and edges.numel() and host_sync_allowed(rows):
         made = in_groups(inside & ~binary)
     else:
         made = _listed(_wide, nodes, rows, node, position, inside & ~binary)
