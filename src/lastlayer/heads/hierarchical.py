@@ -347,7 +347,7 @@ class HierarchicalSoftmax(Head):
         that is one of the best k.
 
         A row for which more than a sixteenth of the nodes would be opened is sorted as a whole.
-        So are all rows on a CPU if most of the first 8 are, or if there are no more than 1024
+        So are all rows on a CPU if most of the first 8 are, or if 16 or more meet at most 1024
         node vectors; on a GPU in a tree with wider than binary nodes; where k is more than an
         eighth of the classes, or more than 64 on a GPU; and where the tree overlaps, as the bound
         does not hold for a sum over paths.
