@@ -49,8 +49,8 @@ _NUMBERS = 32
 _FEW_ARITIES = 4
 # Numbers of a line of memory, to which lines of scores are aligned.
 _ALIGNED = 16
-# Vectors of a product with all that take as long as one that a walk reads, on a GPU and on a CPU.
-_WALKED_PART = 32, 4
+# Vectors of a product with all that take as long as one that a walk reads, by device.
+_WALKED_PART = {"cuda": 32, "cpu": 4}
 # Multiplications that a CPU's walks through wide nodes do faster than the host calls a product.
 _WALKED_NUMBERS = 1 << 21
 
@@ -186,7 +186,7 @@ def _edge_log_prob(
         return in_groups(inside)
     binary = tables.child_start[node + 1] - tables.child_start[node] == 2
     crowded = once and edges.numel() * widest * rows.shape[1] > _NUMBERS_PER_NODE * tables.n_inner
-    if (widest > WIDEST_GATHERED or crowded) and host_sync_allowed(rows):
+    if (widest > WIDEST_GATHERED or crowded) and edges.numel() and host_sync_allowed(rows):
         made = in_groups(inside & ~binary)
     else:
         made = _listed(_wide, nodes, rows, node, position, inside & ~binary)
@@ -360,12 +360,12 @@ def walked_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor) -> Tensor:
 
 def walks_suit(nodes: Nodes, rows: Tensor, walks: int) -> bool:
     """Whether so many walks down from the root for each row are faster than all scores."""
-    tables = nodes.tables
+    tables, device = nodes.tables, rows.device.type
     read = walks * tables.path_rows
-    if rows.device.type == "cpu" and tables.has_wide:
+    if device == "cpu" and tables.has_wide:
         # Those at one node would share a product.
         return read * rows.numel() < _WALKED_NUMBERS
-    return read * _WALKED_PART[rows.device.type == "cpu"] <= tables.n_rows
+    return read * _WALKED_PART.get(device, 1) <= tables.n_rows
 
 
 def _edge_log_probs(tables: TreeTables, scores: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from lastlayer.kernels.search import MOST_ON_CUDA, best_leaves, random_leaves
 # one by one is sorted as a whole.
 _MOST_READ, _MOST_READ_PART = 1024, 1 / 16
 # On a CPU so many rows are sorted as a whole where nodes have no more vectors than this.
-_MANY_ROWS, _FEW_VECTORS = 8, 1024
+_MANY_ROWS, _FEW_VECTORS = 16, 1024
 # Rows of the weight, near the root, whose scores are one product for all rows.
 _TOP_ROWS = 2048
 # Numbers gathered at a time; and held for each edge and row where walks have no kernel.

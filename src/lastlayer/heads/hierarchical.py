@@ -295,15 +295,16 @@ class HierarchicalSoftmax(Head):
         recording = torch.is_grad_enabled() and (
             rows.requires_grad or any(each.requires_grad for each in self.parameters())
         )
-        predicted = not recording and is_predictable(nodes, rows)
+        predicted, on_cpu = not recording and is_predictable(nodes, rows), rows.device.type == "cpu"
+        shared = chosen is not None and len(rows) > 1 and chosen.stride(0) == 0
         if (
-            predicted and chosen is not None and not tables.overlaps
+            predicted and chosen is not None and not tables.overlaps and not (shared and on_cpu)
             and walks_suit(nodes, rows, chosen.shape[1])
         ):  # fmt: skip
             return walked_log_prob(nodes, rows, chosen)
         log_prob: Callable[..., Tensor] = path_log_prob
         copies = _GATHERED_COPIES
-        if chosen is None or most > tables.n_rows or (predicted and rows.device.type != "cpu"):
+        if chosen is None or most > tables.n_rows or (predicted and not on_cpu):
             # In a dtype that rounds neither the rows nor the vectors: those of paths are not.
             rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
             if chosen is None and predicted:
@@ -314,15 +315,16 @@ class HierarchicalSoftmax(Head):
             if predicted:
                 log_prob, held, copies = all_leaves, tables.n_classes, _LEAF_COPIES
         elif (
-            len(rows) > 1 and chosen.stride(0) == 0 and tables.n_inner
-            and host_sync_allowed(rows) and not torch.compiler.is_compiling()
+            shared and tables.n_inner and host_sync_allowed(rows)
+            and not torch.compiler.is_compiling()
         ):  # fmt: skip
             rows, log_prob, held = wide(rows), shared_log_prob, 2 * most
         else:
             # Vectors are gathered, or else hidden states for the scores of all children of a node.
             held = most * d if tables.widest <= WIDEST_GATHERED else at * (tables.widest + d)
             # The kernel for very wide nodes takes half precision.
-            if tables.widest <= WIDEST_GATHERED or not groups_suit(tables, rows):
+            narrow = tables.widest <= WIDEST_GATHERED or not len(rows)
+            if narrow or not groups_suit(tables, rows):
                 rows = wide(rows)
 
         def of_chunk(
@@ -345,7 +347,7 @@ class HierarchicalSoftmax(Head):
         that is one of the best k.
 
         A row for which more than a sixteenth of the nodes would be opened is sorted as a whole.
-        So are all rows on a CPU if most of the first 8 are, or if there are no more than 1024
+        So are all rows on a CPU if most of the first 8 are, or if 16 or more meet at most 1024
         node vectors; on a GPU in a tree with wider than binary nodes; where k is more than an
         eighth of the classes, or more than 64 on a GPU; and where the tree overlaps, as the bound
         does not hold for a sum over paths.
