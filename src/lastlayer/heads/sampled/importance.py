@@ -425,7 +425,7 @@ class AdaptiveImportanceSampling(ImportanceSampling):
     ) -> Tensor:  # fmt: skip
         """All rows together; without those that gave up, which take all classes."""
         ids, log_prob, scores = drawn
-        expected = log_prob + n_drawn.clamp(min=1).to(log_prob.dtype).log().unsqueeze(1)
+        expected = log_prob.add_(n_drawn.clamp(min=1).to(log_prob.dtype).log().unsqueeze(1))
         if took_all is None and ids.numel():
             loss, _ = sampled_loss(
                 rows, self.weight, self.bias, target, ids, expected, SELF_NORMALISED,

@@ -167,9 +167,9 @@ def _open(lists, context, k, n_classes, slots, parts):
 
     These are in units of the unigram's weights.
     """
-    slots[:] = -1
     if k >= len(context):
         return np.int64(len(lists[0]) - 1)
+    slots[:] = -1
     place = _find(lists[0], _key(context, k, n_classes))
     classes, end, mass = lists[1][place], lists[2][place], np.float64(lists[3][place])
     before = np.int64(0)
@@ -186,7 +186,8 @@ def _open(lists, context, k, n_classes, slots, parts):
 def _at(classes, slots, one):
     """Where a class is on a list, -1 where it is not."""
     at = slots[one & (_SLOTS - 1)]
-    if at < 0 or classes[at] == one:
+    # No branch on whether a class is on the list: nobody can predict it.
+    if (at < 0) | (classes[max(at, 0)] == one):
         return at
     # Another class of the list has the same slot.
     low, size = 0, len(classes)
@@ -375,13 +376,17 @@ def _distinct(ids, scores, table, classes, values):
     count, mask = 0, len(table) - 1
     for j in range(len(ids)):
         one = ids[j]
-        if one >= 0:
-            slot = (one * GOLDEN >> 40) & mask
-            while table[slot] >= 0 and classes[table[slot]] != one:
-                slot = (slot + 1) & mask
-            if table[slot] < 0:
-                table[slot], classes[count], values[count] = count, one, scores[j]
-                count += 1
+        if one < 0:
+            continue
+        slot = (one * GOLDEN >> 40) & mask
+        at = table[slot]
+        # No branch on whether a class is there again: nobody can predict it.
+        while (at >= 0) & (classes[max(at, 0)] != one):
+            slot = (slot + 1) & mask
+            at = table[slot]
+        classes[count], values[count] = one, scores[j]
+        table[slot] = count if at < 0 else at
+        count += at < 0
     return count
 
 
@@ -407,7 +412,7 @@ def _softmax(values):
 @njit(nogil=True)
 def _room(m):
     """To find the distinct classes of a row in, for them, and for their scores."""
-    return np.empty(2 << _log2(m), np.int32), np.empty(m, np.int64), np.empty(m)
+    return np.empty(2 << _log2(m), np.int32), np.empty(m + 1, np.int64), np.empty(m + 1)
 
 
 @by_rows
@@ -417,7 +422,7 @@ def _slope_rows(
 ):  # fmt: skip
     slots, classes, target = _room(ids.shape[1])
     listed, values = np.empty((2, _SLOTS), np.int32), np.empty((2, lists[1].shape[1]))
-    parts = np.empty((3, ids.shape[1]))
+    parts = np.empty((4, ids.shape[1]))
     for row in range(start, stop):
         slopes[row] = 0.0
         count = _distinct(ids[row], scores[row], slots, classes, target)
@@ -436,21 +441,27 @@ def _slope_rows(
         _slopes(mixture, parts, target[:count], slopes[row])
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _slopes(mixture, parts, target, slopes):
-    """What the KL divergence within the classes gives to each part of the mixture."""
-    within = 0.0
+    """What the KL divergence within the classes gives to each part of the mixture.
+
+    The last row of ``parts`` is room to work in.
+    """
+    mixed, within, count = parts[3], 0.0, len(target)
+    mixed[:count] = 0.0
     for k in range(len(mixture)):
-        share = np.float64(mixture[k]) / PARTS
-        for j in range(len(target)):
-            within += share * parts[k, j]
-    for j in range(len(target)):
-        mixed = 0.0
-        for k in range(len(mixture)):
-            mixed += np.float64(mixture[k]) / PARTS * parts[k, j]
-        pull = target[j] / mixed - 1.0 / within
-        for k in range(len(mixture)):
-            slopes[k] += pull * parts[k, j]
+        share, part = np.float64(mixture[k]) / PARTS, parts[k]
+        for j in range(count):
+            mixed[j] += share * part[j]
+    for j in range(count):
+        within += mixed[j]
+    for j in range(count):
+        mixed[j] = target[j] / mixed[j] - 1.0 / within
+    for k in range(len(mixture)):
+        total, part = 0.0, parts[k]
+        for j in range(count):
+            total += mixed[j] * part[j]
+        slopes[k] = total
 
 
 @njit(nogil=True, cache=True)
