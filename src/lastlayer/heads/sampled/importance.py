@@ -409,8 +409,8 @@ class AdaptiveImportanceSampling(ImportanceSampling):
             ))  # fmt: skip
             first += blocks
             reached = int(used.max()) if len(rows) else 0
-        # The next step will need about as many.
-        self._usual_blocks = max(1, reached)
+        # The next step will need about as many; one more, so that it seldom has to go on.
+        self._usual_blocks = max(0, reached) + 1
         took_all = (ess < enough) & counts
         self.ess, self.n_drawn, self.took_all = ess, used.clamp_(min=0) * n, took_all
         width = max(0, reached) * n
