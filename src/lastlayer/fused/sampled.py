@@ -387,7 +387,7 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
             of_hidden.addcmul_(of_targets, own)
     entries = None
     if p.to_weight or p.to_bias:
-        entries = _entries(ids, target, weight.shape[0])
+        entries = _entries(ids, target, weight.shape[0], all_count)
         of_targets = of_targets if slopes is None else torch.cat([slopes, of_targets], 1)
     return _Made(
         losses, second, of_hidden, columns if p.to_weight else None,
@@ -395,12 +395,12 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
     )  # fmt: skip
 
 
-def _entries(ids: Tensor, target: Tensor, n_classes: int) -> Tensor:
+def _entries(ids: Tensor, target: Tensor, n_classes: int, all_count: bool) -> Tensor:
     """The classes of draws and targets; row by row where draws are not shared."""
     if ids.dim() == 1:
         entries = torch.cat([ids, target.flatten()])
     else:
-        if ids.device.type == "cpu":
+        if ids.device.type == "cpu" and not all_count:
             # The slopes of a row without a target are 0, but its hidden state may hold anything.
             ids = torch.where((target >= 0).any(-1, keepdim=True), ids, -1)
         entries = torch.cat([ids, target], 1)

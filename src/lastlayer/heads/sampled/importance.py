@@ -409,8 +409,8 @@ class AdaptiveImportanceSampling(ImportanceSampling):
             ))  # fmt: skip
             first += blocks
             reached = int(used.max()) if len(rows) else 0
-        # The next step will need about as many.
-        self._usual_blocks = max(1, reached)
+        # The next step will need about as many; one more, so that it seldom has to go on.
+        self._usual_blocks = max(0, reached) + 1
         took_all = (ess < enough) & counts
         self.ess, self.n_drawn, self.took_all = ess, used.clamp_(min=0) * n, took_all
         width = max(0, reached) * n
@@ -425,7 +425,7 @@ class AdaptiveImportanceSampling(ImportanceSampling):
     ) -> Tensor:  # fmt: skip
         """All rows together; without those that gave up, which take all classes."""
         ids, log_prob, scores = drawn
-        expected = log_prob + n_drawn.clamp(min=1).to(log_prob.dtype).log().unsqueeze(1)
+        expected = log_prob.add_(n_drawn.clamp(min=1).to(log_prob.dtype).log().unsqueeze(1))
         if took_all is None and ids.numel():
             loss, _ = sampled_loss(
                 rows, self.weight, self.bias, target, ids, expected, SELF_NORMALISED,

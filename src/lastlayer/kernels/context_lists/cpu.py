@@ -167,9 +167,9 @@ def _open(lists, context, k, n_classes, slots, parts):
 
     These are in units of the unigram's weights.
     """
-    slots[:] = -1
     if k >= len(context):
         return np.int64(len(lists[0]) - 1)
+    slots[:] = -1
     place = _find(lists[0], _key(context, k, n_classes))
     classes, end, mass = lists[1][place], lists[2][place], np.float64(lists[3][place])
     before = np.int64(0)
@@ -183,66 +183,71 @@ def _open(lists, context, k, n_classes, slots, parts):
 
 
 @njit(nogil=True)
-def _at(classes, slots, one):
-    """Where a class is on a list, -1 where it is not."""
-    at = slots[one & (_SLOTS - 1)]
-    if at < 0 or classes[at] == one:
-        return at
+def _find_all(ids, classes, slots, at, missed):
+    """Where classes are on a list, -1 where they are not; ``missed`` is room to work in.
+
+    Nobody can predict which are, so that there is no branch on it, neither here nor below.
+    """
+    count = 0
+    for j in range(len(ids)):
+        found = slots[ids[j] & (_SLOTS - 1)]
+        same = classes[max(found, 0)] == ids[j]
+        at[j] = found if same else -1
+        missed[count] = j
+        count += (found >= 0) & (not same)
     # Another class of the list has the same slot.
-    low, size = 0, len(classes)
-    while size > 1:
-        half = size >> 1
-        low = low + half if classes[low + half - 1] < one else low
-        size -= half
-    return np.int32(low if classes[low] == one else -1)
+    for i in range(count):
+        j, low, size = missed[i], 0, len(classes)
+        while size > 1:
+            half = size >> 1
+            low += half * (classes[low + half - 1] < ids[j])
+            size -= half
+        at[j] = low if classes[low] == ids[j] else -1
 
 
 @njit(nogil=True)
-def _draw_again(k, mixture, words, classes, end, slots, chosen, ids):
-    """Draws that the mixture leaves to a list, and that are on it, are drawn again from it.
-
-    They are gathered first: branches that nobody can predict take longer.
-    """
-    low, count, listed = mixture[:k].sum(), 0, 0
+def _draw_again(k, mixture, classes, end, slots, room, ids):
+    """Draws that the mixture leaves to a list, and that are on it, are drawn again from it."""
+    word, chance, chosen, at = room[0], room[1], room[2], room[3]
+    _find_all(ids, classes, slots, at, chosen)
+    low, count = mixture[:k].sum(), 0
     high = low + mixture[k]
     for j in range(len(ids)):
         chosen[count] = j
-        count += low <= words[0, j] < high
+        count += (at[j] >= 0) & (word[j] >= low) & (word[j] < high)
     for i in range(count):
-        j = chosen[i]
-        chosen[listed] = j
-        listed += _at(classes, slots, ids[j]) >= 0
-    for i in range(listed):
         j, first, size = chosen[i], 0, len(end)
         while size > 1:
             half = size >> 1
-            first = first + half if end[first + half - 1] <= words[1, j] else first
+            first += half * (end[first + half - 1] <= chance[j])
             size -= half
         ids[j] = classes[first]
 
 
 @njit(nogil=True)
-def _add_parts(share, ids, unigram, classes, parts, slots, units):
+def _add_parts(share, ids, unigram, classes, parts, slots, room, units):
     """Adds an n-gram's share of the probabilities, in units of the unigram's weights."""
+    at = room[3]
+    _find_all(ids, classes, slots, at, room[2])
     for j in range(len(ids)):
-        at = _at(classes, slots, ids[j])
-        own, listed = np.float64(unigram[ids[j]]), parts[max(at, 0)]
-        units[j] += share * (listed if at >= 0 else own)
+        own, listed = np.float64(unigram[ids[j]]), parts[max(at[j], 0)]
+        units[j] += share * (listed if at[j] >= 0 else own)
 
 
 @njit(nogil=True)
 def _log_probs(
-    ids, mixture, bits, unigram, lists, place, lists_2, place_2, slots, parts, units, made
+    ids, mixture, bits, unigram, lists, place, lists_2, place_2, slots, parts, room, made
 ):
-    """Log-probabilities of classes of a row; ``units`` is room to work in."""
+    """Log-probabilities of classes of a row."""
+    units = room[4].view(np.float64)
     share = np.float64(mixture[0]) / PARTS
     for j in range(len(ids)):
         units[j] = share * np.float64(unigram[ids[j]])
     share = np.float64(mixture[1]) / PARTS
-    _add_parts(share, ids, unigram, lists[1][place], parts[0], slots[0], units)
+    _add_parts(share, ids, unigram, lists[1][place], parts[0], slots[0], room, units)
     if len(mixture) > 2:
         share = np.float64(mixture[2]) / PARTS
-        _add_parts(share, ids, unigram, lists_2[1][place_2], parts[1], slots[1], units)
+        _add_parts(share, ids, unigram, lists_2[1][place_2], parts[1], slots[1], room, units)
     log_total = (bits + 32) * _LOG_2
     for j in range(len(ids)):
         made[j] = log(units[j]) - log_total
@@ -264,26 +269,23 @@ def _draw_unigram(begin, seed, step, bits, table, words, ids):
 
 @njit(nogil=True)
 def _draw_row(
-    row, seed, step, place, place_2, slots, parts, mixture, table, unigram, lists, lists_2, words,
+    row, seed, step, place, place_2, slots, parts, mixture, table, unigram, lists, lists_2, room,
     ids, log_prob,
 ):  # fmt: skip
-    """All draws of a row; ``words`` is room to work in, 3 × (draws + 2)."""
+    """All draws of a row."""
     begin, bits = row * len(ids), _log2(len(table))
-    _draw_unigram(begin, _fork(seed, 0), step, bits, table, words, ids)
+    _draw_unigram(begin, _fork(seed, 0), step, bits, table, room, ids)
     if place < len(lists[0]) - 1 or place_2 < len(lists_2[0]) - 1:
         other = np.uint64(_fork(seed, 1))
         for j in range(len(ids)):
             a, b, c, _ = philox(np.uint64(begin + j), other, np.uint64(step))
-            words[0, j] = np.int64(a)
-            words[1, j] = np.int64(b << np.uint64(8) | c >> np.uint64(24))
-        _draw_again(1, mixture, words, lists[1][place], lists[2][place], slots[0], words[2], ids)
+            room[0, j] = np.int64(a)
+            room[1, j] = np.int64(b << np.uint64(8) | c >> np.uint64(24))
+        _draw_again(1, mixture, lists[1][place], lists[2][place], slots[0], room, ids)
         if len(mixture) > 2:
-            _draw_again(
-                2, mixture, words, lists_2[1][place_2], lists_2[2][place_2], slots[1], words[2], ids
-            )
-    units = words[0].view(np.float64)
+            _draw_again(2, mixture, lists_2[1][place_2], lists_2[2][place_2], slots[1], room, ids)
     _log_probs(
-        ids, mixture, bits, unigram, lists, place, lists_2, place_2, slots, parts, units, log_prob
+        ids, mixture, bits, unigram, lists, place, lists_2, place_2, slots, parts, room, log_prob
     )
 
 
@@ -292,27 +294,28 @@ def _draw_row(
 def _draw_rows(
     start, stop, context, counter, mixture, table, unigram, lists, lists_2, ids, log_prob
 ):  # fmt: skip
-    words = np.empty((3, ids.shape[1] + 2), np.int64)
+    room = np.empty((5, ids.shape[1] + 2), np.int64)
     slots, parts = np.empty((2, _SLOTS), np.int32), np.empty((2, lists[1].shape[1]))
     for row in range(start, stop):
         place = _open(lists, context[row], 0, len(unigram), slots[0], parts[0])
         place_2 = _open(lists_2, context[row], 1, len(unigram), slots[1], parts[1])
         _draw_row(
             row, counter[0], counter[1], place, place_2, slots, parts, mixture, table, unigram,
-            lists, lists_2, words, ids[row], log_prob[row],
+            lists, lists_2, room, ids[row], log_prob[row],
         )  # fmt: skip
 
 
 @by_rows
 @njit(nogil=True, cache=True)
 def _log_prob_rows(start, stop, context, ids, mixture, table, unigram, lists, lists_2, made):
+    room = np.empty((5, ids.shape[1]), np.int64)
     slots, parts = np.empty((2, _SLOTS), np.int32), np.empty((2, lists[1].shape[1]))
     for row in range(start, stop):
         place = _open(lists, context[row], 0, len(unigram), slots[0], parts[0])
         place_2 = _open(lists_2, context[row], 1, len(unigram), slots[1], parts[1])
         _log_probs(
             ids[row], mixture, _log2(len(table)), unigram, lists, place, lists_2, place_2, slots,
-            parts, made[row], made[row],
+            parts, room, made[row],
         )  # fmt: skip
 
 
@@ -332,7 +335,7 @@ def _until_rows(
     used, ess, sums, first, blocks, n, enough, ids, log_q, scores,
 ):  # fmt: skip
     slots, parts = np.empty((2, _SLOTS), np.int32), np.empty((2, lists[1].shape[1]))
-    words, lanes, log_r = np.empty((3, n + 2), np.int64), np.empty(BLOCK), np.empty(n)
+    room, lanes, log_r = np.empty((5, n + 2), np.int64), np.empty(BLOCK), np.empty(n)
     for row in range(start, stop):
         done = 0
         if used[row] == first and ess[row] < enough:
@@ -344,7 +347,7 @@ def _until_rows(
                 drawn, probs, found = ids[row, there], log_q[row, there], scores[row, there]
                 _draw_row(
                     row, _fork(counter[0], first + done), counter[1], place, place_2, slots,
-                    parts, mixture, table, unigram, lists, lists_2, words, drawn, probs,
+                    parts, mixture, table, unigram, lists, lists_2, room, drawn, probs,
                 )  # fmt: skip
                 _score(hidden[row], weight, bias, drawn, found)
                 for j in range(n):
@@ -375,13 +378,17 @@ def _distinct(ids, scores, table, classes, values):
     count, mask = 0, len(table) - 1
     for j in range(len(ids)):
         one = ids[j]
-        if one >= 0:
-            slot = (one * GOLDEN >> 40) & mask
-            while table[slot] >= 0 and classes[table[slot]] != one:
-                slot = (slot + 1) & mask
-            if table[slot] < 0:
-                table[slot], classes[count], values[count] = count, one, scores[j]
-                count += 1
+        if one < 0:
+            continue
+        slot = (one * GOLDEN >> 40) & mask
+        at = table[slot]
+        # No branch on whether a class is there again: nobody can predict it.
+        while (at >= 0) & (classes[max(at, 0)] != one):
+            slot = (slot + 1) & mask
+            at = table[slot]
+        classes[count], values[count] = one, scores[j]
+        table[slot] = count if at < 0 else at
+        count += at < 0
     return count
 
 
@@ -407,7 +414,7 @@ def _softmax(values):
 @njit(nogil=True)
 def _room(m):
     """To find the distinct classes of a row in, for them, and for their scores."""
-    return np.empty(2 << _log2(m), np.int32), np.empty(m, np.int64), np.empty(m)
+    return np.empty(2 << _log2(m), np.int32), np.empty(m + 1, np.int64), np.empty(m + 1)
 
 
 @by_rows
@@ -417,7 +424,7 @@ def _slope_rows(
 ):  # fmt: skip
     slots, classes, target = _room(ids.shape[1])
     listed, values = np.empty((2, _SLOTS), np.int32), np.empty((2, lists[1].shape[1]))
-    parts = np.empty((3, ids.shape[1]))
+    parts, room = np.empty((4, ids.shape[1])), np.empty((5, ids.shape[1]), np.int64)
     for row in range(start, stop):
         slopes[row] = 0.0
         count = _distinct(ids[row], scores[row], slots, classes, target)
@@ -430,27 +437,35 @@ def _slope_rows(
         some = classes[:count]
         for j in range(count):
             parts[0, j] = np.float64(unigram[some[j]])
-        _add_parts(1.0, some, unigram, lists[1][place], values[0], listed[0], parts[1])
+        _add_parts(1.0, some, unigram, lists[1][place], values[0], listed[0], room, parts[1])
         if len(mixture) > 2:
-            _add_parts(1.0, some, unigram, lists_2[1][place_2], values[1], listed[1], parts[2])
+            _add_parts(
+                1.0, some, unigram, lists_2[1][place_2], values[1], listed[1], room, parts[2]
+            )
         _slopes(mixture, parts, target[:count], slopes[row])
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _slopes(mixture, parts, target, slopes):
-    """What the KL divergence within the classes gives to each part of the mixture."""
-    within = 0.0
+    """What the KL divergence within the classes gives to each part of the mixture.
+
+    The last row of ``parts`` is room to work in.
+    """
+    mixed, within, count = parts[3], 0.0, len(target)
+    mixed[:count] = 0.0
     for k in range(len(mixture)):
-        share = np.float64(mixture[k]) / PARTS
-        for j in range(len(target)):
-            within += share * parts[k, j]
-    for j in range(len(target)):
-        mixed = 0.0
-        for k in range(len(mixture)):
-            mixed += np.float64(mixture[k]) / PARTS * parts[k, j]
-        pull = target[j] / mixed - 1.0 / within
-        for k in range(len(mixture)):
-            slopes[k] += pull * parts[k, j]
+        share, part = np.float64(mixture[k]) / PARTS, parts[k]
+        for j in range(count):
+            mixed[j] += share * part[j]
+    for j in range(count):
+        within += mixed[j]
+    for j in range(count):
+        mixed[j] = target[j] / mixed[j] - 1.0 / within
+    for k in range(len(mixture)):
+        total, part = 0.0, parts[k]
+        for j in range(count):
+            total += mixed[j] * part[j]
+        slopes[k] = total
 
 
 @njit(nogil=True, cache=True)

@@ -121,7 +121,9 @@ def _gather_classes(
         used = value != 0.0
         if tl.max(used.to(tl.int32), 0) > 0:
             chosen = tl.load(classes + row * k + slot, mask=used, other=0)
-            vectors = load_rows(weight, chosen, weight_row, step, weight_step, used, inside)
+            # In a row of NaN padding has that value too, and no class.
+            there = used & (chosen >= 0)
+            vectors = load_rows(weight, chosen, weight_row, step, weight_step, there, inside)
             total += tl.sum(vectors.to(tl.float32) * value[:, None], 0)
     tl.store(out + row * depth + step, total.to(out.dtype.element_ty), mask=inside)
 

@@ -13,7 +13,7 @@ from numba import njit
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lastlayer.kernels._cpu import as_rows, by_rows
+from lastlayer.kernels._cpu import as_rows, by_rows, empty
 from lastlayer.kernels._cpu_math import add_scaled, dot
 
 # Classes are sorted by digits of so many bits.
@@ -41,12 +41,14 @@ def forward(
 
 
 @by_rows
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
 def _touched(
     start, stop, factor, c, q, columns, column_biases, slopes, hidden, order, starts, weight, bias
 ):  # fmt: skip
     total = np.empty(hidden.shape[1], slopes.dtype)
     scale = slopes.dtype.type(factor)
+    # The row of an entry without a division of integers, which takes long.
+    per_row = 1.0 / q
     for group in range(start, stop):
         if len(weight):
             total[:] = 0.0
@@ -55,7 +57,9 @@ def _touched(
                 if entry < c:
                     add_scaled(total, slopes.dtype.type(1.0), columns[entry])
                 else:
-                    add_scaled(total, slopes[entry - c], hidden[(entry - c) // q])
+                    row, slope = np.int64((entry - c + 0.5) * per_row), slopes[entry - c]
+                    for i in range(len(total)):
+                        total[i] += slope * hidden[row, i]
             weight[group] = total * scale
         if len(bias):
             level = slopes.dtype.type(0.0)
@@ -66,49 +70,71 @@ def _touched(
 
 
 def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    size = entries.shape[0]
-    order = torch.arange(size)
-    # Entries, and the digit of each, from the lowest one on: room for both sides of a pass.
-    room = np.empty((3, size), np.int64)
-    known, starts = _group(entries.contiguous().numpy(), n_classes, order.numpy(), room)
+    size, kind = entries.shape[0], torch.int32 if n_classes < 2**31 else torch.int64
+    # Numbers of entries and their classes, of both sides of a pass over a digit.
+    order, other = empty((size,), torch.int64), empty((size,), torch.int64)
+    keys, other_keys = empty((size,), kind).numpy(), empty((size,), kind).numpy()
+    rest = order.numpy(), other.numpy(), keys, other_keys
+    known, starts = _group(entries.contiguous().numpy(), n_classes, *rest)
     return order, torch.from_numpy(starts), torch.from_numpy(known)
 
 
 @njit(nogil=True, cache=True)
-def _group(entries, n_classes, order, room):
-    """Sorts by the digits of the classes; an entry without a class comes after the last one."""
-    size, shift = len(order), 0
-    keys, other_keys, other = room[0], room[1], room[2]
-    for i in range(size):
-        keys[i] = entries[i] if entries[i] >= 0 else n_classes
+def _group(entries, n_classes, order, other, keys, other_keys):
+    """Sorts by the digits of the classes; entries without a class come after the last one."""
+    size, passes, live = len(order), 1, 0
+    while (n_classes - 1) >> (passes * _DIGIT_BITS):
+        passes += 1
     counts = np.empty(_DIGIT + 1, np.int64)
-    while n_classes >> shift:
+    # The last pass has to end in ``order``.
+    if passes % 2 == 0:
+        order, other, keys, other_keys = other, order, other_keys, keys
+    last = size
+    for number in range(passes):
+        shift = number * _DIGIT_BITS
         counts[:] = 0
-        for i in range(size):
-            counts[1 + (keys[i] >> shift & (_DIGIT - 1))] += 1
+        if number == 0:
+            for i in range(size):
+                if entries[i] >= 0:
+                    counts[1 + (entries[i] & (_DIGIT - 1))] += 1
+                    live += 1
+        else:
+            for i in range(live):
+                counts[1 + (other_keys[i] >> shift & (_DIGIT - 1))] += 1
         for digit in range(_DIGIT):
             counts[digit + 1] += counts[digit]
-        for i in range(size):
-            digit = keys[i] >> shift & (_DIGIT - 1)
-            place = counts[digit]
-            counts[digit] = place + 1
-            other_keys[place], other[place] = keys[i], order[i]
-        keys[:], order[:] = other_keys, other
-        shift += _DIGIT_BITS
-    return _runs(keys, n_classes)
+        if number == 0:
+            last = live
+            for i in range(size):
+                if entries[i] >= 0:
+                    place = counts[entries[i] & (_DIGIT - 1)]
+                    counts[entries[i] & (_DIGIT - 1)] = place + 1
+                    keys[place] = entries[i]
+                else:
+                    place = last
+                    last += 1
+                order[place] = i
+        else:
+            for i in range(live):
+                digit = other_keys[i] >> shift & (_DIGIT - 1)
+                place = counts[digit]
+                counts[digit] = place + 1
+                keys[place], order[place] = other_keys[i], other[i]
+            order[live:] = other[live:]
+        order, other, keys, other_keys = other, order, other_keys, keys
+    return _runs(other_keys[:live])
 
 
 @njit(nogil=True)
-def _runs(keys, n_classes):
+def _runs(keys):
     """The classes among sorted keys, and where each starts; where the last one ends."""
-    known, starts = np.empty(len(keys), np.int64), np.empty(len(keys) + 1, np.int64)
-    count, i = 0, 0
-    while i < len(keys) and keys[i] < n_classes:
-        known[count], starts[count] = keys[i], i
-        count += 1
-        while i < len(keys) and keys[i] == known[count - 1]:
-            i += 1
-    starts[count] = i
+    size = len(keys)
+    known, starts, count = np.empty(size, np.int64), np.empty(size + 1, np.int64), 0
+    for i in range(size):
+        if i == 0 or keys[i] != keys[i - 1]:
+            known[count], starts[count] = keys[i], i
+            count += 1
+    starts[count] = size
     return known[:count].copy(), starts[: count + 1].copy()
 
 
