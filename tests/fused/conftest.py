@@ -2,9 +2,10 @@
 
 import pytest
 
-from lastlayer.fused import sparse
+from lastlayer.fused import labels, sparse
 
 
 @pytest.fixture(autouse=True)
 def _no_problem_is_small(monkeypatch):
     monkeypatch.setattr(sparse, "_SMALL", {"cpu": 0, "cuda": 0})
+    monkeypatch.setattr(labels, "_SMALL", 0)

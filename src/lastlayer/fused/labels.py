@@ -33,8 +33,11 @@ from lastlayer.fused.scores import (
     part_of,
     slab_stride,
 )
-from lastlayer.kernels import empty
+from lastlayer.kernels import LARGE, empty
 from lastlayer.kernels.label_loss import reference as label_reference
+
+# Bytes of scores on a CPU below which they are all made at once.
+_SMALL = LARGE
 
 
 def linear_zlpr_loss(
@@ -363,6 +366,8 @@ class _LabelsEngine(Engine):
         hidden, weight, bias, positives, offsets, values, *known = operands
         name, label_smoothing, ignore_index, chunk, numbers = options
         (n, _), n_classes, dtype = hidden.shape, weight.shape[0], hidden.dtype
+        if reduction != "none" and _is_small(call):
+            return _zlpr_at_once(call)
         rule = _RULES[name](label_smoothing, known[0] if known else None, *numbers)
         at_a_time = classes_at_a_time(as_chunk(chunk), hidden, n_classes)
         with without_autocast(hidden):
@@ -418,6 +423,41 @@ class _LabelsEngine(Engine):
 
 
 LABELS = _LabelsEngine()
+
+
+def _is_small(call: Call) -> bool:
+    """Whether all scores are made at once, and the kernels on scores take these labels."""
+    hidden, weight, *_, values = call.operands[:6]
+    name, label_smoothing, _, chunk, _ = call.options
+    size = hidden.shape[0] * weight.shape[0] * hidden.itemsize
+    plain = name == "zlpr" and values is None and not label_smoothing and chunk == "auto"
+    return plain and size < _SMALL and hidden.is_cpu and hidden.itemsize >= 4
+
+
+def _zlpr_at_once(call: Call) -> Result:
+    """ZLPR of labels that are 0 and 1, from all scores: little host time."""
+    (hidden, weight, bias, positives, offsets, _), options, reduction, wanted, _ = call
+    n, dtype, ignore_index = hidden.shape[0], hidden.dtype, options[2]
+    if ignore_index is not None and ignore_index >= 0:
+        positives = positives.masked_fill(positives == ignore_index, -1)
+    given = None, [each for each in (positives, offsets) if each is not None], None, None, 0.0
+    with without_autocast(hidden):
+        biases = None if bias is None else in_dtype(bias, dtype)
+        layer = LayerProducts([in_dtype(weight, dtype)], biases, n)
+        scale = RowScale.of(None, reduction, n)
+        scores = layer.scores(hidden, dtype)
+        losses, stats, _ = kernels.zlpr.forward("auto", scores, *given)
+        pieces: list[Tensor | None] = [None] * 3
+        if any(wanted):
+            factors = scale.factors(hidden, n)
+            gradient = kernels.zlpr.backward("auto", scores, *given, stats, factors)
+            pieces[0] = layer.hidden_gradient(None, gradient) if wanted[0] else None
+            if wanted[1]:
+                made = layer.new_weight_gradient(gradient, hidden, dtype)
+                pieces[1] = in_dtype(made, gradient_sum_dtype(weight.dtype))
+            if wanted[2]:
+                pieces[2] = in_dtype(gradient.sum(0), gradient_sum_dtype(bias.dtype))
+        return Result(scale.reduce(losses, reduction), pieces)
 
 
 class _Slabs:

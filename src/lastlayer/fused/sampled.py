@@ -268,7 +268,7 @@ def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, 
     counts = (target.numpy() >= 0).any(-1)
     share = 1.0 / max(1, counts.sum()) if mean else 1.0
     if counts.all():
-        return hidden.new_full(counts.shape, share, dtype=dtype), True
+        return kernels.full(hidden.shape[0], share, dtype, hidden), True
     return in_dtype(torch.from_numpy(counts * share), dtype), False
 
 

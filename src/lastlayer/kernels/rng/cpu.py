@@ -7,7 +7,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from lastlayer.kernels._cpu import by_rows
+from lastlayer.kernels._cpu import by_rows, empty_array
 from lastlayer.kernels._cpu_math import philox
 from lastlayer.kernels.rng import SERIES, SQRT_2
 
@@ -30,11 +30,11 @@ def integers(counter: Tensor, n: int, below: int) -> Tensor:
 def log_uniform(
     counter: Tensor, order: Tensor | None, n: int, n_classes: int
 ) -> tuple[Tensor, Tensor]:
-    rank = torch.empty(n, dtype=torch.int64)
-    log_prob = torch.empty(n, dtype=torch.float32)
+    ranks, rank = empty_array((n,), torch.int64)
+    logs, log_prob = empty_array((n,), torch.float32)
     if n:
-        arrays = (each.numpy() for each in (counter, rank, log_prob))
-        _rank_rows((n + 1) // 2, 64, math.log2(n_classes + 1), n_classes, *arrays)
+        base = math.log2(n_classes + 1)
+        _rank_rows((n + 1) // 2, 64, base, n_classes, counter.numpy(), ranks, logs)
     return (rank if order is None else order[rank]), log_prob
 
 
