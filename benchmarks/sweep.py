@@ -76,7 +76,7 @@ REASONS = {
     " 8×": _HOST,
     " 64×": _HOST,
     "fenchel_young_loss": "map and entropy get float32; torch's code stays in half precision",
-    "learnable alpha": "powers with an exponent per row, and the gradient of alpha",
+    "entmax, learnable alpha": "powers with an exponent per row, and the gradient of alpha",
     "dim 0": "columns are turned into rows and back",
     "linear_topk": "the host waits for the lists of classes that count",
     "linear_entmax": "the host waits for the lists of classes that count",
