@@ -33,7 +33,8 @@ def problem(n, m, d, v, rule, full):
         row_shift=numbers(n) if full else None, target=target,
         ids=torch.randint(0, v, (m,), generator=generator), log_expected=numbers(m) + 2.0,
         target_log_expected=numbers(n, 1) if full else None, shift=numbers(n), labels=None,
-        target_labels=None, scale=counts / 3, row_scale=counts / 3, factor=0.7 if full else 1.0,
+        target_labels=None, scores=None, scale=counts / 3, row_scale=counts / 3,
+        factor=0.7 if full else 1.0,
         n_exact=3 if full else 0, rule=rule, chunk_rows="5", to_hidden=True, to_weight=True,
         to_bias=full,
     )  # fmt: skip
