@@ -93,7 +93,7 @@ def test_slots_have_the_sums_of_classes(sparse, dtypes):
     columns, biases, hidden = torch.randn(m, d), torch.randn(m), torch.randn(n, d)
     entries = torch.cat([torch.randint(v, (m,)), target.flatten()])
     given, factor = (columns, biases, slopes, hidden), torch.tensor(0.3)
-    known, sums = sampled._summed((entries, *given, factor), dtypes)
+    known, sums = sampled._summed((entries, *given, factor), v, dtypes)
     mapped = torch.where(entries < 0, entries[0], entries).int()
     keys, slots = sampled._slotted((mapped, *given, factor), ((v, d), (v,)), dtypes, sparse)
     for right, made, dtype in zip(sums, slots, dtypes, strict=True):
