@@ -19,6 +19,8 @@ from lastlayer.kernels._cpu_math import add_scaled, dot
 # Classes are sorted by digits of so many bits.
 _DIGIT_BITS = 11
 _DIGIT = 1 << _DIGIT_BITS
+# Entries of a class that are added up before they are added to the others.
+_TOGETHER = 128
 
 
 def forward(
@@ -45,21 +47,25 @@ def forward(
 def _touched(
     start, stop, factor, c, q, columns, column_biases, slopes, hidden, order, starts, weight, bias
 ):  # fmt: skip
-    total = np.empty(hidden.shape[1], slopes.dtype)
+    total, some = np.empty(hidden.shape[1], slopes.dtype), np.empty(hidden.shape[1], slopes.dtype)
     scale = slopes.dtype.type(factor)
     # The row of an entry without a division of integers, which takes long.
     per_row = 1.0 / q
     for group in range(start, stop):
         if len(weight):
             total[:] = 0.0
-            for place in range(starts[group], starts[group + 1]):
-                entry = order[place]
-                if entry < c:
-                    add_scaled(total, slopes.dtype.type(1.0), columns[entry])
-                else:
-                    row, slope = np.int64((entry - c + 0.5) * per_row), slopes[entry - c]
-                    for i in range(len(total)):
-                        total[i] += slope * hidden[row, i]
+            # A few at a time: thousands of entries one by one would add up their rounding.
+            for first in range(starts[group], starts[group + 1], _TOGETHER):
+                some[:] = 0.0
+                for place in range(first, min(first + _TOGETHER, starts[group + 1])):
+                    entry = order[place]
+                    if entry < c:
+                        add_scaled(some, slopes.dtype.type(1.0), columns[entry])
+                    else:
+                        row, slope = np.int64((entry - c + 0.5) * per_row), slopes[entry - c]
+                        for i in range(len(some)):
+                            some[i] += slope * hidden[row, i]
+                add_scaled(total, slopes.dtype.type(1.0), some)
             weight[group] = total * scale
         if len(bias):
             level = slopes.dtype.type(0.0)
