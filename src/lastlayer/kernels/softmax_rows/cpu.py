@@ -35,7 +35,7 @@ def forward_(
     scores: Tensor, target: Tensor, target_scores: Tensor | None, row_scale: Tensor | None,
     class_weight: Tensor | None, smoothing: float, z_loss: float, softcap: float,
     temperature: float, statistics: bool,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = accumulation_dtype(scores.dtype)
     n_rows, n = scores.shape
     real = np.float64 if dtype == torch.float64 else np.float32
@@ -60,8 +60,8 @@ def forward_(
             _forward_rows(some, n, as_array(wide), *[each[part] for each in per_row], *shared)
             if row_scale is not None:
                 scores[part] = wide
-    made = (loss, lse, entropy, argmax, rank) if statistics else (loss, lse)
-    return [torch.from_numpy(each) for each in made]
+    tensor = torch.from_numpy
+    return tensor(loss), tensor(lse), tensor(entropy), tensor(argmax), tensor(rank)
 
 
 @by_rows

@@ -13,11 +13,11 @@ def forward_(
     scores: Tensor, target: Tensor, target_scores: Tensor | None, row_scale: Tensor | None,
     class_weight: Tensor | None, smoothing: float, z_loss: float, softcap: float,
     temperature: float, statistics: bool,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, logsumexp, entropy, argmax and rank of the target, for each row.
 
     Where ``row_scale`` is given, ``scores`` become the gradient of ``sum(row_scale * loss)``.
-    The last three come with ``statistics`` alone. A row of nothing but -inf costs +inf
+    The last three are empty without ``statistics``. A row of nothing but -inf costs +inf
     and has no gradient.
     """
     dtype = accumulation_dtype(scores.dtype)
@@ -63,7 +63,7 @@ def forward_(
         gradient = gradient.scatter(-1, place, true.unsqueeze(-1)) * slope
         gradient = gradient * row_scale.to(dtype).unsqueeze(-1)
         scores.copy_(gradient.masked_fill(empty.unsqueeze(-1), 0.0))
-    return [loss, lse, entropy, argmax, rank] if statistics else [loss, lse]
+    return loss, lse, entropy, argmax, rank
 
 
 def gradient_(

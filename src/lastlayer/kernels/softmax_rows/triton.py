@@ -23,13 +23,13 @@ def forward_(
     scores: Tensor, target: Tensor, target_scores: Tensor | None, row_scale: Tensor | None,
     class_weight: Tensor | None, smoothing: float, z_loss: float, softcap: float,
     temperature: float, statistics: bool,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n_rows, n = scores.shape
     loss = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
     lse = torch.empty_like(loss)
-    entropy = argmax = rank = None
-    if statistics:
-        entropy, argmax, rank = (torch.empty_like(each) for each in (loss, target, target))
+    kept = n_rows if statistics else 0
+    entropy = loss.new_empty(kept)
+    argmax, rank = target.new_empty(kept), target.new_empty(kept)
     if n_rows:
         block = tile_width(n, WIDEST_BLOCK, 32)
         _softmax_row[(n_rows,)](
@@ -41,9 +41,7 @@ def forward_(
             STATISTICS=statistics, GIVEN=target_scores is not None,
             num_warps=max(1, block // 512), enable_fp_fusion=True,
         )  # fmt: skip
-    if entropy is None or argmax is None or rank is None:
-        return [loss, lse]
-    return [loss, lse, entropy, argmax, rank]
+    return loss, lse, entropy, argmax, rank
 
 
 @triton.jit
