@@ -152,11 +152,9 @@ def asymmetric_label_loss(
 
     ``numbers`` are its ``gamma_negative``, ``gamma_positive``, ``margin`` and ``focus_gradient``.
     """
-    given = (options[name] for name in ("offsets", "values", "ignore_index", "reduction"))
-    offsets, values, ignore_index, reduction = given
     return _label_loss(
-        "asymmetric", hidden, weight, positives, bias, offsets, values, 0.0, ignore_index,
-        reduction, "auto", numbers,
+        "asymmetric", hidden, weight, positives, bias, label_smoothing=0.0, numbers=numbers,
+        **options,
     )  # fmt: skip
 
 

@@ -82,8 +82,9 @@ class MultiLabel(LinearHead):
     ``topk`` has the labels of the highest scores, with their log-probabilities.
 
     Cost: "zlpr" and "bce" take three to four products of rows × in_features × n_classes per step
-    and hold a slab of scores, see :func:`lastlayer.fused.linear_zlpr_loss`. The other two make
-    dense scores and labels for a chunk of rows at a time, and again in backward: slower.
+    and hold a slab of scores, see :func:`lastlayer.fused.linear_zlpr_loss`; so does "asymmetric",
+    unless labels are smoothed or ``chunk_rows`` is a number. Otherwise dense scores and labels are
+    made for a chunk of rows at a time, and again in backward: slower.
 
     Args:
         in_features: size of the hidden state.
@@ -217,11 +218,13 @@ class MultiLabel(LinearHead):
         if self.loss in _FUSED:
             options = {**self._loss_options(), "offsets": offsets, "values": values}
             return _FUSED[self.loss](hidden, self.weight, positives, self.bias, **options)
-        if self.loss == "asymmetric" and not self.label_smoothing:
+        by_slabs = isinstance(self.chunk_rows, str) and not self.label_smoothing
+        if self.loss == "asymmetric" and by_slabs:
             numbers = tuple(float(each) for each in (_ASYMMETRIC | self.loss_options).values())
             return asymmetric_label_loss(
                 hidden, self.weight, positives, self.bias, numbers, offsets=offsets, values=values,
                 ignore_index=self.ignore_index, reduction=self.reduction,
+                chunk_classes=self.chunk_rows,
             )  # fmt: skip
         return self._dense_loss(hidden, positives, offsets, values)
 
@@ -332,8 +335,10 @@ class MultiLabel(LinearHead):
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         # Chosen labels stand for themselves: the others are not looked at. The scores of the
         # kernel have no gradient.
-        if chosen is None or not self._goes_by_itself(rows, chosen):
+        if chosen is None or torch.is_grad_enabled():
             return super()._rows_log_prob(rows, chosen, *tensors)
+        if self.loss == "sparsemax":
+            return sparsemax(wide_scores(rows, *tensors)).gather(-1, chosen).log_()
         scores = kernels.products.scores("auto", rows, *tensors, chosen)
         return self._log_probs(scores, chosen)
 
@@ -342,7 +347,8 @@ class MultiLabel(LinearHead):
 
     def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
         if self.loss == "sparsemax":
-            for part in row_chunks(rows, self.n_classes, self.chunk_rows, self._copies):
+            # Scores and probabilities are held.
+            for part in row_chunks(rows, self.n_classes, self.chunk_rows, 2.0):
                 write_log_of_probs(out[part], sparsemax(wide_scores(rows[part], *tensors)))
         elif self.calibrator is None:
             layer = self._layer(*tensors)
