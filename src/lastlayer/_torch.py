@@ -70,6 +70,15 @@ def in_functorch() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+def constant_while_traced(function: Any) -> Any:
+    """Has ``torch.compile`` call a function while it traces, and take the result for a constant.
+
+    As ``torch.compiler.assume_constant_result``, which imports the compiler to set this mark.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 def keeps_float32(tensor: Tensor) -> bool:
     """Whether products in the dtype of ``tensor`` round no more than float32 does: not in TF32."""
     if tensor.itemsize < 4:
@@ -117,9 +126,10 @@ def values_are_checked(tensor: Tensor) -> bool:
 
     On a CPU always; on a GPU, where reading one waits for the device, only inside ``debug()``.
     """
-    if not tensor.is_cpu and (not _checking_device_values.get() or tensor.device.type == "meta"):
-        return False
+    # First: a compiler cannot ask for the context of debug().
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    if not tensor.is_cpu and (not _checking_device_values.get() or tensor.device.type == "meta"):
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False

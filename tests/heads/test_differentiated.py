@@ -363,10 +363,12 @@ def test_bands_without_stored_scores(monkeypatch, frozen, reduction, chunk_rows)
     pytest.importorskip("triton")
     if kernels.available()["triton"] is not None:
         pytest.skip(kernels.available()["triton"])
-    head = make(dtype=torch.float32, reduction=reduction, chunk_rows=chunk_rows)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    head = make(dtype=torch.float32, reduction=reduction, chunk_rows=chunk_rows).to(device)
     with torch.no_grad():
         head.bias[3] = -torch.inf
-    hidden, target = torch.randn(9, 12), torch.randint(N_CLASSES, (9,))
+    hidden = torch.randn(9, 12, device=device)
+    target = torch.randint(N_CLASSES, (9,), device=device)
     target[target == (3 if head.order is None else head.order[3])] = -100
     target[2] = -100
     hidden[2] = torch.nan
@@ -376,6 +378,7 @@ def test_bands_without_stored_scores(monkeypatch, frozen, reduction, chunk_rows)
         parameter.requires_grad_(frozen is None or (name == "bias") != (frozen == "bias"))
     learned = [each for each in (hidden, *head.parameters()) if each.requires_grad]
     upstream = torch.randn(9) if reduction == "none" else torch.tensor(0.7)
+    upstream = upstream.to(device)
 
     def made():
         loss = head(hidden, target)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import infer_schema
 
-from lastlayer._torch import is_eager
+from lastlayer._torch import constant_while_traced, is_eager
 
 Impl = Literal["auto", "reference", "triton", "cpu"]
 IMPLEMENTATIONS: tuple[str, ...] = ("reference", "triton", "cpu")
@@ -43,6 +43,7 @@ def operations() -> tuple[str, ...]:
     return tuple(sorted(_operations))
 
 
+@constant_while_traced
 def selected(op: str, device_type: str, dtype: torch.dtype = torch.float32) -> str:
     """The implementation that ``impl="auto"`` takes for ``op`` on such a tensor."""
     if op not in _operations:
