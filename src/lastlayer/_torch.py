@@ -5,16 +5,17 @@ the device; what autograd is doing. Everything of ``torch._C`` is here.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _checking_device_values: ContextVar[bool] = ContextVar("lastlayer_debug", default=False)
 
@@ -70,12 +71,12 @@ def in_functorch() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-def constant_while_traced(function: Any) -> Any:
+def constant_while_traced(function: _Function) -> _Function:
     """Has ``torch.compile`` call a function while it traces, and take the result for a constant.
 
     As ``torch.compiler.assume_constant_result``, which imports the compiler to set this mark.
     """
-    function._dynamo_marked_constant = True
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
