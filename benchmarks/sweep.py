@@ -131,7 +131,8 @@ def draw(takes: Sequence[str], size: Size, dtype: str, generator: torch.Generato
         "scores": lambda: normal(rows, classes, scale=SPREAD),
         "upstream": lambda: normal(rows, classes),
         "of_rows": lambda: normal(rows),
-        "alpha": lambda: torch.tensor(1.5, dtype=wide, **on),
+        # One per row: the gradient of a single one is a sum that may cancel.
+        "alpha": lambda: torch.full((rows, 1), 1.5, dtype=wide, **on),
         "mask": lambda: normal(rows, classes) > -1.0,
         "ids": lambda: ids(classes, rows),
         "lists": lists,

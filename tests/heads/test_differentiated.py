@@ -388,7 +388,9 @@ def test_bands_without_stored_scores(monkeypatch, frozen, reduction, chunk_rows)
     monkeypatch.setattr(
         clusters, "_narrow_bands", lambda given: [each.shape[1] < 6 for each in given.weights]
     )
+    # A GPU's kernels, which are for half precision, multiply float32 in TF32.
+    near = dict(atol=2e-6, rtol=2e-5) if device == "cpu" else dict(atol=2e-3, rtol=2e-3)
     for one, other in zip(made(), expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-6, rtol=2e-5)
+        torch.testing.assert_close(one, other, **near)
     with torch.no_grad():
-        torch.testing.assert_close(head(hidden, target), expected[0])
+        torch.testing.assert_close(head(hidden, target), expected[0], **near)

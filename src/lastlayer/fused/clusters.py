@@ -58,6 +58,9 @@ from lastlayer.fused.scores import (
 )
 from lastlayer.kernels import empty
 
+# Bands go by the tiled kernels from so many scores on: below, the launches cost more than memory.
+_TILED_SCORES = 1 << 28
+
 
 def group_loss(
     engine: "GroupEngine",
@@ -380,6 +383,9 @@ CLUSTERS, BANDS = _Clusters(), _Bands()
 def _narrow_bands(given: _Given) -> list[bool]:
     """Which bands the tiled kernels take; empty where they suit none, or not this problem."""
     widths = [weight.shape[1] for weight in given.weights]
+    scores = given.hidden.shape[0] * sum([weight.shape[0] for weight in given.weights])
+    if scores < _TILED_SCORES:
+        return []
     suit = tiles_suit(given.hidden[:, : min(widths)], PLAIN, given.chunk_rows, Wanted())
     return [0 < width <= WIDEST_TILED for width in widths] if suit else []
 
