@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lastlayer.lab.data import DataError, Vocabulary, _ids, load
+from lastlayer.lab.data import DataError, Vocabulary, load, text
 
 
 def words(seed, n=400, types=30):
@@ -136,9 +136,9 @@ def test_a_limit_takes_the_beginning(tmp_path, seed):
 def test_much_text_is_mapped_from_a_file(tmp_path, seed, monkeypatch):
     (tmp_path / "a.txt").write_text("\n".join(words(seed)) + "\n")
     in_memory = load(tmp_path / "a.txt")
-    monkeypatch.setattr(_ids, "MEMORY_TOKENS", 50)
-    monkeypatch.setattr(_ids, "_CHUNK", 33)
-    monkeypatch.setattr("lastlayer.lab.data._files._BLOCK", 64)
+    monkeypatch.setattr(text, "MEMORY_TOKENS", 50)
+    monkeypatch.setattr(text, "_CHUNK", 33)
+    monkeypatch.setattr("lastlayer.lab.data.files._BLOCK", 64)
     mapped = load(tmp_path / "a.txt")
     assert isinstance(mapped.train, np.memmap)
     assert mapped.fingerprint == in_memory.fingerprint
@@ -147,7 +147,7 @@ def test_much_text_is_mapped_from_a_file(tmp_path, seed, monkeypatch):
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1"])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_encodings_and_ends_of_lines(tmp_path, encoding, end, monkeypatch):
-    monkeypatch.setattr("lastlayer.lab.data._files._BLOCK", 7)  # cuts characters in two
+    monkeypatch.setattr("lastlayer.lab.data.files._BLOCK", 7)  # cuts characters in two
     text = "".join(f"é ü é ü ñ{end}" for _ in range(9))
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     data = load(tmp_path / "a.txt", encoding=encoding.removesuffix("-sig"), min_count=1)

@@ -49,7 +49,7 @@ def test_a_wrong_encoding_names_the_byte_and_what_to_try(tmp_path):
 
 
 def test_the_offset_counts_all_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("lastlayer.lab.data._files._BLOCK", 16)
+    monkeypatch.setattr("lastlayer.lab.data.files._BLOCK", 16)
     content = ("é" * 9 + "\n").encode() * 5
     message = broken(tmp_path, "a.txt", content + b"ab\xc3")
     assert f":6: not utf-8: byte 0xc3 at offset {len(content) + 2}" in message

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from lastlayer.lab.data import DataError, SparseRows, load
-from lastlayer.lab.data._arff_header import Attribute, attribute, split_values
-from lastlayer.lab.data._rows import mixed_rows
+from lastlayer.lab.data.rows import mixed_rows
 
 LABELS = ("red", "green", "blue")
 
@@ -69,8 +68,8 @@ def test_json_lines_with_splits_in_them(tmp_path, seed):
     data = load(
         tmp_path / "a.jsonl.gz",
         task="multilabel",
-        text_field="title, body",
-        labels_field="topics",
+        text="title, body",
+        label="topics",
         min_count=1,
     )
     check_invariants(data)

@@ -97,7 +97,7 @@ def test_labels_of_a_folder_have_their_names(here, saved):
     data = load("hf:./set::body", task="multilabel")
     assert set(data.label_names) == {*NAMES}
     assert sizes(data) == list(SIZES.values())
-    single = load("hf:./set::body", task="multilabel", labels_field="one")
+    single = load("hf:./set::body", task="multilabel", label="one")
     assert set(single.label_names) == {"art", "law"}
     assert 0 < len(single.train.labels.indices) < SIZES["train"]
 

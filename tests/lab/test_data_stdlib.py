@@ -6,10 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from lastlayer.lab.data import DataError, _stdlib, _stdlib_labels, load
-from lastlayer.lab.data._cache import cache_folder
-from lastlayer.lab.data._stdlib import SourceFile, source_files, tokens_of
-from lastlayer.lab.data._stdlib_tokens import Sources
+from lastlayer.lab.data import DataError, load, stdlib
+from lastlayer.lab.data.stdlib import Sources, SourceFile, cache_folder, source_files, tokens_of
 
 SOURCE = '''"""Module {i}."""
 import os, sys as system; import xml.etree
@@ -43,7 +41,7 @@ def library(tmp_path, monkeypatch):
     (folder / "latin.py").write_bytes(b"x = '\xe9'\n")
     (folder / "site-packages" / "others.py").write_text("others = 1\n")
     (folder / "_sysconfigdata_x.py").write_text("build = 1\n")
-    monkeypatch.setattr(_stdlib, "root", lambda: folder)
+    monkeypatch.setattr(stdlib, "root", lambda: folder)
     monkeypatch.setenv("LASTLAYER_CACHE", str(tmp_path / "cache"))
     return folder
 
@@ -94,10 +92,7 @@ def test_the_cache_gives_the_same_and_a_damaged_one_is_made_again(library, tmp_p
 
 def test_what_is_in_the_cache_is_not_read_again(library, monkeypatch):
     first = load()
-    monkeypatch.setattr(_stdlib, "tokens_of", lambda _: pytest.fail("read again"))
-    monkeypatch.setattr(
-        "lastlayer.lab.data._stdlib_tokens.tokens_of", lambda _: pytest.fail("read")
-    )
+    monkeypatch.setattr(stdlib, "tokens_of", lambda _: pytest.fail("read again"))
     assert load().fingerprint == first.fingerprint
     (library / "m1.py").write_text("another = 'size'\n")
     with pytest.raises(pytest.fail.Exception):
@@ -112,7 +107,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(library, tmp_path, monkeypa
 
 @pytest.mark.parametrize("task", ["lm", "multilabel"])
 def test_a_limit_gives_the_same_with_and_without_a_cache(library, task, monkeypatch):
-    monkeypatch.setattr(_stdlib_labels, "_FEWEST", 2)
+    monkeypatch.setattr(stdlib, "_FEWEST", 2)
     limit = 500 if task == "lm" else 16
     alone = load(task=task, limit=limit)
     load()
@@ -138,13 +133,13 @@ def test_imports_at_the_end_of_a_file():
     ids = np.array([names.index(token) for token in tokens], np.int32)
     file = SourceFile("x.py", None, "train", b"")
     sources = Sources([file], names, ids, np.array([0, len(ids)]), cached=False)
-    kept, modules = _stdlib_labels._without_imports(sources, 0)
+    kept, modules = stdlib._without_imports(sources, 0)
     assert modules == {"a", "b"}
     assert kept == ["x", "<newline>", "<newline>", "<eos>"]
 
 
 def test_a_python_without_source(tmp_path, monkeypatch):
-    monkeypatch.setattr(_stdlib, "root", lambda: tmp_path)
+    monkeypatch.setattr(stdlib, "root", lambda: tmp_path)
     with pytest.raises(DataError, match=r"no Python source.*give data of your own"):
         load()
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from lastlayer import heads, samplers
 from lastlayer.lab.data import LabelData, LabelPart, Lists, SparseRows, TextData, Vocabulary
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.feeding import PADDING, LabelFeed, TextFeed
+from lastlayer.lab.feeding import PADDING, RowFeed, TextFeed
 from lastlayer.lab.files import Lines, finite, write_json
 from lastlayer.lab.memory import PeakMemory
 from lastlayer.lab.models import LM_MODELS, FeatureBody, ModelSettings, build_body
@@ -94,7 +94,7 @@ def test_rows_come_with_their_own_labels(sparse):
     made = LabelData(
         "made", part, part, part, tuple("abcde"), tuple("xyz"), np.array([2, 1, 1]), {}
     )
-    batch = LabelFeed(made, 5, CPU).batch(1, 0)
+    batch = RowFeed(made, 5, CPU).batch(1, 0)
     body = FeatureBody(5, 5, dense=not sparse)
     with torch.no_grad():
         body.bag.weight.copy_(torch.eye(5))

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lastlayer.heads import Head
+from lastlayer.heads.base import SavedModule
 from lastlayer.lab._importing import import_from_here
 from lastlayer.lab.data import Vocabulary
 from lastlayer.lab.errors import LabError
@@ -73,7 +74,7 @@ def load_trained(path: Path, device: torch.device | str = "cpu") -> Trained:
     except (SafetensorError, RuntimeError) as error:
         raise _damaged(folder / MODEL, error) from error
     try:
-        head = Head.load(folder / HEAD, device=device)
+        head: Any = SavedModule.load(folder / HEAD, device=device)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _damaged(folder / HEAD, error) from error
     vocabulary = Vocabulary.load(vocabulary_path(folder), unknown=settings.task == "lm")
