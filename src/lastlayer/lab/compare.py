@@ -266,10 +266,11 @@ def _fitted_to(data: Data) -> Callable[[torch.nn.Module], None] | None:
 
 
 def _judge(data: Data, feed: Feed) -> TextJudge | LabelJudge | PairJudge:
-    if isinstance(data, PairData):
-        return PairJudge(feed)
-    kind = {"lm": TextJudge, "classification": ClassJudge}.get(data.task, LabelJudge)
-    return kind(feed, np.asarray(data.counts))
+    kinds: dict[str, Any] = {
+        "lm": TextJudge, "classification": ClassJudge, "multilabel": LabelJudge, "pairs": PairJudge,
+    }  # fmt: skip
+    made: TextJudge | LabelJudge | PairJudge = kinds[data.task](feed, np.asarray(data.counts))
+    return made
 
 
 def _explored(
@@ -281,7 +282,7 @@ def _explored(
 ) -> list[dict[str, Any]]:
     if isinstance(data, TextData) and isinstance(feed, TextFeed):
         return explore(data, body, head, feed.length, device)
-    if isinstance(data, LabelData) and isinstance(body, FeatureBody) and data.task == "multilabel":
+    if isinstance(data, LabelData) and isinstance(body, FeatureBody):
         return explore_labels(data, body, head, feed)
     return []
 

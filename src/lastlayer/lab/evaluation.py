@@ -9,7 +9,7 @@ gives. The rows are the same for all heads, and their number follows from the nu
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -273,13 +273,13 @@ class PairJudge:
 
     Args:
         feed: where held-out pairs come from.
+        counts: one for each pair of the training part.
     """
 
     baseline_name = "chance"
-    _most: ClassVar[dict[str, int]] = {"valid": 1024, "test": 4096}
 
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
+    def __init__(self, feed: Feed, counts: NDArray[np.int64]) -> None:
+        self._feed, self._n_classes = feed, len(counts)
 
     def on_the_way(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
         """For a point of the learning curve."""
@@ -296,16 +296,16 @@ class PairJudge:
     def baseline(self) -> dict[str, Any]:
         """Keys in random order, each query with one right key."""
         made = {}
-        for part, most in self._most.items():
-            n = sum(batch.size for batch in self._feed.held_out(part, most))
-            made[part] = _recall(1 + np.arange(n))
+        for part in ("valid", "test"):
+            batches = self._feed.held_out(part, rows_for(part, self._n_classes))
+            made[part] = _recall(1 + np.arange(sum(batch.size for batch in batches)))
         return made
 
     @torch.no_grad()
     def _found(self, body: nn.Module, head: nn.Module, part: str) -> dict[str, Any]:
         body.eval()
         head.eval()
-        batches = list(self._feed.held_out(part, self._most[part]))
+        batches = list(self._feed.held_out(part, rows_for(part, self._n_classes)))
         hidden = torch.cat([body(batch.inputs) for batch in batches])
         group = torch.cat([batch.target for batch in batches])
         query, key = functional.normalize(hidden.float(), dim=-1).unbind(1)

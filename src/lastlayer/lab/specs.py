@@ -55,8 +55,11 @@ def catalogue() -> dict[str, Family]:
 
 def defaults_for(task: str) -> list[str]:
     """Specs of a good selection: one of every family that suits the task."""
-    families = catalogue().values()
-    return [spec for each in families if task in each.tasks for spec in each.recipe.compared]
+    families = [each for each in catalogue().values() if task in each.tasks]
+    if task == "classification":
+        # Classes of rows are no words: their names tell nothing of them.
+        families = [f for f in families if "spellings" not in inspect.signature(f.cls).parameters]
+    return [spec for each in families for spec in each.recipe.compared]
 
 
 @dataclass(frozen=True)

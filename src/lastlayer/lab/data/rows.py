@@ -168,7 +168,7 @@ class PairData:
     Attributes:
         name: what a table calls it.
         train: queries and keys, each a :class:`SparseRows` or a float32 array, and groups: pairs
-            with the same query or the same key are in one, and are no negatives of each other.
+            of one are no negatives of each other.
         valid: what settings are chosen on.
         test: what is reported.
         feature_names: of queries; of keys too where they are shared.
@@ -377,15 +377,10 @@ def assemble_pairs(
     )
 
 
-def grouped(query: Sequence[Any], key: Sequence[Any]) -> Integers:
-    """A number for each pair: the same where a query or a key is, over any number of steps."""
-    from scipy import sparse
-
-    left, right = (np.unique(np.asarray(each), return_inverse=True)[1] for each in (query, key))
-    n = int(left.max(initial=-1)) + 1
-    edges = sparse.coo_array((np.ones(len(left)), (left, n + right)), (n + len(left),) * 2)
-    found = sparse.csgraph.connected_components(edges, directed=False)[1]
-    return np.asarray(found[left], np.int64)
+def grouped(query: Sequence[str], key: Sequence[str]) -> Integers:
+    """A number for each pair: the same where the key is, or the query where more of them are."""
+    numbers = [np.unique(np.asarray(each), return_inverse=True)[1] for each in (query, key)]
+    return min(numbers, key=lambda each: int(each.max(initial=0))).astype(np.int64)
 
 
 # Words that a bag tells apart, unless a size is given.
