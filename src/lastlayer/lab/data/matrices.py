@@ -193,7 +193,7 @@ def read_arff(path: Path, encoding: str) -> Arff:
     if not rows:
         raise broken("an empty file: no rows after @data", "add some", path=path)
     begins = "\n".join(text for _, text in header) + "\n"
-    meta = _loaded(path, begins, header, "@relation r\n{}\n@data\n", "@attribute")[1]
+    meta = _loaded_header(path, header)
     attributes = tuple(
         Attribute(_unescaped(name), meta[name][1] if kind == "nominal" else None, kind != "date")
         for name, kind in zip(meta.names(), meta.types(), strict=True)
@@ -204,44 +204,59 @@ def read_arff(path: Path, encoding: str) -> Arff:
         raise broken(what, "give rows of one kind", path=path)
     if kinds == {True}:
         return Arff(attributes, _sparse(path, rows, attributes))
-    whole = begins + "\n".join(text for _, text in rows)
-    return Arff(attributes, _dense(path, whole, begins, rows, attributes))
+    return Arff(attributes, _dense(path, begins, rows, attributes))
 
 
-def _loaded(
-    path: Path, whole: str, numbered: list[tuple[int, str]], alone: str, begin: str = ""
-) -> Any:
-    """What scipy makes of it; where it fails, the first of the lines that fails on its own."""
-    arff = import_module("scipy.io.arff")
-    failures = (ValueError, NotImplementedError, IndexError, StopIteration, OSError)
+def _scipy(text: str) -> Any:
+    """What scipy makes of a file; its failures are of many kinds."""
     try:
-        return arff.loadarff(io.StringIO(whole))
-    except failures as failed:
-        for number, text in numbered:
-            if text.lower().startswith(begin):
-                try:
-                    arff.loadarff(
-                        io.StringIO(alone.format(text) if "{}" in alone else alone + text)
-                    )
-                except failures as error:
-                    told = str(error).rstrip(", sory") or "malformed"
-                    if isinstance(error, IndexError):
-                        told = "fewer values than attributes"
-                    remedy = "expected ARFF of numbers and of values in { }"
-                    raise broken(
-                        f"{told} in {text[:40]!r}", remedy, path=path, line=number
-                    ) from None
-        raise broken(f"not ARFF ({failed})", "give a file in ARFF", path=path) from None
+        return import_module("scipy.io.arff").loadarff(io.StringIO(text))
+    except (ValueError, NotImplementedError, IndexError, StopIteration, OSError) as error:
+        few = "fewer values than attributes"
+        told = few if isinstance(error, IndexError) else str(error).removesuffix(", sorry")
+        raise DataError(told or "malformed") from None
+
+
+def _loaded_header(path: Path, header: list[tuple[int, str]]) -> Any:
+    try:
+        return _scipy("\n".join(text for _, text in header))[1]
+    except DataError as error:
+        line, told = header[0][0], str(error)
+        for number, text in header[1:-1]:
+            try:
+                _scipy(f"@relation r\n{text}\n@data\n")
+            except DataError as own:
+                line, told = number, str(own)
+                break
+        remedy = "expected @relation, then @attribute NAME numeric or {values}, then @data"
+        raise broken(told, remedy, path=path, line=line) from None
 
 
 def _dense(
-    path: Path,
-    whole: str,
-    begins: str,
-    rows: list[tuple[int, str]],
-    attributes: Sequence[Attribute],
+    path: Path, begins: str, rows: list[tuple[int, str]], attributes: Sequence[Attribute]
 ) -> Floats:
-    found = _loaded(path, whole, rows, begins)[0]
+    # Scipy takes from the first row which quotes there are: those with some come first.
+    rows = sorted(rows, key=lambda row: "'" not in row[1] and '"' not in row[1])
+    texts = [text for _, text in rows]
+    try:
+        found = _scipy(begins + "\n".join(texts))[0]
+    except DataError:
+        good, bad = 0, len(rows)
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            try:
+                _scipy(begins + "\n".join(texts[:middle]))
+                good = middle
+            except DataError:
+                bad = middle
+        number, text = rows[good]
+        try:
+            _scipy(begins + text)
+            told = "malformed"
+        except DataError as error:
+            told = str(error)
+        remedy = "give a number, or a value of the header's list, for each attribute"
+        raise broken(f"{told} in {text[:40]!r}", remedy, path=path, line=number) from None
     result = np.zeros((len(found), len(attributes)), np.float32)
     for c, each in enumerate(attributes):
         column = found[found.dtype.names[c]]
@@ -254,7 +269,7 @@ def _dense(
         if len(bad):
             what, remedy = each.refused("?")
             raise broken(what, remedy, path=path, line=rows[bad[0]][0])
-    return result
+    return result[np.argsort([number for number, _ in rows])]
 
 
 def _sparse(path: Path, rows: list[tuple[int, str]], attributes: Sequence[Attribute]) -> SparseRows:
