@@ -5,9 +5,10 @@ import tokenize
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any
 
 from lastlayer.lab.data import matrices, tables
+from lastlayer.lab.data.columns import choose_columns, table_data
 from lastlayer.lab.data.files import TEXT, broken, existing, files_with, plain_suffix
 from lastlayer.lab.data.rows import LabelData, PairData
 from lastlayer.lab.data.stdlib import NEWLINE, source_tokens, stdlib_labels, stdlib_text
@@ -23,40 +24,8 @@ from lastlayer.lab.data.text import (
 TASKS = ("lm", "classification", "multilabel", "pairs")
 
 
-class Options(TypedDict, total=False):
-    """What :func:`load` takes beside the source and the task."""
-
-    vocab_size: int | None
-    min_count: int | None
-    limit: int | None
-    encoding: str
-    text: str | None
-    label: str | None
-    features: str | None
-    tokenizer: str | Path | None
-    cache: bool
-
-
-Source = str | Path | None
-
-
-@overload
-def load(source: None = None, *, task: None = None, **options: Unpack[Options]) -> TextData: ...
-@overload
-def load(source: Source = None, *, task: Literal["lm"], **options: Unpack[Options]) -> TextData: ...
-@overload
 def load(
-    source: Source = None,
-    *,
-    task: Literal["classification", "multilabel"],
-    **options: Unpack[Options],
-) -> LabelData: ...
-@overload
-def load(
-    source: Source = None, *, task: str | None = None, **options: Unpack[Options]
-) -> TextData | LabelData | PairData: ...
-def load(
-    source: Source = None,
+    source: str | Path | None = None,
     *,
     task: str | None = None,
     vocab_size: int | None = None,
@@ -92,6 +61,10 @@ def load(
             place of words between white space.
         cache: whether the tokens of the embedded corpus are kept, in ``$LASTLAYER_CACHE`` or the
             user's folder for caches.
+
+    Returns:
+        A :class:`TextData` for language models, a :class:`LabelData` for classes and labels, a
+        :class:`PairData` for pairs.
 
     Raises:
         DataError: what is wrong, where, and what to do.
@@ -154,8 +127,8 @@ def _of_tables(
     name: str, where: str, held: dict[str, tables.Table], described: dict[str, Any],
     reading: Reading, asked: tuple[str | None, ...],
 ) -> TextData | LabelData | PairData:  # fmt: skip
-    columns = tables.choose_columns(held.get("train") or next(iter(held.values())), *asked)
-    return tables.table_data(name, held, columns, described, reading, where=where)
+    columns = choose_columns(held.get("train") or next(iter(held.values())), *asked)
+    return table_data(name, held, columns, described, reading, where=where)
 
 
 def _of_matrices(

@@ -2,6 +2,7 @@
 
 import io
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import islice
@@ -193,11 +194,7 @@ def read_arff(path: Path, encoding: str) -> Arff:
     if not rows:
         raise broken("an empty file: no rows after @data", "add some", path=path)
     begins = "\n".join(text for _, text in header) + "\n"
-    meta = _loaded_header(path, header)
-    attributes = tuple(
-        Attribute(_unescaped(name), meta[name][1] if kind == "nominal" else None, kind != "date")
-        for name, kind in zip(meta.names(), meta.types(), strict=True)
-    )
+    attributes = _header(path, header)
     kinds = {text[0] == "{" for _, text in rows}
     if len(kinds) > 1:
         what = "sparse rows and dense ones in one file"
@@ -207,29 +204,28 @@ def read_arff(path: Path, encoding: str) -> Arff:
     return Arff(attributes, _dense(path, begins, rows, attributes))
 
 
-def _scipy(text: str) -> Any:
-    """What scipy makes of a file; its failures are of many kinds."""
+def _scipy(text: str) -> tuple[Any, str]:
+    """What scipy makes of a file, or why it makes nothing of it."""
     try:
-        return import_module("scipy.io.arff").loadarff(io.StringIO(text))
-    except (ValueError, NotImplementedError, IndexError, StopIteration, OSError) as error:
-        few = "fewer values than attributes"
-        told = few if isinstance(error, IndexError) else str(error).removesuffix(", sorry")
-        raise DataError(told or "malformed") from None
+        return import_module("scipy.io.arff").loadarff(io.StringIO(text)), ""
+    except IndexError:
+        return None, "fewer values than attributes"
+    except (ValueError, NotImplementedError, StopIteration, OSError) as error:
+        return None, str(error).removesuffix(", sorry") or "malformed"
 
 
-def _loaded_header(path: Path, header: list[tuple[int, str]]) -> Any:
-    try:
-        return _scipy("\n".join(text for _, text in header))[1]
-    except DataError as error:
-        line, told = header[0][0], str(error)
-        for number, text in header[1:-1]:
-            try:
-                _scipy(f"@relation r\n{text}\n@data\n")
-            except DataError as own:
-                line, told = number, str(own)
-                break
+def _header(path: Path, header: list[tuple[int, str]]) -> tuple[Attribute, ...]:
+    found, told = _scipy("\n".join(text for _, text in header))
+    if told:
+        alone = ((n, _scipy(f"@relation r\n{text}\n@data\n")[1]) for n, text in header[1:-1])
+        line, told = next(((n, own) for n, own in alone if own), (header[0][0], told))
         remedy = "expected @relation, then @attribute NAME numeric or {values}, then @data"
-        raise broken(told, remedy, path=path, line=line) from None
+        raise broken(told, remedy, path=path, line=line)
+    meta = found[1]
+    return tuple(
+        Attribute(_unescaped(name), meta[name][1] if kind == "nominal" else None, kind != "date")
+        for name, kind in zip(meta.names(), meta.types(), strict=True)
+    )
 
 
 def _dense(
@@ -238,25 +234,18 @@ def _dense(
     # Scipy takes from the first row which quotes there are: those with some come first.
     rows = sorted(rows, key=lambda row: "'" not in row[1] and '"' not in row[1])
     texts = [text for _, text in rows]
-    try:
-        found = _scipy(begins + "\n".join(texts))[0]
-    except DataError:
-        good, bad = 0, len(rows)
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            try:
-                _scipy(begins + "\n".join(texts[:middle]))
-                good = middle
-            except DataError:
-                bad = middle
-        number, text = rows[good]
-        try:
-            _scipy(begins + text)
-            told = "malformed"
-        except DataError as error:
-            told = str(error)
+    read, told = _scipy(begins + "\n".join(texts))
+    if told:
+        number, text = rows[
+            bisect_left(
+                range(1, len(rows)),
+                True,
+                key=lambda n: _scipy(begins + "\n".join(texts[:n]))[1] != "",
+            )
+        ]
         remedy = "give a number, or a value of the header's list, for each attribute"
-        raise broken(f"{told} in {text[:40]!r}", remedy, path=path, line=number) from None
+        raise broken(f"{told} in {text[:40]!r}", remedy, path=path, line=number)
+    found = read[0]
     result = np.zeros((len(found), len(attributes)), np.float32)
     for c, each in enumerate(attributes):
         column = found[found.dtype.names[c]]
@@ -265,10 +254,10 @@ def _dense(
             result[:, c] = [places.get(value, np.nan) for value in column.tolist()]
         elif each.used:
             result[:, c] = column
-        bad = np.flatnonzero(~np.isfinite(result[:, c]))
-        if len(bad):
+        missing = np.flatnonzero(~np.isfinite(result[:, c]))
+        if len(missing):
             what, remedy = each.refused("?")
-            raise broken(what, remedy, path=path, line=rows[bad[0]][0])
+            raise broken(what, remedy, path=path, line=rows[missing[0]][0])
     return result[np.argsort([number for number, _ in rows])]
 
 
