@@ -167,6 +167,26 @@ def test_inspect_counts_classes(tmp_path):
     assert CliRunner().invoke(app, ["inspect", str(write(tmp_path, "tsv"))]).exit_code == 2
 
 
+def test_a_tokenizer_goes_with_the_model(tmp_path):
+    package = pytest.importorskip("tokenizers")
+    made = package.Tokenizer(package.models.BPE())
+    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(vocab_size=60, show_progress=False)
+    made.train_from_iterator([text for text, _, _ in rows()], trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    out = tmp_path / "out"
+    given = {"model": "bag", "width": 8, "heads": ("full",)}
+    run(write(tmp_path, "txt"), out, tokenizer=str(tmp_path / "tokenizer.json"), **given)
+    (tmp_path / "tokenizer.json").unlink()
+    invoke = CliRunner().invoke
+    assert invoke(app, ["export", str(out), "--to", str(tmp_path / "model")]).exit_code == 0
+    words = ["generate", str(tmp_path / "model"), "--prompt", "red1 red2", "--tokens", "3"]
+    result = invoke(app, [*words, "--top", "0"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("red1 red2")
+
+
 def test_classes_are_judged_as_scikit_learn_does(tmp_path, seed):
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)

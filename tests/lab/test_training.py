@@ -130,7 +130,9 @@ def test_dense_features_of_all_units_count_alike():
 
 
 def test_a_model_that_the_task_does_not_have_is_refused():
-    with pytest.raises(LabError, match="--model: expected one of bag, identity for --task multilabel"):
+    with pytest.raises(
+        LabError, match="--model: expected one of bag, identity for --task multilabel"
+    ):
         build_body(ModelSettings("lstm", "multilabel", 10, 4))
 
 

@@ -32,8 +32,7 @@ class Step:
 def prompt_tokens(trained: Trained, prompt: str) -> list[str]:
     """A prompt in tokens, as the data that the run was trained on was cut."""
     described = (trained.config.get("data") or {}).get("description") or {}
-    own = described.get("tokenizer")
-    return cut(prompt, str(described.get("format", "text")), Tokenizer(own) if own else None)
+    return cut(prompt, str(described.get("format", "text")), trained.tokenizer)
 
 
 @torch.no_grad()
@@ -86,7 +85,9 @@ def table_of(steps: list[Step], top: int) -> Table:
     return table
 
 
-def as_text(tokens: list[str]) -> str:
-    """Tokens with spaces between them; a line ends where they say so."""
+def as_text(tokens: list[str], tokenizer: Tokenizer | None = None) -> str:
+    """Tokens with spaces between them, or as a tokenizer joins them; a line ends at its token."""
+    if tokenizer is not None:
+        return tokenizer.joined(["\n" if token in LINE_ENDS else token for token in tokens])
     ended = ["\n" if token in LINE_ENDS else token for token in tokens]
     return " ".join(ended).replace(" \n", "\n").replace("\n ", "\n").strip()

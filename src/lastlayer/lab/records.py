@@ -1,5 +1,6 @@
 """compare.json: everything that a comparison was made with, written once."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def write_once(out: Path, record: dict[str, Any], data: Data) -> None:
         return
     vocabulary = data.vocabulary if isinstance(data, TextData) else _labels(data)
     vocabulary.save(out / "vocabulary.json")
+    if tokenizer := data.description.get("tokenizer"):
+        shutil.copyfile(tokenizer, out / "tokenizer.json")
     if not isinstance(data, TextData):
         write_json(out / "features.json", list(data.feature_names))
     write_json(path, record)
