@@ -69,7 +69,7 @@ BROKEN = {
     "one token": ({"data.txt": b"alone"}, []),
     "one class": ({"data.txt": b"same " * 200}, []),
     "wrong encoding": ({"data.txt": "größer als \xe4lter ".encode("latin-1") * 50}, []),
-    "labels, not text": ({"data.arff": ARFF.encode()}, []),
+    "labels, not text": ({"data.arff": (ARFF + "1,1\n" * 20).encode()}, ["--task", "lm"]),
     "missing values": (
         {"data.arff": (ARFF + "?,1\n" * 20).encode(), "data.xml": (XML % "red").encode()},
         ["--task", "multilabel"],
@@ -85,7 +85,7 @@ BROKEN = {
 SAID = {
     "one class": "one class: the training part has one word alone",
     "wrong encoding": "perhaps --encoding latin-1",
-    "labels, not text": "give --task multilabel",
+    "labels, not text": "give --task classification or --task multilabel",
     "missing values": "data.arff:5: a missing value (?) of 'size'",
     "other labels": "labels are no attributes of data.arff: 'blue'",
 }

@@ -1,7 +1,7 @@
 """What ``lastlayer inspect`` finds, as plain numbers."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from lastlayer.lab._frequencies import ZipfFit
 
@@ -19,6 +19,7 @@ class Inspection:
     """What is known of data before anything is trained.
 
     Attributes:
+        task: of the data.
         name: of the data.
         source: where it is.
         classes: how many a head chooses among.
@@ -27,7 +28,7 @@ class Inspection:
         suggestions: which heads to try, the first first.
     """
 
-    task: ClassVar[str]
+    task: str
     name: str
     source: str
     classes: int
@@ -37,7 +38,7 @@ class Inspection:
 
     def as_json(self) -> dict[str, Any]:
         """For JSON; numbers keep their names."""
-        return {"task": self.task, **asdict(self)}
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,6 @@ class TextInspection(Inspection):
         adaptive_speedup: how many times faster a step with them is, by the cost model.
     """
 
-    task = "lm"
     entropy_bits: float
     effective_classes: float
     unigram_perplexity: float
@@ -93,7 +93,6 @@ class LabelInspection(Inspection):
         unseen_in_test: the share of the labels of test rows that the training part never has.
     """
 
-    task = "multilabel"
     features: int
     filled: float
     cardinality: float

@@ -19,6 +19,7 @@ TITLES = {
     "bce": "Binary cross-entropy",
     "asymmetric": "Asymmetric loss",
     "sparsemax_labels": "Multi-label sparsemax",
+    "info_nce": "InfoNCE",
 }
 
 

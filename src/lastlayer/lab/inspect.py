@@ -9,7 +9,8 @@ from lastlayer.lab._frequencies import classes_for, entropy_bits, tail_mass, uni
 from lastlayer.lab._inspection import Inspection, LabelInspection, Suggestion, TextInspection
 from lastlayer.lab._inspection_view import render
 from lastlayer.lab._suggestions import for_labels, for_text
-from lastlayer.lab.data import LabelData, SparseRows, TextData
+from lastlayer.lab.data import Data, LabelData, PairData, SparseRows, TextData
+from lastlayer.lab.errors import LabError
 
 __all__ = [
     "Inspection",
@@ -24,17 +25,21 @@ __all__ = [
 HIDDEN = 256
 
 
-def inspect_data(data: TextData | LabelData, *, hidden: int = HIDDEN) -> Inspection:
+def inspect_data(data: Data, *, hidden: int = HIDDEN) -> Inspection:
     """Count, fit and compare; torch is imported here, for trees and cutoffs.
 
     Args:
         data: what :func:`lastlayer.lab.data.load` gives.
         hidden: the width of the hidden states that a head will see.
     """
-    return _of_text(data, hidden) if isinstance(data, TextData) else _of_labels(data)
+    if isinstance(data, PairData):
+        raise LabError("DATA: expected classes to count, got pairs; compare takes them")
+    if isinstance(data, TextData) or data.task == "classification":
+        return _of_classes(data, hidden)
+    return _of_labels(data)
 
 
-def _of_text(data: TextData, hidden: int) -> TextInspection:
+def _of_classes(data: TextData | LabelData, hidden: int) -> TextInspection:
     from lastlayer import trees
 
     counts = data.counts
@@ -44,12 +49,18 @@ def _of_text(data: TextData, hidden: int) -> TextInspection:
     huffman = trees.huffman(np.maximum(counts, 1)).expected_depth(counts)
     cutoffs, speedup = _adaptive(counts, hidden)
     half, seen_once = classes_for(counts, 0.5), float((counts == 1).mean())
-    unknown = data.vocabulary.unknown
+    if isinstance(data, TextData):
+        parts = {"train": data.train, "valid": data.valid, "test": data.test}
+        unknown = data.vocabulary.unknown
+    else:
+        parts = {p: getattr(data, p).labels.indices for p in ("train", "valid", "test")}
+        unknown = -1
     return TextInspection(
+        task=data.task,
         name=data.name,
         source=str(data.description.get("source", "")),
         classes=n,
-        sizes={"train": len(data.train), "valid": len(data.valid), "test": len(data.test)},
+        sizes={part: len(ids) for part, ids in parts.items()},
         zipf=zipf_fit(counts),
         suggestions=tuple(
             for_text(
@@ -65,14 +76,14 @@ def _of_text(data: TextData, hidden: int) -> TextInspection:
         ),
         entropy_bits=bits,
         effective_classes=2**bits,
-        unigram_perplexity=float(np.exp(unigram_nll(counts, data.valid))),
+        unigram_perplexity=float(np.exp(unigram_nll(counts, parts["valid"]))),
         tail_1k=tail_mass(counts, 1_000),
         tail_10k=tail_mass(counts, 10_000),
         half=half,
         seen_once=seen_once,
         unseen=float((counts == 0).mean()),
-        unknown=float(counts[unknown] / counts.sum()),
-        unknown_valid=float((data.valid == unknown).mean()),
+        unknown=float(counts[unknown] / counts.sum()) if unknown >= 0 else 0.0,
+        unknown_valid=float((parts["valid"] == unknown).mean()),
         huffman_bits=huffman,
         balanced_bits=trees.balanced(n).expected_depth(counts),
         hidden=hidden,
@@ -105,6 +116,7 @@ def _of_labels(data: LabelData) -> LabelInspection:
     tested = data.test.labels.indices
     imbalance = float(counts.max() / counts.mean())
     return LabelInspection(
+        task=data.task,
         name=data.name,
         source=str(data.description.get("source", "")),
         classes=n,

@@ -64,7 +64,7 @@ def plan(
 
     machine = machine or measure(device)
     problem = Problem(rows, hidden, zipf_shares(classes), machine.number, device)
-    entries = _entries() if task == "lm" else _label_entries()
+    entries = _label_entries() if task == "multilabel" else _entries()
     made = [_planned(entry, problem, machine) for entry in entries]
     return sorted(made, key=lambda each: each.ms)
 

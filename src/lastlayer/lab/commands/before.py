@@ -10,12 +10,13 @@ from lastlayer.lab.commands.options import (
     Data,
     Device,
     Encoding,
-    Labels,
-    LabelsField,
+    FeatureColumns,
+    LabelColumn,
     Limit,
     MinCount,
     Task,
-    TextField,
+    TextColumn,
+    TokenizerFile,
     VocabSize,
 )
 from lastlayer.lab.commands.speaking import console, refusals
@@ -30,9 +31,10 @@ def inspect(
     limit: Limit = None,
     hidden: Annotated[int, typer.Option(min=1, help="The width of hidden states.")] = 256,
     encoding: Encoding = None,
-    text_field: TextField = None,
-    labels_field: LabelsField = None,
-    labels: Labels = None,
+    text: TextColumn = None,
+    label: LabelColumn = None,
+    features: FeatureColumns = None,
+    tokenizer: TokenizerFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Classes, frequencies, code lengths, and which heads to try first and why."""
@@ -40,7 +42,7 @@ def inspect(
 
     options = CompareOptions(
         data=data, task=task, vocab_size=vocab_size, min_count=min_count, limit=limit,
-        encoding=encoding, text_field=text_field, labels_field=labels_field, labels=labels,
+        encoding=encoding, text=text, label=label, features=features, tokenizer=tokenizer,
     )  # fmt: skip
     with refusals():
         settled = options.settled()
@@ -80,7 +82,9 @@ def plan(
             most = f"{planning.MOST_CLASSES:,}"
             raise LabError(f"--classes: expected at most {most}, got {classes:,}")
     machine = planning.measure(place)
-    planned = planning.plan(classes, hidden, rows, place, task=settled.task, machine=machine)
+    planned = planning.plan(
+        classes, hidden, rows, place, task=settled.task or "lm", machine=machine
+    )
     if as_json:
         sizes = {"classes": classes, "hidden": hidden, "rows": rows}
         heads = [each.as_json() for each in planned]

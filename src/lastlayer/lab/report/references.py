@@ -106,4 +106,8 @@ REFERENCES: dict[str, tuple[Reference, ...]] = {
         ),
     ),
     "sparsemax_labels": (_SPARSEMAX,),
+    "info_nce": (
+        _arxiv("van den Oord, Li and Vinyals, Representation learning with contrastive predictive "
+               "coding, 2018", "1807.03748"),
+    ),
 }  # fmt: skip
