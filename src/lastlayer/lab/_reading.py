@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lastlayer.lab._titles import title
 from lastlayer.lab.errors import LabError
+from lastlayer.lab.families import title
 
 FINISHED = "ok"
 # Came to no result, and would not with more time.
@@ -19,6 +19,7 @@ OPEN = ("interrupted", "unfinished", "not started")
 
 SCHEMA = 1
 COSTS_FILE, COSTS_SCHEMA = "costs.json", 1
+RATES_FILE = "rates.json"
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,17 @@ class Costs:
     width: int
     own: int
     found: tuple[Cost, ...]
+
+
+def read_rates(folder: Path) -> dict[str, dict[str, Any]]:
+    """Learning rates that were tried, by the slug of the head; none where they were given.
+
+    Raises:
+        LabError: the file is broken.
+    """
+    path = folder / RATES_FILE
+    held = read_object(path) if path.is_file() else {}
+    return {slug: found for slug, found in held.items() if isinstance(found, dict)}
 
 
 def read_costs(folder: Path) -> Costs | None:

@@ -83,13 +83,8 @@ def plan(
             has a reason instead of a time.
         tell: hears which head is measured.
     """
-    sizes: tuple[tuple[str, Any, int], ...]
-    sizes = ("classes", classes, 2), ("hidden", hidden, 1), ("rows", rows, 1)
-    for name, value, least in sizes:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{name}: expected at least {least}, got {value}")
+    for name, value, least in (("classes", classes, 2), ("hidden", hidden, 1), ("rows", rows, 1)):
+        _check_size(name, value, least)
     if classes > MOST_CLASSES:
         raise ValueError(f"classes: expected at most {MOST_CLASSES:,}, got {classes:,}")
     for name, text, known in (("device", device, DEVICES), ("task", task, TASKS)):
@@ -132,6 +127,13 @@ def plan(
         kept = {k: v for k, v in asdict(cost).items() if k not in ("slug", "classes", "reason")}
         found.append(PlannedHead(specs_by_slug[cost.slug].text, **kept, reason=reason))
     return sorted(found, key=lambda each: float("inf") if each.ms is None else each.ms)
+
+
+def _check_size(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
 def _check_memory(classes: int, hidden: int, rows: int, device: str) -> None:
