@@ -8,8 +8,8 @@ from made_runs import HEADS, make, slug
 from scipy import stats
 
 from lastlayer.lab import metrics
-from lastlayer.lab._reading import Comparison, HeadEntry, Point, Run, read_comparison
 from lastlayer.lab.errors import LabError
+from lastlayer.lab.records import Comparison, HeadEntry, Point, Run, read_comparison
 from lastlayer.lab.results import interpolate, pareto_front, read_results, summarise
 from lastlayer.lab.statistics import Estimate, difference, estimate, holm, p_value
 from lastlayer.lab.verdict import times_less, verdict

@@ -11,14 +11,13 @@ from typer.testing import CliRunner
 
 from lastlayer.cli import app
 from lastlayer.lab.budget import Budget
-from lastlayer.lab.compare import compare
+from lastlayer.lab.comparison import compare
 from lastlayer.lab.data import DataError
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.generate import as_text, generate, prompt_tokens
 from lastlayer.lab.live import Lines, LiveTable, Silent, outcome, watcher
 from lastlayer.lab.options import CompareOptions
 from lastlayer.lab.specs import parse_specs
-from lastlayer.lab.trained import load_trained
+from lastlayer.lab.trained import as_text, generate, load_trained, prompt_tokens
 from lastlayer.lab.training import Progress
 
 runner = CliRunner()
@@ -143,9 +142,7 @@ DONE = {"status": "ok", "step_ms": 4.0, "test": {"perplexity": 12.5}}
 def told(terminal: bool, quiet: bool = False) -> tuple[object, io.StringIO]:
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=120)
-    return watcher(
-        console, parse_specs(["full", "nce"]), [1], Budget("steps", 10), quiet=quiet
-    ), file
+    return watcher(console, parse_specs(["full", "nce"]), [1], quiet=quiet), file
 
 
 def test_a_terminal_gets_a_table_of_all_heads():

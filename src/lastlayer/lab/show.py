@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lastlayer.lab._reading import Comparison, read_comparison, read_object
 from lastlayer.lab.errors import LabError
+from lastlayer.lab.records import Comparison, read_comparison, read_object
 from lastlayer.lab.report import tables
 from lastlayer.lab.report.tables import flat, named, plain
 from lastlayer.lab.results import Results, read_results, summarise

@@ -4,10 +4,11 @@ import typer
 
 from lastlayer.lab.commands.after import export, generate, report, show
 from lastlayer.lab.commands.before import inspect, plan
-from lastlayer.lab.commands.comparing import compare
+from lastlayer.lab.commands.comparing import CompareCommand, compare
 
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to the program."""
-    for command in (compare, inspect, plan, show, report, generate, export):
+    app.command("compare", cls=CompareCommand)(compare)
+    for command in (inspect, plan, show, report, generate, export):
         app.command(command.__name__)(command)

@@ -50,9 +50,8 @@ def inspect(
         settled = options.settled()
 
         from lastlayer.lab.inspect import inspect_data, render
-        from lastlayer.lab.reading import read_data
 
-        found = inspect_data(read_data(settled), hidden=hidden)
+        found = inspect_data(settled.read(), hidden=hidden)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
     else:
@@ -85,7 +84,7 @@ def plan(
             most = f"{planning.MOST_CLASSES:,}"
             raise LabError(f"--classes: expected at most {most}, got {classes:,}")
 
-        from lastlayer.lab.environment import device_named
+        from lastlayer.lab.machine import device_named
 
         place = device_named(settled.device).type
         with (

@@ -1,0 +1,121 @@
+"""Runs on a Ray cluster: the same folder and the same results, and a lost worker costs one run."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from lastlayer.cli import app
+from lastlayer.lab import compare
+from lastlayer.lab.errors import LabError
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.filterwarnings("ignore")
+QUICK = {"seeds": 2, "steps": 8, "progress": False, "device": "cpu"}
+HEADS = ["full", "hierarchical"]
+DRIVER = os.getpid()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two workers; comparisons that ask for a local one find it."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+    )  # fmt: skip
+    threads = torch.get_num_threads()
+    yield
+    ray.shutdown()
+    torch.set_num_threads(threads)
+
+
+def batches() -> list:
+    inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+    return list(zip(inputs.split(16), inputs.argmax(1).split(16), strict=True))
+
+
+def backbone() -> nn.Module:
+    return nn.Linear(4, 8)
+
+
+def test_runs_are_those_without_ray(cluster, tmp_path):
+    given = batches()
+    here = compare(backbone, given[2:], given[:2], HEADS, out=tmp_path / "a", threads=1, **QUICK)
+    there = compare(backbone, given[2:], given[:2], HEADS, out=tmp_path / "b", ray="local", **QUICK)
+    assert [run.status for run in there.runs] == ["ok"] * 4
+    assert [run.test for run in there.runs] == [run.test for run in here.runs]
+    rates = [json.loads((tmp_path / each / "rates.json").read_text()) for each in "ab"]
+    assert rates[0] == rates[1]
+    again = compare(
+        backbone, given[2:], given[:2], HEADS, out=tmp_path / "b", ray="local", resume=True, **QUICK
+    )
+    assert [run.test for run in again.runs] == [run.test for run in here.runs]
+
+
+def test_a_lost_worker_costs_one_run_which_is_made_again(cluster, tmp_path):
+    killed = tmp_path / "killed"
+
+    def mortal() -> nn.Module:
+        if os.getpid() != DRIVER and not killed.exists():
+            killed.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.Linear(4, 8)
+
+    given = batches()
+    found = compare(
+        mortal, given[2:], given[:2], HEADS, out=tmp_path / "out", ray="local", lr=0.01, **QUICK
+    )
+    assert killed.exists()
+    assert [run.status for run in found.runs] == ["ok"] * 4
+
+
+def test_a_worker_that_is_always_lost_is_a_failed_run(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("lastlayer.lab.on_ray._RETRIES", 1)
+
+    class Mortal(nn.Linear):
+        def train(self, mode: bool = True) -> "Mortal":
+            if os.getpid() != DRIVER and mode:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().train(mode)
+
+    given = batches()
+    found = compare(
+        lambda: Mortal(4, 8), given[2:], given[:2], ["full"], out=tmp_path / "out", ray="local",
+        lr=0.01, **{**QUICK, "seeds": 1},
+    )  # fmt: skip
+    assert [run.status for run in found.runs] == ["error"]
+    assert "worker was lost" in found.runs[0].reason
+
+
+def test_an_address_without_a_cluster_is_one_message(tmp_path):
+    text = tmp_path / "small.txt"
+    text.write_text("the cat sat on the mat and the dog ran to the sea\n" * 40)
+    words = ["compare", str(text), "--out", str(tmp_path / "out"), "--ray", "127.0.0.1:1"]
+    begun = time.monotonic()
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2, result.output
+    assert "--ray: expected a Ray cluster at 127.0.0.1:1" in result.output
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "out").exists()
+    assert time.monotonic() - begun < 60
+    with pytest.raises(LabError, match="ray: expected host:port, auto or local, got 'cluster'"):
+        compare(backbone, batches(), batches(), HEADS, ray="cluster", **QUICK)
+
+
+def test_the_command_takes_ray_without_an_address(cluster, tmp_path):
+    text = tmp_path / "small.txt"
+    text.write_text("the cat sat on the mat and the dog ran to the sea\n" * 40)
+    words = ["--model", "bag", "--width", "8", "--budget", "4steps", "--seeds", "1", "--lr", "0.01"]
+    words += ["--head", "full", "--out", str(tmp_path / "out"), "--ray", "--json"]
+    result = CliRunner().invoke(app, ["compare", str(text), *words])
+    assert result.exit_code == 0, result.output
+    assert [each["status"] for each in json.loads(result.stdout)["runs"]] == ["ok"]
