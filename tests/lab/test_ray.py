@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -119,3 +121,52 @@ def test_the_command_takes_ray_without_an_address(cluster, tmp_path):
     result = CliRunner().invoke(app, ["compare", str(text), *words])
     assert result.exit_code == 0, result.output
     assert [each["status"] for each in json.loads(result.stdout)["runs"]] == ["ok"]
+
+
+def test_another_process_joins_by_address_and_a_kill_costs_nothing_that_is_done(cluster, tmp_path):
+    """The process that asked is killed; --resume goes on with what its workers have left."""
+    text, out = tmp_path / "small.txt", tmp_path / "out"
+    text.write_text("the cat sat on the mat and the dog ran to the sea\n" * 40)
+    address = ray.get_runtime_context().gcs_address
+    words = [sys.executable, "-m", "lastlayer.cli", "compare", "--out", str(out), "--ray", address]
+    given = ["--model", "bag", "--width", "8", "--budget", "300steps", "--seeds", "2", "--quiet"]
+    first = subprocess.Popen([*words, str(text), *given, "--lr", "0.01", "--head", "full"])
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and not list(out.glob("runs/*/metrics.jsonl")):
+        time.sleep(0.02)
+    first.kill()
+    first.wait()
+    # Ray ends the tasks of a driver that is gone.
+    time.sleep(2)
+    subprocess.run([*words, "--resume", "--quiet"], check=True, timeout=240)
+    results = [json.loads(path.read_text()) for path in out.glob("runs/*/result.json")]
+    assert [(each["status"], each["steps"]) for each in results] == [("ok", 300)] * 2
+
+
+def test_ctrl_c_stops_all_workers_and_resume_goes_on(cluster, tmp_path):
+    slow, out = tmp_path / "slow", tmp_path / "out"
+    slow.touch()
+
+    class Slow(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if slow.exists() and os.getpid() != DRIVER:
+                time.sleep(0.05)
+            return super().forward(inputs)
+
+    def press() -> None:
+        while not list(out.glob("runs/*/metrics.jsonl")):
+            time.sleep(0.02)
+        os.kill(DRIVER, signal.SIGINT)
+
+    given, pressing = batches(), threading.Thread(target=press)
+    asked = {**QUICK, "steps": 200, "lr": 0.01, "out": out, "ray": "local"}
+    pressing.start()
+    found = compare(lambda: Slow(4, 8), given[2:], given[:2], HEADS, **asked)
+    pressing.join()
+    assert found.interrupted
+    fates = {run.status for run in found.runs}
+    assert "interrupted" in fates
+    assert fates <= {"interrupted", "not started", "unfinished"}
+    slow.unlink()
+    again = compare(lambda: Slow(4, 8), given[2:], given[:2], HEADS, resume=True, **asked)
+    assert [run.status for run in again.runs] == ["ok"] * 4

@@ -10,7 +10,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lastlayer.cli import app
-from lastlayer.lab.budget import Budget
 from lastlayer.lab.comparison import compare
 from lastlayer.lab.data import DataError
 from lastlayer.lab.errors import LabError
@@ -163,7 +162,7 @@ def test_a_terminal_gets_a_table_of_all_heads():
 def test_what_came_out_fits_into_80_columns():
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     specs = parse_specs([])
-    watching = LiveTable(console, specs, [1, 2, 3], Budget("seconds", 3))
+    watching = LiveTable(console, specs, [1, 2, 3])
     for spec in specs:
         watching.ends(spec, 1, {**DONE, "step_ms": 123.4, "test": {"perplexity": 12345.6}})
     watching.close()
