@@ -60,7 +60,7 @@ def test_logarithmic_mean_is_that_of_the_logarithms(seed):
 
 def test_one_seed_has_no_interval():
     assert estimate([3.0]) == Estimate(3.0, 1)
-    assert not estimate([3.0]).has_interval
+    assert estimate([3.0]).low is None
     assert estimate([]) is None
     assert estimate([math.nan, math.inf]) is None
 

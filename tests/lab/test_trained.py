@@ -13,7 +13,7 @@ from lastlayer.cli import app
 from lastlayer.lab.comparison import compare
 from lastlayer.lab.data import DataError
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.live import Lines, LiveTable, Silent, outcome, watcher
+from lastlayer.lab.live import Lines, LiveTable, Watcher, outcome, watcher
 from lastlayer.lab.options import CompareOptions
 from lastlayer.lab.specs import parse_specs
 from lastlayer.lab.trained import as_text, generate, load_trained, prompt_tokens
@@ -198,7 +198,7 @@ def test_elsewhere_there_are_lines():
 
 def test_quiet_shows_nothing():
     watching, file = told(terminal=True, quiet=True)
-    assert isinstance(watching, Silent)
+    assert type(watching) is Watcher
     watching.starts(parse_specs(["full"])[0], 1)
     watching.close()
     assert file.getvalue() == ""

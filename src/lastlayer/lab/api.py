@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lastlayer.heads import Head
 from lastlayer.heads.recipes import ClassData
-from lastlayer.lab.comparison import Subject, conduct, options_of
+from lastlayer.lab.comparison import conduct, options_of
 from lastlayer.lab.data import Vocabulary
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.feeding import PADDING, Batch
@@ -30,6 +30,7 @@ from lastlayer.lab.models import ModelSettings
 from lastlayer.lab.options import OWN, CompareOptions, Settled
 from lastlayer.lab.records import Run
 from lastlayer.lab.results import Results, quality_of, read_results
+from lastlayer.lab.runs import Subject
 from lastlayer.lab.specs import defaults_for
 from lastlayer.lab.verdict import Verdict, verdict
 
@@ -422,7 +423,7 @@ def _subject(
         explore=_nothing,
         n_rows=sum(seen["train"].rows),
         save=lambda out: Vocabulary(tuple(called), sorted_counts).save(out / "vocabulary.json"),
-        lr=_USUAL_RATE,
+        usual_lr=_USUAL_RATE,
         command=["lastlayer.lab.compare"],
     )  # fmt: skip
 

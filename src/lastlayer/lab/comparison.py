@@ -36,7 +36,7 @@ from lastlayer.lab.models import FeatureBody, ModelSettings, PairBody, build_bod
 from lastlayer.lab.on_ray import Cluster
 from lastlayer.lab.options import IDENTITY, CompareOptions, Settled
 from lastlayer.lab.records import SCHEMA, check_space, check_writable, read_json, write_json
-from lastlayer.lab.runs import CLIP, Bench, perform, step_times
+from lastlayer.lab.runs import CLIP, Bench, Subject, perform, step_times
 from lastlayer.lab.specs import HeadSpec, parse_specs
 from lastlayer.lab.training import WARM_UP
 
@@ -65,35 +65,6 @@ class Compared:
     results: list[dict[str, Any]]
     interrupted: bool
     costs: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What heads are compared on: data and a backbone, from files or from Python.
-
-    Attributes:
-        data: what compare.json says of the data.
-        needs: what heads are made from.
-        feed: where batches come from.
-        model: what compare.json says of the backbone.
-        make_body: a backbone with fresh weights, which depend on torch's generator alone.
-        explore: what the explorer shows of a model.
-        n_rows: of the training part, for the frequencies of labels.
-        save: writes what a trained model needs beside its weights, such as the vocabulary.
-        lr: the usual learning rate, where it is not that of the options.
-        command: what asked for the comparison, where it was not ``lastlayer compare``.
-    """
-
-    data: dict[str, Any]
-    needs: ClassData
-    feed: Feed
-    model: ModelSettings
-    make_body: Callable[[], torch.nn.Module]
-    explore: Callable[[torch.nn.Module, torch.nn.Module], list[dict[str, Any]]]
-    n_rows: int
-    save: Callable[[Path], None]
-    lr: float | None = None
-    command: list[str] | None = None
 
 
 Make = Callable[[Settled, torch.device], Subject]
@@ -201,26 +172,15 @@ def _prepare(
             console.print(line, highlight=False, markup=False)
     task = subject.model.task
     settled = options.settled(task)
-    if subject.lr is not None and settled.finds_rate:
-        settled = replace(settled, lr=subject.lr)
+    if subject.usual_lr is not None and settled.finds_rate:
+        settled = replace(settled, lr=subject.usual_lr)
     specs = parse_specs(settled.heads, task=task)
     check_space(out, _bytes_needed(specs, len(settled.seeds), subject))
     judge: Any = _JUDGES[task](subject.feed, subject.needs.counts)
     bench = Bench(
-        out=out,
-        model=subject.model,
-        make_body=subject.make_body,
-        needs=subject.needs,
-        feed=subject.feed,
-        judge=judge,
-        explore=subject.explore,
-        steps=0,
-        lr=settled.lr,
-        finds_rate=settled.finds_rate,
-        n_rows=subject.n_rows,
-        device=device,
-        record={},
-    )
+        **vars(subject), out=out, judge=judge, steps=0, lr=settled.lr,
+        finds_rate=settled.finds_rate, device=device, record={},
+    )  # fmt: skip
     budget = _budget(bench, specs, settled, quiet, console)
     baseline = {"name": judge.baseline_name, **judge.baseline()}
     record = _record(settled, specs, subject, device, options, budget, baseline)

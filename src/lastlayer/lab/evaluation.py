@@ -512,6 +512,9 @@ def as_table(positives: Tensor, n_classes: int) -> Tensor:
     return table.scatter_(1, places, value=True)[:, :-1]
 
 
+Judge = TextJudge | LabelJudge | PairJudge
+
+
 def _share(part: float, whole: float) -> float:
     return float(part / whole) if whole else 0.0
 

@@ -2,7 +2,7 @@
 
 import time
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -21,8 +21,8 @@ _TOLD_SECONDS = 5.0
 _NAME_WIDTH, _BAR_WIDTH = 22, 10
 
 
-class Watcher(Protocol):
-    """Hears what happens."""
+class Watcher:
+    """Hears what happens, and shows nothing."""
 
     def says(self, text: str) -> None:
         """Something beside the runs."""
@@ -43,18 +43,7 @@ class Watcher(Protocol):
         """The comparison is over."""
 
 
-class Silent:
-    """Shows nothing."""
-
-    def says(self, text: str) -> None: ...
-    def starts(self, spec: HeadSpec, seed: int) -> None: ...
-    def moves(self, share: float, progress: Progress, loss: float | None) -> None: ...
-    def ends(self, spec: HeadSpec, seed: int, result: dict[str, Any]) -> None: ...
-    def measures(self, spec: HeadSpec, classes: int, share: float) -> None: ...
-    def close(self) -> None: ...
-
-
-class Lines(Silent):
+class Lines(Watcher):
     """A line for each event, with the time of day."""
 
     def __init__(self, out: Console, runs: int) -> None:
@@ -108,7 +97,7 @@ class _Row:
         self.results: list[dict[str, Any]] = []
 
 
-class LiveTable(Silent):
+class LiveTable(Watcher):
     """All heads with their progress, loss, quality so far and the time left."""
 
     def __init__(self, out: Console, specs: list[HeadSpec], seeds: list[int]) -> None:
@@ -232,7 +221,7 @@ def _digits(value: float) -> str:
 def watcher(out: Console, specs: list[HeadSpec], seeds: list[int], *, quiet: bool) -> Watcher:
     """The one that suits the terminal."""
     if quiet:
-        return Silent()
+        return Watcher()
     if out.is_terminal:
         return LiveTable(out, specs, seeds)
     return Lines(out, len(specs) * len(seeds))

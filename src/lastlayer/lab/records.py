@@ -9,7 +9,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,21 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, made + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """What :func:`write_json` wrote, or a refusal that names the file."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        LabError: it is not there, is broken, or holds something else.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise LabError(f"{path}: expected a file, got none there") from None
+        raise LabError(f"'{path}': expected a file, got none there") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise LabError(f"{path}: expected JSON that can be read, got {error}") from error
+        raise LabError(f"'{path}': expected JSON, got a broken file ({error})") from error
+    if not isinstance(value, dict):
+        raise LabError(f"'{path}': expected a JSON object, got {type(value).__name__}")
+    return value
 
 
 class Lines:
@@ -112,8 +119,6 @@ def _size(count: float) -> str:
 
 
 FINISHED = "ok"
-# Came to no result, and would not with more time.
-FAILED = ("nan", "diverged", "out of memory", "error")
 # Could still come to one.
 OPEN = ("interrupted", "unfinished", "not started")
 
@@ -231,7 +236,7 @@ def read_comparison(folder: Path) -> Comparison:
             f"folder: expected one that `lastlayer compare --out` wrote, with a compare.json, "
             f"got '{folder}'; give the folder above runs/"
         )
-    asked = read_object(path)
+    asked = read_json(path)
     if asked.get("schema", SCHEMA) != SCHEMA:
         raise LabError(
             f"'{path}': expected schema {SCHEMA}, got {asked['schema']!r}; read it with the "
@@ -280,7 +285,7 @@ def _read_run(runs: Path, head: HeadEntry, seed: int) -> Run:
     folder = runs / f"{head.slug}-s{seed}"
     result_path = folder / "result.json"
     lines = read_lines(folder / "metrics.jsonl")
-    result = read_object(result_path) if result_path.is_file() else {}
+    result = read_json(result_path) if result_path.is_file() else {}
     test = _mapping(result.get("test"))
     status = result.get("status") or ("unfinished" if folder.is_dir() else "not started")
     numbers = _finite(result) or _latest(lines)
@@ -357,21 +362,6 @@ def _mapping(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object.
-
-    Raises:
-        LabError: it is broken, or holds something else.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise LabError(f"'{path}': expected JSON, got a broken file ({error})") from error
-    if not isinstance(value, dict):
-        raise LabError(f"'{path}': expected a JSON object, got {type(value).__name__}")
-    return value
-
-
 @dataclass(frozen=True)
 class Cost:
     """A training step of one head at one number of classes.
@@ -423,7 +413,7 @@ def read_rates(folder: Path) -> dict[str, dict[str, Any]]:
         LabError: the file is broken.
     """
     path = folder / RATES_FILE
-    held = read_object(path) if path.is_file() else {}
+    held = read_json(path) if path.is_file() else {}
     return {slug: found for slug, found in held.items() if isinstance(found, dict)}
 
 
@@ -436,33 +426,23 @@ def read_costs(folder: Path) -> Costs | None:
     path = folder / COSTS_FILE
     if not path.is_file():
         return None
-    held = read_object(path)
+    held = read_json(path)
     if held.get("schema") != COSTS_SCHEMA:
         raise LabError(
             f"'{path}': expected schema {COSTS_SCHEMA}, got {held.get('schema')!r}; read it with "
             "the version of lastlayer that wrote it, or delete it"
         )
+    known = {each.name for each in fields(Cost)}
     try:
+        found = [{name: each[name] for name in known & each.keys()} for each in held["costs"]]
         return Costs(
             rows=int(held["rows"]),
             width=int(held["width"]),
             own=int(held["own"]),
-            found=tuple(_cost(each) for each in held["costs"]),
+            found=tuple(Cost(**each) for each in found),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LabError(
             f"'{path}': expected what `lastlayer compare` wrote, got {type(error).__name__}: "
             f"{error}; delete it"
         ) from error
-
-
-def _cost(entry: Mapping[str, Any]) -> Cost:
-    numbers = ("ms", "low_ms", "high_ms", "peak_memory_mb")
-    return Cost(
-        slug=str(entry["slug"]),
-        classes=int(entry["classes"]),
-        samples=int(entry.get("samples") or 0),
-        parameters=None if entry.get("parameters") is None else int(entry["parameters"]),
-        reason=str(entry.get("reason") or ""),
-        **{name: None if entry.get(name) is None else float(entry[name]) for name in numbers},
-    )

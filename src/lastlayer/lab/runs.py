@@ -13,13 +13,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from lastlayer.heads.recipes import ClassData
 from lastlayer.lab.budget import Schedule
+from lastlayer.lab.evaluation import Judge
 from lastlayer.lab.feeding import Feed
 from lastlayer.lab.machine import PeakMemory, give_back
 from lastlayer.lab.models import ModelSettings
@@ -52,50 +53,55 @@ _RATE_SHARE, _RATE_STEPS = 1 / 8, (20, 200)
 _TIMED_STEPS, _TIMED_SECONDS = 8, 1.0
 
 
-class Judge(Protocol):
-    """Judges models on held-out data."""
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What heads are compared on: data and a backbone, from files or from Python.
 
-    def on_the_way(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
-        """For a point of the learning curve."""
+    Attributes:
+        data: what compare.json says of the data.
+        needs: what heads are made from.
+        feed: where batches come from.
+        model: what compare.json says of the backbone.
+        make_body: a backbone with fresh weights, which depend on torch's generator alone.
+        explore: what the explorer shows of a model.
+        n_rows: of the training part, for the frequencies of labels.
+        save: writes what a trained model needs beside its weights, such as the vocabulary.
+        usual_lr: learning rate around which each head's own is looked for; None for that of the
+            options.
+        command: what asked for the comparison, where it was not ``lastlayer compare``.
+    """
 
-    def at_the_end(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
-        """For the result."""
+    data: dict[str, Any]
+    needs: ClassData
+    feed: Feed
+    model: ModelSettings
+    make_body: Callable[[], nn.Module]
+    explore: Callable[[nn.Module, nn.Module], list[dict[str, Any]]]
+    n_rows: int
+    save: Callable[[Path], None]
+    usual_lr: float | None = None
+    command: list[str] | None = None
 
-    def score(self, found: dict[str, Any]) -> float:
-        """One number of a point of the curve, lower is better."""
 
-
-@dataclass(frozen=True)
-class Bench:
-    """What all runs of a comparison share.
+@dataclass(frozen=True, kw_only=True)
+class Bench(Subject):
+    """The same with all that the runs of a comparison share.
 
     Attributes:
         out: the folder of the comparison.
-        model: what the record says of the backbone.
-        make_body: a backbone with fresh weights.
-        needs: what heads are made from.
-        feed: where batches come from.
-        judge: what judges them.
-        explore: what the explorer shows of a model.
+        judge: what judges models.
         steps: of each run.
         lr: learning rate, or the usual one around which each head's own is looked for.
         finds_rate: whether that is done.
-        n_rows: of the training part, for the frequencies of labels.
         device: where they run.
         record: what config.json holds beside head and seed.
     """
 
     out: Path
-    model: ModelSettings
-    make_body: Callable[[], nn.Module]
-    needs: ClassData
-    feed: Feed
     judge: Judge
-    explore: Callable[[nn.Module, nn.Module], list[dict[str, Any]]]
     steps: int
     lr: float
     finds_rate: bool
-    n_rows: int
     device: torch.device
     record: dict[str, Any]
 
@@ -106,8 +112,8 @@ class Bench:
     def finished(self, spec: HeadSpec, seed: int) -> dict[str, Any] | None:
         """The result of a run that need not be made again."""
         path = self.folder(spec, seed) / "result.json"
-        result: dict[str, Any] | None = read_json(path) if path.is_file() else None
-        return result if result is not None and result.get("status") in FINAL else None
+        result = read_json(path) if path.is_file() else {}
+        return result if result.get("status") in FINAL else None
 
 
 Tell = Callable[[float, Progress, float | None], None]
