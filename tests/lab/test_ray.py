@@ -113,6 +113,15 @@ def test_an_address_without_a_cluster_is_one_message(tmp_path):
         compare(backbone, batches(), batches(), HEADS, ray="cluster", **QUICK)
 
 
+def test_more_cores_than_any_machine_has_are_refused(cluster, tmp_path):
+    with pytest.raises(LabError, match="threads: expected at most the 2 CPUs"):
+        compare(
+            backbone, batches(), batches(), HEADS, out=tmp_path / "out", ray="local", threads=3,
+            **QUICK,
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_takes_ray_without_an_address(cluster, tmp_path):
     text = tmp_path / "small.txt"
     text.write_text("the cat sat on the mat and the dog ran to the sea\n" * 40)

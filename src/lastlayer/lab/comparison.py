@@ -120,7 +120,8 @@ def conduct(
     run_all = _run_all
     with ExitStack() as open_things:
         if ray is not None:
-            run_all = open_things.enter_context(Cluster(ray, settled.threads or 1)).run_all
+            cluster = Cluster(ray, settled.threads or 1, gpus=int(device.type == "cuda"))
+            run_all = open_things.enter_context(cluster).run_all
         new = not out.exists()
         check_writable(out)
         try:

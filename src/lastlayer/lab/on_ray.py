@@ -35,12 +35,14 @@ class Cluster:
         address: of a cluster, as ``host:port`` or ``ray://host:port``; ``auto`` for the one that
             runs here; ``local`` starts one with the cores of this machine.
         threads: cores of each run.
+        gpus: of each run; one of its own, since beside another run the time of a step says nothing.
     """
 
-    def __init__(self, address: str, threads: int) -> None:
+    def __init__(self, address: str, threads: int, gpus: int) -> None:
         if find_spec("ray") is None:
             raise LabError('--ray: expected ray to be installed; pip install "lastlayer[ray]"')
-        self._address, self._threads, self._mine = address, threads, False
+        self._address, self._threads, self._gpus = address, threads, gpus
+        self._mine = False
 
     def __enter__(self) -> Self:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -48,8 +50,25 @@ class Cluster:
 
         # What is timed and recorded here is what a worker does.
         torch.set_num_threads(self._threads)
-        if self._address == LOCAL and ray.is_initialized():
-            return self
+        if self._address != LOCAL or not ray.is_initialized():
+            self._connect()
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        # A task that no machine can take would wait for ever.
+        for option, kind, wanted in (
+            ("--threads", "CPU", self._threads), ("--device cuda", "GPU", self._gpus),
+        ):  # fmt: skip
+            most = max((node.get(kind, 0) for node in nodes), default=0)
+            if wanted > most:
+                self.__exit__()
+                raise LabError(
+                    f"{option}: expected at most the {most:g} {kind}s of the largest machine of "
+                    f"--ray {self._address}, got {wanted}"
+                )
+        return self
+
+    def _connect(self) -> None:
+        import ray
+
         _check_reachable(self._address)
         paths = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
         try:
@@ -61,26 +80,12 @@ class Cluster:
         except (ConnectionError, ValueError, RuntimeError, TimeoutError, OSError) as error:
             raise _unreachable(self._address, error) from error
         self._mine = True
-        self._check_resources()
-        return self
 
     def __exit__(self, *_raised: object) -> None:
         import ray
 
         if self._mine:
             ray.shutdown()
-
-    def _check_resources(self) -> None:
-        """A task that no machine can take would wait for ever."""
-        import ray
-
-        most = max((n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]), default=0)
-        if self._threads > most:
-            self.__exit__()
-            raise LabError(
-                f"--threads: expected at most {most:g}, the cores of the largest machine of --ray "
-                f"{self._address}, got {self._threads}"
-            )
 
     def run_all(
         self,
@@ -93,9 +98,7 @@ class Cluster:
         """All heads with all seeds, side by side; learning rates first, one search per head."""
         import ray
 
-        # A GPU of its own: beside another run, the time of a step would say nothing.
-        gpus = 1 if bench.device.type == "cuda" else 0
-        task = ray.remote(num_cpus=self._threads, num_gpus=gpus, max_retries=_RETRIES)
+        task = ray.remote(num_cpus=self._threads, num_gpus=self._gpus, max_retries=_RETRIES)
         search, make = task(_search), task(_make)
         stop, shared = bench.out / _STOP, ray.put(bench)
         stop.unlink(missing_ok=True)
