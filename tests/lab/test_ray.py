@@ -34,10 +34,8 @@ def cluster():
         address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": paths}},
     )  # fmt: skip
-    threads = torch.get_num_threads()
     yield
     ray.shutdown()
-    torch.set_num_threads(threads)
 
 
 def batches() -> list:

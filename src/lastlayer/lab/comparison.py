@@ -115,10 +115,11 @@ def conduct(
     settled = options.settled()
     parse_specs(settled.heads, task=settled.task)
     device = machine.device_named(settled.device)
-    if settled.threads is not None:
-        torch.set_num_threads(settled.threads)
     run_all = _run_all
     with ExitStack() as open_things:
+        open_things.callback(torch.set_num_threads, torch.get_num_threads())
+        if settled.threads is not None:
+            torch.set_num_threads(settled.threads)
         if ray is not None:
             cluster = Cluster(ray, settled.threads or 1, gpus=int(device.type == "cuda"))
             run_all = open_things.enter_context(cluster).run_all
