@@ -152,7 +152,7 @@ def compare(
         if out is None and not (folder / "compare.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, LabError):
-            raise type(error)(_as_arguments(str(error))) from error
+            raise type(error)(_as_arguments(str(error))) from None
         raise
     return CompareResult(done.out, done.interrupted)
 
