@@ -22,7 +22,7 @@ from lastlayer.lab.errors import LabError
 from lastlayer.lab.evaluation import LabelJudge, TextJudge
 from lastlayer.lab.explorer import explore
 from lastlayer.lab.feeding import Feed, LabelFeed, TextFeed
-from lastlayer.lab.files import check_space, check_writable, read_json
+from lastlayer.lab.files import LOCK, Lock, check_space, check_writable, read_json
 from lastlayer.lab.label_explorer import explore_labels
 from lastlayer.lab.live import Watcher, watcher
 from lastlayer.lab.models import FeatureBody, ModelSettings, build_body
@@ -76,9 +76,11 @@ def compare(
         torch.set_num_threads(settled.threads)
     new = not out.exists()
     check_writable(out)
+    lock = Lock(out)
     try:
         bench = _prepare(settled, specs, device, out, options, quiet, console)
     except BaseException:
+        lock.release()
         if new:
             with suppress(OSError):
                 out.rmdir()
@@ -93,6 +95,7 @@ def compare(
             return Compared(out, results, bool(stopped), costs)
     finally:
         watching.close()
+        lock.release()
 
 
 def _run_all(
@@ -127,6 +130,7 @@ def _prepare(
         console.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
     data = read_data(settled)
     feed, model = _feed(data, settled, device)
+    _check_sizes(options, feed)
     names = data.vocabulary.tokens if isinstance(data, TextData) else data.label_names
     needs = ClassData(settled.width, np.asarray(data.counts), names)
     check_space(out, _bytes_needed(specs, len(settled.seeds), model, needs))
@@ -201,6 +205,23 @@ def _feed(
     return rows, model
 
 
+def _check_sizes(options: CompareOptions, feed: Feed) -> None:
+    """A size that was asked for has to be possible; the usual ones shrink to small data."""
+    length = int(getattr(feed, "length", 1))
+    if options.length is not None and options.length > length:
+        raise LabError(
+            f"--length: expected at most {length:,} tokens, one less than the training data has, "
+            f"got {options.length:,}"
+        )
+    most = feed.batch_size // length
+    if options.batch is not None and options.batch > most:
+        what = f"windows of {length:,} tokens" if length > 1 else "rows"
+        raise LabError(
+            f"--batch: expected at most {most:,}, the {what} of the training data, got "
+            f"{options.batch:,}"
+        )
+
+
 def _fitted_to(data: TextData | LabelData) -> Callable[[torch.nn.Module], None] | None:
     """Dense features have units of their own: bodies learn them from the training part."""
     if not isinstance(data, LabelData) or isinstance(data.train.features, SparseRows):
@@ -261,7 +282,7 @@ def _options_of(options: CompareOptions, out: Path, resume: bool) -> CompareOpti
             )
         recorded = CompareOptions.from_json(read_json(path).get("options") or {})
         return options.resumed(recorded, out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(each.name != LOCK for each in out.iterdir())):
         raise LabError(
             f"--out: expected a folder that is new or empty, got '{out}'; add --resume to go on "
             "with what is there, or choose another one"

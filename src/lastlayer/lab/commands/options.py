@@ -26,10 +26,10 @@ Heads = Annotated[
 Task = Annotated[
     str | None, typer.Option(metavar="lm|multilabel", help="What is predicted; lm by default.")
 ]
-VocabSize = Annotated[int | None, typer.Option(help="The most words, <unk> among them.")]
-MinCount = Annotated[int | None, typer.Option(help="Words that come less often become <unk>.")]
-Limit = Annotated[int | None, typer.Option(help="The most tokens or rows for training.")]
-Encoding = Annotated[str | None, typer.Option(help="Of text files; utf-8 by default.")]
+VocabSize = Annotated[int | None, typer.Option(help="Size of the vocabulary, <unk> included.")]
+MinCount = Annotated[int | None, typer.Option(help="Rarer words become <unk>.")]
+Limit = Annotated[int | None, typer.Option(help="Largest number of tokens or rows for training.")]
+Encoding = Annotated[str | None, typer.Option(help="Encoding of text files; utf-8 by default.")]
 TextField = Annotated[
     str | None,
     typer.Option(metavar="NAME,…", help="Where JSON lines have their text; 'text' by default."),
