@@ -66,6 +66,19 @@ def test_the_command_prints_text_and_the_best_of_each_step(out):
     assert all(len(step["top"]) == 2 for step in made["steps"])
 
 
+def test_words_of_the_prompt_that_are_not_known_are_named(out):
+    words = [
+        "generate",
+        str(out / "runs" / "full-s1"),
+        "--prompt",
+        "one zebra two zebra",
+        "--tokens",
+    ]
+    result = runner.invoke(app, [*words, "1"])
+    assert "read as <unk>: 'zebra'\n" in result.stderr
+    assert json.loads(runner.invoke(app, [*words, "1", "--json"]).stdout)["unknown"] == ["zebra"]
+
+
 def test_lines_end_where_the_text_says():
     assert as_text(["a", "b", "<eos>", "c", "<eos>"]) == "a b\nc"
     assert as_text(["import", "os", "<newline>", "os", ".", "path"]) == "import os\nos . path"
