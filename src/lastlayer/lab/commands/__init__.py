@@ -20,4 +20,4 @@ def _listed() -> str:
     width = max(map(len, FAMILIES))
     # Blanks at the beginning and in a row would be taken out.
     lines = [f"{name:\N{NO-BREAK SPACE}<{width}}  {each.title}" for name, each in FAMILIES.items()]
-    return "\n\n".join(["Heads (lastlayer heads says what they do and take):", *lines])
+    return "\n".join(["Heads (lastlayer heads says what they do and take):", *lines])
