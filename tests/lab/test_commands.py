@@ -86,6 +86,7 @@ def test_the_program_lists_every_command():
         (["generate", "no/such/run"], "no/such/run"),
         (["export", "no/such/run", "--to", "there"], "no/such/run"),
         (["plan", "--classes", "10", "--hidden", "4", "--rows", "2", "--device", "tpu"], "tpu"),
+        (["plan", "--classes", "9", "--hidden", "4", "--rows", "2", "--task", "pairs"], "'pairs'"),
         (["plan", "--classes", "9" * 12, "--hidden", "4", "--rows", "2"], "at most 20,000,000"),
         (["compare", "--task", "multilabel", "--model", "lstm"], "expected bag for --task"),
         (["compare", "--seeds", "9" * 12], "--seeds: expected at most 10,000"),
@@ -114,7 +115,7 @@ BROKEN = {
     "one token": ({"data.txt": b"alone"}, []),
     "one class": ({"data.txt": b"same " * 200}, []),
     "wrong encoding": ({"data.txt": "größer als \xe4lter ".encode("latin-1") * 50}, []),
-    "labels, not text": ({"data.arff": ARFF.encode()}, []),
+    "labels, not text": ({"data.arff": (ARFF + "1,1\n" * 20).encode()}, ["--task", "lm"]),
     "missing values": (
         {"data.arff": (ARFF + "?,1\n" * 20).encode(), "data.xml": (XML % "red").encode()},
         ["--task", "multilabel"],
@@ -130,7 +131,7 @@ BROKEN = {
 SAID = {
     "one class": "one class: the training part has one word alone",
     "wrong encoding": "perhaps --encoding latin-1",
-    "labels, not text": "give --task multilabel",
+    "labels, not text": "give --task classification or --task multilabel",
     "missing values": "data.arff:5: a missing value (?) of 'size'",
     "other labels": "labels are no attributes of data.arff: 'blue'",
 }

@@ -440,7 +440,10 @@ def test_labels(tmp_path):
         (["--head", "ful"], "no head 'ful'; did you mean full?"),
         (["--head", "full:bia=1"], "no argument 'bia'; did you mean bias?"),
         (["--model", "gru"], "--model: expected one of lstm, transformer, bag, got 'gru'"),
-        (["--task", "speech"], "--task: expected one of lm, multilabel, got 'speech'"),
+        (
+            ["--task", "speech"],
+            "--task: expected one of lm, classification, multilabel, pairs, got 'speech'",
+        ),
         (["--seeds", "0"], "--seeds: expected at least 1, got 0"),
         (["--lr", "-1"], "--lr: expected auto or a number above 0, got '-1'"),
         (["--vocab-size", "1"], "--vocab-size: expected at least 2, got 1"),

@@ -81,7 +81,7 @@ def test_json_lines_of_a_folder(here):
     data = load("hf:./set", task="multilabel")
     assert data.label_names == ("sport", "art")
     assert sum(sizes(data)) == 30
-    with pytest.raises(DataError, match=r"no field 'body'; it has 'text', 'labels'"):
+    with pytest.raises(DataError, match=r"no column 'body'; there are 'text', 'labels'"):
         load("hf:./set::body", task="multilabel")
 
 
@@ -97,14 +97,14 @@ def test_labels_of_a_folder_have_their_names(here, saved):
     data = load("hf:./set::body", task="multilabel")
     assert set(data.label_names) == {*NAMES}
     assert sizes(data) == list(SIZES.values())
-    single = load("hf:./set::body", task="multilabel", labels_field="one")
+    single = load("hf:./set::body", task="multilabel", label="one")
     assert set(single.label_names) == {"art", "law"}
     assert 0 < len(single.train.labels.indices) < SIZES["train"]
 
 
 def test_a_set_that_was_saved_without_splits_is_for_training(here):
     labelled(40).save_to_disk("set")
-    assert sizes(load("hf:./set::body")) == [160, 20, 20]
+    assert sizes(load("hf:./set::body", task="lm")) == [160, 20, 20]
 
 
 def test_splits_of_other_names_are_told(here):

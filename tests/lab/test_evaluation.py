@@ -68,7 +68,7 @@ def test_rows_are_what_the_head_says(head, batch, monkeypatch):
 def test_a_target_without_probability_is_infinitely_bad_and_not_covered():
     rows = Rows(
         target=np.array([0, 1]), nll=np.array([0.0, math.inf]), place=np.array([0, 10]),
-        confidence=np.array([1.0, 1.0]), support=np.array([1, 1]),
+        confidence=np.array([1.0, 1.0]), support=np.array([1, 1]), guess=np.array([0, 0]),
     )  # fmt: skip
     found = quality(rows, 100)
     assert found["nll"] == found["perplexity"] == math.inf
@@ -81,11 +81,11 @@ def test_calibration_is_0_where_confidence_is_accuracy():
     confidence = np.repeat([0.25, 0.75], 400)
     right = np.concatenate([np.arange(400) % 4 == 0, np.arange(400) % 4 != 0])
     place = np.where(right, 0, 10)
-    rows = Rows(place * 0, confidence * 0, place, confidence, place * 0)
+    rows = Rows(place * 0, confidence * 0, place, confidence, place * 0, place)
     found = calibration(rows)
     assert found["calibration_error"] == pytest.approx(0.0)
     assert [each["count"] for each in found["calibration"]] == [400, 400]
-    sure = Rows(place * 0, confidence * 0, place, np.ones(800), place * 0)
+    sure = Rows(place * 0, confidence * 0, place, np.ones(800), place * 0, place)
     assert calibration(sure)["calibration_error"] == pytest.approx(0.5)
     assert len(calibration(sure)["calibration"]) <= BINS
 

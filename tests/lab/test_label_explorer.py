@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from lastlayer.heads.multi_label import MultiLabel
-from lastlayer.lab.data import LabelData, SparseRows
-from lastlayer.lab.data.label_data import LabelPart, Lists
-from lastlayer.lab.feeding import LabelFeed
+from lastlayer.lab.data import LabelData, LabelPart, Lists, SparseRows
+from lastlayer.lab.feeding import RowFeed
 from lastlayer.lab.label_explorer import BEST, MOST_FEATURES, MOST_LABELS, ROWS, explore_labels
 from lastlayer.lab.models import FeatureBody
 from lastlayer.lab.report import explorer as shown
@@ -53,7 +52,7 @@ def explored(data: LabelData, loss: str = "zlpr", batch: int = 8):
     if dense:
         body.fit(torch.from_numpy(data.train.features))
     head = MultiLabel(WIDTH, data.n_classes, loss)
-    return explore_labels(data, body, head, LabelFeed(data, batch, CPU))
+    return explore_labels(data, body, head, RowFeed(data, batch, CPU))
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from lastlayer import heads, samplers
 from lastlayer.lab.data import LabelData, LabelPart, Lists, SparseRows, TextData, Vocabulary
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.feeding import PADDING, LabelFeed, TextFeed
+from lastlayer.lab.feeding import PADDING, RowFeed, TextFeed
 from lastlayer.lab.files import Lines, finite, write_json
 from lastlayer.lab.memory import PeakMemory
-from lastlayer.lab.models import LM_MODELS, FeatureBody, ModelSettings, build_body
+from lastlayer.lab.models import MODELS, FeatureBody, ModelSettings, build_body
 from lastlayer.lab.training import (
     Progress,
     Stepper,
@@ -94,7 +94,7 @@ def test_rows_come_with_their_own_labels(sparse):
     made = LabelData(
         "made", part, part, part, tuple("abcde"), tuple("xyz"), np.array([2, 1, 1]), {}
     )
-    batch = LabelFeed(made, 5, CPU).batch(1, 0)
+    batch = RowFeed(made, 5, CPU).batch(1, 0)
     body = FeatureBody(5, 5, dense=not sparse)
     with torch.no_grad():
         body.bag.weight.copy_(torch.eye(5))
@@ -103,7 +103,7 @@ def test_rows_come_with_their_own_labels(sparse):
     assert batch.target.tolist() == [expected[i] for i in row_of]
 
 
-@pytest.mark.parametrize("kind", LM_MODELS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_a_body_does_not_look_ahead(kind):
     body, tokens = body_of(kind), torch.randint(CLASSES, (2, 10))
     changed = tokens.clone()
@@ -130,7 +130,9 @@ def test_dense_features_of_all_units_count_alike():
 
 
 def test_a_model_that_the_task_does_not_have_is_refused():
-    with pytest.raises(LabError, match="--model: expected one of bag for --task multilabel"):
+    with pytest.raises(
+        LabError, match="--model: expected one of bag, identity for --task multilabel"
+    ):
         build_body(ModelSettings("lstm", "multilabel", 10, 4))
 
 

@@ -17,16 +17,16 @@ from rich.console import Console
 from lastlayer.heads.recipes import ClassData
 from lastlayer.lab import environment
 from lastlayer.lab.costs import measure_costs
-from lastlayer.lab.data import LabelData, SparseRows, TextData
+from lastlayer.lab.data import Data, LabelData, PairData, SparseRows, TextData
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.evaluation import LabelJudge, TextJudge
+from lastlayer.lab.evaluation import ClassJudge, LabelJudge, PairJudge, TextJudge
 from lastlayer.lab.explorer import explore
-from lastlayer.lab.feeding import Feed, LabelFeed, TextFeed
+from lastlayer.lab.feeding import Feed, RowFeed, TextFeed
 from lastlayer.lab.files import LOCK, Lock, check_space, check_writable, read_json
 from lastlayer.lab.label_explorer import explore_labels
 from lastlayer.lab.live import Watcher, watcher
-from lastlayer.lab.models import FeatureBody, ModelSettings, build_body
-from lastlayer.lab.options import CompareOptions, Settled
+from lastlayer.lab.models import FeatureBody, ModelSettings, PairBody, build_body
+from lastlayer.lab.options import IDENTITY, CompareOptions, Settled
 from lastlayer.lab.reading import read_data
 from lastlayer.lab.records import SCHEMA, frozen_record, write_once
 from lastlayer.lab.runs import Bench, perform, step_times
@@ -70,7 +70,7 @@ def compare(
     """
     options = _options_of(options, out, resume)
     settled = options.settled()
-    specs = parse_specs(settled.heads, task=settled.task)
+    parse_specs(settled.heads, task=settled.task)
     device = environment.device_named(settled.device)
     if settled.threads is not None:
         torch.set_num_threads(settled.threads)
@@ -78,7 +78,7 @@ def compare(
     check_writable(out)
     lock = Lock(out)
     try:
-        bench = _prepare(settled, specs, device, out, options, quiet, console)
+        bench, specs = _prepare(settled, device, out, options, quiet, console)
     except BaseException:
         lock.release()
         if new:
@@ -90,7 +90,7 @@ def compare(
         with _interruptible(_say_aside if quiet else watching.says) as stopped, _few_objects():
             results = _run_all(bench, specs, settled.seeds, watching, stopped)
             costs = None
-            if not stopped:
+            if not stopped and bench.model.task != "pairs":
                 costs = measure_costs(bench, specs, results, watching, lambda: bool(stopped))
             return Compared(out, results, bool(stopped), costs)
     finally:
@@ -118,24 +118,28 @@ def _run_all(
 
 def _prepare(
     settled: Settled,
-    specs: list[HeadSpec],
     device: torch.device,
     out: Path,
     options: CompareOptions,
     quiet: bool,
     console: Console,
-) -> Bench:
-    """Everything before the first run."""
+) -> tuple[Bench, list[HeadSpec]]:
+    """Everything before the first run, and the heads, which follow from the task of the data."""
     if not quiet:
         console.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
     data = read_data(settled)
+    if not quiet:
+        for line in told_of(data):
+            console.print(line, highlight=False, markup=False)
+    settled = options.settled(data.task)
+    specs = parse_specs(settled.heads, task=data.task)
     feed, model = _feed(data, settled, device)
+    _check_given_states(model, options)
     _check_sizes(options, feed)
-    names = data.vocabulary.tokens if isinstance(data, TextData) else data.label_names
-    needs = ClassData(settled.width, np.asarray(data.counts), names)
+    needs = ClassData(model.width, np.asarray(data.counts), _class_names(data))
     check_space(out, _bytes_needed(specs, len(settled.seeds), model, needs))
     judge = _judge(data, feed)
-    n_rows = data.train.n_rows if isinstance(data, LabelData) else len(data.train)
+    n_rows = len(data.train) if isinstance(data, TextData) else data.train.n_rows
     bench = Bench(
         out=out,
         model=model,
@@ -159,7 +163,44 @@ def _prepare(
     write_once(out, record, data)
     shared = ("data", "model", "budget", "settings", "device", "versions", "git")
     kept = {"schema": SCHEMA, **{name: record[name] for name in shared}}
-    return replace(bench, steps=budget["amount"], record=kept)
+    return replace(bench, steps=budget["amount"], record=kept), specs
+
+
+def told_of(data: Data) -> list[str]:
+    """What was found in the data, for a person who did not say it."""
+    described = data.description
+    task = f"Task: {data.task}"
+    if described.get("task_reason", "as asked") != "as asked":
+        task += f" ({described['task_reason']}; --task asks for another)"
+    lines = [task]
+    columns = described.get("columns") or {}
+    if columns:
+        listed = {use: [v] if isinstance(v, str) else v for use, v in columns.items()}
+        found = (
+            f"{use} from {', '.join(names[:6])}{', …' * (len(names) > 6)}"
+            for use, names in listed.items()
+        )
+        lines.append(f"Columns: {'; '.join(found)}")
+    return [*lines, *(f"Note: {each}." for each in described.get("notes", ()))]
+
+
+def _check_given_states(model: ModelSettings, options: CompareOptions) -> None:
+    """Hidden states that are there already have a size, and need no backbone."""
+    if model.kind != IDENTITY:
+        return
+    given = {"--width": (options.width, model.width), "--model": (options.model, None)}
+    for option, (value, own) in given.items():
+        if value not in (None, own):
+            raise LabError(
+                f"{option}: expected none beside hidden states of size {model.width}, got "
+                f"{value}; leave it out: heads are trained on the states themselves"
+            )
+
+
+def _class_names(data: Data) -> tuple[str, ...]:
+    if isinstance(data, TextData):
+        return data.vocabulary.tokens
+    return data.label_names if isinstance(data, LabelData) else ()
 
 
 def _budget(
@@ -190,18 +231,25 @@ def _budget(
     return made
 
 
-def _feed(
-    data: TextData | LabelData, settled: Settled, device: torch.device
-) -> tuple[Feed, ModelSettings]:
+def _feed(data: Data, settled: Settled, device: torch.device) -> tuple[Feed, ModelSettings]:
     if isinstance(data, TextData):
         text = TextFeed(data, settled.batch, settled.length, device)
         model = ModelSettings(
             settled.model, "lm", data.n_classes, settled.width, settled.layers, text.length
         )
         return text, model
-    rows = LabelFeed(data, settled.batch, device)
+    rows = RowFeed(data, settled.batch, device)
+    if isinstance(data, PairData):
+        dense = not isinstance(data.train.query, SparseRows)
+        inputs, keys = data.widths[0], 0 if data.shared else data.widths[1]
+        model = ModelSettings(
+            settled.model, data.task, inputs, settled.width, dense=dense, keys=keys
+        )
+        return rows, model
+    if data.hidden:
+        return rows, ModelSettings(IDENTITY, data.task, data.n_features, data.n_features)
     dense = not isinstance(data.train.features, SparseRows)
-    model = ModelSettings(settled.model, "multilabel", data.n_features, settled.width, dense=dense)
+    model = ModelSettings(settled.model, data.task, data.n_features, settled.width, dense=dense)
     return rows, model
 
 
@@ -222,27 +270,32 @@ def _check_sizes(options: CompareOptions, feed: Feed) -> None:
         )
 
 
-def _fitted_to(data: TextData | LabelData) -> Callable[[torch.nn.Module], None] | None:
-    """Dense features have units of their own: bodies learn them from the training part."""
-    if not isinstance(data, LabelData) or isinstance(data.train.features, SparseRows):
+def _fitted_to(data: Data) -> Callable[[torch.nn.Module], None] | None:
+    """Dense features have units of their own: backbones learn them from the training part."""
+    if isinstance(data, TextData):
         return None
-    features = torch.from_numpy(np.ascontiguousarray(data.train.features))
+    both = data.train[:2] if isinstance(data, PairData) else data.train[:1]
+    if any(isinstance(each, SparseRows) for each in both):
+        return None
+    features = [torch.from_numpy(np.ascontiguousarray(each)) for each in both]
 
     def fit(body: torch.nn.Module) -> None:
-        if isinstance(body, FeatureBody):
-            body.fit(features)
+        if isinstance(body, FeatureBody | PairBody):
+            body.fit(*features)
 
     return fit
 
 
-def _judge(data: TextData | LabelData, feed: Feed) -> TextJudge | LabelJudge:
-    if isinstance(data, TextData):
-        return TextJudge(feed, np.asarray(data.counts))
-    return LabelJudge(feed, np.asarray(data.counts))
+def _judge(data: Data, feed: Feed) -> TextJudge | LabelJudge | PairJudge:
+    kinds: dict[str, Any] = {
+        "lm": TextJudge, "classification": ClassJudge, "multilabel": LabelJudge, "pairs": PairJudge,
+    }  # fmt: skip
+    made: TextJudge | LabelJudge | PairJudge = kinds[data.task](feed, np.asarray(data.counts))
+    return made
 
 
 def _explored(
-    data: TextData | LabelData,
+    data: Data,
     body: torch.nn.Module,
     head: torch.nn.Module,
     feed: Feed,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lastlayer.heads import AdaptiveSoftmax, HierarchicalSoftmax
 from lastlayer.lab.feeding import Batch, Feed
@@ -56,6 +57,7 @@ class Rows:
         place: where the target is among the ten best classes, from 0; 10 where it is not.
         confidence: the highest probability.
         support: how many classes have a probability above 0.
+        guess: the class with the highest probability.
     """
 
     target: NDArray[np.int64]
@@ -63,6 +65,7 @@ class Rows:
     place: NDArray[np.int64]
     confidence: Reals
     support: NDArray[np.int64]
+    guess: NDArray[np.int64]
 
 
 @torch.no_grad()
@@ -75,8 +78,8 @@ def judge_rows(body: nn.Module, head: nn.Module, batches: Iterator[Batch]) -> Ro
         for batch in batches
     ]
     columns = (torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True))
-    target, nll, place, confidence, support = columns
-    return Rows(target, nll.astype(np.float64), place, confidence.astype(np.float64), support)
+    target, nll, place, confidence, *rest = columns
+    return Rows(target, nll.astype(np.float64), place, confidence.astype(np.float64), *rest)
 
 
 def _judged(head: nn.Module, hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -91,7 +94,8 @@ def _judged_chunk(head: nn.Module, hidden: Tensor, target: Tensor) -> tuple[Tens
         own = head.log_prob(hidden, target.unsqueeze(-1)).squeeze(-1)
         found = head.topk(hidden, min(_BEST, head.n_classes))
         everything = torch.full_like(target, head.n_classes)
-        return target, -own, _place(found.classes, target), found.values[:, 0].exp(), everything
+        sure, classes = found.values[:, 0].exp(), found.classes
+        return target, -own, _place(classes, target), sure, everything, classes[:, 0]
     log_prob: Tensor = head.log_prob(hidden)  # type: ignore[operator]
     own = log_prob.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     best = log_prob.topk(min(_BEST, log_prob.shape[-1]), -1)
@@ -101,7 +105,8 @@ def _judged_chunk(head: nn.Module, hidden: Tensor, target: Tensor) -> tuple[Tens
     # Counting is slow, and most heads have no zeros.
     sparse = log_prob.amin(-1) == -math.inf
     support[sparse] = (log_prob[sparse] > -math.inf).sum(-1)
-    return target, -own, _place(classes, target), best.values[:, 0].exp(), support
+    sure = best.values[:, 0].exp()
+    return target, -own, _place(classes, target), sure, support, best.indices[:, 0]
 
 
 def _place(best: Tensor, target: Tensor) -> Tensor:
@@ -215,8 +220,9 @@ class TextJudge:
             batches = self._feed.held_out(part, rows_for(part, self._n_classes))
             target = np.concatenate([batch.target.reshape(-1).cpu().numpy() for batch in batches])
             sure = np.full(len(target), math.exp(logs[best[0]]))
-            everything = np.full(len(target), self._n_classes)
-            made[part] = judged(Rows(target, -logs[target], place_of[target], sure, everything))
+            everything, first = (np.full(len(target), n) for n in (self._n_classes, best[0]))
+            rows = Rows(target, -logs[target], place_of[target], sure, everything, first)
+            made[part] = judged(rows)
         return made
 
     def _on_the_way(self, rows: Rows) -> dict[str, Any]:
@@ -236,6 +242,90 @@ class TextJudge:
     def _rows(self, body: nn.Module, head: nn.Module, part: str) -> Rows:
         wanted = rows_for(part, self._n_classes)
         return judge_rows(body, head, self._feed.held_out(part, wanted))
+
+
+class ClassJudge(TextJudge):
+    """Judges models that choose the class of a row: also by top-5 and by macro-F1."""
+
+    baseline_name = "majority class"
+
+    def _on_the_way(self, rows: Rows) -> dict[str, Any]:
+        return {**super()._on_the_way(rows), **_of_classes(rows)}
+
+    def _at_the_end(self, rows: Rows) -> dict[str, Any]:
+        return {**super()._at_the_end(rows), **_of_classes(rows)}
+
+
+def _of_classes(rows: Rows) -> dict[str, Any]:
+    """Macro-F1 is the mean over classes that are a target or a guess of some row."""
+    n = 1 + int(max(rows.target.max(initial=0), rows.guess.max(initial=0)))
+    right = np.bincount(rows.target[rows.guess == rows.target], minlength=n)
+    both = np.bincount(rows.target, minlength=n) + np.bincount(rows.guess, minlength=n)
+    f1 = 2 * right[both > 0] / both[both > 0]
+    return {"top5": float((rows.place < 5).mean()), "macro_f1": float(f1.mean())}
+
+
+class PairJudge:
+    """Judges models that find the key of a query among all keys of held-out pairs, by cosine.
+
+    A key of the same group, such as another with the same text, is right as well. Recall at k is
+    the share of queries with a right key among the k nearest.
+
+    Args:
+        feed: where held-out pairs come from.
+        counts: one for each pair of the training part.
+    """
+
+    baseline_name = "chance"
+
+    def __init__(self, feed: Feed, counts: NDArray[np.int64]) -> None:
+        self._feed, self._n_classes = feed, len(counts)
+
+    def on_the_way(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
+        """For a point of the learning curve."""
+        return self._found(body, head, "valid")
+
+    def at_the_end(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
+        """For the result."""
+        return self._found(body, head, "test")
+
+    def score(self, found: dict[str, Any]) -> float:
+        """What validation is compared by, lower is better."""
+        return -float(found["reciprocal_rank"])
+
+    def baseline(self) -> dict[str, Any]:
+        """Keys in random order, each query with one right key."""
+        made = {}
+        for part in ("valid", "test"):
+            batches = self._feed.held_out(part, rows_for(part, self._n_classes))
+            made[part] = _recall(1 + np.arange(sum(batch.size for batch in batches)))
+        return made
+
+    @torch.no_grad()
+    def _found(self, body: nn.Module, head: nn.Module, part: str) -> dict[str, Any]:
+        body.eval()
+        head.eval()
+        batches = list(self._feed.held_out(part, rows_for(part, self._n_classes)))
+        hidden = torch.cat([body(batch.inputs) for batch in batches])
+        group = torch.cat([batch.target for batch in batches])
+        query, key = functional.normalize(hidden.float(), dim=-1).unbind(1)
+        ranks = []
+        for some, own in zip(query.split(1024), group.split(1024), strict=True):
+            scores = some @ key.T
+            best = scores.masked_fill(own[:, None] != group, -math.inf).amax(1, keepdim=True)
+            # A key as near that is wrong comes first: vectors that are all alike find nothing.
+            before = (scores >= best) & (own[:, None] != group)
+            ranks.append(1 + before.sum(1))
+        return _recall(torch.cat(ranks).cpu().numpy())
+
+
+def _recall(ranks: NDArray[np.int64]) -> dict[str, Any]:
+    """Of the rank of the first right key of each query, from 1."""
+    return {
+        "rows": len(ranks),
+        **{f"recall_at_{k}": float((ranks <= k).mean()) for k in (1, 10)},
+        "reciprocal_rank": float((1 / ranks).mean()),
+    }
 
 
 @dataclass(frozen=True)

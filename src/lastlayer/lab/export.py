@@ -5,7 +5,15 @@ from pathlib import Path
 
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.files import check_writable
-from lastlayer.lab.trained import CONFIG, HEAD, MODEL, VOCABULARY, run_folder, vocabulary_path
+from lastlayer.lab.trained import (
+    CONFIG,
+    HEAD,
+    MODEL,
+    TOKENIZER,
+    VOCABULARY,
+    run_folder,
+    vocabulary_path,
+)
 
 _FEATURES, _RESULT = "features.json", "result.json"
 
@@ -33,6 +41,7 @@ def export(run: Path, to: Path) -> list[Path]:
         shutil.copyfile(folder / name, to / name)
     shutil.copytree(folder / HEAD, to / HEAD)
     shutil.copyfile(vocabulary, to / VOCABULARY)
-    if (vocabulary.parent / _FEATURES).is_file():
-        shutil.copyfile(vocabulary.parent / _FEATURES, to / _FEATURES)
+    for name in (_FEATURES, TOKENIZER):
+        if (vocabulary.parent / name).is_file():
+            shutil.copyfile(vocabulary.parent / name, to / name)
     return sorted(each for each in to.rglob("*") if each.is_file())

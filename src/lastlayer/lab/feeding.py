@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer.lab.data import LabelData, TextData
-from lastlayer.lab.data.label_data import LabelPart, SparseRows
+from lastlayer.lab.data import LabelData, LabelPart, PairData, PairPart, SparseRows, TextData
 from lastlayer.lab.errors import LabError
 
 PADDING = -100
@@ -99,16 +98,19 @@ class TextFeed:
         return Batch(tokens[:, :-1], tokens[:, 1:], len(starts) * length)
 
 
-class LabelFeed:
-    """Rows of features with their labels, padded to the longest list of a batch.
+class RowFeed:
+    """Rows of features with their class, with their labels, or with the features of their keys.
+
+    A target is the class of each row; labels, padded to the longest list of a batch; or for pairs
+    the group of each.
 
     Args:
-        data: features and labels.
+        data: features and labels, or pairs.
         batch: rows in a step.
         device: where batches go.
     """
 
-    def __init__(self, data: LabelData, batch: int, device: torch.device) -> None:
+    def __init__(self, data: LabelData | PairData, batch: int, device: torch.device) -> None:
         self._data, self._device = data, device
         n_rows = data.train.n_rows
         for part in ("train", "valid", "test"):
@@ -127,22 +129,30 @@ class LabelFeed:
 
     def held_out(self, part: str, rows: int) -> Iterator[Batch]:
         """Rows at even distances."""
-        taken: LabelPart = getattr(self._data, part)
+        taken: LabelPart | PairPart = getattr(self._data, part)
         wanted = min(rows, taken.n_rows)
         places = np.unique(np.linspace(0, taken.n_rows - 1, wanted).astype(np.int64))
         for first in range(0, len(places), self.batch_size):
             yield self._rows(taken.select(places[first : first + self.batch_size]))
 
-    def _rows(self, part: LabelPart) -> Batch:
-        features, move = part.features, self._device
-        if isinstance(features, SparseRows):
-            inputs: Any = tuple(
-                _moved(torch.from_numpy(np.ascontiguousarray(each)), move)
-                for each in (features.indices, features.offsets[:-1], features.values)
-            )
+    def _rows(self, part: LabelPart | PairPart) -> Batch:
+        if isinstance(part, PairPart):
+            inputs: Any = self._inputs(part.query), self._inputs(part.key)
+            target = torch.from_numpy(part.group)
         else:
-            inputs = _moved(torch.from_numpy(np.ascontiguousarray(features)), move)
-        return Batch(inputs, _moved(_padded(part), move), part.n_rows)
+            inputs = self._inputs(part.features)
+            one = self._data.task == "classification"
+            target = torch.from_numpy(part.labels.indices) if one else _padded(part)
+        return Batch(inputs, _moved(target, self._device), part.n_rows)
+
+    def _inputs(self, features: Any) -> Any:
+        if isinstance(features, SparseRows):
+            arrays = features.indices, features.offsets[:-1], features.values
+            return tuple(self._tensor(each) for each in arrays)
+        return self._tensor(features)
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return _moved(torch.from_numpy(np.ascontiguousarray(array)), self._device)
 
 
 def _padded(part: LabelPart) -> Tensor:

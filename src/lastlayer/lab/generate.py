@@ -7,8 +7,8 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from lastlayer.lab.data.prompt import LINE_ENDS, cut
-from lastlayer.lab.data.vocabulary import END
+from lastlayer.lab.data.load import LINE_ENDS, cut
+from lastlayer.lab.data.text import END, Tokenizer
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.explorer import readable
 from lastlayer.lab.trained import Trained
@@ -31,8 +31,8 @@ class Step:
 
 def prompt_tokens(trained: Trained, prompt: str) -> list[str]:
     """A prompt in tokens, as the data that the run was trained on was cut."""
-    data = trained.config.get("data") or {}
-    return cut(prompt, str((data.get("description") or {}).get("format", "text")))
+    described = (trained.config.get("data") or {}).get("description") or {}
+    return cut(prompt, str(described.get("format", "text")), trained.tokenizer)
 
 
 def unknown_words(trained: Trained, prompt: Sequence[str]) -> list[str]:
@@ -58,7 +58,8 @@ def generate(
     """
     config, words = trained.config, trained.vocabulary
     if config["model"]["task"] != "lm":
-        raise LabError("RUN: expected a run of --task lm, got one of --task multilabel")
+        task = config["model"]["task"]
+        raise LabError(f"RUN: expected a run of --task lm, got one of --task {task}")
     device = next(trained.body.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     length = int(config["model"]["length"])
@@ -91,7 +92,9 @@ def table_of(steps: list[Step], top: int) -> Table:
     return table
 
 
-def as_text(tokens: list[str]) -> str:
-    """Tokens with spaces between them; a line ends where they say so."""
+def as_text(tokens: list[str], tokenizer: Tokenizer | None = None) -> str:
+    """Tokens with spaces between them, or as a tokenizer joins them; a line ends at its token."""
+    if tokenizer is not None:
+        return tokenizer.joined(["\n" if token in LINE_ENDS else token for token in tokens])
     ended = ["\n" if token in LINE_ENDS else token for token in tokens]
     return " ".join(ended).replace(" \n", "\n").replace("\n ", "\n").strip()

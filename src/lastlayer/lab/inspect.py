@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lastlayer.lab.data import LabelData, SparseRows, TextData
+from lastlayer.lab.data import Data, LabelData, PairData, SparseRows, TextData
+from lastlayer.lab.errors import LabError
 
 Counts = NDArray[np.int64]
 Line = tuple[str, str]
@@ -51,6 +52,7 @@ class Inspection:
     """What is known of data before anything is trained.
 
     Attributes:
+        task: of the data.
         name: of the data.
         source: where it is.
         classes: how many a head chooses among.
@@ -59,7 +61,7 @@ class Inspection:
         suggestions: which heads to try, the first first.
     """
 
-    task: ClassVar[str]
+    task: str
     name: str
     source: str
     classes: int
@@ -69,7 +71,7 @@ class Inspection:
 
     def as_json(self) -> dict[str, Any]:
         """For JSON; numbers keep their names."""
-        return {"task": self.task, **asdict(self)}
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,6 @@ class TextInspection(Inspection):
         adaptive_savings: how many times fewer multiply-adds a target needs with them.
     """
 
-    task = "lm"
     entropy_bits: float
     effective_classes: float
     unigram_perplexity: float
@@ -125,7 +126,6 @@ class LabelInspection(Inspection):
         unseen_in_test: the share of the labels of test rows that the training part never has.
     """
 
-    task = "multilabel"
     features: int
     filled: float
     cardinality: float
@@ -142,17 +142,21 @@ class LabelInspection(Inspection):
     unseen_in_test: float
 
 
-def inspect_data(data: TextData | LabelData, *, hidden: int = HIDDEN) -> Inspection:
+def inspect_data(data: Data, *, hidden: int = HIDDEN) -> Inspection:
     """Count, fit and compare; torch is imported here, for trees and cutoffs.
 
     Args:
         data: what :func:`lastlayer.lab.data.load` gives.
         hidden: size of the hidden state that a head will see.
     """
-    return _of_text(data, hidden) if isinstance(data, TextData) else _of_labels(data)
+    if isinstance(data, PairData):
+        raise LabError("DATA: expected classes to count, got pairs; compare takes them")
+    if isinstance(data, TextData) or data.task == "classification":
+        return _of_classes(data, hidden)
+    return _of_labels(data)
 
 
-def _of_text(data: TextData, hidden: int) -> TextInspection:
+def _of_classes(data: TextData | LabelData, hidden: int) -> TextInspection:
     from lastlayer import trees
 
     counts = data.counts
@@ -162,12 +166,18 @@ def _of_text(data: TextData, hidden: int) -> TextInspection:
     huffman = trees.huffman(np.maximum(counts, 1)).expected_depth(counts)
     cutoffs, savings = _adaptive(counts, hidden)
     half, seen_once = classes_for(counts, 0.5), float((counts == 1).mean())
-    unknown = data.vocabulary.unknown
+    if isinstance(data, TextData):
+        parts = {"train": data.train, "valid": data.valid, "test": data.test}
+        unknown = data.vocabulary.unknown
+    else:
+        parts = {p: getattr(data, p).labels.indices for p in ("train", "valid", "test")}
+        unknown = -1
     return TextInspection(
+        task=data.task,
         name=data.name,
         source=str(data.description.get("source", "")),
         classes=n,
-        sizes={"train": len(data.train), "valid": len(data.valid), "test": len(data.test)},
+        sizes={part: len(ids) for part, ids in parts.items()},
         zipf=zipf_fit(counts),
         suggestions=tuple(
             for_text(
@@ -183,14 +193,14 @@ def _of_text(data: TextData, hidden: int) -> TextInspection:
         ),
         entropy_bits=bits,
         effective_classes=2**bits,
-        unigram_perplexity=float(np.exp(unigram_nll(counts, data.valid))),
+        unigram_perplexity=float(np.exp(unigram_nll(counts, parts["valid"]))),
         tail_1k=tail_mass(counts, 1_000),
         tail_10k=tail_mass(counts, 10_000),
         half=half,
         seen_once=seen_once,
         unseen=float((counts == 0).mean()),
-        unknown=float(counts[unknown] / counts.sum()),
-        unknown_valid=float((data.valid == unknown).mean()),
+        unknown=float(counts[unknown] / counts.sum()) if unknown >= 0 else 0.0,
+        unknown_valid=float((parts["valid"] == unknown).mean()),
         huffman_bits=huffman,
         balanced_bits=trees.balanced(n).expected_depth(counts),
         hidden=hidden,
@@ -225,6 +235,7 @@ def _of_labels(data: LabelData) -> LabelInspection:
     tested = data.test.labels.indices
     imbalance = float(counts.max() / counts.mean())
     return LabelInspection(
+        task=data.task,
         name=data.name,
         source=str(data.description.get("source", "")),
         classes=n,

@@ -1,4 +1,4 @@
-"""A dozen rows, and the labels that a head gives each: the best ones, and those that are right."""
+"""A dozen rows, and the class or the labels that a head gives each, beside those that are right."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lastlayer.lab.data import LabelData, SparseRows
 from lastlayer.lab.evaluation import as_table
-from lastlayer.lab.explorer import readable
+from lastlayer.lab.explorer import path_of, readable
 from lastlayer.lab.feeding import Batch, Feed
 from lastlayer.lab.models import FeatureBody
 
@@ -41,7 +41,8 @@ def explore_labels(
     weigh, found = _weigher(data, body), []
     for batch in feed.held_out("test", _LOOKED_AT):
         found += _rows(batch, body(batch.inputs), data, weigh)
-    return [_said(row, data, head) for row in _telling(found)]
+    said = _said if data.task == "multilabel" else _said_of_class
+    return [said(row, data, head) for row in _telling(found)]
 
 
 def _telling(rows: list[_Row]) -> list[_Row]:
@@ -62,7 +63,7 @@ def _rows(batch: Batch, hidden: Tensor, data: LabelData, weigh: Weigh) -> list[_
             for j in order.tolist()
             if weights[j] > 0
         ]
-        target = batch.target[i]
+        target = batch.target[i].reshape(-1)
         made.append(_Row(hidden[i], target[target >= 0], features))
     return made
 
@@ -94,6 +95,21 @@ def _far_from_the_mean(row: Tensor, body: FeatureBody) -> tuple[Tensor, Tensor, 
 def _of_row(entries: Tensor, begins: Tensor, row: int) -> Tensor:
     end = int(begins[row + 1]) if row + 1 < len(begins) else len(entries)
     return entries[int(begins[row]) : end]
+
+
+def _said_of_class(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:
+    """As of a text: features in place of the context, and the classes that the head expects."""
+    hidden, names = row.hidden.unsqueeze(0), data.label_names
+    best = head.topk(hidden, min(BEST, data.n_classes))  # type: ignore[operator]
+    top = zip(best.classes[0].tolist(), best.values[0].exp().tolist(), strict=True)
+    own = head.log_prob(hidden, row.labels)  # type: ignore[operator]
+    return {
+        "context": [each["name"] for each in row.features],
+        "target": readable(names[int(row.labels[0])]),
+        "target_p": float(own.exp()),
+        "top": [{"token": readable(names[i]), "p": p} for i, p in top if p > 0],
+        "path": path_of(head, row.hidden, int(row.labels[0])),
+    }
 
 
 def _said(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:

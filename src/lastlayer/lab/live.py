@@ -274,6 +274,10 @@ def outcome(result: dict[str, Any]) -> str:
     test = result.get("test") or {}
     if result["status"] != "ok":
         return str(result["status"])
+    if test.get("macro_f1") is not None:
+        return f"accuracy {test['top1']:.1%}"
+    if test.get("recall_at_1") is not None:
+        return f"recall@1 {test['recall_at_1']:.1%}"
     if test.get("perplexity") is not None:
         return f"perplexity {_digits(test['perplexity'])}"
     if test.get("eps_perplexity") is not None:

@@ -43,6 +43,8 @@ EPS_PERPLEXITY = Metric(
 )
 MICRO_F1 = Metric("micro_f1", "micro-F1", "percent", lower_is_better=False)
 PRECISION_AT_1 = Metric("precision_at_1", "precision@1", "percent", lower_is_better=False)
+ACCURACY = Metric("top1", "accuracy", "percent", lower_is_better=False)
+RECALL_AT_1 = Metric("recall_at_1", "recall@1", "percent", lower_is_better=False)
 
 QUALITY = (
     PERPLEXITY,
@@ -57,7 +59,12 @@ QUALITY = (
     Metric("micro_recall", "micro-recall", "percent", lower_is_better=False),
     Metric("exact_match", "exact match", "percent", lower_is_better=False),
     Metric("loss", "test loss", "number", lower_is_better=True),
-    Metric("top1", "top-1", "percent", lower_is_better=False),
+    RECALL_AT_1,
+    Metric("recall_at_10", "recall@10", "percent", lower_is_better=False),
+    Metric("reciprocal_rank", "mean reciprocal rank", "number", lower_is_better=False),
+    ACCURACY,
+    Metric("top5", "top-5", "percent", lower_is_better=False),
+    Metric("macro_f1", "macro-F1", "percent", lower_is_better=False),
     Metric("top10", "top-10", "percent", lower_is_better=False),
     Metric("coverage", "coverage", "share", lower_is_better=False),
     Metric("support", "support size", "number", lower_is_better=True),

@@ -1,30 +1,38 @@
-"""Small networks that end in a head: from tokens or features to hidden states."""
+"""Small backbones that a head is put on: from tokens or features to hidden states.
 
+And the head of pairs, which is a loss of two hidden states.
+"""
+
+import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lastlayer.heads.base import SavedModule
+from lastlayer.heads.recipes import Recipe
 from lastlayer.lab.errors import LabError
+from lastlayer.lab.options import IDENTITY, MODELS
+from lastlayer.losses import info_nce
 
-LM_MODELS = ("lstm", "transformer", "bag")
-MULTILABEL_MODELS = ("bag",)
+Features = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What a body is made from.
+    """What a backbone is made from.
 
     Attributes:
-        kind: one of :data:`LM_MODELS`, or :data:`MULTILABEL_MODELS`.
-        task: ``lm`` or ``multilabel``.
+        kind: ``lstm``, ``transformer`` or ``bag``; ``identity`` for given hidden states.
+        task: ``lm``, ``classification``, ``multilabel`` or ``pairs``.
         inputs: how many tokens or features there are.
-        width: numbers of an embedding and of a hidden state.
+        width: size of an embedding and of a hidden state.
         layers: of an LSTM or a transformer.
         length: tokens that are read at a time.
         dense: whether features are dense, and brought to one scale first.
+        keys: features of keys, where they are others than those of queries; 0 where not.
     """
 
     kind: str
@@ -34,6 +42,7 @@ class ModelSettings:
     layers: int = 1
     length: int = 1
     dense: bool = False
+    keys: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """For config.json."""
@@ -42,13 +51,17 @@ class ModelSettings:
 
 def build_body(settings: ModelSettings) -> nn.Module:
     """A body with fresh numbers, which depend on the state of torch's generator alone."""
-    known = LM_MODELS if settings.task == "lm" else MULTILABEL_MODELS
+    known = MODELS if settings.task == "lm" else ("bag", IDENTITY)
     if settings.kind not in known:
         raise LabError(
             f"--model: expected one of {', '.join(known)} for --task {settings.task}, "
             f"got {settings.kind!r}"
         )
-    if settings.task == "multilabel":
+    if settings.kind == IDENTITY:
+        return nn.Identity()
+    if settings.task == "pairs":
+        return PairBody(settings.inputs, settings.width, settings.keys, dense=settings.dense)
+    if settings.task != "lm":
         return FeatureBody(settings.inputs, settings.width, dense=settings.dense)
     if settings.kind == "lstm":
         return LSTMBody(settings.inputs, settings.width, settings.layers)
@@ -159,7 +172,7 @@ class FeatureBody(nn.Module):
         self.shift.copy_(middle)
         self.scale.copy_(torch.where(spread > 0, spread, 1.0).rsqrt())
 
-    def forward(self, features: Tensor | tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def forward(self, features: Features) -> Tensor:
         """Dense features ``(batch, inputs)``, or ids, offsets and values, to ``(batch, width)``."""
         if isinstance(features, Tensor):
             summed = ((features - self.shift) * self.scale) @ self.bag.weight
@@ -167,3 +180,78 @@ class FeatureBody(nn.Module):
             ids, offsets, values = features
             summed = self.bag(ids, offsets, per_sample_weights=values)
         return functional.relu(summed + self.bias)
+
+
+class PairBody(nn.Module):
+    """Two towers, each a bag of features and a linear layer; one, where both have the same.
+
+    Args:
+        inputs: features of queries.
+        width: size of a hidden state.
+        keys: features of keys, or 0 where they have those of queries.
+        dense: whether features are dense.
+    """
+
+    def __init__(self, inputs: int, width: int, keys: int, *, dense: bool) -> None:
+        super().__init__()
+        sizes = [inputs, keys] if keys else [inputs]
+        self.towers = nn.ModuleList(FeatureBody(n, width, dense=dense) for n in sizes)
+        self.projections = nn.ModuleList(nn.Linear(width, width) for _ in sizes)
+
+    def fit(self, query: Tensor, key: Tensor) -> None:
+        """Brings dense features to one scale."""
+        for tower, features in zip(self.towers, (query, key), strict=False):
+            if isinstance(tower, FeatureBody):
+                tower.fit(features)
+
+    def forward(self, pair: tuple[Features, Features]) -> Tensor:
+        """Queries and keys to ``(batch, 2, width)``."""
+        sides = ((0, pair[0]), (-1, pair[1]))
+        return torch.stack([self.projections[i](self.towers[i](each)) for i, each in sides], 1)
+
+
+class InfoNCE(SavedModule):
+    """The loss of pairs, :func:`lastlayer.losses.info_nce`, with the settings to compare.
+
+    Args:
+        in_features: size of the hidden state.
+        temperature: similarities are divided by it.
+        symmetric: keys look for their query too.
+        learn_temperature: it is trained, from there on.
+    """
+
+    recipe: ClassVar[Recipe] = Recipe(
+        "info_nce",
+        "each query finds its key among those of the batch",
+        task="pairs",
+        compared=(
+            "info_nce",
+            "info_nce:symmetric=true",
+            "info_nce:temperature=0.2",
+            "info_nce:temperature=0.02",
+            "info_nce:learn_temperature=true",
+        ),
+    )
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        temperature: float = 0.07,
+        symmetric: bool = False,
+        learn_temperature: bool = False,
+    ) -> None:
+        super().__init__()
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+        self.in_features, self.temperature = in_features, temperature
+        self.symmetric, self.learn_temperature = symmetric, learn_temperature
+        self.log_temperature = nn.Parameter(
+            torch.tensor(math.log(temperature)), requires_grad=learn_temperature
+        )
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """The loss of pairs ``(batch, 2, in_features)``; those of one group are no negatives."""
+        query, key = hidden.unbind(1)
+        found = self.log_temperature.exp() if self.learn_temperature else self.temperature
+        return info_nce(query, key, temperature=found, symmetric=self.symmetric, groups=target)

@@ -8,8 +8,10 @@ from typing import Any
 from lastlayer.lab.budget import Budget
 from lastlayer.lab.errors import LabError
 
-TASKS = ("lm", "multilabel")
+TASKS = ("lm", "classification", "multilabel", "pairs")
 MODELS = ("lstm", "transformer", "bag")
+IDENTITY = "identity"
+"""The backbone of hidden states that are already there."""
 DEVICES = ("auto", "cpu", "cuda")
 MOST_SEEDS, MOST_SEED = 10_000, 2**31
 AUTO = "auto"
@@ -31,7 +33,7 @@ class CompareOptions:
         budget: of each run, as text.
         seeds: how many runs each head gets.
         model: the body.
-        task: ``lm`` or ``multilabel``.
+        task: one of :data:`TASKS`; None infers it from the data.
         device: ``auto``, ``cpu`` or ``cuda``.
         vocab_size: the most frequent tokens that are kept.
         min_count: how often a token has to come.
@@ -45,9 +47,10 @@ class CompareOptions:
         threads: of torch, on a CPU.
         limit: the most tokens or rows for training.
         encoding: of text files.
-        text_field: where JSON lines have their text.
-        labels_field: where they have their labels.
-        labels: the XML file with the labels of an ARFF set.
+        text: columns of the text.
+        label: the column of the classes or labels, or the XML file of an ARFF set.
+        features: columns of numbers.
+        tokenizer: a tokenizer.json, or a folder with one.
     """
 
     data: str | None = None
@@ -69,9 +72,10 @@ class CompareOptions:
     threads: int | None = None
     limit: int | None = None
     encoding: str | None = None
-    text_field: str | None = None
-    labels_field: str | None = None
-    labels: str | None = None
+    text: str | None = None
+    label: str | None = None
+    features: str | None = None
+    tokenizer: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What was given."""
@@ -110,14 +114,19 @@ class CompareOptions:
             )
         return before
 
-    def settled(self) -> "Settled":
-        """Everything decided, after a look at each option."""
-        task = _one_of("--task", self.task or "lm", TASKS)
-        usual = "lstm" if task == "lm" else "bag"
+    def settled(self, task: str | None = None) -> "Settled":
+        """Everything decided, after a look at each option.
+
+        Args:
+            task: that of the data once it is read; before that, the one asked for or None.
+        """
+        asked = None if self.task is None else _one_of("--task", self.task, TASKS)
+        task = task or asked or ("lm" if self.data is None else None)
+        usual = "lstm" if task in (None, "lm") else "bag"
         model = _one_of("--model", self.model or usual, MODELS)
-        if task == "multilabel" and model != usual:
+        if task not in (None, "lm") and model != usual:
             raise LabError(
-                f"--model: expected bag for --task multilabel, got {model!r}; rows of features "
+                f"--model: expected bag for --task {task}, got {model!r}; rows of features "
                 "have no order to read them in"
             )
         usual_rate, finds_rate = _RATES[model], self.lr in (None, AUTO)
@@ -130,6 +139,7 @@ class CompareOptions:
             raise LabError(f"--tolerance: expected a share from 0 to 1, got {tolerance}")
         # A corpus that every head makes some hundred steps on in a few seconds.
         small = self.data is None
+        rows = 128 if task not in (None, "lm") else 16 if small else 32
         return Settled(
             data=self.data,
             heads=list(self.heads or ()),
@@ -139,7 +149,7 @@ class CompareOptions:
             task=task,
             device=_one_of("--device", self.device or "auto", DEVICES),
             reading=self._reading(),
-            batch=_count("--batch", self.batch, (16 if small else 32) if task == "lm" else 128),
+            batch=_count("--batch", self.batch, rows),
             length=_count("--length", self.length, 16 if small else 32),
             width=_count("--width", self.width, 64 if small else 128),
             layers=_count("--layers", self.layers, 2 if model == "transformer" else 1),
@@ -157,8 +167,8 @@ class CompareOptions:
         ):
             if value is not None and value < least:
                 raise LabError(f"{option}: expected at least {least}, got {value}")
-        names = ("vocab_size", "min_count", "limit", "encoding", "text_field", "labels_field")
-        given = {name: getattr(self, name) for name in (*names, "labels")}
+        names = ("vocab_size", "min_count", "limit", "encoding", "text", "label", "features")
+        given = {name: getattr(self, name) for name in (*names, "tokenizer")}
         if self.data is None and self.vocab_size is None:
             given["vocab_size"] = EMBEDDED_VOCABULARY
         return {name: value for name, value in given.items() if value is not None}
@@ -173,7 +183,8 @@ class Settled:
     budget: Budget
     seeds: list[int]
     model: str
-    task: str
+    task: str | None
+    """None until the data is read."""
     device: str
     reading: dict[str, Any]
     """What the data is read with."""

@@ -1,11 +1,11 @@
 """The data that options ask for."""
 
-from lastlayer.lab.data import DataError, LabelData, TextData, load
+from lastlayer.lab.data import Data, DataError, load
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.options import Settled
 
 
-def read_data(settled: Settled) -> TextData | LabelData:
+def read_data(settled: Settled) -> Data:
     """Whatever cannot be read is one message: a DataError or a LabError."""
     try:
         return load(settled.data, task=settled.task, **settled.reading)

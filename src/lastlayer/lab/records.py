@@ -1,5 +1,6 @@
 """compare.json: everything that a comparison was made with, written once."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 
 from lastlayer.lab import environment
-from lastlayer.lab.data import LabelData, TextData, Vocabulary
+from lastlayer.lab.data import Data, LabelData, TextData, Vocabulary
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.evaluation import EPSILON, rows_for
 from lastlayer.lab.feeding import Feed
@@ -24,7 +25,7 @@ SCHEMA = 1
 def frozen_record(
     settled: Settled,
     specs: list[HeadSpec],
-    data: TextData | LabelData,
+    data: Data,
     feed: Feed,
     model: ModelSettings,
     device: torch.device,
@@ -75,7 +76,7 @@ def frozen_record(
     }
 
 
-def write_once(out: Path, record: dict[str, Any], data: TextData | LabelData) -> None:
+def write_once(out: Path, record: dict[str, Any], data: Data) -> None:
     """compare.json is frozen: a resumed comparison has to be the same one."""
     path = out / "compare.json"
     if path.is_file():
@@ -84,12 +85,17 @@ def write_once(out: Path, record: dict[str, Any], data: TextData | LabelData) ->
         return
     vocabulary = data.vocabulary if isinstance(data, TextData) else _labels(data)
     vocabulary.save(out / "vocabulary.json")
-    if isinstance(data, LabelData):
+    if tokenizer := data.description.get("tokenizer"):
+        shutil.copyfile(tokenizer, out / "tokenizer.json")
+    if not isinstance(data, TextData):
         write_json(out / "features.json", list(data.feature_names))
     write_json(path, record)
 
 
-def _labels(data: LabelData) -> Vocabulary:
+def _labels(data: Data) -> Vocabulary:
+    """Names of classes and their counts; pairs have none."""
+    if not isinstance(data, LabelData):
+        return Vocabulary((), np.zeros(0, np.int64))
     return Vocabulary(tuple(data.label_names), np.asarray(data.counts, np.int64))
 
 

@@ -208,11 +208,14 @@ def summarise(comparison: Comparison) -> Results:
 def ranking_metric(comparison: Comparison) -> Metric:
     """What heads are ranked by.
 
-    Several labels: micro-F1. One class: perplexity, or where a head gives probability 0 to a
-    target, so that its perplexity is infinite, the ε-smoothed one, which every head has.
+    Several labels: micro-F1. Classification: accuracy. Pairs: recall at 1. Language models:
+    perplexity, or where a head gives probability 0 to a target, so that its perplexity is
+    infinite, the ε-smoothed one, which every head has.
     """
     finished = [run for run in comparison.runs if run.finished]
     measured = {key for run in finished for key in run.test}
+    if comparison.task in ("classification", "pairs"):
+        return metrics.ACCURACY if comparison.task == "classification" else metrics.RECALL_AT_1
     if comparison.task == "multilabel" or ("micro_f1" in measured and "nll" not in measured):
         return metrics.MICRO_F1 if "micro_f1" in measured else metrics.PRECISION_AT_1
     every_one_finite = all("perplexity" in run.test or "nll" in run.test for run in finished)

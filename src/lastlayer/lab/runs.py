@@ -129,6 +129,8 @@ def started(bench: Bench, spec: HeadSpec, seed: int) -> tuple[nn.Module, nn.Modu
 
 def _start_bias(bench: Bench, head: Any) -> str:
     """At the class frequencies, for all heads alike: a lead in short runs that is no merit."""
+    if bench.model.task == "pairs":
+        return ""
     several = {"n_rows": bench.n_rows} if bench.model.task == "multilabel" else {}
     try:
         head.init_bias_from_counts(bench.needs.counts, **several)

@@ -18,6 +18,7 @@ from lastlayer.heads.recipes import ClassData, Recipe, registered
 from lastlayer.lab._importing import import_from_here
 from lastlayer.lab._values import parse_value, type_words
 from lastlayer.lab.errors import SpecError
+from lastlayer.lab.models import InfoNCE
 
 # What the lab decides, the same for all heads, or takes from the data.
 _DECIDED = frozenset(
@@ -26,6 +27,8 @@ _DECIDED = frozenset(
         "reduction", "device", "dtype", "seed", "per_rank", "loss_options", "calibrator",
     }
 )  # fmt: skip
+# Tasks for which a head gives the probability of one class per row.
+_ONE_CLASS = ("lm", "classification")
 
 
 _ALIASES = {"softmax": "full", "linear": "full", "cross_entropy": "full"}
@@ -35,7 +38,7 @@ _ALIASES = {"softmax": "full", "linear": "full", "cross_entropy": "full"}
 class Family:
     """A recipe with the class of its head."""
 
-    cls: type[Head]
+    cls: type[Any]
     recipe: Recipe
     tasks: tuple[str, ...]
 
@@ -48,14 +51,18 @@ class Family:
 def catalogue() -> dict[str, Family]:
     """Every family of heads that the lab can compare, by name."""
     return {
-        name: Family(cls, recipe, (recipe.task,)) for name, (cls, recipe) in registered().items()
+        name: Family(cls, recipe, _ONE_CLASS if recipe.task == "lm" else (recipe.task,))
+        for name, (cls, recipe) in [*registered().items(), ("info_nce", (InfoNCE, InfoNCE.recipe))]
     }
 
 
 def defaults_for(task: str) -> list[str]:
     """Specs of a good selection: one of every family that suits the task."""
-    families = catalogue().values()
-    return [spec for each in families if task in each.tasks for spec in each.recipe.compared]
+    families = [each for each in catalogue().values() if task in each.tasks]
+    if task == "classification":
+        # Classes of rows are no words: their names tell nothing of them.
+        families = [f for f in families if "spellings" not in inspect.signature(f.cls).parameters]
+    return [spec for each in families for spec in each.recipe.compared]
 
 
 @dataclass(frozen=True)
@@ -95,8 +102,8 @@ class HeadSpec:
         }
 
 
-def parse_spec(text: str, *, task: str = "lm") -> HeadSpec:
-    """A spec from its text; mistakes name what is valid and what is nearest."""
+def parse_spec(text: str, *, task: str | None = "lm") -> HeadSpec:
+    """A spec from its text, for any task where it is None; mistakes name what is valid."""
     name, colon, rest = text.strip().partition(":")
     families = catalogue()
     known = _known(name, families)
@@ -106,7 +113,7 @@ def parse_spec(text: str, *, task: str = "lm") -> HeadSpec:
         raise SpecError(f"--head {text}: {_unknown(name, sorted(families), 'head')}")
     else:
         family = known
-    if task not in family.tasks:
+    if task is not None and task not in family.tasks:
         fitting = ", ".join(n for n, each in families.items() if task in each.tasks)
         raise SpecError(
             f"--head {text}: expected a head for --task {task}, got one for "
@@ -127,10 +134,10 @@ def _known(name: str, families: dict[str, Family]) -> Family | None:
     return found or next((each for each in families.values() if each.cls.__name__ == name), None)
 
 
-def parse_specs(texts: list[str], *, task: str = "lm") -> list[HeadSpec]:
+def parse_specs(texts: list[str], *, task: str | None = "lm") -> list[HeadSpec]:
     """All of them, no two alike; without any, the selection for the task."""
     specs: list[HeadSpec] = []
-    for spec in (parse_spec(each, task=task) for each in texts or defaults_for(task)):
+    for spec in (parse_spec(each, task=task) for each in texts or defaults_for(task or "lm")):
         for other in specs:
             if (other.family, other.arguments) == (spec.family, spec.arguments):
                 raise SpecError(
@@ -228,7 +235,7 @@ def _of_user(text: str, module: str, rest: str) -> tuple[Family, str]:
         raise SpecError(
             f"--head {text}: expected a class that derives from lastlayer.heads.Head, got {made!r}"
         )
-    return Family(made, Recipe(f"{module}:{name}"), ("lm", "multilabel")), arguments
+    return Family(made, Recipe(f"{module}:{name}"), (*_ONE_CLASS, "multilabel")), arguments
 
 
 def _is_head(made: Any) -> bool:

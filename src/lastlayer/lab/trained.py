@@ -10,13 +10,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lastlayer.heads import Head
+from lastlayer.heads.base import SavedModule
 from lastlayer.lab._importing import import_from_here
 from lastlayer.lab.data import Vocabulary
+from lastlayer.lab.data.text import Tokenizer
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.files import read_json
 from lastlayer.lab.models import ModelSettings, build_body
 
 MODEL, HEAD, CONFIG, VOCABULARY = "model.safetensors", "head", "config.json", "vocabulary.json"
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,14 @@ class Trained:
         head: the end of it.
         vocabulary: the tokens, or the labels.
         config: what it was trained with.
+        tokenizer: what its text was cut with, where that were no words.
     """
 
     body: nn.Module
     head: Head
     vocabulary: Vocabulary
     config: dict[str, Any]
+    tokenizer: Tokenizer | None = None
 
 
 def run_folder(path: Path) -> Path:
@@ -73,11 +78,14 @@ def load_trained(path: Path, device: torch.device | str = "cpu") -> Trained:
     except (SafetensorError, RuntimeError) as error:
         raise _damaged(folder / MODEL, error) from error
     try:
-        head = Head.load(folder / HEAD, device=device)
+        head: Any = SavedModule.load(folder / HEAD, device=device)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _damaged(folder / HEAD, error) from error
-    vocabulary = Vocabulary.load(vocabulary_path(folder), unknown=settings.task == "lm")
-    return Trained(body.to(device).eval(), head.eval(), vocabulary, config)
+    place = vocabulary_path(folder)
+    vocabulary = Vocabulary.load(place, unknown=settings.task == "lm")
+    own = place.with_name(TOKENIZER)
+    tokenizer = Tokenizer(own) if own.is_file() else None
+    return Trained(body.to(device).eval(), head.eval(), vocabulary, config, tokenizer)
 
 
 def _damaged(path: Path, error: Exception) -> LabError:

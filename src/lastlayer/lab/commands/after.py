@@ -61,7 +61,7 @@ def generate(
         steps = list(
             make(trained, begun, tokens=tokens, top=max(1, top), temperature=temperature, seed=seed)
         )
-    text = as_text([*begun, *(each.token for each in steps)])
+    text = as_text([*begun, *(each.token for each in steps)], trained.tokenizer)
     if as_json:
         made = [{"token": e.token, "p": e.p, "top": e.top[:top]} for e in steps]
         typer.echo(json.dumps({"text": text, "unknown": unknown, "steps": made}, indent=2))

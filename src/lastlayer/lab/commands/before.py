@@ -11,13 +11,14 @@ from lastlayer.lab.commands.options import (
     Data,
     Device,
     Encoding,
+    FeatureColumns,
     Heads,
-    Labels,
-    LabelsField,
+    LabelColumn,
     Limit,
     MinCount,
     Task,
-    TextField,
+    TextColumn,
+    TokenizerFile,
     VocabSize,
 )
 from lastlayer.lab.commands.speaking import console, refusals
@@ -55,9 +56,10 @@ def inspect(
     limit: Limit = None,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 256,
     encoding: Encoding = None,
-    text_field: TextField = None,
-    labels_field: LabelsField = None,
-    labels: Labels = None,
+    text: TextColumn = None,
+    label: LabelColumn = None,
+    features: FeatureColumns = None,
+    tokenizer: TokenizerFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Classes, frequencies, code lengths, and which heads to try first and why."""
@@ -65,7 +67,7 @@ def inspect(
 
     options = CompareOptions(
         data=data, task=task, vocab_size=vocab_size, min_count=min_count, limit=limit,
-        encoding=encoding, text_field=text_field, labels_field=labels_field, labels=labels,
+        encoding=encoding, text=text, label=label, features=features, tokenizer=tokenizer,
     )  # fmt: skip
     with refusals():
         settled = options.settled()
@@ -102,6 +104,9 @@ def plan(
         from lastlayer.lab.errors import LabError
 
         settled = CompareOptions(device=device, task=task).settled()
+        if settled.task not in planning.TASKS:
+            known = ", ".join(planning.TASKS)
+            raise LabError(f"--task: expected one of {known}, got {settled.task!r}")
         if classes > planning.MOST_CLASSES:
             most = f"{planning.MOST_CLASSES:,}"
             raise LabError(f"--classes: expected at most {most}, got {classes:,}")
@@ -115,7 +120,7 @@ def plan(
             else nullcontext() as at
         ):
             planned = planning.plan(
-                classes, hidden, rows, place, task=settled.task, heads=tuple(head or ()),
+                classes, hidden, rows, place, task=settled.task or "lm", heads=tuple(head or ()),
                 seconds=seconds,
                 tell=lambda text: None if at is None else at.update(f"Measuring {text} …"),
             )  # fmt: skip

@@ -14,13 +14,14 @@ from lastlayer.lab.commands.options import (
     Data,
     Device,
     Encoding,
+    FeatureColumns,
     Heads,
-    Labels,
-    LabelsField,
+    LabelColumn,
     Limit,
     MinCount,
     Task,
-    TextField,
+    TextColumn,
+    TokenizerFile,
     VocabSize,
 )
 from lastlayer.lab.commands.speaking import console, refusals
@@ -44,7 +45,7 @@ def compare(
     seeds: Annotated[int | None, typer.Option(help="Seeds of each head; 3 by default.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="lstm|transformer|bag", help="Backbone; lstm by default."),
+        typer.Option(metavar="lstm|transformer|bag", help="Backbone; lstm for text, bag for rows."),
     ] = None,
     task: Task = None,
     device: Device = None,
@@ -59,9 +60,10 @@ def compare(
     min_count: MinCount = None,
     limit: Limit = None,
     encoding: Encoding = None,
-    text_field: TextField = None,
-    labels_field: LabelsField = None,
-    labels: Labels = None,
+    text: TextColumn = None,
+    label: LabelColumn = None,
+    features: FeatureColumns = None,
+    tokenizer: TokenizerFile = None,
     batch: Annotated[
         int | None, typer.Option(help="Batch size: 32 windows of text by default, or 128 rows.")
     ] = None,
@@ -102,7 +104,7 @@ def compare(
         task=task, device=device, vocab_size=vocab_size, min_count=min_count, batch=batch,
         length=length, width=width, layers=layers, lr=lr, tolerance=tolerance, seed=seed,
         threads=threads, limit=limit, encoding=encoding,
-        text_field=text_field, labels_field=labels_field, labels=labels,
+        text=text, label=label, features=features, tokenizer=tokenizer,
     )  # fmt: skip
     with refusals():
         if resume and out is None:

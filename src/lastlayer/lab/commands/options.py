@@ -24,22 +24,39 @@ Heads = Annotated[
     ),
 ]
 Task = Annotated[
-    str | None, typer.Option(metavar="lm|multilabel", help="What is predicted; lm by default.")
+    str | None,
+    typer.Option(
+        metavar="lm|classification|multilabel|pairs",
+        help="What is predicted; inferred from the data by default, and said.",
+    ),
 ]
 VocabSize = Annotated[int | None, typer.Option(help="Size of the vocabulary, <unk> included.")]
 MinCount = Annotated[int | None, typer.Option(help="Rarer words become <unk>.")]
 Limit = Annotated[int | None, typer.Option(help="Largest number of tokens or rows for training.")]
 Encoding = Annotated[str | None, typer.Option(help="Encoding of text files; utf-8 by default.")]
-TextField = Annotated[
+TextColumn = Annotated[
     str | None,
-    typer.Option(metavar="NAME,…", help="Where JSON lines have their text; 'text' by default."),
+    typer.Option("--text", metavar="NAME,…", help="Column of the text; guessed by default."),
 ]
-LabelsField = Annotated[
+LabelColumn = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Where JSON lines have labels; 'labels' by default."),
+    typer.Option(
+        "--label",
+        metavar="NAME",
+        help="Column of the classes or labels, guessed by default; or the XML file of an ARFF set.",
+    ),
 ]
-Labels = Annotated[
-    str | None, typer.Option(metavar="XML", help="The names of the labels of an ARFF set.")
+FeatureColumns = Annotated[
+    str | None,
+    typer.Option("--features", metavar="NAME,…", help="Columns of numbers in place of text."),
+]
+TokenizerFile = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="PATH",
+        help="A tokenizer.json, or a folder with one, in place of words between white space.",
+    ),
 ]
 Device = Annotated[
     str | None, typer.Option(metavar="auto|cpu|cuda", help="auto takes a CUDA GPU if there is one.")

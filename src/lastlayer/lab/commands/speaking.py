@@ -11,7 +11,7 @@ import typer
 @contextmanager
 def refusals() -> Iterator[None]:
     """A mistake of the user's is one message and exit code 2, without a traceback."""
-    from lastlayer.lab.data.errors import DataError
+    from lastlayer.lab.data import DataError
     from lastlayer.lab.errors import LabError
 
     try:
@@ -23,13 +23,13 @@ def refusals() -> Iterator[None]:
 
 def as_flags(text: str) -> str:
     """Arguments of :func:`lastlayer.lab.data.load` as the options that they are here."""
-    names = "task|encoding|vocab_size|min_count|limit|text_field|labels_field|labels"
+    names = "task|encoding|vocab_size|min_count|limit|text|label|features|tokenizer"
 
     def flag(found: re.Match[str]) -> str:
         return " ".join([f"--{found[1].replace('_', '-')}", *found.groups()[1:]])
 
     # The name of a file may be one of these words: only what is said of an option is changed.
-    text = re.sub(rf"\b({names})='?((?<=')[^']*|PATH)'?", flag, text)
+    text = re.sub(rf"\b({names})='?((?<=')[^']*)'?", flag, text)
     return re.sub(rf"(?<=another |; lower )({names})\b", flag, text)
 
 

@@ -1,16 +1,20 @@
-"""Data for the lab: text and labelled rows from files, and two corpora that are always there."""
+"""Data for the lab: text, labelled rows and pairs from files, and corpora that are always there."""
 
-from lastlayer.lab.data.errors import DataError
-from lastlayer.lab.data.label_data import LabelData, LabelPart, Lists, SparseRows
+from lastlayer.lab.data.files import DataError
 from lastlayer.lab.data.load import load
-from lastlayer.lab.data.text_data import TextData
-from lastlayer.lab.data.vocabulary import Vocabulary
+from lastlayer.lab.data.rows import LabelData, LabelPart, Lists, PairData, PairPart, SparseRows
+from lastlayer.lab.data.text import TextData, Vocabulary
+
+Data = TextData | LabelData | PairData
 
 __all__ = [
+    "Data",
     "DataError",
     "LabelData",
     "LabelPart",
     "Lists",
+    "PairData",
+    "PairPart",
     "SparseRows",
     "TextData",
     "Vocabulary",

@@ -1,84 +1,70 @@
-"""One function for all data."""
+"""One function for all data, and the task that it is for."""
 
+import io
+import tokenize
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any
 
-from lastlayer.lab.data import _hub, _jsonl, _mulan, _svmlight
-from lastlayer.lab.data._fasttext import marked_records
-from lastlayer.lab.data._files import existing, plain_suffix
-from lastlayer.lab.data._layout import files_with
-from lastlayer.lab.data._records import labelled_records, text_records
-from lastlayer.lab.data._stdlib_labels import stdlib_labels
-from lastlayer.lab.data._stdlib_text import stdlib_text
-from lastlayer.lab.data._text import text_data
-from lastlayer.lab.data.errors import broken
-from lastlayer.lab.data.label_data import LabelData
-from lastlayer.lab.data.text_data import TextData
-from lastlayer.lab.data.vocabulary import check_vocabulary_options
+from lastlayer.lab.data import matrices, tables
+from lastlayer.lab.data.columns import choose_columns, table_data
+from lastlayer.lab.data.files import TEXT, broken, existing, files_with, plain_suffix
+from lastlayer.lab.data.rows import LabelData, PairData
+from lastlayer.lab.data.stdlib import NEWLINE, source_tokens, stdlib_labels, stdlib_text
+from lastlayer.lab.data.text import (
+    END,
+    Reading,
+    TextData,
+    Tokenizer,
+    check_vocabulary_options,
+    text_data,
+)  # fmt: skip
 
-TASKS = ("lm", "multilabel")
-
-
-class Options(TypedDict, total=False):
-    """What :func:`load` takes beside the source and the task."""
-
-    vocab_size: int | None
-    min_count: int | None
-    limit: int | None
-    encoding: str
-    text_field: str
-    labels_field: str
-    labels: str | Path | None
-    cache: bool
+TASKS = ("lm", "classification", "multilabel", "pairs")
 
 
-Source = str | Path | None
-
-
-@overload
 def load(
-    source: Source = None, *, task: Literal["lm"] = "lm", **options: Unpack[Options]
-) -> TextData: ...
-@overload
-def load(
-    source: Source = None, *, task: Literal["multilabel"], **options: Unpack[Options]
-) -> LabelData: ...
-@overload
-def load(
-    source: Source = None, *, task: str, **options: Unpack[Options]
-) -> TextData | LabelData: ...
-def load(
-    source: Source = None,
+    source: str | Path | None = None,
     *,
-    task: str = "lm",
+    task: str | None = None,
     vocab_size: int | None = None,
     min_count: int | None = None,
     limit: int | None = None,
     encoding: str = "utf-8",
-    text_field: str = "text",
-    labels_field: str = "labels",
-    labels: str | Path | None = None,
+    text: str | None = None,
+    label: str | None = None,
+    features: str | None = None,
+    tokenizer: str | Path | None = None,
     cache: bool = True,
-) -> TextData | LabelData:
+) -> TextData | LabelData | PairData:
     """Read data for a task, in three parts: train, valid and test.
 
     Args:
         source: a file, a folder, ``hf:name[:config][:column]``, or None for what is always there:
             the source of Python's standard library.
-        task: ``"lm"`` for text of which each token is predicted, ``"multilabel"`` for rows with
-            any number of labels.
+        task: ``"lm"`` for text of which each token is predicted, ``"classification"`` for rows of
+            one class each, ``"multilabel"`` for rows with any number of labels, ``"pairs"`` for
+            queries that have to find their key. None infers it: ``description["task_reason"]`` of
+            the result says from what.
         vocab_size: the most words, ``<unk>`` among them. For a language model all that come often
             enough; as features of documents, 20,000.
         min_count: words that come less often in the training part become ``<unk>``. By default 2,
-            and 1 where the text has an ``<unk>`` of its own.
+            and 1 where the text has an ``<unk>`` of its own. All tokens of a tokenizer are kept.
         limit: the most tokens, or rows, of the training part; valid and test have an eighth of it
             at most.
         encoding: of text files.
-        text_field: where JSON lines and sets of the hub have their text; several with commas.
-        labels_field: where they have their labels.
-        labels: the XML file of a MULAN set, where its name does not tell.
+        text: the column of a table with the text; several with commas. The obvious one is found.
+        label: the column with the classes or labels, or for ARFF an attribute or MULAN's XML file.
+        features: columns of numbers in place of text, with commas.
+        tokenizer: a JSON file of the tokenizers package, or a folder with a tokenizer.json, in
+            place of words between white space.
         cache: whether the tokens of the embedded corpus are kept, in ``$LASTLAYER_CACHE`` or the
             user's folder for caches.
+
+    Returns:
+        A :class:`TextData` for language models, a :class:`LabelData` for classes and labels, a
+        :class:`PairData` for pairs.
 
     Raises:
         DataError: what is wrong, where, and what to do.
@@ -88,50 +74,94 @@ def load(
         >>> len(data.train), data.vocabulary.decode(data.train[-1:])[0] in data.vocabulary.tokens
         (10000, True)
     """
-    if task not in TASKS:
+    if task is not None and task not in TASKS:
         raise ValueError(f"task: expected one of {TASKS}, got {task!r}")
     check_vocabulary_options(vocab_size, min_count)
     _check_limit(limit)
-    words: dict[str, Any] = {"vocab_size": vocab_size, "min_count": min_count, "limit": limit}
+    cutter = None if tokenizer is None else Tokenizer(tokenizer)
+    reading = Reading(vocab_size, min_count, limit, encoding, cutter)
     if source is None:
-        embedded = stdlib_text if task == "lm" else stdlib_labels
-        return embedded(cache=cache, **words)
-    if str(source).startswith(_hub.PREFIX):
-        name = str(source)
-        records = _hub.hub_records(name, limit)
-        described = {"source": name, "format": "hub"}
-        words |= {"text_field": _hub.parsed(name).column or text_field, "where": name}
-        if task == "lm":
-            return text_records(name, records, described, **words)
-        return labelled_records(name, records, described, labels_field=labels_field, **words)
+        return _embedded(task, reading, cache=cache, tokenizer=cutter)
+    if str(source).startswith(tables.HUB):
+        held, column = tables.read_hub(str(source), limit)
+        described = {"source": str(source), "format": "hub"}
+        return _of_tables(
+            str(source), str(source), held, described, reading,
+            (task, column or text, label, features),
+        )  # fmt: skip
     path = existing(str(source))
     kind = _kind(path)
-    if kind in _svmlight.SUFFIXES or kind in _mulan.SUFFIXES:
-        if task == "lm":
-            what = f"{kind[1:]} has rows with labels, not text"
-            raise broken(what, "give task='multilabel'", path=path)
-        if kind in _mulan.SUFFIXES:
-            return _mulan.mulan_data(path, encoding=encoding, limit=limit, labels=labels)
-        return _svmlight.svmlight_data(path, encoding=encoding, limit=limit)
-    if kind not in _jsonl.SUFFIXES and task == "lm":
-        return text_data(path, encoding=encoding, **words)
-    words |= {"text_field": text_field, "where": str(path)}
-    if kind in _jsonl.SUFFIXES:
-        records = _jsonl.json_records(path, encoding)
-        described = {"source": str(path), "format": "json lines", "encoding": encoding}
-        if task == "lm":
-            return text_records(path.name, records, described, **words)
-    else:
-        records = marked_records(path, encoding, text_field, labels_field)
-        described = {"source": str(path), "format": "marked text", "encoding": encoding}
-    return labelled_records(path.name, records, described, labels_field=labels_field, **words)
+    if kind in (*matrices.SVMLIGHT, *matrices.ARFF, *matrices.STATES):
+        return _of_matrices(path, kind, reading, task, label)
+    given = (text, label, features)
+    if kind not in tables.SUFFIXES and not _is_table(path, task, reading, given):
+        if task not in (None, "lm"):
+            what = f"expected a table for task='{task}', got text"
+            raise broken(what, _FORMATS, path=path)
+        data = text_data(path, reading)
+        reason = "text without columns" if task is None else "as asked"
+        data.description["task_reason"] = reason
+        return data
+    held = tables.read_tables(path, encoding)
+    described = {"source": str(path), "format": kind[1:] or "text", "encoding": encoding}
+    return _of_tables(path.name, str(path), held, described, reading, (task, *given))
+
+
+_FORMATS = (
+    "give CSV, TSV, JSON lines, Parquet or Arrow with a column of labels, lines with __label__ "
+    "words, svmlight, ARFF, npz or safetensors"
+)
+
+
+def _embedded(
+    task: str | None, reading: Reading, *, cache: bool, tokenizer: Tokenizer | None
+) -> TextData | LabelData:
+    if task in ("classification", "pairs") or tokenizer:
+        option = "tokenizer" if tokenizer else f"task='{task}'"
+        raise broken(f"{option}: the embedded corpus has none", "give data of your own")
+    embedded = stdlib_labels if task == "multilabel" else stdlib_text
+    return embedded(reading, cache=cache)
+
+
+def _of_tables(
+    name: str, where: str, held: dict[str, tables.Table], described: dict[str, Any],
+    reading: Reading, asked: tuple[str | None, ...],
+) -> TextData | LabelData | PairData:  # fmt: skip
+    columns = choose_columns(held.get("train") or next(iter(held.values())), *asked)
+    return table_data(name, held, columns, described, reading, where=where)
+
+
+def _of_matrices(
+    path: Path, kind: str, reading: Reading, task: str | None, label: str | None
+) -> LabelData | PairData:
+    if task == "lm" or (task == "pairs" and kind not in matrices.STATES):
+        what = f"{kind[1:]} has rows with labels, not text"
+        raise broken(what, "give task='classification' or task='multilabel'", path=path)
+    if kind in matrices.ARFF:
+        encoding, limit = reading.encoding, reading.limit
+        return matrices.arff_data(path, encoding=encoding, limit=limit, label=label, task=task)
+    if kind in matrices.SVMLIGHT:
+        return matrices.svmlight_data(path, limit=reading.limit, task=task)
+    return matrices.states_data(path, limit=reading.limit, task=task)
+
+
+def _is_table(
+    path: Path, task: str | None, reading: Reading, given: tuple[str | None, ...]
+) -> bool:
+    """Whether text without a suffix of its own is a table: lines of tabs, or with labels."""
+    if any(given):
+        return True
+    if task == "lm":
+        return False
+    files = [f for f in files_with(path, TEXT) if f.parent == path] if path.is_dir() else [path]
+    return bool(files) and all(tables.is_table(file, reading.encoding) for file in files)
 
 
 def _kind(path: Path) -> str:
     """The suffix of a file, or of files in a folder that have a format of their own."""
     if not path.is_dir():
         return plain_suffix(path)
-    special = (*_mulan.SUFFIXES, *_svmlight.SUFFIXES, *_jsonl.SUFFIXES)
+    special = (*matrices.ARFF, *matrices.SVMLIGHT, *matrices.STATES, *tables.SUFFIXES)
     files = [file for file in files_with(path, special) if file.parent == path]
     kinds = {plain_suffix(file) for file in files}
     if len(kinds) > 1:
@@ -147,3 +177,48 @@ def _check_limit(limit: Any) -> None:
         raise TypeError(f"limit: expected an int or None, got {type(limit).__name__}")
     if limit < 2:
         raise ValueError(f"limit: expected at least 2, got {limit}; leave it out for all")
+
+
+LINE_ENDS = (END, NEWLINE)
+"""Tokens that stand for the end of a line."""
+# What tokenize says of source that is not at its end yet, as a prompt need not be.
+_GOES_ON = "EOF in multi-line"
+
+
+def cut(text: str, format_: str, tokenizer: Tokenizer | None = None) -> list[str]:
+    r"""The tokens of a prompt; a line ends where it says so, and not at its end.
+
+    Args:
+        text: what a person wrote.
+        format_: of the data, as its description has it.
+        tokenizer: that of the data, if any.
+
+    Example:
+        >>> cut("import os\nos.path", "python source")
+        ['import', 'os', '<newline>', 'os', '.', 'path']
+        >>> cut("one day\nthe", "text")
+        ['one', 'day', '<eos>', 'the']
+    """
+    if tokenizer is not None:
+        lines = tokenizer.cut_all(text.split("\n"))
+        return [token for line in lines for token in (END, *line)][1:]
+    if format_ != "python source":
+        return text.replace("\n", f" {END} ").split()
+    made: list[str] = []
+    try:
+        made.extend(_checked(text))
+    except (tokenize.TokenError, SyntaxError) as error:
+        if not str(error.args[0]).startswith(_GOES_ON):
+            what = f"--prompt: expected Python source, got {text!r}: {error.args[0]}"
+            raise broken(what, "the run was trained on Python source") from None
+    # Tokenize ends the last line where the source does not.
+    return made[:-1] if made[-1:] == [NEWLINE] and not text.endswith("\n") else made
+
+
+def _checked(text: str) -> Iterator[str]:
+    """Tokens of source; Python 3.11 tells what is none by its kind, later ones by an error."""
+    kinds = (each.type for each in tokenize.generate_tokens(io.StringIO(text).readline))
+    with suppress(tokenize.TokenError):
+        if tokenize.ERRORTOKEN in kinds:
+            raise SyntaxError("it has something that is no token, such as half a string")
+    yield from source_tokens(text)

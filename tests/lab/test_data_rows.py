@@ -1,4 +1,4 @@
-"""Rows with labels: JSON lines, marked text, svmlight, ARFF, and sets of a hub."""
+"""Rows with classes or labels, and pairs: tables, svmlight, ARFF, hidden states, a hub."""
 
 import gzip
 import json
@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lastlayer.lab.data import DataError, SparseRows, load
-from lastlayer.lab.data._arff_header import Attribute, attribute, split_values
-from lastlayer.lab.data._rows import mixed_rows
+from lastlayer.lab.data import DataError, LabelData, PairData, SparseRows, TextData, load
+from lastlayer.lab.data.rows import mixed_rows
 
 LABELS = ("red", "green", "blue")
 
@@ -55,7 +54,6 @@ def check_invariants(data):
         assert np.array_equal(dense(some), dense(part)[rows])
         assert labels_of(data, some) == [labels_of(data, part)[i] for i in rows]
     assert json.loads(json.dumps(data.description)) == data.description
-    assert data.task == "multilabel"
 
 
 def test_json_lines_with_splits_in_them(tmp_path, seed):
@@ -69,8 +67,8 @@ def test_json_lines_with_splits_in_them(tmp_path, seed):
     data = load(
         tmp_path / "a.jsonl.gz",
         task="multilabel",
-        text_field="title, body",
-        labels_field="topics",
+        text="title, body",
+        label="topics",
         min_count=1,
     )
     check_invariants(data)
@@ -110,6 +108,189 @@ def test_marked_text_equals_json_lines(tmp_path, seed):
     assert one.fingerprint == other.fingerprint
 
 
+TEXTS = ["red wine and cheese", "green tea and cake", "blue sky and sea", "red roses in snow"]
+ROWS = [
+    {"id": i, "text": f"{TEXTS[i % 4]} {i % 7}", "label": LABELS[i % 3], "size": 0.5 * i}
+    for i in range(60)
+]
+
+
+def write_table(path, rows=ROWS):
+    """In the format that the suffix says."""
+    pyarrow = pytest.importorskip("pyarrow")
+    table, kind = pyarrow.Table.from_pylist(rows), path.suffix
+    if kind == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    elif kind == ".feather":
+        pytest.importorskip("pyarrow.feather").write_feather(table, str(path))
+    elif kind == ".arrow":
+        with (
+            pyarrow.OSFile(str(path), "wb") as sink,
+            pyarrow.ipc.new_stream(sink, table.schema) as writer,
+        ):
+            writer.write_table(table)
+    elif kind == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif kind == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        mark = "\t" if kind in (".tsv", ".txt") else ","
+        lines = [[str(each) for each in row.values()] for row in rows]
+        path.write_text("\n".join(mark.join(line) for line in [list(rows[0]), *lines]) + "\n")
+    return path
+
+
+TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet", ".feather", ".arrow")
+
+
+@pytest.mark.parametrize("suffix", TABLES)
+def test_tables_of_all_formats_are_the_same(tmp_path, suffix):
+    data = load(write_table(tmp_path / f"a{suffix}"))
+    assert isinstance(data, LabelData)
+    assert data.task == "classification"
+    assert data.description["columns"] == {"text": ["text"], "label": "label"}
+    assert data.description["task_reason"]
+    check_invariants(data)
+    assert data.fingerprint == load(write_table(tmp_path / "b.jsonl")).fingerprint
+    assert (np.diff(data.train.labels.offsets) == 1).all()
+
+
+def test_packed_tables_and_other_separators(tmp_path):
+    plain = write_table(tmp_path / "a.csv")
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (tmp_path / "c.csv").write_text(plain.read_text().replace(",", ";"))
+    (tmp_path / "d.csv").write_bytes(plain.read_text().replace("red", "r\xe9d").encode("latin-1"))
+    known = load(plain).fingerprint
+    assert load(tmp_path / "b.csv.gz").fingerprint == known
+    assert load(tmp_path / "c.csv").fingerprint == known
+    assert "r\xe9d" in load(tmp_path / "d.csv", encoding="latin-1").feature_names
+
+
+def test_quotes_lines_and_missing_headers(tmp_path):
+    rows = [f'"say ""{i % 5}"", then\nleave, all of it",{LABELS[i % 3]}' for i in range(30)]
+    (tmp_path / "a.csv").write_text("text,label\n" + "\n".join(rows))
+    data = load(tmp_path / "a.csv", min_count=1)
+    assert sum(part.n_rows for part in (data.train, data.valid, data.test)) == 30
+    assert {"say", "leave,", '"0",'} <= {*data.feature_names}
+    (tmp_path / "b.tsv").write_text("".join(f'"{i}" is a quote\t{i % 2}\n' for i in range(30)))
+    bare = load(tmp_path / "b.tsv")
+    assert bare.description["columns"] == {"text": ["column1"], "label": "column2"}
+
+
+def test_columns_that_are_asked_for(tmp_path):
+    path = write_table(tmp_path / "a.csv")
+    data = load(path, label="label", features="size,id")
+    assert data.feature_names == ("size", "id")
+    assert data.train.features.dtype == np.float32
+    other = load(path, label="id", text="text", task="multilabel")
+    assert other.n_classes == 60
+    assert load(path, text="text", task="lm").task == "lm"
+    vectors = [{"v": [0.5 * i, 1.0], "class": i % 3} for i in range(30)]
+    made = load(write_table(tmp_path / "b.parquet", vectors))
+    assert (made.task, made.feature_names) == ("classification", ("v[0]", "v[1]"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "task"),
+    [
+        ([{"text": f"a b c{i % 3}"} for i in range(30)], "lm"),
+        ([{"review": f"a b c{i % 3}", "stars": i % 5} for i in range(40)], "classification"),
+        ([{"x": 0.5 * i, "y": i % 3, "z": i / 7} for i in range(40)], "classification"),
+        ([{"text": "a b", "tags": ["x", "y"][: i % 3]} for i in range(30)], "multilabel"),
+        ([{"text": "a b", "tags": ["x|y", "x", "y|z", "z|x"][i % 4]} for i in range(30)],
+         "multilabel"),
+        ([{"text": "a b", "label": ["Oslo, Norway", "Rome, Italy"][i % 2]} for i in range(30)],
+         "classification"),
+        ([{"question": f"who is {i} and why", "answer": f"he is {i} for fun"} for i in range(30)],
+         "pairs"),
+    ],
+)  # fmt: skip
+def test_the_task_follows_from_the_columns(tmp_path, rows, task):
+    for suffix in (".jsonl", ".csv"):
+        if suffix == ".csv" and any(isinstance(v, list) or "," in str(v) for v in rows[1].values()):
+            continue
+        data = load(write_table(tmp_path / f"a{suffix}", rows))
+        assert data.task == task
+        assert data.description["task_reason"] != "as asked"
+    kinds = {"lm": TextData, "pairs": PairData}
+    assert isinstance(data, kinds.get(task, LabelData))
+
+
+def test_empty_rows_are_left_out_and_rare_classes_kept(tmp_path):
+    rows = [dict(row) for row in ROWS]
+    rows[3]["text"], rows[4]["label"] = "", None
+    rows[5]["label"] = "once"
+    data = load(write_table(tmp_path / "a.jsonl", rows))
+    assert data.description["left_out"] == 2
+    assert sum(part.n_rows for part in (data.train, data.valid, data.test)) == 58
+    assert "once" in data.label_names
+    assert len(data.description["notes"]) == 3
+
+
+def test_pairs_of_one_query_or_key_belong_together(tmp_path):
+    rows = [{"q": f"what about number {i // 3}", "a": f"this is the answer {i}"} for i in range(60)]
+    data = load(write_table(tmp_path / "a.jsonl", rows))
+    assert isinstance(data, PairData)
+    assert data.train.query.shape == (48, len(data.feature_names))
+    everything = np.concatenate([p.group for p in (data.train, data.valid, data.test)])
+    assert (np.bincount(everything) == 3).all()
+    for part in (data.train, data.valid):
+        same = part.group[:, None] == part.group
+        assert np.array_equal((part.query.dense()[:, None] == part.query.dense()).all(-1), same)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize("several", [False, True])
+def test_hidden_states(tmp_path, seed, suffix, several):
+    rng = np.random.default_rng(seed)
+    hidden, target = rng.normal(size=(50, 4)).astype(np.float32), np.arange(50) % 5 * 10
+    if several:
+        target = np.stack([target, np.where(np.arange(50) % 2, 99, -100)], 1)
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".npz":
+        np.savez(path, hidden=hidden.astype(np.float64), target=target)
+    else:
+        pytest.importorskip("safetensors.numpy").save_file(
+            {"hidden": hidden, "target": target}, str(path)
+        )
+    data = load(path)
+    check_invariants(data)
+    assert data.hidden
+    assert data.task == ("multilabel" if several else "classification")
+    assert {*data.label_names} == {"0", "10", "20", "30", "40"} | ({"99"} if several else set())
+    held = np.sort(mixed_rows(50)[45:])
+    np.testing.assert_array_equal(data.test.features, hidden[held])
+
+
+def test_classes_that_never_come_and_targets_that_are_padding(tmp_path):
+    target = np.arange(40) % 4
+    target[7] = -100
+    np.savez(tmp_path / "a.npz", hidden=np.ones((40, 2)), target=target, n_classes=9)
+    data = load(tmp_path / "a.npz")
+    assert data.n_classes == 9
+    assert sum(part.n_rows for part in (data.train, data.valid, data.test)) == 39
+    np.savez(tmp_path / "b.npz", query=np.ones((40, 2)), key=np.ones((40, 3)))
+    assert load(tmp_path / "b.npz").widths == (2, 3)
+
+
+def test_an_attribute_of_arff_is_the_class(tmp_path):
+    header = "@relation r\n@attribute f numeric\n@attribute Class {a,b,c}\n@data\n"
+    rows = [f"{i},{'abc'[i % 3]}" for i in range(30)]
+    (tmp_path / "a.arff").write_text(header + "\n".join(rows))
+    data = load(tmp_path / "a.arff")
+    check_invariants(data)
+    assert (data.task, {*data.label_names}) == ("classification", {*"abc"})
+    assert load(tmp_path / "a.arff", label="Class").fingerprint == data.fingerprint
+
+
+def test_svmlight_with_one_label_each_is_classification(tmp_path):
+    lines = [f"{i % 3} 1:{i} 3:2" for i in range(30)]
+    (tmp_path / "a.svm").write_text("\n".join(lines))
+    data = load(tmp_path / "a.svm")
+    assert (data.task, data.n_features) == ("classification", 3)
+    assert load(tmp_path / "a.svm", task="multilabel").task == "multilabel"
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_svmlight(tmp_path, seed, first):
     rng = np.random.default_rng(seed)
@@ -120,7 +301,7 @@ def test_svmlight(tmp_path, seed, first):
     lines = ["40 6 3"] * (1 - first)
     for row, own in zip(table, labels, strict=True):
         pairs = [f"{i + first}:{value}" for i, value in enumerate(row) if value]
-        lines.append(" ".join([",".join(map(str, own)), *pairs[::-1], "# remark"]))
+        lines.append(" ".join([",".join(map(str, own)), *pairs, "# remark"]))
     (tmp_path / "train.svm").write_text("\n".join(lines))
     (tmp_path / "test.svm").write_text("0 1:2.5\n")
     data = load(tmp_path, task="multilabel")
@@ -140,7 +321,7 @@ ATTRIBUTES = """% remark
 @ATTRIBUTE 'a b' NUMERIC
 @attribute colour {red, 'dark, blue'}
 @attribute flag {no,yes}
-@attribute note string
+@attribute note date "yyyy"
 @attribute x\\~y {0,1}
 @attribute z {0,1}
 @DATA
@@ -158,8 +339,7 @@ def arff_rows(seed, n=30):
 def test_arff_dense_and_sparse_are_the_same(tmp_path, seed):
     rows = arff_rows(seed)
     colours, flags = ("red", "'dark, blue'"), ("no", "yes")
-    lines = [f"{a},{colours[c]},{flags[f]},'it''s' ,{x},{z}" for a, c, f, x, z in rows]
-    lines = [line.replace("''", "\\'") for line in lines]
+    lines = [f"{a},{colours[c]},{flags[f]},2020,{x},{z}" for a, c, f, x, z in rows]
     sparse = []
     for a, c, f, x, z in rows:
         pairs = [f"0 {a}", f"1 {colours[c]}" * c, f"2 {flags[f]}" * f, "4 1" * x, "5 1" * z]
@@ -207,13 +387,6 @@ def test_the_first_value_is_what_a_sparse_row_leaves_out(tmp_path):
         assert own == ({"l"} if features else {"m"})
 
 
-def test_headers_of_arff():
-    assert attribute("@attribute 'it\\'s' {a,'b c'}") == Attribute("it's", ("a", "b c"))
-    assert attribute('@ATTRIBUTE "a b" real') == Attribute("a b", None)
-    assert attribute("@attribute d date 'yyyy'") == Attribute("d", None, used=False)
-    assert split_values("a, 'b,c' ,\"d\",e\\,f") == ["a", "b,c", "d", "e,f"]
-
-
 def test_a_limit_of_rows(tmp_path, seed):
     rows = documents(seed, 200)
     objects = [json.dumps({"text": text, "labels": own}) for text, own in rows]
@@ -257,10 +430,10 @@ def hub(monkeypatch):
 def test_text_of_the_hub(hub):
     rows = [{"text": f"a b c{i % 3}", "other": f"x y{i % 4}"} for i in range(30)]
     fake = hub({"train": rows, "validation": rows[:9], "unsupervised": rows, "test": rows[:3]})
-    data = load("hf:who/what:config-1")
+    data = load("hf:who/what:config-1:text", task="lm")
     assert fake.asked == ("who/what", "config-1", True)
     assert [len(data.train), len(data.valid), len(data.test)] == [120, 36, 12]
-    other = load("hf:who/what::other", limit=20)
+    other = load("hf:who/what::other", task="lm", limit=20)
     assert fake.asked == ("who/what", None, True)
     assert "x" in other.vocabulary.ids
     assert len(other.train) == 20

@@ -1,0 +1,521 @@
+"""Text as tokens: words or a tokenizer's, numbered as they are read, and a vocabulary of them."""
+
+import hashlib
+import json
+import os
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lastlayer.lab.data.files import (
+    TEXT,
+    broken,
+    by_part,
+    existing,
+    files_with,
+    folders_by_part,
+    mixed,
+    text_blocks,
+)
+
+UNKNOWN = "<unk>"
+"""Stands for every token that the vocabulary leaves out; always in it."""
+END = "<eos>"
+"""Ends each line of text, each document, each file of source."""
+_SCHEMA = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """Tokens by falling count in the training part; equal counts are ordered by their spelling.
+
+    Attributes:
+        tokens: all of them; the id of a token is its place here.
+        counts: how often each stands in the training part, int64. The count of ``<unk>`` is that of
+            all tokens it replaces there.
+
+    Example:
+        >>> words = Vocabulary.from_counts({"a": 3, "b": 1, "c": 2}, min_count=2)
+        >>> words.tokens, words.counts.tolist()
+        (('a', 'c', '<unk>'), [3, 2, 1])
+        >>> words.encode(["c", "b"]).tolist(), words.decode([0, 2])
+        ([1, 2], ['a', '<unk>'])
+    """
+
+    tokens: tuple[str, ...]
+    counts: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def from_counts(
+        cls, counts: dict[str, int], *, vocab_size: int | None = None, min_count: int | None = None
+    ) -> "Vocabulary":
+        """The ``vocab_size`` most frequent tokens, of those that come ``min_count`` times or more.
+
+        ``<unk>`` is one of the ``vocab_size``. Without ``min_count`` a token has to come twice,
+        so that ``<unk>`` is learned from what comes once; but where the text brings an ``<unk>`` of
+        its own, as PTB and WikiText do, once is enough.
+        """
+        names = list(counts)
+        numbers = np.fromiter(counts.values(), np.int64, len(counts))
+        chosen = choose(names, numbers, vocab_size=vocab_size, min_count=min_count)
+        return chosen[0]
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """The id of each token."""
+        return {token: i for i, token in enumerate(self.tokens)}
+
+    @property
+    def unknown(self) -> int:
+        """The id of ``<unk>``."""
+        return self.ids[UNKNOWN]
+
+    def encode(self, tokens: Iterable[str]) -> NDArray[np.int32]:
+        """Ids of tokens; that of ``<unk>`` for one that is not in here."""
+        ids, unknown = self.ids, self.unknown
+        return np.fromiter((ids.get(token, unknown) for token in tokens), np.int32)
+
+    def decode(self, ids: Iterable[int]) -> list[str]:
+        """Tokens of ids."""
+        return [self.tokens[int(i)] for i in ids]
+
+    def save(self, path: Path | str) -> None:
+        """Write JSON; the file appears whole or not at all."""
+        content = {"schema": _SCHEMA, "tokens": self.tokens, "counts": self.counts.tolist()}
+        write_whole(
+            Path(path), json.dumps(content, ensure_ascii=False).encode("utf-8", _SURROGATES)
+        )
+
+    @classmethod
+    def load(cls, path: Path | str, *, unknown: bool = True) -> "Vocabulary":
+        """Read what :meth:`save` wrote; names of labels have no ``<unk>`` among them."""
+        remedy = "give the vocabulary.json of a run"
+        try:
+            content = json.loads(Path(path).read_bytes().decode("utf-8", _SURROGATES))
+            tokens, counts = content["tokens"], content["counts"]
+            result = cls(tuple(tokens), np.asarray(counts, np.int64))
+        except FileNotFoundError:
+            raise broken("no such file", remedy, path=path) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise broken(f"not a vocabulary ({error})", remedy, path=path) from None
+        alike = len(result.tokens) == len(result.counts) == len(result.ids)
+        if not alike or (unknown and UNKNOWN not in result.ids):
+            also = f", and {UNKNOWN}" if unknown else ""
+            what = f"expected one count for each token and no token twice{also}"
+            raise broken(what, remedy, path=path)
+        return result
+
+
+# Source code may hold lone surrogates in its strings.
+_SURROGATES = "surrogatepass"
+
+
+def choose(
+    names: Sequence[str],
+    counts: NDArray[np.int64],
+    *,
+    vocab_size: int | None,
+    min_count: int | None,
+) -> tuple[Vocabulary, NDArray[np.int32]]:
+    """A vocabulary, and the id in it of each of the names."""
+    own = _place_of_unknown(names)
+    if min_count is None:
+        min_count = 1 if own is not None and counts[own] else 2
+    allowed = counts >= min_count
+    if own is not None:
+        allowed[own] = False
+    candidates = np.flatnonzero(allowed)
+    by_spelling = sorted(candidates.tolist(), key=names.__getitem__)
+    candidates = np.array(by_spelling, np.int64)
+    candidates = candidates[np.argsort(-counts[candidates], kind="stable")]
+    if vocab_size is not None:
+        candidates = candidates[: vocab_size - 1]
+    left_out = int(counts.sum() - counts[candidates].sum())
+    # Behind all tokens that come as often.
+    place = int(np.searchsorted(-counts[candidates], -left_out, side="right"))
+    chosen = [names[i] for i in candidates.tolist()]
+    vocabulary = Vocabulary(
+        (*chosen[:place], UNKNOWN, *chosen[place:]), np.insert(counts[candidates], place, left_out)
+    )
+    table = np.full(len(names), place, np.int32)
+    table[candidates] = np.arange(len(candidates)) + (np.arange(len(candidates)) >= place)
+    return vocabulary, table
+
+
+def _place_of_unknown(names: Sequence[str]) -> int | None:
+    try:
+        return names.index(UNKNOWN)
+    except ValueError:
+        return None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A temporary file beside it takes its place when it is complete."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def check_vocabulary_options(vocab_size: Any, min_count: Any) -> None:
+    """Whole numbers: room for ``<unk>`` and one token, and a count of at least 1."""
+    for name, value, least in (("vocab_size", vocab_size, 2), ("min_count", min_count, 1)):
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected an int or None, got {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+PARTS = ("train", "valid", "test")
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class TextData:
+    """Text to learn a language model from.
+
+    Attributes:
+        name: what a table calls it.
+        vocabulary: all tokens; the classes of a head.
+        train: int32 ids in their order, one dimension; a memory map where they are many.
+        valid: what settings are chosen on.
+        test: what is reported.
+        description: where it comes from and how it was read, for JSON.
+        task: always ``"lm"``.
+    """
+
+    name: str
+    vocabulary: Vocabulary
+    train: Ids
+    valid: Ids
+    test: Ids
+    description: dict[str, Any]
+    task: Literal["lm"] = "lm"
+
+    @property
+    def n_classes(self) -> int:
+        """How many tokens the vocabulary has."""
+        return len(self.vocabulary)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """How often each class stands in the training part."""
+        return self.vocabulary.counts
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for the same tokens in the same parts, and otherwise another one."""
+        digest = hashlib.blake2b(digest_size=16)
+        for token in self.vocabulary.tokens:
+            digest.update(token.encode("utf-8", "surrogatepass") + b"\0")
+        for part in PARTS:
+            ids: Ids = getattr(self, part)
+            digest.update(len(ids).to_bytes(8, "little"))
+            for first in range(0, len(ids), 2**22):
+                digest.update(np.ascontiguousarray(ids[first : first + 2**22], "<i4").tobytes())
+        return digest.hexdigest()
+
+
+# 256 MB of ids stay in memory; more go to a file that is mapped.
+MEMORY_TOKENS = 2**26
+# So many are renumbered at a time.
+_CHUNK = 2**22
+
+
+class FirstCome(dict[str, int]):
+    """Numbers tokens in the order in which they come first."""
+
+    def __missing__(self, token: str) -> int:
+        number = self[token] = len(self)
+        return number
+
+
+class IdStream:
+    """Grows by blocks of tokens; what memory does not hold goes to a file without a name."""
+
+    def __init__(self, numbers: FirstCome) -> None:
+        self._number = numbers.__getitem__
+        self._ids = array("i")
+        self._file: IO[bytes] | None = None
+        self.length = 0
+
+    def add(self, tokens: Iterable[str]) -> None:
+        """Append a block."""
+        before = len(self._ids)
+        self._ids.extend(map(self._number, tokens))
+        self.length += len(self._ids) - before
+        if len(self._ids) >= MEMORY_TOKENS:
+            self._spill()
+
+    def _spill(self) -> None:
+        if self._file is None:
+            # The system frees its space when the last map of it is gone.
+            self._file = tempfile.TemporaryFile(prefix="lastlayer-")  # noqa: SIM115
+        self._ids.tofile(self._file)
+        self._ids = array("i")
+
+    def finish(self, most: int | None = None) -> Ids:
+        """All ids, or the first ``most``: an array, or a memory map that can be written to."""
+        length = self.length if most is None else min(most, self.length)
+        if self._file is None:
+            return np.frombuffer(self._ids, np.int32)[:length]
+        self._spill()
+        self._file.flush()
+        file: Any = self._file
+        with file:
+            # The map has a handle of its own.
+            return np.memmap(file, np.int32, "r+", shape=(self.length,))[:length]
+
+
+def counted(ids: Ids, n: int) -> NDArray[np.int64]:
+    """How often each number comes."""
+    counts = np.zeros(n, np.int64)
+    for first in range(0, len(ids), _CHUNK):
+        counts += np.bincount(ids[first : first + _CHUNK], minlength=n)
+    return counts
+
+
+def renumber(ids: Ids, table: NDArray[np.int32]) -> Ids:
+    """In place of each id, what the table has there."""
+    for first in range(0, len(ids), _CHUNK):
+        ids[first : first + _CHUNK] = table[ids[first : first + _CHUNK]]
+    return ids
+
+
+# The share of what is held out for each of valid and test, and what goes with a limit of training.
+TENTH, PER_LIMIT = 10, 8
+
+
+def part_limit(part: str, limit: int | None) -> int | None:
+    """Where the training part is limited, valid and test take an eighth of that each."""
+    return limit if limit is None or part == "train" else max(2, limit // PER_LIMIT)
+
+
+def enough(part: str, limit: int | None) -> int | None:
+    """What has to be read: the training part may be what the others are cut from."""
+    if limit is None or part != "train":
+        return part_limit(part, limit)
+    # A tenth of it has to be a token and its successor.
+    return max(limit * TENTH // PER_LIMIT, 2 * TENTH)
+
+
+def hold_out(parts: dict[str, Ids]) -> dict[str, Ids]:
+    """The parts that are missing, cut from the end of the training part: a tenth of it each."""
+    train = parts["train"]
+    each = len(train) // TENTH
+    result = dict(parts)
+    for part in reversed(PARTS):
+        if part not in result:
+            train, result[part] = train[: len(train) - each], train[len(train) - each :]
+    return {**result, "train": train}
+
+
+def assemble(
+    name: str,
+    names: Sequence[str],
+    parts: dict[str, Ids],
+    description: dict[str, Any],
+    reading: "Reading",
+    *,
+    where: str,
+) -> TextData:
+    """Choose the vocabulary by the training part, and number the tokens of all parts by it.
+
+    The ids in ``parts`` are places in ``names``; they are renumbered in place. ``where`` is what an
+    error calls the source.
+    """
+    total = sum(map(len, parts.values()))
+    if not total:
+        raise broken("no tokens", "give a file with text in it", path=where)
+    parts = {p: ids[: part_limit(p, reading.limit)] for p, ids in hold_out(parts).items()}
+    for part in PARTS:
+        if len(parts[part]) < 2:
+            found = f"{len(parts[part])} of {total} token{'s' if total > 1 else ''}"
+            remedy = "give at least 20 tokens, or files of your own for all three parts"
+            raise broken(f"too short: the {part} part has {found}", remedy, path=where)
+    counts = counted(parts["train"], len(names))
+    special = [i for i, token in enumerate(names) if token in (UNKNOWN, END)]
+    seen = int(np.count_nonzero(np.delete(counts, special)))
+    if seen < 2:
+        what = "one class: the training part has one word alone" if seen else "no words"
+        raise broken(what, "give a text with at least two different words", path=where)
+    least = reading.least
+    vocabulary, table = choose(names, counts, vocab_size=reading.vocab_size, min_count=least)
+    if {*vocabulary.tokens} <= {UNKNOWN, END}:
+        what = f"no word comes {least or 2} times in the {len(parts['train'])} tokens"
+        raise broken(what, "lower min_count", path=where)
+    ids = {part: renumber(parts[part], table) for part in PARTS}
+    return TextData(
+        name=name,
+        vocabulary=vocabulary,
+        train=ids["train"],
+        valid=ids["valid"],
+        test=ids["test"],
+        description={
+            "name": name,
+            "task": "lm",
+            "classes": len(vocabulary),
+            "tokens": {part: len(ids[part]) for part in PARTS},
+            "types": seen,
+            **reading.described,
+            "unknown_share": float(vocabulary.counts[vocabulary.unknown] / len(ids["train"])),
+            **description,
+        },
+    )
+
+
+class Tokenizer:
+    """A tokenizers JSON file, or a folder with one, as Hugging Face's models have it.
+
+    Args:
+        path: ``tokenizer.json``, or the folder that it is in.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        file = existing(str(path))
+        self.path = file / "tokenizer.json" if file.is_dir() else file
+        if not self.path.is_file():
+            what = "expected a folder with a tokenizer.json, got one without"
+            raise broken(what, "save it with a fast tokenizer, or name the JSON file", path=file)
+        try:
+            package = import_module("tokenizers")
+        except ImportError:
+            what = "tokenizer: needs the tokenizers package, which is not installed"
+            raise broken(what, 'pip install "lastlayer[lab]"', path=file) from None
+        try:
+            self._made = package.Tokenizer.from_file(str(self.path))
+        except Exception as error:  # noqa: BLE001 - what the package raises
+            what = f"not a tokenizer of the tokenizers package ({error})"
+            remedy = "give its tokenizer.json, or the folder that it is in"
+            raise broken(what, remedy, path=self.path) from None
+        self._made.no_truncation()
+        self._made.no_padding()
+        ids = sorted(self._made.get_vocab().items(), key=lambda item: item[1])
+        self.tokens = [token for token, _ in ids]
+
+    def cut(self, text: str) -> list[str]:
+        """The tokens of a text, without those that are added around it."""
+        tokens: list[str] = self._made.encode(text, add_special_tokens=False).tokens
+        return tokens
+
+    def cut_all(self, texts: list[str]) -> list[list[str]]:
+        """The tokens of each text."""
+        return [each.tokens for each in self._made.encode_batch(texts, add_special_tokens=False)]
+
+    def joined(self, tokens: Sequence[str]) -> str:
+        """The text of tokens; what is none of its own is kept as it is."""
+        made, run = "", list[int]()
+        for token in [*tokens, None]:
+            number = None if token is None else self._made.token_to_id(token)
+            if number is not None:
+                run.append(number)
+                continue
+            made += self._made.decode(run, skip_special_tokens=False)
+            made, run = made + (token or ""), []
+        return made
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How text is cut and how much of it is kept.
+
+    Attributes:
+        vocab_size: the most tokens.
+        min_count: tokens that come less often become ``<unk>``.
+        limit: of the training part, in tokens or rows.
+        encoding: of files.
+        tokenizer: in place of words between white space.
+    """
+
+    vocab_size: int | None = None
+    min_count: int | None = None
+    limit: int | None = None
+    encoding: str = "utf-8"
+    tokenizer: Tokenizer | None = None
+
+    def cut(self, text: str) -> list[str]:
+        """The tokens of a text."""
+        return text.split() if self.tokenizer is None else self.tokenizer.cut(text)
+
+    def numbers(self) -> FirstCome:
+        """Numbers for tokens: those of a tokenizer are all there from the beginning."""
+        return FirstCome(
+            {t: i for i, t in enumerate(self.tokenizer.tokens if self.tokenizer else ())}
+        )
+
+    @property
+    def least(self) -> int | None:
+        """How often a token has to come: all of a tokenizer's are classes, come what may."""
+        return 0 if self.tokenizer and self.min_count is None else self.min_count
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """For JSON."""
+        made = {"vocab_size": self.vocab_size, "min_count": self.min_count, "limit": self.limit}
+        return made | ({"tokenizer": str(self.tokenizer.path)} if self.tokenizer else {})
+
+
+def text_data(path: Path, reading: Reading) -> TextData:
+    """A file, or a folder of files: tokens, and ``<eos>`` where a line ends."""
+    parts, layout = _parts(path)
+    numbers, ids = reading.numbers(), dict[str, Ids]()
+    for part, files in parts.items():
+        most = enough(part, reading.limit)
+        stream = IdStream(numbers)
+        for block in (block for file in files for block in _blocks(file, reading)):
+            stream.add(block)
+            if most is not None and stream.length >= most:
+                break
+        ids[part] = stream.finish(most)
+    described = {
+        "source": str(path), "format": "text", "encoding": reading.encoding, "split": layout,
+    }  # fmt: skip
+    return assemble(path.name, list(numbers), ids, described, reading, where=str(path))
+
+
+def _parts(path: Path) -> tuple[dict[str, list[Path]], str]:
+    if not path.is_dir():
+        return {"train": [path]}, "a tenth each, from the end"
+    files = files_with(path, TEXT)
+    if not files:
+        kinds = ", ".join(filter(None, TEXT))
+        raise broken(f"no text files ({kinds}) in this folder", "name a file in it", path=path)
+    folders = folders_by_part(path, files)
+    if folders:
+        return folders, "by the names of the folders"
+    named = by_part([file for file in files if file.parent == path])
+    if named:
+        return {part: [file] for part, file in named.items()}, "by the names of the files"
+    return {"train": mixed(path, files)}, "files mixed by a hash of their paths, a tenth each"
+
+
+def _blocks(path: Path, reading: Reading) -> Iterator[list[str]]:
+    """Tokens of a file in blocks; the last line ends with ``<eos>`` too."""
+    block = ""
+    for block in text_blocks(path, reading.encoding):
+        if reading.tokenizer is None:
+            yield block.replace("\n", f" {END} ").split()
+            continue
+        pieces = block.split("\n")
+        # What follows the last end of a line is the beginning of the next one, or nothing.
+        *whole, last = reading.tokenizer.cut_all(pieces)
+        yield [token for line in whole for token in (*line, END)] + last
+    if block and not block.endswith("\n"):
+        yield [END]
