@@ -546,11 +546,16 @@ def _classes(sizes: Sequence[int], **options: Any) -> alt.X:
 
 
 def _span(found: Sequence[float], **options: Any) -> dict[str, Any]:
-    """A logarithmic axis around the values, with a letter for thousands."""
+    """A logarithmic axis around the values."""
     low, high = min(found), max(found)
     margin = max((high / low) ** 0.03, 1.01)
     low, high = low / margin, high * margin
-    ticks = {"format": "~s", "values": axes.log_ticks(low, high), **options}
+    # A letter for thousands, but none for thousandths.
+    ticks = {
+        "format": "~s" if low >= 1 else ",.3~g",
+        "values": axes.log_ticks(low, high),
+        **options,
+    }
     return {
         "scale": alt.Scale(type="log", domain=[low, high], nice=False),
         "axis": alt.Axis(**ticks),
