@@ -294,3 +294,22 @@ def test_packages_that_are_missing_are_named(tmp_path, monkeypatch, package, nam
 def test_names_of_the_hub():
     with pytest.raises(DataError, match="expected hf:name"):
         load("hf:a:b:c:d")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("a.svm", {"text": "x"}),
+        ("a.svm", {"label": "x"}),
+        ("a.svm", {"tokenizer": "tokenizer.json"}),
+        ("a.jsonl", {"text": "text", "features": "n"}),
+        ("a.jsonl", {"label": "label", "task": "lm"}),
+        (None, {"label": "x"}),
+        (None, {"task": "classification"}),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(tmp_path, name, options):
+    (tmp_path / "a.svm").write_text("1 1:1\n2 1:2\n" * 20)
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
+    with pytest.raises(DataError):
+        load(name and tmp_path / name, **options)

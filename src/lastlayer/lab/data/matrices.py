@@ -585,21 +585,14 @@ def _state_part(held: dict[str, NDArray[Any]], path: Path) -> LabelPart:
     if len(target) != len(hidden):
         what = f"target: expected {len(hidden):,} rows as hidden has, got {len(target):,}"
         raise broken(what, "give one for each hidden state", path=path)
-    table = target.reshape(len(target), -1).astype(np.int64)
-    there = table >= 0
-    if target.ndim == 1 and not there.all():
-        hidden, table, there = hidden[there[:, 0]], table[there[:, 0]], there[there[:, 0]]
-    lists = LabelLists(_Same())
-    for row, own in zip(table, there, strict=True):
-        lists.add(row[own].tolist())
-    return LabelPart(hidden, lists.finish())
-
-
-class _Same(FirstCome):
-    """Ids are their own numbers."""
-
-    def __missing__(self, token: Any) -> int:
-        return int(token)
+    table = np.sort(target.reshape(len(target), -1).astype(np.int64), 1)
+    # Negative numbers are padding, and a label that comes twice in a row counts once.
+    there = (table >= 0) & (np.diff(table, prepend=-1) != 0)
+    if target.ndim == 1:
+        kept = there[:, 0]
+        hidden, table, there = hidden[kept], table[kept], there[kept]
+    offsets = np.concatenate([[0], np.cumsum(there.sum(1))])
+    return LabelPart(hidden, Lists(table[there], offsets))
 
 
 def _pair_part(held: dict[str, NDArray[Any]], path: Path) -> PairPart:
