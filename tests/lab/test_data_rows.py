@@ -355,10 +355,10 @@ def test_arff_dense_and_sparse_are_the_same(tmp_path, seed):
     other = load(tmp_path / "sparse", task="multilabel")
     check_invariants(one)
     assert one.fingerprint == other.fingerprint
-    assert one.feature_names == ("a b", "flag", "colour=red", "colour=dark, blue")
+    assert one.feature_names == ("a b", "colour=red", "colour=dark, blue", "flag")
     assert {*one.label_names} == {"x~y", "z"}
     assert one.description["left_out"] == ["note"]
-    expected = [[a, f, 1 - c, c] for a, c, f, _, _ in rows[-5:]]
+    expected = [[a, 1 - c, c, f] for a, c, f, _, _ in rows[-5:]]
     np.testing.assert_array_equal(one.test.features, np.array(expected, np.float32))
     assert labels_of(one, one.test) == [
         {name for name, on in (("x~y", x), ("z", z)) if on} for *_, x, z in rows[-5:]
