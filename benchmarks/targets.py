@@ -258,7 +258,8 @@ def _plain(call: str, *shapes: tuple[int, ...], torch_code: str) -> Iterator[Fig
     """Beside torch's code, on a GPU."""
     name, _, variant = call.partition(", ")
     for shape in shapes:
-        what = f"`{name}`, {variant}" if variant else f"`{name}`"
+        size = "×".join(f"{n:,}" for n in shape)
+        what = f"`{name}`, {variant}, {size}" if variant else f"`{name}`, {size}"
         yield Figure(what, Select("plain", CUDA, call, call, shape), f"torch {torch_code}")
 
 

@@ -10,8 +10,8 @@ from drawn_style import BLUE, FAINT, INK, ORANGE, new_figure, write
 from matplotlib.figure import Figure
 
 from lastlayer.heads import cutoffs_from_counts
-from lastlayer.lab._frequencies import zipf_fit
 from lastlayer.lab.data import load
+from lastlayer.lab.inspect import zipf_fit
 
 
 def frequencies() -> Figure:

@@ -61,16 +61,22 @@ def check_real(
 
 def check_positive(name: str, value: Any, kind: str = "a number") -> float:
     """A finite number above 0."""
+    if type(value) is float and 0.0 < value < math.inf:
+        return value
     return check_real(name, value, "a finite number above 0", lambda x: 0.0 < x < math.inf, kind)
 
 
 def check_not_negative(name: str, value: Any) -> float:
     """A finite number of at least 0."""
+    if type(value) is float and 0.0 <= value < math.inf:
+        return value
     return check_real(name, value, "a finite number of at least 0", lambda x: 0.0 <= x < math.inf)
 
 
 def check_share(name: str, value: Any) -> float:
     """A number from 0 to 1."""
+    if type(value) is float and 0.0 <= value <= 1.0:
+        return value
     return check_real(name, value, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0)
 
 
@@ -82,13 +88,14 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 def check_reduction(reduction: Any) -> None:
     """One of the three ways to reduce."""
-    check_choice("reduction", reduction, REDUCTIONS)
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        check_choice("reduction", reduction, REDUCTIONS)
 
 
 def check_ignore_index(ignore_index: Any) -> int | None:
     """An int, or None."""
-    if ignore_index is None:
-        return None
+    if ignore_index is None or type(ignore_index) is int:
+        return ignore_index
     try:
         return check_int("ignore_index", ignore_index, least=None)
     except TypeError:
@@ -133,7 +140,8 @@ def check_floating(name: str, value: Any, expected: str) -> None:
 
 def check_scores(scores: Any, *, name: str = "scores", at_least_1d: bool = True) -> None:
     """A tensor of one of the dtypes, with at least one dimension."""
-    check_tensor(name, scores)
+    if not isinstance(scores, Tensor):
+        check_tensor(name, scores)
     if scores.dtype not in DTYPES:
         if not scores.is_floating_point():
             expected = "a floating dtype"
@@ -281,7 +289,34 @@ def check_ids(
     Ids may have any integer dtype; ``shape`` None is any; ``ignore_index`` is allowed as well;
     ``like`` is the argument, called ``of``, whose device is expected.
     """
-    check_tensor(name, ids)
+    return _checked_ids(name, ids, shape, n_classes, ignore_index, like, of)[0]
+
+
+def check_target_ids(
+    target: Any, like: Tensor, n_classes: int, ignore_index: int | None, of: str = "hidden"
+) -> tuple[Tensor, int | None]:
+    """:func:`check_ids` of one target per row of ``like``; and the id that is ignored.
+
+    That is None where the values were looked at and every target counts: nobody looks again.
+    """
+    ids, known = _checked_ids("target", target, like.shape[:-1], n_classes, ignore_index, like, of)
+    if known and ignore_index is not None and not 0 <= ignore_index < n_classes:
+        ignore_index = None
+    return ids, ignore_index
+
+
+def _checked_ids(
+    name: str,
+    ids: Any,
+    shape: Sequence[int] | None,
+    n_classes: int,
+    ignore_index: int | None,
+    like: Tensor | None,
+    of: str,
+) -> tuple[Tensor, bool]:
+    """The ids as int64, and whether all of them are known to be classes."""
+    if not isinstance(ids, Tensor):
+        check_tensor(name, ids)
     if ids.dtype not in _INTEGERS:
         advice = "" if ids.is_floating_point() else f"; convert with {name}.long()"
         if ids.is_floating_point() and ids.dim() and ids.shape[-1] == n_classes:
@@ -292,27 +327,29 @@ def check_ids(
             f"{name}: expected shape {tuple(shape)}, one class id per row of {of}, got "
             f"{tuple(ids.shape)}"
         )
-    if like is not None:
+    if like is not None and ids.device != like.device:
         check_device(name, ids, like, of)
     given: Tensor = ids if ids.dtype == torch.int64 else ids.long()
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        if given.device.type != "cpu":
-            return given
-        checked: Tensor = torch.ops.lastlayer.checked_ids(given, name, n_classes, ignore_index)
-        return checked
-    if values_are_checked(given):
-        check_id_values(name, given, n_classes, ignore_index)
-    return given
+        if given.device.type == "cpu":
+            given = torch.ops.lastlayer.checked_ids(given, name, n_classes, ignore_index)
+        return given, False
+    if not values_are_checked(given):
+        return given, False
+    return given, check_id_values(name, given, n_classes, ignore_index)
 
 
-def check_id_values(name: str, ids: Tensor, n_classes: int, ignore_index: int | None) -> None:
-    """Ids from 0 to ``n_classes`` - 1, or the ignored one; waits for the device."""
+def check_id_values(name: str, ids: Tensor, n_classes: int, ignore_index: int | None) -> bool:
+    """Ids from 0 to ``n_classes`` - 1, or the ignored one; whether none is the latter.
+
+    Waits for the device.
+    """
     if not ids.numel():
-        return
+        return True
     # In numpy: a reduction costs the host a fifth of torch's. As uint64 negative ids are large.
-    values = ids.detach().cpu().numpy() if ids.device.type != "cpu" else ids.numpy()
-    if values.view(np.uint64).max() < n_classes:
-        return
+    values = ids.numpy() if ids.is_cpu else ids.cpu().numpy()
+    if np.maximum.reduce(values.view(np.uint64), axis=None) < n_classes:
+        return True
     wrong = (values < 0) | (values >= n_classes)
     if ignore_index is not None:
         wrong &= values != ignore_index
@@ -323,33 +360,36 @@ def check_id_values(name: str, ids: Tensor, n_classes: int, ignore_index: int | 
             f"{name}: expected class ids from 0 to {n_classes - 1}{allowed}, got "
             f"{values[first]} at position {first}"
         )
+    return False
 
 
 _library = torch.library.Library("lastlayer", "FRAGMENT")
 _library.define("checked_ids(Tensor ids, str name, int n_classes, int? ignore_index) -> Tensor")
 
 
-def _checked_ids(ids: Tensor, name: str, n_classes: int, ignore_index: int | None) -> Tensor:
+def _checked_when_run(ids: Tensor, name: str, n_classes: int, ignore_index: int | None) -> Tensor:
     check_id_values(name, ids, n_classes, ignore_index)
     # An operation may not return what it was given.
     return ids.clone()
 
 
-_library.impl("checked_ids", _checked_ids, "CompositeExplicitAutograd")
+_library.impl("checked_ids", _checked_when_run, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "lastlayer::checked_ids", lambda ids, *_: torch.empty_like(ids), lib=_library
 )
 
 
-def check_target(target: Any, scores: Tensor, ignore_index: int | None) -> tuple[Tensor, bool]:
-    """Class ids as int64, or distributions; and whether they are class ids."""
-    check_tensor("target", target)
+def check_target(
+    target: Any, scores: Tensor, ignore_index: int | None
+) -> tuple[Tensor, bool, int | None]:
+    """Class ids as int64, or distributions; whether they are class ids; the ignored one, if any."""
+    if not isinstance(target, Tensor):
+        check_tensor("target", target)
     if target.is_floating_point():
         _check_distributions(target, scores)
-        return target, False
-    n = scores.shape[-1]
-    ids = check_ids("target", target, scores.shape[:-1], n, ignore_index, like=scores, of="scores")
-    return ids, True
+        return target, False, None
+    ids, ignored = check_target_ids(target, scores, scores.shape[-1], ignore_index, "scores")
+    return ids, True, ignored
 
 
 def _check_distributions(target: Tensor, scores: Tensor) -> None:
@@ -391,8 +431,7 @@ def check_linear(hidden: Any, weight: Any, bias: Any) -> None:
             f"hidden: expected shape (*batch, {width}) for weight of shape "
             f"{tuple(weight.shape)}, got {tuple(hidden.shape)}"
         )
-    check_device("weight", weight, hidden)
-    check_dtype("weight", weight, hidden)
+    _check_like(hidden, "weight", weight)
     if bias is None:
         return
     check_scores(bias, name="bias")
@@ -400,8 +439,14 @@ def check_linear(hidden: Any, weight: Any, bias: Any) -> None:
         raise ValueError(
             f"bias: expected shape ({n_classes},), one number per class, got {tuple(bias.shape)}"
         )
-    check_device("bias", bias, hidden)
-    check_dtype("bias", bias, hidden)
+    _check_like(hidden, "bias", bias)
+
+
+def _check_like(hidden: Tensor, name: str, tensor: Tensor) -> None:
+    if tensor.device != hidden.device:
+        check_device(name, tensor, hidden)
+    if tensor.dtype != hidden.dtype:
+        check_dtype(name, tensor, hidden)
 
 
 def check_generator(generator: Any, device: torch.device, of: str = "hidden") -> None:

@@ -5,16 +5,17 @@ the device; what autograd is doing. Everything of ``torch._C`` is here.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _checking_device_values: ContextVar[bool] = ContextVar("lastlayer_debug", default=False)
 
@@ -58,7 +59,8 @@ def is_eager(tensor: Tensor) -> bool:
     """
     return (
         type(tensor) in _TENSOR_TYPES
-        and not torch.compiler.is_compiling()
+        # Other tracers have tensors or modes of their own.
+        and not torch.compiler.is_dynamo_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
     )
@@ -69,6 +71,41 @@ def in_functorch() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+def constant_while_traced(function: _Function) -> _Function:
+    """Has ``torch.compile`` call a function while it traces, and take the result for a constant.
+
+    As ``torch.compiler.assume_constant_result``, which imports the compiler to set this mark.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def keeps_float32(tensor: Tensor) -> bool:
+    """Whether products in the dtype of ``tensor`` round no more than float32 does: not in TF32."""
+    if tensor.itemsize < 4:
+        return False
+    if tensor.device.type != "cuda" or tensor.dtype == torch.float64:
+        return True
+    try:
+        return not torch._C._get_cublas_allow_tf32()
+    except RuntimeError:  # where both of torch's ways to ask for TF32 were used
+        return False
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Any:
+    """``function.apply`` for plain eager calls.
+
+    The public one asks about transforms of ``torch.func`` and looks at each argument in Python,
+    which costs the host as much as a small operation.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def transforms_are_active() -> bool:
+    """Whether a compiler or a function transform has to see an autograd function itself."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def is_functorch_wrapped(tensor: Tensor) -> bool:
     """Whether ``tensor`` stands for one that a transform of ``torch.func`` works on."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -76,7 +113,8 @@ def is_functorch_wrapped(tensor: Tensor) -> bool:
 
 def is_vmapped(tensor: Tensor) -> bool:
     """Whether ``tensor`` stands for many: under vmap, or as an upstream gradient of a batch."""
-    return torch._C._functorch.is_legacy_batchedtensor(tensor) or in_functorch()
+    wrapped = torch._C._functorch.is_legacy_batchedtensor(tensor)
+    return wrapped or torch._C._are_functorch_transforms_active()
 
 
 def host_sync_allowed(tensor: Tensor) -> bool:
@@ -89,13 +127,14 @@ def values_are_checked(tensor: Tensor) -> bool:
 
     On a CPU always; on a GPU, where reading one waits for the device, only inside ``debug()``.
     """
+    # First: a compiler cannot ask for the context of debug().
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    if not tensor.is_cpu and (not _checking_device_values.get() or tensor.device.type == "meta"):
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
-    if tensor.device.type == "cpu":
-        return not isinstance(tensor, torch._subclasses.FakeTensor)
-    return _checking_device_values.get() and tensor.device.type != "meta"
+    return not isinstance(tensor, torch._subclasses.FakeTensor)
 
 
 @contextmanager

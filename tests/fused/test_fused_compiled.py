@@ -159,16 +159,17 @@ class TestStrides:
 
     @with_each_layout
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-    @pytest.mark.parametrize("name", LABEL_LOSSES)
+    @pytest.mark.parametrize("name", [*LABEL_LOSSES, "asymmetric"])
     def test_of_labels(self, name, dtype, layout):
         hidden, weight = strided(5, 6, 11, layout, dtype)
+        numbers = [4.0, 1.0, 0.05, 1.0] if name == "asymmetric" else []
         bias, positives = torch.randn(11, dtype=dtype), torch.randint(11, (5, 3))
         for reduction, upstream in (("mean", None), ("none", None), ("none", torch.rand(5))):
             torch.library.opcheck(
                 torch.ops.lastlayer.linear_label_loss.default,
                 (
                     [hidden, weight, bias, positives, None, None], upstream, name, 0.0, -100, "4",
-                    reduction, [True, True, True],
+                    numbers, reduction, [True, True, True],
                 ),
                 test_utils=["test_schema", "test_faketensor"],
             )  # fmt: skip

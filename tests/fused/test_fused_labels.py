@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from lastlayer.fused import label_lists
+from lastlayer.fused import labels as module
 from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
 from lastlayer.fused.scores import classes_at_a_time
 
@@ -105,6 +106,29 @@ def test_any_shape(name, batch, d, v, m, chunk_classes, bias, soft, smoothing, r
         name, problem, values=values, smoothing=smoothing, reduction=reduction,
         chunk_classes=chunk_classes,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("batch", [(7,), (2, 3), (0,), ()])
+def test_small_problems_are_made_at_once(monkeypatch, batch, reduction):
+    monkeypatch.setattr(module, "_SMALL", 1 << 20)
+    monkeypatch.setattr(module, "_RULES", {})
+    for bias in (False, True):
+        hidden, weight, lists, biases = made(batch, 5, 20, 4, bias=bias)
+        assert_equal_to_dense("zlpr", (hidden, weight, lists, biases), reduction=reduction)
+        options = {"bias": biases, "reduction": reduction}
+        expected = linear_zlpr_loss(hidden, weight, lists, **options)
+        kept = lists != PAD
+        offsets = torch.nn.functional.pad(kept.reshape(-1, 4).sum(1).cumsum(0), (1, 0))
+        flat = linear_zlpr_loss(hidden, weight, lists[kept], offsets=offsets, **options)
+        torch.testing.assert_close(flat, expected)
+        # One more class, of which nothing is said but that it pads.
+        wide = torch.cat([weight, weight.new_zeros(1, 5)])
+        options["bias"] = torch.cat([weight.new_zeros(20) if biases is None else biases,
+                                     weight.new_full((1,), -math.inf)])  # fmt: skip
+        padded = lists.masked_fill(~kept, 20)
+        made_with = linear_zlpr_loss(hidden, wide, padded, ignore_index=20, **options)
+        torch.testing.assert_close(made_with, expected)
 
 
 @with_each_loss

@@ -150,6 +150,20 @@ def test_entmax_on_peaked_and_on_flat_rows(monkeypatch, alpha, reduction, scale,
 
 
 @with_each_reduction
+@pytest.mark.parametrize("options", [{}, {"class_weight": True, "row_weight": True}])
+def test_small_problems_take_dense_products(monkeypatch, reduction, options):
+    monkeypatch.setattr(sparse, "_SMALL", {"cpu": 1 << 23})
+    paths = Paths(monkeypatch, sparse)
+    for ignored in ((), IGNORED):
+        problem = make_problem(N, v=V, ignored=ignored)
+        more = {"reduction": reduction, **filled(options)}
+        for alpha in (1.0, 1.2, 1.5, 2.0, 3.0):
+            assert_fused_equals_unfused(linear_entmax_loss, entmax, problem, alpha=alpha, **more)
+        assert_fused_equals_unfused(linear_topk_softmax_loss, topk_softmax, problem, k=3, **more)
+    assert not paths.taken
+
+
+@with_each_reduction
 @pytest.mark.parametrize("alpha", [1.2, 2.0])
 def test_entmax_where_some_chunks_are_peaked_and_some_flat(monkeypatch, alpha, reduction):
     paths = Paths(monkeypatch, sparse)
@@ -254,7 +268,8 @@ def test_short_steps_leave_ignored_rows_out_without_waiting(
     options = {"reduction": reduction, "row_weight": torch.rand(6) if weighted else None}
     found = []
     for is_short in (False, True):
-        monkeypatch.setattr(rows, "_is_short", lambda *_, is_short=is_short: is_short)
+        if is_short:
+            monkeypatch.setattr(rows, "_is_short", lambda *given: given[2] is not None)
         torch.manual_seed(0)
         hidden = torch.randn(6, 4)
         hidden[target == -100] = torch.nan

@@ -561,3 +561,17 @@ def test_made_on_meta_and_filled_later(make):
             other.copy_(one)
     hidden, classes = torch.randn(3, 16), torch.tensor([2, 7, 30])
     assert torch.equal(here.log_prob(hidden, classes), later.log_prob(hidden, classes))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_predictions_as_a_gpu_makes_them(monkeypatch, ordered):
+    from lastlayer.heads import adaptive
+
+    order = torch.randperm(30) if ordered else None
+    head = AdaptiveSoftmax(16, cutoffs=[5, 12], n_classes=30, order=order, head_bias=True)
+    hidden, target = torch.randn(2, 9, 16), torch.randint(30, (2, 9))
+    with torch.no_grad():
+        expected, of_target = head.log_prob(hidden), head.log_prob(hidden, target)
+        monkeypatch.setattr(adaptive, "_on_gpu", lambda rows: True)
+        torch.testing.assert_close(head.log_prob(hidden), expected)
+        torch.testing.assert_close(head.log_prob(hidden, target), of_target)

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lastlayer import kernels
+from lastlayer.fused import clusters
 from lastlayer.heads import DifferentiatedSoftmax, Head, bands_from_counts
 from lastlayer.testing import check_head
 
@@ -349,3 +351,46 @@ def test_on_a_gpu_it_is_what_it_is_on_a_cpu(variant):
     expected = head(hidden, target)
     head.cuda()
     torch.testing.assert_close(head(hidden.cuda(), target.cuda()).cpu(), expected)
+
+
+# The interpreter warns of the logarithm of 0 in a part without classes.
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("chunk_rows", ["auto", 4])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("frozen", [None, "weights", "bias", "hidden"])
+def test_bands_without_stored_scores(monkeypatch, frozen, reduction, chunk_rows):
+    pytest.importorskip("triton")
+    if kernels.available()["triton"] is not None:
+        pytest.skip(kernels.available()["triton"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    head = make(dtype=torch.float32, reduction=reduction, chunk_rows=chunk_rows).to(device)
+    with torch.no_grad():
+        head.bias[3] = -torch.inf
+    hidden = torch.randn(9, 12, device=device)
+    target = torch.randint(N_CLASSES, (9,), device=device)
+    target[target == (3 if head.order is None else head.order[3])] = -100
+    target[2] = -100
+    hidden[2] = torch.nan
+    if frozen != "hidden":
+        hidden.requires_grad_()
+    for name, parameter in head.named_parameters():
+        parameter.requires_grad_(frozen is None or (name == "bias") != (frozen == "bias"))
+    learned = [each for each in (hidden, *head.parameters()) if each.requires_grad]
+    upstream = torch.randn(9) if reduction == "none" else torch.tensor(0.7)
+    upstream = upstream.to(device)
+
+    def made():
+        loss = head(hidden, target)
+        return loss.detach(), *torch.autograd.grad(loss, learned, upstream)
+
+    expected = made()
+    monkeypatch.setattr(
+        clusters, "_narrow_bands", lambda given: [each.shape[1] < 6 for each in given.weights]
+    )
+    # A GPU's kernels, which are for half precision, multiply float32 in TF32.
+    near = dict(atol=2e-6, rtol=2e-5) if device == "cpu" else dict(atol=2e-3, rtol=2e-3)
+    for one, other in zip(made(), expected, strict=True):
+        torch.testing.assert_close(one, other, **near)
+    with torch.no_grad():
+        torch.testing.assert_close(head(hidden, target), expected[0], **near)

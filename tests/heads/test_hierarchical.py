@@ -311,6 +311,49 @@ def test_wide_nodes_on_a_gpu(dtype, sparse):
         assert (whole.double() - true).norm() <= within * true.norm()
 
 
+@pytest.mark.parametrize("name", ["huffman of four", "two levels", "collapsed", "overlapping"])
+def test_many_arities_at_once(name):
+    """As a GPU does it, with the same gradients as one arity after the other."""
+    tables = HierarchicalSoftmax(1, TREES[name])._tables
+    scores = torch.randn(tables.n_rows, 3, dtype=torch.float64)
+    scores[1, 1] = -math.inf
+    scores.requires_grad_()
+    upstream = torch.randn(tables.n_edges, 3, dtype=torch.float64)
+    made = []
+    for function in (_tree_nodes._edge_log_probs, _tree_nodes._normalised_edges):
+        edges = function(tables, scores)
+        (gradient,) = torch.autograd.grad(edges, scores, upstream)
+        made.append((edges.detach(), gradient))
+    torch.testing.assert_close(*made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each_tree
+def test_predictions_on_a_gpu(tree, dtype):
+    for made in (tree, trees.huffman(1 / np.arange(1.0, 3001)).collapse(tree.max_arity)):
+        head = HierarchicalSoftmax(33, made, device="cuda", dtype=dtype)
+        exact = HierarchicalSoftmax(33, made, device="cuda", dtype=torch.float64)
+        exact.load_state_dict(head.state_dict())
+        hidden = torch.randn(70, 33, device="cuda", dtype=dtype)
+        hidden[5] = math.nan
+        target = torch.randint(made.n_classes, (70,), device="cuda")
+        lists = torch.randint(made.n_classes, (70, 40), device="cuda")
+        close = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True, "check_dtype": False}
+        with torch.no_grad():
+            truth = exact.log_prob(hidden.double())
+            head.sample(hidden)
+            with no_waits():
+                found = [head.log_prob(hidden, each) for each in (None, target, lists)]
+                drawn = head.sample(hidden, 2)
+        torch.testing.assert_close(found[0], truth, **close)
+        torch.testing.assert_close(found[1], truth.gather(1, target[:, None])[:, 0], **close)
+        torch.testing.assert_close(found[2], truth.gather(1, lists), **close)
+        assert (drawn[5] == -1).all()
+        assert (drawn[6:] >= 0).all()
+        assert (truth.exp()[6:].gather(1, drawn[6:]) > 0).all()
+
+
 def test_padding_takes_no_probability():
     """Codes of 1 and 9 choices, nodes of 2 and 7 children: what pads them is not a class."""
     codes = [[0], *([1] * n + [0] for n in range(1, 9)), [1] * 9]

@@ -292,6 +292,48 @@ class TestAdaptive:
         assert loss == 0.0
         assert all(torch.equal(same[name], each) for name, each in before.items())
 
+    @pytest.mark.parametrize("order", [2, 3])
+    def test_losses_and_gradients_are_those_of_its_draws(self, order):
+        """Of rows that draw different numbers of blocks, one by one in float64."""
+        head = self.head(order=order, target_ess=30, n_samples=11, dtype=torch.float64)
+        head.reduction = "none"
+        hidden = (torch.linspace(0, 4, 12)[:, None] * torch.randn(12, 6)).double()
+        hidden.requires_grad_()
+        target, context = torch.randint(50, (12,)), torch.randint(-1, 50, (12, order - 1))
+        target[4] = -100
+        for _ in range(3):
+            counter = head.rng_counter.clone()
+            forks = [samplers.fork(counter, block) for block in range(32)]
+            drawn = [head.sampler.sample(11, context=context, rng_counter=each) for each in forks]
+            ids = torch.cat(drawn, 1)
+            log_q = head.sampler.log_prob(ids, context, dtype=torch.float64)
+            losses = head(hidden, target, context)
+            scores = hidden @ head.weight.t() + head.bias
+            expected = torch.zeros(12, dtype=torch.float64)
+            for row in range(12):
+                count = int(head.n_drawn[row])
+                log_r = scores[row, ids[row, :count]] - log_q[row, :count]
+                if target[row] >= 0:
+                    estimate = log_r.logsumexp(0) - math.log(count)
+                    whole = scores[row].logsumexp(0) if head.took_all[row] else estimate
+                    expected[row] = whole - scores[row, target[row]]
+            torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+            inputs = [hidden, head.weight, head.bias]
+            made = torch.autograd.grad(losses.sum(), inputs)
+            for one, other in zip(made, torch.autograd.grad(expected.sum(), inputs), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+            assert len(head.n_drawn.unique()) > 2
+
+    def test_a_nan_stays_in_its_row(self):
+        head, hidden = self.head(target_ess=40, reduction="none"), torch.randn(5, 6)
+        hidden[1, 0] = math.nan
+        hidden.requires_grad_()
+        losses = head(hidden, torch.randint(50, (5,)), torch.arange(5)[:, None])
+        assert losses.isnan().tolist() == [False, True, False, False, False]
+        losses.sum().backward()
+        assert hidden.grad.isnan().any(1).tolist() == [False, True, False, False, False]
+        assert head.n_drawn[1] == 20
+
     def test_sparse_and_dense_gradients_agree(self):
         made = []
         for sparse in (False, True):

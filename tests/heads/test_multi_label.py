@@ -172,9 +172,8 @@ def test_a_kept_graph_can_be_walked_again(loss, reduction):
     torch.testing.assert_close(first, third)
 
 
-@pytest.mark.parametrize("loss", ["asymmetric", "sparsemax"])
-def test_a_weight_changed_in_place_before_backward_is_found_out(loss):
-    head, hidden, lists = made(loss)
+def test_a_weight_changed_in_place_before_backward_is_found_out():
+    head, hidden, lists = made("sparsemax")
     total = head(hidden, lists)
     with torch.no_grad():
         head.weight.add_(1.0)
@@ -333,3 +332,33 @@ def test_bad_options(options, error, words):
 def test_bad_thresholds(threshold):
     with pytest.raises((TypeError, ValueError), match="threshold: expected"):
         MultiLabel(2, 3).predict(torch.zeros(1, 2), threshold=threshold)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gamma_negative": 2.5, "margin": 0.0, "focus_gradient": False}]
+)
+@pytest.mark.parametrize("soft", [False, True])
+def test_the_asymmetric_loss_is_that_of_scores_and_dense_labels(soft, options, reduction):
+    head = MultiLabel(
+        6, 40, loss="asymmetric", reduction=reduction, loss_options=options, dtype=torch.float64
+    )
+    hidden = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    positives = torch.stack([torch.randperm(40)[:4] for _ in range(6)]).view(2, 3, 4)
+    positives[0, 0, 1:] = -100
+    values = torch.rand(2, 3, 4, dtype=torch.float64) if soft else None
+    labels = torch.zeros(2, 3, 41, dtype=torch.float64)
+    given = torch.ones(2, 3, 4, dtype=torch.float64) if values is None else values
+    labels.scatter_(-1, torch.where(positives < 0, 40, positives), given)
+    scores = torch.nn.functional.linear(hidden, head.weight, head.bias)
+    expected = asymmetric_loss(scores, labels[..., :40], reduction=reduction, **options)
+    made = head(hidden, positives, values=values)
+    torch.testing.assert_close(made, expected)
+    wanted = [hidden, head.weight, head.bias]
+    upstream = torch.randn_like(made)
+    for one, other in zip(
+        torch.autograd.grad(made, wanted, upstream),
+        torch.autograd.grad(expected, wanted, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)

@@ -33,7 +33,8 @@ def problem(n, m, d, v, rule, full):
         row_shift=numbers(n) if full else None, target=target,
         ids=torch.randint(0, v, (m,), generator=generator), log_expected=numbers(m) + 2.0,
         target_log_expected=numbers(n, 1) if full else None, shift=numbers(n), labels=None,
-        target_labels=None, scale=counts / 3, row_scale=counts / 3, factor=0.7 if full else 1.0,
+        target_labels=None, scores=None, scale=counts / 3, row_scale=counts / 3,
+        factor=0.7 if full else 1.0,
         n_exact=3 if full else 0, rule=rule, chunk_rows="5", to_hidden=True, to_weight=True,
         to_bias=full,
     )  # fmt: skip
@@ -92,7 +93,7 @@ def test_slots_have_the_sums_of_classes(sparse, dtypes):
     columns, biases, hidden = torch.randn(m, d), torch.randn(m), torch.randn(n, d)
     entries = torch.cat([torch.randint(v, (m,)), target.flatten()])
     given, factor = (columns, biases, slopes, hidden), torch.tensor(0.3)
-    known, sums = sampled._summed((entries, *given, factor), dtypes)
+    known, sums = sampled._summed((entries, *given, factor), v, dtypes)
     mapped = torch.where(entries < 0, entries[0], entries).int()
     keys, slots = sampled._slotted((mapped, *given, factor), ((v, d), (v,)), dtypes, sparse)
     for right, made, dtype in zip(sums, slots, dtypes, strict=True):

@@ -7,6 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lastlayer.kernels import _triton
+from lastlayer.kernels.context_lists import triton as context_lists
 from lastlayer.kernels.entmax import triton as entmax
 from lastlayer.kernels.entmax_rows import triton as entmax_rows
 from lastlayer.kernels.info_nce import triton as info_nce
@@ -27,11 +28,17 @@ from lastlayer.kernels.tree_path import triton as tree_path
 from lastlayer.kernels.zlpr import triton as zlpr
 
 TENSORS = {"indices": "*i64", "size": "*i64", "peaks": "*fp32", "chosen": "*i32"}
-TENSORS |= {"alphas": "*fp32", "sums": "*fp32", "excess": "fp32", "log_n": "fp32"}
+TENSORS |= {
+    "alphas": "*fp32",
+    "by_alpha": "*fp32",
+    "sums": "*fp32",
+    "excess": "fp32",
+    "log_n": "fp32",
+}
 TENSORS |= dict.fromkeys(("target_scores", "row_scale", "class_weight", "loss", "values"), "*fp32")
 TENSORS |= dict.fromkeys(("classes", "target", "entries"), "*i64")
 TENSORS |= {"log_k": "fp32", "alpha": "fp32", "factor": "*fp32"}
-TENSORS |= dict.fromkeys(("losses", "weights", "stats"), "*fp32")
+TENSORS |= dict.fromkeys(("losses", "weights", "stats", "by_alpha"), "*fp32")
 OF_SCORES = ("scores", "rows", "out", "zeros", "probs", "grad", "gradient")
 
 BLOCKS = dict(BLOCKS=128, WIDTH=64, GROUP=16)
@@ -71,9 +78,15 @@ CASES = [
         )
         for tile, kind, entropy in ((ONE_ROW, 0, 3), (MANY_ROWS, 2, 2), (MANY_ROWS, 0, 0))
     ],
-    (entmax._backward_in_registers, "*bf16", dict(**ONE_ROW, KIND=2, PER_ROW=False)),
-    (entmax._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1, PER_ROW=False)),
-    (entmax._backward_of_chosen, "*fp32", dict(**BLOCKS, KIND=0, PER_ROW=True)),
+    *[
+        (entmax._backward_in_registers, "*bf16", dict(**tile, KIND=k, PER_ROW=not k, LEARNED=not k))
+        for tile, k in ((ONE_ROW, 2), (ONE_ROW, 0), (MANY_ROWS, 0))
+    ],
+    (entmax._backward_sums, "*fp32", dict(BLOCKS=32, WIDTH=64, KIND=1)),
+    *[
+        (entmax._backward_of_chosen, "*fp32", dict(**BLOCKS, KIND=k, PER_ROW=not k, LEARNED=not k))
+        for k in (0, 1)
+    ],
     (
         topk_softmax._forward_in_registers,
         "*bf16",
@@ -92,19 +105,24 @@ CASES = [
                 **BLOCKS,
                 BLOCK=1024,
                 KIND=kind,
-                ENTROPY=kind,
+                ENTROPY=kind or 4,
                 DENSE=dense,
                 LABELS=dense,
                 IN_ONE=dense,
                 WEIGHTED=not dense,
                 IGNORES=not dense,
+                MEAN=dense,
             ),
         )
         for dtype, kind, dense in (("*bf16", 1, False), ("*fp32", 2, True), ("*fp32", 0, False))
     ],
     *[
-        (score_loss._backward, "*bf16", dict(BLOCK=1024, KIND=kind, DENSE=dense, PER_ROW=dense))
-        for kind, dense in ((1, False), (0, True))
+        (
+            score_loss._backward,
+            "*bf16",
+            dict(**BLOCKS, BLOCK=1024, KIND=kind, DENSE=dense, PER_ROW=dense, LEARNED=kind == 0),
+        )
+        for kind, dense in ((1, False), (2, True), (0, True), (0, False))
     ],
 ]
 
@@ -148,7 +166,7 @@ FUSED_TYPES = (
     | dict.fromkeys(HALVES, "*bf16")
     | dict.fromkeys(INTS, "*i32")
 )
-ALL = dict.fromkeys(("GRADIENT", "WEIGHTED", "SMOOTH", "CAPPED", "STATISTICS"), True)
+ALL = dict.fromkeys(("GRADIENT", "WEIGHTED", "SMOOTH", "CAPPED", "STATISTICS", "GIVEN"), True)
 TILE = dict(EVEN=False, BIASED=True, CAPPED=True)
 TO_BOTH = dict(TO_NODES=True, TO_HIDDEN=True)
 SEARCH = dict(WIDTH=16, GROUP=16, BEAM_DEPTH=256, DEPTH=256)
@@ -194,6 +212,29 @@ DRAWN_CASES = [
     (rng._ranks, dict(BLOCKS=128, OCTAVES=19.93, ORDERED=True)),
     (rng._draw, dict(BITS=20, PAIRS=64)),
     (rng._complement, dict(BITS=63, BLOCK=128)),
+]
+
+LIST_LONGS = ("context", "counter", "mixture", "table", "unigram", "keys", "end", "mass", "keys_2")
+LIST_LONGS += ("end_2", "mass_2", "ids", "used", "place")
+LIST_TYPES = (
+    dict.fromkeys(LIST_LONGS, "*i64")
+    | dict.fromkeys(("log_prob", "log_q", "scores", "ess", "sums"), "*fp32")
+    | dict.fromkeys(("made", "values", "matters", "slopes"), "*fp64")
+    | dict.fromkeys(("classes", "classes_2", "found"), "*i32")
+    | dict.fromkeys(("hidden", "weight", "bias"), "*bf16")
+    | dict.fromkeys(("enough", "rate", "mixture_rate"), "fp32")
+)
+LISTED = dict(ORDER=3, BITS=15, SEARCH=9)
+NEAR = dict(NEAR=128, OTHERS=64)
+LIST_CASES = [
+    (context_lists._draw, dict(DRAWS=64, **LISTED)),
+    (context_lists._log_prob, dict(DRAWS=64, **LISTED)),
+    (context_lists._until, dict(DRAWS=64, DEPTH=128, BIASED=True, **LISTED)),
+    (context_lists._weigh, dict(**LISTED, **NEAR)),
+    (context_lists._place, dict(K=1, ORDER=3, FIRST=True, OTHERS=1024)),
+    (context_lists._place, dict(K=0, ORDER=2, FIRST=False, OTHERS=1024)),
+    (context_lists._merge, NEAR),
+    (context_lists._move_mixture, dict(ORDER=2, BLOCK=256)),
 ]
 
 NAMES = ("lr", "kept", "eps", "beta1", "beta2", "new1", "new2", "log1", "log2")
@@ -290,6 +331,25 @@ GROUP_CASES = [
 ]
 
 
+LEAF_TYPES = (
+    dict.fromkeys(("hidden", "weight", "bias"), "*bf16")
+    | dict.fromkeys(("scores", "lse", "reached", "made"), "*fp32")
+    | dict.fromkeys(("row_start", "child_start", "path_start", "classes"), "*i64")
+    | dict.fromkeys(("nodes", "edge_node", "edge_row", "path_edge"), "*i32")
+    | {"child": "*i32", "level_start": "*i32", "uniform": "*fp64"}
+)
+OF_TWO, OF_MANY = dict(CHILDREN=1, DEPTH=512), dict(CHILDREN=8, DEPTH=512)
+LEAF_CASES = [
+    (node_groups._normalise_nodes, dict(NODES=8, WIDTH=256, BIASED=True)),
+    (node_groups._reach_edges, dict(ROWS=4, BLOCK=512, WIDE=True, BIASED=True)),
+    (node_groups._reach_edges, dict(ROWS=4, BLOCK=512, WIDE=False, BIASED=True)),
+    (search._draw_leaves, dict(BLOCK=256, BIASED=True, **OF_MANY)),
+    (search._draw_leaves, dict(BLOCK=2, BIASED=True, **OF_TWO)),
+    (search._follow_paths, dict(BIASED=True, **OF_MANY)),
+    (search._follow_paths, dict(BIASED=True, **OF_TWO)),
+]
+
+
 NCE_FLOATS = ("scale", "row_parts", "column_parts", "row_lse", "row_push", "row_pull", "along")
 NCE_FLOATS += ("column_lse", "column_push", "column_pull", "row_positive", "column_positive")
 NCE_TYPES = (
@@ -320,7 +380,7 @@ SPAN_CASES = [
 ]
 
 PREDICTED_TYPES = (
-    dict.fromkeys(("scores", "peaks", "levels", "total", "values"), "*fp32")
+    dict.fromkeys(("scores", "peaks", "levels", "total", "values", "offset"), "*fp32")
     | dict.fromkeys(("uniform", "rest"), "*fp64")
     | dict.fromkeys(("softcap", "inverse_temperature"), "fp32")
     | {"bias": "*bf16", "chosen": "*i32", "found": "*i32", "classes": "*i64"}
@@ -340,31 +400,37 @@ PREDICTED_CASES = [
     ),
     (prediction._draw_blocks, dict(WIDTH=8192, DRAWS=16)),
     (prediction._draw_in_block, dict(WIDTH=128, COMPACT=True, **PREDICTED)),
-    (prediction._log_softmax_row, dict(WIDTH=4096, **PREDICTED)),
+    (prediction._log_softmax_row, dict(WIDTH=4096, MOVED=True, **PREDICTED)),
+    (prediction._log_sigmoid_tile, dict(WIDTH=4096, **PREDICTED)),
 ]
 
 
+FACTOR_TYPES = dict.fromkeys(("row_weight", "weights", "factors"), "*fp32")
+FACTOR_TYPES |= dict.fromkeys(("target", "clean"), "*i64")
+FACTOR_TYPES |= dict.fromkeys(("hidden", "states"), "*bf16")
+FACTOR_CASES = [
+    (products._row_factors, dict(BLOCK=4096, COPIED=2048, WEIGHTED=weighted, MEAN=weighted))
+    for weighted in (False, True)
+]
 MEAN_TYPES = dict.fromkeys(("losses", "loss", "share"), "*fp32") | {"weights": "*u8"}
-MEAN_CASES = [
-    (products._weighted_mean, dict(BLOCK=4096, WEIGHTED=weighted)) for weighted in (False, True)
-]
+MEAN_CASES = [(_triton._mean, dict(BLOCK=4096, WEIGHTED=weighted)) for weighted in (False, True)]
 
 
 LABEL_NUMBERS = ("gamma_negative", "gamma_positive", "margin", "smoothing")
 LABEL_TYPES = (
-    dict.fromkeys(("sums", "losses", "stats", "grad", "values", "pieces"), "*fp32")
+    dict.fromkeys(("sums", "losses", "stats", "grad", "values", "pieces", "row_scale"), "*fp32")
     | dict.fromkeys(("labels", "mask", "seen", "counts"), "*u8")
     | dict.fromkeys(LABEL_NUMBERS, "fp32")
     | {"scores": "*bf16", "out": "*bf16", "classes": "*i64", "starts": "*i64", "bits": "*i32"}
 )
 LABEL_TILE = dict(ROWS=2, BLOCK=1024, MASKED=True)
-WHOLE_POWERS = dict(PLAIN=False, NEGATIVE=4, POSITIVE=1, MARGIN=True, SOFT=False)
-PLAIN_LOSS = dict(PLAIN=True, NEGATIVE=0, POSITIVE=0, MARGIN=False, SOFT=False)
-POWERS = dict(PLAIN=False, NEGATIVE=-1, POSITIVE=-1, MARGIN=True, SOFT=True)
+WHOLE_POWERS = dict(PLAIN=False, NEGATIVE=4, POSITIVE=1, MARGIN=True, LABELS=0, NARROW=True)
+PLAIN_LOSS = dict(PLAIN=True, NEGATIVE=0, POSITIVE=0, MARGIN=False, LABELS=1, NARROW=True)
+POWERS = dict(PLAIN=False, NEGATIVE=-1, POSITIVE=-1, MARGIN=True, LABELS=2, NARROW=False)
 LABEL_CASES = [
-    (label_loss._sum_rows, LABEL_TILE | PLAIN_LOSS),
-    (label_loss._sum_rows, LABEL_TILE | WHOLE_POWERS),
-    (label_loss._sum_rows, LABEL_TILE | POWERS),
+    (label_loss._sum_rows, dict(FOCUS=True, GRADIENT=False) | LABEL_TILE | PLAIN_LOSS),
+    (label_loss._sum_rows, dict(FOCUS=True, GRADIENT=True) | LABEL_TILE | WHOLE_POWERS),
+    (label_loss._sum_rows, dict(FOCUS=True, GRADIENT=False) | LABEL_TILE | POWERS),
     (label_loss._merge_parts, dict(PARTS=16, MASKED=True)),
     (label_loss._fill_gradient, dict(FOCUS=True) | LABEL_TILE | PLAIN_LOSS),
     (label_loss._fill_gradient, dict(FOCUS=True) | LABEL_TILE | WHOLE_POWERS),
@@ -397,10 +463,13 @@ def main(step: int) -> None:
         (SLAB_TYPES, SLAB_CASES),
         (NCE_TYPES, NCE_CASES),
         (SPAN_TYPES, SPAN_CASES),
+        (FACTOR_TYPES, FACTOR_CASES),
         (MEAN_TYPES, MEAN_CASES),
         (LABEL_TYPES, LABEL_CASES),
         (GROUP_TYPES, GROUP_CASES),
+        (LEAF_TYPES, LEAF_CASES),
         (DRAWN_TYPES, DRAWN_CASES),
+        (LIST_TYPES, LIST_CASES),
         (PREDICTED_TYPES, PREDICTED_CASES),
     ):
         cases += [(kernel, types, constants, True) for kernel, constants in some]

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from lastlayer.kernels import _cpu
+
 SENTINEL = 0x5A5A
 
 
@@ -31,6 +33,11 @@ def _poisoned_memory(monkeypatch):
             return _poisoned(_original(*args, **kwargs))
 
         monkeypatch.setattr(owner, name, poisoned)
+
+    def poisoned_array(shape, dtype):
+        return _poisoned(torch.from_numpy(np.empty(shape, dtype))).numpy()
+
+    monkeypatch.setattr(_cpu, "new_array", poisoned_array)
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ ON_A_GPU = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SHAPES = [(1, 1), (3, 2), (5, 33), (2, 1000), (3, 9001)]
-with_each_alpha = pytest.mark.parametrize("alpha", [1.5, 2.0])
+with_each_alpha = pytest.mark.parametrize("alpha", [1.5, 2.0, 1.25, 1.2])
 
 
 def truth(scores: Tensor, target: Tensor, row_scale: Tensor, alpha: float):

@@ -189,6 +189,24 @@ def test_what_does_not_count_may_be_anything(impl, kind):
 
 
 @every_implementation
+@with_each_kind
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_slab_of_labels_that_are_0(impl, kind, dtype):
+    case = problem("bool", 5, 300, dtype, place(impl, dtype))
+    case.scores[1, 3], case.scores[2, 4], case.grad[3] = -math.inf, math.nan, 0.0
+    case.target.fill_(False)
+    losses, _, gradient = run(impl, case, kind, False)
+    wide = torch.zeros(5, 310, dtype=dtype, device=case.scores.device)
+    for scale in (None, case.grad):
+        wide[:, :300] = case.scores
+        made = label_loss.slab_(impl, wide[:, :300], *KINDS[kind], False, scale)
+        torch.testing.assert_close(made, losses, equal_nan=True)
+        expected = case.scores if scale is None else gradient
+        torch.testing.assert_close(wide[:, :300], expected, equal_nan=True)
+    assert not wide[:, 300:].any()
+
+
+@every_implementation
 def test_upstream_gradients(impl):
     """One for all rows, one for each, expanded; 0 leaves no gradient, and a NaN none in a mask."""
     case = problem("bool", 3, 40, device=place(impl), mask="each")

@@ -37,6 +37,13 @@ TREES = {
 }
 
 
+ALL_TREES = TREES | {
+    "huffman": trees.huffman(1 / np.arange(1.0, 90)),
+    "balanced": trees.balanced(64),
+    "chain": trees.from_codes([[[1] * n + [0]] for n in range(9)] + [[[1] * 9]]),
+}
+
+
 @pytest.fixture(autouse=True)
 def _as_on_cuda(monkeypatch):
     """float64 has no kernel, and is the truth."""
@@ -194,6 +201,28 @@ def test_the_plan_has_every_score_once():
         places = torch.arange(len(tiles), device=DEVICE)
         assert torch.equal(tiles.long(), torch.searchsorted(ends, places, right=True))
     assert torch.equal(node[made.entry], node.sort().values)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", [*ALL_TREES])
+def test_all_leaves(name, bias, monkeypatch):
+    """Wide nodes and levels in launches of their own too."""
+    for module in (bounds, node_groups):
+        monkeypatch.setattr(module, "MANY_EDGES", 30)
+    monkeypatch.setattr(paths, "WIDTHS", (16, 32))
+    tables = TreeTables(ALL_TREES[name], DEVICE)
+    scores = 5 * torch.randn(6, tables.n_rows + 3, device=DEVICE)[:, : tables.n_rows]
+    biases = torch.randn(tables.n_rows, device=DEVICE).to(HALF) if bias else None
+    scores[3] = torch.nan
+    scores[2, -1] = -torch.inf
+    made = torch.full((6, tables.n_classes), torch.nan, device=DEVICE)
+    node_groups.leaves(scores, biases, tables.for_leaves(), made)
+    right = scores.double() if biases is None else scores.double() + biases.double()
+    tree = tables.child_start, tables.row_start, tables.child, tables.path_end
+    truth = reference.leaves(right, *tree)
+    parts = truth.split(tables.class_start.diff().tolist(), 1)
+    truth = torch.stack([part.logsumexp(1) for part in parts], 1)
+    torch.testing.assert_close(made.double(), truth, rtol=0, atol=3e-5, equal_nan=True)
 
 
 def test_a_loss_takes_its_entries_from_the_targets():

@@ -154,6 +154,26 @@ def test_log_softmax_in_place(impl, n, n_classes, form):
     prediction.log_softmax_(impl, wide[:, :n_classes], bias, *form[1:])
     assert error(wide[:, :n_classes], logs, 1e-5) < 1
     assert (wide[:, n_classes:] == 7.0).all()
+    offsets = torch.randn(n, 3, device=device)
+    wide[:, :n_classes] = scores
+    prediction.log_softmax_(impl, wide[:, :n_classes], bias, *form[1:], offsets[:, 1])
+    assert error(wide[:, :n_classes], logs + offsets[:, 1:2].cpu(), 1e-5) < 1
+
+
+@draws_of
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("n", "n_classes"), few(SHAPES, (3, 1), (3, 1003)))
+def test_log_sigmoid_in_place(impl, n, n_classes, form):
+    device = place(impl)
+    scores, bias = problem(n, n_classes, form[0], device)
+    shaped, _ = truth(scores, bias, *form[1:])
+    wide = torch.full((n, n_classes + 5), 7.0, device=device)
+    wide[:, :n_classes] = scores
+    prediction.log_sigmoid_(impl, wide[:, :n_classes], bias, *form[1:])
+    logs = torch.nn.functional.logsigmoid(shaped.cpu().double())
+    unit = 1e-6 * (1 + logs.nan_to_num(neginf=0.0).abs())
+    assert error(wide[:, :n_classes], logs, unit) < 3
+    assert (wide[:, n_classes:] == 7.0).all()
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])

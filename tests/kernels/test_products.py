@@ -375,8 +375,13 @@ def test_row_factors_leave_ignored_rows_out(impl, mean, weighted):
         target = torch.randint(7, (n,), device=device)
         target[::3] = -100
         given = torch.rand(n, device=device) if weighted else None
-        clean, weight, factor = products.row_factors(impl, target, given, -100, mean)
+        hidden = torch.randn(n, 13, device=device)
+        hidden[target == -100] = torch.nan
+        clean, states, weight, factor = products.row_factors(
+            impl, target, hidden, given, -100, mean
+        )
         counts = target.cpu() != -100
+        assert torch.equal(states.cpu(), torch.where(counts[:, None], hidden.cpu(), 0.0))
         expected = counts.double() * (given.cpu().double() if weighted else 1.0)
         assert torch.equal(clean.cpu(), torch.where(counts, target.cpu(), 0))
         assert error(weight, expected) == 0

@@ -1,4 +1,4 @@
-"""The best leaves of a tree against a sum over each path in float64; steps of random walks."""
+"""The best leaves of a tree against a sum over each path in float64; random and chosen leaves."""
 
 import math
 import sys
@@ -294,24 +294,119 @@ def test_torch_accepts_the_operation():
     )  # fmt: skip
 
 
-@settings(max_examples=25)
-@given(random_trees(least=2), st.integers(0, 10**6))
-def test_a_step_goes_to_the_child_whose_share_the_chance_falls_into(tree, seed):
-    from lastlayer.kernels.search.cpu import step_down_
+TREES = {
+    "two levels": trees.two_level(zipf(60)),
+    "binary": trees.huffman(zipf(40)),
+    "of two and three": trees.huffman(zipf(23), arity=3),
+    "one wide node": trees.from_parents([-1] + [0] * 70),
+    "overlap": trees.from_codes([["00", "1"], ["01", "20"], ["02"], ["21"], ["3"]]),
+}
 
-    torch.manual_seed(seed)
-    problem = Problem(tree, n=3, dtype=torch.float64)
+
+def drawn(problem, impl, uniform):
     tables = problem.tables
-    at = torch.randint(-1, tree.n_inner, (3, 20))
-    chance = torch.rand(3, 20, dtype=torch.float64)
-    before = at.clone()
-    step_down_(
-        problem.hidden, problem.weight, problem.bias, tables.child_start, tables.row_start,
-        tables.child, chance, at,
+    return search.random_leaves(
+        impl, problem.hidden, problem.weight, problem.bias, tables.child_start, tables.row_start,
+        tables.child, tables.widest, uniform,
     )  # fmt: skip
-    below = problem.node_log_probs()
-    for (row, walk), node in np.ndenumerate(before.numpy()):
-        reached = below[node][row].exp().cumsum(-1)
-        position = int(torch.searchsorted(reached, chance[row, walk], right=True))
-        edge = tables.child_start[node] + position
-        assert at[row, walk] == (-1 if node < 0 else tables.child[edge])
+
+
+def from_left_to_right(problem):
+    """Classes in the order of the tree's leaves, and where the share of each ends."""
+    below, tables = problem.node_log_probs(), problem.tables
+    child, start = tables.child.tolist(), tables.child_start.tolist()
+    classes, logs = [], []
+
+    def go(node, reached):
+        for i, edge in enumerate(range(start[node], start[node + 1])):
+            log_prob = reached + below[node][:, i]
+            if child[edge] >= 0:
+                go(child[edge], log_prob)
+            else:
+                classes.append(~child[edge])
+                logs.append(log_prob)
+
+    go(0, torch.zeros(len(problem.hidden), dtype=torch.float64))
+    return torch.tensor(classes), torch.stack(logs, -1).exp().cumsum(-1)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TREES)
+def test_a_number_decides_a_leaf(impl, dtype, name):
+    device = place(impl, dtype)
+    problem = Problem(TREES[name], 19, 3, 0.5, dtype, device)
+    uniform = torch.rand(3, 5, dtype=torch.float64)
+    made = drawn(problem, impl, uniform.to(device)).cpu()
+    assert made.dtype == torch.int64
+    classes, ends = from_left_to_right(problem)
+    # Rounding may move the end of a share a little.
+    low = torch.searchsorted(ends, uniform - 1e-5, right=True)
+    high = torch.searchsorted(ends, uniform + 1e-5, right=True)
+    for row, i in np.ndindex(3, 5):
+        near = classes[low[row, i] : high[row, i] + 1]
+        assert made[row, i] in near
+
+
+@every_implementation
+def test_no_walk_leads_to_a_class_without_probability(impl):
+    device = place(impl)
+    uniform = torch.tensor([[0.0, 0.5, 1 - 2**-53]], dtype=torch.float64, device=device)
+    for name in ("binary", "of two and three", "one wide node"):
+        problem = Problem(TREES[name], 3, 1, device=device)
+        rows = problem.tables.row_start.tolist()
+        for first, last in pairwise(rows):
+            # The first, or the last but one, where a node has more than two.
+            problem.bias[first if first % 2 else last - 1] = -math.inf
+        made = drawn(problem, impl, uniform).cpu()
+        assert (problem.truth()[0].gather(1, made) > -math.inf).all()
+    problem = Problem(trees.balanced(16), 1, 1, device=device)
+    problem.weight.fill_(math.inf)
+    problem.hidden.fill_(1.0)
+    assert (drawn(problem, impl, uniform) == 15).all()
+
+
+@every_implementation
+def test_a_walk_that_meets_a_nan_has_no_class(impl):
+    device = place(impl)
+    for name in ("two levels", "binary"):
+        problem = Problem(TREES[name], n=3, device=device)
+        uniform = torch.rand(3, 4, dtype=torch.float64, device=device)
+        clean = drawn(problem, impl, uniform)
+        problem.hidden[1, 2] = math.nan
+        made = drawn(problem, impl, uniform)
+        assert (made[1] == -1).all()
+        assert torch.equal(made[::2], clean[::2])
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name in TREES if name != "overlap"])
+def test_log_probs_of_chosen_leaves(impl, dtype, name):
+    device = place(impl, dtype)
+    problem = Problem(TREES[name], 19, 4, 0.5, dtype, device)
+    problem.bias[0] = -math.inf
+    problem.hidden[2, 1] = math.nan
+    tables = problem.tables
+    classes = torch.randint(problem.tree.n_classes, (4, 3))
+    truth = problem.truth()[0].gather(1, classes)
+    classes[3, 0], classes[3, 1] = -1, problem.tree.n_classes
+    truth[3, :2] = math.nan
+    made = search.leaf_log_probs(
+        impl, problem.hidden, problem.weight, problem.bias, tables.child_start, tables.row_start,
+        tables.edge_node, tables.path_start, tables.path_edge, tables.widest, classes.to(device),
+    )  # fmt: skip
+    within = TOLERANCE[made.dtype]
+    torch.testing.assert_close(made.double().cpu(), truth, rtol=within, atol=within, equal_nan=True)
+
+
+def test_torch_accepts_walks():
+    problem = Problem(trees.balanced(9).collapse(3))
+    tables = problem.tables
+    given = problem.hidden, problem.weight, problem.bias, tables.child_start, tables.row_start
+    paths = tables.edge_node, tables.path_start, tables.path_edge, tables.widest
+    for operation, rest in (
+        ("tree_draw", (tables.child, tables.widest, torch.rand(4, 2, dtype=torch.float64))),
+        ("tree_log_probs", (*paths, torch.randint(9, (4, 2)))),
+    ):
+        torch.library.opcheck(getattr(torch.ops.lastlayer, operation).default, (*given, *rest))

@@ -334,6 +334,17 @@ def test_the_first_of_equal_scores_is_the_largest(impl):
 
 
 @every_implementation
+@pytest.mark.parametrize("options", EACH)
+def test_the_score_of_the_target_need_not_be_given(impl, options):
+    rows = problem(5, 130, device=place(impl))
+    at_target = rows.scores.gather(-1, rows.target[:, None]).squeeze(-1)
+    given = run(impl, rows._replace(target_scores=at_target), options)
+    without = run(impl, rows._replace(target_scores=None), options)
+    for made, expected in zip(without, given, strict=True):
+        assert torch.equal(made, expected)
+
+
+@every_implementation
 def test_rows_of_a_wider_matrix(impl):
     rows = problem(4, 60, device=place(impl))
     memory = torch.full((4, 100), 7.0, device=rows.scores.device)

@@ -37,7 +37,7 @@ def path(request, monkeypatch):
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("alpha", few([1.0, 1.3, 1.5, 2.0, 3.0], 1.3, 2.0))
+@pytest.mark.parametrize("alpha", few([1.0, 1.25, 1.3, 1.5, 2.0, 3.0], 1.25, 1.3, 2.0))
 def test_every_path(path, check, alpha, device):
     for n in few([1, 130], 130):
         check("triton", rows(n, device=device), alpha)

@@ -10,7 +10,7 @@ import pytest
 def few_samples():
     """A cost against classes is that of two steps: nobody reads it here."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("lastlayer.lab._cost_timing.SAMPLED_SECONDS", 0.0)
+        patched.setattr("lastlayer.lab.costs.SAMPLED_SECONDS", 0.0)
         yield
 
 

@@ -110,7 +110,7 @@ def test_from_a_text_to_a_page(tmp_path, monkeypatch):
     """Everything that a person sees: lines on the way, the table, the verdict, the page."""
     monkeypatch.chdir(tmp_path)
     # Pictures take seconds, and the tests of the report draw them.
-    monkeypatch.setattr("lastlayer.lab.report.build._draw", lambda *_: None)
+    monkeypatch.setattr("lastlayer.lab.report._draw", lambda *_: None)
     (tmp_path / "text.txt").write_text("the cat saw the dog and the dog saw a cat\n" * 60)
     words = ["--head", "full", "--head", "hierarchical", "--head", "sampled:n_samples=4"]
     size = ["--model", "bag", "--width", "8", "--budget", "6steps", "--seeds", "2"]

@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 
 from lastlayer.heads.recipes import ClassData
-from lastlayer.lab import _cost_timing, costs
-from lastlayer.lab._cost_problem import Problem, words_for
-from lastlayer.lab._costs_reading import read_costs
+from lastlayer.lab import costs
+from lastlayer.lab._reading import read_costs
 from lastlayer.lab.compare import Compared, compare
+from lastlayer.lab.costs import Problem, Words
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.feeding import PADDING
 from lastlayer.lab.live import Lines, LiveTable
@@ -131,7 +131,7 @@ def test_results_hold_them(compared):
 
 
 def test_they_are_not_measured_again(compared, monkeypatch):
-    monkeypatch.setattr(_cost_timing.Stopwatch, "time", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(costs.Stopwatch, "time", lambda *_: pytest.fail("measured again"))
     assert run(compared.out, resume=True).costs == compared.costs
 
 
@@ -158,7 +158,8 @@ def test_a_broken_file_is_told_by_name(unmeasured):
 
 def test_what_would_take_too_long_is_left_out(unmeasured, monkeypatch):
     monkeypatch.setattr(costs, "SECONDS_A_HEAD", 0.0)
-    monkeypatch.setattr(_cost_timing.Stopwatch, "time", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(costs, "SHARE_OF_TRAINING", 0.0)
+    monkeypatch.setattr(costs.Stopwatch, "time", lambda *_: pytest.fail("measured"))
     done = run(unmeasured, resume=True)
     assert not done.interrupted
     for each in done.costs["costs"]:
@@ -180,12 +181,12 @@ def test_what_would_not_fit_into_memory_is_left_out(unmeasured, monkeypatch):
 
 
 def test_free_memory_is_known_here():
-    free = _cost_timing.free_memory(torch.device("cpu"))
+    free = costs.free_memory(torch.device("cpu"))
     assert free is None or free > 2**20
 
 
 def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(unmeasured, monkeypatch):
-    measure, calls = _cost_timing.Stopwatch.time, []
+    measure, calls = costs.Stopwatch.time, []
 
     def pressed(self, *what):
         calls.append(what)
@@ -193,7 +194,7 @@ def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(unmeasured, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return measure(self, *what)
 
-    monkeypatch.setattr(_cost_timing.Stopwatch, "time", pressed)
+    monkeypatch.setattr(costs.Stopwatch, "time", pressed)
     first = run(unmeasured, resume=True)
     assert first.interrupted
     assert not first.costs["complete"]
@@ -214,7 +215,7 @@ def test_an_interrupted_training_has_no_costs(unmeasured, monkeypatch):
 def test_words_are_different_and_as_many_as_classes():
     own = ["a", "bb", "ccc", "dddd", "eeeee"]
     for classes in (1, 2, 4, 5, 6, 23):
-        words = words_for(own, classes)
+        words = list(Words(own, classes))
         assert len(set(words)) == len(words) == classes
 
 

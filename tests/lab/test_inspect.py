@@ -11,16 +11,18 @@ from typer.testing import CliRunner
 
 from lastlayer import trees
 from lastlayer.cli import app
-from lastlayer.lab._frequencies import (
+from lastlayer.lab.data import LabelData, LabelPart, Lists, TextData, Vocabulary, load
+from lastlayer.lab.inspect import (
     classes_for,
     entropy_bits,
+    for_labels,
+    for_text,
+    inspect_data,
+    render,
     tail_mass,
     unigram_nll,
     zipf_fit,
 )
-from lastlayer.lab._suggestions import for_labels, for_text
-from lastlayer.lab.data import LabelData, LabelPart, Lists, TextData, Vocabulary, load
-from lastlayer.lab.inspect import inspect_data, render
 
 
 def text_of(counts, name="made"):
@@ -91,7 +93,7 @@ def test_text(zipfian):
     assert zipfian.tail_10k == pytest.approx(counts[10_000:].sum() / counts.sum())
     assert zipfian.unknown == pytest.approx(counts[0] / counts.sum())
     assert list(zipfian.cutoffs) == sorted(zipfian.cutoffs)
-    assert zipfian.adaptive_speedup > 1.5
+    assert zipfian.adaptive_savings > 1.5
     assert json.loads(json.dumps(zipfian.as_json()))["task"] == "lm"
 
 
@@ -114,7 +116,7 @@ FACTS = {
     "seen_once": 0.1,
     "huffman": 10.0,
     "cutoffs": (100, 5000),
-    "speedup": 9.0,
+    "savings": 9.0,
     "hidden": 256,
 }
 
@@ -124,7 +126,7 @@ FACTS = {
     [
         ({}, "adaptive:cutoffs=100,5000", "differentiated", "char_cnn"),
         ({"classes": 500, "effective": 300.0}, "full", "full", "hierarchical"),
-        ({"cutoffs": (), "speedup": 1.0}, "full", "sampled", "adaptive:cutoffs="),
+        ({"cutoffs": (), "savings": 1.0}, "full", "sampled", "adaptive:cutoffs="),
         ({"effective": 40_000.0}, "adaptive:cutoffs=100,5000", "full", "entmax"),
         ({"seen_once": 0.5}, "adaptive:cutoffs=100,5000", "char_cnn", "differentiated"),
         ({"classes": 5_000}, "adaptive:cutoffs=100,5000", "hierarchical", "sampled"),

@@ -9,7 +9,7 @@ from lastlayer.lab.data import LabelData, LabelPart, Lists, SparseRows
 from lastlayer.lab.feeding import RowFeed
 from lastlayer.lab.label_explorer import BEST, MOST_FEATURES, MOST_LABELS, ROWS, explore_labels
 from lastlayer.lab.models import FeatureBody
-from lastlayer.lab.report import label_explorer as shown
+from lastlayer.lab.report import explorer as shown
 
 WIDTH, CPU = 4, torch.device("cpu")
 EVERYWHERE, LARGE = 0, 100.0
@@ -113,7 +113,7 @@ def test_rows_without_labels_are_shown_where_there_are_no_others():
     entries = explored(bare)
     assert len(entries) == 5
     assert all(entry["labels"] == entry["below"] == [] for entry in entries)
-    assert shown.seen(entries[0])["option"].endswith("→ no label")
+    assert shown.labels_seen(entries[0])["option"].endswith("→ no label")
 
 
 def test_very_many_labels_are_counted_and_cut():
@@ -127,7 +127,7 @@ def test_very_many_labels_are_counted_and_cut():
     for entry in explored(full):
         assert entry["n_labels"] == labels
         assert len(entry["labels"]) == len(entry["below"]) == MOST_LABELS
-        assert shown.seen(entry)["more"] == labels - MOST_LABELS
+        assert shown.labels_seen(entry)["more"] == labels - MOST_LABELS
 
 
 def test_what_was_changed_by_hand_is_shown_as_far_as_it_goes():
@@ -135,7 +135,7 @@ def test_what_was_changed_by_hand_is_shown_as_far_as_it_goes():
         "labels": ["a"], "features": [3, {"name": "x", "value": "much"}], "standardised": True,
         "top": [{"label": "<b>", "p": 7}, None], "n_labels": -1, "n_predicted": "two",
     }  # fmt: skip
-    assert shown.seen(entry)["features"] == [{"name": "x", "value": ""}]
-    said = shown.said(entry)
+    assert shown.labels_seen(entry)["features"] == [{"name": "x", "value": ""}]
+    said = shown.labels_said(entry)
     assert said["top"] == [{"token": "<b>", "p": None, "hit": False, "predicted": False}]
     assert (said["labels"], said["predicted"], said["below"]) == (0, 0, [])

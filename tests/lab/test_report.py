@@ -13,22 +13,15 @@ pytest.importorskip("vl_convert")
 from made_costs import SIZES, make_costs
 from made_runs import CLASSES, HEADS, KINDS, NASTY, make
 
-from lastlayer.heads import cutoffs_from_counts
+from lastlayer.heads.recipes import registered
+from lastlayer.lab import report
+from lastlayer.lab._reading import HeadEntry
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.report import (
-    axes,
-    build,
-    cost_figures,
-    figures,
-    tables,
-    theme,
-    theory,
-    write_report,
-)
-from lastlayer.lab.report.charts import Charts
-from lastlayer.lab.report.embed import content_policy, json_for_script
-from lastlayer.lab.report.references import REFERENCES
-from lastlayer.lab.report.tokens import visible
+from lastlayer.lab.families import FAMILIES, REFERENCES
+from lastlayer.lab.report import figures, look, tables, write_report
+from lastlayer.lab.report.charts import Charts, log_ticks
+from lastlayer.lab.report.explorer import visible
+from lastlayer.lab.report.page import content_policy, json_for_script
 from lastlayer.lab.results import read_results
 from lastlayer.lab.verdict import verdict
 
@@ -221,11 +214,11 @@ def test_every_comparison_has_a_page(report_of, kind):
 
 def test_charts_are_valid_vega_lite(tmp_path):
     results = read_results(make_costs(make(tmp_path)))
-    names = [head.title for head in results.comparison.heads]
+    looks = look.looks(results.comparison.heads)
     shown = figures.all_figures(results)
     assert len(shown) == 8
     for figure, in_page in zip(shown, [True, False] * 4, strict=True):
-        charts = Charts(names, in_page=in_page, validate=True)
+        charts = Charts(looks, in_page=in_page, validate=True)
         assert len({view.key for view in figure.views}) == len(figure.views)
         for view in figure.views:
             assert view.chart(charts)["layer"]
@@ -233,7 +226,7 @@ def test_charts_are_valid_vega_lite(tmp_path):
 
 
 def test_a_missing_package_is_told_before_any_work(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "find_spec", lambda name: None if name == "altair" else object())
+    monkeypatch.setattr(report, "find_spec", lambda name: None if name == "altair" else object())
     with pytest.raises(
         LabError, match=r'expected altair to be installed; pip install "lastlayer\['
     ):
@@ -245,16 +238,39 @@ def test_a_folder_that_is_none_is_told(tmp_path):
         write_report(tmp_path)
 
 
-def test_no_two_heads_look_the_same():
-    looks = {(theme.colour_index(i), theme.dash(i)) for i in range(36)}
-    marks = {(theme.colour_index(i), theme.shape(i)) for i in range(72)}
-    assert (len(looks), len(marks)) == (36, 72)
-    assert len(theme.SHAPES) == len(theme.SHAPE_PATHS)
-    assert len(theme.LIGHT_COLOURS) == len(theme.DARK_COLOURS)
-    assert len(dict(theme.exchanges())) == len(theme.exchanges())
+def entry(family: str, title: str = "") -> HeadEntry:
+    return HeadEntry(family, family, family, family, {}, title or family)
 
 
-@pytest.mark.parametrize("ink", [theme.LIGHT_INK, theme.DARK_INK])
+def test_a_family_keeps_its_colour_and_variants_differ():
+    families = list(registered())
+    alone = {name: look.looks([entry(name)])[0] for name in families}
+    assert families
+    for several in (families, families[::-1], families[3:]):
+        assert all(
+            alone[each.name].colour == each.colour for each in look.looks(map(entry, several))
+        )
+    for task in ("lm", "multilabel"):
+        suited = [name for name, (_, recipe) in registered().items() if recipe.task == task]
+        assert len({alone[name].colour for name in suited}) == len(suited)
+    variants = look.looks([entry("hierarchical", str(i)) for i in range(4)])
+    assert len({each.colour for each in variants}) == 1
+    assert len({each.dash for each in variants}) == len({each.shape for each in variants}) == 4
+    assert look.looks([entry("mine:Head")])[0].colour not in {
+        each.colour for each in alone.values()
+    }
+
+
+def test_every_colour_and_shape_has_its_counterpart():
+    assert len(look.SHAPES) == len(look.SHAPE_PATHS)
+    assert len(look.LIGHT_COLOURS) == len(look.DARK_COLOURS)
+    assert len(dict(look.exchanges())) == len(look.exchanges())
+    for light, dark in zip(look.LIGHT_COLOURS, look.DARK_COLOURS, strict=True):
+        assert _contrast(light, look.LIGHT_INK.paper) > 2
+        assert _contrast(dark, look.DARK_INK.paper) > 3
+
+
+@pytest.mark.parametrize("ink", [look.LIGHT_INK, look.DARK_INK])
 def test_text_can_be_read_on_paper(ink):
     assert _contrast(ink.text, ink.paper) > 7
     assert _contrast(ink.muted, ink.paper) > 4.5
@@ -272,66 +288,12 @@ def _contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 50_000])
-def test_entropy_and_sums_of_zipf_s_law(n):
-    weights = 1 / np.arange(1, n + 1)
-    p = weights / weights.sum()
-    assert theory.harmonic(n) == pytest.approx(weights.sum(), rel=1e-9)
-    assert theory.zipf_entropy(n) == pytest.approx(-(p * np.log2(p)).sum(), rel=1e-4, abs=1e-9)
-
-
-def test_theory_of_each_head():
-    full = theory.operations("full", 5000, 64, {})
-    assert full == 5000 * 64
-    assert theory.operations("sampled", 5000, 64, {"n_samples": 99}) == 100 * 64
-    assert theory.operations("nce", 10, 64, {}) == theory.operations("full", 10, 64, {})
-    assert theory.operations("mine:Head", 10, 64, {}) is None
-    assert theory.in_words("mine:Head", {}) == ""
-    for family in ("hierarchical", "adaptive", "differentiated", "negative"):
-        assert theory.operations(family, 5000, 64, {}) < full
-        assert theory.in_words(family, {})
-    huffman, balanced, two_level = (
-        theory.operations("hierarchical", 4096, 64, {"tree": tree})
-        for tree in ("huffman", "balanced", "two_level")
-    )
-    assert balanced == 12 * 64
-    assert two_level == 128 * 64
-    assert huffman < balanced
-    assert theory.operations("differentiated", 5000, 64, {"bands": [(10, 64), (30, 16)]}) == (
-        5000 * 64 * (10 * 64 + 30 * 16) / (40 * 64)
-    )
-
-
-def test_theory_of_adaptive_softmax_is_the_expectation_over_targets():
-    v, d, cutoffs = 2000, 64, [100, 500]
-    p = 1 / np.arange(1, v + 1)
-    p /= p.sum()
-    cost = np.full(v, float(d * (100 + 2)))
-    cost[100:500] += 16 * (d + 400)
-    # Widths stop at 8, as those of the head do.
-    cost[500:] += 8 * (d + 1500)
-    found = theory.operations("adaptive", v, d, {"cutoffs": cutoffs})
-    assert found == pytest.approx(float((p * cost).sum()), rel=1e-6)
-    narrow = {"cutoffs": cutoffs, "min_width": 4}
-    cost[500:] -= 4 * (d + 1500)
-    found = theory.operations("adaptive", v, d, narrow)
-    assert found == pytest.approx(float((p * cost).sum()), rel=1e-6)
-
-
-def test_theory_of_adaptive_softmax_takes_the_cutoffs_of_the_head():
-    v, d = 20_000, 64
-    cutoffs = cutoffs_from_counts(1 / np.arange(1, v + 1), d)
-    assert len(cutoffs) > 1
-    given = theory.operations("adaptive", v, d, {"cutoffs": cutoffs})
-    assert theory.operations("adaptive", v, d, {}) == given
-
-
 def test_ticks_are_few_and_inside(seed):
     draw = np.random.default_rng(seed)
     for _ in range(50):
         low = float(10 ** draw.uniform(-6, 6))
         high = low * float(10 ** draw.uniform(0.02, 8))
-        ticks = axes.log_ticks(low, high)
+        ticks = log_ticks(low, high)
         assert ticks == sorted(set(ticks))
         assert len(ticks) <= 6
         assert all(low <= tick <= high for tick in ticks)
@@ -339,9 +301,8 @@ def test_ticks_are_few_and_inside(seed):
 
 
 def test_every_family_that_is_not_plain_has_its_paper():
-    from lastlayer.lab._titles import TITLES
-
-    assert TITLES.keys() - REFERENCES.keys() == {"full", "topk", "bce"}
+    assert registered().keys() <= FAMILIES.keys()
+    assert FAMILIES.keys() - REFERENCES.keys() == {"full", "topk", "bce"}
     for papers in REFERENCES.values():
         assert all(re.search(r"\d{4}", paper.text) for paper in papers)
 
@@ -366,12 +327,12 @@ def test_the_best_of_a_column_is_marked_once_at_most(tmp_path):
         assert best in ([], [choose(cell.sort for cell in cells if cell.sort is not None)])
 
 
-def test_costs_against_classes_are_measured_and_in_theory(folder, elements):
+def test_costs_against_classes_are_measured(folder, elements):
     (figure,) = [
         each for each in figures.all_figures(read_results(folder)) if each.key == "classes"
     ]
-    assert [view.key for view in figure.views] == ["time", "memory", "theory"]
-    chart = figure.views[0].chart(Charts(["Full softmax"]))
+    assert [view.key for view in figure.views] == ["time", "memory"]
+    chart = figure.views[0].chart(Charts(look.looks([entry("full", "Full softmax")])))
     rows = chart["layer"][1]["data"]["values"]
     assert len([row for row in rows if row["head"] == "Full softmax"]) == 4
     assert len(rows) == 4 * len(HEADS) - (len(HEADS) - 1)
@@ -388,7 +349,7 @@ def test_sizes_with_the_same_reason_are_told_together(tmp_path):
     costs = json.loads((out / "costs.json").read_text())
     costs["costs"][-2] = {**costs["costs"][-1], "classes": CLASSES}
     (out / "costs.json").write_text(json.dumps(costs))
-    ((_, reasons),) = cost_figures.left_out(read_results(out))
+    ((_, reasons),) = figures.left_out(read_results(out))
     assert reasons == ["10,000 and 40,000 classes: no time"]
 
 
@@ -397,16 +358,15 @@ def test_the_place_of_the_data_is_on_the_axis_without_a_time_there(tmp_path):
     costs = json.loads((out / "costs.json").read_text())
     costs["costs"] = costs["costs"][:1]
     (out / "costs.json").write_text(json.dumps(costs))
-    time = cost_figures.against_classes(read_results(out)).views[0]
-    x = time.chart(Charts(["Full softmax"]))["layer"][1]["encoding"]["x"]
+    time = figures.against_classes(read_results(out)).views[0]
+    x = time.chart(Charts(look.looks([entry("full", "Full softmax")])))["layer"][1]["encoding"]["x"]
     low, high = x["scale"]["domain"]
     assert low < SIZES[0] < CLASSES < high
     assert x["axis"]["values"] == [SIZES[0], CLASSES]
 
 
-def test_a_folder_without_costs_has_theory_alone(report_of):
+def test_a_folder_without_costs_has_no_such_figure(report_of):
     out = report_of("one seed")
-    (figure,) = [each for each in figures.all_figures(read_results(out)) if each.key == "classes"]
-    assert [view.key for view in figure.views] == ["theory"]
+    assert "classes" not in [each.key for each in figures.all_figures(read_results(out))]
     page = (out / "report.html").read_text(encoding="utf-8")
     assert json.loads(Elements(page).data["everything"])["costs"] is None

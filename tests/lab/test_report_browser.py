@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from made_runs import NASTY
+from made_runs import NASTY, make
+
+from lastlayer.lab.report import write_report
 
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
@@ -24,7 +26,7 @@ FLAGS = (
     "--disable-sync",
     "--no-first-run",
 )
-PHONE, DESKTOP = (390, 844), (1280, 900)
+PHONE, DESKTOP = (400, 800), (1300, 800)
 
 
 def _chromium() -> str | None:
@@ -124,7 +126,7 @@ def test_selectors_change_the_charts(opened):
     page = opened.page
     for key, label, view, title in (
         ("tradeoff", "peak memory", "peak_memory_mb", "peak memory (MB)"),
-        ("curves", "over steps", "steps", "steps"),
+        ("curves", "over time", "seconds", "seconds of training"),
         ("deciles", "top-1 accuracy", "top1", "top-1 accuracy"),
     ):
         before = opened.text_of(key)
@@ -144,9 +146,9 @@ def test_selectors_work_by_keyboard(opened):
     page = opened.page
     page.locator("#curves .views input").first.focus()
     page.keyboard.press("ArrowRight")
-    page.wait_for_selector("#curves .chart[data-view='steps']")
-    page.keyboard.press("ArrowLeft")
     page.wait_for_selector("#curves .chart[data-view='seconds']")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("#curves .chart[data-view='steps']")
 
 
 def test_the_legend_hides_a_head_everywhere(opened):
@@ -179,7 +181,10 @@ def test_the_table_sorts_by_its_headings(opened):
 
     def values():
         cells = page.locator(f"table.summary tbody tr > :nth-child({column + 1})").all()
-        return [float(cell.get_attribute("data-value")) for cell in cells]
+        found = [cell.get_attribute("data-value") for cell in cells]
+        # The baseline has no value, and stays last.
+        assert found[-1] == "" not in found[:-1]
+        return [float(value) for value in found[:-1]]
 
     for order, reverse in (("ascending", False), ("descending", True)):
         heading.locator("button").click()
@@ -187,7 +192,7 @@ def test_the_table_sorts_by_its_headings(opened):
         assert values() == sorted(values(), reverse=reverse)
     page.locator("table.summary [data-sort='0']").click()
     ranks = page.locator("table.summary tbody tr > :first-child").all_text_contents()
-    assert ranks == [str(i) for i in range(1, 9)]
+    assert ranks == [*(str(i) for i in range(1, 9)), ""]
 
 
 def test_the_explorer_shows_contexts_and_paths(opened):
@@ -249,7 +254,7 @@ def test_charts_can_be_saved(opened, tmp_path, kind, beginning):
     with opened.page.expect_download() as waiting:
         opened.page.locator(f"#curves [data-save='{kind}']").click()
     waiting.value.save_as(tmp_path / "chart")
-    assert waiting.value.suggested_filename == f"curves-seconds.{kind}"
+    assert waiting.value.suggested_filename == f"curves-steps.{kind}"
     assert (tmp_path / "chart").read_bytes().startswith(beginning)
 
 
@@ -287,9 +292,66 @@ def test_every_comparison_opens(browser, report_of, kind):
     watched.context.close()
 
 
-@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_it_fits_and_can_be_photographed(opened, tmp_path, size):
+def test_recommendation_steps_epochs_and_time_are_seen_without_scrolling(opened):
     page = opened.page
+    page.set_viewport_size({"width": DESKTOP[0], "height": DESKTOP[1]})
+    for chosen in ("h1", ".runner-up", ".tiles"):
+        found = page.locator(chosen).bounding_box()
+        assert found["y"] + found["height"] <= DESKTOP[1], chosen
+    tiles = page.locator(".tiles").inner_text()
+    assert all(word in tiles for word in ("steps", "epochs", "time per step", "training time"))
+
+
+def test_the_baseline_is_a_labelled_line_in_the_charts_of_quality(opened):
+    for key in ("tradeoff", "equal", "curves"):
+        assert "unigram baseline 90" in opened.text_of(key)
+
+
+def test_points_have_tooltips(opened):
+    page = opened.page
+    page.locator("#tradeoff .chart .mark-symbol path").first.hover()
+    shown = page.locator("#vg-tooltip-element")
+    shown.wait_for()
+    assert "head" in shown.inner_text()
+    assert "perplexity" in shown.inner_text()
+
+
+def test_a_family_has_the_same_colour_on_every_page(opened, browser, report_of):
+    def colours(page):
+        return {
+            button.text_content(): button.locator("svg").get_attribute("style")
+            for button in page.locator(".legend [data-head]").all()
+        }
+
+    watched = Watched(browser, (report_of("some failed") / "report.html").as_uri())
+    here, there = colours(opened.page), colours(watched.page)
+    watched.context.close()
+    assert len(set(here.values())) == len(here)
+    assert there
+    assert all(here[name] == colour for name, colour in there.items())
+
+
+def test_learning_rates_that_were_tried_fold_out(browser, tmp_path):
+    out = make(tmp_path, heads=2, seeds=1)
+    tried = [{"lr": 0.002, "score": 5.4}, {"lr": 0.006, "score": 5.2}, {"lr": 0.018, "score": None}]
+    rates = {"full": {"lr": 0.006, "steps": 50, "tried": tried}}
+    (out / "rates.json").write_text(json.dumps(rates))
+    write_report(out, pictures=False)
+    watched = Watched(browser, (out / "report.html").as_uri(), PHONE)
+    fold = watched.page.locator(".rates")
+    assert not fold.locator("table").is_visible()
+    fold.locator("summary").click()
+    assert fold.locator("td.best").all_text_contents() == ["0.006: 5.20"]
+    assert "not finite" in fold.inner_text()
+    assert watched.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    watched.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_it_fits_and_can_be_photographed(opened, tmp_path, size, scheme):
+    page = opened.page
+    page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": size[0], "height": size[1]})
     # Charts follow the window.
     page.wait_for_function(
@@ -302,6 +364,12 @@ def test_it_fits_and_can_be_photographed(opened, tmp_path, size):
         drawn = chart.locator("svg").bounding_box()
         assert drawn["x"] >= 0
         assert drawn["x"] + drawn["width"] <= size[0]
+    for chart in page.locator("#equal .chart text, #step_time .chart text").all():
+        assert "…" not in chart.text_content()
+    for button in page.locator(".legend button, .tiles > div, .views").all():
+        if button.is_visible():
+            place = button.bounding_box()
+            assert place["x"] + place["width"] <= size[0]
     picture = tmp_path / "page.png"
     page.screenshot(path=picture, full_page=True)
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -9,8 +9,8 @@ import torch
 from lastlayer import heads
 from lastlayer.heads.multi_label import MultiLabel
 from lastlayer.heads.recipes import ClassData
-from lastlayer.lab._suggestions import for_labels, for_text
 from lastlayer.lab.errors import SpecError
+from lastlayer.lab.inspect import for_labels, for_text
 from lastlayer.lab.specs import catalogue, defaults_for, parse_spec, parse_specs
 
 WIDTH, CLASSES = 16, 60
@@ -120,7 +120,7 @@ def test_the_selection_can_be_built(needs, task):
 def test_what_inspect_suggests_can_be_compared():
     text = for_text(
         classes=60_000, effective=900.0, half=50, seen_once=0.4, huffman=10.5,
-        cutoffs=(500, 5000), speedup=9.0, hidden=256,
+        cutoffs=(500, 5000), savings=9.0, hidden=256,
     )  # fmt: skip
     labels = for_labels(labels=500, cardinality=2.0, density=0.004, imbalance=50.0, most=9)
     for task, suggested in (("lm", list(text)), ("multilabel", list(labels))):

@@ -36,6 +36,30 @@ def test_it_is_the_same_loss(monkeypatch, kind, batch, reduction):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_learned_alpha_has_the_same_gradient(monkeypatch, soft, reduction):
+    scores = 2 * torch.randn(2, 3, 7, dtype=torch.float64)
+    target = torch.softmax(scores.flip(-1), -1) if soft else torch.randint(7, (2, 3))
+    if not soft:
+        target[0, 1], scores[0, 1, 2] = -100, torch.nan
+    start = torch.tensor([1.2, 1.5, 2.3], dtype=torch.float64).view(3, 1)
+
+    def made():
+        alpha = start.clone().requires_grad_()
+
+        def loss(x):
+            return lastlayer.entmax_loss(x, target, alpha, reduction=reduction)
+
+        return *value_and_gradient(loss, scores), alpha.grad
+
+    expected = made()
+    monkeypatch.setattr(module, "_leaves_statistics", lambda scores, k: not k)
+    for one, other in zip(made(), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+        assert one.isfinite().all()
+
+
 def test_a_graph_that_is_kept_gives_the_gradient_again(monkeypatch):
     monkeypatch.setattr(module, "_leaves_statistics", lambda scores, k: not k)
     scores = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from lastlayer.kernels.context_lists import SHARES, UNUSED, WAYS
+from lastlayer.kernels.context_lists.reference import find, place_
 from lastlayer.samplers import AdaptiveNGram
-from lastlayer.samplers.ngram import SHARES, UNUSED, WAYS, ContextLists
+from lastlayer.samplers.ngram import ContextLists
 from lastlayer.testing import check_sampler
 from waits import no_waits
 
@@ -163,7 +165,7 @@ def test_short_lists_and_full_tables_stay_normalised():
         assert (total - 1).abs().max() < 1e-9
         lists = sampler.lists[0]
         assert int((lists.keys >= 0).sum()) <= len(lists.keys) - 1
-        assert (lists.classes[lists.nowhere] == UNUSED).all()
+        assert (lists.classes[-1] == UNUSED).all()
 
 
 def test_extreme_scores_leave_every_class_a_probability():
@@ -207,30 +209,31 @@ def test_ids_may_be_shared_by_all_rows():
 
 
 def test_contexts_find_their_places():
-    lists = ContextLists(1000, 2)
-    assert len(lists.keys) == 1024 + 1
+    places = ContextLists(1000, 2).keys
+    nowhere = len(places) - 1
+    assert nowhere == 1024
     keys = torch.randperm(10**6)[:500]
-    placed = lists.place(keys)
-    held = placed != lists.nowhere
+    placed = place_(places, keys)
+    held = placed != nowhere
     assert held.double().mean() > 0.95
     assert len(placed[held].unique()) == int(held.sum())
-    assert torch.equal(lists.find(keys), placed)
-    assert torch.equal(lists.place(keys.flip(0)).flip(0), placed)
-    assert (lists.find(torch.tensor([-1, 10**7])) == lists.nowhere).all()
+    assert torch.equal(find(places, keys), placed)
+    assert torch.equal(place_(places, keys.flip(0)).flip(0), placed)
+    assert (find(places, torch.tensor([-1, 10**7])) == nowhere).all()
     # A bucket that is full turns others away.
-    crowded = ContextLists(1, 2)
-    assert int((crowded.place(torch.arange(30)) != crowded.nowhere).sum()) == WAYS
+    crowded = ContextLists(1, 2).keys
+    assert int((place_(crowded, torch.arange(30)) != len(crowded) - 1).sum()) == WAYS
 
 
 def test_lists_share_out_what_the_unigram_gives_them():
     sampler, context = taught(2)
     lists = sampler.lists[0]
-    place = lists.find(context[:, 0])
+    place = find(lists.keys, context[:, 0])
     assert (lists.end[place][:, -1] == SHARES).all()
     used = lists.classes[place] != UNUSED
     listed = torch.where(used, sampler.unigram.weight[lists.classes[place].long() * used], 0)
     assert torch.equal(
-        listed.sum(1)[place != lists.nowhere], lists.mass[place][place != lists.nowhere]
+        listed.sum(1)[place < len(lists.keys) - 1], lists.mass[place][place < len(lists.keys) - 1]
     )
 
 

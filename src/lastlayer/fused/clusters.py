@@ -32,6 +32,7 @@ from lastlayer._torch import (
 )
 from lastlayer.fused.cross_entropy import (
     PLAIN,
+    WIDEST_TILED,
     cross_entropy_rows,
     run_tiles,
     tiles_or_slabs,
@@ -56,6 +57,9 @@ from lastlayer.fused.scores import (
     rows_at_a_time,
 )
 from lastlayer.kernels import empty
+
+# Bands go by the tiled kernels from so many scores on: below, the launches cost more than memory.
+_TILED_SCORES = 1 << 28
 
 
 def group_loss(
@@ -333,6 +337,8 @@ class _Bands(GroupEngine):
 
     def run(self, given: _Given, option: Any) -> _Computed:
         hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares = given
+        if not option and _narrow_bands(given):
+            return _run_bands_by_tiles(given)
         target, n = shares.target, hidden.shape[0]
         layer = LayerProducts(weights, bias, n)
         step = rows_at_a_time(chunk_rows, hidden, layer.n_classes)
@@ -372,6 +378,156 @@ class _Bands(GroupEngine):
 
 
 CLUSTERS, BANDS = _Clusters(), _Bands()
+
+
+def _narrow_bands(given: _Given) -> list[bool]:
+    """Which bands the tiled kernels take; empty where they suit none, or not this problem."""
+    widths = [weight.shape[1] for weight in given.weights]
+    scores = given.hidden.shape[0] * sum([weight.shape[0] for weight in given.weights])
+    if scores < _TILED_SCORES:
+        return []
+    suit = tiles_suit(given.hidden[:, : min(widths)], PLAIN, given.chunk_rows, Wanted())
+    return [0 < width <= WIDEST_TILED for width in widths] if suit else []
+
+
+def _run_bands_by_tiles(given: _Given) -> _Computed:
+    """As bands are computed on a GPU in half precision: scores of narrow ones are never stored.
+
+    A band leaves the logsumexp of its own classes. From that of all of them each makes its
+    gradients; wide bands make their scores again for that, a chunk of rows at a time.
+    """
+    # Imported here: Triton is not on every machine.
+    from lastlayer.kernels.linear_softmax.triton import gradient_of_classes, mix_of_rows
+
+    hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares = given
+    n = hidden.shape[0]
+    # In the order of their targets rows that belong to a tile of classes lie together.
+    target, order = shares.target.sort(stable=True)
+    hidden = hidden.index_select(0, order)
+    layer = LayerProducts(weights, bias, n)
+    exact = _exact(layer, hidden, bias, target.unsqueeze(-1)).squeeze(-1)
+    bands: list[Any] = []
+    for i, narrow in enumerate(_narrow_bands(given)):
+        column, rows = layer.columns[i], hidden[:, layer.parts[i]]
+        some = None if bias is None else bias[column]
+        if narrow:
+            bands.append(mix_of_rows(rows, weights[i], some, 0.0, 1.0, wanted[0]))
+        else:
+            local = target - column.start
+            bands.append(_WideBand(rows, weights[i], some, local, exact, chunk_rows))
+    lse = torch.cat([band.lse for band in bands]).logsumexp(0)
+    # Fully masked rows have infinite loss and zero gradient.
+    masked = lse == -torch.inf
+    loss = torch.where(masked, torch.inf, lse - exact)
+    losses, of_bias = torch.empty_like(loss).index_copy_(0, order, loss), None
+    if factors is None:
+        return losses, [None] * (2 + len(weights))
+    scale = factors.index_select(0, order).masked_fill_(masked, 0.0)
+    lse.masked_fill_(masked, 0.0)
+    known = torch.stack([lse, scale, scale])
+    of_hidden = torch.empty_like(hidden) if wanted[0] else None
+    if wanted[1]:
+        of_bias = lse.new_zeros(layer.n_classes)
+    made: list[Tensor | None] = []
+    for band, weight, column, part, of_weight, dtype in zip(
+        bands, weights, layer.columns, layer.parts, wanted[2:], dtypes, strict=True
+    ):
+        own_bias = None if of_bias is None else of_bias[column]
+        own_hidden = None if of_hidden is None else of_hidden[:, part]
+        if isinstance(band, _WideBand):
+            made.append(band.gradients(lse, scale, own_hidden, own_bias, dtype, of_weight))
+            continue
+        local = target - column.start
+        if own_hidden is not None:
+            shares_of = torch.exp(band.lse - lse).unsqueeze(-1)
+            mean = band.mean_vector.mul_(shares_of).sum(0)
+            # In float32: the two nearly cancel once a row is learnt.
+            inside = (local >= 0) & (local < weight.shape[0])
+            right = weight[local.clamp(0, weight.shape[0] - 1)] * inside.unsqueeze(-1)
+            own_hidden.copy_(mean.sub_(right).mul_(scale.unsqueeze(-1)))
+        total = None
+        if of_weight or own_bias is not None:
+            total = empty(weight.shape, dtype, weight.device)
+            some = None if bias is None else bias[column]
+            gradient_of_classes(
+                hidden[:, part], weight, some, local, known, 0.0, 1.0, total, own_bias, False, True
+            )
+        made.append(total if of_weight else None)
+    if of_hidden is not None:
+        of_hidden = torch.empty_like(of_hidden).index_copy_(0, order, of_hidden)
+    return losses, [of_hidden, of_bias, *made]
+
+
+class _WideBand:
+    """The classes of one band, whose scores are stored for a chunk of rows at a time.
+
+    Targets are places in the band, and anything else where they are in another one.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        exact: Tensor,
+        chunk_rows: int | str,
+    ) -> None:
+        n, size = rows.shape[0], weight.shape[0]
+        self._rows, self._weight, self._exact = rows, weight, exact
+        inside = (target >= 0) & (target < size)
+        self._target = torch.where(inside, target, -1)
+        self._layer = LayerProducts([weight], bias, n)
+        self._step = rows_at_a_time(chunk_rows, rows, size)
+        self._memory = self._layer.memory(min(n, self._step), rows.dtype)
+        lses = []
+        for part in self._chunks():
+            scores = self._layer.scores_into(self._memory, rows[part])
+            # A row whose target is elsewhere puts back what it has.
+            known = torch.where(inside[part], exact[part], scores[:, 0].float())
+            _, lse, *_ = kernels.softmax_rows.forward_(
+                "auto", scores, self._target[part].clamp(min=0), known, None, None, *PLAIN, False
+            )
+            lses.append(lse)
+        self.lse = torch.cat(lses).unsqueeze(0)
+
+    def _chunks(self) -> list[slice]:
+        n = self._rows.shape[0]
+        return [slice(a, min(n, a + self._step)) for a in range(0, max(1, n), self._step)]
+
+    def gradients(
+        self,
+        lse: Tensor,
+        scale: Tensor,
+        of_hidden: Tensor | None,
+        of_bias: Tensor | None,
+        dtype: torch.dtype,
+        of_weight: bool,
+    ) -> Tensor | None:
+        """That of the weight; those of hidden and bias are written."""
+        layer, total, chunks = self._layer, None, self._chunks()
+        if of_weight:
+            sum_dtype = weight_sum_dtype(self._rows, self._step, dtype)
+            total = empty(self._weight.shape, sum_dtype, self._weight.device)
+        for part in chunks:
+            memory = self._memory[: part.stop - part.start]
+            if len(chunks) == 1:
+                scores = layer.scores_in(memory)
+            else:
+                scores = layer.scores_into(memory, self._rows[part])
+            own, push = lse[part], scale[part]
+            true = push * torch.expm1(self._exact[part] - own)
+            kernels.softmax_rows.gradient_(
+                "auto", scores, self._target[part], true, own, push, 0.0, 1.0
+            )
+            if of_bias is not None:
+                of_bias += scores.sum(0, dtype=of_bias.dtype)
+            gradient = layer.padded(memory)
+            if of_hidden is not None:
+                layer.hidden_gradient(of_hidden[part], gradient)
+            if total is not None:
+                layer.weight_gradient([total], gradient, self._rows[part], adds=part.start > 0)
+        return None if total is None else in_dtype(total, dtype)
 
 
 def _exact(layer: LayerProducts, rows: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
@@ -442,8 +598,7 @@ def softmax(problem: Problem, chunk_rows: int | str, memory: Tensor | None, in_o
     else:
         torch.addmm(bias, hidden, weight.t(), out=scores)
     loss, *_ = kernels.softmax_rows.forward_(
-        "auto", scores, target, scores.gather(-1, target.unsqueeze(-1)).squeeze(-1),
-        row_scale if wanted.any else None, None, *PLAIN, False,
+        "auto", scores, target, None, row_scale if wanted.any else None, None, *PLAIN, False
     )  # fmt: skip
     of_hidden = torch.mm(scores, weight) if wanted.hidden else None
     of_weight = torch.mm(scores.t(), hidden) if wanted.weight else None

@@ -27,6 +27,7 @@ from lastlayer.fused.rows import (
     RowResult,
     Wanted,
     linear_loss,
+    target_scores,
 )
 from lastlayer.fused.scores import LayerProducts, budget_bytes
 
@@ -220,15 +221,18 @@ def cross_entropy_rows(
     """The row loss: a dense gradient in the memory of the scores."""
 
     def rows(scores: Tensor, chunk: Chunk) -> RowResult:
+        exact = target_scores(scores, chunk.target, chunk.exact_scores)
+        if statistics and exact is None:
+            exact = scores.gather(-1, chunk.target.unsqueeze(-1)).squeeze(-1)
         loss, *known = kernels.softmax_rows.forward_(
-            "auto", scores, chunk.target, chunk.target_scores, chunk.row_scale, class_weight,
-            smoothing, z_loss, softcap, temperature, statistics,
+            "auto", scores, chunk.target, exact, chunk.row_scale, class_weight, smoothing, z_loss,
+            softcap, temperature, statistics,
         )  # fmt: skip
         gradient = None if chunk.row_scale is None else scores
-        if not statistics:
+        if exact is None or not statistics:
             return RowResult(loss, gradient)
         lse, entropy, argmax, rank = known
-        at_target = shaped(chunk.target_scores, softcap, temperature)[0]
+        at_target = shaped(exact, softcap, temperature)[0]
         # A row that is all -inf has no finite difference.
         log_prob = torch.where(lse == -math.inf, lse, at_target - lse)
         return RowResult(loss, gradient, (lse, log_prob, entropy, argmax, rank))

@@ -21,12 +21,14 @@ from torch import Tensor
 from lastlayer import kernels
 from lastlayer._torch import (
     accumulation_dtype,
+    apply_of,
     gradient_sum_dtype,
     graph_is_kept,
     in_dtype,
     is_eager,
     is_vmapped,
     refuse_second_derivatives,
+    transforms_are_active,
 )
 
 # Tensors, or None for those that are absent.
@@ -138,7 +140,7 @@ class Engine(ABC):
         del call
         if factor is None:
             return list(pieces)
-        if factor.device.type == "cpu" and is_eager(factor) and factor.item() == 1.0:
+        if factor.is_cpu and is_eager(factor) and factor.item() == 1.0:
             return [each if reusable or each is None else each.clone() for each in pieces]
         return scaled(pieces, factor, reusable)
 
@@ -157,7 +159,7 @@ class Engine(ABC):
         first = operands[0]
         # No operation may write to what it is given.
         writes = self.written is not None and operands[self.written] is not None
-        if writes or (is_eager(first) and first.device.type != "meta"):
+        if writes or (is_eager(first) and not first.is_meta):
             return self.compute(call)
         made = self._operation(list(operands), upstream, *options, reduction, list(wanted))
         n = 2 + self.statistics(options)
@@ -191,10 +193,11 @@ def fused_loss(
     wanted = tuple([
         recording and each is not None and each.requires_grad for each in operands[:n]
     ])  # fmt: skip
-    if not any(wanted):
+    if True not in wanted:
         result = engine.invoke(Call(operands, options, reduction, wanted))
         return result.loss, *result.statistics
-    made: tuple[Tensor, ...] = _FusedLoss.apply(engine, options, reduction, wanted, *operands)
+    apply = _FusedLoss.apply if transforms_are_active() else _apply
+    made: tuple[Tensor, ...] = apply(engine, options, reduction, wanted, *operands)
     return made
 
 
@@ -209,35 +212,38 @@ class _FusedLoss(torch.autograd.Function):
         *operands: Tensor | None,
     ) -> tuple[Tensor, ...]:
         result = engine.invoke(Call(operands, options, reduction, wanted))
-        ctx.given = engine, options, reduction, wanted
-        ctx.dtypes = [None if each is None else each.dtype for each in operands[: len(wanted)]]
-        ctx.n_operands = len(operands)
+        dtypes = [None if each is None else each.dtype for each in operands[: len(wanted)]]
+        kept: Sequence[int] = engine.kept
+        if engine.recomputes(options, reduction):
+            kept = [i for i in range(len(operands)) if i != engine.written]
+        ctx.given = engine, options, reduction, wanted, dtypes, len(operands), kept
         ctx.written = None if engine.written is None else operands[engine.written]
-        kept = range(len(operands)) if engine.recomputes(options, reduction) else engine.kept
-        operands = tuple([
-            each if i in kept and i != engine.written else None for i, each in enumerate(operands)
-        ])  # fmt: skip
-        ctx.save_for_backward(*operands, result.size, *result.pieces)
+        ctx.save_for_backward(*[operands[i] for i in kept], result.size, *result.pieces)
+        if not result.statistics:
+            return (result.loss,)
         ctx.mark_non_differentiable(*result.statistics)
         return result.loss, *result.statistics
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-        engine, options, reduction, wanted = ctx.given
-        n = ctx.n_operands
+        engine, options, reduction, wanted, dtypes, n, kept = ctx.given
         saved = ctx.saved_tensors
-        operands, size, pieces = list(saved[:n]), saved[n], saved[n + 1 :]
+        size, pieces = saved[len(kept)], saved[len(kept) + 1 :]
+        operands: list[Tensor | None] = [None] * n
+        for i, each in zip(kept, saved, strict=False):
+            operands[i] = each
         if engine.written is not None:
             operands[engine.written] = ctx.written
         call = Call(operands, options, reduction, wanted)
-        if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_vmapped(grad)):
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (torch.is_grad_enabled() or is_vmapped(grad)):
             made = engine.differentiable(call, grad)
             if made is not None:
-                return _returned(made, wanted, ctx.dtypes, n)
+                return _returned(made, wanted, dtypes, n)
         factor: Tensor | None = grad
         # In place where nothing needs the pieces again: a second gradient of the weight may be
         # more than the device can hold.
-        reusable = not torch.compiler.is_compiling() and not graph_is_kept()
+        reusable = not compiling and not graph_is_kept()
         if engine.recomputes(options, reduction):
             left = [each for each in pieces if each is not None and each.numel()]
             result = engine.invoke(Call([*operands, *left], options, reduction, wanted, grad))
@@ -245,7 +251,10 @@ class _FusedLoss(torch.autograd.Function):
         if size is not None:
             factor = size if factor is None else factor * size
         made = engine.finish(call, pieces, factor, reusable)
-        return _returned(made, wanted, ctx.dtypes, n)
+        return _returned(made, wanted, dtypes, n)
+
+
+_apply = apply_of(_FusedLoss)
 
 
 def _returned(
@@ -310,7 +319,11 @@ class RowScale(NamedTuple):
 
     def reduce(self, losses: Tensor, reduction: str) -> Tensor:
         """The loss of all rows; rows of weight 0 do not count, whatever their loss is."""
-        if self.divisor is None and is_eager(losses) and not losses.requires_grad:
+        by_kernel = self.divisor is None or (
+            # On a GPU torch's mean is one launch, as this would be.
+            losses.is_cpu and self.weight is None and 1.0 < self.divisor == losses.shape[0]
+        )
+        if by_kernel and is_eager(losses) and not losses.requires_grad:
             loss: Tensor = kernels.products.weighted_mean("auto", losses, self.weight)[0]
             return loss
         if self.weight is not None:
@@ -339,7 +352,7 @@ class RowScale(NamedTuple):
         if isinstance(self.divisor, float):
             share = 1.0 / max(1.0, self.divisor)
             if self.weight is None:
-                scale = like.new_full((n,), share, dtype=dtype)
+                scale = kernels.full(n, share, dtype, like)
             else:
                 scale = self.weight if share == 1.0 else self.weight * share
         else:

@@ -33,7 +33,11 @@ from lastlayer.fused.scores import (
     part_of,
     slab_stride,
 )
-from lastlayer.kernels import empty
+from lastlayer.kernels import LARGE, empty
+from lastlayer.kernels.label_loss import reference as label_reference
+
+# Bytes of scores on a CPU below which they are all made at once.
+_SMALL = LARGE
 
 
 def linear_zlpr_loss(
@@ -140,6 +144,20 @@ def linear_bce_loss(
     )  # fmt: skip
 
 
+def asymmetric_label_loss(
+    hidden: Tensor, weight: Tensor, positives: Tensor, bias: Tensor | None,
+    numbers: tuple[float, ...], **options: Any,
+) -> Tensor:  # fmt: skip
+    """As :func:`linear_bce_loss`, of :func:`lastlayer.asymmetric_loss`; without smoothing.
+
+    ``numbers`` are its ``gamma_negative``, ``gamma_positive``, ``margin`` and ``focus_gradient``.
+    """
+    return _label_loss(
+        "asymmetric", hidden, weight, positives, bias, label_smoothing=0.0, numbers=numbers,
+        **options,
+    )  # fmt: skip
+
+
 def _label_loss(
     loss: str,
     hidden: Any,
@@ -152,6 +170,7 @@ def _label_loss(
     ignore_index: Any,
     reduction: Any,
     chunk_classes: Any,
+    numbers: tuple[float, ...] = (),
 ) -> Tensor:
     check_linear(hidden, weight, bias)
     check_reduction(reduction)
@@ -163,7 +182,7 @@ def _label_loss(
     rows = rows if len(batch) == 1 else rows.reshape(batch.numel(), hidden.shape[-1])
     (made,) = fused_loss(
         LABELS, (rows, weight, bias, *lists),
-        (loss, float(label_smoothing), ignore_index, str(chunk_classes)), reduction,
+        (loss, float(label_smoothing), ignore_index, str(chunk_classes), list(numbers)), reduction,
     )  # fmt: skip
     return made.reshape(batch) if reduction == "none" and len(batch) != 1 else made
 
@@ -204,7 +223,7 @@ class _Zlpr(_LabelRule):
 
     two_walks = True
 
-    def __init__(self, label_smoothing: float, normalisers: Tensor | None) -> None:
+    def __init__(self, label_smoothing: float, normalisers: Tensor | None, *_: float) -> None:
         self.normalisers = normalisers
         self._log_rest = math.log1p(-label_smoothing)
         self._log_some = math.log(label_smoothing) if label_smoothing else None
@@ -259,8 +278,8 @@ class _Zlpr(_LabelRule):
 class _Bce(_LabelRule):
     """``sum softplus(s) - t s``: every label stands for itself."""
 
-    def __init__(self, label_smoothing: float, _: Tensor | None) -> None:
-        self._label_smoothing = label_smoothing
+    def __init__(self, label_smoothing: float, _: Tensor | None, *numbers: float) -> None:
+        self._label_smoothing, self._numbers = label_smoothing, numbers
         self._terms: list[Tensor] = []
 
     def settle(self, lists: Lists, at_listed: Tensor) -> None:
@@ -288,8 +307,38 @@ class _Bce(_LabelRule):
         return total
 
 
-# From the label smoothing, and from the normalisers of all rows where they are known.
-_RULES: dict[str, Callable[[float, Tensor | None], _LabelRule]] = {"zlpr": _Zlpr, "bce": _Bce}
+class _Asymmetric(_Bce):
+    """Cross entropies with powers and a margin; labels that are not listed are 0."""
+
+    def settle(self, lists: Lists, at_listed: Tensor) -> None:
+        own = label_reference.losses_of(
+            at_listed.unsqueeze(-1), self._labels(lists, at_listed).unsqueeze(-1), None,
+            *self._options(),
+        )  # fmt: skip
+        self._terms.append(lists.sum(own))
+
+    def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
+        made = kernels.label_loss.slab_("auto", scores, *self._options(), scale)
+        self._terms.append(made)
+
+    def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
+        labels = self._labels(lists, at_listed)
+        made = label_reference.gradient(at_listed, labels, None, *self._options())
+        return made * lists.of_rows(scale)
+
+    def _labels(self, lists: Lists, at_listed: Tensor) -> Tensor:
+        labels = lists.labels(at_listed.dtype)
+        return torch.ones_like(at_listed) if labels is None else labels
+
+    def _options(self) -> tuple[float, float, float, bool]:
+        gamma_negative, gamma_positive, margin, focus_gradient = self._numbers
+        return gamma_negative, gamma_positive, margin, bool(focus_gradient)
+
+
+# From the label smoothing, from the normalisers of all rows where they are known, and from numbers.
+_RULES: dict[str, Callable[..., _LabelRule]] = {
+    "zlpr": _Zlpr, "bce": _Bce, "asymmetric": _Asymmetric,
+}  # fmt: skip
 
 
 def _logsumexp(parts: list[Tensor]) -> Tensor:
@@ -304,16 +353,20 @@ class _LabelsEngine(Engine):
     """
 
     name = "linear_label_loss"
-    schema = "str loss, float label_smoothing, int? ignore_index, str chunk_classes"
+    schema = (
+        "str loss, float label_smoothing, int? ignore_index, str chunk_classes, float[] numbers"
+    )
     n_constants = 3
     instead = "a loss on scores, such as lastlayer.zlpr_loss_from_indices"
 
     def compute(self, call: Call) -> Result:
         operands, options, reduction, wanted, upstream = call
         hidden, weight, bias, positives, offsets, values, *known = operands
-        name, label_smoothing, ignore_index, chunk = options
+        name, label_smoothing, ignore_index, chunk, numbers = options
         (n, _), n_classes, dtype = hidden.shape, weight.shape[0], hidden.dtype
-        rule = _RULES[name](label_smoothing, known[0] if known else None)
+        if reduction != "none" and _is_small(call):
+            return _zlpr_at_once(call)
+        rule = _RULES[name](label_smoothing, known[0] if known else None, *numbers)
         at_a_time = classes_at_a_time(as_chunk(chunk), hidden, n_classes)
         with without_autocast(hidden):
             scale, factors, size = RowScale.of(None, reduction, n), None, None
@@ -368,6 +421,41 @@ class _LabelsEngine(Engine):
 
 
 LABELS = _LabelsEngine()
+
+
+def _is_small(call: Call) -> bool:
+    """Whether all scores are made at once, and the kernels on scores take these labels."""
+    hidden, weight, *_, values = call.operands[:6]
+    name, label_smoothing, _, chunk, _ = call.options
+    size = hidden.shape[0] * weight.shape[0] * hidden.itemsize
+    plain = name == "zlpr" and values is None and not label_smoothing and chunk == "auto"
+    return plain and size < _SMALL and hidden.is_cpu and hidden.itemsize >= 4
+
+
+def _zlpr_at_once(call: Call) -> Result:
+    """ZLPR of labels that are 0 and 1, from all scores: little host time."""
+    (hidden, weight, bias, positives, offsets, _), options, reduction, wanted, _ = call
+    n, dtype, ignore_index = hidden.shape[0], hidden.dtype, options[2]
+    if ignore_index is not None and ignore_index >= 0:
+        positives = positives.masked_fill(positives == ignore_index, -1)
+    given = None, [each for each in (positives, offsets) if each is not None], None, None, 0.0
+    with without_autocast(hidden):
+        biases = None if bias is None else in_dtype(bias, dtype)
+        layer = LayerProducts([in_dtype(weight, dtype)], biases, n)
+        scale = RowScale.of(None, reduction, n)
+        scores = layer.scores(hidden, dtype)
+        losses, stats, _ = kernels.zlpr.forward("auto", scores, *given)
+        pieces: list[Tensor | None] = [None] * 3
+        if any(wanted):
+            factors = scale.factors(hidden, n)
+            gradient = kernels.zlpr.backward("auto", scores, *given, stats, factors)
+            pieces[0] = layer.hidden_gradient(None, gradient) if wanted[0] else None
+            if wanted[1]:
+                made = layer.new_weight_gradient(gradient, hidden, dtype)
+                pieces[1] = in_dtype(made, gradient_sum_dtype(weight.dtype))
+            if wanted[2]:
+                pieces[2] = in_dtype(gradient.sum(0), gradient_sum_dtype(bias.dtype))
+        return Result(scale.reduce(losses, reduction), pieces)
 
 
 class _Slabs:

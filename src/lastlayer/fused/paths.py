@@ -23,7 +23,16 @@ from lastlayer._torch import accumulation_dtype, host_sync_allowed, is_eager, wi
 from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.kernels import selected, tree_path
-from lastlayer.kernels.node_groups import Plan, TreeSizes, most_groups, most_scores, most_tiles
+from lastlayer.kernels.node_groups import (
+    WIDTHS,
+    LeafTables,
+    Plan,
+    TreeSizes,
+    leaf_launches,
+    most_groups,
+    most_scores,
+    most_tiles,
+)
 from lastlayer.trees import Tree
 
 # Scores that are held until backward on CUDA; beyond, backward makes those of each part again.
@@ -52,10 +61,17 @@ class TreeTables(torch.nn.Module):
     # Per node: its first edge, (n_inner + 1,), and its first row, (n_inner + 1,).
     child_start: Tensor
     row_start: Tensor
-    # Per edge: its node, what it leads to, and the edge above it, counted from the first one of
-    # that level; its place where edges are sorted by the arity of their node, empty if the same.
+    # Nodes by their number of children; and per level its first edge, (levels + 1,).
+    nodes_by_width: Tensor
+    level_start: Tensor
+    # Per edge: its node; four times its row, and 1 or 2 for a child of a binary node, empty if all
+    # nodes are binary; what it leads to; the same with ~p at the end of path p, empty if the same;
+    # the edge above it, counted from the first one of that level; and its place where edges are
+    # sorted by the arity of their node, empty if the same.
     edge_node: Tensor
+    edge_row: Tensor
     child: Tensor
+    path_child: Tensor
     edge_above: Tensor
     edge_slot: Tensor
 
@@ -100,8 +116,24 @@ class TreeTables(torch.nn.Module):
         keep("class_start", tree.class_start, torch.int64)
         keep("child_start", start, torch.int64)
         keep("row_start", row_start, torch.int64)
+        by_width = np.argsort(arity, kind="stable")
+        cuts = np.searchsorted(arity[by_width], (2, *WIDTHS[:-1], self.widest), "right").tolist()
+        for i, wider in enumerate(WIDTHS[1:]):
+            # A few narrow nodes are padded rather than a launch of their own.
+            if cuts[i + 1] < cuts[i + 2] and (cuts[i + 1] - cuts[i]) * wider <= self.n_rows:
+                cuts[i + 1] = cuts[i]
+        self._width_cuts, self._launches = cuts, leaf_launches(self.levels)
+        keep("nodes_by_width", by_width, torch.int32)
+        keep("level_start", np.asarray(bounds), torch.int32)
         keep("edge_node", owner, torch.int32)
+        position = np.arange(self.n_edges) - start[owner]
+        edge_row = 4 * row_start[owner]
+        edge_row += np.where(arity[owner] == 2, 1 + position, 4 * position)
+        keep("edge_row", edge_row if self.has_wide else edge_row[:0], torch.int32)
         keep("child", tree.child, torch.int32)
+        to_path = tree.child.copy()
+        to_path[ends] = ~np.arange(len(ends))
+        keep("path_child", to_path if self.overlaps else to_path[:0], torch.int32)
         keep("edge_above", above[owner], torch.int32)
         self.arities, slots, n = np.unique(arity).tolist(), np.empty(self.n_edges, np.int64), 0
         for each in self.arities:
@@ -150,6 +182,26 @@ class TreeTables(torch.nn.Module):
             return edges >> 1, edges & 1
         node = self.edge_node[edges].long()
         return node, edges - self.child_start[node]
+
+    @property
+    def path_rows(self) -> int:
+        """The most rows of the weight on one path, about."""
+        return self.most_scores if self.has_wide else self.longest
+
+    def for_leaves(self) -> LeafTables:
+        """What kernels on CUDA know that go from scores to leaves."""
+        wide = [
+            (width, self.nodes_by_width[first:last])
+            for width, (first, last) in zip(WIDTHS, pairwise(self._width_cuts), strict=True)
+            if first < last
+        ]
+        child, class_start = self.child, None
+        if self.overlaps:
+            child, class_start = self.path_child, self.class_start
+        return LeafTables(
+            self.row_start, self.edge_node, self.edge_row, child, class_start, self.level_start,
+            self.levels, self._launches, wide,
+        )  # fmt: skip
 
     def sizes(self, paths: int) -> TreeSizes:
         """What bounds the work of the kernel for groups, where a row asks for so many paths."""

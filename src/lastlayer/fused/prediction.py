@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, is_eager, values_are_checked
@@ -77,11 +78,13 @@ def log_normalizers(rows: Tensor, layer: Layer) -> Tensor:
             _by_slabs(part, layer, some, peaks=False).choose(0)[0] for part in rows.split(step)
         ]
     else:
-        of_parts = [
-            kernels.prediction.best("auto", scores, bias, *layer.shape, 0, True)[2]
-            for scores, bias in _chunks(rows, layer, step)
-        ]
+        of_parts = [_totals(*chunk, layer) for chunk in _chunks(rows, layer, step)]
     return of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts)
+
+
+def _totals(scores: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
+    total: Tensor = kernels.prediction.best("auto", scores, bias, *layer.shape, 0, True)[2]
+    return total
 
 
 def chosen_scores(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
@@ -95,24 +98,48 @@ def chosen_scores(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
 
 def log_probs_of(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
     """Of classes ``(n, k)``."""
-    total = log_normalizers(rows, layer).unsqueeze(-1)
+    step = _sizes(rows, layer)[0]
+    wide = rows.dtype == accumulation_dtype(rows.dtype)
+    if rows.is_cpu and wide and rows.shape[0] <= step and layer.shape == (0.0, 1.0):
+        # These scores are not rounded: those of the classes are among them.
+        ((scores, _),) = _chunks(rows, layer, step)
+        own, total = scores.gather(-1, classes), _totals(scores, None, layer)
+    else:
+        own, total = chosen_scores(rows, layer, classes), log_normalizers(rows, layer)
     # In a fully masked row all are -inf.
-    return chosen_scores(rows, layer, classes) - total.masked_fill_(total == -math.inf, 0.0)
+    total = total.unsqueeze(-1)
+    return own.sub_(total.masked_fill_(total == -math.inf, 0.0))
 
 
 def all_log_probs(rows: Tensor, layer: Layer) -> Tensor:
     """``(n, classes)``; memory is that of the result."""
-    rows, layer = _tempered(rows, layer)
-    n, n_classes = rows.shape[0], layer.weight.shape[0]
-    made = kernels.empty((n, n_classes), accumulation_dtype(rows.dtype), rows.device)
-    on_cpu = rows.device.type == "cpu"
-    step = _sizes(rows, layer)[0] if on_cpu else max(1, n)
-    for first in range(0, n, step):
-        part = made[first : first + step]
-        scores_into(part, rows[first : first + step], layer.weight, layer.bias if on_cpu else None)
-        bias = None if on_cpu else layer.bias
-        kernels.prediction.log_softmax_("auto", part, bias, *layer.shape)
+    shape = rows.shape[0], layer.weight.shape[0]
+    made = kernels.empty(shape, accumulation_dtype(rows.dtype), rows.device)
+    write_log_probs(made, rows, layer)
     return made
+
+
+def write_log_probs(
+    made: Tensor, rows: Tensor, layer: Layer, *, exclusive: bool = True,
+    offset: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Log-probabilities ``(n, classes)`` into some columns of a matrix, plus an offset per row.
+
+    ``exclusive`` says whether a row has one class, by softmax, or any number, by sigmoid.
+    """
+    rows, layer = _tempered(rows, layer)
+    on_cpu = rows.device.type == "cpu"
+    step = _sizes(rows, layer)[0] if on_cpu else max(1, rows.shape[0])
+    bias = None if on_cpu else layer.bias
+    for first in range(0, rows.shape[0], step):
+        here = slice(first, first + step)
+        part = made[here]
+        scores_into(part, rows[here], layer.weight, layer.bias if on_cpu else None)
+        if exclusive:
+            own = None if offset is None else offset[here]
+            kernels.prediction.log_softmax_("auto", part, bias, *layer.shape, own)
+        else:
+            kernels.prediction.log_sigmoid_("auto", part, bias, *layer.shape)
 
 
 def draw_classes(rows: Tensor, layer: Layer, uniform: Tensor) -> Tensor:
@@ -182,7 +209,12 @@ def room_for_scores(rows: Tensor, n_classes: int, step: int) -> Tensor:
 
 def _chunks(rows: Tensor, layer: Layer, step: int) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Scores of some rows after the other, in the same memory, and the bias still to be added."""
-    on_cpu, held = rows.device.type == "cpu", room_for_scores(rows, layer.weight.shape[0], step)
+    on_cpu, n_classes = rows.device.type == "cpu", layer.weight.shape[0]
+    size = rows.shape[0] * n_classes * rows.itemsize
+    if on_cpu and rows.shape[0] <= step and size < kernels.LARGE and rows.itemsize >= 4:
+        yield linear(rows, layer.weight, layer.bias), None
+        return
+    held = room_for_scores(rows, n_classes, step)
     for part in rows.split(step):
         if on_cpu:
             yield scores_into(held, part, layer.weight, layer.bias), None
@@ -308,17 +340,23 @@ def log_of_probs(probs: Tensor) -> Tensor:
     """``log(probs)``, -inf at 0, where no gradient passes; ``probs`` may be overwritten."""
     if probs.requires_grad or not is_eager(probs):
         return _log_inside(probs)
+    write_log_of_probs(probs, probs)
+    return probs
+
+
+def write_log_of_probs(out: Tensor, probs: Tensor) -> None:
+    """``log(probs)`` into contiguous memory, which may be that of ``probs``."""
     if probs.device.type != "cpu":
-        return probs.log_()
+        torch.log(probs, out=out)
+        return
     # A CPU is slow at the log of 0, and at finding single non-zeros: it looks for blocks of them.
-    flat = probs.view(-1)
+    flat, into = probs.view(-1), out.view(-1)
     whole = flat.numel() // _BLOCK * _BLOCK
     blocks = flat[:whole].view(-1, _BLOCK)
     inside = blocks.amax(-1).nonzero().squeeze(-1)
     logs, of_rest = _log_inside(blocks[inside]), _log_inside(flat[whole:])
-    flat.fill_(-torch.inf)
-    blocks[inside], flat[whole:] = logs, of_rest
-    return probs
+    into.fill_(-torch.inf)
+    into[:whole].view(-1, _BLOCK)[inside], into[whole:] = logs, of_rest
 
 
 def _log_inside(probs: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from lastlayer._checks import (
     check_class_weight,
     check_device,
     check_floating,
-    check_ids,
     check_ignore_index,
     check_linear,
     check_reduction,
+    check_target_ids,
 )
 from lastlayer._torch import (
     accumulation_dtype,
@@ -32,6 +32,7 @@ from lastlayer._torch import (
     in_autocast_dtype,
     in_dtype,
     is_eager,
+    keeps_float32,
     without_autocast,
 )
 from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, near_one
@@ -51,15 +52,15 @@ _PRECISE_COPIES = 4.0
 class Chunk(NamedTuple):
     """What a row loss is given with the scores of a few rows.
 
-    ``target_scores`` are those of the target in full precision, and ``exact_scores`` gives those
-    of other classes, (rows, k), where the scores of the chunk are rounded. ``row_scale`` is what
-    the loss of each row is multiplied by in the end; it is None where no gradient is wanted.
+    ``exact_scores`` gives those of chosen classes, (rows, k), in full precision, where the scores
+    of the chunk are rounded. ``row_scale`` is what the loss of each row is multiplied by in the
+    end; it is None where no gradient is wanted. ``width`` is the size of the hidden state.
     """
 
     target: Tensor
-    target_scores: Tensor
     exact_scores: Callable[[Tensor], Tensor]
     row_scale: Tensor | None
+    width: int
 
 
 class Sparse(NamedTuple):
@@ -70,7 +71,7 @@ class Sparse(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What a row loss makes of a chunk: ``gradient`` is the scores' own memory, or sparse."""
+    """What a row loss makes of a chunk: ``gradient`` is the scores' own memory, new, or sparse."""
 
     loss: Tensor
     gradient: Tensor | Sparse | None
@@ -164,9 +165,10 @@ class _RowsEngine(Engine):
             row_weight = None if row_weight is None else in_dtype(row_weight, dtype)
             kept = ignored = known = None
             if _is_short(hidden, weight, ignore_index) and class_weight is None:
-                ignored = target == ignore_index
-                target, row_weight, known = kernels.products.row_factors(
-                    "auto", target, row_weight, ignore_index, reduction == "mean"
+                if sum(ROW_LOSSES[name].statistics):
+                    ignored = target == ignore_index
+                target, hidden, row_weight, known = kernels.products.row_factors(
+                    "auto", target, hidden, row_weight, ignore_index, reduction == "mean"
                 )
             else:
                 kept, ignored = counted_rows(target, ignore_index)
@@ -175,10 +177,9 @@ class _RowsEngine(Engine):
                 row_weight = None if row_weight is None else row_weight[kept]
                 if upstream is not None and upstream.dim():
                     upstream = upstream[kept]
-            if ignored is not None:
+            if ignored is not None and known is None:
                 # A NaN there would come back through the weight's gradient, as 0 · NaN.
                 hidden = hidden.masked_fill(ignored.unsqueeze(-1), 0.0)
-            if ignored is not None and known is None:
                 target = torch.where(ignored, 0, target)
                 row_weight = torch.where(ignored, 0.0, 1.0 if row_weight is None else row_weight)
                 row_weight = in_dtype(row_weight, dtype)
@@ -269,7 +270,7 @@ def linear_loss(
     check_chunk(chunk_rows)
     ignore_index = check_ignore_index(ignore_index)
     batch = hidden.shape[:-1]
-    target = check_ids("target", target, batch, weight.shape[0], ignore_index, like=hidden)
+    target, ignore_index = check_target_ids(target, hidden, weight.shape[0], ignore_index)
     if class_weight is not None:
         check_class_weight(class_weight, weight.shape[0], hidden)
     if row_weight is not None:
@@ -310,11 +311,6 @@ def counted_rows(target: Tensor, ignore_index: int | None) -> tuple[Tensor | Non
         return None, None
     if not host_sync_allowed(target):
         return None, target == ignore_index
-    if target.device.type == "cpu" and is_eager(target):
-        # Nothing is dispatched where no target is ignored, which is the rule.
-        ids = target.numpy()
-        if not (ids == ignore_index).any():
-            return None, None
     kept = (target != ignore_index).nonzero().squeeze(-1)
     return (None if kept.shape[0] == target.shape[0] else kept), None
 
@@ -390,14 +386,13 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
     n, layer = hidden.shape[0], LayerProducts([weight], bias, hidden.shape[0])
     gradients = _Gradients(hidden, layer, wanted, chunk_rows, weight_dtype)
     dtype = torch.float32 if wanted.precise(hidden) else hidden.dtype
-    memory = layer.memory(min(n, chunk_rows), dtype)
     if n <= chunk_rows:
         exact = partial(kernels.products.scores, "auto", hidden, weight, bias)
-        scores = layer.scores_into(memory, hidden)
-        chunk = Chunk(target, target_scores(scores, target, exact), exact, row_scale)
-        result = row_loss(scores, chunk)
+        memory = layer.scores(hidden, dtype)
+        result = row_loss(layer.scores_in(memory), Chunk(target, exact, row_scale, hidden.shape[1]))
         gradients.add(slice(0, n), result.gradient, memory)
         return Made(result.loss, result.statistics, *gradients.finished())
+    memory = layer.memory(chunk_rows, dtype)
     losses: list[Tensor] = []
     statistics: list[tuple[Tensor, ...]] = []
     for first in range(0, n, chunk_rows):
@@ -406,7 +401,7 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
         scores = layer.scores_into(memory, rows)
         exact = partial(kernels.products.scores, "auto", rows, weight, bias)
         scale = None if row_scale is None else row_scale[part]
-        result = row_loss(scores, Chunk(ids, target_scores(scores, ids, exact), exact, scale))
+        result = row_loss(scores, Chunk(ids, exact, scale, hidden.shape[1]))
         losses.append(result.loss)
         statistics.append(result.statistics)
         gradients.add(part, result.gradient, memory)
@@ -423,13 +418,11 @@ def weight_sum_dtype(hidden: Tensor, chunk_rows: int, weight_dtype: torch.dtype)
     return wide if many or foreign else weight_dtype
 
 
-def target_scores(scores: Tensor, target: Tensor, exact: Callable[[Tensor], Tensor]) -> Tensor:
-    """The score of each row's target in full precision."""
-    place = target.unsqueeze(-1)
-    if scores.device.type == "cpu" and scores.itemsize >= 4:
-        # Nothing is rounded there; a GPU may take TF32.
-        return scores.gather(-1, place).squeeze(-1)
-    return exact(place).squeeze(-1)
+def target_scores(
+    scores: Tensor, target: Tensor, exact: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """The score of each row's target in full precision; None where ``scores`` have it so."""
+    return None if keeps_float32(scores) else exact(target.unsqueeze(-1)).squeeze(-1)
 
 
 class _Gradients:
@@ -487,10 +480,10 @@ class _Gradients:
         return self._hidden_sum
 
     def _add_to_weight(self, gradient: Tensor, rows: Tensor) -> None:
-        adds = self._weight_sum is not None
         if self._weight_sum is None:
-            self._weight_sum = self._room_for_weight()
-        self._layer.weight_gradient([self._weight_sum], gradient, rows, adds)
+            self._weight_sum = self._layer.new_weight_gradient(gradient, rows, self._sum_dtype)
+        else:
+            self._layer.weight_gradient([self._weight_sum], gradient, rows, True)
 
     def _room_for_weight(self) -> Tensor:
         return empty(self._weight.shape, self._sum_dtype, self._weight.device)

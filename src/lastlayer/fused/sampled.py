@@ -56,6 +56,7 @@ def sampled_loss(
     shift: Tensor | None = None,
     row_shift: Tensor | None = None,
     labels: tuple[Tensor, Tensor] | None = None,
+    scores: Tensor | None = None,
     temperature: float = 1.0,
     sparse: bool = False,
     chunk_rows: int | str = "auto",
@@ -79,6 +80,8 @@ def sampled_loss(
         shift: added to the logits of all draws of a row, ``(n,)``.
         row_shift: added to all logits of a row, ``(n,)``; differentiable, for a logistic rule.
         labels: what hits are told by instead of ids: of the draws, and of the targets.
+        scores: those of the ids with their biases, where they are known and each row has ids of
+            its own; a negative id is none then, with a ``log_expected`` of inf.
         temperature: divides scores, before anything is added to them.
         sparse: whether the gradients of weight and bias are row-sparse. On a CPU they are
             coalesced. On a GPU, where the host would have to wait for their number, there is a
@@ -97,7 +100,7 @@ def sampled_loss(
     ]
     operands = (
         hidden, weight, bias, row_shift, target, ids, log_expected, target_log_expected, shift,
-        *(labels or (None, None)),
+        *(labels or (None, None)), scores,
     )  # fmt: skip
     options = temperature, n_exact, tuple(rule), str(chunk_rows), sparse, weight.shape[0], *dtypes
     loss, ess = fused_loss(_SAMPLED, operands, options, reduction)
@@ -118,6 +121,7 @@ class _Problem(NamedTuple):
     shift: Tensor | None
     labels: Tensor | None
     target_labels: Tensor | None
+    scores: Tensor | None
     scale: Tensor
     """Of the losses, ``(n,)``."""
     row_scale: Tensor | None
@@ -152,14 +156,14 @@ class _Made(NamedTuple):
 
 
 class _SampledEngine(Engine):
-    """Operands: hidden, weight, bias, row_shift; target and the six tensors after it."""
+    """Operands: hidden, weight, bias, row_shift; target and the seven tensors after it."""
 
     name = "sampled_loss"
     schema = (
         "float temperature, int n_exact, bool[] rule, str chunk_rows, bool sparse, int n_classes, "
         "ScalarType? weight_dtype, ScalarType? bias_dtype"
     )
-    n_constants = 7
+    n_constants = 8
     kept = (0,)
     what = "a sampled loss"
 
@@ -264,7 +268,7 @@ def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, 
     counts = (target.numpy() >= 0).any(-1)
     share = 1.0 / max(1, counts.sum()) if mean else 1.0
     if counts.all():
-        return hidden.new_full(counts.shape, share, dtype=dtype), True
+        return kernels.full(hidden.shape[0], share, dtype, hidden), True
     return in_dtype(torch.from_numpy(counts * share), dtype), False
 
 
@@ -339,7 +343,7 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
         logits = logits + in_dtype(p.row_shift, dtype).unsqueeze(-1)
     exact = _log_mass(logits, target) if rule.with_target and not rule.logistic else None
     offset = -in_dtype(p.log_expected, dtype)
-    if p.bias is not None:
+    if p.bias is not None and p.scores is None:
         biases = in_dtype(p.bias.detach()[ids], dtype) * p.factor
         offset += biases.clamp_(min=_MASKED) if rule.average else biases
     rows = _Rows(
@@ -354,7 +358,11 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
             p, in_dtype(hidden, wide), vectors, rows
         )
     else:
-        slopes = kernels.products.scores("auto", hidden, weight, None, ids)
+        if p.scores is None:
+            slopes = kernels.products.scores("auto", hidden, weight, None, ids)
+        else:
+            # They become slopes where they stand.
+            slopes = p.scores.clone()
         first, second = hidden.new_empty(2, hidden.shape[0], dtype=dtype).unbind()
         rows.run("auto", slopes, slopes, first, second, slopes.new_empty(0))
         if p.to_hidden:
@@ -379,7 +387,7 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
             of_hidden.addcmul_(of_targets, own)
     entries = None
     if p.to_weight or p.to_bias:
-        entries = _entries(ids, target, weight.shape[0])
+        entries = _entries(ids, target, weight.shape[0], all_count)
         of_targets = of_targets if slopes is None else torch.cat([slopes, of_targets], 1)
     return _Made(
         losses, second, of_hidden, columns if p.to_weight else None,
@@ -387,19 +395,20 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
     )  # fmt: skip
 
 
-def _entries(ids: Tensor, target: Tensor, n_classes: int) -> Tensor:
+def _entries(ids: Tensor, target: Tensor, n_classes: int, all_count: bool) -> Tensor:
     """The classes of draws and targets; row by row where draws are not shared."""
     if ids.dim() == 1:
         entries = torch.cat([ids, target.flatten()])
     else:
-        if ids.device.type == "cpu":
+        if ids.device.type == "cpu" and not all_count:
             # The slopes of a row without a target are 0, but its hidden state may hold anything.
             ids = torch.where((target >= 0).any(-1, keepdim=True), ids, -1)
-        entries = torch.cat([ids, target], 1).flatten()
+        entries = torch.cat([ids, target], 1)
     if entries.device.type == "cpu":
-        return entries
-    # A place without a target has a slope of 0, and goes to a class that is touched anyway.
-    entries = torch.where(entries < 0, entries[:1].clamp(min=0), entries)
+        return entries.flatten()
+    # A place without a class has a slope of 0, and goes to a class that is touched anyway; to the
+    # first one of its row, since many of the same class would take long to be added up.
+    entries = torch.where(entries < 0, entries[..., :1].clamp(min=0), entries).flatten()
     return entries.int() if n_classes <= _MOST_NARROW else entries
 
 
@@ -569,7 +578,7 @@ def _class_gradients(
     hidden = given[4]
     shapes = (n_classes, hidden.shape[1]), (n_classes,)
     if hidden.device.type == "cpu":
-        known, sums = _summed(given, dtypes)
+        known, sums = _summed(given, n_classes, dtypes)
         coalesced = True
     else:
         known, sums = _slotted(given, shapes, dtypes, sparse)
@@ -589,30 +598,19 @@ def _class_gradients(
     return made
 
 
-def _summed(given: _Pieces, dtypes: _Dtypes) -> tuple[Tensor, Grads]:
+def _summed(given: _Pieces, n_classes: int, dtypes: _Dtypes) -> tuple[Tensor, Grads]:
     """On a CPU: the classes that are touched, in their order, and the sums of each."""
     entries, columns, column_biases, slopes, hidden, factor = given
-    # Sorted as unsigned integers, -1 comes last: rows without a target are a group of their own.
-    keys = entries.numpy().view(np.uint64)
-    order = keys.argsort(kind="stable")
-    keys = keys[order]
-    first = np.ones(len(keys) + 1, dtype=np.bool_)
-    first[1:-1] = keys[1:] != keys[:-1]
-    starts = first.nonzero()[0]
-    known = keys[starts[:-1]].view(np.int64)
+    order, starts, known = kernels.touched_rows.group("auto", entries, n_classes)
     wanted = [each is not None for each in dtypes]
     sums = kernels.touched_rows.forward(
-        "auto", columns, column_biases, slopes, hidden, torch.from_numpy(order),
-        torch.from_numpy(starts), factor, *wanted,
+        "auto", columns, column_biases, slopes, hidden, order, starts, factor, *wanted,
     )  # fmt: skip
-    if len(known) and known[-1] < 0:
-        n = int((known >= 0).sum())
-        known, sums = known[:n], [each[:n] for each in sums]
     made = [
         None if dtype is None else in_dtype(each, dtype)
         for each, dtype in zip(sums, dtypes, strict=True)
     ]
-    return torch.from_numpy(known), made
+    return known, made
 
 
 def _slotted(

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels import empty
+from lastlayer.kernels import LARGE, empty
 
 # Bytes of scores held at a time, by engine and device: those of "auto", and of "low".
 BYTES = {
@@ -177,11 +177,9 @@ def _are_odd(sizes: Iterable[int], weights: Sequence[Tensor], n_rows: int) -> bo
     """Whether rows of such sizes slow down the products of a layer, and these are large."""
     first = weights[0]
     least = ALIGN_FROM.get(first.device.type)
-    return (
-        least is not None
-        and any(size * first.itemsize % _ALIGNED_BYTES for size in sizes)
-        and n_rows * sum([weight.numel() for weight in weights]) >= least
-    )
+    if least is None or n_rows * sum([weight.numel() for weight in weights]) < least:
+        return False
+    return any(size * first.itemsize % _ALIGNED_BYTES for size in sizes)
 
 
 def _ranges(sizes: Iterable[int]) -> list[slice]:
@@ -278,6 +276,19 @@ class LayerProducts:
         """For the scores of so many rows, ``(rows, stride)``."""
         return empty((rows, self.stride), dtype, self.weights[0].device)
 
+    def scores(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """The scores of all rows, as :meth:`memory` for them would hold them."""
+        if self._is_one_product(hidden.shape[0] * self.n_classes, hidden, dtype):
+            return linear(hidden, self.weights[0], self._bias)
+        memory = self.memory(hidden.shape[0], dtype)
+        self.scores_into(memory, hidden)
+        return memory
+
+    def _is_one_product(self, size: int, hidden: Tensor, dtype: torch.dtype) -> bool:
+        """Whether torch's product has the result as it should be, without memory made before."""
+        small = hidden.device.type != "cpu" or size * hidden.itemsize < LARGE
+        return self._plain is not None and dtype == hidden.dtype and small
+
     def scores_into(self, memory: Tensor, hidden: Tensor) -> Tensor:
         """The scores ``(rows, n_classes)``, in the first rows and columns of a memory."""
         if self._plain is not None:
@@ -322,6 +333,15 @@ class LayerProducts:
             multiply(some, _columns_of(padded, columns), vectors, adds)
         return out
 
+    def new_weight_gradient(self, padded: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """``gradient.T @ hidden`` for one weight."""
+        (weight,) = self.weights
+        if self._is_one_product(weight.numel(), hidden, dtype):
+            return torch.mm(padded.t(), hidden)
+        total = empty(weight.shape, dtype, weight.device)
+        self.weight_gradient([total], padded, hidden)
+        return total
+
     def weight_gradient(
         self, totals: Sequence[Tensor | None], padded: Tensor, hidden: Tensor, adds: bool = False
     ) -> None:
@@ -355,7 +375,7 @@ def _columns_of(values: Tensor, columns: slice) -> Tensor:
 def wide_scores(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``rows @ weight.T + bias`` in float32, or in float64 from float64; differentiable."""
     if rows.dtype in (torch.float32, torch.float64):
-        return torch.nn.functional.linear(rows, weight, bias)
+        return linear(rows, weight, bias)
     scores: Tensor = _WideScores.apply(rows, weight, bias)
     return scores
 

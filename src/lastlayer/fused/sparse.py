@@ -25,6 +25,7 @@ from lastlayer.fused.rows import (
     Sparse,
     linear_loss,
 )
+from lastlayer.fused.scores import device_kind
 
 # Supports of entmax up to this size are kept as lists; chunks with a wider one take dense products.
 WIDEST_SUPPORT = 128
@@ -37,8 +38,13 @@ _SUPPORT_SLACK = 0.8
 WIDEST_TOP = 512
 # How many more classes are looked at where scores are rounded: their exact scores then decide.
 _TOP_SLACK = 16
+# Probabilities of these are small whole powers, which a kernel makes while it streams scores.
+_BY_POWERS = (1.5, 4 / 3, 1.25, 1.2, 1.125)
 # Dense probabilities are held for one of so many parts of a chunk, beside its scores.
 _PIECES = 4
+# Multiplications of one product up to which it is made dense, whatever the supports are: less time
+# than finding them takes the host, and on a GPU nothing waits.
+_SMALL = {"cpu": 1 << 23, "cuda": 1 << 31}
 
 
 def linear_entmax_loss(
@@ -135,6 +141,9 @@ def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:
 
     def rows(scores: Tensor, chunk: Chunk) -> RowResult:
         nonlocal flat
+        if _is_small(scores, chunk):
+            probs = kernels.entmax.forward("auto", scores, alpha, None)
+            return _loss_of(probs, scores, chunk, class_weight, alpha)
         widest = min(WIDEST_SUPPORT, scores.shape[1])
         # Here the host waits: which products follow depends on the supports.
         step = scores.shape[0] // _PROBED_ROWS
@@ -151,7 +160,7 @@ def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:
             flat = True
         # Supports of sparsemax are small even then: entmax's own kernel reads little of a row.
         chosen = kernels.selected("entmax", scores.device.type, scores.dtype)
-        if chosen == "triton" and alpha == 1.5:
+        if chosen == "triton" and alpha in _BY_POWERS:
             return _flat_rows(scores, chunk, class_weight, alpha)
         return dense_rows(
             scores, chunk, class_weight, alpha,
@@ -159,6 +168,22 @@ def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:
         )  # fmt: skip
 
     return rows
+
+
+def _is_small(scores: Tensor, chunk: Chunk) -> bool:
+    """Whether dense products take less time than finding lists for sparse ones."""
+    most = _SMALL[device_kind(scores)]
+    return scores.itemsize >= 4 and scores.numel() * chunk.width <= most and scores.is_contiguous()
+
+
+def _loss_of(
+    probs: Tensor, scores: Tensor, chunk: Chunk, class_weight: Tensor | None, alpha: float
+) -> RowResult:
+    """From all probabilities, which become the gradient."""
+    weights, scale = weights_and_scale(chunk, class_weight)
+    loss = kernels.entmax_rows.forward_("auto", probs, scores, chunk.target, scale, alpha)
+    loss = loss if weights is None else loss * weights
+    return RowResult(loss, None if scale is None else probs)
 
 
 def _lists(scores: Tensor, alpha: float, widest: int) -> tuple[Tensor, Tensor, int]:
@@ -190,6 +215,9 @@ def topk_rows(class_weight: Tensor | None, k: float) -> RowLoss:
     def rows(scores: Tensor, chunk: Chunk) -> RowResult:
         if k >= scores.shape[1]:
             return softmax(scores, chunk)
+        if _is_small(scores, chunk):
+            probs = kernels.topk_softmax.forward("auto", scores, k)
+            return _loss_of(probs, scores, chunk, class_weight, 1.0)
         if k <= WIDEST_TOP:
             rounded = scores.itemsize < 4
             candidates = min(k + _TOP_SLACK, scores.shape[1]) if rounded else k
@@ -219,7 +247,8 @@ def _top_classes(scores: Tensor, k: int) -> Tensor:
 def scores_of_listed(scores: Tensor, chunk: Chunk, classes: Tensor) -> tuple[Tensor, Tensor]:
     """Of the classes (rows, k) and of the target, in full precision; -1 is none, with anything."""
     if scores.itemsize < 4:
-        return chunk.exact_scores(classes), chunk.target_scores
+        at_target = chunk.exact_scores(chunk.target.unsqueeze(-1)).squeeze(-1)
+        return chunk.exact_scores(classes), at_target
     # Both from one product, whose rounding they share.
     at_target = scores.gather(-1, chunk.target.unsqueeze(-1)).squeeze(-1)
     return scores.gather(-1, classes.clamp(min=0)), at_target

@@ -30,9 +30,11 @@ from lastlayer.fused.paths import (
     path_loss,
     reduced,
 )
-from lastlayer.fused.scores import scores_into, wide_scores
+from lastlayer.fused.prediction import rows_held
+from lastlayer.fused.scores import LayerProducts, part_of, scores_into, wide_scores
 from lastlayer.heads.base import log_frequencies
 from lastlayer.kernels import empty, selected
+from lastlayer.kernels.search import leaf_log_probs
 
 # Blocks of more vectors than this are not gathered.
 WIDEST_GATHERED = 32
@@ -43,8 +45,14 @@ _NUMBERS_PER_NODE = 30_000
 _LIGHTEST = math.log(1e-280)
 # Numbers of a vector that are summed at a time: float64 takes twice the memory.
 _NUMBERS = 32
+# Different arities that a GPU takes one after the other.
+_FEW_ARITIES = 4
 # Numbers of a line of memory, to which lines of scores are aligned.
 _ALIGNED = 16
+# Vectors of a product with all that take as long as one that a walk reads, by device.
+_WALKED_PART = {"cuda": 32, "cpu": 4}
+# Multiplications that a CPU's walks through wide nodes do faster than the host calls a product.
+_WALKED_NUMBERS = 1 << 21
 
 
 class Nodes(NamedTuple):
@@ -178,7 +186,7 @@ def _edge_log_prob(
         return in_groups(inside)
     binary = tables.child_start[node + 1] - tables.child_start[node] == 2
     crowded = once and edges.numel() * widest * rows.shape[1] > _NUMBERS_PER_NODE * tables.n_inner
-    if (widest > WIDEST_GATHERED or crowded) and host_sync_allowed(rows):
+    if (widest > WIDEST_GATHERED or crowded) and edges.numel() and host_sync_allowed(rows):
         made = in_groups(inside & ~binary)
     else:
         made = _listed(_wide, nodes, rows, node, position, inside & ~binary)
@@ -283,11 +291,7 @@ def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
     """Of ``classes`` ``(n, k)``, or of all ``(n, n_classes)``, added up level by level."""
     tables, weight, bias, _ = nodes
     biases = None if bias is None else in_dtype(bias, rows.dtype)
-    vectors = in_dtype(weight, rows.dtype)
-    if leaves_suit(nodes, rows):
-        made = _compiled_leaves(tables, rows, vectors, biases)
-        return made if classes is None else made.gather(-1, classes)
-    scores = wide_scores(rows, vectors, biases)
+    scores = wide_scores(rows, in_dtype(weight, rows.dtype), biases)
     if tables.n_inner:
         # One row per score: what is gathered is then contiguous.
         leaves = _down_to_leaves(tables, _edge_log_probs(tables, scores.t().contiguous()))
@@ -297,36 +301,91 @@ def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
     return made if classes is None else made.gather(-1, classes)
 
 
-def leaves_suit(nodes: Nodes, rows: Tensor) -> bool:
-    """Whether a kernel goes from scores to classes: on a CPU where no gradient is recorded."""
+def is_predictable(nodes: Nodes, rows: Tensor) -> bool:
+    """Whether kernels have log-probabilities without a gradient."""
     tables = nodes.tables
-    learned = any(each is not None and each.requires_grad for each in (rows, *nodes[1:3]))
     return (
-        rows.device.type == "cpu"
-        and not (learned and torch.is_grad_enabled())
-        and tables.n_inner > 0
-        and not tables.overlaps
+        tables.n_inner > 0
+        and not (tables.overlaps and rows.device.type == "cpu")
         and is_eager(rows)
-        and selected("tree_path_loss", "cpu", rows.dtype) == "cpu"
+        and selected("tree_log_probs", rows.device.type, rows.dtype) != "reference"
     )
 
 
-def _compiled_leaves(
-    tables: TreeTables, rows: Tensor, weight: Tensor, bias: Tensor | None
+def all_leaves(
+    nodes: Nodes, rows: Tensor, classes: Tensor | None, chunk_rows: int | str = "auto"
 ) -> Tensor:
-    from lastlayer.kernels.node_groups.cpu import leaves
+    """As :func:`all_log_prob` by kernels, where :func:`is_predictable`; no gradient.
 
-    # A product into lines that are no multiple of a vector takes twice as long.
-    width = -(-tables.n_rows // _ALIGNED) * _ALIGNED
-    memory = empty((rows.shape[0], width), accumulation_dtype(rows.dtype))
-    scores_into(memory[:, : tables.n_rows], rows, weight, bias)
-    tree = tables.child_start, tables.row_start, tables.child, tables.path_end
-    return leaves(memory, *tree)
+    The scores of all nodes are one product, made for a part of the rows at a time.
+    """
+    tables, weight, bias, _ = nodes
+    n, n_rows, on_cpu = rows.shape[0], tables.n_rows, rows.device.type == "cpu"
+    weight, dtype = in_dtype(weight, rows.dtype), accumulation_dtype(rows.dtype)
+    made = empty((n, tables.n_classes), dtype, rows.device)
+    step = rows_held(rows, n_rows, chunk_rows)
+    products = LayerProducts([weight], None, n)
+    # On a CPU a product into lines that are no multiple of a vector takes twice as long.
+    width = -(-n_rows // _ALIGNED) * _ALIGNED if on_cpu else products.stride
+    memory = empty((min(n, step), width), dtype, rows.device)
+    tree = None if on_cpu else tables.for_leaves()
+    for first in range(0, n, step):
+        part = slice(first, min(n, first + step))
+        some, into = part_of(rows, part), part_of(made, part)
+        if tree is None:
+            from lastlayer.kernels.node_groups import cpu
+
+            held = part_of(memory, slice(0, part.stop - first))
+            biases = None if bias is None else in_dtype(bias, rows.dtype)
+            scores_into(products.scores_in(held), some, weight, biases)
+            edges = tables.child_start, tables.row_start, tables.child, tables.path_end
+            cpu.leaves(held, *edges, into)
+        else:
+            from lastlayer.kernels.node_groups import triton
+
+            scores = products.scores_into(memory, some)
+            triton.leaves(scores, bias, tree, into)
+    return made if classes is None else made.gather(-1, classes)
+
+
+def walked_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor) -> Tensor:
+    """Of ``classes`` ``(n, k)``, each with one path, by a walk along it."""
+    tables, weight, bias, _ = nodes
+    tree = tables.child_start, tables.row_start, tables.edge_node, tables.path_start
+    made: Tensor = leaf_log_probs(
+        "auto", rows, weight, bias, *tree, tables.path_edge, tables.widest, classes
+    )
+    return made
+
+
+def walks_suit(nodes: Nodes, rows: Tensor, walks: int) -> bool:
+    """Whether so many walks down from the root for each row are faster than all scores."""
+    tables, device = nodes.tables, rows.device.type
+    read = walks * tables.path_rows
+    if device == "cpu" and tables.has_wide:
+        # Those at one node would share a product.
+        return read * rows.numel() < _WALKED_NUMBERS
+    return read * _WALKED_PART.get(device, 1) <= tables.n_rows
 
 
 def _edge_log_probs(tables: TreeTables, scores: Tensor) -> Tensor:
     """``(n_edges, n)``, each given its node, from scores ``(n_rows, n)``."""
+    if scores.device.type == "cuda" and len(tables.arities) > _FEW_ARITIES:
+        return _normalised_edges(tables, scores)
     return _in_edge_order(tables, [_of_children(mine, 1) for mine in _by_arity(tables, scores)])
+
+
+def _normalised_edges(tables: TreeTables, scores: Tensor) -> Tensor:
+    """As :func:`_edge_log_probs` without a loop over arities; ``tables.has_wide``."""
+    node, known = tables.edge_node, tables.edge_row
+    # The first child of a binary node has the score 0.
+    first = (known & 3 == 1).unsqueeze(-1)
+    own = torch.where(first, 0.0, scores.index_select(0, known >> 2))
+    shape, at = (tables.n_inner, scores.shape[1]), node.long().unsqueeze(-1).expand_as(own)
+    top = own.new_full(shape, -torch.inf).scatter_reduce(0, at, own.detach(), "amax")
+    distances = own - top.index_select(0, node)
+    total = own.new_zeros(shape).index_add(0, node, distances.exp())
+    return distances - total.log().index_select(0, node)
 
 
 def _by_arity(tables: TreeTables, values: Tensor) -> Iterator[Tensor]:

@@ -1,8 +1,8 @@
 """The best leaves of a tree, found without opening all of it; and random ones by walks down it.
 
 To *open* a node is to compute the log-probabilities of its children. Kernels do all of this on a
-CPU, and the exact search in binary trees on CUDA. Elsewhere it is done with operations of torch,
-level by level for all rows at once.
+CPU, and on CUDA the walks and the exact search in binary trees. Elsewhere a beam is followed by
+operations of torch, level by level for all rows at once, and all classes are sorted.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,22 +14,20 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lastlayer.fused.paths import block_scores, groups_of
-from lastlayer.fused.prediction import drawn_by
+from lastlayer.fused.scores import row_chunks
 from lastlayer.heads._tree_nodes import WIDEST_GATHERED, Nodes, gathered_block, gathered_scores
 from lastlayer.kernels import selected
-from lastlayer.kernels.search import MOST_ON_CUDA, NOWHERE, best_leaves
+from lastlayer.kernels.search import MOST_ON_CUDA, best_leaves, random_leaves
 
 # A row for which more of the weight's rows than this, and than this part of all, would be read
 # one by one is sorted as a whole.
 _MOST_READ, _MOST_READ_PART = 1024, 1 / 16
-# The same for open nodes, where torch does the search.
-_MOST_OPEN, _MOST_OPEN_PART = 64, 1 / 16
-# Nodes that the first sweep follows, unless more are asked for.
-_NARROWEST_BEAM = 8
+# On a CPU so many rows are sorted as a whole where nodes have no more vectors than this.
+_MANY_ROWS, _FEW_VECTORS = 16, 1024
 # Rows of the weight, near the root, whose scores are one product for all rows.
 _TOP_ROWS = 2048
-# Numbers gathered at a time, and held at a time where walks choose a child.
-_GATHERED_NUMBERS, _DRAWN_NUMBERS = 4_000_000, 2_000_000
+# Numbers gathered at a time; and held for each edge and row where walks have no kernel.
+_GATHERED_NUMBERS, _DRAWN_COPIES = 4_000_000, 8.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,14 +57,22 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def search_suits(nodes: Nodes, rows: Tensor, k: int) -> bool:
+    """Whether there is a kernel for the exact search, and it may be faster than a sort of all."""
+    tables, device = nodes.tables, rows.device.type
+    chosen = selected("tree_search", device, rows.dtype)
+    if chosen == "triton":
+        return not tables.has_wide and k <= MOST_ON_CUDA
+    return chosen == "cpu" and (len(rows) < _MANY_ROWS or tables.n_rows > _FEW_VECTORS)
+
+
 def search(nodes: Nodes, rows: Tensor, k: int, beam: int | None = None) -> Found:
     """The best k leaves of each row, the lower class first where two are equal.
 
-    As :meth:`HierarchicalSoftmax.topk` describes it. Rounding keeps a child at most as probable as
-    its parent, as a log-probability of at most 0 is added. On a CPU no exact search opens fewer
-    nodes: a closed node as probable as the k-th leaf could hold a better one. On CUDA both sweeps
-    are one launch; wider nodes, more than ``MOST_ON_CUDA`` leaves, float64 there and other devices
-    take them with operations of torch.
+    As :meth:`HierarchicalSoftmax.topk` describes it, without a beam where :func:`search_suits`.
+    Rounding keeps a child at most as probable as its parent, as a log-probability of at most 0 is
+    added. On a CPU no exact search opens fewer nodes: a closed node as probable as the k-th leaf
+    could hold a better one. On CUDA both sweeps are one launch.
 
     A row is given up where little is ruled out, as where all classes are alike, where fewer than k
     classes have a probability, and where there is a NaN: it has opened -1 nodes, and its values
@@ -77,42 +83,30 @@ def search(nodes: Nodes, rows: Tensor, k: int, beam: int | None = None) -> Found
     NaN and -1 throughout.
     """
     tables = nodes.tables
-    chosen = selected("tree_search", rows.device.type, rows.dtype)
-    if beam is not None:
-        if chosen != "cpu":
-            return beam_by_levels(nodes, rows, k, beam)
-        # Imported at first use, as everything that needs Numba.
-        from lastlayer.kernels.search.cpu import beam_leaves
-
-        # There are no more nodes on a level than in the tree.
-        return Found(*beam_leaves(*_given(nodes, rows), k, min(beam, tables.n_inner)))
-    if chosen == "cpu" or (chosen == "triton" and not tables.has_wide and k <= MOST_ON_CUDA):
+    if beam is None:
         most = max(_MOST_READ, int(tables.n_rows * _MOST_READ_PART))
         given = *_given(nodes, rows), len(tables.levels), k, most
         return Found(*best_leaves("auto", *given))
-    return _search_by_levels(nodes, rows, k)
+    if selected("tree_search", rows.device.type, rows.dtype) != "cpu":
+        return beam_by_levels(nodes, rows, k, beam)
+    # Imported at first use, as everything that needs Numba.
+    from lastlayer.kernels.search.cpu import beam_leaves
+
+    # There are no more nodes on a level than in the tree.
+    return Found(*beam_leaves(*_given(nodes, rows), k, min(beam, tables.n_inner)))
 
 
-@eager
-def draw_leaves(
-    nodes: Nodes, rows: Tensor, n_samples: int, generator: torch.Generator | None
-) -> Tensor:
-    """Class ids ``(n, n_samples)``: a walk down from the root for each; -1 in a row of NaN."""
-    on_cpu = selected("tree_search", rows.device.type, rows.dtype) == "cpu"
-    # The node of each walk, and ~c where it has ended at class c.
-    at = torch.zeros(rows.shape[0], n_samples, dtype=torch.int64, device=rows.device)
-    for _ in range(len(nodes.tables.levels)):
-        # Random numbers for all walks, so that one does not depend on when the others end.
-        uniform = torch.rand(at.shape, dtype=torch.float64, device=rows.device, generator=generator)
-        if on_cpu:
-            from lastlayer.kernels.search.cpu import step_down_
-
-            step_down_(*_given(nodes, rows), uniform, at)
-        else:
-            _step_down(nodes, rows, at, uniform)
-        if not bool((at >= 0).any()):
-            break
-    return torch.where(at == NOWHERE, -1, ~at)
+def draw_leaves(nodes: Nodes, rows: Tensor, uniform: Tensor, chunk_rows: int | str) -> Tensor:
+    """Class ids for numbers ``(n, m)`` in [0, 1): a walk down from the root for each; -1 at NaN."""
+    tables = nodes.tables
+    if selected("tree_draw", rows.device.type, rows.dtype) != "reference":
+        drawn: Tensor = random_leaves("auto", *_given(nodes, rows), tables.widest, uniform)
+        return drawn
+    chunks = row_chunks(rows, tables.n_edges, chunk_rows, _DRAWN_COPIES)
+    return torch.cat([
+        random_leaves("reference", *_given(nodes, rows[part]), tables.widest, uniform[part])
+        for part in chunks
+    ])  # fmt: skip
 
 
 def _given(
@@ -123,32 +117,15 @@ def _given(
     return rows, weight, bias, tables.child_start, tables.row_start, tables.child
 
 
-def _step_down(nodes: Nodes, rows: Tensor, at: Tensor, uniform: Tensor) -> None:
-    """Move each walk to a child of its node; walks of a row at the same node share its scores."""
-    tables = nodes.tables
-    of_row, walk = (at >= 0).nonzero(as_tuple=True)
-    node = at[of_row, walk]
-    pairs, place = torch.unique(of_row * tables.n_inner + node, return_inverse=True)
-    log_probs = _Opener(nodes, rows).open(pairs // tables.n_inner, pairs % tables.n_inner)
-    step = max(1, _DRAWN_NUMBERS // max(1, log_probs.shape[1]))
-    drawn = torch.cat([
-        drawn_by(log_probs[some], each.unsqueeze(-1)).squeeze(-1)
-        for some, each in zip(place.split(step), uniform[of_row, walk].split(step), strict=True)
-    ])  # fmt: skip
-    edge = tables.child_start[node] + drawn.clamp(min=0)
-    at[of_row, walk] = torch.where(drawn < 0, NOWHERE, tables.child[edge].long())
-
-
 class _Opener:
     """Opens nodes for some rows; no gradient is recorded.
 
-    With ``top``, scores of nodes near the root, which most rows will open, are made at once.
+    Scores of nodes near the root, which most rows will open, are made at once.
     """
 
-    def __init__(self, nodes: Nodes, rows: Tensor, top: bool = False) -> None:
+    def __init__(self, nodes: Nodes, rows: Tensor) -> None:
         self.nodes, self.rows = nodes, rows
-        near = slice(0, _TOP_ROWS if top else 0)
-        self.top = block_scores(nodes.weight, nodes.bias, rows, near)
+        self.top = block_scores(nodes.weight, nodes.bias, rows, slice(0, _TOP_ROWS))
 
     def open(self, of_row: Tensor, node: Tensor) -> Tensor:
         """Of all children of each entry's node, ``(m, width)``; -inf beyond the last child.
@@ -199,12 +176,9 @@ def _parts(n: int, numbers: int) -> Iterator[slice]:
         yield slice(first, min(n, first + step))
 
 
-def beam_by_levels(
-    nodes: Nodes, rows: Tensor, k: int, width: int, opener: _Opener | None = None
-) -> Found:
+def beam_by_levels(nodes: Nodes, rows: Tensor, k: int, width: int) -> Found:
     """As :func:`search` with a beam, by operations of torch."""
-    opener = _Opener(nodes, rows, top=True) if opener is None else opener
-    n = rows.shape[0]
+    opener, n = _Opener(nodes, rows), rows.shape[0]
     values = rows.new_full((n, k), -torch.inf)
     classes = torch.full((n, k), -1, device=rows.device)
     opened = classes.new_zeros(n)
@@ -240,46 +214,3 @@ def beam_by_levels(
     classes = classes.gather(-1, order)
     values[broken], classes[broken] = torch.nan, -1
     return Found(values, classes, opened)
-
-
-def _search_by_levels(nodes: Nodes, rows: Tensor, k: int) -> Found:
-    """The two sweeps of :func:`search`, by operations of torch."""
-    opener, n = _Opener(nodes, rows, top=True), rows.shape[0]
-    first = beam_by_levels(nodes, rows, k, max(k, _NARROWEST_BEAM), opener)
-    bound = first.values[:, -1]
-    # A little lower, as a score may be rounded otherwise among other rows.
-    bound = bound - 1024 * torch.finfo(bound.dtype).eps * (1.0 + bound.abs())
-    most = max(_MOST_OPEN, int(nodes.tables.n_inner * _MOST_OPEN_PART))
-    of_row = torch.arange(n, device=rows.device)
-    node, reached, opened = torch.zeros_like(of_row), rows.new_zeros(n), torch.zeros_like(of_row)
-    given_up = opened > 0
-    leaves = [(of_row[:0], of_row[:0], reached[:0])]
-    while len(node):
-        n_open = torch.bincount(of_row, minlength=n)
-        opened += n_open
-        given_up |= n_open > most
-        going = (~given_up[of_row]).nonzero().squeeze(-1)
-        of_row, node, reached = of_row[going], node[going], reached[going]
-        below = opener.open(of_row, node) + reached.unsqueeze(-1)
-        child = opener.children(node, below.shape[1])
-        given_up[of_row[below.isnan().any(-1)]] = True
-        wanted = (below > -torch.inf) & (below >= bound[of_row].unsqueeze(-1))
-        entry, at = wanted.nonzero(as_tuple=True)
-        entry_row, child, below = of_row[entry], child[entry, at], below[entry, at]
-        leaf = child < 0
-        leaves.append((entry_row[leaf], ~child[leaf], below[leaf]))
-        of_row, node, reached = entry_row[~leaf], child[~leaf], below[~leaf]
-    of_row, found, log_prob = (torch.cat(each) for each in zip(*leaves, strict=True))
-    # By row, then by falling value, then by class; and the place of each in its row.
-    order = found.argsort(stable=True)
-    order = order[log_prob[order].argsort(descending=True, stable=True)]
-    order = order[of_row[order].argsort(stable=True)]
-    sizes = torch.bincount(of_row, minlength=n)
-    rank = torch.arange(len(order), device=order.device)
-    rank -= (sizes.cumsum(0) - sizes)[of_row[order]]
-    kept, rank = order[rank < k], rank[rank < k]
-    values = rows.new_full((n, k), torch.nan)
-    classes = torch.full((n, k), -1, device=rows.device)
-    values[of_row[kept], rank], classes[of_row[kept], rank] = log_prob[kept], found[kept]
-    given_up |= classes[:, -1] < 0
-    return Found(values, classes, torch.where(given_up, -1, first.opened + opened))

@@ -22,7 +22,15 @@ from lastlayer._torch import (
 from lastlayer.fused.clusters import CLUSTERS, group_loss
 from lastlayer.fused.cross_entropy import linear_cross_entropy
 from lastlayer.fused.function import RowScale
-from lastlayer.fused.prediction import drawn_by, log_softmax, top_classes
+from lastlayer.fused.prediction import (
+    Layer,
+    all_log_probs,
+    drawn_by,
+    is_predictable,
+    log_softmax,
+    top_classes,
+    write_log_probs,
+)
 from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.base import all_in_dtype, init_uniform_
 from lastlayer.heads.layout import (
@@ -251,6 +259,38 @@ class AdaptiveSoftmax(RankedHead):
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         return all_in_dtype(dtype, self.head_bias, *self._weights())
 
+    def _goes_by_itself(self, rows: Tensor, chosen: Tensor) -> bool:
+        return chosen.shape[1] == 1 and not torch.is_grad_enabled() and _on_gpu(rows)
+
+    def _target_log_prob(
+        self, rows: Tensor, chosen: Tensor, bias: Tensor | None, weights: list[Tensor]
+    ) -> Tensor:
+        """That of one class per row is minus its loss."""
+        options, ids = (self._starts, None, self.chunk_rows), chosen.reshape(-1)
+        return -group_loss(
+            CLUSTERS, rows, ids, self.places, bias, weights, options, "none"
+        ).unsqueeze(-1)
+
+    def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
+        if not _on_gpu(rows):
+            # A CPU is faster where the rows of a cluster lie together.
+            return super()._write_log_probs(out, rows, *tensors)
+        (bias, first, *weights), n = tensors, self._n_top
+        for part in row_chunks(rows, self.n_classes, self.chunk_rows, 1.0):
+            some, into = rows[part], out[part]
+            by_place = into if self.places is None else torch.empty_like(into)
+            top = all_log_probs(some, Layer(first, bias))
+            by_place[:, :n] = top[:, :n]
+            for i, (start, last) in enumerate(self._clusters):
+                projection, vectors = weights[2 * i : 2 * i + 2]
+                write_log_probs(
+                    by_place[:, start:last], linear(some, projection), Layer(vectors, None),
+                    offset=top[:, n + i],
+                )  # fmt: skip
+            if self.places is not None:
+                torch.index_select(by_place, -1, self.places, out=into)
+        return None
+
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         bias, *weights = tensors
         top, n = log_softmax(wide_scores(rows, weights[0], bias)), self._n_top
@@ -261,6 +301,8 @@ class AdaptiveSoftmax(RankedHead):
                 for i, (_, projection, vectors) in enumerate(clusters)
             ]
             return self._by_class(torch.cat([top[:, :n], *inside], -1))
+        if self._goes_by_itself(rows, chosen):
+            return self._target_log_prob(rows, chosen, bias, weights)
         place = self._places_of(chosen).contiguous()
         cluster = torch.bucketize(place, self.cutoffs, right=True) - 1
         made = top.gather(-1, torch.where(cluster < 0, place, n + cluster))
@@ -316,6 +358,10 @@ class AdaptiveSoftmax(RankedHead):
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "cutoffs": [*self._starts]}
+
+
+def _on_gpu(rows: Tensor) -> bool:
+    return rows.device.type == "cuda" and is_predictable(rows)
 
 
 def _inside(rows: Tensor, projection: Tensor, vectors: Tensor) -> Tensor:

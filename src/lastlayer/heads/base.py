@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from lastlayer import kernels
 from lastlayer._checks import (
     as_counts,
     check_generator,
@@ -481,16 +482,26 @@ class ScoredHead(Head):
                 )
             elif recording and chosen is None:
                 made = self._rows_log_prob(rows, None, *tensors)
+            elif chosen is None and is_eager(rows):
+                size = rows.shape[0], self.n_classes
+                made = kernels.empty(size, accumulation_dtype(rows.dtype), rows.device)
+                self._write_log_probs(made, rows, *tensors)
             else:
-                chunks = list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
-                if chosen is None and len(chunks) > 1 and is_eager(rows):
-                    made = rows.new_empty(shape, dtype=accumulation_dtype(rows.dtype))
-                    by_row = made.view(-1, self.n_classes)
-                    for part in chunks:
-                        by_row[part] = self._rows_log_prob(rows[part], None, *tensors)
+                if chosen is not None and self._goes_by_itself(rows, chosen):
+                    chunks = [slice(0, rows.shape[0])]
                 else:
-                    made = in_chunks(self._rows_log_prob, rows, [chosen], tensors, chunks)
+                    chunks = list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
+                made = in_chunks(self._rows_log_prob, rows, [chosen], tensors, chunks)
         return made.reshape(shape)
+
+    def _goes_by_itself(self, rows: Tensor, chosen: Tensor) -> bool:  # noqa: ARG002
+        """Whether :meth:`_rows_log_prob` of chosen classes takes any number of rows."""
+        return False
+
+    def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
+        """Those of all classes, without a gradient, into a matrix that is contiguous."""
+        for part in row_chunks(rows, self.n_classes, self.chunk_rows, self._copies):
+            out[part] = self._rows_log_prob(rows[part], None, *tensors)
 
 
 def checked_draws(classes: Tensor) -> Tensor:

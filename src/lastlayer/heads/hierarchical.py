@@ -9,26 +9,29 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lastlayer._checks import check_generator, check_int
+from lastlayer._checks import check_int
 from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
-from lastlayer.fused.paths import TreeTables
+from lastlayer.fused.paths import TreeTables, groups_suit
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks
 from lastlayer.heads._tree_nodes import (
     WIDEST_GATHERED,
     Nodes,
+    all_leaves,
     all_log_prob,
     class_vectors,
     init_biases,
     init_nodes,
-    leaves_suit,
+    is_predictable,
     path_log_prob,
     shared_log_prob,
     tree_loss,
+    walked_log_prob,
+    walks_suit,
     wide,
 )
-from lastlayer.heads._tree_search import Found, draw_leaves, eager, search
-from lastlayer.heads.base import Head, TopK, checked_draws
+from lastlayer.heads._tree_search import Found, draw_leaves, eager, search, search_suits
+from lastlayer.heads.base import Head, TopK
 from lastlayer.heads.recipes import Recipe
 from lastlayer.trees import Tree
 
@@ -43,7 +46,7 @@ _SEARCHED_PART, _SEARCHED_CLASSES = 1 / 8, 512
 # Numbers held for each class and row of all log-probabilities (scores, edges by arity and in order,
 # sums, classes), and for each gathered one.
 _ALL_COPIES, _GATHERED_COPIES = 9.0, 3.0
-# The same for scores and classes alone, where a kernel goes from one to the other.
+# The same for scores and classes alone, where kernels go from one to the other.
 _LEAF_COPIES = 2.0
 
 
@@ -281,35 +284,48 @@ class HierarchicalSoftmax(Head):
         if classes is not None:
             chosen, shape = self._check_classes(hidden, classes)
         with without_autocast(hidden):
-            return self._rows_log_prob(rows, chosen).reshape(shape)
+            made = self._rows_log_prob(rows, chosen)
+        return made if made.shape == shape else made.reshape(shape)
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None) -> Tensor:
         nodes, tables, d = self._nodes, self._tables, self.in_features
         # The most nodes, and rows of the weight, that the classes of one row of hidden states take.
         at = 0 if chosen is None else chosen.shape[1] * tables.most_paths * tables.longest
         most = at * (tables.widest if tables.has_wide else 1)
+        recording = torch.is_grad_enabled() and (
+            rows.requires_grad or any(each.requires_grad for each in self.parameters())
+        )
+        predicted, on_cpu = not recording and is_predictable(nodes, rows), rows.device.type == "cpu"
+        shared = chosen is not None and len(rows) > 1 and chosen.stride(0) == 0
+        if (
+            predicted and chosen is not None and not tables.overlaps and not (shared and on_cpu)
+            and walks_suit(nodes, rows, chosen.shape[1])
+        ):  # fmt: skip
+            return walked_log_prob(nodes, rows, chosen)
         log_prob: Callable[..., Tensor] = path_log_prob
         copies = _GATHERED_COPIES
-        if chosen is None or most > tables.n_rows:
+        if chosen is None or most > tables.n_rows or (predicted and not on_cpu):
             # In a dtype that rounds neither the rows nor the vectors: those of paths are not.
             rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
-            log_prob, held, copies = all_log_prob, tables.n_edges // 2, _ALL_COPIES
-            recording = torch.is_grad_enabled() and (
-                rows.requires_grad or any(each.requires_grad for each in self.parameters())
-            )
+            if chosen is None and predicted:
+                return all_leaves(nodes, rows, None, self.chunk_rows)
             if chosen is None and recording:
                 return all_log_prob(nodes, rows, None)
-            if not recording and leaves_suit(nodes, rows):
-                held, copies = tables.n_rows, _LEAF_COPIES
+            log_prob, held, copies = all_log_prob, tables.n_edges // 2, _ALL_COPIES
+            if predicted:
+                log_prob, held, copies = all_leaves, tables.n_classes, _LEAF_COPIES
         elif (
-            len(rows) > 1 and chosen.stride(0) == 0 and tables.n_inner
-            and host_sync_allowed(rows) and not torch.compiler.is_compiling()
+            shared and tables.n_inner and host_sync_allowed(rows)
+            and not torch.compiler.is_compiling()
         ):  # fmt: skip
             rows, log_prob, held = wide(rows), shared_log_prob, 2 * most
         else:
             # Vectors are gathered, or else hidden states for the scores of all children of a node.
             held = most * d if tables.widest <= WIDEST_GATHERED else at * (tables.widest + d)
-            rows = wide(rows)
+            # The kernel for very wide nodes takes half precision.
+            narrow = tables.widest <= WIDEST_GATHERED or not len(rows)
+            if narrow or not groups_suit(tables, rows):
+                rows = wide(rows)
 
         def of_chunk(
             rows: Tensor, chosen: Tensor | None, weight: Tensor, bias: Tensor | None
@@ -330,9 +346,11 @@ class HierarchicalSoftmax(Head):
         its parent, so a node that is less probable than k known classes has no class below it
         that is one of the best k.
 
-        A row for which more than a sixteenth of the nodes would be opened is sorted as a whole;
-        so are all rows on a CPU if most of the first 8 are, and where k is more than an eighth of
-        the classes, or where the tree overlaps, as the bound does not hold for a sum over paths.
+        A row for which more than a sixteenth of the nodes would be opened is sorted as a whole.
+        So are all rows on a CPU if most of the first 8 are, or if 16 or more meet at most 1024
+        node vectors; on a GPU in a tree with wider than binary nodes; where k is more than an
+        eighth of the classes, or more than 64 on a GPU; and where the tree overlaps, as the bound
+        does not hold for a sum over paths.
 
         Args:
             hidden: ``(*batch, in_features)``.
@@ -359,10 +377,11 @@ class HierarchicalSoftmax(Head):
     def _search(self, hidden: Tensor, k: int, beam: int | None = None) -> Found:
         rows = hidden.reshape(-1, self.in_features)
         n = rows.shape[0]
+        suits = beam is not None or search_suits(self._nodes, rows, k)
         # On a CPU a few rows first: where the search is given up for them, it is for most others.
-        tried = _TRIED_ROWS if hidden.device.type == "cpu" and n > 2 * _TRIED_ROWS else 0
+        tried = _TRIED_ROWS if suits and hidden.device.type == "cpu" and n > 2 * _TRIED_ROWS else 0
         parts = [self._search_rows(rows[:tried], k, beam)] if tried else []
-        if tried and int((parts[0].opened < 0).sum()) * 2 > tried:
+        if not suits or (tried and int((parts[0].opened < 0).sum()) * 2 > tried):
             values, classes = super().topk(rows, k)
             return Found(values, classes, classes.new_full((n,), self._tables.n_inner))
         parts += [self._search_rows(each, k, beam) for each in rows[tried:].split(_SEARCHED_ROWS)]
@@ -377,23 +396,15 @@ class HierarchicalSoftmax(Head):
         with without_autocast(rows):
             return search(self._nodes, wide(rows), k, beam)
 
-    @torch.no_grad()
-    def sample(
-        self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Independent draws from the probabilities of each row, with replacement.
-
-        A walk down the tree for each, all at once: only nodes that a walk is at are opened.
-        Arguments and result are those of :meth:`Head.sample`.
-        """
-        rows, n_samples = self._check_rows(hidden), check_int("n_samples", n_samples)
-        check_generator(generator, hidden.device)
-        shape = *hidden.shape[:-1], n_samples
+    def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
+        """By a walk down the tree for each draw: only nodes that it comes to are opened."""
+        nodes, (numbers,) = self._nodes, uniform
         if not self._tables.n_inner:
-            return torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-        with without_autocast(hidden):
-            classes = draw_leaves(self._nodes, wide(rows), n_samples, generator)
-        return checked_draws(classes.reshape(shape))
+            return torch.zeros_like(numbers, dtype=torch.int64)
+        if rows.device.type != "cpu" and not walks_suit(nodes, rows, numbers.shape[1]):
+            return super()._rows_sample(rows, numbers)
+        with without_autocast(rows):
+            return draw_leaves(nodes, rows, numbers, self.chunk_rows)
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in config.items() if name != "tree"}

@@ -19,13 +19,17 @@ from lastlayer.fused.prediction import (
     log_softmax,
     rows_held,
     top_classes,
+    write_log_of_probs,
 )
-from lastlayer.fused.scores import wide_scores
+from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
 from lastlayer.heads.base import ScoredHead, all_in_dtype, init_uniform_
 from lastlayer.heads.recipes import Recipe
 from lastlayer.kernels.prediction import MOST_BEST
 from lastlayer.maps.entmax import entmax
+
+# So many chosen classes of a row are looked up one by one among its best.
+_FEW_CHOSEN = 4
 
 
 class LinearOptions(TypedDict, total=False):
@@ -297,6 +301,13 @@ class EntmaxHead(LinearHead):
             return super()._rows_log_prob(rows, chosen, *tensors)
         return entmax(wide_scores(rows, *tensors), self.alpha).gather(-1, chosen).log_()
 
+    def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
+        if self.alpha == 1.0:
+            return super()._write_log_probs(out, rows, *tensors)
+        for part in row_chunks(rows, self.n_classes, self.chunk_rows, self._copies):
+            write_log_of_probs(out[part], entmax(wide_scores(rows[part], *tensors), self.alpha))
+        return None
+
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
         """By probabilities; only those of the best have to be logarithms."""
         if self.alpha == 1.0:
@@ -378,17 +389,31 @@ class TopKSoftmaxHead(LinearHead):
         values, classes = best_classes(rows, layer, self.k, normalised=False)
         return log_softmax(values), classes
 
+    def _goes_by_itself(self, rows: Tensor, chosen: Tensor) -> bool:  # noqa: ARG002
+        return not torch.is_grad_enabled() and self._has_best(rows)
+
     def _has_best(self, rows: Tensor) -> bool:
         return self.k < self.n_classes and is_predictable(rows, self.k)
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
-        if chosen is None or torch.is_grad_enabled() or not self._has_best(rows):
+        if chosen is None or not self._goes_by_itself(rows, chosen):
             return super()._rows_log_prob(rows, chosen, *tensors)
         logs, classes = self._best(rows, *tensors)
+        if chosen.shape[1] <= _FEW_CHOSEN:
+            among = classes.unsqueeze(1) == chosen.unsqueeze(-1)
+            logs = torch.where(among, logs.unsqueeze(1), _elsewhere(logs).unsqueeze(1))
+            return logs.amax(-1)
         ids, order = classes.sort(-1)
         place = torch.searchsorted(ids, chosen.contiguous()).clamp_(max=self.k - 1)
         found = logs.gather(-1, order.gather(-1, place))
         return torch.where(ids.gather(-1, place) == chosen, found, _elsewhere(logs))
+
+    def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
+        if not self._has_best(rows):
+            return super()._write_log_probs(out, rows, *tensors)
+        logs, classes = self._best(rows, *tensors)
+        out.copy_(_elsewhere(logs).expand_as(out)).scatter_(-1, classes, logs)
+        return None
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
         some = in_autocast_dtype(rows)

@@ -1,5 +1,6 @@
 """Any number of labels per row, of very many."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -21,13 +22,15 @@ from lastlayer._checks import (
 from lastlayer._labels import check_label_smoothing
 from lastlayer._torch import in_autocast_dtype, without_autocast
 from lastlayer.fused.label_lists import check_lists, sorted_lists
-from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss
+from lastlayer.fused.labels import asymmetric_label_loss, linear_bce_loss, linear_zlpr_loss
 from lastlayer.fused.prediction import (
     TOP_COPIES,
     best_classes,
     is_predictable,
     log_of_probs,
     top_classes,
+    write_log_of_probs,
+    write_log_probs,
 )
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
@@ -42,6 +45,12 @@ _FUSED: dict[str, Callable[..., Tensor]] = {"zlpr": linear_zlpr_loss, "bce": lin
 _DENSE: dict[str, Callable[..., Tensor]] = {
     "asymmetric": asymmetric_loss,
     "sparsemax": multilabel_sparsemax_loss,
+}
+# The options of the asymmetric loss, in order.
+_ASYMMETRIC: dict[str, float] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(asymmetric_loss).parameters.items()
+    if name in ("gamma_negative", "gamma_positive", "margin", "focus_gradient")
 }
 # What the lab calls each loss, and says of it.
 _RECIPES = {
@@ -73,8 +82,9 @@ class MultiLabel(LinearHead):
     ``topk`` has the labels of the highest scores, with their log-probabilities.
 
     Cost: "zlpr" and "bce" take three to four products of rows × in_features × n_classes per step
-    and hold a slab of scores, see :func:`lastlayer.fused.linear_zlpr_loss`. The other two make
-    dense scores and labels for a chunk of rows at a time, and again in backward: slower.
+    and hold a slab of scores, see :func:`lastlayer.fused.linear_zlpr_loss`; so does "asymmetric",
+    unless labels are smoothed or ``chunk_rows`` is a number. Otherwise dense scores and labels are
+    made for a chunk of rows at a time, and again in backward: slower.
 
     Args:
         in_features: size of the hidden state.
@@ -208,6 +218,14 @@ class MultiLabel(LinearHead):
         if self.loss in _FUSED:
             options = {**self._loss_options(), "offsets": offsets, "values": values}
             return _FUSED[self.loss](hidden, self.weight, positives, self.bias, **options)
+        by_slabs = isinstance(self.chunk_rows, str) and not self.label_smoothing
+        if self.loss == "asymmetric" and by_slabs:
+            numbers = tuple(float(each) for each in (_ASYMMETRIC | self.loss_options).values())
+            return asymmetric_label_loss(
+                hidden, self.weight, positives, self.bias, numbers, offsets=offsets, values=values,
+                ignore_index=self.ignore_index, reduction=self.reduction,
+                chunk_classes=self.chunk_rows,
+            )  # fmt: skip
         return self._dense_loss(hidden, positives, offsets, values)
 
     def _dense_loss(self, hidden: Tensor, positives: Any, offsets: Any, values: Any) -> Tensor:
@@ -317,10 +335,28 @@ class MultiLabel(LinearHead):
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         # Chosen labels stand for themselves: the others are not looked at. The scores of the
         # kernel have no gradient.
-        if chosen is None or self.loss == "sparsemax" or torch.is_grad_enabled():
+        if chosen is None or torch.is_grad_enabled():
             return super()._rows_log_prob(rows, chosen, *tensors)
+        if self.loss == "sparsemax":
+            return sparsemax(wide_scores(rows, *tensors)).gather(-1, chosen).log_()
         scores = kernels.products.scores("auto", rows, *tensors, chosen)
         return self._log_probs(scores, chosen)
+
+    def _goes_by_itself(self, rows: Tensor, chosen: Tensor) -> bool:  # noqa: ARG002
+        return self.loss != "sparsemax" and not torch.is_grad_enabled()
+
+    def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
+        if self.loss == "sparsemax":
+            # Scores and probabilities are held.
+            for part in row_chunks(rows, self.n_classes, self.chunk_rows, 2.0):
+                write_log_of_probs(out[part], sparsemax(wide_scores(rows[part], *tensors)))
+        elif self.calibrator is None:
+            layer = self._layer(*tensors)
+            if self.loss == "zlpr":
+                layer = layer._replace(temperature=0.5)
+            write_log_probs(out, rows, layer, exclusive=False)
+        else:
+            super()._write_log_probs(out, rows, *tensors)
 
     def _check_threshold(self, threshold: Any, device: torch.device) -> float | Tensor:
         """A number, or one per label, on the device; by default the calibrator's, or 0."""

@@ -1,6 +1,7 @@
 """The operations below the maps, losses and heads: references, and what is fast on each device."""
 
 from lastlayer.kernels import (
+    context_lists,
     entmax,
     entmax_rows,
     info_nce,
@@ -20,16 +21,19 @@ from lastlayer.kernels import (
     tree_path,
     zlpr,
 )
-from lastlayer.kernels._cpu import empty
+from lastlayer.kernels._cpu import LARGE, empty, full
 from lastlayer.kernels._registry import IMPLEMENTATIONS, Impl, available, operations, selected
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "LARGE",
     "Impl",
     "available",
+    "context_lists",
     "empty",
     "entmax",
     "entmax_rows",
+    "full",
     "info_nce",
     "label_loss",
     "linear_softmax",

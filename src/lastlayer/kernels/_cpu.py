@@ -15,6 +15,7 @@ from functools import cache, wraps
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,6 +26,9 @@ from lastlayer._torch import accumulation_dtype, is_eager
 WIDENED, GATHERED = 1 << 20, 1 << 24
 LARGE = 1 << 22
 _MADV_HUGEPAGE = 14
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64}
+# Tests poison it.
+new_array = np.empty
 # Below this many entries per thread, waking a thread (some 40 us) costs more than it brings.
 _ENTRIES_A_THREAD = 98_304
 
@@ -35,20 +39,48 @@ def parts(shape: Sequence[int], most: int = GATHERED) -> list[slice]:
     return [slice(first, first + step) for first in range(0, shape[0], step)]
 
 
+def as_array(tensor: Tensor, dtype: torch.dtype | None = None) -> NDArray[Any]:
+    """The memory of a tensor; in another dtype, or contiguous, where it is not."""
+    if dtype is not None and tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.numpy() if tensor.is_contiguous() else tensor.contiguous().numpy()
+
+
 def as_rows(tensor: Tensor) -> NDArray[Any]:
     """The rows of a tensor; half precision is widened to float32, in which it is computed."""
-    tensor = tensor.detach()
-    if tensor.dtype not in (torch.float32, torch.float64):
-        tensor = tensor.float()
-    if tensor.dim() != 2 or not tensor.is_contiguous():
-        tensor = tensor.contiguous().view(math.prod(tensor.shape[:-1]), tensor.shape[-1])
-    return tensor.numpy()
+    rows = as_array(tensor, accumulation_dtype(tensor.dtype))
+    return rows if rows.ndim == 2 else rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
+
+
+def empty_array(shape: Sequence[int], dtype: torch.dtype) -> tuple[NDArray[Any], Tensor]:
+    """Memory for a result, as an array and as a tensor.
+
+    Small ones are made by numpy, which takes the host a fraction of a tensor's time.
+    """
+    if math.prod(shape) * dtype.itemsize >= LARGE:
+        result = empty(shape, dtype)
+        return result.numpy(), result
+    array = new_array(shape, _NUMPY[dtype])
+    return array, torch.from_numpy(array)
+
+
+def full(n: int, value: float, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """``n`` times a number, on the device of another tensor; by numpy where that is eager code."""
+    if like.is_cpu and is_eager(like):
+        made = np.empty(n, _NUMPY[dtype])
+        made.fill(value)
+        return torch.from_numpy(made)
+    return like.new_full((n,), value, dtype=dtype)
 
 
 def empty_rows(tensor: Tensor) -> tuple[NDArray[Any], Tensor]:
     """Memory for a result of that shape, as rows and as a tensor."""
-    result = empty(tensor.shape, accumulation_dtype(tensor.dtype))
-    return as_rows(result), result
+    made, result = empty_array(tensor.shape, accumulation_dtype(tensor.dtype))
+    if made.ndim != 2:
+        made = made.reshape(math.prod(made.shape[:-1]), made.shape[-1])
+    return made, result
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:

@@ -10,8 +10,8 @@ from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype, in_dtype
-from lastlayer.kernels._cpu import WIDENED, as_rows, parts
+from lastlayer._torch import accumulation_dtype
+from lastlayer.kernels._cpu import WIDENED, as_array, as_rows, parts
 
 # Scores between which sums go over to float64; they stay in the cache.
 SPAN = 1024
@@ -43,12 +43,11 @@ def part_of(tensor: Tensor, part: slice | None) -> Tensor:
 
 def _labels_of(target: Tensor, dtype: torch.dtype) -> NDArray[Any]:
     """In one of few dtypes, since each is compiled for itself."""
-    target = target.detach()
     if target.is_floating_point():
-        target = in_dtype(target, dtype)
-    elif target.dtype != torch.int64:
+        return as_array(target, dtype)
+    if target.dtype != torch.int64:
         target = target.bool().view(torch.uint8)
-    return target.contiguous().numpy()
+    return as_array(target)
 
 
 def mask_of(mask: Tensor | None) -> NDArray[Any]:

@@ -58,6 +58,10 @@ _C1, _C2, _C3, _C4 = (np.float32(2 / (2 * k + 1)) for k in range(1, 5))
 _D1, _D2, _D3, _D4, _D5, _D6, _D7, _D8, _D9, _D10, _D11 = (
     np.float64(2 / (2 * k + 1)) for k in range(1, 12)
 )
+# The factors and steps of Philox.
+_WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_LEFT, _RIGHT = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_STEP_LEFT, _STEP_RIGHT = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 
 
 @njit(nogil=True, **_EXACT)
@@ -212,6 +216,19 @@ def _compiled_log1p(x):
         return (log_2 if above else zero) + (two * s + s * series(s * s))
 
     return compiled
+
+
+@njit(nogil=True, inline="always")
+def philox(block, seed, step):
+    """Four random words of a block, see rng/README.md; all three arguments are uint64."""
+    a, b = block & _WORD, block >> _HALF
+    c, d = step & _WORD, step >> _HALF
+    k, m = seed & _WORD, seed >> _HALF
+    for _ in range(10):
+        left, right = a * _LEFT, c * _RIGHT
+        a, b, c, d = (right >> _HALF) ^ b ^ k, right & _WORD, (left >> _HALF) ^ d ^ m, left & _WORD
+        k, m = (k + _STEP_LEFT) & _WORD, (m + _STEP_RIGHT) & _WORD
+    return a, b, c, d
 
 
 @njit(nogil=True, fastmath=FAST)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton import knobs
 from triton.compiler import compiler
 from triton.runtime import cache
@@ -25,6 +24,8 @@ from triton.runtime.jit import JITFunction
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Sizes for which a kernel keeps how it is launched: batches may have any number of rows.
 MOST_PREPARED = 1024
+# What a launch is given beside tensors; subclasses of these would be taken for tensors.
+_NUMBERS = frozenset({int, float, bool, type(None)})
 
 
 class Kernel(JITFunction):  # type: ignore[misc]
@@ -44,18 +45,19 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         device = torch._C._cuda_getDevice()
-        key: list[Any] = [device, *constants.values()]
-        passed = list(args)
-        for i, each in enumerate(args):
-            if isinstance(each, Tensor):
-                pointer = each.data_ptr()
-                passed[i] = pointer
-                # A tensor that is not on a GPU gets Triton's own error.
-                kind = each.dtype if each.is_cuda else None
-                key.append((kind,) if pointer % 16 else kind)
-            else:
+        key: list[Any] = [device]
+        passed: list[Any] = []
+        for each in args:
+            if type(each) in _NUMBERS:
+                passed.append(each)
                 key.append(each)
-        kept = tuple(key)
+            else:
+                pointer = each.data_ptr()
+                passed.append(pointer)
+                # A tensor that is not on a GPU gets Triton's own error.
+                plain = each.is_cuda and not pointer & 15
+                key.append(each.dtype if plain else (each.is_cuda, pointer & 15 == 0, each.dtype))
+        kept = *key, *constants.values()
         prepared = self._prepared.get(kept)
         hook = knobs.runtime.launch_enter_hook
         if prepared is None or (hook is not None and getattr(hook, "calls", True)):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import infer_schema
 
-from lastlayer._torch import is_eager
+from lastlayer._torch import constant_while_traced, is_eager
 
 Impl = Literal["auto", "reference", "triton", "cpu"]
 IMPLEMENTATIONS: tuple[str, ...] = ("reference", "triton", "cpu")
@@ -43,6 +43,7 @@ def operations() -> tuple[str, ...]:
     return tuple(sorted(_operations))
 
 
+@constant_while_traced
 def selected(op: str, device_type: str, dtype: torch.dtype = torch.float32) -> str:
     """The implementation that ``impl="auto"`` takes for ``op`` on such a tensor."""
     if op not in _operations:
@@ -99,10 +100,14 @@ class Operation:
         _operations[self.name] = self
 
     def __call__(self, impl: Impl, *args: Any) -> Any:
-        if impl == "auto":
-            return self._run(*args) if is_eager(args[0]) else self._dispatched(*args)
-        self._check_can_run(impl, args[0])
-        return self.implementation(impl)(*args)
+        if impl != "auto":
+            self._check_can_run(impl, args[0])
+            return self.implementation(impl)(*args)
+        first = args[0]
+        if not is_eager(first):
+            return self._dispatched(*args)
+        function = self._resolved.get((first.device, first.dtype))
+        return self._run(*args) if function is None else function(*args)
 
     def triton_takes(self, dtype: torch.dtype) -> bool:
         """Whether the Triton implementation has such a first argument."""
@@ -122,11 +127,8 @@ class Operation:
 
     def _run(self, *args: Any) -> Any:
         first = args[0]
-        key = first.device, first.dtype
-        function = self._resolved.get(key)
-        if function is None:
-            function = self.implementation(selected(self.name, first.device.type, first.dtype))
-            self._resolved[key] = function
+        function = self.implementation(selected(self.name, first.device.type, first.dtype))
+        self._resolved[first.device, first.dtype] = function
         return function(*args)
 
     def _check_can_run(self, impl: str, tensor: Tensor) -> None:

@@ -23,6 +23,7 @@ NARROWEST_BLOCK, USUAL_BLOCK, USUAL_PEAKS = 16, 64, 128
 SCORES_A_PROGRAM = 2048
 INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 LOG2E = tl.constexpr(1.4426950408889634)
+_WORD = tl.constexpr(0xFFFFFFFF)
 
 
 def cdiv(n: int, size: int) -> int:
@@ -45,10 +46,52 @@ def in_rows(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
+def as_rows(tensor: Tensor) -> Tensor:
+    """All but the last dimension as one; a view that changes nothing would cost host time."""
+    return in_rows(tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1]))
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs of a GPU run side by side, at least."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def mean_of_losses(
+    losses: Tensor, losses_at: int, weights: Tensor | None, loss: Tensor, share: Tensor,
+    share_at: int, n: int,
+) -> None:  # fmt: skip
+    """The mean of ``n`` losses, and 1 over the sum of their weights, in one launch.
+
+    Losses and share are at a place of a longer tensor. A weight of 0 leaves a loss out.
+    """
+    block = tile_width(n, 4096, 128)
+    _mean[(1,)](
+        losses, losses_at, weights, loss, share, share_at, n, BLOCK=block,
+        WEIGHTED=weights is not None, num_warps=block // 128, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@kernel(do_not_specialize=["losses_at", "share_at", "n"])
+def _mean(
+    losses, losses_at, weights, loss, share, share_at, n,
+    BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    losses += losses_at
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    size = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, n, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        value = tl.load(losses + place, mask=place < n, other=0.0)
+        if WEIGHTED:
+            weight = tl.load(weights + place, mask=place < n, other=0).to(tl.float32)
+            value = tl.where(weight == 0.0, 0.0, value * weight)
+            size += weight
+        total += value
+    counted = tl.sum(size, 0) if WEIGHTED else n.to(tl.float32)
+    one = tl.where(counted == 0.0, 0.0, 1.0 / counted)
+    tl.store(loss, tl.sum(total, 0) * one)
+    tl.store(share + share_at, one)
 
 
 @triton.jit
@@ -67,10 +110,31 @@ def tanh(x):
 
 
 @triton.jit
+def log1p(x):
+    """Of x from 0 to 1; what 1 + x rounds away is put back as a factor."""
+    grown = 1.0 + x
+    return tl.where(grown == 1.0, x, tl.log(grown) * (x / tl.where(grown == 1.0, 1.0, grown - 1.0)))
+
+
+@triton.jit
 def expm1(x):
     """For x up to 0.1: a series near 0, where exp(x) - 1 would cancel."""
     near = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
     return tl.where(x > -0.1, near, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def philox(block, seed, step):
+    """Four random words of each block, see rng/README.md; all three arguments are int64."""
+    block, seed, step = block.to(tl.uint64), seed.to(tl.uint64), step.to(tl.uint64)
+    a, b = block & _WORD, block >> 32
+    c, d = (step & _WORD) + 0 * block, (step >> 32) + 0 * block
+    k, m = seed & _WORD, seed >> 32
+    for _ in tl.static_range(10):
+        left, right = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (right >> 32) ^ b ^ k, right & _WORD, (left >> 32) ^ d ^ m, left & _WORD
+        k, m = (k + 0x9E3779B9) & _WORD, (m + 0xBB67AE85) & _WORD
+    return a, b, c, d
 
 
 def block_width(n: int) -> int:
@@ -154,6 +218,6 @@ def choose_blocks(chosen, keep, BLOCKS: tl.constexpr):
 def chosen_columns(chosen, first, count, n, GROUP: tl.constexpr, WIDTH: tl.constexpr):
     """Columns of the next ``GROUP`` chosen blocks, and which of them exist."""
     slot = first + tl.arange(0, GROUP)
-    block = tl.load(chosen + slot, mask=slot < count, other=0)
+    block = tl.load(chosen + slot, mask=slot < count, other=0).to(tl.int32)
     column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     return column, (slot < count)[:, None] & (column < n)

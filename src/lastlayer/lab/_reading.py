@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lastlayer.lab._titles import title
 from lastlayer.lab.errors import LabError
+from lastlayer.lab.families import title
 
 FINISHED = "ok"
 # Came to no result, and would not with more time.
@@ -18,6 +18,8 @@ FAILED = ("nan", "diverged", "out of memory", "error")
 OPEN = ("interrupted", "unfinished", "not started")
 
 SCHEMA = 1
+COSTS_FILE, COSTS_SCHEMA = "costs.json", 1
+RATES_FILE = "rates.json"
 
 
 @dataclass(frozen=True)
@@ -268,3 +270,99 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise LabError(f"'{path}': expected a JSON object, got {type(value).__name__}")
     return value
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A training step of one head at one number of classes.
+
+    Attributes:
+        slug: the head's name in folders.
+        classes: how many.
+        ms: median milliseconds of forward and backward; None where it was not measured.
+        low_ms: 20th percentile.
+        high_ms: 80th percentile.
+        samples: how many steps were timed.
+        peak_memory_mb: of the head and its step; None where it could not be measured.
+        parameters: of the head.
+        reason: why it was not measured, else empty.
+    """
+
+    slug: str
+    classes: int
+    ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    samples: int = 0
+    peak_memory_mb: float | None = None
+    parameters: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All that was measured, and with what.
+
+    Attributes:
+        rows: in a step.
+        width: size of the hidden state.
+        own: the number of classes of the data.
+        found: in the order in which they were measured.
+    """
+
+    rows: int
+    width: int
+    own: int
+    found: tuple[Cost, ...]
+
+
+def read_rates(folder: Path) -> dict[str, dict[str, Any]]:
+    """Learning rates that were tried, by the slug of the head; none where they were given.
+
+    Raises:
+        LabError: the file is broken.
+    """
+    path = folder / RATES_FILE
+    held = read_object(path) if path.is_file() else {}
+    return {slug: found for slug, found in held.items() if isinstance(found, dict)}
+
+
+def read_costs(folder: Path) -> Costs | None:
+    """What costs.json in the folder of a comparison holds; None where there is no such file.
+
+    Raises:
+        LabError: the file is broken.
+    """
+    path = folder / COSTS_FILE
+    if not path.is_file():
+        return None
+    held = read_object(path)
+    if held.get("schema") != COSTS_SCHEMA:
+        raise LabError(
+            f"'{path}': expected schema {COSTS_SCHEMA}, got {held.get('schema')!r}; read it with "
+            "the version of lastlayer that wrote it, or delete it"
+        )
+    try:
+        return Costs(
+            rows=int(held["rows"]),
+            width=int(held["width"]),
+            own=int(held["own"]),
+            found=tuple(_cost(each) for each in held["costs"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise LabError(
+            f"'{path}': expected what `lastlayer compare` wrote, got {type(error).__name__}: "
+            f"{error}; delete it"
+        ) from error
+
+
+def _cost(entry: Mapping[str, Any]) -> Cost:
+    numbers = ("ms", "low_ms", "high_ms", "peak_memory_mb")
+    return Cost(
+        slug=str(entry["slug"]),
+        classes=int(entry["classes"]),
+        samples=int(entry.get("samples") or 0),
+        parameters=None if entry.get("parameters") is None else int(entry["parameters"]),
+        reason=str(entry.get("reason") or ""),
+        **{name: None if entry.get(name) is None else float(entry[name]) for name in numbers},
+    )

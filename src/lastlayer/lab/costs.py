@@ -1,26 +1,35 @@
-"""What a step of each head costs at other numbers of classes than the data's own, measured.
+"""What a training step of each head costs, measured: time and memory at a number of classes.
 
-Every head is built anew for a few numbers of classes, with the width and the rows of the comparison
-and frequencies by Zipf's law, and its loss is made forward and backward without a model beneath.
-The smallest size comes first and that of the data next, and at each the cheapest head is first:
-all heads share one time, and where it or memory would not last, a reason is written instead.
+Every head is built for the size that is asked for, with class frequencies by Zipf's law, and its
+loss is computed forward and backward without a backbone and without an optimiser. The cheapest head
+comes first, and all heads share one time: where it or memory would not last, a reason is given
+instead. ``lastlayer compare`` measures around the number of classes of its data, ``lastlayer plan``
+at a size that a person names.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
-from lastlayer.lab import _cost_timing as timing
-from lastlayer.lab._cost_problem import Problem
-from lastlayer.lab._cost_timing import Stopwatch, free_memory
-from lastlayer.lab._costs_reading import COSTS_FILE, COSTS_SCHEMA, Cost
-from lastlayer.lab.errors import LabError
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lastlayer.heads.recipes import ClassData
+from lastlayer.lab._reading import COSTS_FILE, COSTS_SCHEMA, Cost
+from lastlayer.lab.errors import LabError, SpecError
+from lastlayer.lab.feeding import PADDING, Batch, Feed
 from lastlayer.lab.files import read_json, write_json
 from lastlayer.lab.live import Watcher
-from lastlayer.lab.memory import give_back
+from lastlayer.lab.memory import PeakMemory, give_back
 from lastlayer.lab.runs import Bench
 from lastlayer.lab.specs import HeadSpec
+from lastlayer.lab.training import Stepper
 
 # Of measuring, for each head; or this share of what was trained, where that is more.
 SECONDS_A_HEAD, SHARE_OF_TRAINING = 1.5, 0.05
@@ -28,14 +37,336 @@ SECONDS_A_HEAD, SHARE_OF_TRAINING = 1.5, 0.05
 GROWTH, SIZES = 4, 4
 # With fewer classes, no head costs more than its calls.
 FEWEST_CLASSES = 64
-# A step is made so often at least.
-_CALLS = 1 + timing.FEWEST_SAMPLES
+# A step is made once to warm up, and then until this time is used.
+SAMPLED_SECONDS = 0.1
+FEWEST_SAMPLES, MOST_SAMPLES = 2, 25
 _MOST_OF_MEMORY = 0.5
 # Without numbers: the page tells all sizes with the same reason together.
 TOO_LONG = "it would have taken longer than what was left of the time for measuring"
 TOO_LARGE = "it would have taken more than half of the free memory"
 # Parameters, gradients and what is made on the way, where no peak was measured.
 _COPIES = 4
+# Labels are drawn with replacement: so many more that a row nearly always has enough.
+_SPARE_DRAWS, _SPARE_TIMES = 16, 4
+# Letters that no language has: words with them are nobody else's.
+_PRIVATE = 0xE000
+
+
+class GivenStates(nn.Module):
+    """A backbone that computes nothing: its hidden states are what it learns."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = nn.Parameter(hidden)
+
+    def forward(self, _inputs: Any) -> Tensor:
+        """The hidden states."""
+        return self.hidden
+
+
+class Words(Sequence[str]):
+    """As many different words as there are classes, as long as those of the data.
+
+    Example:
+        >>> list(Words(["a", "b", "c", "d"], 2))
+        ['a', 'd']
+        >>> [len(word) for word in Words(["a", "bcd"], 4)]
+        [1, 3, 2, 4]
+    """
+
+    def __init__(self, own: Sequence[str], classes: int) -> None:
+        self._own, self._classes = own, classes
+
+    def __len__(self) -> int:
+        return self._classes
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._classes))]
+        if not 0 <= index < self._classes:
+            raise IndexError(index)
+        own = len(self._own)
+        if self._classes <= own:
+            return self._own[round(index * (own - 1) / max(1, self._classes - 1))]
+        more = chr(_PRIVATE + index // own) if index >= own else ""
+        return self._own[index % own] + more
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Makes data of any number of classes that is like the comparison's own in all else.
+
+    Attributes:
+        needs: what heads are made from at the data's own number of classes.
+        shape: of the targets of a step, ``(batch, length)``, or ``(rows, labels)``.
+        lengths: how many labels each row has; None where each target is one class.
+        device: where it is.
+    """
+
+    needs: ClassData
+    shape: tuple[int, ...]
+    lengths: NDArray[np.int64] | None
+    device: torch.device
+    _made: dict[int, ClassData] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, needs: ClassData, feed: Feed, task: str, device: torch.device) -> "Problem":
+        """With steps as the feed has them."""
+        target = feed.batch(0, 0).target.cpu().numpy()
+        lengths = (target != PADDING).sum(1) if task == "multilabel" else None
+        return cls(needs, target.shape, lengths, device)
+
+    @property
+    def rows(self) -> int:
+        """Of a step."""
+        return self.shape[0] if self.lengths is not None else int(np.prod(self.shape))
+
+    def at(self, classes: int) -> ClassData:
+        """What heads are made from at this number of classes."""
+        if classes not in self._made:
+            total = max(int(self.needs.counts.sum()), classes)
+            counts = np.maximum(total * zipf_shares(classes), 1).astype(np.int64)
+            words = Words(self.needs.spellings, classes)
+            self._made[classes] = ClassData(self.needs.in_features, counts, words)
+        return self._made[classes]
+
+    def body(self) -> GivenStates:
+        """Hidden states of a step."""
+        rows = self.shape if self.lengths is None else self.shape[:1]
+        draw = torch.Generator().manual_seed(0)
+        return GivenStates(torch.randn(*rows, self.needs.in_features, generator=draw)).to(
+            self.device
+        )
+
+    def batch(self, classes: int) -> Batch:
+        """Targets of a step, and tokens before them for heads that want to see some."""
+        draw = np.random.default_rng([0, classes])
+        ends = np.cumsum(zipf_shares(classes))
+        if self.lengths is None:
+            inputs, target = (_drawn(draw, ends, self.shape) for _ in range(2))
+            return Batch(self._tensor(inputs), self._tensor(target), self.rows)
+        table = np.full(self.shape, PADDING, np.int64)
+        for row, length in zip(table, self.lengths, strict=True):
+            # Of many draws the first that differ: with the chances of drawing without replacement.
+            many = _drawn(draw, ends, (_SPARE_TIMES * int(length) + _SPARE_DRAWS,))
+            kept = list(dict.fromkeys(many.tolist()))[: int(length)]
+            row[: len(kept)] = kept
+        return Batch(None, self._tensor(table), self.rows)
+
+    def _tensor(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def zipf_shares(classes: int) -> NDArray[np.float64]:
+    """Frequencies of classes by Zipf's law, one over the rank, to the sum 1."""
+    shares = 1.0 / np.arange(1, classes + 1)
+    return np.asarray(shares / shares.sum())
+
+
+def _drawn(
+    draw: np.random.Generator, ends: NDArray[np.float64], shape: tuple[int, ...]
+) -> NDArray[np.int64]:
+    found = np.searchsorted(ends, draw.random(shape), side="right")
+    # The last end may be a little below 1.
+    return np.minimum(found, len(ends) - 1).astype(np.int64)
+
+
+class Stopwatch:
+    """Times steps, on a GPU by its own clock.
+
+    Args:
+        device: where steps run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # As large as a cache, which is cleared before each step. It is made first, so that it is
+        # not counted as a head's memory.
+        on_gpu = device.type == "cuda"
+        self._buffer = torch.empty(2**28, dtype=torch.int8, device=device) if on_gpu else None
+        self._rehearsed: set[str] = set()
+
+    def time(self, spec: HeadSpec, problem: Problem, classes: int) -> tuple[Cost, float]:
+        """What a step costs, and the seconds that it took to find out, without compilation.
+
+        Whatever goes wrong with a head is the reason of a cost that has no time.
+        """
+        began = time.perf_counter()
+        try:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                if spec.slug not in self._rehearsed:
+                    # What a resumed comparison has not trained is imported and compiled here.
+                    self._rehearsed.add(spec.slug)
+                    self._ready(spec, problem, classes)[1]()
+                    began = time.perf_counter()
+                cost, compiling = self._time(spec, problem, classes)
+        except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
+            cost, compiling = Cost(spec.slug, classes, reason=_reason(error, spec)), 0.0
+        return cost, time.perf_counter() - began - compiling
+
+    def _milliseconds(self, step: Callable[[], None]) -> float:
+        if self._buffer is None:
+            start = time.perf_counter()
+            step()
+            return (time.perf_counter() - start) * 1e3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._buffer.zero_()
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize(self._device)
+        return float(begin.elapsed_time(end))
+
+    def _ready(
+        self, spec: HeadSpec, problem: Problem, classes: int
+    ) -> tuple[nn.Module, Callable[[], None]]:
+        """The head, and what makes a step of it."""
+        head = spec.build(problem.at(classes)).to(self._device).train()
+        made = getattr(head, "n_classes", classes)
+        if made != classes:
+            raise SpecError(f"it has {made:,} classes, whatever it is built for")
+        body, batch = problem.body(), problem.batch(classes)
+        stepper = Stepper(body, head, lr=0.0, clip=1.0)
+        learned = [*body.parameters(), *head.parameters()]
+
+        def step() -> None:
+            for each in learned:
+                each.grad = None
+            stepper.loss(batch).backward()
+
+        return head, step
+
+    def _time(self, spec: HeadSpec, problem: Problem, classes: int) -> tuple[Cost, float]:
+        held = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        head, step = self._ready(spec, problem, classes)
+        first = self._milliseconds(step)
+        memory = PeakMemory(self._device, head)
+        memory.start()
+        samples: list[float] = []
+        while len(samples) < FEWEST_SAMPLES or (
+            len(samples) < MOST_SAMPLES and sum(samples) < 1e3 * SAMPLED_SECONDS
+        ):
+            samples.append(self._milliseconds(step))
+        memory.stop()
+        ordered, median, peak = sorted(samples), statistics.median(samples), memory.megabytes
+        cost = Cost(
+            slug=spec.slug,
+            classes=classes,
+            ms=median,
+            low_ms=ordered[round(0.2 * (len(ordered) - 1))],
+            high_ms=ordered[round(0.8 * (len(ordered) - 1))],
+            samples=len(ordered),
+            peak_memory_mb=None if peak is None else peak - held / 1e6,
+            parameters=sum(each.numel() for each in head.parameters()),
+        )
+        return cost, max(0.0, first - median) / 1e3
+
+
+def _reason(error: Exception, spec: HeadSpec) -> str:
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, SpecError):
+        return text.removeprefix(f"--head {spec.text}: ")
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return f"out of memory: {text}"
+    return f"{type(error).__name__}: {text}"
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are left on a device; None where nobody says."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+        return int(found[0]) * 1024 if found else None
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+class Meter:
+    """Measures heads at one size after the other, as long as time and memory last.
+
+    Args:
+        problem: what steps are made of.
+        specs: the heads.
+        seconds: for all of them.
+        found: what is known already; it grows.
+        trained: milliseconds of a training step by slug, at the problem's own number of classes.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        specs: Sequence[HeadSpec],
+        seconds: float,
+        found: list[Cost],
+        trained: Mapping[str, float] | None = None,
+    ) -> None:
+        self._problem, self._specs, self._left = problem, specs, seconds
+        self.found, self._trained = found, trained or {}
+        self._making: dict[str, float] = {}
+        self._watch = Stopwatch(problem.device)
+
+    def at(
+        self,
+        classes: int,
+        tell: Callable[[HeadSpec, int], None] = lambda *_: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Every head that is not known at this size gets a time or a reason."""
+        known = {each.slug for each in self.found if each.classes == classes}
+        for spec in sorted(self._specs, key=lambda each: self._seconds(each, classes)):
+            if spec.slug in known:
+                continue
+            if stopped():
+                return
+            tell(spec, classes)
+            self.found.append(self._cost(spec, classes))
+
+    def _cost(self, spec: HeadSpec, classes: int) -> Cost:
+        too_long = self._seconds(spec, classes) > self._left
+        reason = TOO_LONG if too_long else TOO_LARGE if self._too_large(spec, classes) else ""
+        if reason:
+            return Cost(spec.slug, classes, reason=reason)
+        cost, seconds = self._watch.time(spec, self._problem, classes)
+        if cost.ms is not None:
+            self._left -= seconds
+            # What is not steps: building the head, drawing targets.
+            self._making[spec.slug] = max(0.0, seconds - 1e-3 * cost.ms * (1 + cost.samples))
+        return cost
+
+    def _largest(self, spec: HeadSpec) -> Cost | None:
+        """The last that was measured of a head."""
+        timed = [each for each in self.found if each.slug == spec.slug and each.ms is not None]
+        return max(timed, key=lambda each: each.classes, default=None)
+
+    def _seconds(self, spec: HeadSpec, classes: int) -> float:
+        """Expected, as if everything grew with the number of classes; 0 where nothing is known."""
+        known, making = [], 0.0
+        if trained := self._trained.get(spec.slug):
+            # The step of training is that of the head and more.
+            known.append(trained * classes / self._problem.needs.n_classes)
+        if (last := self._largest(spec)) is not None and last.ms is not None:
+            known.append(last.ms * classes / last.classes)
+            making = self._making.get(spec.slug, 0.0) * classes / last.classes
+        return 1e-3 * (1 + FEWEST_SAMPLES) * min(known, default=0.0) + making
+
+    def _too_large(self, spec: HeadSpec, classes: int) -> bool:
+        free, last = free_memory(self._problem.device), self._largest(spec)
+        if free is None or last is None:
+            return False
+        usual = 4e-6 * _COPIES * last.classes * self._problem.needs.in_features
+        needed = 1e6 * (last.peak_memory_mb or usual) * classes / last.classes
+        return needed > _MOST_OF_MEMORY * free
 
 
 def sizes_around(own: int) -> list[int]:
@@ -56,7 +387,7 @@ def measure_costs(
     watching: Watcher,
     stopped: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Measures what the folder does not have yet, and writes it there.
+    """Measures what the folder of a comparison does not have yet, and writes it there.
 
     Args:
         bench: what the runs have shared.
@@ -71,57 +402,58 @@ def measure_costs(
     task = bench.model.task
     problem = Problem.of(bench.needs, bench.feed, task, bench.device)
     own = bench.needs.n_classes
+    sizes = sizes_around(own)
     header = {
         "schema": COSTS_SCHEMA,
         "task": task,
         "rows": problem.rows,
         "width": bench.needs.in_features,
         "own": own,
-        "classes": sizes_around(own),
+        "classes": sizes,
         "heads": [spec.text for spec in specs],
         "device": bench.record["device"],
         "frequencies": "Zipf: one over the rank",
         "what": "forward and backward of the loss, without model and optimiser",
     }
-    book = _Book(bench.out / COSTS_FILE, header, len(specs))
-    if not book.complete:
-        spend = _seconds_for(len(specs), results)
-        _Measuring(bench, problem, book, results, spend).go(specs, watching, stopped)
-    return book.record
+    path, total = bench.out / COSTS_FILE, len(specs) * len(sizes)
+    found = _kept(path, header)
+
+    def record() -> dict[str, Any]:
+        listed = [{k: v for k, v in asdict(each).items() if v is not None} for each in found]
+        return {**header, "complete": len(found) == total, "costs": listed}
+
+    if len(found) == total:
+        return record()
+
+    def tell(spec: HeadSpec, classes: int) -> None:
+        watching.measures(spec, classes, len(found) / total)
+
+    meter = Meter(problem, specs, _seconds_for(len(specs), results), found, _trained(results))
+    try:
+        # The smallest first, and that of the data next. Killed, it goes on with the next size.
+        for classes in dict.fromkeys([sizes[0], own, *sizes]):
+            meter.at(classes, tell, stopped)
+            write_json(path, record())
+            if stopped():
+                break
+    finally:
+        write_json(path, record())
+        give_back()
+    return record()
+
+
+def _trained(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The fastest step of training of each head, in milliseconds."""
+    found: dict[str, float] = {}
+    for each in results:
+        if ms := each.get("step_ms"):
+            found[each["slug"]] = min(ms, found.get(each["slug"], ms))
+    return found
 
 
 def _seconds_for(heads: int, results: Sequence[dict[str, Any]]) -> float:
     trained = sum(each.get("seconds") or 0.0 for each in results)
     return max(SECONDS_A_HEAD * heads, SHARE_OF_TRAINING * trained)
-
-
-class _Book:
-    """costs.json while it grows; what an earlier one with the same header has is kept."""
-
-    def __init__(self, path: Path, header: dict[str, Any], heads: int) -> None:
-        self._path, self._header = path, header
-        self.total = heads * len(header["classes"])
-        self.costs = _kept(path, header)
-
-    @property
-    def complete(self) -> bool:
-        return len(self.costs) == self.total
-
-    @property
-    def record(self) -> dict[str, Any]:
-        listed = [{k: v for k, v in asdict(each).items() if v is not None} for each in self.costs]
-        return {**self._header, "complete": self.complete, "costs": listed}
-
-    def has(self, spec: HeadSpec, classes: int) -> bool:
-        return any((each.slug, each.classes) == (spec.slug, classes) for each in self.costs)
-
-    def largest(self, spec: HeadSpec) -> Cost | None:
-        """The last that was measured of a head."""
-        timed = [each for each in self.costs if each.slug == spec.slug and each.ms is not None]
-        return max(timed, key=lambda each: each.classes, default=None)
-
-    def write(self) -> None:
-        write_json(self._path, self.record)
 
 
 def _kept(path: Path, header: dict[str, Any]) -> list[Cost]:
@@ -132,79 +464,3 @@ def _kept(path: Path, header: dict[str, Any]) -> list[Cost]:
     except (LabError, AttributeError, KeyError, TypeError):
         # Whatever lies there is not ours, and is measured again.
         return []
-
-
-class _Measuring:
-    """Spends the time on as many heads and sizes as it lasts for."""
-
-    def __init__(
-        self,
-        bench: Bench,
-        problem: Problem,
-        book: _Book,
-        results: Sequence[dict[str, Any]],
-        seconds: float,
-    ) -> None:
-        self._problem, self._book, self._device = problem, book, bench.device
-        self._own, self._left = bench.needs.n_classes, seconds
-        self._results = results
-        self._making: dict[str, float] = {}
-        self._watch = Stopwatch(bench.device)
-
-    def go(self, specs: Sequence[HeadSpec], watching: Watcher, stopped: Callable[[], bool]) -> None:
-        try:
-            sizes = sizes_around(self._own)
-            for classes in dict.fromkeys([sizes[0], self._own, *sizes]):
-                for spec in self._cheapest_first(specs, classes):
-                    if self._book.has(spec, classes):
-                        continue
-                    if stopped():
-                        return
-                    watching.measures(spec, classes, len(self._book.costs) / self._book.total)
-                    self._book.costs.append(self._cost(spec, classes))
-                # Killed from here on, it goes on with the next size.
-                self._book.write()
-        finally:
-            self._book.write()
-            give_back()
-
-    def _cheapest_first(self, specs: Sequence[HeadSpec], classes: int) -> list[HeadSpec]:
-        return sorted(specs, key=lambda each: self._seconds(each, classes))
-
-    def _cost(self, spec: HeadSpec, classes: int) -> Cost:
-        reason = self._too_long(spec, classes) or self._too_large(spec, classes)
-        if reason:
-            return Cost(spec.slug, classes, reason=reason)
-        cost, seconds = self._watch.time(spec, self._problem, classes)
-        if cost.ms is not None:
-            self._left -= seconds
-            # What is not steps: building the head, drawing targets.
-            self._making[spec.slug] = max(0.0, seconds - 1e-3 * cost.ms * (1 + cost.samples))
-        return cost
-
-    def _seconds(self, spec: HeadSpec, classes: int) -> float:
-        """Expected, as if everything grew with the number of classes; 0 where nothing is known."""
-        known, making = [], 0.0
-        trained = [r.get("step_ms") for r in self._results if r["slug"] == spec.slug]
-        if steps := [ms for ms in trained if ms]:
-            # The step of training is that of the head and more.
-            known.append(min(steps) * classes / self._own)
-        if (last := self._book.largest(spec)) is not None and last.ms is not None:
-            known.append(last.ms * classes / last.classes)
-            making = self._making.get(spec.slug, 0.0) * classes / last.classes
-        return 1e-3 * _CALLS * min(known, default=0.0) + making
-
-    def _too_long(self, spec: HeadSpec, classes: int) -> str:
-        if self._seconds(spec, classes) <= self._left:
-            return ""
-        return TOO_LONG
-
-    def _too_large(self, spec: HeadSpec, classes: int) -> str:
-        free, last = free_memory(self._device), self._book.largest(spec)
-        if free is None or last is None:
-            return ""
-        usual = 4e-6 * _COPIES * last.classes * self._problem.needs.in_features
-        needed = 1e6 * (last.peak_memory_mb or usual) * classes / last.classes
-        if needed <= _MOST_OF_MEMORY * free:
-            return ""
-        return TOO_LARGE

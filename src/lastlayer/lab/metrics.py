@@ -75,7 +75,7 @@ EPOCHS = Metric("epochs", "epochs", "number", lower_is_better=False, tested=Fals
 RATE_OF_LEARNING = Metric("lr", "learning rate", "number", lower_is_better=True, tested=False)
 SECONDS = Metric("seconds", "training time", "seconds", True, log=True, tested=False)
 STEP_MS = Metric("step_ms", "time per step", "ms", True, log=True, tested=False)
-RATE = Metric("tokens_per_second", "tokens a second", "rate", False, log=True, tested=False)
+RATE = Metric("tokens_per_second", "tokens per second", "rate", False, log=True, tested=False)
 MEMORY = Metric("peak_memory_mb", "peak memory", "megabytes", True, log=True, tested=False)
 PARAMETERS = Metric("parameters", "parameters", "count", True, log=True, tested=False)
 HEAD_PARAMETERS = Metric(

@@ -1,33 +1,60 @@
-"""Time and memory of a training step of each head for a size, without training."""
+"""What a training step of each head takes at a size that a person names, measured here."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from lastlayer.lab._machine import Machine, measure
-from lastlayer.lab._plan_view import PlannedHead, render_plan
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lastlayer.lab import metrics
+from lastlayer.lab.errors import LabError
 from lastlayer.lab.options import TASKS
 
-__all__ = ["Machine", "PlannedHead", "measure", "plan", "render_plan"]
-
-# How far off a time may be, as a factor. The recorded steps of a CPU stay within the first one, but
-# the counts behind the times were fitted to these steps. Entmax hangs on how sparse rows are,
-# spelling on the length of words, a proposal that learns on what it has learned, and of top-k and
-# labels few steps are behind the weights. Those of a GPU were not fitted: its times are the same
-# counts at its own rates.
-FACTOR, WIDER, ON_CUDA = 3.0, 4.0, 2.0
-# What the lab draws, and word2vec.
-SAMPLES, FEW_SAMPLES, BEST = 512, 64, 100
-# Of importance sampling whose proposal learns: the sample size that it asks for, and a block.
-ESS, BLOCK = 50.0, 50
 DEVICES = ("cpu", "cuda")
+# Of measuring, all heads together.
+SECONDS = 60.0
 # Trees and bands are made for the frequencies of all classes, in some 150 bytes each.
 MOST_CLASSES = 20_000_000
+# Of each row, where a row has several.
+LABELS = 5
+# Heads are first measured at a size so many times smaller: it shows which can be at the asked one.
+_SMALLER, _FEWEST = 16, 256
+_LETTERS = 11
+# Processes per core from which on times are not to be trusted.
+BUSY = 1.5
 
 
-class _Entry(NamedTuple):
+@dataclass(frozen=True)
+class PlannedHead:
+    """A training step of a head: forward and backward of its loss, without the optimiser.
+
+    Attributes:
+        head: its spec, as ``lastlayer compare --head`` takes it.
+        ms: median milliseconds; None where it could not be measured.
+        low_ms: 20th percentile.
+        high_ms: 80th percentile.
+        samples: how many steps were timed.
+        peak_memory_mb: of the head and its step; None where it could not be measured.
+        parameters: how many numbers it learns.
+        reason: why it could not be measured, else empty.
+    """
+
     head: str
-    work: Callable[[Any], tuple[Any, str]]
-    factor: float = FACTOR
+    ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    samples: int = 0
+    peak_memory_mb: float | None = None
+    parameters: int | None = None
+    reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
 
 
 def plan(
@@ -37,21 +64,24 @@ def plan(
     device: str = "cpu",
     *,
     task: str = "lm",
-    machine: Machine | None = None,
+    heads: Sequence[str] = (),
+    seconds: float = SECONDS,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[PlannedHead]:
-    """What each head costs, the fastest first.
+    """A few steps of each head, the fastest first; those that could not be measured come last.
 
-    The machine is measured (about two seconds), and each head's cost is the sum of what it
-    computes and moves at these rates. Frequencies follow Zipf's law, one over the rank. float32 on
-    a CPU, bfloat16 on a GPU.
+    Class frequencies follow Zipf's law, one over the rank, in float32.
 
     Args:
-        classes: V.
-        hidden: the width of hidden states.
-        rows: targets in a step: batch times length.
+        classes: number of classes.
+        hidden: size of the hidden state.
+        rows: targets in a step: batch size times length.
         device: ``"cpu"`` or ``"cuda"``.
-        task: ``"lm"`` for heads that choose one class, ``"multilabel"`` for those of many labels.
-        machine: what :func:`measure` gave, to plan for several sizes, or for another machine.
+        task: ``"lm"`` for heads that choose one class, ``"multilabel"`` for several labels per row.
+        heads: specs; none for all that suit the task.
+        seconds: for measuring all of them. A head that would take longer than what is left of it
+            has a reason instead of a time.
+        tell: hears which head is measured.
     """
     for name, value, least in (("classes", classes, 2), ("hidden", hidden, 1), ("rows", rows, 1)):
         _check_size(name, value, least)
@@ -60,13 +90,43 @@ def plan(
     for name, text, known in (("device", device, DEVICES), ("task", task, TASKS)):
         if text not in known:
             raise ValueError(f"{name}: expected one of {known}, got {text!r}")
-    from lastlayer.lab._plan_costs import Problem, zipf_shares
+    import numpy as np
+    import torch
 
-    machine = machine or measure(device)
-    problem = Problem(rows, hidden, zipf_shares(classes), machine.number, device)
-    entries = _label_entries() if task == "multilabel" else _entries()
-    made = [_planned(entry, problem, machine) for entry in entries]
-    return sorted(made, key=lambda each: each.ms)
+    from lastlayer.heads.recipes import ClassData
+    from lastlayer.lab.costs import TOO_LONG, Meter, Problem, zipf_shares
+    from lastlayer.lab.memory import give_back
+    from lastlayer.lab.specs import catalogue, parse_specs
+
+    suited = [each.recipe for each in catalogue().values() if task in each.tasks]
+    every = [spec for recipe in suited for spec in (recipe.compared or (recipe.name,))]
+    specs = parse_specs(list(heads) or every, task=task)
+    _check_memory(classes, hidden, rows, device)
+    counts = np.maximum(100 * classes * zipf_shares(classes), 1).astype(np.int64)
+    spelled = [f"{i:0{_LETTERS}d}" for i in range(_FEWEST)]
+    several = task == "multilabel"
+    lengths = np.full(rows, min(LABELS, classes)) if several else None
+    shape = (rows, min(LABELS, classes)) if several else (1, rows)
+    needs = ClassData(hidden, counts, spelled)
+    meter = Meter(Problem(needs, shape, lengths, torch.device(device)), specs, seconds, [])
+    smaller = classes // _SMALLER
+    for size in (*([smaller] if smaller >= _FEWEST else []), classes):
+        meter.at(size, lambda spec, n: tell(f"{spec.label} with {n:,} classes"))
+    give_back()
+    specs_by_slug = {spec.slug: spec for spec in specs}
+    found = []
+    for cost in meter.found:
+        if cost.classes != classes:
+            continue
+        reason = cost.reason
+        before = [c for c in meter.found if c.slug == cost.slug and c.classes == smaller and c.ms]
+        if reason and before:
+            reason += f"; {metrics.STEP_MS.format(before[0].ms)} with {smaller:,} classes"
+        if cost.reason == TOO_LONG:
+            reason += "; give more --seconds"
+        kept = {k: v for k, v in asdict(cost).items() if k not in ("slug", "classes", "reason")}
+        found.append(PlannedHead(specs_by_slug[cost.slug].text, **kept, reason=reason))
+    return sorted(found, key=lambda each: float("inf") if each.ms is None else each.ms)
 
 
 def _check_size(name: str, value: Any, least: int) -> None:
@@ -76,90 +136,58 @@ def _check_size(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
-def _planned(entry: _Entry, problem: Any, machine: Machine) -> PlannedHead:
-    work, settings = entry.work(problem)
-    ms = 1e3 * work.seconds(machine)
-    factor = entry.factor * (ON_CUDA if machine.device == "cuda" else 1.0)
-    return PlannedHead(
-        head=entry.head,
-        settings=settings,
-        ms=ms,
-        low_ms=ms / factor,
-        high_ms=ms * factor,
-        flops=work.flops,
-        parameters=work.parameters,
-        parameter_bytes=work.parameters * machine.number,
-        gradient_bytes=round(work.gradient),
-        held_bytes=round(work.held),
-        adam_bytes=work.parameters * 8,
+def _check_memory(classes: int, hidden: int, rows: int, device: str) -> None:
+    """Not even the parameters and their gradient fit: refused before anything is built."""
+    import torch
+
+    from lastlayer.lab.costs import free_memory
+
+    free = free_memory(torch.device(device))
+    needed = 8 * hidden * (classes / _SMALLER + rows)
+    if free is not None and needed > free:
+        raise LabError(
+            f"--classes, --hidden, --rows: expected a problem that fits into the "
+            f"{free / 1e9:.3g} GB of free memory, got {classes:,} × {hidden:,} with {rows:,} rows"
+        )
+
+
+def render_plan(planned: Sequence[PlannedHead], console: Console) -> None:
+    """A table, what could not be measured and why, and what the numbers are."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("head", no_wrap=True)
+    for name in ("time", "20–80%", "memory", "parameters"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in planned:
+        if each.ms is None:
+            continue
+        low, high = metrics.STEP_MS.format(each.low_ms), metrics.STEP_MS.format(each.high_ms)
+        table.add_row(
+            each.head,
+            metrics.STEP_MS.format(each.ms),
+            f"{low.removesuffix(' ms')}–{high}",
+            metrics.MEMORY.format(each.peak_memory_mb),
+            metrics.PARAMETERS.format(each.parameters),
+        )
+    console.print(table)
+    for each in planned:
+        if each.ms is None:
+            console.print(Text(f"Not measured: {each.head}: {each.reason}."), soft_wrap=True)
+    text = (
+        "Time and peak memory of a training step, measured here: forward and backward of the loss "
+        "in float32, without backbone and optimiser (Adam adds two numbers per parameter), with "
+        "class frequencies by Zipf's law."
     )
+    console.print(Text(text, style="dim"))
+    if (busy := load()) is not None and busy > BUSY:
+        console.print(
+            f"The machine is busy (load {busy:.1f} per core): these times are not to be trusted.",
+            style="yellow", highlight=False,
+        )  # fmt: skip
 
 
-def _entries() -> list[_Entry]:
-    from lastlayer import trees
-    from lastlayer.heads import bands_from_counts, cutoffs_from_counts
-    from lastlayer.lab import _plan_costs as costs
-
-    def adaptive(p: costs.Problem) -> tuple[costs.Work, str]:
-        cutoffs = cutoffs_from_counts(p.shares, p.width, cost=p.device)
-        words = ", ".join(f"{each:,}" for each in cutoffs) or "none"
-        return costs.adaptive(p, cutoffs), f"cutoffs {words}"
-
-    def differentiated(p: costs.Problem) -> tuple[costs.Work, str]:
-        layout = bands_from_counts(p.shares, p.width, max(p.classes, p.classes * p.width // 2))
-        words = ", ".join(f"{classes:,} of {width}" for classes, width in layout)
-        return costs.bands(p, layout), f"bands {words}"
-
-    def tree(make: Callable[[Any], trees.Tree]) -> Callable[[Any], tuple[costs.Work, str]]:
-        def work(p: costs.Problem) -> tuple[costs.Work, str]:
-            made = make(p.shares)
-            steps = made.expected_depth(p.shares)
-            return costs.tree_paths(p, made), f"{steps:.1f} choices a target"
-
-        return work
-
-    def drawn(most: int, **options: float) -> Callable[[Any], tuple[costs.Work, str]]:
-        def work(p: costs.Problem) -> tuple[costs.Work, str]:
-            samples = min(most, max(1, p.classes // 4))
-            return costs.drawn(p, samples, **options), f"{samples} drawn"
-
-        return work
-
-    def drawn_alone(p: costs.Problem) -> tuple[costs.Work, str]:
-        draws = costs.draws_at_first(p, ESS, BLOCK)
-        return costs.drawn_alone(p, draws, BLOCK), f"{draws} drawn a row: at first"
-
-    return [
-        _Entry("full", lambda p: (costs.flat(p), "")),
-        _Entry("self_normalized", lambda p: (costs.flat(p), "")),
-        _Entry(
-            "entmax",
-            lambda p: (costs.flat(p, per_score=costs.ENTMAX), "flat rows: at first"),
-            WIDER,
-        ),
-        _Entry("topk", lambda p: (costs.best_of(p, BEST), f"k {min(BEST, p.classes)}"), WIDER),
-        _Entry("hierarchical", tree(trees.huffman)),
-        _Entry("hierarchical:tree=two_level", tree(trees.two_level)),
-        _Entry("adaptive", adaptive),
-        _Entry("differentiated", differentiated),
-        _Entry("sampled", drawn(SAMPLES)),
-        _Entry("importance", drawn(SAMPLES)),
-        _Entry("adaptive_importance", drawn_alone, WIDER),
-        _Entry("nce", drawn(SAMPLES, per_score=costs.LOGISTIC)),
-        _Entry("negative", drawn(FEW_SAMPLES, per_score=costs.LOGISTIC)),
-        _Entry("char_cnn", lambda p: (costs.spelled(p), "words of 11 letters"), WIDER),
-    ]
-
-
-def _label_entries() -> list[_Entry]:
-    from lastlayer.lab import _plan_costs as costs
-
-    def labels(per_score: float) -> Callable[[Any], tuple[costs.Work, str]]:
-        return lambda p: (costs.flat(p, per_score=per_score), "")
-
-    return [
-        _Entry("zlpr", labels(costs.LABELS), WIDER),
-        _Entry("bce", labels(costs.LABELS), WIDER),
-        _Entry("asymmetric", labels(costs.ASYMMETRIC), WIDER),
-        _Entry("sparsemax_labels", labels(costs.SPARSE_LABELS), WIDER),
-    ]
+def load() -> float | None:
+    """Processes that want to run, per core; None where the system does not say."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (AttributeError, OSError):
+        return None

@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Literal
 
 from lastlayer.lab import metrics
-from lastlayer.lab._costs_reading import Costs, read_costs
-from lastlayer.lab._reading import Comparison, HeadEntry, Point, Run, read_comparison
+from lastlayer.lab._reading import (
+    Comparison,
+    Costs,
+    HeadEntry,
+    Point,
+    Run,
+    read_comparison,
+    read_costs,
+)
 from lastlayer.lab.metrics import Metric
 from lastlayer.lab.statistics import LEVEL, Estimate, difference, estimate, holm, p_value
 

@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lastlayer.lab._reading import Comparison, read_comparison, read_object
-from lastlayer.lab._settings import flat, plain
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.results import Results, summarise
+from lastlayer.lab.report import tables
+from lastlayer.lab.report.tables import flat, named, plain
+from lastlayer.lab.results import Results, read_results, summarise
 from lastlayer.lab.verdict import verdict
 
 _LONGEST_NAME = 30
@@ -24,6 +25,8 @@ _GAP = 3
 _REPEATED = ("label", "slug", "family", "schema")
 _GROUPS = ("data", "model", "budget", "settings", "device", "versions")
 _MISSING = "–"
+# A file has no width of its own, and rich would take 80 columns.
+_FILE_WIDTH = 140
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,33 @@ def show(
         console.print()
 
 
+def print_summary(out: Path, console: Console) -> None:
+    """What a comparison found: the table of all heads, the verdict, and why runs have failed."""
+    results = read_results(out)
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_FILE_WIDTH)
+    console.print(results_table(results, console.width))
+    found = verdict(results)
+    console.print(Text(found.sentence), soft_wrap=True)
+    for each in (*found.findings, *found.notes, *failures(results)):
+        console.print(Text(f"- {each}"), soft_wrap=True)
+
+
+def failures(results: Results) -> list[str]:
+    """Each failed run with its reason; seeds that failed alike together."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for run in results.comparison.runs:
+        if run.failed:
+            why = f"{run.status}: {run.reason}" if run.reason else run.status
+            alike.setdefault((run.head.title, why), []).append(str(run.seed))
+    return [
+        f"{head}, seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}: {why}"
+        for (head, why), seeds in alike.items()
+    ]
+
+
 def settings_table(shown: Sequence[Shown]) -> Table:
-    """A row a setting and a column a folder; what differs stands out."""
+    """A row per setting and a column per folder; what differs stands out."""
     table = _table("Settings")
     table.add_column("setting", no_wrap=True)
     for each in shown:
@@ -72,19 +100,17 @@ def settings_table(shown: Sequence[Shown]) -> Table:
         style = "bold yellow" if differs else ("dim" if len(shown) > 1 else "")
         # A sign as well as a colour, for those who do not see it and for files.
         mark = "≠ " if differs else "  " if len(shown) > 1 else ""
-        table.add_row(Text(mark + key, style=style), *(Text(v, style=style) for v in values))
+        table.add_row(Text(mark + named(key), style=style), *(Text(v, style=style) for v in values))
     return table
 
 
 def results_table(results: Results, width: int = 80) -> Table:
-    """A row a head, best first, with the interval of each mean; as many columns as have room.
+    """A row per head, best first, with the interval of each mean; as many columns as have room.
 
     Args:
         results: of a comparison.
         width: of the terminal, in characters.
     """
-    from lastlayer.lab.report import tables
-
     table = _table(f"Results · {results.comparison.folder}")
     table.caption = tables.note(results, "below them")
     names = [summary.title for summary in results.summaries]
@@ -161,7 +187,7 @@ def _comparison_settings(comparison: Comparison) -> dict[str, Any]:
 
 
 def _as_json(settings: Sequence[Shown], found: Sequence[Results]) -> dict[str, Any]:
-    from lastlayer.lab.report.data import everything, jsonable
+    from lastlayer.lab.report.page import everything, jsonable
 
     made: dict[str, Any] = jsonable(
         {

@@ -39,6 +39,8 @@ class Verdict:
     """Heads that are not significantly different from the best one."""
     needed: int | None = None
     """Steps that it is expected to take until heads can be told apart, where it is too early."""
+    runner_up: HeadSummary | None = None
+    """The best head beside the recommended one."""
 
     @property
     def sentence(self) -> str:
@@ -68,18 +70,19 @@ def verdict(results: Results) -> Verdict:
     tied = tuple(s for s in ranked[1:] if not apart[s.head.slug])
     chosen = recommended(results)
     needed = steps_needed(results, chosen)
-    findings = tuple(_findings(results, best, tied, chosen))
+    runner_up = next(s for s in ranked if s is not chosen)
+    findings = tuple(_findings(results, best, tied, chosen, runner_up))
     if needed is not None:
-        headline = "It is too early to tell which head to take"
+        headline = f"It is too early to tell: about {needed:,} steps are needed"
         detail = (
-            f": after {budget_text(results)} {_unsettled(results, chosen)}; about {needed:,} steps "
-            f"are expected to settle it (--budget {needed}steps). So far {in_sentence(best)} is "
-            f"ahead, with {results.metric.label} {quality}."
+            f". After {budget_text(results)} {_unsettled(results, chosen)}; repeat with --budget "
+            f"{needed}steps. So far {in_sentence(best)} is ahead, with {results.metric.label} "
+            f"{quality}."
         )
-        return Verdict(headline, detail, findings, notes, best, chosen, tied, needed)
+        return Verdict(headline, detail, findings, notes, best, chosen, tied, needed, runner_up)
     headline = f"Take {in_sentence(chosen)}"
     detail = f": {_reason(results, best, chosen, tied)}."
-    return Verdict(headline, detail, findings, notes, best, chosen, tied)
+    return Verdict(headline, detail, findings, notes, best, chosen, tied, None, runner_up)
 
 
 def recommended(results: Results) -> HeadSummary:
@@ -244,7 +247,11 @@ def _certainty(best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
 
 
 def _findings(
-    results: Results, best: HeadSummary, tied: Sequence[HeadSummary], chosen: HeadSummary
+    results: Results,
+    best: HeadSummary,
+    tied: Sequence[HeadSummary],
+    chosen: HeadSummary,
+    runner_up: HeadSummary,
 ) -> list[str]:
     metric = results.metric
     value = describe(metric, best.estimates[metric.key])
@@ -259,10 +266,7 @@ def _findings(
             f"{in_sentence(winner)} is ahead on validation data, with {metric.label} "
             f"{metric.format(at.mean)}."
         )
-    others = [s for s in results.ranked if s is not chosen]
-    if others:
-        found.append(_beside(results, chosen, others[0]))
-    return found
+    return [*found, _beside(results, chosen, runner_up)]
 
 
 def _beside(results: Results, chosen: HeadSummary, other: HeadSummary) -> str:

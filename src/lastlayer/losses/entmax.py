@@ -1,10 +1,11 @@
 """The losses of sparsemax, entmax and top-k softmax.
 
-With class ids and a fixed alpha or k, one engine makes the losses and, in the memory of the
-probabilities, their gradient. Distributions, a learned alpha and transforms of ``torch.func`` take
-the torch operations of :mod:`lastlayer.losses.fenchel_young`.
+One engine makes the losses and their gradients, that of a learned alpha included. Targets with a
+gradient, empty rows and transforms of ``torch.func`` take the torch operations of
+:mod:`lastlayer.losses.fenchel_young`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,7 +102,7 @@ def entmax_loss(
     gradient for it, at first and second order.
 
     Cost: that of :func:`lastlayer.sparsemax_loss`; an alpha other than 1.5 and 2 takes an exp and a
-    log per score besides. An alpha that is a tensor takes about a hundred torch operations.
+    log per score that may have probability besides, and so does one that is learned.
 
     Args:
         scores: ``(*batch, n)``; -inf is a legal mask.
@@ -123,27 +124,16 @@ def entmax_loss(
         arXiv:1905.05702.
     """
     check_alpha(alpha)
-    if not isinstance(alpha, Tensor):
-        return _loss(scores, target, float(alpha), 0, class_weight, ignore_index, reduction)
-    check_scores(scores)
-    check_alpha_shape(alpha, scores, scores.dim() - 1)
-    target, by_class, ignore_index = check_loss(
-        scores, target, class_weight, ignore_index, reduction
-    )
-    dtype = accumulation_dtype(scores.dtype)
-    row_alpha = alpha.to(dtype).expand(*scores.shape[:-1], 1).squeeze(-1)
-    return general_loss(
-        scores,
-        target,
-        by_class,
-        lambda rows: entmax(rows, row_alpha.unsqueeze(-1)),
-        lambda probs: tsallis_entropy(probs, row_alpha),
-        class_weight,
-        ignore_index,
-        reduction,
-        parameter=row_alpha,
-        entropy_slope=lambda probs: tsallis_entropy_alpha_slope(probs, row_alpha),
-    )
+    row_alpha = None
+    if isinstance(alpha, Tensor):
+        check_scores(scores)
+        check_alpha_shape(alpha, scores, scores.dim() - 1)
+        row_alpha = in_dtype(alpha, accumulation_dtype(scores.dtype))
+        row_alpha = row_alpha.expand(*scores.shape[:-1], 1).squeeze(-1)
+        alpha = math.nan
+    return _loss(
+        scores, target, float(alpha), row_alpha, 0, class_weight, ignore_index, reduction
+    )  # fmt: skip
 
 
 def topk_softmax_loss(
@@ -190,48 +180,59 @@ def topk_softmax_loss(
     Reference:
         Su, spaces.ac.cn/archives/8046 (sparse softmax).
     """
-    return _loss(scores, target, 1.0, check_k(k), class_weight, ignore_index, reduction)
+    return _loss(scores, target, 1.0, None, check_k(k), class_weight, ignore_index, reduction)
 
 
 def _loss(
     scores: Tensor,
     target: Tensor,
     alpha: float,
+    row_alpha: Tensor | None,
     k: int,
     class_weight: Tensor | None,
     ignore_index: int | None,
     reduction: str,
 ) -> Tensor:
-    """The loss of entmax, or of softmax over the k largest scores where k is not 0."""
+    """The loss of entmax, or of softmax over the k largest scores where k is not 0.
+
+    ``alpha`` counts where ``row_alpha``, one for each row, is None.
+    """
     target, by_class, ignore_index = check_loss(
         scores, target, class_weight, ignore_index, reduction
     )
     if scores.shape[-1] and not target.requires_grad and not in_functorch():
-        options = alpha, k, ignore_index if by_class else None, False
-        return fused_loss(_ENGINE, (scores, target, class_weight), options, reduction)[0]
+        operands = scores, row_alpha, target, class_weight
+        return fused_loss(_ENGINE, operands, (alpha, k, ignore_index, False), reduction)[0]
+    slope = None
+    if row_alpha is not None:
+        slope = lambda probs: tsallis_entropy_alpha_slope(probs, row_alpha)  # noqa: E731
     return general_loss(
         scores,
         target,
         by_class,
-        lambda rows: _map(rows, alpha, k),
-        lambda probs: tsallis_entropy(probs, alpha),
+        lambda rows: _map(rows, alpha, row_alpha, k),
+        lambda probs: tsallis_entropy(probs, alpha if row_alpha is None else row_alpha),
         class_weight,
         ignore_index,
         reduction,
+        parameter=row_alpha,
+        entropy_slope=slope,
     )
 
 
 def label_loss(scores: Tensor, labels: Tensor, reduction: str) -> Tensor:
     """The sparsemax loss against the distribution in proportion to labels; checked arguments."""
-    return fused_loss(_ENGINE, (scores, labels, None), (2.0, 0, None, True), reduction)[0]
+    return fused_loss(_ENGINE, (scores, None, labels, None), (2.0, 0, None, True), reduction)[0]
 
 
-def _map(rows: Tensor, alpha: float, k: int) -> Tensor:
-    return topk_softmax(rows, k) if k else entmax(rows, alpha)
+def _map(rows: Tensor, alpha: float, row_alpha: Tensor | None, k: int) -> Tensor:
+    if k:
+        return topk_softmax(rows, k)
+    return entmax(rows, alpha if row_alpha is None else row_alpha.unsqueeze(-1))
 
 
 class _ScoreLoss(Engine):
-    """Operands: scores ``(*batch, n)``; ids ``(*batch)`` or distributions; class weights.
+    """Operands: scores ``(*batch, n)``; alphas ``(*batch)``; ids or distributions; class weights.
 
     Triton's kernels leave a few numbers per row, from which backward makes the gradient. Elsewhere
     the gradient is made with the loss, and held also where the loss is not reduced.
@@ -240,43 +241,50 @@ class _ScoreLoss(Engine):
     name = "score_loss"
     schema = "float alpha, int k, int? ignore_index, bool labels"
     n_constants = 2
-    kept = (0, 1, 2)
+    kept = (0, 1, 2, 3)
     starts_again = False
 
     def compute(self, call: Call) -> Result:
-        (scores, target, class_weight), options, reduction, wanted, _ = call
+        (scores, alphas, target, class_weight), options, reduction, wanted, _ = call
         alpha, k, ignore_index, labels = options
         batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
-        rows, wish = _as_rows(scores, target)
+        rows, row_alpha, wish = _as_rows(scores, alphas, target)
         if _leaves_statistics(scores, k):
-            losses, weight, stats = kernels.score_loss.forward(
-                "auto", rows, wish, class_weight, ignore_index, alpha, labels
-            )
-            pieces = (stats, weight) if wanted[0] else (None, None)
-            if reduction == "mean":
-                loss, size = kernels.products.weighted_mean("auto", losses, weight)
-                return Result(loss, pieces, (), size)
-            losses = losses * weight
-            return Result(losses.sum() if reduction == "sum" else losses.view(batch), pieces)
+            loss, *pieces = kernels.score_loss.forward(
+                "auto", rows, wish, class_weight, ignore_index, alpha, row_alpha, labels,
+                reduction == "mean",
+            )  # fmt: skip
+            if reduction == "sum":
+                loss = loss.sum()
+            elif reduction == "none" and len(batch) != 1:
+                loss = loss.view(batch)
+            return Result(loss, pieces if any(wanted) else (None, None))
         wish, weight = _row_weight(wish, class_weight, ignore_index, labels, dtype)
         scale = RowScale.of(weight, reduction, rows.shape[0])
-        factors = size = None
-        if wanted[0]:
+        factors = size = slopes = None
+        if any(wanted):
             factors, size = near_one(scale.factors(rows, rows.shape[0]), scores.dtype)
+        if row_alpha is not None:
+            slopes = rows.new_empty(rows.shape[0], dtype=dtype)
+        order = alpha, row_alpha, slopes, k
         if k and not wish.is_floating_point() and _is_by_triton("topk_softmax_loss", scores):
             losses, gradient = kernels.topk_softmax.loss("auto", rows, wish, factors, k)
         elif rows.dtype == dtype:
-            losses, gradient = _rows(rows, wish, factors, alpha, k)
+            losses, gradient = _rows(rows, wish, factors, *order)
         else:
-            losses, gradient = _widened_rows(rows, wish, factors, alpha, k)
+            losses, gradient = _widened_rows(rows, wish, factors, *order)
         loss = scale.reduce(losses, reduction)
         if reduction == "none" and len(batch) != 1:
             loss = loss.reshape(batch)
         if factors is None:
-            return Result(loss, (None,))
-        return Result(
-            loss, (gradient if len(batch) == 1 else gradient.view(scores.shape),), (), size
-        )
+            return Result(loss, (None, None))
+        if slopes is not None:
+            slopes = torch.where(factors == 0, 0.0, slopes * factors)
+        found = gradient, slopes
+        made = [each if wants else None for each, wants in zip(found, wanted, strict=True)]
+        if len(batch) != 1:
+            made = [None if each is None else each.view(*batch, *each.shape[1:]) for each in made]
+        return Result(loss, made, (), size)
 
     def fake(self, call: Call) -> Result:
         scores = call.operands[0]
@@ -284,55 +292,75 @@ class _ScoreLoss(Engine):
             return super().fake(call)
         n, dtype = scores.shape[:-1].numel(), torch.float32
         loss = scores.new_empty(scores.shape[:-1] if call.reduction == "none" else (), dtype=dtype)
-        size = scores.new_empty((), dtype=dtype) if call.reduction == "mean" else None
-        pieces = [scores.new_empty(n, 5, dtype=dtype), scores.new_empty(n, dtype=dtype)]
-        return Result(loss, pieces if call.wanted[0] else (None, None), (), size)
+        left = kernels.score_loss.left(scores.new_empty(n, scores.shape[-1]))
+        return Result(loss, left if any(call.wanted) else (None, None))
 
     def finish(
         self, call: Call, pieces: Sequence[Any], factor: Tensor | None, reusable: bool
     ) -> Grads:
-        (scores, target, _), (alpha, *_, labels), *_ = call
-        if len(pieces) == 2:
-            rows, wish = _as_rows(scores, target)
-            stats, weight = pieces
+        (scores, alphas, target, _), (alpha, k, _, labels), _, wanted, _ = call
+        if _leaves_statistics(scores, k):
+            rows, row_alpha, wish = _as_rows(scores, alphas, target)
+            stats, chosen = pieces
             if factor is None:
                 factor = stats.new_ones(())
             elif factor.dim() > 1:
                 factor = factor.reshape(-1)
-            made = kernels.score_loss.backward(
-                "auto", rows, wish, weight, stats, factor, alpha, labels
-            )
-            return [made if scores.dim() == 2 else made.view(scores.shape)]
-        (gradient,) = pieces
-        if gradient is None or factor is None or not factor.dim():
+            gradient = slopes = None
+            if wanted[0]:
+                gradient = kernels.score_loss.backward(
+                    "auto", rows, wish, stats, chosen, factor, alpha, row_alpha, labels
+                )
+                gradient = gradient if scores.dim() == 2 else gradient.view(scores.shape)
+            if wanted[1]:
+                n = rows.shape[0]
+                row = factor * stats[-1] * stats[:n]
+                slopes = torch.where(row == 0, 0.0, row * stats[n : 2 * n]).view(alphas.shape)
+            return [gradient, slopes]
+        gradient, slopes = pieces
+        if factor is None or not factor.dim():
             return super().finish(call, pieces, factor, reusable)
+        if slopes is not None:
+            slopes = torch.where(factor == 0, 0.0, slopes * factor)
         row = factor.unsqueeze(-1)
+        if gradient is None:
+            return [None, slopes]
         if reusable and gradient.dtype == row.dtype:
-            return [gradient.mul_(row).masked_fill_(row == 0, 0.0)]
-        return [torch.where(row == 0, 0.0, gradient * row)]
+            return [gradient.mul_(row).masked_fill_(row == 0, 0.0), slopes]
+        return [torch.where(row == 0, 0.0, gradient * row), slopes]
 
     def differentiable(self, call: Call, grad: Tensor) -> Grads:
-        (scores, target, class_weight), options, reduction, *_ = call
+        (scores, alphas, target, class_weight), options, reduction, wanted, _ = call
         alpha, k, ignore_index, labels = options
         batch, dtype = scores.shape[:-1], accumulation_dtype(scores.dtype)
         wish, weight = _row_weight(target, class_weight, ignore_index, labels, dtype)
         scale = RowScale.of(weight, reduction, batch.numel())
         row = scale.factors(scores, batch.numel()).reshape(batch) * grad
-        row = row.unsqueeze(-1)
-        return [score_gradient(_map(in_dtype(scores, dtype), alpha, k), wish, row)]
+        probs = _map(in_dtype(scores, dtype), alpha, alphas, k)
+        slopes = None
+        if wanted[1]:
+            slopes = tsallis_entropy_alpha_slope(probs, alphas)
+            if wish.is_floating_point():
+                slopes = slopes - tsallis_entropy_alpha_slope(wish, alphas)
+            slopes = torch.where(row == 0, 0.0, slopes * row)
+        return [score_gradient(probs, wish, row.unsqueeze(-1)), slopes]
 
 
 _ENGINE = _ScoreLoss()
 
 
-def _as_rows(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _as_rows(
+    scores: Tensor, alphas: Tensor | None, target: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
     n, dense = scores.shape[-1], target.dim() == scores.dim()
     rows = scores if scores.dim() == 2 else scores.reshape(-1, n)
     if dense:
         target = target if target.dim() == 2 else target.reshape(-1, n)
     else:
         target = target if target.dim() == 1 else target.reshape(-1)
-    return rows.contiguous(), target.contiguous()
+    if alphas is not None and alphas.dim() != 1:
+        alphas = alphas.reshape(-1)
+    return rows.contiguous(), alphas, target.contiguous()
 
 
 def _leaves_statistics(scores: Tensor, k: int) -> bool:
@@ -360,7 +388,7 @@ def _row_weight(
         target = target / torch.where(total > 0, total, 1.0)
     elif target.is_floating_point():
         target = in_dtype(target, dtype)
-    elif ignore_index is not None and _may_have(target, ignore_index):
+    elif ignore_index is not None:
         counted = target != ignore_index
         target = target * counted
     weight = None
@@ -372,27 +400,26 @@ def _row_weight(
     return target, weight
 
 
-def _may_have(target: Tensor, ignore_index: int) -> bool:
-    """Whether a target may be ignored. On a CPU it is looked up, so that nothing else is done."""
-    if target.device.type != "cpu" or in_functorch():
-        return True
-    return bool((target.numpy() == ignore_index).any())
-
-
 def _rows(
-    rows: Tensor, target: Tensor, factors: Tensor | None, alpha: float, k: int
-) -> tuple[Tensor, Tensor]:
-    """Losses, and the gradient of their sum by ``factors`` where these are given."""
+    rows: Tensor, target: Tensor, factors: Tensor | None, alpha: float, row_alpha: Tensor | None,
+    slopes: Tensor | None, k: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Losses, and the gradient of their sum by ``factors`` where these are given.
+
+    ``slopes`` gets the derivative of each by its own alpha.
+    """
     if k:
         probs = kernels.topk_softmax.forward("auto", rows, k)
     else:
-        probs = kernels.entmax.forward("auto", rows, alpha, None)
-    return kernels.entmax_rows.forward_("auto", probs, rows, target, factors, alpha), probs
+        probs = kernels.entmax.forward("auto", rows, alpha, row_alpha)
+    given = probs, rows, target, factors, alpha, row_alpha, slopes
+    return kernels.entmax_rows.forward_("auto", *given), probs
 
 
 def _widened_rows(
-    rows: Tensor, target: Tensor, factors: Tensor | None, alpha: float, k: int
-) -> tuple[Tensor, Tensor]:
+    rows: Tensor, target: Tensor, factors: Tensor | None, alpha: float, row_alpha: Tensor | None,
+    slopes: Tensor | None, k: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """From half precision, some rows at a time in float32.
 
     A probability that is rounded before 1 is subtracted from it has few digits left for the
@@ -403,8 +430,10 @@ def _widened_rows(
     step = max(1, _WIDENED // rows.shape[1])
     for first in range(0, rows.shape[0], step):
         part = slice(first, first + step)
-        scale = None if factors is None else factors[part]
-        losses[part], made = _rows(rows[part].to(dtype), target[part], scale, alpha, k)
+        scale, own, slope = (
+            None if each is None else each[part] for each in (factors, row_alpha, slopes)
+        )
+        losses[part], made = _rows(rows[part].to(dtype), target[part], scale, alpha, own, slope, k)
         if factors is not None:
             gradient[part] = made
     return losses, gradient

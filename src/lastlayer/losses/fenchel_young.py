@@ -14,7 +14,7 @@ from lastlayer._checks import (
     check_scores,
     check_target,
 )
-from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer._torch import accumulation_dtype, in_dtype, in_functorch
 from lastlayer.fused.function import RowScale
 
 
@@ -81,7 +81,7 @@ def check_loss(
     check_scores(scores)
     check_reduction(reduction)
     ignore_index = check_ignore_index(ignore_index)
-    target, by_class = check_target(target, scores, ignore_index)
+    target, by_class, ignore_index = check_target(target, scores, ignore_index)
     if class_weight is not None:
         check_class_weight(class_weight, scores.shape[-1], scores, "scores")
     return target, by_class, ignore_index
@@ -179,12 +179,19 @@ def score_gradient(probs: Tensor, target: Tensor, row: Tensor) -> Tensor:
     Rows with factor 0 have gradient 0 even where their scores are NaN, and so have fully masked
     rows, which have no probability anywhere.
     """
-    if target.is_floating_point():
-        gradient = (probs - target) * row
-    else:
-        gradient = (probs * row).scatter_add(-1, target.unsqueeze(-1), -row)
-    moves = (row != 0) & (probs != 0).any(-1, keepdim=True)
-    return torch.where(moves, gradient, 0.0)
+    dense = target.is_floating_point()
+    moves = (row != 0) & (probs.sum(-1, keepdim=True) != 0)
+    if torch.is_grad_enabled() or in_functorch():
+        if dense:
+            gradient = (probs - target) * row
+        else:
+            gradient = (probs * row).scatter_add(-1, target.unsqueeze(-1), -row)
+        return torch.where(moves, gradient, 0.0)
+    # The same in memory of its own, which is one matrix instead of three.
+    gradient = (probs - target).mul_(row) if dense else probs * row
+    if not dense:
+        gradient.scatter_add_(-1, target.unsqueeze(-1), -row)
+    return gradient.masked_fill_(~moves, 0.0)
 
 
 def _value(
@@ -199,9 +206,11 @@ def _value(
         difference = probs - target
         gap = torch.where(difference != 0, shifted * difference, 0.0).sum(-1)
     else:
+        # Finite numbers times a probability of 0 are 0: no choice per class is needed.
+        lowest = torch.finfo(scores.dtype).min
         at_target = scores.gather(-1, target.unsqueeze(-1))
-        gap = torch.where(probs != 0, (scores - at_target) * probs, 0.0).sum(-1)
-        # Fully masked rows have no probability anywhere, and no target can be met.
-        nowhere = (at_target == -math.inf).squeeze(-1) & (probs == 0).all(-1)
-        gap = gap.masked_fill(nowhere, math.inf)
+        leads = (scores - at_target.clamp(min=lowest)).clamp(min=lowest)
+        gap = leads.mul_(probs).sum(-1)
+        # A masked target cannot be met; a NaN stays one.
+        gap = gap.masked_fill((at_target == -math.inf).squeeze(-1) & ~gap.isnan(), math.inf)
     return gap + entropy(probs)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_dim, check_mask, check_scores
-from lastlayer._torch import in_functorch, is_eager
+from lastlayer._torch import apply_of, is_eager, transforms_are_active
 from lastlayer.kernels import Impl
 from lastlayer.maps.tsallis import alpha_slope
 
@@ -16,11 +16,12 @@ from lastlayer.maps.tsallis import alpha_slope
 def as_rows(scores: Tensor, dim: int, mask: Tensor | None) -> Tensor:
     """``scores`` with ``dim`` last and -inf where ``mask`` is False."""
     check_scores(scores)
-    dim = check_dim(dim, scores)
+    if dim != -1:
+        dim = check_dim(dim, scores)
     if mask is not None:
         check_mask(mask, scores)
         scores = scores.masked_fill(~mask, -math.inf)
-    return scores if dim == scores.dim() - 1 else scores.movedim(dim, -1)
+    return scores if dim in (-1, scores.dim() - 1) else scores.movedim(dim, -1)
 
 
 def from_rows(rows: Tensor, dim: int) -> Tensor:
@@ -35,8 +36,8 @@ def entmax_rows(scores: Tensor, alpha: float, row_alpha: Tensor | None, impl: Im
     if _needs_no_graph(scores, row_alpha):
         probs = _forward(impl, scores, alpha, row_alpha)
     else:
-        function = _Entmax if _transforms_are_active() else _EagerEntmax
-        probs = function.apply(scores, row_alpha, alpha, impl)
+        apply = _Entmax.apply if transforms_are_active() else _apply_entmax
+        probs = apply(scores, row_alpha, alpha, impl)
     return probs
 
 
@@ -46,8 +47,8 @@ def topk_softmax_rows(scores: Tensor, k: int, impl: Impl) -> Tensor:
     if _needs_no_graph(scores):
         probs = kernels.topk_softmax.forward(impl, scores, k)
     else:
-        function = _TopKSoftmax if _transforms_are_active() else _EagerTopKSoftmax
-        probs = function.apply(scores, k, impl)
+        apply = _TopKSoftmax.apply if transforms_are_active() else _apply_topk_softmax
+        probs = apply(scores, k, impl)
     return probs
 
 
@@ -65,7 +66,7 @@ def entmax_jacobian_product(
 
 def _forward(impl: Impl, scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     made: Tensor
-    if _are_columns(impl, scores):
+    if not scores.is_contiguous() and _are_columns(impl, scores):
         from lastlayer.kernels.entmax import cpu as kernel
 
         made = kernel.forward_columns(scores, alpha, row_alpha)
@@ -78,7 +79,12 @@ def _backward(
     impl: Impl, probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
 ) -> Tensor:
     made: Tensor
-    if probs.dtype == grad.dtype and _are_columns(impl, probs) and is_eager(grad):
+    if (
+        not probs.is_contiguous()
+        and probs.dtype == grad.dtype
+        and _are_columns(impl, probs)
+        and is_eager(grad)
+    ):
         from lastlayer.kernels.entmax import cpu as kernel
 
         made = kernel.backward_columns(probs, grad, alpha, row_alpha)
@@ -95,7 +101,6 @@ def _are_columns(impl: Impl, rows: Tensor) -> bool:
     return (
         impl in ("auto", "cpu")
         and rows.device.type == "cpu"
-        and not rows.is_contiguous()
         and rows.dtype in (torch.float32, torch.float64)
         and is_eager(rows)
         and rows.movedim(-1, 0).is_contiguous()
@@ -103,11 +108,8 @@ def _are_columns(impl: Impl, rows: Tensor) -> bool:
     )
 
 
-def _alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor, impl: Impl) -> Tensor:
-    """The gradient of each row's alpha; differentiable where that is asked for."""
-    if _needs_no_graph(probs, grad, row_alpha):
-        made: Tensor = kernels.entmax.alpha_gradient(impl, probs, grad, row_alpha)
-        return made
+def _alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
+    """The gradient of each row's alpha, differentiable."""
     slope = alpha_slope(probs, row_alpha)
     # Outside of the support the gradient does not count, whatever it is.
     inside = torch.where(probs != 0, grad.to(slope.dtype), 0.0)
@@ -116,15 +118,17 @@ def _alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor, impl: Impl) 
 
 def _needs_no_graph(*tensors: Tensor | None) -> bool:
     """Whether an operation can be called directly, which costs the host a fraction."""
-    if _transforms_are_active():
+    if transforms_are_active():
         return False
-    if not torch.is_grad_enabled():
-        return True
-    return not any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return False
+    return True
 
 
-def _eager_form(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """The same Function with ``forward`` and ``setup_context`` in one.
+def _eager_apply(function: type[torch.autograd.Function]) -> Any:
+    """``apply`` of the same Function with ``forward`` and ``setup_context`` in one.
 
     Transforms need two methods, but then torch inspects the signature of ``forward`` at every
     call, which costs the host more than launching a kernel.
@@ -140,12 +144,7 @@ def _eager_form(function: type[torch.autograd.Function]) -> type[torch.autograd.
         backward = staticmethod(function.backward)
 
     Eager.__name__ = Eager.__qualname__ = function.__name__
-    return Eager
-
-
-def _transforms_are_active() -> bool:
-    """Whether a compiler or a function transform has to see the Function itself."""
-    return torch.compiler.is_compiling() or in_functorch()
+    return apply_of(Eager)
 
 
 def batch_first(size: int, in_dims: tuple[int | None, ...], *tensors: Any) -> tuple[Any, ...]:
@@ -177,11 +176,14 @@ class _Entmax(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         probs, row_alpha = ctx.saved_tensors
+        if ctx.needs_input_grad[1] and _needs_no_graph(probs, grad, row_alpha):
+            made = kernels.entmax.gradients(ctx.impl, probs, grad, row_alpha)
+            return *made, None, None
         grad_scores = grad_row_alpha = None
         if ctx.needs_input_grad[0]:
             grad_scores = entmax_jacobian_product(probs, grad, row_alpha, ctx.alpha, ctx.impl)
         if ctx.needs_input_grad[1]:
-            grad_row_alpha = _alpha_gradient(probs, grad, row_alpha, ctx.impl)
+            grad_row_alpha = _alpha_gradient(probs, grad, row_alpha)
         return grad_scores, grad_row_alpha, None, None
 
     @staticmethod
@@ -260,8 +262,8 @@ class _TopKSoftmax(torch.autograd.Function):
         return topk_softmax_rows(scores, k, impl), 0
 
 
-_EagerEntmax = _eager_form(_Entmax)
-_EagerTopKSoftmax = _eager_form(_TopKSoftmax)
+_apply_entmax = _eager_apply(_Entmax)
+_apply_topk_softmax = _eager_apply(_TopKSoftmax)
 
 
 def _centred(values: Tensor, weights: Tensor, total: Tensor) -> Tensor:

@@ -69,10 +69,7 @@ def fork(rng_counter: Tensor, number: int) -> Tensor:
         )
     as_rng_counter(rng_counter, None, rng_counter.device)
     number = check_int("number", number, least=0, most=2**62 - 1)
-    # Negative steps below all that a run reaches are kept for this.
-    marked = torch.stack([rng_counter[0], rng_counter.new_full((), _LOWEST + number)])
-    made = rng.words("auto", marked, 1)[0]
-    return torch.stack([made[0] << 32 | made[1], rng_counter[1]])
+    return rng.fork(rng_counter, number)
 
 
 def fractions(pairs: Tensor) -> Tensor:

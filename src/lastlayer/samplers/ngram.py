@@ -7,23 +7,10 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_device, check_int, check_not_negative, check_scores, check_share
-from lastlayer.kernels import rng
-from lastlayer.samplers.base import MOST_CLASSES, Sampler
-from lastlayer.samplers.counters import fork
+from lastlayer.kernels import context_lists
+from lastlayer.kernels.context_lists import NO_KEY, PARTS, SHARES, UNUSED, WAYS
+from lastlayer.samplers.base import MOST_CLASSES, Sampled, Sampler
 from lastlayer.samplers.unigram import Unigram
-
-# The mixture in units: its parts sum to this.
-_PARTS = 1 << 32
-# No part of the mixture falls below this: an n-gram that is of no use now may be of use later.
-_LEAST_PART = 0.01
-# Places for contexts whose hashes agree.
-WAYS = 8
-# The shares of a list sum to this.
-SHARES = 1 << 40
-# What an unused place of a list holds, above every class.
-UNUSED = 2**31 - 1
-_NO_KEY = -1
-_GOLDEN = -7046029254386353131
 
 
 class AdaptiveNGram(Sampler):
@@ -89,42 +76,31 @@ class AdaptiveNGram(Sampler):
         self.mixture_rate = check_not_negative("mixture_rate", mixture_rate)
         self.unigram = unigram
         self.lists = torch.nn.ModuleList(ContextLists(contexts, width) for _ in range(order - 1))
-        parts = torch.full((order,), _PARTS // order)
-        parts[0] += _PARTS - int(parts.sum())
+        parts = torch.full((order,), PARTS // order)
+        parts[0] += PARTS - int(parts.sum())
         self.register_buffer("mixture", parts)
 
     def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Tensor:
-        places = self._find(context)
-        rows = len(places[0])
-        start = self.unigram._draw(rows * n, fork(rng_counter, 0), None).view(rows, n)
-        chance = rng.words("auto", fork(rng_counter, 1), 2 * rows * n).view(rows, n, 4)
-        part = torch.searchsorted(self.mixture.cumsum(0), chance[..., 0].contiguous(), right=True)
-        within = chance[..., 1] << 8 | chance[..., 2] >> 24
-        drawn = start
-        for k, (lists, place) in enumerate(zip(self._lists(), places, strict=True), 1):
-            drawn = torch.where(part == k, lists.draw(place, start, within), drawn)
-        return drawn
+        return self._draw_both(n, rng_counter, context).ids
+
+    def _draw_both(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Sampled:
+        return Sampled(*context_lists.draw("auto", context, rng_counter, self.proposal(), n))
 
     def _log_prob(self, ids: Tensor, context: Tensor | None) -> Tensor:
-        places = self._find(context)
-        rows = len(places[0])
+        rows = 0 if context is None else len(context)
         if ids.dim() not in (1, 2) or len(ids) != rows:
             raise ValueError(
                 f"ids: expected shape ({rows}, n) or ({rows},), one row per context, "
                 f"got {tuple(ids.shape)}"
             )
         wide = ids if ids.dim() == 2 else ids.unsqueeze(1)
-        parts = self._parts(places, wide, self.unigram.weight[wide])
-        return (self._mixed(parts).log() - self.unigram.log_total).view(ids.shape)
+        made: Tensor = context_lists.log_prob("auto", context, wide, self.proposal())
+        return made.view(ids.shape)
 
-    def _parts(self, places: list[Tensor], ids: Tensor, weight: Tensor) -> list[Tensor]:
-        """Each n-gram's probabilities, in units of the unigram's weights."""
-        pairs = zip(self._lists(), places, strict=True)
-        return [weight.double(), *(lists.probs(place, ids, weight) for lists, place in pairs)]
-
-    def _mixed(self, parts: list[Tensor]) -> Tensor:
-        shares = self.mixture.double() / _PARTS
-        return sum((shares[k] * part for k, part in enumerate(parts)), torch.zeros_like(parts[0]))
+    def proposal(self) -> list[Tensor]:
+        """All that it consists of, as :mod:`lastlayer.kernels.context_lists` takes it."""
+        lists = [each for part in self.lists for each in part.buffers()]
+        return [self.mixture, self.unigram.table, self.unigram.weight, *lists]
 
     @torch.no_grad()
     def update(self, context: Tensor, ids: Tensor, scores: Tensor) -> None:
@@ -138,11 +114,10 @@ class AdaptiveNGram(Sampler):
                 counts once, however often it is there.
             scores: the model's, ``(rows, m)``.
         """
-        keys = self._keys(self._check_context(context))
-        ids = self._check_ids("ids", ids)
+        words, ids = self._check_context(context), self._check_ids("ids", ids)
         check_scores(scores)
         check_device("scores", scores, self.mixture, "the sampler")
-        rows = len(keys[0])
+        rows = len(words)
         if ids.dim() == 1:
             ids = ids.expand(rows, -1)
         if ids.shape != scores.shape or len(ids) != rows or ids.dim() != 2 or not ids.shape[1]:
@@ -150,62 +125,13 @@ class AdaptiveNGram(Sampler):
                 f"scores: expected shape ({rows}, m), one score for each of ids "
                 f"{tuple(ids.shape)}, got {tuple(scores.shape)}"
             )
-        if not rows:
-            return
-        classes, order = ids.sort(dim=1, stable=True)
-        again = torch.zeros_like(classes, dtype=torch.bool)
-        again[:, 1:] = classes[:, 1:] == classes[:, :-1]
-        weight = self.unigram.weight[classes].masked_fill(again, 0)
-        scores = scores.gather(1, order).double().masked_fill(again, -torch.inf)
-        target = scores.softmax(1)
-        known = target.isfinite().all(1)
-        places = [lists.find(key) for lists, key in zip(self._lists(), keys, strict=True)]
-        parts = [part.masked_fill(again, 0.0) for part in self._parts(places, classes, weight)]
-        in_context = known & (keys[0] >= 0)
-        target_there = target.masked_fill(~in_context[:, None], 0.0)
-        self._move_mixture(parts, target_there, again, in_context)
-        # A class that is there again goes behind the others, which stay sorted.
-        classes, order = classes.masked_fill(again, UNUSED).sort(dim=1, stable=True)
-        for lists, key, part in zip(self._lists(), keys, parts[1:], strict=True):
-            moved = part + self.rate * (part.sum(1, keepdim=True) * target - part)
-            place = lists.place(torch.where(known, key, -1))
-            taught = classes.int(), moved.gather(1, order), weight.gather(1, order)
-            lists.learn(place, *taught, self.unigram.weight)
+        if rows:
+            self._learn(words, ids, scores)
 
-    def _move_mixture(
-        self, parts: list[Tensor], target: Tensor, again: Tensor, taught: Tensor
-    ) -> None:
-        """One step of exponentiated gradient on the KL divergence within the classes scored.
-
-        Of the rows that were ``taught``, which have a context; without one nothing moves.
-        """
-        mixed = self._mixed(parts)
-        per_class = target / mixed.masked_fill(again, 1.0)
-        within = target.sum(1) / mixed.sum(1)
-        n_taught = taught.sum().clamp(min=1)
-        slopes = [((per_class * part).sum(1) - within * part.sum(1)).sum() for part in parts]
-        moves = self.mixture_rate * torch.stack(slopes) / n_taught
-        shares = self.mixture.double() * (moves - moves.max()).exp()
-        shares = (shares / shares.sum()).clamp(min=_LEAST_PART)
-        shares = shares / shares.sum()
-        moved = (shares * _PARTS).long()
-        moved[0] += _PARTS - moved.sum()
-        self.mixture.copy_(moved)
-
-    def _lists(self) -> list["ContextLists"]:
-        return [each for each in self.lists if isinstance(each, ContextLists)]
-
-    def _find(self, context: Tensor | None) -> list[Tensor]:
-        pairs = zip(self._lists(), self._keys(context), strict=True)
-        return [lists.find(key) for lists, key in pairs]
-
-    def _keys(self, context: Any) -> list[Tensor]:
-        """For each length of context one number per row that stands for it; -1 for none."""
-        keys = [context[:, -1]]
-        if self.order == 3:
-            both = context[:, -1] * self.n_classes + context[:, -2]
-            keys.append(torch.where((context[:, -2:] < 0).any(1), -1, both))
-        return keys
+    def _learn(self, context: Tensor, ids: Tensor, scores: Tensor) -> None:
+        """:meth:`update` of arguments that are right; a negative id is none."""
+        rates = self.rate, self.mixture_rate
+        context_lists.learn_("auto", context, ids, scores, self.proposal(), *rates)
 
     def _check_context(self, context: Any) -> Tensor:
         words = self._check_ids("context", context, True)
@@ -236,7 +162,8 @@ class ContextLists(torch.nn.Module):
 
     A list says how the classes on it share out the probability that the unigram gives them
     together; classes that are not on it have that of the unigram. So it is normalised whatever is
-    on it. A context without a list has the unigram.
+    on it. A context without a list has the unigram. Kernels fill and read them, see
+    :mod:`lastlayer.kernels.context_lists`.
 
     Args:
         contexts: number of places; rounded up to a power of two.
@@ -252,118 +179,9 @@ class ContextLists(torch.nn.Module):
         super().__init__()
         self.bucket_bits = ((contexts + WAYS - 1) // WAYS - 1).bit_length()
         places = WAYS << self.bucket_bits
-        # One place more, which is written to where there is nothing to write.
-        self.register_buffer("keys", torch.full((places + 1,), _NO_KEY))
+        # One place more, that of no context, whose list stays empty.
+        self.register_buffer("keys", torch.full((places + 1,), NO_KEY))
         empty = torch.full((places + 1, width), UNUSED, dtype=torch.int32)
         self.register_buffer("classes", empty)
         self.register_buffer("end", torch.full((places + 1, width), SHARES))
         self.register_buffer("mass", torch.zeros(places + 1, dtype=torch.int64))
-
-    @property
-    def nowhere(self) -> int:
-        """The place of no context, whose list is empty."""
-        return len(self.keys) - 1
-
-    def find(self, key: Tensor) -> Tensor:
-        """The place of each key ``(rows,)``; ``nowhere`` for one that has none, or is negative."""
-        slots = self._slots(key)
-        same = self.keys[slots] == key[:, None]
-        found = same.any(1) & (key >= 0)
-        return torch.where(found, slots[:, 0] + same.int().argmax(1), self.nowhere)
-
-    def place(self, key: Tensor) -> Tensor:
-        """As :meth:`find`, and makes places for new keys. Of equal keys the last one has it."""
-        n = len(key)
-        row = torch.arange(n, device=key.device)
-        ranked, order = key.sort(dim=0, stable=True)
-        is_last = torch.ones_like(ranked, dtype=torch.bool)
-        is_last[:-1] = ranked[1:] != ranked[:-1]
-        teaches = torch.empty_like(is_last).scatter_(0, order, is_last) & (key >= 0)
-        found = self.find(key)
-        new = teaches & (found == self.nowhere)
-        slots = self._slots(key)
-        # New keys of a bucket take its free ways in turn.
-        bucket, order = torch.where(new, slots[:, 0], self.nowhere).sort(dim=0, stable=True)
-        begins = torch.ones_like(new)
-        begins[1:] = bucket[1:] != bucket[:-1]
-        since = row - torch.where(begins, row, 0).cummax(0).values
-        turn = torch.empty_like(row).scatter_(0, order, since)
-        way = (self.keys[slots] != _NO_KEY).sum(1) + turn
-        made = torch.where(new & (way < WAYS), slots[:, 0] + way, self.nowhere)
-        self.keys[made] = key
-        # A slice of one: a number that is put at a single place of a CUDA tensor is waited for.
-        self.keys[self.nowhere :] = _NO_KEY
-        return torch.where(teaches, torch.where(new, made, found), self.nowhere)
-
-    def _slots(self, key: Tensor) -> Tensor:
-        bucket = ((key * _GOLDEN) >> 33) & ((1 << self.bucket_bits) - 1)
-        return bucket[:, None] * WAYS + torch.arange(WAYS, device=key.device)
-
-    def probs(self, place: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
-        """Probabilities of classes ``(rows, n)`` in units of the unigram's weights, in float64.
-
-        ``place`` is that of the context of each row, ``weight`` are the classes' own weights.
-        """
-        at, listed = self._look_up(self.classes[place], ids)
-        end = self.end[place]
-        before = torch.where(at > 0, end.gather(1, (at - 1).clamp_min(0)), 0)
-        share = (end.gather(1, at) - before).double() / SHARES
-        return torch.where(listed, self.mass[place, None].double() * share, weight.double())
-
-    def draw(self, place: Tensor, ids: Tensor, chance: Tensor) -> Tensor:
-        """Turns draws from the unigram into draws for a context.
-
-        A draw that is on the list is drawn again among the list, which together is as probable as
-        in the unigram; any other draw stays.
-        ``chance`` are integers from 0 to ``SHARES`` - 1, of the shape of ``ids``, ``(rows, n)``.
-        """
-        classes = self.classes[place]
-        _, listed = self._look_up(classes, ids)
-        again = torch.searchsorted(self.end[place], chance, right=True)
-        drawn = classes.gather(1, again.clamp_max(classes.shape[1] - 1)).long()
-        return torch.where(listed, drawn, ids)
-
-    @staticmethod
-    def _look_up(classes: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        wanted = ids.to(classes.dtype)
-        at = torch.searchsorted(classes, wanted).clamp_max(classes.shape[1] - 1)
-        return at, (classes.gather(1, at) == wanted) & (wanted != UNUSED)
-
-    def learn(
-        self, place: Tensor, new: Tensor, probs: Tensor, new_weight: Tensor, unigram: Tensor
-    ) -> None:
-        """Puts classes on the lists, with probabilities in units of the unigram's weights.
-
-        Where a list is too short, those stay that differ most from the unigram. Places are
-        different ones but for ``nowhere``. New classes are int32 ``(rows, m)``, ascending, with
-        ``UNUSED`` and a weight of 0 where one says nothing; ``unigram`` has the weights of all.
-        """
-        classes = self.classes[place]
-        width = classes.shape[1]
-        _, replaced = self._look_up(new, classes.long())
-        kept = (classes != UNUSED) & ~replaced
-        weight = torch.where(kept, unigram[torch.where(kept, classes, 0).long()], 0)
-        value = torch.where(kept, self.probs(place, classes.long(), weight), 0.0)
-        classes = torch.where(kept, classes, UNUSED)
-        classes = torch.cat([classes, new], 1)
-        value, weight = torch.cat([value, probs], 1), torch.cat([weight, new_weight], 1)
-        matters = torch.where(classes == UNUSED, -1.0, (value - weight).abs())
-        best = matters.sort(dim=1, descending=True, stable=True).indices[:, :width]
-        classes, by_class = classes.gather(1, best).sort(dim=1, stable=True)
-        best = best.gather(1, by_class)
-        value, weight = value.gather(1, best), weight.gather(1, best)
-        self.classes[place] = classes
-        self.end[place] = _shares(value, classes != UNUSED).cumsum(1)
-        self.mass[place] = weight.sum(1)
-        self.classes[self.nowhere :] = UNUSED
-        self.end[self.nowhere :] = SHARES
-        self.mass[self.nowhere :] = 0
-
-
-def _shares(value: Tensor, used: Tensor) -> Tensor:
-    """Integers of at least 1 that sum to ``SHARES``; what rounding leaves goes to the largest."""
-    total = value.sum(1, keepdim=True).clamp_min(torch.finfo(value.dtype).tiny)
-    share = torch.where(used, (value / total * SHARES).long().clamp_min(1), 0)
-    largest = share.argmax(1, keepdim=True)
-    left = SHARES - share.sum(1, keepdim=True)
-    return share.scatter(1, largest, share.gather(1, largest) + left)

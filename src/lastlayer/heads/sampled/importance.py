@@ -1,7 +1,7 @@
 """Self-normalised importance sampling, with a fixed proposal or one that follows the model."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -20,8 +20,11 @@ from lastlayer.samplers import AdaptiveNGram, Sampler, fork
 SELF_NORMALISED = Rule(with_target=False, drop_hits=False)
 # Blocks after which a row gives up where max_samples does not say.
 _BLOCKS = 32
-# Ids and log-probabilities of some draws; and what a head keeps beside them.
-_Block = tuple[Tensor, ...]
+# Ids and log-probabilities of some draws.
+_Block = tuple[Tensor, Tensor]
+# Blocks that rows with draws of their own take in a first step before the host looks whether they
+# have enough; after that as many again.
+_BLOCKS_AT_FIRST = 4
 
 
 class ImportanceSampling(SampledHead):
@@ -100,10 +103,10 @@ class ImportanceSampling(SampledHead):
         self.n_drawn = self.took_all = None
 
     def _loss_of_step(
-        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
+        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *_given: Tensor
     ) -> Tensor:
         if self.target_ess is not None:
-            drawn = self._blocks(rows, target, rng_counter, *given)
+            drawn = self._blocks(rows, target, rng_counter)
             return self._loss_of_blocks(rows, target, *drawn)
         ids, log_prob = self._draw(rng_counter, rows.dtype)
         log_expected = log_prob + math.log(self.n_samples)
@@ -111,7 +114,7 @@ class ImportanceSampling(SampledHead):
 
     @torch.no_grad()
     def _blocks(
-        self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
+        self, rows: Tensor, target: Tensor, rng_counter: Tensor
     ) -> tuple[list[_Block], Tensor, Tensor]:
         """Draw a block at a time for the rows that have not reached ``target_ess``.
 
@@ -125,12 +128,11 @@ class ImportanceSampling(SampledHead):
         used = torch.zeros_like(counts, dtype=torch.int64)
         log_sum = rows.new_full(rows.shape[:1], -torch.inf, dtype=accumulation_dtype(rows.dtype))
         log_squares, ess = log_sum.clone(), torch.zeros_like(log_sum)
-        most = _BLOCKS if self.max_samples is None else -(-self.max_samples // self.n_samples)
         blocks: list[_Block] = []
         some = counts.nonzero().squeeze(1)
-        while len(some) and len(blocks) < most:
+        while len(some) and len(blocks) < self._most_blocks():
             counter = fork(rng_counter, len(blocks))
-            block, more, squares = self._block(counter, some, rows[some], target[some], *given)
+            block, more, squares = self._block(counter, rows[some], target[some])
             blocks.append(block)
             log_sum[some] = torch.logaddexp(log_sum[some], more)
             log_squares[some] = torch.logaddexp(log_squares[some], squares)
@@ -142,8 +144,11 @@ class ImportanceSampling(SampledHead):
         self.ess, self.n_drawn, self.took_all = ess, used * self.n_samples, took_all
         return blocks, used, took_all
 
+    def _most_blocks(self) -> int:
+        return _BLOCKS if self.max_samples is None else -(-self.max_samples // self.n_samples)
+
     def _block(
-        self, rng_counter: Tensor, _some: Tensor, rows: Tensor, target: Tensor, *_given: Tensor
+        self, rng_counter: Tensor, rows: Tensor, target: Tensor
     ) -> tuple[_Block, Tensor, Tensor]:
         """Ids and log-probabilities of a block; log Σ r and log Σ r² of rows, up to a constant."""
         ids, log_prob = self._draw(rng_counter, rows.dtype)
@@ -154,29 +159,40 @@ class ImportanceSampling(SampledHead):
         )  # fmt: skip
         return (ids, log_prob), log_sum, 2 * log_sum - ess.log()
 
-    def _joined(self, blocks: list[_Block], _some: Tensor) -> _Block:
-        """All blocks as one, for some rows that used them."""
-        return tuple(torch.cat(each) for each in zip(*blocks, strict=True))
-
     def _loss_of_blocks(
         self, rows: Tensor, target: Tensor, blocks: list[_Block], used: Tensor, took_all: Tensor
     ) -> Tensor:
         """Rows with the same number of blocks together; those that gave up by all classes."""
+        groups: list[tuple[Tensor, ...]] = []
+        # A row that took all classes is in no group.
+        counts = torch.where(took_all, 0, used)
+        for n_blocks in counts.unique().tolist():
+            if n_blocks:
+                ids, log_prob = (torch.cat(each) for each in zip(*blocks[:n_blocks], strict=True))
+                some = (counts == n_blocks).nonzero().squeeze(1)
+                groups.append((some, ids, log_prob + math.log(n_blocks * self.n_samples)))
+        return self._loss_of_groups(rows, target, groups, took_all)
+
+    def _loss_of_groups(
+        self, rows: Tensor, target: Tensor, groups: Sequence[tuple[Tensor, ...]], took_all: Tensor
+    ) -> Tensor:
+        """The loss of groups of rows: which ones, their draws, and what these are expected."""
         alone = self.reduction == "none"
         how: dict[str, Any] = {"reduction": "none" if alone else "sum"}
         how["chunk_rows"] = self.chunk_rows
         parts: list[tuple[Tensor, Tensor]] = []
 
-        def compare(some: Tensor, ids: Tensor, log_expected: Tensor) -> None:
+        def compare(
+            some: Tensor, ids: Tensor, log_expected: Tensor, scores: Tensor | None = None
+        ) -> None:
             loss, _ = sampled_loss(
                 rows[some], self.weight, self.bias, target[some], ids, log_expected,
-                SELF_NORMALISED, sparse=self.sparse, **how,
+                SELF_NORMALISED, scores=scores, sparse=self.sparse, **how,
             )  # fmt: skip
             parts.append((some, loss))
 
-        for n_blocks, some in _groups(torch.where(took_all, 0, used)):
-            ids, log_prob = self._joined(blocks[:n_blocks], some)[:2]
-            compare(some, ids, log_prob + math.log(n_blocks * self.n_samples))
+        for group in groups:
+            compare(*group)
         some = took_all.nonzero().squeeze(1)
         if len(some) and (self.sparse or target.shape[1] > 1):
             # All classes as if they were drawn: the gradient is row-sparse like that of the others.
@@ -199,13 +215,6 @@ class ImportanceSampling(SampledHead):
             for each in (rows, *self.parameters()):
                 loss = loss + each[:0].sum()
         return loss
-
-
-def _groups(used: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The rows that used the same number of blocks, without those that used none."""
-    for n_blocks in used.unique().tolist():
-        if n_blocks:
-            yield n_blocks, (used == n_blocks).nonzero().squeeze(1)
 
 
 def _check_stopping(target_ess: Any, n_samples: int, max_samples: Any) -> None:
@@ -248,8 +257,9 @@ class AdaptiveImportanceSampling(ImportanceSampling):
     the next. Every row has its own draws, which takes more memory traffic per draw than one
     product for all rows: it pays where few draws are enough.
 
-    Cost: rows × draws × in_features, three times in a training step; the host waits once per block.
-    ``torch.compile(fullgraph=True)`` does not take it.
+    Cost: rows × draws × in_features, three times in a training step; the host waits once, and again
+    where the rows need more blocks than in the last step. ``torch.compile(fullgraph=True)`` does
+    not take it.
 
     Args:
         in_features: size of the hidden state.
@@ -311,6 +321,7 @@ class AdaptiveImportanceSampling(ImportanceSampling):
             in_features, n_classes, sampler, n_samples, target_ess=target_ess,
             max_samples=max_samples, **options,
         )  # fmt: skip
+        self._usual_blocks = _BLOCKS_AT_FIRST
 
     def _set_sampler(self, sampler: Any) -> None:
         if sampler.n_classes != self.n_classes:
@@ -347,60 +358,84 @@ class AdaptiveImportanceSampling(ImportanceSampling):
                 "proposal has learned from the first pass; call it outside of what is checkpointed"
             )
         rows, ids = self._rows(hidden, self._check_targets(hidden, target))
-        shape = rows.shape[0], order - 1
-        words = ids.new_full(shape, -1) if context is None else context.reshape(shape)
-        loss = self._sampled_loss(rows, ids, words)
+        given = () if context is None else (self._words(context),)
+        loss = self._sampled_loss(rows, ids, *given)
         return loss.reshape(hidden.shape[:-1]) if self.reduction == "none" else loss
+
+    def _words(self, context: Tensor) -> Tensor:
+        width = self.sampler.order - 1
+        return self.sampler._check_context(context.reshape(-1, width))
 
     def _loss_of_step(
         self, rows: Tensor, target: Tensor, rng_counter: Tensor, *given: Tensor
     ) -> Tensor:
-        blocks, used, took_all = self._blocks(rows, target, rng_counter, *given)
-        loss = self._loss_of_blocks(rows, target, blocks, used, took_all)
-        if torch.is_grad_enabled():
-            self._teach(rows, target, given[0], blocks, used)
+        words = given[0] if given else target.new_full((len(rows), self.sampler.order - 1), -1)
+        drawn, n_drawn, took_all = self._drawn(rows, target, words, rng_counter)
+        loss = self._loss_of_drawn(rows, target, drawn, n_drawn, took_all)
+        ids, _, scores = drawn
+        # Without a context there is nothing to learn.
+        if given and ids.numel() and torch.is_grad_enabled():
+            own = kernels.products.scores(
+                "auto", rows.detach(), self.weight.detach(), self.bias, target
+            )
+            scored = torch.cat([ids, target], 1), torch.cat([scores, own], 1)
+            self.sampler._learn(words, *scored)
         return loss
 
-    def _block(
-        self, rng_counter: Tensor, some: Tensor, rows: Tensor, _target: Tensor, *given: Tensor
-    ) -> tuple[_Block, Tensor, Tensor]:
-        (context,) = given
-        ids, log_prob = self.sampler.sample_with_log_prob(
-            self.n_samples, context=context[some], rng_counter=rng_counter
-        )
-        scores = self._scores(rows, ids)
-        log_r = scores - log_prob
-        block = ids, log_prob, scores, some
-        return block, torch.logsumexp(log_r, -1), torch.logsumexp(2 * log_r, -1)
-
-    def _joined(self, blocks: list[_Block], some: Tensor) -> _Block:
-        """Ids, log-probabilities and scores ``(rows, draws)``; rows of a block are ascending."""
-        parts = []
-        for *drawn, of_rows in blocks:
-            at = torch.searchsorted(of_rows, some)
-            parts.append([each[at] for each in drawn])
-        return tuple(torch.cat(each, 1) for each in zip(*parts, strict=True))
-
     @torch.no_grad()
-    def _teach(
-        self, rows: Tensor, target: Tensor, context: Tensor, blocks: list[_Block], used: Tensor
-    ) -> None:
-        """Move the proposal towards the network, by what each row has scored."""
-        for n_blocks, some in _groups(used):
-            ids, _, scores = self._joined(blocks[:n_blocks], some)
-            own = target[some]
-            # A place without a target names one that is there: a class counts once.
-            own = torch.where(own < 0, own.amax(-1, keepdim=True), own)
-            self.sampler.update(
-                context[some], torch.cat([ids, own], 1),
-                torch.cat([scores, self._scores(rows[some], own)], 1),
-            )  # fmt: skip
+    def _drawn(
+        self, rows: Tensor, target: Tensor, words: Tensor, rng_counter: Tensor
+    ) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """Ids, log-probabilities and scores of all draws, as many columns as the most of a row.
 
-    def _scores(self, rows: Tensor, ids: Tensor) -> Tensor:
-        made: Tensor = kernels.products.scores(
-            "auto", rows.detach(), self.weight.detach(), self.bias, ids
-        )
-        return made
+        A row that has fewer has -1, inf and 0 in the rest. The host waits after as many blocks as
+        the last step took, and whenever there are twice as many.
+
+        Returns:
+            These three; how many draws each row has; which rows gave up, None if none did.
+        """
+        enough, most, n = self.target_ess or 0.0, self._most_blocks(), self.n_samples
+        counts, dtype = (target >= 0).any(-1), accumulation_dtype(rows.dtype)
+        used, ess = counts.long() - 1, torch.zeros_like(counts, dtype=dtype)
+        sums = ess.new_zeros(len(rows), 3)
+        sums[:, :1] = -torch.inf
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        first, reached = 0, 0
+        while reached == first < most:
+            blocks = min(max(first, self._usual_blocks), most - first)
+            parts.append(kernels.context_lists.draw_until_(
+                "auto", rows, self.weight, self.bias, words, rng_counter, self.sampler.proposal(),
+                used, ess, sums, first, blocks, n, enough,
+            ))  # fmt: skip
+            first += blocks
+            reached = int(used.max()) if len(rows) else 0
+        # The next step will need about as many; one more, so that it seldom has to go on.
+        self._usual_blocks = max(0, reached) + 1
+        took_all = (ess < enough) & counts
+        self.ess, self.n_drawn, self.took_all = ess, used.clamp_(min=0) * n, took_all
+        width = max(0, reached) * n
+        joined = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+        drawn = [each[:, :width].contiguous() for each in (joined if len(parts) > 1 else parts[0])]
+        gave_up = reached == most and bool(took_all.any())
+        return drawn, self.n_drawn, took_all if gave_up else None
+
+    def _loss_of_drawn(
+        self, rows: Tensor, target: Tensor, drawn: list[Tensor], n_drawn: Tensor,
+        took_all: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """All rows together; without those that gave up, which take all classes."""
+        ids, log_prob, scores = drawn
+        expected = log_prob.add_(n_drawn.clamp(min=1).to(log_prob.dtype).log().unsqueeze(1))
+        if took_all is None and ids.numel():
+            loss, _ = sampled_loss(
+                rows, self.weight, self.bias, target, ids, expected, SELF_NORMALISED,
+                scores=scores, reduction=self.reduction, sparse=self.sparse,
+            )  # fmt: skip
+            return loss
+        took_all = torch.zeros_like(n_drawn, dtype=torch.bool) if took_all is None else took_all
+        some = ((n_drawn > 0) & ~took_all).nonzero().squeeze(1)
+        groups = [(some, ids[some], expected[some], scores[some])] if len(some) else []
+        return self._loss_of_groups(rows, target, groups, took_all)
 
     def config(self) -> dict[str, Any]:
         sampler = self.sampler.config()

@@ -5,10 +5,27 @@ asks for values in float32 from half-precision scores; ``shrink`` multiplies the
 the support takes in classes that just miss it.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from lastlayer.kernels._registry import like_first, operation
+
+# Below this size (exp(x) - 1 - x) / x^2 cancels; up to it the series reaches float64.
+_SMALL = 0.3
+_SERIES = tuple(1.0 / math.factorial(k + 2) for k in range(14))
+
+
+def exp_remainder(x: Tensor) -> Tensor:
+    """``(exp(x) - 1 - x) / x**2``, 1/2 at 0, by torch operations."""
+    small = x.abs() < _SMALL
+    safe = torch.where(small, 1.0, x)
+    # Large x would overflow in the branch that is not taken, and poison its gradient.
+    near, series = x.clamp(-_SMALL, _SMALL), torch.zeros_like(x)
+    for coefficient in reversed(_SERIES):
+        series = series * near + coefficient
+    return torch.where(small, series, (torch.expm1(safe) - safe) / safe.square())
 
 
 def _support(
@@ -29,8 +46,8 @@ backward = operation(
     "entmax.backward", "entmax_backward", lambda _probs, grad, *_: like_first(grad)
 )
 support = operation("entmax.support", "entmax_support", _support)
-alpha_gradient = operation(
-    "entmax.alpha_gradient",
-    "entmax_alpha_gradient",
-    lambda probs, _grad, row_alpha: row_alpha.new_empty(probs.shape[:-1]),
+gradients = operation(
+    "entmax.gradients",
+    "entmax_gradients",
+    lambda probs, grad, row_alpha: (like_first(grad), row_alpha.new_empty(probs.shape[:-1])),
 )

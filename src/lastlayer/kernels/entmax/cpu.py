@@ -33,6 +33,7 @@ from lastlayer.kernels._cpu_math import (
 
 # In the place of indices and sizes where the result is dense.
 _NO_LISTS = np.empty((0, 0), np.int64), np.empty(0, np.int64)
+_NO_GRADIENT = np.empty(0, np.float64)
 # The largest float32 that becomes 0 in a narrower dtype: half of its smallest number.
 _ROUNDS_TO_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
 
@@ -53,8 +54,19 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
         kind, alphas = _alphas(alpha, row_alpha)
         if row_alpha is None and alpha == 1.0:
             kind = 3
-        _backward_rows(*rows.shape, rows, bits(rows), upstream, out, alphas, kind)
+        _backward_rows(*rows.shape, rows, bits(rows), upstream, out, alphas, _NO_GRADIENT, kind)
     return in_dtype(result, grad.dtype)
+
+
+def gradients(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> tuple[Tensor, Tensor]:
+    rows, upstream = as_rows(probs), as_rows(grad)
+    upstream = upstream.astype(rows.dtype, copy=False)
+    (out, result), by_alpha = empty_rows(probs), np.zeros(rows.shape[0], np.float64)
+    if rows.size:
+        kind, alphas = _alphas(0.0, row_alpha)
+        _backward_rows(*rows.shape, rows, bits(rows), upstream, out, alphas, by_alpha, kind)
+    made = in_dtype(torch.from_numpy(by_alpha), row_alpha.dtype).view(probs.shape[:-1])
+    return in_dtype(result, grad.dtype), made
 
 
 def forward_columns(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
@@ -86,7 +98,8 @@ def backward_columns(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tenso
             some = alphas[first : first + n] if len(alphas) > 1 else alphas
             _to_rows(n, len(matrix), matrix, first, rows)
             _to_rows(n, len(matrix), upstream, first, grads)
-            _backward_rows(n, len(matrix), rows, bits(rows), grads, made, some, kind)
+            given = rows, bits(rows), grads, made, some, _NO_GRADIENT, kind
+            _backward_rows(n, len(matrix), *given)
             _to_columns(n, len(matrix), made, into, first)
     return out
 
@@ -107,16 +120,6 @@ def _rooms(matrix: NDArray[Any], count: int) -> list[NDArray[Any]]:
     width = max(16, min(1024, _IN_CACHE // len(matrix))) * torch.get_num_threads()
     shape = min(width, matrix.shape[1]), len(matrix)
     return [np.empty(shape, matrix.dtype) for _ in range(count)]
-
-
-def alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
-    rows, upstream = as_rows(probs), as_rows(grad)
-    upstream = upstream.astype(rows.dtype, copy=False)
-    made = np.zeros(rows.shape[0], np.float64)
-    if rows.size:
-        _, alphas = _alphas(0.0, row_alpha)
-        _alpha_rows(*rows.shape, rows, bits(rows), upstream, alphas, made)
-    return in_dtype(torch.from_numpy(made), row_alpha.dtype).view(probs.shape[:-1])
 
 
 def support(
@@ -290,10 +293,12 @@ def _solve_margins(x, count, kind):
 
 @by_rows
 @njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
-def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, kind):
+def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, by_alpha, kind):
+    """``by_alpha`` gets the gradient of the alpha of each row, where it has room for any."""
     n = probs.shape[1]
     column = np.empty(n + 1, np.int32)
     slopes = np.empty(n + 1, np.float64)
+    logs, shares, upstream = np.empty((3, n + 1 if len(by_alpha) else 0), probs.dtype)
     for row in range(start, stop):
         if kind > 0 and n <= LONGEST_BACKWARD:
             backward_row(probs, grad, out, row, kind)
@@ -301,7 +306,13 @@ def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, kind):
         for i in range(n):
             out[row, i] = 0.0
         count = _pick_support(probs, prob_bits, row, slopes, column)
-        _to_slopes(slopes, count, alphas[row if len(alphas) > 1 else 0] - 1.0, kind)
+        excess = alphas[row if len(alphas) > 1 else 0] - 1.0
+        if len(by_alpha) and count:
+            for i in range(count):
+                shares[i] = slopes[i]
+                upstream[i] = grad[row, column[i]]
+            by_alpha[row] = _alpha_row(shares[:count], upstream, logs, excess)
+        _to_slopes(slopes, count, excess, kind)
         # Where alpha > 2 one slope can dwarf all others; measured from its gradient nothing
         # cancels.
         total, steepest, shift = 0.0, 0.0, 0.0
@@ -336,21 +347,6 @@ def _to_columns(start, stop, rows, matrix, first):
         for j in range(start, stop):
             for i in range(top, min(top + 16, matrix.shape[0])):
                 matrix[i, first + j] = rows[j, i]
-
-
-@by_rows
-@njit(nogil=True, cache=True, error_model="numpy")
-def _alpha_rows(start, stop, probs, prob_bits, grad, alphas, made):
-    n = probs.shape[1]
-    column = np.empty(n + 1, np.int32)
-    shares, logs = np.empty(n + 1, probs.dtype), np.empty(n + 1, probs.dtype)
-    upstream = np.empty(n + 1, probs.dtype)
-    for row in range(start, stop):
-        count = _pick_support(probs, prob_bits, row, shares, column)
-        for i in range(count):
-            upstream[i] = grad[row, column[i]]
-        if count:
-            made[row] = _alpha_row(shares[:count], upstream, logs, alphas[row] - 1.0)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lastlayer._torch import accumulation_dtype
-
-# Below, (exp(x) - 1 - x) / x^2 cancels; up to it 14 terms of its series reach float64.
-_SMALL_POWER = 0.3
+from lastlayer.kernels.entmax import exp_remainder
 
 
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
@@ -58,8 +56,8 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
     return torch.where(support, weighted - slope * mean, 0.0).to(grad.dtype)
 
 
-def alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
-    """``<grad, dp / d alpha>`` of each row, in the dtype of ``row_alpha``.
+def gradients(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """That of the scores, and ``<grad, dp / d alpha>`` of each row in the dtype of ``row_alpha``.
 
     The gradient is read on the support only.
     """
@@ -71,14 +69,7 @@ def alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
     upstream = torch.where(support, upstream - (values * upstream).sum(-1, keepdim=True), 0.0)
     logs = torch.log(torch.where(support, values, 1.0))
     power = -excess * logs
-    small = power < _SMALL_POWER
-    safe = torch.where(small, 1.0, power)
-    series, near = torch.zeros_like(power), torch.where(small, power, 0.0)
-    for k in reversed(range(14)):
-        series = series * near + 1.0 / math.factorial(k + 2)
-    # That of exp(x) after its first two terms, divided by the square of x.
-    remainder = torch.where(small, series, (torch.expm1(safe) - safe) / safe.square())
-    square = logs.square() * remainder
+    square = logs.square() * exp_remainder(power)
 
     def mean(numbers: Tensor) -> Tensor:
         return (values * numbers).sum(-1)
@@ -86,7 +77,8 @@ def alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
     entropy, total = -mean(logs), mean(torch.exp(power))
     first, second = mean(upstream * logs), mean(upstream * square)
     moved = -second - excess.squeeze(-1) * (mean(square) * first + entropy * second)
-    return (moved / torch.where(total == 0.0, 1.0, total)).to(row_alpha.dtype)
+    by_alpha = moved / torch.where(total == 0.0, 1.0, total)
+    return backward(probs, grad, 0.0, row_alpha), by_alpha.to(row_alpha.dtype)
 
 
 def support(

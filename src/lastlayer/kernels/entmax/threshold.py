@@ -1,8 +1,9 @@
 """The threshold of entmax inside a Triton program: shares of the classes, and the next guess.
 
-``KIND`` says which member of the family: 1 is sparsemax, 2 is entmax at 1.5, 0 is any alpha.
-``at`` is the unknown of a row: the threshold tau for kinds 1 and 2, approached from below;
-the logarithm of the largest probability for kind 0, held between ``low`` and ``high``.
+``KIND`` says which member of the family: k is alpha = 1 + 1/k, where a probability is the k-th
+power of a margin, so that 1 is sparsemax and 2 is entmax at 1.5; 0 is any alpha. ``at`` is the
+unknown of a row: the threshold tau, approached from below; for kind 0 the logarithm of the largest
+probability, held between ``low`` and ``high``.
 A tile is one row (``AXIS`` 0), several (``AXIS`` 1: an unknown for each), or one row in blocks
 (``AXIS`` BOTH).
 
@@ -16,11 +17,21 @@ import triton.language as tl
 
 from lastlayer.kernels._triton import chosen_columns, expm1, next_power_of_2
 
-# A sum of float32 probabilities cannot be told from 1 more closely than this.
-SUM_TOLERANCE = tl.constexpr(2.5e-7)
+# A sum of float32 probabilities cannot be told from 1 more closely than this. Up to alpha 1.5
+# probabilities bend so little that a last step on themselves mends more than that.
+SUM_TOLERANCE, EARLY_TOLERANCE = tl.constexpr(2.5e-7), tl.constexpr(1e-4)
 # The bracket of kind 0 closes long before; a bound on a loop that a wild row could enter.
 MAX_TRIPS = tl.constexpr(120)
 BOTH = tl.constexpr(2)
+# Beyond, a product of so many margins takes as long as a power.
+HIGHEST_KIND = 8
+
+
+def kind_of(alpha: float) -> int:
+    """The kind of a fixed alpha."""
+    power = 1.0 / (alpha - 1.0) if alpha > 1.0 else 0.0
+    kind = round(power)
+    return kind if kind <= HIGHEST_KIND and abs(power - kind) < 1e-9 else 0
 
 
 @triton.jit
@@ -29,22 +40,26 @@ def shares(distance, at, excess, KIND: tl.constexpr):
     if KIND == 1:
         probs = tl.maximum(distance - at, 0.0)
         slope = tl.where(distance > at, 1.0, 0.0)
-    elif KIND == 2:
-        slope = tl.maximum(tl.fma(distance, 0.5, -at), 0.0)
-        probs = slope * slope
+    elif KIND > 1:
+        margin = tl.maximum(tl.fma(distance, 1.0 / KIND, -at), 0.0)
+        slope = margin
+        for _ in tl.static_range(KIND - 2):
+            slope = slope * margin
+        probs = slope * margin
     else:
         # Without the bound 0 * inf would drop the maximum itself when alpha is very large.
         ratio = distance * (excess * tl.exp(tl.minimum(-excess * at, 80.0)))
         inside = ratio > -1.0
         ratio = tl.where(inside, ratio, 0.0)
         grown = 1.0 + ratio
-        # log(1 + r), right to the last bits for small r.
-        rounding = tl.where(grown == 1.0, 1.0, ratio / tl.where(grown == 1.0, 1.0, grown - 1.0))
-        log1p = tl.where(grown == 1.0, ratio, tl.log(grown) * rounding)
+        inverse = 1.0 / grown
+        # log(1 + r), right to the last bits for small r: with what the sum 1 + r lost.
+        log1p = tl.log(grown) + (ratio - (grown - 1.0)) * inverse
         nearly_softmax = excess < 1e-7
-        power = tl.where(nearly_softmax, distance, log1p / tl.where(nearly_softmax, 1.0, excess))
+        power = log1p * (1.0 / tl.where(nearly_softmax, 1.0, excess))
+        power = tl.where(nearly_softmax, distance, power)
         probs = tl.where(inside, tl.exp(at + power), 0.0)
-        slope = probs / grown
+        slope = probs * inverse
     return probs, slope
 
 
@@ -60,16 +75,19 @@ def unsolved_row(peak, KIND: tl.constexpr):
 @triton.jit
 def _norm_and_fall(total, weight, KIND: tl.constexpr):
     """The KIND-norm of the margins, and how fast it falls as the threshold rises."""
-    if KIND == 2:
+    if KIND == 1:
+        return total, weight
+    elif KIND == 2:
         norm = tl.sqrt(total)
         return norm, weight / norm
     else:
-        return total, weight
+        norm = tl.exp(tl.log(total) * (1.0 / KIND))
+        return norm, norm * weight / total
 
 
 @triton.jit
 def leap(at, total, weight, KIND: tl.constexpr):
-    """A first step for kinds 1 and 2 that lands near the root, on either side of it.
+    """A first step for kinds above 0 that lands near the root, on either side of it.
 
     The norm of the margins falls about as an exponential does where scores thin out upwards, so
     this is Newton's method on its logarithm. It saves a pass over the row.
@@ -80,6 +98,11 @@ def leap(at, total, weight, KIND: tl.constexpr):
     following = tl.where(near, tl.minimum(at + step, 0.5 * at), at + step)
     go = following > at
     return tl.where(go, following, at), go
+
+
+@triton.jit
+def _tolerance(excess):
+    return tl.where(excess <= 0.5, EARLY_TOLERANCE, SUM_TOLERANCE)
 
 
 @triton.jit
@@ -97,9 +120,9 @@ def advance(at, low, high, total, weight, excess, trips, KIND: tl.constexpr):
         high = tl.where(total < 1.0, high, tl.minimum(high, at))
         newton = at - tl.log(total) * total / weight
         middle = 0.5 * (low + high)
-        inside = (newton > low) & (newton < high) & (trips % 4 != 3)
+        inside = (newton > low) & (newton < high) & (trips % 8 != 7)
         following = tl.where(inside, newton, middle)
-        unsolved = (tl.abs(total - 1.0) > SUM_TOLERANCE) & (trips < MAX_TRIPS)
+        unsolved = (tl.abs(total - 1.0) > _tolerance(excess)) & (trips < MAX_TRIPS)
         closed = (following <= low) | (following >= high)
         # A closed bracket ends at its upper end, where the whole support is present.
         following = tl.where(closed, high, following)
@@ -183,11 +206,12 @@ def bound_from_part(distance, peak, log_n, excess, KIND: tl.constexpr):
     """A bound on the unknown of a row from a part of it that has its maximum.
 
     With fewer classes the same threshold leaves a smaller sum, so the threshold of a part lies
-    below that of the whole. The slack covers the rounding of both.
+    below that of the whole. The slack covers the rounding of both, and how far a sum may be from
+    1: it grows at least as fast as the logarithm of the largest probability.
     """
     at, _, _ = solve_tile(distance, unsolved_row(peak, KIND), log_n, excess, KIND, 0)
     if KIND == 0:
-        return tl.minimum(at + 1e-6, 0.0)
+        return tl.minimum(at + (1e-6 + 1.01 * _tolerance(excess)), 0.0)
     else:
         return tl.maximum(at - 1e-6, -1.0)
 
@@ -303,3 +327,14 @@ def entropy_and_slope(probs, alpha, KIND: tl.constexpr):
             fall = expm1(excess * logs)
             factor = 1.0 / (alpha * excess)
             return -probs * fall * factor, -(alpha * fall + excess) * factor
+
+
+@triton.jit
+def exp_remainder(x):
+    """``(exp(x) - 1 - x) / x**2``: a series near 0, where that would cancel."""
+    near = tl.abs(x) < 0.3
+    safe = tl.where(near, 1.0, x)
+    series = 1.0 / 362880.0 + x * (1.0 / 3628800.0 + x * (1.0 / 39916800.0))
+    series = 1.0 / 720.0 + x * (1.0 / 5040.0 + x * (1.0 / 40320.0 + x * series))
+    series = 0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0 + x * series)))
+    return tl.where(near, series, (tl.exp(x) - 1.0 - x) / (safe * safe))

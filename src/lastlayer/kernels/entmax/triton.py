@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import (
+    as_rows,
     block_width,
     cdiv,
     choose_blocks,
     chosen_columns,
     find_peaks,
-    in_rows,
     next_power_of_2,
     peaks_of_row,
     row_max,
@@ -30,7 +30,9 @@ from lastlayer.kernels.entmax.threshold import (
     below,
     bound_from_part,
     correction,
+    exp_remainder,
     is_broken,
+    kind_of,
     per_class,
     polished,
     register_tile,
@@ -48,15 +50,11 @@ WIDEST_IN_ONE_PROGRAM = 16384
 BACKWARD_SCORES, BACKWARD_GROUP = 4096, 1024
 
 
-def _as_rows(scores: Tensor) -> Tensor:
-    return in_rows(scores.reshape(-1, scores.shape[-1]))
-
-
 def _as_alpha(alpha: float, row_alpha: Tensor | None) -> tuple[int, float, Tensor | None]:
     """As the kernels take it: a kind, alpha - 1, and the alpha of each row."""
     if row_alpha is not None:
         return 0, 0.0, row_alpha.reshape(-1).float().contiguous()
-    return {2.0: 1, 1.5: 2}.get(alpha, 0), alpha - 1.0, None
+    return kind_of(alpha), alpha - 1.0, None
 
 
 def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
@@ -85,7 +83,7 @@ def _solve(
     size: Tensor | None, max_support: int, shrink: float = 1.0,
 ) -> None:  # fmt: skip
     """Dense probabilities into ``out``, or where ``indices`` is given the non-zeros alone."""
-    rows = _as_rows(scores)
+    rows = as_rows(scores)
     n_rows, n = rows.shape
     compact = indices is not None
     kind, excess, per_row = _as_alpha(alpha, row_alpha)
@@ -279,21 +277,36 @@ def _forward_of_chosen(
 
 
 def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
+    return _backward(probs, grad, alpha, row_alpha, None)
+
+
+def gradients(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> tuple[Tensor, Tensor]:
+    by_alpha = torch.empty(row_alpha.shape, device=probs.device, dtype=row_alpha.dtype)
+    return _backward(probs, grad, 0.0, row_alpha, by_alpha), by_alpha
+
+
+def _backward(
+    probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None, by_alpha: Tensor | None
+) -> Tensor:
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
-    probs, grad = _as_rows(probs), _as_rows(grad)
+    probs, grad = as_rows(probs), as_rows(grad)
     kind, excess, per_row = _as_alpha(alpha, row_alpha)
+    if kind > 2:
+        kind = 0
     if per_row is None and alpha == 1.0:
         kind = 3
     n_rows, n = probs.shape
     alphas = probs if per_row is None else per_row
+    shared = dict(
+        KIND=kind, PER_ROW=per_row is not None, LEARNED=by_alpha is not None, enable_fp_fusion=True
+    )
     if n <= WIDEST_BACKWARD:
         width, rows, warps = register_tile(n)
         _backward_in_registers[(cdiv(n_rows, rows),)](
-            probs, grad, out, alphas, excess, n_rows, n, probs.stride(0), grad.stride(0),
-            ROWS=rows, WIDTH=width, KIND=kind, PER_ROW=per_row is not None, num_warps=warps,
-            enable_fp_fusion=True,
+            probs, grad, out, alphas, by_alpha, excess, n_rows, n, probs.stride(0),
+            grad.stride(0), ROWS=rows, WIDTH=width, num_warps=warps, **shared,
         )  # fmt: skip
         return out
     width = block_width(n)
@@ -302,16 +315,14 @@ def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None
     blocks = max(1, BACKWARD_SCORES // width)
     tiles = cdiv(n_blocks, blocks)
     _backward_sums[(n_rows * tiles,)](
-        probs, grad, out, sums, alphas, excess, n_rows, n, probs.stride(0), grad.stride(0),
-        tiles, n_blocks, BLOCKS=blocks, WIDTH=width, KIND=kind, PER_ROW=per_row is not None,
-        num_warps=4, enable_fp_fusion=True,
+        probs, grad, out, sums, n_rows, n, probs.stride(0), grad.stride(0), tiles, n_blocks,
+        BLOCKS=blocks, WIDTH=width, KIND=kind, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     chosen = torch.empty(n_rows, n_blocks, device=probs.device, dtype=torch.int32)
     _backward_of_chosen[(n_rows,)](
-        probs, grad, out, sums, chosen, alphas, excess, n_rows, n, probs.stride(0),
+        probs, grad, out, sums, chosen, alphas, by_alpha, excess, n_rows, n, probs.stride(0),
         grad.stride(0), n_blocks, BLOCKS=next_power_of_2(n_blocks), WIDTH=width,
-        GROUP=max(1, BACKWARD_GROUP // width), KIND=kind, PER_ROW=per_row is not None,
-        num_warps=4, enable_fp_fusion=True,
+        GROUP=max(1, BACKWARD_GROUP // width), num_warps=4, **shared,
     )  # fmt: skip
     return out
 
@@ -330,10 +341,27 @@ def _slopes(probs, excess, KIND: tl.constexpr):
     return tl.where(probs == 0.0, 0.0, slope)
 
 
+@triton.jit
+def _alpha_terms(p, g, mean, excess):
+    """Of each class, what is summed up for the gradient of alpha; README.md has the formula."""
+    logs = tl.log(tl.where(p != 0.0, p, 1.0))
+    square = logs * logs * exp_remainder(-excess * logs)
+    # The derivatives of a row sum to 0: measured from the mean nothing cancels.
+    u = tl.where(p != 0.0, p * (g - mean), 0.0)
+    return tl.where(p != 0.0, p * square, 0.0), u * logs, u * square
+
+
+@triton.jit
+def _alpha_gradient(squares, firsts, seconds, entropy, weight, excess):
+    moved = squares * firsts + entropy * seconds
+    return (-seconds - excess * moved) / tl.where(weight == 0.0, 1.0, weight)
+
+
 @kernel
 def _backward_in_registers(
-    probs, grad, out, alphas, excess, n_rows, n, probs_stride, grad_stride,
+    probs, grad, out, alphas, by_alpha, excess, n_rows, n, probs_stride, grad_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, PER_ROW: tl.constexpr,
+    LEARNED: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if ROWS == 1 else 1
     row, column, live = tile(n_rows, n, ROWS, WIDTH)
@@ -342,14 +370,22 @@ def _backward_in_registers(
     inside = p != 0.0
     g = tl.load(grad + place * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
     if PER_ROW:
-        excess = per_class(tl.load(alphas + row, mask=row < n_rows, other=1.0) - 1.0, AXIS)
+        own = tl.load(alphas + row, mask=row < n_rows, other=1.0) - 1.0
+        excess = per_class(own, AXIS)
     slope = _slopes(p, excess, KIND)
+    weight = tl.sum(slope, AXIS)
+    if LEARNED:
+        entropy = -tl.sum(p * tl.log(tl.where(inside, p, 1.0)), AXIS)
+        square, first, second = _alpha_terms(p, g, per_class(tl.sum(p * g, AXIS), AXIS), excess)
+        made = _alpha_gradient(
+            tl.sum(square, AXIS), tl.sum(first, AXIS), tl.sum(second, AXIS), entropy, weight, own
+        )
+        tl.store(by_alpha + row, made.to(by_alpha.dtype.element_ty), mask=row < n_rows)
     if KIND == 0:
         # Where alpha > 2 one slope can dwarf all others; from its gradient on nothing cancels.
         steepest = slope == per_class(tl.max(slope, AXIS), AXIS)
         shift = tl.sum(tl.where(steepest, g, 0.0), AXIS) / tl.sum(steepest.to(tl.float32), AXIS)
         g -= per_class(shift, AXIS)
-    weight = tl.sum(slope, AXIS)
     mean = tl.sum(slope * g, AXIS) / tl.where(weight == 0.0, 1.0, weight)
     product = tl.where(inside, slope * (g - per_class(mean, AXIS)), 0.0)
     tl.store(out + place * n + column, product.to(out.dtype.element_ty), mask=live)
@@ -357,9 +393,13 @@ def _backward_in_registers(
 
 @kernel
 def _backward_sums(
-    probs, grad, out, sums, alphas, excess, n_rows, n, probs_stride, grad_stride, tiles, n_blocks,
-    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, PER_ROW: tl.constexpr,
+    probs, grad, out, sums, n_rows, n, probs_stride, grad_stride, tiles, n_blocks,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
+    """Writes zeros. Of each block the sums of slopes, and of these times the gradient.
+
+    Powers would take longer than memory: for kind 0 the first is how many have a probability.
+    """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -367,14 +407,15 @@ def _backward_sums(
     p = tl.load(probs + row * probs_stride + column, mask=live, other=0.0).to(tl.float32)
     nothing = tl.zeros((BLOCKS, WIDTH), dtype=out.dtype.element_ty)
     tl.store(out + row * n + column, nothing, mask=live)
-    g = tl.load(grad + row * grad_stride + column, mask=p != 0.0, other=0.0).to(tl.float32)
-    if PER_ROW:
-        excess = tl.load(alphas + row) - 1.0
-    slope = _slopes(p, excess, KIND)
     place = row * n_blocks + block
-    tl.store(sums + place, tl.sum(slope, 1), mask=block < n_blocks)
-    second = n_rows.to(tl.int64) * n_blocks
-    tl.store(sums + second + place, tl.sum(slope * g, 1), mask=block < n_blocks)
+    if KIND == 0:
+        tl.store(sums + place, tl.sum((p != 0.0).to(tl.float32), 1), mask=block < n_blocks)
+    else:
+        g = tl.load(grad + row * grad_stride + column, mask=p != 0.0, other=0.0).to(tl.float32)
+        slope = _slopes(p, 0.0, KIND)
+        tl.store(sums + place, tl.sum(slope, 1), mask=block < n_blocks)
+        second = n_rows.to(tl.int64) * n_blocks
+        tl.store(sums + second + place, tl.sum(slope * g, 1), mask=block < n_blocks)
 
 
 @triton.jit
@@ -400,106 +441,67 @@ def _gradient_of_steepest(
 
 @kernel
 def _backward_of_chosen(
-    probs, grad, out, sums, chosen, alphas, excess, n_rows, n, probs_stride, grad_stride, n_blocks,
-    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    PER_ROW: tl.constexpr,
+    probs, grad, out, sums, chosen, alphas, by_alpha, excess, n_rows, n, probs_stride, grad_stride,
+    n_blocks, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    PER_ROW: tl.constexpr, LEARNED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chosen += row * n_blocks
+    probs += row * probs_stride
+    grad += row * grad_stride
+    out += row * n
     if PER_ROW:
         excess = tl.load(alphas + row) - 1.0
     block = tl.arange(0, BLOCKS)
     place = row * n_blocks + block
-    second = n_rows.to(tl.int64) * n_blocks
     weights = tl.load(sums + place, mask=block < n_blocks, other=0.0)
-    products = tl.load(sums + second + place, mask=block < n_blocks, other=0.0)
-    weight = tl.sum(weights, 0)
-    mean = tl.sum(products, 0) / weight
-    shift = 0.0
     count = choose_blocks(chosen, weights != 0.0, BLOCKS)
-    if KIND == 0:
+    shift = 0.0
+    if KIND > 0:
+        second_sums = sums + n_rows.to(tl.int64) * n_blocks
+        products = tl.load(second_sums + place, mask=block < n_blocks, other=0.0)
+        mean = tl.sum(products, 0) / tl.sum(weights, 0)
+    else:
         if excess > 1.0:
             # As above: the gradients are measured from that of the steepest class.
             shift = _gradient_of_steepest(
-                probs + row * probs_stride, grad + row * grad_stride, chosen, count, n, excess,
-                WIDTH, GROUP, KIND,
+                probs, grad, chosen, count, n, excess, WIDTH, GROUP, KIND
             )  # fmt: skip
-            mean = 0.0
-            for first in range(0, count, GROUP):
-                column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
-                p = tl.load(probs + row * probs_stride + column, mask=live, other=0.0)
-                p = p.to(tl.float32)
-                g = tl.load(grad + row * grad_stride + column, mask=p != 0.0, other=0.0)
-                products_here = _slopes(p, excess, KIND) * (g.to(tl.float32) - shift)
-                mean += tl.sum(tl.sum(products_here, 1), 0) / weight
+        slopes = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+        products = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+        entropies = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+        means = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+        for first in range(0, count, GROUP):
+            column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
+            p = tl.load(probs + column, mask=live, other=0.0).to(tl.float32)
+            g = tl.load(grad + column, mask=p != 0.0, other=0.0).to(tl.float32)
+            slope = _slopes(p, excess, KIND)
+            slopes += slope
+            products += slope * (g - shift)
+            if LEARNED:
+                entropies -= p * tl.log(tl.where(p != 0.0, p, 1.0))
+                means += p * g
+        weight = row_sum(slopes, BOTH)
+        mean = row_sum(products, BOTH) / weight
+        mean_g = row_sum(means, BOTH)
+    squares = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+    firsts = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+    seconds = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
     for first in range(0, count, GROUP):
         column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
-        p = tl.load(probs + row * probs_stride + column, mask=live, other=0.0).to(tl.float32)
+        p = tl.load(probs + column, mask=live, other=0.0).to(tl.float32)
         inside = p != 0.0
-        g = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(grad + column, mask=inside, other=0.0).to(tl.float32)
         product = _slopes(p, excess, KIND) * (g - shift - mean)
-        tl.store(out + row * n + column, product.to(out.dtype.element_ty), mask=inside)
-
-
-def alpha_gradient(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> Tensor:
-    made = torch.empty_like(row_alpha, dtype=torch.float32, memory_format=torch.contiguous_format)
-    if not probs.numel():
-        return made.zero_().to(row_alpha.dtype)
-    n = probs.shape[-1]
-    probs, grad = _as_rows(probs), _as_rows(grad)
-    width = min(4096, max(32, next_power_of_2(n)))
-    _alpha_row[(probs.shape[0],)](
-        probs, grad, row_alpha.reshape(-1).float().contiguous(), made, n, probs.stride(0),
-        grad.stride(0), WIDTH=width, num_warps=max(1, width // 512), enable_fp_fusion=True,
-    )  # fmt: skip
-    return made.to(row_alpha.dtype)
-
-
-@kernel
-def _alpha_row(
-    probs, grad, alphas, made, n, probs_stride, grad_stride, WIDTH: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    probs += row * probs_stride
-    grad += row * grad_stride
-    excess = tl.load(alphas + row) - 1.0
-    entropy = tl.zeros((WIDTH,), dtype=tl.float32)
-    product = tl.zeros((WIDTH,), dtype=tl.float32)
-    for first in range(0, n, WIDTH):
-        column = first + tl.arange(0, WIDTH)
-        p = tl.load(probs + column, mask=column < n, other=0.0).to(tl.float32)
-        g = tl.load(grad + column, mask=(column < n) & (p != 0.0), other=0.0).to(tl.float32)
-        entropy -= p * tl.log(tl.where(p != 0.0, p, 1.0))
-        product += p * g
-    # The derivatives of a row sum to 0: measured from the mean nothing cancels.
-    shift = tl.sum(product, 0)
-    totals = tl.zeros((WIDTH,), dtype=tl.float32)
-    squares = tl.zeros((WIDTH,), dtype=tl.float32)
-    firsts = tl.zeros((WIDTH,), dtype=tl.float32)
-    seconds = tl.zeros((WIDTH,), dtype=tl.float32)
-    for first in range(0, n, WIDTH):
-        column = first + tl.arange(0, WIDTH)
-        p = tl.load(probs + column, mask=column < n, other=0.0).to(tl.float32)
-        inside = p != 0.0
-        g = tl.load(grad + column, mask=(column < n) & inside, other=0.0).to(tl.float32)
-        logs = tl.log(tl.where(inside, p, 1.0))
-        x = -excess * logs
-        power = tl.exp(x)
-        near = x < 0.3
-        safe = tl.where(near, 1.0, x)
-        # (exp(x) - 1 - x) / x^2, and its series near 0.
-        series = 1.0 / 362880.0 + x * (1.0 / 3628800.0 + x * (1.0 / 39916800.0))
-        series = 1.0 / 720.0 + x * (1.0 / 5040.0 + x * (1.0 / 40320.0 + x * series))
-        series = 0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0 + x * series)))
-        remainder = tl.where(near, series, (power - 1.0 - x) / (safe * safe))
-        square = logs * logs * remainder
-        u = tl.where(inside, p * (g - shift), 0.0)
-        totals += tl.where(inside, p * power, 0.0)
-        squares += tl.where(inside, p * square, 0.0)
-        firsts += u * logs
-        seconds += u * square
-    total = tl.sum(totals, 0)
-    second = tl.sum(seconds, 0)
-    moved = tl.sum(squares, 0) * tl.sum(firsts, 0) + tl.sum(entropy, 0) * second
-    gradient = (-second - excess * moved) / tl.where(total == 0.0, 1.0, total)
-    tl.store(made + row, gradient)
+        tl.store(out + column, product.to(out.dtype.element_ty), mask=inside)
+        if LEARNED:
+            square, one, two = _alpha_terms(p, g, mean_g, excess)
+            squares += square
+            firsts += one
+            seconds += two
+    if LEARNED:
+        made = _alpha_gradient(
+            row_sum(squares, BOTH), row_sum(firsts, BOTH), row_sum(seconds, BOTH),
+            row_sum(entropies, BOTH), weight, excess,
+        )  # fmt: skip
+        tl.store(by_alpha + row, made.to(by_alpha.dtype.element_ty))

@@ -1,7 +1,7 @@
 """Rows to the Fenchel-Young loss of entmax and its gradient, from what is known of each row.
 
 * ``forward_``: from probabilities, which become the gradient in place. The target has class ids, or
-  but for ``triton.py`` distributions.
+  but for ``triton.py`` distributions; nor has that an alpha per row.
 * ``listed``: from the scores of a few listed classes. A class of -1 is padding, whose score does
   not count.
 * ``flat_``, in ``triton.py`` alone: from scores with wide supports, which become the gradient in
@@ -35,5 +35,5 @@ def _listed_losses(
     return loss, scores.new_empty(shape), classes.new_empty(shape)
 
 
-forward_ = operation("entmax_rows.forward_", "entmax_rows_", _losses, ("probs",))
+forward_ = operation("entmax_rows.forward_", "entmax_rows_", _losses, ("probs", "slopes"))
 listed = operation("entmax_rows.listed", "list_rows", _listed_losses)

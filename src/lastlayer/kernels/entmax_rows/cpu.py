@@ -6,54 +6,65 @@ Listed classes are few: Numba solves for their probabilities, and torch does the
 
 import math
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._cpu import WIDENED, by_rows, parts
+from lastlayer.kernels._cpu import WIDENED, as_array, by_rows, empty_array, parts
 from lastlayer.kernels._cpu_math import BLOCK, FAST, bits, multiply, sum_of, sum_of_distances
 from lastlayer.kernels.entmax_rows._listed import loss_of_listed
 
 
 def forward_(
-    probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float
-) -> Tensor:
+    probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float,
+    row_alpha: Tensor | None = None, slopes: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     dtype = accumulation_dtype(probs.dtype)
-    loss = torch.empty(len(probs), dtype=dtype)
-    if target.dim() == 2:
-        target = target.to(dtype)
-    scale = loss.new_empty(0) if row_scale is None else row_scale.to(dtype)
-    per_row = target, scale, loss
-    if all(each.dtype == dtype and each.is_contiguous() for each in (probs, scores)):
-        _run(probs, scores, per_row, alpha)
-        return loss
+    loss, made = empty_array((probs.shape[0],), dtype)
+    none = loss[:0]
+    per_row = (
+        as_array(target, dtype if target.dim() == 2 else None),
+        none if row_scale is None else as_array(row_scale, dtype), loss,
+        none if row_alpha is None else as_array(row_alpha, dtype),
+        none if slopes is None else as_array(slopes),
+    )  # fmt: skip
+    if probs.dtype == scores.dtype == dtype and probs.is_contiguous() and scores.is_contiguous():
+        _run(as_array(probs), as_array(scores), per_row, alpha)
+        return made
     for part in parts(probs.shape, WIDENED):
         wide = [
             each[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
             for each in (probs, scores)
         ]
-        _run(wide[0], wide[1], tuple(each[part] for each in per_row), alpha)
+        _run(
+            as_array(wide[0]), as_array(wide[1]), tuple([each[part] for each in per_row]), alpha
+        )  # fmt: skip
         if row_scale is not None:
             probs[part] = wide[0]
-    return loss
+    return made
 
 
-def _run(probs: Tensor, scores: Tensor, per_row: tuple[Tensor, ...], alpha: float) -> None:
-    rows, values = probs.detach().numpy(), scores.detach().numpy()
-    arrays = (each.detach().contiguous().numpy() for each in per_row)
+def _run(
+    rows: NDArray[Any], values: NDArray[Any], per_row: tuple[NDArray[Any], ...], alpha: float
+) -> None:
     if rows.size:
-        kind = {2.0: 1, 1.5: 2, 1.0: 3}.get(alpha, 0)
-        if per_row[0].dim() == 2:
-            _dense_rows(*rows.shape, rows, values, *arrays, alpha, kind)
+        kind = 4 if len(per_row[3]) else {2.0: 1, 1.5: 2, 1.0: 3}.get(alpha, 0)
+        if per_row[0].ndim == 2:
+            _dense_rows(*rows.shape, rows, values, *per_row, alpha, kind)
         else:
-            _forward_rows(*rows.shape, rows, bits(rows), values, *arrays, alpha, kind)
+            _forward_rows(*rows.shape, rows, bits(rows), values, *per_row, alpha, kind)
 
 
 @by_rows
 @njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
-def _forward_rows(start, stop, probs, prob_bits, scores, target, row_scale, loss, alpha, kind):
+def _forward_rows(
+    start, stop, probs, prob_bits, scores, target, row_scale, loss, alphas, slopes, alpha, kind
+):  # fmt: skip
     n = probs.shape[1]
     real = probs.dtype.type
     for row in range(start, stop):
@@ -61,16 +72,21 @@ def _forward_rows(start, stop, probs, prob_bits, scores, target, row_scale, loss
         base = scores[row, right]
         share_of_target = probs[row, right]
         scale = row_scale[row] if len(row_scale) else real(1.0)
-        leads, entropy, mass = 0.0, 0.0, 0.0
+        order = np.float64(alphas[row]) if len(alphas) else alpha
+        leads, entropy, mass, bend = 0.0, 0.0, 0.0, 0.0
         for first in range(0, n, BLOCK):
             if _all_zero(prob_bits[row, first : first + BLOCK]):
                 continue
             part = probs[row, first : first + BLOCK]
             leads += sum_of_distances(part, scores[row, first : first + BLOCK], base)
-            entropy += _sum_entropy(part, alpha, kind)
+            made, more = _sum_entropy(part, order, kind)
+            entropy += made
+            bend += more
             mass += sum_of(part)
             if len(row_scale):
                 multiply(part, scale)
+        if len(slopes):
+            slopes[row] = -(entropy + bend) / order
         if len(row_scale):
             # A row without any probability has nothing to move.
             short = real(0.0) if mass == 0.0 else share_of_target - real(1.0)
@@ -79,7 +95,7 @@ def _forward_rows(start, stop, probs, prob_bits, scores, target, row_scale, loss
                 # Not a product: a row that does not count may be NaN.
                 probs[row] = 0.0
         # Rounded probabilities need not sum to 1: what is missing has its price.
-        price = (leads + alpha * entropy) / mass - 1.0 / alpha
+        price = (leads + order * entropy) / mass - 1.0 / order
         # Beyond the range of the dtype the correction would be infinite as well.
         total = leads if leads == math.inf else leads + entropy - (mass - 1.0) * price
         # A target that cannot be costs more than any other, whatever the rest comes to.
@@ -88,7 +104,9 @@ def _forward_rows(start, stop, probs, prob_bits, scores, target, row_scale, loss
 
 @by_rows
 @njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
-def _dense_rows(start, stop, probs, scores, target, row_scale, loss, alpha, kind):
+def _dense_rows(
+    start, stop, probs, scores, target, row_scale, loss, alphas, slopes, alpha, kind
+):  # fmt: skip
     """Against distributions: ``<p - y, scores> + H(p) - H(y)``."""
     n = probs.shape[1]
     real = probs.dtype.type
@@ -97,11 +115,15 @@ def _dense_rows(start, stop, probs, scores, target, row_scale, loss, alpha, kind
         for i in range(n):
             peak = max(peak, scores[row, i])
         origin = peak if -math.inf < peak < math.inf else real(0.0)
-        total, mass = 0.0, 0.0
+        order = np.float64(alphas[row]) if len(alphas) else alpha
+        total, mass, apart_entropy, bend = 0.0, 0.0, 0.0, 0.0
         for first in range(0, n, BLOCK):
             part, wanted = probs[row, first : first + BLOCK], target[row, first : first + BLOCK]
             values = scores[row, first : first + BLOCK]
-            total += _sum_entropy(part, alpha, kind) - _sum_entropy(wanted, alpha, kind)
+            made, more = _sum_entropy(part, order, kind)
+            theirs, their_more = _sum_entropy(wanted, order, kind)
+            apart_entropy += made - theirs
+            bend += more - their_more
             mass += sum_of(part)
             gap = real(0.0)
             for i in range(len(part)):
@@ -110,7 +132,9 @@ def _dense_rows(start, stop, probs, scores, target, row_scale, loss, alpha, kind
                 gap += real(0.0) if apart == real(0.0) else product
                 part[i] = apart
             total += gap
-        loss[row] = total
+        loss[row] = total + apart_entropy
+        if len(slopes):
+            slopes[row] = -(apart_entropy + bend) / order
         if len(row_scale):
             # A row that does not count may be NaN, and a fully masked one has nothing to move.
             if row_scale[row] == 0.0 or mass == 0.0:
@@ -129,21 +153,46 @@ def _all_zero(part_bits):
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _sum_entropy(part, alpha, kind):
+    """The entropy of a block; for kind 4, any alpha, also what its derivative by alpha takes."""
     real = part.dtype.type
     one, total = real(1.0), real(0.0)
     if kind == 1:
         for i in range(len(part)):
             total += part[i] * (one - part[i])
-        return real(0.5) * total
+        return real(0.5) * total, real(0.0)
     if kind == 2:
         for i in range(len(part)):
             total += part[i] * (one - real(math.sqrt(part[i])))
-        return real(4.0 / 3.0) * total
+        return real(4.0 / 3.0) * total, real(0.0)
+    if kind == 4:
+        # -p log(p) f(x) / alpha with f(x) = (exp(x) - 1) / x at x = (alpha - 1) log(p).
+        bend = real(0.0)
+        for i in range(len(part)):
+            if part[i] != 0.0:
+                log = math.log(part[i])
+                x = (alpha - 1.0) * log
+                remainder = _exp_remainder(x)
+                ratio = 1.0 + x * remainder
+                total -= part[i] * log * ratio
+                bend += part[i] * log * log * (ratio - remainder)
+        return real(total / alpha), bend
     for i in range(len(part)):
         if part[i] != 0.0:
             log = math.log(part[i])
             total -= part[i] * (log if kind == 3 else math.expm1((alpha - 1.0) * log))
-    return total if kind == 3 else total / real(alpha * (alpha - 1.0))
+    return total if kind == 3 else total / real(alpha * (alpha - 1.0)), real(0.0)
+
+
+@njit(nogil=True, error_model="numpy")
+def _exp_remainder(x):
+    """``(exp(x) - 1 - x) / x**2``, a series near 0."""
+    if abs(x) >= 0.3:
+        return (math.expm1(x) - x) / (x * x)
+    total, term = 0.0, 0.5
+    for k in range(3, 17):
+        total += term
+        term *= x / k
+    return total
 
 
 listed = partial(loss_of_listed, "cpu")

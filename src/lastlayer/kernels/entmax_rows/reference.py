@@ -6,38 +6,44 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
+from lastlayer.kernels.entmax import exp_remainder
 from lastlayer.kernels.entmax_rows._listed import entropy, loss_of_listed
 
 
 def forward_(
-    probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float
-) -> Tensor:
+    probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float,
+    row_alpha: Tensor | None = None, slopes: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``<p - y, scores> + H(p) - H(y)`` for each row; y is a class, or a distribution (rows, n).
 
-    Where ``row_scale`` is given, ``probs`` become the gradient of ``sum(row_scale * loss)``. A row
-    without any probability costs +inf and has no gradient; nor has one of scale 0, even of NaN.
+    ``slopes`` gets the derivative by ``row_alpha``, at fixed probabilities: by the envelope theorem
+    that is all of it. Where ``row_scale`` is given, ``probs`` become the gradient of
+    ``sum(row_scale * loss)``. A row without any probability costs +inf and has no gradient; nor has
+    one of scale 0, even of NaN.
     """
     dtype = accumulation_dtype(probs.dtype)
     shares, values = probs.to(dtype), scores.to(dtype)
     if target.dim() == 2:
-        return _dense_(probs, shares, values, target.to(dtype), row_scale, alpha)
+        wanted = target.to(dtype)
+        own, move = _entropies(shares, alpha, row_alpha)
+        theirs, their_move = _entropies(wanted, alpha, row_alpha)
+        if slopes is not None:
+            slopes.copy_(move - their_move)
+        return _dense_(probs, shares, values, wanted, row_scale) + own - theirs
     place = target.unsqueeze(-1)
     at_target = values.gather(-1, place)
     present = shares > 0
-    logs = torch.log(torch.where(present, shares, 1.0))
+    lead = torch.where(present, values - at_target, 0.0)
+    mass, leads = shares.sum(-1), (shares * lead).sum(-1)
+    own, move = _entropies(shares, alpha, row_alpha)
+    if slopes is not None:
+        slopes.copy_(move)
     # Rounded probabilities need not sum to 1. To first order the loss is then off by what is
     # missing times the price of probability: score plus slope of the entropy, which is the same
-    # for each class of the support.
-    if alpha == 1.0:
-        slope = -logs - 1.0
-    else:
-        slope = -(alpha * torch.expm1((alpha - 1.0) * logs) + (alpha - 1.0))
-        slope = slope / (alpha * (alpha - 1.0))
-    lead = torch.where(present, values - at_target, 0.0)
-    mass = shares.sum(-1)
-    price = (shares * (lead + slope)).sum(-1) / mass
-    leads = (shares * lead).sum(-1)
-    known = leads + entropy(shares, alpha)
+    # for each class of the support, and together alpha H - mass / alpha.
+    order = alpha if row_alpha is None else row_alpha.to(dtype)
+    price = (leads + order * own) / mass - 1.0 / order
+    known = leads + own
     # Beyond the range of the dtype the correction would be infinite as well.
     loss = torch.where(leads == math.inf, leads, known - (mass - 1.0) * price)
     # A masked target cannot be met; a NaN stays one.
@@ -52,19 +58,31 @@ def forward_(
 
 
 def _dense_(
-    probs: Tensor, shares: Tensor, values: Tensor, wanted: Tensor, row_scale: Tensor | None,
-    alpha: float,
-) -> Tensor:  # fmt: skip
+    probs: Tensor, shares: Tensor, values: Tensor, wanted: Tensor, row_scale: Tensor | None
+) -> Tensor:
+    """``<p - y, scores>``, and the gradient."""
     peak = values.amax(-1, keepdim=True)
     distance = values - torch.where(torch.isfinite(peak), peak, 0.0)
     apart = shares - wanted
     gap = torch.where(apart == 0, 0.0, apart * distance).sum(-1)
-    loss = gap + entropy(shares, alpha) - entropy(wanted, alpha)
     if row_scale is not None:
         scale = row_scale.to(values.dtype).unsqueeze(-1)
         moves = (scale != 0) & (shares != 0).any(-1, keepdim=True)
         probs.copy_(torch.where(moves, apart * scale, 0.0))  # which may be the memory of shares
-    return loss
+    return gap
+
+
+def _entropies(probs: Tensor, alpha: float, row_alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The entropy of each row, and its derivative by an alpha of its own."""
+    if row_alpha is None:
+        return (made := entropy(probs, alpha)), made
+    # H = -sum p log(p) f(x) / alpha with f(x) = (exp(x) - 1) / x at x = (alpha - 1) log(p).
+    logs, order = torch.log(torch.where(probs > 0, probs, 1.0)), row_alpha.to(probs.dtype)
+    x = (order - 1.0).unsqueeze(-1) * logs
+    remainder = exp_remainder(x)
+    ratio = 1.0 + x * remainder
+    made = -(probs * logs * ratio).sum(-1) / order
+    return made, -(made + (probs * logs.square() * (ratio - remainder)).sum(-1)) / order
 
 
 def listed(

@@ -19,6 +19,7 @@ from lastlayer.kernels.entmax.threshold import (
     correction,
     entropy_and_slope,
     is_broken,
+    kind_of,
     leap,
     per_class,
     polished,
@@ -34,13 +35,15 @@ WIDEST_BLOCK = 4096
 # Scores of a flat row that a program looks at together: few large programs, whose rows stay in the
 # L2 cache.
 WIDEST_FLAT = 16384
-# Kinds of threshold.py; and of entropies, as _entropy_and_slope takes them.
-KINDS, ENTROPIES = {2.0: 1, 1.5: 2}, {2.0: 1, 1.5: 2, 1.0: 3}
+# Kinds of entropies, as entropy_and_slope takes them.
+ENTROPIES = {2.0: 1, 1.5: 2, 1.0: 3}
 
 
 def forward_(
-    probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float
-) -> Tensor:
+    probs: Tensor, scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float,
+    row_alpha: Tensor | None = None, slopes: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    del row_alpha, slopes
     n_rows, n = probs.shape
     loss = torch.empty(n_rows, device=probs.device, dtype=torch.float32)
     if n_rows:
@@ -102,13 +105,14 @@ def _entmax_row(
 
 
 def flat_(scores: Tensor, target: Tensor, row_scale: Tensor | None, alpha: float) -> Tensor:
+    """For an alpha that has a kind."""
     n_rows, n = scores.shape
     loss = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
     if n_rows:
         block = tile_width(n, WIDEST_FLAT, 32)
         _flat_row[(n_rows,)](
             scores, target, row_scale, loss, n, scores.stride(0), BLOCK=block,
-            GRADIENT=row_scale is not None, KIND=KINDS[alpha], num_warps=max(1, block // 512),
+            GRADIENT=row_scale is not None, KIND=kind_of(alpha), num_warps=max(1, block // 512),
             enable_fp_fusion=False,  # ../entmax/threshold.py says why
         )  # fmt: skip
     return loss
@@ -179,8 +183,15 @@ def _flat_row(
         lead = tl.where(probs != 0.0, distance + lead_of_peak, 0.0)
         if KIND == 1:
             entropy = 0.5 * probs * (1.0 - probs)
-        else:
+        elif KIND == 2:
             entropy = (4.0 / 3.0) * probs * (1.0 - tl.sqrt(probs))
+        else:
+            # (p - p^alpha) / (alpha (alpha - 1)) with a margin for p^(alpha - 1), and what the last
+            # step moved to first order.
+            margin = tl.maximum(tl.fma(distance, 1.0 / KIND, -at), 0.0)
+            own = slope * margin
+            entropy = own * (1.0 - margin) + (probs - own) * (1.0 - (1.0 + 1.0 / KIND) * margin)
+            entropy = entropy * (KIND * KIND / (KIND + 1.0))
         sums += probs * lead + entropy
         if GRADIENT:
             gradient = (probs - tl.where(column == right, one, 0.0)) * scale
@@ -205,7 +216,7 @@ def listed(
         _list_rows[(cdiv(n, rows),)](
             scores.contiguous(), classes.contiguous(), target.contiguous(),
             target_scores.contiguous(), row_scale, class_weight, loss, values, entries, n, k,
-            math.log(k), alpha, ROWS=rows, WIDTH=width, KIND=KINDS.get(alpha, 0),
+            math.log(k), alpha, ROWS=rows, WIDTH=width, KIND=kind_of(alpha),
             ENTROPY=ENTROPIES.get(alpha, 0), GRADIENT=gradient, WEIGHTED=class_weight is not None,
             num_warps=warps, enable_fp_fusion=False,  # ../entmax/threshold.py says why
         )  # fmt: skip

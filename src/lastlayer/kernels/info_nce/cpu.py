@@ -1,9 +1,15 @@
 """On a CPU: torch's vectorised exponential, on as many rows at a time as a cache holds."""
 
+import math
+from typing import Any
+
 import torch
+from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import in_dtype
+from lastlayer.kernels._cpu import as_array, as_rows, by_rows, empty_rows
+from lastlayer.kernels._cpu_math import FAST, dot
 
 # Numbers of scores that are looked at together.
 _NUMBERS = 1 << 18
@@ -108,26 +114,73 @@ def weights_(
 
 
 def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
-    for _, part in _blocks(*rows.shape):
-        wide, here = in_dtype(_some(rows, part), out.dtype), _some(out, part)
-        if normalize:
-            torch.mul(wide, _inverse_length(wide), out=here)
-        else:
-            here.copy_(wide)
+    if not normalize:
+        out.copy_(rows)
+        return
+    given = as_rows(rows)
+    made, result = (None, out) if _is_wide(out, given) else empty_rows(rows)
+    _unit_rows(*given.shape, given, as_array(out) if made is None else made)
+    if made is not None:
+        out.copy_(result)
 
 
 def row_gradients_(
     rows: Tensor, gradient: Tensor, factor: Tensor, normalize: bool, out: Tensor, along: Tensor
 ) -> None:
-    for _, part in _blocks(*rows.shape):
-        wide, slope = in_dtype(_some(rows, part), along.dtype), _some(gradient, part) * factor
-        if normalize:
-            inverse = _inverse_length(wide)
-            wide = wide * inverse
-        together = torch.linalg.vecdot(wide, slope, out=_some(along, part))
-        if normalize:
-            slope = slope.addcmul_(wide, together.unsqueeze(1), value=-1.0).mul_(inverse)
-        _some(out, part).copy_(slope)
+    given, slope = as_rows(rows), as_array(gradient, along.dtype)
+    made, result = (None, out) if _is_wide(out, given) else empty_rows(rows)
+    into = as_array(out) if made is None else made
+    _gradient_rows(*given.shape, given, slope, factor.item(), normalize, into, along.numpy())
+    if made is not None:
+        out.copy_(result)
+
+
+def _is_wide(out: Tensor, rows: NDArray[Any]) -> bool:
+    """Whether a kernel can write to ``out`` what it makes of rows."""
+    return out.itemsize == rows.itemsize and out.is_contiguous()
+
+
+@by_rows
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _unit_rows(start, stop, rows, out):
+    for row in range(start, stop):
+        inverse = _inverse_length(rows[row])
+        for i in range(rows.shape[1]):
+            out[row, i] = rows[row, i] * inverse
+
+
+@by_rows
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _gradient_rows(start, stop, rows, gradient, factor, normalize, out, along):
+    real = rows.dtype.type
+    factor = real(factor)
+    for row in range(start, stop):
+        inverse = _inverse_length(rows[row]) if normalize else real(1.0)
+        together = real(0.0)
+        for i in range(rows.shape[1]):
+            together += (rows[row, i] * inverse) * (gradient[row, i] * factor)
+        along[row] = together
+        back = together * inverse if normalize else real(0.0)
+        for i in range(rows.shape[1]):
+            slope = gradient[row, i] * factor
+            out[row, i] = (slope - rows[row, i] * back) * inverse
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _inverse_length(x):
+    real, squares = x.dtype.type, dot(x, x)
+    if _SMALLEST < squares < 1.0 / _SMALLEST:
+        return real(1.0 / math.sqrt(squares))
+    # Squares of these are no numbers of this dtype any more, or those of a row of zeros.
+    size, total = 0.0, 0.0
+    for i in range(len(x)):
+        size = max(size, abs(float(x[i])))
+    if size == 0.0:
+        return real(squares)
+    for i in range(len(x)):
+        part = x[i] / size
+        total += part * part
+    return real(1.0 / (size * math.sqrt(total)))
 
 
 def _some(values: Tensor, part: slice) -> Tensor:
@@ -158,15 +211,3 @@ def _own(values: Tensor, start: int) -> Tensor:
 
 def _origin(peak: Tensor) -> Tensor:
     return peak.masked_fill_(peak == -torch.inf, 0.0)
-
-
-def _inverse_length(wide: Tensor) -> Tensor:
-    squares = torch.linalg.vecdot(wide, wide).unsqueeze_(1)
-    lowest, highest = squares.aminmax() if squares.shape[0] else (squares.sum(), squares.sum())
-    if lowest.item() > _SMALLEST and highest.item() < 1.0 / _SMALLEST:
-        return squares.rsqrt_()
-    # Squares of these are no numbers of this dtype any more, or those of a row of zeros.
-    size = wide.abs().amax(-1, keepdim=True)
-    safe = torch.where(size > 0, size, 1.0)
-    length = torch.linalg.vector_norm(wide / safe, dim=-1, keepdim=True)
-    return torch.where(size == 0, 0.0, 1.0 / (safe * length))

@@ -4,6 +4,7 @@ Scores are ``(rows, n)``, labels of that shape bool, integers 0 and 1 or floatin
 ``mask``, bool of that shape, says which classes count. With both gammas and the margin at 0 it is
 the plain cross entropy. Forward gives the loss of each row, and with a mask whether anything counts
 in it; nothing else is kept for backward, which takes one upstream number per row, or one for all.
+``slab_`` makes both at once, in place, for labels that are all 0.
 """
 
 import torch
@@ -23,3 +24,9 @@ def _losses(
 
 forward = operation("label_loss.forward", "label_loss", _losses)
 backward = operation("label_loss.backward", "label_loss_backward", like_first)
+slab_ = operation(
+    "label_loss.slab_",
+    "label_loss_slab_",
+    lambda scores, *_: scores.new_empty(len(scores), dtype=accumulation_dtype(scores.dtype)),
+    ("scores",),
+)

@@ -61,6 +61,18 @@ def backward(
     return out
 
 
+def slab_(
+    scores: Tensor, gamma_negative: float, gamma_positive: float, margin: float,
+    focus_gradient: bool, row_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    numbers = gamma_negative, gamma_positive, margin
+    target = torch.zeros(scores.shape, dtype=torch.bool)
+    losses, _ = forward(scores, target, None, *numbers)
+    if row_scale is not None:
+        scores.copy_(backward(scores, target, None, *numbers, focus_gradient, row_scale))
+    return losses
+
+
 @cache
 def _numbers(gamma_negative, gamma_positive, margin, dtype):
     """Whether the loss is a plain one, powers as integers where they are products, the margin."""

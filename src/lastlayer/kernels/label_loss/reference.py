@@ -33,6 +33,23 @@ def backward(
     return torch.where(nothing, 0.0, slope * row).to(scores.dtype)
 
 
+def slab_(
+    scores: Tensor, gamma_negative: float, gamma_positive: float, margin: float,
+    focus_gradient: bool, row_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The loss of each row of labels that are all 0.
+
+    Where ``row_scale`` is given, one number per row, scores become the gradient of the losses times
+    these.
+    """
+    numbers = gamma_negative, gamma_positive, margin
+    target = scores.new_zeros(1, 1, dtype=torch.bool).expand(scores.shape)
+    losses, _ = forward(scores, target, None, *numbers)
+    if row_scale is not None:
+        scores.copy_(backward(scores, target, None, *numbers, focus_gradient, row_scale))
+    return losses
+
+
 def losses_of(
     scores: Tensor, target: Tensor, mask: Tensor | None, gamma_negative: float,
     gamma_positive: float, margin: float, focus_gradient: bool,

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import LOG2E, cdiv, in_rows, next_power_of_2, tile_width
+from lastlayer.kernels._triton import INTERPRETED, LOG2E, cdiv, in_rows, next_power_of_2, tile_width
 
 # Scores that a program looks at together.
 SCORES_A_PROGRAM = 2048
@@ -23,7 +23,24 @@ def forward(
     scores: Tensor, target: Tensor, mask: Tensor | None, gamma_negative: float,
     gamma_positive: float, margin: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scores, labels = in_rows(scores), _labels_of(target)
+    numbers = gamma_negative, gamma_positive, margin
+    return _sums(in_rows(scores), _labels_of(target), mask, *numbers, True, None)
+
+
+def slab_(
+    scores: Tensor, gamma_negative: float, gamma_positive: float, margin: float,
+    focus_gradient: bool, row_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """As the reference's; the numbers of a row of scores lie together."""
+    numbers = gamma_negative, gamma_positive, margin
+    return _sums(scores, None, None, *numbers, focus_gradient, row_scale)[0]
+
+
+def _sums(
+    scores: Tensor, labels: Tensor | None, mask: Tensor | None, gamma_negative: float,
+    gamma_positive: float, margin: float, focus_gradient: bool, row_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Losses of rows, and which count; scores become the gradient where there is a scale."""
     n_rows, n = scores.shape
     losses = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
     masked = mask is not None
@@ -41,11 +58,12 @@ def forward(
         sums = torch.empty((parts, n_rows), device=scores.device, dtype=torch.float32)
         seen = torch.empty_like(sums, dtype=torch.uint8) if masked else sums
     mask_view, mask_row, mask_column = _mask_of(mask)
-    numbers, constants = _numbers(labels, gamma_negative, gamma_positive, margin)
+    numbers, constants = _numbers(scores, labels, gamma_negative, gamma_positive, margin)
     _sum_rows[(tiles, parts)](
-        scores, labels, mask_view, sums, seen, n_rows, n, span, scores.stride(0),
-        labels.stride(0), mask_row, mask_column, *numbers,
-        ROWS=height, BLOCK=width, MASKED=masked, **constants, num_warps=4, enable_fp_fusion=True,
+        scores, labels, mask_view, row_scale, sums, seen, n_rows, n, span, scores.stride(0),
+        0 if labels is None else labels.stride(0), mask_row, mask_column, *numbers,
+        ROWS=height, BLOCK=width, MASKED=masked, GRADIENT=row_scale is not None,
+        FOCUS=focus_gradient, **constants, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     if parts > 1:
         _merge_parts[(n_rows,)](
@@ -70,7 +88,7 @@ def backward(
         grad = grad.reshape(-1)
     step = grad.stride(0) if grad.numel() > 1 else 0
     mask_view, mask_row, mask_column = _mask_of(mask)
-    numbers, constants = _numbers(labels, gamma_negative, gamma_positive, margin)
+    numbers, constants = _numbers(scores, labels, gamma_negative, gamma_positive, margin)
     _fill_gradient[(cdiv(n_rows, height), cdiv(n, width))](
         scores, labels, mask_view, grad, out, n_rows, n, scores.stride(0), labels.stride(0),
         mask_row, mask_column, step, *numbers,
@@ -90,17 +108,18 @@ def _mask_of(mask):
     return (None, 0, 0) if mask is None else (mask.view(torch.uint8), *mask.stride())
 
 
-def _numbers(labels, gamma_negative, gamma_positive, margin):
+def _numbers(scores, labels, gamma_negative, gamma_positive, margin):
     """Powers and the margin as numbers, and what kernels are compiled for."""
     gammas = gamma_negative, gamma_positive
     whole = max(gammas) <= LARGEST_WHOLE and all(each == int(each) for each in gammas)
     negative, positive = (int(each) for each in gammas) if whole else (-1, -1)
     constants = {
-        "SOFT": labels.is_floating_point(),
+        "LABELS": 0 if labels is None else 2 if labels.is_floating_point() else 1,
         "PLAIN": gammas == (0.0, 0.0) and margin == 0.0,
         "NEGATIVE": negative,
         "POSITIVE": positive,
         "MARGIN": margin != 0.0,
+        "NARROW": scores.element_size() < 4,
     }
     return (gamma_negative, gamma_positive, margin), constants
 
@@ -108,20 +127,35 @@ def _numbers(labels, gamma_negative, gamma_positive, margin):
 @triton.jit
 def _load_tile(
     scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
-    SOFT: tl.constexpr, MASKED: tl.constexpr,
+    LABELS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores, their labels (bool where they are 0 or 1), and which count."""
     value = tl.load(scores + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    label = tl.load(labels + row * label_stride + column, mask=inside, other=0)
-    if SOFT:
-        label = label.to(tl.float32)
+    if LABELS == 0:
+        label = inside & (column < 0)
     else:
-        label = label != 0
+        label = tl.load(labels + row * label_stride + column, mask=inside, other=0)
+        if LABELS == 2:
+            label = label.to(tl.float32)
+        else:
+            label = label != 0
     keep = inside
     if MASKED:
         place = row * mask_row + column * mask_column
         keep = keep & (tl.load(mask + place, mask=inside, other=0) != 0)
     return value, label, keep
+
+
+@triton.jit
+def _log(x, NARROW: tl.constexpr):
+    """Where scores are in half precision to 22 bits behind the point, in two instructions."""
+    if NARROW and not INTERPRETED:
+        logarithm = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return logarithm * 0.6931471805599453
+    else:
+        return tl.log(x)
 
 
 @triton.jit
@@ -132,7 +166,7 @@ def _log_one_plus(x, logarithm):
 
 
 @triton.jit
-def _cross_entropies(value, label, SOFT: tl.constexpr):
+def _cross_entropies(value, label, SOFT: tl.constexpr, NARROW: tl.constexpr):
     if SOFT:
         # A term with the weight 0 has no part, however large it is.
         above = (1.0 - label) * tl.where(label < 1.0, value, 0.0)
@@ -141,7 +175,7 @@ def _cross_entropies(value, label, SOFT: tl.constexpr):
     else:
         linear = tl.maximum(tl.where(label, -value, value), 0.0)
     power = tl.exp2(-tl.abs(value) * LOG2E)
-    return linear + _log_one_plus(power, tl.log(1.0 + power))
+    return linear + _log_one_plus(power, _log(1.0 + power, NARROW))
 
 
 @triton.jit
@@ -165,7 +199,7 @@ def _slopes_of_cross_entropies(value, label, SOFT: tl.constexpr):
 
 
 @triton.jit
-def _terms(value, positive, margin, MARGIN: tl.constexpr):
+def _terms(value, positive, margin, MARGIN: tl.constexpr, NARROW: tl.constexpr):
     """Chances to be right and wrong, the second less the margin, 1 less that, and its cost."""
     z = tl.where(positive, -value, value)
     power, right, wrong = _chances(z)
@@ -174,14 +208,14 @@ def _terms(value, positive, margin, MARGIN: tl.constexpr):
         inside = wrong - shift
         rest = right + shift
         rest = tl.where(rest > 1.0, 1.0, rest)  # lets a NaN through
-        logarithm = tl.log(tl.where(positive, 1.0 + power, rest))
+        logarithm = _log(tl.where(positive, 1.0 + power, rest), NARROW)
         plain = tl.maximum(z, 0.0) + _log_one_plus(power, logarithm)
         # -log(1 - x) near 0, where 1 - x is rounded.
         series = inside * (1.0 + inside * (0.5 + inside * (0.33333334 + inside * 0.25)))
         cost = tl.where(positive, plain, tl.where(inside < 0.03, series, -logarithm))
     else:
         inside, rest = wrong, right
-        cost = tl.maximum(z, 0.0) + _log_one_plus(power, tl.log(1.0 + power))
+        cost = tl.maximum(z, 0.0) + _log_one_plus(power, _log(1.0 + power, NARROW))
     return right, wrong, inside, rest, cost
 
 
@@ -215,9 +249,9 @@ def _focused(
 @triton.jit
 def _losses_of_side(
     value, weight, positive, gamma_negative, gamma_positive, margin, NEGATIVE: tl.constexpr,
-    POSITIVE: tl.constexpr, MARGIN: tl.constexpr,
+    POSITIVE: tl.constexpr, MARGIN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    _, _, inside, _, cost = _terms(value, positive, margin, MARGIN)
+    _, _, inside, _, cost = _terms(value, positive, margin, MARGIN, NARROW)
     loss = _focused(cost, inside, positive, gamma_negative, gamma_positive, NEGATIVE, POSITIVE)
     return tl.where((inside <= 0.0) | (weight == 0.0), 0.0, weight * loss)
 
@@ -225,9 +259,9 @@ def _losses_of_side(
 @triton.jit
 def _slopes_of_side(
     value, weight, positive, gamma_negative, gamma_positive, margin, NEGATIVE: tl.constexpr,
-    POSITIVE: tl.constexpr, MARGIN: tl.constexpr, FOCUS: tl.constexpr,
+    POSITIVE: tl.constexpr, MARGIN: tl.constexpr, NARROW: tl.constexpr, FOCUS: tl.constexpr,
 ):  # fmt: skip
-    right, wrong, inside, rest, cost = _terms(value, positive, margin, MARGIN)
+    right, wrong, inside, rest, cost = _terms(value, positive, margin, MARGIN, NARROW)
     slope = wrong
     if MARGIN:
         slope = tl.where(positive, wrong, wrong * right / rest)
@@ -242,49 +276,110 @@ def _slopes_of_side(
     return tl.where(positive, -slope, slope)
 
 
+@triton.jit
+def _losses(
+    value, label, keep, gamma_negative, gamma_positive, margin, LABELS: tl.constexpr,
+    PLAIN: tl.constexpr, NEGATIVE: tl.constexpr, POSITIVE: tl.constexpr, MARGIN: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    SOFT: tl.constexpr = LABELS == 2
+    if PLAIN:
+        loss = _cross_entropies(value, label, SOFT, NARROW)
+    elif SOFT:
+        # The term with most of the label, and the other one where a label has two.
+        positive = label > 0.5
+        weight = tl.where(positive, label, 1.0 - label)
+        loss = _losses_of_side(
+            value, weight, positive, gamma_negative, gamma_positive, margin,
+            NEGATIVE, POSITIVE, MARGIN, NARROW,
+        )  # fmt: skip
+        if tl.max(tl.max((keep & (weight < 1.0)).to(tl.int32), 1), 0) > 0:
+            loss += _losses_of_side(
+                value, 1.0 - weight, ~positive, gamma_negative, gamma_positive, margin,
+                NEGATIVE, POSITIVE, MARGIN, NARROW,
+            )  # fmt: skip
+    else:
+        loss = _losses_of_side(
+            value,
+            1.0,
+            label,
+            gamma_negative,
+            gamma_positive,
+            margin,
+            NEGATIVE,
+            POSITIVE,
+            MARGIN,
+            NARROW,
+        )
+    return tl.where(keep, loss, 0.0)
+
+
+@triton.jit
+def _slopes(
+    value, label, keep, factor, gamma_negative, gamma_positive, margin, LABELS: tl.constexpr,
+    PLAIN: tl.constexpr, NEGATIVE: tl.constexpr, POSITIVE: tl.constexpr, MARGIN: tl.constexpr,
+    NARROW: tl.constexpr, FOCUS: tl.constexpr,
+):  # fmt: skip
+    SOFT: tl.constexpr = LABELS == 2
+    if PLAIN:
+        slope = _slopes_of_cross_entropies(value, label, SOFT)
+    elif SOFT:
+        positive = label > 0.5
+        weight = tl.where(positive, label, 1.0 - label)
+        slope = _slopes_of_side(
+            value, weight, positive, gamma_negative, gamma_positive, margin,
+            NEGATIVE, POSITIVE, MARGIN, NARROW, FOCUS,
+        )  # fmt: skip
+        if tl.max(tl.max((keep & (weight < 1.0)).to(tl.int32), 1), 0) > 0:
+            slope += _slopes_of_side(
+                value, 1.0 - weight, ~positive, gamma_negative, gamma_positive, margin,
+                NEGATIVE, POSITIVE, MARGIN, NARROW, FOCUS,
+            )  # fmt: skip
+    else:
+        slope = _slopes_of_side(
+            value, 1.0, label, gamma_negative, gamma_positive, margin,
+            NEGATIVE, POSITIVE, MARGIN, NARROW, FOCUS,
+        )  # fmt: skip
+    return tl.where(keep & (factor != 0.0), slope * factor, 0.0)
+
+
 @kernel
 def _sum_rows(
-    scores, labels, mask, sums, seen, n_rows, n, span, stride, label_stride, mask_row, mask_column,
-    gamma_negative, gamma_positive, margin,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, SOFT: tl.constexpr,
-    PLAIN: tl.constexpr, NEGATIVE: tl.constexpr, POSITIVE: tl.constexpr, MARGIN: tl.constexpr,
+    scores, labels, mask, row_scale, sums, seen, n_rows, n, span, stride, label_stride, mask_row,
+    mask_column, gamma_negative, gamma_positive, margin,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, GRADIENT: tl.constexpr,
+    FOCUS: tl.constexpr, LABELS: tl.constexpr, PLAIN: tl.constexpr, NEGATIVE: tl.constexpr,
+    POSITIVE: tl.constexpr, MARGIN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
     flat_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = flat_row[:, None]
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     counted = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+    factor = tl.zeros((ROWS, 1), dtype=tl.float32)
+    if GRADIENT:
+        factor = tl.load(row_scale + row, mask=row < n_rows, other=0.0).to(tl.float32)
     stop = tl.minimum((part + 1) * span, n)
     for first in range(part * span, stop, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
         inside = (row < n_rows) & (column < stop)
         value, label, keep = _load_tile(
             scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
-            SOFT, MASKED,
+            LABELS, MASKED,
         )  # fmt: skip
-        if PLAIN:
-            loss = _cross_entropies(value, label, SOFT)
-        elif SOFT:
-            # The term with most of the label, and the other one where a label has two.
-            positive = label > 0.5
-            weight = tl.where(positive, label, 1.0 - label)
-            loss = _losses_of_side(
-                value, weight, positive, gamma_negative, gamma_positive, margin,
-                NEGATIVE, POSITIVE, MARGIN,
-            )  # fmt: skip
-            if tl.max(tl.max((keep & (weight < 1.0)).to(tl.int32), 1), 0) > 0:
-                loss += _losses_of_side(
-                    value, 1.0 - weight, ~positive, gamma_negative, gamma_positive, margin,
-                    NEGATIVE, POSITIVE, MARGIN,
-                )  # fmt: skip
-        else:
-            loss = _losses_of_side(
-                value, 1.0, label, gamma_negative, gamma_positive, margin,
-                NEGATIVE, POSITIVE, MARGIN,
-            )  # fmt: skip
-        total += tl.where(keep, loss, 0.0)
+        total += _losses(
+            value, label, keep, gamma_negative, gamma_positive, margin,
+            LABELS, PLAIN, NEGATIVE, POSITIVE, MARGIN, NARROW,
+        )  # fmt: skip
         if MASKED:
             counted = counted | keep.to(tl.int32)
+        if GRADIENT:
+            slope = _slopes(
+                value, label, keep, factor, gamma_negative, gamma_positive, margin,
+                LABELS, PLAIN, NEGATIVE, POSITIVE, MARGIN, NARROW, FOCUS,
+            )  # fmt: skip
+            place = scores + row * stride + column
+            tl.store(place, slope.to(scores.dtype.element_ty), mask=inside)
     place = part.to(tl.int64) * n_rows + flat_row
     tl.store(sums + place, tl.sum(total, 1), mask=flat_row < n_rows)
     if MASKED:
@@ -309,8 +404,8 @@ def _fill_gradient(
     scores, labels, mask, grad, out, n_rows, n, stride, label_stride, mask_row, mask_column, step,
     gamma_negative, gamma_positive, margin,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, FOCUS: tl.constexpr,
-    SOFT: tl.constexpr, PLAIN: tl.constexpr, NEGATIVE: tl.constexpr, POSITIVE: tl.constexpr,
-    MARGIN: tl.constexpr,
+    LABELS: tl.constexpr, PLAIN: tl.constexpr, NEGATIVE: tl.constexpr, POSITIVE: tl.constexpr,
+    MARGIN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -318,26 +413,10 @@ def _fill_gradient(
     factor = tl.load(grad + row * step, mask=row < n_rows, other=0.0).to(tl.float32)
     value, label, keep = _load_tile(
         scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
-        SOFT, MASKED,
+        LABELS, MASKED,
     )  # fmt: skip
-    if PLAIN:
-        slope = _slopes_of_cross_entropies(value, label, SOFT)
-    elif SOFT:
-        positive = label > 0.5
-        weight = tl.where(positive, label, 1.0 - label)
-        slope = _slopes_of_side(
-            value, weight, positive, gamma_negative, gamma_positive, margin,
-            NEGATIVE, POSITIVE, MARGIN, FOCUS,
-        )  # fmt: skip
-        if tl.max(tl.max((keep & (weight < 1.0)).to(tl.int32), 1), 0) > 0:
-            slope += _slopes_of_side(
-                value, 1.0 - weight, ~positive, gamma_negative, gamma_positive, margin,
-                NEGATIVE, POSITIVE, MARGIN, FOCUS,
-            )  # fmt: skip
-    else:
-        slope = _slopes_of_side(
-            value, 1.0, label, gamma_negative, gamma_positive, margin,
-            NEGATIVE, POSITIVE, MARGIN, FOCUS,
-        )  # fmt: skip
-    slope = tl.where(keep & (factor != 0.0), slope * factor, 0.0)
+    slope = _slopes(
+        value, label, keep, factor, gamma_negative, gamma_positive, margin,
+        LABELS, PLAIN, NEGATIVE, POSITIVE, MARGIN, NARROW, FOCUS,
+    )  # fmt: skip
     tl.store(out + row * n + column, slope.to(out.dtype.element_ty), mask=inside)

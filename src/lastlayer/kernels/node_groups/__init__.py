@@ -10,6 +10,9 @@ from torch import Tensor
 
 # Entries and children of a tile.
 ROWS, CHILDREN = 16, 64
+# For all leaves: nodes are normalised together with others of up to so many children, the last
+# ones with any number; and a level of so many edges is a launch of its own.
+WIDTHS, MANY_EDGES = (16, 64, 256, 1024), 4096
 
 
 class TreeSizes(NamedTuple):
@@ -22,6 +25,25 @@ class TreeSizes(NamedTuple):
     most_scores: int
     # How many paths a row of hidden states asks for at most.
     paths: int
+
+
+class LeafTables(NamedTuple):
+    """What the kernels that go from scores to all leaves on CUDA know of a tree."""
+
+    row_start: Tensor
+    edge_node: Tensor
+    # Four times the row of the weight of each edge, and 1 or 2 for the children of a binary node.
+    edge_row: Tensor
+    # What each edge leads to: a node, or ~p at the end of path p.
+    child: Tensor
+    # The first path of each class, and the end; None where every class has one.
+    class_start: Tensor | None
+    level_start: Tensor
+    # First and last edge of each level, and which levels are one launch.
+    levels: list[tuple[int, int]]
+    launches: list[tuple[int, int]]
+    # Nodes of more than two children with about as many, and that number, one of WIDTHS.
+    wide_nodes: list[tuple[int, Tensor]]
 
 
 class Plan(NamedTuple):
@@ -44,6 +66,20 @@ class Plan(NamedTuple):
     score_tiles: Tensor
     row_tiles: Tensor
     child_tiles: Tensor
+
+
+def leaf_launches(levels: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Levels that are one launch, from the edges of each: large ones alone, others in a row."""
+    made: list[tuple[int, int]] = []
+    together = False
+    for level, (first, last) in enumerate(levels):
+        few = last - first < MANY_EDGES
+        if few and together:
+            made[-1] = made[-1][0], level + 1
+        else:
+            made.append((level, level + 1))
+        together = few
+    return made
 
 
 def most_groups(m: int, sizes: TreeSizes) -> int:

@@ -12,7 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer.kernels._cpu import by_rows, empty
+from lastlayer.kernels._cpu import by_rows
 from lastlayer.kernels._cpu_math import (
     BLOCK,
     FAST,
@@ -83,19 +83,16 @@ def _sizes(first: Array, last: Array, width: Array, depth: int) -> tuple[int, in
 
 
 def leaves(
-    scores: Tensor, child_start: Tensor, row_start: Tensor, child: Tensor, end: Tensor
-) -> Tensor:
-    """Log-probabilities of all leaves from scores, one column for each row of the weight, or more.
+    scores: Tensor, child_start: Tensor, row_start: Tensor, child: Tensor, end: Tensor, made: Tensor
+) -> None:
+    """As the reference's, into ``made``, from scores with a column per row of the weight, or more.
 
-    Nodes are numbered level by level, so that a node comes after its parent; an edge is an entry of
-    ``child``, and ``end`` has the last one on the path to each leaf.
+    Nodes are numbered level by level, so that a node comes after its parent.
     """
-    made = empty((scores.shape[0], len(end)), scores.dtype)
     _leaves(
         *scores.shape, scores.detach().contiguous().numpy(), child_start.numpy(),
         row_start.numpy(), child.numpy(), end.numpy(), made.numpy(),
     )  # fmt: skip
-    return made
 
 
 def _arrays(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Array, Array, Array]:
@@ -200,8 +197,8 @@ def _leaves(start, stop, rows, child_start, row_start, child, end, made):
     for node in range(n_inner):
         widest = max(widest, child_start[node + 1] - child_start[node])
         binary = binary or child_start[node + 1] - child_start[node] == 2
-    # The edge above each node; that above the root comes last.
-    above = np.full(n_inner, n_edges, np.int32)
+    # The edge above each node; that above the root comes last. Indices without a sign are faster.
+    above, ends = np.full(n_inner, n_edges, np.uint32), end.view(np.uint32)
     for edge in range(n_edges):
         if child[edge] >= 0:
             above[child[edge]] = edge
@@ -212,7 +209,9 @@ def _leaves(start, stop, rows, child_start, row_start, child, end, made):
     for row in range(start, stop):
         if binary:
             _log_rests(rows[row], rests)
-        for node in range(n_inner):
+        if n_edges == 2 * n_inner:
+            _binary_edges(rows[row], rests, above, edges)
+        for node in range(0 if n_edges == 2 * n_inner else n_inner):
             edge, first, so_far = child_start[node], row_start[node], edges[above[node]]
             n = child_start[node + 1] - edge
             if n == 2:
@@ -229,8 +228,19 @@ def _leaves(start, stop, rows, child_start, row_start, child, end, made):
                 below = edges[edge : edge + n]
                 for i in range(n):
                     below[i] = (some[i] - peak) + so_far
-        for leaf in range(len(end)):
-            made[row, leaf] = edges[end[leaf]]
+        leaves = made[row]
+        for leaf in range(len(ends)):
+            leaves[leaf] = edges[ends[leaf]]
+
+
+@njit(nogil=True, error_model="numpy")
+def _binary_edges(scores, rests, above, edges):
+    """All edges of a tree in which every node has two."""
+    zero = scores.dtype.type(0.0)
+    for node in range(len(rests)):
+        score, so_far = scores[node], edges[above[node]] - rests[node]
+        edges[2 * node] = so_far - max(score, zero)
+        edges[2 * node + 1] = so_far + min(score, zero)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -11,6 +11,9 @@ group, whose scores are one small product. A list of tiles makes one launch of a
 * ``_log_probs_of_entries`` has a program for each entry.
 * ``_gradient_of_rows`` and ``_gradient_of_children`` turn scores into slopes where they load them.
 
+Scores of all leaves come from one product: ``_normalise_nodes`` has the logsumexp of wide nodes,
+and ``_reach_edges`` adds log-probabilities up from level to level.
+
 Every number is written by one program, which adds up in a fixed order. Offsets inside a tile are 32
 bits wide, from a place that is 64 bits wide: what a program holds are mostly addresses, and with
 long ones they would not fit its registers.
@@ -24,10 +27,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import cdiv, in_rows, load_rows, next_power_of_2
+from lastlayer.kernels._triton import cdiv, in_rows, load_rows, log1p, next_power_of_2
 from lastlayer.kernels.node_groups import (
     CHILDREN,
+    MANY_EDGES,
     ROWS,
+    LeafTables,
     Plan,
     TreeSizes,
     most_groups,
@@ -43,6 +48,8 @@ _BLOCK = 256
 MANY = 32
 # Numbers of the gradients of all entries that are held at once.
 MOST_PARTS = 1 << 26
+# Scores that a program of all leaves has at a time, and its rows.
+LEAVES_AT_A_TIME, LEAF_ROWS = 2048, 4
 
 
 class Paths(NamedTuple):
@@ -176,6 +183,47 @@ def to_children(
         WIDE=wide, num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     return touched, weight_gradient, bias_gradient
+
+
+def leaves(scores: Tensor, bias: Tensor | None, tree: LeafTables, made: Tensor) -> None:
+    """As the reference's, into ``made``, from scores without bias; their rows lie together.
+
+    In a tree that overlaps, a class has the sum over its paths.
+    """
+    n, n_inner, classes = scores.shape[0], len(tree.row_start) - 1, made
+    if not n:
+        return
+    biased, wide, ends = bias is not None, len(tree.wide_nodes) > 0, tree.class_start
+    if ends is not None:
+        n_paths = len(tree.child) - n_inner + 1
+        made = torch.empty(n, n_paths, device=scores.device, dtype=torch.float32)
+    reached = torch.empty(1 + wide, n, n_inner, device=scores.device, dtype=torch.float32)
+    lse = reached[-1]
+    for width, nodes in tree.wide_nodes:
+        group = max(1, LEAVES_AT_A_TIME // width)
+        _normalise_nodes[(n, cdiv(len(nodes), group))](
+            scores, bias, nodes, tree.row_start, lse, len(nodes), scores.stride(0), n_inner,
+            NODES=group, WIDTH=width, BIASED=biased, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    block = LEAVES_AT_A_TIME // LEAF_ROWS
+    for first, last in tree.launches:
+        low, high = tree.levels[first]
+        # Programs of one row are neighbours, so that what they scatter meets in the cache.
+        parts = cdiv(high - low, block) if high - low >= MANY_EDGES else 1
+        _reach_edges[(cdiv(n, LEAF_ROWS) * parts,)](
+            scores, bias, tree.edge_node, tree.edge_row, tree.child, tree.level_start, reached,
+            lse, made, n, scores.stride(0), n_inner, made.stride(0), first, last, parts,
+            ROWS=LEAF_ROWS, BLOCK=block, WIDE=wide, BIASED=biased, num_warps=4,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    if ends is not None:
+        # The paths of a class are neighbours, as the children of a node are.
+        n_classes, group = classes.shape[1], LEAVES_AT_A_TIME // 16
+        each = torch.arange(n_classes, device=scores.device, dtype=torch.int32)
+        _normalise_nodes[(n, cdiv(n_classes, group))](
+            made, None, each, ends, classes, n_classes, made.stride(0), classes.stride(0),
+            NODES=group, WIDTH=16, BIASED=False, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def _shared(grad: Tensor, path: int) -> int:
@@ -441,6 +489,89 @@ def _log_probs_of_entries(
     chosen = tl.load(scores + column, mask=column >= 0, other=0.0)
     tl.store(log_prob + entry, (chosen - peak) - rest)
     tl.store(lse + place, peak + rest)
+
+
+@kernel
+def _normalise_nodes(
+    scores, bias, nodes, row_start, lse, n_nodes, stride, n_inner, NODES: tl.constexpr,
+    WIDTH: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """The logsumexp of one row at some nodes, of which only the widest are longer than WIDTH."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * NODES + tl.arange(0, NODES)
+    asked = place < n_nodes
+    node = tl.load(nodes + place, mask=asked, other=0)
+    start = tl.load(row_start + node, mask=asked, other=0)
+    size = (tl.load(row_start + node + 1, mask=asked, other=0) - start).to(tl.int32)
+    scores += row * stride
+    peak = tl.full((NODES, WIDTH), -float("inf"), tl.float32)
+    total = tl.zeros((NODES, WIDTH), tl.float32)
+    for first in range(0, tl.max(size, 0), WIDTH):
+        child = first + tl.arange(0, WIDTH)
+        live = child[None, :] < size[:, None]
+        column = start[:, None] + child[None, :]
+        score = tl.load(scores + column, mask=live, other=-float("inf"))
+        if BIASED:
+            score += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
+        # Lane by lane; a NaN reaches the sum, as does +inf.
+        grown = tl.maximum(peak, score)
+        origin = tl.where(grown == -float("inf"), 0.0, grown)
+        total = total * tl.exp(peak - origin) + tl.exp(score - origin)
+        peak = grown
+    top = tl.max(peak, 1)
+    origin = tl.where(top == -float("inf"), 0.0, top)
+    summed = tl.sum(total * tl.exp(peak - origin[:, None]), 1)
+    tl.store(lse + row * n_inner + node, origin + tl.log(summed), mask=asked)
+
+
+@kernel
+def _reach_edges(
+    scores, bias, edge_node, edge_row, child, level_start, reached, lse, made, n, stride, n_inner,
+    line, first_level, last_level, parts, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Log-probabilities of what the edges of some levels lead to, one level after the other."""
+    row = (tl.program_id(0) // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    own = (row < n)[:, None]
+    scores += (row * stride)[:, None]
+    reached += (row * n_inner)[:, None]
+    lse += (row * n_inner)[:, None]
+    made += (row * line)[:, None]
+    for level in range(first_level, last_level):
+        low = tl.load(level_start + level)
+        high = tl.load(level_start + level + 1)
+        for start in range(low + tl.program_id(0) % parts * BLOCK, high, parts * BLOCK):
+            edge = start + tl.arange(0, BLOCK)
+            there = edge < high
+            if WIDE:
+                node = tl.load(edge_node + edge, mask=there, other=0)
+                # Four times the row of the weight, and 1 or 2 for a child of a binary node.
+                known = tl.load(edge_row + edge, mask=there, other=0)
+                column = known >> 2
+                kind = known & 3
+            else:
+                node = edge >> 1
+                column = node
+                kind = 1 + (edge & 1)
+            live = own & there[None, :]
+            score = tl.load(scores + column[None, :], mask=live, other=0.0)
+            if BIASED:
+                more = tl.load(bias + column, mask=there, other=0.0)
+                score += more.to(tl.float32)[None, :]
+            # Nothing is above the root.
+            above = tl.load(reached + node[None, :], mask=live & (node > 0)[None, :], other=0.0)
+            signed = tl.where((kind == 1)[None, :], -score, score)
+            given = tl.minimum(signed, 0.0) - log1p(tl.exp(-tl.abs(score)))
+            if WIDE:
+                wide = (kind == 0)[None, :]
+                level_of = tl.load(lse + node[None, :], mask=live & wide, other=0.0)
+                given = tl.where(wide, score - level_of, given)
+            below = tl.load(child + edge, mask=there, other=0)
+            inner = (below >= 0)[None, :]
+            tl.store(made + (-1 - below)[None, :], above + given, mask=live & ~inner)
+            tl.store(reached + below[None, :], above + given, mask=live & inner)
+        # Other threads of this program read them next.
+        tl.debug_barrier()
 
 
 @triton.jit

@@ -4,7 +4,8 @@ Scores ``(n, classes)`` are those of a linear layer without what comes after the
 then a soft cap c, ``c * tanh(score / c)`` (0 for none), then a division by the temperature.
 ``best`` gives the largest k with their classes, of equal ones the lower class first, and the
 logsumexp of each row; ``draw`` a class for each number in [0, 1); ``log_softmax_`` overwrites the
-scores with log-probabilities.
+scores with log-probabilities, to which it adds an ``offset`` of each row; ``log_sigmoid_`` with
+those of labels that do not exclude each other.
 """
 
 from typing import Any
@@ -32,4 +33,7 @@ best = operation("prediction.best", "best_classes", _best)
 draw = operation("prediction.draw", "draw_classes", _draw, has_cpu=False)
 log_softmax_ = operation(
     "prediction.log_softmax_", "log_softmax_", writes=("scores",), has_cpu=False
+)
+log_sigmoid_ = operation(
+    "prediction.log_sigmoid_", "log_sigmoid_", writes=("scores",), has_cpu=False
 )

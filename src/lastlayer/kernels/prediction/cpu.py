@@ -10,7 +10,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from lastlayer.kernels._cpu import as_rows, by_rows
+from lastlayer.kernels._cpu import as_rows, by_rows, empty_array
 from lastlayer.kernels._cpu_math import (
     BLOCK,
     FAST,
@@ -36,14 +36,15 @@ def best(
     if softcap:
         capped = softcap * torch.tanh(scores / softcap)
         scores = capped.masked_fill_(scores == -math.inf, -math.inf)
-    n = scores.shape[0]
-    values = scores.new_empty(n, k)
-    classes = torch.empty(n, k, dtype=torch.int64)
-    total = scores.new_zeros(n)
-    if n and scores.shape[1]:
-        results = values.numpy(), classes.numpy(), total.numpy()
-        _best_rows(*scores.shape, as_rows(scores), 1.0 / temperature, normalised, *results)
-    return values, classes, total
+    rows = as_rows(scores)
+    (values, made), (classes, ids) = (
+        empty_array((len(rows), k), dtype) for dtype in (scores.dtype, torch.int64)
+    )
+    total = np.zeros(len(rows), rows.dtype)
+    if rows.size:
+        scale = 1.0 / temperature
+        _best_rows(*rows.shape, rows, scale, normalised, values, classes, total)
+    return made, ids, torch.from_numpy(total)
 
 
 @by_rows

@@ -45,7 +45,10 @@ def draw(
     return torch.where(total > 0, places, -1)
 
 
-def log_softmax_(scores: Tensor, bias: Tensor | None, softcap: float, temperature: float) -> None:
+def log_softmax_(
+    scores: Tensor, bias: Tensor | None, softcap: float, temperature: float,
+    offset: Tensor | None = None,
+) -> None:  # fmt: skip
     """Log-probabilities in place of the scores; -inf throughout a fully masked row."""
     if bias is not None or softcap or temperature != 1.0:
         scores.copy_(shaped(scores, bias, softcap, temperature))
@@ -59,6 +62,15 @@ def log_softmax_(scores: Tensor, bias: Tensor | None, softcap: float, temperatur
         scores.masked_fill_(masked, -math.inf)
     else:
         torch.log_softmax(scores, -1, out=scores)
+    if offset is not None:
+        scores.add_(offset.unsqueeze(-1))
+
+
+def log_sigmoid_(scores: Tensor, bias: Tensor | None, softcap: float, temperature: float) -> None:
+    """The log of ``sigmoid`` in place of each score."""
+    if bias is not None or softcap or temperature != 1.0:
+        scores.copy_(shaped(scores, bias, softcap, temperature))
+    torch._C._nn.log_sigmoid(scores, out=scores)  # type: ignore[call-arg]
 
 
 def shaped(scores: Tensor, bias: Tensor | None, softcap: float, temperature: float) -> Tensor:

@@ -406,24 +406,29 @@ def _draw_in_block(
     tl.store(classes + draw, tl.where(block >= 0, block.to(tl.int64) * WIDTH + at, -1))
 
 
-def log_softmax_(scores: Tensor, bias: Tensor | None, softcap: float, temperature: float) -> None:
+def log_softmax_(
+    scores: Tensor, bias: Tensor | None, softcap: float, temperature: float,
+    offset: Tensor | None = None,
+) -> None:  # fmt: skip
     """As the reference's; the numbers of a row of scores lie together."""
     n_rows, n = scores.shape
     if scores.numel():
         width = tile_width(n, WIDEST_TILE, 32)
         _log_softmax_row[(n_rows,)](
-            scores, bias, n, scores.stride(0), softcap, 1.0 / temperature, WIDTH=width,
-            BIASED=bias is not None, CAPPED=softcap != 0.0, num_warps=max(1, min(8, width // 512)),
-            enable_fp_fusion=True,
+            scores, bias, offset, n, scores.stride(0), 0 if offset is None else offset.stride(0),
+            softcap, 1.0 / temperature, WIDTH=width, BIASED=bias is not None,
+            CAPPED=softcap != 0.0, MOVED=offset is not None,
+            num_warps=max(1, min(8, width // 512)), enable_fp_fusion=True,
         )  # fmt: skip
 
 
 @kernel
 def _log_softmax_row(
-    scores, bias, n, stride, softcap, inverse_temperature, WIDTH: tl.constexpr,
-    BIASED: tl.constexpr, CAPPED: tl.constexpr,
+    scores, bias, offset, n, stride, offset_stride, softcap, inverse_temperature,
+    WIDTH: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, MOVED: tl.constexpr,
 ):  # fmt: skip
-    scores += tl.program_id(0).to(tl.int64) * stride
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * stride
     peak = tl.full((WIDTH,), -float("inf"), tl.float32)
     total = tl.zeros((WIDTH,), tl.float32)
     for first in range(0, n, WIDTH):
@@ -440,6 +445,8 @@ def _log_softmax_row(
     origin = tl.where(top == -float("inf"), 0.0, top)
     log_sum = origin + tl.log(tl.sum(total * tl.exp2((peak - origin) * LOG2E), 0))
     log_sum = tl.where(log_sum == -float("inf"), 0.0, log_sum)
+    if MOVED:
+        log_sum -= tl.load(offset + row * offset_stride)
     # Backwards: what was read last is still near.
     last = (n - 1) // WIDTH * WIDTH
     for back in range(0, n, WIDTH):
@@ -448,3 +455,33 @@ def _log_softmax_row(
         value = tl.load(scores + column, mask=live, other=0.0)
         value = _shaped(value, bias, column, live, softcap, inverse_temperature, BIASED, CAPPED)
         tl.store(scores + column, value - log_sum, mask=live)
+
+
+def log_sigmoid_(scores: Tensor, bias: Tensor | None, softcap: float, temperature: float) -> None:
+    """As the reference's; the numbers of a row of scores lie together."""
+    n_rows, n = scores.shape
+    if scores.numel():
+        width = tile_width(n, WIDEST_TILE, 32)
+        tiles = cdiv(n, width)
+        _log_sigmoid_tile[(n_rows * tiles,)](
+            scores, bias, n, scores.stride(0), tiles, softcap, 1.0 / temperature, WIDTH=width,
+            BIASED=bias is not None, CAPPED=softcap != 0.0,
+            num_warps=max(1, min(8, width // 512)), enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+@kernel
+def _log_sigmoid_tile(
+    scores, bias, n, stride, tiles, softcap, inverse_temperature,
+    WIDTH: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    scores += (tl.program_id(0) // tiles).to(tl.int64) * stride
+    column = (tl.program_id(0) % tiles) * WIDTH + tl.arange(0, WIDTH)
+    live = column < n
+    value = tl.load(scores + column, mask=live, other=0.0)
+    value = _shaped(value, bias, column, live, softcap, inverse_temperature, BIASED, CAPPED)
+    rest = tl.exp2(-tl.abs(value) * LOG2E)
+    # log(1 + rest), also where rest is small.
+    near = rest * (1.0 - rest * (0.5 - rest * (0.33333334 - rest * 0.25)))
+    log1p = tl.where(rest < 1e-2, near, tl.log(1.0 + rest))
+    tl.store(scores + column, tl.minimum(value, 0.0) - log1p, mask=live)

@@ -28,11 +28,12 @@ def _weighted_mean(losses: Tensor, _weights: Tensor | None) -> tuple[Tensor, Ten
 
 
 def _row_factors(
-    target: Tensor, row_weight: Tensor | None, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
+    target: Tensor, hidden: Tensor, row_weight: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weight = target.new_empty(target.shape, dtype=torch.float32)
     weight = weight if row_weight is None else row_weight.new_empty(target.shape)
-    return target.new_empty(target.shape), weight, weight.new_empty(target.shape)
+    clean = target.new_empty(target.shape), hidden.new_empty(hidden.shape)
+    return *clean, weight, weight.new_empty(target.shape)
 
 
 scores = operation("products.scores", "class_scores", _scores)
@@ -44,4 +45,4 @@ scale_ = operation("products.scale_", "scale_", writes=("values", "others"))
 row_factors = operation(
     "products.row_factors", "row_factors", _row_factors, integers=True, has_cpu=False
 )
-weighted_mean = operation("products.weighted_mean", "weighted_mean", _weighted_mean, has_cpu=False)
+weighted_mean = operation("products.weighted_mean", "weighted_mean", _weighted_mean)

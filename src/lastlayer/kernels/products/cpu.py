@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype, in_dtype
-from lastlayer.kernels._cpu import WIDENED, as_rows, by_rows, parts
-from lastlayer.kernels._cpu_math import add_scaled, dot
+from lastlayer.kernels._cpu import WIDENED, as_array, as_rows, by_rows, empty_array, parts
+from lastlayer.kernels._cpu_math import FAST, add_scaled, dot
 
 
 def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> Tensor:
-    made = torch.empty(classes.shape, dtype=accumulation_dtype(hidden.dtype))
+    dtype = accumulation_dtype(hidden.dtype)
+    out, made = empty_array(classes.shape, dtype)
     numbers = classes.shape[1] * hidden.shape[1]
-    for part, places, vectors in _wide(classes, weight, made.dtype):
-        if made.numel():
-            rows = as_rows(hidden[part])
-            _dot_rows(len(rows), numbers, rows, vectors, places, made[part].numpy())
-    if bias is None:
-        return made
-    return made.add_(torch.where(classes < 0, 0.0, bias.detach()[classes.clamp_min(0)]))
+    biases = np.empty(0, out.dtype) if bias is None else as_array(bias, dtype)
+    for part, places, vectors in _wide(classes, weight, dtype):
+        if out.size:
+            rows, ids = as_rows(hidden[part]), as_array(classes)[part]
+            _dot_rows(len(rows), numbers, rows, vectors, places, biases, ids, out[part])
+    return made
 
 
 def _wide(
@@ -36,7 +36,7 @@ def _wide(
 ) -> Iterator[tuple[slice, NDArray[Any], NDArray[Any]]]:
     """Rows of the classes, and these among vectors of ``dtype``: the weight, or a widened part."""
     if weight.dtype == dtype:
-        yield slice(None), classes.contiguous().numpy(), weight.detach().numpy()
+        yield slice(None), as_array(classes), as_array(weight)
         return
     for part in parts((classes.shape[0], classes.shape[1] * weight.shape[1]), WIDENED):
         chosen = classes[part]
@@ -47,11 +47,16 @@ def _wide(
 
 @by_rows
 @njit(nogil=True, cache=True)
-def _dot_rows(start, stop, hidden, weight, classes, scores):
+def _dot_rows(start, stop, hidden, weight, places, bias, classes, scores):
+    """``places`` are those of the classes among the vectors, which may be a part of them."""
     for row in range(start, stop):
-        for slot in range(classes.shape[1]):
-            chosen = classes[row, slot]
-            scores[row, slot] = dot(hidden[row], weight[chosen]) if chosen >= 0 else 0.0
+        for slot in range(places.shape[1]):
+            place, score = places[row, slot], scores.dtype.type(0.0)
+            if place >= 0:
+                score = dot(hidden[row], weight[place])
+                if len(bias):
+                    score += bias[classes[row, slot]]
+            scores[row, slot] = score
 
 
 def to_hidden(values: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
@@ -132,3 +137,27 @@ def scale_(values: Tensor, others: Sequence[Tensor], factor: Tensor) -> None:
     if factor.item() != 1.0:
         for each in (values, *others):
             each.mul_(factor)
+
+
+def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    values = as_array(losses)
+    loss, share = np.empty((), values.dtype), np.empty((), values.dtype)
+    _weighted_mean(values, values[:0] if weights is None else as_array(weights), loss, share)
+    return torch.from_numpy(loss), torch.from_numpy(share)
+
+
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _weighted_mean(losses, weights, loss, share):
+    total, size = 0.0, float(len(losses))
+    if len(weights):
+        size = 0.0
+        for i in range(len(losses)):
+            # A row that does not count may be NaN.
+            total += losses[i] * weights[i] if weights[i] else 0.0
+            size += weights[i]
+    else:
+        for i in range(len(losses)):
+            total += losses[i]
+    one = 1.0 / size if size != 0.0 else 0.0
+    loss[()] = total * one
+    share[()] = one

@@ -67,15 +67,16 @@ def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def row_factors(
-    target: Tensor, row_weight: Tensor | None, ignore_index: int, mean: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows of which some are ignored: targets that are all class ids, weights and factors.
+    target: Tensor, hidden: Tensor, row_weight: Tensor | None, ignore_index: int, mean: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows of which some are ignored: targets that are all ids, hidden, weights and factors.
 
-    The weight is 0 for an ignored row, else that of ``row_weight`` (1 where it is None); with
-    ``mean`` the factors are the weights divided by their sum.
+    An ignored row has target, hidden state and weight 0; the weight of others is that of
+    ``row_weight`` (1 where it is None). With ``mean`` factors are weights divided by their sum.
     """
     counts = target != ignore_index
     weight = counts.to(torch.float32) if row_weight is None else row_weight.masked_fill(~counts, 0)
     size = weight.sum() if mean else weight.new_ones(())
     factor = weight / torch.where(size == 0, 1.0, size)
-    return torch.where(counts, target, 0), weight, factor
+    hidden = hidden.masked_fill(~counts.unsqueeze(-1), 0.0)
+    return torch.where(counts, target, 0), hidden, weight, factor

@@ -14,13 +14,22 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import cdiv, load_rows, next_power_of_2, tile_width
+from lastlayer.kernels._triton import (
+    cdiv,
+    in_rows,
+    load_rows,
+    mean_of_losses,
+    next_power_of_2,
+    tile_width,
+)
 
 # Entries that a program adds up together.
 GROUP = 16
 WIDEST = 512
 # A program that finds the number to be 1 costs its launch: few of them, that take several blocks.
 MOST_PROGRAMS = 2048
+# Numbers of hidden states that a program copies.
+COPIED = 2048
 # Losses of which one program makes the mean in microseconds.
 MOST_LOSSES = 1 << 18
 
@@ -112,7 +121,9 @@ def _gather_classes(
         used = value != 0.0
         if tl.max(used.to(tl.int32), 0) > 0:
             chosen = tl.load(classes + row * k + slot, mask=used, other=0)
-            vectors = load_rows(weight, chosen, weight_row, step, weight_step, used, inside)
+            # In a row of NaN padding has that value too, and no class.
+            there = used & (chosen >= 0)
+            vectors = load_rows(weight, chosen, weight_row, step, weight_step, there, inside)
             total += tl.sum(vectors.to(tl.float32) * value[:, None], 0)
     tl.store(out + row * depth + step, total.to(out.dtype.element_ty), mask=inside)
 
@@ -187,48 +198,29 @@ def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tenso
     if weights is not None:
         weights = weights.contiguous()
         weights = weights.view(torch.uint8) if weights.dtype == torch.bool else weights
-    block = tile_width(n, 4096, 128)
-    _weighted_mean[(1,)](
-        losses.contiguous(), weights, loss, share, n, BLOCK=block, WEIGHTED=weights is not None,
-        num_warps=block // 128, enable_fp_fusion=True,
-    )  # fmt: skip
+    mean_of_losses(losses.contiguous(), 0, weights, loss, share, 0, n)
     return loss, share
 
 
-@kernel(do_not_specialize=["n"])
-def _weighted_mean(losses, weights, loss, share, n, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr):
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    size = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, n, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        value = tl.load(losses + place, mask=place < n, other=0.0)
-        if WEIGHTED:
-            weight = tl.load(weights + place, mask=place < n, other=0).to(tl.float32)
-            value = tl.where(weight == 0.0, 0.0, value * weight)
-            size += weight
-        total += value
-    counted = tl.sum(size, 0) if WEIGHTED else n.to(tl.float32)
-    one = tl.where(counted == 0.0, 0.0, 1.0 / counted)
-    tl.store(loss, tl.sum(total, 0) * one)
-    tl.store(share, one)
-
-
 def row_factors(
-    target: Tensor, row_weight: Tensor | None, ignore_index: int, mean: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    n = target.shape[0]
+    target: Tensor, hidden: Tensor, row_weight: Tensor | None, ignore_index: int, mean: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (n, depth), hidden = hidden.shape, in_rows(hidden)
     clean = torch.empty_like(target)
+    states = torch.empty(n, depth, device=hidden.device, dtype=hidden.dtype)
     weight = torch.empty(n, device=target.device, dtype=torch.float32)
     factor = torch.empty_like(weight) if mean else weight
     if n:
         block = tile_width(n, 4096, 128)
-        # Every program adds up all weights: none has to wait for another.
-        _row_factors[(cdiv(n, block),)](
-            target.contiguous(), row_weight, clean, weight, factor, n, ignore_index, BLOCK=block,
-            WEIGHTED=row_weight is not None, MEAN=mean, num_warps=max(1, block // 512),
+        programs = cdiv(n, block)
+        # Every program adds up all weights: none has to wait for another. The rest copies.
+        _row_factors[(programs + cdiv(n * depth, COPIED),)](
+            target.contiguous(), hidden, row_weight, clean, states, weight, factor, n, depth,
+            hidden.stride(0), ignore_index, programs, BLOCK=block, COPIED=COPIED,
+            WEIGHTED=row_weight is not None, MEAN=mean, num_warps=max(4, block // 512),
             enable_fp_fusion=True,
         )  # fmt: skip
-    return clean, weight, factor
+    return clean, states, weight, factor
 
 
 @triton.jit
@@ -241,20 +233,30 @@ def _weights(target, row_weight, row, n, ignored, WEIGHTED: tl.constexpr):
     return own, weight
 
 
-@kernel(do_not_specialize=["n"])
+@kernel(do_not_specialize=["n", "programs"])
 def _row_factors(
-    target, row_weight, clean, weights, factors, n, ignored,
-    BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr,
+    target, hidden, row_weight, clean, states, weights, factors, n, depth, stride, ignored,
+    programs, BLOCK: tl.constexpr, COPIED: tl.constexpr, WEIGHTED: tl.constexpr,
+    MEAN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own, weight = _weights(target, row_weight, row, n, ignored, WEIGHTED)
-    tl.store(clean + row, tl.where(own == ignored, 0, own), mask=row < n)
-    tl.store(weights + row, weight, mask=row < n)
-    if MEAN:
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
-        for first in range(0, n, BLOCK):
-            some = first + tl.arange(0, BLOCK)
-            _, more = _weights(target, row_weight, some, n, ignored, WEIGHTED)
-            total += more
-        size = tl.sum(total, 0)
-        tl.store(factors + row, weight / tl.where(size == 0.0, 1.0, size), mask=row < n)
+    program = tl.program_id(0)
+    if program < programs:
+        row = program * BLOCK + tl.arange(0, BLOCK)
+        own, weight = _weights(target, row_weight, row, n, ignored, WEIGHTED)
+        tl.store(clean + row, tl.where(own == ignored, 0, own), mask=row < n)
+        tl.store(weights + row, weight, mask=row < n)
+        if MEAN:
+            total = tl.zeros((BLOCK,), dtype=tl.float32)
+            for first in range(0, n, BLOCK):
+                some = first + tl.arange(0, BLOCK)
+                _, more = _weights(target, row_weight, some, n, ignored, WEIGHTED)
+                total += more
+            size = tl.sum(total, 0)
+            tl.store(factors + row, weight / tl.where(size == 0.0, 1.0, size), mask=row < n)
+    else:
+        place = (program - programs).to(tl.int64) * COPIED + tl.arange(0, COPIED)
+        of_row = place // depth
+        counts = tl.load(target + of_row, mask=of_row < n, other=ignored) != ignored
+        # What is ignored may be NaN.
+        state = tl.load(hidden + of_row * stride + place % depth, mask=counts, other=0.0)
+        tl.store(states + place, state, mask=of_row < n)

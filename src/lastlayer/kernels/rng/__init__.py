@@ -16,6 +16,8 @@ from lastlayer.kernels._registry import operation
 # every device rounds alike; what follows is below the rounding of float64.
 SERIES = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(13, -1, -1))
 SQRT_2 = math.sqrt(2.0)
+# The step of fork 0.
+FORKS = -(2**63)
 _operation = partial(operation, integers=True)
 
 
@@ -50,3 +52,11 @@ log_complement = _operation(
     "alias_log_complement",
     lambda _weight, target, _bits, wide: _per_target(target, wide),
 )
+
+
+def fork(counter: Tensor, number: int) -> Tensor:
+    """Another seed, made from the seed and the number, and the same step."""
+    # Negative steps below all that a run reaches are kept for this.
+    marked = torch.stack([counter[0], counter.new_full((), FORKS + number)])
+    made = words("auto", marked, 1)[0]
+    return torch.stack([made[0] << 32 | made[1], counter[1]])

@@ -7,25 +7,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from lastlayer.kernels._cpu import by_rows
+from lastlayer.kernels._cpu import by_rows, empty_array
+from lastlayer.kernels._cpu_math import philox
 from lastlayer.kernels.rng import SERIES, SQRT_2
-
-_WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-_LEFT, _RIGHT = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_STEP_LEFT, _STEP_RIGHT = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-
-
-@njit(nogil=True, inline="always")
-def _philox(block, seed, step):
-    """Four words of a block; all three arguments are uint64."""
-    a, b = block & _WORD, block >> _HALF
-    c, d = step & _WORD, step >> _HALF
-    k, m = seed & _WORD, seed >> _HALF
-    for _ in range(10):
-        left, right = a * _LEFT, c * _RIGHT
-        a, b, c, d = (right >> _HALF) ^ b ^ k, right & _WORD, (left >> _HALF) ^ d ^ m, left & _WORD
-        k, m = (k + _STEP_LEFT) & _WORD, (m + _STEP_RIGHT) & _WORD
-    return a, b, c, d
 
 
 def words(counter: Tensor, n: int) -> Tensor:
@@ -46,11 +30,11 @@ def integers(counter: Tensor, n: int, below: int) -> Tensor:
 def log_uniform(
     counter: Tensor, order: Tensor | None, n: int, n_classes: int
 ) -> tuple[Tensor, Tensor]:
-    rank = torch.empty(n, dtype=torch.int64)
-    log_prob = torch.empty(n, dtype=torch.float32)
+    ranks, rank = empty_array((n,), torch.int64)
+    logs, log_prob = empty_array((n,), torch.float32)
     if n:
-        arrays = (each.numpy() for each in (counter, rank, log_prob))
-        _rank_rows((n + 1) // 2, 64, math.log2(n_classes + 1), n_classes, *arrays)
+        base = math.log2(n_classes + 1)
+        _rank_rows((n + 1) // 2, 64, base, n_classes, counter.numpy(), ranks, logs)
     return (rank if order is None else order[rank]), log_prob
 
 
@@ -59,7 +43,7 @@ def log_uniform(
 def _fill_rows(start, stop, counter, made):
     seed, step = np.uint64(counter[0]), np.uint64(counter[1])
     for block in range(start, stop):
-        a, b, c, d = _philox(np.uint64(block), seed, step)
+        a, b, c, d = philox(np.uint64(block), seed, step)
         made[block, 0], made[block, 1] = np.int64(a), np.int64(b)
         made[block, 2], made[block, 3] = np.int64(c), np.int64(d)
 
@@ -69,7 +53,7 @@ def _fill_rows(start, stop, counter, made):
 def _integer_rows(start, stop, below, counter, ids):
     seed, step = np.uint64(counter[0]), np.uint64(counter[1])
     for block in range(start, stop):
-        a, b, c, d = _philox(np.uint64(block), seed, step)
+        a, b, c, d = philox(np.uint64(block), seed, step)
         ids[2 * block] = _scaled(np.int64(a), np.int64(b), below)
         if 2 * block + 1 < len(ids):
             ids[2 * block + 1] = _scaled(np.int64(c), np.int64(d), below)
@@ -85,7 +69,7 @@ def _scaled(upper, lower, below):
 def _rank_rows(start, stop, octaves, n_classes, counter, ids, log_prob):
     seed, step = np.uint64(counter[0]), np.uint64(counter[1])
     for block in range(start, stop):
-        a, b, c, d = _philox(np.uint64(block), seed, step)
+        a, b, c, d = philox(np.uint64(block), seed, step)
         ids[2 * block] = _rank(np.int64(a), np.int64(b), octaves, n_classes)
         if 2 * block + 1 < len(ids):
             ids[2 * block + 1] = _rank(np.int64(c), np.int64(d), octaves, n_classes)
@@ -144,7 +128,7 @@ def _draw_rows(start, stop, bits, table, weight, counter, ids, log_prob):
     seed, step = np.uint64(counter[0]), np.uint64(counter[1])
     log_total = (bits + 32) * math.log(2.0)
     for block in range(start, stop):
-        a, b, c, d = _philox(np.uint64(block), seed, step)
+        a, b, c, d = philox(np.uint64(block), seed, step)
         ids[2 * block] = _chosen(table, bits, np.int64(a), np.int64(b))
         if 2 * block + 1 < len(ids):
             ids[2 * block + 1] = _chosen(table, bits, np.int64(c), np.int64(d))

@@ -11,10 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import cdiv
+from lastlayer.kernels._triton import cdiv, philox
 from lastlayer.kernels.rng import SERIES, SQRT_2
 
-_WORD = tl.constexpr(0xFFFFFFFF)
 _SERIES = tl.constexpr(SERIES)
 _SQRT_2 = tl.constexpr(SQRT_2)
 _STEP = tl.constexpr(2.0**-53)
@@ -68,7 +67,7 @@ def log_uniform_share(
 def _words(counter, made, n, BLOCKS: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     live = block < n
-    a, b, c, d = _philox(block, tl.load(counter), tl.load(counter + 1))
+    a, b, c, d = philox(block, tl.load(counter), tl.load(counter + 1))
     tl.store(made + 4 * block, a.to(tl.int64), mask=live)
     tl.store(made + 4 * block + 1, b.to(tl.int64), mask=live)
     tl.store(made + 4 * block + 2, c.to(tl.int64), mask=live)
@@ -78,7 +77,7 @@ def _words(counter, made, n, BLOCKS: tl.constexpr):
 @kernel
 def _integers(counter, ids, n, below, BLOCKS: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    a, b, c, d = _philox(block, tl.load(counter), tl.load(counter + 1))
+    a, b, c, d = philox(block, tl.load(counter), tl.load(counter + 1))
     first = (a * below + ((b * below) >> 32)) >> 32
     second = (c * below + ((d * below) >> 32)) >> 32
     tl.store(ids + 2 * block, first.to(tl.int64), mask=2 * block < n)
@@ -91,7 +90,7 @@ def _ranks(
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    a, b, c, d = _philox(block, tl.load(counter), tl.load(counter + 1))
+    a, b, c, d = philox(block, tl.load(counter), tl.load(counter + 1))
     first, second = _rank(a, b, n_classes, OCTAVES), _rank(c, d, n_classes, OCTAVES)
     _store_rank(order, ids, log_prob, 2 * block, n, first, OCTAVES, ORDERED)
     _store_rank(order, ids, log_prob, 2 * block + 1, n, second, OCTAVES, ORDERED)
@@ -192,7 +191,7 @@ def _draw(
     table, weight, counter, ids, log_prob, n, BITS: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-    a, b, c, d = _philox(block, tl.load(counter), tl.load(counter + 1))
+    a, b, c, d = philox(block, tl.load(counter), tl.load(counter + 1))
     _store_draw(table, weight, ids, log_prob, 2 * block, n, a.to(tl.int64), b.to(tl.int64), BITS)
     _store_draw(
         table, weight, ids, log_prob, 2 * block + 1, n, c.to(tl.int64), d.to(tl.int64), BITS
@@ -209,17 +208,3 @@ def _store_draw(table, weight, ids, log_prob, place, n, upper, lower, BITS: tl.c
     tl.store(ids + place, chosen, mask=live)
     share = tl.log(mass.to(tl.float64)) - (BITS + 32) * _LOG_2
     tl.store(log_prob + place, share.to(tl.float32), mask=live)
-
-
-@triton.jit
-def _philox(block, seed, step):
-    """Four words of each block; all three arguments are int64."""
-    block, seed, step = block.to(tl.uint64), seed.to(tl.uint64), step.to(tl.uint64)
-    a, b = block & _WORD, block >> 32
-    c, d = (step & _WORD) + 0 * block, (step >> 32) + 0 * block
-    k, m = seed & _WORD, seed >> 32
-    for _ in tl.static_range(10):
-        left, right = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b, c, d = (right >> 32) ^ b ^ k, right & _WORD, (left >> 32) ^ d ^ m, left & _WORD
-        k, m = (k + 0x9E3779B9) & _WORD, (m + 0xBB67AE85) & _WORD
-    return a, b, c, d

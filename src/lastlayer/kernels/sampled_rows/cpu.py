@@ -4,12 +4,12 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._cpu import by_rows
+from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer.kernels._cpu import as_array, by_rows
 from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest, multiply
 
 
@@ -21,18 +21,16 @@ def forward_(
 ) -> None:  # fmt: skip
     dtype = accumulation_dtype(scores.dtype)
     n, m = scores.shape
-    wide = scores.detach().to(dtype).contiguous()
-    per_row = (
-        torch.zeros(n) if shift is None else shift,
-        torch.full((n,), -math.inf) if exact is None else exact,
-        torch.empty(0) if row_scale is None else row_scale,
-    )
+    wide = in_dtype(scores.detach(), dtype).contiguous()
+    rows = wide.numpy()
     if n:
         _sampled_rows(
-            n, 2 * m, wide.numpy(), _array(torch.atleast_2d(offset.to(dtype))),
-            _array(torch.atleast_2d(ids)), _array(target),
-            *(_array(each.to(dtype)) for each in per_row), first.numpy(), second.numpy(), factor,
-            n_exact, logistic, drop_hits, average,
+            n, 2 * m, rows, _lists(as_array(offset, dtype)), _lists(as_array(ids)),
+            as_array(target),
+            np.zeros(n, rows.dtype) if shift is None else as_array(shift, dtype),
+            np.full(n, -math.inf, rows.dtype) if exact is None else as_array(exact, dtype),
+            np.empty(0, rows.dtype) if row_scale is None else as_array(row_scale, dtype),
+            first.numpy(), second.numpy(), factor, n_exact, logistic, drop_hits, average,
         )  # fmt: skip
     if row_scale is not None and gradient.data_ptr() != wide.data_ptr():
         gradient.copy_(wide)
@@ -41,8 +39,9 @@ def forward_(
         columns[0] += wide.sum(0)
 
 
-def _array(tensor: Tensor) -> Any:
-    return tensor.detach().contiguous().numpy()
+def _lists(values: NDArray[Any]) -> NDArray[Any]:
+    """One list for all rows, or one for each, as a matrix."""
+    return values if values.ndim == 2 else values.reshape(1, -1)
 
 
 @by_rows

@@ -5,17 +5,19 @@ from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels import entmax, entmax_rows
+from lastlayer.kernels.score_loss import NUMBERS
 
 
 def forward(
     scores: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int | None,
-    alpha: float, labels: bool,
+    alpha: float, row_alpha: Tensor | None, labels: bool, mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``<p - y, scores> + H(p) - H(y)`` of each row, its weight, and what is kept.
+    """``<p - y, scores> + H(p) - H(y)`` of each row times its weight, or their mean; what is left.
 
     With ``labels`` the target is divided by its sum. The weight is 0 for an ignored row and for one
     without positives, whose loss is 0 whatever its scores are; else that of the target's class, or
-    of a distribution the mean. A fully masked row costs +inf.
+    of a distribution the mean. A fully masked row costs +inf. A mean is over the weights, and 0
+    where nothing counts.
     """
     values = scores.to(accumulation_dtype(scores.dtype))
     counts = torch.ones_like(values[:, 0], dtype=torch.bool)
@@ -27,30 +29,43 @@ def forward(
     weight = counts.to(values.dtype)
     if class_weight is not None:
         class_weight = class_weight.to(values.dtype)
-        mean = target @ class_weight if target.dim() == 2 else class_weight[target]
-        weight = torch.where(counts, mean, 0.0)
-    probs = entmax.forward("reference", values, alpha, None)
-    losses = entmax_rows.forward_("reference", probs, values, target, None, alpha)
-    losses = torch.where(weight == 0, 0.0, losses)
-    return losses, weight, values.new_zeros(scores.shape[0], 5)
+        own = target @ class_weight if target.dim() == 2 else class_weight[target]
+        weight = torch.where(counts, own, 0.0)
+    n = len(weight)
+    stats, chosen = values.new_zeros(NUMBERS * n + 1), values.new_zeros(0, dtype=torch.int16)
+    probs = entmax.forward("reference", values, alpha, row_alpha)
+    slopes = None if row_alpha is None else stats[n : 2 * n]
+    losses = entmax_rows.forward_(
+        "reference", probs, values, target, None, alpha, row_alpha, slopes
+    )
+    losses = torch.where(weight == 0, 0.0, losses * weight)
+    stats[:n] = weight
+    stats[-1] = 1.0
+    if not mean:
+        return losses, stats, chosen
+    size = weight.sum()
+    stats[-1] = torch.where(size == 0, 0.0, size.reciprocal())
+    return losses.sum() * stats[-1], stats, chosen
 
 
 def backward(
-    scores: Tensor, target: Tensor, weight: Tensor, stats: Tensor, factor: Tensor, alpha: float,
-    labels: bool,
+    scores: Tensor, target: Tensor, stats: Tensor, chosen: Tensor, factor: Tensor, alpha: float,
+    row_alpha: Tensor | None, labels: bool,
 ) -> Tensor:  # fmt: skip
-    """``factor * weight * (p - y)``; the factor is a number, or one per row.
+    """``factor * weight * (p - y)`` for the loss of forward; the factor is a number, or one a row.
 
     Rows of factor 0 have gradient 0 even where they are NaN, and so have fully masked rows.
     """
-    del stats
+    del chosen
+    weight = stats[: scores.shape[0]]
     values = scores.to(accumulation_dtype(scores.dtype))
     if target.dim() == 2:
         target = _distributions(target, values.dtype, labels)[0]
     else:
         target = torch.where(weight == 0, 0, target)
-    probs: Tensor = entmax.forward("reference", values, alpha, None)
-    entmax_rows.forward_("reference", probs, values, target, factor * weight, alpha)
+    probs: Tensor = entmax.forward("reference", values, alpha, row_alpha)
+    row = factor * stats[-1] * weight
+    entmax_rows.forward_("reference", probs, values, target, row, alpha, row_alpha)
     return probs.to(scores.dtype)
 
 

@@ -1,7 +1,8 @@
-"""The losses of entmax on CUDA, from scores that are read once in forward and once in backward.
+"""The losses of entmax on CUDA, from scores that are read once.
 
 Forward, a program solves a row as entmax does, by the few blocks that can have probability, and
-leaves four numbers from which backward makes the probabilities again.
+leaves a list of these and a few numbers. Backward writes what the gradient is without probability,
+and reads no other scores than those of the listed blocks.
 """
 
 import math
@@ -18,6 +19,7 @@ from lastlayer.kernels._triton import (
     choose_blocks,
     chosen_columns,
     find_peaks,
+    mean_of_losses,
     next_power_of_2,
     peaks_of_row,
     tile_width,
@@ -27,47 +29,69 @@ from lastlayer.kernels.entmax.threshold import (
     bound_from_part,
     correction,
     entropy_and_slope,
+    exp_remainder,
     is_broken,
+    kind_of,
     polished,
     row_sum,
     shares,
     solve_chosen,
     solve_tile,
 )
+from lastlayer.kernels.score_loss import NUMBERS, left
 
 # Up to here one program finds the peaks of a row and finishes it.
 WIDEST_IN_ONE_PROGRAM = 16384
-WIDEST_BLOCK = 4096
-KINDS, ENTROPIES = {2.0: 1, 1.5: 2}, {2.0: 1, 1.5: 2, 1.0: 3}
+WIDEST_BLOCK, FEWEST_PROGRAMS = 4096, 2048
+# Losses of which one program makes the mean in microseconds.
+MOST_LOSSES = 1 << 18
+ENTROPIES = {2.0: 1, 1.5: 2, 1.0: 3}
+# Places of the numbers that backward reads; the losses of a mean, and what it is divided by, last.
+_LOSS, _MEAN = NUMBERS - 1, tl.constexpr(NUMBERS)
 
 
 def forward(
     scores: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int | None,
-    alpha: float, labels: bool,
+    alpha: float, row_alpha: Tensor | None, labels: bool, mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n_rows, n = scores.shape
-    losses = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
-    weights = torch.empty(n_rows, device=scores.device, dtype=torch.float32)
-    stats = torch.empty(n_rows, 5, device=scores.device, dtype=torch.float32)
+    width = block_width(n)
+    n_blocks = cdiv(n, width)
+    loss = torch.empty(() if mean else n_rows, device=scores.device, dtype=torch.float32)
+    stats, chosen = left(scores)
     target = target.view(torch.uint8) if target.dtype == torch.bool else target
     if n_rows:
-        width = block_width(n)
-        n_blocks = cdiv(n, width)
         in_one = n <= WIDEST_IN_ONE_PROGRAM
-        chosen = torch.empty(n_rows, n_blocks, device=scores.device, dtype=torch.int32)
+        learned = row_alpha is not None
         _forward[(n_rows,)](
             scores, chosen if in_one else find_peaks(scores, None), chosen, target, class_weight,
-            losses, weights, stats, n, scores.stride(0), math.log(n), n_blocks, alpha - 1.0,
+            row_alpha, loss, stats, n_rows, n, scores.stride(0), math.log(n), n_blocks,
+            chosen.shape[1], 0 if row_alpha is None else row_alpha.stride(0), alpha - 1.0,
             -1 if ignore_index is None else ignore_index,
-            BLOCKS=next_power_of_2(n_blocks), WIDTH=width,
-            GROUP=max(1, (256 if n <= 2048 else 512 if n <= 8192 else 1024) // width),
-            BLOCK=tile_width(n, WIDEST_BLOCK, 32), KIND=KINDS.get(alpha, 0),
-            ENTROPY=ENTROPIES.get(alpha, 0), DENSE=target.dim() == 2, LABELS=labels, IN_ONE=in_one,
-            WEIGHTED=class_weight is not None, IGNORES=ignore_index is not None,
-            num_warps=1 if n <= 2048 else 2 if n <= 8192 else 4,
+            BLOCKS=next_power_of_2(n_blocks), WIDTH=width, GROUP=_group(n, width),
+            BLOCK=tile_width(n, WIDEST_BLOCK, 32), KIND=0 if learned else kind_of(alpha),
+            ENTROPY=4 if learned else ENTROPIES.get(alpha, 0), DENSE=target.dim() == 2,
+            LABELS=labels, IN_ONE=in_one, WEIGHTED=class_weight is not None,
+            IGNORES=ignore_index is not None, MEAN=mean, num_warps=_warps(n),
             enable_fp_fusion=False,  # ../entmax/threshold.py says why
         )  # fmt: skip
-    return losses, weights, stats
+    if mean and n_rows <= MOST_LOSSES:
+        mean_of_losses(stats, _LOSS * n_rows, stats, loss, stats, NUMBERS * n_rows, n_rows)
+    elif mean:
+        weights, losses = stats[:n_rows], stats[_LOSS * n_rows : -1]
+        size = weights.sum()
+        stats[-1] = torch.where(size == 0, 0.0, size.reciprocal())
+        loss = torch.where(weights == 0, 0.0, losses * weights).sum() * stats[-1]
+    return loss, stats, chosen
+
+
+def _group(n: int, width: int) -> int:
+    """How many chosen blocks a program looks at together."""
+    return max(1, (256 if n <= 2048 else 512 if n <= 8192 else 1024) // width)
+
+
+def _warps(n: int) -> int:
+    return 1 if n <= 2048 else 2 if n <= 8192 else 4
 
 
 @triton.jit
@@ -121,17 +145,36 @@ def _probabilities(distance, at, missing, norm, excess, KIND: tl.constexpr):
     return probs
 
 
+@triton.jit
+def _entropies(probs, excess, KIND: tl.constexpr):
+    """The entropy of each class, and its derivative by alpha where KIND is 4, any alpha."""
+    if KIND < 4:
+        entropy, _ = entropy_and_slope(probs, excess + 1.0, KIND)
+        return entropy, entropy
+    else:
+        # H = -p log(p) f(x) / alpha with f(x) = (exp(x) - 1) / x at x = (alpha - 1) log(p).
+        logs = tl.log(tl.where(probs > 0.0, probs, 1.0))
+        x = excess * logs
+        remainder = exp_remainder(x)
+        ratio = 1.0 + x * remainder
+        share = 1.0 / (excess + 1.0)
+        entropy = -probs * logs * ratio * share
+        return entropy, -(entropy + probs * logs * logs * (ratio - remainder)) * share
+
+
 @kernel
 def _forward(
-    scores, peaks, chosen, target, class_weight, losses, weights, stats, n, stride, log_n, n_blocks,
-    excess, ignored,
+    scores, peaks, chosen, target, class_weight, alphas, losses, stats, n_rows, n, stride, log_n,
+    n_blocks, most_blocks, alpha_stride, excess, ignored,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, ENTROPY: tl.constexpr, DENSE: tl.constexpr, LABELS: tl.constexpr,
-    IN_ONE: tl.constexpr, WEIGHTED: tl.constexpr, IGNORES: tl.constexpr,
+    IN_ONE: tl.constexpr, WEIGHTED: tl.constexpr, IGNORES: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride
-    chosen += row * n_blocks
+    chosen += row * most_blocks
+    if ENTROPY == 4:
+        excess = tl.load(alphas + row * alpha_stride).to(tl.float32) - 1.0
     origin, at, missing, norm, count = _solve(
         scores, peaks + row * n_blocks, chosen, n, n_blocks, log_n, excess,
         BLOCKS, WIDTH, GROUP, KIND, IN_ONE,
@@ -150,6 +193,7 @@ def _forward(
             weight = tl.where(total == 0.0, 0.0, 1.0)
             share = 1.0 / tl.where(total == 0.0, 1.0, total)
             sums = tl.zeros((BLOCK,), dtype=tl.float32)
+        moves = tl.zeros((BLOCK,), dtype=tl.float32)
         means = tl.zeros((BLOCK,), dtype=tl.float32)
         for first in range(0, n, BLOCK):
             column = first + tl.arange(0, BLOCK)
@@ -158,14 +202,16 @@ def _forward(
             distance = distance.to(tl.float32) - origin
             wanted = tl.load(target + column, mask=live, other=0).to(tl.float32) * share
             probs = _probabilities(distance, at, missing, norm, excess, KIND)
-            ours, _ = entropy_and_slope(probs, excess + 1.0, ENTROPY)
-            theirs, _ = entropy_and_slope(wanted, excess + 1.0, ENTROPY)
+            ours, move = _entropies(probs, excess, ENTROPY)
+            theirs, their_move = _entropies(wanted, excess, ENTROPY)
             apart = probs - wanted
             sums += tl.where(apart == 0.0, 0.0, apart * distance) + ours - theirs
+            moves += move - their_move
             if WEIGHTED:
                 each = tl.load(class_weight + column, mask=live, other=0.0).to(tl.float32)
                 means += wanted * each
         loss = tl.sum(sums, 0)
+        by_alpha = tl.sum(moves, 0)
         if WEIGHTED:
             weight = tl.sum(means, 0)
     else:
@@ -174,47 +220,64 @@ def _forward(
         at_target = tl.load(scores + right, mask=known, other=float("nan")).to(tl.float32)
         lead_of_peak = origin - at_target
         sums = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
+        moves = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
         for first in range(0, count, GROUP):
             column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
             values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
             probs = _probabilities(values - origin, at, missing, norm, excess, KIND)
             lead = tl.where(probs == 0.0, 0.0, (values - origin) + lead_of_peak)
-            entropy, _ = entropy_and_slope(probs, excess + 1.0, ENTROPY)
+            entropy, move = _entropies(probs, excess, ENTROPY)
             sums += probs * lead + entropy
+            moves += move
         loss = row_sum(sums, BOTH)
+        by_alpha = row_sum(moves, BOTH)
         # A masked target cannot be met; a NaN stays one.
         loss = tl.where((at_target == -float("inf")) & (loss == loss), float("inf"), loss)
         if WEIGHTED:
             weight = tl.load(class_weight + right, mask=known, other=float("nan")).to(tl.float32)
         if IGNORES:
             weight = tl.where(right == ignored, 0.0, weight)
+    stats += row
+    tl.store(stats, weight)
+    tl.store(stats + n_rows, by_alpha)
+    tl.store(stats + 2 * n_rows, origin)
+    tl.store(stats + 3 * n_rows, at)
+    tl.store(stats + 4 * n_rows, missing)
+    tl.store(stats + 5 * n_rows, norm)
+    tl.store(stats + 6 * n_rows, share)
+    tl.store(stats + 7 * n_rows, count.to(tl.float32))
     # A row that does not count may be NaN.
-    tl.store(losses + row, tl.where(weight == 0.0, 0.0, loss))
-    tl.store(weights + row, weight)
-    stats += 5 * row
-    tl.store(stats, origin)
-    tl.store(stats + 1, at)
-    tl.store(stats + 2, missing)
-    tl.store(stats + 3, norm)
-    tl.store(stats + 4, share)
+    if MEAN:
+        tl.store(stats + 8 * n_rows, tl.where(weight == 0.0, 0.0, loss))
+    else:
+        tl.store(losses + row, tl.where(weight == 0.0, 0.0, loss * weight))
+        if row == 0:
+            tl.store(stats + _MEAN * n_rows, 1.0)
 
 
 def backward(
-    scores: Tensor, target: Tensor, weight: Tensor, stats: Tensor, factor: Tensor, alpha: float,
-    labels: bool,
+    scores: Tensor, target: Tensor, stats: Tensor, chosen: Tensor, factor: Tensor, alpha: float,
+    row_alpha: Tensor | None, labels: bool,
 ) -> Tensor:  # fmt: skip
+    del labels  # what they were divided by is among the numbers
     n_rows, n = scores.shape
     gradient = torch.empty(n_rows, n, device=scores.device, dtype=scores.dtype)
     target = target.view(torch.uint8) if target.dtype == torch.bool else target
     # That of a sum is one number that is expanded.
     factor = factor.contiguous()
     if n_rows:
-        block = tile_width(n, WIDEST_BLOCK, 32)
-        tiles = cdiv(n, block)
-        _backward[(n_rows * tiles,)](
-            scores, target, weight, stats, factor, gradient, n, scores.stride(0), tiles,
-            alpha - 1.0, BLOCK=block, KIND=KINDS.get(alpha, 0), DENSE=target.dim() == 2,
-            PER_ROW=factor.dim() == 1, num_warps=max(1, min(8, block // 256)),
+        width, block = block_width(n), tile_width(n, WIDEST_BLOCK, 32)
+        n_blocks = cdiv(n, width)
+        # Few rows are shared by several programs each.
+        parts = min(cdiv(n, block), cdiv(FEWEST_PROGRAMS, n_rows))
+        learned = row_alpha is not None
+        _backward[(n_rows * parts,)](
+            scores, target, stats, chosen, factor, row_alpha, gradient, n_rows, n,
+            scores.stride(0), chosen.shape[1], parts, cdiv(n_blocks, parts),
+            row_alpha.stride(0) if row_alpha is not None else 0, alpha - 1.0,
+            BLOCKS=next_power_of_2(n_blocks), WIDTH=width, GROUP=_group(n, width), BLOCK=block,
+            KIND=0 if learned else kind_of(alpha), DENSE=target.dim() == 2,
+            PER_ROW=factor.dim() == 1, LEARNED=learned, num_warps=_warps(n),
             enable_fp_fusion=False,
         )  # fmt: skip
     return gradient
@@ -222,26 +285,68 @@ def backward(
 
 @kernel
 def _backward(
-    scores, target, weights, stats, factor, gradient, n, stride, tiles, excess,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, DENSE: tl.constexpr, PER_ROW: tl.constexpr,
+    scores, target, stats, chosen, factor, alphas, gradient, n_rows, n, stride, most_blocks, parts,
+    blocks_of_part, alpha_stride, excess,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, DENSE: tl.constexpr, PER_ROW: tl.constexpr, LEARNED: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
-    live = column < n
-    values = tl.load(scores + row * stride + column, mask=live, other=-float("inf"))
-    stats += 5 * row
-    origin = tl.load(stats)
-    at = tl.load(stats + 1)
-    missing = tl.load(stats + 2)
-    norm = tl.load(stats + 3)
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    first_block = (tl.program_id(0) % parts) * blocks_of_part
+    scores += row * stride
+    gradient += row * n
+    chosen += row * most_blocks
+    if LEARNED:
+        excess = tl.load(alphas + row * alpha_stride).to(tl.float32) - 1.0
     scale = tl.load(factor + row).to(tl.float32) if PER_ROW else tl.load(factor).to(tl.float32)
-    scale *= tl.load(weights + row)
-    slope = _probabilities(values.to(tl.float32) - origin, at, missing, norm, excess, KIND)
-    if DENSE:
-        wanted = tl.load(target + row * n + column, mask=live, other=0).to(tl.float32)
-        slope -= wanted * tl.load(stats + 4)
-    else:
-        slope -= tl.where(column == tl.load(target + row), 1.0, 0.0)
+    scale *= tl.load(stats + _MEAN * n_rows)
+    stats += row
+    scale *= tl.load(stats)
+    origin = tl.load(stats + 2 * n_rows)
+    at = tl.load(stats + 3 * n_rows)
+    missing = tl.load(stats + 4 * n_rows)
+    norm = tl.load(stats + 5 * n_rows)
+    count = tl.load(stats + 7 * n_rows).to(tl.int32)
     # A row that does not count may be NaN, and a fully masked one has nothing to move.
-    slope = tl.where((scale == 0.0) | (norm == 0.0), 0.0, slope * scale)
-    tl.store(gradient + row * n + column, slope.to(gradient.dtype.element_ty), mask=live)
+    still = (scale == 0.0) | (norm == 0.0)
+    share = 0.0
+    if DENSE:
+        target += row * n
+        share = tl.load(stats + 6 * n_rows)
+
+    start = 0
+    stop = count
+    if parts > 1:
+        slot = tl.arange(0, BLOCKS)
+        listed = tl.load(chosen + slot, mask=slot < count, other=BLOCKS).to(tl.int32)
+        start = tl.sum((listed < first_block).to(tl.int32), 0)
+        stop = tl.sum((listed < first_block + blocks_of_part).to(tl.int32), 0)
+    low = first_block * WIDTH
+    high = tl.minimum(low + blocks_of_part * WIDTH, n)
+    if (stop - start < blocks_of_part) | still:
+        for first in range(low, high, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            live = column < high
+            slope = tl.zeros((BLOCK,), dtype=tl.float32)
+            if DENSE:
+                wanted = tl.load(target + column, mask=live, other=0).to(tl.float32)
+                slope = tl.where(still, 0.0, -wanted * share * scale)
+            tl.store(gradient + column, slope.to(gradient.dtype.element_ty), mask=live)
+        # Other threads write to the same places next.
+        tl.debug_barrier()
+    if still:
+        stop = start
+    for first in range(start, stop, GROUP):
+        column, live = chosen_columns(chosen, first, stop, n, GROUP, WIDTH)
+        values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+        slope = _probabilities(values - origin, at, missing, norm, excess, KIND)
+        if DENSE:
+            slope -= tl.load(target + column, mask=live, other=0).to(tl.float32) * share
+        tl.store(gradient + column, (slope * scale).to(gradient.dtype.element_ty), mask=live)
+    if not DENSE:
+        # A target without probability may be in no listed block.
+        right = tl.load(target + row)
+        here = (right >= low) & (right < high) & (still == 0)
+        own = tl.load(scores + right, mask=here, other=0.0).to(tl.float32)
+        slope = (_probabilities(own - origin, at, missing, norm, excess, KIND) - 1.0) * scale
+        tl.debug_barrier()
+        tl.store(gradient + right, slope.to(gradient.dtype.element_ty), mask=here)

@@ -1,7 +1,7 @@
-"""Trees on the CPU: the best leaves, exact or of a beam, and steps of random walks.
+"""Trees on the CPU: the best leaves, exact or of a beam, random ones, and chosen ones.
 
 The exact search is best-first, by a heap for each row; README.md has the proof that it opens as few
-nodes as can be. Beams and walks have no other kernel.
+nodes as can be. Beams have no other kernel.
 """
 
 import math
@@ -12,6 +12,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from lastlayer._torch import accumulation_dtype, in_dtype
 from lastlayer.kernels._cpu import by_rows
 from lastlayer.kernels._cpu_math import dot
 from lastlayer.kernels.search import NOWHERE
@@ -167,67 +168,119 @@ def _keep(values, classes, value, found):
     values[i], classes[i] = value, found
 
 
-def step_down_(
+def random_leaves(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
-    child: Tensor, chance: Tensor, at: Tensor,
-) -> None:  # fmt: skip
-    """Moves each walk from its node to a child: the first whose cumulated probability exceeds.
-
-    Arguments are those of the exact search; ``chance``, numbers in [0, 1), ``(n, m)``, float64; and
-    ``at``, where each walk is, ``(n, m)``, int64, contiguous: a node, ~c at the end, or NOWHERE.
-    """
-    if at.numel():
-        arrays = _as_arrays(hidden, weight, bias, child_start, row_start, child, chance)
-        _step_rows(at.shape[0], at.shape[1] * hidden.shape[1], *arrays, at.numpy())
+    child: Tensor, widest: int, uniform: Tensor,
+) -> Tensor:  # fmt: skip
+    classes = torch.zeros(uniform.shape, dtype=torch.int64)
+    if classes.numel():
+        arrays = _as_arrays(hidden, weight, bias, child_start, row_start, child)
+        work = uniform.shape[1] * hidden.shape[1]
+        # Overwritten by how far into the share of its node each number is.
+        _draw_rows(uniform.shape[0], work, *arrays, uniform.clone().numpy(), classes.numpy())
+    return classes
 
 
 @by_rows
 @njit(nogil=True, cache=True)
-def _step_rows(
-    start, stop, hidden, weight, bits, kind, bias, child_start, row_start, child, chance, at
+def _draw_rows(
+    start, stop, hidden, weight, bits, kind, bias, child_start, row_start, child, left, at
 ):  # fmt: skip
     below = np.empty(2, hidden.dtype)
     widened = np.empty(hidden.shape[1], np.float32)
     for row in range(start, stop):
-        known, whole = -1, True
+        # From left to right, so that walks at the same node follow each other.
+        order = np.argsort(left[row])
+        going = True
+        while going:
+            going, known, whole = False, -1, True
+            for i in order:
+                node = at[row, i]
+                if node < 0:
+                    continue
+                arity = child_start[node + 1] - child_start[node]
+                if node != known:
+                    if arity > len(below):
+                        below = np.empty(arity, hidden.dtype)
+                    n_rows = row_start[node + 1] - row_start[node]
+                    whole = _open_node(
+                        hidden[row], weight, bits, kind, bias, row_start[node], n_rows, arity,
+                        widened, below,
+                    )  # fmt: skip
+                    known = node
+                if whole:
+                    drawn, left[row, i] = _drawn(below, arity, left[row, i])
+                    at[row, i] = child[child_start[node] + drawn]
+                    going |= at[row, i] >= 0
+                else:
+                    at[row, i] = NOWHERE
         for i in range(at.shape[1]):
-            node = at[row, i]
-            if node < 0:
-                continue
-            arity = child_start[node + 1] - child_start[node]
-            # Walks of a row start together.
-            if node != known:
-                if arity > len(below):
-                    below = np.empty(arity, hidden.dtype)
-                n_rows = row_start[node + 1] - row_start[node]
-                whole = _open_node(
-                    hidden[row], weight, bits, kind, bias, row_start[node], n_rows, arity, widened,
-                    below,
-                )  # fmt: skip
-                known = node
-            if whole:
-                at[row, i] = child[child_start[node] + _drawn(below, arity, chance[row, i])]
-            else:
-                at[row, i] = NOWHERE
+            at[row, i] = -1 if at[row, i] == NOWHERE else ~at[row, i]
 
 
 @njit(nogil=True)
-def _drawn(log_probs, arity, chance):
-    """Sums are in float64, so that many small children keep their shares."""
+def _drawn(log_probs, arity, left):
+    """The child whose share the number falls into, and how far into it.
+
+    Sums are in float64, so that many small children keep their shares.
+    """
     total = 0.0
     for i in range(arity):
         total += math.exp(np.float64(log_probs[i]))
-    limit = chance * total
+    limit = left * total
     reached, last = 0.0, 0
     for i in range(arity):
         share = math.exp(np.float64(log_probs[i]))
         reached += share
-        if reached > limit:
-            return i
         if share > 0.0:
             last = i
+            if reached > limit:
+                return i, min(max((limit - (reached - share)) / share, 0.0), 1.0)
     # The product was rounded up to the total.
-    return last
+    return last, 1.0
+
+
+def leaf_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
+    edge_node: Tensor, path_start: Tensor, path_edge: Tensor, widest: int,
+    classes: Tensor,
+) -> Tensor:  # fmt: skip
+    made = torch.empty(classes.shape, dtype=accumulation_dtype(hidden.dtype))
+    if made.numel():
+        tables = child_start, row_start, edge_node, path_start, path_edge, classes
+        arrays = _as_arrays(hidden, weight, bias, *tables)
+        _follow_rows(made.shape[0], made.shape[1] * hidden.shape[1], *arrays, made.numpy())
+    return made
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _follow_rows(
+    start, stop, hidden, weight, bits, kind, bias, child_start, row_start, edge_node, path_start,
+    path_edge, classes, made,
+):  # fmt: skip
+    below = np.empty(2, hidden.dtype)
+    widened = np.empty(hidden.shape[1], np.float32)
+    for row in range(start, stop):
+        for i in range(classes.shape[1]):
+            chosen = classes[row, i]
+            made[row, i] = 0.0
+            if chosen < 0 or chosen >= len(path_start) - 1:
+                made[row, i] = np.nan
+                continue
+            for place in range(path_start[chosen], path_start[chosen + 1]):
+                edge = path_edge[place]
+                node = edge_node[edge]
+                first = child_start[node]
+                arity = child_start[node + 1] - first
+                if arity > len(below):
+                    below = np.empty(arity, hidden.dtype)
+                n_rows = row_start[node + 1] - row_start[node]
+                _open_node(
+                    hidden[row], weight, bits, kind, bias, row_start[node], n_rows, arity, widened,
+                    below,
+                )  # fmt: skip
+                made[row, i] += below[edge - first]
 
 
 def _as_arrays(
@@ -237,7 +290,7 @@ def _as_arrays(
 
     A weight in half precision, which Numba does not know, is given as bits.
     """
-    weight = weight.detach()
+    hidden, weight = in_dtype(hidden, accumulation_dtype(hidden.dtype)), weight.detach()
     numbers, bits, kind = np.empty((0, 0), np.float32), np.empty((0, 0), np.int16), _FLOATING
     if weight.dtype in (torch.float32, torch.float64):
         numbers = weight.numpy()

@@ -1,8 +1,11 @@
-"""The best leaves of a tree in plain torch, by a sort of all: defines the truth."""
+"""Leaves of a tree in plain torch, from the scores of all nodes: defines the truth."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, logsigmoid
+
+from lastlayer._torch import accumulation_dtype
+from lastlayer.kernels.search import NOWHERE
 
 
 def best_leaves(
@@ -26,8 +29,7 @@ def best_leaves(
         most: rows of the weight that may be read for a row before it is given up.
     """
     n, n_inner = hidden.shape[0], len(child_start) - 1
-    scores = linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden))
-    log_prob = _edge_log_probs(scores, child_start, row_start)
+    log_prob = _edge_log_probs(hidden, weight, bias, child_start, row_start)
     child = child.long()
     reached = hidden.new_zeros(n, n_inner)
     node = torch.arange(n_inner, device=child.device).repeat_interleave(child_start.diff())
@@ -46,8 +48,74 @@ def best_leaves(
     return best.values[:, :k].clone(), best.indices[:, :k].clone(), opened
 
 
-def _edge_log_probs(scores: Tensor, child_start: Tensor, row_start: Tensor) -> Tensor:
+def random_leaves(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
+    child: Tensor, widest: int, uniform: Tensor,  # noqa: ARG001 - for CUDA
+) -> Tensor:  # fmt: skip
+    """Class ids ``(n, m)``, each the end of a walk down from the root; -1 where it meets a NaN.
+
+    A number in [0, 1) decides a whole walk: it falls into the share of one child of the root, and
+    how far into it decides among the children of that one. So the leaf is the one whose share it
+    falls into if shares of all leaves are laid out from left to right.
+
+    Args:
+        hidden: ``(n, d)``, of any floating dtype.
+        weight: ``(n_rows, d)``.
+        bias: ``(n_rows,)``, or None.
+        child_start: the first edge of each node, ``(n_inner + 1,)``, int64.
+        row_start: the first row of each node, ``(n_inner + 1,)``, int64.
+        child: what each edge leads to, int32: a node, or ``~c`` for class c.
+        widest: the most children that a node has.
+        uniform: numbers in [0, 1), ``(n, m)``, float64.
+    """
+    log_prob = _edge_log_probs(hidden, weight, bias, child_start, row_start)
+    share = log_prob.double().exp()
+    # 0 before the first edge, so that no walk leads to one without a share.
+    reached = torch.nn.functional.pad(share.nan_to_num(0.0).cumsum(-1), (1, 0))
+    at, left = torch.zeros_like(uniform, dtype=torch.int64), uniform
+    for _ in range(len(child_start)):
+        node = at.clamp(min=0)
+        first, last = child_start[node], child_start[node + 1]
+        before, after = reached.gather(-1, first), reached.gather(-1, last)
+        limit = before + left * (after - before)
+        limit = torch.minimum(limit, torch.nextafter(after, before))
+        edge = torch.searchsorted(reached, limit, right=True) - 1
+        edge = torch.minimum(torch.maximum(edge, first), last - 1)
+        to = torch.where(share.gather(-1, first).isnan(), NOWHERE, child[edge].long())
+        inside = (limit - reached.gather(-1, edge)) / share.gather(-1, edge)
+        left = torch.where(at < 0, left, inside.clamp(0.0, 1.0))
+        at = torch.where(at < 0, at, to)
+        if bool((at < 0).all()):
+            break
+    return torch.where(at == NOWHERE, -1, ~at)
+
+
+def leaf_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
+    edge_node: Tensor, path_start: Tensor, path_edge: Tensor, widest: int,  # noqa: ARG001
+    classes: Tensor,
+) -> Tensor:  # fmt: skip
+    """Of classes ``(n, m)``, in the accumulation dtype; NaN for what is no class.
+
+    ``edge_node`` has the node of each edge, and ``path_start`` where the path of each class starts
+    in ``path_edge``, int32, its edges from the root on; the other arguments are as before.
+    """
+    log_prob = _edge_log_probs(hidden, weight, bias, child_start, row_start)
+    total = log_prob.new_zeros(classes.shape)
+    for row, at in enumerate(classes.tolist()):
+        for i, each in enumerate(at):
+            known = 0 <= each < len(path_start) - 1
+            path = path_edge[path_start[each] : path_start[each + 1]].long() if known else None
+            total[row, i] = torch.nan if path is None else log_prob[row, path].sum()
+    return total
+
+
+def _edge_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor
+) -> Tensor:
     """Of each edge given its node, ``(n, n_edges)``."""
+    hidden = hidden.to(accumulation_dtype(hidden.dtype))
+    scores = linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden))
     arity = child_start.diff()
     made = scores.new_empty(scores.shape[0], int(child_start[-1]))
     for each in arity.unique().tolist():

@@ -1,10 +1,13 @@
-"""The best leaves of a binary tree on CUDA, and blocks of classes.
+"""The best leaves of a binary tree on CUDA, random and chosen leaves, and blocks of classes.
 
 The search has one program for each row, in one launch. Nodes of a level lie in memory that belongs
 to the row. A first sweep follows the best of them and finds k leaves, a second one opens all that
-are not below the k-th; README.md has the proof. Of blocks of classes a program makes the scores of
-one, and leaves their peak and level.
+are not below the k-th; README.md has the proof. A walk to a random or chosen leaf is one program,
+which reads the vectors of the nodes that it comes to. Of blocks of classes a program makes the
+scores of one, and leaves their peak and level.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -12,8 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import cdiv, in_rows, load_rows, next_power_of_2, tile_width
-from lastlayer.kernels.search import MOST_ON_CUDA
+from lastlayer.kernels._triton import (
+    cdiv,
+    in_rows,
+    load_rows,
+    log1p,
+    next_power_of_2,
+    tile_width,
+)
+from lastlayer.kernels.search import MOST_ON_CUDA, NOWHERE
 
 # Room of a row for nodes of one level and for leaves, and nodes that may be opened for it. A row
 # that needs more is given up.
@@ -22,6 +32,9 @@ NODES, LEAVES, MOST_OPENED = 512, 512, 8192
 NARROWEST, GROUP = 8, 16
 # Numbers of node vectors that a program holds, and the warps that share them.
 TILE, WARPS = 4096, 8
+# The same for a walk.
+WALKED = 4096
+_NOWHERE = tl.constexpr(NOWHERE)
 
 
 def best_leaves(
@@ -216,11 +229,7 @@ def _open(
     score = tl.sum(sums, 1)
     if BIASED:
         score += tl.load(bias + node, mask=live, other=0.0).to(tl.float32)
-    # log(1 + small) to full precision, though 1 + small is rounded.
-    small = tl.exp(-tl.abs(score))
-    whole = 1.0 + small
-    rounded = tl.where(whole == 1.0, 1.0, whole - 1.0)
-    rest = tl.where(whole == 1.0, small, tl.log(whole) * (small / rounded))
+    rest = log1p(tl.exp(-tl.abs(score)))
     on_left = reached + (tl.minimum(-score, 0.0) - rest)
     on_right = reached + (tl.minimum(score, 0.0) - rest)
     return tl.interleave(on_left, on_right), tl.interleave(left, right)
@@ -244,6 +253,179 @@ def _store_best(ids, numbers, n_leaves, values, classes, k, LEAVES: tl.constexpr
         bits_found = (-(best >> 32)).to(tl.int32)
         tl.store(values + i, -bits_found.to(tl.float32, bitcast=True) + 0.0)
         tl.store(classes + i, -1 - found)
+
+
+def random_leaves(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
+    child: Tensor, widest: int, uniform: Tensor,
+) -> Tensor:  # fmt: skip
+    made = torch.empty(uniform.shape, device=hidden.device, dtype=torch.int64)
+    if made.numel():
+        # The scores of the node that each walk is at.
+        scores = torch.empty(made.numel(), widest, device=hidden.device, dtype=torch.float32)
+        tables = child_start, row_start, child, uniform.contiguous(), scores
+        block = min(1024, next_power_of_2(widest))
+        _walk(_draw_leaves, hidden, weight, bias, tables, made, widest, widest, BLOCK=block)
+    return made
+
+
+def leaf_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
+    edge_node: Tensor, path_start: Tensor, path_edge: Tensor, widest: int, classes: Tensor,
+) -> Tensor:  # fmt: skip
+    made = torch.empty(classes.shape, device=hidden.device, dtype=torch.float32)
+    if made.numel():
+        tables = child_start, row_start, edge_node, path_start, path_edge, classes.contiguous()
+        _walk(_follow_paths, hidden, weight, bias, tables, made, len(path_start) - 1, widest)
+    return made
+
+
+def _walk(
+    run: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tables: tuple[Tensor, ...],
+    made: Tensor, size: int, widest: int, **constants: int,
+) -> None:  # fmt: skip
+    """Launches a program for each number of ``made``, ``(n, m)``."""
+    hidden, weight, depth = in_rows(hidden), in_rows(weight), hidden.shape[1]
+    steps = tile_width(depth, WALKED)
+    # A binary node has one row of the weight.
+    children = 1 if widest == 2 else min(WALKED // steps, next_power_of_2(widest))
+    run[(made.numel(),)](
+        hidden, weight, bias, *tables, made, size, depth, made.shape[1], hidden.stride(0),
+        weight.stride(0), **constants, CHILDREN=children, DEPTH=steps, BIASED=bias is not None,
+        num_warps=max(1, min(4, children * steps // 512)), enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _child_scores(
+    hidden, weight, bias, row, width, first, depth, weight_row, CHILDREN: tl.constexpr,
+    DEPTH: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Of some children of a node, whose first row of the weight is given; -inf beyond the last."""
+    child = first + tl.arange(0, CHILDREN)
+    there = child < width
+    vector = weight + (row + child)[:, None] * weight_row
+    sums = tl.zeros((CHILDREN, DEPTH), tl.float32)
+    for start in range(0, depth, DEPTH):
+        step = start + tl.arange(0, DEPTH)
+        inside = step < depth
+        state = tl.load(hidden + step, mask=inside, other=0.0).to(tl.float32)
+        numbers = tl.load(vector + step[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+        sums += numbers.to(tl.float32) * state[None, :]
+    score = tl.sum(sums, 1)
+    if BIASED:
+        score += tl.load(bias + row + child, mask=there, other=0.0).to(tl.float32)
+    return child, tl.where(there, score, -float("inf"))
+
+
+@kernel
+def _draw_leaves(
+    hidden, weight, bias, child_start, row_start, child, uniform, scores, classes, widest, depth,
+    m, hidden_row, weight_row, BLOCK: tl.constexpr, CHILDREN: tl.constexpr, DEPTH: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
+    """A walk down from the root, as the reference's."""
+    walk = tl.program_id(0).to(tl.int64)
+    hidden += walk // m * hidden_row
+    scores += walk * widest
+    left = tl.load(uniform + walk)
+    node = walk * 0
+    lane = tl.arange(0, BLOCK)
+    while node >= 0:
+        row = tl.load(row_start + node)
+        width = (tl.load(row_start + node + 1) - row).to(tl.int32)
+        # One row decides between two children, the first of which has the score 0.
+        binary = width == 1
+        shift = binary.to(tl.int32)
+        peak = tl.where(binary, 0.0, -float("inf"))
+        tl.store(scores, 0.0, mask=binary)
+        for first in range(0, width, CHILDREN):
+            at, score = _child_scores(
+                hidden, weight, bias, row, width, first, depth, weight_row, CHILDREN, DEPTH, BIASED
+            )
+            # No difference of infinities where the second child is certain.
+            score = tl.where(binary & (score == float("inf")), 3.0e38, score)
+            tl.store(scores + shift + at, score, mask=at < width)
+            peak = tl.maximum(peak, tl.max(score, 0))
+        # Other threads of this program read them next.
+        tl.debug_barrier()
+        arity = width + shift
+        # In float64, so that many small children keep their shares.
+        origin = tl.where(peak == -float("inf"), 0.0, peak).to(tl.float64)
+        total = left * 0.0
+        for first in range(0, arity, BLOCK):
+            score = tl.load(scores + first + lane, mask=first + lane < arity, other=-float("inf"))
+            total += tl.sum(tl.exp(score.to(tl.float64) - origin), 0)
+        limit = left * total
+        before = left * 0.0
+        inside = left * 0.0 + 1.0
+        chosen = shift * 0
+        going = shift * 0 + 1
+        for first in range(0, arity, BLOCK):
+            score = tl.load(scores + first + lane, mask=first + lane < arity, other=-float("inf"))
+            share = tl.exp(score.to(tl.float64) - origin)
+            reached = before + tl.cumsum(share, 0)
+            there = share > 0.0
+            at = tl.min(tl.where(there & (reached > limit), lane, BLOCK), 0)
+            # The last one with a share, should the product be rounded up to the total.
+            last = tl.max(tl.where(there, first + lane, chosen), 0)
+            own = tl.sum(tl.where(lane == at, share, 0.0), 0)
+            upto = tl.sum(tl.where(lane == at, reached, 0.0), 0)
+            hit = (at < BLOCK) & (going == 1)
+            inside = tl.where(hit, (limit - (upto - own)) / own, inside)
+            chosen = tl.where(hit, first + at, tl.where(going == 1, last, chosen))
+            going = tl.where(hit, 0, going)
+            before += tl.sum(share, 0)
+        left = tl.minimum(tl.maximum(inside, 0.0), 1.0)
+        below = tl.load(child + tl.load(child_start + node) + chosen).to(tl.int64)
+        # Not where the sum is 0 or NaN.
+        node = tl.where(total > 0.0, below, _NOWHERE)
+        tl.debug_barrier()
+    tl.store(classes + walk, tl.where(node == _NOWHERE, -1, -1 - node))
+
+
+@kernel
+def _follow_paths(
+    hidden, weight, bias, child_start, row_start, edge_node, path_start, path_edge, classes, made,
+    n_classes, depth, m, hidden_row, weight_row, CHILDREN: tl.constexpr, DEPTH: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
+    """The log-probability of one class; NaN for what is none."""
+    walk = tl.program_id(0).to(tl.int64)
+    hidden += walk // m * hidden_row
+    chosen = tl.load(classes + walk)
+    known = (chosen >= 0) & (chosen < n_classes)
+    log_prob = tl.where(known, 0.0, float("nan"))
+    start = tl.load(path_start + chosen, mask=known, other=0)
+    stop = tl.load(path_start + chosen + 1, mask=known, other=0)
+    for place in range(start, stop):
+        edge = tl.load(path_edge + place)
+        node = tl.load(edge_node + edge)
+        row = tl.load(row_start + node)
+        width = (tl.load(row_start + node + 1) - row).to(tl.int32)
+        position = edge - tl.load(child_start + node).to(tl.int32)
+        column = tl.where(width == 1, 0, position)
+        peak = tl.full((CHILDREN,), -float("inf"), tl.float32)
+        total = tl.zeros((CHILDREN,), tl.float32)
+        taken = 0.0
+        for first in range(0, width, CHILDREN):
+            at, score = _child_scores(
+                hidden, weight, bias, row, width, first, depth, weight_row, CHILDREN, DEPTH, BIASED
+            )
+            taken += tl.sum(tl.where(at == column, score, 0.0), 0)
+            # Lane by lane; a NaN reaches the sum.
+            grown = tl.maximum(peak, score)
+            origin = tl.where(grown == -float("inf"), 0.0, grown)
+            total = total * tl.exp(peak - origin) + tl.exp(score - origin)
+            peak = grown
+        top = tl.max(peak, 0)
+        origin = tl.where(top == -float("inf"), 0.0, top)
+        summed = tl.sum(total * tl.exp(peak - origin), 0)
+        wide = (taken - origin) - tl.log(summed)
+        signed = tl.where(position == 1, taken, -taken)
+        given = tl.where(width == 1, tl.minimum(signed, 0.0) - log1p(tl.exp(-tl.abs(taken))), wide)
+        log_prob += given
+    tl.store(made + walk, log_prob)
 
 
 # Classes of a block. A power of 2.

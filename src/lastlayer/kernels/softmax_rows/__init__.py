@@ -1,8 +1,8 @@
 """Rows of scores to cross entropy, and in place to its gradient. README.md has the formulas.
 
 Options are those of :func:`lastlayer.fused.linear_cross_entropy`: ``softcap`` and ``smoothing``
-count where they are not 0. The score of the target comes once more in full precision, since the one
-among ``scores`` may be rounded. ``gradient_`` is for where all classes of a row are never held
+count where they are not 0. The score of the target comes once more in full precision where the one
+among ``scores`` is rounded. ``gradient_`` is for where all classes of a row are never held
 together, and its normaliser is known.
 """
 
@@ -16,9 +16,10 @@ from lastlayer.kernels._registry import operation
 NO_RANK = 1 << 62
 
 
-def _fake(scores: Tensor, target: Tensor, *_: object) -> tuple[Tensor, ...]:
+def _fake(scores: Tensor, target: Tensor, *options: object) -> tuple[Tensor, ...]:
     loss = scores.new_empty(target.shape, dtype=accumulation_dtype(scores.dtype))
-    return loss, *(torch.empty_like(each) for each in (loss, loss, target, target))
+    kept = target.shape if options[-1] else (0,)
+    return loss, torch.empty_like(loss), *(each.new_empty(kept) for each in (loss, target, target))
 
 
 forward_ = operation("softmax_rows.forward_", "softmax_rows_", _fake, ("scores",))

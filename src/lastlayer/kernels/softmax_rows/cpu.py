@@ -4,16 +4,14 @@ A row stays in the cache between them. README.md beside this file has the deriva
 """
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels._cpu import WIDENED, by_rows, parts
+from lastlayer.kernels._cpu import WIDENED, as_array, by_rows, parts
 from lastlayer.kernels._cpu_math import (
     BLOCK,
     FAST,
@@ -34,7 +32,7 @@ _IN_CACHE = 1 << 16
 
 
 def forward_(
-    scores: Tensor, target: Tensor, target_scores: Tensor, row_scale: Tensor | None,
+    scores: Tensor, target: Tensor, target_scores: Tensor | None, row_scale: Tensor | None,
     class_weight: Tensor | None, smoothing: float, z_loss: float, softcap: float,
     temperature: float, statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -45,33 +43,25 @@ def forward_(
     # Made by numpy, which takes the host less than a tensor and its view as an array.
     loss, lse, entropy = np.empty(n_rows, real), np.empty(n_rows, real), np.empty(kept, real)
     argmax, rank = np.empty(kept, np.int64), np.empty(kept, np.int64)
-    per_row = [_array(target), _array(target_scores, dtype), loss, lse, entropy, argmax, rank]
-    per_row.append(nothing if row_scale is None else _array(row_scale, dtype))
+    exact = nothing if target_scores is None else as_array(target_scores, dtype)
+    scale = nothing if row_scale is None else as_array(row_scale, dtype)
+    per_row = as_array(target), exact, loss, lse, entropy, argmax, rank, scale
     shared = (
-        nothing if class_weight is None else _array(class_weight, dtype),
+        nothing if class_weight is None else as_array(class_weight, dtype),
         float(n) if class_weight is None else float(class_weight.double().sum()),
         smoothing, z_loss, softcap, temperature,
     )  # fmt: skip
     if scores.dtype == dtype and scores.is_contiguous():
-        _forward_rows(n_rows, n, _array(scores), *per_row, *shared)
+        _forward_rows(n_rows, n, as_array(scores), *per_row, *shared)
     else:
         for part in parts((n_rows, n), WIDENED):
             wide = scores[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
             some = wide.shape[0]
-            _forward_rows(some, n, _array(wide), *[each[part] for each in per_row], *shared)
+            _forward_rows(some, n, as_array(wide), *[each[part] for each in per_row], *shared)
             if row_scale is not None:
                 scores[part] = wide
     tensor = torch.from_numpy
     return tensor(loss), tensor(lse), tensor(entropy), tensor(argmax), tensor(rank)
-
-
-def _array(tensor: Tensor, dtype: torch.dtype | None = None) -> NDArray[Any]:
-    """Its memory; in another dtype, or contiguous, where it is not."""
-    if dtype is not None and tensor.dtype != dtype:
-        tensor = tensor.to(dtype)
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor.contiguous().numpy()
 
 
 @by_rows
@@ -97,8 +87,9 @@ def _forward_rows(
             state = find_peaks(rows, row, peaks)
             argmax[row] = _first_of_largest(x, peaks, state)
             rank[row] = _count_above(x, rounded)
-        x[right] = exact[row]
-        peak, at_target, slope = largest(x, lanes, -math.inf), float(exact[row]), 1.0 / temperature
+        if len(exact):
+            x[right] = exact[row]
+        peak, at_target, slope = largest(x, lanes, -math.inf), float(x[right]), 1.0 / temperature
         if capped:
             bent = math.tanh(at_target / softcap)
             slope *= 1.0 - bent * bent

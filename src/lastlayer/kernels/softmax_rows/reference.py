@@ -10,14 +10,14 @@ from lastlayer.kernels.softmax_rows import NO_RANK
 
 
 def forward_(
-    scores: Tensor, target: Tensor, target_scores: Tensor, row_scale: Tensor | None,
+    scores: Tensor, target: Tensor, target_scores: Tensor | None, row_scale: Tensor | None,
     class_weight: Tensor | None, smoothing: float, z_loss: float, softcap: float,
     temperature: float, statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, logsumexp, entropy, argmax and rank of the target, for each row.
 
     Where ``row_scale`` is given, ``scores`` become the gradient of ``sum(row_scale * loss)``.
-    Entropy, argmax and rank are empty without ``statistics``. A row of nothing but -inf costs +inf
+    The last three are empty without ``statistics``. A row of nothing but -inf costs +inf
     and has no gradient.
     """
     dtype = accumulation_dtype(scores.dtype)
@@ -28,7 +28,8 @@ def forward_(
     if statistics:
         argmax = values.argmax(-1)
         rank = (values > values.gather(-1, place)).sum(-1)
-    values = values.scatter(-1, place, target_scores.to(dtype).unsqueeze(-1))
+    if target_scores is not None:
+        values = values.scatter(-1, place, target_scores.to(dtype).unsqueeze(-1))
     values, slope = _shaped(values, softcap, temperature)
 
     weights = torch.ones(n_classes, dtype=dtype, device=scores.device)

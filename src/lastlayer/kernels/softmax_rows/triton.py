@@ -20,7 +20,7 @@ NO_RANK = tl.constexpr(softmax_rows.NO_RANK)
 
 
 def forward_(
-    scores: Tensor, target: Tensor, target_scores: Tensor, row_scale: Tensor | None,
+    scores: Tensor, target: Tensor, target_scores: Tensor | None, row_scale: Tensor | None,
     class_weight: Tensor | None, smoothing: float, z_loss: float, softcap: float,
     temperature: float, statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -38,7 +38,8 @@ def forward_(
             loss, lse, entropy, argmax, rank, n, scores.stride(0), smoothing, z_loss, softcap,
             1.0 / temperature, BLOCK=block, GRADIENT=row_scale is not None,
             WEIGHTED=class_weight is not None, SMOOTH=smoothing != 0.0, CAPPED=softcap != 0.0,
-            STATISTICS=statistics, num_warps=max(1, block // 512), enable_fp_fusion=True,
+            STATISTICS=statistics, GIVEN=target_scores is not None,
+            num_warps=max(1, block // 512), enable_fp_fusion=True,
         )  # fmt: skip
     return loss, lse, entropy, argmax, rank
 
@@ -60,12 +61,15 @@ def _softmax_row(
     scores, target, target_scores, row_scale, class_weight, weight_sum, loss, lse, entropy, argmax,
     rank, n, stride, smoothing, z_loss, softcap, inverse_temperature,
     BLOCK: tl.constexpr, GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr,
-    CAPPED: tl.constexpr, STATISTICS: tl.constexpr,
+    CAPPED: tl.constexpr, STATISTICS: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride
     right = tl.load(target + row)
-    exact = tl.load(target_scores + row).to(tl.float32)
+    if GIVEN:
+        exact = tl.load(target_scores + row).to(tl.float32)
+    else:
+        exact = tl.load(scores + right).to(tl.float32)
     if STATISTICS:
         rounded = tl.load(scores + right).to(tl.float32)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import (
+    as_rows,
     block_width,
     cdiv,
     choose_blocks,
@@ -21,11 +22,13 @@ from lastlayer.kernels._triton import (
     row_max,
 )
 
-WIDEST_IN_REGISTERS = 2048
+WIDEST_IN_REGISTERS = 8192
 # Up to here one program finds the peaks of a row and finishes it.
 WIDEST_IN_ONE_PROGRAM = 16384
 # Low bits of a float32 that are 0 where it was of half precision: a search need not look at them.
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+# First steps of a search that halve values, not their bits: the edge of usual scores is near then.
+BY_VALUE = tl.constexpr(10)
 # Scores of chosen blocks that a program holds on chip; more are read again for each step.
 MOST_ON_CHIP = 8192
 
@@ -34,7 +37,7 @@ def forward(scores: Tensor, k: int) -> Tensor:
     """Softmax over the ``k`` largest scores of a row, the first of equal ones; zero elsewhere."""
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
     if scores.numel():
-        _run(in_rows(scores.reshape(-1, scores.shape[-1])), out, None, None, None, k)
+        _run(as_rows(scores), out, None, None, None, k)
     return out
 
 
@@ -60,7 +63,7 @@ def _run(
         _forward_in_registers[(n_rows,)](
             rows, out, target, row_scale, losses, n, rows.stride(0), k, WIDTH=width, SHIFT=shift,
             LOSS=target is not None, SCALED=row_scale is not None,
-            num_warps=max(1, min(4, width // 512)), enable_fp_fusion=True,
+            num_warps=max(1, width // 1024), enable_fp_fusion=True,
         )  # fmt: skip
         return
     width = block_width(n)
@@ -75,7 +78,8 @@ def _run(
     _forward_of_chosen[(n_rows,)](
         rows, out, target, row_scale, losses, peaks, chosen, n, rows.stride(0), n_blocks, k,
         BLOCKS=next_power_of_2(n_blocks), WIDTH=width, GROUP=group, IN_ONE=in_one, SHIFT=shift,
-        LOSS=target is not None, SCALED=row_scale is not None, num_warps=4, enable_fp_fusion=True,
+        LOSS=target is not None, SCALED=row_scale is not None,
+        num_warps=8 if group * width > 4096 else 4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -94,9 +98,19 @@ def _lowest(SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _middle(low, high):
+def _value_of(key, SHIFT: tl.constexpr):
+    """That of a key, or one that differs from it in bits that are unused."""
+    bits = key.to(tl.int32) << SHIFT
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _middle(low, high, trips, SHIFT: tl.constexpr):
     """Above ``low`` and not above ``high``; their difference may not fit 32 bits."""
-    return low + ((high - low + 1) >> 1)
+    middle = low + ((high - low + 1) >> 1)
+    mean = 0.5 * _value_of(low, SHIFT) + 0.5 * _value_of(high, SHIFT)
+    by_value = _ordered(mean, SHIFT).to(tl.int64)
+    return tl.where((trips < BY_VALUE) & (by_value > low) & (by_value <= high), by_value, middle)
 
 
 @triton.jit
@@ -109,15 +123,17 @@ def _count(members):
 
 
 @triton.jit
-def _search_tile(keys, floor, top, k):
+def _search_tile(keys, floor, top, k, SHIFT: tl.constexpr):
     """The k-th largest key of a tile, or a value just above the k+1-th: both leave the same k.
 
     At least k keys, and then the k-th largest, are no less than ``floor``.
     """
     low = floor.to(tl.int64)
     high = top.to(tl.int64)
+    trips = 0
     while low < high:
-        middle = _middle(low, high)
+        middle = _middle(low, high, trips, SHIFT)
+        trips += 1
         count = _count(keys >= middle.to(tl.int32))
         low = tl.where(count >= k, middle, low)
         high = tl.where(count > k, high, tl.where(count == k, middle, middle - 1))
@@ -134,6 +150,15 @@ def _taken(keys, edge, at_edge):
     else:
         rank = tl.cumsum(equal, 0)
     return (keys > edge) | ((equal > 0) & (rank <= at_edge))
+
+
+@triton.jit
+def _best(keys, edge, k):
+    """The k largest keys of a tile, the first of equal ones."""
+    taken = keys >= edge
+    if _count(taken) > k:
+        taken = _taken(keys, edge, k - _count(keys > edge))
+    return taken
 
 
 @triton.jit
@@ -173,8 +198,8 @@ def _forward_in_registers(
     values = tl.load(scores + column, mask=column < n, other=-float("inf")).to(tl.float32)
     peak = row_max(values, 0)
     keys = _ordered(values, SHIFT)
-    edge = _search_tile(keys, _lowest(SHIFT), tl.max(keys, 0), k)
-    taken = _taken(keys, edge, k - _count(keys > edge))
+    edge = _search_tile(keys, _lowest(SHIFT), tl.max(keys, 0), k, SHIFT)
+    taken = _best(keys, edge, k)
     origin = tl.where(peak == -float("inf"), 0.0, peak)
     weights = tl.where(taken, tl.exp(values - origin), 0.0)
     total = tl.sum(weights, 0)
@@ -201,8 +226,10 @@ def _search_chosen(
     """As _search_tile, for more scores than the chip holds: they are read again for each step."""
     low = floor.to(tl.int64)
     high = top.to(tl.int64)
+    trips = 0
     while low < high:
-        middle = _middle(low, high)
+        middle = _middle(low, high, trips, SHIFT)
+        trips += 1
         members = tl.zeros((GROUP, WIDTH), dtype=tl.int32)
         for first in range(0, count, GROUP):
             column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
@@ -247,7 +274,7 @@ def _forward_of_chosen(
     # k peaks are k scores, so the k-th largest score is no smaller than the k-th largest peak.
     floor = _lowest(SHIFT)
     if k < n_blocks:
-        floor = _search_tile(keys_of_peaks, floor, top, k)
+        floor = _search_tile(keys_of_peaks, floor, top, k, SHIFT)
     reachable = (keys_of_peaks >= floor) & (peak_of > -float("inf"))
     keep = tl.where(broken, 1, reachable.to(tl.int32)) > 0
     count = choose_blocks(chosen, keep & (block < n_blocks), BLOCKS)
@@ -262,8 +289,8 @@ def _forward_of_chosen(
         column, live = chosen_columns(chosen, 0, count, n, GROUP, WIDTH)
         values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
         keys = _ordered(values, SHIFT)
-        edge = _search_tile(keys, floor, top, k)
-        taken = _taken(keys, edge, k - _count(keys > edge)) & live
+        edge = _search_tile(keys, floor, top, k, SHIFT)
+        taken = _best(keys, edge, k) & live
         weights = tl.where(taken, tl.exp(values - origin), 0.0)
         total = tl.sum(tl.sum(weights, 1), 0)
         if LOSS:

@@ -4,6 +4,7 @@
 ``columns`` (c, d), each a gradient by itself; then those of ``slopes`` (n, q), a row of hidden
 times a number each. ``order`` has the entries by class, and those of group g stand from
 ``starts[g]`` up to ``starts[g + 1]``. Sums are multiplied by ``factor``, a number on the device.
+``group`` makes both from the class of each entry, on a CPU; elsewhere it waits for their number.
 
 Where the host must not wait for the number of groups, ``slots_`` takes the classes themselves in
 the order of the entries, ``keys``, and there is a slot for each entry: the sum of a class is in the
@@ -18,6 +19,7 @@ reference alone takes, the gradient has the shape of the weight, whatever that i
 are float32, or float64 from float64.
 """
 
+import torch
 from torch import Tensor
 
 from lastlayer.kernels._registry import operation
@@ -34,7 +36,13 @@ def _sums(
     )
 
 
+def _grouped(entries: Tensor, _n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    count = torch.library.get_ctx().new_dynamic_size()
+    return torch.empty_like(entries), entries.new_empty(count + 1), entries.new_empty(count)
+
+
 forward = operation("touched_rows.forward", "touched_rows", _sums)
+group = operation("touched_rows.group", "touched_group", _grouped, integers=True)
 slots_ = operation(
     "touched_rows.slots_", "touched_slots_", writes=("weight", "bias", "known"), has_cpu=False
 )

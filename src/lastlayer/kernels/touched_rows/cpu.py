@@ -13,8 +13,14 @@ from numba import njit
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lastlayer.kernels._cpu import as_rows, by_rows
+from lastlayer.kernels._cpu import as_rows, by_rows, empty
 from lastlayer.kernels._cpu_math import add_scaled, dot
+
+# Classes are sorted by digits of so many bits.
+_DIGIT_BITS = 11
+_DIGIT = 1 << _DIGIT_BITS
+# Entries of a class that are added up before they are added to the others.
+_TOGETHER = 128
 
 
 def forward(
@@ -37,21 +43,29 @@ def forward(
 
 
 @by_rows
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
 def _touched(
     start, stop, factor, c, q, columns, column_biases, slopes, hidden, order, starts, weight, bias
 ):  # fmt: skip
-    total = np.empty(hidden.shape[1], slopes.dtype)
+    total, some = np.empty(hidden.shape[1], slopes.dtype), np.empty(hidden.shape[1], slopes.dtype)
     scale = slopes.dtype.type(factor)
+    # The row of an entry without a division of integers, which takes long.
+    per_row = 1.0 / q
     for group in range(start, stop):
         if len(weight):
             total[:] = 0.0
-            for place in range(starts[group], starts[group + 1]):
-                entry = order[place]
-                if entry < c:
-                    add_scaled(total, slopes.dtype.type(1.0), columns[entry])
-                else:
-                    add_scaled(total, slopes[entry - c], hidden[(entry - c) // q])
+            # A few at a time: thousands of entries one by one would add up their rounding.
+            for first in range(starts[group], starts[group + 1], _TOGETHER):
+                some[:] = 0.0
+                for place in range(first, min(first + _TOGETHER, starts[group + 1])):
+                    entry = order[place]
+                    if entry < c:
+                        add_scaled(some, slopes.dtype.type(1.0), columns[entry])
+                    else:
+                        row, slope = np.int64((entry - c + 0.5) * per_row), slopes[entry - c]
+                        for i in range(len(some)):
+                            some[i] += slope * hidden[row, i]
+                add_scaled(total, slopes.dtype.type(1.0), some)
             weight[group] = total * scale
         if len(bias):
             level = slopes.dtype.type(0.0)
@@ -59,6 +73,75 @@ def _touched(
                 entry = order[place]
                 level += column_biases[entry] if entry < c else slopes[entry - c]
             bias[group] = level * scale
+
+
+def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    size, kind = entries.shape[0], torch.int32 if n_classes < 2**31 else torch.int64
+    # Numbers of entries and their classes, of both sides of a pass over a digit.
+    order, other = empty((size,), torch.int64), empty((size,), torch.int64)
+    keys, other_keys = empty((size,), kind).numpy(), empty((size,), kind).numpy()
+    rest = order.numpy(), other.numpy(), keys, other_keys
+    known, starts = _group(entries.contiguous().numpy(), n_classes, *rest)
+    return order, torch.from_numpy(starts), torch.from_numpy(known)
+
+
+@njit(nogil=True, cache=True)
+def _group(entries, n_classes, order, other, keys, other_keys):
+    """Sorts by the digits of the classes; entries without a class come after the last one."""
+    size, passes, live = len(order), 1, 0
+    while (n_classes - 1) >> (passes * _DIGIT_BITS):
+        passes += 1
+    counts = np.empty(_DIGIT + 1, np.int64)
+    # The last pass has to end in ``order``.
+    if passes % 2 == 0:
+        order, other, keys, other_keys = other, order, other_keys, keys
+    last = size
+    for number in range(passes):
+        shift = number * _DIGIT_BITS
+        counts[:] = 0
+        if number == 0:
+            for i in range(size):
+                if entries[i] >= 0:
+                    counts[1 + (entries[i] & (_DIGIT - 1))] += 1
+                    live += 1
+        else:
+            for i in range(live):
+                counts[1 + (other_keys[i] >> shift & (_DIGIT - 1))] += 1
+        for digit in range(_DIGIT):
+            counts[digit + 1] += counts[digit]
+        if number == 0:
+            last = live
+            for i in range(size):
+                if entries[i] >= 0:
+                    place = counts[entries[i] & (_DIGIT - 1)]
+                    counts[entries[i] & (_DIGIT - 1)] = place + 1
+                    keys[place] = entries[i]
+                else:
+                    place = last
+                    last += 1
+                order[place] = i
+        else:
+            for i in range(live):
+                digit = other_keys[i] >> shift & (_DIGIT - 1)
+                place = counts[digit]
+                counts[digit] = place + 1
+                keys[place], order[place] = other_keys[i], other[i]
+            order[live:] = other[live:]
+        order, other, keys, other_keys = other, order, other_keys, keys
+    return _runs(other_keys[:live])
+
+
+@njit(nogil=True)
+def _runs(keys):
+    """The classes among sorted keys, and where each starts; where the last one ends."""
+    size = len(keys)
+    known, starts, count = np.empty(size, np.int64), np.empty(size + 1, np.int64), 0
+    for i in range(size):
+        if i == 0 or keys[i] != keys[i - 1]:
+            known[count], starts[count] = keys[i], i
+            count += 1
+    starts[count] = size
+    return known[:count].copy(), starts[: count + 1].copy()
 
 
 def adagrad_(

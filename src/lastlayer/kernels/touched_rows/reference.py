@@ -15,17 +15,18 @@ def forward(
     """Sums for weight (groups, d) and bias (groups,), times ``factor``; empty where not wanted.
 
     ``columns`` are ``(c, d)`` with their biases ``(c,)``, ``slopes`` ``(n, q)``: both in the dtype
-    of the result. ``order``, ``(c + n q,)``, has the entries of each group from ``starts`` on.
+    of the result. ``order``, ``(c + n q,)``, has the entries of each group from ``starts`` on;
+    those after the last group have no part.
     """
     groups, q = starts.shape[0] - 1, max(1, slopes.shape[1])
     c = order.shape[0] - slopes.numel()
-    number = torch.arange(order.shape[0], device=order.device)
+    number = torch.arange(int(starts[-1]), device=order.device)
     group = torch.searchsorted(starts, number, right=True) - 1
     weight = slopes.new_zeros((groups, hidden.shape[1]) if to_weight else 0)
     bias = slopes.new_zeros(groups if to_bias else 0)
     flat = slopes.flatten()
-    for part in parts((order.shape[0], hidden.shape[1])):
-        entry, at = order[part], group[part]
+    for part in parts((number.shape[0], hidden.shape[1])):
+        entry, at = order[: number.shape[0]][part], group[part]
         drawn = entry < c
         own = (entry - c).clamp(min=0)
         if to_weight:
@@ -75,6 +76,16 @@ def slots_(
                 out.index_copy_(0, keys.long(), values.to(out.dtype))
             else:
                 out.copy_(torch.where(fresh.view(-1, *(1,) * (out.dim() - 1)), values, 0.0))
+
+
+def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``order`` and ``starts`` of :func:`forward`, and the class of each group, ascending.
+
+    ``entries`` has the class of each entry, int64; those of a negative one come last, in no group.
+    """
+    ranked, order = torch.sort(torch.where(entries < 0, n_classes, entries), stable=True)
+    known, counts = torch.unique_consecutive(ranked[ranked < n_classes], return_counts=True)
+    return order, torch.nn.functional.pad(counts.cumsum(0), (1, 0)), known
 
 
 def adagrad_(

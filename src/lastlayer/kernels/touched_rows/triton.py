@@ -304,3 +304,10 @@ def _one_minus_exp(x):
     series = 1.0 + x / 6.0 * (1.0 + x / 7.0 * (1.0 + x / 8.0 * (1.0 + x / 9.0)))
     series = 1.0 + x / 2.0 * (1.0 + x / 3.0 * (1.0 + x / 4.0 * (1.0 + x / 5.0 * series)))
     return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
+
+
+def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Waits for the number of groups; ``slots_`` does without it."""
+    ranked, order = torch.sort(torch.where(entries < 0, n_classes, entries), stable=True)
+    known, counts = torch.unique_consecutive(ranked[ranked < n_classes], return_counts=True)
+    return order, torch.nn.functional.pad(counts.cumsum(0), (1, 0)), known

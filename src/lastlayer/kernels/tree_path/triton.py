@@ -17,7 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import cdiv, in_rows, load_rows, next_power_of_2, tile_width
+from lastlayer.kernels._triton import (
+    cdiv,
+    in_rows,
+    load_rows,
+    log1p,
+    next_power_of_2,
+    tile_width,
+)
 
 # Rows between two cuts; more where the pieces of long runs would take too much memory.
 TILE, WIDEST_TILE, PIECE_NUMBERS = 64, 1024, 1 << 25
@@ -202,7 +209,7 @@ def _losses_of_rows(
         second = (edge & 1) == 1
         wrong = tl.where(second, -score, score)
         small = tl.exp(-tl.abs(wrong))
-        total += tl.where(live, tl.maximum(wrong, 0.0) + _log1p(small), 0.0)
+        total += tl.where(live, tl.maximum(wrong, 0.0) + log1p(small), 0.0)
         slope = tl.where(wrong < 0.0, small, 1.0) / (1.0 + small)
         slope = tl.where(live, tl.where(second, -slope, slope), 0.0)
         if TO_NODES:
@@ -219,13 +226,6 @@ def _losses_of_rows(
             if chosen == ignored:
                 lost = 0.0
     tl.store(losses + row, lost)
-
-
-@triton.jit
-def _log1p(x):
-    """Of x from 0 to 1; what 1 + x rounds away is put back as a factor."""
-    grown = 1.0 + x
-    return tl.where(grown == 1.0, x, tl.log(grown) * (x / tl.where(grown == 1.0, 1.0, grown - 1.0)))
 
 
 @kernel

@@ -12,8 +12,8 @@ from numba import njit
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lastlayer._torch import accumulation_dtype, in_dtype
-from lastlayer.kernels._cpu import as_rows, by_rows, empty, parts
+from lastlayer._torch import accumulation_dtype
+from lastlayer.kernels._cpu import as_array, as_rows, by_rows, empty, empty_array, parts
 from lastlayer.kernels._cpu_labels import (
     SPAN,
     allowed_in,
@@ -40,17 +40,17 @@ def forward(
     scores: Tensor, target: Tensor | None, lists: list[Tensor], values: Tensor | None,
     mask: Tensor | None, smoothing: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    n_rows = scores.shape[0]
-    losses = torch.empty(n_rows, dtype=accumulation_dtype(scores.dtype))
-    stats = losses.new_empty((4, n_rows))
-    counts = torch.empty(n_rows if mask is not None else 0, dtype=torch.bool)
+    n_rows, dtype = scores.shape[0], accumulation_dtype(scores.dtype)
+    losses, stats = empty_array((n_rows,), dtype)[0], empty_array((4, n_rows), dtype)[0]
+    counts = np.empty(n_rows if mask is not None else 0, np.bool_)
     for part, *given in _rows_of(scores, target, lists, values, mask, smoothing):
-        found = stats if part is None else stats.new_empty((4, len(given[0])))
-        made = part_of(losses, part).numpy(), found.numpy(), part_of(counts, part).numpy()
-        _forward_rows(*given[0].shape, *given, *made)
-        if part is not None:
-            stats[:, part] = found
-    return losses, stats, counts
+        if part is None:
+            _forward_rows(*given[0].shape, *given, losses, stats, counts)
+            continue
+        found = np.empty((4, len(given[0])), stats.dtype)
+        _forward_rows(*given[0].shape, *given, losses[part], found, counts[part])
+        stats[:, part] = found
+    return torch.from_numpy(losses), torch.from_numpy(stats), torch.from_numpy(counts)
 
 
 def backward(
@@ -58,16 +58,23 @@ def backward(
     mask: Tensor | None, smoothing: float, stats: Tensor, grad: Tensor,
 ) -> Tensor:  # fmt: skip
     dtype = accumulation_dtype(scores.dtype)
-    stats, grad = stats.detach(), in_dtype(grad.detach(), dtype).reshape(-1).contiguous()
-    out = empty(scores.shape, scores.dtype)
+    known, factors = as_array(stats), as_array(grad, dtype).reshape(-1)
+    if scores.dtype == dtype:
+        made, out = empty_array(scores.shape, dtype)
+    else:
+        out = empty(scores.shape, scores.dtype)
     for part, *given in _rows_of(scores, target, lists, values, mask, smoothing):
-        wide = scores.dtype == dtype
-        made = part_of(out, part) if wide else torch.empty(given[0].shape, dtype=dtype)
-        factors = grad if grad.shape[0] == 1 else part_of(grad, part)
-        found = (stats if part is None else stats[:, part]).contiguous()
-        _backward_rows(*given[0].shape, *given, found.numpy(), factors.numpy(), made.numpy())
-        if not wide:
-            part_of(out, part).copy_(made)
+        found, some = known, factors
+        if part is not None:
+            found = np.ascontiguousarray(known[:, part])
+            some = factors if len(factors) == 1 else factors[part]
+        if scores.dtype == dtype:
+            into = made if part is None else made[part]
+        else:
+            into = np.empty(given[0].shape, known.dtype)
+        _backward_rows(*given[0].shape, *given, found, some, into)
+        if scores.dtype != dtype:
+            part_of(out, part).copy_(torch.from_numpy(into))
     return out
 
 
@@ -78,22 +85,16 @@ def _rows_of(scores, target, lists, values, mask, smoothing):
         for part, rows, labels, shown in labelled_rows(scores, target, mask):
             yield part, rows, shown, labels, _NO_CLASSES, _NO_VALUES[dtype], _NO_CLASSES, 0.0
         return
-    classes = lists[0].reshape(-1)
+    rows, classes = as_rows(scores), as_array(lists[0]).reshape(-1)
     if len(lists) == 1:
-        starts = torch.arange(scores.shape[0] + 1) * lists[0].shape[1]
+        starts = np.arange(len(rows) + 1) * lists[0].shape[1]
     else:
-        starts = lists[-1]
+        starts = as_array(lists[-1])
     # An array of no labels says by its type what labels are: 0 and 1, or numbers.
     hard = values is None and smoothing == 0.0
-    labels = torch.ones(len(classes), dtype=dtype) if values is None else values.detach().to(dtype)
-    yield (
-        None,
-        as_rows(scores),
-        mask_of(mask),
-        torch.empty((0, 0), dtype=torch.uint8 if hard else dtype).numpy(),
-        *(each.contiguous().numpy() for each in (classes, labels, starts)),
-        smoothing,
-    )
+    none = np.empty((0, 0), np.uint8 if hard else rows.dtype)
+    labels = np.ones(len(classes), rows.dtype) if values is None else as_array(values, dtype)
+    yield None, rows, mask_of(mask), none, classes, labels, starts, smoothing
 
 
 @njit(nogil=True, inline="always")

@@ -1,6 +1,7 @@
 """What is known before any training: ``lastlayer inspect`` and ``plan``."""
 
 import json
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from lastlayer.lab.commands.options import (
     Device,
     Encoding,
     FeatureColumns,
+    Heads,
     LabelColumn,
     Limit,
     MinCount,
@@ -29,7 +31,7 @@ def inspect(
     vocab_size: VocabSize = None,
     min_count: MinCount = None,
     limit: Limit = None,
-    hidden: Annotated[int, typer.Option(min=1, help="The width of hidden states.")] = 256,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 256,
     encoding: Encoding = None,
     text: TextColumn = None,
     label: LabelColumn = None,
@@ -63,36 +65,45 @@ def inspect(
 
 def plan(
     *,
-    classes: Annotated[int, typer.Option(min=2, help="How many classes there are.")],
-    hidden: Annotated[int, typer.Option(min=1, help="The width of hidden states.")],
-    rows: Annotated[int, typer.Option(min=1, help="Targets in a step: batch times length.")],
+    classes: Annotated[int, typer.Option(min=2, help="Number of classes.")],
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")],
+    rows: Annotated[int, typer.Option(min=1, help="Targets in a step: batch size times length.")],
+    head: Heads = None,
     task: Task = None,
     device: Device = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="For measuring, all heads together.")
+    ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Time and memory of each head for a size, from costs measured here, without training."""
+    """Time and memory of a training step of each head at a size, measured here."""
     from lastlayer.lab import plan as planning
     from lastlayer.lab.options import CompareOptions
 
+    shown = console()
     with refusals():
+        from lastlayer.lab.errors import LabError
+
         settled = CompareOptions(device=device, task=task).settled()
+        if classes > planning.MOST_CLASSES:
+            most = f"{planning.MOST_CLASSES:,}"
+            raise LabError(f"--classes: expected at most {most}, got {classes:,}")
 
         from lastlayer.lab.environment import device_named
 
         place = device_named(settled.device).type
-        if classes > planning.MOST_CLASSES:
-            from lastlayer.lab.errors import LabError
-
-            most = f"{planning.MOST_CLASSES:,}"
-            raise LabError(f"--classes: expected at most {most}, got {classes:,}")
-    machine = planning.measure(place)
-    planned = planning.plan(
-        classes, hidden, rows, place, task=settled.task or "lm", machine=machine
-    )
+        with (
+            shown.status("Measuring …")
+            if shown.is_terminal and not as_json
+            else nullcontext() as at
+        ):
+            planned = planning.plan(
+                classes, hidden, rows, place, task=settled.task or "lm", heads=tuple(head or ()),
+                seconds=seconds,
+                tell=lambda text: None if at is None else at.update(f"Measuring {text} …"),
+            )  # fmt: skip
     if as_json:
-        sizes = {"classes": classes, "hidden": hidden, "rows": rows}
-        heads = [each.as_json() for each in planned]
-        content = {**sizes, "machine": machine.as_json(), "heads": heads}
-        typer.echo(json.dumps(content, indent=2))
+        sizes = {"classes": classes, "hidden": hidden, "rows": rows, "device": place}
+        typer.echo(json.dumps({**sizes, "heads": [each.as_json() for each in planned]}, indent=2))
     else:
-        planning.render_plan(planned, machine, console())
+        planning.render_plan(planned, shown)

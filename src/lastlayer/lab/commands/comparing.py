@@ -126,9 +126,8 @@ def compare(
 def _compare(options: Any, out: Path, resume: bool, quiet: bool, as_json: bool) -> int:
     from lastlayer.lab.compare import compare as run
     from lastlayer.lab.files import finite
-    from lastlayer.lab.report import write_report
-    from lastlayer.lab.report.build import require_packages
-    from lastlayer.lab.summary import print_summary
+    from lastlayer.lab.report import require_packages, write_report
+    from lastlayer.lab.show import print_summary
 
     require_packages()
     shown = console()

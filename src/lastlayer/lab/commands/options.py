@@ -13,6 +13,16 @@ Data = Annotated[
         show_default=False,
     ),
 ]
+Heads = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--head",
+        metavar="SPEC",
+        help="A head and its arguments, such as adaptive:cutoffs=2000,10000 or mymodule:MyHead; "
+        "repeatable. Without it, one of every family. lastlayer heads lists them.",
+        show_default=False,
+    ),
+]
 Task = Annotated[
     str | None,
     typer.Option(

@@ -1,5 +1,83 @@
 """The report of a comparison: a page that works offline, pictures, and tables."""
 
-from lastlayer.lab.report.build import write_report
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["write_report"]
+from lastlayer.lab.errors import LabError
+from lastlayer.lab.results import read_results
+from lastlayer.lab.verdict import verdict
+
+if TYPE_CHECKING:
+    from lastlayer.lab.report.figures import Figure
+    from lastlayer.lab.report.look import Look
+
+__all__ = ["require_packages", "write_report"]
+
+PAGE, PICTURES = "report.html", "plots"
+_NEEDED = {"altair": "altair", "jinja2": "jinja2", "vl_convert": "vl-convert-python"}
+
+
+def write_report(out: Path, *, pictures: bool = True) -> Path:
+    """Write the report of a comparison into its folder.
+
+    ``report.html`` holds everything and needs no network. Beside it are the same charts as PNG and
+    SVG in ``plots/``, and the summary as ``summary.md`` and ``summary.csv``. A comparison that is
+    not finished, or whose runs failed, has a report of what is there.
+
+    Args:
+        out: the folder of ``lastlayer compare --out``.
+        pictures: write the PNG and SVG files as well.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        LabError: ``out`` is no such folder, a file in it is broken, or a package is missing.
+    """
+    require_packages()
+    from lastlayer.lab.report import figures, look, page, tables
+
+    out = Path(out)
+    results = read_results(out)
+    found = verdict(results)
+    shown = figures.all_figures(results)
+    html = page.render(results, found, shown)
+    _replace(out / "summary.md", tables.markdown(results, found))
+    _replace(out / "summary.csv", tables.comma_separated(results))
+    if pictures:
+        _draw(out / PICTURES, shown, look.looks(results.comparison.heads))
+    # The page is written last: where it is, all else is too.
+    _replace(out / PAGE, html)
+    return out / PAGE
+
+
+def require_packages() -> None:
+    """Raise before any work is done for a report that could not be written."""
+    missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
+    if missing:
+        raise LabError(
+            f'report: expected {", ".join(missing)} to be installed; pip install "lastlayer[lab]"'
+        )
+
+
+def _draw(folder: Path, shown: tuple["Figure", ...], looks: "list[Look]") -> None:
+    from lastlayer.lab.report import look
+    from lastlayer.lab.report.charts import Charts
+
+    folder.mkdir(exist_ok=True)
+    charts = Charts(looks, in_page=False)
+    for figure in shown:
+        for view in figure.views:
+            several = len(figure.views) > 1
+            stem = folder / (f"{figure.key}-{view.key}" if several else figure.key)
+            look.write_picture(
+                view.chart(charts), stem, title=figure.title, subtitle=view.label if several else ""
+            )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all: who reads while it is written has the old one."""
+    new = path.with_name(f".{path.name}.tmp")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

@@ -1,22 +1,26 @@
 """The page: one HTML file with everything in it."""
 
+import base64
+import hashlib
+import json
+import math
 import shlex
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from lastlayer.lab import metrics
-from lastlayer.lab._settings import flat, plain
-from lastlayer.lab.report import explorer, tables, theme, vega
+from lastlayer.lab._reading import read_rates
+from lastlayer.lab.families import REFERENCES
+from lastlayer.lab.metrics import Metric
+from lastlayer.lab.report import explorer, look, tables
 from lastlayer.lab.report.charts import Charts
-from lastlayer.lab.report.cost_figures import left_out
-from lastlayer.lab.report.data import everything, jsonable
-from lastlayer.lab.report.embed import content_policy, json_for_script
-from lastlayer.lab.report.figure import Figure
-from lastlayer.lab.report.references import REFERENCES
-from lastlayer.lab.results import Results
+from lastlayer.lab.report.figures import Figure, left_out
+from lastlayer.lab.results import HeadSummary, Results
 from lastlayer.lab.verdict import Verdict, budget_text, full_softmax
 
 _HERE = "lastlayer.lab.report"
@@ -33,16 +37,17 @@ def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> s
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    code, library = _asset("report.js"), vega.bundle()
-    names = [head.title for head in results.comparison.heads]
-    charts = Charts(names)
+    code, library = _asset("report.js"), look.bundle()
+    looks = look.looks(results.comparison.heads)
+    names = [each.name for each in looks]
+    charts = Charts(looks)
     chosen = tables.columns(results)
     contexts = explorer.contexts(results)
     embedded = {
         "heads": names,
-        "config": theme.chart_config(),
+        "config": look.chart_config(),
         "charts": {
-            figure.key: {view.key: vega.compiled(view.chart(charts)) for view in figure.views}
+            figure.key: {view.key: look.compiled(view.chart(charts)) for view in figure.views}
             for figure in figures
         },
         "contexts": contexts,
@@ -58,7 +63,7 @@ def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> s
         budget=budget_text(results),
         tiles=_tiles(results, verdict),
         figures={figure.key: figure for figure in figures},
-        heads=[_mark(i, name) for i, name in enumerate(names)],
+        heads=[_mark(each) for each in looks],
         position={name: i for i, name in enumerate(names)},
         columns=chosen,
         rows=[
@@ -67,18 +72,19 @@ def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> s
         ],
         runs_text=tables.runs_text,
         baseline=tables.baseline(results, chosen),
-        note=tables.note(results, "in small"),
+        note=tables.note(results, "in small type"),
         failures=[run for run in asked.runs if not run.finished and run.status != "not started"],
         left_out=left_out(results),
+        rates=_rates(results),
         contexts=contexts,
         settings=_settings(results),
         command=shlex.join(asked.command),
-        epsilon=plain(asked.settings.get("epsilon", _EPSILON)),
+        epsilon=tables.plain(asked.settings.get("epsilon", _EPSILON)),
         references=_references(results),
-        exchanges=theme.exchanges(),
-        colours=list(zip(theme.LIGHT_COLOURS, theme.DARK_COLOURS, strict=True)),
-        light=theme.LIGHT_INK,
-        dark=theme.DARK_INK,
+        exchanges=look.exchanges(),
+        colours=list(zip(look.LIGHT_COLOURS, look.DARK_COLOURS, strict=True)),
+        light=look.LIGHT_INK,
+        dark=look.DARK_INK,
         css=_asset("report.css"),
         code=code,
         library=library,
@@ -92,36 +98,72 @@ def _asset(name: str) -> str:
     return files(_HERE).joinpath("templates", name).read_text(encoding="utf-8")
 
 
-def _mark(position: int, name: str) -> dict[str, Any]:
+def _mark(head: look.Look) -> dict[str, Any]:
     """What the legend draws of a head."""
-    dashes = theme.dash(position)
     return {
-        "name": name,
-        "colour": theme.colour_index(position),
-        "path": theme.SHAPE_PATHS[position % len(theme.SHAPES)],
-        "dash": "" if dashes == (1, 0) else " ".join(str(d) for d in dashes),
+        "name": head.name,
+        "colour": head.colour,
+        "path": look.SHAPE_PATHS[head.shape],
+        "dash": "" if head.dash == (1, 0) else " ".join(str(d) for d in head.dash),
     }
 
 
-def _tiles(results: Results, verdict: Verdict) -> list[dict[str, str]]:
-    """The recommended head in a few numbers, beside those of the full softmax."""
-    if verdict.recommended is None:
+def _tiles(results: Results, verdict: Verdict) -> list[dict[str, Any]]:
+    """The recommended head in a few numbers, beside the runner-up and the full softmax."""
+    chosen, full = verdict.recommended, full_softmax(results)
+    if chosen is None:
         return []
-    best, full = verdict.recommended, full_softmax(results)
+    others = [("runner-up", verdict.runner_up)]
+    if full is not None and full not in (chosen, verdict.runner_up):
+        others.append(("full softmax", full))
+    shown: list[tuple[Metric, str]] = [
+        (results.metric, "on test data, with the best model by validation"),
+        (metrics.STEP_MS, "median of the training steps"),
+        (metrics.SECONDS, "training alone, without warm-up and evaluation"),
+        (metrics.STEPS, "the same for every head"),
+        (metrics.MEMORY, "peak while it was trained"),
+    ]
     made = []
-    shown = (results.metric, metrics.STEP_MS, metrics.SECONDS, metrics.STEPS, metrics.EPOCHS,
-             metrics.MEMORY)  # fmt: skip
-    for metric in shown:
-        value = best.mean(metric.key)
+    for metric, help_ in shown:
+        value = chosen.mean(metric.key)
         if value is None:
             continue
-        other = None if full is None or full is best else full.mean(metric.key)
-        made.append({
-            "label": metric.label,
-            "value": metric.format(value),
-            "beside": "" if other is None else f"full softmax: {metric.format(other)}",
-        })  # fmt: skip
+        if metric is metrics.STEPS:
+            epochs = chosen.mean(metrics.EPOCHS.key)
+            beside = [] if epochs is None else [f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"]
+            beside.append("equal for all heads")
+        else:
+            beside = [
+                f"{name}: {metric.format(other)}"
+                for name, head in others
+                if head is not None and (other := head.mean(metric.key)) is not None
+            ]
+        text = f"{value:,.0f}" if metric is metrics.STEPS else metric.format(value)
+        made.append({"label": metric.label, "value": text, "beside": beside, "help": help_})
     return made
+
+
+def _rates(results: Results) -> list[dict[str, Any]]:
+    """Heads with the learning rates that were tried for them."""
+    found = read_rates(results.comparison.folder)
+    made = []
+    for head in results.comparison.heads:
+        entry = found.get(head.slug) or {}
+        tried = [each for each in entry.get("tried") or () if isinstance(each, Mapping)]
+        if tried:
+            made.append({
+                "head": head.title, "steps": entry.get("steps"),
+                "tried": [
+                    {"lr": tables.plain(each.get("lr")), "taken": each.get("lr") == entry.get("lr"),
+                     "score": _score(each.get("score"))}
+                    for each in tried
+                ],
+            })  # fmt: skip
+    return made
+
+
+def _score(value: Any) -> str:
+    return metrics.three_digits(value) if isinstance(value, int | float) else "not finite"
 
 
 def _settings(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -129,7 +171,7 @@ def _settings(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
     asked = results.comparison
     groups: list[tuple[str, Mapping[str, Any]]] = [
         ("Data", asked.data),
-        ("Model", asked.model),
+        ("Backbone", asked.model),
         (
             "Training",
             {"budget": budget_text(results), "seeds": list(asked.seeds), **asked.settings},
@@ -138,7 +180,10 @@ def _settings(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
         ("Versions", {**asked.versions, "git": _short_commit(asked.git)}),
     ]
     return [
-        (name, [(key, plain(value)) for key, value in flat(group).items()])
+        (
+            name,
+            [(tables.named(key), tables.plain(value)) for key, value in tables.flat(group).items()],
+        )
         for name, group in groups
         if group
     ]
@@ -158,3 +203,112 @@ def _references(results: Results) -> list[tuple[str, Any]]:
         for family in families
         if family in REFERENCES
     ]
+
+
+def everything(results: Results, verdict: Verdict) -> dict[str, Any]:
+    """What was asked, what each run gave, and what the page makes of it."""
+    asked = results.comparison
+    made: dict[str, Any] = jsonable({
+        "schema": 1,
+        "verdict": verdict.sentence,
+        "findings": list(verdict.findings),
+        "notes": list(verdict.notes),
+        "recommended": _title(verdict.recommended),
+        "runner_up": _title(verdict.runner_up),
+        "steps_needed": verdict.needed,
+        "baseline": asked.baseline,
+        "ranked_by": results.metric.key,
+        "equal_seconds": results.equal_seconds,
+        "equal_steps": results.equal_steps,
+        "command": list(asked.command),
+        "created": asked.created,
+        "data": asked.data,
+        "model": asked.model,
+        "budget": asked.budget,
+        "settings": asked.settings,
+        "device": asked.device,
+        "versions": asked.versions,
+        "git": asked.git,
+        "seeds": list(asked.seeds),
+        "heads": [
+            {
+                "rank": s.rank, "head": s.title, "spec": s.head.spec, "family": s.head.family,
+                "status": s.status, "gain": s.gain,
+                "means": {key: asdict(found) for key, found in s.estimates.items()},
+                "at_equal_time": None if s.at_equal_seconds is None else asdict(s.at_equal_seconds),
+                "at_equal_steps": None if s.at_equal_steps is None else asdict(s.at_equal_steps),
+            }
+            for s in results.summaries
+        ],
+        "runs": [
+            {
+                "head": run.head.title, "seed": run.seed, "status": run.status,
+                "reason": run.reason, **run.numbers, "test": run.test,
+                "by_decile": run.by_decile, "calibration": run.calibration,
+                "valid": [point.values for point in run.valid],
+            }
+            for run in asked.runs
+        ],
+        "costs": None if results.costs is None else asdict(results.costs),
+    })  # fmt: skip
+    return made
+
+
+def _title(summary: HeadSummary | None) -> str | None:
+    return None if summary is None else summary.title
+
+
+def jsonable(value: Any) -> Any:
+    """The same value as JSON can hold it: no NaN, no infinity, no other types."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int | bool):
+        return value
+    return str(value)
+
+
+# Inside <script> only these could end it, open a comment, or end a line of older JavaScript.
+_ESCAPES = {
+    ord("<"): "\\u003c",
+    ord(">"): "\\u003e",
+    ord("&"): "\\u0026",
+    0x2028: "\\u2028",
+    0x2029: "\\u2029",
+}
+
+
+def json_for_script(value: Any) -> Markup:
+    r"""JSON for a ``<script type="application/json">``, the same value and without any markup.
+
+    Example:
+        >>> print(json_for_script({"token": "</script>"}))
+        {"token":"\u003c/script\u003e"}
+    """
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    # A lone surrogate is no text: a file could not be written with it.
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return Markup(text.translate(_ESCAPES))
+
+
+def script_hash(code: str) -> str:
+    """What a content security policy knows an inline script by."""
+    digest = hashlib.sha256(code.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+def content_policy(scripts: list[str]) -> str:
+    """Only these scripts run, and nothing is ever fetched."""
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {' '.join(script_hash(code) for code in scripts)}",
+            "style-src 'unsafe-inline'",
+            "img-src data: blob:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )

@@ -1,9 +1,10 @@
-"""The summary as rows: for the page, for Markdown and for CSV."""
+"""The summary as rows, for the page, for Markdown and for CSV, and settings as lines."""
 
 import csv
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lastlayer.lab import metrics
 from lastlayer.lab.metrics import Metric
@@ -125,7 +126,7 @@ def markdown(results: Results, verdict: Verdict) -> str:
 
 
 def comma_separated(results: Results) -> str:
-    """One row a head: mean and both ends of the interval of everything that was measured."""
+    """One row per head: mean and both ends of the interval of everything that was measured."""
     chosen = columns(results, telling=False)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -156,8 +157,8 @@ def note(results: Results, where: str = "in parentheses") -> str:
     if most == 0:
         return "No run has finished."
     if most == 1:
-        return "One seed: there are no intervals."
-    return f"Means over seeds; {where} 95% t-intervals."
+        return "One seed: there are no confidence intervals."
+    return f"Means over seeds; {where} 95% confidence intervals."
 
 
 def runs_text(summary: HeadSummary) -> str:
@@ -195,7 +196,60 @@ _NO_BEST = {
 _HELP = {
     **{m.key: "test data" for m in metrics.QUALITY},
     "step_ms": "median over steps, without warm-up and evaluation",
-    "tokens_per_second": "targets that were trained on, in training time",
+    "tokens_per_second": "targets per second of training",
     "peak_memory_mb": "while the run was trained",
-    "parameters": "model and head together",
+    "parameters": "backbone and head together",
 }
+# What people call settings whose names in files are shorter.
+_NAMES = {
+    "width": "hidden size", "hidden": "hidden size", "batch": "batch size", "lr": "learning rate",
+    "kind": "kind", "body": "backbone", "valid": "validation",
+}  # fmt: skip
+
+
+def named(key: str) -> str:
+    """A setting as people call it.
+
+    Example:
+        >>> named("width"), named("sizes.valid"), named("limit")
+        ('hidden size', 'sizes.validation', 'limit')
+    """
+    return ".".join(_NAMES.get(part, part) for part in key.split("."))
+
+
+def flat(group: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Settings within settings, by their path; what was not set is left out.
+
+    What ``description`` repeats of the group that it is in is left out as well.
+
+    Example:
+        >>> flat({"name": "a", "description": {"name": "a", "types": 3}, "limit": None})
+        {'name': 'a', 'types': 3}
+    """
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if key == "description" and isinstance(value, Mapping):
+            found |= {k: v for k, v in flat(value, before).items() if k not in found}
+        elif isinstance(value, Mapping):
+            found |= flat(value, f"{before}{key}.")
+        elif value is not None and value != "":
+            found[f"{before}{key}"] = value
+    return found
+
+
+def plain(value: Any) -> str:
+    """A setting as text.
+
+    Example:
+        >>> plain(True), plain(12000), plain(0.001), plain([1, 2])
+        ('yes', '12,000', '0.001', '1, 2')
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(str(each) for each in value)
+    return str(value)

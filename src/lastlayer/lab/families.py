@@ -1,4 +1,7 @@
-"""Where each head comes from."""
+"""What people know of each family of heads: its name, its colour on every page, its papers.
+
+Torch is not needed to read it: the help of ``lastlayer compare`` lists the families.
+"""
 
 from typing import NamedTuple
 
@@ -8,6 +11,63 @@ class Reference(NamedTuple):
 
     text: str
     link: str = ""
+
+
+class Family(NamedTuple):
+    """One name in specs.
+
+    Attributes:
+        title: what people call it.
+        colour: its place in the palette of the page, whatever else is compared.
+    """
+
+    title: str
+    colour: int
+
+
+FAMILIES = {
+    "full": Family("Full softmax", 0),
+    "entmax": Family("Entmax", 6),
+    "sparsemax": Family("Sparsemax", 9),
+    "topk": Family("Top-k softmax", 8),
+    "hierarchical": Family("Hierarchical softmax", 2),
+    "adaptive": Family("Adaptive softmax", 1),
+    "differentiated": Family("Differentiated softmax", 5),
+    "char_cnn": Family("Char-CNN softmax", 10),
+    "sampled": Family("Sampled softmax", 3),
+    "importance": Family("Importance sampling", 11),
+    "adaptive_importance": Family("Adaptive importance sampling", 12),
+    "nce": Family("NCE", 4),
+    "negative": Family("Negative sampling", 7),
+    "self_normalized": Family("Self-normalised softmax", 13),
+    "zlpr": Family("ZLPR", 1),
+    "bce": Family("Binary cross-entropy", 0),
+    "asymmetric": Family("Asymmetric loss", 2),
+    "sparsemax_labels": Family("Multi-label sparsemax", 3),
+    "info_nce": Family("InfoNCE", 0),
+}
+# Of heads that are not ours.
+OWN_COLOUR = 14
+
+
+def colour(family: str) -> int:
+    """Which colour of the palette a family has."""
+    known = FAMILIES.get(family)
+    return OWN_COLOUR if known is None else known.colour
+
+
+def title(family: str, label: str) -> str:
+    """The head's name, with the arguments that its label has after the name of the family.
+
+    Example:
+        >>> title("adaptive", "adaptive cutoffs=2000,10000"), title("mine:Head", "Head")
+        ('Adaptive softmax (cutoffs=2000,10000)', 'Head')
+    """
+    known = FAMILIES.get(family)
+    if known is None or not label.startswith(family):
+        return label
+    arguments = label.removeprefix(family).strip()
+    return f"{known.title} ({arguments.replace(' ', ', ')})" if arguments else known.title
 
 
 def _arxiv(text: str, number: str) -> Reference:
