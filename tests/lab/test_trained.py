@@ -10,7 +10,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lastlayer.cli import app
-from lastlayer.lab.budget import Budget
 from lastlayer.lab.compare import compare
 from lastlayer.lab.data import DataError
 from lastlayer.lab.errors import LabError
@@ -143,9 +142,7 @@ DONE = {"status": "ok", "step_ms": 4.0, "test": {"perplexity": 12.5}}
 def told(terminal: bool, quiet: bool = False) -> tuple[object, io.StringIO]:
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=120)
-    return watcher(
-        console, parse_specs(["full", "nce"]), [1], Budget("steps", 10), quiet=quiet
-    ), file
+    return watcher(console, parse_specs(["full", "nce"]), [1], quiet=quiet), file
 
 
 def test_a_terminal_gets_a_table_of_all_heads():
@@ -166,7 +163,7 @@ def test_a_terminal_gets_a_table_of_all_heads():
 def test_what_came_out_fits_into_80_columns():
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     specs = parse_specs([])
-    watching = LiveTable(console, specs, [1, 2, 3], Budget("seconds", 3))
+    watching = LiveTable(console, specs, [1, 2, 3])
     for spec in specs:
         watching.ends(spec, 1, {**DONE, "step_ms": 123.4, "test": {"perplexity": 12345.6}})
     watching.close()
