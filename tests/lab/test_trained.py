@@ -10,7 +10,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lastlayer.cli import app
-from lastlayer.lab.budget import Budget
 from lastlayer.lab.compare import compare
 from lastlayer.lab.data import DataError
 from lastlayer.lab.errors import LabError
@@ -65,6 +64,19 @@ def test_the_command_prints_text_and_the_best_of_each_step(out):
     made = json.loads(runner.invoke(app, [*words, "--json", "--top", "2"]).stdout)
     assert len(made["steps"]) == 3
     assert all(len(step["top"]) == 2 for step in made["steps"])
+
+
+def test_words_of_the_prompt_that_are_not_known_are_named(out):
+    words = [
+        "generate",
+        str(out / "runs" / "full-s1"),
+        "--prompt",
+        "one zebra two zebra",
+        "--tokens",
+    ]
+    result = runner.invoke(app, [*words, "1"])
+    assert "read as <unk>: 'zebra'\n" in result.stderr
+    assert json.loads(runner.invoke(app, [*words, "1", "--json"]).stdout)["unknown"] == ["zebra"]
 
 
 def test_lines_end_where_the_text_says():
@@ -143,9 +155,7 @@ DONE = {"status": "ok", "step_ms": 4.0, "test": {"perplexity": 12.5}}
 def told(terminal: bool, quiet: bool = False) -> tuple[object, io.StringIO]:
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=120)
-    return watcher(
-        console, parse_specs(["full", "nce"]), [1], Budget("steps", 10), quiet=quiet
-    ), file
+    return watcher(console, parse_specs(["full", "nce"]), [1], quiet=quiet), file
 
 
 def test_a_terminal_gets_a_table_of_all_heads():
@@ -156,17 +166,17 @@ def test_a_terminal_gets_a_table_of_all_heads():
     watching._drawn = -1e9
     watching.moves(0.5, Progress(step=5, seconds=0.1), 3.25)
     watching.ends(full, 1, DONE)
-    watching.ends(nce, 1, {"status": "out of memory"})
+    watching.ends(nce, 1, {"status": "out of memory", "reason": "tried to allocate 9 GB"})
     watching.close()
     shown = file.getvalue()
-    for text in ("full", "nce", "3.250", "perplexity 12.5", "out of memory"):
+    for text in ("full", "nce", "3.250", "perplexity 12.5", "out of memory: tried to allocate"):
         assert text in shown
 
 
 def test_what_came_out_fits_into_80_columns():
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     specs = parse_specs([])
-    watching = LiveTable(console, specs, [1, 2, 3], Budget("seconds", 3))
+    watching = LiveTable(console, specs, [1, 2, 3])
     for spec in specs:
         watching.ends(spec, 1, {**DONE, "step_ms": 123.4, "test": {"perplexity": 12345.6}})
     watching.close()
@@ -196,8 +206,8 @@ def test_elsewhere_there_are_lines():
     watching.moves(0.5, Progress(step=5), 3.25)
     watching.ends(full, 1, DONE)
     moved, ended = file.getvalue().splitlines()
-    assert moved.endswith("full seed 1: 50%, step 5, loss 3.25")
-    assert ended.endswith("1/2 full seed 1: perplexity 12.5")
+    assert "full seed 1: 50%, step 5, loss 3.25; 0:0" in moved
+    assert "1/2 full seed 1: perplexity 12.5 (about " in ended
 
 
 def test_quiet_shows_nothing():
