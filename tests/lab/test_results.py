@@ -250,7 +250,7 @@ def test_the_recommendation_is_the_cheapest_within_the_tolerance(tmp_path):
 
 def test_findings_name_equal_steps_equal_time_and_the_runner_up(tmp_path):
     steps, seconds, runner_up = verdict(read_results(make(tmp_path, heads=6))).findings
-    assert steps.startswith("At equal steps (3,000 steps) adaptive softmax")
+    assert steps.startswith("After the same 3,000 steps adaptive softmax")
     assert seconds.startswith("At equal time (19.5 s of training) adaptive softmax")
     assert "time per step" in runner_up
 

@@ -22,7 +22,7 @@ from lastlayer.lab.errors import LabError
 from lastlayer.lab.evaluation import ClassJudge, LabelJudge, PairJudge, TextJudge
 from lastlayer.lab.explorer import explore
 from lastlayer.lab.feeding import Feed, RowFeed, TextFeed
-from lastlayer.lab.files import check_space, check_writable, read_json
+from lastlayer.lab.files import LOCK, Lock, check_space, check_writable, read_json
 from lastlayer.lab.label_explorer import explore_labels
 from lastlayer.lab.live import Watcher, watcher
 from lastlayer.lab.models import FeatureBody, ModelSettings, PairBody, build_body
@@ -76,9 +76,11 @@ def compare(
         torch.set_num_threads(settled.threads)
     new = not out.exists()
     check_writable(out)
+    lock = Lock(out)
     try:
         bench, specs = _prepare(settled, device, out, options, quiet, console)
     except BaseException:
+        lock.release()
         if new:
             with suppress(OSError):
                 out.rmdir()
@@ -93,6 +95,7 @@ def compare(
             return Compared(out, results, bool(stopped), costs)
     finally:
         watching.close()
+        lock.release()
 
 
 def _run_all(
@@ -132,6 +135,7 @@ def _prepare(
     specs = parse_specs(settled.heads, task=data.task)
     feed, model = _feed(data, settled, device)
     _check_given_states(model, options)
+    _check_sizes(options, feed)
     needs = ClassData(model.width, np.asarray(data.counts), _class_names(data))
     check_space(out, _bytes_needed(specs, len(settled.seeds), model, needs))
     judge = _judge(data, feed)
@@ -231,6 +235,23 @@ def _feed(data: Data, settled: Settled, device: torch.device) -> tuple[Feed, Mod
     return rows, model
 
 
+def _check_sizes(options: CompareOptions, feed: Feed) -> None:
+    """A size that was asked for has to be possible; the usual ones shrink to small data."""
+    length = int(getattr(feed, "length", 1))
+    if options.length is not None and options.length > length:
+        raise LabError(
+            f"--length: expected at most {length:,} tokens, one less than the training data has, "
+            f"got {options.length:,}"
+        )
+    most = feed.batch_size // length
+    if options.batch is not None and options.batch > most:
+        what = f"windows of {length:,} tokens" if length > 1 else "rows"
+        raise LabError(
+            f"--batch: expected at most {most:,}, the {what} of the training data, got "
+            f"{options.batch:,}"
+        )
+
+
 def _fitted_to(data: Data) -> Callable[[torch.nn.Module], None] | None:
     """Dense features have units of their own: backbones learn them from the training part."""
     if isinstance(data, TextData):
@@ -296,7 +317,7 @@ def _options_of(options: CompareOptions, out: Path, resume: bool) -> CompareOpti
             )
         recorded = CompareOptions.from_json(read_json(path).get("options") or {})
         return options.resumed(recorded, out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(each.name != LOCK for each in out.iterdir())):
         raise LabError(
             f"--out: expected a folder that is new or empty, got '{out}'; add --resume to go on "
             "with what is there, or choose another one"

@@ -4,10 +4,16 @@ import json
 import math
 import os
 import shutil
+import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lastlayer.lab.errors import LabError
+
+if sys.platform != "win32":
+    import fcntl
+
+LOCK = ".lock"
 
 
 def finite(value: Any) -> Any:
@@ -70,6 +76,52 @@ class Lines:
     def close(self) -> None:
         """Nothing more comes."""
         self._file.close()
+
+
+class Lock:
+    """One comparison at a time in a folder.
+
+    The system lets go of it when the process dies, however it does: the file that is left is taken
+    over by the next one. Without such locks, as on Windows, there is none.
+
+    Raises:
+        LabError: another process has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._file: IO[str] | None = None
+        while sys.platform != "win32" and self._file is None:
+            file = self._path.open("a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another"
+                file.close()
+                raise LabError(
+                    f"--out: expected a folder that no other process works on, got '{folder}', on "
+                    f"which process {holder} does; wait for it, or choose another --out"
+                ) from None
+            except OSError:
+                # Some network disks have no locks.
+                file.close()
+                return
+            # Who had it before may have removed the file since it was opened.
+            if self._path.exists() and self._path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                self._file = file
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n")
+                file.flush()
+            else:
+                file.close()
+
+    def release(self) -> None:
+        """The next one may have it."""
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+            self._file = None
 
 
 def check_writable(folder: Path, *, option: str = "--out") -> None:

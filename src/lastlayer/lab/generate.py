@@ -35,6 +35,13 @@ def prompt_tokens(trained: Trained, prompt: str) -> list[str]:
     return cut(prompt, str(described.get("format", "text")), trained.tokenizer)
 
 
+def unknown_words(trained: Trained, prompt: Sequence[str]) -> list[str]:
+    """The tokens of a prompt that the run does not know, each once."""
+    words = trained.vocabulary
+    found = zip(prompt, words.encode(list(prompt)).tolist(), strict=True)
+    return list(dict.fromkeys(word for word, i in found if words.tokens[i] != word))
+
+
 @torch.no_grad()
 def generate(
     trained: Trained, prompt: Sequence[str], *, tokens: int, top: int, temperature: float, seed: int
@@ -77,7 +84,7 @@ def generate(
 
 
 def table_of(steps: list[Step], top: int) -> Table:
-    """A row a token: how probable it was, and what was more so."""
+    """A row per token: how probable it was, and what was more so."""
     table = Table("token", "p", *(f"{i + 1}" for i in range(top)))
     for step in steps:
         best = [Text(f"{token} {p:.2f}") for token, p in step.top[:top]]

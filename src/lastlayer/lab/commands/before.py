@@ -1,8 +1,8 @@
-"""What is known before any training: ``lastlayer inspect`` and ``plan``."""
+"""What is known before any training: ``lastlayer heads``, ``inspect`` and ``plan``."""
 
 import json
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +22,29 @@ from lastlayer.lab.commands.options import (
     VocabSize,
 )
 from lastlayer.lab.commands.speaking import console, refusals
+
+
+def heads(*, as_json: AsJson = False) -> None:
+    """Every head that --head takes, what it is, and its arguments."""
+    with refusals():
+        from lastlayer.lab.families import title
+        from lastlayer.lab.specs import arguments_of, catalogue
+
+        found: list[dict[str, Any]] = [
+            {"head": name, "title": title(name, name), "class": each.cls.__name__,
+             "tasks": list(each.tasks), "about": each.recipe.about, "arguments": arguments_of(each)}
+            for name, each in catalogue().items()
+        ]  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for each in found:
+        tasks = ", ".join(each["tasks"])
+        typer.echo(f"{each['head']}: {each['title']} ({each['class']}, --task {tasks})")
+        typer.echo(f"    {each['about']}")
+        listed = ", ".join(f"{name}={kind}" for name, kind in each["arguments"].items())
+        if listed:
+            typer.echo(f"    takes {listed}")
 
 
 def inspect(

@@ -142,10 +142,10 @@ def _tradeoff(results: Results, cost: Metric) -> View | None:
     held, base = baseline(results, "test", in_sight(metric, rows, "y"))
     if base is not None:
         # Where the head that is next to it leaves room.
-        level = base["value"]
-        near = min(rows, key=lambda row: abs(row["y"] - level))["x"]
+        at = base["value"]
+        near = min(rows, key=lambda row: abs(row["y"] - at))["x"]
         costly = sum(near > row["x"] for row in rows) * 2 > len(rows)
-        base = {**base, "y": base["value"], "side": "left" if costly else "right"}
+        base = {**base, "y": at, "side": "left" if costly else "right"}
     y = alt.Y("y:Q", title=metric.label, **axes.around(metric, held))
     tooltip = [tip("head", "head"), tip("value", metric.label), tip("cost", cost.label)]
     best = results.front(cost)
