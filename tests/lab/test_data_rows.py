@@ -225,6 +225,10 @@ def test_empty_rows_are_left_out_and_rare_classes_kept(tmp_path):
     assert sum(part.n_rows for part in (data.train, data.valid, data.test)) == 58
     assert "once" in data.label_names
     assert len(data.description["notes"]) == 3
+    text = load(tmp_path / "a.jsonl", text="text", task="lm")
+    assert text.description["left_out"] == 1
+    parts = (text.train, text.valid, text.test)
+    assert sum(text.vocabulary.decode(part).count("<eos>") for part in parts) == 59
 
 
 def test_pairs_of_one_query_or_key_belong_together(tmp_path):

@@ -260,12 +260,16 @@ def table_data(
     if columns.task == "lm":
         numbers = reading.numbers()
         streams = {part: IdStream(numbers) for part in tables}
+        empty = 0
         for part, table in tables.items():
             most = enough(part, reading.limit)
             for text in _texts(table, columns.text):
                 if most is not None and streams[part].length >= most:
                     break
-                streams[part].add([*reading.cut(text), END])
+                empty += not text
+                streams[part].add([*reading.cut(text), END] if text else ())
+        if empty:
+            described |= {"left_out": empty, "notes": _left_out(empty, "text")}
         ids = {part: each.finish(enough(part, reading.limit)) for part, each in streams.items()}
         return assemble(name, list(numbers), ids, described, reading, where=where)
     if columns.task == "pairs":
