@@ -44,7 +44,7 @@ FAMILIES = {
     "bce": Family("Binary cross-entropy", 0),
     "asymmetric": Family("Asymmetric loss", 2),
     "sparsemax_labels": Family("Multi-label sparsemax", 3),
-    "info_nce": Family("InfoNCE", 1),
+    "info_nce": Family("InfoNCE", 0),
 }
 # Of heads that are not ours.
 OWN_COLOUR = 14
@@ -167,10 +167,7 @@ REFERENCES: dict[str, tuple[Reference, ...]] = {
     ),
     "sparsemax_labels": (_SPARSEMAX,),
     "info_nce": (
-        _arxiv(
-            "van den Oord, Li and Vinyals, Representation learning with contrastive predictive "
-            "coding, 2018",
-            "1807.03748",
-        ),
+        _arxiv("van den Oord, Li and Vinyals, Representation learning with contrastive predictive "
+               "coding, 2018", "1807.03748"),
     ),
 }  # fmt: skip

@@ -12,9 +12,10 @@ from rich.text import Text
 
 from lastlayer.lab import metrics
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.options import TASKS
 
 DEVICES = ("cpu", "cuda")
+# Pairs have no classes of their own.
+TASKS = ("lm", "classification", "multilabel")
 # Of measuring, all heads together.
 SECONDS = 60.0
 # Trees and bands are made for the frequencies of all classes, in some 150 bytes each.
@@ -79,7 +80,8 @@ def plan(
         hidden: size of the hidden state.
         rows: targets in a step: batch size times length.
         device: ``"cpu"`` or ``"cuda"``.
-        task: ``"lm"`` for heads that choose one class, ``"multilabel"`` for several labels per row.
+        task: ``"lm"`` or ``"classification"`` for heads that choose one class, ``"multilabel"`` for
+            several labels per row.
         heads: specs; none for all that suit the task.
         seconds: for measuring all of them. A head that would take longer than what is left of it
             has a reason instead of a time.

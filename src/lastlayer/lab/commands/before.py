@@ -108,6 +108,9 @@ def plan(
         from lastlayer.lab.errors import LabError
 
         settled = CompareOptions(device=device, task=task).settled()
+        if settled.task not in planning.TASKS:
+            known = ", ".join(planning.TASKS)
+            raise LabError(f"--task: expected one of {known}, got {settled.task!r}")
         if classes > planning.MOST_CLASSES:
             most = f"{planning.MOST_CLASSES:,}"
             raise LabError(f"--classes: expected at most {most}, got {classes:,}")
