@@ -188,8 +188,8 @@ def test_the_reason_of_a_failed_head_is_in_the_terminal(tmp_path, monkeypatch):
     monkeypatch.setattr("lastlayer.lab.report._draw", lambda *_: None)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "text.txt").write_text(TEXT)
-    (tmp_path / "failing_heads.py").write_text(FAILING)
-    words = ["--head", "full", "--head", "failing_heads:Failing", "--budget", "4steps"]
+    (tmp_path / "one_failing_head.py").write_text(FAILING)
+    words = ["--head", "full", "--head", "one_failing_head:Failing", "--budget", "4steps"]
     result = runner.invoke(app, ["compare", "text.txt", *words, *SIZE, "--lr", "0.01"])
     assert result.exit_code == 0, result.output
     lines = [line for line in result.output.splitlines() if "the moon is full" in line]

@@ -27,7 +27,7 @@ from lastlayer.lab.label_explorer import explore_labels
 from lastlayer.lab.live import Watcher, watcher
 from lastlayer.lab.models import FeatureBody, ModelSettings, PairBody, build_body
 from lastlayer.lab.options import IDENTITY, CompareOptions, Settled
-from lastlayer.lab.reading import read_data
+from lastlayer.lab.reading import read_data, told_of
 from lastlayer.lab.records import SCHEMA, frozen_record, write_once
 from lastlayer.lab.runs import Bench, perform, step_times
 from lastlayer.lab.specs import HeadSpec, parse_specs
@@ -164,24 +164,6 @@ def _prepare(
     shared = ("data", "model", "budget", "settings", "device", "versions", "git")
     kept = {"schema": SCHEMA, **{name: record[name] for name in shared}}
     return replace(bench, steps=budget["amount"], record=kept), specs
-
-
-def told_of(data: Data) -> list[str]:
-    """What was found in the data, for a person who did not say it."""
-    described = data.description
-    task = f"Task: {data.task}"
-    if described.get("task_reason", "as asked") != "as asked":
-        task += f" ({described['task_reason']}; --task asks for another)"
-    lines = [task]
-    columns = described.get("columns") or {}
-    if columns:
-        listed = {use: [v] if isinstance(v, str) else v for use, v in columns.items()}
-        found = (
-            f"{use} from {', '.join(names[:6])}{', …' * (len(names) > 6)}"
-            for use, names in listed.items()
-        )
-        lines.append(f"Columns: {'; '.join(found)}")
-    return [*lines, *(f"Note: {each}." for each in described.get("notes", ()))]
 
 
 def _check_given_states(model: ModelSettings, options: CompareOptions) -> None:

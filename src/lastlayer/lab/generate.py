@@ -37,9 +37,8 @@ def prompt_tokens(trained: Trained, prompt: str) -> list[str]:
 
 def unknown_words(trained: Trained, prompt: Sequence[str]) -> list[str]:
     """The tokens of a prompt that the run does not know, each once."""
-    words = trained.vocabulary
-    found = zip(prompt, words.encode(list(prompt)).tolist(), strict=True)
-    return list(dict.fromkeys(word for word, i in found if words.tokens[i] != word))
+    known = trained.vocabulary.ids
+    return list(dict.fromkeys(word for word in prompt if word not in known))
 
 
 @torch.no_grad()

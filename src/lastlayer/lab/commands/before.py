@@ -73,13 +73,17 @@ def inspect(
         settled = options.settled()
 
         from lastlayer.lab.inspect import inspect_data, render
-        from lastlayer.lab.reading import read_data
+        from lastlayer.lab.reading import read_data, told_of
 
-        found = inspect_data(read_data(settled), hidden=hidden)
+        read = read_data(settled)
+        found = inspect_data(read, hidden=hidden)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
     else:
-        render(found, console())
+        shown = console()
+        for line in told_of(read):
+            shown.print(line, highlight=False, markup=False)
+        render(found, shown)
 
 
 def plan(
