@@ -277,6 +277,7 @@ def test_verdict_of_one_seed_has_no_test(tmp_path):
 def test_it_is_too_early_where_leaders_fall_fast_or_cross(tmp_path, late, why):
     found = verdict(read_results(make(tmp_path, heads=4, late=late)))
     assert found.headline.startswith("It is too early to tell")
+    assert f"{found.needed:,} steps" in found.headline
     assert why in found.detail
     assert found.needed >= 6000
     assert f"--budget {found.needed}steps" in found.detail
