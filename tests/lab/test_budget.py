@@ -15,7 +15,7 @@ from lastlayer.lab.errors import LabError
     ],
 )  # fmt: skip
 def test_budgets_are_read(text, kind, amount):
-    assert Budget.parse(text).as_json() == {"kind": kind, "amount": amount}
+    assert Budget.parse(text) == Budget(kind, amount)
 
 
 @pytest.mark.parametrize("text", ["", "30", "s", "-3s", "0steps", "2.5steps", "3 weeks", "1e3s"])

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from lastlayer.cli import app
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.files import LOCK, Lock
 from lastlayer.lab.live import Forecast
+from lastlayer.lab.records import LOCK, Lock
 from lastlayer.lab.specs import catalogue, parse_spec, parse_specs
 
 TEXT = "the cat saw the dog and the dog saw a cat\n" * 60
@@ -209,7 +209,7 @@ def test_one_process_at_a_time_works_on_a_folder(tmp_path):
 
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
     program = (
-        "from pathlib import Path; from lastlayer.lab.files import Lock\n"
+        "from pathlib import Path; from lastlayer.lab.records import Lock\n"
         f"lock = Lock(Path({str(tmp_path)!r})); print('held', flush=True); input()"
     )
     holder = subprocess.Popen(

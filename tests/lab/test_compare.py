@@ -15,10 +15,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lastlayer.cli import app
-from lastlayer.lab import compare as lab
-from lastlayer.lab import evaluation, runs
+from lastlayer.lab import comparison as lab
+from lastlayer.lab import evaluation
 from lastlayer.lab.commands import comparing
-from lastlayer.lab.compare import compare
+from lastlayer.lab.comparison import compare
 from lastlayer.lab.errors import LabError, SpecError
 from lastlayer.lab.options import CompareOptions
 
@@ -225,7 +225,7 @@ def test_a_folder_that_cannot_be_written_is_told_first(text, tmp_path):
 
 
 def test_a_full_disk_is_told_first(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("lastlayer.lab.files.shutil.disk_usage", lambda _: (0, 0, 100))
+    monkeypatch.setattr("lastlayer.lab.records.shutil.disk_usage", lambda _: (0, 0, 100))
     monkeypatch.setattr(lab, "perform", lambda *_: pytest.fail("trained"))
     with pytest.raises(LabError, match=r"of free disk .* got 100 B"):
         run(text, tmp_path / "out")
@@ -239,16 +239,16 @@ def test_values_that_the_data_cannot_have_are_told_first(text, tmp_path):
 
 
 def test_the_body_starts_from_the_same_numbers_under_every_head(text, tmp_path, monkeypatch):
-    made, build = [], runs.build_body
+    made, build = [], lab.build_body
 
     def recorded(settings):
         body = build(settings)
         made.append(body.embedding.weight.detach().clone())
         return body
 
-    monkeypatch.setattr(runs, "build_body", recorded)
+    monkeypatch.setattr(lab, "build_body", recorded)
     run(text, tmp_path / "out", heads=("full", "adaptive:cutoffs=3"), budget="1steps", seeds=2)
-    one, other, next_seed, _ = made
+    _, one, other, next_seed, _ = made
     assert torch.equal(one, other)
     assert not torch.equal(one, next_seed)
 
@@ -357,7 +357,7 @@ import sys, time
 from pathlib import Path
 import torch
 from rich.console import Console
-from lastlayer.lab import compare, options, training
+from lastlayer.lab import comparison, options, training
 
 torch.set_num_threads(1)
 training._CHECKPOINT_SECONDS, training._CHECKPOINT_SHARE = 0.0, 1e9
@@ -369,7 +369,7 @@ def slow(self, batch):
 
 training.Stepper.step = slow
 given = options.CompareOptions.from_json(eval(sys.argv[1]))
-compare.compare(given, Path(sys.argv[2]), resume=False, quiet=True, console=Console(quiet=True))
+comparison.compare(given, Path(sys.argv[2]), resume=False, quiet=True, console=Console(quiet=True))
 """
 
 

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from lastlayer.lab.compare import compare
+from lastlayer.lab.comparison import compare
 from lastlayer.lab.options import CompareOptions
 
 pytestmark = pytest.mark.gpu

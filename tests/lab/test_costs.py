@@ -13,13 +13,13 @@ from rich.console import Console
 
 from lastlayer.heads.recipes import ClassData
 from lastlayer.lab import costs
-from lastlayer.lab._reading import read_costs
-from lastlayer.lab.compare import Compared, compare
+from lastlayer.lab.comparison import Compared, compare
 from lastlayer.lab.costs import Problem, Words
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.feeding import PADDING
 from lastlayer.lab.live import Lines, LiveTable
 from lastlayer.lab.options import CompareOptions
+from lastlayer.lab.records import read_costs
 from lastlayer.lab.results import read_results
 from lastlayer.lab.specs import parse_specs
 
@@ -206,7 +206,9 @@ def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(unmeasured, monkeypatch):
 
 
 def test_an_interrupted_training_has_no_costs(unmeasured, monkeypatch):
-    monkeypatch.setattr("lastlayer.lab.compare._run_all", lambda *args: args[-1].append(True) or [])
+    monkeypatch.setattr(
+        "lastlayer.lab.comparison._run_all", lambda *args: args[-1].append(True) or []
+    )
     done = run(unmeasured, resume=True)
     assert (done.interrupted, done.costs) == (True, None)
     assert not (unmeasured / "costs.json").exists()

@@ -6,8 +6,8 @@ import torch
 
 from lastlayer.heads.multi_label import MultiLabel
 from lastlayer.lab.data import LabelData, LabelPart, Lists, SparseRows
+from lastlayer.lab.explorer import BEST, MOST_FEATURES, MOST_LABELS, ROWS, explore_labels
 from lastlayer.lab.feeding import RowFeed
-from lastlayer.lab.label_explorer import BEST, MOST_FEATURES, MOST_LABELS, ROWS, explore_labels
 from lastlayer.lab.models import FeatureBody
 from lastlayer.lab.report import explorer as shown
 

@@ -15,9 +15,9 @@ from made_runs import CLASSES, HEADS, KINDS, NASTY, make
 
 from lastlayer.heads.recipes import registered
 from lastlayer.lab import report
-from lastlayer.lab._reading import HeadEntry
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.families import FAMILIES, REFERENCES
+from lastlayer.lab.records import HeadEntry
 from lastlayer.lab.report import figures, look, tables, write_report
 from lastlayer.lab.report.charts import Charts, log_ticks
 from lastlayer.lab.report.explorer import visible

@@ -8,8 +8,8 @@ from made_runs import HEADS, make, slug
 from scipy import stats
 
 from lastlayer.lab import metrics
-from lastlayer.lab._reading import Comparison, HeadEntry, Point, Run, read_comparison
 from lastlayer.lab.errors import LabError
+from lastlayer.lab.records import Comparison, HeadEntry, Point, Run, read_comparison
 from lastlayer.lab.results import interpolate, pareto_front, read_results, summarise
 from lastlayer.lab.statistics import Estimate, difference, estimate, holm, p_value
 from lastlayer.lab.verdict import times_less, verdict
@@ -60,7 +60,7 @@ def test_logarithmic_mean_is_that_of_the_logarithms(seed):
 
 def test_one_seed_has_no_interval():
     assert estimate([3.0]) == Estimate(3.0, 1)
-    assert not estimate([3.0]).has_interval
+    assert estimate([3.0]).low is None
     assert estimate([]) is None
     assert estimate([math.nan, math.inf]) is None
 

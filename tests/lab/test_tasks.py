@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lastlayer.cli import app
 from lastlayer.heads import FullSoftmax
-from lastlayer.lab.compare import compare
+from lastlayer.lab.comparison import compare
 from lastlayer.lab.data import PairData, load
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.evaluation import ClassJudge, PairJudge

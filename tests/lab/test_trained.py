@@ -10,14 +10,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lastlayer.cli import app
-from lastlayer.lab.compare import compare
+from lastlayer.lab.comparison import compare
 from lastlayer.lab.data import DataError
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.generate import as_text, generate, prompt_tokens
-from lastlayer.lab.live import Lines, LiveTable, Silent, outcome, watcher
+from lastlayer.lab.live import Lines, LiveTable, Watcher, outcome, watcher
 from lastlayer.lab.options import CompareOptions
 from lastlayer.lab.specs import parse_specs
-from lastlayer.lab.trained import load_trained
+from lastlayer.lab.trained import as_text, generate, load_trained, prompt_tokens
 from lastlayer.lab.training import Progress
 
 runner = CliRunner()
@@ -212,7 +211,7 @@ def test_elsewhere_there_are_lines():
 
 def test_quiet_shows_nothing():
     watching, file = told(terminal=True, quiet=True)
-    assert isinstance(watching, Silent)
+    assert type(watching) is Watcher
     watching.starts(parse_specs(["full"])[0], 1)
     watching.close()
     assert file.getvalue() == ""

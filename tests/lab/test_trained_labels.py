@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lastlayer.cli import app
-from lastlayer.lab.compare import compare
+from lastlayer.lab.comparison import compare
 from lastlayer.lab.options import CompareOptions
 from lastlayer.lab.trained import load_trained
 

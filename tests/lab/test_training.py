@@ -12,9 +12,9 @@ from lastlayer import heads, samplers
 from lastlayer.lab.data import LabelData, LabelPart, Lists, SparseRows, TextData, Vocabulary
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.feeding import PADDING, RowFeed, TextFeed
-from lastlayer.lab.files import Lines, finite, write_json
-from lastlayer.lab.memory import PeakMemory
+from lastlayer.lab.machine import PeakMemory
 from lastlayer.lab.models import MODELS, FeatureBody, ModelSettings, build_body
+from lastlayer.lab.records import Lines, finite, write_json
 from lastlayer.lab.training import (
     Progress,
     Stepper,

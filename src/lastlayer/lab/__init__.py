@@ -1,1 +1,19 @@
 """The lab: the same model with each head under the same budget, and which one suits your data."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lastlayer.lab.api import CompareResult, compare
+    from lastlayer.lab.trained import Trained, load_trained
+
+__all__ = ["CompareResult", "Trained", "compare", "load_trained"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use: the commands read their options without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    module = "api" if name in ("CompareResult", "compare") else "trained"
+    return getattr(import_module(f"lastlayer.lab.{module}"), name)

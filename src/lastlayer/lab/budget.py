@@ -3,7 +3,7 @@
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from lastlayer.lab.errors import LabError
 
@@ -56,11 +56,6 @@ class Budget:
                 raise ValueError("slowest_ms: expected the time of a step, got None")
             return max(1, int(1e3 * self.amount / slowest_ms))
         return max(1, round(self.amount * (steps_per_epoch if self.kind == "epochs" else 1)))
-
-    def as_json(self) -> dict[str, Any]:
-        """For compare.json."""
-        amount = int(self.amount) if self.amount == int(self.amount) else self.amount
-        return {"kind": self.kind, "amount": amount}
 
     def __str__(self) -> str:
         unit = {"seconds": "s", "steps": " steps", "epochs": " epochs"}[self.kind]

@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lastlayer.heads.recipes import ClassData
-from lastlayer.lab._reading import COSTS_FILE, COSTS_SCHEMA, Cost
 from lastlayer.lab.errors import LabError, SpecError
 from lastlayer.lab.feeding import PADDING, Batch, Feed
-from lastlayer.lab.files import read_json, write_json
 from lastlayer.lab.live import Watcher
-from lastlayer.lab.memory import PeakMemory, give_back
+from lastlayer.lab.machine import PeakMemory, give_back
+from lastlayer.lab.records import COSTS_FILE, COSTS_SCHEMA, Cost, read_json, write_json
 from lastlayer.lab.runs import Bench
 from lastlayer.lab.specs import HeadSpec
 from lastlayer.lab.training import Stepper

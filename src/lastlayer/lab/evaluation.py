@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lastlayer.heads import AdaptiveSoftmax, HierarchicalSoftmax
-from lastlayer.lab.feeding import Batch, Feed
+from lastlayer.lab.feeding import PADDING, Batch, Feed
 
 EPSILON = 1e-4
 """How much of a probability the ε-smoothed perplexity spreads evenly over all classes."""
@@ -73,13 +73,17 @@ def judge_rows(body: nn.Module, head: nn.Module, batches: Iterator[Batch]) -> Ro
     """All rows of the batches, in chunks of bounded size."""
     body.eval()
     head.eval()
-    parts = [
-        _judged(head, body(batch.inputs).flatten(0, -2), batch.target.reshape(-1))
-        for batch in batches
-    ]
+    parts = [_judged(head, *_kept(body(batch.inputs), batch.target)) for batch in batches]
     columns = (torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True))
     target, nll, place, confidence, *rest = columns
     return Rows(target, nll.astype(np.float64), place, confidence.astype(np.float64), *rest)
+
+
+def _kept(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states in rows, without those whose target is to be ignored."""
+    rows, classes = hidden.flatten(0, -2), target.reshape(-1)
+    kept = classes != PADDING
+    return (rows, classes) if kept.all() else (rows[kept], classes[kept])
 
 
 def _judged(head: nn.Module, hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -219,6 +223,7 @@ class TextJudge:
         for part, judged in (("valid", self._on_the_way), ("test", self._at_the_end)):
             batches = self._feed.held_out(part, rows_for(part, self._n_classes))
             target = np.concatenate([batch.target.reshape(-1).cpu().numpy() for batch in batches])
+            target = target[target != PADDING]
             sure = np.full(len(target), math.exp(logs[best[0]]))
             everything, first = (np.full(len(target), n) for n in (self._n_classes, best[0]))
             rows = Rows(target, -logs[target], place_of[target], sure, everything, first)
@@ -505,6 +510,9 @@ def as_table(positives: Tensor, n_classes: int) -> Tensor:
     # Padding goes into a column of its own.
     places = torch.where(positives < 0, n_classes, positives)
     return table.scatter_(1, places, value=True)[:, :-1]
+
+
+Judge = TextJudge | LabelJudge | PairJudge
 
 
 def _share(part: float, whole: float) -> float:

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -23,8 +23,8 @@ _TOLD_SECONDS = 5.0
 _NAME_WIDTH, _BAR_WIDTH = 22, 10
 
 
-class Watcher(Protocol):
-    """Hears what happens."""
+class Watcher:
+    """Hears what happens, and shows nothing."""
 
     def says(self, text: str) -> None:
         """Something beside the runs."""
@@ -43,17 +43,6 @@ class Watcher(Protocol):
 
     def close(self) -> None:
         """The comparison is over."""
-
-
-class Silent:
-    """Shows nothing."""
-
-    def says(self, text: str) -> None: ...
-    def starts(self, spec: HeadSpec, seed: int) -> None: ...
-    def moves(self, share: float, progress: Progress, loss: float | None) -> None: ...
-    def ends(self, spec: HeadSpec, seed: int, result: dict[str, Any]) -> None: ...
-    def measures(self, spec: HeadSpec, classes: int, share: float) -> None: ...
-    def close(self) -> None: ...
 
 
 class Forecast:
@@ -115,7 +104,7 @@ class Forecast:
         return f"{_clock(passed)} passed, about {_clock(left)} left of {_clock(passed + left)}"
 
 
-class Lines(Silent):
+class Lines(Watcher):
     """A line for each event, with the time of day."""
 
     def __init__(self, out: Console, specs: Sequence[HeadSpec], seeds: int) -> None:
@@ -176,7 +165,7 @@ class _Row:
         self.results: list[dict[str, Any]] = []
 
 
-class LiveTable(Silent):
+class LiveTable(Watcher):
     """All heads with their progress, loss, quality so far and the time left."""
 
     def __init__(self, out: Console, specs: list[HeadSpec], seeds: list[int]) -> None:
@@ -300,7 +289,7 @@ def _digits(value: float) -> str:
 def watcher(out: Console, specs: list[HeadSpec], seeds: list[int], *, quiet: bool) -> Watcher:
     """The one that suits the terminal."""
     if quiet:
-        return Silent()
+        return Watcher()
     if out.is_terminal:
         return LiveTable(out, specs, seeds)
     return Lines(out, specs, len(seeds))

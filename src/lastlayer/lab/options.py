@@ -3,15 +3,20 @@
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lastlayer.lab.budget import Budget
 from lastlayer.lab.errors import LabError
+
+if TYPE_CHECKING:
+    from lastlayer.lab.data import Data
 
 TASKS = ("lm", "classification", "multilabel", "pairs")
 MODELS = ("lstm", "transformer", "bag")
 IDENTITY = "identity"
 """The backbone of hidden states that are already there."""
+OWN = "own"
+"""The backbone of a comparison that was asked for in Python."""
 DEVICES = ("auto", "cpu", "cuda")
 MOST_SEEDS, MOST_SEED = 10_000, 2**31
 AUTO = "auto"
@@ -196,6 +201,17 @@ class Settled:
     finds_rate: bool
     tolerance: float
     threads: int | None
+
+    def read(self) -> "Data":
+        """The data; whatever cannot be read is one message, a DataError or a LabError."""
+        from lastlayer.lab.data import DataError, load
+
+        try:
+            return load(self.data, task=self.task, **self.reading)
+        except DataError:
+            raise
+        except (ValueError, TypeError, LookupError, OSError, ImportError) as error:
+            raise LabError(f"DATA: {error}") from error
 
 
 def _flag(name: str) -> str:

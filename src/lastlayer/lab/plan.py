@@ -99,7 +99,7 @@ def plan(
 
     from lastlayer.heads.recipes import ClassData
     from lastlayer.lab.costs import Meter, Problem, zipf_shares
-    from lastlayer.lab.memory import give_back
+    from lastlayer.lab.machine import give_back
     from lastlayer.lab.specs import catalogue, parse_specs
 
     suited = [each.recipe for each in catalogue().values() if task in each.tasks]

@@ -1,117 +1,518 @@
-"""compare.json: everything that a comparison was made with, written once."""
+"""The files of a comparison: written whole or not at all, and read back as values.
 
+A kill at any moment leaves the old file or the new one.
+"""
+
+import json
+import math
+import os
 import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import numpy as np
-import torch
-
-from lastlayer.lab import environment
-from lastlayer.lab.data import Data, LabelData, TextData, Vocabulary
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.evaluation import EPSILON, rows_for
-from lastlayer.lab.feeding import Feed
-from lastlayer.lab.files import read_json, write_json
-from lastlayer.lab.models import ModelSettings
-from lastlayer.lab.options import CompareOptions, Settled
-from lastlayer.lab.runs import CLIP
-from lastlayer.lab.specs import HeadSpec
-from lastlayer.lab.training import WARM_UP
+from lastlayer.lab.families import title
+
+if sys.platform != "win32":
+    import fcntl
+
+LOCK = ".lock"
+
+
+def finite(value: Any) -> Any:
+    """The same with None for every number that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return value
+
+
+def write_text(path: Path, text: str) -> None:
+    """Beside the place first, on the disk, and then into it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Infinite numbers and NaN become null."""
+    made = json.dumps(finite(value), indent=2, allow_nan=False)
+    write_text(path, made + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        LabError: it is not there, is broken, or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LabError(f"'{path}': expected a file, got none there") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise LabError(f"'{path}': expected JSON, got a broken file ({error})") from error
+    if not isinstance(value, dict):
+        raise LabError(f"'{path}': expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+class Lines:
+    """A file of JSON lines that only grows; each line is there at once."""
+
+    def __init__(self, path: Path, keep: int = 0) -> None:
+        """Goes on after the first ``keep`` bytes; what comes later is cut off."""
+        self._file = path.open("a+b")
+        self._file.truncate(keep)
+        self._file.seek(0, os.SEEK_END)
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return self._file.tell()
+
+    def append(self, record: dict[str, Any]) -> None:
+        """One line."""
+        made = json.dumps(finite(record), allow_nan=False)
+        self._file.write(made.encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._file.close()
+
+
+class Lock:
+    """One comparison at a time in a folder.
+
+    The system lets go of it when the process dies, however it does: the file that is left is taken
+    over by the next one. Without such locks, as on Windows, there is none.
+
+    Raises:
+        LabError: another process has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._file: IO[str] | None = None
+        while sys.platform != "win32" and self._file is None:
+            file = self._path.open("a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another"
+                file.close()
+                raise LabError(
+                    f"--out: expected a folder that no other process works on, got '{folder}', on "
+                    f"which process {holder} does; wait for it, or choose another --out"
+                ) from None
+            except OSError:
+                # Some network disks have no locks.
+                file.close()
+                return
+            # Who had it before may have removed the file since it was opened.
+            if self._path.exists() and self._path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                self._file = file
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n")
+                file.flush()
+            else:
+                file.close()
+
+    def release(self) -> None:
+        """The next one may have it."""
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+            self._file = None
+
+
+def check_writable(folder: Path, *, option: str = "--out") -> None:
+    """Makes the folder and writes into it once, so that a run does not find out at its end."""
+    probe = folder / ".probe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"lastlayer")
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LabError(
+            f"{option}: expected a folder that can be written, got '{folder}': {reason}"
+        ) from error
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Whether the disk has so many bytes left."""
+    _, _, free = shutil.disk_usage(folder)
+    if free < needed:
+        raise LabError(
+            f"--out: expected {_size(needed)} of free disk for the models and checkpoints of all "
+            f"runs, got {_size(free)} at '{folder}'; use fewer heads or seeds, or another disk"
+        )
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+FINISHED = "ok"
+# Could still come to one.
+OPEN = ("interrupted", "unfinished", "not started")
 
 SCHEMA = 1
+COSTS_FILE, COSTS_SCHEMA = "costs.json", 1
+RATES_FILE = "rates.json"
 
 
-def frozen_record(
-    settled: Settled,
-    specs: list[HeadSpec],
-    data: Data,
-    feed: Feed,
-    model: ModelSettings,
-    device: torch.device,
-    options: CompareOptions,
-    budget: dict[str, Any],
-    baseline: dict[str, Any],
-) -> dict[str, Any]:
-    """What compare.json holds."""
-    if isinstance(data, TextData):
-        sizes = {part: len(getattr(data, part)) for part in ("train", "valid", "test")}
-    else:
-        sizes = {part: getattr(data, part).n_rows for part in ("train", "valid", "test")}
+@dataclass(frozen=True)
+class HeadEntry:
+    """A head that was asked for."""
+
+    spec: str
+    label: str
+    slug: str
+    family: str
+    arguments: Mapping[str, Any]
+    title: str = ""
+    """What people call it; no two heads of a comparison have the same."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A line of metrics.jsonl."""
+
+    step: int
+    seconds: float
+    """Of training alone, without warm-up and evaluation."""
+    values: Mapping[str, float]
+    """What is finite of it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One head with one seed."""
+
+    head: HeadEntry
+    seed: int
+    status: str
+    reason: str
+    numbers: Mapping[str, float]
+    """Costs, such as ``steps`` and ``step_ms``; what is finite of them."""
+    test: Mapping[str, float]
+    """Quality on test data; what is finite of it."""
+    calibration: tuple[Mapping[str, float], ...] = ()
+    by_decile: tuple[Mapping[str, float], ...] = ()
+    explorer: tuple[Mapping[str, Any], ...] = ()
+    bias: str = ""
+    """How the biases of the head have started."""
+    train: tuple[Point, ...] = ()
+    valid: tuple[Point, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"{self.head.slug}-s{self.seed}"
+
+    @property
+    def finished(self) -> bool:
+        """Whether it came to its end."""
+        return self.status == FINISHED
+
+    @property
+    def failed(self) -> bool:
+        """Whether it can come to no result."""
+        return self.status not in (FINISHED, *OPEN)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What ``lastlayer compare`` was asked for, and the runs it made."""
+
+    folder: Path
+    heads: tuple[HeadEntry, ...]
+    seeds: tuple[int, ...]
+    runs: tuple[Run, ...]
+    data: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    baseline: Mapping[str, Any] = field(default_factory=dict)
+    """What the frequencies of classes alone reach."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    device: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    created: str = ""
+    git: str | None = None
+
+    @property
+    def task(self) -> str:
+        """``lm`` or ``multilabel``."""
+        return str(self.data.get("task", "lm"))
+
+    @property
+    def n_classes(self) -> int | None:
+        """How many classes there are to choose from, where it is known."""
+        found = self.data.get("classes")
+        return int(found) if isinstance(found, int | float) else None
+
+    def runs_of(self, head: HeadEntry) -> tuple[Run, ...]:
+        """Those of one head, in the order of seeds."""
+        return tuple(run for run in self.runs if run.head.slug == head.slug)
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """Everything in a folder that ``lastlayer compare`` wrote, or is still writing.
+
+    Raises:
+        LabError: it is no such folder, or a file in it is broken.
+    """
+    folder = Path(folder)
+    path = folder / "compare.json"
+    if not path.is_file():
+        raise LabError(
+            f"folder: expected one that `lastlayer compare --out` wrote, with a compare.json, "
+            f"got '{folder}'; give the folder above runs/"
+        )
+    asked = read_json(path)
+    if asked.get("schema", SCHEMA) != SCHEMA:
+        raise LabError(
+            f"'{path}': expected schema {SCHEMA}, got {asked['schema']!r}; read it with the "
+            "version of lastlayer that wrote it"
+        )
+    heads = _heads(asked.get("heads") or ())
+    seeds = tuple(int(seed) for seed in asked.get("seeds", ()))
+    return Comparison(
+        folder=folder,
+        heads=heads,
+        seeds=seeds,
+        runs=tuple(_read_run(folder / "runs", head, seed) for head in heads for seed in seeds),
+        **{
+            key: _mapping(asked.get(key))
+            for key in ("data", "model", "budget", "baseline", "settings", "device", "versions")
+        },
+        command=tuple(str(word) for word in asked.get("command") or ()),
+        created=str(asked.get("created") or ""),
+        git=asked.get("git"),
+    )
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, where a kill may have cut the last line short.
+
+    Raises:
+        LabError: another line is broken.
+    """
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise LabError(f"'{path}' line {number}: expected JSON, got {line[:60]!r}") from error
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def _read_run(runs: Path, head: HeadEntry, seed: int) -> Run:
+    folder = runs / f"{head.slug}-s{seed}"
+    result_path = folder / "result.json"
+    lines = read_lines(folder / "metrics.jsonl")
+    result = read_json(result_path) if result_path.is_file() else {}
+    test = _mapping(result.get("test"))
+    status = result.get("status") or ("unfinished" if folder.is_dir() else "not started")
+    numbers = _finite(result) or _latest(lines)
+    return Run(
+        head=head,
+        seed=seed,
+        status=str(status),
+        reason=str(result.get("reason") or ""),
+        numbers=numbers,
+        test=_finite(test),
+        calibration=tuple(_finite(_mapping(bin_)) for bin_ in test.get("calibration") or ()),
+        by_decile=tuple(_finite(_mapping(part)) for part in test.get("by_decile") or ()),
+        explorer=tuple(_mapping(entry) for entry in result.get("explorer") or ()),
+        bias=str(result.get("bias") or ""),
+        train=_points(lines, "train"),
+        valid=_points(lines, "valid"),
+    )
+
+
+def _points(lines: list[dict[str, Any]], kind: str) -> tuple[Point, ...]:
+    """Those of one kind, in the order of steps; a step that was repeated counts once."""
+    last: dict[int, Point] = {}
+    for line in lines:
+        values = _finite(line)
+        if line.get("kind") == kind and "step" in values and "seconds" in values:
+            step = int(values["step"])
+            last[step] = Point(step, values["seconds"], values)
+    return tuple(last[step] for step in sorted(last))
+
+
+def _latest(lines: list[dict[str, Any]]) -> Mapping[str, float]:
+    """How far a run without a result has come."""
+    reached = [_finite(line) for line in lines]
+    keys = ("step", "seconds", "tokens")
+    newest = {key: max((r[key] for r in reached if key in r), default=None) for key in keys}
     return {
-        "schema": SCHEMA,
-        "command": options.command(),
-        "created": environment.now(),
-        "data": {
-            "name": data.name,
-            "task": data.task,
-            "classes": data.n_classes,
-            "tokens" if data.task == "lm" else "rows": sum(sizes.values()),
-            **{f"{part}_size": size for part, size in sizes.items()},
-            "fingerprint": data.fingerprint,
-            "description": data.description,
-        },
-        "model": model.as_json(),
-        "budget": budget,
-        "baseline": baseline,
-        "heads": [spec.as_json() for spec in specs],
-        "seeds": settled.seeds,
-        "device": environment.device_record(device),
-        "versions": environment.versions(),
-        "git": environment.git_commit(),
-        "settings": {
-            "batch": feed.batch_size,
-            "steps_per_epoch": feed.steps_per_epoch,
-            "lr": settled.lr,
-            "lr_of_each_head": settled.finds_rate,
-            "tolerance": settled.tolerance,
-            "optimizer": "Adam, and RowAdam for row-sparse gradients",
-            "clip": CLIP,
-            "warm_up_steps": WARM_UP,
-            "valid_rows": rows_for("valid", data.n_classes),
-            "test_rows": rows_for("test", data.n_classes),
-            "epsilon": EPSILON,
-        },
-        "options": options.as_json(),
+        {"step": "steps"}.get(key, key): value for key, value in newest.items() if value is not None
     }
 
 
-def write_once(out: Path, record: dict[str, Any], data: Data) -> None:
-    """compare.json is frozen: a resumed comparison has to be the same one."""
-    path = out / "compare.json"
-    if path.is_file():
-        before = read_json(path)
-        _check_same(before, record, out)
-        return
-    vocabulary = data.vocabulary if isinstance(data, TextData) else _labels(data)
-    vocabulary.save(out / "vocabulary.json")
-    if tokenizer := data.description.get("tokenizer"):
-        shutil.copyfile(tokenizer, out / "tokenizer.json")
-    if not isinstance(data, TextData):
-        write_json(out / "features.json", list(data.feature_names))
-    write_json(path, record)
+def _heads(entries: Sequence[Any]) -> tuple[HeadEntry, ...]:
+    heads = [_head(_mapping(entry)) for entry in entries]
+    often = Counter(head.title for head in heads)
+    # A class of the user's may be called as one of ours.
+    return tuple(
+        replace(head, title=f"{head.title} [{head.spec}]") if often[head.title] > 1 else head
+        for head in heads
+    )
 
 
-def _labels(data: Data) -> Vocabulary:
-    """Names of classes and their counts; pairs have none."""
-    if not isinstance(data, LabelData):
-        return Vocabulary((), np.zeros(0, np.int64))
-    return Vocabulary(tuple(data.label_names), np.asarray(data.counts, np.int64))
+def _head(entry: Mapping[str, Any]) -> HeadEntry:
+    spec = str(entry.get("spec", ""))
+    label, family = str(entry.get("label") or spec), str(entry.get("family") or "")
+    return HeadEntry(
+        spec=spec,
+        label=label,
+        slug=str(entry.get("slug") or spec),
+        family=family,
+        arguments=_mapping(entry.get("arguments")),
+        title=title(family, label),
+    )
 
 
-def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
-    parts = [
-        ("data", before["data"].get("fingerprint"), now["data"]["fingerprint"]),
-        ("classes", before["data"].get("classes"), now["data"]["classes"]),
-        ("heads", *([each["spec"] for each in side["heads"]] for side in (before, now))),
-        *((name, before.get(name), now[name]) for name in ("seeds", "budget", "model")),
-        *((f"settings.{name}", before["settings"].get(name), value)
-          for name, value in now["settings"].items()),
-        ("device", before["device"].get("name"), now["device"]["name"]),
-    ]  # fmt: skip
-    other = [f"{name} was {then} and is {new}" for name, then, new in parts if then != new]
-    if other:
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among the values; NaN and infinity are written as null, or as Python does."""
+    return {
+        key: float(value)
+        for key, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A training step of one head at one number of classes.
+
+    Attributes:
+        slug: the head's name in folders.
+        classes: how many.
+        ms: median milliseconds of forward and backward; None where it was not measured.
+        low_ms: 20th percentile.
+        high_ms: 80th percentile.
+        samples: how many steps were timed.
+        peak_memory_mb: of the head and its step; None where it could not be measured.
+        parameters: of the head.
+        reason: why it was not measured, else empty.
+    """
+
+    slug: str
+    classes: int
+    ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    samples: int = 0
+    peak_memory_mb: float | None = None
+    parameters: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All that was measured, and with what.
+
+    Attributes:
+        rows: in a step.
+        width: size of the hidden state.
+        own: the number of classes of the data.
+        found: in the order in which they were measured.
+    """
+
+    rows: int
+    width: int
+    own: int
+    found: tuple[Cost, ...]
+
+
+def read_rates(folder: Path) -> dict[str, dict[str, Any]]:
+    """Learning rates that were tried, by the slug of the head; none where they were given.
+
+    Raises:
+        LabError: the file is broken.
+    """
+    path = folder / RATES_FILE
+    held = read_json(path) if path.is_file() else {}
+    return {slug: found for slug, found in held.items() if isinstance(found, dict)}
+
+
+def read_costs(folder: Path) -> Costs | None:
+    """What costs.json in the folder of a comparison holds; None where there is no such file.
+
+    Raises:
+        LabError: the file is broken.
+    """
+    path = folder / COSTS_FILE
+    if not path.is_file():
+        return None
+    held = read_json(path)
+    if held.get("schema") != COSTS_SCHEMA:
         raise LabError(
-            f"--resume: expected what '{out}' was made with, got something else: "
-            f"{'; '.join(other)}; choose another --out"
+            f"'{path}': expected schema {COSTS_SCHEMA}, got {held.get('schema')!r}; read it with "
+            "the version of lastlayer that wrote it, or delete it"
         )
+    known = {each.name for each in fields(Cost)}
+    try:
+        found = [{name: each[name] for name in known & each.keys()} for each in held["costs"]]
+        return Costs(
+            rows=int(held["rows"]),
+            width=int(held["width"]),
+            own=int(held["own"]),
+            found=tuple(Cost(**each) for each in found),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise LabError(
+            f"'{path}': expected what `lastlayer compare` wrote, got {type(error).__name__}: "
+            f"{error}; delete it"
+        ) from error
+
+
+def told_of(data: dict[str, Any]) -> list[str]:
+    """What was found in the data, for a person who did not say it."""
+    described = data["description"]
+    task = f"Task: {data['task']}"
+    if described.get("task_reason", "as asked") != "as asked":
+        task += f" ({described['task_reason']}; --task asks for another)"
+    lines = [task]
+    columns = described.get("columns") or {}
+    if columns:
+        listed = {use: [v] if isinstance(v, str) else v for use, v in columns.items()}
+        found = (
+            f"{use} from {', '.join(names[:6])}{', …' * (len(names) > 6)}"
+            for use, names in listed.items()
+        )
+        lines.append(f"Columns: {'; '.join(found)}")
+    return [*lines, *(f"Note: {each}." for each in described.get("notes", ()))]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from lastlayer.lab import metrics
-from lastlayer.lab._reading import (
+from lastlayer.lab.metrics import Metric
+from lastlayer.lab.records import (
     Comparison,
     Costs,
     HeadEntry,
@@ -19,7 +20,6 @@ from lastlayer.lab._reading import (
     read_comparison,
     read_costs,
 )
-from lastlayer.lab.metrics import Metric
 from lastlayer.lab.statistics import LEVEL, Estimate, difference, estimate, holm, p_value
 
 Axis = Literal["seconds", "steps"]

@@ -13,17 +13,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from lastlayer.heads.recipes import ClassData
 from lastlayer.lab.budget import Schedule
+from lastlayer.lab.evaluation import Judge
 from lastlayer.lab.feeding import Feed
-from lastlayer.lab.files import read_json, write_json
-from lastlayer.lab.memory import PeakMemory, give_back
-from lastlayer.lab.models import ModelSettings, build_body
+from lastlayer.lab.machine import PeakMemory, give_back
+from lastlayer.lab.models import ModelSettings
+from lastlayer.lab.records import RATES_FILE, read_json, read_rates, write_json
 from lastlayer.lab.specs import HeadSpec
 from lastlayer.lab.training import (
     InterruptedRunError,
@@ -48,57 +49,61 @@ _HEAD_SEED = 1_000_003
 # Learning rates that are tried, around the usual one, each for a share of the steps within bounds.
 RATES = (1 / 3, 1.0, 3.0)
 _RATE_SHARE, _RATE_STEPS = 1 / 8, (20, 200)
-_RATES_FILE = "rates.json"
 # A step is timed so often, or for so long.
 _TIMED_STEPS, _TIMED_SECONDS = 8, 1.0
 
 
-class Judge(Protocol):
-    """Judges models on held-out data."""
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What heads are compared on: data and a backbone, from files or from Python.
 
-    def on_the_way(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
-        """For a point of the learning curve."""
+    Attributes:
+        data: what compare.json says of the data.
+        needs: what heads are made from.
+        feed: where batches come from.
+        model: what compare.json says of the backbone.
+        make_body: a backbone with fresh weights, which depend on torch's generator alone.
+        explore: what the explorer shows of a model.
+        n_rows: of the training part, for the frequencies of labels.
+        save: writes what a trained model needs beside its weights, such as the vocabulary.
+        usual_lr: learning rate around which each head's own is looked for; None for that of the
+            options.
+        command: what asked for the comparison, where it was not ``lastlayer compare``.
+    """
 
-    def at_the_end(self, body: nn.Module, head: nn.Module) -> dict[str, Any]:
-        """For the result."""
+    data: dict[str, Any]
+    needs: ClassData
+    feed: Feed
+    model: ModelSettings
+    make_body: Callable[[], nn.Module]
+    explore: Callable[[nn.Module, nn.Module], list[dict[str, Any]]]
+    n_rows: int
+    save: Callable[[Path], None]
+    usual_lr: float | None = None
+    command: list[str] | None = None
 
-    def score(self, found: dict[str, Any]) -> float:
-        """One number of a point of the curve, lower is better."""
 
-
-@dataclass(frozen=True)
-class Bench:
-    """What all runs of a comparison share.
+@dataclass(frozen=True, kw_only=True)
+class Bench(Subject):
+    """The same with all that the runs of a comparison share.
 
     Attributes:
         out: the folder of the comparison.
-        model: what bodies are made from.
-        needs: what heads are made from.
-        feed: where batches come from.
-        judge: what judges them.
-        explore: what the explorer shows of a model.
+        judge: what judges models.
         steps: of each run.
         lr: learning rate, or the usual one around which each head's own is looked for.
         finds_rate: whether that is done.
-        n_rows: of the training part, for the frequencies of labels.
         device: where they run.
         record: what config.json holds beside head and seed.
-        fit: what a body takes from the data before it is trained, if anything.
     """
 
     out: Path
-    model: ModelSettings
-    needs: ClassData
-    feed: Feed
     judge: Judge
-    explore: Callable[[nn.Module, nn.Module], list[dict[str, Any]]]
     steps: int
     lr: float
     finds_rate: bool
-    n_rows: int
     device: torch.device
     record: dict[str, Any]
-    fit: Callable[[nn.Module], None] | None = None
 
     def folder(self, spec: HeadSpec, seed: int) -> Path:
         """Of one run."""
@@ -107,8 +112,8 @@ class Bench:
     def finished(self, spec: HeadSpec, seed: int) -> dict[str, Any] | None:
         """The result of a run that need not be made again."""
         path = self.folder(spec, seed) / "result.json"
-        result: dict[str, Any] | None = read_json(path) if path.is_file() else None
-        return result if result is not None and result.get("status") in FINAL else None
+        result = read_json(path) if path.is_file() else {}
+        return result if result.get("status") in FINAL else None
 
 
 Tell = Callable[[float, Progress, float | None], None]
@@ -118,9 +123,7 @@ def started(bench: Bench, spec: HeadSpec, seed: int) -> tuple[nn.Module, nn.Modu
     """Body and head before the first step, and how the biases of the head start."""
     # The body first and by the seed alone: it starts from the same numbers under every head.
     torch.manual_seed(seed)
-    body = build_body(bench.model)
-    if bench.fit is not None:
-        bench.fit(body)
+    body = bench.make_body()
     torch.manual_seed(seed + _HEAD_SEED)
     head = spec.build(bench.needs.with_seed(seed))
     bias = _start_bias(bench, head)
@@ -162,16 +165,27 @@ def _step_ms(bench: Bench, spec: HeadSpec) -> float:
 
 
 def found_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> dict[str, Any]:
-    """The learning rate of a head, and what was tried for it; kept in the folder.
+    """The learning rate of a head, and what was tried for it; kept in the folder."""
+    made = known_rate(bench, spec)
+    if made is None:
+        made = search_rate(bench, spec, stopped)
+        keep_rate(bench, spec, made)
+    return made
 
-    Each rate trains the same model for a short run, and the best on validation data is taken.
-    """
-    path = bench.out / _RATES_FILE
-    known: dict[str, Any] = read_json(path) if path.is_file() else {}
-    if spec.slug in known:
-        return dict(known[spec.slug])
-    if not bench.finds_rate:
-        return {"lr": bench.lr, "tried": []}
+
+def known_rate(bench: Bench, spec: HeadSpec) -> dict[str, Any] | None:
+    """The learning rate that was found before, or given; None where it is to be searched."""
+    found = read_rates(bench.out).get(spec.slug)
+    return found if found or bench.finds_rate else {"lr": bench.lr, "tried": []}
+
+
+def keep_rate(bench: Bench, spec: HeadSpec, made: dict[str, Any]) -> None:
+    """Adds it to the file; only one process may do so at a time."""
+    write_json(bench.out / RATES_FILE, {**read_rates(bench.out), spec.slug: made})
+
+
+def search_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> dict[str, Any]:
+    """Each rate trains the same model for a short run; the best on validation data is taken."""
     least, most = _RATE_STEPS
     steps = min(bench.steps, max(least, min(most, round(_RATE_SHARE * bench.steps))))
     scores: dict[float, float | None] = {}
@@ -181,9 +195,7 @@ def found_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> dic
     good = {rate: score for rate, score in scores.items() if score is not None}
     best = min(good, key=good.__getitem__, default=bench.lr)
     tried = [{"lr": rate, "score": score} for rate, score in scores.items()]
-    made = {"lr": best, "steps": steps, "tried": tried}
-    write_json(path, {**known, spec.slug: made})
-    return made
+    return {"lr": best, "steps": steps, "tried": tried}
 
 
 def _short_run(
@@ -218,15 +230,33 @@ def perform(
     attempt = _Attempt(bench, spec, seed, folder)
     with torch.random.fork_rng():
         status, reason = attempt.make(tell, stopped)
-    result = {
-        "head": spec.text, "label": spec.label, "slug": spec.slug, "family": spec.family,
-        "seed": seed, "status": status, "reason": reason, **attempt.found,
-    }  # fmt: skip
-    write_json(folder / "result.json", result)
+    result = _written(bench, spec, seed, status, reason, attempt.found)
     if status in FINAL:
         shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     attempt.forget()
     return result
+
+
+def lost(bench: Bench, spec: HeadSpec, seed: int, reason: str) -> dict[str, Any]:
+    """The result of a run that could not write its own."""
+    return _written(bench, spec, seed, "error", reason, _empty())
+
+
+def _written(
+    bench: Bench, spec: HeadSpec, seed: int, status: str, reason: str | None, found: dict[str, Any]
+) -> dict[str, Any]:
+    result = {
+        "head": spec.text, "label": spec.label, "slug": spec.slug, "family": spec.family,
+        "seed": seed, "status": status, "reason": reason, **found,
+    }  # fmt: skip
+    folder = bench.folder(spec, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "result.json", result)
+    return result
+
+
+def _empty() -> dict[str, Any]:
+    return {**dict.fromkeys(_COSTS), "test": None, "explorer": []}
 
 
 class _Attempt:
@@ -236,8 +266,7 @@ class _Attempt:
         self._bench, self._spec, self._seed, self._folder = bench, spec, seed, folder
         self._training: Training | None = None
         self._memory: PeakMemory | None = None
-        self.found: dict[str, Any] = dict.fromkeys(_COSTS)
-        self.found |= {"test": None, "explorer": []}
+        self.found = _empty()
 
     def make(self, tell: Tell, stopped: Callable[[], bool]) -> tuple[str, str | None]:
         """Status and reason."""

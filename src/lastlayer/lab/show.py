@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lastlayer.lab._reading import Comparison, read_comparison, read_object
 from lastlayer.lab.errors import LabError
+from lastlayer.lab.records import Comparison, read_comparison, read_json
 from lastlayer.lab.report import tables
 from lastlayer.lab.report.tables import flat, named, plain
 from lastlayer.lab.results import Results, read_results, summarise
@@ -176,7 +176,7 @@ def _only(comparison: Comparison, names: set[str] | None) -> Comparison:
 
 
 def _run_settings(path: Path) -> dict[str, Any]:
-    settings = flat(read_object(path / "config.json"))
+    settings = flat(read_json(path / "config.json"))
     return {key: value for key, value in settings.items() if key not in _REPEATED}
 
 

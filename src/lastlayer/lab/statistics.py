@@ -28,11 +28,6 @@ class Estimate:
     """None with one seed, which says nothing of how seeds differ."""
     high: float | None = None
 
-    @property
-    def has_interval(self) -> bool:
-        """Whether there were seeds enough for an interval."""
-        return self.low is not None and self.high is not None
-
 
 def estimate(values: Sequence[float], *, log: bool = False) -> Estimate | None:
     """Mean and interval of what is finite; None where nothing is.
@@ -44,8 +39,8 @@ def estimate(values: Sequence[float], *, log: bool = False) -> Estimate | None:
     Example:
         >>> round(estimate([4.0, 9.0], log=True).mean, 9)
         6.0
-        >>> estimate([4.0]).has_interval
-        False
+        >>> estimate([4.0]).low is None
+        True
     """
     usable = [v for v in values if math.isfinite(v) and (v > 0.0 or not log)]
     if not usable:

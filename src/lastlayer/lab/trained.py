@@ -1,22 +1,29 @@
-"""A run that was trained: its body, its head and its vocabulary, back from its folder."""
+"""A run that was trained: back from its folder, the text it makes, and a folder of its own."""
 
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
+from rich.text import Text
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from lastlayer.heads import Head
 from lastlayer.heads.base import SavedModule
-from lastlayer.lab._importing import import_from_here
 from lastlayer.lab.data import Vocabulary
-from lastlayer.lab.data.text import Tokenizer
+from lastlayer.lab.data.load import LINE_ENDS, cut
+from lastlayer.lab.data.text import END, Tokenizer
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.files import read_json
+from lastlayer.lab.explorer import readable
 from lastlayer.lab.models import ModelSettings, build_body
+from lastlayer.lab.options import OWN
+from lastlayer.lab.records import check_writable, read_json
+from lastlayer.lab.specs import import_from_here
 
 MODEL, HEAD, CONFIG, VOCABULARY = "model.safetensors", "head", "config.json", "vocabulary.json"
 TOKENIZER = "tokenizer.json"
@@ -63,16 +70,33 @@ def vocabulary_path(folder: Path) -> Path:
     return beside if beside.is_file() else folder.parent.parent / VOCABULARY
 
 
-def load_trained(path: Path, device: torch.device | str = "cpu") -> Trained:
-    """What ``lastlayer compare`` trained or ``lastlayer export`` wrote. Nothing is unpickled."""
-    folder = run_folder(path)
+def load_trained(
+    path: Path | str,
+    device: torch.device | str = "cpu",
+    *,
+    backbone: Callable[[], nn.Module] | None = None,
+) -> Trained:
+    """What ``lastlayer compare`` trained or ``lastlayer export`` wrote. Nothing is unpickled.
+
+    Args:
+        path: the folder of a run.
+        device: where the model goes.
+        backbone: what :func:`lastlayer.lab.compare` was given, for runs that it made.
+    """
+    folder = run_folder(Path(path))
     config = read_json(folder / CONFIG)
     try:
         family, settings = str(config["family"]), ModelSettings(**config["model"])
     except (KeyError, TypeError) as error:
         raise _damaged(folder / CONFIG, error) from error
     _import_users_class(family)
-    body = build_body(settings)
+    own = settings.kind == OWN
+    if own and backbone is None:
+        raise LabError(
+            "backbone: expected the function that lastlayer.lab.compare was given, got None; "
+            f"'{folder}' holds its weights alone"
+        )
+    body = backbone() if own and backbone is not None else build_body(settings)
     try:
         body.load_state_dict(load_file(str(folder / MODEL)))
     except (SafetensorError, RuntimeError) as error:
@@ -82,9 +106,9 @@ def load_trained(path: Path, device: torch.device | str = "cpu") -> Trained:
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _damaged(folder / HEAD, error) from error
     place = vocabulary_path(folder)
-    vocabulary = Vocabulary.load(place, unknown=settings.task == "lm")
-    own = place.with_name(TOKENIZER)
-    tokenizer = Tokenizer(own) if own.is_file() else None
+    vocabulary = Vocabulary.load(place, unknown=settings.task == "lm" and not own)
+    cutter = place.with_name(TOKENIZER)
+    tokenizer = Tokenizer(cutter) if cutter.is_file() else None
     return Trained(body.to(device).eval(), head.eval(), vocabulary, config, tokenizer)
 
 
@@ -105,3 +129,122 @@ def _import_users_class(family: str) -> None:
             f"RUN: expected the module {module} of its head to be importable, got {error}; "
             "run the command in the folder that has it"
         ) from error
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token.
+
+    Attributes:
+        token: what was taken.
+        p: its probability.
+        top: the most probable tokens and their probabilities.
+    """
+
+    token: str
+    p: float
+    top: list[tuple[str, float]]
+
+
+def prompt_tokens(trained: Trained, prompt: str) -> list[str]:
+    """A prompt in tokens, as the data that the run was trained on was cut."""
+    described = (trained.config.get("data") or {}).get("description") or {}
+    return cut(prompt, str(described.get("format", "text")), trained.tokenizer)
+
+
+def unknown_words(trained: Trained, prompt: Sequence[str]) -> list[str]:
+    """The tokens of a prompt that the run does not know, each once."""
+    known = trained.vocabulary.ids
+    return list(dict.fromkeys(word for word in prompt if word not in known))
+
+
+@torch.no_grad()
+def generate(
+    trained: Trained, prompt: Sequence[str], *, tokens: int, top: int, temperature: float, seed: int
+) -> Iterator[Step]:
+    """One token after the other, drawn from the head's own probabilities.
+
+    Args:
+        trained: a language model.
+        prompt: tokens that the text begins with; none for a new line.
+        tokens: how many to make.
+        top: how many of the most probable to show.
+        temperature: 1 draws as the head says, less prefers the probable ones, 0 takes the best.
+        seed: of the draws.
+    """
+    config, words = trained.config, trained.vocabulary
+    if config["model"]["kind"] == OWN:
+        raise LabError("RUN: expected a run on text, got one with a backbone of your own")
+    if config["model"]["task"] != "lm":
+        task = config["model"]["task"]
+        raise LabError(f"RUN: expected a run of --task lm, got one of --task {task}")
+    device = next(trained.body.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    length = int(config["model"]["length"])
+    ids = words.encode(prompt or [END]).tolist()
+    for _ in range(tokens):
+        window = torch.tensor([ids[-length:]], device=device)
+        hidden = trained.body(window)[:, -1]
+        log_prob = trained.head.log_prob(hidden)[0]
+        best = trained.head.topk(hidden, min(top, trained.head.n_classes))
+        if temperature == 0:
+            chosen = int(log_prob.argmax())
+        else:
+            weights = torch.softmax(log_prob.double() / temperature, 0)
+            chosen = int(torch.multinomial(weights, 1, generator=generator))
+        ids.append(chosen)
+        pairs = zip(best.classes[0].tolist(), best.values[0].exp().tolist(), strict=True)
+        yield Step(
+            readable(words.tokens[chosen]),
+            float(log_prob[chosen].exp()),
+            [(readable(words.tokens[i]), p) for i, p in pairs],
+        )
+
+
+def table_of(steps: list[Step], top: int) -> Table:
+    """A row a token: how probable it was, and what was more so."""
+    table = Table("token", "p", *(f"{i + 1}" for i in range(top)))
+    for step in steps:
+        best = [Text(f"{token} {p:.2f}") for token, p in step.top[:top]]
+        table.add_row(Text(step.token), f"{step.p:.3f}", *best)
+    return table
+
+
+def as_text(tokens: list[str], tokenizer: Tokenizer | None = None) -> str:
+    """Tokens with spaces between them, or as a tokenizer joins them; a line ends at its token."""
+    if tokenizer is not None:
+        return tokenizer.joined(["\n" if token in LINE_ENDS else token for token in tokens])
+    ended = ["\n" if token in LINE_ENDS else token for token in tokens]
+    return " ".join(ended).replace(" \n", "\n").replace("\n ", "\n").strip()
+
+
+_FEATURES, _RESULT = "features.json", "result.json"
+
+
+def export(run: Path, to: Path) -> list[Path]:
+    """Copies weights, head, settings, result and vocabulary; ``load_trained`` reads them back.
+
+    Args:
+        run: the folder of a finished run.
+        to: a folder that is new or empty.
+
+    Returns:
+        The files.
+    """
+    folder = run_folder(run)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise LabError(f"--to: expected a folder that is new or empty, got '{to}'")
+    vocabulary = vocabulary_path(folder)
+    needed = [*(folder / name for name in (MODEL, CONFIG, _RESULT, HEAD)), vocabulary]
+    missing = [str(each) for each in needed if not each.exists()]
+    if missing:
+        raise LabError(f"RUN: expected a whole run, got '{folder}' without {', '.join(missing)}")
+    check_writable(to, option="--to")
+    for name in (MODEL, CONFIG, _RESULT):
+        shutil.copyfile(folder / name, to / name)
+    shutil.copytree(folder / HEAD, to / HEAD)
+    shutil.copyfile(vocabulary, to / VOCABULARY)
+    for name in (_FEATURES, TOKENIZER):
+        if (vocabulary.parent / name).is_file():
+            shutil.copyfile(vocabulary.parent / name, to / name)
+    return sorted(each for each in to.rglob("*") if each.is_file())

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from lastlayer.lab.budget import Schedule
 from lastlayer.lab.feeding import Batch, Feed
-from lastlayer.lab.files import Lines, read_json, write_json
-from lastlayer.lab.memory import PeakMemory
+from lastlayer.lab.machine import PeakMemory
+from lastlayer.lab.records import Lines, read_json, write_json
 from lastlayer.optim import RowAdam
 
 _STATE, _BEST = "state.json", "best.safetensors"
@@ -80,7 +80,7 @@ class Stepper:
         hidden = self.body(batch.inputs)
         made: Tensor
         if self._context:
-            context = words_before(batch.inputs, self._context)
+            context = _context_of(batch, self._context)
             made = self.head(hidden, batch.target, context=context)
         else:
             made = self.head(hidden, batch.target)
@@ -107,6 +107,15 @@ def words_before(tokens: Tensor, n: int) -> Tensor:
     batch, length = tokens.shape
     padded = torch.cat([tokens.new_full((batch, n - 1), -1), tokens], 1)
     return padded.unfold(1, n, 1).reshape(batch, length, n)
+
+
+def _context_of(batch: Batch, n: int) -> Tensor:
+    """The tokens before each target; none where inputs are no tokens."""
+    inputs, shape = batch.inputs, batch.target.shape
+    tokens = isinstance(inputs, Tensor) and inputs.shape == shape and len(shape) == 2
+    if tokens and not inputs.is_floating_point():
+        return words_before(inputs, n)
+    return batch.target.new_full((*shape, n), -1)
 
 
 def _context_length(head: nn.Module) -> int:

@@ -7,7 +7,7 @@ the leaders still fall fast, or would cross soon, the verdict is that it is too 
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lastlayer.lab import metrics
@@ -289,7 +289,8 @@ def _unsettled(results: Results, chosen: HeadSummary) -> str:
 
 
 def _notes(results: Results) -> list[str]:
-    notes = []
+    told = results.comparison.data.get("description")
+    notes = [f"{each}." for each in told.get("notes", ())] if isinstance(told, Mapping) else []
     failed = [s for s in results.summaries if s.any_failed]
     if failed:
         notes.append(f"Not every run came to a result: {_fates(failed)}.")

@@ -4,13 +4,13 @@ import typer
 
 from lastlayer.lab.commands.after import export, generate, report, show
 from lastlayer.lab.commands.before import heads, inspect, plan
-from lastlayer.lab.commands.comparing import compare
+from lastlayer.lab.commands.comparing import CompareCommand, compare
 from lastlayer.lab.families import FAMILIES
 
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to the program."""
-    app.command("compare", epilog=_listed())(compare)
+    app.command("compare", cls=CompareCommand, epilog=_listed())(compare)
     for command in (heads, inspect, plan, show, report, generate, export):
         app.command(command.__name__)(command)
 

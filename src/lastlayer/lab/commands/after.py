@@ -51,9 +51,14 @@ def generate(
 ) -> None:
     """Text from a trained run, and the most probable tokens at each step."""
     with refusals():
-        from lastlayer.lab.generate import as_text, prompt_tokens, table_of, unknown_words
-        from lastlayer.lab.generate import generate as make
-        from lastlayer.lab.trained import load_trained
+        from lastlayer.lab.trained import (
+            as_text,
+            load_trained,
+            prompt_tokens,
+            table_of,
+            unknown_words,
+        )
+        from lastlayer.lab.trained import generate as make
 
         trained = load_trained(run)
         begun = prompt_tokens(trained, prompt)
@@ -81,7 +86,7 @@ def export(
 ) -> None:
     """A trained run as safetensors, settings and vocabulary, in a folder that stands alone."""
     with refusals():
-        from lastlayer.lab.export import export as copy
+        from lastlayer.lab.trained import export as copy
 
         for path in copy(run, to):
             typer.echo(str(path))

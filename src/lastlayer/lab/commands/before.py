@@ -73,15 +73,15 @@ def inspect(
         settled = options.settled()
 
         from lastlayer.lab.inspect import inspect_data, render
-        from lastlayer.lab.reading import read_data, told_of
+        from lastlayer.lab.records import told_of
 
-        read = read_data(settled)
+        read = settled.read()
         found = inspect_data(read, hidden=hidden)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
     else:
         shown = console()
-        for line in told_of(read):
+        for line in told_of({"task": read.task, "description": read.description}):
             shown.print(line, highlight=False, markup=False)
         render(found, shown)
 
@@ -115,7 +115,7 @@ def plan(
             most = f"{planning.MOST_CLASSES:,}"
             raise LabError(f"--classes: expected at most {most}, got {classes:,}")
 
-        from lastlayer.lab.environment import device_named
+        from lastlayer.lab.machine import device_named
 
         place = device_named(settled.device).type
         with (

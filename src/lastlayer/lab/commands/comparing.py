@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from lastlayer.lab.commands.options import (
     AsJson,
@@ -28,6 +29,17 @@ from lastlayer.lab.commands.speaking import console, refusals
 
 _RUNS = "lastlayer-runs"
 _INTERRUPTED = 130
+
+
+class CompareCommand(TyperCommand):
+    """``--ray`` may stand without an address, which typer's options cannot."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Fills the address in."""
+        words = []
+        for word, after in zip(args, [*args[1:], "-"], strict=True):
+            words += [word, "local"] if word == "--ray" and after.startswith("-") else [word]
+        return super().parse_args(ctx, words)
 
 
 def compare(
@@ -91,6 +103,14 @@ def compare(
         int | None, typer.Option(help="The first seed; the others follow. 1 by default.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:PORT]",
+            help="Make the runs on a Ray cluster that shares this file system, --threads cores and "
+            "on cuda one GPU each; without an address, side by side on this machine.",
+        ),
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print only the path of the page.")
     ] = False,
@@ -112,18 +132,21 @@ def compare(
 
             raise LabError("--resume: expected --out with the folder to go on with, got none")
         options.settled()
-        raise typer.Exit(_compare(options, out or _new_folder(data), resume, quiet, as_json))
+        code = _compare(options, out or _new_folder(data), resume, quiet, as_json, ray)
+        raise typer.Exit(code)
 
 
-def _compare(options: Any, out: Path, resume: bool, quiet: bool, as_json: bool) -> int:
-    from lastlayer.lab.compare import compare as run
-    from lastlayer.lab.files import finite
+def _compare(
+    options: Any, out: Path, resume: bool, quiet: bool, as_json: bool, ray: str | None
+) -> int:
+    from lastlayer.lab.comparison import compare as run
+    from lastlayer.lab.records import finite
     from lastlayer.lab.report import require_packages, write_report
     from lastlayer.lab.show import print_summary
 
     require_packages()
     shown = console()
-    done = run(options, out, resume=resume, quiet=quiet or as_json, console=shown)
+    done = run(options, out, resume=resume, quiet=quiet or as_json, console=shown, ray=ray)
     page = write_report(out)
     if as_json:
         runs = [{k: v for k, v in each.items() if k != "explorer"} for each in done.results]

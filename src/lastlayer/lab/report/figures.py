@@ -8,8 +8,8 @@ from typing import Any
 import altair as alt
 
 from lastlayer.lab import metrics
-from lastlayer.lab._reading import Cost
 from lastlayer.lab.metrics import Metric
+from lastlayer.lab.records import Cost
 from lastlayer.lab.report import charts as axes
 from lastlayer.lab.report.charts import Charts, Row
 from lastlayer.lab.results import Axis, HeadSummary, Results, interpolate, quality_of

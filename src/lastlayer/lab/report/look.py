@@ -16,7 +16,7 @@ import altair as alt
 import vl_convert
 
 from lastlayer.lab import families
-from lastlayer.lab._reading import HeadEntry
+from lastlayer.lab.records import HeadEntry
 
 # The ink, Okabe and Ito's colours, which colour-blind readers can tell apart, two of Tol's, and
 # more for families that are rarely compared. Families name them by their place.

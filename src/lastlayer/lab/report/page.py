@@ -14,9 +14,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from lastlayer.lab import metrics
-from lastlayer.lab._reading import read_rates
 from lastlayer.lab.families import REFERENCES
 from lastlayer.lab.metrics import Metric
+from lastlayer.lab.records import read_rates
 from lastlayer.lab.report import explorer, look, tables
 from lastlayer.lab.report.charts import Charts
 from lastlayer.lab.report.figures import Figure, left_out

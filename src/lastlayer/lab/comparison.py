@@ -1,11 +1,13 @@
-"""Every head with every seed under the same budget, and the page that says which suits the data."""
+"""Every head with every seed under the same budget: what is compared, its record, and its runs."""
 
 import gc
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,23 +17,41 @@ import torch
 from rich.console import Console
 
 from lastlayer.heads.recipes import ClassData
-from lastlayer.lab import environment
+from lastlayer.lab import machine
 from lastlayer.lab.costs import measure_costs
-from lastlayer.lab.data import Data, LabelData, PairData, SparseRows, TextData
+from lastlayer.lab.data import Data, LabelData, PairData, SparseRows, TextData, Vocabulary
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.evaluation import ClassJudge, LabelJudge, PairJudge, TextJudge
-from lastlayer.lab.explorer import explore
+from lastlayer.lab.evaluation import (
+    EPSILON,
+    ClassJudge,
+    LabelJudge,
+    PairJudge,
+    TextJudge,
+    rows_for,
+)
+from lastlayer.lab.explorer import explore, explore_labels
 from lastlayer.lab.feeding import Feed, RowFeed, TextFeed
-from lastlayer.lab.files import LOCK, Lock, check_space, check_writable, read_json
-from lastlayer.lab.label_explorer import explore_labels
 from lastlayer.lab.live import Watcher, watcher
 from lastlayer.lab.models import FeatureBody, ModelSettings, PairBody, build_body
+from lastlayer.lab.on_ray import Cluster
 from lastlayer.lab.options import IDENTITY, CompareOptions, Settled
-from lastlayer.lab.reading import read_data, told_of
-from lastlayer.lab.records import SCHEMA, frozen_record, write_once
-from lastlayer.lab.runs import Bench, perform, step_times
+from lastlayer.lab.records import (
+    LOCK,
+    SCHEMA,
+    Lock,
+    check_space,
+    check_writable,
+    read_json,
+    told_of,
+    write_json,
+)
+from lastlayer.lab.runs import CLIP, Bench, Subject, perform, step_times
 from lastlayer.lab.specs import HeadSpec, parse_specs
+from lastlayer.lab.training import WARM_UP
 
+_JUDGES: dict[str, Any] = {
+    "lm": TextJudge, "classification": ClassJudge, "multilabel": LabelJudge, "pairs": PairJudge,
+}  # fmt: skip
 _FLOAT = 4
 # Numbers of a checkpoint for each parameter: itself and two moments. An old one and a new one are
 # there at a time.
@@ -56,10 +76,19 @@ class Compared:
     costs: dict[str, Any] | None = None
 
 
+Make = Callable[[Settled, torch.device], Subject]
+
+
 def compare(
-    options: CompareOptions, out: Path, *, resume: bool, quiet: bool, console: Console
+    options: CompareOptions,
+    out: Path,
+    *,
+    resume: bool,
+    quiet: bool,
+    console: Console,
+    ray: str | None = None,
 ) -> Compared:
-    """Trains and judges; every mistake of the options is a LabError before the first run.
+    """Trains and judges on the data that options name.
 
     Args:
         options: what to compare.
@@ -67,35 +96,62 @@ def compare(
         resume: go on with what is there.
         quiet: show nothing on the way.
         console: what it is shown on.
+        ray: address of a Ray cluster that makes the runs, or ``local``.
     """
-    options = _options_of(options, out, resume)
+    options = options_of(options, out, resume)
+
+    def make(settled: Settled, device: torch.device) -> Subject:
+        if not quiet:
+            console.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
+        data = settled.read()
+        subject = _of_data(data, options.settled(data.task), device)
+        _check_given_states(subject.model, options)
+        return subject
+
+    return conduct(options, out, make, quiet=quiet, console=console, ray=ray)
+
+
+def conduct(
+    options: CompareOptions,
+    out: Path,
+    make: Make,
+    *,
+    quiet: bool,
+    console: Console,
+    ray: str | None = None,
+) -> Compared:
+    """Trains and judges; every mistake is a LabError before the first run, and leaves nothing."""
     settled = options.settled()
     parse_specs(settled.heads, task=settled.task)
-    device = environment.device_named(settled.device)
-    if settled.threads is not None:
-        torch.set_num_threads(settled.threads)
-    new = not out.exists()
-    check_writable(out)
-    lock = Lock(out)
-    try:
-        bench, specs = _prepare(settled, device, out, options, quiet, console)
-    except BaseException:
-        lock.release()
-        if new:
-            with suppress(OSError):
-                out.rmdir()
-        raise
-    watching = watcher(console, specs, settled.seeds, quiet=quiet)
-    try:
+    device = machine.device_named(settled.device)
+    run_all = _run_all
+    with ExitStack() as open_things:
+        open_things.callback(torch.set_num_threads, torch.get_num_threads())
+        if settled.threads is not None:
+            torch.set_num_threads(settled.threads)
+        if ray is not None:
+            cluster = Cluster(ray, settled.threads or 1, gpus=int(device.type == "cuda"))
+            run_all = open_things.enter_context(cluster).run_all
+        new = not out.exists()
+        check_writable(out)
+        lock = Lock(out)
+        open_things.callback(lock.release)
+        try:
+            bench, specs = _prepare(options, out, make(settled, device), device, quiet, console)
+        except BaseException:
+            lock.release()
+            if new:
+                with suppress(OSError):
+                    out.rmdir()
+            raise
+        watching = watcher(console, specs, settled.seeds, quiet=quiet)
+        open_things.callback(watching.close)
         with _interruptible(_say_aside if quiet else watching.says) as stopped, _few_objects():
-            results = _run_all(bench, specs, settled.seeds, watching, stopped)
+            results = run_all(bench, specs, settled.seeds, watching, stopped)
             costs = None
             if not stopped and bench.model.task != "pairs":
                 costs = measure_costs(bench, specs, results, watching, lambda: bool(stopped))
             return Compared(out, results, bool(stopped), costs)
-    finally:
-        watching.close()
-        lock.release()
 
 
 def _run_all(
@@ -117,53 +173,101 @@ def _run_all(
 
 
 def _prepare(
-    settled: Settled,
-    device: torch.device,
-    out: Path,
     options: CompareOptions,
+    out: Path,
+    subject: Subject,
+    device: torch.device,
     quiet: bool,
     console: Console,
 ) -> tuple[Bench, list[HeadSpec]]:
     """Everything before the first run, and the heads, which follow from the task of the data."""
     if not quiet:
-        console.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
-    data = read_data(settled)
-    if not quiet:
-        for line in told_of(data):
+        for line in told_of(subject.data):
             console.print(line, highlight=False, markup=False)
-    settled = options.settled(data.task)
-    specs = parse_specs(settled.heads, task=data.task)
-    feed, model = _feed(data, settled, device)
-    _check_given_states(model, options)
-    _check_sizes(options, feed)
-    needs = ClassData(model.width, np.asarray(data.counts), _class_names(data))
-    check_space(out, _bytes_needed(specs, len(settled.seeds), model, needs))
-    judge = _judge(data, feed)
-    n_rows = len(data.train) if isinstance(data, TextData) else data.train.n_rows
+    task = subject.model.task
+    settled = options.settled(task)
+    if subject.usual_lr is not None and settled.finds_rate:
+        settled = replace(settled, lr=subject.usual_lr)
+    specs = parse_specs(settled.heads, task=task)
+    _check_sizes(options, subject.feed)
+    check_space(out, _bytes_needed(specs, len(settled.seeds), subject))
+    judge: Any = _JUDGES[task](subject.feed, subject.needs.counts)
     bench = Bench(
-        out=out,
-        model=model,
-        needs=needs,
-        feed=feed,
-        judge=judge,
-        explore=lambda body, head: _explored(data, body, head, feed, device),
-        steps=0,
-        lr=settled.lr,
-        finds_rate=settled.finds_rate,
-        n_rows=n_rows,
-        device=device,
-        record={},
-        fit=_fitted_to(data),
-    )
+        **vars(subject), out=out, judge=judge, steps=0, lr=settled.lr,
+        finds_rate=settled.finds_rate, device=device, record={},
+    )  # fmt: skip
     budget = _budget(bench, specs, settled, quiet, console)
     baseline = {"name": judge.baseline_name, **judge.baseline()}
-    record = frozen_record(
-        settled, specs, data, feed, model, device, options, budget, baseline
-    )  # fmt: skip
-    write_once(out, record, data)
+    record = _record(settled, specs, subject, device, options, budget, baseline)
+    path = out / "compare.json"
+    if path.is_file():
+        _check_same(read_json(path), record, out)
+    else:
+        subject.save(out)
+        write_json(path, record)
     shared = ("data", "model", "budget", "settings", "device", "versions", "git")
     kept = {"schema": SCHEMA, **{name: record[name] for name in shared}}
     return replace(bench, steps=budget["amount"], record=kept), specs
+
+
+def _record(
+    settled: Settled,
+    specs: list[HeadSpec],
+    subject: Subject,
+    device: torch.device,
+    options: CompareOptions,
+    budget: dict[str, Any],
+    baseline: dict[str, Any],
+) -> dict[str, Any]:
+    """What compare.json holds: all that a comparison is made with."""
+    n_classes = subject.data["classes"]
+    return {
+        "schema": SCHEMA,
+        "command": subject.command or options.command(),
+        "created": machine.now(),
+        "data": subject.data,
+        "model": subject.model.as_json(),
+        "budget": budget,
+        "baseline": baseline,
+        "heads": [spec.as_json() for spec in specs],
+        "seeds": settled.seeds,
+        "device": machine.device_record(device),
+        "versions": machine.versions(),
+        "git": machine.git_commit(),
+        "settings": {
+            "batch": subject.feed.batch_size,
+            "steps_per_epoch": subject.feed.steps_per_epoch,
+            "lr": settled.lr,
+            "lr_of_each_head": settled.finds_rate,
+            "tolerance": settled.tolerance,
+            "optimizer": "Adam, and RowAdam for row-sparse gradients",
+            "clip": CLIP,
+            "warm_up_steps": WARM_UP,
+            "valid_rows": rows_for("valid", n_classes),
+            "test_rows": rows_for("test", n_classes),
+            "epsilon": EPSILON,
+        },
+        "options": options.as_json(),
+    }
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
+    """compare.json is frozen: a resumed comparison has to be the same one."""
+    parts = [
+        ("data", before["data"].get("fingerprint"), now["data"]["fingerprint"]),
+        ("classes", before["data"].get("classes"), now["data"]["classes"]),
+        ("heads", *([each["spec"] for each in side["heads"]] for side in (before, now))),
+        *((name, before.get(name), now[name]) for name in ("seeds", "budget", "model")),
+        *((f"settings.{name}", before["settings"].get(name), value)
+          for name, value in now["settings"].items()),
+        ("device", before["device"].get("name"), now["device"]["name"]),
+    ]  # fmt: skip
+    other = [f"{name} was {then} and is {new}" for name, then, new in parts if then != new]
+    if other:
+        raise LabError(
+            f"--resume: expected what '{out}' was made with, got something else: "
+            f"{'; '.join(other)}; choose another --out"
+        )
 
 
 def _check_given_states(model: ModelSettings, options: CompareOptions) -> None:
@@ -179,10 +283,49 @@ def _check_given_states(model: ModelSettings, options: CompareOptions) -> None:
             )
 
 
-def _class_names(data: Data) -> tuple[str, ...]:
+def _of_data(data: Data, settled: Settled, device: torch.device) -> Subject:
+    """Data from files, with a backbone of the lab's."""
+    feed, model = _feed(data, settled, device)
     if isinstance(data, TextData):
-        return data.vocabulary.tokens
-    return data.label_names if isinstance(data, LabelData) else ()
+        names, n_rows = data.vocabulary.tokens, len(data.train)
+        sizes = {part: len(getattr(data, part)) for part in ("train", "valid", "test")}
+    else:
+        names, n_rows = data.label_names if isinstance(data, LabelData) else (), data.train.n_rows
+        sizes = {part: getattr(data, part).n_rows for part in ("train", "valid", "test")}
+    return Subject(
+        data={
+            "name": data.name,
+            "task": data.task,
+            "classes": data.n_classes,
+            "tokens" if data.task == "lm" else "rows": sum(sizes.values()),
+            **{f"{part}_size": size for part, size in sizes.items()},
+            "fingerprint": data.fingerprint,
+            "description": data.description,
+        },
+        needs=ClassData(model.width, np.asarray(data.counts), names),
+        feed=feed,
+        model=model,
+        make_body=partial(_body_for, data, model),
+        explore=partial(_explored, data, feed, device),
+        n_rows=n_rows,
+        save=partial(_save_names, data),
+    )
+
+
+def _save_names(data: Data, out: Path) -> None:
+    vocabulary = data.vocabulary if isinstance(data, TextData) else _labels(data)
+    vocabulary.save(out / "vocabulary.json")
+    if tokenizer := data.description.get("tokenizer"):
+        shutil.copyfile(tokenizer, out / "tokenizer.json")
+    if not isinstance(data, TextData):
+        write_json(out / "features.json", list(data.feature_names))
+
+
+def _labels(data: Data) -> Vocabulary:
+    """Names of classes and their counts; pairs have none."""
+    if not isinstance(data, LabelData):
+        return Vocabulary((), np.zeros(0, np.int64))
+    return Vocabulary(tuple(data.label_names), np.asarray(data.counts, np.int64))
 
 
 def _budget(
@@ -252,36 +395,23 @@ def _check_sizes(options: CompareOptions, feed: Feed) -> None:
         )
 
 
-def _fitted_to(data: Data) -> Callable[[torch.nn.Module], None] | None:
+def _body_for(data: Data, model: ModelSettings) -> torch.nn.Module:
     """Dense features have units of their own: backbones learn them from the training part."""
-    if isinstance(data, TextData):
-        return None
+    body = build_body(model)
+    if isinstance(data, TextData) or not isinstance(body, FeatureBody | PairBody):
+        return body
     both = data.train[:2] if isinstance(data, PairData) else data.train[:1]
-    if any(isinstance(each, SparseRows) for each in both):
-        return None
-    features = [torch.from_numpy(np.ascontiguousarray(each)) for each in both]
-
-    def fit(body: torch.nn.Module) -> None:
-        if isinstance(body, FeatureBody | PairBody):
-            body.fit(*features)
-
-    return fit
-
-
-def _judge(data: Data, feed: Feed) -> TextJudge | LabelJudge | PairJudge:
-    kinds: dict[str, Any] = {
-        "lm": TextJudge, "classification": ClassJudge, "multilabel": LabelJudge, "pairs": PairJudge,
-    }  # fmt: skip
-    made: TextJudge | LabelJudge | PairJudge = kinds[data.task](feed, np.asarray(data.counts))
-    return made
+    if not any(isinstance(each, SparseRows) for each in both):
+        body.fit(*(torch.from_numpy(np.ascontiguousarray(each)) for each in both))
+    return body
 
 
 def _explored(
     data: Data,
-    body: torch.nn.Module,
-    head: torch.nn.Module,
     feed: Feed,
     device: torch.device,
+    body: torch.nn.Module,
+    head: torch.nn.Module,
 ) -> list[dict[str, Any]]:
     if isinstance(data, TextData) and isinstance(feed, TextFeed):
         return explore(data, body, head, feed.length, device)
@@ -290,24 +420,26 @@ def _explored(
     return []
 
 
-def _bytes_needed(specs: list[HeadSpec], seeds: int, model: ModelSettings, needs: ClassData) -> int:
+def _bytes_needed(specs: list[HeadSpec], seeds: int, subject: Subject) -> int:
     """Of all models and of the largest checkpoint. It builds every head once: bad values show."""
+    needs = subject.needs
     try:
-        of_body = sum(each.numel() for each in build_body(model).parameters())
+        of_body = sum(each.numel() for each in subject.make_body().parameters())
         of_heads = [sum(each.numel() for each in spec.build(needs).parameters()) for spec in specs]
     except (MemoryError, RuntimeError) as error:
         told = str(error).partition("\n")[0]
         if isinstance(error, RuntimeError) and "allocate memory" not in told:
             raise
         raise LabError(
-            f"--width: expected a model that fits into memory, got {model.width:,} for "
+            f"--width: expected a model that fits into memory, got {needs.in_features:,} for "
             f"{needs.n_classes:,} classes ({told}); choose a smaller one, or lower --vocab-size"
         ) from error
     kept = seeds * sum(of_body + each for each in of_heads)
     return _FLOAT * (kept + _CHECKPOINT_COPIES * (of_body + max(of_heads)))
 
 
-def _options_of(options: CompareOptions, out: Path, resume: bool) -> CompareOptions:
+def options_of(options: CompareOptions, out: Path, resume: bool) -> CompareOptions:
+    """The options of the folder that is resumed; otherwise those given, for an empty folder."""
     path = out / "compare.json"
     if resume:
         if not path.is_file():

@@ -1,0 +1,524 @@
+"""A comparison from Python: your own backbone, and batches as they come.
+
+``lastlayer compare`` and this make the same runs, folders and pages.
+"""
+
+import hashlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from lastlayer.heads import Head
+from lastlayer.heads.recipes import ClassData
+from lastlayer.lab.comparison import conduct, options_of
+from lastlayer.lab.data import Vocabulary
+from lastlayer.lab.errors import LabError
+from lastlayer.lab.feeding import PADDING, Batch
+from lastlayer.lab.models import ModelSettings
+from lastlayer.lab.options import OWN, CompareOptions, Settled
+from lastlayer.lab.records import Run
+from lastlayer.lab.results import Results, quality_of, read_results
+from lastlayer.lab.runs import Subject
+from lastlayer.lab.specs import defaults_for
+from lastlayer.lab.verdict import Verdict, verdict
+
+TASKS = ("classification", "lm", "multilabel")
+# Around which each head's own is looked for; backbones of any kind take it under Adam.
+_USUAL_RATE = 1e-3
+# Held-out batches are always drawn alike.
+_HELD_OUT_SEED = 0
+# Arguments whose names are other ones than those of the command.
+_ARGUMENTS = {"head": "heads", "budget": "steps", "width": "hidden", "vocab-size": "n_classes"}
+
+Batches = Iterable[Any]
+Backbone = Callable[[], nn.Module]
+
+
+def compare(
+    backbone: Backbone,
+    train: Batches,
+    valid: Batches,
+    heads: Sequence[str | type[Head]] | None = None,
+    *,
+    test: Batches | None = None,
+    task: str = "classification",
+    steps: int | None = None,
+    epochs: float | None = None,
+    seeds: int = 3,
+    hidden: int | None = None,
+    n_classes: int | None = None,
+    counts: Sequence[int] | None = None,
+    class_names: Sequence[str] | None = None,
+    lr: float | str = "auto",
+    tolerance: float = 0.03,
+    out: Path | str | None = None,
+    resume: bool = False,
+    device: str = "auto",
+    threads: int | None = None,
+    ray: str | None = None,
+    progress: bool = True,
+) -> "CompareResult":
+    """Train your backbone with each output layer for the same steps, and say which one to use.
+
+    Args:
+        backbone: a function without arguments that makes an ``nn.Module`` from inputs to hidden
+            states, ``(batch, hidden)`` or ``(batch, length, hidden)``. It is called once per run:
+            torch is seeded before, so that every head gets the same fresh weights.
+        train: batches ``(inputs, target)`` that can be iterated anew in each epoch, such as a
+            ``DataLoader`` or a list. Inputs are given to the backbone as they are, on the device.
+            Targets are one class per hidden state, -100 for those to ignore; for ``multilabel``
+            the labels of each row, ``(batch, most labels)``, padded with -100.
+        valid: the same for validation.
+        heads: specs such as ``"adaptive:cutoffs=2000,10000"``, or classes that derive from
+            :class:`lastlayer.heads.Head`; None for one of every family that suits the task.
+        test: the same for the test; None judges on ``valid``, which the verdict notes.
+        task: ``classification``, ``lm`` (ranked by perplexity) or ``multilabel``.
+        steps: of each run, 400 by default.
+        epochs: in place of steps.
+        seeds: runs of each head.
+        hidden: size of the hidden state; None reads it off the first output.
+        n_classes: number of classes; None takes the largest training target.
+        counts: how often each class occurs in training; None counts in one pass.
+        class_names: for heads that read the spelling of classes, and for people.
+        lr: learning rate, or ``auto``, which tries three per head.
+        tolerance: the cheapest head is recommended whose quality is within this share of the best.
+        out: the folder of the comparison; None makes a temporary one, which stays.
+        resume: go on with the comparison in ``out``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        threads: of torch, on a CPU.
+        ray: an address of a Ray cluster, or ``local``: runs are made there, side by side.
+        progress: show how far it is.
+
+    Every head sees the same batches: what they draw from torch's generator depends on the seed and
+    the step alone. A list is shuffled in each epoch, other iterables shuffle themselves.
+    Within the saved heads, classes are ordered by falling count, as several heads need them;
+    ``class_names`` or their old numbers are in vocabulary.json in that order.
+
+    Raises:
+        LabError: something does not fit; nothing was trained.
+
+    Example:
+        >>> import torch
+        >>> inputs = torch.randn(256, 4)
+        >>> target = inputs.argmax(1)
+        >>> batches = list(zip(inputs.split(32), target.split(32)))
+        >>> found = compare(
+        ...     lambda: torch.nn.Linear(4, 8), batches[2:], batches[:2], ["full", "hierarchical"],
+        ...     steps=20, seeds=1, lr=0.01, progress=False,
+        ... )
+        >>> [run.status for run in found.runs]
+        ['ok', 'ok']
+        >>> found.verdict.best.title in ("Full softmax", "Hierarchical softmax")
+        True
+        >>> sorted(found.curves()[0])
+        ['accuracy', 'head', 'seconds', 'seed', 'step']
+    """
+    if steps is not None and epochs is not None:
+        raise LabError(
+            f"steps: expected none beside epochs={epochs}, got {steps}; give one of them"
+        )
+    if task not in TASKS:
+        raise LabError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
+    if heads is None and task == "lm" and class_names is None:
+        # Without names, no head that reads spellings.
+        heads = defaults_for("classification")
+    budget = f"{400 if steps is None else steps}steps" if epochs is None else f"{epochs}epochs"
+    options = CompareOptions(
+        heads=tuple(map(_spec, heads)) if heads else None, budget=budget,
+        seeds=seeds, task=task, device=device, lr=str(lr), tolerance=tolerance, threads=threads,
+    )  # fmt: skip
+    folder = Path(tempfile.mkdtemp(prefix="lastlayer-") if out is None else out)
+    parts = {"train": train, "valid": valid, "test": valid if test is None else test}
+    make = partial(
+        _subject, backbone, parts, task=task, hidden=hidden, n_classes=n_classes, counts=counts,
+        names=class_names, judged_on_valid=test is None,
+    )  # fmt: skip
+    try:
+        options = options_of(options, folder, resume)
+        done = conduct(options, folder, make, quiet=not progress, console=Console(), ray=ray)
+    except BaseException as error:
+        if out is None and not (folder / "compare.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, LabError):
+            raise type(error)(_as_arguments(str(error))) from error
+        raise
+    return CompareResult(done.out, done.interrupted)
+
+
+@dataclass(frozen=True)
+class CompareResult:
+    """What a comparison found; everything is in its folder.
+
+    Attributes:
+        folder: with all records, models and the page; :func:`lastlayer.lab.load_trained` reads the
+            runs below ``runs/``.
+        interrupted: whether Ctrl-C has stopped it; ``resume=True`` goes on.
+    """
+
+    folder: Path
+    interrupted: bool = False
+
+    @cached_property
+    def results(self) -> Results:
+        """Heads with their means over seeds, confidence intervals and ranks."""
+        return read_results(self.folder)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """``sentence``, ``findings``, ``notes``, ``recommended``, and ``needed`` steps, if any."""
+        return verdict(self.results)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Each head with each seed: its status, its test metrics, its costs and its curves."""
+        return self.results.comparison.runs
+
+    def table(self, kind: str = "rich") -> Any:
+        """All heads, best first: a table of ``rich``, or the text of one in ``markdown``."""
+        from lastlayer.lab.report.tables import markdown
+        from lastlayer.lab.show import results_table
+
+        if kind not in ("rich", "markdown"):
+            raise LabError(f"kind: expected rich or markdown, got {kind!r}")
+        if kind == "markdown":
+            return markdown(self.results, self.verdict)
+        made: Table = results_table(self.results, width=120)
+        return made
+
+    def curves(self) -> list[dict[str, Any]]:
+        """Validation points of all runs, one record each; ``pandas.DataFrame`` takes the list."""
+        metric = self.results.metric
+        return [
+            {
+                "head": run.head.title, "seed": run.seed, "step": point.step,
+                "seconds": point.seconds, metric.label: quality_of(point, metric),
+            }
+            for run in self.runs
+            for point in run.valid
+        ]  # fmt: skip
+
+    def report(self, path: Path | str | None = None) -> Path:
+        """Write the page into the folder and, where a path is given, to that file; its path."""
+        from lastlayer.lab.report import write_report
+
+        page = write_report(self.folder)
+        if path is None:
+            return page
+        place = Path(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(page, place)
+        return place
+
+    def _repr_markdown_(self) -> str:
+        return str(self.table("markdown"))
+
+    def __str__(self) -> str:
+        return self.verdict.sentence
+
+
+def _spec(head: str | type[Head]) -> str:
+    return head if isinstance(head, str) else f"{head.__module__}:{head.__qualname__}"
+
+
+def _as_arguments(text: str) -> str:
+    """Options of the command as the arguments that they are here."""
+    return re.sub(r"--([a-z][a-z-]*)", lambda m: _ARGUMENTS.get(m[1], m[1].replace("-", "_")), text)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One pass over a part."""
+
+    counts: NDArray[np.int64]
+    rows: list[int]
+    digest: str
+
+
+class GivenFeed:
+    """Batches of the user's.
+
+    Args:
+        parts: train, valid and test.
+        rows: targets in each batch of a part.
+        place: of each class by falling count; None where they are so already.
+        device: where batches go.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Batches],
+        rows: Mapping[str, list[int]],
+        place: Tensor | None,
+        task: str,
+        device: torch.device,
+    ) -> None:
+        self._parts, self._rows, self._device = parts, rows, device
+        self._place = None if place is None else place.to(device)
+        self._one = task != "multilabel"
+        self.steps_per_epoch = len(rows["train"])
+        self.batch_size = max(rows["train"])
+        self._next: tuple[int, int] | None = None
+        self._stream: Iterator[Any] = iter(())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An iterator that is half done stays here."""
+        return {**vars(self), "_next": None, "_stream": iter(())}
+
+    def batch(self, seed: int, step: int) -> Batch:
+        """The batch of a step; one after the other is quick, others pass over those before."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if self._next != (seed, step) or place == 0:
+            self._stream = self._shuffled(seed, epoch)
+            for _ in range(place):
+                next(self._stream)
+        self._next = seed, step + 1
+        try:
+            return self._moved(next(self._stream))
+        except StopIteration:
+            raise RuntimeError(
+                f"train: expected {self.steps_per_epoch} batches in each epoch, got {place}"
+            ) from None
+
+    def held_out(self, part: str, rows: int) -> Iterator[Batch]:
+        """Whole batches at even distances, as many as have about so many rows."""
+        sizes = self._rows[part]
+        wanted = max(1, min(len(sizes), round(rows / (sum(sizes) / len(sizes)))))
+        chosen = set(np.linspace(0, len(sizes) - 1, wanted).astype(np.int64).tolist())
+        for i, batch in enumerate(_seeded(self._parts[part], _HELD_OUT_SEED)):
+            if i in chosen:
+                yield self._moved(batch)
+            if i >= max(chosen):
+                return
+
+    def _shuffled(self, seed: int, epoch: int) -> Iterator[Any]:
+        batches = self._parts["train"]
+        if isinstance(batches, list | tuple):
+            order = np.random.default_rng([seed, epoch]).permutation(len(batches))
+            return (batches[i] for i in order)
+        return _seeded(batches, int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0]))
+
+    def _moved(self, batch: Any) -> Batch:
+        inputs, given = batch
+        target = torch.as_tensor(given).to(self._device, torch.int64)
+        if self._place is not None:
+            target = torch.where(target < 0, target, self._place[target.clamp(min=0)])
+        return Batch(
+            _on(inputs, self._device), target, target.numel() if self._one else len(target)
+        )
+
+
+def _seeded(batches: Batches, seed: int) -> Iterator[Any]:
+    """Batches whose random numbers depend on the seed alone, and change nobody else's."""
+    own = getattr(batches, "generator", None)
+    if isinstance(own, torch.Generator):
+        own.manual_seed(seed)
+    state, stream = torch.Generator().manual_seed(seed).get_state(), None
+    while True:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(state)
+        try:
+            stream = iter(batches) if stream is None else stream
+            batch = next(stream)
+        except StopIteration:
+            return
+        finally:
+            state = torch.get_rng_state()
+            torch.set_rng_state(outside)
+        yield batch
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """All tensors in it on the device."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return type(value)({key: _on(each, device) for key, each in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        made = [_on(each, device) for each in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    return value
+
+
+def _subject(
+    backbone: Backbone,
+    parts: Mapping[str, Batches],
+    _settled: Settled,
+    device: torch.device,
+    *,
+    task: str,
+    hidden: int | None,
+    n_classes: int | None,
+    counts: Sequence[int] | None,
+    names: Sequence[str] | None,
+    judged_on_valid: bool,
+) -> Subject:
+    """Data and backbone after a look at all of it."""
+    if counts is not None:
+        given = np.asarray(counts)
+        if given.ndim != 1 or given.dtype.kind not in "iu" or (given < 0).any():
+            raise LabError(
+                f"counts: expected one whole number from 0 per class, got {counts!r:.80}"
+            )
+        if n_classes not in (None, len(given)):
+            raise LabError(
+                f"n_classes: expected {len(given)} beside as many counts, got {n_classes}"
+            )
+        n_classes = len(given)
+    seen = {"train": _look("train", parts["train"], task, n_classes)}
+    found = seen["train"].counts
+    n_classes = len(found) if n_classes is None else n_classes
+    if n_classes < 2 or (found > 0).sum() < 2:
+        raise LabError(
+            "train: expected targets of at least 2 classes, got one class only; there is nothing "
+            "to choose"
+        )
+    for part in ("valid", "test"):
+        seen[part] = (
+            seen["valid"] if part == "test" and judged_on_valid
+            else _look(part, parts[part], task, n_classes)
+        )  # fmt: skip
+    if names is not None and len(set(names)) != n_classes:
+        raise LabError(
+            f"class_names: expected {n_classes} unique names, got {len(set(names))} of {len(names)}"
+        )
+    width = _hidden_size(backbone, parts["train"], task, hidden, device)
+    totals = np.pad(found, (0, n_classes - len(found))) if counts is None else given
+    order = np.argsort(-totals, kind="stable")
+    place = None
+    if not (order == np.arange(n_classes)).all():
+        place = torch.empty(n_classes, dtype=torch.int64)
+        place[torch.from_numpy(order)] = torch.arange(n_classes)
+    called = [str(names[i]) if names is not None else str(i) for i in order]
+    sorted_counts = totals[order].astype(np.int64)
+    sizes = {f"{part}_size": sum(seen[part].rows) for part in parts}
+    notes = [_NO_TEST] if judged_on_valid else []
+    return Subject(
+        data={
+            "name": "your own batches",
+            "task": task,
+            "classes": n_classes,
+            "tokens" if task == "lm" else "rows": sum(sizes.values()),
+            **sizes,
+            "fingerprint": "".join(each.digest[:16] for each in seen.values()),
+            "description": {"batches": len(seen["train"].rows), "notes": notes},
+        },
+        needs=ClassData(width, sorted_counts, tuple(called) if names is not None else ()),
+        feed=GivenFeed(parts, {part: seen[part].rows for part in parts}, place, task, device),
+        model=ModelSettings(OWN, task, 0, width),
+        make_body=backbone,
+        explore=_nothing,
+        n_rows=sum(seen["train"].rows),
+        save=lambda out: Vocabulary(tuple(called), sorted_counts).save(out / "vocabulary.json"),
+        usual_lr=_USUAL_RATE,
+        command=["lastlayer.lab.compare"],
+    )  # fmt: skip
+
+
+_NO_TEST = (
+    "No test batches were given: heads are judged on the validation batches, by which the best "
+    "model of each run was chosen too, so that qualities are slightly optimistic"
+)
+
+
+def _nothing(_body: nn.Module, _head: nn.Module) -> list[dict[str, Any]]:
+    return []
+
+
+def _look(name: str, batches: Batches, task: str, n_classes: int | None) -> _Seen:
+    """One pass: every batch is a pair, and every target a class."""
+    if isinstance(batches, Iterator) or not hasattr(batches, "__iter__"):
+        raise LabError(
+            f"{name}: expected batches that can be iterated anew in each epoch, such as a "
+            f"DataLoader or a list, got {type(batches).__name__}; make a list of it"
+        )
+    counts = np.zeros(n_classes or 0, np.int64)
+    rows, digest = [], hashlib.sha256()
+    for i, batch in enumerate(_seeded(batches, _HELD_OUT_SEED)):
+        target = _target_of(f"{name}: batch {i}", batch, task)
+        kept = target[target != PADDING]
+        if len(kept) and (kept.min() < 0 or (n_classes is not None and kept.max() >= n_classes)):
+            wrong = kept.min() if kept.min() < 0 else kept.max()
+            most = "" if n_classes is None else f" to {n_classes - 1}"
+            raise LabError(
+                f"{name}: expected classes from 0{most}, or {PADDING} to ignore one, got {wrong} "
+                f"in batch {i}"
+            )
+        found = np.bincount(kept, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+        rows.append(target.size if task != "multilabel" else len(target))
+        digest.update(target.tobytes())
+    if not rows or not counts.sum():
+        raise LabError(f"{name}: expected batches with targets, got none")
+    return _Seen(counts, rows, digest.hexdigest())
+
+
+def _target_of(name: str, batch: Any, task: str) -> NDArray[np.int64]:
+    if not isinstance(batch, list | tuple) or len(batch) != 2:
+        what = f"{len(batch)} of them" if isinstance(batch, list | tuple) else type(batch).__name__
+        raise LabError(f"{name}: expected a pair (inputs, target), got {what}")
+    try:
+        target = torch.as_tensor(batch[1]).detach().cpu().numpy()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LabError(f"{name}: expected a tensor of targets, got {error}") from error
+    if target.dtype.kind not in "iu":
+        raise LabError(
+            f"{name}: expected whole numbers as targets, got {target.dtype}; give the number of "
+            f"each class{f', lists of labels padded with {PADDING}' * (task == 'multilabel')}"
+        )
+    least = 2 if task == "multilabel" else 1
+    if target.ndim < least or (task == "multilabel" and target.ndim > least):
+        shape = "(batch, most labels)" if task == "multilabel" else "(batch,) or (batch, length)"
+        raise LabError(f"{name}: expected targets of shape {shape}, got {target.shape}")
+    return target.astype(np.int64)
+
+
+def _hidden_size(
+    backbone: Backbone, train: Batches, task: str, hidden: int | None, device: torch.device
+) -> int:
+    """Of what the backbone makes of the first batch."""
+    if isinstance(backbone, nn.Module) or not callable(backbone):
+        raise LabError(
+            f"backbone: expected a function that makes a module, got {type(backbone).__name__}; "
+            "every run needs fresh weights: pass lambda: MyBackbone(…)"
+        )
+    with torch.random.fork_rng():
+        body, again = backbone(), backbone()
+        if not isinstance(body, nn.Module):
+            raise LabError(f"backbone: expected an nn.Module from it, got {type(body).__name__}")
+        if body is again:
+            raise LabError("backbone: expected a new module from each call, got the same one twice")
+        inputs, given = next(iter(_seeded(train, _HELD_OUT_SEED)))
+        with torch.no_grad():
+            made = body.to(device).eval()(_on(inputs, device))
+    if not isinstance(made, Tensor):
+        raise LabError(f"backbone: expected a tensor of hidden states, got {type(made).__name__}")
+    shape = torch.as_tensor(given).shape
+    rows = shape[:1] if task == "multilabel" else shape
+    if made.shape[:-1] != rows or made.ndim < 2:
+        raise LabError(
+            f"backbone: expected hidden states of shape ({', '.join(map(str, rows))}, hidden) for "
+            f"targets of shape {tuple(shape)}, got {tuple(made.shape)}"
+        )
+    if hidden is not None and made.shape[-1] != hidden:
+        raise LabError(f"backbone: expected hidden states of size {hidden}, got {made.shape[-1]}")
+    if made.dtype != torch.get_default_dtype():
+        raise LabError(
+            f"backbone: expected hidden states of {torch.get_default_dtype()}, got {made.dtype}; "
+            "cast its output"
+        )
+    return made.shape[-1]

@@ -1,0 +1,161 @@
+"""The machine: its devices, its memory, and the versions that numbers depend on.
+
+Peak memory of training is on a GPU what torch has allocated at most. On a CPU it is what parameters
+and buffers take, and by how much the resident memory of the process has grown at most since they
+were made: Linux keeps that peak (``VmHWM``) and lets a process reset it. Free memory is given back
+to the system first, so that what earlier runs left behind is not reused unseen. Elsewhere it is not
+measured.
+"""
+
+import ctypes
+import gc
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lastlayer.lab.errors import LabError
+
+_PACKAGES = ("lastlayer", "torch", "numpy", "numba", "triton", "safetensors", "scipy")
+
+
+def now() -> str:
+    """The time, UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that numbers depend on."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+
+
+def device_record(device: torch.device) -> dict[str, Any]:
+    """The machine in words."""
+    shared = {
+        "type": device.type,
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return {**shared, "name": found.name, "memory_mb": found.total_memory // 10**6}
+    return {**shared, "name": _processor()}
+
+
+def device_named(name: str) -> torch.device:
+    """The device that ``auto``, ``cpu`` or ``cuda`` means here."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise LabError(
+            f"--device: expected a CUDA GPU that torch can use, got none with torch "
+            f"{torch.__version__}; use --device cpu"
+        )
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def git_commit() -> str | None:
+    """Of the folder that the command was given in, with a + where it has changes."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return commit + ("+" if _git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*words: str) -> str:
+    made = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10)
+    return made.stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """Measures between ``start`` and ``stop``; evaluation and checkpoints are left out.
+
+    Make it when the model is warm: what was compiled until then does not count.
+
+    Args:
+        device: of the model.
+        modules: the model.
+    """
+
+    def __init__(self, device: torch.device, *modules: nn.Module) -> None:
+        self._device = device
+        self._peak: int | None = None
+        tensors = [each for part in modules for each in (*part.parameters(), *part.buffers())]
+        self._model = sum(each.numel() * each.element_size() for each in tensors)
+        give_back()
+        self._before = None if device.type == "cuda" else _resident("VmRSS")
+
+    def start(self) -> None:
+        """Training goes on."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif self._before is not None:
+            try:
+                _RESET.write_text("5")
+            except OSError:
+                self._before = None
+
+    def stop(self) -> None:
+        """Something else comes."""
+        if self._device.type == "cuda":
+            self._found(torch.cuda.max_memory_allocated(self._device))
+            return
+        highest = _resident("VmHWM")
+        if highest is not None and self._before is not None:
+            self._found(self._model + max(0, highest - self._before))
+
+    @property
+    def megabytes(self) -> float | None:
+        """The peak so far, in units of 10⁶ bytes; None where it cannot be measured."""
+        return None if self._peak is None else self._peak / 1e6
+
+    def _found(self, peak: int) -> None:
+        self._peak = max(self._peak or 0, peak)
+
+
+def _resident(name: str) -> int | None:
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith(f"{name}:")]
+    return int(found[0][1]) * 1024 if found else None
+
+
+def give_back() -> None:
+    """Free memory goes back to the system, where the allocator can do that."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        # Only glibc has it; elsewhere memory is not measured anyway.
+        return

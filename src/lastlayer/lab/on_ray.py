@@ -1,0 +1,218 @@
+"""The runs of a comparison as tasks of a Ray cluster, each with its cores and its GPU.
+
+Every run writes its own folder, as it does without Ray: the folder of the comparison has to be on a
+file system that all machines share. A run whose worker is lost starts again from its checkpoint.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from lastlayer.lab.errors import LabError
+from lastlayer.lab.live import Watcher
+from lastlayer.lab.runs import Bench, keep_rate, known_rate, lost, perform, search_rate
+from lastlayer.lab.specs import HeadSpec
+from lastlayer.lab.training import InterruptedRunError
+
+LOCAL = "local"
+_RETRIES = 3
+# Tells the workers that a person has pressed Ctrl-C.
+_STOP = ".stop"
+_CONNECT_SECONDS, _POLL_SECONDS = 5.0, 0.5
+
+
+class Cluster:
+    """A connection to Ray.
+
+    Args:
+        address: of a cluster, as ``host:port`` or ``ray://host:port``; ``auto`` for the one that
+            runs here; ``local`` starts one with the cores of this machine.
+        threads: cores of each run.
+        gpus: of each run; one of its own, since beside another run the time of a step says nothing.
+    """
+
+    def __init__(self, address: str, threads: int, gpus: int) -> None:
+        if find_spec("ray") is None:
+            raise LabError('--ray: expected ray to be installed; pip install "lastlayer[ray]"')
+        self._address, self._threads, self._gpus = address, threads, gpus
+        self._mine = False
+
+    def __enter__(self) -> Self:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        # What is timed and recorded here is what a worker does.
+        torch.set_num_threads(self._threads)
+        if self._address != LOCAL or not ray.is_initialized():
+            self._connect()
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        # A task that no machine can take would wait for ever.
+        for option, kind, wanted in (
+            ("--threads", "CPU", self._threads), ("--device cuda", "GPU", self._gpus),
+        ):  # fmt: skip
+            most = max((node.get(kind, 0) for node in nodes), default=0)
+            if wanted > most:
+                self.__exit__()
+                raise LabError(
+                    f"{option}: expected at most the {most:g} {kind}s of the largest machine of "
+                    f"--ray {self._address}, got {wanted}"
+                )
+        return self
+
+    def _connect(self) -> None:
+        import ray
+
+        _check_reachable(self._address)
+        paths = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
+        try:
+            ray.init(
+                address=self._address, log_to_driver=False, logging_level=logging.ERROR,
+                include_dashboard=False if self._address == LOCAL else None,
+                runtime_env={"env_vars": {"PYTHONPATH": paths}},
+            )  # fmt: skip
+        except (ConnectionError, ValueError, RuntimeError, TimeoutError, OSError) as error:
+            raise _unreachable(self._address, error) from error
+        self._mine = True
+
+    def __exit__(self, *_raised: object) -> None:
+        import ray
+
+        if self._mine:
+            ray.shutdown()
+
+    def run_all(
+        self,
+        bench: Bench,
+        specs: list[HeadSpec],
+        seeds: list[int],
+        watching: Watcher,
+        stopped: list[bool],
+    ) -> list[dict[str, Any]]:
+        """All heads with all seeds, side by side; learning rates first, one search per head."""
+        import ray
+
+        task = ray.remote(num_cpus=self._threads, num_gpus=self._gpus, max_retries=_RETRIES)
+        search, make = task(_search), task(_make)
+        stop, shared = bench.out / _STOP, ray.put(bench)
+        stop.unlink(missing_ok=True)
+        results: dict[tuple[int, str], dict[str, Any]] = {}
+        waiting: dict[Any, tuple[HeadSpec, int | None]] = {}
+
+        def launch(spec: HeadSpec, seed: int) -> None:
+            waiting[make.remote(shared, spec, seed, self._threads)] = spec, seed
+
+        def ended(spec: HeadSpec, seed: int, result: dict[str, Any]) -> None:
+            results[seed, spec.slug] = result
+            watching.starts(spec, seed)
+            watching.ends(spec, seed, result)
+
+        open_: dict[str, list[int]] = {spec.slug: [] for spec in specs}
+        for seed in seeds:
+            for spec in specs:
+                before = bench.finished(spec, seed)
+                if before is not None:
+                    ended(spec, seed, before)
+                else:
+                    open_[spec.slug].append(seed)
+        known = {spec.slug: known_rate(bench, spec) is not None for spec in specs}
+        for spec in specs:
+            if open_[spec.slug] and not known[spec.slug]:
+                waiting[search.remote(shared, spec, self._threads)] = spec, None
+        for seed in seeds:
+            for spec in specs:
+                if known[spec.slug] and seed in open_[spec.slug]:
+                    launch(spec, seed)
+        for spec, seed_, found in self._finished(waiting, stop, stopped):
+            if seed_ is None:
+                if not stopped:
+                    # Whatever went wrong goes wrong in the runs again, and is told there.
+                    failed = {"lr": bench.lr, "tried": []}
+                    keep_rate(bench, spec, found if isinstance(found, dict) else failed)
+                    for seed in open_[spec.slug]:
+                        launch(spec, seed)
+            elif isinstance(found, Exception):
+                told = str(found).strip().splitlines() or [type(found).__name__]
+                reason = f"its worker was lost {_RETRIES + 1} times, or failed: {told[-1]}"
+                ended(spec, seed_, lost(bench, spec, seed_, reason))
+            elif found is not None:
+                ended(spec, seed_, found)
+        stop.unlink(missing_ok=True)
+        order = [(seed, spec.slug) for seed in seeds for spec in specs]
+        return [results[key] for key in order if key in results]
+
+    def _finished(
+        self, waiting: dict[Any, tuple[HeadSpec, int | None]], stop: Path, stopped: list[bool]
+    ) -> Iterator[tuple[HeadSpec, int | None, Any]]:
+        """Tasks as they end; more may be added to those waiting."""
+        import ray
+
+        while waiting:
+            done, _ = ray.wait(list(waiting), timeout=_POLL_SECONDS)
+            if stopped and not stop.exists():
+                stop.touch()
+            for reference in done:
+                spec, seed = waiting.pop(reference)
+                try:
+                    found = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    found = error
+                yield spec, seed, found
+
+
+def _search(bench: Bench, spec: HeadSpec, threads: int) -> dict[str, Any] | None:
+    """The learning rate of a head, on a worker; None where it cannot be found."""
+    torch.set_num_threads(threads)
+    try:
+        return search_rate(bench, spec, _Stopped(bench.out / _STOP))
+    except (InterruptedRunError, Exception):  # noqa: BLE001 — a head of the user's may raise anything
+        return None
+
+
+def _make(bench: Bench, spec: HeadSpec, seed: int, threads: int) -> dict[str, Any] | None:
+    """A run on a worker; None where Ctrl-C came before it."""
+    torch.set_num_threads(threads)
+    stopped = _Stopped(bench.out / _STOP)
+    if stopped():
+        return None
+    return bench.finished(spec, seed) or perform(bench, spec, seed, lambda *_: None, stopped)
+
+
+class _Stopped:
+    """Whether the file is there; looked for twice per second at most."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._looked, self._found = path, -1.0, False
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if not self._found and now - self._looked > _POLL_SECONDS:
+            self._looked, self._found = now, self._path.exists()
+        return self._found
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself waits for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        if address in (LOCAL, "auto"):
+            return
+        raise LabError(f"--ray: expected host:port, auto or {LOCAL}, got {address!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise _unreachable(address, error) from error
+
+
+def _unreachable(address: str, error: Exception) -> LabError:
+    told = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return LabError(
+        f"--ray: expected a Ray cluster at {address}, got none: {told}; start one with "
+        f"`ray start --head`, or use --ray {LOCAL}"
+    )
