@@ -95,6 +95,20 @@ def test_doctor_says_how_to_add_a_missing_extra(monkeypatch):
     assert 'pip install "lastlayer[lab]"' in narrow.getvalue()
 
 
+def test_doctor_ends_with_a_conclusion(monkeypatch):
+    report = _doctor.examine()
+    shown = runner.invoke(app, ["doctor"]).output.strip().splitlines()[-1]
+    assert shown == _doctor.conclusion(report)
+    fine = {**report, "extras": [], "devices": [{"type": "cpu"}]}
+    fine["implementations"] = {"cpu": {"runs": True, "reason": None}}
+    assert _doctor.conclusion(fine).endswith("on the CPU with its fast kernels.")
+    slow = {**fine, "implementations": {"cpu": {"runs": False, "reason": "no numba"}}}
+    assert "no numba" in _doctor.conclusion(slow)
+    lacking = {**fine, "extras": [{"name": "lab", "missing": ["altair"], "command": "pip it"}]}
+    assert _doctor.conclusion(lacking).endswith("pip it")
+    assert "pip install -e ." in _doctor.conclusion({**fine, "versions": {}})
+
+
 def test_doctor_sees_a_requirement_that_is_too_old(monkeypatch):
     version = _doctor._version
     monkeypatch.setattr(

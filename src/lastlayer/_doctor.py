@@ -14,6 +14,8 @@ from lastlayer import kernels
 
 PACKAGE = "lastlayer"
 CORE = (PACKAGE, "torch", "triton", "numba", "numpy")
+# Which devices an implementation is for.
+KERNELS_OF = {"triton": "cuda", "cpu": "cpu"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -41,6 +43,25 @@ def examine() -> dict[str, Any]:
         ],
         "extras": list(_extras()) if versions[PACKAGE] else [],
     }
+
+
+def conclusion(report: dict[str, Any]) -> str:
+    """One sentence: whether the fast kernels run here, and what to install."""
+    kinds = list(dict.fromkeys(device["type"] for device in report["devices"]))
+    where = " and ".join({"cpu": "the CPU", "cuda": "CUDA GPUs"}.get(kind, kind) for kind in kinds)
+    if not report["versions"].get(PACKAGE):
+        return f"{PACKAGE} runs from its source tree on {where}: install it with pip install -e ."
+    broken = [
+        f"the {name} kernels cannot run ({each['reason']})"
+        for name, each in report["implementations"].items()
+        if not each["runs"] and KERNELS_OF.get(name) in kinds
+    ]
+    if broken:
+        said = f"{PACKAGE} works on {where}, but slower than it could: {'; '.join(broken)}"
+    else:
+        said = f"{PACKAGE} works on {where} with its fast kernels"
+    lab = [extra for extra in report["extras"] if extra["name"] == "lab" and extra["missing"]]
+    return f"{said}; lastlayer compare needs {lab[0]['command']}" if lab else f"{said}."
 
 
 def _version(name: str) -> str | None:
@@ -127,6 +148,7 @@ def render(report: dict[str, Any], out: Console) -> None:
             _line(out, f"Extra {extra['name']} lacks {missing}: {extra['command']}")
         else:
             _line(out, f"Extra {extra['name']} is complete.")
+    _line(out, conclusion(report))
 
 
 def _choices(rows: list[dict[str, str]], op: str, device_type: str) -> str:

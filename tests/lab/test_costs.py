@@ -275,7 +275,7 @@ def test_labels_are_measured_too(tmp_path):
 def test_progress_is_shown():
     specs = parse_specs(["full", "entmax"])
     said = io.StringIO()
-    lines = Lines(Console(file=said, width=100), 2)
+    lines = Lines(Console(file=said, width=100), specs, 1)
     lines.measures(specs[0], 75, 0.0)
     lines.measures(specs[1], 75, 0.1)
     lines._told = 0.0

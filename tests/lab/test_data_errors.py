@@ -221,10 +221,10 @@ def test_rows_are_no_text_and_text_has_no_labels(tmp_path):
         (HEADER + "1,0,1\n1,0\n", "a.arff:7: fewer values than attributes"),
         (HEADER + ROWS + "z,0,1\n" + ROWS, "a.arff:26: could not convert string to float: 'z'"),
         (HEADER + "1,0,1\n1,0,2\n", "a.arff:7: 2 value not in ('0', '1')"),
-        (HEADER + "{0 1}\n{5 1}\n", "a.arff:7: index 5 of 3 attributes"),
-        (HEADER + "{0 1}\n{0 1\n", "a.arff:7: a sparse row without its }"),
-        (HEADER + "{0 1}\n{0 1,0 2}\n", "a.arff:7: index 0 comes twice"),
-        (HEADER + "{0 1}\n{zero 1}\n", "a.arff:7: malformed entry 'zero 1'"),
+        (HEADER + "{0 1}\n{5 1}\n", "a.arff:7: malformed entry '5 1}' of 3 attributes"),
+        (HEADER + "{0 1}\n{0 1\n", "a.arff:7: malformed entry '0 1'"),
+        (HEADER + "{0 1}\n{0 1,0 2}\n", "a.arff:7: malformed entry '0 2}'"),
+        (HEADER + "{0 1}\n{zero 1}\n", "a.arff:7: malformed entry 'zero 1}'"),
         (HEADER + "{0 1}\n{2 7}\n", "a.arff:7: '7' is no value of 'y'; its header has 0, 1"),
         (HEADER + "{0 1}\n1,0,1\n", "sparse rows and dense ones in one file"),
         (HEADER.replace("numeric", "number") + ROWS, "a.arff:2: unknown attribute number"),
@@ -294,3 +294,22 @@ def test_packages_that_are_missing_are_named(tmp_path, monkeypatch, package, nam
 def test_names_of_the_hub():
     with pytest.raises(DataError, match="expected hf:name"):
         load("hf:a:b:c:d")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("a.svm", {"text": "x"}),
+        ("a.svm", {"label": "x"}),
+        ("a.svm", {"tokenizer": "tokenizer.json"}),
+        ("a.jsonl", {"text": "text", "features": "n"}),
+        ("a.jsonl", {"label": "label", "task": "lm"}),
+        (None, {"label": "x"}),
+        (None, {"task": "classification"}),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(tmp_path, name, options):
+    (tmp_path / "a.svm").write_text("1 1:1\n2 1:2\n" * 20)
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
+    with pytest.raises(DataError):
+        load(name and tmp_path / name, **options)

@@ -225,6 +225,10 @@ def test_empty_rows_are_left_out_and_rare_classes_kept(tmp_path):
     assert sum(part.n_rows for part in (data.train, data.valid, data.test)) == 58
     assert "once" in data.label_names
     assert len(data.description["notes"]) == 3
+    text = load(tmp_path / "a.jsonl", text="text", task="lm")
+    assert text.description["left_out"] == 1
+    parts = (text.train, text.valid, text.test)
+    assert sum(text.vocabulary.decode(part).count("<eos>") for part in parts) == 59
 
 
 def test_pairs_of_one_query_or_key_belong_together(tmp_path):
@@ -355,10 +359,10 @@ def test_arff_dense_and_sparse_are_the_same(tmp_path, seed):
     other = load(tmp_path / "sparse", task="multilabel")
     check_invariants(one)
     assert one.fingerprint == other.fingerprint
-    assert one.feature_names == ("a b", "flag", "colour=red", "colour=dark, blue")
+    assert one.feature_names == ("a b", "colour=red", "colour=dark, blue", "flag")
     assert {*one.label_names} == {"x~y", "z"}
     assert one.description["left_out"] == ["note"]
-    expected = [[a, f, 1 - c, c] for a, c, f, _, _ in rows[-5:]]
+    expected = [[a, 1 - c, c, f] for a, c, f, _, _ in rows[-5:]]
     np.testing.assert_array_equal(one.test.features, np.array(expected, np.float32))
     assert labels_of(one, one.test) == [
         {name for name, on in (("x~y", x), ("z", z)) if on} for *_, x, z in rows[-5:]

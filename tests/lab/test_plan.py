@@ -1,6 +1,7 @@
 """A plan is measured: times that are those of the heads, and reasons where there is none."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -47,19 +48,19 @@ def test_what_would_take_too_long_has_a_reason_and_the_time_at_a_smaller_size(mo
 
     def slow(self, spec, problem, classes):
         cost, _ = timed(self, spec, problem, classes)
-        return cost, 1e6
+        return replace(cost, ms=1e3), 3.0
 
     monkeypatch.setattr(costs.Stopwatch, "time", slow)
     (found,) = plan(16 * 256, 8, 16, heads=["full"], seconds=1.0)
     assert found.ms is None
-    assert found.reason.startswith(costs.TOO_LONG)
-    assert "ms with 256 classes" in found.reason
+    assert found.reason == costs.TOO_LONG
+    assert "ms with 256 classes" in found.smaller
 
 
 def test_what_would_not_fit_has_a_reason(monkeypatch):
     monkeypatch.setattr(costs, "free_memory", lambda _: 20_000)
     (found,) = plan(16 * 256, 8, 16, heads=["full"])
-    assert found.reason.startswith(costs.TOO_LARGE)
+    assert found.reason == costs.TOO_LARGE
     with pytest.raises(LabError, match="expected a problem that fits"):
         plan(16 * 256, 100, 16, heads=["full"])
 
@@ -91,7 +92,8 @@ def test_the_table_tells_what_was_not_measured():
     with console.capture() as got:
         render_plan(made, console)
     assert "1.00 ms" in got.get()
-    assert "nce: no time" in got.get()
+    assert "no time" in got.get()
+    assert "nce" in got.get()
 
 
 def test_the_command(monkeypatch):

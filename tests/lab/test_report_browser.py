@@ -309,11 +309,14 @@ def test_the_baseline_is_a_labelled_line_in_the_charts_of_quality(opened):
 
 def test_points_have_tooltips(opened):
     page = opened.page
-    page.locator("#tradeoff .chart .mark-symbol path").first.hover()
     shown = page.locator("#vg-tooltip-element")
-    shown.wait_for()
-    assert "head" in shown.inner_text()
-    assert "perplexity" in shown.inner_text()
+    for key in ("tradeoff", "curves", "equal"):
+        page.locator(f"#{key} .chart .mark-symbol path").last.hover()
+        page.wait_for_selector("#vg-tooltip-element.visible")
+        assert "head" in shown.inner_text()
+        assert "perplexity" in shown.inner_text()
+        page.mouse.move(0, 0)
+        page.wait_for_selector("#vg-tooltip-element.visible", state="detached")
 
 
 def test_a_family_has_the_same_colour_on_every_page(opened, browser, report_of):

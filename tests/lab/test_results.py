@@ -250,7 +250,7 @@ def test_the_recommendation_is_the_cheapest_within_the_tolerance(tmp_path):
 
 def test_findings_name_equal_steps_equal_time_and_the_runner_up(tmp_path):
     steps, seconds, runner_up = verdict(read_results(make(tmp_path, heads=6))).findings
-    assert steps.startswith("At equal steps (3,000 steps) adaptive softmax")
+    assert steps.startswith("After the same 3,000 steps adaptive softmax")
     assert seconds.startswith("At equal time (19.5 s of training) adaptive softmax")
     assert "time per step" in runner_up
 
@@ -277,6 +277,7 @@ def test_verdict_of_one_seed_has_no_test(tmp_path):
 def test_it_is_too_early_where_leaders_fall_fast_or_cross(tmp_path, late, why):
     found = verdict(read_results(make(tmp_path, heads=4, late=late)))
     assert found.headline.startswith("It is too early to tell")
+    assert f"{found.needed:,} steps" in found.headline
     assert why in found.detail
     assert found.needed >= 6000
     assert f"--budget {found.needed}steps" in found.detail

@@ -65,6 +65,19 @@ def test_the_command_prints_text_and_the_best_of_each_step(out):
     assert all(len(step["top"]) == 2 for step in made["steps"])
 
 
+def test_words_of_the_prompt_that_are_not_known_are_named(out):
+    words = [
+        "generate",
+        str(out / "runs" / "full-s1"),
+        "--prompt",
+        "one zebra two zebra",
+        "--tokens",
+    ]
+    result = runner.invoke(app, [*words, "1"])
+    assert "read as <unk>: 'zebra'\n" in result.stderr
+    assert json.loads(runner.invoke(app, [*words, "1", "--json"]).stdout)["unknown"] == ["zebra"]
+
+
 def test_lines_end_where_the_text_says():
     assert as_text(["a", "b", "<eos>", "c", "<eos>"]) == "a b\nc"
     assert as_text(["import", "os", "<newline>", "os", ".", "path"]) == "import os\nos . path"
@@ -152,10 +165,10 @@ def test_a_terminal_gets_a_table_of_all_heads():
     watching._drawn = -1e9
     watching.moves(0.5, Progress(step=5, seconds=0.1), 3.25)
     watching.ends(full, 1, DONE)
-    watching.ends(nce, 1, {"status": "out of memory"})
+    watching.ends(nce, 1, {"status": "out of memory", "reason": "tried to allocate 9 GB"})
     watching.close()
     shown = file.getvalue()
-    for text in ("full", "nce", "3.250", "perplexity 12.5", "out of memory"):
+    for text in ("full", "nce", "3.250", "perplexity 12.5", "out of memory: tried to allocate"):
         assert text in shown
 
 
@@ -192,8 +205,8 @@ def test_elsewhere_there_are_lines():
     watching.moves(0.5, Progress(step=5), 3.25)
     watching.ends(full, 1, DONE)
     moved, ended = file.getvalue().splitlines()
-    assert moved.endswith("full seed 1: 50%, step 5, loss 3.25")
-    assert ended.endswith("1/2 full seed 1: perplexity 12.5")
+    assert "full seed 1: 50%, step 5, loss 3.25; 0:0" in moved
+    assert "1/2 full seed 1: perplexity 12.5 (about " in ended
 
 
 def test_quiet_shows_nothing():

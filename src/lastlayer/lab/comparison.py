@@ -35,7 +35,16 @@ from lastlayer.lab.live import Watcher, watcher
 from lastlayer.lab.models import FeatureBody, ModelSettings, PairBody, build_body
 from lastlayer.lab.on_ray import Cluster
 from lastlayer.lab.options import IDENTITY, CompareOptions, Settled
-from lastlayer.lab.records import SCHEMA, check_space, check_writable, read_json, write_json
+from lastlayer.lab.records import (
+    LOCK,
+    SCHEMA,
+    Lock,
+    check_space,
+    check_writable,
+    read_json,
+    told_of,
+    write_json,
+)
 from lastlayer.lab.runs import CLIP, Bench, Subject, perform, step_times
 from lastlayer.lab.specs import HeadSpec, parse_specs
 from lastlayer.lab.training import WARM_UP
@@ -125,9 +134,12 @@ def conduct(
             run_all = open_things.enter_context(cluster).run_all
         new = not out.exists()
         check_writable(out)
+        lock = Lock(out)
+        open_things.callback(lock.release)
         try:
             bench, specs = _prepare(options, out, make(settled, device), device, quiet, console)
         except BaseException:
+            lock.release()
             if new:
                 with suppress(OSError):
                     out.rmdir()
@@ -177,6 +189,7 @@ def _prepare(
     if subject.usual_lr is not None and settled.finds_rate:
         settled = replace(settled, lr=subject.usual_lr)
     specs = parse_specs(settled.heads, task=task)
+    _check_sizes(options, subject.feed)
     check_space(out, _bytes_needed(specs, len(settled.seeds), subject))
     judge: Any = _JUDGES[task](subject.feed, subject.needs.counts)
     bench = Bench(
@@ -255,24 +268,6 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
             f"--resume: expected what '{out}' was made with, got something else: "
             f"{'; '.join(other)}; choose another --out"
         )
-
-
-def told_of(data: dict[str, Any]) -> list[str]:
-    """What was found in the data, for a person who did not say it."""
-    described = data["description"]
-    task = f"Task: {data['task']}"
-    if described.get("task_reason", "as asked") != "as asked":
-        task += f" ({described['task_reason']}; --task asks for another)"
-    lines = [task]
-    columns = described.get("columns") or {}
-    if columns:
-        listed = {use: [v] if isinstance(v, str) else v for use, v in columns.items()}
-        found = (
-            f"{use} from {', '.join(names[:6])}{', …' * (len(names) > 6)}"
-            for use, names in listed.items()
-        )
-        lines.append(f"Columns: {'; '.join(found)}")
-    return [*lines, *(f"Note: {each}." for each in described.get("notes", ()))]
 
 
 def _check_given_states(model: ModelSettings, options: CompareOptions) -> None:
@@ -383,6 +378,23 @@ def _feed(data: Data, settled: Settled, device: torch.device) -> tuple[Feed, Mod
     return rows, model
 
 
+def _check_sizes(options: CompareOptions, feed: Feed) -> None:
+    """A size that was asked for has to be possible; the usual ones shrink to small data."""
+    length = int(getattr(feed, "length", 1))
+    if options.length is not None and options.length > length:
+        raise LabError(
+            f"--length: expected at most {length:,} tokens, one less than the training data has, "
+            f"got {options.length:,}"
+        )
+    most = feed.batch_size // length
+    if options.batch is not None and options.batch > most:
+        what = f"windows of {length:,} tokens" if length > 1 else "rows"
+        raise LabError(
+            f"--batch: expected at most {most:,}, the {what} of the training data, got "
+            f"{options.batch:,}"
+        )
+
+
 def _body_for(data: Data, model: ModelSettings) -> torch.nn.Module:
     """Dense features have units of their own: backbones learn them from the training part."""
     body = build_body(model)
@@ -437,7 +449,7 @@ def options_of(options: CompareOptions, out: Path, resume: bool) -> CompareOptio
             )
         recorded = CompareOptions.from_json(read_json(path).get("options") or {})
         return options.resumed(recorded, out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(each.name != LOCK for each in out.iterdir())):
         raise LabError(
             f"--out: expected a folder that is new or empty, got '{out}'; add --resume to go on "
             "with what is there, or choose another one"

@@ -7,6 +7,7 @@ instead. ``lastlayer compare`` measures around the number of classes of its data
 at a size that a person names.
 """
 
+import math
 import os
 import statistics
 import time
@@ -188,6 +189,8 @@ class Stopwatch:
         on_gpu = device.type == "cuda"
         self._buffer = torch.empty(2**28, dtype=torch.int8, device=device) if on_gpu else None
         self._rehearsed: set[str] = set()
+        self.making = 0.0
+        """Seconds in which the last head and its data were made."""
 
     def time(self, spec: HeadSpec, problem: Problem, classes: int) -> tuple[Cost, float]:
         """What a step costs, and the seconds that it took to find out, without compilation.
@@ -242,7 +245,9 @@ class Stopwatch:
 
     def _time(self, spec: HeadSpec, problem: Problem, classes: int) -> tuple[Cost, float]:
         held = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        began = time.perf_counter()
         head, step = self._ready(spec, problem, classes)
+        self.making = time.perf_counter() - began
         first = self._milliseconds(step)
         memory = PeakMemory(self._device, head)
         memory.start()
@@ -297,7 +302,7 @@ class Meter:
     Args:
         problem: what steps are made of.
         specs: the heads.
-        seconds: for all of them.
+        seconds: for all of them; ``left`` has what is left of it.
         found: what is known already; it grows.
         trained: milliseconds of a training step by slug, at the problem's own number of classes.
     """
@@ -310,7 +315,7 @@ class Meter:
         found: list[Cost],
         trained: Mapping[str, float] | None = None,
     ) -> None:
-        self._problem, self._specs, self._left = problem, specs, seconds
+        self._problem, self._specs, self.left = problem, specs, seconds
         self.found, self._trained = found, trained or {}
         self._making: dict[str, float] = {}
         self._watch = Stopwatch(problem.device)
@@ -332,15 +337,14 @@ class Meter:
             self.found.append(self._cost(spec, classes))
 
     def _cost(self, spec: HeadSpec, classes: int) -> Cost:
-        too_long = self._seconds(spec, classes) > self._left
+        too_long = self._seconds(spec, classes) > self.left
         reason = TOO_LONG if too_long else TOO_LARGE if self._too_large(spec, classes) else ""
         if reason:
             return Cost(spec.slug, classes, reason=reason)
         cost, seconds = self._watch.time(spec, self._problem, classes)
         if cost.ms is not None:
-            self._left -= seconds
-            # What is not steps: building the head, drawing targets.
-            self._making[spec.slug] = max(0.0, seconds - 1e-3 * cost.ms * (1 + cost.samples))
+            self.left -= seconds
+            self._making[spec.slug] = self._watch.making
         return cost
 
     def _largest(self, spec: HeadSpec) -> Cost | None:
@@ -350,6 +354,9 @@ class Meter:
 
     def _seconds(self, spec: HeadSpec, classes: int) -> float:
         """Expected, as if everything grew with the number of classes; 0 where nothing is known."""
+        if any(c.slug == spec.slug and c.reason == TOO_LONG and c.classes < classes
+               for c in self.found):  # fmt: skip
+            return math.inf
         known, making = [], 0.0
         if trained := self._trained.get(spec.slug):
             # The step of training is that of the head and more.

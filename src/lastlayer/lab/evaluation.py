@@ -30,8 +30,8 @@ _BEST = 10
 _DEPTHS, _CANDIDATES = (1, 3, 5), 32
 
 # Log-probabilities of one judgement, in rows × classes, on the way and at the end.
-_SCORES = {"valid": 2**25, "test": 2**27}
-_FEWEST, _MOST = {"valid": 512, "test": 2048}, {"valid": 4096, "test": 32_768}
+_SCORES = {"valid": 2**24, "test": 2**26}
+_FEWEST, _MOST = {"valid": 512, "test": 2048}, {"valid": 2048, "test": 16_384}
 # Numbers that are held at a time.
 _CHUNK = 2**24
 

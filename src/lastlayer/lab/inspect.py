@@ -420,7 +420,7 @@ def render(found: Inspection, console: Console) -> None:
 
 
 def _lines(found: Inspection) -> Iterator[Line]:
-    unit = "rows" if isinstance(found, LabelInspection) else "tokens"
+    unit = "tokens" if found.task == "lm" else "rows"
     yield f"{unit}, train / validation / test", " / ".join(f"{n:,}" for n in found.sizes.values())
     if isinstance(found, TextInspection):
         yield from _text_lines(found)
@@ -438,10 +438,11 @@ def _text_lines(found: TextInspection) -> Iterator[Line]:
     yield "targets outside the top 1,000", f"{found.tail_1k:.1%}"
     yield "targets outside the top 10,000", f"{found.tail_10k:.1%}"
     yield "classes seen once", f"{found.seen_once:.1%}"
-    yield (
-        "targets that are <unk>, train / validation",
-        f"{found.unknown:.1%} / {found.unknown_valid:.1%}",
-    )
+    if found.task == "lm":
+        yield (
+            "targets that are <unk>, train / validation",
+            f"{found.unknown:.1%} / {found.unknown_valid:.1%}",
+        )
     yield "choices per target, Huffman's tree", f"{found.huffman_bits:.2f}"
     yield "choices per target, balanced tree", f"{found.balanced_bits:.2f}"
     cutoffs = ", ".join(f"{each:,}" for each in found.cutoffs) or "none: a full softmax is as fast"

@@ -1,6 +1,8 @@
 """How far a comparison is: a live table in a terminal, lines elsewhere, or nothing."""
 
+import statistics
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -43,11 +45,71 @@ class Watcher:
         """The comparison is over."""
 
 
+class Forecast:
+    """How long a comparison takes, from how long a run of each head did.
+
+    Runs of a head with other seeds take as long as its first one, without the search for its
+    learning rate. A head that has not run yet is expected to take as long as the others.
+    """
+
+    def __init__(self, specs: Sequence[HeadSpec], seeds: int) -> None:
+        self._open = {spec.slug: seeds for spec in specs}
+        self._searches: dict[str, float] = {}
+        self._runs: dict[str, float] = {}
+        self._current, self._began = "", time.perf_counter()
+        self._since = self._began
+        self._first: tuple[float, float] | None = None
+        self._share = 0.0
+
+    def starts(self, slug: str) -> None:
+        """A run begins, with the search for a learning rate where it is the first."""
+        self._current, self._since = slug, time.perf_counter()
+        self._first, self._share = None, 0.0
+
+    def moves(self, share: float) -> None:
+        """Training is so far, from 0 to 1; a resumed run begins further on."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = now, share
+            self._searches.setdefault(self._current, now - self._since)
+        elif share > self._first[1]:
+            began, from_ = self._first
+            self._share = share
+            self._runs[self._current] = (now - began) / (share - from_)
+
+    def ends(self, slug: str) -> None:
+        """A run is over, or was before."""
+        self._open[slug] -= 1
+        if slug == self._current and self._first is not None and self._first[1] < 1.0:
+            began, from_ = self._first
+            self._runs[slug] = (time.perf_counter() - began) / (1.0 - from_)
+        self._current, self._share = "", 0.0
+
+    def left(self) -> float | None:
+        """Seconds that are left; None where no run has told how long it takes."""
+        if not self._runs:
+            return None
+        usual = statistics.fmean(self._runs.values())
+        search = statistics.fmean(self._searches.values()) if self._searches else 0.0
+        total = -self._share * self._runs.get(self._current, usual)
+        for slug, runs in self._open.items():
+            total += runs * self._runs.get(slug, usual)
+            total += search if runs and slug not in self._searches else 0.0
+        return max(0.0, total)
+
+    def __str__(self) -> str:
+        passed, left = time.perf_counter() - self._began, self.left()
+        if left is None:
+            return f"{_clock(passed)} passed"
+        return f"{_clock(passed)} passed, about {_clock(left)} left of {_clock(passed + left)}"
+
+
 class Lines(Watcher):
     """A line for each event, with the time of day."""
 
-    def __init__(self, out: Console, runs: int) -> None:
-        self._out, self._runs, self._done = out, runs, 0
+    def __init__(self, out: Console, specs: Sequence[HeadSpec], seeds: int) -> None:
+        self._out, self._runs, self._done = out, len(specs) * seeds, 0
+        self._forecast = Forecast(specs, seeds)
         self._title, self._told = "", 0.0
         self._measures = False
 
@@ -58,19 +120,25 @@ class Lines(Watcher):
     def starts(self, spec: HeadSpec, seed: int) -> None:
         """Its name."""
         self._title, self._told = f"{spec.label} seed {seed}", time.perf_counter()
+        self._forecast.starts(spec.slug)
 
     def moves(self, share: float, progress: Progress, loss: float | None) -> None:
         """Every few seconds."""
+        self._forecast.moves(share)
         if time.perf_counter() - self._told < _TOLD_SECONDS:
             return
         self._told = time.perf_counter()
         shown = "" if loss is None else f", loss {loss:.4g}"
-        self._line(f"{self._title}: {share:.0%}, step {progress.step:,}{shown}")
+        self._line(f"{self._title}: {share:.0%}, step {progress.step:,}{shown}; {self._forecast}")
 
     def ends(self, spec: HeadSpec, seed: int, result: dict[str, Any]) -> None:
         """What came out."""
         self._done += 1
-        self._line(f"{self._done}/{self._runs} {spec.label} seed {seed}: {outcome(result)}")
+        self._forecast.ends(spec.slug)
+        left = self._forecast.left()
+        shown = f" (about {_clock(left)} left)" if left and result["status"] == "ok" else ""
+        told = f"{spec.label} seed {seed}: {outcome(result)}{failure(result)}{shown}"
+        self._line(f"{self._done}/{self._runs} {told}")
 
     def measures(self, spec: HeadSpec, classes: int, share: float) -> None:
         """At the beginning, and every few seconds."""
@@ -104,10 +172,10 @@ class LiveTable(Watcher):
         self._specs, self._n_seeds = specs, len(seeds)
         self._rows = {spec.slug: _Row() for spec in specs}
         self._current: _Row | None = None
-        self._note, self._said, self._began = "", "", time.perf_counter()
+        self._note, self._said = "", ""
+        self._forecast = Forecast(specs, len(seeds))
         self._drawing = False
         self._drawn, self._draw_cost = 0.0, 0.0
-        self._skipped = 0
         self._live = Live(self._table(), console=out, auto_refresh=False, transient=True)
         self._live.start()
 
@@ -121,6 +189,7 @@ class LiveTable(Watcher):
         """Its row moves from here on."""
         self._current = self._rows[spec.slug]
         self._note = f"{spec.label}, seed {seed}"
+        self._forecast.starts(spec.slug)
         self._draw()
 
     def moves(self, share: float, progress: Progress, loss: float | None) -> None:
@@ -129,17 +198,21 @@ class LiveTable(Watcher):
         if row is None:
             return
         row.share, row.loss = share, loss
+        self._forecast.moves(share)
         if progress.step:
             row.step_ms = 1e3 * progress.seconds / progress.step
         waited = time.perf_counter() - self._drawn
         if waited > max(_REDRAWN_SECONDS, self._draw_cost / _DRAWING_SHARE):
             self._draw()
 
-    def ends(self, spec: HeadSpec, _seed: int, result: dict[str, Any]) -> None:
+    def ends(self, spec: HeadSpec, seed: int, result: dict[str, Any]) -> None:
         """Its row gets what came out."""
         row = self._rows[spec.slug]
-        if row is not self._current:
-            self._skipped += 1
+        self._forecast.ends(spec.slug)
+        if why := failure(result):
+            # It stays above the table, and when the table is gone.
+            text = f"{spec.label}, seed {seed}: {outcome(result)}{why}"
+            self._live.console.print(Text(text, style="red"), soft_wrap=True)
         row.done, row.share = row.done + 1, 0.0
         row.results.append(result)
         row.step_ms = result.get("step_ms") or row.step_ms
@@ -164,7 +237,7 @@ class LiveTable(Watcher):
         self._draw_cost = self._drawn - start
 
     def _table(self) -> Table:
-        note = self._said or f"{self._note}   {self._time_left()}"
+        note = self._said or f"{self._note}   {self._forecast}"
         table = Table(caption=Text(note), caption_justify="left", box=box.SIMPLE_HEAD)
         # What came out has to fit into 80 columns too.
         table.add_column("head", no_wrap=True, max_width=_NAME_WIDTH, overflow="ellipsis")
@@ -183,17 +256,6 @@ class LiveTable(Watcher):
                 Text(outcome(row.results[-1]) if row.results else ""),
             )
         return table
-
-    def _time_left(self) -> str:
-        rows = self._rows.values()
-        total = len(self._specs) * self._n_seeds - self._skipped
-        done = sum(row.done + row.share for row in rows) - self._skipped
-        passed = time.perf_counter() - self._began
-        if done <= 0 or total <= 0:
-            return ""
-        if done >= total:
-            return f"{_clock(passed)} passed"
-        return f"{_clock(passed)} passed, about {_clock(passed / done * (total - done))} left"
 
 
 def outcome(result: dict[str, Any]) -> str:
@@ -214,6 +276,12 @@ def outcome(result: dict[str, Any]) -> str:
     return "done"
 
 
+def failure(result: dict[str, Any]) -> str:
+    """Why a run has failed, after its status; nothing for others."""
+    reason = str(result.get("reason") or "")
+    return f": {reason}" if reason and result["status"] not in ("ok", "interrupted") else ""
+
+
 def _digits(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 1e9 else f"{value:.4g}"
 
@@ -224,9 +292,10 @@ def watcher(out: Console, specs: list[HeadSpec], seeds: list[int], *, quiet: boo
         return Watcher()
     if out.is_terminal:
         return LiveTable(out, specs, seeds)
-    return Lines(out, len(specs) * len(seeds))
+    return Lines(out, specs, len(seeds))
 
 
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

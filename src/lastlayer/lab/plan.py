@@ -12,9 +12,10 @@ from rich.text import Text
 
 from lastlayer.lab import metrics
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.options import TASKS
 
 DEVICES = ("cpu", "cuda")
+# Pairs have no classes of their own.
+TASKS = ("lm", "classification", "multilabel")
 # Of measuring, all heads together.
 SECONDS = 60.0
 # Trees and bands are made for the frequencies of all classes, in some 150 bytes each.
@@ -41,6 +42,7 @@ class PlannedHead:
         peak_memory_mb: of the head and its step; None where it could not be measured.
         parameters: how many numbers it learns.
         reason: why it could not be measured, else empty.
+        smaller: what it took with fewer classes, where it could not be measured.
     """
 
     head: str
@@ -51,6 +53,7 @@ class PlannedHead:
     peak_memory_mb: float | None = None
     parameters: int | None = None
     reason: str = ""
+    smaller: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """For JSON."""
@@ -77,7 +80,8 @@ def plan(
         hidden: size of the hidden state.
         rows: targets in a step: batch size times length.
         device: ``"cpu"`` or ``"cuda"``.
-        task: ``"lm"`` for heads that choose one class, ``"multilabel"`` for several labels per row.
+        task: ``"lm"`` or ``"classification"`` for heads that choose one class, ``"multilabel"`` for
+            several labels per row.
         heads: specs; none for all that suit the task.
         seconds: for measuring all of them. A head that would take longer than what is left of it
             has a reason instead of a time.
@@ -94,7 +98,7 @@ def plan(
     import torch
 
     from lastlayer.heads.recipes import ClassData
-    from lastlayer.lab.costs import TOO_LONG, Meter, Problem, zipf_shares
+    from lastlayer.lab.costs import Meter, Problem, zipf_shares
     from lastlayer.lab.machine import give_back
     from lastlayer.lab.specs import catalogue, parse_specs
 
@@ -111,6 +115,8 @@ def plan(
     meter = Meter(Problem(needs, shape, lengths, torch.device(device)), specs, seconds, [])
     smaller = classes // _SMALLER
     for size in (*([smaller] if smaller >= _FEWEST else []), classes):
+        # What the smaller size took is not taken from the asked one.
+        meter.left = seconds
         meter.at(size, lambda spec, n: tell(f"{spec.label} with {n:,} classes"))
     give_back()
     specs_by_slug = {spec.slug: spec for spec in specs}
@@ -118,14 +124,11 @@ def plan(
     for cost in meter.found:
         if cost.classes != classes:
             continue
-        reason = cost.reason
         before = [c for c in meter.found if c.slug == cost.slug and c.classes == smaller and c.ms]
-        if reason and before:
-            reason += f"; {metrics.STEP_MS.format(before[0].ms)} with {smaller:,} classes"
-        if cost.reason == TOO_LONG:
-            reason += "; give more --seconds"
-        kept = {k: v for k, v in asdict(cost).items() if k not in ("slug", "classes", "reason")}
-        found.append(PlannedHead(specs_by_slug[cost.slug].text, **kept, reason=reason))
+        took = f"{metrics.STEP_MS.format(before[0].ms)} with {smaller:,} classes" if before else ""
+        kept = {k: v for k, v in asdict(cost).items() if k not in ("slug", "classes")}
+        text = specs_by_slug[cost.slug].text
+        found.append(PlannedHead(text, **kept, smaller=took if cost.reason else ""))
     return sorted(found, key=lambda each: float("inf") if each.ms is None else each.ms)
 
 
@@ -169,9 +172,12 @@ def render_plan(planned: Sequence[PlannedHead], console: Console) -> None:
             metrics.PARAMETERS.format(each.parameters),
         )
     console.print(table)
-    for each in planned:
-        if each.ms is None:
-            console.print(Text(f"Not measured: {each.head}: {each.reason}."), soft_wrap=True)
+    for reason in dict.fromkeys(each.reason for each in planned if each.ms is None):
+        console.print(Text(f"Not measured: {reason}"), soft_wrap=True)
+        for each in planned:
+            if each.ms is None and each.reason == reason:
+                smaller = f" ({each.smaller})" if each.smaller else ""
+                console.print(Text(f"    {each.head}{smaller}"), soft_wrap=True)
     text = (
         "Time and peak memory of a training step, measured here: forward and backward of the loss "
         "in float32, without backbone and optimiser (Adam adds two numbers per parameter), with "

@@ -7,14 +7,20 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.families import title
+
+if sys.platform != "win32":
+    import fcntl
+
+LOCK = ".lock"
 
 
 def finite(value: Any) -> Any:
@@ -84,6 +90,52 @@ class Lines:
     def close(self) -> None:
         """Nothing more comes."""
         self._file.close()
+
+
+class Lock:
+    """One comparison at a time in a folder.
+
+    The system lets go of it when the process dies, however it does: the file that is left is taken
+    over by the next one. Without such locks, as on Windows, there is none.
+
+    Raises:
+        LabError: another process has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._file: IO[str] | None = None
+        while sys.platform != "win32" and self._file is None:
+            file = self._path.open("a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another"
+                file.close()
+                raise LabError(
+                    f"--out: expected a folder that no other process works on, got '{folder}', on "
+                    f"which process {holder} does; wait for it, or choose another --out"
+                ) from None
+            except OSError:
+                # Some network disks have no locks.
+                file.close()
+                return
+            # Who had it before may have removed the file since it was opened.
+            if self._path.exists() and self._path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                self._file = file
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n")
+                file.flush()
+            else:
+                file.close()
+
+    def release(self) -> None:
+        """The next one may have it."""
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+            self._file = None
 
 
 def check_writable(folder: Path, *, option: str = "--out") -> None:
@@ -446,3 +498,21 @@ def read_costs(folder: Path) -> Costs | None:
             f"'{path}': expected what `lastlayer compare` wrote, got {type(error).__name__}: "
             f"{error}; delete it"
         ) from error
+
+
+def told_of(data: dict[str, Any]) -> list[str]:
+    """What was found in the data, for a person who did not say it."""
+    described = data["description"]
+    task = f"Task: {data['task']}"
+    if described.get("task_reason", "as asked") != "as asked":
+        task += f" ({described['task_reason']}; --task asks for another)"
+    lines = [task]
+    columns = described.get("columns") or {}
+    if columns:
+        listed = {use: [v] if isinstance(v, str) else v for use, v in columns.items()}
+        found = (
+            f"{use} from {', '.join(names[:6])}{', …' * (len(names) > 6)}"
+            for use, names in listed.items()
+        )
+        lines.append(f"Columns: {'; '.join(found)}")
+    return [*lines, *(f"Note: {each}." for each in described.get("notes", ()))]

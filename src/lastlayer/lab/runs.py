@@ -190,17 +190,17 @@ def search_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> di
     steps = min(bench.steps, max(least, min(most, round(_RATE_SHARE * bench.steps))))
     scores: dict[float, float | None] = {}
     for times in RATES:
-        if stopped():
-            raise InterruptedRunError
         rate = float(f"{times * bench.lr:.2g}")
-        scores[rate] = _short_run(bench, spec, rate, steps)
+        scores[rate] = _short_run(bench, spec, rate, steps, stopped)
     good = {rate: score for rate, score in scores.items() if score is not None}
     best = min(good, key=good.__getitem__, default=bench.lr)
     tried = [{"lr": rate, "score": score} for rate, score in scores.items()]
     return {"lr": best, "steps": steps, "tried": tried}
 
 
-def _short_run(bench: Bench, spec: HeadSpec, rate: float, steps: int) -> float | None:
+def _short_run(
+    bench: Bench, spec: HeadSpec, rate: float, steps: int, stopped: Callable[[], bool]
+) -> float | None:
     """The validation score after a few steps; None where it is not finite."""
     with torch.random.fork_rng():
         body, head, _ = started(bench, spec, 0)
@@ -209,6 +209,8 @@ def _short_run(bench: Bench, spec: HeadSpec, rate: float, steps: int) -> float |
         head.train()
         try:
             for step in range(steps):
+                if stopped():
+                    raise InterruptedRunError
                 stepper.step(bench.feed.batch(0, step))
             score = bench.judge.score(bench.judge.on_the_way(body, head))
         except (ValueError, OverflowError):

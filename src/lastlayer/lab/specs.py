@@ -36,6 +36,9 @@ _DECIDED = frozenset(
 _ONE_CLASS = ("lm", "classification")
 
 
+_ALIASES = {"softmax": "full", "linear": "full", "cross_entropy": "full"}
+
+
 @dataclass(frozen=True)
 class Family:
     """A recipe with the class of its head."""
@@ -108,7 +111,7 @@ def parse_spec(text: str, *, task: str | None = "lm") -> HeadSpec:
     """A spec from its text, for any task where it is None; mistakes name what is valid."""
     name, colon, rest = text.strip().partition(":")
     families = catalogue()
-    known = families.get(name)
+    known = _known(name, families)
     if known is None and colon and not re.match(r"\w+=", rest):
         family, rest = _of_user(text, name, rest)
     elif known is None:
@@ -127,6 +130,13 @@ def parse_spec(text: str, *, task: str | None = "lm") -> HeadSpec:
     label = " ".join([short, *shown])
     slug = _slug(" ".join([family.name, *shown]))
     return HeadSpec(text.strip(), family.name, label, slug, arguments, family)
+
+
+def _known(name: str, families: dict[str, Family]) -> Family | None:
+    """The family of a name, of the name of its class, or of what people call it otherwise."""
+    plain = name.lower().replace("-", "_")
+    found = families.get(_ALIASES.get(plain, plain))
+    return found or next((each for each in families.values() if each.cls.__name__ == name), None)
 
 
 def parse_specs(texts: list[str], *, task: str | None = "lm") -> list[HeadSpec]:
@@ -187,8 +197,13 @@ def _valid(family: Family) -> dict[str, Any]:
     return {**family.recipe.extra, **own}
 
 
+def arguments_of(family: Family) -> dict[str, str]:
+    """The arguments that a spec may have, each with what its values are."""
+    return {name: type_words(kind) for name, kind in _valid(family).items()}
+
+
 def _listed(family: Family) -> str:
-    words = (f"{name}={type_words(kind)}" for name, kind in _valid(family).items())
+    words = (f"{name}={kind}" for name, kind in arguments_of(family).items())
     return f"{family.name} takes {', '.join(words) or 'no arguments'}"
 
 

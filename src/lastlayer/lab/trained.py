@@ -152,6 +152,12 @@ def prompt_tokens(trained: Trained, prompt: str) -> list[str]:
     return cut(prompt, str(described.get("format", "text")), trained.tokenizer)
 
 
+def unknown_words(trained: Trained, prompt: Sequence[str]) -> list[str]:
+    """The tokens of a prompt that the run does not know, each once."""
+    known = trained.vocabulary.ids
+    return list(dict.fromkeys(word for word in prompt if word not in known))
+
+
 @torch.no_grad()
 def generate(
     trained: Trained, prompt: Sequence[str], *, tokens: int, top: int, temperature: float, seed: int

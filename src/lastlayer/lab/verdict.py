@@ -255,7 +255,7 @@ def _findings(
 ) -> list[str]:
     metric = results.metric
     value = describe(metric, best.estimates[metric.key])
-    steps = f"At equal steps ({budget_text(results)}) {in_sentence(best)} has the best quality"
+    steps = f"After the same {budget_text(results)} {in_sentence(best)} has the best quality"
     found = [f"{steps}, {metric.label} {value}; {_certainty(best, tied)}."]
     sign = 1.0 if metric.lower_is_better else -1.0
     timed = [(at, s) for s in results.ranked if (at := s.at_equal_seconds) is not None]

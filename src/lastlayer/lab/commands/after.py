@@ -39,31 +39,41 @@ def generate(
     run: Run,
     *,
     prompt: Annotated[
-        str, typer.Option(help="What the text begins with; it is cut as the data was.")
+        str, typer.Option(help="Beginning of the text; it is tokenized as the data was.")
     ] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="How many to make.")] = 40,
-    top: Annotated[int, typer.Option(min=0, help="How many of the best to show a step.")] = 5,
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens.")] = 40,
+    top: Annotated[int, typer.Option(min=0, help="Number of candidates to show per token.")] = 5,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 takes the best, 1 draws as the head says.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Text from a trained run, and the best tokens of each step."""
+    """Text from a trained run, and the most probable tokens at each step."""
     with refusals():
-        from lastlayer.lab.trained import as_text, load_trained, prompt_tokens, table_of
+        from lastlayer.lab.trained import (
+            as_text,
+            load_trained,
+            prompt_tokens,
+            table_of,
+            unknown_words,
+        )
         from lastlayer.lab.trained import generate as make
 
         trained = load_trained(run)
         begun = prompt_tokens(trained, prompt)
+        unknown = unknown_words(trained, begun)
         steps = list(
             make(trained, begun, tokens=tokens, top=max(1, top), temperature=temperature, seed=seed)
         )
     text = as_text([*begun, *(each.token for each in steps)], trained.tokenizer)
     if as_json:
         made = [{"token": e.token, "p": e.p, "top": e.top[:top]} for e in steps]
-        typer.echo(json.dumps({"text": text, "steps": made}, indent=2))
+        typer.echo(json.dumps({"text": text, "unknown": unknown, "steps": made}, indent=2))
         return
+    if unknown:
+        listed = ", ".join(repr(word) for word in unknown)
+        typer.echo(f"Not in the vocabulary, read as <unk>: {listed}", err=True)
     if top:
         console().print(table_of(steps, top))
     sys.stdout.write(text + "\n")

@@ -1,8 +1,8 @@
-"""What is known before any training: ``lastlayer inspect`` and ``plan``."""
+"""What is known before any training: ``lastlayer heads``, ``inspect`` and ``plan``."""
 
 import json
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +22,29 @@ from lastlayer.lab.commands.options import (
     VocabSize,
 )
 from lastlayer.lab.commands.speaking import console, refusals
+
+
+def heads(*, as_json: AsJson = False) -> None:
+    """Every head that --head takes, what it is, and its arguments."""
+    with refusals():
+        from lastlayer.lab.families import title
+        from lastlayer.lab.specs import arguments_of, catalogue
+
+        found: list[dict[str, Any]] = [
+            {"head": name, "title": title(name, name), "class": each.cls.__name__,
+             "tasks": list(each.tasks), "about": each.recipe.about, "arguments": arguments_of(each)}
+            for name, each in catalogue().items()
+        ]  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for each in found:
+        tasks = ", ".join(each["tasks"])
+        typer.echo(f"{each['head']}: {each['title']} ({each['class']}, --task {tasks})")
+        typer.echo(f"    {each['about']}")
+        listed = ", ".join(f"{name}={kind}" for name, kind in each["arguments"].items())
+        if listed:
+            typer.echo(f"    takes {listed}")
 
 
 def inspect(
@@ -50,12 +73,17 @@ def inspect(
         settled = options.settled()
 
         from lastlayer.lab.inspect import inspect_data, render
+        from lastlayer.lab.records import told_of
 
-        found = inspect_data(settled.read(), hidden=hidden)
+        read = settled.read()
+        found = inspect_data(read, hidden=hidden)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
     else:
-        render(found, console())
+        shown = console()
+        for line in told_of({"task": read.task, "description": read.description}):
+            shown.print(line, highlight=False, markup=False)
+        render(found, shown)
 
 
 def plan(
@@ -80,6 +108,9 @@ def plan(
         from lastlayer.lab.errors import LabError
 
         settled = CompareOptions(device=device, task=task).settled()
+        if settled.task not in planning.TASKS:
+            known = ", ".join(planning.TASKS)
+            raise LabError(f"--task: expected one of {known}, got {settled.task!r}")
         if classes > planning.MOST_CLASSES:
             most = f"{planning.MOST_CLASSES:,}"
             raise LabError(f"--classes: expected at most {most}, got {classes:,}")

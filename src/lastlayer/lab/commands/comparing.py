@@ -16,6 +16,7 @@ from lastlayer.lab.commands.options import (
     Device,
     Encoding,
     FeatureColumns,
+    Heads,
     LabelColumn,
     Limit,
     MinCount,
@@ -44,24 +45,16 @@ class CompareCommand(TyperCommand):
 def compare(
     data: Data = None,
     *,
-    head: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SPEC",
-            help="A head and its arguments, such as adaptive:cutoffs=2000,10000 or "
-            "mymodule:MyHead; repeatable. Without it, one of every family.",
-            show_default=False,
-        ),
-    ] = None,
+    head: Heads = None,
     budget: Annotated[
         str | None,
         typer.Option(
             metavar="2000steps|3epochs|30s",
-            help="Of each run, the same steps for every head; a time is that of the slowest head. "
-            "400 steps by default.",
+            help="Training of each run, the same number of steps for every head; a time is that of "
+            "the slowest head. 400 steps by default.",
         ),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(help="Runs of each head; 3 by default.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds of each head; 3 by default.")] = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="lstm|transformer|bag", help="Backbone; lstm for text, bag for rows."),
@@ -70,10 +63,10 @@ def compare(
     device: Device = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help=f"Where everything goes; by default below {_RUNS}/."),
+        typer.Option(metavar="DIR", help=f"Folder of the results; by default below {_RUNS}/."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the comparison in --out.")
+        bool, typer.Option("--resume", help="Continue the comparison in --out.")
     ] = False,
     vocab_size: VocabSize = None,
     min_count: MinCount = None,
@@ -84,14 +77,13 @@ def compare(
     features: FeatureColumns = None,
     tokenizer: TokenizerFile = None,
     batch: Annotated[
-        int | None, typer.Option(help="Windows in a step, 32 by default, or rows, 128.")
+        int | None, typer.Option(help="Batch size: 32 windows of text by default, or 128 rows.")
     ] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens in a window; 32 by default.")] = None,
-    width: Annotated[
-        int | None, typer.Option(help="Numbers of a hidden state; 128 by default.")
-    ] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens per window; 32 by default.")] = None,
+    width: Annotated[int | None, typer.Option(help="Hidden size; 128 by default.")] = None,
     layers: Annotated[
-        int | None, typer.Option(help="Of an LSTM, 1 by default, or of a transformer, 2.")
+        int | None,
+        typer.Option(help="Layers of the backbone: 1 of an LSTM by default, 2 of a transformer."),
     ] = None,
     lr: Annotated[
         str | None,
@@ -103,14 +95,14 @@ def compare(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="The cheapest head is recommended whose quality is within this share of the best; "
+            help="The cheapest head whose quality is within this share of the best is recommended; "
             "0.03 by default."
         ),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(help="The first seed; the others follow. 1 by default.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Of torch, on a CPU.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -120,11 +112,11 @@ def compare(
         ),
     ] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", help="Show the path of the page alone.")
+        bool, typer.Option("--quiet", help="Print only the path of the page.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train the same model with each head under the same budget, and write a page about it."""
+    """Train the same backbone with each output layer (head), and write a page about it."""
     from lastlayer.lab.options import CompareOptions
 
     options = CompareOptions(

@@ -30,10 +30,10 @@ Task = Annotated[
         help="What is predicted; inferred from the data by default, and said.",
     ),
 ]
-VocabSize = Annotated[int | None, typer.Option(help="The most words, <unk> among them.")]
-MinCount = Annotated[int | None, typer.Option(help="Words that come less often become <unk>.")]
-Limit = Annotated[int | None, typer.Option(help="The most tokens or rows for training.")]
-Encoding = Annotated[str | None, typer.Option(help="Of text files; utf-8 by default.")]
+VocabSize = Annotated[int | None, typer.Option(help="Size of the vocabulary, <unk> included.")]
+MinCount = Annotated[int | None, typer.Option(help="Rarer words become <unk>.")]
+Limit = Annotated[int | None, typer.Option(help="Largest number of tokens or rows for training.")]
+Encoding = Annotated[str | None, typer.Option(help="Encoding of text files; utf-8 by default.")]
 TextColumn = Annotated[
     str | None,
     typer.Option("--text", metavar="NAME,…", help="Column of the text; guessed by default."),

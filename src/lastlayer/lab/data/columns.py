@@ -42,7 +42,7 @@ _LABELS = (
     "topics", "topic", "genres", "genre", "intent", "sentiment", "y",
 )  # fmt: skip
 _ENDS_AS_LABEL = ("label", "labels", "class", "category")
-_NO_FEATURES = ("id", "index", "split", "")
+_NO_FEATURES = ("id", "index", "split", "", "unnamed: 0")
 _SEPARATORS = ("|", ";", ",")
 # Rows that tell the kind of a column.
 _LOOKED_AT = 1000
@@ -174,6 +174,9 @@ def _with_task(
 ) -> Columns:
     label = labels[0] if labels else None
     separator = None
+    if (texts and features) or (label and task in ("lm", "pairs")):
+        what = "text and features" if texts and features else f"label and task='{task}'"
+        raise broken(f"{what}: expected one of them, got both", "leave one out", path=table.where)
     if label and task != "classification":
         separator = _separator(table.values(label))
     if task is None:
@@ -257,12 +260,16 @@ def table_data(
     if columns.task == "lm":
         numbers = reading.numbers()
         streams = {part: IdStream(numbers) for part in tables}
+        empty = 0
         for part, table in tables.items():
             most = enough(part, reading.limit)
             for text in _texts(table, columns.text):
                 if most is not None and streams[part].length >= most:
                     break
-                streams[part].add([*reading.cut(text), END])
+                empty += not text
+                streams[part].add([*reading.cut(text), END] if text else ())
+        if empty:
+            described |= {"left_out": empty, "notes": _left_out(empty, "text")}
         ids = {part: each.finish(enough(part, reading.limit)) for part, each in streams.items()}
         return assemble(name, list(numbers), ids, described, reading, where=where)
     if columns.task == "pairs":
@@ -342,7 +349,7 @@ def _labels(table: Table, columns: Columns) -> list[list[str]]:
         for each in several:
             fitting = isinstance(each, str | int) or (isinstance(each, float) and each.is_integer())
             if not fitting:
-                what = f"expected names or ids in the column {name!r}, got {each!r}"
+                what = f"expected names or ids in the column {name!r}, got {repr(each)[:60]}"
                 raise table.broken(row, what, "give another label")
             kind = "names" if isinstance(each, str) else "numbers"
             kinds.setdefault(kind, (row, each))

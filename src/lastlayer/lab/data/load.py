@@ -17,7 +17,7 @@ from lastlayer.lab.data.text import (
     Reading,
     TextData,
     Tokenizer,
-    check_vocabulary_options,
+    check_sizes,
     text_data,
 )  # fmt: skip
 
@@ -76,25 +76,27 @@ def load(
     """
     if task is not None and task not in TASKS:
         raise ValueError(f"task: expected one of {TASKS}, got {task!r}")
-    check_vocabulary_options(vocab_size, min_count)
-    _check_limit(limit)
+    check_sizes(vocab_size=(vocab_size, 2), min_count=(min_count, 1), limit=(limit, 2))
+    given = {"text": text, "label": label, "features": features}
     cutter = None if tokenizer is None else Tokenizer(tokenizer)
     reading = Reading(vocab_size, min_count, limit, encoding, cutter)
     if source is None:
-        return _embedded(task, reading, cache=cache, tokenizer=cutter)
+        asked = f"task='{task}'" if task in ("classification", "pairs") else None
+        _refuse({**given, "tokenizer": tokenizer, "task": asked}, "the embedded corpus")
+        embedded = stdlib_labels if task == "multilabel" else stdlib_text
+        return embedded(reading, cache=cache)
     if str(source).startswith(tables.HUB):
         held, column = tables.read_hub(str(source), limit)
         described = {"source": str(source), "format": "hub"}
-        return _of_tables(
-            str(source), str(source), held, described, reading,
-            (task, column or text, label, features),
-        )  # fmt: skip
+        given["text"] = column or text
+        return _of_tables(str(source), str(source), held, described, reading, (task, given))
     path = existing(str(source))
     kind = _kind(path)
     if kind in (*matrices.SVMLIGHT, *matrices.ARFF, *matrices.STATES):
+        own = None if kind in matrices.ARFF else label
+        _refuse({**given, "label": own, "tokenizer": tokenizer}, path)
         return _of_matrices(path, kind, reading, task, label)
-    given = (text, label, features)
-    if kind not in tables.SUFFIXES and not _is_table(path, task, reading, given):
+    if kind not in tables.SUFFIXES and not _is_table(path, task, reading, any(given.values())):
         if task not in (None, "lm"):
             what = f"expected a table for task='{task}', got text"
             raise broken(what, _FORMATS, path=path)
@@ -104,7 +106,7 @@ def load(
         return data
     held = tables.read_tables(path, encoding)
     described = {"source": str(path), "format": kind[1:] or "text", "encoding": encoding}
-    return _of_tables(path.name, str(path), held, described, reading, (task, *given))
+    return _of_tables(path.name, str(path), held, described, reading, (task, given))
 
 
 _FORMATS = (
@@ -113,21 +115,26 @@ _FORMATS = (
 )
 
 
-def _embedded(
-    task: str | None, reading: Reading, *, cache: bool, tokenizer: Tokenizer | None
-) -> TextData | LabelData:
-    if task in ("classification", "pairs") or tokenizer:
-        option = "tokenizer" if tokenizer else f"task='{task}'"
-        raise broken(f"{option}: the embedded corpus has none", "give data of your own")
-    embedded = stdlib_labels if task == "multilabel" else stdlib_text
-    return embedded(reading, cache=cache)
+def _refuse(given: dict[str, Any], where: Path | str) -> None:
+    """Options that mean nothing for the data are refused, not ignored."""
+    for option, value in given.items():
+        if value is not None:
+            what = f"{option}: expected none for data without columns of text, got {value}"
+            raise broken(what, "leave it out", path=where)
 
 
 def _of_tables(
-    name: str, where: str, held: dict[str, tables.Table], described: dict[str, Any],
-    reading: Reading, asked: tuple[str | None, ...],
-) -> TextData | LabelData | PairData:  # fmt: skip
-    columns = choose_columns(held.get("train") or next(iter(held.values())), *asked)
+    name: str,
+    where: str,
+    held: dict[str, tables.Table],
+    described: dict[str, Any],
+    reading: Reading,
+    asked: tuple[str | None, dict[str, str | None]],
+) -> TextData | LabelData | PairData:
+    task, given = asked
+    columns = choose_columns(held.get("train") or next(iter(held.values())), task, **given)
+    if columns.features and reading.tokenizer:
+        _refuse({"tokenizer": reading.tokenizer.path}, where)
     return table_data(name, held, columns, described, reading, where=where)
 
 
@@ -145,14 +152,10 @@ def _of_matrices(
     return matrices.states_data(path, limit=reading.limit, task=task)
 
 
-def _is_table(
-    path: Path, task: str | None, reading: Reading, given: tuple[str | None, ...]
-) -> bool:
+def _is_table(path: Path, task: str | None, reading: Reading, columns: bool) -> bool:
     """Whether text without a suffix of its own is a table: lines of tabs, or with labels."""
-    if any(given):
-        return True
-    if task == "lm":
-        return False
+    if columns or task == "lm":
+        return columns
     files = [f for f in files_with(path, TEXT) if f.parent == path] if path.is_dir() else [path]
     return bool(files) and all(tables.is_table(file, reading.encoding) for file in files)
 
@@ -168,15 +171,6 @@ def _kind(path: Path) -> str:
         what = f"files of several formats, {' and '.join(sorted(kinds))}"
         raise broken(what, "name one of them", path=path)
     return kinds.pop() if kinds else ""
-
-
-def _check_limit(limit: Any) -> None:
-    if limit is None:
-        return
-    if not isinstance(limit, int) or isinstance(limit, bool):
-        raise TypeError(f"limit: expected an int or None, got {type(limit).__name__}")
-    if limit < 2:
-        raise ValueError(f"limit: expected at least 2, got {limit}; leave it out for all")
 
 
 LINE_ENDS = (END, NEWLINE)

@@ -1,6 +1,7 @@
 """Rows of numbers: svmlight, ARFF with MULAN's names of labels, and hidden states you have."""
 
 import io
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,6 @@ from lastlayer.lab.data.files import (
 )  # fmt: skip
 from lastlayer.lab.data.rows import (
     Floats,
-    Integers,
     LabelData,
     LabelLists,
     LabelPart,
@@ -48,7 +48,7 @@ _NEGATIVE = {"0", "0.0", "no", "false", "n", "f"}
 # A list of more values is taken for names of the rows.
 _MOST_VALUES = 100
 _ENTRY = re.compile(
-    r"""\s*(\d+)\s+('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,'"]*[^,'"\s])\s*(?:,|$)"""
+    r"""\s*(\d+)\s+('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,'"}]*[^,'"}\s])\s*(?:,|(?=}))"""
 )
 
 
@@ -122,8 +122,7 @@ def _read_svmlight(path: Path, names: FirstCome) -> tuple[SparseRows, Lists]:
                 what = f"row {row}: expected classes, got numbers such as {each:g}"
                 raise broken(what, "labels of svmlight are whole numbers here", path=path)
         lists.add(str(int(each)) for each in own)
-    indices, offsets = (np.asarray(each, np.int64) for each in (found.indices, found.indptr))
-    return SparseRows(indices, offsets, found.data, found.shape[1]), lists.finish()
+    return _compressed(found), lists.finish()
 
 
 def _bad_line(path: Path, reader: Any, header: bool) -> DataError:
@@ -145,38 +144,39 @@ class Attribute(NamedTuple):
     used: bool = True
 
     @property
-    def is_binary(self) -> bool:
-        """Whether its values are a yes and a no."""
-        words = {value.lower() for value in self.values or ()}
-        return bool(words) and words <= _POSITIVE | _NEGATIVE and len(words) <= 2
+    def table(self) -> Floats | None:
+        """Numbers for each value of a list: 1 or 0 for a yes and a no, else a column for each."""
+        if self.values is None:
+            return None
+        words = {value.lower() for value in self.values}
+        if len(words) <= 2 and words <= _POSITIVE | _NEGATIVE:
+            return np.array([[value.lower() in _POSITIVE] for value in self.values], np.float32)
+        return np.eye(len(self.values), dtype=np.float32)
 
-    @property
-    def truth(self) -> NDArray[np.float32]:
-        """For each value of a list of yes and no, 1 or 0."""
-        return np.array([value.lower() in _POSITIVE for value in self.values or ()], np.float32)
-
-    def number(self, value: str) -> float | None:
-        """The number for a value: its place in the list; None where it is none of the column's."""
+    def number(self, value: str) -> float:
+        """Itself, or its place in the list; NaN where it is no value of the column."""
         try:
             return float(self.values.index(value)) if self.values else float(value)
         except ValueError:
-            return None
+            return math.nan
 
-    def refused(self, value: str) -> tuple[str, str]:
-        """What is wrong with a value, and the remedy."""
+    def broken(self, value: str, path: Path, line: int) -> DataError:
+        """What is wrong with a value."""
+        what, remedy = f"expected a number for {self.name!r}, got {value!r}", "correct it"
         if value == "?":
-            return f"a missing value (?) of {self.name!r}", "fill it in or leave out the row"
-        if self.values is None:
-            return f"expected a number for {self.name!r}, got {value!r}", "correct it"
-        some = ", ".join(self.values[:8])
-        return f"{value!r} is no value of {self.name!r}", f"its header has {some}"
+            what = f"a missing value (?) of {self.name!r}"
+            remedy = "fill it in or leave out the row"
+        elif self.values is not None:
+            what = f"{value!r} is no value of {self.name!r}"
+            remedy = f"its header has {', '.join(self.values[:8])}"
+        return broken(what, remedy, path=path, line=line)
 
 
 class Arff(NamedTuple):
-    """Numbers of all columns: themselves, or the place of the value in its list."""
+    """Numbers of all columns, themselves or the place of the value: an array, or a sparse one."""
 
     attributes: tuple[Attribute, ...]
-    rows: Floats | SparseRows
+    rows: Any
 
 
 def read_arff(path: Path, encoding: str) -> Arff:
@@ -256,40 +256,35 @@ def _dense(
             result[:, c] = column
         missing = np.flatnonzero(~np.isfinite(result[:, c]))
         if len(missing):
-            what, remedy = each.refused("?")
-            raise broken(what, remedy, path=path, line=rows[missing[0]][0])
+            raise each.broken("?", path, rows[missing[0]][0])
     return result[np.argsort([number for number, _ in rows])]
 
 
-def _sparse(path: Path, rows: list[tuple[int, str]], attributes: Sequence[Attribute]) -> SparseRows:
+def _sparse(path: Path, rows: list[tuple[int, str]], attributes: Sequence[Attribute]) -> Any:
     """Rows ``{0 1.5, 7 red}``; entries that are left out are 0, or the first value."""
     indices, values, offsets = list[int](), list[float](), [0]
     for number, text in rows:
-        inside, place, own = text[1:-1].rstrip(), 0, dict[int, float]()
-        remedy = "expected {index value, index value, …}"
-        if not text.endswith("}"):
-            raise broken("a sparse row without its }", remedy, path=path, line=number)
-        while place < len(inside):
-            entry = _ENTRY.match(inside, place)
-            if entry is None:
-                what = f"malformed entry {inside[place : place + 20]!r}"
+        place, own = 1, dict[int, float]()
+        while text[place:].strip() != "}":
+            entry = _ENTRY.match(text, place)
+            if entry is None or int(entry[1]) >= len(attributes) or int(entry[1]) in own:
+                what = (
+                    f"malformed entry {text[place : place + 20]!r} of {len(attributes)} attributes"
+                )
+                remedy = "expected {index value, index value, …}, each index from 0 once"
                 raise broken(what, remedy, path=path, line=number)
             c, value, place = int(entry[1]), _unquoted(entry[2]), entry.end()
-            if c >= len(attributes) or c in own:
-                what = (
-                    f"index {c} {'comes twice' if c in own else f'of {len(attributes)} attributes'}"
-                )
-                raise broken(what, "indices count from 0", path=path, line=number)
-            found = attributes[c].number(value) if attributes[c].used else 0.0
-            if found is None or not np.isfinite(found):
-                what, remedy = attributes[c].refused(value)
-                raise broken(what, remedy, path=path, line=number)
-            own[c] = found
-        indices += sorted(own)
-        values += [own[c] for c in sorted(own)]
+            own[c] = attributes[c].number(value) if attributes[c].used else 0.0
+            if not math.isfinite(own[c]):
+                raise attributes[c].broken(value, path, number)
+        indices += own.keys()
+        values += own.values()
         offsets.append(len(indices))
-    integers = np.array(indices, np.int64), np.array(offsets, np.int64)
-    return SparseRows(*integers, np.array(values, np.float32), len(attributes))
+    made = import_module("scipy.sparse").csr_array(
+        (np.array(values, np.float32), indices, offsets), (len(rows), len(attributes))
+    )
+    made.sort_indices()
+    return made
 
 
 def _unquoted(text: str) -> str:
@@ -298,17 +293,6 @@ def _unquoted(text: str) -> str:
 
 def _unescaped(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text)
-
-
-class Layout(NamedTuple):
-    """Which columns are labels, and what becomes of the others."""
-
-    labels: list[int]
-    numbers: list[int]
-    """Numbers, and yes or no."""
-    lists: list[int]
-    """One column for each value."""
-    left_out: list[str]
 
 
 def arff_data(
@@ -320,34 +304,46 @@ def arff_data(
     """
     files = files_by_part(path, ARFF)
     read = {part: read_arff(file, encoding) for part, file in files.items()}
-    attributes, first = read["train"].attributes, files["train"]
+    attributes, first, where = read["train"].attributes, files["train"], str(path)
     for part, found in read.items():
         if found.attributes != attributes:
             what = "its attributes are not those of the training file"
             raise broken(what, f"compare it with {first.name}", path=files[part])
     own = None if label and label.lower().endswith(".xml") else _class_of(attributes, label, first)
-    xml = None if own is not None else Path(label) if label else _xml_beside(first)
-    if own is None and xml is not None:
-        columns = _label_columns(attributes, label_names(xml), first, xml)
-        names, reason = [attributes[c].name for c in columns], f"labels by name in {xml.name}"
+    if own is None:
+        xml = Path(label) if label else _xml_beside(first)
+        labels = _label_columns(attributes, label_names(xml), first, xml)
+        names, reason = [attributes[c].name for c in labels], f"labels by name in {xml.name}"
     else:
-        columns = [] if own is None else [own]
-        names = list(attributes[columns[0]].values or ())
-        reason = f"one label per row in the attribute {attributes[columns[0]].name!r}"
-    layout = _layout(attributes, columns)
-    taken = _class_part if xml is None else _part
-    parts = {part: taken(found, layout, files[part]) for part, found in read.items()}
-    if task == "classification" or xml is None:
-        task = _task_of([p.labels for p in parts.values()], task, "of the file", str(path))[0]
+        labels, names = [own], list(attributes[own].values or ())
+        reason = f"one label per row in the attribute {attributes[own].name!r}"
+    rest = [c for c in range(len(attributes)) if c not in labels]
+    left_out = [c for c in rest if not _is_feature(attributes[c])]
+    features = [c for c in rest if c not in left_out]
+    parts = {
+        part: _arff_part(found, labels, features, own, files[part]) for part, found in read.items()
+    }
+    if task == "classification" or own is not None:
+        task = _task_of([p.labels for p in parts.values()], task, "of the file", where)[0]
     description = {
-        "source": str(path), "format": "ARFF", "task_reason": reason,
-        "labels": str(xml) if xml else attributes[columns[0]].name,
-        "left_out": layout.left_out, "limit": limit,
+        "source": where, "format": "ARFF", "task_reason": reason, "limit": limit,
+        "left_out": [attributes[c].name for c in left_out],
     }  # fmt: skip
+    columns = [name for c in features for name in _feature_names(attributes[c])]
     return assemble_rows(
-        path.name, three_parts(parts, limit, str(path)), _feature_names(attributes, layout), names,
-        description, task=task or "multilabel", where=str(path),
+        path.name, three_parts(parts, limit, where), columns, names, description,
+        task=task or "multilabel", where=where,
     )  # fmt: skip
+
+
+def _is_feature(each: Attribute) -> bool:
+    return each.used and len(each.values or ()) <= _MOST_VALUES
+
+
+def _feature_names(each: Attribute) -> list[str]:
+    table = each.table
+    one = table is None or table.shape[1] == 1
+    return [each.name] if one else [f"{each.name}={value}" for value in each.values or ()]
 
 
 def _class_of(attributes: Sequence[Attribute], label: str | None, arff: Path) -> int | None:
@@ -413,84 +409,44 @@ def _label_columns(
         what = f"{len(missing)} of its {len(names)} labels are no attributes of {arff.name}: {some}"
         raise broken(what, "give the XML file of this set", path=xml)
     labels = sorted({place[name] for name in names})
-    for c in labels:
-        values = attributes[c].values
-        if values is not None and not attributes[c].is_binary:
-            what = f"the label {attributes[c].name!r} has the values {', '.join(values[:4])}"
+    for each in (attributes[c] for c in labels):
+        if each.table is not None and each.table.shape[1] > 1:
+            what = f"the label {each.name!r} has the values {', '.join((each.values or ())[:4])}"
             raise broken(what, "a label is 0 or 1", path=arff)
     return labels
 
 
-def _layout(attributes: Sequence[Attribute], labels: list[int]) -> Layout:
-    numbers, lists, left_out = list[int](), list[int](), list[str]()
-    for c, each in enumerate(attributes):
-        if c in labels:
-            continue
-        if not each.used or (each.values and len(each.values) > _MOST_VALUES):
-            left_out.append(each.name)
-        else:
-            (numbers if each.values is None or each.is_binary else lists).append(c)
-    return Layout(labels, numbers, lists, left_out)
-
-
-def _feature_names(attributes: Sequence[Attribute], layout: Layout) -> list[str]:
-    lists = [f"{attributes[c].name}={v}" for c in layout.lists for v in attributes[c].values or ()]
-    return [*(attributes[c].name for c in layout.numbers), *lists]
-
-
-def _class_part(found: Arff, layout: Layout, path: Path) -> LabelPart:
-    """The place of the value of the one attribute is the class."""
-    rows = found.rows.dense() if isinstance(found.rows, SparseRows) else found.rows
-    part = _part(Arff(found.attributes, rows), layout._replace(labels=[]), path)
-    classes = rows[:, layout.labels[0]].astype(np.int64)
-    return part._replace(labels=Lists(classes, np.arange(len(rows) + 1)))
-
-
-def _part(found: Arff, layout: Layout, path: Path) -> LabelPart:
-    rows, attributes = found.rows, found.attributes
-    binary = [c for c in (*layout.labels, *layout.numbers) if attributes[c].values]
-    if isinstance(rows, SparseRows):
-        # What a sparse row leaves out is the first value: 0, unless a list says otherwise.
-        if not layout.lists and not any(attributes[c].truth[0] for c in binary):
-            labels = _columns(rows, layout.labels)
-            _check_labels(labels.values, labels.indices, layout, attributes, path)
-            return LabelPart(_columns(rows, layout.numbers), Lists(labels.indices, labels.offsets))
-        rows = rows.dense()
-    rows = rows.copy()
-    for c in binary:
-        rows[:, c] = attributes[c].truth[rows[:, c].astype(np.int64)]
-    marked = rows[:, layout.labels]
-    row, label = np.nonzero(marked)
-    _check_labels(marked[row, label], label, layout, attributes, path)
-    offsets = np.searchsorted(row, np.arange(len(rows) + 1)).astype(np.int64)
-    chosen = [
-        (rows[:, c, None] == np.arange(len(attributes[c].values or ()))).astype(np.float32)
-        for c in layout.lists
-    ]
-    features = np.concatenate([rows[:, layout.numbers], *chosen], 1)
-    return LabelPart(features, Lists(label.astype(np.int64), offsets))
-
-
-def _columns(rows: SparseRows, chosen: list[int]) -> SparseRows:
-    """Some of the columns, without entries that are 0."""
-    place = np.full(rows.width, -1)
-    place[chosen] = np.arange(len(chosen))
-    kept = (place[rows.indices] >= 0) & (rows.values != 0)
-    before = np.concatenate([[0], np.cumsum(kept)])
-    return SparseRows(
-        place[rows.indices[kept]], before[rows.offsets], rows.values[kept], len(chosen)
-    )
-
-
-def _check_labels(
-    values: Floats, labels: Integers, layout: Layout, attributes: Sequence[Attribute], path: Path
-) -> None:
-    wrong = values != 1
-    if wrong.any():
-        place = int(wrong.argmax())
-        name = attributes[layout.labels[labels[place]]].name
-        what = f"the label {name!r} is {values[place]:g} in a row"
+def _arff_part(
+    found: Arff, labels: list[int], features: list[int], own: int | None, path: Path
+) -> LabelPart:
+    """Features, and labels that are 1; or the place of the value of the attribute ``own``."""
+    rows, tables = found.rows, {c: found.attributes[c].table for c in (*labels, *features)}
+    # What a sparse row leaves out is the first value: 0, unless a list says otherwise.
+    plain = all(t is None or (t.shape[1] == 1 and not t[0, 0]) for t in tables.values())
+    if not isinstance(rows, np.ndarray) and (not plain or own is not None):
+        rows = rows.toarray()
+    if isinstance(rows, np.ndarray):
+        codes = rows.astype(np.int64)
+        columns = {c: rows[:, [c]] if t is None else t[codes[:, c]] for c, t in tables.items()}
+        made: Any = np.concatenate([rows[:, :0], *(columns[c] for c in features)], 1)
+        if own is not None:
+            return LabelPart(made, Lists(codes[:, own], np.arange(len(rows) + 1)))
+        sparse = import_module("scipy.sparse").csr_array
+        marked = _compressed(sparse(np.concatenate([columns[c] for c in labels], 1)))
+    else:
+        made, marked = _compressed(rows[:, features]), _compressed(rows[:, labels])
+    if (marked.values != 1).any():
+        place = int((marked.values != 1).argmax())
+        name = found.attributes[labels[marked.indices[place]]].name
+        what = f"the label {name!r} is {marked.values[place]:g} in a row"
         raise broken(what, "a label is 0 or 1", path=path)
+    return LabelPart(made, Lists(marked.indices, marked.offsets))
+
+
+def _compressed(rows: Any) -> SparseRows:
+    rows.eliminate_zeros()
+    indices, offsets = (np.asarray(each, np.int64) for each in (rows.indices, rows.indptr))
+    return SparseRows(indices, offsets, np.asarray(rows.data, np.float32), rows.shape[1])
 
 
 def states_data(path: Path, *, limit: int | None, task: str | None) -> LabelData | PairData:
@@ -585,21 +541,14 @@ def _state_part(held: dict[str, NDArray[Any]], path: Path) -> LabelPart:
     if len(target) != len(hidden):
         what = f"target: expected {len(hidden):,} rows as hidden has, got {len(target):,}"
         raise broken(what, "give one for each hidden state", path=path)
-    table = target.reshape(len(target), -1).astype(np.int64)
-    there = table >= 0
-    if target.ndim == 1 and not there.all():
-        hidden, table, there = hidden[there[:, 0]], table[there[:, 0]], there[there[:, 0]]
-    lists = LabelLists(_Same())
-    for row, own in zip(table, there, strict=True):
-        lists.add(row[own].tolist())
-    return LabelPart(hidden, lists.finish())
-
-
-class _Same(FirstCome):
-    """Ids are their own numbers."""
-
-    def __missing__(self, token: Any) -> int:
-        return int(token)
+    table = np.sort(target.reshape(len(target), -1).astype(np.int64), 1)
+    # Negative numbers are padding, and a label that comes twice in a row counts once.
+    there = (table >= 0) & (np.diff(table, prepend=-1) != 0)
+    if target.ndim == 1:
+        kept = there[:, 0]
+        hidden, table, there = hidden[kept], table[kept], there[kept]
+    offsets = np.concatenate([[0], np.cumsum(there.sum(1))])
+    return LabelPart(hidden, Lists(table[there], offsets))
 
 
 def _pair_part(held: dict[str, NDArray[Any]], path: Path) -> PairPart:

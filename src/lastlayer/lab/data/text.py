@@ -129,7 +129,7 @@ def choose(
     min_count: int | None,
 ) -> tuple[Vocabulary, NDArray[np.int32]]:
     """A vocabulary, and the id in it of each of the names."""
-    own = _place_of_unknown(names)
+    own = next((i for i, name in enumerate(names) if name == UNKNOWN), None)
     if min_count is None:
         min_count = 1 if own is not None and counts[own] else 2
     allowed = counts >= min_count
@@ -153,13 +153,6 @@ def choose(
     return vocabulary, table
 
 
-def _place_of_unknown(names: Sequence[str]) -> int | None:
-    try:
-        return names.index(UNKNOWN)
-    except ValueError:
-        return None
-
-
 def write_whole(path: Path, content: bytes) -> None:
     """A temporary file beside it takes its place when it is complete."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -172,9 +165,9 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-def check_vocabulary_options(vocab_size: Any, min_count: Any) -> None:
-    """Whole numbers: room for ``<unk>`` and one token, and a count of at least 1."""
-    for name, value, least in (("vocab_size", vocab_size, 2), ("min_count", min_count, 1)):
+def check_sizes(**sizes: tuple[Any, int]) -> None:
+    """Whole numbers of at least so much, or None."""
+    for name, (value, least) in sizes.items():
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool):

@@ -142,10 +142,10 @@ def _tradeoff(results: Results, cost: Metric) -> View | None:
     held, base = baseline(results, "test", in_sight(metric, rows, "y"))
     if base is not None:
         # Where the head that is next to it leaves room.
-        level = base["value"]
-        near = min(rows, key=lambda row: abs(row["y"] - level))["x"]
+        at = base["value"]
+        near = min(rows, key=lambda row: abs(row["y"] - at))["x"]
         costly = sum(near > row["x"] for row in rows) * 2 > len(rows)
-        base = {**base, "y": base["value"], "side": "left" if costly else "right"}
+        base = {**base, "y": at, "side": "left" if costly else "right"}
     y = alt.Y("y:Q", title=metric.label, **axes.around(metric, held))
     tooltip = [tip("head", "head"), tip("value", metric.label), tip("cost", cost.label)]
     best = results.front(cost)
@@ -546,11 +546,16 @@ def _classes(sizes: Sequence[int], **options: Any) -> alt.X:
 
 
 def _span(found: Sequence[float], **options: Any) -> dict[str, Any]:
-    """A logarithmic axis around the values, with a letter for thousands."""
+    """A logarithmic axis around the values."""
     low, high = min(found), max(found)
     margin = max((high / low) ** 0.03, 1.01)
     low, high = low / margin, high * margin
-    ticks = {"format": "~s", "values": axes.log_ticks(low, high), **options}
+    # A letter for thousands, but none for thousandths.
+    ticks = {
+        "format": "~s" if low >= 1 else ",.3~g",
+        "values": axes.log_ticks(low, high),
+        **options,
+    }
     return {
         "scale": alt.Scale(type="log", domain=[low, high], nice=False),
         "axis": alt.Axis(**ticks),

@@ -203,7 +203,7 @@ _HELP = {
 # What people call settings whose names in files are shorter.
 _NAMES = {
     "width": "hidden size", "hidden": "hidden size", "batch": "batch size", "lr": "learning rate",
-    "kind": "kind", "body": "backbone", "valid": "validation",
+    "body": "backbone", "valid": "validation", "train": "training",
 }  # fmt: skip
 
 
@@ -211,10 +211,11 @@ def named(key: str) -> str:
     """A setting as people call it.
 
     Example:
-        >>> named("width"), named("sizes.valid"), named("limit")
-        ('hidden size', 'sizes.validation', 'limit')
+        >>> named("width"), named("rows.valid"), named("valid_size")
+        ('hidden size', 'rows.validation', 'validation size')
     """
-    return ".".join(_NAMES.get(part, part) for part in key.split("."))
+    parts = (part.split("_") for part in key.split("."))
+    return ".".join(" ".join(_NAMES.get(word, word) for word in part) for part in parts)
 
 
 def flat(group: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -128,7 +128,7 @@
     list.append(...expected.top.map((each) => entry(each, (each.p ?? 0) / most)));
     const made = [list];
     if (expected.target_p !== null) {
-      made.unshift(make("p", "said", `${percent(expected.target_p)} for the actual token`));
+      made.unshift(make("p", "said", `${percent(expected.target_p)} for the target`));
     }
     if (expected.path.length) made.push(path(expected.path));
     return made;
@@ -164,7 +164,7 @@
   function path(choices) {
     const made = make("details");
     made.open = true;
-    made.append(make("summary", "", `path to the actual token: ${choices.length} choices`));
+    made.append(make("summary", "", `path to the target: ${choices.length} choices`));
     const list = make("ol", "path");
     for (const each of choices) {
       const step = make("li");
