@@ -136,7 +136,8 @@ def clusters(twin: Any, hidden: Tensor, target: Tensor) -> Tensor:
     n_top = len(twin.head_weight) - len(twin.tails)
     cluster = torch.bucketize(target, twin.cutoffs.to(target), right=True)
     column = torch.where(cluster == 0, target, n_top + cluster - 1).unsqueeze(-1)
-    losses = -torch.log_softmax(hidden @ twin.head_weight.t(), -1).gather(-1, column).squeeze(-1)
+    top = torch.nn.functional.linear(hidden, twin.head_weight, twin.head_bias)
+    losses = -torch.log_softmax(top, -1).gather(-1, column).squeeze(-1)
     inside = zip(twin.projections, twin.tails, twin.cutoffs.tolist(), strict=True)
     for i, (projection, vectors, start) in enumerate(inside, start=1):
         rows = (cluster == i).nonzero().squeeze(-1)
