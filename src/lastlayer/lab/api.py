@@ -182,7 +182,7 @@ class CompareResult:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Each head with each seed: its status, its test metrics, its costs and its curves."""
+        """Each head with each seed, its status, its test metrics, its costs and its curves."""
         return self.results.comparison.runs
 
     def table(self, kind: str = "rich") -> Any:
