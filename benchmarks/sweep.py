@@ -75,7 +75,6 @@ REASONS = {
     "two_level: log_prob all": _NODES,
     " 8×": _HOST,
     " 64×": _HOST,
-    " 256×": _HOST,
     "zlpr_probability": "the scores are doubled first: a pass more than a sigmoid",
     "fenchel_young_loss": "map and entropy are the caller's functions, made of torch operations",
     "learnable alpha": "powers with an exponent per row, and the gradient of alpha",

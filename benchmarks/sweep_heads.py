@@ -52,8 +52,6 @@ SAME = {
 }  # fmt: skip
 # Rounding decides between letters that are equally good, and the gradient goes to one of them.
 LETTERS = {"hidden": 1e-3, "weight": 1e-3}
-# Rounding decides whether a row whose effective sample size is nearly reached draws once more.
-STOPPING = {"loss": 1e-3, "hidden": 1e-2, "weight": 1e-2}
 TOLERANCES = {
     "float32": {"log_prob": 1e-3, "chi_square": 170.0},
     # Rounded scores are other ones at the edge of a support.
@@ -290,8 +288,6 @@ def _case(name: str, call: str, size: tuple[int, int, int], device: torch.device
         beside = "the same network in torch"
     computes = "torch" if name in SAME[STEP if call == STEP else ALL] else name
     exact = TOLERANCES[dtype] | (LETTERS if letters else {})
-    if name == "adaptive_importance" and dtype == "float32":
-        exact |= STOPPING
     load = partial(_load, name, call, problem)
     methods = (
         Method(beside, "torch", partial(load, plain=True), "torch", tolerances=exact),
