@@ -1,6 +1,7 @@
 """``python -m benchmarks COMMAND``, from the repository root."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -47,6 +48,13 @@ def _parser() -> argparse.ArgumentParser:
         option("--plot", type=Path, metavar="FILE", help="draw the results as a PNG")
         option("--commit", help="of the source, where git cannot say")
         option("--seconds", type=float, help="that all cases share, verification included")
+    option = add("study", _study, "train every head on real data until it has converged")
+    option("data", type=Path, help="folder with wikitext2/, cooking.txt and cooking-first-tag.txt")
+    option("--out", type=Path, default=RESULTS / "study", help="folder of the results")
+    option("--only", default="", metavar="TEXT", help="data sets whose name has this")
+    option("--workers", type=int, default=8, help="runs that share the device (8)")
+    option("--seconds", type=float, default=math.inf, help="after which no further run begins")
+    option("--commit", help="of the source, where git cannot say")
     add("page", _page, "make docs/performance.md from the records")
     option = add("structure", _structure, "figures of simplicity and host time")
     option("--json", type=Path, metavar="FILE", help="append them as a JSON line")
@@ -122,6 +130,19 @@ def _page(_: argparse.Namespace) -> int:
     from benchmarks import page
 
     print("\n".join(f"wrote {path}" for path in page.write(RESULTS)))
+    return 0
+
+
+def _study(options: argparse.Namespace) -> int:
+    from benchmarks import record, study
+
+    if not options.data.is_dir():
+        raise ValueError(f"data: expected a folder of data sets, got '{options.data}'")
+    options.out.mkdir(parents=True, exist_ok=True)
+    study.run(
+        options.data, options.out, only=options.only, workers=options.workers,
+        seconds=options.seconds, commit=options.commit or record.commit(),
+    )  # fmt: skip
     return 0
 
 

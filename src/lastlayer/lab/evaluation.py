@@ -254,6 +254,10 @@ class ClassJudge(TextJudge):
 
     baseline_name = "majority class"
 
+    def score(self, found: dict[str, Any]) -> float:
+        """What validation is compared by, lower is better: the accuracy that the verdict is of."""
+        return -float(found["top1"])
+
     def _on_the_way(self, rows: Rows) -> dict[str, Any]:
         return {**super()._on_the_way(rows), **_of_classes(rows)}
 
