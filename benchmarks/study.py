@@ -1,8 +1,8 @@
 """The lab on real data until it has converged: ``python -m benchmarks study``.
 
-Each head trains at two or three learning rates with the first seed, over the whole number of steps; the
-best on validation data is what the other seeds take. Many runs share the GPU, so the time of a step
-is measured afterwards, one head at a time.
+Each head trains at two or three learning rates with the first seed, over the whole number of steps;
+the best on validation data is what the other seeds take. Many runs share the GPU, so the time of a
+step is measured afterwards, one head at a time.
 """
 
 import json
@@ -26,8 +26,8 @@ SEEDS = (1, 2, 3)
 _TIMED = "120steps"
 # The slowest first: all runs end at about the same time.
 _NORMALISED = (
-    "adaptive_importance", "char_cnn", "full", "self_normalized", "entmax", "sparsemax", "topk", "hierarchical:tree=huffman",
-    "hierarchical:tree=two_level", "adaptive", "differentiated",
+    "adaptive_importance", "char_cnn", "full", "self_normalized", "entmax", "sparsemax", "topk",
+    "hierarchical:tree=huffman", "hierarchical:tree=two_level", "adaptive", "differentiated",
     "sampled", "importance", "nce", "negative",
 )  # fmt: skip
 
@@ -56,11 +56,10 @@ class Setting:
 SETTINGS = (
     Setting("wikitext2", "wikitext2", _NORMALISED, "4epochs", (2e-3, 6e-3),
             {"task": "lm", "batch": 128, "length": 32, "width": 128}),
-    Setting("cooking-first-tag", "cooking-first-tag.txt", _NORMALISED, "8epochs", (1e-3, 3e-3, 9e-3),
-            {"task": "classification"}),
+    Setting("cooking-first-tag", "cooking-first-tag.txt", _NORMALISED, "8epochs",
+            (1e-3, 3e-3, 9e-3), {"task": "classification"}),
     Setting("cooking", "cooking.txt", ("zlpr", "bce", "asymmetric", "sparsemax_labels"), "12epochs",
-            (1e-3, 3e-3, 9e-3),
-            {"task": "multilabel"}),
+            (1e-3, 3e-3, 9e-3), {"task": "multilabel"}),
 )  # fmt: skip
 # What validation is compared by, and whether less or more of it is better.
 _CHOSEN_BY = {
@@ -137,9 +136,7 @@ def _run(setting: Setting, data: Path, head: str, rate: float, seed: int) -> dic
     if time.monotonic() > _stopping_at:
         return None
     where, (result,) = _compare(setting, data, (head,), rate, seed, setting.budget)
-    lines = (
-        (where / "runs" / f"{result['slug']}-s{seed}" / "metrics.jsonl").read_text().splitlines()
-    )
+    path = where / "runs" / f"{result['slug']}-s{seed}" / "metrics.jsonl"
     name, sign = _CHOSEN_BY[setting.options["task"]]
     points = [
         {**point, "score": sign * point[name]}
