@@ -114,16 +114,24 @@ def run(data: Path, out: Path, *, only: str, workers: int, seconds: float, commi
 
 def _head(task: tuple[Setting, Path, str]) -> tuple[str, list[dict[str, Any]]]:
     """All runs of a head: every rate with the first seed, and the best with the others."""
-    setting, data, head = task
+    setting, _, head = task
+    try:
+        return setting.name, _runs(*task)
+    except Exception as error:  # noqa: BLE001 — what is wrong with one head leaves the others
+        print(f"{setting.name} {head}: {type(error).__name__}: {error}", flush=True)
+        return setting.name, []
+
+
+def _runs(setting: Setting, data: Path, head: str) -> list[dict[str, Any]]:
     first, *others = SEEDS
     tried = [_run(setting, data, head, rate, first) for rate in setting.rates]
     best = min(filter(None, tried), key=_score, default=None)
     if best is None:
-        return setting.name, []
+        return []
     runs = [best, *(_run(setting, data, head, best["lr"], seed) for seed in others)]
     kept = [each for each in runs if each is not None]
     best["tried"] = [{"lr": each["lr"], "score": _score(each)} for each in tried if each]
-    return setting.name, kept
+    return kept
 
 
 def _score(run: dict[str, Any]) -> float:
