@@ -1,174 +1,143 @@
-"""The lab on real data until it has converged: ``python -m benchmarks study``.
+"""The lab on real data until it has converged: ``python -m benchmarks study DATA``.
 
-Each head trains at two or three learning rates with the first seed, over the whole number of steps;
-the best on validation data is what the other seeds take. Many runs share the GPU, so the time of a
-step is measured afterwards, one head at a time.
+A comparison can take several sittings: stop it with Ctrl-C and call it again. What is kept of one
+is a JSON file of its settings, results and curves, from which the page of the docs is made.
 """
 
 import json
-import math
-import multiprocessing
-import tempfile
-import time
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from lastlayer.lab import comparison
-from lastlayer.lab.data import load
-from lastlayer.lab.options import CompareOptions, Settled
-from lastlayer.lab.runs import Subject
+from lastlayer.lab.options import CompareOptions
 
-SEEDS = (1, 2, 3)
-_TIMED = "120steps"
-# The slowest first: all runs end at about the same time.
 _NORMALISED = (
-    "adaptive_importance", "char_cnn", "full", "self_normalized", "entmax", "sparsemax", "topk",
-    "hierarchical:tree=huffman", "hierarchical:tree=two_level", "adaptive", "differentiated",
-    "sampled", "importance", "nce", "negative",
+    "full", "adaptive", "hierarchical:tree=two_level", "hierarchical:tree=huffman", "sampled",
+    "nce", "importance", "negative", "differentiated", "self_normalized", "char_cnn", "topk",
+    "entmax", "sparsemax", "adaptive_importance",
 )  # fmt: skip
+_FIRST_TAG = """## One class of many: the first tag of cooking questions
+
+15,404 titles of questions about cooking, 533 tags; the class is the first tag of a title."""
+_ALL_TAGS = """## Several labels: all tags of the same questions
+
+736 tags, 2.3 for each title."""
+_LABELS = ("zlpr", "bce", "asymmetric", "sparsemax_labels")
+
+
+_OPENING = """# Study
+
+Every head on real data until it has converged, by the lab itself (`python -m benchmarks study`).
+Each head gets the learning rate that was best on validation data in a short search, three seeds,
+and the same number of steps; the best model by validation is judged on test data. What follows each
+heading is the lab's own summary.
+"""
 
 
 @dataclass(frozen=True)
-class Setting:
+class Study:
     """A data set, and how it is learned.
 
     Attributes:
-        name: of the study, and of its file of results.
         data: below the folder of the data sets.
-        heads: specs of the lab.
-        budget: of each run.
-        rates: learning rates that each head tries.
-        options: further ones of ``lastlayer compare``.
+        about: what the page says of it.
+        options: of ``lastlayer compare``.
     """
 
-    name: str
     data: str
-    heads: tuple[str, ...]
-    budget: str
-    rates: tuple[float, ...]
-    options: dict[str, Any]
+    about: str
+    options: CompareOptions
 
 
-SETTINGS = (
-    Setting("wikitext2", "wikitext2", _NORMALISED, "4epochs", (2e-3, 6e-3),
-            {"task": "lm", "batch": 128, "length": 32, "width": 128}),
-    Setting("cooking-first-tag", "cooking-first-tag.txt", _NORMALISED, "8epochs",
-            (1e-3, 3e-3, 9e-3), {"task": "classification"}),
-    Setting("cooking", "cooking.txt", ("zlpr", "bce", "asymmetric", "sparsemax_labels"), "12epochs",
-            (1e-3, 3e-3, 9e-3), {"task": "multilabel"}),
-)  # fmt: skip
-# What validation is compared by, and whether less or more of it is better.
-_CHOSEN_BY = {
-    "lm": ("eps_perplexity", 1), "classification": ("top1", -1),
-    "multilabel": ("mean_average_precision", -1),
+STUDIES = {
+    "wikitext2": Study("wikitext2", "## Language model: WikiText-2, 33,278 words", CompareOptions(
+        heads=_NORMALISED, task="lm", budget="6epochs", batch=128, length=32, width=128)),
+    "cooking-first-tag": Study("cooking-first-tag.txt", _FIRST_TAG, CompareOptions(
+        heads=_NORMALISED, task="classification", budget="10epochs")),
+    "cooking": Study("cooking.txt", _ALL_TAGS, CompareOptions(
+        heads=_LABELS, task="multilabel", budget="20epochs")),
 }  # fmt: skip
-_read: dict[str, Any] = {}
-_stopping_at = float("inf")
 
 
-def run(data: Path, out: Path, *, only: str, workers: int, seconds: float, commit: str) -> None:
-    """Makes the runs, those of the slowest heads first, and writes a file for each data set.
+def run(data: Path, name: str, out: Path, kept: Path) -> bool:
+    """Makes the runs that are not there yet, one after the other, and keeps what they gave.
 
     Args:
         data: the folder of the data sets.
-        out: the folder of the results.
-        only: settings whose name has this.
-        workers: runs at a time.
-        seconds: after which no further run begins.
-        commit: of the source.
+        name: of the study.
+        out: the folder of the comparison, which is gone on with.
+        kept: the folder of the JSON files.
+
+    Returns:
+        Whether all runs are there.
     """
-    global _stopping_at  # noqa: PLW0603 — the workers are forked with it
-    _stopping_at = time.monotonic() + seconds
-    settings = [each for each in SETTINGS if only in each.name]
-    for setting in settings:
-        _read[setting.name] = load(data / setting.data, task=setting.options["task"])
-    tasks = [(setting, data, head) for setting in settings for head in setting.heads]
-    made: dict[str, list[dict[str, Any]]] = {each.name: [] for each in settings}
-    # Forked before the first use of a GPU: the data is read once.
-    with multiprocessing.get_context("fork").Pool(workers, maxtasksperchild=1) as pool:
-        for name, records in pool.imap_unordered(_head, tasks, chunksize=1):
-            made[name] += records
-            for each in records:
-                print(name, each["head"], each["seed"], each["lr"], each["status"],
-                      each["best_step"], each["steps"], flush=True)  # fmt: skip
-    for setting in settings:
-        where, alone = _compare(setting, data, setting.heads, setting.rates[-1], SEEDS[0], _TIMED)
-        compared = json.loads((where / "compare.json").read_text(encoding="utf-8"))
-        record = {
-            "commit": commit,
-            "workers": workers,
-            "budget": setting.budget,
-            "rates": list(setting.rates),
-            "compare": {**compared, "seeds": list(SEEDS)},
-            "alone": {each["slug"]: {"step_ms": each["step_ms"]} for each in alone},
-            "runs": sorted(made[setting.name], key=lambda each: (each["slug"], each["seed"])),
-        }
-        path = out / f"{setting.name}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print("wrote", path, flush=True)
-
-
-def _head(task: tuple[Setting, Path, str]) -> tuple[str, list[dict[str, Any]]]:
-    """All runs of a head: every rate with the first seed, and the best with the others."""
-    setting, _, head = task
-    try:
-        return setting.name, _runs(*task)
-    except Exception as error:  # noqa: BLE001 — what is wrong with one head leaves the others
-        print(f"{setting.name} {head}: {type(error).__name__}: {error}", flush=True)
-        return setting.name, []
-
-
-def _runs(setting: Setting, data: Path, head: str) -> list[dict[str, Any]]:
-    first, *others = SEEDS
-    tried = [_run(setting, data, head, rate, first) for rate in setting.rates]
-    best = min(filter(None, tried), key=_score, default=None)
-    if best is None:
-        return []
-    runs = [best, *(_run(setting, data, head, best["lr"], seed) for seed in others)]
-    kept = [each for each in runs if each is not None]
-    best["tried"] = [{"lr": each["lr"], "score": _score(each)} for each in tried if each]
-    return kept
-
-
-def _score(run: dict[str, Any]) -> float:
-    """Of the best model on validation data, lower is better."""
-    return min((each["score"] for each in run["curve"]), default=math.inf)
-
-
-def _run(setting: Setting, data: Path, head: str, rate: float, seed: int) -> dict[str, Any] | None:
-    """One run with its curve of validation; None where the time is over."""
-    if time.monotonic() > _stopping_at:
-        return None
-    where, (result,) = _compare(setting, data, (head,), rate, seed, setting.budget)
-    path = where / "runs" / f"{result['slug']}-s{seed}" / "metrics.jsonl"
-    name, sign = _CHOSEN_BY[setting.options["task"]]
-    points = [
-        {**point, "score": sign * point[name]}
-        for point in map(json.loads, path.read_text().splitlines())
-        if point["kind"] == "valid" and point[name] is not None
-    ]
-    kept = {name: each for name, each in result.items() if name not in ("explorer", "traceback")}
-    return {**kept, "curve": points}
-
-
-def _compare(
-    setting: Setting, data: Path, heads: tuple[str, ...], rate: float, seed: int, budget: str
-) -> tuple[Path, list[dict[str, Any]]]:
-    """The lab's comparison of these heads with one seed; its folder and its results."""
-    torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")
-    where = Path(tempfile.mkdtemp()) / "out"
-    options = CompareOptions(
-        data=str(data / setting.data), heads=heads, budget=budget, seeds=1, seed=seed,
-        lr=str(rate), **setting.options,
+    study = STUDIES[name]
+    options = replace(study.options, data=str(data / study.data))
+    made = comparison.compare(
+        options, out, resume=(out / "compare.json").is_file(), quiet=False, console=Console(),
     )  # fmt: skip
+    text = json.dumps(pack(out)).replace(str(data), "DATA")
+    (kept / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    return not made.interrupted
 
-    def make(settled: Settled, device: torch.device) -> Subject:
-        return comparison.subject_of(_read[setting.name], settled, device)
 
-    made = comparison.conduct(options, where, make, quiet=True, console=Console(), with_costs=False)
-    return where, made.results
+def pack(folder: Path) -> dict[str, Any]:
+    """What a folder of the lab says, without its models and examples."""
+
+    def read(path: Path) -> Any:
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    compared = read(folder / "compare.json")
+    runs = {}
+    for path in sorted((folder / "runs").glob("*/result.json")):
+        result = {k: each for k, each in read(path).items() if k not in ("explorer", "traceback")}
+        lines = (path.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        runs[path.parent.name] = {"result": result, "metrics": [json.loads(each) for each in lines]}
+    rates = folder / "rates.json"
+    return {"compare": compared, "rates": read(rates) if rates.is_file() else {}, "runs": runs}
+
+
+def unpack(kept: dict[str, Any], folder: Path) -> None:
+    """The folder again, as far as the lab's reports read it."""
+    files: dict[str, Any] = {"compare.json": kept["compare"], "rates.json": kept["rates"]}
+    for name, made in kept["runs"].items():
+        files[f"runs/{name}/config.json"] = {**kept["compare"], **made["result"]}
+        files[f"runs/{name}/result.json"] = {**made["result"], "explorer": []}
+        files[f"runs/{name}/metrics.jsonl"] = made["metrics"]
+    for name, value in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = value if name.endswith("l") else [value]
+        path.write_text("".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8")
+
+
+def write_page(kept: Path, docs: Path) -> list[Path]:
+    """docs/study.md and its pictures, from the files that :func:`run` kept."""
+    from lastlayer.lab.report import write_report
+
+    pages, written = [_OPENING], []
+    for name, study in STUDIES.items():
+        path = kept / f"{name}.json"
+        if not path.is_file():
+            continue
+        with TemporaryDirectory() as place:
+            folder = Path(place)
+            unpack(json.loads(path.read_text(encoding="utf-8")), folder)
+            write_report(folder)
+            pages.append(f"{study.about}\n")
+            for picture in ("curves-steps", "tradeoff-step_ms"):
+                shown = docs / "pictures" / f"study-{name}-{picture}.png"
+                shutil.copyfile(folder / "plots" / f"{picture}.png", shown)
+                pages.append(f"![{name}: {picture}](pictures/{shown.name})\n")
+                written.append(shown)
+            pages.append((folder / "summary.md").read_text(encoding="utf-8"))
+    page = docs / "study.md"
+    page.write_text("\n".join(pages), encoding="utf-8")
+    return [*written, page]

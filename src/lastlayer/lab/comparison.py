@@ -104,7 +104,7 @@ def compare(
         if not quiet:
             console.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
         data = settled.read()
-        subject = subject_of(data, options.settled(data.task), device)
+        subject = _of_data(data, options.settled(data.task), device)
         _check_given_states(subject.model, options)
         return subject
 
@@ -119,7 +119,6 @@ def conduct(
     quiet: bool,
     console: Console,
     ray: str | None = None,
-    with_costs: bool = True,
 ) -> Compared:
     """Trains and judges; every mistake is a LabError before the first run, and leaves nothing."""
     settled = options.settled()
@@ -150,7 +149,7 @@ def conduct(
         with _interruptible(_say_aside if quiet else watching.says) as stopped, _few_objects():
             results = run_all(bench, specs, settled.seeds, watching, stopped)
             costs = None
-            if with_costs and not stopped and bench.model.task != "pairs":
+            if not stopped and bench.model.task != "pairs":
                 costs = measure_costs(bench, specs, results, watching, lambda: bool(stopped))
             return Compared(out, results, bool(stopped), costs)
 
@@ -284,7 +283,7 @@ def _check_given_states(model: ModelSettings, options: CompareOptions) -> None:
             )
 
 
-def subject_of(data: Data, settled: Settled, device: torch.device) -> Subject:
+def _of_data(data: Data, settled: Settled, device: torch.device) -> Subject:
     """Data from files, with a backbone of the lab's."""
     feed, model = _feed(data, settled, device)
     if isinstance(data, TextData):

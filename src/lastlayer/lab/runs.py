@@ -46,9 +46,10 @@ _COSTS = (
 )  # fmt: skip
 # Far from the seeds of bodies and of batches.
 _HEAD_SEED = 1_000_003
-# Learning rates that are tried, around the usual one, each for a share of the steps within bounds.
-RATES = (1 / 3, 1.0, 3.0)
-_RATE_SHARE, _RATE_STEPS = 1 / 8, (20, 200)
+# Learning rates that are tried: the usual one, its neighbours, and beyond these where the outermost
+# is best, up to a bound. Each for a share of the steps: short runs like high rates.
+_RATE_FACTOR, _FURTHEST = 3.0, 2
+_RATE_SHARE, _RATE_STEPS = 1 / 4, (20, 1000)
 # A step is timed so often, or for so long.
 _TIMED_STEPS, _TIMED_SECONDS = 8, 1.0
 
@@ -188,20 +189,28 @@ def search_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> di
     """Each rate trains the same model for a short run; the best on validation data is taken."""
     least, most = _RATE_STEPS
     steps = min(bench.steps, max(least, min(most, round(_RATE_SHARE * bench.steps))))
-    scores: dict[float, float | None] = {}
-    for times in RATES:
-        rate = float(f"{times * bench.lr:.2g}")
-        scores[rate] = _short_run(bench, spec, rate, steps, stopped)
-    good = {rate: score for rate, score in scores.items() if score is not None}
-    best = min(good, key=good.__getitem__, default=bench.lr)
-    tried = [{"lr": rate, "score": score} for rate, score in scores.items()]
-    return {"lr": best, "steps": steps, "tried": tried}
+    scores: dict[int, float] = {}
+    ahead = [0, -1, 1]
+    while ahead:
+        for place in ahead:
+            scores[place] = _short_run(bench, spec, _rate(bench, place), steps, stopped)
+        best = min(scores, key=scores.__getitem__)
+        beyond = best + (1 if best > 0 else -1)
+        is_outermost = best in (min(scores), max(scores)) and math.isfinite(scores[best])
+        ahead = [beyond] if is_outermost and abs(beyond) <= _FURTHEST else []
+    tried = [{"lr": _rate(bench, place), "score": scores[place]} for place in sorted(scores)]
+    return {"lr": _rate(bench, best), "steps": steps, "tried": tried}
+
+
+def _rate(bench: Bench, place: int) -> float:
+    """The learning rate so many places above the usual one."""
+    return float(f"{bench.lr * _RATE_FACTOR**place:.2g}")
 
 
 def _short_run(
     bench: Bench, spec: HeadSpec, rate: float, steps: int, stopped: Callable[[], bool]
-) -> float | None:
-    """The validation score after a few steps; None where it is not finite."""
+) -> float:
+    """The validation score after a few steps; infinite where there is none."""
     with torch.random.fork_rng():
         body, head, _ = started(bench, spec, 0)
         stepper = Stepper(body, head, rate, CLIP)
@@ -215,8 +224,8 @@ def _short_run(
             score = bench.judge.score(bench.judge.on_the_way(body, head))
         except (ValueError, OverflowError):
             # The logarithm of what has become NaN or infinite.
-            return None
-    return score if math.isfinite(score) else None
+            return math.inf
+    return score if math.isfinite(score) else math.inf
 
 
 def perform(
