@@ -19,8 +19,8 @@ from lastlayer.lab.errors import LabError
 from lastlayer.lab.families import FAMILIES, REFERENCES
 from lastlayer.lab.records import HeadEntry
 from lastlayer.lab.report import figures, look, tables, write_report
-from lastlayer.lab.report.charts import Charts, log_ticks
 from lastlayer.lab.report.explorer import visible
+from lastlayer.lab.report.figures import Charts, log_ticks
 from lastlayer.lab.report.page import content_policy, json_for_script
 from lastlayer.lab.results import read_results
 from lastlayer.lab.verdict import verdict

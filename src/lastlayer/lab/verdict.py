@@ -139,19 +139,14 @@ def describe(metric: Metric, found: Estimate) -> str:
         >>> describe(metrics.PERPLEXITY, Estimate(143.2, 3, 139.1, 147.4))
         '143 (139–147)'
     """
-    text = metric.format(found.mean)
-    if found.low is None or found.high is None:
-        return text
-    return f"{text} ({interval(metric, found)})"
+    span = interval(metric, found)
+    return metric.format(found.mean) + (f" ({span})" if span else "")
 
 
 def interval(metric: Metric, found: Estimate) -> str:
-    """The 95% interval, or nothing with one seed."""
-    if found.low is None or found.high is None:
-        return ""
-    low, high = bounds(metric, found)
-    first, last = metric.format(low), metric.format(high)
-    return f"{first.removesuffix('%')}–{last}"
+    """The 95% interval; nothing with one seed, or where both ends are the same when rounded."""
+    first, last = map(metric.format, bounds(metric, found))
+    return "" if first == last else f"{first.removesuffix('%')}–{last}"
 
 
 def bounds(metric: Metric, found: Estimate) -> tuple[float | None, float | None]:
