@@ -10,8 +10,8 @@ from scipy import stats
 from lastlayer.lab import metrics
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.records import Comparison, HeadEntry, Point, Run, read_comparison
-from lastlayer.lab.results import interpolate, pareto_front, read_results, summarise
-from lastlayer.lab.statistics import Estimate, difference, estimate, holm, p_value
+from lastlayer.lab.results import interpolate, read_results, summarise
+from lastlayer.lab.statistics import Estimate, estimate, holm, p_value
 from lastlayer.lab.verdict import times_less, verdict
 
 
@@ -69,11 +69,9 @@ def test_an_interval_beyond_all_floats_is_infinite():
     assert estimate([1e-100, 1e100], log=True).high == math.inf
 
 
-def test_differences_are_taken_seed_by_seed():
-    ours, theirs = {0: 1.0, 1: 10.0, 2: 5.0}, {0: 2.0, 1: 11.0, 7: 0.0}
-    assert difference(ours, theirs, log=False) == Estimate(1.0, 2, 1.0, 1.0)
-    ratio = difference({0: 2.0, 1: 3.0}, {0: 4.0, 1: 6.0}, log=True)
-    assert ratio.mean == pytest.approx(math.log(2))
+def test_heads_are_compared_by_the_seeds_that_both_have():
+    ours, theirs = {0: 1.0, 1: 10.0, 2: 5.0}, {0: 2.0, 1: 11.5, 7: 0.0}
+    assert p_value(ours, theirs, log=False) == p_value({0: 1.0, 1: 10.0}, theirs, log=False) < 1
 
 
 def test_a_folder_is_read(tmp_path):
@@ -211,12 +209,13 @@ def test_equal_time_and_steps_are_what_all_heads_reached(tmp_path):
 
 
 def test_the_front_is_what_none_beats_in_both(tmp_path, seed):
-    summaries = list(read_results(make(tmp_path, heads=6)).ranked)
+    results = read_results(make(tmp_path, heads=6))
+    summaries = results.ranked
     draw = random.Random(seed)
     for summary in summaries:
         for key in ("perplexity", "step_ms"):
             summary.estimates[key] = Estimate(float(draw.randint(1, 4)), 1)
-    front = pareto_front(summaries, metrics.PERPLEXITY, metrics.STEP_MS)
+    front = results.front(metrics.STEP_MS)
 
     def beaten(one, other):
         a = [one.mean(key) for key in ("perplexity", "step_ms")]
@@ -281,6 +280,35 @@ def test_it_is_too_early_where_leaders_fall_fast_or_cross(tmp_path, late, why):
     assert why in found.detail
     assert found.needed >= 6000
     assert f"--budget {found.needed}steps" in found.detail
+
+
+def _asked(out, **changed):
+    path = out / "compare.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    return out
+
+
+def test_a_comparison_from_python_names_arguments_and_no_options(tmp_path):
+    out = make(tmp_path, heads=4, late={"adaptive": 0.2}, statuses={"full-s1": "interrupted"})
+    slow = out / "runs/hierarchical-s1/result.json"
+    slow.write_text(json.dumps({**json.loads(slow.read_text()), "load": 9.0}))
+    found = verdict(read_results(_asked(out, command=["lastlayer.lab.compare"])))
+    assert f"steps={found.needed}." in found.detail
+    assert "--" not in " ".join((found.sentence, *found.findings, *found.notes))
+
+
+@pytest.mark.parametrize(("noise", "sure"), [(0.001, False), (0.05, True)])
+def test_where_a_cheaper_head_is_recommended_the_best_one_is_the_other_choice(
+    tmp_path, noise, sure
+):
+    out = make(tmp_path, heads=4, noise=noise)
+    found = verdict(read_results(_asked(out, settings={"tolerance": 0.9})))
+    assert found.recommended.head.family == "hierarchical"
+    assert found.runner_up is found.best
+    told = found.findings[-1]
+    assert told.startswith("The best quality has")
+    assert "better" in told
+    assert ("not significantly" in told) == sure
 
 
 def test_a_head_below_the_baseline_is_named_and_not_recommended(tmp_path):

@@ -20,7 +20,7 @@ from lastlayer.lab.records import (
     read_comparison,
     read_costs,
 )
-from lastlayer.lab.statistics import LEVEL, Estimate, difference, estimate, holm, p_value
+from lastlayer.lab.statistics import LEVEL, Estimate, estimate, holm, p_value
 
 Axis = Literal["seconds", "steps"]
 TOLERANCE = 0.03
@@ -115,21 +115,6 @@ class Results:
         """Those of the metrics that at least one head has."""
         return [m for m in candidates if any(m.key in s.estimates for s in self.summaries)]
 
-    def compare(self, one: HeadSummary, other: HeadSummary) -> Estimate | None:
-        """How much worse the other is, seed by seed, in the metric of the ranks.
-
-        Positive is worse. Of a metric on a logarithmic scale it is the logarithm of the ratio.
-        """
-        found = difference(
-            one.by_seed(self.metric), other.by_seed(self.metric), log=self.metric.log
-        )
-        if found is None or self.metric.lower_is_better:
-            return found
-        low, high = found.low, found.high
-        return Estimate(
-            -found.mean, found.n, None if high is None else -high, None if low is None else -low
-        )
-
     @property
     def tolerance(self) -> float:
         """How much worse than the best a head may be that is recommended for its cost."""
@@ -169,8 +154,23 @@ class Results:
         return {ranked[j].head.slug: p < LEVEL for j, p in best.items()}
 
     def front(self, cost: Metric) -> tuple[HeadSummary, ...]:
-        """The heads that none other beats in both quality and cost, cheapest first."""
-        return pareto_front(self.ranked, self.metric, cost)
+        """The heads that none other beats in both quality and cost, cheapest first; ties stay."""
+        metric = self.metric
+        places = [
+            (s, quality, price) for s in self.ranked
+            if (quality := s.mean(metric.key)) is not None
+            and (price := s.mean(cost.key)) is not None
+        ]  # fmt: skip
+        front = [
+            (price if cost.lower_is_better else -price, s)
+            for s, quality, price in places
+            if not any(
+                (metric.better(q, quality) and not cost.better(price, p))
+                or (cost.better(p, price) and not metric.better(quality, q))
+                for _, q, p in places
+            )
+        ]
+        return tuple(s for _, s in sorted(front, key=lambda place: place[0]))
 
 
 def read_results(folder: Path) -> Results:
@@ -192,16 +192,10 @@ def summarise(comparison: Comparison) -> Results:
     for head in comparison.heads:
         runs = comparison.runs_of(head)
         finished = [run for run in runs if run.finished]
-        summaries.append(
-            HeadSummary(
-                head=head,
-                runs=runs,
-                estimates=_estimates(finished),
-                at_equal_seconds=_at(finished, metric, "seconds", equal_seconds),
-                at_equal_steps=_at(finished, metric, "steps", equal_steps),
-                gain=_gain(finished, metric),
-            )
-        )
+        equal = _at(finished, metric, "seconds", equal_seconds)
+        at_end = _at(finished, metric, "steps", equal_steps)
+        gain = _gain(finished, metric)
+        summaries.append(HeadSummary(head, runs, _estimates(finished), equal, at_end, gain))
     return Results(comparison, metric, _ranked(summaries, metric), equal_seconds, equal_steps)
 
 
@@ -222,29 +216,6 @@ def ranking_metric(comparison: Comparison) -> Metric:
     if every_one_finite or "eps_perplexity" not in measured:
         return metrics.PERPLEXITY
     return metrics.EPS_PERPLEXITY
-
-
-def pareto_front(
-    summaries: Sequence[HeadSummary], metric: Metric, cost: Metric
-) -> tuple[HeadSummary, ...]:
-    """Those that none other beats in both; ties are kept."""
-    places = [
-        (summary, quality, price)
-        for summary in summaries
-        if (quality := summary.mean(metric.key)) is not None
-        and (price := summary.mean(cost.key)) is not None
-    ]
-    front = [
-        (summary, price)
-        for summary, quality, price in places
-        if not any(
-            (metric.better(q, quality) and not cost.better(price, p))
-            or (cost.better(p, price) and not metric.better(quality, q))
-            for _, q, p in places
-        )
-    ]
-    front.sort(key=lambda place: place[1] if cost.lower_is_better else -place[1])
-    return tuple(summary for summary, _ in front)
 
 
 def quality_of(point: Point, metric: Metric) -> float | None:

@@ -7,11 +7,12 @@ the leaders still fall fast, or would cross soon, the verdict is that it is too 
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lastlayer.lab import metrics
 from lastlayer.lab.metrics import Metric
+from lastlayer.lab.records import OPEN, STARTED
 from lastlayer.lab.results import HeadSummary, Results
 from lastlayer.lab.statistics import Estimate
 
@@ -50,39 +51,35 @@ class Verdict:
 
 def verdict(results: Results) -> Verdict:
     """The sentences at the top of the page."""
-    ranked = results.ranked
+    ranked, metric = results.ranked, results.metric
     if not ranked:
-        headline, detail = _nothing(results)
-        return Verdict(headline, detail, (), (), None, None, ())
-    best = ranked[0]
-    quality = describe(results.metric, best.estimates[results.metric.key])
-    found = f"{results.metric.label} {quality} after {budget_text(results)}"
-    notes = tuple(_notes(results))
-    if len(results.comparison.heads) == 1:
-        headline = f"Only {in_sentence(best)} was trained"
-        detail = f": {found}; there is nothing to compare it with."
-        return Verdict(headline, detail, (), notes, best, best, ())
+        return Verdict(*_nothing(results), (), (), None, None, ())
+    best, notes = ranked[0], tuple(_notes(results))
+    quality = describe(metric, best.estimates[metric.key])
     if len(ranked) == 1:
-        detail = f": {found}; {_lost(results)}."
         headline = f"{best.title} is the only head with a result"
+        rest = _fates([s for s in results.summaries if s.rank is None])
+        if len(results.comparison.heads) == 1:
+            headline = f"Only {in_sentence(best)} was trained"
+            rest = "there is nothing to compare it with"
+        detail = f": {metric.label} {quality} after {budget_text(results)}; {rest}."
         return Verdict(headline, detail, (), notes, best, best, ())
     apart = results.told_apart()
     tied = tuple(s for s in ranked[1:] if not apart[s.head.slug])
     chosen = recommended(results)
     needed = steps_needed(results, chosen)
-    runner_up = next(s for s in ranked if s is not chosen)
-    findings = tuple(_findings(results, best, tied, chosen, runner_up))
+    headline = f"Take {in_sentence(chosen)}"
+    detail = f": {_reason(results, chosen, tied)}."
     if needed is not None:
         headline = f"It is too early to tell: about {needed:,} steps are needed"
+        again = f"steps={needed}" if results.comparison.from_python else f"--budget {needed}steps"
         detail = (
-            f". After {budget_text(results)} {_unsettled(results, chosen)}; repeat with --budget "
-            f"{needed}steps. So far {in_sentence(best)} is ahead, with {results.metric.label} "
-            f"{quality}."
+            f". After {budget_text(results)} {_unsettled(results, chosen)}; repeat with {again}. "
+            f"So far {in_sentence(best)} is ahead, with {metric.label} {quality}."
         )
-        return Verdict(headline, detail, findings, notes, best, chosen, tied, needed, runner_up)
-    headline = f"Take {in_sentence(chosen)}"
-    detail = f": {_reason(results, best, chosen, tied)}."
-    return Verdict(headline, detail, findings, notes, best, chosen, tied, None, runner_up)
+    runner_up = next(s for s in ranked if s is not chosen)
+    findings = _findings(results, chosen, runner_up, tied)
+    return Verdict(headline, detail, findings, notes, best, chosen, tied, needed, runner_up)
 
 
 def recommended(results: Results) -> HeadSummary:
@@ -156,16 +153,15 @@ def bounds(metric: Metric, found: Estimate) -> tuple[float | None, float | None]
     return max(found.low, metric.least), min(found.high, metric.most)
 
 
-def joined(names: Sequence[str]) -> str:
+def joined(names: Iterable[str]) -> str:
     """Names as a sentence has them.
 
     Example:
         >>> joined(["adaptive", "full", "nce"])
         'adaptive, full and nce'
     """
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def in_sentence(summary: HeadSummary) -> str:
@@ -176,10 +172,7 @@ def in_sentence(summary: HeadSummary) -> str:
 
 def full_softmax(results: Results) -> HeadSummary | None:
     """The head that the others are measured against."""
-    for summary in results.ranked:
-        if summary.head.family == "full":
-            return summary
-    return None
+    return next((s for s in results.ranked if s.head.family == "full"), None)
 
 
 def budget_text(results: Results) -> str:
@@ -216,17 +209,15 @@ def times_less(ours: float, theirs: float) -> str:
     return f"{100 * share:.0f}% of the" if share > 0.02 else f"{100 * share:.1g}% of the"
 
 
-def _reason(
-    results: Results, best: HeadSummary, chosen: HeadSummary, tied: Sequence[HeadSummary]
-) -> str:
-    quality = describe(results.metric, chosen.estimates[results.metric.key])
-    after = f"{results.metric.label} {quality} after {budget_text(results)}"
+def _reason(results: Results, chosen: HeadSummary, tied: Sequence[HeadSummary]) -> str:
+    best, metric = results.ranked[0], results.metric
+    quality = describe(metric, chosen.estimates[metric.key])
+    after = f"{metric.label} {quality} after {budget_text(results)}"
     if chosen is best:
         return f"{after}, the best quality; {_certainty(best, tied)}"
-    worse = 100 * results.loss(best, chosen)
-    spent = times_less(chosen.mean("step_ms") or math.nan, best.mean("step_ms") or math.nan)
-    beside = "not significantly different from" if chosen in tied else f"{worse:.1f}% worse than"
-    return f"{after}, {beside} {in_sentence(best)} for {spent} time per step"
+    worse = f"{100 * results.loss(best, chosen):.1f}% worse than"
+    beside = "not significantly different from" if chosen in tied else worse
+    return f"{after}, {beside} {in_sentence(best)}{_for_time(chosen, best)}"
 
 
 def _certainty(best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
@@ -242,13 +233,9 @@ def _certainty(best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
 
 
 def _findings(
-    results: Results,
-    best: HeadSummary,
-    tied: Sequence[HeadSummary],
-    chosen: HeadSummary,
-    runner_up: HeadSummary,
-) -> list[str]:
-    metric = results.metric
+    results: Results, chosen: HeadSummary, runner_up: HeadSummary, tied: Sequence[HeadSummary]
+) -> tuple[str, ...]:
+    metric, best = results.metric, results.ranked[0]
     value = describe(metric, best.estimates[metric.key])
     steps = f"After the same {budget_text(results)} {in_sentence(best)} has the best quality"
     found = [f"{steps}, {metric.label} {value}; {_certainty(best, tied)}."]
@@ -261,16 +248,31 @@ def _findings(
             f"{in_sentence(winner)} is ahead on validation data, with {metric.label} "
             f"{metric.format(at.mean)}."
         )
-    return [*found, _beside(results, chosen, runner_up)]
+    return *found, _beside(results, chosen, runner_up, tied)
 
 
-def _beside(results: Results, chosen: HeadSummary, other: HeadSummary) -> str:
-    """The runner-up, and what it would cost or save."""
-    gap = 100 * results.loss(chosen, other)
-    quality = f"{abs(gap):.1f}% {'worse' if gap > 0 else 'better'}"
-    ours, theirs = chosen.mean("step_ms"), other.mean("step_ms")
-    cost = f" for {times_less(theirs, ours)} time per step" if ours and theirs else ""
-    return f"The runner-up is {in_sentence(other)}: {quality} than {in_sentence(chosen)}{cost}."
+def _beside(
+    results: Results, chosen: HeadSummary, other: HeadSummary, tied: Sequence[HeadSummary]
+) -> str:
+    """The runner-up, and what it would cost or save.
+
+    Where a cheaper head is recommended than the best one, the best one is the other choice.
+    """
+    gap, cost = 100 * results.loss(chosen, other), _for_time(other, chosen)
+    if other is results.ranked[0]:
+        sure = ", not significantly," if chosen in tied else ""
+        return (
+            f"The best quality has {in_sentence(other)}: {abs(gap):.1f}% better{sure} than "
+            f"{in_sentence(chosen)}{cost}."
+        )
+    quality = f"{gap:.1f}% worse than" if gap >= 0.05 else "as good as"
+    return f"The runner-up is {in_sentence(other)}: {quality} {in_sentence(chosen)}{cost}."
+
+
+def _for_time(one: HeadSummary, other: HeadSummary) -> str:
+    """What a step of one costs beside a step of the other; nothing where it was not measured."""
+    ours, theirs = one.mean("step_ms"), other.mean("step_ms")
+    return f" for {times_less(ours, theirs)} time per step" if ours and theirs else ""
 
 
 def _unsettled(results: Results, chosen: HeadSummary) -> str:
@@ -284,47 +286,40 @@ def _unsettled(results: Results, chosen: HeadSummary) -> str:
 
 
 def _notes(results: Results) -> list[str]:
-    told = results.comparison.data.get("description")
+    asked, metric = results.comparison, results.metric
+    told = asked.data.get("description")
     notes = [f"{each}." for each in told.get("notes", ())] if isinstance(told, Mapping) else []
-    failed = [s for s in results.summaries if s.any_failed]
-    if failed:
+    if failed := [s for s in results.summaries if s.any_failed]:
         notes.append(f"Not every run came to a result: {_fates(failed)}.")
-    still_open = sum(run.status in {"unfinished", "not started", "interrupted"}
-                     for run in results.comparison.runs)  # fmt: skip
-    if still_open:
-        total = len(results.comparison.runs)
-        notes.append(f"{still_open} of {total} runs did not reach the end of their budget.")
-    if results.metric is metrics.EPS_PERPLEXITY:
+    if still_open := sum(run.status in OPEN for run in asked.runs):
+        notes.append(
+            f"{still_open} of {len(asked.runs)} runs did not reach the end of their budget."
+        )
+    if metric is metrics.EPS_PERPLEXITY:
         notes.append(
             "A sparse head gave probability 0 to some targets, which makes its perplexity "
             "infinite, so heads are ranked by the ε-smoothed perplexity that all of them have."
         )
-    base = results.baseline()
     below = [s for s in results.ranked if not results.beats_baseline(s)]
-    if base is not None and below:
-        name = results.comparison.baseline.get("name", "frequency")
+    if below:
         notes.append(
-            f"The {name} baseline has {results.metric.label} {results.metric.format(base)}; "
-            f"{joined([in_sentence(s) for s in below])} did not beat it."
+            f"The {asked.baseline.get('name', 'frequency')} baseline has {metric.label} "
+            f"{metric.format(results.baseline())}; {joined(map(in_sentence, below))} did not beat "
+            "it."
         )
-    disturbed = [s for s in results.summaries if s.disturbed]
-    if disturbed:
+    if disturbed := [s for s in results.summaries if s.disturbed]:
         notes.append(
             "The machine was disturbed: steps took far longer than their median, or other "
-            f"processes ran, with {joined([in_sentence(s) for s in disturbed])}. Times of these "
-            "heads are not to be trusted; --resume repeats nothing, so compare again."
+            f"processes ran, with {joined(map(in_sentence, disturbed))}. Times of these heads are "
+            "not to be trusted; compare again in a new folder."
         )
-    other_start = sorted({run.head.title for run in results.comparison.runs
-                          if run.bias and run.bias != "class frequencies"})  # fmt: skip
+    other_start = {run.head.title for run in asked.runs if run.bias not in ("", STARTED)}
     if other_start:
         notes.append(
-            f"{joined(other_start)} could not start at the class frequencies, as the others did."
+            f"{joined(sorted(other_start))} could not start at the class frequencies, as the "
+            "others did."
         )
     return notes
-
-
-def _lost(results: Results) -> str:
-    return _fates([s for s in results.summaries if s.rank is None])
 
 
 def _fates(summaries: Sequence[HeadSummary]) -> str:

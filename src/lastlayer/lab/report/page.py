@@ -102,7 +102,8 @@ def _tiles(results: Results, verdict: Verdict) -> list[dict[str, Any]]:
     chosen, full = verdict.recommended, full_softmax(results)
     if chosen is None:
         return []
-    others = {"runner-up": verdict.runner_up}
+    best = verdict.runner_up is verdict.best
+    others = {"best in quality" if best else "runner-up": verdict.runner_up}
     if full not in (chosen, verdict.runner_up):
         others["full softmax"] = full
     shown = (
