@@ -21,14 +21,7 @@ from lastlayer.lab import machine
 from lastlayer.lab.costs import measure_costs
 from lastlayer.lab.data import Data, LabelData, PairData, SparseRows, TextData, Vocabulary
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.evaluation import (
-    EPSILON,
-    ClassJudge,
-    LabelJudge,
-    PairJudge,
-    TextJudge,
-    rows_for,
-)
+from lastlayer.lab.evaluation import EPSILON, JUDGES, rows_for
 from lastlayer.lab.explorer import explore, explore_labels
 from lastlayer.lab.feeding import Feed, RowFeed, TextFeed
 from lastlayer.lab.live import Watcher, watcher
@@ -45,13 +38,10 @@ from lastlayer.lab.records import (
     told_of,
     write_json,
 )
-from lastlayer.lab.runs import CLIP, Bench, Subject, perform, step_times
+from lastlayer.lab.runs import CLIP, Bench, Subject, perform, step_ms
 from lastlayer.lab.specs import HeadSpec, parse_specs
 from lastlayer.lab.training import WARM_UP
 
-_JUDGES: dict[str, Any] = {
-    "lm": TextJudge, "classification": ClassJudge, "multilabel": LabelJudge, "pairs": PairJudge,
-}  # fmt: skip
 _FLOAT = 4
 # Numbers of a checkpoint for each parameter: itself and two moments. An old one and a new one are
 # there at a time.
@@ -191,7 +181,7 @@ def _prepare(
     specs = parse_specs(settled.heads, task=task)
     _check_sizes(options, subject.feed)
     check_space(out, _bytes_needed(specs, len(settled.seeds), subject))
-    judge: Any = _JUDGES[task](subject.feed, subject.needs.counts)
+    judge = JUDGES[task](subject.feed, subject.needs.counts)
     bench = Bench(
         **vars(subject), out=out, judge=judge, steps=0, lr=settled.lr,
         finds_rate=settled.finds_rate, device=device, record={},
@@ -341,10 +331,8 @@ def _budget(
     if asked.kind == "seconds":
         if not quiet:
             console.print("Timing a step of each head …", highlight=False)
-        times = step_times(bench, specs)
-        slowest = max(specs, key=lambda spec: times[spec.slug])
-        slowest_ms = times[slowest.slug]
-        made |= {"slowest": slowest.label, "step_ms": round(slowest_ms, 3)}
+        slowest_ms, label = max((step_ms(bench, spec), spec.label) for spec in specs)
+        made |= {"slowest": label, "step_ms": round(slowest_ms, 3)}
     steps = asked.steps(per_epoch, slowest_ms)
     made |= {"amount": steps, "asked": str(asked), "epochs": round(steps / per_epoch, 4)}
     if slowest_ms is not None and not quiet:

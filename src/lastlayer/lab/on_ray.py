@@ -17,7 +17,7 @@ import torch
 
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.live import Watcher
-from lastlayer.lab.runs import Bench, keep_rate, known_rate, lost, perform, search_rate
+from lastlayer.lab.runs import Bench, keep_rate, known_rate, perform, search_rate, written
 from lastlayer.lab.specs import HeadSpec
 from lastlayer.lab.training import InterruptedRunError
 
@@ -140,7 +140,7 @@ class Cluster:
             elif isinstance(found, Exception):
                 told = str(found).strip().splitlines() or [type(found).__name__]
                 reason = f"its worker was lost {_RETRIES + 1} times, or failed: {told[-1]}"
-                ended(spec, seed_, lost(bench, spec, seed_, reason))
+                ended(spec, seed_, written(bench, spec, seed_, "error", reason))
             elif found is not None:
                 ended(spec, seed_, found)
         stop.unlink(missing_ok=True)
