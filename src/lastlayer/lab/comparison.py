@@ -50,19 +50,12 @@ _CHECKPOINT_COPIES = 6
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison has left.
+    """What a comparison has left."""
 
-    Attributes:
-        out: its folder.
-        results: of its runs, in the order they were made.
-        interrupted: whether a person has stopped it.
-        costs: against the number of classes, as costs.json has them; None where it was stopped
-            before.
-    """
-
-    out: Path
-    results: list[dict[str, Any]]
-    interrupted: bool
+    out: Path  # its folder
+    results: list[dict[str, Any]]  # of its runs, in the order they were made
+    interrupted: bool  # whether a person has stopped it
+    # Against the number of classes, as costs.json has them; None where it was stopped before.
     costs: dict[str, Any] | None = None
 
 

@@ -77,16 +77,12 @@ class Rows:
     """What is kept of each row."""
 
     target: NDArray[np.int64]
-    nll: Reals
-    """Minus the log-probability of the target."""
+    nll: Reals  # minus the log-probability of the target
+    # Where the target is among the ten best classes, from 0; 10 where it is not.
     place: NDArray[np.int64]
-    """Where the target is among the ten best classes, from 0; 10 where it is not."""
-    confidence: Reals
-    """The highest probability."""
-    support: NDArray[np.int64]
-    """How many classes have a probability above 0."""
-    guess: NDArray[np.int64]
-    """The class with the highest probability."""
+    confidence: Reals  # the highest probability
+    support: NDArray[np.int64]  # how many classes have a probability above 0
+    guess: NDArray[np.int64]  # the class with the highest probability
 
 
 @torch.no_grad()
@@ -98,12 +94,7 @@ def judge_rows(head: nn.Module, states: Iterable[tuple[Tensor, Tensor]]) -> Rows
         kept = classes != PADDING
         chunks = zip(rows[kept].split(step), classes[kept].split(step), strict=True)
         parts += [_judged(head, *chunk) for chunk in chunks]
-    target, nll, place, confidence, support, guess = (
-        torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True)
-    )
-    return Rows(
-        target, nll.astype(np.float64), place, confidence.astype(np.float64), support, guess
-    )
+    return Rows(*(torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True)))
 
 
 def _judged(head: nn.Module, hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -111,25 +102,22 @@ def _judged(head: nn.Module, hidden: Tensor, target: Tensor) -> tuple[Tensor, ..
         own = head.log_prob(hidden, target.unsqueeze(-1)).squeeze(-1)
         found = head.topk(hidden, min(_BEST, head.n_classes))
         support = torch.full_like(target, head.n_classes)
-        sure, classes = found.values[:, 0].exp(), found.classes
-        return target, -own, _place(classes, target), sure, support, classes[:, 0]
-    log_prob: Tensor = head.log_prob(hidden)  # type: ignore[operator]
-    own = log_prob.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    best = log_prob.topk(min(_BEST, log_prob.shape[-1]), -1)
-    # A class without a probability is none of the best.
-    classes = best.indices.masked_fill(best.values == -math.inf, -1)
-    support = torch.full_like(target, log_prob.shape[-1])
-    # Counting is slow, and most heads have no zeros.
-    sparse = log_prob.amin(-1) == -math.inf
-    support[sparse] = (log_prob[sparse] > -math.inf).sum(-1)
-    sure = best.values[:, 0].exp()
-    return target, -own, _place(classes, target), sure, support, best.indices[:, 0]
-
-
-def _place(best: Tensor, target: Tensor) -> Tensor:
-    """Where the target is among the best classes; 10 where it is not."""
-    hit = best == target.unsqueeze(-1)
-    return torch.where(hit.any(-1), hit.int().argmax(-1), _BEST)
+        sure, classes, first = found.values[:, 0].exp(), found.classes, found.classes[:, 0]
+    else:
+        log_prob: Tensor = head.log_prob(hidden)  # type: ignore[operator]
+        own = log_prob.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        best = log_prob.topk(min(_BEST, log_prob.shape[-1]), -1)
+        # A class without a probability is none of the best.
+        classes = best.indices.masked_fill(best.values == -math.inf, -1)
+        support = torch.full_like(target, log_prob.shape[-1])
+        # Counting is slow, and most heads have no zeros.
+        sparse = log_prob.amin(-1) == -math.inf
+        support[sparse] = (log_prob[sparse] > -math.inf).sum(-1)
+        sure, first = best.values[:, 0].exp(), best.indices[:, 0]
+    # Where the target is among the best classes.
+    hit = classes == target.unsqueeze(-1)
+    place = torch.where(hit.any(-1), hit.int().argmax(-1), _BEST)
+    return target, -own.double(), place, sure.double(), support, first
 
 
 def quality(rows: Rows, n_classes: int) -> dict[str, Any]:
@@ -326,18 +314,12 @@ def _recall(ranks: NDArray[np.int64]) -> dict[str, Any]:
 class LabelRows:
     """What is kept of rows with several labels."""
 
-    scores: Reals
-    """Of the best labels of each row, falling."""
-    labels: NDArray[np.int64]
-    """Which these are."""
-    hits: NDArray[np.bool_]
-    """Whether each of them is right."""
-    present: NDArray[np.int64]
-    """How many labels each row has."""
-    occurrences: NDArray[np.int64]
-    """In how many rows each label is."""
-    native: dict[str, float]
-    """Sums over all rows of the head's own rule, and of its loss."""
+    scores: Reals  # of the best labels of each row, falling
+    labels: NDArray[np.int64]  # which these are
+    hits: NDArray[np.bool_]  # whether each of them is right
+    present: NDArray[np.int64]  # how many labels each row has
+    occurrences: NDArray[np.int64]  # in how many rows each label is
+    native: dict[str, float]  # sums over all rows of the head's own rule, and of its loss
 
 
 class LabelJudge(Judge):

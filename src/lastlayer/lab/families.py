@@ -14,15 +14,10 @@ class Reference(NamedTuple):
 
 
 class Family(NamedTuple):
-    """One name in specs.
+    """One name in specs."""
 
-    Attributes:
-        title: what people call it.
-        colour: its place in the palette of the page, whatever else is compared.
-    """
-
-    title: str
-    colour: int
+    title: str  # what people call it
+    colour: int  # its place in the palette of the page, whatever else is compared
 
 
 FAMILIES = {

@@ -33,10 +33,8 @@ class ZipfFit:
     """count(rank) ≈ scale · rank^−slope."""
 
     slope: float
-    r_squared: float
-    """1 where the law holds exactly."""
-    ranks: int
-    """How many ranks it was fitted over."""
+    r_squared: float  # 1 where the law holds exactly
+    ranks: int  # how many ranks it was fitted over
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,10 @@ def inspect_data(data: Data, *, hidden: int = HIDDEN) -> Inspection:
     """
     if isinstance(data, PairData):
         raise LabError("DATA: expected classes to count, got pairs; compare takes them")
-    one_class = isinstance(data, TextData) or data.task == "classification"
-    numbers, tried = _of_classes(data, hidden) if one_class else _of_labels(data)
+    if isinstance(data, LabelData) and data.task == "multilabel":
+        numbers, tried = _of_labels(data)
+    else:
+        numbers, tried = _of_classes(data, hidden)
     parts = {part: getattr(data, part) for part in ("train", "valid", "test")}
     return Inspection(
         task=data.task, name=data.name, source=str(data.description.get("source", "")),

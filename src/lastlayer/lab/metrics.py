@@ -11,17 +11,13 @@ Style = Literal["number", "percent", "share", "ms", "seconds", "megabytes", "cou
 class Metric:
     """One column of the summary."""
 
-    key: str
-    """Its name in result.json."""
+    key: str  # its name in result.json
     label: str
     style: Style
     lower_is_better: bool
-    log: bool = False
-    """Averaged and drawn on a logarithmic scale."""
-    tested: bool = True
-    """Measured on test data, else of the run itself."""
-    least: float = 0.0
-    """What it can be at least; an interval ends there."""
+    log: bool = False  # averaged and drawn on a logarithmic scale
+    tested: bool = True  # measured on test data, else of the run itself
+    least: float = 0.0  # what it can be at least; an interval ends there
 
     @property
     def most(self) -> float:

@@ -208,10 +208,8 @@ class Point:
     """A line of metrics.jsonl."""
 
     step: int
-    seconds: float
-    """Of training alone, without warm-up and evaluation."""
-    values: Mapping[str, float]
-    """What is finite of it."""
+    seconds: float  # of training alone, without warm-up and evaluation
+    values: Mapping[str, float]  # what is finite of it
 
 
 @dataclass(frozen=True)
@@ -222,15 +220,12 @@ class Run:
     seed: int
     status: str
     reason: str
-    numbers: Mapping[str, float]
-    """Costs, such as ``steps`` and ``step_ms``; what is finite of them."""
-    test: Mapping[str, float]
-    """Quality on test data; what is finite of it."""
+    numbers: Mapping[str, float]  # costs, such as ``steps`` and ``step_ms``; what is finite of them
+    test: Mapping[str, float]  # quality on test data; what is finite of it
     calibration: tuple[Mapping[str, float], ...] = ()
     by_decile: tuple[Mapping[str, float], ...] = ()
     explorer: tuple[Mapping[str, Any], ...] = ()
-    bias: str = ""
-    """How the biases of the head have started."""
+    bias: str = ""  # how the biases of the head have started
     train: tuple[Point, ...] = ()
     valid: tuple[Point, ...] = ()
 
@@ -403,30 +398,23 @@ class Cost:
 
     slug: str
     classes: int
-    ms: float | None = None
-    """Median milliseconds; None where it was not measured."""
-    low_ms: float | None = None
-    """20th percentile, and ``high_ms`` the 80th."""
+    ms: float | None = None  # median milliseconds; None where it was not measured
+    low_ms: float | None = None  # 20th percentile, and ``high_ms`` the 80th
     high_ms: float | None = None
-    samples: int = 0
-    """How many steps were timed."""
+    samples: int = 0  # how many steps were timed
+    # Of the head and its step; None where it could not be measured.
     peak_memory_mb: float | None = None
-    """Of the head and its step; None where it could not be measured."""
     parameters: int | None = None
-    reason: str = ""
-    """Why it was not measured."""
+    reason: str = ""  # why it was not measured
 
 
 @dataclass(frozen=True)
 class Costs:
     """All that was measured, and with what."""
 
-    rows: int
-    """In a step."""
-    width: int
-    """Size of the hidden state."""
-    own: int
-    """The number of classes of the data."""
+    rows: int  # in a step
+    width: int  # size of the hidden state
+    own: int  # the number of classes of the data
     found: tuple[Cost, ...]
 
 

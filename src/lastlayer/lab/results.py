@@ -36,16 +36,12 @@ class HeadSummary:
 
     head: HeadEntry
     runs: tuple[Run, ...]
-    estimates: Mapping[str, Estimate]
-    """By the key of a metric, from the runs that finished."""
-    at_equal_seconds: Estimate | None
-    """Validation quality at the time that all heads have reached."""
-    at_equal_steps: Estimate | None
-    """Validation quality at the step that all heads have reached."""
+    estimates: Mapping[str, Estimate]  # by the key of a metric, from the runs that finished
+    at_equal_seconds: Estimate | None  # validation quality at the time that all heads have reached
+    at_equal_steps: Estimate | None  # validation quality at the step that all heads have reached
+    # How much better validation became over the last quarter of the steps, as a share.
     gain: float | None = None
-    """How much better validation became over the last quarter of the steps, as a share."""
-    rank: int | None = None
-    """1 is best; None without a result."""
+    rank: int | None = None  # 1 is best; None without a result
 
     @property
     def title(self) -> str:
@@ -95,16 +91,12 @@ class Results:
     """A comparison, summarised."""
 
     comparison: Comparison
-    metric: Metric
-    """What heads are ranked by."""
-    summaries: tuple[HeadSummary, ...]
-    """In the order of ranks; heads without a result come last."""
-    equal_seconds: float | None
-    """The training time up to which every finished run was validated."""
-    equal_steps: int | None
-    """The step up to which every finished run was validated."""
+    metric: Metric  # what heads are ranked by
+    summaries: tuple[HeadSummary, ...]  # in the order of ranks; heads without a result come last
+    equal_seconds: float | None  # the training time up to which every finished run was validated
+    equal_steps: int | None  # the step up to which every finished run was validated
+    # Of each head against the number of classes; None where they were not measured.
     costs: Costs | None = None
-    """Of each head against the number of classes; None where they were not measured."""
 
     @property
     def ranked(self) -> tuple[HeadSummary, ...]:

@@ -56,55 +56,36 @@ _TIMED_STEPS, _TIMED_SECONDS = 8, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What heads are compared on: data and a backbone, from files or from Python.
+    """What heads are compared on: data and a backbone, from files or from Python."""
 
-    Attributes:
-        data: what compare.json says of the data.
-        needs: what heads are made from.
-        feed: where batches come from.
-        model: what compare.json says of the backbone.
-        make_body: a backbone with fresh weights, which depend on torch's generator alone.
-        explore: what the explorer shows of a model.
-        n_rows: of the training part, for the frequencies of labels.
-        save: writes what a trained model needs beside its weights, such as the vocabulary.
-        usual_lr: learning rate around which each head's own is looked for; None for that of the
-            options.
-        command: what asked for the comparison, where it was not ``lastlayer compare``.
-    """
-
-    data: dict[str, Any]
-    needs: ClassData
-    feed: Feed
-    model: ModelSettings
+    data: dict[str, Any]  # what compare.json says of the data
+    needs: ClassData  # what heads are made from
+    feed: Feed  # where batches come from
+    model: ModelSettings  # what compare.json says of the backbone
+    # A backbone with fresh weights, which depend on torch's generator alone.
     make_body: Callable[[], nn.Module]
+    # What the explorer shows of a model.
     explore: Callable[[nn.Module, nn.Module], list[dict[str, Any]]]
-    n_rows: int
+    n_rows: int  # of the training part, for the frequencies of labels
+    # Writes what a trained model needs beside its weights, such as the vocabulary.
     save: Callable[[Path], None]
+    # Learning rate around which each head's own is looked for; None for that of the options.
     usual_lr: float | None = None
+    # What asked for the comparison, where it was not ``lastlayer compare``.
     command: list[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Subject):
-    """The same with all that the runs of a comparison share.
+    """The same with all that the runs of a comparison share."""
 
-    Attributes:
-        out: the folder of the comparison.
-        judge: what judges models.
-        steps: of each run.
-        lr: learning rate, or the usual one around which each head's own is looked for.
-        finds_rate: whether that is done.
-        device: where they run.
-        record: what config.json holds beside head and seed.
-    """
-
-    out: Path
-    judge: Judge
-    steps: int
-    lr: float
-    finds_rate: bool
-    device: torch.device
-    record: dict[str, Any]
+    out: Path  # the folder of the comparison
+    judge: Judge  # what judges models
+    steps: int  # of each run
+    lr: float  # learning rate, or the usual one around which each head's own is looked for
+    finds_rate: bool  # whether that is done
+    device: torch.device  # where they run
+    record: dict[str, Any]  # what config.json holds beside head and seed
 
     def folder(self, spec: HeadSpec, seed: int) -> Path:
         """Of one run."""

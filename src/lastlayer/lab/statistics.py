@@ -22,10 +22,8 @@ class Estimate:
     """A mean over seeds and its 95% interval."""
 
     mean: float
-    n: int
-    """Seeds that it was made from."""
-    low: float | None = None
-    """None with one seed, which says nothing of how seeds differ."""
+    n: int  # seeds that it was made from
+    low: float | None = None  # none with one seed, which says nothing of how seeds differ
     high: float | None = None
 
 

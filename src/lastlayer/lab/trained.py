@@ -31,21 +31,13 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that can be used.
+    """A model that can be used."""
 
-    Attributes:
-        body: from inputs to hidden states.
-        head: the end of it.
-        vocabulary: the tokens, or the labels.
-        config: what it was trained with.
-        tokenizer: what its text was cut with, where that were no words.
-    """
-
-    body: nn.Module
-    head: Head
-    vocabulary: Vocabulary
-    config: dict[str, Any]
-    tokenizer: Tokenizer | None = None
+    body: nn.Module  # from inputs to hidden states
+    head: Head  # the end of it
+    vocabulary: Vocabulary  # the tokens, or the labels
+    config: dict[str, Any]  # what it was trained with
+    tokenizer: Tokenizer | None = None  # what its text was cut with, where that were no words
 
 
 def run_folder(path: Path) -> Path:
@@ -133,17 +125,11 @@ def _import_users_class(family: str) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """One token.
+    """One token."""
 
-    Attributes:
-        token: what was taken.
-        p: its probability.
-        top: the most probable tokens and their probabilities.
-    """
-
-    token: str
-    p: float
-    top: list[tuple[str, float]]
+    token: str  # what was taken
+    p: float  # its probability
+    top: list[tuple[str, float]]  # the most probable tokens and their probabilities
 
 
 def prompt_tokens(trained: Trained, prompt: str) -> list[str]:

@@ -130,22 +130,16 @@ def _context_length(head: nn.Module) -> int:
 class Progress:
     """How far a run is."""
 
-    step: int = 0
-    """Steps done; the batches of the next ones follow from it."""
-    seconds: float = 0.0
-    """Of training alone."""
-    tokens: int = 0
-    """Tokens or rows seen."""
+    step: int = 0  # steps done; the batches of the next ones follow from it
+    seconds: float = 0.0  # of training alone
+    tokens: int = 0  # tokens or rows seen
+    # Of the losses since they were last told, and ``loss_count``, how many these are.
     loss_sum: float = 0.0
-    """Of the losses since they were last told, and ``loss_count``, how many these are."""
     loss_count: int = 0
-    first_loss: float | None = None
-    """The first that was told, by which divergence is judged."""
-    lines: int = 0
-    """Bytes of metrics.jsonl that belong to it."""
+    first_loss: float | None = None  # the first that was told, by which divergence is judged
+    lines: int = 0  # bytes of metrics.jsonl that belong to it
     peak_memory_mb: float | None = None
-    best_score: float | None = None
-    """The lowest that validation gave, and ``best_step``, where."""
+    best_score: float | None = None  # the lowest that validation gave, and ``best_step``, where
     best_step: int = 0
 
 

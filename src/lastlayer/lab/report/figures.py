@@ -70,11 +70,11 @@ class Charts:
         shown = _data(rows).transform_filter("indexof(shown, datum.head) >= 0")
         return shown.encode(color=self._colour, tooltip=tooltip, **axes)
 
-    def points(self, base: alt.Chart, size: int = 80, **look: Any) -> alt.Chart:
+    def points(self, base: alt.Chart, size: int = 80, **look: Any) -> Any:
         """The symbol of each head."""
         return base.mark_point(filled=True, size=size, opacity=1, **look).encode(shape=self._shape)
 
-    def lines(self, base: alt.Chart) -> alt.Chart:
+    def lines(self, base: alt.Chart) -> Any:
         """A line per head."""
         return base.mark_line(strokeWidth=2, clip=True).encode(strokeDash=self._dash)
 
@@ -99,8 +99,7 @@ class View:
     """One state of a figure's selector."""
 
     key: str
-    label: str
-    """Of the button."""
+    label: str  # of the button
     alt_text: str
     chart: Callable[[Charts], dict[str, Any]]
 
@@ -192,7 +191,7 @@ def equal(results: Results) -> Figure:
         x = alt.X("x:Q", title=metric.label, **_around(metric, held))
         tooltip = [_tip("head"), _tip("at"), _tip("value", metric.label)]
         base = charts.of(rows, tooltip, x=x, y=_names([s.title for s in results.ranked]))
-        mark = {"size": 110, "opacity": 1}
+        mark: dict[str, Any] = {"size": 110, "opacity": 1}
         return charts.finish(
             *_baseline_layers(line, x=x),
             base.mark_line(strokeWidth=1.5, opacity=0.5).encode(detail="head:N"),
@@ -364,7 +363,10 @@ def calibration(results: Results) -> Figure:
     rows = [row for summary in results.ranked for row in _calibration(summary)]
 
     def chart(charts: Charts) -> dict[str, Any]:
-        whole = {"axis": alt.Axis(format="~%", tickCount=5), "scale": alt.Scale(domain=[0, 1])}
+        whole: dict[str, Any] = {
+            "axis": alt.Axis(format="~%", tickCount=5),
+            "scale": alt.Scale(domain=[0, 1]),
+        }
         x = alt.X("x:Q", title="probability given to the best class", **whole)
         y = alt.Y("y:Q", title="how often it is right", **whole)
         tooltip = [_tip("head"), alt.Tooltip("x:Q", title="said", format=".1%"),
@@ -550,11 +552,11 @@ def _data(rows: Sequence[Row]) -> alt.Chart:
     return alt.Chart(alt.Data(values=list(rows)))
 
 
-def _dashed(points: Sequence[Row]) -> alt.Chart:
+def _dashed(points: Sequence[Row]) -> Any:
     return _data(points).mark_line(strokeDash=[4, 4], strokeWidth=1.5, color=alt.expr("muted"))
 
 
-def _whiskers(base: alt.Chart, along: str, **look: Any) -> alt.Chart:
+def _whiskers(base: alt.Chart, along: str, **look: Any) -> Any:
     rule = base.mark_rule(clip=True, **{"strokeWidth": 1.5, "opacity": 0.7, **look})
     return rule.encode(**{along: "low:Q", f"{along}2": "high:Q"})
 
@@ -590,8 +592,9 @@ def _baseline(
     metric, asked = results.metric, results.comparison.baseline
     measured = asked[part] if isinstance(asked.get(part), Mapping) else asked.get("test")
     value = measured.get(metric.key) if isinstance(measured, Mapping) else None
-    known = isinstance(value, int | float) and math.isfinite(value) and len(values) > 0
-    if not known or (metric.log and value <= 0):
+    if not isinstance(value, int | float) or not math.isfinite(value) or not values:
+        return list(values), None
+    if metric.log and value <= 0:
         return list(values), None
     log = metric.log and min(values) > 0
     low, high, at = (math.log(v) if log else float(v) for v in (min(values), max(values), value))
@@ -614,6 +617,7 @@ def _baseline_layers(row: Row | None, **across: Any) -> list[alt.Chart]:
         return []
     base = _data([row]).encode(tooltip=[_tip("label", "baseline")], **across)
     rule = base.mark_rule(strokeDash=[2, 3], strokeWidth=1.5, color=alt.expr("muted"))
+    side: dict[str, Any]
     # Along a rule from side to side, or above one from top to bottom.
     if "y" in across:
         place = {"x": alt.value(0 if row["left"] else "width")}

@@ -38,8 +38,7 @@ class Cell(NamedTuple):
     """What a table shows of one metric of one head."""
 
     text: str
-    span: str = ""
-    """The interval, in small."""
+    span: str = ""  # the interval, in small
     sort: float | None = None
     best: bool = False
 
