@@ -24,8 +24,8 @@ from lastlayer.lab.statistics import LEVEL, Estimate, estimate, holm, p_value
 
 Axis = Literal["seconds", "steps"]
 TOLERANCE = 0.03
-# Share of the steps after which it is asked what was still gained.
-_EARLIER = 0.75
+# Shares of the steps between which it is asked what was gained: at the end, and before that.
+_LAST, _BEFORE = (0.75, 1.0), (0.5, 0.75)
 # The mean of steps over their median, and the load of each core, of a machine that does other work.
 _STALLED, _LOADED = 1.5, 1.5
 
@@ -41,6 +41,7 @@ class HeadSummary:
     at_equal_steps: Estimate | None  # validation quality at the step that all heads have reached
     # How much better validation became over the last quarter of the steps, as a share.
     gain: float | None = None
+    gain_before: float | None = None  # the same over the quarter before it
     rank: int | None = None  # 1 is best; None without a result
 
     @property
@@ -186,8 +187,8 @@ def summarise(comparison: Comparison) -> Results:
         finished = [run for run in runs if run.finished]
         equal = _at(finished, metric, "seconds", equal_seconds)
         at_end = _at(finished, metric, "steps", equal_steps)
-        gain = _gain(finished, metric)
-        summaries.append(HeadSummary(head, runs, _estimates(finished), equal, at_end, gain))
+        gains = (_gain(finished, metric, *span) for span in (_LAST, _BEFORE))
+        summaries.append(HeadSummary(head, runs, _estimates(finished), equal, at_end, *gains))
     return Results(comparison, metric, _ranked(summaries, metric), equal_seconds, equal_steps)
 
 
@@ -250,18 +251,19 @@ def _at(runs: Sequence[Run], metric: Metric, axis: Axis, where: float | None) ->
     return estimate([v for v in values if v is not None], log=metric.log)
 
 
-def _gain(runs: Sequence[Run], metric: Metric) -> float | None:
-    """Of the best validation so far, from three quarters of the steps to the end."""
-    found = []
+def _gain(runs: Sequence[Run], metric: Metric, start: float, end: float) -> float | None:
+    """How much better the best validation so far became between two shares of the steps."""
+    pick, found = min if metric.lower_is_better else max, []
     for run in runs:
         points = [(p.step, v) for p in run.valid if (v := quality_of(p, metric)) is not None]
         if len(points) < 3 or not points[-1][0]:
             continue
-        pick = min if metric.lower_is_better else max
-        before = [value for step, value in points if step <= _EARLIER * points[-1][0]]
-        earlier, now = pick(before), pick(value for _, value in points)
-        if earlier > 0 and now > 0:
-            found.append(earlier / now - 1 if metric.lower_is_better else now / earlier - 1)
+        earlier, later = (
+            pick([value for step, value in points if step <= share * points[-1][0]], default=0.0)
+            for share in (start, end)
+        )
+        if earlier > 0 and later > 0:
+            found.append(earlier / later - 1 if metric.lower_is_better else later / earlier - 1)
     return sum(found) / len(found) if found else None
 
 

@@ -106,11 +106,11 @@ def steps_needed(results: Results, chosen: HeadSummary) -> int | None:
     best, steps = results.ranked[0], results.equal_steps
     if steps is None or best.gain is None:
         return None
-    fast = _FAST * results.tolerance
-    factors = [
-        each.gain / fast * 2 for each in {best.head.slug: best, chosen.head.slug: chosen}.values()
-        if each.gain is not None and each.gain > fast
-    ]  # fmt: skip
+    falling = _falling(results, chosen)
+    factors = [2 * (each.gain or 0.0) / (_FAST * results.tolerance) for each in falling]
+    if any(_steeper(each) for each in falling):
+        # It has hardly begun, and how far it goes cannot be read off yet.
+        factors.append(_AHEAD)
     for other in results.ranked[1:]:
         closing = (other.gain or 0.0) - best.gain
         gap = results.loss(best, other)
@@ -122,6 +122,22 @@ def steps_needed(results: Results, chosen: HeadSummary) -> int | None:
     if not factors:
         return None
     return _rounded(steps * min(_MOST_AHEAD, max(2.0, *factors)))
+
+
+def _falling(results: Results, chosen: HeadSummary) -> list[HeadSummary]:
+    """The leaders that gain fast, or more than the tolerance and ever more."""
+    leaders = {each.head.slug: each for each in (results.ranked[0], chosen)}.values()
+    return [
+        each for each in leaders
+        if (gain := each.gain or 0.0) > _FAST * results.tolerance
+        or (gain > results.tolerance and _steeper(each))
+    ]  # fmt: skip
+
+
+def _steeper(summary: HeadSummary) -> bool:
+    """Whether it gained more over the last quarter of the steps than over the one before."""
+    before = summary.gain_before
+    return before is not None and (summary.gain or 0.0) > before
 
 
 def _rounded(steps: float) -> int:
@@ -276,11 +292,8 @@ def _for_time(one: HeadSummary, other: HeadSummary) -> str:
 
 
 def _unsettled(results: Results, chosen: HeadSummary) -> str:
-    best = results.ranked[0]
-    fast = _FAST * results.tolerance
-    falling = {s.head.slug: s for s in (best, chosen) if (s.gain or 0.0) > fast}
-    if falling:
-        shown = joined([f"{in_sentence(s)} ({100 * (s.gain or 0):.0f}%)" for s in falling.values()])
+    if falling := _falling(results, chosen):
+        shown = joined(f"{in_sentence(s)} ({100 * (s.gain or 0):.0f}%)" for s in falling)
         return f"the leaders still gain fast over the last quarter of the steps: {shown}"
     return "curves of the leaders would cross soon"
 
