@@ -16,12 +16,12 @@ from made_runs import CLASSES, HEADS, KINDS, NASTY, make
 from lastlayer.heads.recipes import registered
 from lastlayer.lab import report
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.families import FAMILIES, REFERENCES
+from lastlayer.lab.families import FAMILIES
 from lastlayer.lab.records import HeadEntry
 from lastlayer.lab.report import figures, look, tables, write_report
 from lastlayer.lab.report.explorer import visible
 from lastlayer.lab.report.figures import Charts, log_ticks
-from lastlayer.lab.report.page import content_policy, json_for_script
+from lastlayer.lab.report.page import content_policy, json_for_script, references
 from lastlayer.lab.results import read_results
 from lastlayer.lab.verdict import verdict
 
@@ -302,9 +302,9 @@ def test_ticks_are_few_and_inside(seed):
 
 def test_every_family_that_is_not_plain_has_its_paper():
     assert registered().keys() <= FAMILIES.keys()
-    assert FAMILIES.keys() - REFERENCES.keys() == {"full", "topk", "bce"}
-    for papers in REFERENCES.values():
-        assert all(re.search(r"\d{4}", paper.text) for paper in papers)
+    assert FAMILIES.keys() - references().keys() == {"full", "topk", "bce"}
+    for papers in references().values():
+        assert all(re.search(r"\d{4}", paper["text"]) for paper in papers)
 
 
 def test_columns_about_sparse_heads_are_there_with_sparse_heads_alone(tmp_path):

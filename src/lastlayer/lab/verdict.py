@@ -274,13 +274,15 @@ def _beside(
 
     Where a cheaper head is recommended than the best one, the best one is the other choice.
     """
-    gap, cost = 100 * results.loss(chosen, other), _for_time(other, chosen)
+    metric, cost = results.metric, _for_time(other, chosen)
     if other is results.ranked[0]:
-        sure = ", not significantly," if chosen in tied else ""
+        best, ours = (metric.format(s.mean(metric.key)) for s in (other, chosen))
+        sure = ", not significantly better," if chosen in tied else ""
         return (
-            f"The best quality has {in_sentence(other)}: {abs(gap):.1f}% better{sure} than "
-            f"{in_sentence(chosen)}{cost}."
+            f"The best quality has {in_sentence(other)}: {metric.label} {best} in place of "
+            f"{ours}{sure}{cost}."
         )
+    gap = 100 * results.loss(chosen, other)
     quality = f"{gap:.1f}% worse than" if gap >= 0.05 else "as good as"
     return f"The runner-up is {in_sentence(other)}: {quality} {in_sentence(chosen)}{cost}."
 

@@ -573,11 +573,11 @@ def _dots(charts: Charts, rows: Sequence[Row], tooltip: list[Any], x: alt.X) -> 
     """A row per head, the lowest first: its whisker, its symbol, and ``text`` at its right."""
     order = [row["head"] for row in sorted(rows, key=lambda row: row["x"])]
     base = charts.of(rows, tooltip, x=x, y=_names(order))
-    text = base.mark_text(align="left", dx=14, fontSize=12, color=alt.expr("ink"))
+    text = base.mark_text(align="left", dx=14, fontSize=12)
     return [
         _whiskers(base, "x"),
         charts.points(base, 110),
-        text.encode(x=alt.X("end:Q"), text="text:N", color=alt.Undefined),
+        text.encode(x="end:Q", text="text:N", color=alt.value(LIGHT_INK.text)),
     ]
 
 

@@ -13,7 +13,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from lastlayer.lab import metrics
-from lastlayer.lab.families import REFERENCES
 from lastlayer.lab.records import finite, read_rates
 from lastlayer.lab.report import explorer, look, tables
 from lastlayer.lab.report.figures import Charts, Figure, left_out
@@ -176,7 +175,14 @@ def _references(results: Results) -> list[tuple[str, Any]]:
     titles: dict[str, str] = {}
     for head in results.comparison.heads:
         titles.setdefault(head.family, head.title.split(" (")[0])
-    return [(title, REFERENCES[each]) for each, title in titles.items() if each in REFERENCES]
+    papers = references()
+    return [(title, papers[each]) for each, title in titles.items() if each in papers]
+
+
+def references() -> dict[str, list[dict[str, str]]]:
+    """Papers by family: their text, and a link where there is one."""
+    held: dict[str, list[dict[str, str]]] = json.loads(_asset("references.json"))
+    return held
 
 
 _ASKED = (
