@@ -358,7 +358,7 @@ def test_the_place_of_the_data_is_on_the_axis_without_a_time_there(tmp_path):
     costs = json.loads((out / "costs.json").read_text())
     costs["costs"] = costs["costs"][:1]
     (out / "costs.json").write_text(json.dumps(costs))
-    time = figures.against_classes(read_results(out)).views[0]
+    time = figures.against_classes(read_results(out))[0]
     x = time.chart(Charts(look.looks([entry("full", "Full softmax")])))["layer"][1]["encoding"]["x"]
     low, high = x["scale"]["domain"]
     assert low < SIZES[0] < CLASSES < high

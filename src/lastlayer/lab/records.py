@@ -51,11 +51,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        LabError: it is not there, is broken, or holds something else.
-    """
+    """The object in a JSON file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -287,11 +283,7 @@ class Comparison:
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Everything in a folder that ``lastlayer compare`` wrote, or is still writing.
-
-    Raises:
-        LabError: it is no such folder, or a file in it is broken.
-    """
+    """Everything in a folder that ``lastlayer compare`` wrote, or is still writing."""
     folder = Path(folder)
     path = folder / "compare.json"
     if not path.is_file():
@@ -354,11 +346,7 @@ def _read_run(runs: Path, head: HeadEntry, seed: int) -> Run:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, where a kill may have cut the last line short.
-
-    Raises:
-        LabError: another line is broken.
-    """
+    """The objects of a JSON-lines file, where a kill may have cut the last line short."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -419,22 +407,14 @@ class Costs:
 
 
 def read_rates(folder: Path) -> dict[str, dict[str, Any]]:
-    """Learning rates that were tried, by the slug of the head; none where they were given.
-
-    Raises:
-        LabError: the file is broken.
-    """
+    """Learning rates that were tried, by the slug of the head; none where they were given."""
     path = folder / RATES_FILE
     held = read_json(path) if path.is_file() else {}
     return {slug: found for slug, found in held.items() if isinstance(found, dict)}
 
 
 def read_costs(folder: Path) -> Costs | None:
-    """What costs.json in the folder of a comparison holds; None where there is no such file.
-
-    Raises:
-        LabError: the file is broken.
-    """
+    """What costs.json in the folder of a comparison holds; None where there is no such file."""
     path = folder / COSTS_FILE
     if not path.is_file():
         return None

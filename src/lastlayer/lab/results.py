@@ -167,11 +167,7 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Read and summarise a folder of ``lastlayer compare``, finished or not.
-
-    Raises:
-        LabError: it is no such folder, or a file in it is broken.
-    """
+    """Read and summarise a folder of ``lastlayer compare``, finished or not."""
     return replace(summarise(read_comparison(folder)), costs=read_costs(Path(folder)))
 
 
@@ -187,8 +183,9 @@ def summarise(comparison: Comparison) -> Results:
         finished = [run for run in runs if run.finished]
         equal = _at(finished, metric, "seconds", equal_seconds)
         at_end = _at(finished, metric, "steps", equal_steps)
-        gains = (_gain(finished, metric, *span) for span in (_LAST, _BEFORE))
-        summaries.append(HeadSummary(head, runs, _estimates(finished), equal, at_end, *gains))
+        now, before = (_gain(finished, metric, *span) for span in (_LAST, _BEFORE))
+        found = _estimates(finished)
+        summaries.append(HeadSummary(head, runs, found, equal, at_end, now, before))
     return Results(comparison, metric, _ranked(summaries, metric), equal_seconds, equal_steps)
 
 

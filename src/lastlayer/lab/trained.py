@@ -31,13 +31,21 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that can be used."""
+    """A model that can be used.
 
-    body: nn.Module  # from inputs to hidden states
-    head: Head  # the end of it
-    vocabulary: Vocabulary  # the tokens, or the labels
-    config: dict[str, Any]  # what it was trained with
-    tokenizer: Tokenizer | None = None  # what its text was cut with, where that were no words
+    Attributes:
+        body: the backbone, from inputs to hidden states.
+        head: its output layer.
+        vocabulary: the tokens, or the labels.
+        config: what it was trained with.
+        tokenizer: what its text was cut with, where that were no words.
+    """
+
+    body: nn.Module
+    head: Head
+    vocabulary: Vocabulary
+    config: dict[str, Any]
+    tokenizer: Tokenizer | None = None
 
 
 def run_folder(path: Path) -> Path:

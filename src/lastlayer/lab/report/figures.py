@@ -9,8 +9,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import altair as alt
 
@@ -94,8 +93,7 @@ class Charts:
         return made
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """One state of a figure's selector."""
 
     key: str
@@ -104,41 +102,36 @@ class View:
     chart: Callable[[Charts], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A chart of the page, with one or more views; without any it is not shown."""
+class Figure(NamedTuple):
+    """A chart of the page, with one or more views; its caption is in the template."""
 
     key: str
     title: str
-    caption: str
     views: Sequence[View]
 
 
 def all_figures(results: Results) -> tuple[Figure, ...]:
     """Those that there is anything to show for, in the order of the page."""
     made = (
-        tradeoff, equal, curves, deciles, calibration, support, step_time, against_classes
-    )  # fmt: skip
-    return tuple(each for make in made if (each := make(results)).views)
+        Figure("tradeoff", "Quality against cost", tradeoff(results)),
+        Figure("equal", "At equal time, and at the end", equal(results)),
+        Figure("curves", "Learning curves", curves(results)),
+        Figure("deciles", "Quality by frequency", deciles(results)),
+        Figure("calibration", "Calibration", calibration(results)),
+        Figure("support", "Support and coverage", support(results)),
+        Figure("step_time", "Time per step", step_time(results)),
+        Figure("classes", "Cost of the head by number of classes", against_classes(results)),
+    )
+    return tuple(each for each in made if each.views)
 
 
-def tradeoff(results: Results) -> Figure:
+def tradeoff(results: Results) -> list[View]:
     """Quality against what it costs."""
-    metric = results.metric
     costs = [metrics.STEP_MS, metrics.SECONDS, metrics.MEMORY, metrics.PARAMETERS]
     if results.comparison.budget.get("kind") == "seconds":
         costs.remove(metrics.SECONDS)
     measured = results.measured([*costs, metrics.HEAD_PARAMETERS])
-    views = [_tradeoff(results, cost) for cost in measured] if results.ranked else []
-    return Figure(
-        "tradeoff",
-        "Quality against cost",
-        f"{_first_capital(metric.label)} on test data; "
-        f"{'lower' if metric.lower_is_better else 'higher'} is better, further left is cheaper. "
-        "Whiskers are 95% confidence intervals over seeds. The dashed line joins the heads that no "
-        "other beats in both.",
-        views,
-    )
+    return [_tradeoff(results, cost) for cost in measured] if results.ranked else []
 
 
 def _tradeoff(results: Results, cost: Metric) -> View:
@@ -176,9 +169,9 @@ def _tradeoff(results: Results, cost: Metric) -> View:
     )  # fmt: skip
 
 
-def equal(results: Results) -> Figure:
+def equal(results: Results) -> list[View]:
     """Validation quality at equal time, beside that at the end, where steps are equal."""
-    metric, seconds, steps = results.metric, results.equal_seconds or 0.0, results.equal_steps or 0
+    metric = results.metric
     rows = [
         {**_place(s, metric, found), "x": found.mean, "at": at}
         for s in results.ranked
@@ -205,31 +198,15 @@ def equal(results: Results) -> Figure:
             height=alt.Step(30), legend=False,
         )  # fmt: skip
 
-    return Figure(
-        "equal",
-        "At equal time, and at the end",
-        f"{_first_capital(metric.label)} on validation data. Filled circles: at equal time, after "
-        f"the {metrics.seconds(seconds)} of training that the fastest head took. Open squares: at "
-        f"the end, after the same {steps:,} steps. Read off the learning curves, between two "
-        "validations by interpolation.",
-        _one(
-            rows, "both", f"For each head, {metric.label} after {metrics.seconds(seconds)} of "
-            f"training and after {steps:,} steps.", chart,
-        ),
-    )  # fmt: skip
+    after = metrics.seconds(results.equal_seconds or 0.0)
+    told = f"{metric.label} after {after} of training and after {results.equal_steps or 0:,} steps"
+    return _one(rows, "both", f"For each head, {told}.", chart)
 
 
-def curves(results: Results) -> Figure:
+def curves(results: Results) -> list[View]:
     """Learning curves over seconds and over steps."""
     views = [_curve(results, "steps", "over steps"), _curve(results, "seconds", "over time")]
-    return Figure(
-        "curves",
-        "Learning curves",
-        f"{_first_capital(results.metric.label)} on validation data, the mean over seeds; bands "
-        "reach from the lowest to the highest seed. Time is that of training alone, without "
-        "warm-up and evaluation.",
-        [view for view in views if view is not None],
-    )
+    return [view for view in views if view is not None]
 
 
 def _curve(results: Results, axis: Axis, label: str) -> View | None:
@@ -308,7 +285,7 @@ def _thinned(places: Sequence[float]) -> Sequence[float]:
     return [places[round(i * step)] for i in range(_GRID)]
 
 
-def deciles(results: Results) -> Figure:
+def deciles(results: Results) -> list[View]:
     """Quality by how frequent the target is."""
     smooth = results.metric is metrics.EPS_PERPLEXITY
     kinds = (
@@ -318,14 +295,8 @@ def deciles(results: Results) -> Figure:
         Metric("top10", "top-10 accuracy", "percent", lower_is_better=False),
         Metric("recall", "recall", "percent", lower_is_better=False),
     )  # fmt: skip
-    views = [_deciles(results, kind) for kind in kinds]
-    return Figure(
-        "deciles",
-        "Quality by frequency",
-        "Targets by how frequent their class is: each group holds a tenth of all occurrences in "
-        "the training data, the most frequent classes at the left. Mean over seeds.",
-        [view for view in views if view is not None],
-    )
+    views = (_deciles(results, kind) for kind in kinds)
+    return [view for view in views if view is not None]
 
 
 def _deciles(results: Results, kind: Metric) -> View | None:
@@ -353,12 +324,12 @@ def _deciles(results: Results, kind: Metric) -> View | None:
     return View(
         kind.key,
         kind.label,
-        f"{_first_capital(kind.label)} by frequency decile of the target, a line per head.",
+        f"{first_capital(kind.label)} by frequency decile of the target, a line per head.",
         lambda charts: _joined_points(charts, rows, tooltip, x, y),
     )
 
 
-def calibration(results: Results) -> Figure:
+def calibration(results: Results) -> list[View]:
     """How often the best class is right, by how likely the head says it is."""
     rows = [row for summary in results.ranked for row in _calibration(summary)]
 
@@ -375,16 +346,11 @@ def calibration(results: Results) -> Figure:
         diagonal = _dashed([{"x": 0, "y": 0}, {"x": 1, "y": 1}]).encode(x=x, y=y)
         return _joined_points(charts, rows, tooltip, x, y, diagonal)
 
-    return Figure(
-        "calibration",
-        "Calibration",
-        "On the diagonal a probability means what it says; below it the head is too sure of "
-        f"itself. All seeds together, bins with at least {_FEWEST} predictions.",
-        _one(
-            rows, "calibration", "Calibration: how often the best class is right against its "
-            "probability, a line per head; the diagonal is perfect.", chart,
-        ),
-    )  # fmt: skip
+    told = (
+        "Calibration: how often the best class is right against its probability, a line per head; "
+        "the diagonal is perfect."
+    )
+    return _one(rows, "calibration", told, chart)
 
 
 def _calibration(summary: HeadSummary) -> list[Row]:
@@ -405,7 +371,7 @@ def _calibration(summary: HeadSummary) -> list[Row]:
     return rows
 
 
-def support(results: Results) -> Figure:
+def support(results: Results) -> list[View]:
     """How many classes have a probability above zero."""
     measure, n_classes = metrics.BY_KEY["support"], results.comparison.n_classes
     rows: list[Row] = []
@@ -424,22 +390,15 @@ def support(results: Results) -> Figure:
               axis=alt.Axis(format="~s", values=log_ticks(1, high)))  # fmt: skip
     tooltip = [_tip("head"), _tip("value", "support size"), _tip("text", "coverage")]
     told = "; ".join(f"{row['head']} {row['value']}, {row['text']}" for row in rows)
-    return Figure(
-        "support",
-        "Support and coverage",
-        "How many classes a prediction keeps above probability 0, on average, and at the right the "
-        "share of targets that are among them. A sparse head that misses a target has infinite "
-        "perplexity.",
-        _one(
-            rows, "support", f"Support size and coverage of each head: {told}.",
-            lambda charts: charts.finish(
-                *_dots(charts, rows, tooltip, x), height=alt.Step(30), legend=False
-            ),
-        ),
-    )  # fmt: skip
+
+    def chart(charts: Charts) -> dict[str, Any]:
+        dots = _dots(charts, rows, tooltip, x)
+        return charts.finish(*dots, height=alt.Step(30), legend=False)
+
+    return _one(rows, "support", f"Support size and coverage of each head: {told}.", chart)
 
 
-def step_time(results: Results) -> Figure:
+def step_time(results: Results) -> list[View]:
     """Measured time of a step at this number of classes."""
     rows: list[Row] = []
     for summary in results.ranked:
@@ -462,34 +421,17 @@ def step_time(results: Results) -> Figure:
         )
         return charts.finish(bars, whiskers, *rest, height=alt.Step(30), legend=False)
 
-    n_classes = results.comparison.n_classes
-    at = f", at the {n_classes:,} classes of this data" if n_classes else ""
     told = "; ".join(f"{row['head']} {row['text']}" for row in rows)
-    return Figure(
-        "step_time",
-        "Time per step",
-        f"The whole training step, with backbone and optimiser{at}. Whiskers span the middle half "
-        "of all steps.",
-        _one(rows, "step_time", f"Time per training step: {told}.", chart),
-    )
+    return _one(rows, "step_time", f"Time per training step: {told}.", chart)
 
 
-def against_classes(results: Results) -> Figure:
+def against_classes(results: Results) -> list[View]:
     """Cost of the head alone against the number of classes, measured."""
-    costs = results.costs
     views = (
         _measured(results, "time", metrics.STEP_MS, lambda cost: cost.ms),
         _measured(results, "memory", metrics.MEMORY, lambda cost: cost.peak_memory_mb),
     )
-    sizes = f", with {costs.rows:,} rows and hidden size {costs.width:,}" if costs else ""
-    return Figure(
-        "classes",
-        "Cost of the head by number of classes",
-        f"Measured: the loss of each head alone, forward and backward{sizes}, on fresh heads; the "
-        "median after warm-up. Class frequencies follow Zipf's law. The dotted line is at the "
-        "number of classes of this data.",
-        [view for view in views if view is not None],
-    )
+    return [view for view in views if view is not None]
 
 
 def _measured(
@@ -518,7 +460,7 @@ def _measured(
     at_own = "; ".join(f"{r['head']} {r['text']}" for r in rows if r["x"] == costs.own)
     return View(
         key, key,
-        f"{_first_capital(metric.label)} of each head alone against the number of classes, both on "
+        f"{first_capital(metric.label)} of each head alone against the number of classes, both on "
         f"logarithmic axes. At {costs.own:,} classes: {at_own or 'nothing was measured'}.",
         lambda charts: _joined_points(charts, rows, tooltip, x, y, rule.encode(x=x)),
     )  # fmt: skip
@@ -657,7 +599,7 @@ def _tip(field: str, title: str = "") -> alt.Tooltip:
     return alt.Tooltip(f"{field}:N", title=title or field)
 
 
-def _first_capital(text: str) -> str:
+def first_capital(text: str) -> str:
     """Of a sentence; ε stays as it is."""
     return text[:1].upper() + text[1:] if text[:1].isascii() else text
 

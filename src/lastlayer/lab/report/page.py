@@ -15,7 +15,7 @@ from markupsafe import Markup
 from lastlayer.lab import metrics
 from lastlayer.lab.records import finite, read_rates
 from lastlayer.lab.report import explorer, look, tables
-from lastlayer.lab.report.figures import Charts, Figure, left_out
+from lastlayer.lab.report.figures import Charts, Figure, first_capital, left_out
 from lastlayer.lab.results import Results
 from lastlayer.lab.verdict import Verdict, budget_text, full_softmax
 
@@ -53,6 +53,8 @@ def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> s
         asked=asked,
         verdict=verdict,
         budget=budget_text(results),
+        quality=first_capital(results.metric.label),
+        seconds=metrics.seconds,
         tiles=_tiles(results, verdict),
         figures={figure.key: figure for figure in figures},
         heads={each.name: _mark(each) for each in looks},
