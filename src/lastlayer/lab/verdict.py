@@ -6,6 +6,7 @@ the leaders still fall fast, or would cross soon, the verdict is that it is too 
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -181,9 +182,9 @@ def joined(names: Iterable[str]) -> str:
 
 
 def in_sentence(summary: HeadSummary) -> str:
-    """The name of a head within a sentence: small, unless it is an abbreviation."""
+    """The name of a head within a sentence: small, unless it is an abbreviation or a class."""
     name = summary.title
-    return name[:1].lower() + name[1:] if name[1:2].islower() else name
+    return name[:1].lower() + name[1:] if re.match(r"\w[a-z]+\b", name) else name
 
 
 def full_softmax(results: Results) -> HeadSummary | None:
