@@ -1,6 +1,5 @@
 """What data looks like, and which heads to try on it first. Nothing is trained."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -131,13 +130,13 @@ def inspect_data(data: Data, *, hidden: int = HIDDEN) -> Inspection:
             part: each.n_rows if isinstance(data, LabelData) else len(each)
             for part, each in parts.items()
         },
-        zipf=zipf_fit(data.counts), numbers=numbers, suggestions=tuple(tried),
+        zipf=zipf_fit(data.counts), numbers=numbers, suggestions=tried,
     )  # fmt: skip
 
 
 def _of_classes(
     data: TextData | LabelData, hidden: int
-) -> tuple[dict[str, Any], Iterator[Suggestion]]:
+) -> tuple[dict[str, Any], tuple[Suggestion, ...]]:
     from lastlayer import trees
 
     counts, n, bits = data.counts, data.n_classes, entropy_bits(data.counts)
@@ -185,7 +184,7 @@ def _adaptive(counts: Counts, hidden: int, rows: int = 256) -> tuple[tuple[int, 
     return tuple(cutoffs), len(counts) * hidden / needed
 
 
-def _of_labels(data: LabelData) -> tuple[dict[str, Any], Iterator[Suggestion]]:
+def _of_labels(data: LabelData) -> tuple[dict[str, Any], tuple[Suggestion, ...]]:
     counts, rows, labels = data.counts, data.train.n_rows, data.train.labels
     per_row, tested = np.diff(labels.offsets), data.test.labels.indices
     cardinality, most = float(per_row.mean()), int(per_row.max())
@@ -240,8 +239,7 @@ def zipf_fit(counts: Counts) -> ZipfFit | None:
 
 def entropy_bits(counts: Counts) -> float:
     """Of the class of a target that is drawn by the counts: no code is shorter on average."""
-    share = counts[counts > 0] / counts.sum()
-    return max(0.0, float(-(share * np.log2(share)).sum()))
+    return float(stats.entropy(counts, base=2))
 
 
 def tail_mass(counts: Counts, top: int) -> float:
@@ -273,81 +271,58 @@ def for_text(
     cutoffs: tuple[int, ...],
     savings: float,
     hidden: int,
-) -> Iterator[Suggestion]:
+) -> tuple[Suggestion, ...]:
     """In the order in which they are worth a try."""
-    if classes <= _FEW:
-        yield Suggestion(
-            "full",
-            f"{classes:,} classes are few: all scores are one small matrix product, and nothing "
-            "that saves work will be noticed.",
-        )
-    else:
-        if cutoffs and savings >= 1.5:
-            yield Suggestion(
-                f"adaptive:cutoffs={','.join(map(str, cutoffs))}",
-                f"{half:,} of {classes:,} classes have half of all targets: with the frequent ones "
-                f"at the top a target needs {savings:.0f} times fewer multiply-adds at hidden size "
-                f"{hidden}.",
-            )
-        yield Suggestion(
-            "full",
-            "It is exact, and what the others have to come near; it never holds the "
-            f"{classes:,} scores of a row, but a step computes all of them.",
-        )
-        yield Suggestion(
-            "hierarchical",
-            f"Huffman's tree needs {huffman:.1f} choices per target on average, "
-            f"{classes / max(1.0, huffman):,.0f} times fewer vectors than there are classes.",
-        )
-    if classes > _MANY:
-        yield Suggestion(
-            "sampled",
-            f"A step against a few hundred drawn classes costs the same at {classes:,} classes as "
-            "at ten times as many, and its scores are those of a full softmax.",
-        )
-    if effective < classes / 20:
-        yield Suggestion(
-            "entmax",
-            f"Frequencies alone leave a choice among about {effective:,.0f} classes: most of "
-            f"{classes:,} deserve a probability of exactly 0 in most places.",
-        )
-    if seen_once > 0.25:
-        yield Suggestion(
-            "char_cnn",
-            f"{seen_once:.0%} of the classes occur once: vectors of their own learn next to "
-            "nothing, vectors from their spelling do. It is slow.",
-        )
-    elif classes > _MANY:
-        yield Suggestion(
-            "differentiated",
-            f"{half:,} classes have half of the targets: the others can do with narrower vectors, "
-            f"and {classes * hidden / 1e6:,.0f} million numbers become half as many.",
-        )
+    few, many, rare = classes <= _FEW, classes > _MANY, seen_once > 0.25
+    return _that_hold(
+        (few, "full",
+         f"{classes:,} classes are few: all scores are one small matrix product, and nothing that "
+         "saves work will be noticed."),
+        (not few and len(cutoffs) > 0 and savings >= 1.5,
+         f"adaptive:cutoffs={','.join(map(str, cutoffs))}",
+         f"{half:,} of {classes:,} classes have half of all targets: with the frequent ones at the "
+         f"top a target needs {savings:.0f} times fewer multiply-adds at hidden size {hidden}."),
+        (not few, "full",
+         "It is exact, and what the others have to come near; it never holds the "
+         f"{classes:,} scores of a row, but a step computes all of them."),
+        (not few, "hierarchical",
+         f"Huffman's tree needs {huffman:.1f} choices per target on average, "
+         f"{classes / max(1.0, huffman):,.0f} times fewer vectors than there are classes."),
+        (many, "sampled",
+         f"A step against a few hundred drawn classes costs the same at {classes:,} classes as at "
+         "ten times as many, and its scores are those of a full softmax."),
+        (effective < classes / 20, "entmax",
+         f"Frequencies alone leave a choice among about {effective:,.0f} classes: most of "
+         f"{classes:,} deserve a probability of exactly 0 in most places."),
+        (rare, "char_cnn",
+         f"{seen_once:.0%} of the classes occur once: vectors of their own learn next to nothing, "
+         "vectors from their spelling do. It is slow."),
+        (many and not rare, "differentiated",
+         f"{half:,} classes have half of the targets: the others can do with narrower vectors, and "
+         f"{classes * hidden / 1e6:,.0f} million numbers become half as many."),
+    )  # fmt: skip
 
 
 def for_labels(
     *, labels: int, cardinality: float, density: float, imbalance: float, most: int
-) -> Iterator[Suggestion]:
+) -> tuple[Suggestion, ...]:
     """In the order in which they are worth a try."""
-    yield Suggestion(
-        "zlpr",
-        f"{cardinality:.1f} of {labels:,} labels per row: it ranks the positive ones above the "
-        "others and above 0, and needs no weight for the many negatives.",
-    )
-    yield Suggestion(
-        "bce", "One logistic choice per label is the usual way, and what the others have to beat."
-    )
-    if density < 0.1 or imbalance > 10:
-        yield Suggestion(
-            "asymmetric",
-            f"Only {density:.1%} of all pairs of row and label are positive: easy negatives would "
-            "have most of the gradient.",
-        )
-    if most <= 20 and cardinality <= 5:
-        yield Suggestion(
-            "sparsemax_labels",
-            f"No row has more than {most} labels: a sparse distribution can be zero on the others.",
-        )
+    return _that_hold(
+        (True, "zlpr",
+         f"{cardinality:.1f} of {labels:,} labels per row: it ranks the positive ones above the "
+         "others and above 0, and needs no weight for the many negatives."),
+        (True, "bce",
+         "One logistic choice per label is the usual way, and what the others have to beat."),
+        (density < 0.1 or imbalance > 10, "asymmetric",
+         f"Only {density:.1%} of all pairs of row and label are positive: easy negatives would "
+         "have most of the gradient."),
+        (most <= 20 and cardinality <= 5, "sparsemax_labels",
+         f"No row has more than {most} labels: a sparse distribution can be zero on the others."),
+    )  # fmt: skip
+
+
+def _that_hold(*tried: tuple[bool, str, str]) -> tuple[Suggestion, ...]:
+    return tuple(Suggestion(head, why) for holds, head, why in tried if holds)
 
 
 def render(found: Inspection, console: Console) -> None:

@@ -212,10 +212,12 @@ def times_less(ours: float, theirs: float) -> str:
     """How much less time or memory, in words.
 
     Example:
-        >>> times_less(1.0, 8.0), times_less(3.0, 4.0), times_less(2.0, 1.0)
-        ('an eighth of the', '75% of the', '2 times the')
+        >>> times_less(1.0, 8.0), times_less(3.0, 4.0), times_less(2.0, 1.0), times_less(1.0, 1.02)
+        ('an eighth of the', '75% of the', '2 times the', 'the same')
     """
     share = ours / theirs
+    if 0.97 < share < 1.03:
+        return "the same"
     if share >= 1.15:
         return f"{share:.1f} times the".replace(".0 ", " ")
     words = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 8: "an eighth",
@@ -276,8 +278,8 @@ def _beside(
     Where a cheaper head is recommended than the best one, the best one is the other choice.
     """
     metric, cost = results.metric, _for_time(other, chosen)
-    if other is results.ranked[0]:
-        best, ours = (metric.format(s.mean(metric.key)) for s in (other, chosen))
+    best, ours = (metric.format(s.mean(metric.key)) for s in (other, chosen))
+    if other is results.ranked[0] and best != ours:
         sure = ", not significantly better," if chosen in tied else ""
         return (
             f"The best quality has {in_sentence(other)}: {metric.label} {best} in place of "
@@ -304,7 +306,8 @@ def _unsettled(results: Results, chosen: HeadSummary) -> str:
 def _notes(results: Results) -> list[str]:
     asked, metric = results.comparison, results.metric
     told = asked.data.get("description")
-    notes = [f"{each}." for each in told.get("notes", ())] if isinstance(told, Mapping) else []
+    found = told.get("notes", ()) if isinstance(told, Mapping) else ()
+    notes = [f"{each[:1].upper()}{each[1:]}." for each in found]
     if failed := [s for s in results.summaries if s.any_failed]:
         notes.append(f"Not every run came to a result: {_fates(failed)}.")
     if still_open := sum(run.status in OPEN for run in asked.runs):
