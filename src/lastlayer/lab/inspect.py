@@ -276,12 +276,13 @@ def for_text(
     few, many, rare = classes <= _FEW, classes > _MANY, seen_once > 0.25
     return (
         *_where(few, "full",
-            f"{classes:,} classes are few: all scores are one small matrix product, and nothing that "
-            "saves work will be noticed."),
+            f"{classes:,} classes are few: all scores are one small matrix product, and nothing "
+            "that saves work will be noticed."),
         *_where(not few and len(cutoffs) > 0 and savings >= 1.5,
             f"adaptive:cutoffs={','.join(map(str, cutoffs))}",
-            f"{half:,} of {classes:,} classes have half of all targets: with the frequent ones at the "
-            f"top a target needs {savings:.0f} times fewer multiply-adds at hidden size {hidden}."),
+            f"{half:,} of {classes:,} classes have half of all targets: with the frequent ones at "
+            f"the top a target needs {savings:.0f} times fewer multiply-adds at hidden size "
+            f"{hidden}."),
         *_where(not few, "full",
             "It is exact, and what the others have to come near; it never holds the "
             f"{classes:,} scores of a row, but a step computes all of them."),
@@ -289,17 +290,17 @@ def for_text(
             f"Huffman's tree needs {huffman:.1f} choices per target on average, "
             f"{classes / max(1.0, huffman):,.0f} times fewer vectors than there are classes."),
         *_where(many, "sampled",
-            f"A step against a few hundred drawn classes costs the same at {classes:,} classes as at "
-            "ten times as many, and its scores are those of a full softmax."),
+            f"A step against a few hundred drawn classes costs the same at {classes:,} classes as "
+            "at ten times as many, and its scores are those of a full softmax."),
         *_where(effective < classes / 20, "entmax",
             f"Frequencies alone leave a choice among about {effective:,.0f} classes: most of "
             f"{classes:,} deserve a probability of exactly 0 in most places."),
         *_where(rare, "char_cnn",
-            f"{seen_once:.0%} of the classes occur once: vectors of their own learn next to nothing, "
-            "vectors from their spelling do. It is slow."),
+            f"{seen_once:.0%} of the classes occur once: vectors of their own learn next to "
+            "nothing, vectors from their spelling do. It is slow."),
         *_where(many and not rare, "differentiated",
-            f"{half:,} classes have half of the targets: the others can do with narrower vectors, and "
-            f"{classes * hidden / 1e6:,.0f} million numbers become half as many."),
+            f"{half:,} classes have half of the targets: the others can do with narrower vectors, "
+            f"and {classes * hidden / 1e6:,.0f} million numbers become half as many."),
     )  # fmt: skip
 
 
@@ -317,7 +318,7 @@ def for_labels(
             f"Only {density:.1%} of all pairs of row and label are positive: easy negatives would "
             "have most of the gradient."),
         *_where(most <= 20 and cardinality <= 5, "sparsemax_labels",
-            f"No row has more than {most} labels: a sparse distribution can be zero on the others."),
+            f"No row has more than {most} labels: a sparse distribution can be zero on others."),
     )  # fmt: skip
 
 
