@@ -179,6 +179,16 @@ def test_markdown_has_a_row_for_each_head(folder):
     assert text.startswith(verdict(read_results(folder)).sentence)
 
 
+def test_costs_and_what_does_not_vary_have_no_interval_in_markdown(folder):
+    text = (folder / "summary.md").read_text(encoding="utf-8")
+    names, _, *rows = [line.split(" | ") for line in text.splitlines() if line.startswith("|")]
+    for cells in rows[: len(HEADS)]:
+        shown = dict(zip(names, cells, strict=True))
+        assert "(" in shown["ε-smoothed perplexity"]
+        for name in ("time per step", "peak memory", "steps", "learning rate", "coverage"):
+            assert "(" not in shown[name]
+
+
 def _rows(out):
     return list(csv.DictReader((out / "summary.csv").read_text(encoding="utf-8").splitlines()))
 

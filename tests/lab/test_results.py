@@ -1,6 +1,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from lastlayer.lab.errors import LabError
 from lastlayer.lab.records import Comparison, HeadEntry, Point, Run, read_comparison
 from lastlayer.lab.results import interpolate, read_results, summarise
 from lastlayer.lab.statistics import Estimate, estimate, holm, p_value
-from lastlayer.lab.verdict import times_less, verdict
+from lastlayer.lab.verdict import in_sentence, times_less, verdict
 
 
 def test_p_values_are_those_of_a_paired_t_test(seed):
@@ -404,6 +405,17 @@ def test_verdict_of_several_labels(tmp_path):
 )  # fmt: skip
 def test_times_in_words(ours, theirs, words):
     assert times_less(ours, theirs) == words
+
+
+@pytest.mark.parametrize(
+    ("title", "shown"),
+    [("Full softmax", "full softmax"), ("Char-CNN softmax", "char-CNN softmax"), ("NCE", "NCE"),
+     ("InfoNCE", "InfoNCE"), ("MyHead", "MyHead"), ("Top-k softmax (k=64)", "top-k softmax (k=64)")],
+)  # fmt: skip
+def test_names_within_a_sentence_are_small_unless_they_are_abbreviations(tmp_path, title, shown):
+    (summary,) = read_results(make(tmp_path, heads=1, seeds=1)).ranked
+    named = replace(summary, head=replace(summary.head, title=title))
+    assert in_sentence(named) == shown
 
 
 def test_heads_of_the_same_name_are_told_apart(tmp_path):
