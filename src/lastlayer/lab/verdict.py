@@ -22,6 +22,8 @@ _FAST = 3.0
 # Curves count as crossing if they would within so many times the steps.
 _AHEAD, _QUARTER = 4.0, 4.0 / 3.0
 _MOST_AHEAD = 20.0
+# Steps that take up to so many times as long as others take the same time.
+_SAME_TIME = 1.05
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def verdict(results: Results) -> Verdict:
 def recommended(results: Results) -> HeadSummary:
     """The cheapest head by its step whose quality is within the tolerance of the best.
 
-    A head that failed with some seed, or does not beat the baseline, is not recommended.
+    Of heads whose steps take the same time but for noise, it is the better one. A head that failed
+    with some seed, or does not beat the baseline, is not recommended.
     """
     best = results.ranked[0]
     good = [
@@ -95,7 +98,9 @@ def recommended(results: Results) -> HeadSummary:
         and not each.any_failed
         and results.beats_baseline(each)
     ]  # fmt: skip
-    return min(good, key=lambda each: each.mean("step_ms") or math.inf, default=best)
+    times = [each.mean("step_ms") or math.inf for each in good]
+    least = _SAME_TIME * min(times, default=math.inf)
+    return next((each for each, ms in zip(good, times, strict=True) if ms <= least), best)
 
 
 def steps_needed(results: Results, chosen: HeadSummary) -> int | None:
