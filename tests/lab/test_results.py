@@ -322,7 +322,7 @@ def test_where_a_cheaper_head_is_recommended_the_best_one_is_the_other_choice(
     assert found.recommended.head.family == "hierarchical"
     assert found.runner_up is found.best
     told = found.findings[-1]
-    assert told.startswith("The best quality has")
+    assert told.startswith(f"{found.best.title} has the best quality")
     assert metrics.PERPLEXITY.format(found.best.mean("perplexity")) in told
     assert "worse" not in told
     assert ("not significantly" in told) == sure

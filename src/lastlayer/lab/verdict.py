@@ -285,11 +285,9 @@ def _beside(
     metric, cost = results.metric, _for_time(other, chosen)
     best, ours = (metric.format(s.mean(metric.key)) for s in (other, chosen))
     if other is results.ranked[0] and best != ours:
-        sure = ", not significantly better," if chosen in tied else ""
-        return (
-            f"The best quality has {in_sentence(other)}: {metric.label} {best} in place of "
-            f"{ours}{sure}{cost}."
-        )
+        sure = " (not significantly better)" if chosen in tied else ""
+        quality = f"{metric.label} {best} in place of {ours}{sure}"
+        return f"{other.title} has the best quality: {quality}{cost}."
     gap = 100 * results.loss(chosen, other)
     quality = f"{gap:.1f}% worse than" if gap >= 0.05 else "as good as"
     return f"The runner-up is {in_sentence(other)}: {quality} {in_sentence(chosen)}{cost}."
