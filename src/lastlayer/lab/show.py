@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.records import Comparison, read_comparison, read_json
+from lastlayer.lab.records import Comparison, finite, read_comparison, read_json
 from lastlayer.lab.report import tables
 from lastlayer.lab.report.tables import flat, named, plain
 from lastlayer.lab.results import Results, read_results, summarise
@@ -187,9 +187,9 @@ def _comparison_settings(comparison: Comparison) -> dict[str, Any]:
 
 
 def _as_json(settings: Sequence[Shown], found: Sequence[Results]) -> dict[str, Any]:
-    from lastlayer.lab.report.page import everything, jsonable
+    from lastlayer.lab.report.page import everything
 
-    made: dict[str, Any] = jsonable(
+    made: dict[str, Any] = finite(
         {
             "settings": [asdict(each) for each in settings],
             "results": [everything(results, verdict(results)) for results in found],
