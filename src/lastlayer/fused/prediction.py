@@ -142,6 +142,25 @@ def write_log_probs(
             kernels.prediction.log_sigmoid_("auto", part, bias, *layer.shape)
 
 
+def write_topk_log_probs(out: Tensor, rows: Tensor, layer: Layer, k: int) -> None:
+    """Those of the softmax over the k best classes, ``(n, classes)``; -inf for the others."""
+    step = _sizes(rows, layer)[0]
+    parts = out.split(step) if rows.shape[0] else ()
+    for part, (scores, bias) in zip(parts, _chunks(rows, layer, step), strict=False):
+        kernels.topk_softmax.logs_into("auto", part, scores, bias, k)
+
+
+def topk_log_probs_of(rows: Tensor, layer: Layer, k: int, classes: Tensor) -> Tensor:
+    """The same of classes ``(n, m)`` alone."""
+    # Scores and their log-probabilities are held together.
+    step, found = max(1, _sizes(rows, layer, 2.0)[0] // (1 if rows.is_cpu else 2)), []
+    for part, (scores, bias) in zip(classes.split(step), _chunks(rows, layer, step), strict=True):
+        logs = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        kernels.topk_softmax.logs_into("auto", logs, scores, bias, k)
+        found.append(logs.gather(-1, part))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
 def draw_classes(rows: Tensor, layer: Layer, uniform: Tensor) -> Tensor:
     """Class ids for numbers ``(n, m)`` in [0, 1), float64; -1 in a row without probabilities."""
     rows, layer = _tempered(rows, layer)
