@@ -118,9 +118,10 @@ def _shares(held, n, k, peak, low, logs):
         held[0, i] *= share
 
 
-@njit(nogil=True)
+# With flags of its own, or it would get those of its caller, which may reorder.
+@njit(nogil=True, fastmath={"contract"})
 def _write_logs(held, n, edge, peak, level):
-    """Without leave to reorder: the peak is taken away first, so that large scores cancel."""
+    """The peak is taken away first: large scores cancel exactly."""
     real = held.dtype.type
     for i in range(n):
         score = held[0, i]
