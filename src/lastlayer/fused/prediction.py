@@ -22,7 +22,7 @@ from lastlayer.kernels.prediction import MOST_BEST
 # too often; scores that so few rows may hold; and those of a slab of classes, where they are more.
 _SCORES, _FEWEST_ROWS, _MOST_SCORES, _SLAB = 40_000_000, 256, 64_000_000, 19_000_000
 # So few are made to log-probabilities, of which those that are asked for are taken.
-_FEW_SCORES = 8_000_000
+FEW_SCORES = 8_000_000
 
 
 # Numbers held for each log-probability, itself included: of top_classes, whose keys and what they
@@ -102,7 +102,7 @@ def log_probs_of(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
     """Of classes ``(n, k)``."""
     step = _sizes(rows, layer)[0]
     wide = rows.dtype == accumulation_dtype(rows.dtype)
-    if not rows.is_cpu and rows.shape[0] * layer.weight.shape[0] <= _FEW_SCORES:
+    if not rows.is_cpu and rows.shape[0] * layer.weight.shape[0] <= FEW_SCORES:
         # Few launches count more than a second pass over the scores.
         return all_log_probs(rows, layer).gather(-1, classes)
     if rows.is_cpu and wide and rows.shape[0] <= step and layer.shape == (0.0, 1.0):
