@@ -164,7 +164,8 @@ class _RowsEngine(Engine):
             n, dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
             row_weight = None if row_weight is None else in_dtype(row_weight, dtype)
             kept = ignored = known = None
-            if _is_short(hidden, weight, ignore_index) and class_weight is None:
+            short = is_short(hidden, hidden.numel() * weight.shape[0], ignore_index)
+            if short and class_weight is None:
                 if sum(ROW_LOSSES[name].statistics):
                     ignored = target == ignore_index
                 target, hidden, row_weight, known = kernels.products.row_factors(
@@ -294,9 +295,12 @@ def linear_loss(
 ROWS = _RowsEngine()
 
 
-def _is_short(hidden: Tensor, weight: Tensor, ignore_index: int | None) -> bool:
-    """Whether waiting for the device would cost a step more than products with ignored rows do."""
-    rows, work = hidden.shape[0], hidden.numel() * weight.shape[0]
+def is_short(hidden: Tensor, work: int, ignore_index: int | None) -> bool:
+    """Whether waiting for the device would cost a step more than products with ignored rows do.
+
+    ``work`` is the number of multiplications of one product.
+    """
+    rows = hidden.shape[0]
     on_gpu = hidden.device.type == "cuda" and hidden.itemsize <= 4
     return ignore_index is not None and on_gpu and rows <= _MOST_ROWS and work < _LONG
 
