@@ -251,7 +251,13 @@ def tiles_or_slabs(
     return None
 
 
-ROW_LOSSES["cross_entropy"] = RowLossKind(cross_entropy_rows, shortcut=tiles_or_slabs)
+def _stores(hidden: Tensor, numbers: Sequence[float], chunk_rows: int | str) -> bool:
+    return not tiles_suit(hidden, numbers, chunk_rows, Wanted())
+
+
+ROW_LOSSES["cross_entropy"] = RowLossKind(
+    cross_entropy_rows, shortcut=tiles_or_slabs, stores=_stores
+)
 ROW_LOSSES["cross_entropy_statistics"] = RowLossKind(
     partial(cross_entropy_rows, statistics=True), statistics=(3, 2)
 )
