@@ -50,7 +50,7 @@ def test_everything_that_changes_is_positional_and_keywords_keep_their_order():
     assert len(orders) > 40
 
 
-def scaled(x, n, m, SIZE: "tl.constexpr"):  # noqa: ARG001, F821
+def scaled(x, n, m, SIZE: "tl.constexpr"):  # noqa: F821, N803
     pass
 
 
