@@ -137,6 +137,8 @@ class RowLossKind(NamedTuple):
     """How many numbers per row it leaves beside the loss: float ones, then int64 ones."""
     shortcut: Callable[[Problem, Sequence[float], int | str, int], Made | None] | None = None
     """Another way than chunks where that is faster: from problem, numbers, ``chunk_rows``, rows."""
+    wide: Callable[[Tensor, int], bool] = lambda *_: False
+    """Whether scores of half precision are held in float32: from hidden and number of classes."""
     stores: Callable[[Tensor, Sequence[float], int | str], bool] = lambda *_: False
     """Whether scores that fit one chunk become a dense gradient, which "none" keeps: from hidden,
     numbers and ``chunk_rows``."""
@@ -450,7 +452,8 @@ def _run_aligned(
         made = kind.shortcut(problem, numbers, chunk_rows, rows)
         if made is not None:
             return made
-    return run_chunks(kind.make(problem.class_weight, *numbers), problem, rows)
+    wide = kind.wide(problem.hidden, problem.weight.shape[0])
+    return run_chunks(kind.make(problem.class_weight, *numbers), problem, rows, wide)
 
 
 def _without_wide_sum(rows: int, problem: Problem, copies: float) -> int:
@@ -470,12 +473,12 @@ def _without_wide_sum(rows: int, problem: Problem, copies: float) -> int:
     return few if (few - rows) * hidden.element_size() * copies <= spared else rows
 
 
-def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
-    """Losses and gradients of all rows, so many at a time."""
+def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int, wide: bool = False) -> Made:
+    """Losses and gradients of all rows, so many at a time; ``wide`` for scores in float32."""
     hidden, weight, bias, target, row_scale, _, wanted, weight_dtype = problem
     n, layer = hidden.shape[0], LayerProducts([weight], bias, hidden.shape[0])
     gradients = _Gradients(hidden, layer, wanted, chunk_rows, weight_dtype)
-    dtype = torch.float32 if wanted.precise(hidden) else hidden.dtype
+    dtype = torch.float32 if wide or wanted.precise(hidden) else hidden.dtype
     if n <= chunk_rows:
         exact = partial(kernels.products.scores, "auto", hidden, weight, bias)
         memory = layer.scores(hidden, dtype)
@@ -561,7 +564,7 @@ class _Gradients:
                 self._layer.hidden_gradient(self._hidden_memory()[part], rounded)
         if self._wanted.weight:
             self._add_to_weight(rounded, rows)
-            if rounded is not gradient:
+            if rounded is not gradient and self._wanted.precise(rows):
                 self._add_to_weight((gradient - rounded).to(rounded.dtype), rows)
 
     def _hidden_memory(self) -> Tensor:
