@@ -85,7 +85,7 @@ REASONS = {
     "head entmax: step": "the host waits for the lists of classes that count",
     "head sparsemax: step": "the host waits for the lists of classes that count",
     "head topk: step": _AGAIN,
-    "sparsemax_labels: step": "backward makes scores and probabilities again, a chunk at a time",
+    "sparsemax_labels: step": "scores in float32 beside a dense matrix of labels",
     "adaptive: log_prob target": "rows are sorted by cluster: the host waits for their numbers",
     "reduction none": "the gradient of the scores is scaled row by row in backward: a pass more",
     ": step": _HOST,
