@@ -157,7 +157,8 @@ def _sorted(
     target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Places in order, the row of each, and where the rows of each cluster begin and end."""
-    if ignore_index is None:
+    if ignore_index is None or (ignore_index < 0 and places is None):
+        # What is ignored comes first.
         place = _places_of(target, places)
     else:
         counts = target != ignore_index

@@ -158,7 +158,7 @@ def write_topk_log_probs(out: Tensor, rows: Tensor, layer: Layer, k: int) -> Non
 def topk_log_probs_of(rows: Tensor, layer: Layer, k: int, classes: Tensor) -> Tensor:
     """The same of classes ``(n, m)`` alone."""
     # Scores and their log-probabilities are held together.
-    step, found = max(1, _sizes(rows, layer, 2.0)[0] // (1 if rows.is_cpu else 2)), []
+    step, found = _sizes(rows, layer, 2.0)[0], []
     for part, (scores, bias) in zip(classes.split(step), _chunks(rows, layer, step), strict=True):
         logs = torch.empty_like(scores, memory_format=torch.contiguous_format)
         kernels.topk_softmax.logs_into("auto", logs, scores, bias, k)
