@@ -14,7 +14,7 @@ from lastlayer._checks import (
     check_scores,
     check_target,
 )
-from lastlayer._torch import accumulation_dtype, in_dtype, is_eager
+from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, is_vmapped
 from lastlayer.fused.function import RowScale
 
 # Scores that are looked at together: on a GPU, and on a CPU.
@@ -187,7 +187,7 @@ def score_gradient(probs: Tensor, target: Tensor, row: Tensor, dtype: torch.dtyp
     """
     dense = target.is_floating_point()
     moves = (row != 0) & (probs.sum(-1, keepdim=True) != 0)
-    if torch.is_grad_enabled() or not is_eager(probs):
+    if torch.is_grad_enabled() or not is_eager(probs) or is_vmapped(row):
         if dense:
             gradient = (probs - target) * row
         else:
