@@ -68,6 +68,7 @@ NOT_TIMED = {
 
 # By a part of the title, why a call takes longer than torch's; the first that fits.
 _NODES = "every node of the tree has to be looked at"
+_AGAIN = "of the best classes by rounded scores the exact scores are made one by one"
 _HOST = "host time: checks of arguments, and Python around the kernels"
 REASONS = {
     "adaptive_importance: step": "a row scores draws of its own, one class vector at a time",
@@ -76,15 +77,17 @@ REASONS = {
     " 8×": _HOST,
     " 64×": _HOST,
     "zlpr_probability": "the scores are doubled first: a pass more than a sigmoid",
-    "fenchel_young_loss": "map and entropy are the caller's functions, made of torch operations",
+    "fenchel_young_loss": "in float32, where torch's code stays in the dtype of the scores",
     "learnable alpha": "powers with an exponent per row, and the gradient of alpha",
     "dim 0": "columns are turned into rows and back",
-    "linear_topk": "the host waits for the lists of classes that count",
+    "linear_topk": _AGAIN,
     "linear_entmax": "the host waits for the lists of classes that count",
     "head entmax: step": "the host waits for the lists of classes that count",
     "head sparsemax: step": "the host waits for the lists of classes that count",
-    "head topk: step": "the host waits for the lists of classes that count",
-    "reduction none": "backward makes the scores again, so that none are stored",
+    "head topk: step": _AGAIN,
+    "sparsemax_labels: step": "scores in float32 beside a dense matrix of labels",
+    "adaptive: log_prob target": "rows are sorted by cluster: the host waits for their numbers",
+    "reduction none": "the gradient of the scores is scaled row by row in backward: a pass more",
     ": step": _HOST,
 }
 

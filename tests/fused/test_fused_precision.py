@@ -276,3 +276,26 @@ def test_autocast_leaves_float64_alone():
     with torch.autocast("cpu", torch.bfloat16):
         ours = linear_cross_entropy(*exact)
     torch.testing.assert_close(ours, unfused(cross_entropy, *exact))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_small_sparse_losses_are_exact_at_the_edge_of_their_supports(dtype, reduction):
+    """Scores that half precision would make equal decide who is in it."""
+    hidden, weight = torch.randn(9, 24).to(dtype), (torch.randn(300, 24) / 2).to(dtype)
+    bias, target = torch.randn(300).to(dtype), torch.randint(300, (9,))
+    upstream = torch.randn(9).double() if reduction == "none" else None
+    for fused, options in (
+        (linear_entmax_loss, {"alpha": 1.5}),
+        (linear_topk_softmax_loss, {"k": 40}),
+    ):
+        made = []
+        for of in (dtype, torch.float64):
+            leaves = [each.detach().to(of).requires_grad_() for each in (hidden, weight, bias)]
+            loss = fused(*leaves[:2], target, leaves[2], reduction=reduction, **options)
+            loss.backward(None if upstream is None else upstream.to(loss.dtype))
+            made.append([loss.detach().double(), *(each.grad.double() for each in leaves)])
+        (loss, *found), (exact, *expected) = made
+        torch.testing.assert_close(loss, exact, rtol=1e-5, atol=1e-5)
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).norm() <= 6e-3 * other.norm()

@@ -170,12 +170,31 @@ class TestWork:
         forward = shapes.count(((N, D), (D, V)))
         to_hidden = shapes.count(((N, V), (V, D)))
         to_weight = shapes.count(((V, N), (N, D)))
-        assert forward == (2 if reduction == "none" else 1)
+        # All scores of one chunk are kept for backward; statistics make them again.
+        again = reduction == "none" and loss is LOSSES["statistics"]
+        assert forward == (2 if again else 1)
         assert to_hidden == (0 if 0 in frozen else 1)
         assert to_weight == (0 if 1 in frozen else 1)
         assert forward + to_hidden + to_weight == len(shapes)
         for place in (0, 1, 3):
             assert (problem[place].grad is None) == (place in frozen)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+    def test_what_is_kept_for_backward_serves_twice(self, dtype):
+        """With other factors, row weights and all options; then it becomes the gradient."""
+        problem = make_problem(N, D, V, dtype=dtype)
+        options = dict(row_weight=torch.rand(N), label_smoothing=0.1, z_loss=0.01, softcap=9.0)
+        factors = torch.randn(2, N)
+        factors[:, 3] = 0.0
+        loss = linear_cross_entropy(*problem, reduction="none", **options)
+        for i, each in enumerate(factors):
+            leaves = [problem[place] for place in (0, 1, 3)]
+            made = torch.autograd.grad(loss, leaves, each.to(loss.dtype), retain_graph=i == 0)
+            whole = linear_cross_entropy(*problem, reduction="none", chunk_rows=N - 1, **options)
+            expected = torch.autograd.grad(whole, leaves, each.to(loss.dtype))
+            close = {torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+            for one, other in zip(made, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=close, atol=close)
 
     @pytest.mark.parametrize("loss", SPARSE.values(), ids=SPARSE)
     def test_short_lists_need_no_product_but_the_scores(self, loss):

@@ -269,7 +269,7 @@ def test_short_steps_leave_ignored_rows_out_without_waiting(
     found = []
     for is_short in (False, True):
         if is_short:
-            monkeypatch.setattr(rows, "_is_short", lambda *given: given[2] is not None)
+            monkeypatch.setattr(rows, "is_short", lambda *given: given[2] is not None)
         torch.manual_seed(0)
         hidden = torch.randn(6, 4)
         hidden[target == -100] = torch.nan

@@ -1,5 +1,6 @@
 """The adaptive softmax: against torch's, against dense formulas, and its traps."""
 
+import copy
 import itertools
 import re
 import warnings
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
 from lastlayer.fused import clusters
-from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax, Head
+from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax, Head, adaptive
 from lastlayer.heads.adaptive import ceiling, opened
 from lastlayer.testing import check_head
 
@@ -575,3 +576,19 @@ def test_predictions_as_a_gpu_makes_them(monkeypatch, ordered):
         monkeypatch.setattr(adaptive, "_on_gpu", lambda rows: True)
         torch.testing.assert_close(head.log_prob(hidden), expected)
         torch.testing.assert_close(head.log_prob(hidden, target), of_target)
+
+
+@pytest.mark.parametrize("few", [0, 10**9])
+def test_chosen_classes_as_on_a_gpu(few, monkeypatch):
+    """By the losses of rows that are sorted by cluster, or from all log-probabilities."""
+    head = AdaptiveSoftmax(9, cutoffs=[5, 20], n_classes=67, head_bias=True)
+    hidden = torch.randn(11, 9)
+    exact = copy.deepcopy(head).double().log_prob(hidden.double())
+    monkeypatch.setattr(adaptive, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(adaptive, "FEW_SCORES", few)
+    for shape in ((11,), (11, 1), (11, 3)):
+        classes = torch.randint(67, shape)
+        with torch.no_grad():
+            found = head.log_prob(hidden, classes)
+        expected = exact.gather(-1, classes.view(11, -1)).view(shape)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

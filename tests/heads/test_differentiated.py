@@ -394,3 +394,28 @@ def test_bands_without_stored_scores(monkeypatch, frozen, reduction, chunk_rows)
         torch.testing.assert_close(one, other, **near)
     with torch.no_grad():
         torch.testing.assert_close(head(hidden, target), expected[0], **near)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ignored_rows_without_a_wait(reduction, dtype, monkeypatch):
+    """As short steps on a GPU take them: with a factor of 0 instead of being left out."""
+    head = DifferentiatedSoftmax(12, [(5, 6), (20, 4), (31, 2)], reduction=reduction, dtype=dtype)
+    hidden, target = torch.randn(9, 12, dtype=dtype), torch.randint(56, (9,))
+    target[[0, 4]] = -100
+    hidden[0, 3] = torch.nan
+    found = []
+    for short in (False, True):
+        monkeypatch.setattr(clusters, "is_short", lambda *_, short=short: short)
+        rows = hidden.clone().requires_grad_()
+        loss = head(rows, target)
+        loss.backward(torch.arange(1.0, 10.0) if reduction == "none" else None)
+        found.append([loss.detach(), rows.grad, *(each.grad for each in head.parameters())])
+        head.zero_grad()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3
+        )
+    head.zero_grad()
+    target[:] = -100
+    assert not head(hidden, target).any()

@@ -8,6 +8,7 @@ import torch
 from sampled import Scripted, expected_gradient
 
 from lastlayer import samplers
+from lastlayer.fused import sampled
 from lastlayer.fused.sampled import sampled_loss
 from lastlayer.heads import AdaptiveImportanceSampling, ImportanceSampling
 from lastlayer.heads.sampled.importance import SELF_NORMALISED
@@ -376,3 +377,21 @@ def test_importance_sampling_in_float64_has_float64_probabilities():
     logits = scores[:, ids] - log_q - math.log(8)
     wanted = (logits.logsumexp(-1) - scores.gather(1, target[:, None]).squeeze(1)).mean()
     torch.testing.assert_close(head(hidden, target), wanted, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [1, 2, 30])
+def test_row_sparse_gradients_have_no_more_slots_than_classes(n):
+    """As on a GPU, where the host does not know how many classes were drawn."""
+    v, d, q = 9, 5, 4
+    slopes, hidden = torch.randn(n, q), torch.randn(n, d)
+    entries = torch.randint(1, v - 1, (n * q,), dtype=torch.int32)
+    nothing, shapes = torch.empty(0), ((v, d), (v,))
+    given = entries, nothing, nothing, slopes, hidden, torch.tensor(0.5)
+    known, (weight, bias) = sampled._slotted(given, shapes, [torch.float32] * 2, True)
+    assert known.shape == (min(v, n * q),) == weight.shape[:1] == bias.shape
+    vectors = 0.5 * (slopes[..., None] * hidden[:, None]).reshape(-1, d)
+    expected = torch.zeros(v, d).index_add_(0, entries, vectors)
+    torch.testing.assert_close(torch.zeros(v, d).index_add_(0, known, weight), expected)
+    expected = torch.zeros(v).index_add_(0, entries, 0.5 * slopes.flatten())
+    torch.testing.assert_close(torch.zeros(v).index_add_(0, known, bias), expected)
+    assert set(known.tolist()) == set(entries.tolist())

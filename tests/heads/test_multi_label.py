@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lastlayer.fused.recompute import weighted_sum_in_chunks
 from lastlayer.heads.multi_label import MultiLabel
 from lastlayer.losses.calibration import ZLPRCalibrator
 from lastlayer.losses.multilabel import asymmetric_loss, bce_loss, multilabel_sparsemax_loss
@@ -362,3 +363,31 @@ def test_the_asymmetric_loss_is_that_of_scores_and_dense_labels(soft, options, r
         strict=True,
     ):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_gradients_of_a_weighted_sum_are_made_once(steps):
+    rows, weight = torch.randn(7, 3).double().requires_grad_(), torch.randn(4, 3).double()
+    weights, weight = torch.rand(7).double(), weight.requires_grad_()
+    own, calls = torch.randn(7, 4).double(), []
+
+    def losses(some, of_some, vectors):
+        calls.append(len(some))
+        return ((some @ vectors.t()).exp() * of_some).sum(-1)
+
+    chunks = [slice(a, min(7, a + steps)) for a in range(0, 7, steps)]
+    total = weighted_sum_in_chunks(losses, rows, [own], [weight], chunks, weights)
+    expected = (losses(rows, own, weight) * weights).sum()
+    del calls[-1]
+    torch.testing.assert_close(total, expected)
+    leaves = rows, weight
+    for factor in (1.0, 3.0):
+        found = torch.autograd.grad(factor * total, leaves, retain_graph=True)
+        wanted = torch.autograd.grad(factor * expected, leaves, retain_graph=True)
+        torch.testing.assert_close(found, wanted)
+    assert calls == [each.stop - each.start for each in chunks]
+    made = []
+    for each in (total, expected):
+        first = torch.autograd.grad(each.square(), leaves, create_graph=True)
+        made.append(torch.autograd.grad(sum(some.square().sum() for some in first), leaves))
+    torch.testing.assert_close(*made)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import kernels
+from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels.entmax import reference as entmax_reference
 from lastlayer.kernels.topk_softmax import reference as topk_reference
 
@@ -109,6 +110,18 @@ def check_topk(impl: str, scores: Tensor, k: int) -> None:
     assert_same(probs, expected, PROBABILITY[scores.dtype])
     # What is kept but too small for the dtype is 0 in both.
     assert (probs[expected == 0] == 0).all()
+    check_topk_logs(impl, scores.to(accumulation_dtype(scores.dtype)), k)
+
+
+def check_topk_logs(impl: str, scores: Tensor, k: int) -> None:
+    """So do log-probabilities, with and without biases."""
+    for bias in (None, torch.randn(scores.shape[-1], device=scores.device, dtype=scores.dtype)):
+        logs, expected = (torch.full_like(scores, math.nan) for _ in range(2))
+        kernels.topk_softmax.logs_into(impl, logs, scores, bias, k)
+        topk_reference.logs_into(expected, scores, bias, k)
+        assert torch.equal(logs == -math.inf, expected == -math.inf)
+        assert torch.equal(logs.isnan(), expected.isnan())
+        torch.testing.assert_close(logs, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 def assert_same(actual: Tensor, expected: Tensor, tolerance: float) -> None:

@@ -39,13 +39,13 @@ TENSORS |= dict.fromkeys(("target_scores", "row_scale", "class_weight", "loss", 
 TENSORS |= dict.fromkeys(("classes", "target", "entries"), "*i64")
 TENSORS |= {"log_k": "fp32", "alpha": "fp32", "factor": "*fp32"}
 TENSORS |= dict.fromkeys(("losses", "weights", "stats", "by_alpha"), "*fp32")
-OF_SCORES = ("scores", "rows", "out", "zeros", "probs", "grad", "gradient")
+OF_SCORES = ("bias", "scores", "rows", "out", "zeros", "probs", "grad", "gradient")
 
 BLOCKS = dict(BLOCKS=128, WIDTH=64, GROUP=16)
 WITH_LOSS = dict(LOSS=True, SCALED=True)
 ONE_ROW, MANY_ROWS = dict(ROWS=1, WIDTH=1024), dict(ROWS=64, WIDTH=16)
 CASES = [
-    (_triton._find_peaks, "*bf16", dict(BLOCKS=32, WIDTH=64, ZEROS=True)),
+    (_triton._find_peaks, "*bf16", dict(BLOCKS=32, WIDTH=64, ZEROS=True, BIASED=False)),
     *[
         (
             entmax._forward_in_registers,
@@ -90,12 +90,22 @@ CASES = [
     (
         topk_softmax._forward_in_registers,
         "*bf16",
-        dict(WIDTH=1024, SHIFT=16, LOSS=True, SCALED=True),
+        dict(WIDTH=1024, SHIFT=16, BIASED=False, LOSS=True, SCALED=True, LOGS=False),
     ),
     (
         topk_softmax._forward_of_chosen,
         "*fp32",
-        dict(**BLOCKS, IN_ONE=False, SHIFT=0, LOSS=True, SCALED=False),
+        dict(**BLOCKS, IN_ONE=False, SHIFT=0, BIASED=False, LOSS=True, SCALED=False, LOGS=False),
+    ),
+    (
+        topk_softmax._forward_in_registers,
+        "*fp32",
+        dict(WIDTH=16384, SHIFT=0, BIASED=True, LOSS=False, SCALED=False, LOGS=True),
+    ),
+    (
+        topk_softmax._forward_of_chosen,
+        "*fp32",
+        dict(**BLOCKS, IN_ONE=False, SHIFT=0, BIASED=True, LOSS=False, SCALED=False, LOGS=True),
     ),
     *[
         (
@@ -222,7 +232,7 @@ LIST_TYPES = (
     | dict.fromkeys(("made", "values", "matters", "slopes"), "*fp64")
     | dict.fromkeys(("classes", "classes_2", "found"), "*i32")
     | dict.fromkeys(("hidden", "weight", "bias"), "*bf16")
-    | dict.fromkeys(("enough", "rate", "mixture_rate"), "fp32")
+    | dict.fromkeys(("enough", "rate", "rate_rest"), "fp32")
 )
 LISTED = dict(ORDER=3, BITS=15, SEARCH=9)
 NEAR = dict(NEAR=128, OTHERS=64)

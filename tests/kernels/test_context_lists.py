@@ -54,9 +54,8 @@ def test_learning_is_that_of_the_reference(impl, order, size):
         lists.learn_("reference", context, ids, scores, proposal, 0.3, 0.1)
         for i, (one, other) in enumerate(zip(found, proposal, strict=True)):
             # Sums in another order end in other last digits of a share, which is in units of 2^-40,
-            # and of the mixture; on a GPU up to 14,000 were seen.
-            last = 50_000 if device == "cuda" else 2000
-            apart = last if i == 0 or (i > 2 and i % 4 == 1) else 0
+            # and of the mixture. A rate that is rounded to float32 would change 14,000.
+            apart = 400 if i == 0 or (i > 2 and i % 4 == 1) else 0
             assert one.cpu().sub(other).abs().max() <= apart, i
 
 

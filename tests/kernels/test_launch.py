@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +48,25 @@ def test_everything_that_changes_is_positional_and_keywords_keep_their_order():
             order = orders.setdefault((path, kernel.name), named)
             assert named == order, f"{path}: {kernel.name}: keywords in another order"
     assert len(orders) > 40
+
+
+def scaled(x, n, m, SIZE: "tl.constexpr"):  # noqa: F821, N803
+    pass
+
+
+def test_numbers_that_are_not_specialized_on_share_a_prepared_launch(monkeypatch):
+    launch = pytest.importorskip("lastlayer.kernels._launch")
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    kernel, made, ran = launch.Kernel(scaled, do_not_specialize=["n"]), [], []
+    compiled = SimpleNamespace(run=lambda *a: ran.append(a), function=0, packed_metadata=0)
+    monkeypatch.setattr(kernel, "run", lambda *a, **_: made.append(a) or compiled)
+    x = torch.zeros(4)
+    for n, m in ((5, 3), (7, 3), (1, 3), (7, 4), (1 << 40, 3), (1 << 41, 3)):
+        kernel[(1,)](x, n, m, SIZE=8)
+    # One for each m, and one for an n of 64 bits.
+    assert [each[1:] for each in made] == [(5, 3), (7, 4), (1 << 40, 3)]
+    assert [each[-3:-1] for each in ran] == [(7, 3), (1, 3), (1 << 41, 3)]
 
 
 @pytest.mark.gpu

@@ -53,6 +53,19 @@ def test_fenchel_young_loss_of_a_map_of_ones_own(seed):
     check_loss(shannon, softmax, masks=False, ignore_index=None, seed=seed)
 
 
+def test_gradients_in_half_precision_are_rounded_once():
+    scores = 3 * torch.randn(5, 700).to(torch.bfloat16)
+    target = torch.randint(700, (5,))
+    # Nearly right: of p - 1 nothing would be left.
+    scores[0, target[0]] = 20.0
+    softmax, wide = partial(torch.softmax, dim=-1), scores.double().requires_grad_()
+    fenchel_young_loss(wide, target, softmax, _shannon).backward()
+    narrow = scores.requires_grad_()
+    fenchel_young_loss(narrow, target, softmax, _shannon).backward()
+    assert narrow.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(narrow.grad.double(), wide.grad, rtol=2**-8, atol=1e-8)
+
+
 @pytest.mark.parametrize(
     "module", [SparsemaxLoss(), EntmaxLoss(1.25), TopKSoftmaxLoss(2)], ids=repr
 )

@@ -44,6 +44,7 @@ from lastlayer.fused.rows import (
     Problem,
     Wanted,
     counted_rows,
+    is_short,
     run_chunks,
     spread_rows,
     target_scores,
@@ -54,12 +55,13 @@ from lastlayer.fused.scores import (
     as_chunk,
     missing_columns,
     multiply,
+    part_of,
     rows_at_a_time,
 )
 from lastlayer.kernels import empty
 
 # Bands go by the tiled kernels from so many scores on: below, the launches cost more than memory.
-_TILED_SCORES = 1 << 28
+_TILED_SCORES = 1 << 29
 
 
 def group_loss(
@@ -155,7 +157,8 @@ def _sorted(
     target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Places in order, the row of each, and where the rows of each cluster begin and end."""
-    if ignore_index is None:
+    if ignore_index is None or (ignore_index < 0 and places is None):
+        # What is ignored comes first.
         place = _places_of(target, places)
     else:
         counts = target != ignore_index
@@ -239,20 +242,30 @@ class GroupEngine(Engine):
         hidden, bias, *weights, target, places = operands
         option, ignore_index, chunk_rows = options
         with without_autocast(hidden):
-            n, dtype = hidden.shape[0], hidden.dtype
-            shares = share_out(target, places, ignore_index, self.starts(option))
-            rows, counts = shares.rows, shares.counts
+            n, dtype, known = hidden.shape[0], hidden.dtype, None
+            starts, work = self.starts(option), n * sum([weight.numel() for weight in weights])
+            if not starts and is_short(hidden, work, ignore_index):
+                target, hidden, counts, known = kernels.products.row_factors(
+                    "auto", target, hidden, None, ignore_index, reduction == "mean"
+                )
+                shares = Shares(None, None, _places_of(target, places), [])
+            else:
+                shares = share_out(target, places, ignore_index, starts)
+                counts = shares.counts
+            rows = shares.rows
             if rows is not None:
                 hidden = hidden.index_select(0, rows)
                 upstream = None if upstream is None else upstream.index_select(0, rows)
-            if counts is not None:
+            if counts is not None and known is None:
                 # A NaN in a row that does not count would reach the gradients, times 0.
                 hidden = torch.where(counts.unsqueeze(-1), hidden, 0.0)
                 counts = counts.to(accumulation_dtype(dtype))
             scale = RowScale.of(counts, reduction, hidden.shape[0])
             factors = size = None
             if call.makes_gradients:
-                factors = scale.factors(hidden, hidden.shape[0], upstream)
+                factors = known
+                if known is None or upstream is not None:
+                    factors = scale.factors(hidden, hidden.shape[0], upstream)
                 factors, size = near_one(factors, dtype)
             given = _Given(
                 hidden, None if bias is None else in_dtype(bias, dtype),
@@ -343,9 +356,7 @@ class _Bands(GroupEngine):
         layer = LayerProducts(weights, bias, n)
         step = rows_at_a_time(chunk_rows, hidden, layer.n_classes)
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        of_bias = None
-        if wanted[1]:
-            of_bias = hidden.new_zeros(layer.n_classes, dtype=accumulation_dtype(hidden.dtype))
+        of_bias: Tensor | None = None
         totals = [
             empty(weight.shape, weight_sum_dtype(hidden, step, dtype), weight.device)
             if of_weight else None
@@ -354,27 +365,30 @@ class _Bands(GroupEngine):
         memory, losses = layer.memory(min(n, step), hidden.dtype), []
         for first in range(0, max(1, n), step):
             part = slice(first, min(n, first + step))
-            rows, ids = hidden[part], target[part]
+            rows, ids = part_of(hidden, part), part_of(target, part)
             scores = layer.scores_into(memory, rows)
             exact = partial(_exact, layer, rows, bias)
             loss, *_ = kernels.softmax_rows.forward_(
                 "auto", scores, ids, target_scores(scores, ids, exact),
-                None if factors is None else factors[part], None, option, *PLAIN[1:], False,
+                None if factors is None else part_of(factors, part), None, option, *PLAIN[1:],
+                False,
             )  # fmt: skip
             losses.append(loss)
             if factors is None:
                 continue
-            if of_bias is not None:
-                of_bias += scores.sum(0, dtype=of_bias.dtype)
-            gradient = layer.padded(memory[: part.stop - first])
+            if wanted[1]:
+                some = scores.sum(0, dtype=accumulation_dtype(scores.dtype))
+                of_bias = some if of_bias is None else of_bias.add_(some)
+            gradient = layer.padded(part_of(memory, slice(part.stop - first)))
             if of_hidden is not None:
-                layer.hidden_gradient(of_hidden[part], gradient)
+                layer.hidden_gradient(part_of(of_hidden, part), gradient)
             layer.weight_gradient(totals, gradient, rows, adds=first > 0)
         of_weights = [
             None if total is None else in_dtype(total, dtype)
             for total, dtype in zip(totals, dtypes, strict=True)
         ]
-        return torch.cat(losses), [of_hidden, of_bias, *of_weights]
+        loss = losses[0] if len(losses) == 1 else torch.cat(losses)
+        return loss, [of_hidden, of_bias, *of_weights]
 
 
 CLUSTERS, BANDS = _Clusters(), _Bands()
@@ -532,13 +546,26 @@ class _WideBand:
 
 def _exact(layer: LayerProducts, rows: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
     """The scores of targets ``(rows, 1)`` in full precision, each from the band that it is in."""
-    total = torch.zeros_like(target, dtype=torch.float32)
-    for weight, column, part in zip(layer.weights, layer.columns, layer.parts, strict=True):
-        inside = (target >= column.start) & (target < column.stop)
-        local = torch.where(inside, target - column.start, -1)
-        some = None if bias is None else bias[column]
-        total = total + kernels.products.scores("auto", rows[:, part], weight, some, local)
-    return total
+    starts, sizes = _band_bounds(tuple([(a.start, a.stop) for a in layer.columns]), target.device)
+    # Of each band the place of the target, -1 where it is in another one.
+    local = target.view(1, -1) - starts
+    local = torch.where((local >= 0) & (local < sizes), local, -1).unsqueeze(-1)
+    total: Any = None
+    for i, (weight, part) in enumerate(zip(layer.weights, layer.parts, strict=True)):
+        some = None if bias is None else bias[layer.columns[i]]
+        found = kernels.products.scores("auto", rows[:, part], weight, some, local[i])
+        total = found if total is None else total.add_(found)
+    made: Tensor = total
+    return made
+
+
+@lru_cache(maxsize=64)
+def _band_bounds(
+    columns: tuple[tuple[int, int], ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The first place of each band and its size, ``(bands, 1)``; kept, as it takes a copy."""
+    bounds = torch.tensor(columns, device=device)
+    return bounds[:, :1].contiguous(), (bounds[:, 1:] - bounds[:, :1])
 
 
 def _in_aligned_widths(hidden: Tensor, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

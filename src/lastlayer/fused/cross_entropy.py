@@ -67,8 +67,9 @@ def linear_cross_entropy(
     hidden has 256 numbers or fewer, it holds none at all.
 
     Cost: three products of n × d × v, as the layer itself with its backward. Gradients are made
-    in the forward pass, and only scaled in backward; with ``reduction="none"`` or
-    ``weight_grad`` backward makes the scores again, a fourth product.
+    in the forward pass, and only scaled in backward. With ``reduction="none"`` the gradient of the
+    scores is kept until backward, where they fit one chunk; where they do not, and with
+    ``weight_grad``, backward makes the scores again, a fourth product.
 
     On a GPU any number of classes and any hidden size are about as fast as the next multiple of 8.
     For an odd hidden size (rows that are no multiple of 16 bytes) large problems are computed on
@@ -251,7 +252,13 @@ def tiles_or_slabs(
     return None
 
 
-ROW_LOSSES["cross_entropy"] = RowLossKind(cross_entropy_rows, shortcut=tiles_or_slabs)
+def _stores(hidden: Tensor, numbers: Sequence[float], chunk_rows: int | str) -> bool:
+    return not tiles_suit(hidden, numbers, chunk_rows, Wanted())
+
+
+ROW_LOSSES["cross_entropy"] = RowLossKind(
+    cross_entropy_rows, shortcut=tiles_or_slabs, stores=_stores
+)
 ROW_LOSSES["cross_entropy_statistics"] = RowLossKind(
     partial(cross_entropy_rows, statistics=True), statistics=(3, 2)
 )

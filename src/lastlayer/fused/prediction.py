@@ -21,6 +21,8 @@ from lastlayer.kernels.prediction import MOST_BEST
 # On a GPU: scores that are held; rows that a product has at least, so that the weight is not read
 # too often; scores that so few rows may hold; and those of a slab of classes, where they are more.
 _SCORES, _FEWEST_ROWS, _MOST_SCORES, _SLAB = 40_000_000, 256, 64_000_000, 19_000_000
+# So few are made to log-probabilities, of which those that are asked for are taken.
+FEW_SCORES = 8_000_000
 
 
 # Numbers held for each log-probability, itself included: of top_classes, whose keys and what they
@@ -100,6 +102,9 @@ def log_probs_of(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
     """Of classes ``(n, k)``."""
     step = _sizes(rows, layer)[0]
     wide = rows.dtype == accumulation_dtype(rows.dtype)
+    if not rows.is_cpu and rows.shape[0] * layer.weight.shape[0] <= FEW_SCORES:
+        # Few launches count more than a second pass over the scores.
+        return all_log_probs(rows, layer).gather(-1, classes)
     if rows.is_cpu and wide and rows.shape[0] <= step and layer.shape == (0.0, 1.0):
         # These scores are not rounded: those of the classes are among them.
         ((scores, _),) = _chunks(rows, layer, step)
@@ -140,6 +145,25 @@ def write_log_probs(
             kernels.prediction.log_softmax_("auto", part, bias, *layer.shape, own)
         else:
             kernels.prediction.log_sigmoid_("auto", part, bias, *layer.shape)
+
+
+def write_topk_log_probs(out: Tensor, rows: Tensor, layer: Layer, k: int) -> None:
+    """Those of the softmax over the k best classes, ``(n, classes)``; -inf for the others."""
+    step = _sizes(rows, layer)[0]
+    parts = out.split(step) if rows.shape[0] else ()
+    for part, (scores, bias) in zip(parts, _chunks(rows, layer, step), strict=False):
+        kernels.topk_softmax.logs_into("auto", part, scores, bias, k)
+
+
+def topk_log_probs_of(rows: Tensor, layer: Layer, k: int, classes: Tensor) -> Tensor:
+    """The same of classes ``(n, m)`` alone."""
+    # Scores and their log-probabilities are held together.
+    step, found = _sizes(rows, layer, 2.0)[0], []
+    for part, (scores, bias) in zip(classes.split(step), _chunks(rows, layer, step), strict=True):
+        logs = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        kernels.topk_softmax.logs_into("auto", logs, scores, bias, k)
+        found.append(logs.gather(-1, part))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def draw_classes(rows: Tensor, layer: Layer, uniform: Tensor) -> Tensor:

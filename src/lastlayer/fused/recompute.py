@@ -1,5 +1,7 @@
 """A function of rows in bounded memory: chunk by chunk, and once more in backward.
 
+Only a sum of its results with weights that are known has its gradients made in the forward pass.
+
 ``torch.utils.checkpoint`` would recompute from whatever the parameters are by then. Here they are
 saved for backward, so that torch raises where one was changed in place, and their gradients are
 summed over chunks in the accumulation dtype.
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer._torch import accumulation_dtype, in_dtype, is_eager
 
 # From some rows, what belongs to each of them, and the shared tensors, to one result per row.
 RowFunction = Callable[..., Tensor]
@@ -46,6 +48,27 @@ def in_chunks(
     return made
 
 
+def weighted_sum_in_chunks(
+    function: RowFunction,
+    rows: Tensor,
+    per_row: Sequence[Tensor | None],
+    shared: Sequence[Tensor | None],
+    chunks: Sequence[slice],
+    weights: Tensor,
+) -> Tensor:
+    """``(in_chunks(...) * weights).sum()``, whose gradients are made in the forward pass.
+
+    Nothing is computed twice then; second derivatives are, from the beginning.
+    """
+    learned = any(each is not None and each.requires_grad for each in (rows, *shared))
+    if not (learned and torch.is_grad_enabled()) or not is_eager(rows):
+        made = in_chunks(function, rows, per_row, shared, chunks)
+        return (made * weights).sum()
+    given = function, tuple(chunks), len(per_row), weights
+    total: Tensor = _SumInChunks.apply(*given, rows, *per_row, *shared)
+    return total
+
+
 def _part(part: slice, rows: Tensor, per_row: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [rows[part], *(None if each is None else each[part] for each in per_row)]
 
@@ -77,14 +100,58 @@ class _InChunks(torch.autograd.Function):
         needed = ctx.needs_input_grad[3], *ctx.needs_input_grad[4 + n_per_row :]
         with torch.autocast(rows.device.type, enabled=False):
             if torch.is_grad_enabled():
-                # create_graph=True: second derivatives go through the tensors themselves.
-                made = _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])
-                sources = [each for each, need in zip((rows, *shared), needed, strict=True) if need]
-                found = iter(torch.autograd.grad(made, sources, grad, create_graph=True))
-                gradients = [next(found) if need else None for need in needed]
+                gradients = _differentiable(function, chunks, rows, per_row, shared, needed, grad)
             else:
-                gradients = _gradients(function, chunks, rows, per_row, shared, needed, grad)
+                gradients, _ = _gradients(function, chunks, rows, per_row, shared, needed, grad)
         return None, None, None, gradients[0], *(None,) * n_per_row, *gradients[1:]
+
+
+class _SumInChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        function: RowFunction,
+        chunks: tuple[slice, ...],
+        n_per_row: int,
+        weights: Tensor,
+        rows: Tensor,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        needed = ctx.needs_input_grad[4], *ctx.needs_input_grad[5 + n_per_row :]
+        per_row, shared = tensors[:n_per_row], tensors[n_per_row:]
+        gradients, losses = _gradients(function, chunks, rows, per_row, shared, needed, weights)
+        ctx.given = function, chunks, n_per_row, needed
+        ctx.save_for_backward(weights, rows, *tensors, *gradients)
+        return (losses * weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        function, chunks, n_per_row, needed = ctx.given
+        weights, rows, *tensors = ctx.saved_tensors
+        tensors, made = tensors[: -len(needed)], tensors[-len(needed) :]
+        if torch.is_grad_enabled():
+            given = rows, tensors[:n_per_row], tensors[n_per_row:], needed, weights * grad
+            with torch.autocast(rows.device.type, enabled=False):
+                made = _differentiable(function, chunks, *given)
+        else:
+            made = [None if each is None else each * grad.to(each.dtype) for each in made]
+        return *(None,) * 4, made[0], *(None,) * n_per_row, *made[1:]
+
+
+def _differentiable(
+    function: RowFunction,
+    chunks: Sequence[slice],
+    rows: Tensor,
+    per_row: Sequence[Tensor | None],
+    shared: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    grad: Tensor,
+) -> list[Tensor | None]:
+    """As :func:`_gradients`; second derivatives go through the tensors themselves."""
+    made = _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])
+    sources: list[Any] = [each for each, need in zip((rows, *shared), needed, strict=True) if need]
+    found = iter(torch.autograd.grad(made, sources, grad, create_graph=True))
+    return [next(found) if need else None for need in needed]
 
 
 def _gradients(
@@ -95,20 +162,21 @@ def _gradients(
     shared: Sequence[Tensor | None],
     needed: Sequence[bool],
     grad: Tensor,
-) -> list[Tensor | None]:
-    """Of rows and of each shared tensor, summed over chunks in the accumulation dtype."""
+) -> tuple[list[Tensor | None], Tensor]:
+    """Of rows and of each shared tensor, summed over chunks in the accumulation dtype; results."""
     sums: list[Tensor | None] = [None] * len(needed)
     of_rows = rows.new_empty(rows.shape) if needed[0] else None
     sources = [
         None if each is None else each.detach().requires_grad_(need)
         for each, need in zip(shared, needed[1:], strict=True)
     ]
-    first = 0
+    first, results = 0, []
     for part in chunks:
         some = rows[part].detach().requires_grad_(needed[0])
         given = [None if each is None else each[part] for each in per_row]
         with torch.enable_grad():
             made = function(some, *given, *sources)
+        results.append(made.detach())
         wanted = [
             each for each, need in zip((some, *sources), needed, strict=True)
             if need and each is not None
@@ -134,4 +202,4 @@ def _gradients(
     return [
         None if each is None or source is None else in_dtype(each, source.dtype)
         for each, source in zip(sums, (rows, *shared), strict=True)
-    ]
+    ], _cat(results)

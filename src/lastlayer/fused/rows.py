@@ -2,7 +2,8 @@
 
 For each chunk of rows one product makes the scores, a row loss turns them into losses and, in the
 same memory, into the gradient of the scores, and two products carry that on to hidden and weight.
-The scores of one chunk are all that is ever stored. A new loss is one small function, see
+The scores of one chunk are all that is ever stored; where they are all scores and the loss is not
+reduced, their gradient is kept for backward. A new loss is one small function, see
 :data:`RowLoss`, and a line in :data:`ROW_LOSSES`; everything else is here, once.
 """
 
@@ -28,6 +29,7 @@ from lastlayer._checks import (
 from lastlayer._torch import (
     accumulation_dtype,
     gradient_sum_dtype,
+    graph_is_kept,
     host_sync_allowed,
     in_autocast_dtype,
     in_dtype,
@@ -135,9 +137,16 @@ class RowLossKind(NamedTuple):
     """How many numbers per row it leaves beside the loss: float ones, then int64 ones."""
     shortcut: Callable[[Problem, Sequence[float], int | str, int], Made | None] | None = None
     """Another way than chunks where that is faster: from problem, numbers, ``chunk_rows``, rows."""
+    wide: Callable[[Tensor, int], bool] = lambda *_: False
+    """Whether scores of half precision are held in float32: from hidden and number of classes."""
+    stores: Callable[[Tensor, Sequence[float], int | str], bool] = lambda *_: False
+    """Whether scores that fit one chunk become a dense gradient, which "none" keeps: from hidden,
+    numbers and ``chunk_rows``."""
 
 
 ROW_LOSSES: dict[str, RowLossKind] = {}
+# Of the engine below; one more is what its forward pass has left.
+_OPERANDS = 7
 
 
 class _RowsEngine(Engine):
@@ -155,6 +164,69 @@ class _RowsEngine(Engine):
     def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:
         return bool(reduction == "none" or options[-1])
 
+    def invoke(self, call: Call) -> Result:
+        if call.reduction == "none" and any(call.wanted) and is_eager(call.operands[0]):
+            if len(call.operands) > _OPERANDS:
+                return self._from_stored(call)
+            if call.upstream is None and (made := self._stored(call)) is not None:
+                return made
+        return super().invoke(call)
+
+    def _stored(self, call: Call) -> Result | None:
+        """Losses, and what backward makes the gradients from: that of the scores for factors of 1.
+
+        None where scores take several chunks, or rows are left out: backward makes them again.
+        """
+        hidden, weight, bias, target, class_weight, row_weight, weight_grad = call.operands
+        name, numbers, ignore_index, chunk, _ = call.options
+        kind, n, dtype = ROW_LOSSES[name], hidden.shape[0], accumulation_dtype(hidden.dtype)
+        step = rows_at_a_time(as_chunk(chunk), hidden, weight.shape[0], kind.copies)
+        if (
+            not 0 < n <= step
+            or hidden.is_meta
+            or weight_grad is not None
+            or missing_columns(weight, n)
+            or not kind.stores(hidden, numbers, as_chunk(chunk))
+        ):
+            return None
+        with without_autocast(hidden):
+            hidden, target, row_weight, complete = _with_ignored(call)
+            if not complete and any(x is not None for x in counted_rows(target, ignore_index)):
+                return None
+            weight, ones = in_dtype(weight, hidden.dtype), kernels.full(n, 1.0, dtype, hidden)
+            bias = None if bias is None else in_dtype(bias, hidden.dtype)
+            class_weight = None if class_weight is None else in_dtype(class_weight, dtype)
+            layer = LayerProducts([weight], bias, n)
+            memory = layer.scores(hidden, hidden.dtype)
+            exact = partial(kernels.products.scores, "auto", hidden, weight, bias)
+            loss, *_ = kind.make(class_weight, *numbers)(
+                layer.scores_in(memory), Chunk(target, exact, ones, hidden.shape[1])
+            )
+            return Result(RowScale.of(row_weight, "none", n).reduce(loss, "none"), (memory,))
+
+    def _from_stored(self, call: Call) -> Result:
+        """The gradients, once the factor of each row is known."""
+        _, weight, bias, *_, memory = call.operands
+        with without_autocast(call.operands[0]):
+            hidden, _, row_weight, _ = _with_ignored(call)
+            n = hidden.shape[0]
+            scale = RowScale.of(row_weight, "none", n)
+            factors: Any = scale.factors(hidden, n, call.upstream)
+            factors, size = near_one(factors, hidden.dtype)
+            layer = LayerProducts([in_dtype(weight, hidden.dtype)], None, n)
+            memory = memory.clone() if graph_is_kept() else memory
+            scores = layer.scores_in(memory).mul_(factors.unsqueeze(-1))
+            to_hidden, to_weight, to_bias = call.wanted
+            gradients = _Gradients(
+                hidden, layer, Wanted(to_hidden, to_weight, to_bias), n,
+                gradient_sum_dtype(weight.dtype),
+            )  # fmt: skip
+            gradients.add(slice(0, n), scores, memory)
+            of_hidden, of_weight, of_bias = gradients.finished()
+            if of_bias is not None:
+                of_bias = in_dtype(of_bias, gradient_sum_dtype(bias.dtype))
+        return Result(factors, (of_hidden, of_weight, of_bias), (), size)
+
     def compute(self, call: Call) -> Result:
         operands, options, reduction, wanted, upstream = call
         hidden, weight, bias, target, class_weight, row_weight, weight_grad = operands
@@ -164,7 +236,8 @@ class _RowsEngine(Engine):
             n, dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
             row_weight = None if row_weight is None else in_dtype(row_weight, dtype)
             kept = ignored = known = None
-            if _is_short(hidden, weight, ignore_index) and class_weight is None:
+            short = is_short(hidden, hidden.numel() * weight.shape[0], ignore_index)
+            if short and class_weight is None:
                 if sum(ROW_LOSSES[name].statistics):
                     ignored = target == ignore_index
                 target, hidden, row_weight, known = kernels.products.row_factors(
@@ -294,9 +367,28 @@ def linear_loss(
 ROWS = _RowsEngine()
 
 
-def _is_short(hidden: Tensor, weight: Tensor, ignore_index: int | None) -> bool:
-    """Whether waiting for the device would cost a step more than products with ignored rows do."""
-    rows, work = hidden.shape[0], hidden.numel() * weight.shape[0]
+def _with_ignored(call: Call) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+    """Hidden, targets and row weights; where a step is short, with ignored rows as 0.
+
+    And whether nothing is left to be done about ignored rows.
+    """
+    hidden, weight, _, target, _, row_weight, *_ = call.operands
+    ignore_index, dtype = call.options[2], accumulation_dtype(hidden.dtype)
+    row_weight = None if row_weight is None else in_dtype(row_weight, dtype)
+    if is_short(hidden, hidden.numel() * weight.shape[0], ignore_index):
+        target, hidden, row_weight, _ = kernels.products.row_factors(
+            "auto", target, hidden, row_weight, ignore_index, False
+        )
+        return hidden, target, row_weight, True
+    return hidden, target, row_weight, ignore_index is None
+
+
+def is_short(hidden: Tensor, work: int, ignore_index: int | None) -> bool:
+    """Whether waiting for the device would cost a step more than products with ignored rows do.
+
+    ``work`` is the number of multiplications of one product.
+    """
+    rows = hidden.shape[0]
     on_gpu = hidden.device.type == "cuda" and hidden.itemsize <= 4
     return ignore_index is not None and on_gpu and rows <= _MOST_ROWS and work < _LONG
 
@@ -360,7 +452,8 @@ def _run_aligned(
         made = kind.shortcut(problem, numbers, chunk_rows, rows)
         if made is not None:
             return made
-    return run_chunks(kind.make(problem.class_weight, *numbers), problem, rows)
+    wide = kind.wide(problem.hidden, problem.weight.shape[0])
+    return run_chunks(kind.make(problem.class_weight, *numbers), problem, rows, wide)
 
 
 def _without_wide_sum(rows: int, problem: Problem, copies: float) -> int:
@@ -380,12 +473,12 @@ def _without_wide_sum(rows: int, problem: Problem, copies: float) -> int:
     return few if (few - rows) * hidden.element_size() * copies <= spared else rows
 
 
-def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int) -> Made:
-    """Losses and gradients of all rows, so many at a time."""
+def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int, wide: bool = False) -> Made:
+    """Losses and gradients of all rows, so many at a time; ``wide`` for scores in float32."""
     hidden, weight, bias, target, row_scale, _, wanted, weight_dtype = problem
     n, layer = hidden.shape[0], LayerProducts([weight], bias, hidden.shape[0])
     gradients = _Gradients(hidden, layer, wanted, chunk_rows, weight_dtype)
-    dtype = torch.float32 if wanted.precise(hidden) else hidden.dtype
+    dtype = torch.float32 if wide or wanted.precise(hidden) else hidden.dtype
     if n <= chunk_rows:
         exact = partial(kernels.products.scores, "auto", hidden, weight, bias)
         memory = layer.scores(hidden, dtype)
@@ -471,7 +564,7 @@ class _Gradients:
                 self._layer.hidden_gradient(self._hidden_memory()[part], rounded)
         if self._wanted.weight:
             self._add_to_weight(rounded, rows)
-            if rounded is not gradient:
+            if rounded is not gradient and self._wanted.precise(rows):
                 self._add_to_weight((gradient - rounded).to(rounded.dtype), rows)
 
     def _hidden_memory(self) -> Tensor:

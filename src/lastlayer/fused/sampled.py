@@ -616,23 +616,44 @@ def _summed(given: _Pieces, n_classes: int, dtypes: _Dtypes) -> tuple[Tensor, Gr
 def _slotted(
     given: _Pieces, shapes: tuple[tuple[int, ...], ...], dtypes: _Dtypes, sparse: bool
 ) -> tuple[Tensor, Grads]:
-    """On a GPU: a slot for each entry, so that nothing waits for how many classes there are."""
+    """On a GPU: a slot for each entry, so that nothing waits for how many classes there are.
+
+    Where entries are more than classes, there is a slot for each class.
+    """
     entries, columns, column_biases, slopes, hidden, factor = given
     keys, order = torch.sort(entries, stable=True)
-    fill = keys.new_empty if sparse else keys.new_zeros
+    size, (n_classes, *_) = keys.shape[0], shapes[0]
+    known, scattered = None, not sparse
+    if sparse and size > n_classes:
+        known, keys = _classes_once(keys, n_classes)
+        size, scattered = n_classes, True
+    fill = keys.new_zeros if scattered else keys.new_empty
     made = [
         fill(0, dtype=slopes.dtype)
         if dtype is None
-        else fill((keys.shape[0], *shape[1:]) if sparse else shape, dtype=dtype)
+        else fill((size, *shape[1:]) if sparse else shape, dtype=dtype)
         for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
-    known = torch.empty_like(keys, dtype=torch.int64) if sparse else None
+    written = None if scattered else torch.empty_like(keys, dtype=torch.int64)
     kernels.touched_rows.slots_(
-        "auto", slopes, hidden, columns, column_biases, order, keys, factor, *made, known,
-        not sparse,
+        "auto", slopes, hidden, columns, column_biases, order, keys, factor, *made, written,
+        scattered,
     )  # fmt: skip
     sums = [each if dtype is not None else None for each, dtype in zip(made, dtypes, strict=True)]
+    known = written if known is None else known
     return keys if known is None else known, sums
+
+
+def _classes_once(keys: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
+    """The classes of sorted keys, ``(n_classes,)``, and which of them each key is.
+
+    Where they are fewer the last one is there again.
+    """
+    fresh = torch.ones_like(keys)
+    torch.ne(keys[1:], keys[:-1], out=fresh[1:])
+    place = fresh.cumsum(0).sub_(1)
+    known = keys[-1:].long().repeat(n_classes)
+    return known.index_copy_(0, place, keys.long()), place
 
 
 _library = torch.library.Library("lastlayer", "FRAGMENT")

@@ -307,5 +307,11 @@ def dense_rows(
     return RowResult(loss, None if scale is None else scores)
 
 
-ROW_LOSSES["entmax"] = RowLossKind(entmax_rows, copies=1.0 + 1.0 / _PIECES)
-ROW_LOSSES["topk_softmax"] = RowLossKind(topk_rows, copies=1.0 + 1.0 / _PIECES)
+def _small_in_float32(hidden: Tensor, n_classes: int) -> bool:
+    """Exact scores of small problems cost nothing, and need no lists of candidates."""
+    work = hidden.numel() * n_classes
+    return hidden.itemsize < 4 and work <= _SMALL[device_kind(hidden)]
+
+
+ROW_LOSSES["entmax"] = RowLossKind(entmax_rows, 1.0 + 1.0 / _PIECES, wide=_small_in_float32)
+ROW_LOSSES["topk_softmax"] = RowLossKind(topk_rows, 1.0 + 1.0 / _PIECES, wide=_small_in_float32)

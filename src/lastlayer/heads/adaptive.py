@@ -23,6 +23,7 @@ from lastlayer.fused.clusters import CLUSTERS, group_loss
 from lastlayer.fused.cross_entropy import linear_cross_entropy
 from lastlayer.fused.function import RowScale
 from lastlayer.fused.prediction import (
+    FEW_SCORES,
     Layer,
     all_log_probs,
     drawn_by,
@@ -260,12 +261,18 @@ class AdaptiveSoftmax(RankedHead):
         return all_in_dtype(dtype, self.head_bias, *self._weights())
 
     def _goes_by_itself(self, rows: Tensor, chosen: Tensor) -> bool:
-        return chosen.shape[1] == 1 and not torch.is_grad_enabled() and _on_gpu(rows)
+        few = chosen.shape[1] == 1 or rows.shape[0] * self.n_classes <= FEW_SCORES
+        return few and not torch.is_grad_enabled() and _on_gpu(rows)
 
-    def _target_log_prob(
-        self, rows: Tensor, chosen: Tensor, bias: Tensor | None, weights: list[Tensor]
-    ) -> Tensor:
-        """That of one class per row is minus its loss."""
+    def _chosen_log_prob(self, rows: Tensor, chosen: Tensor, *tensors: Any) -> Tensor:
+        """Of one class per row, or of any number where there are few scores, on a GPU."""
+        if rows.shape[0] * self.n_classes <= FEW_SCORES:
+            # All of them: to sort rows by cluster takes longer, and the host would wait.
+            made = rows.new_empty(rows.shape[0], self.n_classes, dtype=torch.float32)
+            self._write_log_probs(made, rows, *tensors)
+            return made.gather(-1, chosen)
+        # That of one class per row is minus its loss.
+        bias, *weights = tensors
         options, ids = (self._starts, None, self.chunk_rows), chosen.reshape(-1)
         return -group_loss(
             CLUSTERS, rows, ids, self.places, bias, weights, options, "none"
@@ -292,6 +299,8 @@ class AdaptiveSoftmax(RankedHead):
         return None
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
+        if chosen is not None and self._goes_by_itself(rows, chosen):
+            return self._chosen_log_prob(rows, chosen, *tensors)
         bias, *weights = tensors
         top, n = log_softmax(wide_scores(rows, weights[0], bias)), self._n_top
         clusters = list(zip(self._clusters, weights[1::2], weights[2::2], strict=True))
@@ -301,8 +310,6 @@ class AdaptiveSoftmax(RankedHead):
                 for i, (_, projection, vectors) in enumerate(clusters)
             ]
             return self._by_class(torch.cat([top[:, :n], *inside], -1))
-        if self._goes_by_itself(rows, chosen):
-            return self._target_log_prob(rows, chosen, bias, weights)
         place = self._places_of(chosen).contiguous()
         cluster = torch.bucketize(place, self.cutoffs, right=True) - 1
         made = top.gather(-1, torch.where(cluster < 0, place, n + cluster))

@@ -1,5 +1,6 @@
 """Heads with one vector per class, exact: softmax, entmax and top-k softmax over all classes."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, Self, TypedDict, Unpack
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lastlayer import kernels
 from lastlayer._checks import check_alpha_number, check_chunk, check_class_weight, check_k
 from lastlayer._torch import in_autocast_dtype, is_eager, without_autocast
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
@@ -19,7 +21,9 @@ from lastlayer.fused.prediction import (
     log_softmax,
     rows_held,
     top_classes,
+    topk_log_probs_of,
     write_log_of_probs,
+    write_topk_log_probs,
 )
 from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
@@ -27,9 +31,6 @@ from lastlayer.heads.base import ScoredHead, all_in_dtype, init_uniform_
 from lastlayer.heads.recipes import Recipe
 from lastlayer.kernels.prediction import MOST_BEST
 from lastlayer.maps.entmax import entmax
-
-# So many chosen classes of a row are looked up one by one among its best.
-_FEW_CHOSEN = 4
 
 
 class LinearOptions(TypedDict, total=False):
@@ -378,63 +379,43 @@ class TopKSoftmaxHead(LinearHead):
             return log_softmax(scores)
         values, classes = top_classes(scores, self.k)
         logs = log_softmax(values)
-        rest = _elsewhere(logs).expand(scores.shape)
-        if scores.requires_grad or not is_eager(scores):
-            return rest.scatter(-1, classes, logs)
-        return scores.copy_(rest).scatter_(-1, classes, logs)
-
-    def _best(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and ids of the k best classes, in rows that have kernels for them."""
-        layer = self._layer(*tensors)
-        values, classes = best_classes(rows, layer, self.k, normalised=False)
-        return log_softmax(values), classes
+        # NaN where those of the best are.
+        rest = torch.where(logs[:, :1].isnan(), math.nan, -torch.inf).to(logs.dtype)
+        return rest.expand(scores.shape).scatter(-1, classes, logs)
 
     def _goes_by_itself(self, rows: Tensor, chosen: Tensor) -> bool:  # noqa: ARG002
-        return not torch.is_grad_enabled() and self._has_best(rows)
-
-    def _has_best(self, rows: Tensor) -> bool:
-        return self.k < self.n_classes and is_predictable(rows, self.k)
+        return not torch.is_grad_enabled() and is_eager(rows)
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         if chosen is None or not self._goes_by_itself(rows, chosen):
             return super()._rows_log_prob(rows, chosen, *tensors)
-        logs, classes = self._best(rows, *tensors)
-        if chosen.shape[1] <= _FEW_CHOSEN:
-            among = classes.unsqueeze(1) == chosen.unsqueeze(-1)
-            logs = torch.where(among, logs.unsqueeze(1), _elsewhere(logs).unsqueeze(1))
-            return logs.amax(-1)
-        ids, order = classes.sort(-1)
-        place = torch.searchsorted(ids, chosen.contiguous()).clamp_(max=self.k - 1)
-        found = logs.gather(-1, order.gather(-1, place))
-        return torch.where(ids.gather(-1, place) == chosen, found, _elsewhere(logs))
+        return topk_log_probs_of(rows, self._layer(*tensors), self.k, chosen)
 
     def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
-        if not self._has_best(rows):
-            return super()._write_log_probs(out, rows, *tensors)
-        logs, classes = self._best(rows, *tensors)
-        out.copy_(_elsewhere(logs).expand_as(out)).scatter_(-1, classes, logs)
-        return None
+        write_topk_log_probs(out, rows, self._layer(*tensors), self.k)
+
+    def _best(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Scores and ids of the k best classes, the best first; None where there is no kernel."""
+        some = in_autocast_dtype(rows)
+        if self.k >= self.n_classes or not is_predictable(some, self.k):
+            return None
+        with without_autocast(rows):
+            layer = self._layer(*self._score_tensors(some.dtype))
+            return best_classes(some, layer, self.k, normalised=False)
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
-        some = in_autocast_dtype(rows)
-        if k > self.k or not self._has_best(some):
+        found = None if k > self.k else self._best(rows)
+        if found is None:
             return super()._rows_topk(rows, k)
-        with without_autocast(rows):
-            logs, classes = self._best(some, *self._score_tensors(some.dtype))
+        logs, classes = found
+        kernels.prediction.log_softmax_("auto", logs, None, 0.0, 1.0, None)
         # All classes of a row with a NaN are equal.
         first = torch.arange(k, device=rows.device)
         return logs[:, :k], torch.where(logs[:, :1].isnan(), first, classes[:, :k])
 
     def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
-        some = in_autocast_dtype(rows)
-        if not self._has_best(some):
+        found = self._best(rows)
+        if found is None:
             return super()._rows_sample(rows, *uniform)
-        with without_autocast(rows):
-            logs, classes = self._best(some, *self._score_tensors(some.dtype))
-        place = drawn_by(logs, uniform[0])
-        return torch.where(place < 0, -1, classes.gather(-1, place.clamp(min=0)))
-
-
-def _elsewhere(logs: Tensor) -> Tensor:
-    """The log-probability ``(rows, 1)`` of all but the best classes: NaN where theirs are."""
-    return logs[:, :1].detach().clone().masked_fill_(~logs[:, :1].isnan(), -torch.inf)
+        place = drawn_by(found[0], uniform[0])
+        return torch.where(place < 0, -1, found[1].gather(-1, place.clamp(min=0)))

@@ -20,7 +20,7 @@ from lastlayer._checks import (
     check_reduction,
 )
 from lastlayer._labels import check_label_smoothing
-from lastlayer._torch import in_autocast_dtype, without_autocast
+from lastlayer._torch import accumulation_dtype, in_autocast_dtype, without_autocast
 from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.fused.labels import asymmetric_label_loss, linear_bce_loss, linear_zlpr_loss
 from lastlayer.fused.prediction import (
@@ -32,7 +32,7 @@ from lastlayer.fused.prediction import (
     write_log_of_probs,
     write_log_probs,
 )
-from lastlayer.fused.recompute import in_chunks
+from lastlayer.fused.recompute import in_chunks, weighted_sum_in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.linear import LinearHead
 from lastlayer.heads.recipes import Recipe
@@ -247,16 +247,18 @@ class MultiLabel(LinearHead):
         with without_autocast(hidden):
             ids, tensors = torch.arange(n, device=rows.device), self._score_tensors(rows.dtype)
             chunks = list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
-            losses = in_chunks(losses_of, rows, [ids], tensors, chunks)
             if self.reduction == "none":
+                losses = in_chunks(losses_of, rows, [ids], tensors, chunks)
                 return losses.reshape(hidden.shape[:-1])
-            if self.reduction == "sum":
-                return losses.sum()
-            if self.loss != "sparsemax" or smoothing:
-                return losses.sum() / max(1, n)
-            # Without labels there is no distribution over them, and so no loss.
-            counted = lists.sum(lists.positive(losses.dtype)) > 0
-            return losses.sum() / counted.sum().clamp(min=1)
+            dtype = accumulation_dtype(rows.dtype)
+            share = torch.ones((), dtype=dtype, device=rows.device)
+            if self.reduction == "mean":
+                share = share / max(1, n)
+                if self.loss == "sparsemax" and not smoothing:
+                    # Without labels there is no distribution over them, and so no loss.
+                    counted = lists.sum(lists.positive(dtype)) > 0
+                    share = share.new_ones(()) / counted.sum().clamp(min=1)
+            return weighted_sum_in_chunks(losses_of, rows, [ids], tensors, chunks, share.expand(n))
 
     @torch.no_grad()
     def predict(self, hidden: Tensor, *, threshold: float | Tensor | None = None) -> Tensor:

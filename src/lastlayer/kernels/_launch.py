@@ -26,6 +26,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MOST_PREPARED = 1024
 # What a launch is given beside tensors; subclasses of these would be taken for tensors.
 _NUMBERS = frozenset({int, float, bool, type(None)})
+# Integers from here on have 64 bits.
+_LARGE = 1 << 31
 
 
 class Kernel(JITFunction):  # type: ignore[misc]
@@ -39,6 +41,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
         self._prepared: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        # Numbers of which the type alone decides, such as those of rows, which change.
+        self._by_type = frozenset(each.num for each in self.params if each.do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return functools.partial(self._launch, grid)
@@ -47,10 +51,11 @@ class Kernel(JITFunction):  # type: ignore[misc]
         device = torch._C._cuda_getDevice()
         key: list[Any] = [device]
         passed: list[Any] = []
-        for each in args:
+        for place, each in enumerate(args):
             if type(each) in _NUMBERS:
                 passed.append(each)
-                key.append(each)
+                by_type = place in self._by_type and type(each) is int
+                key.append(-_LARGE <= each < _LARGE if by_type else each)
             else:
                 pointer = each.data_ptr()
                 passed.append(pointer)

@@ -143,8 +143,11 @@ def block_width(n: int) -> int:
     return max(NARROWEST_BLOCK, usual, next_power_of_2(cdiv(n, MAX_PEAKS)))
 
 
-def find_peaks(rows: Tensor, zeros: Tensor | None) -> Tensor:
-    """The largest score of each block, +inf for a block with a NaN; fills ``zeros`` with 0."""
+def find_peaks(rows: Tensor, zeros: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """The largest score of each block, +inf for a block with a NaN; fills ``zeros`` with 0.
+
+    A ``bias`` is added to scores before.
+    """
     n_rows, n = rows.shape
     width = block_width(n)
     n_blocks = cdiv(n, width)
@@ -152,16 +155,17 @@ def find_peaks(rows: Tensor, zeros: Tensor | None) -> Tensor:
     blocks = max(1, SCORES_A_PROGRAM // width)
     tiles = cdiv(n_blocks, blocks)
     _find_peaks[(n_rows * tiles,)](
-        rows, peaks if zeros is None else zeros, peaks, n, rows.stride(0), tiles, n_blocks,
-        BLOCKS=blocks, WIDTH=width, ZEROS=zeros is not None, num_warps=4, enable_fp_fusion=True,
+        rows, bias, peaks if zeros is None else zeros, peaks, n, rows.stride(0), tiles, n_blocks,
+        BLOCKS=blocks, WIDTH=width, ZEROS=zeros is not None, BIASED=bias is not None, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return peaks
 
 
 @kernel
 def _find_peaks(
-    rows, zeros, peaks, n, stride, tiles, n_blocks,
-    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr,
+    rows, bias, zeros, peaks, n, stride, tiles, n_blocks,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // tiles).to(tl.int64)
     block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
@@ -171,7 +175,10 @@ def _find_peaks(
     if ZEROS:
         nothing = tl.zeros((BLOCKS, WIDTH), dtype=zeros.dtype.element_ty)
         tl.store(zeros + row * n + column, nothing, mask=live)
-    peak = row_max(scores.to(tl.float32), 1)
+    scores = scores.to(tl.float32)
+    if BIASED:
+        scores += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
+    peak = row_max(scores, 1)
     tl.store(peaks + row * n_blocks + block, peak, mask=block < n_blocks)
 
 

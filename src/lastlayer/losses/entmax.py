@@ -343,7 +343,7 @@ class _ScoreLoss(Engine):
             if wish.is_floating_point():
                 slopes = slopes - tsallis_entropy_alpha_slope(wish, alphas)
             slopes = torch.where(row == 0, 0.0, slopes * row)
-        return [score_gradient(probs, wish, row.unsqueeze(-1)), slopes]
+        return [score_gradient(probs, wish, row.unsqueeze(-1), probs.dtype), slopes]
 
 
 _ENGINE = _ScoreLoss()

@@ -14,8 +14,11 @@ from lastlayer._checks import (
     check_scores,
     check_target,
 )
-from lastlayer._torch import accumulation_dtype, in_dtype, in_functorch
+from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, is_vmapped
 from lastlayer.fused.function import RowScale
+
+# Scores that are looked at together: on a GPU, and on a CPU.
+_TOGETHER = 1 << 24, 1 << 17
 
 
 def fenchel_young_loss(
@@ -105,17 +108,20 @@ def general_loss(
     The entropy may have one learned ``parameter`` per row. By the envelope theorem the loss changes
     with it only through the entropy: ``entropy_slope`` is its derivative at fixed probabilities.
     """
-    scores = in_dtype(scores, accumulation_dtype(scores.dtype))
+    wide: Tensor = in_dtype(scores, accumulation_dtype(scores.dtype))
     ignored = None
     if by_class and ignore_index is not None:
         ignored = target == ignore_index
         target = target.masked_fill(ignored, 0)
     elif not by_class:
-        target = target.to(scores.dtype)
+        target = target.to(wide.dtype)
 
-    probs = predict(scores)
+    probs = predict(wide)
+    gap = _gap(wide.detach(), probs.detach(), target.detach())
+    # What entropies are made of may take its memory.
+    del wide
     losses = _FenchelYoung.apply(
-        _value(scores.detach(), probs.detach(), target.detach(), entropy),
+        gap + entropy(probs.detach()),
         scores,
         probs,
         target,
@@ -165,7 +171,7 @@ class _FenchelYoung(torch.autograd.Function):
         grad_scores = grad_target = grad_parameter = None
         row = grad.unsqueeze(-1)
         if ctx.needs_input_grad[1]:
-            grad_scores = score_gradient(probs, target, row)
+            grad_scores = score_gradient(probs, target, row, scores.dtype)
         if ctx.needs_input_grad[3]:
             grad_target = -scores * row
         if ctx.needs_input_grad[4]:
@@ -173,7 +179,7 @@ class _FenchelYoung(torch.autograd.Function):
         return None, grad_scores, None, grad_target, grad_parameter, None
 
 
-def score_gradient(probs: Tensor, target: Tensor, row: Tensor) -> Tensor:
+def score_gradient(probs: Tensor, target: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:
     """``(probs - target) * row`` for the factor ``(*batch, 1)`` of each row; differentiable.
 
     Rows with factor 0 have gradient 0 even where their scores are NaN, and so have fully masked
@@ -181,36 +187,50 @@ def score_gradient(probs: Tensor, target: Tensor, row: Tensor) -> Tensor:
     """
     dense = target.is_floating_point()
     moves = (row != 0) & (probs.sum(-1, keepdim=True) != 0)
-    if torch.is_grad_enabled() or in_functorch():
+    if torch.is_grad_enabled() or not is_eager(probs) or is_vmapped(row):
         if dense:
             gradient = (probs - target) * row
         else:
             gradient = (probs * row).scatter_add(-1, target.unsqueeze(-1), -row)
-        return torch.where(moves, gradient, 0.0)
+        return torch.where(moves, gradient, 0.0).to(dtype)
     # The same in memory of its own, which is one matrix instead of three.
-    gradient = (probs - target).mul_(row) if dense else probs * row
-    if not dense:
-        gradient.scatter_add_(-1, target.unsqueeze(-1), -row)
+    gradient = torch.empty_like(probs, dtype=dtype)
+    if dense:
+        torch.mul(probs - target, row, out=gradient)
+    else:
+        at_target = target.unsqueeze(-1)
+        torch.mul(probs, row, out=gradient)
+        # Before it is rounded: next to 1 little is left of a probability.
+        own = (probs.gather(-1, at_target) - 1.0) * row
+        gradient.scatter_(-1, at_target, own.to(dtype))
     return gradient.masked_fill_(~moves, 0.0)
 
 
-def _value(
-    scores: Tensor, probs: Tensor, target: Tensor, entropy: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """``<scores, probs> + entropy(probs) - <scores, target>``; an offset of the scores cancels."""
+def _gap(scores: Tensor, probs: Tensor, target: Tensor) -> Tensor:
+    """``<scores, probs> - <scores, target>``; an offset of the scores cancels."""
     if scores.shape[-1] == 0:
         return scores.new_full(scores.shape[:-1], math.inf)
     if target.is_floating_point():
         peak = scores.amax(-1, keepdim=True)
         shifted = scores - torch.where(torch.isfinite(peak), peak, 0.0)
         difference = probs - target
-        gap = torch.where(difference != 0, shifted * difference, 0.0).sum(-1)
+        return torch.where(difference != 0, shifted * difference, 0.0).sum(-1)
+    at_target = scores.gather(-1, target.unsqueeze(-1))
+    if is_eager(scores) and scores.dim() == 2:
+        # A few rows at a time: what is made of them stays in the cache.
+        step = max(1, _TOGETHER[scores.device.type == "cpu"] // scores.shape[1])
+        parts = zip(scores.split(step), at_target.split(step), probs.split(step), strict=True)
+        gaps = [_leads(*part) for part in parts]
+        gap = gaps[0] if len(gaps) == 1 else torch.cat(gaps)
     else:
-        # Finite numbers times a probability of 0 are 0: no choice per class is needed.
-        lowest = torch.finfo(scores.dtype).min
-        at_target = scores.gather(-1, target.unsqueeze(-1))
-        leads = (scores - at_target.clamp(min=lowest)).clamp(min=lowest)
-        gap = leads.mul_(probs).sum(-1)
-        # A masked target cannot be met; a NaN stays one.
-        gap = gap.masked_fill((at_target == -math.inf).squeeze(-1) & ~gap.isnan(), math.inf)
-    return gap + entropy(probs)
+        gap = _leads(scores, at_target, probs)
+    # A masked target cannot be met; a NaN stays one.
+    return gap.masked_fill((at_target == -math.inf).squeeze(-1) & ~gap.isnan(), math.inf)
+
+
+def _leads(scores: Tensor, at_target: Tensor, probs: Tensor) -> Tensor:
+    """By how much the classes are above the target, on average."""
+    # Finite numbers times a probability of 0 are 0: no choice per class is needed.
+    lowest = torch.finfo(scores.dtype).min
+    leads = (scores - at_target.clamp(min=lowest)).clamp(min=lowest)
+    return leads.mul_(probs).sum(-1)

@@ -27,7 +27,7 @@ from lastlayer._labels import (
     check_multilabel,
     reduced,
 )
-from lastlayer._torch import accumulation_dtype, in_functorch
+from lastlayer._torch import accumulation_dtype, in_dtype, in_functorch
 from lastlayer.fused.function import Call, fused_loss
 from lastlayer.kernels.label_loss import reference
 from lastlayer.losses._label_engine import LabelEngine, as_rows
@@ -247,7 +247,10 @@ def multilabel_sparsemax_predict(
     check_scores(scores)
     check_allowed(mask, scores)
     check_real("threshold", threshold, "0 to below 1, a probability", lambda x: 0.0 <= x < 1.0)
-    return sparsemax(scores.to(accumulation_dtype(scores.dtype)), mask=mask) > threshold
+    # Rounding to bfloat16 moves probabilities, but none of them to 0, as float16 would.
+    if threshold or scores.dtype != torch.bfloat16:
+        scores = in_dtype(scores, accumulation_dtype(scores.dtype))
+    return sparsemax(scores, mask=mask) > threshold
 
 
 class Mixed(NamedTuple):

@@ -59,9 +59,14 @@ def entmax(
     if not isinstance(alpha, Tensor):
         return from_rows(entmax_rows(rows, float(alpha), None, impl), dim)
     check_alpha_shape(alpha, scores, dim % scores.dim())
-    shape = list(scores.shape)
-    shape[dim] = 1
-    row_alpha = alpha.expand(shape).movedim(dim, -1).squeeze(-1)
+    # Views that change nothing cost host time, in backward too.
+    if not alpha.dim():
+        row_alpha = alpha.expand(rows.shape[:-1])
+    else:
+        shape = list(scores.shape)
+        shape[dim] = 1
+        row_alpha = alpha if list(alpha.shape) == shape else alpha.expand(shape)
+        row_alpha = row_alpha.squeeze(dim)
     return from_rows(entmax_rows(rows, math.nan, row_alpha, impl), dim)
 
 

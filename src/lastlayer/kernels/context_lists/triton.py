@@ -7,6 +7,7 @@ matter most and where each belongs, is found by comparing the few entries of a r
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -91,7 +92,7 @@ def learn_(
     near = dict(NEAR=_NEAR, OTHERS=_OTHERS, num_warps=4, enable_fp_fusion=True)
     _weigh[(rows,)](
         context, ids.contiguous(), scores.contiguous(), *tensors, classes, values, slopes, m, rows,
-        float(rate), n_classes, places, width, **constants, **near,
+        *_halves(rate), n_classes, places, width, **constants, **near,
     )  # fmt: skip
     for k in range(order - 1):
         keys, listed, end, mass = proposal[3 + 4 * k : 7 + 4 * k]
@@ -105,9 +106,15 @@ def learn_(
             **near,
         )  # fmt: skip
     _move_mixture[(1,)](
-        slopes, proposal[0], rows, float(mixture_rate), ORDER=order, BLOCK=256, num_warps=4,
+        slopes, proposal[0], rows, *_halves(mixture_rate), ORDER=order, BLOCK=256, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip
+
+
+def _halves(number: float) -> tuple[float, float]:
+    """A number as the sum of two that are exact in float32, in which kernels are given numbers."""
+    near = float(np.float32(number))
+    return near, number - near
 
 
 def _given(proposal: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...], dict[str, Any]]:
@@ -363,12 +370,13 @@ def _until(
 @kernel(do_not_specialize=["m", "rows"])
 def _weigh(
     context, ids, scores, mixture, table, unigram, keys, classes, end, mass, keys_2, classes_2,
-    end_2, mass_2, found, values, slopes, m, rows, rate, n_classes, places, width,
+    end_2, mass_2, found, values, slopes, m, rows, rate, rate_rest, n_classes, places, width,
     ORDER: tl.constexpr, BITS: tl.constexpr, SEARCH: tl.constexpr, NEAR: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
     """The classes of a row once each, the probabilities that they move to, and slopes."""
     row = tl.program_id(0).to(tl.int64)
+    rate = tl.full((), rate, tl.float64) + rate_rest
     there = row * (width + m) + width
     all_of = rows.to(tl.int64) * (width + m)
     peak = tl.full((), -float("inf"), tl.float64)
@@ -625,8 +633,9 @@ def _merge(
 
 
 @kernel(do_not_specialize=["rows"])
-def _move_mixture(slopes, mixture, rows, mixture_rate, ORDER: tl.constexpr, BLOCK: tl.constexpr):
+def _move_mixture(slopes, mixture, rows, rate, rate_rest, ORDER: tl.constexpr, BLOCK: tl.constexpr):
     """One step of exponentiated gradient; without a row that has a context nothing moves."""
+    rate = tl.full((), rate, tl.float64) + rate_rest
     part = tl.arange(0, 4)
     total = tl.zeros((BLOCK, 4), dtype=tl.float64)
     for start in range(0, rows, BLOCK):
@@ -637,7 +646,7 @@ def _move_mixture(slopes, mixture, rows, mixture_rate, ORDER: tl.constexpr, BLOC
     taught = tl.sum(tl.where(part == 3, sums, 0.0), 0)
     if taught > 0.0:
         inside = part < ORDER
-        moves = tl.where(inside, mixture_rate * sums / taught, -float("inf"))
+        moves = tl.where(inside, rate * sums / taught, -float("inf"))
         old = tl.load(mixture + part, mask=inside, other=0).to(tl.float64)
         shares = tl.where(inside, old * tl.exp(moves - tl.max(moves, 0)), 0.0)
         shares = tl.where(inside, tl.maximum(shares / tl.sum(shares, 0), _LEAST_PART), 0.0)

@@ -1,4 +1,4 @@
-"""Softmax over the k largest scores of a row, and the loss that goes with it.
+"""Softmax over the k largest scores of a row, its logarithm, and the loss that goes with it.
 
 The backward of the map is that of entmax at alpha = 1. On a CPU the loss is made from the
 probabilities, see ``entmax_rows``.
@@ -16,4 +16,5 @@ def _loss(scores: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 forward = operation("topk_softmax.forward", "topk_softmax", like_first)
+logs_into = operation("topk_softmax.logs_into", "topk_log_softmax_into", writes=("out",))
 loss = operation("topk_softmax.loss", "topk_softmax_loss", _loss, has_cpu=False)

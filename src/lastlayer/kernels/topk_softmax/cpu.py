@@ -26,13 +26,20 @@ _BY_VALUE = 16
 def forward(scores: Tensor, k: int) -> Tensor:
     rows, (out, result) = as_rows(scores), empty_rows(scores)
     if rows.size:
-        _forward_rows(*rows.shape, rows, out, k)
+        _forward_rows(*rows.shape, rows, out, k, False)
     return in_dtype(result, scores.dtype)
+
+
+def logs_into(out: Tensor, scores: Tensor, bias: Tensor | None, k: int) -> None:
+    rows = as_rows(scores if bias is None else scores + bias)
+    if rows.size:
+        _forward_rows(*rows.shape, rows, out.numpy(), k, True)
 
 
 @by_rows
 @njit(nogil=True, cache=True, error_model="numpy")
-def _forward_rows(start, stop, rows, out, k):
+def _forward_rows(start, stop, rows, out, k, logs):
+    nothing = -math.inf if logs else 0.0
     n = rows.shape[1]
     k = min(k, n)
     peaks = room_for_peaks(rows)
@@ -43,12 +50,12 @@ def _forward_rows(start, stop, rows, out, k):
     for row in range(start, stop):
         state = find_peaks(rows, row, peaks)
         if state <= 0:
-            out[row] = math.nan if state < 0 else 0.0
+            out[row] = math.nan if state < 0 else nothing
         elif 2 * k > blocks:
             # Most blocks would stay, and picking costs more than a few more counts.
             for i in range(n):
                 held[0, i] = rows[row, i]
-            _shares(held, n, k, peaks[-1], -math.inf)
+            _shares(held, n, k, peaks[-1], -math.inf, logs)
             for i in range(n):
                 out[row, i] = held[0, i]
         else:
@@ -56,8 +63,8 @@ def _forward_rows(start, stop, rows, out, k):
             held[0, :blocks] = peaks[:blocks]
             floor, _ = _edge_of(held, _filled_up(held, blocks), k, -math.inf, peaks[-1])
             count = _pick(rows, row, peaks, floor, held, column)
-            _shares(held, count, k, peaks[-1], floor)
-            out[row] = 0.0
+            _shares(held, count, k, peaks[-1], floor, logs)
+            out[row] = nothing
             for i in range(count):
                 out[row, column[i]] = held[0, i]
 
@@ -88,13 +95,19 @@ def _filled_up(held, n):
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
-def _shares(held, n, k, peak, low):
-    """The softmax over the k largest of n scores in place of them; 0 for the others."""
+def _shares(held, n, k, peak, low, logs):
+    """The softmax over the k largest of n scores, or its log, in place of them."""
     zero = held.dtype.type(0)
     edge, count = _edge_of(held, _filled_up(held, n), k, low, peak)
     if count > k:
         _drop_last(held, n, edge, count - k)
     total = zero
+    if logs:
+        for i in range(n):
+            score = held[0, i]
+            total += exp(score - peak) if score >= edge else zero
+        _write_logs(held, n, edge, peak, math.log(total))
+        return
     for i in range(n):
         score = held[0, i]
         share = exp(score - peak) if score >= edge else zero
@@ -103,6 +116,16 @@ def _shares(held, n, k, peak, low):
     share = 1 / total
     for i in range(n):
         held[0, i] *= share
+
+
+# With flags of its own, or it would get those of its caller, which may reorder.
+@njit(nogil=True, fastmath={"contract"})
+def _write_logs(held, n, edge, peak, level):
+    """The peak is taken away first: large scores cancel exactly."""
+    real = held.dtype.type
+    for i in range(n):
+        score = held[0, i]
+        held[0, i] = (score - peak) - real(level) if score >= edge else real(-math.inf)
 
 
 @njit(nogil=True)

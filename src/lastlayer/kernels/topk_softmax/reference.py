@@ -13,7 +13,25 @@ def forward(scores: Tensor, k: int) -> Tensor:
     """Softmax over the ``k`` largest scores of a row, the first of equal ones; zero elsewhere."""
     if scores.numel() == 0:
         return torch.empty_like(scores)
-    values = scores.to(accumulation_dtype(scores.dtype))
+    kept, broken = _kept(scores.to(accumulation_dtype(scores.dtype)), k)
+    # Where nothing is kept a softmax would be NaN.
+    probs = torch.softmax(kept, -1).masked_fill(kept == -math.inf, 0.0)
+    return probs.masked_fill(broken, math.nan).to(scores.dtype)
+
+
+def logs_into(out: Tensor, scores: Tensor, bias: Tensor | None, k: int) -> None:
+    """The log of :func:`forward`, of scores with their biases, in the dtype of the scores.
+
+    -inf for classes that are not among the ``k`` best, and in all of a fully masked row.
+    """
+    if scores.numel():
+        kept, broken = _kept(scores if bias is None else scores + bias, k)
+        logs = torch.log_softmax(kept, -1).masked_fill(kept == -math.inf, -math.inf)
+        out.copy_(logs.masked_fill_(broken, math.nan))
+
+
+def _kept(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest less their maximum, -inf elsewhere; and which rows have a NaN or +inf."""
     edge = values.topk(min(k, values.shape[-1]), dim=-1).values[..., -1:]
     above, equal = values > edge, values == edge
     left = k - above.sum(-1, keepdim=True)
@@ -21,9 +39,7 @@ def forward(scores: Tensor, k: int) -> Tensor:
     peak = values.amax(-1, keepdim=True)
     empty = peak == -math.inf
     kept = torch.where(taken, values, -math.inf) - peak.masked_fill(empty, 0.0)
-    probs = torch.softmax(kept, -1)
-    broken = ~torch.isfinite(peak) & ~empty
-    return probs.masked_fill(broken, math.nan).masked_fill(empty, 0.0).to(scores.dtype)
+    return kept, ~torch.isfinite(peak) & ~empty
 
 
 def loss(scores: Tensor, target: Tensor, row_scale: Tensor | None, k: int) -> tuple[Tensor, Tensor]:

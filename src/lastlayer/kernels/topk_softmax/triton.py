@@ -25,6 +25,7 @@ from lastlayer.kernels._triton import (
 WIDEST_IN_REGISTERS = 8192
 # Up to here one program finds the peaks of a row and finishes it.
 WIDEST_IN_ONE_PROGRAM = 16384
+FEW_ROWS = 1024
 # Low bits of a float32 that are 0 where it was of half precision: a search need not look at them.
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 # First steps of a search that halve values, not their bits: the edge of usual scores is near then.
@@ -37,8 +38,13 @@ def forward(scores: Tensor, k: int) -> Tensor:
     """Softmax over the ``k`` largest scores of a row, the first of equal ones; zero elsewhere."""
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
     if scores.numel():
-        _run(as_rows(scores), out, None, None, None, k)
+        _run(as_rows(scores), out, None, None, None, None, k)
     return out
+
+
+def logs_into(out: Tensor, scores: Tensor, bias: Tensor | None, k: int) -> None:
+    if scores.numel():
+        _run(in_rows(scores), out, bias, None, None, None, k, logs=True)
 
 
 def loss(
@@ -47,38 +53,41 @@ def loss(
     losses = torch.empty(len(scores), device=scores.device, dtype=torch.float32)
     gradient = torch.empty_like(scores, memory_format=torch.contiguous_format)
     if scores.numel():
-        _run(in_rows(scores), gradient, target.contiguous(), row_scale, losses, k)
+        _run(in_rows(scores), gradient, None, target.contiguous(), row_scale, losses, k)
     return losses, gradient
 
 
 def _run(
-    rows: Tensor, out: Tensor, target: Tensor | None, row_scale: Tensor | None,
-    losses: Tensor | None, k: int,
+    rows: Tensor, out: Tensor, bias: Tensor | None, target: Tensor | None,
+    row_scale: Tensor | None, losses: Tensor | None, k: int, logs: bool = False,
 ) -> None:  # fmt: skip
-    """Probabilities into ``out``; or where a target is given losses, and the gradient."""
+    """Probabilities into ``out``, or ``logs`` of them; where a target is given, the gradient."""
     n_rows, n = rows.shape
-    k, shift = min(k, n), UNUSED_BITS[rows.dtype]
-    if n <= WIDEST_IN_REGISTERS:
+    k, shift = min(k, n), UNUSED_BITS[rows.dtype] if bias is None else 0
+    constants = dict(
+        SHIFT=shift, BIASED=bias is not None, LOSS=target is not None,
+        SCALED=row_scale is not None, LOGS=logs,
+    )  # fmt: skip
+    # With few rows a second launch would take longer than a program with a wide row.
+    if n <= WIDEST_IN_REGISTERS or (logs and n <= WIDEST_IN_ONE_PROGRAM and n_rows <= FEW_ROWS):
         width = max(16, next_power_of_2(n))
         _forward_in_registers[(n_rows,)](
-            rows, out, target, row_scale, losses, n, rows.stride(0), k, WIDTH=width, SHIFT=shift,
-            LOSS=target is not None, SCALED=row_scale is not None,
-            num_warps=max(1, width // 1024), enable_fp_fusion=True,
+            rows, out, bias, target, row_scale, losses, n, rows.stride(0), k, WIDTH=width,
+            **constants, num_warps=max(1, width // 1024), enable_fp_fusion=True,
         )  # fmt: skip
         return
     width = block_width(n)
     n_blocks = cdiv(n, width)
-    in_one = n <= WIDEST_IN_ONE_PROGRAM
+    in_one = n <= WIDEST_IN_ONE_PROGRAM and not logs
     chosen = torch.empty(n_rows, n_blocks, device=rows.device, dtype=torch.int32)
-    peaks = chosen if in_one else find_peaks(rows, out)
+    peaks = chosen if in_one else find_peaks(rows, None if logs else out, bias)
     # Scores of 16 bits are often equal at the edge, and then more than k blocks stay.
     expected = 2 * k if rows.element_size() == 2 else k
     group = next_power_of_2(min(expected, n_blocks))
     group = min(group, max(1, MOST_ON_CHIP // width))
     _forward_of_chosen[(n_rows,)](
-        rows, out, target, row_scale, losses, peaks, chosen, n, rows.stride(0), n_blocks, k,
-        BLOCKS=next_power_of_2(n_blocks), WIDTH=width, GROUP=group, IN_ONE=in_one, SHIFT=shift,
-        LOSS=target is not None, SCALED=row_scale is not None,
+        rows, out, bias, target, row_scale, losses, peaks, chosen, n, rows.stride(0), n_blocks, k,
+        BLOCKS=next_power_of_2(n_blocks), WIDTH=width, GROUP=group, IN_ONE=in_one, **constants,
         num_warps=8 if group * width > 4096 else 4, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -89,6 +98,15 @@ def _ordered(values, SHIFT: tl.constexpr):
     # Adding 0 makes -0 equal to 0.
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def _values(scores, bias, column, live, BIASED: tl.constexpr):
+    """Scores of a row with their biases, -inf where there is none."""
+    values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+    if BIASED:
+        values += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
+    return values
 
 
 @triton.jit
@@ -189,13 +207,14 @@ def _loss_of(
 
 @kernel
 def _forward_in_registers(
-    scores, out, target, row_scale, losses, n, stride, k,
-    WIDTH: tl.constexpr, SHIFT: tl.constexpr, LOSS: tl.constexpr, SCALED: tl.constexpr,
+    scores, out, bias, target, row_scale, losses, n, stride, k,
+    WIDTH: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr, LOSS: tl.constexpr,
+    SCALED: tl.constexpr, LOGS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride
     column = tl.arange(0, WIDTH)
-    values = tl.load(scores + column, mask=column < n, other=-float("inf")).to(tl.float32)
+    values = _values(scores, bias, column, column < n, BIASED)
     peak = row_max(values, 0)
     keys = _ordered(values, SHIFT)
     edge = _search_tile(keys, _lowest(SHIFT), tl.max(keys, 0), k, SHIFT)
@@ -203,7 +222,11 @@ def _forward_in_registers(
     origin = tl.where(peak == -float("inf"), 0.0, peak)
     weights = tl.where(taken, tl.exp(values - origin), 0.0)
     total = tl.sum(weights, 0)
-    probs = weights / tl.where(total == 0.0, 1.0, total)
+    total_or_1 = tl.where(total == 0.0, 1.0, total)
+    if LOGS:
+        probs = tl.where(taken, values - origin - tl.log(total_or_1), -float("inf"))
+    else:
+        probs = weights / total_or_1
     probs = tl.where(peak == float("inf"), float("nan"), probs)
     if LOSS:
         right = tl.load(target + row)
@@ -220,8 +243,8 @@ def _forward_in_registers(
 
 @triton.jit
 def _search_chosen(
-    scores, chosen, count, n, floor, top, k,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+    scores, bias, chosen, count, n, floor, top, k,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """As _search_tile, for more scores than the chip holds: they are read again for each step."""
     low = floor.to(tl.int64)
@@ -233,7 +256,7 @@ def _search_chosen(
         members = tl.zeros((GROUP, WIDTH), dtype=tl.int32)
         for first in range(0, count, GROUP):
             column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
-            values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+            values = _values(scores, bias, column, live, BIASED)
             members += ((_ordered(values, SHIFT) >= middle.to(tl.int32)) & live).to(tl.int32)
         found = tl.sum(tl.sum(members, 1), 0)
         low = tl.where(found >= k, middle, low)
@@ -252,9 +275,10 @@ def _write(out, column, probs, present, right, scale, LOSS: tl.constexpr):
 
 @kernel
 def _forward_of_chosen(
-    scores, out, target, row_scale, losses, peaks, chosen, n, stride, n_blocks, k,
+    scores, out, bias, target, row_scale, losses, peaks, chosen, n, stride, n_blocks, k,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, IN_ONE: tl.constexpr,
-    SHIFT: tl.constexpr, LOSS: tl.constexpr, SCALED: tl.constexpr,
+    SHIFT: tl.constexpr, BIASED: tl.constexpr, LOSS: tl.constexpr, SCALED: tl.constexpr,
+    LOGS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride
@@ -266,6 +290,11 @@ def _forward_of_chosen(
     else:
         place = row * n_blocks + block
         peak_of = tl.load(peaks + place, mask=block < n_blocks, other=-float("inf"))
+    if LOGS:
+        for first in range(0, n, BLOCKS):
+            tl.store(out + first + block, -float("inf"), mask=first + block < n)
+        # Other threads write over some of them below.
+        tl.debug_barrier()
     peak = tl.max(peak_of, 0)
     broken = peak == float("inf")
     keys_of_peaks = _ordered(peak_of, SHIFT)
@@ -287,7 +316,7 @@ def _forward_of_chosen(
         right = tl.load(target + row)
     if count <= GROUP:
         column, live = chosen_columns(chosen, 0, count, n, GROUP, WIDTH)
-        values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+        values = _values(scores, bias, column, live, BIASED)
         keys = _ordered(values, SHIFT)
         edge = _search_tile(keys, floor, top, k, SHIFT)
         taken = _best(keys, edge, k) & live
@@ -300,14 +329,20 @@ def _forward_of_chosen(
                 scores, row_scale, losses, row, right, origin, total, rest, own_taken, broken, n,
                 SCALED,
             )  # fmt: skip
-        probs = tl.where(broken, float("nan"), weights / total)
+        if LOGS:
+            probs = values - origin - tl.log(total)
+        else:
+            probs = weights / total
+        probs = tl.where(broken, float("nan"), probs)
         _write(out, column, probs, tl.where(broken, live, taken), right, scale, LOSS)
     else:
-        edge = _search_chosen(scores, chosen, count, n, floor, top, k, GROUP, WIDTH, SHIFT)
+        edge = _search_chosen(
+            scores, bias, chosen, count, n, floor, top, k, GROUP, WIDTH, SHIFT, BIASED
+        )
         above = tl.zeros((GROUP, WIDTH), dtype=tl.int32)
         for first in range(0, count, GROUP):
             column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
-            values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+            values = _values(scores, bias, column, live, BIASED)
             above += (_ordered(values, SHIFT) > edge).to(tl.int32)
         at_edge = k - tl.sum(tl.sum(above, 1), 0)
         left = at_edge
@@ -316,7 +351,7 @@ def _forward_of_chosen(
         met = tl.zeros((GROUP, WIDTH), dtype=tl.int32)
         for first in range(0, count, GROUP):
             column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
-            values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+            values = _values(scores, bias, column, live, BIASED)
             keys = _ordered(values, SHIFT)
             taken = _taken(keys, edge, left) & live
             left -= _count((keys == edge) & live)
@@ -334,11 +369,15 @@ def _forward_of_chosen(
         left = at_edge
         for first in range(0, count, GROUP):
             column, live = chosen_columns(chosen, first, count, n, GROUP, WIDTH)
-            values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
+            values = _values(scores, bias, column, live, BIASED)
             keys = _ordered(values, SHIFT)
             taken = _taken(keys, edge, left) & live
             left -= _count((keys == edge) & live)
-            probs = tl.where(broken, float("nan"), tl.exp(values - origin) / total)
+            if LOGS:
+                probs = values - origin - tl.log(total)
+            else:
+                probs = tl.exp(values - origin) / total
+            probs = tl.where(broken, float("nan"), probs)
             _write(out, column, probs, tl.where(broken, live, taken), right, scale, LOSS)
     if LOSS:
         # Other threads may have written zeros there.
