@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lastlayer.lab.data import DataError, Vocabulary, load, stdlib, text
-from lastlayer.lab.data.stdlib import SourceFile, Sources, cache_folder, source_files, tokens_of
+from lastlayer.lab.data.stdlib import cache_folder, source_files, tokens_of, without_imports
 
 
 def words(seed, n=400, types=30):
@@ -338,11 +338,7 @@ def test_imports_are_labels_and_leave_the_tokens(library):
 
 def test_imports_at_the_end_of_a_file():
     tokens = ["x", "<newline>", "import", "a", "<newline>", "from", "b", "import", "c", "<eos>"]
-    names = sorted({*tokens})
-    ids = np.array([names.index(token) for token in tokens], np.int32)
-    file = SourceFile("x.py", None, "train", b"")
-    sources = Sources([file], names, ids, np.array([0, len(ids)]), cached=False)
-    kept, modules = stdlib._without_imports(sources, 0)
+    kept, modules = without_imports(tokens)
     assert modules == {"a", "b"}
     assert kept == ["x", "<newline>", "<newline>", "<eos>"]
 

@@ -12,14 +12,7 @@ from lastlayer.lab.data.columns import choose_columns, table_data
 from lastlayer.lab.data.files import TEXT, broken, existing, files_with, plain_suffix
 from lastlayer.lab.data.rows import LabelData, PairData
 from lastlayer.lab.data.stdlib import NEWLINE, source_tokens, stdlib_labels, stdlib_text
-from lastlayer.lab.data.text import (
-    END,
-    Reading,
-    TextData,
-    Tokenizer,
-    check_sizes,
-    text_data,
-)  # fmt: skip
+from lastlayer.lab.data.text import END, Reading, TextData, Tokenizer, text_data
 
 TASKS = ("lm", "classification", "multilabel", "pairs")
 
@@ -76,7 +69,14 @@ def load(
     """
     if task is not None and task not in TASKS:
         raise ValueError(f"task: expected one of {TASKS}, got {task!r}")
-    check_sizes(vocab_size=(vocab_size, 2), min_count=(min_count, 1), limit=(limit, 2))
+    sizes: tuple[tuple[str, Any, int], ...] = (
+        ("vocab_size", vocab_size, 2), ("min_count", min_count, 1), ("limit", limit, 2)
+    )  # fmt: skip
+    for name, value, least in sizes:
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise TypeError(f"{name}: expected an int or None, got {type(value).__name__}")
+        if value is not None and value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}")
     given = {"text": text, "label": label, "features": features}
     cutter = None if tokenizer is None else Tokenizer(tokenizer)
     reading = Reading(vocab_size, min_count, limit, encoding, cutter)
@@ -85,34 +85,41 @@ def load(
         _refuse({**given, "tokenizer": tokenizer, "task": asked}, "the embedded corpus")
         embedded = stdlib_labels if task == "multilabel" else stdlib_text
         return embedded(reading, cache=cache)
+    described = {"name": str(source), "source": str(source), "format": "hub"}
     if str(source).startswith(tables.HUB):
-        held, column = tables.read_hub(str(source), limit)
-        described = {"source": str(source), "format": "hub"}
+        held, column = tables.read_hub(str(source), reading)
         given["text"] = column or text
-        return _of_tables(str(source), str(source), held, described, reading, (task, given))
-    path = existing(str(source))
-    kind = _kind(path)
-    if kind in (*matrices.SVMLIGHT, *matrices.ARFF, *matrices.STATES):
-        own = None if kind in matrices.ARFF else label
-        _refuse({**given, "label": own, "tokenizer": tokenizer}, path)
-        return _of_matrices(path, kind, reading, task, label)
-    if kind not in tables.SUFFIXES and not _is_table(path, task, reading, any(given.values())):
-        if task not in (None, "lm"):
-            what = f"expected a table for task='{task}', got text"
-            raise broken(what, _FORMATS, path=path)
-        data = text_data(path, reading)
-        reason = "text without columns" if task is None else "as asked"
-        data.description["task_reason"] = reason
-        return data
-    held = tables.read_tables(path, encoding)
-    described = {"source": str(path), "format": kind[1:] or "text", "encoding": encoding}
-    return _of_tables(path.name, str(path), held, described, reading, (task, given))
+    else:
+        path = existing(str(source))
+        kind = _kind(path)
+        if kind in matrices.SUFFIXES:
+            own = None if kind in matrices.ARFF else label
+            _refuse({**given, "label": own, "tokenizer": tokenizer}, path)
+            return matrices.matrix_data(path, kind, reading, task, label)
+        if kind not in tables.SUFFIXES and not _is_table(path, task, encoding, any(given.values())):
+            return _text(path, reading, task)
+        held = tables.read_tables(path, encoding)
+        described = {
+            "name": path.name, "source": str(path), "format": kind[1:] or "text",
+            "encoding": encoding,
+        }  # fmt: skip
+    columns = choose_columns(held.get("train") or next(iter(held.values())), task, **given)
+    if columns.features:
+        _refuse({"tokenizer": tokenizer}, described["source"])
+    return table_data(held, columns, described, reading)
 
 
-_FORMATS = (
-    "give CSV, TSV, JSON lines, Parquet or Arrow with a column of labels, lines with __label__ "
-    "words, svmlight, ARFF, npz or safetensors"
-)
+def _text(path: Path, reading: Reading, task: str | None) -> TextData:
+    if task not in (None, "lm"):
+        raise broken(
+            f"expected a table for task='{task}', got text",
+            "give CSV, TSV, JSON lines, Parquet or Arrow with a column of labels, lines with "
+            "__label__ words, svmlight, ARFF, npz or safetensors",
+            path=path,
+        )
+    data = text_data(path, reading)
+    data.description["task_reason"] = "text without columns" if task is None else "as asked"
+    return data
 
 
 def _refuse(given: dict[str, Any], where: Path | str) -> None:
@@ -123,49 +130,19 @@ def _refuse(given: dict[str, Any], where: Path | str) -> None:
             raise broken(what, "leave it out", path=where)
 
 
-def _of_tables(
-    name: str,
-    where: str,
-    held: dict[str, tables.Table],
-    described: dict[str, Any],
-    reading: Reading,
-    asked: tuple[str | None, dict[str, str | None]],
-) -> TextData | LabelData | PairData:
-    task, given = asked
-    columns = choose_columns(held.get("train") or next(iter(held.values())), task, **given)
-    if columns.features and reading.tokenizer:
-        _refuse({"tokenizer": reading.tokenizer.path}, where)
-    return table_data(name, held, columns, described, reading, where=where)
-
-
-def _of_matrices(
-    path: Path, kind: str, reading: Reading, task: str | None, label: str | None
-) -> LabelData | PairData:
-    if task == "lm" or (task == "pairs" and kind not in matrices.STATES):
-        what = f"{kind[1:]} has rows with labels, not text"
-        raise broken(what, "give task='classification' or task='multilabel'", path=path)
-    if kind in matrices.ARFF:
-        encoding, limit = reading.encoding, reading.limit
-        return matrices.arff_data(path, encoding=encoding, limit=limit, label=label, task=task)
-    if kind in matrices.SVMLIGHT:
-        return matrices.svmlight_data(path, limit=reading.limit, task=task)
-    return matrices.states_data(path, limit=reading.limit, task=task)
-
-
-def _is_table(path: Path, task: str | None, reading: Reading, columns: bool) -> bool:
+def _is_table(path: Path, task: str | None, encoding: str, columns: bool) -> bool:
     """Whether text without a suffix of its own is a table: lines of tabs, or with labels."""
     if columns or task == "lm":
         return columns
-    files = [f for f in files_with(path, TEXT) if f.parent == path] if path.is_dir() else [path]
-    return bool(files) and all(tables.is_table(file, reading.encoding) for file in files)
+    files = files_with(path, TEXT) if path.is_dir() else [path]
+    return bool(files) and all(tables.is_table(file, encoding) for file in files)
 
 
 def _kind(path: Path) -> str:
     """The suffix of a file, or of files in a folder that have a format of their own."""
     if not path.is_dir():
         return plain_suffix(path)
-    special = (*matrices.ARFF, *matrices.SVMLIGHT, *matrices.STATES, *tables.SUFFIXES)
-    files = [file for file in files_with(path, special) if file.parent == path]
+    files = files_with(path, (*matrices.SUFFIXES, *tables.SUFFIXES))
     kinds = {plain_suffix(file) for file in files}
     if len(kinds) > 1:
         what = f"files of several formats, {' and '.join(sorted(kinds))}"

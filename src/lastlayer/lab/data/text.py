@@ -8,23 +8,13 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lastlayer.lab.data.files import (
-    TEXT,
-    broken,
-    by_part,
-    existing,
-    files_with,
-    folders_by_part,
-    mixed,
-    text_blocks,
-)
+from lastlayer.lab.data.files import PARTS, broken, existing, needed, text_blocks, text_files
 
 UNKNOWN = "<unk>"
 """Stands for every token that the vocabulary leaves out; always in it."""
@@ -165,18 +155,6 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-def check_sizes(**sizes: tuple[Any, int]) -> None:
-    """Whole numbers of at least so much, or None."""
-    for name, (value, least) in sizes.items():
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}: expected an int or None, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{name}: expected at least {least}, got {value}")
-
-
-PARTS = ("train", "valid", "test")
 Ids = NDArray[np.int32]
 
 
@@ -215,15 +193,18 @@ class TextData:
     @cached_property
     def fingerprint(self) -> str:
         """The same for the same tokens in the same parts, and otherwise another one."""
-        digest = hashlib.blake2b(digest_size=16)
-        for token in self.vocabulary.tokens:
-            digest.update(token.encode("utf-8", "surrogatepass") + b"\0")
-        for part in PARTS:
-            ids: Ids = getattr(self, part)
-            digest.update(len(ids).to_bytes(8, "little"))
-            for first in range(0, len(ids), 2**22):
-                digest.update(np.ascontiguousarray(ids[first : first + 2**22], "<i4").tobytes())
-        return digest.hexdigest()
+        return fingerprint(self.vocabulary.tokens, (self.train, self.valid, self.test))
+
+
+def fingerprint(names: Iterable[str], arrays: Iterable[NDArray[Any]]) -> str:
+    """A hash of names and numbers, the same on every machine."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in names:
+        digest.update(name.encode("utf-8", _SURROGATES) + b"\0")
+    for each in arrays:
+        digest.update(each.size.to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(each, each.dtype.newbyteorder("<")).data)
+    return digest.hexdigest()
 
 
 # 256 MB of ids stay in memory; more go to a file that is mapped.
@@ -277,7 +258,7 @@ class IdStream:
             return np.memmap(file, np.int32, "r+", shape=(self.length,))[:length]
 
 
-def counted(ids: Ids, n: int) -> NDArray[np.int64]:
+def _counted(ids: Ids, n: int) -> NDArray[np.int64]:
     """How often each number comes."""
     counts = np.zeros(n, np.int64)
     for first in range(0, len(ids), _CHUNK):
@@ -285,93 +266,14 @@ def counted(ids: Ids, n: int) -> NDArray[np.int64]:
     return counts
 
 
-def renumber(ids: Ids, table: NDArray[np.int32]) -> Ids:
-    """In place of each id, what the table has there."""
+def _renumber(ids: Ids, table: NDArray[np.int32]) -> None:
+    """Puts in place of each id what the table has there."""
     for first in range(0, len(ids), _CHUNK):
         ids[first : first + _CHUNK] = table[ids[first : first + _CHUNK]]
-    return ids
 
 
 # The share of what is held out for each of valid and test, and what goes with a limit of training.
 TENTH, PER_LIMIT = 10, 8
-
-
-def part_limit(part: str, limit: int | None) -> int | None:
-    """Where the training part is limited, valid and test take an eighth of that each."""
-    return limit if limit is None or part == "train" else max(2, limit // PER_LIMIT)
-
-
-def enough(part: str, limit: int | None) -> int | None:
-    """What has to be read: the training part may be what the others are cut from."""
-    if limit is None or part != "train":
-        return part_limit(part, limit)
-    # A tenth of it has to be a token and its successor.
-    return max(limit * TENTH // PER_LIMIT, 2 * TENTH)
-
-
-def hold_out(parts: dict[str, Ids]) -> dict[str, Ids]:
-    """The parts that are missing, cut from the end of the training part: a tenth of it each."""
-    train = parts["train"]
-    each = len(train) // TENTH
-    result = dict(parts)
-    for part in reversed(PARTS):
-        if part not in result:
-            train, result[part] = train[: len(train) - each], train[len(train) - each :]
-    return {**result, "train": train}
-
-
-def assemble(
-    name: str,
-    names: Sequence[str],
-    parts: dict[str, Ids],
-    description: dict[str, Any],
-    reading: "Reading",
-    *,
-    where: str,
-) -> TextData:
-    """Choose the vocabulary by the training part, and number the tokens of all parts by it.
-
-    The ids in ``parts`` are places in ``names``; they are renumbered in place. ``where`` is what an
-    error calls the source.
-    """
-    total = sum(map(len, parts.values()))
-    if not total:
-        raise broken("no tokens", "give a file with text in it", path=where)
-    parts = {p: ids[: part_limit(p, reading.limit)] for p, ids in hold_out(parts).items()}
-    for part in PARTS:
-        if len(parts[part]) < 2:
-            found = f"{len(parts[part])} of {total} token{'s' if total > 1 else ''}"
-            remedy = "give at least 20 tokens, or files of your own for all three parts"
-            raise broken(f"too short: the {part} part has {found}", remedy, path=where)
-    counts = counted(parts["train"], len(names))
-    special = [i for i, token in enumerate(names) if token in (UNKNOWN, END)]
-    seen = int(np.count_nonzero(np.delete(counts, special)))
-    if seen < 2:
-        what = "one class: the training part has one word alone" if seen else "no words"
-        raise broken(what, "give a text with at least two different words", path=where)
-    least = reading.least
-    vocabulary, table = choose(names, counts, vocab_size=reading.vocab_size, min_count=least)
-    if {*vocabulary.tokens} <= {UNKNOWN, END}:
-        what = f"no word comes {least or 2} times in the {len(parts['train'])} tokens"
-        raise broken(what, "lower min_count", path=where)
-    ids = {part: renumber(parts[part], table) for part in PARTS}
-    return TextData(
-        name=name,
-        vocabulary=vocabulary,
-        train=ids["train"],
-        valid=ids["valid"],
-        test=ids["test"],
-        description={
-            "name": name,
-            "task": "lm",
-            "classes": len(vocabulary),
-            "tokens": {part: len(ids[part]) for part in PARTS},
-            "types": seen,
-            **reading.described,
-            "unknown_share": float(vocabulary.counts[vocabulary.unknown] / len(ids["train"])),
-            **description,
-        },
-    )
 
 
 class Tokenizer:
@@ -387,11 +289,7 @@ class Tokenizer:
         if not self.path.is_file():
             what = "expected a folder with a tokenizer.json, got one without"
             raise broken(what, "save it with a fast tokenizer, or name the JSON file", path=file)
-        try:
-            package = import_module("tokenizers")
-        except ImportError:
-            what = "tokenizer: needs the tokenizers package, which is not installed"
-            raise broken(what, 'pip install "lastlayer[lab]"', path=file) from None
+        package = needed("tokenizers", file)
         try:
             self._made = package.Tokenizer.from_file(str(self.path))
         except Exception as error:  # noqa: BLE001 - what the package raises
@@ -449,14 +347,20 @@ class Reading:
 
     def numbers(self) -> FirstCome:
         """Numbers for tokens: those of a tokenizer are all there from the beginning."""
-        return FirstCome(
-            {t: i for i, t in enumerate(self.tokenizer.tokens if self.tokenizer else ())}
-        )
+        known = self.tokenizer.tokens if self.tokenizer else ()
+        return FirstCome({token: i for i, token in enumerate(known)})
 
-    @property
-    def least(self) -> int | None:
-        """How often a token has to come: all of a tokenizer's are classes, come what may."""
-        return 0 if self.tokenizer and self.min_count is None else self.min_count
+    def most(self, part: str) -> int | None:
+        """Where the training part is limited, valid and test take an eighth of that each."""
+        limit = self.limit
+        return limit if limit is None or part == "train" else max(2, limit // PER_LIMIT)
+
+    def enough(self, part: str) -> int | None:
+        """What has to be read: the training part may be what the others are cut from."""
+        if self.limit is None or part != "train":
+            return self.most(part)
+        # A tenth of it has to be a token and its successor.
+        return max(self.limit * TENTH // PER_LIMIT, 2 * TENTH)
 
     @property
     def described(self) -> dict[str, Any]:
@@ -465,12 +369,66 @@ class Reading:
         return made | ({"tokenizer": str(self.tokenizer.path)} if self.tokenizer else {})
 
 
+def language_data(
+    names: Sequence[str], parts: dict[str, Ids], described: dict[str, Any], reading: Reading
+) -> TextData:
+    """Choose the vocabulary by the training part, and number the tokens of all parts by it.
+
+    Parts that are missing are cut from the end of the training part, a tenth of it each.
+
+    Args:
+        names: tokens.
+        parts: places in ``names``; they are renumbered in place.
+        described: ``name`` and ``source`` of the data, and how it was read.
+        reading: how much is kept.
+    """
+    where, total = described["source"], sum(map(len, parts.values()))
+    if not total:
+        raise broken("no tokens", "give a file with text in it", path=where)
+    train, each = parts["train"], len(parts["train"]) // TENTH
+    for part in ("test", "valid"):
+        if part not in parts:
+            train, parts[part] = train[: len(train) - each], train[len(train) - each :]
+    parts = {part: {**parts, "train": train}[part][: reading.most(part)] for part in PARTS}
+    for part, ids in parts.items():
+        if len(ids) < 2:
+            what = f"too short: the {part} part has {len(ids)} of {total} token{'s' * (total > 1)}"
+            remedy = "give at least 20 tokens, or files of your own for all three parts"
+            raise broken(what, remedy, path=where)
+    counts = _counted(parts["train"], len(names))
+    special = [i for i, token in enumerate(names) if token in (UNKNOWN, END)]
+    seen = int(np.count_nonzero(np.delete(counts, special)))
+    if seen < 2:
+        what = "one class: the training part has one word alone" if seen else "no words"
+        raise broken(what, "give a text with at least two different words", path=where)
+    # All tokens of a tokenizer are classes, come what may.
+    least = 0 if reading.tokenizer and reading.min_count is None else reading.min_count
+    vocabulary, table = choose(names, counts, vocab_size=reading.vocab_size, min_count=least)
+    if {*vocabulary.tokens} <= {UNKNOWN, END}:
+        what = f"no word comes {least or 2} times in the {len(parts['train'])} tokens"
+        raise broken(what, "lower min_count", path=where)
+    for ids in parts.values():
+        _renumber(ids, table)
+    description = {
+        "task": "lm",
+        "classes": len(vocabulary),
+        "tokens": {part: len(ids) for part, ids in parts.items()},
+        "types": seen,
+        **reading.described,
+        "unknown_share": float(vocabulary.counts[vocabulary.unknown] / len(parts["train"])),
+        **described,
+    }
+    return TextData(
+        described["name"], vocabulary, parts["train"], parts["valid"], parts["test"], description
+    )
+
+
 def text_data(path: Path, reading: Reading) -> TextData:
     """A file, or a folder of files: tokens, and ``<eos>`` where a line ends."""
-    parts, layout = _parts(path)
+    parts, layout = text_files(path)
     numbers, ids = reading.numbers(), dict[str, Ids]()
     for part, files in parts.items():
-        most = enough(part, reading.limit)
+        most = reading.enough(part)
         stream = IdStream(numbers)
         for block in (block for file in files for block in _blocks(file, reading)):
             stream.add(block)
@@ -478,25 +436,10 @@ def text_data(path: Path, reading: Reading) -> TextData:
                 break
         ids[part] = stream.finish(most)
     described = {
-        "source": str(path), "format": "text", "encoding": reading.encoding, "split": layout,
+        "name": path.name, "source": str(path), "format": "text", "encoding": reading.encoding,
+        "split": layout,
     }  # fmt: skip
-    return assemble(path.name, list(numbers), ids, described, reading, where=str(path))
-
-
-def _parts(path: Path) -> tuple[dict[str, list[Path]], str]:
-    if not path.is_dir():
-        return {"train": [path]}, "a tenth each, from the end"
-    files = files_with(path, TEXT)
-    if not files:
-        kinds = ", ".join(filter(None, TEXT))
-        raise broken(f"no text files ({kinds}) in this folder", "name a file in it", path=path)
-    folders = folders_by_part(path, files)
-    if folders:
-        return folders, "by the names of the folders"
-    named = by_part([file for file in files if file.parent == path])
-    if named:
-        return {part: [file] for part, file in named.items()}, "by the names of the files"
-    return {"train": mixed(path, files)}, "files mixed by a hash of their paths, a tenth each"
+    return language_data(list(numbers), ids, described, reading)
 
 
 def _blocks(path: Path, reading: Reading) -> Iterator[list[str]]:
@@ -506,9 +449,8 @@ def _blocks(path: Path, reading: Reading) -> Iterator[list[str]]:
         if reading.tokenizer is None:
             yield block.replace("\n", f" {END} ").split()
             continue
-        pieces = block.split("\n")
         # What follows the last end of a line is the beginning of the next one, or nothing.
-        *whole, last = reading.tokenizer.cut_all(pieces)
+        *whole, last = reading.tokenizer.cut_all(block.split("\n"))
         yield [token for line in whole for token in (*line, END)] + last
     if block and not block.endswith("\n"):
         yield [END]
