@@ -8,7 +8,6 @@ at a size that a person names.
 """
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,16 +18,21 @@ from typing import Any, overload
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 from lastlayer.heads.recipes import ClassData
+from lastlayer.lab import metrics
 from lastlayer.lab.errors import LabError, SpecError
 from lastlayer.lab.feeding import PADDING, Batch, Feed
 from lastlayer.lab.live import Watcher
-from lastlayer.lab.machine import PeakMemory, give_back
+from lastlayer.lab.machine import PeakMemory, free_memory, give_back, load
 from lastlayer.lab.records import COSTS_FILE, COSTS_SCHEMA, Cost, read_json, write_json
 from lastlayer.lab.runs import Bench
-from lastlayer.lab.specs import HeadSpec
+from lastlayer.lab.specs import HeadSpec, catalogue, parse_specs
 from lastlayer.lab.training import Stepper
 
 # Of measuring, for each head; or this share of what was trained, where that is more.
@@ -280,22 +284,6 @@ def _reason(error: Exception, spec: HeadSpec) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that are left on a device; None where nobody says."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-        return int(found[0]) * 1024 if found else None
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 class Meter:
     """Measures heads at one size after the other, as long as time and memory last.
 
@@ -470,3 +458,144 @@ def _kept(path: Path, header: dict[str, Any]) -> list[Cost]:
     except (LabError, AttributeError, KeyError, TypeError):
         # Whatever lies there is not ours, and is measured again.
         return []
+
+
+# Tasks of a plan: pairs have no classes of their own.
+TASKS = ("lm", "classification", "multilabel")
+# Trees and bands are made for the frequencies of all classes, in some 150 bytes each.
+MOST_CLASSES = 20_000_000
+# Of each row, where a row has several.
+LABELS = 5
+# Heads are first measured at a size so many times smaller: it shows which can be at the asked one.
+_SMALLER, _FEWEST = 16, 256
+_LETTERS = 11
+# Processes per core from which on times are not to be trusted.
+BUSY = 1.5
+
+
+@dataclass(frozen=True)
+class PlannedHead(Cost):
+    """A training step of a head at the size that was asked for.
+
+    Attributes:
+        head: its spec, as ``lastlayer compare --head`` takes it.
+        smaller: what it took with fewer classes, where it could not be measured.
+    """
+
+    head: str = ""
+    smaller: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """For JSON."""
+        return {name: each for name, each in asdict(self).items() if name != "slug"}
+
+
+def plan(
+    classes: int,
+    hidden: int,
+    rows: int,
+    device: str = "cpu",
+    *,
+    task: str = "lm",
+    heads: Sequence[str] = (),
+    seconds: float = 60.0,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[PlannedHead]:
+    """A few steps of each head, the fastest first; those that could not be measured come last.
+
+    Class frequencies follow Zipf's law, one over the rank, in float32.
+
+    Args:
+        classes: number of classes.
+        hidden: size of the hidden state.
+        rows: targets in a step: batch size times length.
+        device: ``"cpu"`` or ``"cuda"``.
+        task: ``"lm"`` or ``"classification"`` for heads that choose one class, ``"multilabel"`` for
+            several labels per row.
+        heads: specs; none for all that suit the task.
+        seconds: for measuring all of them. A head that would take longer than what is left of it
+            has a reason instead of a time.
+        tell: hears which head is measured.
+    """
+    sizes: list[tuple[str, Any, int]] = [
+        ("classes", classes, 2), ("hidden", hidden, 1), ("rows", rows, 1)
+    ]  # fmt: skip
+    for name, value, least in sizes:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        if value < least:
+            raise LabError(f"--{name}: expected at least {least}, got {value}")
+    if classes > MOST_CLASSES:
+        raise LabError(f"--classes: expected at most {MOST_CLASSES:,}, got {classes:,}")
+    for name, text, known in (("device", device, ("cpu", "cuda")), ("task", task, TASKS)):
+        if text not in known:
+            raise LabError(f"--{name}: expected one of {', '.join(known)}, got {text!r}")
+    suited = [each.recipe for each in catalogue().values() if task in each.tasks]
+    every = [spec for recipe in suited for spec in (recipe.compared or (recipe.name,))]
+    specs = parse_specs(list(heads) or every, task=task)
+    place = torch.device(device)
+    free = free_memory(place)
+    if free is not None and 8 * hidden * (classes / _SMALLER + rows) > free:
+        # Not even the parameters and their gradient fit.
+        raise LabError(
+            f"--classes, --hidden, --rows: expected a problem that fits into the "
+            f"{free / 1e9:.3g} GB of free memory, got {classes:,} × {hidden:,} with {rows:,} rows"
+        )
+    counts = np.maximum(100 * classes * zipf_shares(classes), 1).astype(np.int64)
+    needs = ClassData(hidden, counts, [f"{i:0{_LETTERS}d}" for i in range(_FEWEST)])
+    shape, lengths = (1, rows), None
+    if task == "multilabel":
+        labels = min(LABELS, classes)
+        shape, lengths = (rows, labels), np.full(rows, labels)
+    meter = Meter(Problem(needs, shape, lengths, place), specs, seconds, [])
+    smaller = classes // _SMALLER
+    for size in (*([smaller] if smaller >= _FEWEST else []), classes):
+        # What the smaller size took is not taken from the asked one.
+        meter.left = seconds
+        meter.at(size, lambda spec, n: tell(f"{spec.label} with {n:,} classes"))
+    give_back()
+    before = {each.slug: each.ms for each in meter.found if each.classes == smaller and each.ms}
+    texts, found = {spec.slug: spec.text for spec in specs}, []
+    for cost in (each for each in meter.found if each.classes == classes):
+        took = ""
+        if cost.reason and cost.slug in before:
+            took = f"{metrics.STEP_MS.format(before[cost.slug])} with {smaller:,} classes"
+        found.append(PlannedHead(**asdict(cost), head=texts[cost.slug], smaller=took))
+    return sorted(found, key=lambda each: math.inf if each.ms is None else each.ms)
+
+
+def render_plan(planned: Sequence[PlannedHead], console: Console) -> None:
+    """A table, what could not be measured and why, and what the numbers are."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("head", no_wrap=True)
+    for name in ("time", "20–80%", "memory", "parameters"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in planned:
+        if each.ms is None:
+            continue
+        low, high = metrics.STEP_MS.format(each.low_ms), metrics.STEP_MS.format(each.high_ms)
+        table.add_row(
+            each.head,
+            metrics.STEP_MS.format(each.ms),
+            f"{low.removesuffix(' ms')}–{high}",
+            metrics.MEMORY.format(each.peak_memory_mb),
+            metrics.PARAMETERS.format(each.parameters),
+        )
+    console.print(table)
+    for reason in dict.fromkeys(each.reason for each in planned if each.ms is None):
+        console.print(Text(f"Not measured: {reason}"), soft_wrap=True)
+        for each in planned:
+            if each.ms is None and each.reason == reason:
+                smaller = f" ({each.smaller})" if each.smaller else ""
+                console.print(Text(f"    {each.head}{smaller}"), soft_wrap=True)
+    text = (
+        "Time and peak memory of a training step, measured here: forward and backward of the loss "
+        "in float32, without backbone and optimiser (Adam adds two numbers per parameter), with "
+        "class frequencies by Zipf's law."
+    )
+    console.print(Text(text, style="dim"))
+    if (busy := load()) is not None and busy > BUSY:
+        console.print(
+            f"The machine is busy (load {busy:.1f} per core): these times are not to be trusted.",
+            style="yellow", highlight=False,
+        )  # fmt: skip

@@ -159,3 +159,27 @@ def give_back() -> None:
     except (AttributeError, OSError, TypeError):
         # Only glibc has it; elsewhere memory is not measured anyway.
         return
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are left on a device; None where nobody says."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+        return int(found[0]) * 1024 if found else None
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def load() -> float | None:
+    """Processes that want to run, per core; None where the system does not say."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (AttributeError, OSError):
+        return None
