@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from datetime import datetime
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,14 +59,19 @@ def register(app: typer.Typer) -> None:
 @contextmanager
 def refusals() -> Iterator[None]:
     """A mistake of the user's is one message and exit code 2, without a traceback."""
-    from lastlayer.lab.data.files import DataError
-
     try:
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
-            raise LabError(f'this command needs {", ".join(missing)}; pip install "lastlayer[lab]"')
-        yield
-    except (LabError, DataError) as error:
-        typer.echo(f"lastlayer: {as_flags(str(error))}", err=True)
+            listed = ", ".join(missing)
+            raise LabError(f'needs {listed}, not installed; pip install "lastlayer[lab]"')
+
+        from lastlayer.lab.data.files import DataError
+
+        try:
+            yield
+        except DataError as error:
+            raise LabError(as_flags(str(error))) from None
+    except LabError as error:
+        typer.echo(f"lastlayer: {error}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -114,7 +120,7 @@ class CompareCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Fills the address in."""
         words = []
-        for word, after in zip(args, [*args[1:], "-"], strict=True):
+        for word, after in pairwise([*args, "-"]):
             words += [word, "local"] if word == "--ray" and after.startswith("-") else [word]
         return super().parse_args(ctx, words)
 
