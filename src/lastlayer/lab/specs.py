@@ -13,6 +13,7 @@ import re
 import sys
 import types
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -273,69 +274,57 @@ class Pairs:
 def parse_value(text: str, kind: Any) -> Any:
     """The value that ``text`` writes, or a ValueError that says what was expected."""
     for each in _kinds(kind):
-        try:
+        with suppress(ValueError):
             return _as(text, each)
-        except ValueError:
-            continue
     raise ValueError(f"expected {type_words(kind)}, got {text!r}")
 
 
 def type_words(kind: Any) -> str:
     """What a value is, for people."""
-    return "|".join(dict.fromkeys(_word(each) for each in _kinds(kind))) or "value"
+    return "|".join(dict.fromkeys(_word(each) for each in _kinds(kind)))
 
 
 def _kinds(kind: Any) -> list[Any]:
     """The kinds of a union, the narrowest first; tensors and other objects cannot be written."""
-    if isinstance(kind, Choice) or kind is Pairs:
-        return [kind]
-    if get_origin(kind) in (Union, types.UnionType):
-        parts = [part for each in get_args(kind) for part in _kinds(each)]
-    elif get_origin(kind) is Literal:
-        parts = [Choice(map(str, get_args(kind)))]
-    elif get_origin(kind) in (list, tuple, Sequence):
-        nested = get_origin(get_args(kind)[0]) in (list, tuple, Sequence)
-        parts = [Pairs] if nested else [types.GenericAlias(list, get_args(kind)[:1])]
-    else:
-        parts = [kind]
     order = [type(None), bool, int, float]
-    known = [each for each in parts if each in (*order, str, Pairs) or get_origin(each) is list]
-    known += [each for each in parts if isinstance(each, Choice)]
-    plain = known or [bool, int, float, str]
-    return sorted(plain, key=lambda each: order.index(each) if each in order else len(order))
+    found = [each for each in _parts(kind) if each in (*order, str, Pairs) or _is_written(each)]
+    found = found or [bool, int, float, str]
+    return sorted(found, key=lambda each: order.index(each) if each in order else len(order))
+
+
+def _is_written(kind: Any) -> bool:
+    return get_origin(kind) is list or isinstance(kind, Choice)
+
+
+def _parts(kind: Any) -> list[Any]:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return [part for each in inner for part in _parts(each)]
+    if origin is Literal:
+        return [Choice(map(str, inner))]
+    if origin in (list, tuple, Sequence):
+        nested = get_origin(inner[0]) in (list, tuple, Sequence)
+        return [Pairs if nested else types.GenericAlias(list, inner[:1])]
+    return [kind]
 
 
 def _as(text: str, kind: Any) -> Any:
-    if isinstance(kind, Choice):
-        if text in kind:
-            return text
-        raise ValueError
-    if kind is type(None):
-        if text.lower() == "none":
-            return None
-        raise ValueError
-    if kind is bool:
-        if text.lower() in _TRUE + _FALSE:
-            return text.lower() in _TRUE
-        raise ValueError
-    if kind is Pairs:
-        return [_pair(each) for each in text.split(",")]
+    """The value, or a ValueError."""
     if get_origin(kind) is list:
-        return [] if not text else [_as(each, get_args(kind)[0]) for each in text.split(",")]
-    if kind is int and "_" not in text:
-        return int(text)
+        return [_as(each, get_args(kind)[0]) for each in text.split(",")] if text else []
+    if kind is Pairs and re.fullmatch(r"\d+x\d+(,\d+x\d+)*", text):
+        return [[int(one) for one in each.split("x")] for each in text.split(",")]
     if kind is float:
         return float(text)
-    if kind is str and text:
+    if kind is int and "_" not in text:
+        return int(text)
+    if kind is bool and text.lower() in _TRUE + _FALSE:
+        return text.lower() in _TRUE
+    if kind is type(None) and text.lower() == "none":
+        return None
+    if (kind is str and text) or (isinstance(kind, Choice) and text in kind):
         return text
     raise ValueError
-
-
-def _pair(text: str) -> list[int]:
-    first, cross, second = text.partition("x")
-    if not cross:
-        raise ValueError
-    return [int(first), int(second)]
 
 
 def _word(kind: Any) -> str:
