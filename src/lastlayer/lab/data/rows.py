@@ -33,11 +33,9 @@ class Lists(NamedTuple):
 
     @property
     def n_rows(self) -> int:
-        """How many lists there are."""
         return len(self.offsets) - 1
 
     def select(self, rows: NDArray[Any]) -> "Lists":
-        """The lists of some rows."""
         entries, offsets = _entries(self.offsets, rows)
         return Lists(self.indices[entries], offsets)
 
@@ -59,16 +57,13 @@ class SparseRows(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns, as of an array."""
         return len(self.offsets) - 1, self.width
 
     def select(self, rows: NDArray[Any]) -> "SparseRows":
-        """Some of the rows, in that order."""
         entries, offsets = _entries(self.offsets, rows)
         return SparseRows(self.indices[entries], offsets, self.values[entries], self.width)
 
     def dense(self) -> Floats:
-        """All rows as an array."""
         result = np.zeros(self.shape, np.float32)
         row = np.repeat(np.arange(self.shape[0]), np.diff(self.offsets))
         result[row, self.indices] = self.values
@@ -102,11 +97,9 @@ class LabelPart(NamedTuple):
 
     @property
     def n_rows(self) -> int:
-        """How many rows there are."""
         return self.labels.n_rows
 
     def select(self, rows: NDArray[Any]) -> "LabelPart":
-        """Some of the rows, in that order."""
         return LabelPart(_selected(self.features, rows), self.labels.select(rows))
 
 
@@ -141,12 +134,10 @@ class LabelData:
 
     @property
     def n_classes(self) -> int:
-        """How many labels there are."""
         return len(self.label_names)
 
     @property
     def n_features(self) -> int:
-        """How many columns the features have."""
         return len(self.feature_names)
 
     @cached_property
@@ -166,11 +157,9 @@ class PairPart(NamedTuple):
 
     @property
     def n_rows(self) -> int:
-        """How many pairs there are."""
         return len(self.group)
 
     def select(self, rows: NDArray[Any]) -> "PairPart":
-        """Some of the pairs, in that order."""
         return PairPart(_selected(self.query, rows), _selected(self.key, rows), self.group[rows])
 
 
@@ -366,9 +355,8 @@ def weigher(
     sparse, names = needed("scipy.sparse", "bags of words"), list(words)
     counts = sum(np.bincount(_arrays(each)[0], minlength=len(names)) for each in train)
     vocabulary, table = choose(
-        names, np.asarray(counts, np.int64), vocab_size=reading.vocab_size or MOST_WORDS,
-        min_count=reading.min_count,
-    )  # fmt: skip
+        names, np.asarray(counts, np.int64), reading.vocab_size or MOST_WORDS, reading.min_count
+    )
 
     def weigh(found: Features) -> SparseRows:
         ids, offsets, values = _arrays(found)

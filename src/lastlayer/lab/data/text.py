@@ -33,9 +33,7 @@ class Vocabulary:
             all tokens it replaces there.
 
     Example:
-        >>> words = Vocabulary.from_counts({"a": 3, "b": 1, "c": 2}, min_count=2)
-        >>> words.tokens, words.counts.tolist()
-        (('a', 'c', '<unk>'), [3, 2, 1])
+        >>> words = Vocabulary(("a", "c", "<unk>"), np.array([3, 2, 1]))
         >>> words.encode(["c", "b"]).tolist(), words.decode([0, 2])
         ([1, 2], ['a', '<unk>'])
     """
@@ -46,29 +44,12 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @classmethod
-    def from_counts(
-        cls, counts: dict[str, int], *, vocab_size: int | None = None, min_count: int | None = None
-    ) -> "Vocabulary":
-        """The ``vocab_size`` most frequent tokens, of those that come ``min_count`` times or more.
-
-        ``<unk>`` is one of the ``vocab_size``. Without ``min_count`` a token has to come twice,
-        so that ``<unk>`` is learned from what comes once; but where the text brings an ``<unk>`` of
-        its own, as PTB and WikiText do, once is enough.
-        """
-        names = list(counts)
-        numbers = np.fromiter(counts.values(), np.int64, len(counts))
-        chosen = choose(names, numbers, vocab_size=vocab_size, min_count=min_count)
-        return chosen[0]
-
     @cached_property
     def ids(self) -> dict[str, int]:
-        """The id of each token."""
         return {token: i for i, token in enumerate(self.tokens)}
 
     @property
     def unknown(self) -> int:
-        """The id of ``<unk>``."""
         return self.ids[UNKNOWN]
 
     def encode(self, tokens: Iterable[str]) -> NDArray[np.int32]:
@@ -77,7 +58,6 @@ class Vocabulary:
         return np.fromiter((ids.get(token, unknown) for token in tokens), np.int32)
 
     def decode(self, ids: Iterable[int]) -> list[str]:
-        """Tokens of ids."""
         return [self.tokens[int(i)] for i in ids]
 
     def save(self, path: Path | str) -> None:
@@ -112,25 +92,24 @@ _SURROGATES = "surrogatepass"
 
 
 def choose(
-    names: Sequence[str],
-    counts: NDArray[np.int64],
-    *,
-    vocab_size: int | None,
-    min_count: int | None,
+    names: Sequence[str], counts: NDArray[np.int64], vocab_size: int | None, min_count: int | None
 ) -> tuple[Vocabulary, NDArray[np.int32]]:
-    """A vocabulary, and the id in it of each of the names."""
+    """The most frequent tokens of those that come often enough, and the id of each of the names.
+
+    ``<unk>`` is one of the ``vocab_size``. Without ``min_count`` a token has to come twice, so that
+    ``<unk>`` is learned from what comes once; but where the text brings an ``<unk>`` of its own, as
+    PTB and WikiText do, once is enough.
+    """
     own = next((i for i, name in enumerate(names) if name == UNKNOWN), None)
     if min_count is None:
         min_count = 1 if own is not None and counts[own] else 2
     allowed = counts >= min_count
     if own is not None:
         allowed[own] = False
-    candidates = np.flatnonzero(allowed)
-    by_spelling = sorted(candidates.tolist(), key=names.__getitem__)
+    by_spelling = sorted(np.flatnonzero(allowed).tolist(), key=names.__getitem__)
     candidates = np.array(by_spelling, np.int64)
     candidates = candidates[np.argsort(-counts[candidates], kind="stable")]
-    if vocab_size is not None:
-        candidates = candidates[: vocab_size - 1]
+    candidates = candidates[: None if vocab_size is None else vocab_size - 1]
     left_out = int(counts.sum() - counts[candidates].sum())
     # Behind all tokens that come as often.
     place = int(np.searchsorted(-counts[candidates], -left_out, side="right"))
@@ -182,7 +161,6 @@ class TextData:
 
     @property
     def n_classes(self) -> int:
-        """How many tokens the vocabulary has."""
         return len(self.vocabulary)
 
     @property
@@ -231,7 +209,6 @@ class IdStream:
         self.length = 0
 
     def add(self, tokens: Iterable[str]) -> None:
-        """Append a block."""
         before = len(self._ids)
         self._ids.extend(map(self._number, tokens))
         self.length += len(self._ids) - before
@@ -303,11 +280,9 @@ class Tokenizer:
 
     def cut(self, text: str) -> list[str]:
         """The tokens of a text, without those that are added around it."""
-        tokens: list[str] = self._made.encode(text, add_special_tokens=False).tokens
-        return tokens
+        return self.cut_all([text])[0]
 
     def cut_all(self, texts: list[str]) -> list[list[str]]:
-        """The tokens of each text."""
         return [each.tokens for each in self._made.encode_batch(texts, add_special_tokens=False)]
 
     def joined(self, tokens: Sequence[str]) -> str:
@@ -342,7 +317,6 @@ class Reading:
     tokenizer: Tokenizer | None = None
 
     def cut(self, text: str) -> list[str]:
-        """The tokens of a text."""
         return text.split() if self.tokenizer is None else self.tokenizer.cut(text)
 
     def numbers(self) -> FirstCome:
@@ -364,7 +338,6 @@ class Reading:
 
     @property
     def described(self) -> dict[str, Any]:
-        """For JSON."""
         made = {"vocab_size": self.vocab_size, "min_count": self.min_count, "limit": self.limit}
         return made | ({"tokenizer": str(self.tokenizer.path)} if self.tokenizer else {})
 
@@ -403,7 +376,7 @@ def language_data(
         raise broken(what, "give a text with at least two different words", path=where)
     # All tokens of a tokenizer are classes, come what may.
     least = 0 if reading.tokenizer and reading.min_count is None else reading.min_count
-    vocabulary, table = choose(names, counts, vocab_size=reading.vocab_size, min_count=least)
+    vocabulary, table = choose(names, counts, reading.vocab_size, least)
     if {*vocabulary.tokens} <= {UNKNOWN, END}:
         what = f"no word comes {least or 2} times in the {len(parts['train'])} tokens"
         raise broken(what, "lower min_count", path=where)
