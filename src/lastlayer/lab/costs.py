@@ -418,7 +418,14 @@ def measure_costs(
     def tell(spec: HeadSpec, classes: int) -> None:
         watching.measures(spec, classes, len(found) / total)
 
-    meter = Meter(problem, specs, _seconds_for(len(specs), results), found, _trained(results))
+    # The fastest step of training of each head, in milliseconds.
+    trained: dict[str, float] = {}
+    for each in results:
+        if ms := each.get("step_ms"):
+            trained[each["slug"]] = min(ms, trained.get(each["slug"], ms))
+    training = sum(each.get("seconds") or 0.0 for each in results)
+    seconds = max(SECONDS_A_HEAD * len(specs), SHARE_OF_TRAINING * training)
+    meter = Meter(problem, specs, seconds, found, trained)
     try:
         # The smallest first, and that of the data next. Killed, it goes on with the next size.
         for classes in dict.fromkeys([sizes[0], own, *sizes]):
@@ -430,20 +437,6 @@ def measure_costs(
         write_json(path, record())
         give_back()
     return record()
-
-
-def _trained(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The fastest step of training of each head, in milliseconds."""
-    found: dict[str, float] = {}
-    for each in results:
-        if ms := each.get("step_ms"):
-            found[each["slug"]] = min(ms, found.get(each["slug"], ms))
-    return found
-
-
-def _seconds_for(heads: int, results: Sequence[dict[str, Any]]) -> float:
-    trained = sum(each.get("seconds") or 0.0 for each in results)
-    return max(SECONDS_A_HEAD * heads, SHARE_OF_TRAINING * trained)
 
 
 def _kept(path: Path, header: dict[str, Any]) -> list[Cost]:
