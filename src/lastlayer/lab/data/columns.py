@@ -137,7 +137,7 @@ def _guessed_label(table: Table, kinds: dict[str, str], task: str | None) -> lis
         there = f"it may be {some(few)}" if few else f"there are {some(table.columns)}"
         what = f"no column is surely the label; {there}"
         remedy = "give label='NAME'" + ("" if task else ", or task='lm' for its text alone")
-        raise broken(what, remedy, path=table.where)
+        raise broken(what, remedy)
     return []
 
 
@@ -169,11 +169,11 @@ def _with_task(
     """The task that the columns are for, or an error that says which column is missing."""
 
     def refuse(what: str, remedy: str) -> DataError:
-        return broken(f"{what}; there are {some(table.columns)}", remedy, path=table.where)
+        return broken(f"{what}; there are {some(table.columns)}", remedy)
 
     if (texts and features) or (label and task in ("lm", "pairs")):
         what = "text and features" if texts and features else f"label and task='{task}'"
-        raise broken(f"{what}: expected one of them, got both", "leave one out", path=table.where)
+        raise broken(f"{what}: expected one of them, got both", "leave one out")
     separator = None
     if label and task != "classification":
         separator = _separator(table.columns[label])
@@ -191,11 +191,9 @@ def _with_task(
             raise refuse(what, "give text='NAME' or features='NAME,…'")
         return Columns(task, reason, tuple(texts), label, tuple(features), separator)
     if not texts:
-        remedy = "give text='NAME', or label='NAME' for rows of numbers"
-        raise refuse("no column of text", remedy)
+        raise refuse("no column of text", "give text='NAME', or label='NAME' for rows of numbers")
     if task == "pairs" and len(texts) != 2:
-        what = f"pairs need two columns of text, got {some(texts)}"
-        raise refuse(what, "give text='NAME,NAME'")
+        raise refuse(f"pairs need two columns of text, got {some(texts)}", "give text='NAME,NAME'")
     return Columns(task, reason, tuple(texts))
 
 
@@ -236,7 +234,7 @@ def table_data(
     """Data from tables; rows without a text, or without a class, are left out and counted."""
     if "train" not in tables:
         what = f"rows of {' and '.join(sorted(tables))}, and none for training"
-        raise broken(what, "give a file for training too", path=described["source"])
+        raise broken(what, "give a file for training too")
     for table in tables.values():
         _check_there(table, columns.text, "text")
         _check_there(table, [*columns.features, *filter(None, [columns.label])], "label")
@@ -310,7 +308,7 @@ def _labelled(
     if not columns.features:
         return labelled_words(parts, words, list(classes), described, reading, task=columns.task)
     described |= {"limit": reading.limit}
-    three = three_parts(parts, reading, described["source"])
+    three = three_parts(parts, reading)
     names = _feature_names(tables["train"], columns.features)
     return label_data(three, names, list(classes), described, task=columns.task)
 
@@ -333,7 +331,7 @@ def _pairs(
         query, key = (word_lists((reading.cut(p[s]) for p in own), words) for s in (0, 1))
         parts[part] = PairPart(query, key, groups[: len(own)])
         groups = groups[len(own) :]
-    three = three_parts(parts, reading, described["source"])
+    three = three_parts(parts, reading)
     vocabulary, weigh = weigher(three["train"][:2], words, reading)
     made = {part: PairPart(weigh(p.query), weigh(p.key), p.group) for part, p in three.items()}
     described |= {"words": len(vocabulary), **_left_out(text=empty), **reading.described}

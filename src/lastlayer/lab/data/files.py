@@ -6,12 +6,12 @@ import hashlib
 import io
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 PARTS = ("train", "valid", "test")
 
@@ -19,13 +19,50 @@ PARTS = ("train", "valid", "test")
 class DataError(ValueError):
     """Data that cannot be used. The message names the file, the place, and the remedy."""
 
+    line: int | None = None
+    has_place = False
 
-def broken(
-    what: str, remedy: str, *, path: Path | str | None = None, line: int | None = None
-) -> DataError:
-    """``file:line: what is wrong; what to do``."""
-    place = "" if path is None else f"{path}: " if line is None else f"{path}:{line}: "
-    return DataError(f"{place}{what}; {remedy}")
+    def at(self, place: object) -> "DataError":
+        """The same with the file that it is about, unless it has one."""
+        if self.has_place:
+            return self
+        line = "" if self.line is None else f":{self.line}"
+        made = DataError(f"{place}{line}: {self}")
+        made.has_place = True
+        return made
+
+
+def broken(what: str, remedy: str, *, path: object = None, line: int | None = None) -> DataError:
+    """``file:line: what is wrong; what to do``; :func:`placed` names a file that is not given."""
+    error = DataError(f"{what}; {remedy}")
+    error.line = line
+    return error if path is None else error.at(path)
+
+
+@contextmanager
+def placed(path: object) -> Iterator[None]:
+    """Errors name this file, unless they have named another one."""
+    try:
+        yield
+    except DataError as error:
+        raise error.at(path) from error.__cause__
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise broken(f"damaged gzip data ({error})", "fetch the file again", path=path) from None
+    except OSError as error:
+        what = f"cannot be read ({error.strerror or error})"
+        raise broken(what, "check the path and its permissions", path=path) from None
+
+
+Read = TypeVar("Read")
+
+
+def read_each(files: dict[str, Path], read: Callable[[Path], Read]) -> dict[str, Read]:
+    """What the file of each part holds."""
+    made = {}
+    for part, file in files.items():
+        with placed(file):
+            made[part] = read(file)
+    return made
 
 
 def some(names: Iterable[object], most: int = 8) -> str:
@@ -34,27 +71,27 @@ def some(names: Iterable[object], most: int = 8) -> str:
     return ", ".join(known[:most]) + (", …" if len(known) > most else "")
 
 
-def needed(module: str, path: Path | str, extra: str = "lab") -> Any:
+def needed(module: str, extra: str = "lab") -> Any:
     """A module of another package, or an error that names the extra to install."""
     try:
         return import_module(module)
     except ImportError:
         package = module.partition(".")[0].replace("sklearn", "scikit-learn")
         what = f"needs the package {package}, which is not installed"
-        raise broken(what, f'pip install "lastlayer[{extra}]"', path=path) from None
+        raise broken(what, f'pip install "lastlayer[{extra}]"') from None
 
 
 def existing(source: str) -> Path:
     """The path, or an error that names what is nearest to it."""
     if not source.strip():
-        raise DataError("expected a file, a folder or hf:name, got an empty name; give a path")
+        raise broken("expected a file, a folder or hf:name, got an empty name", "give a path")
     path = Path(source).expanduser()
-    with _readable(path):
+    with placed(path):
         if path.exists():
             return path
         if path.is_symlink():
-            raise broken(f"a link to {path.readlink()}, which does not exist", "mend it", path=path)
-        raise broken("no such file or folder", _nearest(path), path=path)
+            raise broken(f"a link to {path.readlink()}, which does not exist", "mend it")
+        raise broken("no such file or folder", _nearest(path))
 
 
 def _nearest(path: Path) -> str:
@@ -67,17 +104,6 @@ def _nearest(path: Path) -> str:
         return f"did you mean {' or '.join(str(parent / name) for name in near)}?"
     listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
     return f"{parent} has {listed}" if names else f"{parent} is empty"
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise broken(f"damaged gzip data ({error})", "fetch the file again", path=path) from None
-    except OSError as error:
-        what = f"cannot be read ({error.strerror or error})"
-        raise broken(what, "check the path and its permissions", path=path) from None
 
 
 def opened(path: Path) -> IO[bytes] | gzip.GzipFile:
@@ -146,13 +172,13 @@ def _decoded(path: Path, encoding: str) -> Iterator[str]:
     # A mark at the beginning is no part of the text.
     name = "utf-8-sig" if name == "utf-8" else name
     wide = name.startswith(("utf-16", "utf-32"))
-    with _readable(path), opened(path) as stream:
+    with placed(path), opened(path) as stream:
         start = stream.read(4)
         stream.seek(0)
         for mark, own in _MARKS.items():
             if start.startswith(mark) and not name.startswith(own):
                 what = f"begins with the mark of {own.upper()}, and was read as {encoding}"
-                raise broken(what, f"give encoding={own!r}", path=path)
+                raise broken(what, f"give encoding={own!r}")
         read = 0
         text = io.TextIOWrapper(stream, name)
         try:
@@ -161,16 +187,16 @@ def _decoded(path: Path, encoding: str) -> Iterator[str]:
                     what = f"a binary file: a NUL after {read + nul:,} characters"
                     remedy = "text, or encoding='utf-16' if that is what it is"
                     remedy = "the encoding it was written with" if wide else remedy
-                    raise broken(what, f"give {remedy}", path=path)
+                    raise broken(what, f"give {remedy}")
                 read += len(block)
                 yield block
         except UnicodeDecodeError:
             until = stream.tell()
             stream.seek(0)
-            raise _not_decoded(path, stream.read(until), encoding, name) from None
+            raise _not_decoded(stream.read(until), encoding, name) from None
 
 
-def _not_decoded(path: Path, content: bytes, encoding: str, name: str) -> DataError:
+def _not_decoded(content: bytes, encoding: str, name: str) -> DataError:
     """Says where content cannot be decoded."""
     try:
         content.decode(name)
@@ -181,10 +207,10 @@ def _not_decoded(path: Path, content: bytes, encoding: str, name: str) -> DataEr
     # Byte by byte, text in an old encoding has few control characters; other files have many.
     around = content[max(0, place - 512) : place + 512]
     if sum(c < 32 and c not in b"\t\n\r\f\x1b" for c in around) > len(around) // 50:
-        return broken(f"a binary file, {what}", "give text", path=path)
+        return broken(f"a binary file, {what}", "give text")
     other = "utf-8" if name.startswith(("utf-16", "utf-32", "ascii")) else "latin-1"
     remedy = f"give the encoding it was written with, perhaps encoding={other!r}"
-    return broken(what, remedy, path=path, line=content[:place].count(b"\n") + 1)
+    return broken(what, remedy, line=content[:place].count(b"\n") + 1)
 
 
 _WORDS = {

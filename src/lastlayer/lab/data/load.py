@@ -9,7 +9,7 @@ from typing import Any
 
 from lastlayer.lab.data import matrices, tables
 from lastlayer.lab.data.columns import choose_columns, table_data
-from lastlayer.lab.data.files import TEXT, broken, existing, files_with, plain_suffix
+from lastlayer.lab.data.files import TEXT, broken, existing, files_with, placed, plain_suffix
 from lastlayer.lab.data.rows import LabelData, PairData
 from lastlayer.lab.data.stdlib import NEWLINE, source_tokens, stdlib_labels, stdlib_text
 from lastlayer.lab.data.text import END, Reading, TextData, Tokenizer, text_data
@@ -77,35 +77,42 @@ def load(
             raise TypeError(f"{name}: expected an int or None, got {type(value).__name__}")
         if value is not None and value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}")
-    given = {"text": text, "label": label, "features": features}
-    cutter = None if tokenizer is None else Tokenizer(tokenizer)
-    reading = Reading(vocab_size, min_count, limit, encoding, cutter)
-    if source is None:
-        asked = f"task='{task}'" if task in ("classification", "pairs") else None
-        _refuse({**given, "tokenizer": tokenizer, "task": asked}, "the embedded corpus")
-        embedded = stdlib_labels if task == "multilabel" else stdlib_text
-        return embedded(reading, cache=cache)
-    described = {"name": str(source), "source": str(source), "format": "hub"}
-    if str(source).startswith(tables.HUB):
-        held, column = tables.read_hub(str(source), reading)
-        given["text"] = column or text
+    with placed("the embedded corpus" if source is None else source):
+        given = {"text": text, "label": label, "features": features, "tokenizer": tokenizer}
+        cutter = None if tokenizer is None else Tokenizer(tokenizer)
+        reading = Reading(vocab_size, min_count, limit, encoding, cutter)
+        if source is None:
+            given["task"] = f"task='{task}'" if task in ("classification", "pairs") else None
+            _refuse(given)
+            return (stdlib_labels if task == "multilabel" else stdlib_text)(reading, cache=cache)
+        return _load(str(source), task, given, reading)
+
+
+def _load(
+    source: str, task: str | None, given: dict[str, Any], reading: Reading
+) -> TextData | LabelData | PairData:
+    described = {"name": source, "source": source, "format": "hub"}
+    if source.startswith(tables.HUB):
+        held, column = tables.read_hub(source, reading)
+        given["text"] = column or given["text"]
     else:
-        path = existing(str(source))
+        path = existing(source)
         kind = _kind(path)
         if kind in matrices.SUFFIXES:
-            own = None if kind in matrices.ARFF else label
-            _refuse({**given, "label": own, "tokenizer": tokenizer}, path)
+            label = given["label"]
+            _refuse(given | ({"label": None} if kind in matrices.ARFF else {}))
             return matrices.matrix_data(path, kind, reading, task, label)
-        if kind not in tables.SUFFIXES and not _is_table(path, task, encoding, any(given.values())):
+        if kind not in tables.SUFFIXES and not _is_table(path, task, reading.encoding, given):
             return _text(path, reading, task)
-        held = tables.read_tables(path, encoding)
+        held = tables.read_tables(path, reading.encoding)
         described = {
             "name": path.name, "source": str(path), "format": kind[1:] or "text",
-            "encoding": encoding,
+            "encoding": reading.encoding,
         }  # fmt: skip
+    tokenizer = given.pop("tokenizer")
     columns = choose_columns(held.get("train") or next(iter(held.values())), task, **given)
     if columns.features:
-        _refuse({"tokenizer": tokenizer}, described["source"])
+        _refuse({"tokenizer": tokenizer})
     return table_data(held, columns, described, reading)
 
 
@@ -115,23 +122,23 @@ def _text(path: Path, reading: Reading, task: str | None) -> TextData:
             f"expected a table for task='{task}', got text",
             "give CSV, TSV, JSON lines, Parquet or Arrow with a column of labels, lines with "
             "__label__ words, svmlight, ARFF, npz or safetensors",
-            path=path,
         )
     data = text_data(path, reading)
     data.description["task_reason"] = "text without columns" if task is None else "as asked"
     return data
 
 
-def _refuse(given: dict[str, Any], where: Path | str) -> None:
+def _refuse(given: dict[str, Any]) -> None:
     """Options that mean nothing for the data are refused, not ignored."""
     for option, value in given.items():
         if value is not None:
             what = f"{option}: expected none for data without columns of text, got {value}"
-            raise broken(what, "leave it out", path=where)
+            raise broken(what, "leave it out")
 
 
-def _is_table(path: Path, task: str | None, encoding: str, columns: bool) -> bool:
+def _is_table(path: Path, task: str | None, encoding: str, given: dict[str, Any]) -> bool:
     """Whether text without a suffix of its own is a table: lines of tabs, or with labels."""
+    columns = any(given[name] for name in ("text", "label", "features"))
     if columns or task == "lm":
         return columns
     files = files_with(path, TEXT) if path.is_dir() else [path]
@@ -142,11 +149,9 @@ def _kind(path: Path) -> str:
     """The suffix of a file, or of files in a folder that have a format of their own."""
     if not path.is_dir():
         return plain_suffix(path)
-    files = files_with(path, (*matrices.SUFFIXES, *tables.SUFFIXES))
-    kinds = {plain_suffix(file) for file in files}
+    kinds = {*map(plain_suffix, files_with(path, (*matrices.SUFFIXES, *tables.SUFFIXES)))}
     if len(kinds) > 1:
-        what = f"files of several formats, {' and '.join(sorted(kinds))}"
-        raise broken(what, "name one of them", path=path)
+        raise broken(f"files of several formats, {' and '.join(sorted(kinds))}", "name one of them")
     return kinds.pop() if kinds else ""
 
 

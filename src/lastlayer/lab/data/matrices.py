@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from lastlayer.lab.data.files import (
     needed,
     opened,
     part_named,
+    placed,
     plain_stem,
     plain_suffix,
+    read_each,
     some,
 )
 from lastlayer.lab.data.rows import (
@@ -54,7 +56,7 @@ def matrix_data(
     """A file of one of these kinds, or a folder with one for each part."""
     if task == "lm" or (task == "pairs" and kind not in STATES):
         what = f"{kind[1:]} has rows with labels, not text"
-        raise broken(what, "give task='classification' or task='multilabel'", path=path)
+        raise broken(what, "give task='classification' or task='multilabel'")
     if kind in ARFF:
         return _arff_data(path, reading, task, label)
     return (_svmlight_data if kind in SVMLIGHT else _states_data)(path, reading, task)
@@ -64,12 +66,12 @@ def _described(path: Path, format_: str, reading: Reading) -> dict[str, Any]:
     return {"name": path.name, "source": str(path), "format": format_, "limit": reading.limit}
 
 
-def _task_of(labels: Iterable[Lists], task: str | None, what: str, path: Path) -> tuple[str, str]:
+def _task_of(labels: Iterable[Lists], task: str | None, what: str) -> tuple[str, str]:
     """One label in each row makes classes; what was asked for has to be there."""
     one = all((np.diff(each.offsets) == 1).all() for each in labels)
     if task == "classification" and not one:
         found = f"expected one label in each row, got rows with none or several {what}"
-        raise broken(found, "give task='multilabel'", path=path)
+        raise broken(found, "give task='multilabel'")
     if task is not None:
         return task, "as asked"
     if one:
@@ -88,7 +90,7 @@ def _svmlight_data(path: Path, reading: Reading, task: str | None) -> LabelData:
     """
     names = FirstCome()
     files = files_by_part(path, SVMLIGHT)
-    read = {part: _read_svmlight(file, names) for part, file in files.items()}
+    read = read_each(files, lambda file: _read_svmlight(file, names))
     used = [rows.indices for rows, _ in read.values() if len(rows.indices)]
     first = min(1, min((int(each.min()) for each in used), default=0))
     width = max((int(each.max()) + 1 - first for each in used), default=0)
@@ -96,16 +98,16 @@ def _svmlight_data(path: Path, reading: Reading, task: str | None) -> LabelData:
     for part, (rows, labels) in read.items():
         shifted = rows._replace(indices=rows.indices - first, width=width)
         parts[part] = LabelPart(shifted, labels)
-    task, reason = _task_of([labels for _, labels in read.values()], task, "before pairs", path)
+    task, reason = _task_of([labels for _, labels in read.values()], task, "before pairs")
     described = _described(path, "svmlight", reading)
     described |= {"task_reason": reason, "first_index": first}
-    three = three_parts(parts, reading, str(path))
+    three = three_parts(parts, reading)
     features = [str(i + first) for i in range(width)]
     return label_data(three, features, list(names), described, task=task)
 
 
 def _read_svmlight(path: Path, names: FirstCome) -> tuple[SparseRows, Lists]:
-    read = needed("sklearn.datasets", path).load_svmlight_file
+    read = needed("sklearn.datasets").load_svmlight_file
     first = next((line for _, line in lines(path, "latin-1")), "").split()
     header = len(first) == 3 and all(word.isdecimal() for word in first)
     try:
@@ -116,16 +118,16 @@ def _read_svmlight(path: Path, names: FirstCome) -> tuple[SparseRows, Lists]:
     except ValueError:
         raise _bad_line(path, read, header) from None
     if not found.shape[0]:
-        raise broken("an empty file: no rows", _PAIRS, path=path)
+        raise broken("an empty file: no rows", _PAIRS)
     if not np.isfinite(found.data).all():
         place = int(np.flatnonzero(~np.isfinite(found.data))[0])
         row = int(np.searchsorted(found.indptr, place, side="right"))
         what = f"row {row}: the value of index {found.indices[place]} is {found.data[place]}"
-        raise broken(what, "leave it out or fill it in", path=path)
+        raise broken(what, "leave it out or fill it in")
     for row, own in enumerate(labels, 1):
         if part := next((each for each in own if not float(each).is_integer()), None):
             what = f"row {row}: expected classes, got numbers such as {part:g}"
-            raise broken(what, "labels of svmlight are whole numbers here", path=path)
+            raise broken(what, "labels of svmlight are whole numbers here")
     lists = label_lists(([str(int(each)) for each in own] for own in labels), names)
     return SparseRows.of(found), lists
 
@@ -137,8 +139,8 @@ def _bad_line(path: Path, read: Any, header: bool) -> DataError:
             read(io.BytesIO(line.encode("latin-1")), multilabel=True, zero_based=True)
         except ValueError as error:
             told = str(error).splitlines()[0].rstrip(".") if str(error) else "malformed"
-            return broken(f"{line[:40]!r}: {told}", _PAIRS, path=path, line=number)
-    return broken("not svmlight", _PAIRS, path=path)
+            return broken(f"{line[:40]!r}: {told}", _PAIRS, line=number)
+    return broken("not svmlight", _PAIRS)
 
 
 _POSITIVE = {"1", "1.0", "yes", "true", "y", "t"}
@@ -181,7 +183,7 @@ class _Attribute:
         one = self.values is None or all(column == 0 for column, _ in self.cells.values())
         return [self.name] if one else [f"{self.name}={value}" for value in self.values or ()]
 
-    def cell(self, value: str, path: Path, line: int) -> tuple[int, float]:
+    def cell(self, value: str, line: int) -> tuple[int, float]:
         """The column and the number that a value becomes."""
         try:
             found = self.cells[value] if self.values else (0, float(value))
@@ -196,7 +198,7 @@ class _Attribute:
         elif self.values is not None:
             what = f"{value!r} is no value of {self.name!r}"
             remedy = f"its header has {', '.join(self.values[:8])}"
-        raise broken(what, remedy, path=path, line=line)
+        raise broken(what, remedy, line=line)
 
 
 def _arff_lines(path: Path, encoding: str) -> Iterator[tuple[int, str]]:
@@ -212,7 +214,7 @@ def _is_data(text: str) -> bool:
 
 def _attributes(path: Path, encoding: str) -> list[_Attribute]:
     """The header, through scipy, which takes no sparse rows and no row with an error."""
-    arff = needed("scipy.io.arff", path)
+    arff = needed("scipy.io.arff")
 
     def read(text: str) -> tuple[Any, str]:
         try:
@@ -226,13 +228,13 @@ def _attributes(path: Path, encoding: str) -> list[_Attribute]:
         if _is_data(text):
             break
     else:
-        raise broken("not ARFF: no line with @data", "give a file in ARFF", path=path)
+        raise broken("not ARFF: no line with @data", "give a file in ARFF")
     meta, told = read("\n".join(text for _, text in header))
     if told:
         alone = ((n, read(f"@relation r\n{text}\n@data\n")[1]) for n, text in header[1:-1])
         line, told = next(((n, own) for n, own in alone if own), (header[0][0], told))
         remedy = "expected @relation, then @attribute NAME numeric or {values}, then @data"
-        raise broken(told, remedy, path=path, line=line)
+        raise broken(told, remedy, line=line)
     return [
         _Attribute(_unescaped(name), meta[name][1] if kind == "nominal" else None, kind == "date")
         for name, kind in zip(meta.names(), meta.types(), strict=True)
@@ -243,7 +245,7 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text)
 
 
-def _entries(text: str, attributes: int, path: Path, line: int) -> dict[int, str]:
+def _entries(text: str, attributes: int, line: int) -> dict[int, str]:
     """The values of a row by their attribute, all of them or those in ``{0 1.5, 7 red}``."""
     found: dict[int, str] = {}
     if text[0] != "{":
@@ -254,7 +256,7 @@ def _entries(text: str, attributes: int, path: Path, line: int) -> dict[int, str
         if len(row) != attributes:
             what = f"{'fewer' if len(row) < attributes else 'more'} values than attributes"
             remedy = f"give a value for each of {attributes} attributes"
-            raise broken(f"{what} in {text[:40]!r}", remedy, path=path, line=line)
+            raise broken(f"{what} in {text[:40]!r}", remedy, line=line)
         return {c: value.strip() for c, value in enumerate(row)}
     place = 1
     while text[place:].strip() != "}":
@@ -262,7 +264,7 @@ def _entries(text: str, attributes: int, path: Path, line: int) -> dict[int, str
         if entry is None or int(entry[1]) >= attributes or int(entry[1]) in found:
             what = f"malformed entry {text[place : place + 20]!r} of {attributes} attributes"
             remedy = "expected {index value, index value, …}, each index from 0 once"
-            raise broken(what, remedy, path=path, line=line)
+            raise broken(what, remedy, line=line)
         value = entry[2][1:-1] if entry[2][0] in "'\"" else entry[2]
         found[int(entry[1])], place = _unescaped(value), entry.end()
     return found
@@ -271,7 +273,7 @@ def _entries(text: str, attributes: int, path: Path, line: int) -> dict[int, str
 def _arff_data(path: Path, reading: Reading, task: str | None, label: str | None) -> LabelData:
     """``label`` is the XML with the names of labels, or an attribute whose values are classes."""
     files = files_by_part(path, ARFF)
-    headers = {part: _attributes(file, reading.encoding) for part, file in files.items()}
+    headers = read_each(files, lambda file: _attributes(file, reading.encoding))
     attributes, first = headers["train"], files["train"]
     for part, found in headers.items():
         if found != attributes:
@@ -291,17 +293,16 @@ def _arff_data(path: Path, reading: Reading, task: str | None, label: str | None
         c for c in rest
         if not attributes[c].is_date and len(attributes[c].values or ()) <= _MOST_VALUES
     ]  # fmt: skip
-    parts = {
-        part: _arff_part(file, reading.encoding, attributes, labels, features)
-        for part, file in files.items()
-    }
+    parts = read_each(
+        files, lambda file: _arff_part(file, reading.encoding, attributes, labels, features)
+    )
     if task == "classification" or own is not None:
-        task = _task_of([p.labels for p in parts.values()], task, "of the file", path)[0]
+        task = _task_of([p.labels for p in parts.values()], task, "of the file")[0]
     left_out = [attributes[c].name for c in rest if c not in features]
     described = _described(path, "ARFF", reading)
     described |= {"task_reason": reason, "left_out": left_out}
     columns = [name for c in features for name in attributes[c].columns]
-    three = three_parts(parts, reading, str(path))
+    three = three_parts(parts, reading)
     return label_data(three, columns, names, described, task=task or "multilabel")
 
 
@@ -391,18 +392,17 @@ def _arff_part(
             break
     for line, text in all_lines:
         kinds.add(text[0] == "{")
-        for c, value in {**defaults, **_entries(text, len(attributes), path, line)}.items():
+        for c, value in {**defaults, **_entries(text, len(attributes), line)}.items():
             if c in starts:
-                column, number = attributes[c].cell(value, path, line)
+                column, number = attributes[c].cell(value, line)
                 columns.append(starts[c] + column)
                 numbers.append(number)
         offsets.append(len(columns))
     if not kinds:
-        raise broken("an empty file: no rows after @data", "add some", path=path)
+        raise broken("an empty file: no rows after @data", "add some")
     if len(kinds) > 1:
-        what = "sparse rows and dense ones in one file"
-        raise broken(what, "give rows of one kind", path=path)
-    rows = needed("scipy.sparse", path).csr_array(
+        raise broken("sparse rows and dense ones in one file", "give rows of one kind")
+    rows = needed("scipy.sparse").csr_array(
         (np.array(numbers, np.float32), columns, offsets), (len(offsets) - 1, width)
     )
     rows.sort_indices()
@@ -411,7 +411,7 @@ def _arff_part(
         place = int((marked.values != 1).argmax())
         name = attributes[labels[marked.indices[place]]].name
         what = f"the label {name!r} is {marked.values[place]:g} in a row"
-        raise broken(what, "a label is 0 or 1", path=path)
+        raise broken(what, "a label is 0 or 1")
     made = rows[:, n_labels:]
     dense = kinds == {False} or defaults
     return LabelPart(made.toarray() if dense else SparseRows.of(made), Lists(*marked[:2]))
@@ -424,37 +424,39 @@ def _states_data(path: Path, reading: Reading, task: str | None) -> LabelData | 
     optional ``n_classes`` counts classes that never come too. ``query`` and ``key`` are pairs.
     """
     files = files_by_part(path, STATES)
-    read = {part: _read_arrays(file) for part, file in files.items()}
+    arrays = cache(_read_arrays)
+    with placed(files["train"]):
+        first = arrays(files["train"])
     described = _described(path, plain_suffix(files["train"])[1:], reading)
-    if {"query", "key"} <= read["train"].keys() and task in (None, "pairs"):
-        pairs = {part: _pair_part(held, files[part]) for part, held in read.items()}
+    if {"query", "key"} <= first.keys() and task in (None, "pairs"):
+        pairs = read_each(files, lambda file: _pair_part(arrays(file)))
         described["task_reason"] = "arrays 'query' and 'key'" if task is None else "as asked"
-        return pair_data(three_parts(pairs, reading, str(path)), described, shared=False)
-    parts = {part: _state_part(held, files[part]) for part, held in read.items()}
+        return pair_data(three_parts(pairs, reading), described, shared=False)
+    parts = read_each(files, lambda file: _state_part(arrays(file)))
     widths = {part: each.features.shape[1] for part, each in parts.items()}
     if len({*widths.values()}) > 1:
         what = f"hidden: expected one size in all parts, got {widths}"
-        raise broken(what, "use states of the same model", path=path)
+        raise broken(what, "use states of the same model")
     ids = np.unique(np.concatenate([each.labels.indices for each in parts.values()]))
-    if "n_classes" in read["train"]:
-        n = int(read["train"]["n_classes"])
+    if "n_classes" in first:
+        n = int(first["n_classes"])
         if len(ids) and ids[-1] >= n:
             what = f"target: expected classes below n_classes = {n:,}, got {ids[-1]:,}"
-            raise broken(what, "correct one of them", path=path)
+            raise broken(what, "correct one of them")
         ids = np.arange(n)
     for part, (hidden, labels) in parts.items():
         numbered = labels._replace(indices=np.searchsorted(ids, labels.indices))
         parts[part] = LabelPart(hidden, numbered)
-    task, reason = _task_of([each.labels for each in parts.values()], task, "in 'target'", path)
+    task, reason = _task_of([each.labels for each in parts.values()], task, "in 'target'")
     described |= {"task_reason": reason, "hidden_states": True}
     columns = [str(i) for i in range(widths["train"])]
-    three = three_parts(parts, reading, str(path))
+    three = three_parts(parts, reading)
     return label_data(three, columns, [str(i) for i in ids], described, task=task, hidden=True)
 
 
 def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     is_npz = plain_suffix(path) == ".npz"
-    safetensors = None if is_npz else needed("safetensors.torch", path)
+    safetensors = None if is_npz else needed("safetensors.torch")
     try:
         if safetensors is None:
             with np.load(path, allow_pickle=False) as held:
@@ -464,39 +466,39 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
         return {n: (t.float() if t.is_floating_point() else t).numpy() for n, t in tensors}
     except Exception as error:  # noqa: BLE001 - zip, numpy and safetensors have kinds of their own
         what = f"not a file of the kind {plain_suffix(path)} ({str(error).splitlines()[0]})"
-        raise broken(what, "save arrays hidden and target in one", path=path) from None
+        raise broken(what, "save arrays hidden and target in one") from None
 
 
-def _array(held: dict[str, NDArray[Any]], name: str, path: Path) -> NDArray[Any]:
+def _array(held: dict[str, NDArray[Any]], name: str) -> NDArray[Any]:
     if name not in held:
         there = ", ".join(f"{n!r} {e.shape}" for n, e in held.items()) or "none"
         what = f"no array {name!r}; there are {there}"
-        raise broken(what, "give hidden (n, d) and target (n,), or query and key", path=path)
+        raise broken(what, "give hidden (n, d) and target (n,), or query and key")
     return held[name]
 
 
-def _matrix(held: dict[str, NDArray[Any]], name: str, path: Path) -> Floats:
-    found = _array(held, name, path)
+def _matrix(held: dict[str, NDArray[Any]], name: str) -> Floats:
+    found = _array(held, name)
     if found.ndim != 2 or found.dtype.kind not in "fiu":
         what = f"{name}: expected numbers of shape (n, d), got {found.dtype} {found.shape}"
-        raise broken(what, "flatten batch and length into rows", path=path)
+        raise broken(what, "flatten batch and length into rows")
     made = np.ascontiguousarray(found, np.float32)
     if not np.isfinite(made).all():
         row = int(np.flatnonzero(~np.isfinite(made).all(1))[0])
-        raise broken(f"{name}: row {row} is not finite", "leave it out", path=path)
+        raise broken(f"{name}: row {row} is not finite", "leave it out")
     return made
 
 
-def _state_part(held: dict[str, NDArray[Any]], path: Path) -> LabelPart:
-    hidden, target = _matrix(held, "hidden", path), _array(held, "target", path)
+def _state_part(held: dict[str, NDArray[Any]]) -> LabelPart:
+    hidden, target = _matrix(held, "hidden"), _array(held, "target")
     if target.dtype.kind not in "iu" or target.ndim not in (1, 2):
         what = (
             f"target: expected integers of shape (n,) or (n, p), got {target.dtype} {target.shape}"
         )
-        raise broken(what, "give ids of classes", path=path)
+        raise broken(what, "give ids of classes")
     if len(target) != len(hidden):
         what = f"target: expected {len(hidden):,} rows as hidden has, got {len(target):,}"
-        raise broken(what, "give one for each hidden state", path=path)
+        raise broken(what, "give one for each hidden state")
     table = np.sort(target.reshape(len(target), -1).astype(np.int64), 1)
     # Negative numbers are padding, and a label that comes twice in a row counts once.
     there = (table >= 0) & (np.diff(table, prepend=-1) != 0)
@@ -507,9 +509,9 @@ def _state_part(held: dict[str, NDArray[Any]], path: Path) -> LabelPart:
     return LabelPart(hidden, Lists(table[there], offsets))
 
 
-def _pair_part(held: dict[str, NDArray[Any]], path: Path) -> PairPart:
-    query, key = _matrix(held, "query", path), _matrix(held, "key", path)
+def _pair_part(held: dict[str, NDArray[Any]]) -> PairPart:
+    query, key = _matrix(held, "query"), _matrix(held, "key")
     if len(query) != len(key):
         what = f"key: expected {len(query):,} rows as query has, got {len(key):,}"
-        raise broken(what, "key i belongs to query i", path=path)
+        raise broken(what, "key i belongs to query i")
     return PairPart(query, key, np.arange(len(query)))

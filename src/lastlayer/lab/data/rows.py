@@ -219,7 +219,7 @@ def mixed_rows(n: int) -> Integers:
 Part = TypeVar("Part", LabelPart, PairPart)
 
 
-def three_parts(parts: dict[str, Part], reading: Reading, where: str) -> dict[str, Part]:
+def three_parts(parts: dict[str, Part], reading: Reading) -> dict[str, Part]:
     """Cut missing parts from the training rows, a tenth each, mixed; then keep to the limit."""
     train = parts["train"]
     rows, each = np.arange(train.n_rows), train.n_rows // TENTH
@@ -238,8 +238,7 @@ def three_parts(parts: dict[str, Part], reading: Reading, where: str) -> dict[st
         if not n_rows:
             total = sum(each.n_rows for each in parts.values())
             what = f"too short: the {part} part has none of {total} rows"
-            remedy = "give at least 10 rows, or files of your own for all three parts"
-            raise broken(what, remedy, path=where)
+            raise broken(what, "give at least 10 rows, or files of your own for all three parts")
     return result
 
 
@@ -262,18 +261,17 @@ def label_data(
         task: ``"classification"`` or ``"multilabel"``.
         hidden: whether features are hidden states.
     """
-    where, n = described["source"], len(label_names)
+    n = len(label_names)
     counts = np.bincount(parts["train"].labels.indices, minlength=n)
     if n < 2:
-        what = f"one class: {n} label{'s' * (n != 1)} in all"
-        raise broken(what, f"{task} needs at least two", path=where)
+        raise broken(f"one class: {n} label{'s' * (n != 1)} in all", f"{task} needs at least two")
     if not counts.any():
-        raise broken("no row of the training part has a label", "check the labels", path=where)
+        raise broken("no row of the training part has a label", "check the labels")
     if task == "classification" and np.count_nonzero(counts) < 2:
         what = f"one class: the training part has {label_names[int(counts.argmax())]!r} alone"
-        raise broken(what, "give rows of at least two classes", path=where)
+        raise broken(what, "give rows of at least two classes")
     if not feature_names:
-        raise broken("no features", "give rows with at least one", path=where)
+        raise broken("no features", "give rows with at least one")
     order = np.array(sorted(range(n), key=lambda i: (-counts[i], label_names[i])))
     place = np.argsort(order)
     ordered = {part: parts[part]._replace(labels=_renumbered(parts[part].labels, place))
@@ -310,8 +308,7 @@ def pair_data(
     """Check that there are several keys to choose from."""
     train = parts["train"]
     if len(np.unique(train.group)) < 2:
-        what = "one class: all pairs belong together"
-        raise broken(what, "give pairs that differ", path=described["source"])
+        raise broken("one class: all pairs belong together", "give pairs that differ")
     widths = train.query.shape[1], train.key.shape[1]
     description = {
         "task": "pairs", "classes": train.n_rows, "features": list(dict.fromkeys(widths)),
@@ -352,7 +349,7 @@ def weigher(
     A feature is log(1 + count), and each row is divided by its length; what is left out counts as
     ``<unk>``.
     """
-    sparse, names = needed("scipy.sparse", "bags of words"), list(words)
+    sparse, names = needed("scipy.sparse"), list(words)
     counts = sum(np.bincount(_arrays(each)[0], minlength=len(names)) for each in train)
     vocabulary, table = choose(
         names, np.asarray(counts, np.int64), reading.vocab_size or MOST_WORDS, reading.min_count
@@ -381,7 +378,7 @@ def labelled_words(
     task: str,
 ) -> LabelData:
     """Bags of words with labels; words are chosen by the training part."""
-    three = three_parts(parts, reading, described["source"])
+    three = three_parts(parts, reading)
     vocabulary, weigh = weigher([three["train"].features], words, reading)
     made = {part: each._replace(features=weigh(each.features)) for part, each in three.items()}
     described = {**described, **reading.described}

@@ -20,6 +20,7 @@ from lastlayer.lab.data.files import (
     opened,
     part_named,
     plain_suffix,
+    read_each,
     text_blocks,
 )
 from lastlayer.lab.data.text import Reading
@@ -62,10 +63,10 @@ class Table:
         """From values as they were read; there has to be a row, and no name twice."""
         twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
         if twice is not None:
-            raise broken(f"two columns called {twice!r}", "rename one of them", path=where)
+            raise broken(f"two columns called {twice!r}", "rename one of them")
         values = [[None if _is_missing(each) else each for each in own] for own in columns]
         if not values or not values[0]:
-            raise broken("an empty file: no rows", "give a file with rows in it", path=where)
+            raise broken("an empty file: no rows", "give a file with rows in it")
         return cls(where, dict(zip(names, values, strict=True)), numbers)
 
     def broken(self, row: int, what: str, remedy: str) -> DataError:
@@ -109,7 +110,7 @@ def read_tables(path: Path, encoding: str) -> dict[str, Table]:
     """
     known = not path.is_dir() or files_with(path, SUFFIXES)
     files = files_by_part(path, SUFFIXES if known else TEXT)
-    read = {part: _read(file, encoding) for part, file in files.items()}
+    read = read_each(files, lambda file: _read(file, encoding))
     table = read["train"]
     if len(read) > 1 or "split" not in table.columns:
         return read
@@ -132,14 +133,14 @@ def _read(file: Path, encoding: str) -> Table:
         if isinstance(error, DataError):
             raise
         what = f"not a file of the kind {kind} ({str(error).splitlines()[0]})"
-        raise broken(what, "check what wrote it, and its suffix", path=file) from None
+        raise broken(what, "check what wrote it, and its suffix") from None
 
 
 def _read_arrow(file: Path) -> Any:
     with opened(file) as stream:
         if plain_suffix(file) in PARQUET:
-            return needed("pyarrow.parquet", file).read_table(stream)
-        ipc, content = needed("pyarrow.ipc", file), stream.read()
+            return needed("pyarrow.parquet").read_table(stream)
+        ipc, content = needed("pyarrow.ipc"), stream.read()
     try:
         return ipc.open_file(content).read_all()
     except ValueError:
@@ -154,8 +155,8 @@ def _read_separated(file: Path, encoding: str) -> Table:
     if kind not in SUFFIXES and "\t" not in first:
         return _read_marked(file, encoding)
     if not first:
-        raise broken("an empty file: no rows", "give a file with rows in it", path=file)
-    arrow, reader = needed("pyarrow", file), needed("pyarrow.csv", file)
+        raise broken("an empty file: no rows", "give a file with rows in it")
+    arrow, reader = needed("pyarrow"), needed("pyarrow.csv")
     delimiters = ("\t", ",", ";", "|") if kind not in COMMA else (",", ";", "\t", "|")
     delimiter = next((each for each in delimiters if each in first), ",")
     names = next(csv.reader(chain([first], text), delimiter=delimiter))
@@ -185,7 +186,7 @@ def _read_separated(file: Path, encoding: str) -> Table:
     for _ in text_blocks(file, encoding):
         pass
     told = str(failed).splitlines()[0][:160].removeprefix("CSV parse error: ")
-    raise broken(told, "give as many values as there are columns in each row", path=file)
+    raise broken(told, "give as many values as there are columns in each row")
 
 
 def _read_json(file: Path, encoding: str) -> Table:
@@ -202,11 +203,11 @@ def _read_json(file: Path, encoding: str) -> Table:
                 records.append((line, json.loads(text)))
     except ValueError as error:
         remedy = "give an object a line, or a list of objects"
-        raise broken(f"not JSON ({error})", remedy, path=file, line=line) from None
+        raise broken(f"not JSON ({error})", remedy, line=line) from None
     for number, each in records:
         if not isinstance(each, dict):
             what = f"expected an object, got {type(each).__name__}"
-            raise broken(what, "give an object for each row", path=file, line=number)
+            raise broken(what, "give an object for each row", line=number)
     return _of_records(file, [each for _, each in records], [number for number, _ in records])
 
 
@@ -227,8 +228,7 @@ def _read_marked(file: Path, encoding: str) -> Table:
             numbers.append(number)
     if not any(labels):
         what = f"no labels: no word begins with {MARK}"
-        remedy = "mark labels so, or give a table with a column of labels; or task='lm'"
-        raise broken(what, remedy, path=file)
+        raise broken(what, "mark labels so, or give a table with a column of labels; or task='lm'")
     return Table.of(file, ("text", "labels"), (texts, labels), numbers)
 
 
@@ -240,12 +240,12 @@ def read_hub(source: str, reading: Reading) -> tuple[dict[str, Table], str | Non
     """
     name, *rest = source.removeprefix(HUB).split(":")
     if not name or len(rest) > 2:
-        raise DataError(
-            f"{source}: expected hf:name, hf:name:config or hf:name:config:column; "
-            "leave the config empty to name a column alone"
+        raise broken(
+            "expected hf:name, hf:name:config or hf:name:config:column",
+            "leave the config empty to name a column alone",
         )
     config, column = [*rest, "", ""][:2]
-    splits = _hub_splits(source, name, config or None)
+    splits = _hub_splits(name, config or None)
     # Sets have splits such as "unsupervised" beside the three.
     tables: dict[str, Table] = {}
     for split, rows in splits.items():
@@ -256,28 +256,28 @@ def read_hub(source: str, reading: Reading) -> tuple[dict[str, Table], str | Non
         try:
             records = [_with_names(features, each) for each in islice(rows, reading.enough(part))]
         except Exception as error:  # a connection that breaks, a file of the set that is damaged
-            raise _hub_failed(source, error) from error
+            raise _hub_failed(error) from error
         tables[part] = _of_records(f"{source} ({split})", records, None)
     if not tables:
         what = f"no split for training; it has {', '.join(map(repr, splits)) or 'none'}"
-        raise broken(what, "give a set with a split 'train'", path=source)
+        raise broken(what, "give a set with a split 'train'")
     return tables, column or None
 
 
-def _hub_splits(source: str, name: str, config: str | None) -> Mapping[str, Any]:
-    package = needed("datasets", source, "hub")
+def _hub_splits(name: str, config: str | None) -> Mapping[str, Any]:
+    package = needed("datasets", "hub")
     folder = Path(name).expanduser()
     if name.startswith((".", "/", "~")) and not folder.exists():
-        raise broken("no such file or folder", "check the spelling", path=source)
+        raise broken("no such file or folder", "check the spelling")
     if not folder.exists() and not package.config.HF_HUB_OFFLINE:
         address = package.config.HF_ENDPOINT
-        session = needed("huggingface_hub.utils", source, "hub").get_session()
+        session = needed("huggingface_hub.utils", "hub").get_session()
         try:
             # One request, through the same proxies as those that follow.
             session.head(address, timeout=_PATIENCE)
         except Exception as error:  # each version of the hub's package has its own client
             what = f"no such folder, and {address} is out of reach ({error})"
-            raise broken(what, "check the name and the connection", path=source) from error
+            raise broken(what, "check the name and the connection") from error
     try:
         if any((folder / each).is_file() for each in _SAVED):
             made = package.load_from_disk(str(folder))
@@ -285,15 +285,15 @@ def _hub_splits(source: str, name: str, config: str | None) -> Mapping[str, Any]
             known = str(folder) if folder.exists() else name
             made = package.load_dataset(known, config, streaming=True)
     except Exception as error:  # whatever the hub, the network and the set raise
-        raise _hub_failed(source, error) from error
+        raise _hub_failed(error) from error
     return made if isinstance(made, Mapping) else {"train": made}
 
 
-def _hub_failed(source: str, error: Exception) -> DataError:
+def _hub_failed(error: Exception) -> DataError:
     # The second line of a message names the configs; what follows are examples in Python.
     told = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
     remedy = "check the name, its config and the connection"
-    return broken(f"{type(error).__name__}: {told.rstrip('.')}", remedy, path=source)
+    return broken(f"{type(error).__name__}: {told.rstrip('.')}", remedy)
 
 
 def _with_names(features: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:

@@ -266,7 +266,7 @@ class Tokenizer:
         if not self.path.is_file():
             what = "expected a folder with a tokenizer.json, got one without"
             raise broken(what, "save it with a fast tokenizer, or name the JSON file", path=file)
-        package = needed("tokenizers", file)
+        package = needed("tokenizers")
         try:
             self._made = package.Tokenizer.from_file(str(self.path))
         except Exception as error:  # noqa: BLE001 - what the package raises
@@ -355,9 +355,9 @@ def language_data(
         described: ``name`` and ``source`` of the data, and how it was read.
         reading: how much is kept.
     """
-    where, total = described["source"], sum(map(len, parts.values()))
+    total = sum(map(len, parts.values()))
     if not total:
-        raise broken("no tokens", "give a file with text in it", path=where)
+        raise broken("no tokens", "give a file with text in it")
     train, each = parts["train"], len(parts["train"]) // TENTH
     for part in ("test", "valid"):
         if part not in parts:
@@ -366,20 +366,19 @@ def language_data(
     for part, ids in parts.items():
         if len(ids) < 2:
             what = f"too short: the {part} part has {len(ids)} of {total} token{'s' * (total > 1)}"
-            remedy = "give at least 20 tokens, or files of your own for all three parts"
-            raise broken(what, remedy, path=where)
+            raise broken(what, "give at least 20 tokens, or files of your own for all three parts")
     counts = _counted(parts["train"], len(names))
     special = [i for i, token in enumerate(names) if token in (UNKNOWN, END)]
     seen = int(np.count_nonzero(np.delete(counts, special)))
     if seen < 2:
         what = "one class: the training part has one word alone" if seen else "no words"
-        raise broken(what, "give a text with at least two different words", path=where)
+        raise broken(what, "give a text with at least two different words")
     # All tokens of a tokenizer are classes, come what may.
     least = 0 if reading.tokenizer and reading.min_count is None else reading.min_count
     vocabulary, table = choose(names, counts, reading.vocab_size, least)
     if {*vocabulary.tokens} <= {UNKNOWN, END}:
         what = f"no word comes {least or 2} times in the {len(parts['train'])} tokens"
-        raise broken(what, "lower min_count", path=where)
+        raise broken(what, "lower min_count")
     for ids in parts.values():
         _renumber(ids, table)
     description = {
