@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.records import Comparison, read_comparison, read_json
+from lastlayer.lab.records import Comparison, finite, read_comparison, read_json
 from lastlayer.lab.report import tables
 from lastlayer.lab.report.tables import flat, named, plain
 from lastlayer.lab.results import Results, read_results, summarise
@@ -170,9 +170,9 @@ def _only(comparison: Comparison, names: set[str]) -> Comparison:
 
 
 def _as_json(settings: Sequence[Settings], found: Sequence[Results]) -> Any:
-    from lastlayer.lab.report.page import everything, jsonable
+    from lastlayer.lab.report.page import everything
 
-    return jsonable(
+    return finite(
         {
             "settings": [{"name": name, "settings": own} for name, own in settings],
             "results": [everything(results, verdict(results)) for results in found],
