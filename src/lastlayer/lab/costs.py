@@ -423,9 +423,7 @@ def measure_costs(
     for each in results:
         if ms := each.get("step_ms"):
             trained[each["slug"]] = min(ms, trained.get(each["slug"], ms))
-    training = sum(each.get("seconds") or 0.0 for each in results)
-    seconds = max(SECONDS_A_HEAD * len(specs), SHARE_OF_TRAINING * training)
-    meter = Meter(problem, specs, seconds, found, trained)
+    meter = Meter(problem, specs, _seconds_for(len(specs), results), found, trained)
     try:
         # The smallest first, and that of the data next. Killed, it goes on with the next size.
         for classes in dict.fromkeys([sizes[0], own, *sizes]):
@@ -437,6 +435,11 @@ def measure_costs(
         write_json(path, record())
         give_back()
     return record()
+
+
+def _seconds_for(heads: int, results: Sequence[dict[str, Any]]) -> float:
+    training = sum(each.get("seconds") or 0.0 for each in results)
+    return max(SECONDS_A_HEAD * heads, SHARE_OF_TRAINING * training)
 
 
 def _kept(path: Path, header: dict[str, Any]) -> list[Cost]:
