@@ -122,7 +122,6 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Of a step."""
         return self.shape[0] if self.lengths is not None else int(np.prod(self.shape))
 
     def at(self, classes: int) -> ClassData:
@@ -138,9 +137,8 @@ class Problem:
         """Hidden states of a step."""
         rows = self.shape if self.lengths is None else self.shape[:1]
         draw = torch.Generator().manual_seed(0)
-        return GivenStates(torch.randn(*rows, self.needs.in_features, generator=draw)).to(
-            self.device
-        )
+        hidden = torch.randn(*rows, self.needs.in_features, generator=draw)
+        return GivenStates(hidden.to(self.device))
 
     def batch(self, classes: int) -> Batch:
         """Targets of a step, and tokens before them for heads that want to see some."""
@@ -175,111 +173,6 @@ def _drawn(
     return np.minimum(found, len(ends) - 1).astype(np.int64)
 
 
-class Stopwatch:
-    """Times steps, on a GPU by its own clock.
-
-    Args:
-        device: where steps run.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # As large as a cache, which is cleared before each step. It is made first, so that it is
-        # not counted as a head's memory.
-        on_gpu = device.type == "cuda"
-        self._buffer = torch.empty(2**28, dtype=torch.int8, device=device) if on_gpu else None
-        self._rehearsed: set[str] = set()
-        self.making = 0.0
-        """Seconds in which the last head and its data were made."""
-
-    def time(self, spec: HeadSpec, problem: Problem, classes: int) -> tuple[Cost, float]:
-        """What a step costs, and the seconds that it took to find out, without compilation.
-
-        Whatever goes wrong with a head is the reason of a cost that has no time.
-        """
-        began = time.perf_counter()
-        try:
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                if spec.slug not in self._rehearsed:
-                    # What a resumed comparison has not trained is imported and compiled here.
-                    self._rehearsed.add(spec.slug)
-                    self._ready(spec, problem, classes)[1]()
-                    began = time.perf_counter()
-                cost, compiling = self._time(spec, problem, classes)
-        except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
-            cost, compiling = Cost(spec.slug, classes, reason=_reason(error, spec)), 0.0
-        return cost, time.perf_counter() - began - compiling
-
-    def _milliseconds(self, step: Callable[[], None]) -> float:
-        if self._buffer is None:
-            start = time.perf_counter()
-            step()
-            return (time.perf_counter() - start) * 1e3
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._buffer.zero_()
-        begin.record()
-        step()
-        end.record()
-        torch.cuda.synchronize(self._device)
-        return float(begin.elapsed_time(end))
-
-    def _ready(
-        self, spec: HeadSpec, problem: Problem, classes: int
-    ) -> tuple[nn.Module, Callable[[], None]]:
-        """The head, and what makes a step of it."""
-        head = spec.build(problem.at(classes)).to(self._device).train()
-        made = getattr(head, "n_classes", classes)
-        if made != classes:
-            raise SpecError(f"it has {made:,} classes, whatever it is built for")
-        body, batch = problem.body(), problem.batch(classes)
-        stepper = Stepper(body, head, lr=0.0, clip=1.0)
-        learned = [*body.parameters(), *head.parameters()]
-
-        def step() -> None:
-            for each in learned:
-                each.grad = None
-            stepper.loss(batch).backward()
-
-        return head, step
-
-    def _time(self, spec: HeadSpec, problem: Problem, classes: int) -> tuple[Cost, float]:
-        held = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
-        began = time.perf_counter()
-        head, step = self._ready(spec, problem, classes)
-        self.making = time.perf_counter() - began
-        first = self._milliseconds(step)
-        memory = PeakMemory(self._device, head)
-        memory.start()
-        samples: list[float] = []
-        while len(samples) < FEWEST_SAMPLES or (
-            len(samples) < MOST_SAMPLES and sum(samples) < 1e3 * SAMPLED_SECONDS
-        ):
-            samples.append(self._milliseconds(step))
-        memory.stop()
-        ordered, median, peak = sorted(samples), statistics.median(samples), memory.megabytes
-        cost = Cost(
-            slug=spec.slug,
-            classes=classes,
-            ms=median,
-            low_ms=ordered[round(0.2 * (len(ordered) - 1))],
-            high_ms=ordered[round(0.8 * (len(ordered) - 1))],
-            samples=len(ordered),
-            peak_memory_mb=None if peak is None else peak - held / 1e6,
-            parameters=sum(each.numel() for each in head.parameters()),
-        )
-        return cost, max(0.0, first - median) / 1e3
-
-
-def _reason(error: Exception, spec: HeadSpec) -> str:
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if isinstance(error, SpecError):
-        return text.removeprefix(f"--head {spec.text}: ")
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return f"out of memory: {text}"
-    return f"{type(error).__name__}: {text}"
-
-
 class Meter:
     """Measures heads at one size after the other, as long as time and memory last.
 
@@ -301,8 +194,14 @@ class Meter:
     ) -> None:
         self._problem, self._specs, self.left = problem, specs, seconds
         self.found, self._trained = found, trained or {}
+        # Seconds in which the last head of a spec and its data were made.
         self._making: dict[str, float] = {}
-        self._watch = Stopwatch(problem.device)
+        self._rehearsed: set[str] = set()
+        self._device = problem.device
+        # As large as a GPU's cache, which is cleared before each step. It is made first, so that it
+        # is not counted as a head's memory.
+        on_gpu = self._device.type == "cuda"
+        self._buffer = torch.empty(2**28, dtype=torch.int8, device=self._device) if on_gpu else None
 
     def at(
         self,
@@ -318,18 +217,84 @@ class Meter:
             if stopped():
                 return
             tell(spec, classes)
-            self.found.append(self._cost(spec, classes))
+            too_long = self._seconds(spec, classes) > self.left
+            reason = TOO_LONG if too_long else TOO_LARGE if self._too_large(spec, classes) else ""
+            cost = Cost(spec.slug, classes, reason=reason) if reason else self.time(spec, classes)
+            self.found.append(cost)
 
-    def _cost(self, spec: HeadSpec, classes: int) -> Cost:
-        too_long = self._seconds(spec, classes) > self.left
-        reason = TOO_LONG if too_long else TOO_LARGE if self._too_large(spec, classes) else ""
-        if reason:
-            return Cost(spec.slug, classes, reason=reason)
-        cost, seconds = self._watch.time(spec, self._problem, classes)
-        if cost.ms is not None:
-            self.left -= seconds
-            self._making[spec.slug] = self._watch.making
-        return cost
+    def time(self, spec: HeadSpec, classes: int) -> Cost:
+        """What a step costs; whatever goes wrong with a head is the reason that it has no time."""
+        try:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                if spec.slug not in self._rehearsed:
+                    # What a resumed comparison has not trained is imported and compiled here.
+                    self._rehearsed.add(spec.slug)
+                    self._ready(spec, classes)[1]()
+                return self._time(spec, classes)
+        except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
+            return Cost(spec.slug, classes, reason=_reason(error, spec))
+
+    def _time(self, spec: HeadSpec, classes: int) -> Cost:
+        held = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        began = time.perf_counter()
+        head, step = self._ready(spec, classes)
+        making = time.perf_counter() - began
+        first = self._milliseconds(step)
+        memory = PeakMemory(self._device, head)
+        memory.start()
+        samples: list[float] = []
+        while len(samples) < FEWEST_SAMPLES or (
+            len(samples) < MOST_SAMPLES and sum(samples) < 1e3 * SAMPLED_SECONDS
+        ):
+            samples.append(self._milliseconds(step))
+        memory.stop()
+        ordered, median, peak = sorted(samples), statistics.median(samples), memory.megabytes
+        # The first step of a size may compile something: that is not taken from the time.
+        compiling = max(0.0, first - median) / 1e3
+        self.left -= time.perf_counter() - began - compiling
+        self._making[spec.slug] = making
+        return Cost(
+            slug=spec.slug,
+            classes=classes,
+            ms=median,
+            low_ms=ordered[round(0.2 * (len(ordered) - 1))],
+            high_ms=ordered[round(0.8 * (len(ordered) - 1))],
+            samples=len(ordered),
+            peak_memory_mb=None if peak is None else peak - held / 1e6,
+            parameters=sum(each.numel() for each in head.parameters()),
+        )
+
+    def _ready(self, spec: HeadSpec, classes: int) -> tuple[nn.Module, Callable[[], None]]:
+        """The head, and what makes a step of it."""
+        head = spec.build(self._problem.at(classes)).to(self._device).train()
+        made = getattr(head, "n_classes", classes)
+        if made != classes:
+            raise SpecError(f"it has {made:,} classes, whatever it is built for")
+        body, batch = self._problem.body(), self._problem.batch(classes)
+        stepper = Stepper(body, head, lr=0.0, clip=1.0)
+        learned = [*body.parameters(), *head.parameters()]
+
+        def step() -> None:
+            for each in learned:
+                each.grad = None
+            stepper.loss(batch).backward()
+
+        return head, step
+
+    def _milliseconds(self, step: Callable[[], None]) -> float:
+        """Of a step, on a GPU by its own clock."""
+        if self._buffer is None:
+            start = time.perf_counter()
+            step()
+            return (time.perf_counter() - start) * 1e3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._buffer.zero_()
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize(self._device)
+        return float(begin.elapsed_time(end))
 
     def _largest(self, spec: HeadSpec) -> Cost | None:
         """The last that was measured of a head."""
@@ -357,6 +322,15 @@ class Meter:
         usual = 4e-6 * _COPIES * last.classes * self._problem.needs.in_features
         needed = 1e6 * (last.peak_memory_mb or usual) * classes / last.classes
         return needed > _MOST_OF_MEMORY * free
+
+
+def _reason(error: Exception, spec: HeadSpec) -> str:
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, SpecError):
+        return text.removeprefix(f"--head {spec.text}: ")
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return f"out of memory: {text}"
+    return f"{type(error).__name__}: {text}"
 
 
 def sizes_around(own: int) -> list[int]:
