@@ -98,19 +98,13 @@ class Words(Sequence[str]):
 
 @dataclass(frozen=True)
 class Problem:
-    """Makes data of any number of classes that is like the comparison's own in all else.
+    """Makes data of any number of classes that is like the comparison's own in all else."""
 
-    Attributes:
-        needs: what heads are made from at the data's own number of classes.
-        shape: of the targets of a step, ``(batch, length)``, or ``(rows, labels)``.
-        lengths: how many labels each row has; None where each target is one class.
-        device: where it is.
-    """
-
-    needs: ClassData
-    shape: tuple[int, ...]
+    needs: ClassData  # what heads are made from at the data's own number of classes
+    shape: tuple[int, ...]  # of the targets of a step, (batch, length), or (rows, labels)
+    # How many labels each row has; None where each target is one class.
     lengths: NDArray[np.int64] | None
-    device: torch.device
+    device: torch.device  # where it is
     _made: dict[int, ClassData] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -441,15 +435,10 @@ BUSY = 1.5
 
 @dataclass(frozen=True)
 class PlannedHead(Cost):
-    """A training step of a head at the size that was asked for.
+    """A training step of a head at the size that was asked for."""
 
-    Attributes:
-        head: its spec, as ``lastlayer compare --head`` takes it.
-        smaller: what it took with fewer classes, where it could not be measured.
-    """
-
-    head: str = ""
-    smaller: str = ""
+    head: str = ""  # its spec, as lastlayer compare --head takes it
+    smaller: str = ""  # what it took with fewer classes, where it could not be measured
 
     def as_json(self) -> dict[str, Any]:
         """For JSON."""

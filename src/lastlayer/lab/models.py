@@ -22,27 +22,16 @@ Features = Tensor | tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What a backbone is made from.
+    """What a backbone is made from."""
 
-    Attributes:
-        kind: ``lstm``, ``transformer`` or ``bag``; ``identity`` for given hidden states.
-        task: ``lm``, ``classification``, ``multilabel`` or ``pairs``.
-        inputs: how many tokens or features there are.
-        width: size of an embedding and of a hidden state.
-        layers: of an LSTM or a transformer.
-        length: tokens that are read at a time.
-        dense: whether features are dense, and brought to one scale first.
-        keys: features of keys, where they are others than those of queries; 0 where not.
-    """
-
-    kind: str
-    task: str
-    inputs: int
-    width: int
-    layers: int = 1
-    length: int = 1
-    dense: bool = False
-    keys: int = 0
+    kind: str  # lstm, transformer or bag; identity for given hidden states
+    task: str  # lm, classification, multilabel or pairs
+    inputs: int  # how many tokens or features there are
+    width: int  # size of an embedding and of a hidden state
+    layers: int = 1  # of an LSTM or a transformer
+    length: int = 1  # tokens that are read at a time
+    dense: bool = False  # whether features are dense, and brought to one scale first
+    keys: int = 0  # features of keys, where they are others than those of queries; 0 where not
 
     def as_json(self) -> dict[str, Any]:
         """For config.json."""

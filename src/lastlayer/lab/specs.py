@@ -70,21 +70,13 @@ def defaults_for(task: str) -> list[str]:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """A head that can be built for any data.
+    """A head that can be built for any data."""
 
-    Attributes:
-        text: as it was written.
-        family: the name in the catalogue, or ``mymodule:MyHead``.
-        label: what tables call it.
-        slug: its name in folders.
-        arguments: those that were given, as JSON can hold them.
-    """
-
-    text: str
-    family: str
-    label: str
-    slug: str
-    arguments: dict[str, Any]
+    text: str  # as it was written
+    family: str  # the name in the catalogue, or mymodule:MyHead
+    label: str  # what tables call it
+    slug: str  # its name in folders
+    arguments: dict[str, Any]  # those that were given, as JSON can hold them
     made_by: Family = field(repr=False, compare=False)
 
     def build(self, needs: ClassData) -> Module:

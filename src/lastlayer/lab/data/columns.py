@@ -59,7 +59,6 @@ class Columns:
 
     @property
     def described(self) -> dict[str, Any]:
-        """For JSON."""
         found = {"text": list(self.text), "label": self.label, "features": list(self.features)}
         return {"task_reason": self.reason, "columns": {k: v for k, v in found.items() if v}}
 
@@ -287,7 +286,7 @@ def _labelled(
     tables: dict[str, Table], columns: Columns, described: dict[str, Any], reading: Reading
 ) -> LabelData:
     words, classes = FirstCome(), FirstCome()
-    parts: dict[str, LabelPart] = {}
+    parts, names = dict[str, LabelPart](), dict[str, list[str]]()
     empty = unlabelled = 0
     for part, table in tables.items():
         labels, kept = _labels(table, columns), []
@@ -301,7 +300,8 @@ def _labelled(
                 kept.append(row)
         lists = label_lists((labels[row] for row in kept), classes)
         if columns.features:
-            parts[part] = LabelPart(_numbers(table, columns.features)[kept], lists)
+            names[part], numbers = _numbers(table, columns.features)
+            parts[part] = LabelPart(numbers[kept], lists)
         else:
             parts[part] = LabelPart(word_lists((texts[row] for row in kept), words), lists)
     described |= _left_out(text=empty, label=unlabelled)
@@ -309,8 +309,7 @@ def _labelled(
         return labelled_words(parts, words, list(classes), described, reading, task=columns.task)
     described |= {"limit": reading.limit}
     three = three_parts(parts, reading)
-    names = _feature_names(tables["train"], columns.features)
-    return label_data(three, names, list(classes), described, task=columns.task)
+    return label_data(three, names["train"], list(classes), described, task=columns.task)
 
 
 def _pairs(
@@ -366,51 +365,32 @@ def _labels(table: Table, columns: Columns) -> list[list[str]]:
         what = f"mixed types in the column {name!r}: {one!r} before, and here {other!r}"
         raise table.broken(row, what, "write all labels as names, or all as numbers")
     if columns.task == "classification":
-        _check_classes(table, name, made)
+        # Numbers with a fraction measure something: they are no classes.
+        found = [(row, as_number(own[0])) for row, own in enumerate(made) if own]
+        fractions = (row for row, n in found if n is not None and math.isfinite(n) and n % 1)
+        if all(value is not None for _, value in found) and (row := next(fractions, -1)) >= 0:
+            what = f"expected classes in the column {name!r}, got numbers such as {made[row][0]}"
+            raise table.broken(row, what, "give another label, or round them to classes")
     return made
 
 
-def _check_classes(table: Table, name: str, labels: list[list[str]]) -> None:
-    """Numbers with a fraction measure something: they are no classes."""
-    found = [(row, as_number(own[0]), own[0]) for row, own in enumerate(labels) if own]
-    fractions = [
-        (row, text)
-        for row, value, text in found
-        if value is not None and math.isfinite(value) and not value.is_integer()
-    ]
-    if fractions and all(value is not None for _, value, _ in found):
-        row, text = fractions[0]
-        what = f"expected classes in the column {name!r}, got numbers such as {text}"
-        raise table.broken(row, what, "give another label, or round them to classes")
-
-
-def _numbers(table: Table, names: Sequence[str]) -> NDArray[np.float32]:
-    """Columns of numbers, and of lists of as many numbers each, side by side."""
-    made = []
+def _numbers(table: Table, names: Sequence[str]) -> tuple[list[str], NDArray[np.float32]]:
+    """Columns of numbers, and of lists of as many numbers each, side by side, with their names."""
+    made, named = [], list[str]()
     for name in names:
         values = table.columns[name]
         widths = {len(each) for each in values if isinstance(each, list)}
         if len(widths) > 1:
             what = f"lists of {min(widths)} to {max(widths)} numbers in the column {name!r}"
             raise broken(what, "give as many in each row", path=table.where)
-        rows = []
+        rows, width = [], max(widths, default=1)
         for row, each in enumerate(values):
-            cells = each if isinstance(each, list) else [each]
-            found = [as_number(cell) for cell in cells]
-            good = len(cells) == (widths or {1}).copy().pop()
-            if not good or any(cell is None or not math.isfinite(cell) for cell in found):
+            found = [as_number(cell) for cell in (each if isinstance(each, list) else [each])]
+            if len(found) != width or not all(n is not None and math.isfinite(n) for n in found):
                 told = "nothing" if each is None else repr(each)[:40]
                 what = f"expected a number in the column {name!r}, got {told}"
                 raise table.broken(row, what, "fill it in, or give other features")
             rows.append(found)
+        named += [f"{name}[{i}]" for i in range(width)] if widths else [name]
         made.append(np.array(rows, np.float32))
-    return np.concatenate(made, 1)
-
-
-def _feature_names(table: Table, names: Sequence[str]) -> list[str]:
-    made: list[str] = []
-    for name in names:
-        first = table.columns[name][0]
-        inner = range(len(first)) if isinstance(first, list) else None
-        made += [name] if inner is None else [f"{name}[{i}]" for i in inner]
-    return made
+    return named, np.concatenate(made, 1)

@@ -154,19 +154,12 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class _Attribute:
-    """An attribute of ARFF, which becomes one column or, for a list of values, one for each.
+    """An attribute of ARFF, which becomes one column or, for a list of values, one for each."""
 
-    Attributes:
-        name: of the attribute.
-        values: those of a list; None for numbers.
-        is_date: dates are left out.
-        is_class: whether yes and no are two classes, and not one column of 1 and 0.
-    """
-
-    name: str
-    values: tuple[str, ...] | None
-    is_date: bool = False
-    is_class: bool = False
+    name: str  # of the attribute
+    values: tuple[str, ...] | None  # those of a list; None for numbers
+    is_date: bool = False  # dates are left out
+    is_class: bool = False  # whether yes and no are two classes, and not one column of 1 and 0
 
     @cached_property
     def cells(self) -> dict[str, tuple[int, float]]:

@@ -105,32 +105,20 @@ class LabelPart(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LabelData:
-    """Rows to learn labels of.
+    """Rows to learn labels of."""
 
-    Attributes:
-        name: what a table calls it.
-        train: features ``(rows, n_features)``, a :class:`SparseRows` or a float32 array, and labels
-            as :class:`Lists` of ascending ids.
-        valid: what settings are chosen on.
-        test: what is reported.
-        feature_names: one for each column.
-        label_names: the classes, by falling count in the training part.
-        counts: in how many rows of the training part each label stands, int64.
-        description: where it comes from and how it was read, for JSON.
-        task: ``"classification"``, where each row has one label, or ``"multilabel"``.
-        hidden: whether features are hidden states, which heads take as they are.
-    """
-
-    name: str
+    name: str  # what a table calls it
+    # Features (rows, n_features), a SparseRows or a float32 array, and labels as Lists of ascending
+    # ids.
     train: LabelPart
-    valid: LabelPart
-    test: LabelPart
-    feature_names: tuple[str, ...]
-    label_names: tuple[str, ...]
-    counts: Integers
-    description: dict[str, Any]
-    task: str = "multilabel"
-    hidden: bool = False
+    valid: LabelPart  # what settings are chosen on
+    test: LabelPart  # what is reported
+    feature_names: tuple[str, ...]  # one for each column
+    label_names: tuple[str, ...]  # the classes, by falling count in the training part
+    counts: Integers  # in how many rows of the training part each label stands, int64
+    description: dict[str, Any]  # where it comes from and how it was read, for JSON
+    task: str = "multilabel"  # "classification", where each row has one label, or "multilabel"
+    hidden: bool = False  # whether features are hidden states, which heads take as they are
 
     @property
     def n_classes(self) -> int:
@@ -165,29 +153,18 @@ class PairPart(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PairData:
-    """Pairs of rows, of which each query has to find its key.
+    """Pairs of rows, of which each query has to find its key."""
 
-    Attributes:
-        name: what a table calls it.
-        train: queries and keys, each a :class:`SparseRows` or a float32 array, and groups: pairs
-            of one are no negatives of each other.
-        valid: what settings are chosen on.
-        test: what is reported.
-        feature_names: of queries; of keys too where they are shared.
-        widths: columns of queries and of keys.
-        shared: whether both have the same features, so that one encoder serves both.
-        description: where it comes from and how it was read, for JSON.
-        task: always ``"pairs"``.
-    """
-
-    name: str
+    name: str  # what a table calls it
+    # Queries and keys, each a SparseRows or a float32 array, and groups: pairs of one are no
+    # negatives of each other.
     train: PairPart
-    valid: PairPart
-    test: PairPart
-    feature_names: tuple[str, ...]
-    widths: tuple[int, int]
-    shared: bool
-    description: dict[str, Any]
+    valid: PairPart  # what settings are chosen on
+    test: PairPart  # what is reported
+    feature_names: tuple[str, ...]  # of queries; of keys too where they are shared
+    widths: tuple[int, int]  # columns of queries and of keys
+    shared: bool  # whether both have the same features, so that one encoder serves both
+    description: dict[str, Any]  # where it comes from and how it was read, for JSON
     task: Literal["pairs"] = "pairs"
 
     @property

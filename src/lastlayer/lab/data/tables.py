@@ -40,17 +40,11 @@ _SAVED = ("dataset_dict.json", "state.json")
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of the same length.
+    """Columns of the same length."""
 
-    Attributes:
-        where: what an error calls it.
-        columns: the values of each; None where one is missing or empty.
-        lines: of the rows in a file of text.
-    """
-
-    where: Path | str
-    columns: dict[str, list[Any]]
-    lines: Sequence[int] | None = None
+    where: Path | str  # what an error calls it
+    columns: dict[str, list[Any]]  # the values of each; None where one is missing or empty
+    lines: Sequence[int] | None = None  # of the rows in a file of text
 
     @classmethod
     def of(

@@ -27,18 +27,15 @@ _SCHEMA = 1
 class Vocabulary:
     """Tokens by falling count in the training part; equal counts are ordered by their spelling.
 
-    Attributes:
-        tokens: all of them; the id of a token is its place here.
-        counts: how often each stands in the training part, int64. The count of ``<unk>`` is that of
-            all tokens it replaces there.
-
     Example:
         >>> words = Vocabulary(("a", "c", "<unk>"), np.array([3, 2, 1]))
         >>> words.encode(["c", "b"]).tolist(), words.decode([0, 2])
         ([1, 2], ['a', '<unk>'])
     """
 
-    tokens: tuple[str, ...]
+    tokens: tuple[str, ...]  # all of them; the id of a token is its place here
+    # How often each stands in the training part, int64. The count of <unk> is that of all tokens it
+    # replaces there.
     counts: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -139,24 +136,14 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class TextData:
-    """Text to learn a language model from.
+    """Text to learn a language model from."""
 
-    Attributes:
-        name: what a table calls it.
-        vocabulary: all tokens; the classes of a head.
-        train: int32 ids in their order, one dimension; a memory map where they are many.
-        valid: what settings are chosen on.
-        test: what is reported.
-        description: where it comes from and how it was read, for JSON.
-        task: always ``"lm"``.
-    """
-
-    name: str
-    vocabulary: Vocabulary
-    train: Ids
-    valid: Ids
-    test: Ids
-    description: dict[str, Any]
+    name: str  # what a table calls it
+    vocabulary: Vocabulary  # all tokens; the classes of a head
+    train: Ids  # int32 ids in their order, one dimension; a memory map where they are many
+    valid: Ids  # what settings are chosen on
+    test: Ids  # what is reported
+    description: dict[str, Any]  # where it comes from and how it was read, for JSON
     task: Literal["lm"] = "lm"
 
     @property
@@ -300,21 +287,13 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Reading:
-    """How text is cut and how much of it is kept.
+    """How text is cut and how much of it is kept."""
 
-    Attributes:
-        vocab_size: the most tokens.
-        min_count: tokens that come less often become ``<unk>``.
-        limit: of the training part, in tokens or rows.
-        encoding: of files.
-        tokenizer: in place of words between white space.
-    """
-
-    vocab_size: int | None = None
-    min_count: int | None = None
-    limit: int | None = None
-    encoding: str = "utf-8"
-    tokenizer: Tokenizer | None = None
+    vocab_size: int | None = None  # the most tokens
+    min_count: int | None = None  # tokens that come less often become <unk>
+    limit: int | None = None  # of the training part, in tokens or rows
+    encoding: str = "utf-8"  # of files
+    tokenizer: Tokenizer | None = None  # in place of words between white space
 
     def cut(self, text: str) -> list[str]:
         return text.split() if self.tokenizer is None else self.tokenizer.cut(text)
