@@ -26,8 +26,9 @@ DEFAULT_BUDGET = "400steps"
 # The most frequent tokens of the embedded corpus.
 EMBEDDED_VOCABULARY = 8_000
 
-# A learning rate for each model under Adam, for runs of seconds to minutes.
-_RATES = {"lstm": 6e-3, "transformer": 2e-3, "bag": 8e-3}
+# A learning rate for each backbone under Adam: near the best for almost every head after 400 steps
+# on the embedded corpus.
+_RATES = {"lstm": 1.2e-2, "transformer": 1.8e-3, "bag": 1.2e-2}
 
 
 _DATA, _TRAINING = "Data", "Training"
