@@ -345,18 +345,7 @@ def measure_costs(
     watching: Watcher,
     stopped: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Measures what the folder of a comparison does not have yet, and writes it there.
-
-    Args:
-        bench: what the runs have shared.
-        specs: the heads.
-        results: of the runs.
-        watching: hears how far it is.
-        stopped: whether a person wants it to end.
-
-    Returns:
-        What costs.json holds.
-    """
+    """Measures what the folder of a comparison lacks, and gives what costs.json holds then."""
     task = bench.model.task
     problem = Problem.of(bench.needs, bench.feed, task, bench.device)
     own = bench.needs.n_classes

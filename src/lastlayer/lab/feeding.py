@@ -38,12 +38,7 @@ class Feed(Protocol):
 
 
 class _Places:
-    """Windows or rows of the training part: all of them in each epoch, in another order.
-
-    Args:
-        n: how many there are.
-        batch: how many a step takes, at most.
-    """
+    """``n`` windows or rows, of which a step takes a batch: all in each epoch, in another order."""
 
     def __init__(self, n: int, batch: int) -> None:
         self.n, self.batch = n, min(batch, n)
@@ -66,14 +61,7 @@ class _Places:
 
 
 class TextFeed:
-    """Windows of tokens without overlap; each target is the token after.
-
-    Args:
-        data: the text.
-        batch: windows in a step.
-        length: tokens in a window.
-        device: where batches go.
-    """
+    """Windows of tokens without overlap; each target is the token after."""
 
     def __init__(self, data: TextData, batch: int, length: int, device: torch.device) -> None:
         shortest = min(len(data.train), len(data.valid), len(data.test))
@@ -108,11 +96,6 @@ class RowFeed:
 
     A target is the class of each row; labels, padded to the longest list of a batch; or for pairs
     the group of each.
-
-    Args:
-        data: features and labels, or pairs.
-        batch: rows in a step.
-        device: where batches go.
     """
 
     def __init__(self, data: LabelData | PairData, batch: int, device: torch.device) -> None:

@@ -57,8 +57,9 @@ class Forecast:
         self._open = {spec.slug: seeds for spec in specs}
         self._searches: dict[str, float] = {}
         self._runs: dict[str, float] = {}
-        self._current, self._began = "", time.perf_counter()
-        self._since = self._began
+        self._began = time.perf_counter()
+        # Of the run that is on: its head, when it began, when training did and how far it was then.
+        self._current, self._since = "", self._began
         self._first: tuple[float, float] | None = None
         self._share = 0.0
 
@@ -74,16 +75,14 @@ class Forecast:
             self._first = now, share
             self._searches.setdefault(self._current, now - self._since)
         elif share > self._first[1]:
-            began, from_ = self._first
             self._share = share
-            self._runs[self._current] = (now - began) / (share - from_)
+            self._runs[self._current] = (now - self._first[0]) / (share - self._first[1])
 
     def ends(self, slug: str) -> None:
         """A run is over, or was before."""
         self._open[slug] -= 1
-        if slug == self._current and self._first is not None and self._first[1] < 1.0:
-            began, from_ = self._first
-            self._runs[slug] = (time.perf_counter() - began) / (1.0 - from_)
+        if slug == self._current and self._first is not None:
+            self.moves(1.0)
         self._current, self._share = "", 0.0
 
     def left(self) -> float | None:
@@ -91,7 +90,7 @@ class Forecast:
         if not self._runs:
             return None
         usual = statistics.fmean(self._runs.values())
-        search = statistics.fmean(self._searches.values()) if self._searches else 0.0
+        search = statistics.fmean(self._searches.values())
         total = -self._share * self._runs.get(self._current, usual)
         for slug, runs in self._open.items():
             total += runs * self._runs.get(slug, usual)

@@ -101,10 +101,6 @@ class PeakMemory:
     """Measures between ``start`` and ``stop``; evaluation and checkpoints are left out.
 
     Make it when the model is warm: what was compiled until then does not count.
-
-    Args:
-        device: of the model.
-        modules: the model.
     """
 
     def __init__(self, device: torch.device, *modules: nn.Module) -> None:

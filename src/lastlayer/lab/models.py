@@ -1,6 +1,7 @@
-"""Small backbones that a head is put on: from tokens or features to hidden states.
+"""Small backbones that a head is put on, and the head of pairs, a loss of two hidden states.
 
-And the head of pairs, which is a loss of two hidden states.
+They make hidden states ``(batch, length, width)`` from tokens ``(batch, length)``, or
+``(batch, width)`` from rows of features.
 """
 
 import math
@@ -75,7 +76,6 @@ class LSTMBody(nn.Module):
         self.lstm = nn.LSTM(width, width, layers, batch_first=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(batch, length)`` to hidden states ``(batch, length, width)``."""
         hidden: Tensor = self.lstm(self.embedding(tokens))[0]
         return hidden
 
@@ -92,7 +92,6 @@ class BagBody(nn.Module):
         nn.init.normal_(self.weight, mean=1 / self.reach, std=0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(batch, length)`` to hidden states ``(batch, length, width)``."""
         vectors = self.embedding(tokens).transpose(1, 2)
         padded = functional.pad(vectors, (self.reach - 1, 0))
         summed = functional.conv1d(padded, self.weight, groups=padded.shape[1])
@@ -110,7 +109,6 @@ class TransformerBody(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(batch, length)`` to hidden states ``(batch, length, width)``."""
         hidden = self.embedding(tokens) + self.positions[: tokens.shape[1]]
         for block in self.blocks:
             hidden = block(hidden)

@@ -100,12 +100,7 @@ def settings_table(shown: Sequence[Settings]) -> Table:
 
 
 def results_table(results: Results, width: int = 80) -> Table:
-    """A row per head, best first, with the interval of each mean; as many columns as have room.
-
-    Args:
-        results: of a comparison.
-        width: of the terminal, in characters.
-    """
+    """A row per head, best first, with the interval of each mean; as many columns as have room."""
     table = _table(f"Results · {results.comparison.folder}")
     table.caption = tables.note(results, "below them")
     names = [summary.title for summary in results.summaries]

@@ -228,16 +228,7 @@ def label_data(
     task: str,
     hidden: bool = False,
 ) -> LabelData:
-    """Order the labels by falling count, and check that there is something to learn.
-
-    Args:
-        parts: all three.
-        feature_names: one for each column.
-        label_names: one for each id.
-        described: ``name`` and ``source`` of the data, and how it was read.
-        task: ``"classification"`` or ``"multilabel"``.
-        hidden: whether features are hidden states.
-    """
+    """Order the labels by falling count, and check that there is something to learn."""
     n = len(label_names)
     counts = np.bincount(parts["train"].labels.indices, minlength=n)
     if n < 2:

@@ -45,15 +45,14 @@ VARIABLE = "LASTLAYER_CACHE"
 
 def cache_folder() -> Path:
     """``$LASTLAYER_CACHE``, or ``lastlayer`` where the system keeps such things; not created."""
-    own = os.environ.get(VARIABLE)
-    if own:
+    if own := os.environ.get(VARIABLE):
         return Path(own)
+    home, found = Path.home(), os.environ.get
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "lastlayer"
+        return home / "Library" / "Caches" / "lastlayer"
     if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA")
-        return (Path(local) if local else Path.home() / "AppData" / "Local") / "lastlayer"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lastlayer"
+        return Path(found("LOCALAPPDATA") or home / "AppData" / "Local") / "lastlayer"
+    return Path(found("XDG_CACHE_HOME") or home / ".cache") / "lastlayer"
 
 
 NEWLINE = "<newline>"
@@ -64,13 +63,9 @@ _OTHERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 _BUILT = ("_sysconfigdata", "_sysconfig_vars")
 # Comments and layout are left out: what is left is what Python itself reads.
 _LEFT_OUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
+    tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
     tokenize.ENCODING,
-}
+}  # fmt: skip
 
 
 class SourceFile(NamedTuple):

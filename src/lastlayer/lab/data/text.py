@@ -326,13 +326,8 @@ def language_data(
 ) -> TextData:
     """Choose the vocabulary by the training part, and number the tokens of all parts by it.
 
-    Parts that are missing are cut from the end of the training part, a tenth of it each.
-
-    Args:
-        names: tokens.
-        parts: places in ``names``; they are renumbered in place.
-        described: ``name`` and ``source`` of the data, and how it was read.
-        reading: how much is kept.
+    The ids of ``parts``, places in ``names``, are renumbered in place. Parts that are missing are
+    cut from the end of the training part, a tenth of it each.
     """
     total = sum(map(len, parts.values()))
     if not total:
