@@ -24,7 +24,7 @@ class DataError(ValueError):
 
     def at(self, place: object) -> "DataError":
         """The same with the file that it is about, unless it has one."""
-        if self.has_place:
+        if self.has_place or not str(place).strip():
             return self
         line = "" if self.line is None else f":{self.line}"
         made = DataError(f"{place}{line}: {self}")
