@@ -308,8 +308,7 @@ def _labelled(
     if not columns.features:
         return labelled_words(parts, words, list(classes), described, reading, task=columns.task)
     described |= {"limit": reading.limit}
-    three = three_parts(parts, reading)
-    return label_data(three, names["train"], list(classes), described, task=columns.task)
+    return label_data(parts, names["train"], list(classes), described, reading, task=columns.task)
 
 
 def _pairs(
@@ -334,7 +333,7 @@ def _pairs(
     vocabulary, weigh = weigher(three["train"][:2], words, reading)
     made = {part: PairPart(weigh(p.query), weigh(p.key), p.group) for part, p in three.items()}
     described |= {"words": len(vocabulary), **_left_out(text=empty), **reading.described}
-    return pair_data(made, described, feature_names=vocabulary.tokens, shared=True)
+    return pair_data(made, described, reading, feature_names=vocabulary.tokens, shared=True)
 
 
 def _labels(table: Table, columns: Columns) -> list[list[str]]:

@@ -40,7 +40,6 @@ from lastlayer.lab.data.rows import (
     label_data,
     label_lists,
     pair_data,
-    three_parts,
 )
 from lastlayer.lab.data.text import FirstCome, Reading
 
@@ -101,9 +100,8 @@ def _svmlight_data(path: Path, reading: Reading, task: str | None) -> LabelData:
     task, reason = _task_of([labels for _, labels in read.values()], task, "before pairs")
     described = _described(path, "svmlight", reading)
     described |= {"task_reason": reason, "first_index": first}
-    three = three_parts(parts, reading)
     features = [str(i + first) for i in range(width)]
-    return label_data(three, features, list(names), described, task=task)
+    return label_data(parts, features, list(names), described, reading, task=task)
 
 
 def _read_svmlight(path: Path, names: FirstCome) -> tuple[SparseRows, Lists]:
@@ -295,8 +293,7 @@ def _arff_data(path: Path, reading: Reading, task: str | None, label: str | None
     described = _described(path, "ARFF", reading)
     described |= {"task_reason": reason, "left_out": left_out}
     columns = [name for c in features for name in attributes[c].columns]
-    three = three_parts(parts, reading)
-    return label_data(three, columns, names, described, task=task or "multilabel")
+    return label_data(parts, columns, names, described, reading, task=task or "multilabel")
 
 
 def _class_of(attributes: Sequence[_Attribute], label: str | None, arff: Path) -> int | None:
@@ -424,7 +421,7 @@ def _states_data(path: Path, reading: Reading, task: str | None) -> LabelData | 
     if {"query", "key"} <= first.keys() and task in (None, "pairs"):
         pairs = read_each(files, lambda file: _pair_part(arrays(file)))
         described["task_reason"] = "arrays 'query' and 'key'" if task is None else "as asked"
-        return pair_data(three_parts(pairs, reading), described, shared=False)
+        return pair_data(pairs, described, reading, shared=False)
     parts = read_each(files, lambda file: _state_part(arrays(file)))
     widths = {part: each.features.shape[1] for part, each in parts.items()}
     if len({*widths.values()}) > 1:
@@ -443,8 +440,9 @@ def _states_data(path: Path, reading: Reading, task: str | None) -> LabelData | 
     task, reason = _task_of([each.labels for each in parts.values()], task, "in 'target'")
     described |= {"task_reason": reason, "hidden_states": True}
     columns = [str(i) for i in range(widths["train"])]
-    three = three_parts(parts, reading)
-    return label_data(three, columns, [str(i) for i in ids], described, task=task, hidden=True)
+    return label_data(
+        parts, columns, [str(i) for i in ids], described, reading, task=task, hidden=True
+    )
 
 
 def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:

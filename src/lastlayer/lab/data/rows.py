@@ -198,16 +198,13 @@ Part = TypeVar("Part", LabelPart, PairPart)
 
 def three_parts(parts: dict[str, Part], reading: Reading) -> dict[str, Part]:
     """Cut missing parts from the training rows, a tenth each, mixed; then keep to the limit."""
-    train = parts["train"]
-    rows, each = np.arange(train.n_rows), train.n_rows // TENTH
-    result = dict(parts)
-    if any(part not in parts for part in PARTS):
-        rows = mixed_rows(train.n_rows)
+    train, result = parts["train"], dict(parts)
+    rows, each = mixed_rows(train.n_rows), train.n_rows // TENTH
     for part in ("test", "valid"):
         if part not in parts:
             rows, taken = rows[: len(rows) - each], rows[len(rows) - each :]
             result[part] = train.select(np.sort(taken))
-    result["train"] = train.select(np.sort(rows))
+            result["train"] = train.select(np.sort(rows))
     for part in PARTS:
         n_rows, most = result[part].n_rows, reading.most(part)
         if most is not None and n_rows > most:
@@ -224,12 +221,13 @@ def label_data(
     feature_names: Sequence[str],
     label_names: Sequence[str],
     described: dict[str, Any],
+    reading: Reading,
     *,
     task: str,
     hidden: bool = False,
 ) -> LabelData:
-    """Order the labels by falling count, and check that there is something to learn."""
-    n = len(label_names)
+    """Three parts with labels by falling count; checks that there is something to learn."""
+    parts, n = three_parts(parts, reading), len(label_names)
     counts = np.bincount(parts["train"].labels.indices, minlength=n)
     if n < 2:
         raise broken(f"one class: {n} label{'s' * (n != 1)} in all", f"{task} needs at least two")
@@ -269,11 +267,13 @@ def _renumbered(labels: Lists, place: Integers) -> Lists:
 def pair_data(
     parts: dict[str, PairPart],
     described: dict[str, Any],
+    reading: Reading,
     *,
     feature_names: Sequence[str] = (),
     shared: bool,
 ) -> PairData:
-    """Check that there are several keys to choose from."""
+    """Three parts; checks that there are several keys to choose from."""
+    parts = three_parts(parts, reading)
     train = parts["train"]
     if len(np.unique(train.group)) < 2:
         raise broken("one class: all pairs belong together", "give pairs that differ")
@@ -350,4 +350,4 @@ def labelled_words(
     vocabulary, weigh = weigher([three["train"].features], words, reading)
     made = {part: each._replace(features=weigh(each.features)) for part, each in three.items()}
     described = {**described, **reading.described}
-    return label_data(made, vocabulary.tokens, label_names, described, task=task)
+    return label_data(made, vocabulary.tokens, label_names, described, reading, task=task)
