@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.families import FAMILIES
-from lastlayer.lab.options import CompareOptions
+from lastlayer.lab.options import READING, CompareOptions
 
 _RUNS = "lastlayer-runs"
 _INTERRUPTED = 130
@@ -29,16 +29,6 @@ PACKAGES = (
     "altair", "jinja2", "matplotlib", "pyarrow", "safetensors", "scipy", "sklearn", "tokenizers",
     "vl_convert",
 )  # fmt: skip
-_READING = (
-    "vocab_size",
-    "min_count",
-    "limit",
-    "encoding",
-    "text",
-    "label",
-    "features",
-    "tokenizer",
-)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, below runs/.")]
@@ -77,7 +67,7 @@ def refusals() -> Iterator[None]:
 
 def as_flags(text: str) -> str:
     """Arguments of :func:`lastlayer.lab.data.load` as the options that they are here."""
-    names = "|".join(("task", *_READING))
+    names = "|".join(("task", *READING))
 
     def flag(found: re.Match[str]) -> str:
         return " ".join([f"--{found[1].replace('_', '-')}", *found.groups()[1:]])
@@ -217,7 +207,7 @@ def heads(*, as_json: AsJson = False) -> None:
             typer.echo(f"    takes {listed}")
 
 
-@_with_options("data", "task", *_READING)
+@_with_options("data", "task", *READING)
 def inspect(options: CompareOptions, hidden: Hidden = 256, as_json: AsJson = False) -> None:
     """Classes, frequencies, code lengths, and which heads to try first and why."""
     with refusals():

@@ -20,6 +20,10 @@ IDENTITY = "identity"
 OWN = "own"
 """The backbone of a comparison that was asked for in Python."""
 DEVICES = ("auto", "cpu", "cuda")
+# Options of reading data, beside the task.
+READING = (
+    "vocab_size", "min_count", "limit", "encoding", "text", "label", "features", "tokenizer"
+)  # fmt: skip
 MOST_SEEDS, MOST_SEED = 10_000, 2**31
 AUTO = "auto"
 DEFAULT_BUDGET = "400steps"
@@ -191,8 +195,7 @@ class CompareOptions:
     def _reading(self) -> dict[str, Any]:
         for name, least in (("vocab_size", 2), ("min_count", 1), ("limit", 2)):
             _whole(_flag(name), getattr(self, name), least, least=least)
-        names = ("vocab_size", "min_count", "limit", "encoding", "text", "label", "features")
-        given = {name: getattr(self, name) for name in (*names, "tokenizer")}
+        given = {name: getattr(self, name) for name in READING}
         if self.data is None and self.vocab_size is None:
             given["vocab_size"] = EMBEDDED_VOCABULARY
         return {name: value for name, value in given.items() if value is not None}
