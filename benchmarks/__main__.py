@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.record import FAMILIES
 
 RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
         option("--plot", type=Path, metavar="FILE", help="draw the results as a PNG")
         option("--commit", help="of the source, where git cannot say")
         option("--seconds", type=float, help="that all cases share, verification included")
+    option = add("study", _study, "train every head on real data until it has converged")
+    option("name", help="wikitext2, cooking-first-tag or cooking")
+    option("data", type=Path, help="folder with wikitext2/, cooking.txt and cooking-first-tag.txt")
+    option("--out", type=Path, required=True, help="folder of the comparison, which is resumed")
+    option("--json", type=Path, default=RESULTS / "study", help="folder of what is kept of it")
     add("page", _page, "make docs/performance.md from the records")
     option = add("structure", _structure, "figures of simplicity and host time")
     option("--json", type=Path, metavar="FILE", help="append them as a JSON line")
@@ -119,10 +125,23 @@ def _check_file(option: str, path: Path | None) -> None:
 
 
 def _page(_: argparse.Namespace) -> int:
-    from benchmarks import page
+    from benchmarks import page, study
 
-    print("\n".join(f"wrote {path}" for path in page.write(RESULTS)))
+    written = [*page.write(RESULTS), *study.write_page(RESULTS / "study", DOCS)]
+    print("\n".join(f"wrote {path}" for path in written))
     return 0
+
+
+def _study(options: argparse.Namespace) -> int:
+    from benchmarks import study
+
+    if options.name not in study.STUDIES:
+        raise ValueError(f"name: expected one of {', '.join(study.STUDIES)}, got {options.name!r}")
+    if not options.data.is_dir():
+        raise ValueError(f"data: expected a folder of data sets, got '{options.data}'")
+    options.json.mkdir(parents=True, exist_ok=True)
+    is_whole = study.run(options.data, options.name, options.out, options.json)
+    return 0 if is_whole else 1
 
 
 def _structure(options: argparse.Namespace) -> int:

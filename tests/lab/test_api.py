@@ -114,7 +114,7 @@ def test_batches_of_a_loader_depend_on_seed_and_step_alone(own):
     generator = torch.Generator() if own else None
     loader = DataLoader(data, batch_size=8, shuffle=True, generator=generator)
     sizes = {"train": [8] * 5, "valid": [8] * 5}
-    feed = GivenFeed({"train": loader, "valid": loader}, sizes, None, "lm", CPU)
+    feed = GivenFeed({"train": loader, "valid": loader}, sizes, torch.arange(40), "lm", CPU)
     first = [feed.batch(1, step).target for step in range(7)]
     torch.rand(5)
     for step in (6, 0, 1, 5):

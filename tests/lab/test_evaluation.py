@@ -35,7 +35,7 @@ def batch():
 
 
 def judged(head, batch) -> Rows:
-    return judge_rows(torch.nn.Identity(), head, iter([batch]))
+    return judge_rows(head, [(batch.inputs, batch.target)])
 
 
 @pytest.mark.parametrize(

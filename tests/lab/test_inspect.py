@@ -81,19 +81,20 @@ def test_the_unigram_model_is_normalised(seed):
 
 def test_text(zipfian):
     counts = (200_000 / np.arange(1, 12_001)).astype(int)
+    found = zipfian.numbers
     assert zipfian.task == "lm"
     assert zipfian.classes == 12_000
     assert zipfian.zipf.slope == pytest.approx(1.0, abs=0.02)
-    assert zipfian.effective_classes == pytest.approx(2**zipfian.entropy_bits)
+    assert found["effective_classes"] == pytest.approx(2 ** found["entropy_bits"])
     # On its own counts the unigram model comes near the entropy.
-    assert zipfian.unigram_perplexity == pytest.approx(zipfian.effective_classes, rel=0.01)
-    assert zipfian.entropy_bits <= zipfian.huffman_bits < zipfian.entropy_bits + 1
-    assert zipfian.huffman_bits < zipfian.balanced_bits <= np.ceil(np.log2(12_000))
-    assert zipfian.tail_1k == pytest.approx(counts[1000:].sum() / counts.sum())
-    assert zipfian.tail_10k == pytest.approx(counts[10_000:].sum() / counts.sum())
-    assert zipfian.unknown == pytest.approx(counts[0] / counts.sum())
-    assert list(zipfian.cutoffs) == sorted(zipfian.cutoffs)
-    assert zipfian.adaptive_savings > 1.5
+    assert found["unigram_perplexity"] == pytest.approx(found["effective_classes"], rel=0.01)
+    assert found["entropy_bits"] <= found["huffman_bits"] < found["entropy_bits"] + 1
+    assert found["huffman_bits"] < found["balanced_bits"] <= np.ceil(np.log2(12_000))
+    assert found["tail_1k"] == pytest.approx(counts[1000:].sum() / counts.sum())
+    assert found["tail_10k"] == pytest.approx(counts[10_000:].sum() / counts.sum())
+    assert found["unknown"] == pytest.approx(counts[0] / counts.sum())
+    assert list(found["cutoffs"]) == sorted(found["cutoffs"])
+    assert found["adaptive_savings"] > 1.5
     assert json.loads(json.dumps(zipfian.as_json()))["task"] == "lm"
 
 
@@ -147,16 +148,16 @@ def test_labels():
     counts = np.array([3, 1, 1, 0])
     data = LabelData("set", train, test, test, ("x", "y"), names, counts, {"source": "s"})
     found = inspect_data(data)
-    assert found.cardinality == 1.25
-    assert found.density == 1.25 / 4
-    assert found.without == 0.25
-    assert found.most == 2
-    assert found.distinct == 4
-    assert found.filled == 0.5
-    assert found.most_frequent == 0.75
-    assert found.unseen == 0.25
-    assert found.unseen_in_test == 0.5
-    assert found.imbalance == pytest.approx(3 / 1.25)
+    assert found.numbers["cardinality"] == 1.25
+    assert found.numbers["density"] == 1.25 / 4
+    assert found.numbers["without"] == 0.25
+    assert found.numbers["most"] == 2
+    assert found.numbers["distinct"] == 4
+    assert found.numbers["filled"] == 0.5
+    assert found.numbers["most_frequent"] == 0.75
+    assert found.numbers["unseen"] == 0.25
+    assert found.numbers["unseen_in_test"] == 0.5
+    assert found.numbers["imbalance"] == pytest.approx(3 / 1.25)
     assert found.zipf is None
     assert json.loads(json.dumps(found.as_json()))["classes"] == 4
 

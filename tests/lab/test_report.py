@@ -16,12 +16,12 @@ from made_runs import CLASSES, HEADS, KINDS, NASTY, make
 from lastlayer.heads.recipes import registered
 from lastlayer.lab import report
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.families import FAMILIES, REFERENCES
+from lastlayer.lab.families import FAMILIES
 from lastlayer.lab.records import HeadEntry
 from lastlayer.lab.report import figures, look, tables, write_report
-from lastlayer.lab.report.charts import Charts, log_ticks
 from lastlayer.lab.report.explorer import visible
-from lastlayer.lab.report.page import content_policy, json_for_script
+from lastlayer.lab.report.figures import Charts, log_ticks
+from lastlayer.lab.report.page import content_policy, json_for_script, references
 from lastlayer.lab.results import read_results
 from lastlayer.lab.verdict import verdict
 
@@ -179,6 +179,16 @@ def test_markdown_has_a_row_for_each_head(folder):
     assert text.startswith(verdict(read_results(folder)).sentence)
 
 
+def test_costs_and_what_does_not_vary_have_no_interval_in_markdown(folder):
+    text = (folder / "summary.md").read_text(encoding="utf-8")
+    names, _, *rows = [line.split(" | ") for line in text.splitlines() if line.startswith("|")]
+    for cells in rows[: len(HEADS)]:
+        shown = dict(zip(names, cells, strict=True))
+        assert "(" in shown["ε-smoothed perplexity"]
+        for name in ("time per step", "peak memory", "steps", "learning rate", "coverage"):
+            assert "(" not in shown[name]
+
+
 def _rows(out):
     return list(csv.DictReader((out / "summary.csv").read_text(encoding="utf-8").splitlines()))
 
@@ -302,9 +312,9 @@ def test_ticks_are_few_and_inside(seed):
 
 def test_every_family_that_is_not_plain_has_its_paper():
     assert registered().keys() <= FAMILIES.keys()
-    assert FAMILIES.keys() - REFERENCES.keys() == {"full", "topk", "bce"}
-    for papers in REFERENCES.values():
-        assert all(re.search(r"\d{4}", paper.text) for paper in papers)
+    assert FAMILIES.keys() - references().keys() == {"full", "topk", "bce"}
+    for papers in references().values():
+        assert all(re.search(r"\d{4}", paper["text"]) for paper in papers)
 
 
 def test_columns_about_sparse_heads_are_there_with_sparse_heads_alone(tmp_path):
@@ -358,7 +368,7 @@ def test_the_place_of_the_data_is_on_the_axis_without_a_time_there(tmp_path):
     costs = json.loads((out / "costs.json").read_text())
     costs["costs"] = costs["costs"][:1]
     (out / "costs.json").write_text(json.dumps(costs))
-    time = figures.against_classes(read_results(out)).views[0]
+    time = figures.against_classes(read_results(out))[0]
     x = time.chart(Charts(look.looks([entry("full", "Full softmax")])))["layer"][1]["encoding"]["x"]
     low, high = x["scale"]["domain"]
     assert low < SIZES[0] < CLASSES < high

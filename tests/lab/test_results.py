@@ -1,6 +1,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ from scipy import stats
 from lastlayer.lab import metrics
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.records import Comparison, HeadEntry, Point, Run, read_comparison
-from lastlayer.lab.results import interpolate, pareto_front, read_results, summarise
-from lastlayer.lab.statistics import Estimate, difference, estimate, holm, p_value
-from lastlayer.lab.verdict import times_less, verdict
+from lastlayer.lab.results import interpolate, read_results, summarise
+from lastlayer.lab.statistics import Estimate, estimate, holm, p_value
+from lastlayer.lab.verdict import in_sentence, times_less, verdict
 
 
 def test_p_values_are_those_of_a_paired_t_test(seed):
@@ -69,11 +70,9 @@ def test_an_interval_beyond_all_floats_is_infinite():
     assert estimate([1e-100, 1e100], log=True).high == math.inf
 
 
-def test_differences_are_taken_seed_by_seed():
-    ours, theirs = {0: 1.0, 1: 10.0, 2: 5.0}, {0: 2.0, 1: 11.0, 7: 0.0}
-    assert difference(ours, theirs, log=False) == Estimate(1.0, 2, 1.0, 1.0)
-    ratio = difference({0: 2.0, 1: 3.0}, {0: 4.0, 1: 6.0}, log=True)
-    assert ratio.mean == pytest.approx(math.log(2))
+def test_heads_are_compared_by_the_seeds_that_both_have():
+    ours, theirs = {0: 1.0, 1: 10.0, 2: 5.0}, {0: 2.0, 1: 11.5, 7: 0.0}
+    assert p_value(ours, theirs, log=False) == p_value({0: 1.0, 1: 10.0}, theirs, log=False) < 1
 
 
 def test_a_folder_is_read(tmp_path):
@@ -211,12 +210,13 @@ def test_equal_time_and_steps_are_what_all_heads_reached(tmp_path):
 
 
 def test_the_front_is_what_none_beats_in_both(tmp_path, seed):
-    summaries = list(read_results(make(tmp_path, heads=6)).ranked)
+    results = read_results(make(tmp_path, heads=6))
+    summaries = results.ranked
     draw = random.Random(seed)
     for summary in summaries:
         for key in ("perplexity", "step_ms"):
             summary.estimates[key] = Estimate(float(draw.randint(1, 4)), 1)
-    front = pareto_front(summaries, metrics.PERPLEXITY, metrics.STEP_MS)
+    front = results.front(metrics.STEP_MS)
 
     def beaten(one, other):
         a = [one.mean(key) for key in ("perplexity", "step_ms")]
@@ -281,6 +281,51 @@ def test_it_is_too_early_where_leaders_fall_fast_or_cross(tmp_path, late, why):
     assert why in found.detail
     assert found.needed >= 6000
     assert f"--budget {found.needed}steps" in found.detail
+
+
+def _asked(out, **changed):
+    path = out / "compare.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    return out
+
+
+def test_a_comparison_from_python_names_arguments_and_no_options(tmp_path):
+    out = make(tmp_path, heads=4, late={"adaptive": 0.2}, statuses={"full-s1": "interrupted"})
+    slow = out / "runs/hierarchical-s1/result.json"
+    slow.write_text(json.dumps({**json.loads(slow.read_text()), "load": 9.0}))
+    found = verdict(read_results(_asked(out, command=["lastlayer.lab.compare"])))
+    assert f"steps={found.needed}." in found.detail
+    assert "--" not in " ".join((found.sentence, *found.findings, *found.notes))
+
+
+@pytest.mark.parametrize(("times", "family"), [(0.97, "adaptive"), (0.8, "hierarchical")])
+def test_of_heads_that_cost_the_same_the_better_one_is_recommended(tmp_path, times, family):
+    out = make(tmp_path, heads=3, noise=0.001)
+    for seed in range(3):
+        paths = [out / f"runs/{name}-s{seed}/result.json" for name in ("adaptive", "hierarchical")]
+        ms = json.loads(paths[0].read_text())["step_ms"]
+        cheap = {
+            **json.loads(paths[1].read_text()),
+            "step_ms": ms / max(1.0, times) * min(1, times),
+        }
+        paths[1].write_text(json.dumps(cheap))
+    found = verdict(read_results(_asked(out, settings={"tolerance": 0.2})))
+    assert found.recommended.head.family == family
+
+
+@pytest.mark.parametrize(("noise", "sure"), [(0.001, False), (0.05, True)])
+def test_where_a_cheaper_head_is_recommended_the_best_one_is_the_other_choice(
+    tmp_path, noise, sure
+):
+    out = make(tmp_path, heads=4, noise=noise)
+    found = verdict(read_results(_asked(out, settings={"tolerance": 0.9})))
+    assert found.recommended.head.family == "hierarchical"
+    assert found.runner_up is found.best
+    told = found.findings[-1]
+    assert told.startswith(f"{found.best.title} has the best quality")
+    assert metrics.PERPLEXITY.format(found.best.mean("perplexity")) in told
+    assert "worse" not in told
+    assert ("not significantly" in told) == sure
 
 
 def test_a_head_below_the_baseline_is_named_and_not_recommended(tmp_path):
@@ -371,10 +416,21 @@ def test_verdict_of_several_labels(tmp_path):
 @pytest.mark.parametrize(
     ("ours", "theirs", "words"),
     [(1, 8, "an eighth of the"), (9.9, 20, "half of the"), (1, 50, "2% of the"),
-     (3, 1, "3 times the"), (1, 1, "100% of the")],
+     (3, 1, "3 times the"), (1, 1, "the same")],
 )  # fmt: skip
 def test_times_in_words(ours, theirs, words):
     assert times_less(ours, theirs) == words
+
+
+@pytest.mark.parametrize(
+    ("title", "shown"),
+    [("Full softmax", "full softmax"), ("Char-CNN softmax", "char-CNN softmax"), ("NCE", "NCE"),
+     ("InfoNCE", "InfoNCE"), ("MyHead", "MyHead"), ("Top-k softmax (k=6)", "top-k softmax (k=6)")],
+)  # fmt: skip
+def test_names_within_a_sentence_are_small_unless_they_are_abbreviations(tmp_path, title, shown):
+    (summary,) = read_results(make(tmp_path, heads=1, seeds=1)).ranked
+    named = replace(summary, head=replace(summary.head, title=title))
+    assert in_sentence(named) == shown
 
 
 def test_heads_of_the_same_name_are_told_apart(tmp_path):

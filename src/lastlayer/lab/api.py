@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from lastlayer.heads import Head
@@ -28,7 +27,7 @@ from lastlayer.lab.errors import LabError
 from lastlayer.lab.feeding import PADDING, Batch
 from lastlayer.lab.models import ModelSettings
 from lastlayer.lab.options import OWN, CompareOptions, Settled
-from lastlayer.lab.records import Run
+from lastlayer.lab.records import FROM_PYTHON, Run
 from lastlayer.lab.results import Results, quality_of, read_results
 from lastlayer.lab.runs import Subject
 from lastlayer.lab.specs import defaults_for
@@ -143,7 +142,7 @@ def compare(
     parts = {"train": train, "valid": valid, "test": valid if test is None else test}
     make = partial(
         _subject, backbone, parts, task=task, hidden=hidden, n_classes=n_classes, counts=counts,
-        names=class_names, judged_on_valid=test is None,
+        names=class_names,
     )  # fmt: skip
     try:
         options = options_of(options, folder, resume)
@@ -194,8 +193,7 @@ class CompareResult:
             raise LabError(f"kind: expected rich or markdown, got {kind!r}")
         if kind == "markdown":
             return markdown(self.results, self.verdict)
-        made: Table = results_table(self.results, width=120)
-        return made
+        return results_table(self.results, width=120)
 
     def curves(self) -> list[dict[str, Any]]:
         """Validation points of all runs, one record each; ``pandas.DataFrame`` takes the list."""
@@ -214,11 +212,10 @@ class CompareResult:
         from lastlayer.lab.report import write_report
 
         page = write_report(self.folder)
-        if path is None:
-            return page
-        place = Path(path)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(page, place)
+        place = page if path is None else Path(path)
+        if place != page:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(page, place)
         return place
 
     def _repr_markdown_(self) -> str:
@@ -234,6 +231,7 @@ def _spec(head: str | type[Head]) -> str:
 
 def _as_arguments(text: str) -> str:
     """Options of the command as the arguments that they are here."""
+    text = re.sub(r"--resume\b(?!:)", "resume=True", text)
     return re.sub(r"--([a-z][a-z-]*)", lambda m: _ARGUMENTS.get(m[1], m[1].replace("-", "_")), text)
 
 
@@ -252,23 +250,17 @@ class GivenFeed:
     Args:
         parts: train, valid and test.
         rows: targets in each batch of a part.
-        place: of each class by falling count; None where they are so already.
+        place: of each class by falling count.
         device: where batches go.
     """
 
     def __init__(
-        self,
-        parts: Mapping[str, Batches],
-        rows: Mapping[str, list[int]],
-        place: Tensor | None,
-        task: str,
+        self, parts: Mapping[str, Batches], rows: Mapping[str, list[int]], place: Tensor, task: str,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._parts, self._rows, self._device = parts, rows, device
-        self._place = None if place is None else place.to(device)
-        self._one = task != "multilabel"
-        self.steps_per_epoch = len(rows["train"])
-        self.batch_size = max(rows["train"])
+        self._place, self._one_class = place.to(device), task != "multilabel"
+        self.steps_per_epoch, self.batch_size = len(rows["train"]), max(rows["train"])
         self._next: tuple[int, int] | None = None
         self._stream: Iterator[Any] = iter(())
 
@@ -299,8 +291,6 @@ class GivenFeed:
         for i, batch in enumerate(_seeded(self._parts[part], _HELD_OUT_SEED)):
             if i in chosen:
                 yield self._moved(batch)
-            if i >= max(chosen):
-                return
 
     def _shuffled(self, seed: int, epoch: int) -> Iterator[Any]:
         batches = self._parts["train"]
@@ -312,11 +302,9 @@ class GivenFeed:
     def _moved(self, batch: Any) -> Batch:
         inputs, given = batch
         target = torch.as_tensor(given).to(self._device, torch.int64)
-        if self._place is not None:
-            target = torch.where(target < 0, target, self._place[target.clamp(min=0)])
-        return Batch(
-            _on(inputs, self._device), target, target.numel() if self._one else len(target)
-        )
+        target = torch.where(target < 0, target, self._place[target.clamp(min=0)])
+        size = target.numel() if self._one_class else len(target)
+        return Batch(_on(inputs, self._device), target, size)
 
 
 def _seeded(batches: Batches, seed: int) -> Iterator[Any]:
@@ -364,11 +352,10 @@ def _subject(
     n_classes: int | None,
     counts: Sequence[int] | None,
     names: Sequence[str] | None,
-    judged_on_valid: bool,
 ) -> Subject:
     """Data and backbone after a look at all of it."""
-    if counts is not None:
-        given = np.asarray(counts)
+    given = None if counts is None else np.asarray(counts)
+    if given is not None:
         if given.ndim != 1 or given.dtype.kind not in "iu" or (given < 0).any():
             raise LabError(
                 f"counts: expected one whole number from 0 per class, got {counts!r:.80}"
@@ -386,25 +373,22 @@ def _subject(
             "train: expected targets of at least 2 classes, got one class only; there is nothing "
             "to choose"
         )
-    for part in ("valid", "test"):
-        seen[part] = (
-            seen["valid"] if part == "test" and judged_on_valid
-            else _look(part, parts[part], task, n_classes)
-        )  # fmt: skip
+    judged_on_valid = parts["test"] is parts["valid"]
+    seen["valid"] = _look("valid", parts["valid"], task, n_classes)
+    seen["test"] = (
+        seen["valid"] if judged_on_valid else _look("test", parts["test"], task, n_classes)
+    )
     if names is not None and len(set(names)) != n_classes:
         raise LabError(
             f"class_names: expected {n_classes} unique names, got {len(set(names))} of {len(names)}"
         )
     width = _hidden_size(backbone, parts["train"], task, hidden, device)
-    totals = np.pad(found, (0, n_classes - len(found))) if counts is None else given
+    totals = np.pad(found, (0, n_classes - len(found))) if given is None else given
     order = np.argsort(-totals, kind="stable")
-    place = None
-    if not (order == np.arange(n_classes)).all():
-        place = torch.empty(n_classes, dtype=torch.int64)
-        place[torch.from_numpy(order)] = torch.arange(n_classes)
-    called = [str(names[i]) if names is not None else str(i) for i in order]
-    sorted_counts = totals[order].astype(np.int64)
-    sizes = {f"{part}_size": sum(seen[part].rows) for part in parts}
+    called = Vocabulary(
+        tuple(str(i if names is None else names[i]) for i in order), totals[order].astype(np.int64)
+    )
+    sizes = {f"{part}_size": sum(each.rows) for part, each in seen.items()}
     notes = [_NO_TEST] if judged_on_valid else []
     return Subject(
         data={
@@ -416,15 +400,18 @@ def _subject(
             "fingerprint": "".join(each.digest[:16] for each in seen.values()),
             "description": {"batches": len(seen["train"].rows), "notes": notes},
         },
-        needs=ClassData(width, sorted_counts, tuple(called) if names is not None else ()),
-        feed=GivenFeed(parts, {part: seen[part].rows for part in parts}, place, task, device),
+        needs=ClassData(width, called.counts, () if names is None else called.tokens),
+        feed=GivenFeed(
+            parts, {part: each.rows for part, each in seen.items()},
+            torch.from_numpy(np.argsort(order)), task, device,
+        ),
         model=ModelSettings(OWN, task, 0, width),
         make_body=backbone,
-        explore=_nothing,
-        n_rows=sum(seen["train"].rows),
-        save=lambda out: Vocabulary(tuple(called), sorted_counts).save(out / "vocabulary.json"),
+        explore=lambda _body, _head: [],
+        n_rows=sizes["train_size"],
+        save=lambda out: called.save(out / "vocabulary.json"),
         usual_lr=_USUAL_RATE,
-        command=["lastlayer.lab.compare"],
+        command=[FROM_PYTHON],
     )  # fmt: skip
 
 
@@ -432,10 +419,6 @@ _NO_TEST = (
     "No test batches were given: heads are judged on the validation batches, by which the best "
     "model of each run was chosen too, so that qualities are slightly optimistic"
 )
-
-
-def _nothing(_body: nn.Module, _head: nn.Module) -> list[dict[str, Any]]:
-    return []
 
 
 def _look(name: str, batches: Batches, task: str, n_classes: int | None) -> _Seen:

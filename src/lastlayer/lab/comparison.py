@@ -21,14 +21,7 @@ from lastlayer.lab import machine
 from lastlayer.lab.costs import measure_costs
 from lastlayer.lab.data import Data, LabelData, PairData, SparseRows, TextData, Vocabulary
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.evaluation import (
-    EPSILON,
-    ClassJudge,
-    LabelJudge,
-    PairJudge,
-    TextJudge,
-    rows_for,
-)
+from lastlayer.lab.evaluation import EPSILON, JUDGES, rows_for
 from lastlayer.lab.explorer import explore, explore_labels
 from lastlayer.lab.feeding import Feed, RowFeed, TextFeed
 from lastlayer.lab.live import Watcher, watcher
@@ -45,13 +38,10 @@ from lastlayer.lab.records import (
     told_of,
     write_json,
 )
-from lastlayer.lab.runs import CLIP, Bench, Subject, perform, step_times
+from lastlayer.lab.runs import CLIP, Bench, Subject, perform, step_ms
 from lastlayer.lab.specs import HeadSpec, parse_specs
 from lastlayer.lab.training import WARM_UP
 
-_JUDGES: dict[str, Any] = {
-    "lm": TextJudge, "classification": ClassJudge, "multilabel": LabelJudge, "pairs": PairJudge,
-}  # fmt: skip
 _FLOAT = 4
 # Numbers of a checkpoint for each parameter: itself and two moments. An old one and a new one are
 # there at a time.
@@ -60,19 +50,12 @@ _CHECKPOINT_COPIES = 6
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison has left.
+    """What a comparison has left."""
 
-    Attributes:
-        out: its folder.
-        results: of its runs, in the order they were made.
-        interrupted: whether a person has stopped it.
-        costs: against the number of classes, as costs.json has them; None where it was stopped
-            before.
-    """
-
-    out: Path
-    results: list[dict[str, Any]]
-    interrupted: bool
+    out: Path  # its folder
+    results: list[dict[str, Any]]  # of its runs, in the order they were made
+    interrupted: bool  # whether a person has stopped it
+    # Against the number of classes, as costs.json has them; None where it was stopped before.
     costs: dict[str, Any] | None = None
 
 
@@ -99,10 +82,10 @@ def compare(
         ray: address of a Ray cluster that makes the runs, or ``local``.
     """
     options = options_of(options, out, resume)
+    told = Console(quiet=True) if quiet else console
 
     def make(settled: Settled, device: torch.device) -> Subject:
-        if not quiet:
-            console.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
+        told.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
         data = settled.read()
         subject = _of_data(data, options.settled(data.task), device)
         _check_given_states(subject.model, options)
@@ -137,7 +120,8 @@ def conduct(
         lock = Lock(out)
         open_things.callback(lock.release)
         try:
-            bench, specs = _prepare(options, out, make(settled, device), device, quiet, console)
+            told = Console(quiet=True) if quiet else console
+            bench, specs = _prepare(options, out, make(settled, device), device, told)
         except BaseException:
             lock.release()
             if new:
@@ -173,17 +157,11 @@ def _run_all(
 
 
 def _prepare(
-    options: CompareOptions,
-    out: Path,
-    subject: Subject,
-    device: torch.device,
-    quiet: bool,
-    console: Console,
+    options: CompareOptions, out: Path, subject: Subject, device: torch.device, console: Console
 ) -> tuple[Bench, list[HeadSpec]]:
     """Everything before the first run, and the heads, which follow from the task of the data."""
-    if not quiet:
-        for line in told_of(subject.data):
-            console.print(line, highlight=False, markup=False)
+    for line in told_of(subject.data):
+        console.print(line, highlight=False, markup=False)
     task = subject.model.task
     settled = options.settled(task)
     if subject.usual_lr is not None and settled.finds_rate:
@@ -191,49 +169,17 @@ def _prepare(
     specs = parse_specs(settled.heads, task=task)
     _check_sizes(options, subject.feed)
     check_space(out, _bytes_needed(specs, len(settled.seeds), subject))
-    judge: Any = _JUDGES[task](subject.feed, subject.needs.counts)
+    judge = JUDGES[task](subject.feed, subject.needs.counts)
     bench = Bench(
         **vars(subject), out=out, judge=judge, steps=0, lr=settled.lr,
         finds_rate=settled.finds_rate, device=device, record={},
     )  # fmt: skip
-    budget = _budget(bench, specs, settled, quiet, console)
-    baseline = {"name": judge.baseline_name, **judge.baseline()}
-    record = _record(settled, specs, subject, device, options, budget, baseline)
-    path = out / "compare.json"
-    if path.is_file():
-        _check_same(read_json(path), record, out)
-    else:
-        subject.save(out)
-        write_json(path, record)
-    shared = ("data", "model", "budget", "settings", "device", "versions", "git")
-    kept = {"schema": SCHEMA, **{name: record[name] for name in shared}}
-    return replace(bench, steps=budget["amount"], record=kept), specs
-
-
-def _record(
-    settled: Settled,
-    specs: list[HeadSpec],
-    subject: Subject,
-    device: torch.device,
-    options: CompareOptions,
-    budget: dict[str, Any],
-    baseline: dict[str, Any],
-) -> dict[str, Any]:
-    """What compare.json holds: all that a comparison is made with."""
+    budget = _budget(bench, specs, settled, console)
     n_classes = subject.data["classes"]
-    return {
-        "schema": SCHEMA,
-        "command": subject.command or options.command(),
-        "created": machine.now(),
+    shared = {
         "data": subject.data,
         "model": subject.model.as_json(),
         "budget": budget,
-        "baseline": baseline,
-        "heads": [spec.as_json() for spec in specs],
-        "seeds": settled.seeds,
-        "device": machine.device_record(device),
-        "versions": machine.versions(),
-        "git": machine.git_commit(),
         "settings": {
             "batch": subject.feed.batch_size,
             "steps_per_epoch": subject.feed.steps_per_epoch,
@@ -247,8 +193,27 @@ def _record(
             "test_rows": rows_for("test", n_classes),
             "epsilon": EPSILON,
         },
+        "device": machine.device_record(device),
+        "versions": machine.versions(),
+        "git": machine.git_commit(),
+    }
+    record = {
+        "schema": SCHEMA,
+        "command": subject.command or options.command(),
+        "created": machine.now(),
+        **shared,
+        "baseline": {"name": judge.baseline_name, **judge.baseline()},
+        "heads": [spec.as_json() for spec in specs],
+        "seeds": settled.seeds,
         "options": options.as_json(),
     }
+    path = out / "compare.json"
+    if path.is_file():
+        _check_same(read_json(path), record, out)
+    else:
+        subject.save(out)
+        write_json(path, record)
+    return replace(bench, steps=budget["amount"], record={"schema": SCHEMA, **shared}), specs
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
@@ -286,12 +251,22 @@ def _check_given_states(model: ModelSettings, options: CompareOptions) -> None:
 def _of_data(data: Data, settled: Settled, device: torch.device) -> Subject:
     """Data from files, with a backbone of the lab's."""
     feed, model = _feed(data, settled, device)
+    parts = {part: getattr(data, part) for part in ("train", "valid", "test")}
+    text = isinstance(data, TextData)
+    sizes = {part: len(each) if text else each.n_rows for part, each in parts.items()}
+    vocabulary = Vocabulary((), np.zeros(0, np.int64))
     if isinstance(data, TextData):
-        names, n_rows = data.vocabulary.tokens, len(data.train)
-        sizes = {part: len(getattr(data, part)) for part in ("train", "valid", "test")}
-    else:
-        names, n_rows = data.label_names if isinstance(data, LabelData) else (), data.train.n_rows
-        sizes = {part: getattr(data, part).n_rows for part in ("train", "valid", "test")}
+        vocabulary = data.vocabulary
+    elif isinstance(data, LabelData):
+        vocabulary = Vocabulary(tuple(data.label_names), np.asarray(data.counts, np.int64))
+
+    def save(out: Path) -> None:
+        vocabulary.save(out / "vocabulary.json")
+        if tokenizer := data.description.get("tokenizer"):
+            shutil.copyfile(tokenizer, out / "tokenizer.json")
+        if not isinstance(data, TextData):
+            write_json(out / "features.json", list(data.feature_names))
+
     return Subject(
         data={
             "name": data.name,
@@ -302,34 +277,18 @@ def _of_data(data: Data, settled: Settled, device: torch.device) -> Subject:
             "fingerprint": data.fingerprint,
             "description": data.description,
         },
-        needs=ClassData(model.width, np.asarray(data.counts), names),
+        needs=ClassData(model.width, np.asarray(data.counts), vocabulary.tokens),
         feed=feed,
         model=model,
         make_body=partial(_body_for, data, model),
         explore=partial(_explored, data, feed, device),
-        n_rows=n_rows,
-        save=partial(_save_names, data),
+        n_rows=sizes["train"],
+        save=save,
     )
 
 
-def _save_names(data: Data, out: Path) -> None:
-    vocabulary = data.vocabulary if isinstance(data, TextData) else _labels(data)
-    vocabulary.save(out / "vocabulary.json")
-    if tokenizer := data.description.get("tokenizer"):
-        shutil.copyfile(tokenizer, out / "tokenizer.json")
-    if not isinstance(data, TextData):
-        write_json(out / "features.json", list(data.feature_names))
-
-
-def _labels(data: Data) -> Vocabulary:
-    """Names of classes and their counts; pairs have none."""
-    if not isinstance(data, LabelData):
-        return Vocabulary((), np.zeros(0, np.int64))
-    return Vocabulary(tuple(data.label_names), np.asarray(data.counts, np.int64))
-
-
 def _budget(
-    bench: Bench, specs: list[HeadSpec], settled: Settled, quiet: bool, console: Console
+    bench: Bench, specs: list[HeadSpec], settled: Settled, console: Console
 ) -> dict[str, Any]:
     """The steps that every head makes, for compare.json; those of a folder that is there stay."""
     path = bench.out / "compare.json"
@@ -339,43 +298,33 @@ def _budget(
     made: dict[str, Any] = {"kind": "steps"}
     slowest_ms = None
     if asked.kind == "seconds":
-        if not quiet:
-            console.print("Timing a step of each head …", highlight=False)
-        times = step_times(bench, specs)
-        slowest = max(specs, key=lambda spec: times[spec.slug])
-        slowest_ms = times[slowest.slug]
-        made |= {"slowest": slowest.label, "step_ms": round(slowest_ms, 3)}
+        console.print("Timing a step of each head …", highlight=False)
+        slowest_ms, label = max((step_ms(bench, spec), spec.label) for spec in specs)
+        made |= {"slowest": label, "step_ms": round(slowest_ms, 3)}
     steps = asked.steps(per_epoch, slowest_ms)
-    made |= {"amount": steps, "asked": str(asked), "epochs": round(steps / per_epoch, 4)}
-    if slowest_ms is not None and not quiet:
+    if slowest_ms is not None:
         console.print(
             f"{asked} are {steps:,} steps of {made['slowest']}, the slowest head: every head makes "
             "as many.",
             highlight=False,
-        )  # fmt: skip
-    return made
+        )
+    return {**made, "amount": steps, "asked": str(asked), "epochs": round(steps / per_epoch, 4)}
 
 
 def _feed(data: Data, settled: Settled, device: torch.device) -> tuple[Feed, ModelSettings]:
+    kind, width = settled.model, settled.width
     if isinstance(data, TextData):
         text = TextFeed(data, settled.batch, settled.length, device)
-        model = ModelSettings(
-            settled.model, "lm", data.n_classes, settled.width, settled.layers, text.length
-        )
-        return text, model
+        return text, ModelSettings(kind, "lm", data.n_classes, width, settled.layers, text.length)
     rows = RowFeed(data, settled.batch, device)
     if isinstance(data, PairData):
-        dense = not isinstance(data.train.query, SparseRows)
         inputs, keys = data.widths[0], 0 if data.shared else data.widths[1]
-        model = ModelSettings(
-            settled.model, data.task, inputs, settled.width, dense=dense, keys=keys
-        )
-        return rows, model
+        dense = not isinstance(data.train.query, SparseRows)
+        return rows, ModelSettings(kind, data.task, inputs, width, dense=dense, keys=keys)
     if data.hidden:
         return rows, ModelSettings(IDENTITY, data.task, data.n_features, data.n_features)
     dense = not isinstance(data.train.features, SparseRows)
-    model = ModelSettings(settled.model, data.task, data.n_features, settled.width, dense=dense)
-    return rows, model
+    return rows, ModelSettings(kind, data.task, data.n_features, width, dense=dense)
 
 
 def _check_sizes(options: CompareOptions, feed: Feed) -> None:

@@ -1,7 +1,7 @@
 """What a head expects in a dozen contexts or rows of the test part, beside what is right."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,16 @@ from lastlayer.lab.evaluation import as_table
 from lastlayer.lab.feeding import Batch, Feed
 from lastlayer.lab.models import FeatureBody
 
-CONTEXTS, SHOWN, BEST = 12, 16, 10
+# Contexts or rows that are shown, tokens of a context, and the best classes of each.
+ROWS, SHOWN, BEST = 12, 16, 10
+# What is kept of a row that has more.
+MOST_FEATURES, MOST_LABELS = 12, 40
+# Rows that a dozen with labels is taken from.
+_LOOKED_AT = 8 * ROWS
+# What a feature weighs that every row has, where a rare one weighs some 7.
+_EVERYWHERE = 0.01
+
+Weigh = Callable[[Any, int], tuple[Tensor, Tensor, Tensor]]
 
 
 def readable(token: str) -> str:
@@ -27,37 +36,41 @@ def explore(
     data: TextData, body: nn.Module, head: nn.Module, length: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """The same contexts of the test part for every head."""
-    ids = np.asarray(data.test)
+    ids, tokens = np.asarray(data.test), data.vocabulary.tokens
     length = min(length, len(ids) - 1)
     body.eval()
     head.eval()
-    tokens = data.vocabulary.tokens
     made = []
     for start in _starts(len(ids) - length, tokens, ids, length):
         window = torch.from_numpy(ids[start : start + length].astype(np.int64)).to(device)
-        target = int(ids[start + length])
-        hidden = body(window.unsqueeze(0))[:, -1]
-        best = head.topk(hidden, min(BEST, len(tokens)))  # type: ignore[operator]
-        top = zip(best.classes[0].tolist(), best.values[0].exp().tolist(), strict=True)
-        own = head.log_prob(hidden, torch.tensor([target], device=device))  # type: ignore[operator]
-        made.append(
-            {
-                "context": [readable(tokens[i]) for i in window[-SHOWN:].tolist()],
-                "target": readable(tokens[target]),
-                "target_p": float(own.exp()),
-                "top": [{"token": readable(tokens[i]), "p": p} for i, p in top if p > 0],
-                "path": path_of(head, hidden[0], target),
-            }
-        )
+        hidden = body(window.unsqueeze(0))[0, -1]
+        context = [readable(tokens[i]) for i in window[-SHOWN:].tolist()]
+        made.append(_expected(head, hidden, int(ids[start + length]), context, tokens))
     return made
 
 
-def _starts(places: int, tokens: tuple[str, ...], ids: Any, length: int) -> list[int]:
+def _starts(places: int, tokens: Sequence[str], ids: Any, length: int) -> list[int]:
     """At random, but always the same; tokens of white space alone show little."""
-    drawn = np.random.default_rng(0).permutation(places)[: 50 * CONTEXTS]
-    telling = [int(i) for i in drawn if tokens[ids[i + length]].strip()]
-    rest = [int(i) for i in drawn if not tokens[ids[i + length]].strip()]
-    return sorted((telling + rest)[:CONTEXTS])
+    drawn = np.random.default_rng(0).permutation(places)[: 50 * ROWS].tolist()
+    telling = sorted(drawn, key=lambda i: not tokens[ids[i + length]].strip())
+    return sorted(telling[:ROWS])
+
+
+def _expected(
+    head: Any, hidden: Tensor, target: int, context: list[str], names: Sequence[str]
+) -> dict[str, Any]:
+    """The classes that a head expects in a context, beside the one that is right."""
+    row = hidden.unsqueeze(0)
+    best = head.topk(row, min(BEST, len(names)))
+    top = zip(best.classes[0].tolist(), best.values[0].exp().tolist(), strict=True)
+    own = head.log_prob(row, torch.tensor([target], device=hidden.device))
+    return {
+        "context": context,
+        "target": readable(names[target]),
+        "target_p": float(own.exp()),
+        "top": [{"token": readable(names[i]), "p": p} for i, p in top if p > 0],
+        "path": path_of(head, hidden, target),
+    }
 
 
 def path_of(head: nn.Module, hidden: Tensor, target: int) -> list[dict[str, Any]] | None:
@@ -84,17 +97,6 @@ def path_of(head: nn.Module, hidden: Tensor, target: int) -> list[dict[str, Any]
     return path
 
 
-ROWS, BEST = 12, 10
-# What is kept of a row that has more.
-MOST_FEATURES, MOST_LABELS = 12, 40
-# Rows that a dozen with labels is taken from.
-_LOOKED_AT = 8 * ROWS
-# What a feature weighs that every row has, where a rare one weighs some 7.
-_EVERYWHERE = 0.01
-
-Weigh = Callable[[Any, int], tuple[Tensor, Tensor, Tensor]]
-
-
 class _Row(NamedTuple):
     hidden: Tensor
     labels: Tensor
@@ -111,8 +113,13 @@ def explore_labels(
     weigh, found = _weigher(data, body), []
     for batch in feed.held_out("test", _LOOKED_AT):
         found += _rows(batch, body(batch.inputs), data, weigh)
-    said = _said if data.task == "multilabel" else _said_of_class
-    return [said(row, data, head) for row in _telling(found)]
+    if data.task == "multilabel":
+        return [_said(row, data, head) for row in _telling(found)]
+    return [
+        _expected(head, row.hidden, int(row.labels[0]), [each["name"] for each in row.features],
+                  data.label_names)
+        for row in _telling(found)
+    ]  # fmt: skip
 
 
 def _telling(rows: list[_Row]) -> list[_Row]:
@@ -146,7 +153,12 @@ def _weigher(data: LabelData, body: FeatureBody) -> Weigh:
     """
     features = data.train.features
     if not isinstance(features, SparseRows):
-        return lambda inputs, row: _far_from_the_mean(inputs[row], body)
+
+        def far_from_the_mean(inputs: Tensor, row: int) -> tuple[Tensor, Tensor, Tensor]:
+            values = ((inputs[row] - body.shift) * body.scale).cpu()
+            return torch.arange(len(values)), values, values.abs()
+
+        return far_from_the_mean
     seen = np.bincount(features.indices, minlength=features.width)
     rarity = torch.from_numpy(_EVERYWHERE + np.log((1 + features.shape[0]) / (1 + seen)))
 
@@ -157,29 +169,9 @@ def _weigher(data: LabelData, body: FeatureBody) -> Weigh:
     return weigh
 
 
-def _far_from_the_mean(row: Tensor, body: FeatureBody) -> tuple[Tensor, Tensor, Tensor]:
-    values = ((row - body.shift) * body.scale).cpu()
-    return torch.arange(len(values)), values, values.abs()
-
-
 def _of_row(entries: Tensor, begins: Tensor, row: int) -> Tensor:
     end = int(begins[row + 1]) if row + 1 < len(begins) else len(entries)
     return entries[int(begins[row]) : end]
-
-
-def _said_of_class(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:
-    """As of a text: features in place of the context, and the classes that the head expects."""
-    hidden, names = row.hidden.unsqueeze(0), data.label_names
-    best = head.topk(hidden, min(BEST, data.n_classes))  # type: ignore[operator]
-    top = zip(best.classes[0].tolist(), best.values[0].exp().tolist(), strict=True)
-    own = head.log_prob(hidden, row.labels)  # type: ignore[operator]
-    return {
-        "context": [each["name"] for each in row.features],
-        "target": readable(names[int(row.labels[0])]),
-        "target_p": float(own.exp()),
-        "top": [{"token": readable(names[i]), "p": p} for i, p in top if p > 0],
-        "path": path_of(head, row.hidden, int(row.labels[0])),
-    }
 
 
 def _said(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:

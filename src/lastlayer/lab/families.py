@@ -1,4 +1,4 @@
-"""What people know of each family of heads: its name, its colour on every page, its papers.
+"""What people know of each family of heads: its name, and its colour on every page.
 
 Torch is not needed to read it: the help of ``lastlayer compare`` lists the families.
 """
@@ -6,23 +6,11 @@ Torch is not needed to read it: the help of ``lastlayer compare`` lists the fami
 from typing import NamedTuple
 
 
-class Reference(NamedTuple):
-    """A paper."""
-
-    text: str
-    link: str = ""
-
-
 class Family(NamedTuple):
-    """One name in specs.
+    """One name in specs."""
 
-    Attributes:
-        title: what people call it.
-        colour: its place in the palette of the page, whatever else is compared.
-    """
-
-    title: str
-    colour: int
+    title: str  # what people call it
+    colour: int  # its place in the palette of the page, whatever else is compared
 
 
 FAMILIES = {
@@ -68,106 +56,3 @@ def title(family: str, label: str) -> str:
         return label
     arguments = label.removeprefix(family).strip()
     return f"{known.title} ({arguments.replace(' ', ', ')})" if arguments else known.title
-
-
-def _arxiv(text: str, number: str) -> Reference:
-    return Reference(f"{text}, arXiv:{number}", f"https://arxiv.org/abs/{number}")
-
-
-_GRAVE = _arxiv(
-    "Grave, Joulin, Cissé, Grangier and Jégou, Efficient softmax approximation for GPUs, ICML 2017",
-    "1609.04309",
-)
-_ENTMAX = _arxiv(
-    "Peters, Niculae and Martins, Sparse sequence-to-sequence models, ACL 2019", "1905.05702"
-)
-_SPARSEMAX = _arxiv(
-    "Martins and Astudillo, From softmax to sparsemax: A sparse model of attention and multi-label "
-    "classification, ICML 2016",
-    "1602.02068",
-)
-_JEAN = _arxiv(
-    "Jean, Cho, Memisevic and Bengio, On using very large target vocabulary for neural machine "
-    "translation, ACL 2015",
-    "1412.2007",
-)
-
-REFERENCES: dict[str, tuple[Reference, ...]] = {
-    "entmax": (_ENTMAX,),
-    "sparsemax": (_SPARSEMAX,),
-    "hierarchical": (
-        Reference(
-            "Morin and Bengio, Hierarchical probabilistic neural network language model, AISTATS "
-            "2005"
-        ),
-        Reference("Mnih and Hinton, A scalable hierarchical distributed language model, NIPS 2008"),
-    ),
-    "adaptive": (_GRAVE,),
-    "differentiated": (
-        _arxiv(
-            "Chen, Grangier and Auli, Strategies for training large vocabulary neural language "
-            "models, ACL 2016",
-            "1512.04906",
-        ),
-    ),
-    "char_cnn": (
-        _arxiv(
-            "Jozefowicz, Vinyals, Schuster, Shazeer and Wu, Exploring the limits of language "
-            "modeling, 2016",
-            "1602.02410",
-        ),
-    ),
-    "sampled": (_JEAN,),
-    "importance": (
-        Reference(
-            "Bengio and Senécal, Quick training of probabilistic neural nets by importance "
-            "sampling, AISTATS 2003"
-        ),
-    ),
-    "adaptive_importance": (
-        Reference(
-            "Bengio and Senécal, Adaptive importance sampling to accelerate training of a neural "
-            "probabilistic language model, IEEE Transactions on Neural Networks 19(4), 2008"
-        ),
-    ),
-    "nce": (
-        Reference(
-            "Gutmann and Hyvärinen, Noise-contrastive estimation: A new estimation principle for "
-            "unnormalized statistical models, AISTATS 2010"
-        ),
-        _arxiv(
-            "Mnih and Teh, A fast and simple algorithm for training neural probabilistic language "
-            "models, ICML 2012",
-            "1206.6426",
-        ),
-    ),
-    "negative": (
-        _arxiv(
-            "Mikolov, Sutskever, Chen, Corrado and Dean, Distributed representations of words and "
-            "phrases and their compositionality, NIPS 2013",
-            "1310.4546",
-        ),
-    ),
-    "self_normalized": (
-        Reference(
-            "Devlin, Zbib, Huang, Lamar, Schwartz and Makhoul, Fast and robust neural network "
-            "joint models for statistical machine translation, ACL 2014"
-        ),
-    ),
-    "zlpr": (
-        _arxiv("Su, Zhu, Murtadha, Pan, Wen and Liu, ZLPR: A novel loss for multi-label "
-               "classification, 2022", "2208.02955"),
-    ),
-    "asymmetric": (
-        _arxiv(
-            "Ridnik, Ben-Baruch, Zamir, Noy, Friedman, Protter and Zelnik-Manor, Asymmetric loss "
-            "for multi-label classification, ICCV 2021",
-            "2009.14119",
-        ),
-    ),
-    "sparsemax_labels": (_SPARSEMAX,),
-    "info_nce": (
-        _arxiv("van den Oord, Li and Vinyals, Representation learning with contrastive predictive "
-               "coding, 2018", "1807.03748"),
-    ),
-}  # fmt: skip

@@ -1,6 +1,5 @@
 """What data looks like, and which heads to try on it first. Nothing is trained."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,12 +10,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from scipy import stats
 
 from lastlayer.lab.data import Data, LabelData, PairData, SparseRows, TextData
 from lastlayer.lab.errors import LabError
 
 Counts = NDArray[np.int64]
-Line = tuple[str, str]
 # Hidden size for which cutoffs are chosen.
 HIDDEN = 256
 # Counts below this are too coarse for a slope: many ranks share one.
@@ -33,10 +32,8 @@ class ZipfFit:
     """count(rank) ≈ scale · rank^−slope."""
 
     slope: float
-    r_squared: float
-    """1 where the law holds exactly."""
-    ranks: int
-    """How many ranks it was fitted over."""
+    r_squared: float  # 1 where the law holds exactly
+    ranks: int  # how many ranks it was fitted over
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,7 @@ class Inspection:
         classes: how many a head chooses among.
         sizes: tokens or rows of each part.
         zipf: the slope of frequencies, None where too few classes are frequent.
+        numbers: what else was counted in the training part; :data:`SAID` has a line on each.
         suggestions: which heads to try, the first first.
     """
 
@@ -67,79 +65,48 @@ class Inspection:
     classes: int
     sizes: dict[str, int]
     zipf: ZipfFit | None
+    numbers: dict[str, Any]
     suggestions: tuple[Suggestion, ...]
 
     def as_json(self) -> dict[str, Any]:
         """For JSON; numbers keep their names."""
-        return asdict(self)
+        made = asdict(self)
+        return {**made, **made.pop("numbers")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextInspection(Inspection):
-    """Of text; shares and counts are those of the training part.
-
-    Attributes:
-        entropy_bits: of the frequencies; and ``effective_classes`` is 2 to that power.
-        unigram_perplexity: on validation data, of a model that knows the frequencies alone.
-        tail_1k: the share of targets outside the 1,000 most frequent classes, and ``tail_10k``.
-        half: how many classes have half of all targets.
-        seen_once: the share of classes that occur once; ``unseen`` of those that never do.
-        unknown: the share of targets that are ``<unk>``; ``unknown_valid`` of validation data.
-        huffman_bits: the expected depth of Huffman's tree; ``balanced_bits`` of a balanced one.
-        hidden: hidden size for which cutoffs were chosen.
-        cutoffs: of an adaptive softmax; none where a full one is as fast.
-        adaptive_savings: how many times fewer multiply-adds a target needs with them.
-    """
-
-    entropy_bits: float
-    effective_classes: float
-    unigram_perplexity: float
-    tail_1k: float
-    tail_10k: float
-    half: int
-    seen_once: float
-    unseen: float
-    unknown: float
-    unknown_valid: float
-    huffman_bits: float
-    balanced_bits: float
-    hidden: int
-    cutoffs: tuple[int, ...]
-    adaptive_savings: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelInspection(Inspection):
-    """Of labelled rows; shares and counts are those of the training part.
-
-    Attributes:
-        features: columns of the features; ``filled`` is the share of them that is not 0.
-        cardinality: labels per row.
-        density: cardinality over the number of labels.
-        without: the share of rows that have no label.
-        most: the largest number of labels of a row.
-        distinct: how many different sets of labels there are.
-        most_frequent: the share of rows that have the most frequent label, ``median_frequent`` the
-            one in the middle, ``least_frequent`` the rarest.
-        imbalance: how many times more often the most frequent label comes than one on average.
-        rare: the share of labels in fewer than 10 rows; ``unseen`` in none.
-        unseen_in_test: the share of the labels of test rows that the training part never has.
-    """
-
-    features: int
-    filled: float
-    cardinality: float
-    density: float
-    without: float
-    most: int
-    distinct: int
-    most_frequent: float
-    median_frequent: float
-    least_frequent: float
-    imbalance: float
-    rare: float
-    unseen: float
-    unseen_in_test: float
+SAID = {
+    # Of one class per target. 2 to the power of the entropy is the effective number of classes.
+    "entropy_bits": ("entropy of the frequencies", "{:.2f} bits"),
+    "effective_classes": ("effective number of classes", "{:,.0f}"),
+    "unigram_perplexity": ("unigram perplexity, validation", "{:,.0f}"),
+    "half": ("classes with half of the targets", "{:,}"),
+    "tail_1k": ("targets outside the top 1,000", "{:.1%}"),
+    "tail_10k": ("targets outside the top 10,000", "{:.1%}"),
+    "seen_once": ("classes seen once", "{:.1%}"),
+    "unknown": ("targets that are <unk>, train", "{:.1%}"),
+    "unknown_valid": ("targets that are <unk>, validation", "{:.1%}"),
+    "huffman_bits": ("choices per target, Huffman's tree", "{:.2f}"),
+    "balanced_bits": ("choices per target, balanced tree", "{:.2f}"),
+    "hidden": ("hidden size for the cutoffs", "{:,}"),
+    "cutoffs": ("adaptive cutoffs", "{}"),
+    "adaptive_savings": ("times fewer multiply-adds with them", "{:.1f}"),
+    # Of several labels per row.
+    "features": ("features", "{:,}"),
+    "filled": ("features that are not 0", "{:.1%}"),
+    "cardinality": ("labels per row (cardinality)", "{:.2f}"),
+    "density": ("density: labels per row over all labels", "{:.2%}"),
+    "without": ("rows without a label", "{:.1%}"),
+    "most": ("most labels of a row", "{:,}"),
+    "distinct": ("different sets of labels", "{:,}"),
+    "most_frequent": ("rows with the most frequent label", "{:.2%}"),
+    "median_frequent": ("rows with the median label", "{:.2%}"),
+    "least_frequent": ("rows with the rarest label", "{:.2%}"),
+    "imbalance": ("most frequent label over the mean", "{:.1f}"),
+    "rare": ("labels in fewer than 10 rows", "{:.1%}"),
+    "unseen": ("classes or labels never seen in training", "{:.1%}"),
+    "unseen_in_test": ("labels of test rows never seen", "{:.1%}"),
+}
+"""A line on each number: what it is called, and how it is written."""
 
 
 def inspect_data(data: Data, *, hidden: int = HIDDEN) -> Inspection:
@@ -151,62 +118,56 @@ def inspect_data(data: Data, *, hidden: int = HIDDEN) -> Inspection:
     """
     if isinstance(data, PairData):
         raise LabError("DATA: expected classes to count, got pairs; compare takes them")
-    if isinstance(data, TextData) or data.task == "classification":
-        return _of_classes(data, hidden)
-    return _of_labels(data)
+    if isinstance(data, LabelData) and data.task == "multilabel":
+        numbers, tried = _of_labels(data)
+    else:
+        numbers, tried = _of_classes(data, hidden)
+    parts = {part: getattr(data, part) for part in ("train", "valid", "test")}
+    return Inspection(
+        task=data.task, name=data.name, source=str(data.description.get("source", "")),
+        classes=data.n_classes,
+        sizes={
+            part: each.n_rows if isinstance(data, LabelData) else len(each)
+            for part, each in parts.items()
+        },
+        zipf=zipf_fit(data.counts), numbers=numbers, suggestions=tried,
+    )  # fmt: skip
 
 
-def _of_classes(data: TextData | LabelData, hidden: int) -> TextInspection:
+def _of_classes(
+    data: TextData | LabelData, hidden: int
+) -> tuple[dict[str, Any], tuple[Suggestion, ...]]:
     from lastlayer import trees
 
-    counts = data.counts
-    n = data.n_classes
-    bits = entropy_bits(counts)
+    counts, n, bits = data.counts, data.n_classes, entropy_bits(data.counts)
     # A class that never occurs still has a place in a tree.
     huffman = trees.huffman(np.maximum(counts, 1)).expected_depth(counts)
     cutoffs, savings = _adaptive(counts, hidden)
     half, seen_once = classes_for(counts, 0.5), float((counts == 1).mean())
+    valid = data.valid if isinstance(data, TextData) else data.valid.labels.indices
+    numbers = {
+        "entropy_bits": bits,
+        "effective_classes": 2**bits,
+        "unigram_perplexity": float(np.exp(unigram_nll(counts, valid))),
+        "half": half,
+        "tail_1k": tail_mass(counts, 1_000),
+        "tail_10k": tail_mass(counts, 10_000),
+        "seen_once": seen_once,
+        "unseen": float((counts == 0).mean()),
+        "huffman_bits": huffman,
+        "balanced_bits": trees.balanced(n).expected_depth(counts),
+        "hidden": hidden,
+        "cutoffs": cutoffs,
+        "adaptive_savings": savings,
+    }
     if isinstance(data, TextData):
-        parts = {"train": data.train, "valid": data.valid, "test": data.test}
         unknown = data.vocabulary.unknown
-    else:
-        parts = {p: getattr(data, p).labels.indices for p in ("train", "valid", "test")}
-        unknown = -1
-    return TextInspection(
-        task=data.task,
-        name=data.name,
-        source=str(data.description.get("source", "")),
-        classes=n,
-        sizes={part: len(ids) for part, ids in parts.items()},
-        zipf=zipf_fit(counts),
-        suggestions=tuple(
-            for_text(
-                classes=n,
-                effective=2**bits,
-                half=half,
-                seen_once=seen_once,
-                huffman=huffman,
-                cutoffs=cutoffs,
-                savings=savings,
-                hidden=hidden,
-            )
-        ),
-        entropy_bits=bits,
-        effective_classes=2**bits,
-        unigram_perplexity=float(np.exp(unigram_nll(counts, parts["valid"]))),
-        tail_1k=tail_mass(counts, 1_000),
-        tail_10k=tail_mass(counts, 10_000),
-        half=half,
-        seen_once=seen_once,
-        unseen=float((counts == 0).mean()),
-        unknown=float(counts[unknown] / counts.sum()) if unknown >= 0 else 0.0,
-        unknown_valid=float((parts["valid"] == unknown).mean()),
-        huffman_bits=huffman,
-        balanced_bits=trees.balanced(n).expected_depth(counts),
-        hidden=hidden,
-        cutoffs=cutoffs,
-        adaptive_savings=savings,
-    )
+        numbers["unknown"] = float(counts[unknown] / counts.sum()) if unknown >= 0 else 0.0
+        numbers["unknown_valid"] = float((valid == unknown).mean())
+    return numbers, for_text(
+        classes=n, effective=2**bits, half=half, seen_once=seen_once, huffman=huffman,
+        cutoffs=cutoffs, savings=savings, hidden=hidden,
+    )  # fmt: skip
 
 
 def _adaptive(counts: Counts, hidden: int, rows: int = 256) -> tuple[tuple[int, ...], float]:
@@ -223,48 +184,34 @@ def _adaptive(counts: Counts, hidden: int, rows: int = 256) -> tuple[tuple[int, 
     return tuple(cutoffs), len(counts) * hidden / needed
 
 
-def _of_labels(data: LabelData) -> LabelInspection:
-    train, n = data.train, data.n_classes
-    counts, rows = data.counts, train.n_rows
-    sizes = np.diff(train.labels.offsets)
-    cardinality, most = float(sizes.mean()), int(sizes.max())
-    features = train.features
+def _of_labels(data: LabelData) -> tuple[dict[str, Any], tuple[Suggestion, ...]]:
+    counts, rows, labels = data.counts, data.train.n_rows, data.train.labels
+    per_row, tested = np.diff(labels.offsets), data.test.labels.indices
+    cardinality, most = float(per_row.mean()), int(per_row.max())
+    density, imbalance = cardinality / data.n_classes, float(counts.max() / counts.mean())
+    features = data.train.features
     filled = features.values if isinstance(features, SparseRows) else features
-    bounds = train.labels.offsets
-    sets = {train.labels.indices[a:b].tobytes() for a, b in pairwise(bounds.tolist())}
-    tested = data.test.labels.indices
-    imbalance = float(counts.max() / counts.mean())
-    return LabelInspection(
-        task=data.task,
-        name=data.name,
-        source=str(data.description.get("source", "")),
-        classes=n,
-        sizes={"train": rows, "valid": data.valid.n_rows, "test": data.test.n_rows},
-        zipf=zipf_fit(counts),
-        suggestions=tuple(
-            for_labels(
-                labels=n,
-                cardinality=cardinality,
-                density=cardinality / n,
-                imbalance=imbalance,
-                most=most,
-            )
-        ),
-        features=data.n_features,
-        filled=float(np.count_nonzero(filled) / (rows * data.n_features)),
-        cardinality=cardinality,
-        density=cardinality / n,
-        without=float((sizes == 0).mean()),
+    sets = {labels.indices[a:b].tobytes() for a, b in pairwise(labels.offsets.tolist())}
+    numbers = {
+        "features": data.n_features,
+        "filled": float(np.count_nonzero(filled) / (rows * data.n_features)),
+        "cardinality": cardinality,
+        "density": density,
+        "without": float((per_row == 0).mean()),
+        "most": most,
+        "distinct": len(sets),
+        "most_frequent": float(counts.max() / rows),
+        "median_frequent": float(np.median(counts) / rows),
+        "least_frequent": float(counts.min() / rows),
+        "imbalance": imbalance,
+        "rare": float((counts < 10).mean()),
+        "unseen": float((counts == 0).mean()),
+        "unseen_in_test": float((counts[tested] == 0).mean()) if len(tested) else 0.0,
+    }
+    return numbers, for_labels(
+        labels=data.n_classes, cardinality=cardinality, density=density, imbalance=imbalance,
         most=most,
-        distinct=len(sets),
-        most_frequent=float(counts.max() / rows),
-        median_frequent=float(np.median(counts) / rows),
-        least_frequent=float(counts.min() / rows),
-        imbalance=imbalance,
-        rare=float((counts < 10).mean()),
-        unseen=float((counts == 0).mean()),
-        unseen_in_test=float((counts[tested] == 0).mean()) if len(tested) else 0.0,
-    )
+    )  # fmt: skip
 
 
 def zipf_fit(counts: Counts) -> ZipfFit | None:
@@ -285,18 +232,14 @@ def zipf_fit(counts: Counts) -> ZipfFit | None:
         return None
     places = np.unique(np.geomspace(1, n, _PLACES).round().astype(np.int64))
     x, y = np.log(places), np.log(falling[places - 1])
-    dx, dy = x - x.mean(), y - y.mean()
-    slope = float(dx @ dy / (dx @ dx))
-    spread = float(dy @ dy)
-    residual = float(((dy - slope * dx) ** 2).sum())
+    fit = stats.linregress(x, y)
     # All alike: the line is level and exact.
-    return ZipfFit(-slope, 1.0 - residual / spread if spread > 0 else 1.0, n)
+    return ZipfFit(-float(fit.slope), float(fit.rvalue**2) if np.ptp(y) > 0 else 1.0, n)
 
 
 def entropy_bits(counts: Counts) -> float:
     """Of the class of a target that is drawn by the counts: no code is shorter on average."""
-    share = counts[counts > 0] / counts.sum()
-    return max(0.0, float(-(share * np.log2(share)).sum()))
+    return float(stats.entropy(counts, base=2))
 
 
 def tail_mass(counts: Counts, top: int) -> float:
@@ -328,81 +271,59 @@ def for_text(
     cutoffs: tuple[int, ...],
     savings: float,
     hidden: int,
-) -> Iterator[Suggestion]:
+) -> tuple[Suggestion, ...]:
     """In the order in which they are worth a try."""
-    if classes <= _FEW:
-        yield Suggestion(
-            "full",
+    few, many, rare = classes <= _FEW, classes > _MANY, seen_once > 0.25
+    return (
+        *_where(few, "full",
             f"{classes:,} classes are few: all scores are one small matrix product, and nothing "
-            "that saves work will be noticed.",
-        )
-    else:
-        if cutoffs and savings >= 1.5:
-            yield Suggestion(
-                f"adaptive:cutoffs={','.join(map(str, cutoffs))}",
-                f"{half:,} of {classes:,} classes have half of all targets: with the frequent ones "
-                f"at the top a target needs {savings:.0f} times fewer multiply-adds at hidden size "
-                f"{hidden}.",
-            )
-        yield Suggestion(
-            "full",
+            "that saves work will be noticed."),
+        *_where(not few and len(cutoffs) > 0 and savings >= 1.5,
+            f"adaptive:cutoffs={','.join(map(str, cutoffs))}",
+            f"{half:,} of {classes:,} classes have half of all targets: with the frequent ones at "
+            f"the top a target needs {savings:.0f} times fewer multiply-adds at hidden size "
+            f"{hidden}."),
+        *_where(not few, "full",
             "It is exact, and what the others have to come near; it never holds the "
-            f"{classes:,} scores of a row, but a step computes all of them.",
-        )
-        yield Suggestion(
-            "hierarchical",
+            f"{classes:,} scores of a row, but a step computes all of them."),
+        *_where(not few, "hierarchical",
             f"Huffman's tree needs {huffman:.1f} choices per target on average, "
-            f"{classes / max(1.0, huffman):,.0f} times fewer vectors than there are classes.",
-        )
-    if classes > _MANY:
-        yield Suggestion(
-            "sampled",
+            f"{classes / max(1.0, huffman):,.0f} times fewer vectors than there are classes."),
+        *_where(many, "sampled",
             f"A step against a few hundred drawn classes costs the same at {classes:,} classes as "
-            "at ten times as many, and its scores are those of a full softmax.",
-        )
-    if effective < classes / 20:
-        yield Suggestion(
-            "entmax",
+            "at ten times as many, and its scores are those of a full softmax."),
+        *_where(effective < classes / 20, "entmax",
             f"Frequencies alone leave a choice among about {effective:,.0f} classes: most of "
-            f"{classes:,} deserve a probability of exactly 0 in most places.",
-        )
-    if seen_once > 0.25:
-        yield Suggestion(
-            "char_cnn",
+            f"{classes:,} deserve a probability of exactly 0 in most places."),
+        *_where(rare, "char_cnn",
             f"{seen_once:.0%} of the classes occur once: vectors of their own learn next to "
-            "nothing, vectors from their spelling do. It is slow.",
-        )
-    elif classes > _MANY:
-        yield Suggestion(
-            "differentiated",
+            "nothing, vectors from their spelling do. It is slow."),
+        *_where(many and not rare, "differentiated",
             f"{half:,} classes have half of the targets: the others can do with narrower vectors, "
-            f"and {classes * hidden / 1e6:,.0f} million numbers become half as many.",
-        )
+            f"and {classes * hidden / 1e6:,.0f} million numbers become half as many."),
+    )  # fmt: skip
 
 
 def for_labels(
     *, labels: int, cardinality: float, density: float, imbalance: float, most: int
-) -> Iterator[Suggestion]:
+) -> tuple[Suggestion, ...]:
     """In the order in which they are worth a try."""
-    yield Suggestion(
-        "zlpr",
-        f"{cardinality:.1f} of {labels:,} labels per row: it ranks the positive ones above the "
-        "others and above 0, and needs no weight for the many negatives.",
-    )
-    yield Suggestion(
-        "bce", "One logistic choice per label is the usual way, and what the others have to beat."
-    )
-    if density < 0.1 or imbalance > 10:
-        yield Suggestion(
-            "asymmetric",
+    return (
+        *_where(True, "zlpr",
+            f"{cardinality:.1f} of {labels:,} labels per row: it ranks the positive ones above the "
+            "others and above 0, and needs no weight for the many negatives."),
+        *_where(True, "bce",
+            "One logistic choice per label is the usual way, and what the others have to beat."),
+        *_where(density < 0.1 or imbalance > 10, "asymmetric",
             f"Only {density:.1%} of all pairs of row and label are positive: easy negatives would "
-            "have most of the gradient.",
-        )
-    if most <= 20 and cardinality <= 5:
-        yield Suggestion(
-            "sparsemax_labels",
-            f"No row has more than {most} labels: a sparse distribution can be zero on the others.",
-        )
+            "have most of the gradient."),
+        *_where(most <= 20 and cardinality <= 5, "sparsemax_labels",
+            f"No row has more than {most} labels: a sparse distribution can be zero on others."),
+    )  # fmt: skip
+
+
+def _where(holds: bool, head: str, why: str) -> tuple[Suggestion, ...]:
+    return (Suggestion(head, why),) if holds else ()
 
 
 def render(found: Inspection, console: Console) -> None:
@@ -411,60 +332,25 @@ def render(found: Inspection, console: Console) -> None:
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    for name, value in _lines(found):
-        table.add_row(name, Text(value))
+    unit = "tokens" if found.task == "lm" else "rows"
+    table.add_row(
+        f"{unit}, train / validation / test", " / ".join(map("{:,}".format, found.sizes.values()))
+    )
+    table.add_row("labels" if found.task == "multilabel" else "classes", f"{found.classes:,}")
+    fit = found.zipf
+    slope = (
+        f"{fit.slope:.2f} (R² {fit.r_squared:.2f}, {fit.ranks:,} ranks)"
+        if fit
+        else "too few frequent classes"
+    )
+    table.add_row("Zipf slope", slope)
+    for key in (key for key in SAID if key in found.numbers):
+        label, form = SAID[key]
+        value = found.numbers[key]
+        if key == "cutoffs":
+            value = ", ".join(f"{each:,}" for each in value) or "none: a full softmax is as fast"
+        table.add_row(label, Text(form.format(value)))
     console.print(table)
     console.print(Text("Try first", style="bold"))
     for number, each in enumerate(found.suggestions, 1):
         console.print(Text.assemble(f"{number}. ", (each.head, "cyan"), f"  {each.why}"))
-
-
-def _lines(found: Inspection) -> Iterator[Line]:
-    unit = "tokens" if found.task == "lm" else "rows"
-    yield f"{unit}, train / validation / test", " / ".join(f"{n:,}" for n in found.sizes.values())
-    if isinstance(found, TextInspection):
-        yield from _text_lines(found)
-    elif isinstance(found, LabelInspection):
-        yield from _label_lines(found)
-
-
-def _text_lines(found: TextInspection) -> Iterator[Line]:
-    yield "classes", f"{found.classes:,}"
-    yield "Zipf slope", _slope(found)
-    yield "entropy of the frequencies", f"{found.entropy_bits:.2f} bits"
-    yield "effective number of classes", f"{found.effective_classes:,.0f}"
-    yield "unigram perplexity, validation", f"{found.unigram_perplexity:,.0f}"
-    yield "classes with half of the targets", f"{found.half:,}"
-    yield "targets outside the top 1,000", f"{found.tail_1k:.1%}"
-    yield "targets outside the top 10,000", f"{found.tail_10k:.1%}"
-    yield "classes seen once", f"{found.seen_once:.1%}"
-    if found.task == "lm":
-        yield (
-            "targets that are <unk>, train / validation",
-            f"{found.unknown:.1%} / {found.unknown_valid:.1%}",
-        )
-    yield "choices per target, Huffman's tree", f"{found.huffman_bits:.2f}"
-    yield "choices per target, balanced tree", f"{found.balanced_bits:.2f}"
-    cutoffs = ", ".join(f"{each:,}" for each in found.cutoffs) or "none: a full softmax is as fast"
-    yield f"adaptive cutoffs, hidden size {found.hidden}", cutoffs
-
-
-def _label_lines(found: LabelInspection) -> Iterator[Line]:
-    yield "labels", f"{found.classes:,}"
-    yield "features", f"{found.features:,}, {found.filled:.1%} of them not 0"
-    yield "labels per row (cardinality)", f"{found.cardinality:.2f}, at most {found.most}"
-    yield "density", f"{found.density:.2%}"
-    yield "rows without a label", f"{found.without:.1%}"
-    yield "different sets of labels", f"{found.distinct:,}"
-    shares = (found.most_frequent, found.median_frequent, found.least_frequent)
-    yield "rows with a label, most / median / least", " / ".join(f"{s:.2%}" for s in shares)
-    yield "Zipf slope", _slope(found)
-    yield "labels in fewer than 10 rows", f"{found.rare:.1%}"
-    yield "labels in no row", f"{found.unseen:.1%}"
-    yield "labels of test rows never seen", f"{found.unseen_in_test:.1%}"
-
-
-def _slope(found: Inspection) -> str:
-    if found.zipf is None:
-        return "too few frequent classes"
-    return f"{found.zipf.slope:.2f} (R² {found.zipf.r_squared:.2f}, {found.zipf.ranks:,} ranks)"

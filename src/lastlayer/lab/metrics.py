@@ -11,17 +11,13 @@ Style = Literal["number", "percent", "share", "ms", "seconds", "megabytes", "cou
 class Metric:
     """One column of the summary."""
 
-    key: str
-    """Its name in result.json."""
+    key: str  # its name in result.json
     label: str
     style: Style
     lower_is_better: bool
-    log: bool = False
-    """Averaged and drawn on a logarithmic scale."""
-    tested: bool = True
-    """Measured on test data, else of the run itself."""
-    least: float = 0.0
-    """What it can be at least; an interval ends there."""
+    log: bool = False  # averaged and drawn on a logarithmic scale
+    tested: bool = True  # measured on test data, else of the run itself
+    least: float = 0.0  # what it can be at least; an interval ends there
 
     @property
     def most(self) -> float:
@@ -37,50 +33,57 @@ class Metric:
         return one < other if self.lower_is_better else one > other
 
 
-PERPLEXITY = Metric("perplexity", "perplexity", "number", lower_is_better=True, log=True, least=1.0)
-EPS_PERPLEXITY = Metric(
-    "eps_perplexity", "ε-smoothed perplexity", "number", lower_is_better=True, log=True, least=1.0
-)
-MICRO_F1 = Metric("micro_f1", "micro-F1", "percent", lower_is_better=False)
-PRECISION_AT_1 = Metric("precision_at_1", "precision@1", "percent", lower_is_better=False)
-ACCURACY = Metric("top1", "accuracy", "percent", lower_is_better=False)
-RECALL_AT_1 = Metric("recall_at_1", "recall@1", "percent", lower_is_better=False)
+def _perplexity(key: str, label: str) -> Metric:
+    return Metric(key, label, "number", lower_is_better=True, log=True, least=1.0)
 
+
+def _share(key: str, label: str) -> Metric:
+    return Metric(key, label, "percent", lower_is_better=False)
+
+
+def _cost(key: str, label: str, style: Style, lower_is_better: bool = True) -> Metric:
+    return Metric(key, label, style, lower_is_better, log=True, tested=False)
+
+
+PERPLEXITY = _perplexity("perplexity", "perplexity")
+EPS_PERPLEXITY = _perplexity("eps_perplexity", "ε-smoothed perplexity")
+MICRO_F1 = _share("micro_f1", "micro-F1")
+PRECISION_AT_1 = _share("precision_at_1", "precision@1")
+ACCURACY = _share("top1", "accuracy")
+RECALL_AT_1 = _share("recall_at_1", "recall@1")
 QUALITY = (
     PERPLEXITY,
     EPS_PERPLEXITY,
     MICRO_F1,
-    Metric("mean_average_precision", "mAP", "percent", lower_is_better=False),
-    Metric("native_micro_f1", "micro-F1, own rule", "percent", lower_is_better=False),
+    _share("mean_average_precision", "mAP"),
+    _share("native_micro_f1", "micro-F1, own rule"),
     PRECISION_AT_1,
-    Metric("precision_at_3", "precision@3", "percent", lower_is_better=False),
-    Metric("precision_at_5", "precision@5", "percent", lower_is_better=False),
-    Metric("micro_precision", "micro-precision", "percent", lower_is_better=False),
-    Metric("micro_recall", "micro-recall", "percent", lower_is_better=False),
-    Metric("exact_match", "exact match", "percent", lower_is_better=False),
+    _share("precision_at_3", "precision@3"),
+    _share("precision_at_5", "precision@5"),
+    _share("micro_precision", "micro-precision"),
+    _share("micro_recall", "micro-recall"),
+    _share("exact_match", "exact match"),
     Metric("loss", "test loss", "number", lower_is_better=True),
     RECALL_AT_1,
-    Metric("recall_at_10", "recall@10", "percent", lower_is_better=False),
+    _share("recall_at_10", "recall@10"),
     Metric("reciprocal_rank", "mean reciprocal rank", "number", lower_is_better=False),
     ACCURACY,
-    Metric("top5", "top-5", "percent", lower_is_better=False),
-    Metric("macro_f1", "macro-F1", "percent", lower_is_better=False),
-    Metric("top10", "top-10", "percent", lower_is_better=False),
+    _share("top5", "top-5"),
+    _share("macro_f1", "macro-F1"),
+    _share("top10", "top-10"),
     Metric("coverage", "coverage", "share", lower_is_better=False),
     Metric("support", "support size", "number", lower_is_better=True),
     Metric("calibration_error", "calibration error", "percent", lower_is_better=True),
 )
-STEPS = Metric("steps", "steps", "count", lower_is_better=False, log=True, tested=False)
+STEPS = _cost("steps", "steps", "count", lower_is_better=False)
 EPOCHS = Metric("epochs", "epochs", "number", lower_is_better=False, tested=False)
 RATE_OF_LEARNING = Metric("lr", "learning rate", "number", lower_is_better=True, tested=False)
-SECONDS = Metric("seconds", "training time", "seconds", True, log=True, tested=False)
-STEP_MS = Metric("step_ms", "time per step", "ms", True, log=True, tested=False)
-RATE = Metric("tokens_per_second", "tokens per second", "rate", False, log=True, tested=False)
-MEMORY = Metric("peak_memory_mb", "peak memory", "megabytes", True, log=True, tested=False)
-PARAMETERS = Metric("parameters", "parameters", "count", True, log=True, tested=False)
-HEAD_PARAMETERS = Metric(
-    "head_parameters", "parameters of the head", "count", True, log=True, tested=False
-)
+SECONDS = _cost("seconds", "training time", "seconds")
+STEP_MS = _cost("step_ms", "time per step", "ms")
+RATE = _cost("tokens_per_second", "tokens per second", "rate", lower_is_better=False)
+MEMORY = _cost("peak_memory_mb", "peak memory", "megabytes")
+PARAMETERS = _cost("parameters", "parameters", "count")
+HEAD_PARAMETERS = _cost("head_parameters", "parameters of the head", "count")
 GAIN = Metric("gain", "gained in the last quarter", "percent", True, tested=False)
 COSTS = (
     STEPS, EPOCHS, SECONDS, STEP_MS, RATE, MEMORY, PARAMETERS, HEAD_PARAMETERS, RATE_OF_LEARNING,

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -17,9 +18,8 @@ import torch
 
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.live import Watcher
-from lastlayer.lab.runs import Bench, keep_rate, known_rate, lost, perform, search_rate
+from lastlayer.lab.runs import Bench, keep_rate, known_rate, perform, search_rate, written
 from lastlayer.lab.specs import HeadSpec
-from lastlayer.lab.training import InterruptedRunError
 
 LOCAL = "local"
 _RETRIES = 3
@@ -95,7 +95,7 @@ class Cluster:
         watching: Watcher,
         stopped: list[bool],
     ) -> list[dict[str, Any]]:
-        """All heads with all seeds, side by side; learning rates first, one search per head."""
+        """All heads with all seeds, side by side; each waits for the learning rate of its head."""
         import ray
 
         task = ray.remote(num_cpus=self._threads, num_gpus=self._gpus, max_retries=_RETRIES)
@@ -104,48 +104,38 @@ class Cluster:
         stop.unlink(missing_ok=True)
         results: dict[tuple[int, str], dict[str, Any]] = {}
         waiting: dict[Any, tuple[HeadSpec, int | None]] = {}
-
-        def launch(spec: HeadSpec, seed: int) -> None:
-            waiting[make.remote(shared, spec, seed, self._threads)] = spec, seed
+        rates: dict[str, Any] = {}
 
         def ended(spec: HeadSpec, seed: int, result: dict[str, Any]) -> None:
             results[seed, spec.slug] = result
             watching.starts(spec, seed)
             watching.ends(spec, seed, result)
 
-        open_: dict[str, list[int]] = {spec.slug: [] for spec in specs}
-        for seed in seeds:
-            for spec in specs:
-                before = bench.finished(spec, seed)
-                if before is not None:
-                    ended(spec, seed, before)
-                else:
-                    open_[spec.slug].append(seed)
-        known = {spec.slug: known_rate(bench, spec) is not None for spec in specs}
-        for spec in specs:
-            if open_[spec.slug] and not known[spec.slug]:
-                waiting[search.remote(shared, spec, self._threads)] = spec, None
-        for seed in seeds:
-            for spec in specs:
-                if known[spec.slug] and seed in open_[spec.slug]:
-                    launch(spec, seed)
+        order = [(seed, spec) for seed in seeds for spec in specs]
+        for seed, spec in order:
+            before = bench.finished(spec, seed)
+            if before is not None:
+                ended(spec, seed, before)
+                continue
+            if spec.slug not in rates:
+                rates[spec.slug] = known_rate(bench, spec)
+                if rates[spec.slug] is None:
+                    rates[spec.slug] = search.remote(shared, spec, self._threads)
+                    waiting[rates[spec.slug]] = spec, None
+            reference = make.remote(shared, spec, seed, rates[spec.slug], self._threads)
+            waiting[reference] = spec, seed
         for spec, seed_, found in self._finished(waiting, stop, stopped):
             if seed_ is None:
-                if not stopped:
-                    # Whatever went wrong goes wrong in the runs again, and is told there.
-                    failed = {"lr": bench.lr, "tried": []}
-                    keep_rate(bench, spec, found if isinstance(found, dict) else failed)
-                    for seed in open_[spec.slug]:
-                        launch(spec, seed)
+                if isinstance(found, dict):
+                    keep_rate(bench, spec, found)
             elif isinstance(found, Exception):
                 told = str(found).strip().splitlines() or [type(found).__name__]
                 reason = f"its worker was lost {_RETRIES + 1} times, or failed: {told[-1]}"
-                ended(spec, seed_, lost(bench, spec, seed_, reason))
+                ended(spec, seed_, written(bench, spec, seed_, "error", reason))
             elif found is not None:
                 ended(spec, seed_, found)
         stop.unlink(missing_ok=True)
-        order = [(seed, spec.slug) for seed in seeds for spec in specs]
-        return [results[key] for key in order if key in results]
+        return [results[seed, spec.slug] for seed, spec in order if (seed, spec.slug) in results]
 
     def _finished(
         self, waiting: dict[Any, tuple[HeadSpec, int | None]], stop: Path, stopped: list[bool]
@@ -171,16 +161,20 @@ def _search(bench: Bench, spec: HeadSpec, threads: int) -> dict[str, Any] | None
     torch.set_num_threads(threads)
     try:
         return search_rate(bench, spec, _Stopped(bench.out / _STOP))
-    except (InterruptedRunError, Exception):  # noqa: BLE001 — a head of the user's may raise anything
+    except Exception:  # noqa: BLE001 — goes wrong in the runs again, and is told there
         return None
 
 
-def _make(bench: Bench, spec: HeadSpec, seed: int, threads: int) -> dict[str, Any] | None:
+def _make(
+    bench: Bench, spec: HeadSpec, seed: int, rate: dict[str, Any] | None, threads: int
+) -> dict[str, Any] | None:
     """A run on a worker; None where Ctrl-C came before it."""
     torch.set_num_threads(threads)
     stopped = _Stopped(bench.out / _STOP)
     if stopped():
         return None
+    # The file of rates is the driver's, which may not have written it yet.
+    bench = replace(bench, finds_rate=False, lr=rate["lr"] if rate else bench.lr)
     return bench.finished(spec, seed) or perform(bench, spec, seed, lambda *_: None, stopped)
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.families import title
@@ -51,11 +51,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        LabError: it is not there, is broken, or holds something else.
-    """
+    """The object in a JSON file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -170,13 +166,24 @@ def _size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-FINISHED = "ok"
-# Could still come to one.
+FROM_PYTHON = "lastlayer.lab.compare"
+"""The command of a comparison that was asked for in Python."""
+STARTED = "class frequencies"
+"""Where the biases of a head start, unless it cannot."""
+# Runs that could still come to a result.
 OPEN = ("interrupted", "unfinished", "not started")
 
 SCHEMA = 1
 COSTS_FILE, COSTS_SCHEMA = "costs.json", 1
 RATES_FILE = "rates.json"
+
+_Record = TypeVar("_Record")
+
+
+def from_json(kind: type[_Record], record: Mapping[str, Any]) -> _Record:
+    """A dataclass from the object in a file; what it does not know is left out."""
+    known = (each.name for each in fields(kind) if each.init)  # type: ignore[arg-type]
+    return kind(**{name: record[name] for name in known if record.get(name) is not None})
 
 
 @dataclass(frozen=True)
@@ -184,10 +191,10 @@ class HeadEntry:
     """A head that was asked for."""
 
     spec: str
-    label: str
-    slug: str
-    family: str
-    arguments: Mapping[str, Any]
+    label: str = ""
+    slug: str = ""
+    family: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
     """What people call it; no two heads of a comparison have the same."""
 
@@ -197,10 +204,8 @@ class Point:
     """A line of metrics.jsonl."""
 
     step: int
-    seconds: float
-    """Of training alone, without warm-up and evaluation."""
-    values: Mapping[str, float]
-    """What is finite of it."""
+    seconds: float  # of training alone, without warm-up and evaluation
+    values: Mapping[str, float]  # what is finite of it
 
 
 @dataclass(frozen=True)
@@ -211,15 +216,12 @@ class Run:
     seed: int
     status: str
     reason: str
-    numbers: Mapping[str, float]
-    """Costs, such as ``steps`` and ``step_ms``; what is finite of them."""
-    test: Mapping[str, float]
-    """Quality on test data; what is finite of it."""
+    numbers: Mapping[str, float]  # costs, such as ``steps`` and ``step_ms``; what is finite of them
+    test: Mapping[str, float]  # quality on test data; what is finite of it
     calibration: tuple[Mapping[str, float], ...] = ()
     by_decile: tuple[Mapping[str, float], ...] = ()
     explorer: tuple[Mapping[str, Any], ...] = ()
-    bias: str = ""
-    """How the biases of the head have started."""
+    bias: str = ""  # how the biases of the head have started
     train: tuple[Point, ...] = ()
     valid: tuple[Point, ...] = ()
 
@@ -231,12 +233,12 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether it came to its end."""
-        return self.status == FINISHED
+        return self.status == "ok"
 
     @property
     def failed(self) -> bool:
         """Whether it can come to no result."""
-        return self.status not in (FINISHED, *OPEN)
+        return self.status not in ("ok", *OPEN)
 
 
 @dataclass(frozen=True)
@@ -255,13 +257,13 @@ class Comparison:
     settings: Mapping[str, Any] = field(default_factory=dict)
     device: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
-    command: tuple[str, ...] = ()
+    command: Sequence[str] = ()
     created: str = ""
     git: str | None = None
 
     @property
     def task(self) -> str:
-        """``lm`` or ``multilabel``."""
+        """One of ``lm``, ``classification``, ``multilabel`` and ``pairs``."""
         return str(self.data.get("task", "lm"))
 
     @property
@@ -270,17 +272,18 @@ class Comparison:
         found = self.data.get("classes")
         return int(found) if isinstance(found, int | float) else None
 
+    @property
+    def from_python(self) -> bool:
+        """Whether :func:`lastlayer.lab.compare` made it, which has arguments, not options."""
+        return list(self.command[:1]) == [FROM_PYTHON]
+
     def runs_of(self, head: HeadEntry) -> tuple[Run, ...]:
         """Those of one head, in the order of seeds."""
         return tuple(run for run in self.runs if run.head.slug == head.slug)
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Everything in a folder that ``lastlayer compare`` wrote, or is still writing.
-
-    Raises:
-        LabError: it is no such folder, or a file in it is broken.
-    """
+    """Everything in a folder that ``lastlayer compare`` wrote, or is still writing."""
     folder = Path(folder)
     path = folder / "compare.json"
     if not path.is_file():
@@ -294,92 +297,18 @@ def read_comparison(folder: Path) -> Comparison:
             f"'{path}': expected schema {SCHEMA}, got {asked['schema']!r}; read it with the "
             "version of lastlayer that wrote it"
         )
-    heads = _heads(asked.get("heads") or ())
-    seeds = tuple(int(seed) for seed in asked.get("seeds", ()))
-    return Comparison(
-        folder=folder,
-        heads=heads,
-        seeds=seeds,
-        runs=tuple(_read_run(folder / "runs", head, seed) for head in heads for seed in seeds),
-        **{
-            key: _mapping(asked.get(key))
-            for key in ("data", "model", "budget", "baseline", "settings", "device", "versions")
-        },
-        command=tuple(str(word) for word in asked.get("command") or ()),
-        created=str(asked.get("created") or ""),
-        git=asked.get("git"),
-    )
+    heads, seeds = _heads(asked.get("heads") or ()), tuple(map(int, asked.get("seeds", ())))
+    runs = tuple(_read_run(folder / "runs", head, seed) for head in heads for seed in seeds)
+    made = {**asked, "folder": folder, "heads": heads, "seeds": seeds, "runs": runs}
+    return from_json(Comparison, made)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, where a kill may have cut the last line short.
-
-    Raises:
-        LabError: another line is broken.
-    """
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise LabError(f"'{path}' line {number}: expected JSON, got {line[:60]!r}") from error
-        if isinstance(value, dict):
-            found.append(value)
-    return found
-
-
-def _read_run(runs: Path, head: HeadEntry, seed: int) -> Run:
-    folder = runs / f"{head.slug}-s{seed}"
-    result_path = folder / "result.json"
-    lines = read_lines(folder / "metrics.jsonl")
-    result = read_json(result_path) if result_path.is_file() else {}
-    test = _mapping(result.get("test"))
-    status = result.get("status") or ("unfinished" if folder.is_dir() else "not started")
-    numbers = _finite(result) or _latest(lines)
-    return Run(
-        head=head,
-        seed=seed,
-        status=str(status),
-        reason=str(result.get("reason") or ""),
-        numbers=numbers,
-        test=_finite(test),
-        calibration=tuple(_finite(_mapping(bin_)) for bin_ in test.get("calibration") or ()),
-        by_decile=tuple(_finite(_mapping(part)) for part in test.get("by_decile") or ()),
-        explorer=tuple(_mapping(entry) for entry in result.get("explorer") or ()),
-        bias=str(result.get("bias") or ""),
-        train=_points(lines, "train"),
-        valid=_points(lines, "valid"),
-    )
-
-
-def _points(lines: list[dict[str, Any]], kind: str) -> tuple[Point, ...]:
-    """Those of one kind, in the order of steps; a step that was repeated counts once."""
-    last: dict[int, Point] = {}
-    for line in lines:
-        values = _finite(line)
-        if line.get("kind") == kind and "step" in values and "seconds" in values:
-            step = int(values["step"])
-            last[step] = Point(step, values["seconds"], values)
-    return tuple(last[step] for step in sorted(last))
-
-
-def _latest(lines: list[dict[str, Any]]) -> Mapping[str, float]:
-    """How far a run without a result has come."""
-    reached = [_finite(line) for line in lines]
-    keys = ("step", "seconds", "tokens")
-    newest = {key: max((r[key] for r in reached if key in r), default=None) for key in keys}
-    return {
-        {"step": "steps"}.get(key, key): value for key, value in newest.items() if value is not None
-    }
-
-
-def _heads(entries: Sequence[Any]) -> tuple[HeadEntry, ...]:
-    heads = [_head(_mapping(entry)) for entry in entries]
+def _heads(entries: Sequence[Mapping[str, Any]]) -> tuple[HeadEntry, ...]:
+    heads = []
+    for entry in entries:
+        head = from_json(HeadEntry, {**entry, "spec": str(entry.get("spec", ""))})
+        label, slug = head.label or head.spec, head.slug or head.spec
+        heads.append(replace(head, label=label, slug=slug, title=title(head.family, label)))
     often = Counter(head.title for head in heads)
     # A class of the user's may be called as one of ours.
     return tuple(
@@ -388,20 +317,61 @@ def _heads(entries: Sequence[Any]) -> tuple[HeadEntry, ...]:
     )
 
 
-def _head(entry: Mapping[str, Any]) -> HeadEntry:
-    spec = str(entry.get("spec", ""))
-    label, family = str(entry.get("label") or spec), str(entry.get("family") or "")
-    return HeadEntry(
-        spec=spec,
-        label=label,
-        slug=str(entry.get("slug") or spec),
-        family=family,
-        arguments=_mapping(entry.get("arguments")),
-        title=title(family, label),
+def _read_run(runs: Path, head: HeadEntry, seed: int) -> Run:
+    folder = runs / f"{head.slug}-s{seed}"
+    path, lines = folder / "result.json", read_lines(folder / "metrics.jsonl")
+    result = read_json(path) if path.is_file() else {}
+    test = result.get("test") or {}
+    reached = [_numbers(line) for line in lines]
+    # How far a run without a result has come.
+    latest = {
+        name: max(line[key] for line in reached if key in line)
+        for key, name in (("step", "steps"), ("seconds", "seconds"), ("tokens", "tokens"))
+        if any(key in line for line in reached)
+    }
+    return Run(
+        head=head,
+        seed=seed,
+        status=result.get("status") or ("unfinished" if folder.is_dir() else "not started"),
+        reason=result.get("reason") or "",
+        numbers=_numbers(result) or latest,
+        test=_numbers(test),
+        calibration=tuple(map(_numbers, test.get("calibration") or ())),
+        by_decile=tuple(map(_numbers, test.get("by_decile") or ())),
+        explorer=tuple(each for each in result.get("explorer") or () if isinstance(each, dict)),
+        bias=result.get("bias") or "",
+        train=_points(lines, "train"),
+        valid=_points(lines, "valid"),
     )
 
 
-def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, where a kill may have cut the last line short."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise LabError(f"'{path}' line {number}: expected JSON, got {line[:60]!r}") from error
+    return [each for each in found if isinstance(each, dict)]
+
+
+def _points(lines: list[dict[str, Any]], kind: str) -> tuple[Point, ...]:
+    """Those of one kind, in the order of steps; a step that was repeated counts once."""
+    last: dict[int, Point] = {}
+    for line in lines:
+        values = _numbers(line)
+        if line.get("kind") == kind and {"step", "seconds"} <= values.keys():
+            last[int(values["step"])] = Point(int(values["step"]), values["seconds"], values)
+    return tuple(last[step] for step in sorted(last))
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """The numbers among the values; NaN and infinity are written as null, or as Python does."""
     return {
         key: float(value)
@@ -410,71 +380,41 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else {}
-
-
 @dataclass(frozen=True)
 class Cost:
-    """A training step of one head at one number of classes.
-
-    Attributes:
-        slug: the head's name in folders.
-        classes: how many.
-        ms: median milliseconds of forward and backward; None where it was not measured.
-        low_ms: 20th percentile.
-        high_ms: 80th percentile.
-        samples: how many steps were timed.
-        peak_memory_mb: of the head and its step; None where it could not be measured.
-        parameters: of the head.
-        reason: why it was not measured, else empty.
-    """
+    """A training step of one head at one number of classes, forward and backward."""
 
     slug: str
     classes: int
-    ms: float | None = None
-    low_ms: float | None = None
+    ms: float | None = None  # median milliseconds; None where it was not measured
+    low_ms: float | None = None  # 20th percentile, and ``high_ms`` the 80th
     high_ms: float | None = None
-    samples: int = 0
+    samples: int = 0  # how many steps were timed
+    # Of the head and its step; None where it could not be measured.
     peak_memory_mb: float | None = None
     parameters: int | None = None
-    reason: str = ""
+    reason: str = ""  # why it was not measured
 
 
 @dataclass(frozen=True)
 class Costs:
-    """All that was measured, and with what.
+    """All that was measured, and with what."""
 
-    Attributes:
-        rows: in a step.
-        width: size of the hidden state.
-        own: the number of classes of the data.
-        found: in the order in which they were measured.
-    """
-
-    rows: int
-    width: int
-    own: int
+    rows: int  # in a step
+    width: int  # size of the hidden state
+    own: int  # the number of classes of the data
     found: tuple[Cost, ...]
 
 
 def read_rates(folder: Path) -> dict[str, dict[str, Any]]:
-    """Learning rates that were tried, by the slug of the head; none where they were given.
-
-    Raises:
-        LabError: the file is broken.
-    """
+    """Learning rates that were tried, by the slug of the head; none where they were given."""
     path = folder / RATES_FILE
     held = read_json(path) if path.is_file() else {}
     return {slug: found for slug, found in held.items() if isinstance(found, dict)}
 
 
 def read_costs(folder: Path) -> Costs | None:
-    """What costs.json in the folder of a comparison holds; None where there is no such file.
-
-    Raises:
-        LabError: the file is broken.
-    """
+    """What costs.json in the folder of a comparison holds; None where there is no such file."""
     path = folder / COSTS_FILE
     if not path.is_file():
         return None
@@ -484,16 +424,9 @@ def read_costs(folder: Path) -> Costs | None:
             f"'{path}': expected schema {COSTS_SCHEMA}, got {held.get('schema')!r}; read it with "
             "the version of lastlayer that wrote it, or delete it"
         )
-    known = {each.name for each in fields(Cost)}
     try:
-        found = [{name: each[name] for name in known & each.keys()} for each in held["costs"]]
-        return Costs(
-            rows=int(held["rows"]),
-            width=int(held["width"]),
-            own=int(held["own"]),
-            found=tuple(Cost(**each) for each in found),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return from_json(Costs, {**held, "found": tuple(from_json(Cost, c) for c in held["costs"])})
+    except (KeyError, TypeError, AttributeError) as error:
         raise LabError(
             f"'{path}': expected what `lastlayer compare` wrote, got {type(error).__name__}: "
             f"{error}; delete it"
@@ -507,12 +440,14 @@ def told_of(data: dict[str, Any]) -> list[str]:
     if described.get("task_reason", "as asked") != "as asked":
         task += f" ({described['task_reason']}; --task asks for another)"
     lines = [task]
-    columns = described.get("columns") or {}
+    columns = {
+        use: [names] if isinstance(names, str) else names
+        for use, names in (described.get("columns") or {}).items()
+    }
     if columns:
-        listed = {use: [v] if isinstance(v, str) else v for use, v in columns.items()}
         found = (
             f"{use} from {', '.join(names[:6])}{', …' * (len(names) > 6)}"
-            for use, names in listed.items()
+            for use, names in columns.items()
         )
         lines.append(f"Columns: {'; '.join(found)}")
     return [*lines, *(f"Note: {each}." for each in described.get("notes", ()))]

@@ -20,12 +20,12 @@ from lastlayer.lab.records import (
     read_comparison,
     read_costs,
 )
-from lastlayer.lab.statistics import LEVEL, Estimate, difference, estimate, holm, p_value
+from lastlayer.lab.statistics import LEVEL, Estimate, estimate, holm, p_value
 
 Axis = Literal["seconds", "steps"]
 TOLERANCE = 0.03
-# Share of the steps after which it is asked what was still gained.
-_EARLIER = 0.75
+# Shares of the steps between which it is asked what was gained: at the end, and before that.
+_LAST, _BEFORE = (0.75, 1.0), (0.5, 0.75)
 # The mean of steps over their median, and the load of each core, of a machine that does other work.
 _STALLED, _LOADED = 1.5, 1.5
 
@@ -36,16 +36,13 @@ class HeadSummary:
 
     head: HeadEntry
     runs: tuple[Run, ...]
-    estimates: Mapping[str, Estimate]
-    """By the key of a metric, from the runs that finished."""
-    at_equal_seconds: Estimate | None
-    """Validation quality at the time that all heads have reached."""
-    at_equal_steps: Estimate | None
-    """Validation quality at the step that all heads have reached."""
+    estimates: Mapping[str, Estimate]  # by the key of a metric, from the runs that finished
+    at_equal_seconds: Estimate | None  # validation quality at the time that all heads have reached
+    at_equal_steps: Estimate | None  # validation quality at the step that all heads have reached
+    # How much better validation became over the last quarter of the steps, as a share.
     gain: float | None = None
-    """How much better validation became over the last quarter of the steps, as a share."""
-    rank: int | None = None
-    """1 is best; None without a result."""
+    gain_before: float | None = None  # the same over the quarter before it
+    rank: int | None = None  # 1 is best; None without a result
 
     @property
     def title(self) -> str:
@@ -95,16 +92,12 @@ class Results:
     """A comparison, summarised."""
 
     comparison: Comparison
-    metric: Metric
-    """What heads are ranked by."""
-    summaries: tuple[HeadSummary, ...]
-    """In the order of ranks; heads without a result come last."""
-    equal_seconds: float | None
-    """The training time up to which every finished run was validated."""
-    equal_steps: int | None
-    """The step up to which every finished run was validated."""
+    metric: Metric  # what heads are ranked by
+    summaries: tuple[HeadSummary, ...]  # in the order of ranks; heads without a result come last
+    equal_seconds: float | None  # the training time up to which every finished run was validated
+    equal_steps: int | None  # the step up to which every finished run was validated
+    # Of each head against the number of classes; None where they were not measured.
     costs: Costs | None = None
-    """Of each head against the number of classes; None where they were not measured."""
 
     @property
     def ranked(self) -> tuple[HeadSummary, ...]:
@@ -114,21 +107,6 @@ class Results:
     def measured(self, candidates: Sequence[Metric]) -> list[Metric]:
         """Those of the metrics that at least one head has."""
         return [m for m in candidates if any(m.key in s.estimates for s in self.summaries)]
-
-    def compare(self, one: HeadSummary, other: HeadSummary) -> Estimate | None:
-        """How much worse the other is, seed by seed, in the metric of the ranks.
-
-        Positive is worse. Of a metric on a logarithmic scale it is the logarithm of the ratio.
-        """
-        found = difference(
-            one.by_seed(self.metric), other.by_seed(self.metric), log=self.metric.log
-        )
-        if found is None or self.metric.lower_is_better:
-            return found
-        low, high = found.low, found.high
-        return Estimate(
-            -found.mean, found.n, None if high is None else -high, None if low is None else -low
-        )
 
     @property
     def tolerance(self) -> float:
@@ -169,16 +147,27 @@ class Results:
         return {ranked[j].head.slug: p < LEVEL for j, p in best.items()}
 
     def front(self, cost: Metric) -> tuple[HeadSummary, ...]:
-        """The heads that none other beats in both quality and cost, cheapest first."""
-        return pareto_front(self.ranked, self.metric, cost)
+        """The heads that none other beats in both quality and cost, cheapest first; ties stay."""
+        metric = self.metric
+        places = [
+            (s, quality, price) for s in self.ranked
+            if (quality := s.mean(metric.key)) is not None
+            and (price := s.mean(cost.key)) is not None
+        ]  # fmt: skip
+        front = [
+            (price if cost.lower_is_better else -price, s)
+            for s, quality, price in places
+            if not any(
+                (metric.better(q, quality) and not cost.better(price, p))
+                or (cost.better(p, price) and not metric.better(quality, q))
+                for _, q, p in places
+            )
+        ]
+        return tuple(s for _, s in sorted(front, key=lambda place: place[0]))
 
 
 def read_results(folder: Path) -> Results:
-    """Read and summarise a folder of ``lastlayer compare``, finished or not.
-
-    Raises:
-        LabError: it is no such folder, or a file in it is broken.
-    """
+    """Read and summarise a folder of ``lastlayer compare``, finished or not."""
     return replace(summarise(read_comparison(folder)), costs=read_costs(Path(folder)))
 
 
@@ -192,16 +181,11 @@ def summarise(comparison: Comparison) -> Results:
     for head in comparison.heads:
         runs = comparison.runs_of(head)
         finished = [run for run in runs if run.finished]
-        summaries.append(
-            HeadSummary(
-                head=head,
-                runs=runs,
-                estimates=_estimates(finished),
-                at_equal_seconds=_at(finished, metric, "seconds", equal_seconds),
-                at_equal_steps=_at(finished, metric, "steps", equal_steps),
-                gain=_gain(finished, metric),
-            )
-        )
+        equal = _at(finished, metric, "seconds", equal_seconds)
+        at_end = _at(finished, metric, "steps", equal_steps)
+        now, before = (_gain(finished, metric, *span) for span in (_LAST, _BEFORE))
+        found = _estimates(finished)
+        summaries.append(HeadSummary(head, runs, found, equal, at_end, now, before))
     return Results(comparison, metric, _ranked(summaries, metric), equal_seconds, equal_steps)
 
 
@@ -222,29 +206,6 @@ def ranking_metric(comparison: Comparison) -> Metric:
     if every_one_finite or "eps_perplexity" not in measured:
         return metrics.PERPLEXITY
     return metrics.EPS_PERPLEXITY
-
-
-def pareto_front(
-    summaries: Sequence[HeadSummary], metric: Metric, cost: Metric
-) -> tuple[HeadSummary, ...]:
-    """Those that none other beats in both; ties are kept."""
-    places = [
-        (summary, quality, price)
-        for summary in summaries
-        if (quality := summary.mean(metric.key)) is not None
-        and (price := summary.mean(cost.key)) is not None
-    ]
-    front = [
-        (summary, price)
-        for summary, quality, price in places
-        if not any(
-            (metric.better(q, quality) and not cost.better(price, p))
-            or (cost.better(p, price) and not metric.better(quality, q))
-            for _, q, p in places
-        )
-    ]
-    front.sort(key=lambda place: place[1] if cost.lower_is_better else -place[1])
-    return tuple(summary for summary, _ in front)
 
 
 def quality_of(point: Point, metric: Metric) -> float | None:
@@ -287,18 +248,19 @@ def _at(runs: Sequence[Run], metric: Metric, axis: Axis, where: float | None) ->
     return estimate([v for v in values if v is not None], log=metric.log)
 
 
-def _gain(runs: Sequence[Run], metric: Metric) -> float | None:
-    """Of the best validation so far, from three quarters of the steps to the end."""
-    found = []
+def _gain(runs: Sequence[Run], metric: Metric, start: float, end: float) -> float | None:
+    """How much better the best validation so far became between two shares of the steps."""
+    pick, found = min if metric.lower_is_better else max, []
     for run in runs:
         points = [(p.step, v) for p in run.valid if (v := quality_of(p, metric)) is not None]
         if len(points) < 3 or not points[-1][0]:
             continue
-        pick = min if metric.lower_is_better else max
-        before = [value for step, value in points if step <= _EARLIER * points[-1][0]]
-        earlier, now = pick(before), pick(value for _, value in points)
-        if earlier > 0 and now > 0:
-            found.append(earlier / now - 1 if metric.lower_is_better else now / earlier - 1)
+        earlier, later = (
+            pick([value for step, value in points if step <= share * points[-1][0]], default=0.0)
+            for share in (start, end)
+        )
+        if earlier > 0 and later > 0:
+            found.append(earlier / later - 1 if metric.lower_is_better else later / earlier - 1)
     return sum(found) / len(found) if found else None
 
 

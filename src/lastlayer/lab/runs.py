@@ -10,11 +10,12 @@ import shutil
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,13 +25,13 @@ from lastlayer.lab.evaluation import Judge
 from lastlayer.lab.feeding import Feed
 from lastlayer.lab.machine import PeakMemory, give_back
 from lastlayer.lab.models import ModelSettings
-from lastlayer.lab.records import RATES_FILE, read_json, read_rates, write_json
+from lastlayer.lab.records import RATES_FILE, STARTED, read_json, read_rates, write_json
 from lastlayer.lab.specs import HeadSpec
 from lastlayer.lab.training import (
     InterruptedRunError,
-    Progress,
     RunFailedError,
     Stepper,
+    Tell,
     Training,
     save_tensors,
     warm_up,
@@ -46,64 +47,46 @@ _COSTS = (
 )  # fmt: skip
 # Far from the seeds of bodies and of batches.
 _HEAD_SEED = 1_000_003
-# Learning rates that are tried, around the usual one, each for a share of the steps within bounds.
-RATES = (1 / 3, 1.0, 3.0)
-_RATE_SHARE, _RATE_STEPS = 1 / 8, (20, 200)
+# Learning rates that are tried: the usual one, its neighbours, and beyond these where the outermost
+# is best, up to a bound. Each for a share of the steps: short runs like high rates.
+_RATE_FACTOR, _FURTHEST = 3.0, 2
+_RATE_SHARE, _RATE_STEPS = 1 / 4, (20, 1000)
 # A step is timed so often, or for so long.
 _TIMED_STEPS, _TIMED_SECONDS = 8, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What heads are compared on: data and a backbone, from files or from Python.
+    """What heads are compared on: data and a backbone, from files or from Python."""
 
-    Attributes:
-        data: what compare.json says of the data.
-        needs: what heads are made from.
-        feed: where batches come from.
-        model: what compare.json says of the backbone.
-        make_body: a backbone with fresh weights, which depend on torch's generator alone.
-        explore: what the explorer shows of a model.
-        n_rows: of the training part, for the frequencies of labels.
-        save: writes what a trained model needs beside its weights, such as the vocabulary.
-        usual_lr: learning rate around which each head's own is looked for; None for that of the
-            options.
-        command: what asked for the comparison, where it was not ``lastlayer compare``.
-    """
-
-    data: dict[str, Any]
-    needs: ClassData
-    feed: Feed
-    model: ModelSettings
+    data: dict[str, Any]  # what compare.json says of the data
+    needs: ClassData  # what heads are made from
+    feed: Feed  # where batches come from
+    model: ModelSettings  # what compare.json says of the backbone
+    # A backbone with fresh weights, which depend on torch's generator alone.
     make_body: Callable[[], nn.Module]
+    # What the explorer shows of a model.
     explore: Callable[[nn.Module, nn.Module], list[dict[str, Any]]]
-    n_rows: int
+    n_rows: int  # of the training part, for the frequencies of labels
+    # Writes what a trained model needs beside its weights, such as the vocabulary.
     save: Callable[[Path], None]
+    # Learning rate around which each head's own is looked for; None for that of the options.
     usual_lr: float | None = None
+    # What asked for the comparison, where it was not ``lastlayer compare``.
     command: list[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Subject):
-    """The same with all that the runs of a comparison share.
+    """The same with all that the runs of a comparison share."""
 
-    Attributes:
-        out: the folder of the comparison.
-        judge: what judges models.
-        steps: of each run.
-        lr: learning rate, or the usual one around which each head's own is looked for.
-        finds_rate: whether that is done.
-        device: where they run.
-        record: what config.json holds beside head and seed.
-    """
-
-    out: Path
-    judge: Judge
-    steps: int
-    lr: float
-    finds_rate: bool
-    device: torch.device
-    record: dict[str, Any]
+    out: Path  # the folder of the comparison
+    judge: Judge  # what judges models
+    steps: int  # of each run
+    lr: float  # learning rate, or the usual one around which each head's own is looked for
+    finds_rate: bool  # whether that is done
+    device: torch.device  # where they run
+    record: dict[str, Any]  # what config.json holds beside head and seed
 
     def folder(self, spec: HeadSpec, seed: int) -> Path:
         """Of one run."""
@@ -114,9 +97,6 @@ class Bench(Subject):
         path = self.folder(spec, seed) / "result.json"
         result = read_json(path) if path.is_file() else {}
         return result if result.get("status") in FINAL else None
-
-
-Tell = Callable[[float, Progress, float | None], None]
 
 
 def started(bench: Bench, spec: HeadSpec, seed: int) -> tuple[nn.Module, nn.Module, str]:
@@ -139,15 +119,11 @@ def _start_bias(bench: Bench, head: Any) -> str:
         head.init_bias_from_counts(bench.needs.counts, **several)
     except (NotImplementedError, ValueError, TypeError) as error:
         return str(error).partition("\n")[0]
-    return "class frequencies"
+    return STARTED
 
 
-def step_times(bench: Bench, specs: Sequence[HeadSpec]) -> dict[str, float]:
-    """Milliseconds of a step of each head, by its slug; the median of a few."""
-    return {spec.slug: _step_ms(bench, spec) for spec in specs}
-
-
-def _step_ms(bench: Bench, spec: HeadSpec) -> float:
+def step_ms(bench: Bench, spec: HeadSpec) -> float:
+    """Milliseconds of a step of a head; the median of a few."""
     with torch.random.fork_rng():
         body, head, _ = started(bench, spec, 0)
         stepper = Stepper(body, head, bench.lr, CLIP)
@@ -188,20 +164,28 @@ def search_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> di
     """Each rate trains the same model for a short run; the best on validation data is taken."""
     least, most = _RATE_STEPS
     steps = min(bench.steps, max(least, min(most, round(_RATE_SHARE * bench.steps))))
-    scores: dict[float, float | None] = {}
-    for times in RATES:
-        rate = float(f"{times * bench.lr:.2g}")
-        scores[rate] = _short_run(bench, spec, rate, steps, stopped)
-    good = {rate: score for rate, score in scores.items() if score is not None}
-    best = min(good, key=good.__getitem__, default=bench.lr)
-    tried = [{"lr": rate, "score": score} for rate, score in scores.items()]
-    return {"lr": best, "steps": steps, "tried": tried}
+    scores: dict[int, float] = {}
+    ahead = [0, -1, 1]
+    while ahead:
+        for place in ahead:
+            scores[place] = _short_run(bench, spec, _rate(bench, place), steps, stopped)
+        best = min(scores, key=scores.__getitem__)
+        beyond = best + (1 if best > 0 else -1)
+        is_outermost = best in (min(scores), max(scores)) and math.isfinite(scores[best])
+        ahead = [beyond] if is_outermost and abs(beyond) <= _FURTHEST else []
+    tried = [{"lr": _rate(bench, place), "score": scores[place]} for place in sorted(scores)]
+    return {"lr": _rate(bench, best), "steps": steps, "tried": tried}
+
+
+def _rate(bench: Bench, place: int) -> float:
+    """The learning rate so many places above the usual one."""
+    return float(f"{bench.lr * _RATE_FACTOR**place:.2g}")
 
 
 def _short_run(
     bench: Bench, spec: HeadSpec, rate: float, steps: int, stopped: Callable[[], bool]
-) -> float | None:
-    """The validation score after a few steps; None where it is not finite."""
+) -> float:
+    """The validation score after a few steps; infinite where there is none."""
     with torch.random.fork_rng():
         body, head, _ = started(bench, spec, 0)
         stepper = Stepper(body, head, rate, CLIP)
@@ -215,8 +199,8 @@ def _short_run(
             score = bench.judge.score(bench.judge.on_the_way(body, head))
         except (ValueError, OverflowError):
             # The logarithm of what has become NaN or infinite.
-            return None
-    return score if math.isfinite(score) else None
+            return math.inf
+    return score if math.isfinite(score) else math.inf
 
 
 def perform(
@@ -227,27 +211,42 @@ def perform(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").unlink(missing_ok=True)
     write_json(folder / "config.json", {**spec.as_json(), "seed": seed, **bench.record})
-    attempt = _Attempt(bench, spec, seed, folder)
+    found: dict[str, Any] = {}
+    reason: str | None = None
     with torch.random.fork_rng():
-        status, reason = attempt.make(tell, stopped)
-    result = _written(bench, spec, seed, status, reason, attempt.found)
+        try:
+            _train(bench, spec, seed, found, tell, stopped)
+            status = "ok"
+        except RunFailedError as failed:
+            status, reason = failed.status, str(failed)
+        except InterruptedRunError:
+            status, reason = "interrupted", "stopped by Ctrl-C; resume it to go on from here"
+        except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            status = "out of memory"
+            if not _is_out_of_memory(error):
+                status, reason = "error", f"{type(error).__name__}: {reason}"
+                found["traceback"] = traceback.format_exc()
+    result = written(bench, spec, seed, status, reason, found)
     if status in FINAL:
         shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-    attempt.forget()
+    give_back()
     return result
 
 
-def lost(bench: Bench, spec: HeadSpec, seed: int, reason: str) -> dict[str, Any]:
-    """The result of a run that could not write its own."""
-    return _written(bench, spec, seed, "error", reason, _empty())
-
-
-def _written(
-    bench: Bench, spec: HeadSpec, seed: int, status: str, reason: str | None, found: dict[str, Any]
+def written(
+    bench: Bench,
+    spec: HeadSpec,
+    seed: int,
+    status: str,
+    reason: str | None,
+    found: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
+    """The result of a run, in its folder too; None for what was not found."""
     result = {
         "head": spec.text, "label": spec.label, "slug": spec.slug, "family": spec.family,
-        "seed": seed, "status": status, "reason": reason, **found,
+        "seed": seed, "status": status, "reason": reason, **dict.fromkeys(_COSTS), "test": None,
+        "explorer": [], **(found or {}),
     }  # fmt: skip
     folder = bench.folder(spec, seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -255,97 +254,58 @@ def _written(
     return result
 
 
-def _empty() -> dict[str, Any]:
-    return {**dict.fromkeys(_COSTS), "test": None, "explorer": []}
-
-
-class _Attempt:
-    """A run while it is made; ``found`` fills up."""
-
-    def __init__(self, bench: Bench, spec: HeadSpec, seed: int, folder: Path) -> None:
-        self._bench, self._spec, self._seed, self._folder = bench, spec, seed, folder
-        self._training: Training | None = None
-        self._memory: PeakMemory | None = None
-        self.found = _empty()
-
-    def make(self, tell: Tell, stopped: Callable[[], bool]) -> tuple[str, str | None]:
-        """Status and reason."""
-        try:
-            self._make(tell, stopped)
-        except RunFailedError as failed:
-            ended: tuple[str, str | None] = failed.status, str(failed)
-        except InterruptedRunError:
-            ended = "interrupted", "stopped by Ctrl-C; --resume goes on from here"
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            ended = "out of memory", _first_line(error)
-        except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
-            ended = _as_result(error)
-            if ended[0] == "error":
-                self.found["traceback"] = traceback.format_exc()
-        else:
-            ended = "ok", None
-        self._costs()
-        return ended
-
-    def _make(self, tell: Tell, stopped: Callable[[], bool]) -> None:
-        bench, seed = self._bench, self._seed
-        rate = found_rate(bench, self._spec, stopped)["lr"]
-        body, head, bias = started(bench, self._spec, seed)
-        self.found |= {"lr": rate, "bias": bias}
-        self.found["parameters"] = _numbers(body) + _numbers(head)
-        self.found["head_parameters"] = _numbers(head)
-        stepper = Stepper(body, head, rate, CLIP)
-        warm_up(stepper, bench.feed, seed)
-        self._memory = PeakMemory(bench.device, body, head)
-        torch.manual_seed(seed)
-        self._training = Training(
-            stepper=stepper,
-            feed=bench.feed,
-            seed=seed,
-            schedule=Schedule(bench.steps),
-            folder=self._folder,
-            evaluate=lambda: bench.judge.on_the_way(body, head),
-            score=bench.judge.score,
-            memory=self._memory,
-            tell=tell,
-            stopped=stopped,
-            device=bench.device,
-        )
-        self._training.run()
-        self._training.take_best()
+def _train(
+    bench: Bench,
+    spec: HeadSpec,
+    seed: int,
+    found: dict[str, Any],
+    tell: Tell,
+    stopped: Callable[[], bool],
+) -> None:
+    """Fills ``found`` as far as it comes."""
+    rate = found_rate(bench, spec, stopped)["lr"]
+    body, head, bias = started(bench, spec, seed)
+    own, others = (sum(p.numel() for p in module.parameters()) for module in (head, body))
+    found |= {"lr": rate, "bias": bias, "parameters": own + others, "head_parameters": own}
+    stepper = Stepper(body, head, rate, CLIP)
+    warm_up(stepper, bench.feed, seed)
+    memory = PeakMemory(bench.device, body, head)
+    torch.manual_seed(seed)
+    folder = bench.folder(spec, seed)
+    training = Training(
+        stepper, bench.feed, bench.judge, seed=seed, schedule=Schedule(bench.steps), folder=folder,
+        memory=memory, tell=tell, stopped=stopped,
+    )  # fmt: skip
+    try:
+        training.run()
+        training.take_best()
         test = bench.judge.at_the_end(body, head)
         if any(isinstance(each, float) and math.isnan(each) for each in test.values()):
             raise RunFailedError("nan", "the head has NaN for some rows of the test data")
-        self.found["test"] = test
-        self.found["explorer"] = bench.explore(body, head)
-        _keep(self._folder, body, head)
+        found |= {"test": test, "explorer": bench.explore(body, head)}
+        _keep(folder, body, head)
+    finally:
+        found |= _costs(training, memory, bench.feed.steps_per_epoch)
 
-    def _costs(self) -> None:
-        if self._training is None:
-            return
-        now, times = self._training.progress, self._training.step_ms
-        low, middle, high = _quartiles(times)
-        before = now.peak_memory_mb or 0.0
-        peak = None if self._memory is None else self._memory.megabytes
-        self.found |= {
-            "steps": now.step,
-            "epochs": now.step / self._bench.feed.steps_per_epoch,
-            "best_step": now.best_step,
-            "step_ms_mean": statistics.fmean(times) if times else None,
-            "load": _load(),
-            "seconds": now.seconds,
-            "tokens": now.tokens,
-            "step_ms": middle,
-            "step_ms_low": low,
-            "step_ms_high": high,
-            "tokens_per_second": now.tokens / now.seconds if now.seconds else None,
-            "peak_memory_mb": None if peak is None else max(peak, before),
-        }
 
-    def forget(self) -> None:
-        """Gives the memory back before the next run."""
-        self._training = self._memory = None
-        give_back()
+def _costs(training: Training, memory: PeakMemory, steps_per_epoch: int) -> dict[str, Any]:
+    now, times = training.progress, training.step_ms
+    low, middle, high = np.percentile(times, [25, 50, 75]).tolist() if times else [None] * 3
+    peaks = [each for each in (memory.megabytes, now.peak_memory_mb) if each is not None]
+    return {
+        "steps": now.step,
+        "epochs": now.step / steps_per_epoch,
+        "best_step": now.best_step,
+        "step_ms": middle,
+        "step_ms_low": low,
+        "step_ms_high": high,
+        "step_ms_mean": statistics.fmean(times) if times else None,
+        "load": _load(),
+        "seconds": now.seconds,
+        "tokens": now.tokens,
+        "tokens_per_second": now.tokens / now.seconds if now.seconds else None,
+        "peak_memory_mb": max(peaks, default=None),
+    }
 
 
 def _keep(folder: Path, body: nn.Module, head: nn.Module) -> None:
@@ -366,27 +326,8 @@ def _load() -> float | None:
         return None
 
 
-def _numbers(module: nn.Module) -> int:
-    return sum(each.numel() for each in module.parameters())
-
-
-def _quartiles(times: list[float]) -> tuple[float | None, float | None, float | None]:
-    if not times:
-        return None, None, None
-    if len(times) == 1:
-        return times[0], times[0], times[0]
-    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
-    return low, middle, high
-
-
-def _as_result(error: Exception) -> tuple[str, str]:
+def _is_out_of_memory(error: Exception) -> bool:
     """Torch has no class of its own for a CPU that is out of memory."""
-    text = _first_line(error)
-    full = isinstance(error, RuntimeError) and (
-        "not enough memory" in str(error) or "can't allocate memory" in str(error)
-    )
-    return ("out of memory", text) if full else ("error", f"{type(error).__name__}: {text}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    words = ("not enough memory", "can't allocate memory")
+    full = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return full or isinstance(error, torch.OutOfMemoryError | MemoryError)

@@ -22,10 +22,8 @@ class Estimate:
     """A mean over seeds and its 95% interval."""
 
     mean: float
-    n: int
-    """Seeds that it was made from."""
-    low: float | None = None
-    """None with one seed, which says nothing of how seeds differ."""
+    n: int  # seeds that it was made from
+    low: float | None = None  # none with one seed, which says nothing of how seeds differ
     high: float | None = None
 
 
@@ -56,19 +54,11 @@ def estimate(values: Sequence[float], *, log: bool = False) -> Estimate | None:
     return Estimate(mean, len(usable), low, high)
 
 
-def difference(
-    ours: Mapping[int, float], theirs: Mapping[int, float], *, log: bool
-) -> Estimate | None:
-    """Theirs less ours, seed by seed, or the logarithm of theirs over ours.
-
-    Only seeds that both have are used.
-    """
-    return estimate(_paired(ours, theirs, log))
-
-
 def p_value(ours: Mapping[int, float], theirs: Mapping[int, float], *, log: bool) -> float:
-    """Of the paired t-test that both are the same; 1 where fewer than two seeds have both."""
-    gaps = _paired(ours, theirs, log)
+    """Of the paired t-test that both are the same, by seed; 1 where fewer than two have both."""
+    shared = sorted(ours.keys() & theirs.keys())
+    one, other = (np.array([side[seed] for seed in shared]) for side in (ours, theirs))
+    gaps = np.log(other / one) if log else other - one
     if len(gaps) < 2:
         return 1.0
     if np.ptp(gaps) == 0:
@@ -89,13 +79,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (n - place) * p_values[i]))
         made[i] = round(highest, 12)
     return made
-
-
-def _paired(ours: Mapping[int, float], theirs: Mapping[int, float], log: bool) -> list[float]:
-    shared = sorted(ours.keys() & theirs.keys())
-    if log:
-        return [math.log(theirs[s] / ours[s]) for s in shared]
-    return [theirs[s] - ours[s] for s in shared]
 
 
 def _exp(value: float) -> float:

@@ -34,8 +34,8 @@ class Trained:
     """A model that can be used.
 
     Attributes:
-        body: from inputs to hidden states.
-        head: the end of it.
+        body: the backbone, from inputs to hidden states.
+        head: its output layer.
         vocabulary: the tokens, or the labels.
         config: what it was trained with.
         tokenizer: what its text was cut with, where that were no words.
@@ -133,17 +133,11 @@ def _import_users_class(family: str) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """One token.
+    """One token."""
 
-    Attributes:
-        token: what was taken.
-        p: its probability.
-        top: the most probable tokens and their probabilities.
-    """
-
-    token: str
-    p: float
-    top: list[tuple[str, float]]
+    token: str  # what was taken
+    p: float  # its probability
+    top: list[tuple[str, float]]  # the most probable tokens and their probabilities
 
 
 def prompt_tokens(trained: Trained, prompt: str) -> list[str]:

@@ -8,7 +8,7 @@ import copy
 import inspect
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lastlayer.lab.budget import Schedule
+from lastlayer.lab.evaluation import Judge
 from lastlayer.lab.feeding import Batch, Feed
 from lastlayer.lab.machine import PeakMemory
 from lastlayer.lab.records import Lines, read_json, write_json
@@ -51,7 +52,10 @@ class Stepper:
 
     def __init__(self, body: nn.Module, head: nn.Module, lr: float, clip: float) -> None:
         self.body, self.head, self._clip = body, head, clip
-        rows = list(_sparse_parameters(body))
+        rows = [
+            each for module in body.modules() if getattr(module, "sparse", False)
+            for each in module.parameters(recurse=False)
+        ]  # fmt: skip
         rows += head.parameters() if getattr(head, "sparse", False) else []
         kept = {id(each) for each in rows}
         both = [*body.parameters(), *head.parameters()]
@@ -61,7 +65,7 @@ class Stepper:
             self.optimizers["dense"] = torch.optim.Adam(dense, lr=lr, fused=True)
         if rows:
             self.optimizers["rows"] = RowAdam(rows, lr=lr)
-        self._parameters = both
+        self._parameters, self.device = both, both[0].device
         self._context = _context_length(head)
 
     def step(self, batch: Batch) -> Tensor:
@@ -78,12 +82,8 @@ class Stepper:
     def loss(self, batch: Batch) -> Tensor:
         """The training loss of the head."""
         hidden = self.body(batch.inputs)
-        made: Tensor
-        if self._context:
-            context = _context_of(batch, self._context)
-            made = self.head(hidden, batch.target, context=context)
-        else:
-            made = self.head(hidden, batch.target)
+        context = {"context": _context_of(batch, self._context)} if self._context else {}
+        made: Tensor = self.head(hidden, batch.target, **context)
         return made
 
 
@@ -126,37 +126,20 @@ def _context_length(head: nn.Module) -> int:
     return max(0, int(getattr(sampler, "order", 1)) - 1)
 
 
-def _sparse_parameters(body: nn.Module) -> Iterable[nn.Parameter]:
-    for module in body.modules():
-        if getattr(module, "sparse", False):
-            yield from module.parameters(recurse=False)
-
-
 @dataclass
 class Progress:
-    """How far a run is.
+    """How far a run is."""
 
-    Attributes:
-        step: steps done; the batches of the next ones follow from it.
-        seconds: of training alone.
-        tokens: tokens or rows seen.
-        loss_sum: of the losses since they were last told.
-        loss_count: how many these are.
-        first_loss: the first that was told, by which divergence is judged.
-        lines: bytes of metrics.jsonl that belong to it.
-        peak_memory_mb: so far.
-        best_score: the lowest that validation gave, and ``best_step``, where.
-    """
-
-    step: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
+    step: int = 0  # steps done; the batches of the next ones follow from it
+    seconds: float = 0.0  # of training alone
+    tokens: int = 0  # tokens or rows seen
+    # Of the losses since they were last told, and ``loss_count``, how many these are.
     loss_sum: float = 0.0
     loss_count: int = 0
-    first_loss: float | None = None
-    lines: int = 0
+    first_loss: float | None = None  # the first that was told, by which divergence is judged
+    lines: int = 0  # bytes of metrics.jsonl that belong to it
     peak_memory_mb: float | None = None
-    best_score: float | None = None
+    best_score: float | None = None  # the lowest that validation gave, and ``best_step``, where
     best_step: int = 0
 
 
@@ -214,43 +197,36 @@ def _model_state(stepper: Stepper) -> dict[str, Tensor]:
 
 
 def _load_model(stepper: Stepper, tensors: dict[str, Tensor]) -> None:
-    for name, module in (("body", stepper.body), ("head", stepper.head)):
-        module.load_state_dict(_below(tensors, name))
-
-
-def _below(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    start = f"{name}/"
-    return {key[len(start) :]: each for key, each in tensors.items() if key.startswith(start)}
+    for name, module in (("body/", stepper.body), ("head/", stepper.head)):
+        module.load_state_dict({
+            key.removeprefix(name): each for key, each in tensors.items() if key.startswith(name)
+        })  # fmt: skip
 
 
 def _optimizer_state(stepper: Stepper) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, Any] = {}
-    for name, optimizer in stepper.optimizers.items():
-        for i, state in optimizer.state_dict()["state"].items():
-            for key, value in state.items():
-                place = f"optimizer/{name}/{i}/{key}"
-                if isinstance(value, Tensor):
-                    tensors[place] = value
-                else:
-                    numbers[place] = value
-    return tensors, numbers
+    """Tensors, and the numbers beside them."""
+    whole = {
+        f"optimizer/{name}/{i}/{key}": value
+        for name, optimizer in stepper.optimizers.items()
+        for i, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+    }
+    tensors = {place: value for place, value in whole.items() if isinstance(value, Tensor)}
+    return tensors, {place: value for place, value in whole.items() if place not in tensors}
 
 
 def _load_optimizers(stepper: Stepper, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
     for name, optimizer in stepper.optimizers.items():
-        whole = optimizer.state_dict()
-        found: dict[int, dict[str, Any]] = {}
+        found: dict[int, dict[str, Any]] = defaultdict(dict)
         for place, value in {**tensors, **numbers}.items():
-            parts = place.split("/")
-            if parts[:2] == ["optimizer", name]:
-                found.setdefault(int(parts[2]), {})[parts[3]] = value
-        optimizer.load_state_dict({**whole, "state": found})
+            kind, *parts = place.split("/")
+            if kind == "optimizer" and parts[0] == name:
+                found[int(parts[1])][parts[2]] = value
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(found)})
 
 
-Evaluate = Callable[[], dict[str, Any]]
-Score = Callable[[dict[str, Any]], float]
 Tell = Callable[[float, Progress, float | None], None]
+"""Hears how far a run is, in parts of 1, and its last loss."""
 
 
 class RunFailedError(Exception):
@@ -283,35 +259,31 @@ class Training:
     Args:
         stepper: what is trained.
         feed: where its batches come from.
-        seed: their order.
+        judge: judges the model on validation data: the best one is kept.
+        seed: of the order of batches.
         schedule: when it ends and when it is judged.
         folder: of the run; ``metrics.jsonl`` and ``checkpoint/`` are in it.
-        evaluate: judges the model on validation data.
-        score: one number of that, lower is better: the best model is kept.
         memory: measures while steps are made.
-        tell: hears how far it is, in parts of 1, and the last loss.
+        tell: hears how far it is.
         stopped: whether a person wants it to end.
-        device: of the model.
     """
 
     def __init__(
         self,
-        *,
         stepper: Stepper,
         feed: Feed,
+        judge: Judge,
+        *,
         seed: int,
         schedule: Schedule,
         folder: Path,
-        evaluate: Evaluate,
-        score: Score,
         memory: PeakMemory,
         tell: Tell,
         stopped: Callable[[], bool],
-        device: torch.device,
     ) -> None:
         self._stepper, self._feed, self._seed, self._schedule = stepper, feed, seed, schedule
-        self._evaluate, self._score, self._memory, self._device = evaluate, score, memory, device
-        self._tell, self._stopped = tell, stopped
+        self._judge, self._memory, self._tell, self._stopped = judge, memory, tell, stopped
+        self._on_gpu = stepper.device.type == "cuda"
         self._checkpoint, self._best = folder / "checkpoint", folder / _BEST
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
         self.progress = Progress()
@@ -336,7 +308,7 @@ class Training:
             InterruptedRunError: a person wants it to end.
         """
         if self.progress.step == 0:
-            self._judge()
+            self._validate()
         block = 1
         self._stepper.head.train()
         self._stepper.body.train()
@@ -362,15 +334,15 @@ class Training:
             batch = self._feed.batch(self._seed, step)
             losses.append(self._stepper.step(batch))
             now.tokens += batch.size
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._on_gpu:
+            torch.cuda.synchronize()
         elapsed = time.perf_counter() - start
         now.step, now.seconds = now.step + steps, now.seconds + elapsed
         # One by one: the sum does not depend on how many steps were made at a time.
         now.loss_sum = sum(torch.stack(losses).tolist(), now.loss_sum)
         now.loss_count += steps
         self._times.append(1e3 * elapsed / steps)
-        quick = self._device.type == "cuda" and elapsed < _BLOCK_SECONDS and steps == block
+        quick = self._on_gpu and elapsed < _BLOCK_SECONDS and steps == block
         return 2 * block if quick else block
 
     def _told(self) -> None:
@@ -380,7 +352,7 @@ class Training:
             self._tell_loss()
         if schedule.judged(now.step) > schedule.judged(self._before):
             self._memory.stop()
-            self._judge()
+            self._validate()
             self._memory.start()
         self._tell(now.step / schedule.total, now, self._last_loss)
         stopped = self._stopped()
@@ -408,15 +380,16 @@ class Training:
                 f"{now.step:,}",
             )
 
-    def _judge(self) -> None:
-        found, now = self._evaluate(), self.progress
+    def _validate(self) -> None:
+        now, body, head = self.progress, self._stepper.body, self._stepper.head
+        found = self._judge.on_the_way(body, head)
         self._line("valid", **found)
-        score = self._score(found)
+        score = self._judge.score(found)
         if now.best_score is None or score < now.best_score:
             now.best_score, now.best_step = score, now.step
             save_tensors(self._best, _model_state(self._stepper))
-        self._stepper.head.train()
-        self._stepper.body.train()
+        head.train()
+        body.train()
 
     def take_best(self) -> None:
         """Puts the model back that was best on validation data."""

@@ -6,12 +6,14 @@ the leaders still fall fast, or would cross soon, the verdict is that it is too 
 """
 
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lastlayer.lab import metrics
 from lastlayer.lab.metrics import Metric
+from lastlayer.lab.records import OPEN, STARTED
 from lastlayer.lab.results import HeadSummary, Results
 from lastlayer.lab.statistics import Estimate
 
@@ -20,6 +22,8 @@ _FAST = 3.0
 # Curves count as crossing if they would within so many times the steps.
 _AHEAD, _QUARTER = 4.0, 4.0 / 3.0
 _MOST_AHEAD = 20.0
+# Steps that take up to so many times as long as others take the same time.
+_SAME_TIME = 1.05
 
 
 @dataclass(frozen=True)
@@ -50,45 +54,42 @@ class Verdict:
 
 def verdict(results: Results) -> Verdict:
     """The sentences at the top of the page."""
-    ranked = results.ranked
+    ranked, metric = results.ranked, results.metric
     if not ranked:
-        headline, detail = _nothing(results)
-        return Verdict(headline, detail, (), (), None, None, ())
-    best = ranked[0]
-    quality = describe(results.metric, best.estimates[results.metric.key])
-    found = f"{results.metric.label} {quality} after {budget_text(results)}"
-    notes = tuple(_notes(results))
-    if len(results.comparison.heads) == 1:
-        headline = f"Only {in_sentence(best)} was trained"
-        detail = f": {found}; there is nothing to compare it with."
-        return Verdict(headline, detail, (), notes, best, best, ())
+        return Verdict(*_nothing(results), (), (), None, None, ())
+    best, notes = ranked[0], tuple(_notes(results))
+    quality = describe(metric, best.estimates[metric.key])
     if len(ranked) == 1:
-        detail = f": {found}; {_lost(results)}."
         headline = f"{best.title} is the only head with a result"
+        rest = _fates([s for s in results.summaries if s.rank is None])
+        if len(results.comparison.heads) == 1:
+            headline = f"Only {in_sentence(best)} was trained"
+            rest = "there is nothing to compare it with"
+        detail = f": {metric.label} {quality} after {budget_text(results)}; {rest}."
         return Verdict(headline, detail, (), notes, best, best, ())
     apart = results.told_apart()
     tied = tuple(s for s in ranked[1:] if not apart[s.head.slug])
     chosen = recommended(results)
     needed = steps_needed(results, chosen)
-    runner_up = next(s for s in ranked if s is not chosen)
-    findings = tuple(_findings(results, best, tied, chosen, runner_up))
+    headline = f"Take {in_sentence(chosen)}"
+    detail = f": {_reason(results, chosen, tied)}."
     if needed is not None:
         headline = f"It is too early to tell: about {needed:,} steps are needed"
+        again = f"steps={needed}" if results.comparison.from_python else f"--budget {needed}steps"
         detail = (
-            f". After {budget_text(results)} {_unsettled(results, chosen)}; repeat with --budget "
-            f"{needed}steps. So far {in_sentence(best)} is ahead, with {results.metric.label} "
-            f"{quality}."
+            f". After {budget_text(results)} {_unsettled(results, chosen)}; repeat with {again}. "
+            f"So far {in_sentence(best)} is ahead, with {metric.label} {quality}."
         )
-        return Verdict(headline, detail, findings, notes, best, chosen, tied, needed, runner_up)
-    headline = f"Take {in_sentence(chosen)}"
-    detail = f": {_reason(results, best, chosen, tied)}."
-    return Verdict(headline, detail, findings, notes, best, chosen, tied, None, runner_up)
+    runner_up = next(s for s in ranked if s is not chosen)
+    findings = _findings(results, chosen, runner_up, tied)
+    return Verdict(headline, detail, findings, notes, best, chosen, tied, needed, runner_up)
 
 
 def recommended(results: Results) -> HeadSummary:
     """The cheapest head by its step whose quality is within the tolerance of the best.
 
-    A head that failed with some seed, or does not beat the baseline, is not recommended.
+    Of heads whose steps take the same time but for noise, it is the better one. A head that failed
+    with some seed, or does not beat the baseline, is not recommended.
     """
     best = results.ranked[0]
     good = [
@@ -97,7 +98,9 @@ def recommended(results: Results) -> HeadSummary:
         and not each.any_failed
         and results.beats_baseline(each)
     ]  # fmt: skip
-    return min(good, key=lambda each: each.mean("step_ms") or math.inf, default=best)
+    times = [each.mean("step_ms") or math.inf for each in good]
+    least = _SAME_TIME * min(times, default=math.inf)
+    return next((each for each, ms in zip(good, times, strict=True) if ms <= least), best)
 
 
 def steps_needed(results: Results, chosen: HeadSummary) -> int | None:
@@ -109,11 +112,11 @@ def steps_needed(results: Results, chosen: HeadSummary) -> int | None:
     best, steps = results.ranked[0], results.equal_steps
     if steps is None or best.gain is None:
         return None
-    fast = _FAST * results.tolerance
-    factors = [
-        each.gain / fast * 2 for each in {best.head.slug: best, chosen.head.slug: chosen}.values()
-        if each.gain is not None and each.gain > fast
-    ]  # fmt: skip
+    falling = _falling(results, chosen)
+    factors = [2 * (each.gain or 0.0) / (_FAST * results.tolerance) for each in falling]
+    if any(_steeper(each) for each in falling):
+        # It has hardly begun, and how far it goes cannot be read off yet.
+        factors.append(_AHEAD)
     for other in results.ranked[1:]:
         closing = (other.gain or 0.0) - best.gain
         gap = results.loss(best, other)
@@ -125,6 +128,22 @@ def steps_needed(results: Results, chosen: HeadSummary) -> int | None:
     if not factors:
         return None
     return _rounded(steps * min(_MOST_AHEAD, max(2.0, *factors)))
+
+
+def _falling(results: Results, chosen: HeadSummary) -> list[HeadSummary]:
+    """The leaders that gain fast, or more than the tolerance and ever more."""
+    leaders = {each.head.slug: each for each in (results.ranked[0], chosen)}.values()
+    return [
+        each for each in leaders
+        if (gain := each.gain or 0.0) > _FAST * results.tolerance
+        or (gain > results.tolerance and _steeper(each))
+    ]  # fmt: skip
+
+
+def _steeper(summary: HeadSummary) -> bool:
+    """Whether it gained more over the last quarter of the steps than over the one before."""
+    before = summary.gain_before
+    return before is not None and (summary.gain or 0.0) > before
 
 
 def _rounded(steps: float) -> int:
@@ -139,19 +158,14 @@ def describe(metric: Metric, found: Estimate) -> str:
         >>> describe(metrics.PERPLEXITY, Estimate(143.2, 3, 139.1, 147.4))
         '143 (139–147)'
     """
-    text = metric.format(found.mean)
-    if found.low is None or found.high is None:
-        return text
-    return f"{text} ({interval(metric, found)})"
+    span = interval(metric, found)
+    return metric.format(found.mean) + (f" ({span})" if span else "")
 
 
 def interval(metric: Metric, found: Estimate) -> str:
-    """The 95% interval, or nothing with one seed."""
-    if found.low is None or found.high is None:
-        return ""
-    low, high = bounds(metric, found)
-    first, last = metric.format(low), metric.format(high)
-    return f"{first.removesuffix('%')}–{last}"
+    """The 95% interval; nothing with one seed, or where both ends are the same when rounded."""
+    first, last = map(metric.format, bounds(metric, found))
+    return "" if first == last else f"{first.removesuffix('%')}–{last}"
 
 
 def bounds(metric: Metric, found: Estimate) -> tuple[float | None, float | None]:
@@ -161,30 +175,26 @@ def bounds(metric: Metric, found: Estimate) -> tuple[float | None, float | None]
     return max(found.low, metric.least), min(found.high, metric.most)
 
 
-def joined(names: Sequence[str]) -> str:
+def joined(names: Iterable[str]) -> str:
     """Names as a sentence has them.
 
     Example:
         >>> joined(["adaptive", "full", "nce"])
         'adaptive, full and nce'
     """
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def in_sentence(summary: HeadSummary) -> str:
-    """The name of a head within a sentence: small, unless it is an abbreviation."""
+    """The name of a head within a sentence: small, unless it is an abbreviation or a class."""
     name = summary.title
-    return name[:1].lower() + name[1:] if name[1:2].islower() else name
+    return name[:1].lower() + name[1:] if re.match(r"\w[a-z]+\b", name) else name
 
 
 def full_softmax(results: Results) -> HeadSummary | None:
     """The head that the others are measured against."""
-    for summary in results.ranked:
-        if summary.head.family == "full":
-            return summary
-    return None
+    return next((s for s in results.ranked if s.head.family == "full"), None)
 
 
 def budget_text(results: Results) -> str:
@@ -207,10 +217,12 @@ def times_less(ours: float, theirs: float) -> str:
     """How much less time or memory, in words.
 
     Example:
-        >>> times_less(1.0, 8.0), times_less(3.0, 4.0), times_less(2.0, 1.0)
-        ('an eighth of the', '75% of the', '2 times the')
+        >>> times_less(1.0, 8.0), times_less(3.0, 4.0), times_less(2.0, 1.0), times_less(1.0, 1.02)
+        ('an eighth of the', '75% of the', '2 times the', 'the same')
     """
     share = ours / theirs
+    if 0.97 < share < 1.03:
+        return "the same"
     if share >= 1.15:
         return f"{share:.1f} times the".replace(".0 ", " ")
     words = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 8: "an eighth",
@@ -221,17 +233,15 @@ def times_less(ours: float, theirs: float) -> str:
     return f"{100 * share:.0f}% of the" if share > 0.02 else f"{100 * share:.1g}% of the"
 
 
-def _reason(
-    results: Results, best: HeadSummary, chosen: HeadSummary, tied: Sequence[HeadSummary]
-) -> str:
-    quality = describe(results.metric, chosen.estimates[results.metric.key])
-    after = f"{results.metric.label} {quality} after {budget_text(results)}"
+def _reason(results: Results, chosen: HeadSummary, tied: Sequence[HeadSummary]) -> str:
+    best, metric = results.ranked[0], results.metric
+    quality = describe(metric, chosen.estimates[metric.key])
+    after = f"{metric.label} {quality} after {budget_text(results)}"
     if chosen is best:
         return f"{after}, the best quality; {_certainty(best, tied)}"
-    worse = 100 * results.loss(best, chosen)
-    spent = times_less(chosen.mean("step_ms") or math.nan, best.mean("step_ms") or math.nan)
-    beside = "not significantly different from" if chosen in tied else f"{worse:.1f}% worse than"
-    return f"{after}, {beside} {in_sentence(best)} for {spent} time per step"
+    worse = f"{100 * results.loss(best, chosen):.1f}% worse than"
+    beside = "not significantly different from" if chosen in tied else worse
+    return f"{after}, {beside} {in_sentence(best)}{_for_time(chosen, best)}"
 
 
 def _certainty(best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
@@ -247,13 +257,9 @@ def _certainty(best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
 
 
 def _findings(
-    results: Results,
-    best: HeadSummary,
-    tied: Sequence[HeadSummary],
-    chosen: HeadSummary,
-    runner_up: HeadSummary,
-) -> list[str]:
-    metric = results.metric
+    results: Results, chosen: HeadSummary, runner_up: HeadSummary, tied: Sequence[HeadSummary]
+) -> tuple[str, ...]:
+    metric, best = results.metric, results.ranked[0]
     value = describe(metric, best.estimates[metric.key])
     steps = f"After the same {budget_text(results)} {in_sentence(best)} has the best quality"
     found = [f"{steps}, {metric.label} {value}; {_certainty(best, tied)}."]
@@ -266,70 +272,76 @@ def _findings(
             f"{in_sentence(winner)} is ahead on validation data, with {metric.label} "
             f"{metric.format(at.mean)}."
         )
-    return [*found, _beside(results, chosen, runner_up)]
+    return *found, _beside(results, chosen, runner_up, tied)
 
 
-def _beside(results: Results, chosen: HeadSummary, other: HeadSummary) -> str:
-    """The runner-up, and what it would cost or save."""
+def _beside(
+    results: Results, chosen: HeadSummary, other: HeadSummary, tied: Sequence[HeadSummary]
+) -> str:
+    """The runner-up, and what it would cost or save.
+
+    Where a cheaper head is recommended than the best one, the best one is the other choice.
+    """
+    metric, cost = results.metric, _for_time(other, chosen)
+    best, ours = (metric.format(s.mean(metric.key)) for s in (other, chosen))
+    if other is results.ranked[0] and best != ours:
+        sure = " (not significantly better)" if chosen in tied else ""
+        quality = f"{metric.label} {best} in place of {ours}{sure}"
+        return f"{other.title} has the best quality: {quality}{cost}."
     gap = 100 * results.loss(chosen, other)
-    quality = f"{abs(gap):.1f}% {'worse' if gap > 0 else 'better'}"
-    ours, theirs = chosen.mean("step_ms"), other.mean("step_ms")
-    cost = f" for {times_less(theirs, ours)} time per step" if ours and theirs else ""
-    return f"The runner-up is {in_sentence(other)}: {quality} than {in_sentence(chosen)}{cost}."
+    quality = f"{gap:.1f}% worse than" if gap >= 0.05 else "as good as"
+    return f"The runner-up is {in_sentence(other)}: {quality} {in_sentence(chosen)}{cost}."
+
+
+def _for_time(one: HeadSummary, other: HeadSummary) -> str:
+    """What a step of one costs beside a step of the other; nothing where it was not measured."""
+    ours, theirs = one.mean("step_ms"), other.mean("step_ms")
+    return f" for {times_less(ours, theirs)} time per step" if ours and theirs else ""
 
 
 def _unsettled(results: Results, chosen: HeadSummary) -> str:
-    best = results.ranked[0]
-    fast = _FAST * results.tolerance
-    falling = {s.head.slug: s for s in (best, chosen) if (s.gain or 0.0) > fast}
-    if falling:
-        shown = joined([f"{in_sentence(s)} ({100 * (s.gain or 0):.0f}%)" for s in falling.values()])
+    if falling := _falling(results, chosen):
+        shown = joined(f"{in_sentence(s)} ({100 * (s.gain or 0):.0f}%)" for s in falling)
         return f"the leaders still gain fast over the last quarter of the steps: {shown}"
     return "curves of the leaders would cross soon"
 
 
 def _notes(results: Results) -> list[str]:
-    told = results.comparison.data.get("description")
-    notes = [f"{each}." for each in told.get("notes", ())] if isinstance(told, Mapping) else []
-    failed = [s for s in results.summaries if s.any_failed]
-    if failed:
+    asked, metric = results.comparison, results.metric
+    told = asked.data.get("description")
+    found = told.get("notes", ()) if isinstance(told, Mapping) else ()
+    notes = [f"{each[:1].upper()}{each[1:]}." for each in found]
+    if failed := [s for s in results.summaries if s.any_failed]:
         notes.append(f"Not every run came to a result: {_fates(failed)}.")
-    still_open = sum(run.status in {"unfinished", "not started", "interrupted"}
-                     for run in results.comparison.runs)  # fmt: skip
-    if still_open:
-        total = len(results.comparison.runs)
-        notes.append(f"{still_open} of {total} runs did not reach the end of their budget.")
-    if results.metric is metrics.EPS_PERPLEXITY:
+    if still_open := sum(run.status in OPEN for run in asked.runs):
+        notes.append(
+            f"{still_open} of {len(asked.runs)} runs did not reach the end of their budget."
+        )
+    if metric is metrics.EPS_PERPLEXITY:
         notes.append(
             "A sparse head gave probability 0 to some targets, which makes its perplexity "
             "infinite, so heads are ranked by the ε-smoothed perplexity that all of them have."
         )
-    base = results.baseline()
     below = [s for s in results.ranked if not results.beats_baseline(s)]
-    if base is not None and below:
-        name = results.comparison.baseline.get("name", "frequency")
+    if below:
         notes.append(
-            f"The {name} baseline has {results.metric.label} {results.metric.format(base)}; "
-            f"{joined([in_sentence(s) for s in below])} did not beat it."
+            f"The {asked.baseline.get('name', 'frequency')} baseline has {metric.label} "
+            f"{metric.format(results.baseline())}; {joined(map(in_sentence, below))} did not beat "
+            "it."
         )
-    disturbed = [s for s in results.summaries if s.disturbed]
-    if disturbed:
+    if disturbed := [s for s in results.summaries if s.disturbed]:
         notes.append(
             "The machine was disturbed: steps took far longer than their median, or other "
-            f"processes ran, with {joined([in_sentence(s) for s in disturbed])}. Times of these "
-            "heads are not to be trusted; --resume repeats nothing, so compare again."
+            f"processes ran, with {joined(map(in_sentence, disturbed))}. Times of these heads are "
+            "not to be trusted; compare again in a new folder."
         )
-    other_start = sorted({run.head.title for run in results.comparison.runs
-                          if run.bias and run.bias != "class frequencies"})  # fmt: skip
+    other_start = {run.head.title for run in asked.runs if run.bias not in ("", STARTED)}
     if other_start:
         notes.append(
-            f"{joined(other_start)} could not start at the class frequencies, as the others did."
+            f"{joined(sorted(other_start))} could not start at the class frequencies, as the "
+            "others did."
         )
     return notes
-
-
-def _lost(results: Results) -> str:
-    return _fates([s for s in results.summaries if s.rank is None])
 
 
 def _fates(summaries: Sequence[HeadSummary]) -> str:

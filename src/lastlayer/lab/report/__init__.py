@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.results import read_results
+from lastlayer.lab.records import write_text
+from lastlayer.lab.results import Results, read_results
 from lastlayer.lab.verdict import verdict
 
 if TYPE_CHECKING:
     from lastlayer.lab.report.figures import Figure
-    from lastlayer.lab.report.look import Look
 
 __all__ = ["require_packages", "write_report"]
 
-PAGE, PICTURES = "report.html", "plots"
 _NEEDED = {"altair": "altair", "jinja2": "jinja2", "vl_convert": "vl-convert-python"}
 
 
@@ -36,20 +35,20 @@ def write_report(out: Path, *, pictures: bool = True) -> Path:
         LabError: ``out`` is no such folder, a file in it is broken, or a package is missing.
     """
     require_packages()
-    from lastlayer.lab.report import figures, look, page, tables
+    from lastlayer.lab.report import figures, page, tables
 
     out = Path(out)
     results = read_results(out)
     found = verdict(results)
     shown = figures.all_figures(results)
     html = page.render(results, found, shown)
-    _replace(out / "summary.md", tables.markdown(results, found))
-    _replace(out / "summary.csv", tables.comma_separated(results))
+    write_text(out / "summary.md", tables.markdown(results, found))
+    write_text(out / "summary.csv", tables.comma_separated(results))
     if pictures:
-        _draw(out / PICTURES, shown, look.looks(results.comparison.heads))
+        _draw(out / "plots", shown, results)
     # The page is written last: where it is, all else is too.
-    _replace(out / PAGE, html)
-    return out / PAGE
+    write_text(out / "report.html", html)
+    return out / "report.html"
 
 
 def require_packages() -> None:
@@ -61,23 +60,14 @@ def require_packages() -> None:
         )
 
 
-def _draw(folder: Path, shown: tuple["Figure", ...], looks: "list[Look]") -> None:
-    from lastlayer.lab.report import look
-    from lastlayer.lab.report.charts import Charts
+def _draw(folder: Path, shown: tuple["Figure", ...], results: Results) -> None:
+    from lastlayer.lab.report import figures, look
 
     folder.mkdir(exist_ok=True)
-    charts = Charts(looks, in_page=False)
+    charts = figures.Charts(look.looks(results.comparison.heads), in_page=False)
     for figure in shown:
         for view in figure.views:
             several = len(figure.views) > 1
             stem = folder / (f"{figure.key}-{view.key}" if several else figure.key)
-            look.write_picture(
-                view.chart(charts), stem, title=figure.title, subtitle=view.label if several else ""
-            )
-
-
-def _replace(path: Path, text: str) -> None:
-    """Whole or not at all: who reads while it is written has the old one."""
-    new = path.with_name(f".{path.name}.tmp")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+            label = view.label if several else ""
+            look.write_picture(view.chart(charts), stem, title=figure.title, subtitle=label)

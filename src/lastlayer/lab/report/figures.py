@@ -1,329 +1,316 @@
-"""All figures of the page: quality and its cost, where differences come from, cost by classes."""
+"""All figures of the page: quality and its cost, where differences come from, cost by classes.
 
+A chart knows nothing of light or dark: colours come from Vega's configuration, and from the signals
+``ink`` and ``muted``. In the page the legend of all charts is one, so that a chart has none of its
+own there, and the signal ``shown`` lists the heads to draw.
+"""
+
+import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import altair as alt
 
 from lastlayer.lab import metrics
 from lastlayer.lab.metrics import Metric
 from lastlayer.lab.records import Cost
-from lastlayer.lab.report import charts as axes
-from lastlayer.lab.report.charts import Charts, Row
+from lastlayer.lab.report.look import LIGHT_INK, SHAPES, Look
 from lastlayer.lab.results import Axis, HeadSummary, Results, interpolate, quality_of
 from lastlayer.lab.statistics import Estimate, estimate
-from lastlayer.lab.verdict import bounds, describe
+from lastlayer.lab.verdict import bounds, describe, joined
 
+Row = dict[str, Any]
 # Points of a mean learning curve.
 _GRID = 60
 # How many times longer than the shortest a curve is when time is drawn on a logarithmic axis.
 _UNEQUAL = 5.0
-# Of confidence, as the calibration error has them.
-_BINS = 15
+# Of confidence, as the calibration error has them, and the fewest predictions of one that is drawn.
+_BINS, _FEWEST = 15, 20
 # A baseline further away than so many times the span of the heads is at the edge of its axis.
 _FAR = 1.5
+_MOST_TICKS = 6
+# Of a decade, from dense to sparse.
+_MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))
+# Letters of a name that fit beside a chart on a phone.
+_LINE = 18
+
+alt.data_transformers.disable_max_rows()
 
 
-@dataclass(frozen=True)
-class View:
+class Charts:
+    """Draws the same heads with the same marks on every chart.
+
+    Args:
+        looks: of the heads.
+        in_page: as wide as the page lets it be and without a legend; else 640 wide with one.
+        validate: check the charts against the schema of Vega-Lite, which takes longer than all
+            else: tests do.
+    """
+
+    def __init__(
+        self, looks: Sequence[Look], *, in_page: bool = True, validate: bool = False
+    ) -> None:
+        self._heads = [look.name for look in looks]
+        self._in_page, self._validate = in_page, validate
+        legend = None if in_page else alt.Legend(title=None, symbolOpacity=1, labelLimit=300)
+
+        def by_head(channel: Any, values: Sequence[Any]) -> Any:
+            scale = alt.Scale(domain=self._heads, range=list(values))
+            return channel("head:N", scale=scale, legend=legend)
+
+        self._colour = by_head(alt.Color, [look.light for look in looks])
+        self._shape = by_head(alt.Shape, [SHAPES[look.shape] for look in looks])
+        self._dash = by_head(alt.StrokeDash, [list(look.dash) for look in looks])
+
+    def of(self, rows: Sequence[Row], tooltip: list[Any], **axes: Any) -> alt.Chart:
+        """What the layers of a chart share: the rows of the heads that are shown, in colour."""
+        shown = _data(rows).transform_filter("indexof(shown, datum.head) >= 0")
+        return shown.encode(color=self._colour, tooltip=tooltip, **axes)
+
+    def points(self, base: alt.Chart, size: int = 80, **look: Any) -> Any:
+        """The symbol of each head."""
+        return base.mark_point(filled=True, size=size, opacity=1, **look).encode(shape=self._shape)
+
+    def lines(self, base: alt.Chart) -> Any:
+        """A line per head."""
+        return base.mark_line(strokeWidth=2, clip=True).encode(strokeDash=self._dash)
+
+    def finish(self, *layers: Any, height: Any = 340, legend: bool = True) -> dict[str, Any]:
+        """The layers as one chart in Vega-Lite."""
+        ink = {"shown": self._heads, "ink": LIGHT_INK.text, "muted": LIGHT_INK.muted}
+        chart = alt.layer(*layers).properties(
+            width="container" if self._in_page else 640, height=height
+        )
+        chart = chart.add_params(*(alt.param(name=name, value=each) for name, each in ink.items()))
+        made: dict[str, Any] = chart.to_dict(validate=self._validate)
+        made.pop("config", None)
+        if not legend:
+            made["config"] = {"legend": {"disable": True}}
+        if self._in_page:
+            made["autosize"] = {"type": "fit-x", "contains": "padding"}
+        return made
+
+
+class View(NamedTuple):
     """One state of a figure's selector."""
 
     key: str
-    label: str
-    """Of the button."""
+    label: str  # of the button
     alt_text: str
     chart: Callable[[Charts], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A chart of the page, with one or more views."""
+class Figure(NamedTuple):
+    """A chart of the page, with one or more views; its caption is in the template."""
 
     key: str
     title: str
-    caption: str
-    views: tuple[View, ...]
+    views: Sequence[View]
 
 
-def place(summary: HeadSummary, metric: Metric, found: Estimate) -> dict[str, Any]:
-    """What every row has: the head, the interval, and the value as text."""
-    low, high = bounds(metric, found)
-    if high is not None and math.isinf(high):
-        high = 1e300
-    return {"head": summary.title, "low": low, "high": high, "value": describe(metric, found)}
+def all_figures(results: Results) -> tuple[Figure, ...]:
+    """Those that there is anything to show for, in the order of the page."""
+    made = (
+        Figure("tradeoff", "Quality against cost", tradeoff(results)),
+        Figure("equal", "At equal time, and at the end", equal(results)),
+        Figure("curves", "Learning curves", curves(results)),
+        Figure("deciles", "Quality by frequency", deciles(results)),
+        Figure("calibration", "Calibration", calibration(results)),
+        Figure("support", "Support and coverage", support(results)),
+        Figure("step_time", "Time per step", step_time(results)),
+        Figure("classes", "Cost of the head by number of classes", against_classes(results)),
+    )
+    return tuple(each for each in made if each.views)
 
 
-def baseline(
-    results: Results, part: str, values: Sequence[float]
-) -> tuple[list[float], Row | None]:
-    """The values that an axis must hold, and the row of the line of the frequency baseline.
-
-    A baseline that is so far away that heads could not be told apart beside it is drawn at the
-    edge of the axis, and its label says that it is further.
-    """
-    metric, asked = results.metric, results.comparison.baseline
-    measured = asked.get(part)
-    if not isinstance(measured, Mapping):
-        measured, part = asked.get("test"), "test"
-    value = measured.get(metric.key) if isinstance(measured, Mapping) else None
-    if not isinstance(value, int | float) or not math.isfinite(value) or not values:
-        return list(values), None
-    if metric.log and value <= 0:
-        return list(values), None
-    place = math.log if metric.log and min(values) > 0 else float
-    low, high, at = place(min(values)), place(max(values)), place(value)
-    room = _FAR * max(high - low, 0.3 if place is math.log else 0.05)
-    # Half of the margin that the axis has.
-    edge = low - 0.04 * (high - low) if at < low else high + 0.04 * (high - low)
-    far = not low - room <= at <= high + room
-    label = f"{asked.get('name', 'frequency')} baseline {metric.format(value)}"
-    shown = math.exp(edge) if place is math.log else edge
-    row: Row = {"value": shown if far else value, "high": at > (low + high) / 2,
-                "label": f"{label} (off the axis)" if far else label}  # fmt: skip
-    return [*values, *([] if far else [float(value)])], row
-
-
-def tip(field: str, title: str) -> alt.Tooltip:
-    """A line of a tooltip that holds text."""
-    return alt.Tooltip(f"{field}:N", title=title)
-
-
-def in_sight(metric: Metric, rows: Sequence[Row], key: str) -> list[float]:
-    """The values that an axis must hold: all means, and whiskers unless they dwarf the means."""
-    means = [row[key] for row in rows]
-    low, high = min(means), max(means)
-    ends = [end for row in rows for end in (row["low"], row["high"]) if end is not None]
-    if metric.log:
-        room = max((high / low) ** 0.4, 1.3)
-        floor, ceiling = low / room, high * room
-    else:
-        room = max(0.4 * (high - low), 0.1 * abs(high))
-        floor, ceiling = low - room, high + room
-    return [*means, *(min(max(end, floor), ceiling) for end in ends)]
-
-
-def first_capital(text: str) -> str:
-    """Of a sentence; ε stays as it is."""
-    return text[:1].upper() + text[1:] if text[:1].isascii() else text
-
-
-def tradeoff(results: Results) -> Figure:
+def tradeoff(results: Results) -> list[View]:
     """Quality against what it costs."""
     costs = [metrics.STEP_MS, metrics.SECONDS, metrics.MEMORY, metrics.PARAMETERS]
     if results.comparison.budget.get("kind") == "seconds":
         costs.remove(metrics.SECONDS)
-    costs.append(metrics.HEAD_PARAMETERS)
-    views = [_tradeoff(results, cost) for cost in results.measured(costs)]
-    return Figure(
-        "tradeoff",
-        "Quality against cost",
-        f"{first_capital(results.metric.label)} on test data; "
-        f"{_better(results.metric)} is better, further left is cheaper. Whiskers are 95% "
-        "confidence intervals over seeds. The dashed line joins the heads that no other beats in "
-        "both.",
-        tuple(view for view in views if view is not None),
-    )
+    measured = results.measured([*costs, metrics.HEAD_PARAMETERS])
+    return [_tradeoff(results, cost) for cost in measured] if results.ranked else []
 
 
-def _tradeoff(results: Results, cost: Metric) -> View | None:
-    metric = results.metric
-    rows = []
-    for summary in results.ranked:
-        quality, price = summary.estimates[metric.key], summary.estimates.get(cost.key)
-        if price is not None:
-            rows.append({**place(summary, metric, quality), "x": price.mean, "y": quality.mean,
-                         "cost": cost.format(price.mean)})  # fmt: skip
-    if not rows:
-        return None
-    front = [{"x": s.mean(cost.key), "y": s.mean(metric.key)} for s in results.front(cost)]
-    x = alt.X("x:Q", title=axes.title(cost), **axes.around(cost, [r["x"] for r in rows]))
-    held, base = baseline(results, "test", in_sight(metric, rows, "y"))
+def _tradeoff(results: Results, cost: Metric) -> View:
+    metric, best = results.metric, results.front(cost)
+    rows = [
+        {**_place(s, metric, s.estimates[metric.key]), "x": price.mean,
+         "y": s.estimates[metric.key].mean, "cost": cost.format(price.mean)}
+        for s in results.ranked if (price := s.estimates.get(cost.key)) is not None
+    ]  # fmt: skip
+    held, base = _baseline(results, "test", _in_sight(metric, rows, "y"))
     if base is not None:
-        # Where the head that is next to it leaves room.
-        at = base["value"]
-        near = min(rows, key=lambda row: abs(row["y"] - at))["x"]
-        costly = sum(near > row["x"] for row in rows) * 2 > len(rows)
-        base = {**base, "y": at, "side": "left" if costly else "right"}
-    y = alt.Y("y:Q", title=metric.label, **axes.around(metric, held))
-    tooltip = [tip("head", "head"), tip("value", metric.label), tip("cost", cost.label)]
-    best = results.front(cost)
-    names = ", ".join(s.title for s in best)
+        # Its label is where the head that is next to it leaves room.
+        near = min(rows, key=lambda row: abs(row["y"] - base["value"]))["x"]
+        base["left"] = sum(near > row["x"] for row in rows) * 2 > len(rows)
+    x = alt.X("x:Q", title=_title(cost), **_around(cost, [row["x"] for row in rows]))
+    y = alt.Y("y:Q", title=metric.label, **_around(metric, held))
+    tooltip = [_tip("head"), _tip("value", metric.label), _tip("cost", cost.label)]
+
+    def chart(charts: Charts) -> dict[str, Any]:
+        points = charts.of(rows, tooltip, x=x, y=y)
+        layers = _baseline_layers(base, y=y)
+        # A mark without anything to draw is more than the layout of labels can bear.
+        if len(best) > 1:
+            front = [{"x": s.mean(cost.key), "y": s.mean(metric.key)} for s in best]
+            layers.append(_dashed(front).encode(x=x, y=y, order=alt.Order("x:Q")))
+        if any(row["low"] is not None for row in rows):
+            layers.append(_whiskers(points, "y"))
+        return charts.finish(*layers, charts.points(points, 130, style="heads"), height=380)
+
     return View(
-        cost.key,
-        cost.label,
-        f"Scatter plot of {metric.label} against {cost.label} for {len(rows)} heads. "
-        f"Not beaten in both: {names}.",
-        lambda charts: charts.scatter(rows, x, y, front, tooltip, base),
-    )
+        cost.key, cost.label,
+        f"Scatter plot of {metric.label} against {cost.label} for {len(rows)} heads. Not beaten in "
+        f"both: {', '.join(s.title for s in best)}.",
+        chart,
+    )  # fmt: skip
 
 
-def equal(results: Results) -> Figure:
+def equal(results: Results) -> list[View]:
     """Validation quality at equal time, beside that at the end, where steps are equal."""
     metric = results.metric
     rows = [
-        {**place(summary, metric, found), "x": found.mean, "at": at}
-        for summary in results.ranked
-        for at, found in (
-            ("equal time", summary.at_equal_seconds),
-            ("the end", summary.at_equal_steps),
-        )
+        {**_place(s, metric, found), "x": found.mean, "at": at}
+        for s in results.ranked
+        for at, found in (("equal time", s.at_equal_seconds), ("the end", s.at_equal_steps))
         if found is not None
     ]
-    seconds, steps = results.equal_seconds, results.equal_steps
-    views: tuple[View, ...] = ()
-    if rows and seconds is not None and steps is not None:
-        held, base = baseline(results, "valid", in_sight(metric, rows, "x"))
-        base = base and {**base, "x": base["value"]}
-        x = alt.X("x:Q", title=metric.label, **axes.around(metric, held))
-        order = [s.title for s in results.ranked]
-        tooltip = [tip("head", "head"), tip("at", "at"), tip("value", metric.label)]
-        view = View(
-            "both",
-            "both",
-            f"For each head, {metric.label} after {metrics.seconds(seconds)} of training and after "
-            f"{steps:,} steps.",
-            lambda charts: charts.dumbbells(rows, x, tooltip, order=order, baseline=base),
-        )
-        views = (view,)
-    return Figure(
-        "equal",
-        "At equal time, and at the end",
-        f"{first_capital(metric.label)} on validation data. Filled circles: at equal time, after "
-        f"the {metrics.seconds(seconds or 0.0)} of training that the fastest head took. Open "
-        f"squares: at the end, after the same {steps or 0:,} steps. Read off the learning curves, "
-        "between two validations by interpolation.",
-        views,
-    )
+
+    def chart(charts: Charts) -> dict[str, Any]:
+        held, line = _baseline(results, "valid", _in_sight(metric, rows, "x"))
+        x = alt.X("x:Q", title=metric.label, **_around(metric, held))
+        tooltip = [_tip("head"), _tip("at"), _tip("value", metric.label)]
+        base = charts.of(rows, tooltip, x=x, y=_names([s.title for s in results.ranked]))
+        mark: dict[str, Any] = {"size": 110, "opacity": 1}
+        return charts.finish(
+            *_baseline_layers(line, x=x),
+            base.mark_line(strokeWidth=1.5, opacity=0.5).encode(detail="head:N"),
+            _whiskers(base, "x", strokeWidth=4, opacity=0.22),
+            base.transform_filter("datum.at == 'equal time'").mark_point(
+                filled=True, shape="circle", **mark
+            ),
+            base.transform_filter("datum.at == 'the end'").mark_point(
+                filled=False, shape="square", strokeWidth=2, **mark
+            ),
+            height=alt.Step(30), legend=False,
+        )  # fmt: skip
+
+    after = metrics.seconds(results.equal_seconds or 0.0)
+    told = f"{metric.label} after {after} of training and after {results.equal_steps or 0:,} steps"
+    return _one(rows, "both", f"For each head, {told}.", chart)
 
 
-def curves(results: Results) -> Figure:
+def curves(results: Results) -> list[View]:
     """Learning curves over seconds and over steps."""
     views = [_curve(results, "steps", "over steps"), _curve(results, "seconds", "over time")]
-    return Figure(
-        "curves",
-        "Learning curves",
-        f"{first_capital(results.metric.label)} on validation data, the mean over seeds; bands "
-        "reach from the lowest to the highest seed. Time is that of training alone, without "
-        "warm-up and evaluation.",
-        tuple(view for view in views if view is not None),
-    )
+    return [view for view in views if view is not None]
 
 
 def _curve(results: Results, axis: Axis, label: str) -> View | None:
     metric = results.metric
-    rows: list[Row] = []
-    for summary in results.summaries:
-        rows.extend(_mean_curve(summary, metric, axis))
+    rows = [row for s in results.summaries for row in _mean_curve(s, metric, axis)]
     if not rows:
         return None
     title = "seconds of training" if axis == "seconds" else "steps"
-    form = ".3~s" if axis == "steps" else ",.8~g"
     ends = [row["x"] for row in rows if row["last"]]
+    ticks: dict[str, Any] = {"grid": False, "format": ".3~s" if axis == "steps" else ",.8~g"}
     if max(ends) > _UNEQUAL * min(ends) > 0:
         # Where one head takes much longer than another, the others could not be seen.
-        rows = [row for row in rows if row["x"] > 0]
-        start, stop = max(min(ends) / 50, min(row["x"] for row in rows)), max(ends)
+        start = max(min(ends) / 50, min(row["x"] for row in rows if row["x"] > 0))
         rows = [row for row in rows if row["x"] >= start]
-        scale = alt.Scale(type="log", domain=[start, stop], nice=False)
-        x_axis = alt.Axis(grid=False, format=form, values=axes.log_ticks(start, stop))
+        scale = alt.Scale(type="log", domain=[start, max(ends)], nice=False)
+        ticks["values"] = log_ticks(start, max(ends))
     else:
         scale = alt.Scale(domain=[0, max(ends)], nice=False)
-        x_axis = alt.Axis(grid=False, format=form, tickCount=6)
-    x = alt.X("x:Q", title=title, scale=scale, axis=x_axis)
+        ticks["tickCount"] = 6
+    x = alt.X("x:Q", title=title, scale=scale, axis=alt.Axis(**ticks))
     # From a random start, values fall by orders of magnitude in moments: the axis begins where the
     # heads have begun to differ.
-    held, base = baseline(results, "valid", _settled(rows))
-    base = base and {**base, "y": base["value"]}
-    y = alt.Y("y:Q", title=metric.label, **axes.around(metric, held))
-    tooltip = [tip("head", "head"), alt.Tooltip("x:Q", title=title, format=",.4~g"),
-               tip("value", metric.label)]  # fmt: skip
+    settled = [row["y"] for row in rows if row["x"] >= 0.1 * max(ends)]
+    held, line = _baseline(results, "valid", settled)
+    y = alt.Y("y:Q", title=metric.label, **_around(metric, held))
+    at = alt.Tooltip("x:Q", title=title, format=",.4~g")
+
+    def chart(charts: Charts) -> dict[str, Any]:
+        base = charts.of(rows, [_tip("head"), at, _tip("value", metric.label)], x=x, y=y)
+        band = base.transform_filter("isValid(datum.low)").mark_area(opacity=0.13, clip=True)
+        return charts.finish(
+            *_baseline_layers(line, y=y),
+            band.encode(y="low:Q", y2="high:Q"),
+            charts.lines(base),
+            charts.points(base.transform_filter("datum.last")),
+            # A line has one tooltip for all of it: points that are not seen have their own.
+            base.mark_point(size=140, opacity=0, clip=True),
+            height=380,
+        )
+
+    names = {row["head"] for row in rows}
     return View(
-        axis,
-        label,
-        f"Learning curves of {len({r['head'] for r in rows})} heads: {metric.label} {label}.",
-        lambda charts: charts.curves(rows, x, y, tooltip, base),
+        axis, label, f"Learning curves of {len(names)} heads: {metric.label} {label}.", chart
     )
 
 
 def _mean_curve(summary: HeadSummary, metric: Metric, axis: Axis) -> list[Row]:
     """The mean over seeds, as far as all were validated; of what there is, if none finished."""
-    runs = [
-        run
+    known = {
+        run.seed: [p for p in run.valid if quality_of(p, metric) is not None]
         for run in summary.finished or summary.runs
-        if any(quality_of(p, metric) is not None for p in run.valid)
-    ]
-    places = {
-        p.seconds if axis == "seconds" else float(p.step)
-        for run in runs
-        for p in run.valid
-        if quality_of(p, metric) is not None
     }
+    runs = [run for run in summary.runs if known.get(run.seed)]
+    places = sorted({
+        p.seconds if axis == "seconds" else float(p.step) for run in runs for p in known[run.seed]
+    })  # fmt: skip
     rows: list[Row] = []
-    for where in _thinned(sorted(places)):
-        values = [interpolate(run, metric, axis, where) for run in runs]
-        known = [value for value in values if value is not None]
-        found = estimate(known, log=metric.log) if len(known) == len(runs) else None
+    for where in _thinned(places):
+        values = [v for run in runs if (v := interpolate(run, metric, axis, where)) is not None]
+        found = estimate(values, log=metric.log) if len(values) == len(runs) else None
         if found is not None:
-            band = {"low": min(known), "high": max(known)} if len(known) > 1 else {}
-            rows.append({**place(summary, metric, found), "low": None, "high": None, **band,
-                         "x": where, "y": found.mean, "last": False})  # fmt: skip
+            several = len(values) > 1
+            rows.append({
+                **_place(summary, metric, found), "x": where, "y": found.mean, "last": False,
+                "low": min(values) if several else None, "high": max(values) if several else None,
+            })  # fmt: skip
     if rows:
         rows[-1]["last"] = True
     return rows
 
 
-def _thinned(places: Sequence[float]) -> list[float]:
+def _thinned(places: Sequence[float]) -> Sequence[float]:
     if len(places) <= _GRID:
-        return list(places)
+        return places
     step = (len(places) - 1) / (_GRID - 1)
     return [places[round(i * step)] for i in range(_GRID)]
 
 
-def _settled(rows: Sequence[Row]) -> list[float]:
-    """The values after the first tenth of the longest curve."""
-    end = max(row["x"] for row in rows)
-    later = [row["y"] for row in rows if row["x"] >= 0.1 * end]
-    return later or [row["y"] for row in rows]
-
-
-def _better(metric: Metric) -> str:
-    return "lower" if metric.lower_is_better else "higher"
-
-
-def deciles(results: Results) -> Figure:
+def deciles(results: Results) -> list[View]:
     """Quality by how frequent the target is."""
     smooth = results.metric is metrics.EPS_PERPLEXITY
     kinds = (
-        Metric("eps_nll", "−log p, ε-smoothed", "number", lower_is_better=True)
-        if smooth
+        Metric("eps_nll", "−log p, ε-smoothed", "number", lower_is_better=True) if smooth
         else Metric("nll", "−log p", "number", lower_is_better=True),
         Metric("top1", "top-1 accuracy", "percent", lower_is_better=False),
         Metric("top10", "top-10 accuracy", "percent", lower_is_better=False),
         Metric("recall", "recall", "percent", lower_is_better=False),
-    )
-    views = [_deciles(results, kind) for kind in kinds]
-    return Figure(
-        "deciles",
-        "Quality by frequency",
-        "Targets by how frequent their class is: each group holds a tenth of all occurrences in "
-        "the training data, the most frequent classes at the left. Mean over seeds.",
-        tuple(view for view in views if view is not None),
-    )
+    )  # fmt: skip
+    views = (_deciles(results, kind) for kind in kinds)
+    return [view for view in views if view is not None]
 
 
 def _deciles(results: Results, kind: Metric) -> View | None:
-    rows = []
+    rows: list[Row] = []
     for summary in results.ranked:
-        for decile in sorted({int(p["decile"]) for r in summary.finished for p in r.by_decile
-                              if "decile" in p}):  # fmt: skip
-            parts = [p for r in summary.finished for p in r.by_decile
-                     if p.get("decile") == decile and p.get("count")]  # fmt: skip
-            values = [p[kind.key] for p in parts if kind.key in p]
-            found = estimate(values) if len(values) == len(parts) else None
+        parts = defaultdict(list)
+        for part in (part for run in summary.finished for part in run.by_decile):
+            if "decile" in part and part.get("count"):
+                parts[int(part["decile"])].append(part)
+        for decile, of_seeds in sorted(parts.items()):
+            values = [part[kind.key] for part in of_seeds if kind.key in part]
+            found = estimate(values) if len(values) == len(of_seeds) else None
             if found is not None:
-                rows.append({**place(summary, kind, found), "x": decile, "y": found.mean})
+                rows.append({**_place(summary, kind, found), "x": decile, "y": found.mean})
     if not rows:
         return None
     # Domains are given, so that axes stay where they are when a head is hidden.
@@ -331,187 +318,124 @@ def _deciles(results: Results, kind: Metric) -> View | None:
               scale=alt.Scale(domain=sorted({row["x"] for row in rows})),
               axis=alt.Axis(grid=False, labelAngle=0))  # fmt: skip
     top = max(row["y"] for row in rows) or 1.0
-    y = alt.Y(
-        "y:Q", title=kind.label, axis=axes.axis(kind), scale=alt.Scale(domain=[0, 1.05 * top])
-    )
-    tooltip = [tip("head", "head"), alt.Tooltip("x:O", title="decile"), tip("value", kind.label)]
+    y = alt.Y("y:Q", title=kind.label, scale=alt.Scale(domain=[0, 1.05 * top]),
+              axis=alt.Axis(format=_format(kind), tickCount=5))  # fmt: skip
+    tooltip = [_tip("head"), alt.Tooltip("x:O", title="decile"), _tip("value", kind.label)]
     return View(
         kind.key,
         kind.label,
         f"{first_capital(kind.label)} by frequency decile of the target, a line per head.",
-        lambda charts: charts.lines(rows, x, y, tooltip),
+        lambda charts: _joined_points(charts, rows, tooltip, x, y),
     )
 
 
-def calibration(results: Results) -> Figure:
+def calibration(results: Results) -> list[View]:
     """How often the best class is right, by how likely the head says it is."""
-    rows = []
-    for summary in results.ranked:
-        rows.extend(_calibration(summary))
-    views: tuple[View, ...] = ()
-    if rows:
-        x = alt.X("x:Q", title="probability given to the best class", axis=axes.percent(),
-                  scale=alt.Scale(domain=[0, 1]))  # fmt: skip
-        y = alt.Y("y:Q", title="how often it is right", axis=axes.percent(),
-                  scale=alt.Scale(domain=[0, 1]))  # fmt: skip
-        tooltip = [tip("head", "head"), alt.Tooltip("x:Q", title="said", format=".1%"),
+    rows = [row for summary in results.ranked for row in _calibration(summary)]
+
+    def chart(charts: Charts) -> dict[str, Any]:
+        whole: dict[str, Any] = {
+            "axis": alt.Axis(format="~%", tickCount=5),
+            "scale": alt.Scale(domain=[0, 1]),
+        }
+        x = alt.X("x:Q", title="probability given to the best class", **whole)
+        y = alt.Y("y:Q", title="how often it is right", **whole)
+        tooltip = [_tip("head"), alt.Tooltip("x:Q", title="said", format=".1%"),
                    alt.Tooltip("y:Q", title="right", format=".1%"),
                    alt.Tooltip("count:Q", title="predictions", format=",")]  # fmt: skip
-        views = (
-            View(
-                "calibration",
-                "calibration",
-                "Calibration: how often the best class is right against its probability, a line "
-                "per head; the diagonal is perfect.",
-                lambda charts: charts.lines(rows, x, y, tooltip, diagonal=True, height=360),
-            ),
-        )
-    return Figure(
-        "calibration",
-        "Calibration",
-        "On the diagonal a probability means what it says; below it the head is too sure of "
-        "itself. All seeds together, bins with at least 20 predictions.",
-        views,
+        diagonal = _dashed([{"x": 0, "y": 0}, {"x": 1, "y": 1}]).encode(x=x, y=y)
+        return _joined_points(charts, rows, tooltip, x, y, diagonal)
+
+    told = (
+        "Calibration: how often the best class is right against its probability, a line per head; "
+        "the diagonal is perfect."
     )
+    return _one(rows, "calibration", told, chart)
 
 
 def _calibration(summary: HeadSummary) -> list[Row]:
-    bins: dict[int, list[tuple[float, float, float]]] = {}
-    for run in summary.finished:
-        for part in run.calibration:
-            if {"confidence", "accuracy", "count"} <= part.keys():
-                bins.setdefault(int(part["confidence"] * _BINS), []).append(
-                    (part["count"], part["confidence"], part["accuracy"])
-                )
+    bins = defaultdict(list)
+    for part in (part for run in summary.finished for part in run.calibration):
+        if {"confidence", "accuracy", "count"} <= part.keys():
+            bins[int(part["confidence"] * _BINS)].append(part)
     rows: list[Row] = []
     for _, parts in sorted(bins.items()):
-        total = sum(count for count, _, _ in parts)
-        if total >= 20:
-            rows.append({
-                "head": summary.title, "count": total,
-                "x": sum(count * said for count, said, _ in parts) / total,
-                "y": sum(count * right for count, _, right in parts) / total,
-            })  # fmt: skip
+        total = sum(part["count"] for part in parts)
+        said, right = (
+            sum(part["count"] * part[key] for part in parts) for key in ("confidence", "accuracy")
+        )
+        if total >= _FEWEST:
+            rows.append(
+                {"head": summary.title, "count": total, "x": said / total, "y": right / total}
+            )
     return rows
 
 
-def support(results: Results) -> Figure:
+def support(results: Results) -> list[View]:
     """How many classes have a probability above zero."""
-    measure = metrics.BY_KEY["support"]
-    rows = []
+    measure, n_classes = metrics.BY_KEY["support"], results.comparison.n_classes
+    rows: list[Row] = []
     for summary in results.ranked:
-        found, covered = summary.estimates.get("support"), summary.estimates.get("coverage")
+        found, covered = summary.estimates.get("support"), summary.mean("coverage")
         if found is not None:
-            share = metrics.format_value(covered.mean, "share") if covered else metrics.NOTHING
-            rows.append({**place(summary, measure, found), "x": found.mean,
-                         "end": found.high or found.mean, "share": share,
-                         "text": share})  # fmt: skip
-    n_classes = results.comparison.n_classes
-    if not rows or not any(row["x"] < (n_classes or math.inf) * 0.999 for row in rows):
+            rows.append({**_place(summary, measure, found), "x": found.mean,
+                         "end": found.high or found.mean,
+                         "text": metrics.format_value(covered, "share")})  # fmt: skip
+    if not any(row["x"] < 0.999 * (n_classes or math.inf) for row in rows):
         rows = []
-    order = [row["head"] for row in sorted(rows, key=lambda row: row["x"])]
-    high = max([n_classes or 1, *(row["x"] for row in rows)]) if rows else 1
+    high = max([n_classes or 1, *(row["x"] for row in rows)])
     # Room for the numbers at the right.
     x = alt.X("x:Q", title="classes with a probability above 0",
               scale=alt.Scale(type="log", domain=[1, high**1.35], nice=False),
-              axis=alt.Axis(format="~s", values=axes.log_ticks(1, high)))  # fmt: skip
-    tooltip = [tip("head", "head"), tip("value", "support size"), tip("share", "coverage")]
-    view = View(
-        "support",
-        "support",
-        "Support size and coverage of each head: "
-        + "; ".join(f"{r['head']} {r['value']}, {r['text']}" for r in rows)
-        + ".",
-        lambda charts: charts.dots(rows, x, tooltip, order=order),
-    )
-    return Figure(
-        "support",
-        "Support and coverage",
-        "How many classes a prediction keeps above probability 0, on average, and at the right the "
-        "share of targets that are among them. A sparse head that misses a target has infinite "
-        "perplexity.",
-        (view,) if rows else (),
-    )
+              axis=alt.Axis(format="~s", values=log_ticks(1, high)))  # fmt: skip
+    tooltip = [_tip("head"), _tip("value", "support size"), _tip("text", "coverage")]
+    told = "; ".join(f"{row['head']} {row['value']}, {row['text']}" for row in rows)
+
+    def chart(charts: Charts) -> dict[str, Any]:
+        dots = _dots(charts, rows, tooltip, x)
+        return charts.finish(*dots, height=alt.Step(30), legend=False)
+
+    return _one(rows, "support", f"Support size and coverage of each head: {told}.", chart)
 
 
-def step_time(results: Results) -> Figure:
+def step_time(results: Results) -> list[View]:
     """Measured time of a step at this number of classes."""
-    measure = metrics.STEP_MS
     rows: list[Row] = []
     for summary in results.ranked:
-        found = summary.estimates.get(measure.key)
-        if found is None:
-            continue
-        lows = [r.numbers["step_ms_low"] for r in summary.finished if "step_ms_low" in r.numbers]
-        highs = [r.numbers["step_ms_high"] for r in summary.finished if "step_ms_high" in r.numbers]
-        rows.append({
-            "head": summary.title, "x": found.mean, "text": measure.format(found.mean),
-            "low": min(lows, default=found.mean), "high": (high := max(highs, default=found.mean)),
-            "end": high, "zero": 0,
-        })  # fmt: skip
-    order = [row["head"] for row in sorted(rows, key=lambda row: row["x"])]
+        mean = summary.mean(metrics.STEP_MS.key)
+        if mean is not None:
+            low, high = (
+                pick((run.numbers.get(key, mean) for run in summary.finished), default=mean)
+                for pick, key in ((min, "step_ms_low"), (max, "step_ms_high"))
+            )
+            rows.append({"head": summary.title, "x": mean, "text": metrics.STEP_MS.format(mean),
+                         "low": low, "high": high, "end": high, "zero": 0})  # fmt: skip
     top = max((row["high"] for row in rows), default=1.0)
     x = alt.X("x:Q", title="milliseconds per step", axis=alt.Axis(format=",.8~g", tickCount=6),
               scale=alt.Scale(domain=[0, top * 1.3], nice=False))  # fmt: skip
-    tooltip = [tip("head", "head"), tip("text", "time per step")]
-    view = View(
-        "step_time",
-        "step time",
-        "Time per training step: " + "; ".join(f"{r['head']} {r['text']}" for r in rows) + ".",
-        lambda charts: charts.dots(rows, x, tooltip, order=order, from_zero=True),
-    )
-    n_classes = results.comparison.n_classes
-    return Figure(
-        "step_time",
-        "Time per step",
-        "The whole training step, with backbone and optimiser"
-        + (f", at the {n_classes:,} classes of this data" if n_classes else "")
-        + ". Whiskers span the middle half of all steps.",
-        (view,) if rows else (),
-    )
+
+    def chart(charts: Charts) -> dict[str, Any]:
+        whiskers, *rest = _dots(charts, rows, [_tip("head"), _tip("text", "time per step")], x)
+        bars = charts.of(rows, [], x="zero:Q", x2="x:Q", y=rest[0].encoding.y).mark_rule(
+            strokeWidth=7, opacity=0.25, strokeCap="round"
+        )
+        return charts.finish(bars, whiskers, *rest, height=alt.Step(30), legend=False)
+
+    told = "; ".join(f"{row['head']} {row['text']}" for row in rows)
+    return _one(rows, "step_time", f"Time per training step: {told}.", chart)
 
 
-def against_classes(results: Results) -> Figure:
+def against_classes(results: Results) -> list[View]:
     """Cost of the head alone against the number of classes, measured."""
-    costs = results.costs
     views = (
-        _measured(results, "time", "time", metrics.STEP_MS, lambda cost: cost.ms),
-        _measured(results, "memory", "memory", metrics.MEMORY, lambda cost: cost.peak_memory_mb),
+        _measured(results, "time", metrics.STEP_MS, lambda cost: cost.ms),
+        _measured(results, "memory", metrics.MEMORY, lambda cost: cost.peak_memory_mb),
     )
-    sizes = "" if costs is None else (
-        f", with {costs.rows:,} rows and hidden size {costs.width:,}"
-    )  # fmt: skip
-    return Figure(
-        "classes",
-        "Cost of the head by number of classes",
-        f"Measured: the loss of each head alone, forward and backward{sizes}, on fresh heads; the "
-        "median after warm-up. Class frequencies follow Zipf's law. The dotted line is at the "
-        "number of classes of this data.",
-        tuple(view for view in views if view is not None),
-    )
-
-
-def left_out(results: Results) -> list[tuple[str, list[str]]]:
-    """Heads with what was not measured of them and why; sizes with the same reason together."""
-    found: list[tuple[str, list[str]]] = []
-    costs = () if results.costs is None else results.costs.found
-    for head in results.comparison.heads:
-        reasons: dict[str, list[int]] = {}
-        for cost in costs:
-            if cost.slug == head.slug and cost.reason:
-                reasons.setdefault(cost.reason, []).append(cost.classes)
-        if reasons:
-            found.append((head.title, [_sizes(n, reason) for reason, n in reasons.items()]))
-    return found
-
-
-def _sizes(sizes: list[int], reason: str) -> str:
-    *first, last = (f"{classes:,}" for classes in sorted(sizes))
-    return f"{', '.join(first)}{' and ' if first else ''}{last} classes: {reason}"
+    return [view for view in views if view is not None]
 
 
 def _measured(
-    results: Results, key: str, label: str, metric: Metric, value: Callable[[Cost], float | None]
+    results: Results, key: str, metric: Metric, value: Callable[[Cost], float | None]
 ) -> View | None:
     """A line per head through all sizes at which it was measured."""
     costs, titles = results.costs, {head.slug: head.title for head in results.comparison.heads}
@@ -526,46 +450,251 @@ def _measured(
     if not rows:
         return None
     sizes = sorted({costs.own, *(row["x"] for row in rows)})
-    x = _classes(sizes, values=sizes, format=",")
-    y = alt.Y("y:Q", title=axes.title(metric), **_span([row["y"] for row in rows]))
-    tooltip = [tip("head", "head"), alt.Tooltip("x:Q", title="classes", format=","),
-               tip("text", metric.label), tip("rows", "rows"),
-               tip("samples", "steps timed")]  # fmt: skip
+    x = alt.X("x:Q", title="number of classes",
+              **_log_scale(sizes, grid=False, values=sizes, format=","))  # fmt: skip
+    y = alt.Y("y:Q", title=_title(metric), **_log_scale([row["y"] for row in rows]))
+    tooltip = [_tip("head"), alt.Tooltip("x:Q", title="classes", format=","),
+               _tip("text", metric.label), _tip("rows"),
+               _tip("samples", "steps timed")]  # fmt: skip
+    rule = _data([{"x": costs.own}]).mark_rule(strokeDash=[2, 3], color=alt.expr("muted"))
     at_own = "; ".join(f"{r['head']} {r['text']}" for r in rows if r["x"] == costs.own)
     return View(
-        key,
-        label,
+        key, key,
         f"{first_capital(metric.label)} of each head alone against the number of classes, both on "
         f"logarithmic axes. At {costs.own:,} classes: {at_own or 'nothing was measured'}.",
-        lambda charts: charts.against_classes(rows, costs.own, x, y, tooltip),
-    )
+        lambda charts: _joined_points(charts, rows, tooltip, x, y, rule.encode(x=x)),
+    )  # fmt: skip
 
 
-def _classes(sizes: Sequence[int], **options: Any) -> alt.X:
-    return alt.X("x:Q", title="number of classes", **_span(sizes, grid=False, **options))
+def left_out(results: Results) -> list[tuple[str, list[str]]]:
+    """Heads with what was not measured of them and why; sizes with the same reason together."""
+    found: list[tuple[str, list[str]]] = []
+    for head in results.comparison.heads:
+        reasons: dict[str, list[int]] = defaultdict(list)
+        for cost in results.costs.found if results.costs else ():
+            if cost.slug == head.slug and cost.reason:
+                reasons[cost.reason].append(cost.classes)
+        if reasons:
+            told = [
+                f"{joined([f'{n:,}' for n in sorted(sizes)])} classes: {reason}"
+                for reason, sizes in reasons.items()
+            ]
+            found.append((head.title, told))
+    return found
 
 
-def _span(found: Sequence[float], **options: Any) -> dict[str, Any]:
-    """A logarithmic axis around the values."""
-    low, high = min(found), max(found)
-    margin = max((high / low) ** 0.03, 1.01)
-    low, high = low / margin, high * margin
+def _one(
+    rows: Sequence[Row], key: str, alt_text: str, chart: Callable[[Charts], dict[str, Any]]
+) -> list[View]:
+    """The only view of a figure; none where there is nothing to draw."""
+    return [View(key, key, alt_text, chart)] if rows else []
+
+
+def _data(rows: Sequence[Row]) -> alt.Chart:
+    return alt.Chart(alt.Data(values=list(rows)))
+
+
+def _dashed(points: Sequence[Row]) -> Any:
+    return _data(points).mark_line(strokeDash=[4, 4], strokeWidth=1.5, color=alt.expr("muted"))
+
+
+def _whiskers(base: alt.Chart, along: str, **look: Any) -> Any:
+    rule = base.mark_rule(clip=True, **{"strokeWidth": 1.5, "opacity": 0.7, **look})
+    return rule.encode(**{along: "low:Q", f"{along}2": "high:Q"})
+
+
+def _joined_points(
+    charts: Charts, rows: Sequence[Row], tooltip: list[Any], x: alt.X, y: alt.Y, *under: alt.Chart
+) -> dict[str, Any]:
+    """A line with symbols per head."""
+    base = charts.of(rows, tooltip, x=x, y=y)
+    return charts.finish(*under, charts.lines(base), charts.points(base, 65))
+
+
+def _dots(charts: Charts, rows: Sequence[Row], tooltip: list[Any], x: alt.X) -> list[alt.Chart]:
+    """A row per head, the lowest first: its whisker, its symbol, and ``text`` at its right."""
+    order = [row["head"] for row in sorted(rows, key=lambda row: row["x"])]
+    base = charts.of(rows, tooltip, x=x, y=_names(order))
+    text = base.mark_text(align="left", dx=14, fontSize=12)
+    return [
+        _whiskers(base, "x"),
+        charts.points(base, 110),
+        text.encode(x="end:Q", text="text:N", color=alt.value(LIGHT_INK.text)),
+    ]
+
+
+def _baseline(
+    results: Results, part: str, values: Sequence[float]
+) -> tuple[list[float], Row | None]:
+    """The values that an axis must hold, and the row of the line of the frequency baseline.
+
+    A baseline that is so far away that heads could not be told apart beside it is drawn at the
+    edge of the axis, and its label says that it is further.
+    """
+    metric, asked = results.metric, results.comparison.baseline
+    measured = asked[part] if isinstance(asked.get(part), Mapping) else asked.get("test")
+    value = measured.get(metric.key) if isinstance(measured, Mapping) else None
+    if not isinstance(value, int | float) or not math.isfinite(value) or not values:
+        return list(values), None
+    if metric.log and value <= 0:
+        return list(values), None
+    log = metric.log and min(values) > 0
+    low, high, at = (math.log(v) if log else float(v) for v in (min(values), max(values), value))
+    room = _FAR * max(high - low, 0.3 if log else 0.05)
+    label = f"{asked.get('name', 'frequency')} baseline {metric.format(value)}"
+    if not low - room <= at <= high + room:
+        # Half of the margin that the axis has.
+        edge = low - 0.04 * (high - low) if at < low else high + 0.04 * (high - low)
+        shown, held, label = math.exp(edge) if log else edge, [], f"{label} (off the axis)"
+    else:
+        shown, held = float(value), [float(value)]
+    row: Row = {"value": shown, "x": shown, "y": shown, "label": label,
+                "high": at > (low + high) / 2, "left": False}  # fmt: skip
+    return [*values, *held], row
+
+
+def _baseline_layers(row: Row | None, **across: Any) -> list[alt.Chart]:
+    """A labelled line at what the frequencies of classes alone reach."""
+    if row is None:
+        return []
+    base = _data([row]).encode(tooltip=[_tip("label", "baseline")], **across)
+    rule = base.mark_rule(strokeDash=[2, 3], strokeWidth=1.5, color=alt.expr("muted"))
+    side: dict[str, Any]
+    # Along a rule from side to side, or above one from top to bottom.
+    if "y" in across:
+        place = {"x": alt.value(0 if row["left"] else "width")}
+        side = {"align": "left" if row["left"] else "right", "dx": 4 if row["left"] else -4,
+                "dy": 11 if row["high"] else -7}  # fmt: skip
+    else:
+        place = {"y": alt.value(0)}
+        side = {"align": "right" if row["high"] else "left", "baseline": "bottom", "dy": -3}
+    text = base.mark_text(fontSize=11, color=alt.expr("muted"), **side)
+    return [rule, text.encode(text="label:N", **place)]
+
+
+def _place(summary: HeadSummary, metric: Metric, found: Estimate) -> Row:
+    """What every row has: the head, the interval, and the value as text."""
+    low, high = bounds(metric, found)
+    if high is not None and math.isinf(high):
+        high = 1e300
+    return {"head": summary.title, "low": low, "high": high, "value": describe(metric, found)}
+
+
+def _in_sight(metric: Metric, rows: Sequence[Row], key: str) -> list[float]:
+    """The values that an axis must hold: all means, and whiskers unless they dwarf the means."""
+    means = [row[key] for row in rows]
+    low, high = min(means), max(means)
+    ends = [end for row in rows for end in (row["low"], row["high"]) if end is not None]
+    if metric.log:
+        room = max((high / low) ** 0.4, 1.3)
+        floor, ceiling = low / room, high * room
+    else:
+        room = max(0.4 * (high - low), 0.1 * abs(high))
+        floor, ceiling = low - room, high + room
+    return [*means, *(min(max(end, floor), ceiling) for end in ends)]
+
+
+def _tip(field: str, title: str = "") -> alt.Tooltip:
+    """A line of a tooltip that holds text."""
+    return alt.Tooltip(f"{field}:N", title=title or field)
+
+
+def first_capital(text: str) -> str:
+    """Of a sentence; ε stays as it is."""
+    return text[:1].upper() + text[1:] if text[:1].isascii() else text
+
+
+def _title(metric: Metric) -> str:
+    """The name of the metric, with its unit."""
+    unit = {"ms": "ms", "megabytes": "MB", "seconds": "s"}.get(metric.style)
+    return f"{metric.label} ({unit})" if unit else metric.label
+
+
+def _names(heads: Sequence[str]) -> alt.Y:
+    """Names of heads at the left of rows, in two lines on a phone."""
+    narrow = "containerSize()[0] < 500"
+    lines = json.dumps({head: two_lines(head) for head in heads})
+    axis = alt.Axis(
+        labelLimit=alt.ExprRef(f"{narrow} ? 150 : 260"),
+        labelExpr=f"{narrow} ? {lines}[datum.label] : datum.label",
+        labelFontSize=alt.ExprRef(f"{narrow} ? 11 : 12"),
+        labelLineHeight=13, grid=False, labelPadding=10,
+    )  # fmt: skip
+    return alt.Y("head:N", sort=list(heads), title=None, axis=axis)
+
+
+def two_lines(name: str) -> list[str]:
+    """A name in two lines where it is long, at a space.
+
+    Example:
+        >>> two_lines("Adaptive softmax (cutoffs=1000,4000)"), two_lines("NCE")
+        (['Adaptive softmax', '(cutoffs=1000,4000)'], ['NCE'])
+    """
+    places = [i for i, letter in enumerate(name) if letter == " "]
+    if len(name) <= _LINE or not places:
+        return [name]
+    at = min(places, key=lambda i: max(i, len(name) - i - 1))
+    return [name[:at], name[at + 1 :]]
+
+
+def _around(metric: Metric, values: Sequence[float]) -> dict[str, Any]:
+    """Scale and axis for the values with a margin, logarithmic where the metric is."""
+    low, high = min(values), max(values)
+    if metric.log and low > 0:
+        return _log_scale(values, share=0.08, least=1.03, format=_format(metric))
+    margin = max(0.08 * (high - low), 1e-3 * abs(high), 1e-9)
+    domain = [max(0.0, low - margin) if low >= 0 else low - margin, high + margin]
+    axis = alt.Axis(format=_format(metric), tickCount=5)
+    return {"scale": alt.Scale(domain=domain, nice=False, zero=False), "axis": axis}
+
+
+def _log_scale(
+    found: Sequence[float], share: float = 0.03, least: float = 1.01, **ticks: Any
+) -> dict[str, Any]:
+    """A logarithmic scale around the values, and its axis."""
+    margin = max((max(found) / min(found)) ** share, least)
+    low, high = min(found) / margin, max(found) * margin
     # A letter for thousands, but none for thousandths.
-    ticks = {
-        "format": "~s" if low >= 1 else ",.3~g",
-        "values": axes.log_ticks(low, high),
-        **options,
-    }
-    return {
-        "scale": alt.Scale(type="log", domain=[low, high], nice=False),
-        "axis": alt.Axis(**ticks),
-    }
+    form = "~s" if low >= 1 else ",.3~g"
+    axis = alt.Axis(**{"format": form, "values": log_ticks(low, high), **ticks})
+    return {"scale": alt.Scale(type="log", domain=[low, high], nice=False), "axis": axis}
 
 
-_ALL = (tradeoff, equal, curves, deciles, calibration, support, step_time, against_classes)
+def _format(metric: Metric) -> str:
+    """Of the labels of an axis, in the unit of the metric."""
+    return {"percent": "~%", "share": "~%", "count": ".3~s"}.get(metric.style, ",.8~g")
 
 
-def all_figures(results: Results) -> tuple[Figure, ...]:
-    """Those that there is anything to show for, in the order of the page."""
-    made = (figure(results) for figure in _ALL)
-    return tuple(figure for figure in made if figure.views)
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two positive ones, at most six.
+
+    Example:
+        >>> log_ticks(140, 270), log_ticks(1, 2000)
+        ([150, 200, 250], [1, 10, 100, 1000])
+    """
+    if high <= low:
+        return [_tidy(low)]
+    if high / low < 2.5:
+        return _even_ticks(low, high)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for mantissas in _MANTISSAS:
+        ticks = [_tidy(m * 10.0**d) for d in decades for m in mantissas]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if len(inside) <= _MOST_TICKS:
+            return inside
+    return inside[:: math.ceil(len(inside) / _MOST_TICKS)]
+
+
+def _even_ticks(low: float, high: float) -> list[float]:
+    size = 10.0 ** math.floor(math.log10(high - low))
+    for step in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0):
+        first, last = math.ceil(low / (step * size)), math.floor(high / (step * size))
+        if last - first < _MOST_TICKS:
+            return [_tidy(i * step * size) for i in range(first, last + 1)]
+    return []
+
+
+def _tidy(value: float) -> float:
+    """Without the last digits of a float, and whole where it is whole."""
+    value = float(f"{value:.10g}")
+    return int(value) if value == int(value) else value

@@ -7,10 +7,9 @@ its counterpart when it is dark, so that no chart has to be drawn again, on pape
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import altair as alt
 import vl_convert
@@ -32,33 +31,22 @@ DARK_COLOURS = (
 )  # fmt: skip
 # From this colour on, lines are dashed.
 _DASHED = 9
-SHAPES = (
-    "circle",
-    "square",
-    "triangle-up",
-    "diamond",
-    "cross",
-    "triangle-down",
-    "triangle-right",
-    "triangle-left",
-)
 DASHES: tuple[tuple[int, ...], ...] = ((1, 0), (7, 3), (2, 2), (9, 3, 2, 3))
+# Vega's names, and the same about the origin for the legend of the page.
+SHAPE_PATHS = {
+    "circle": "M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0",
+    "square": "M-4.5,-4.5h9v9h-9z",
+    "triangle-up": "M0,-5L5.2,4.2h-10.4z",
+    "diamond": "M0,-6L4.5,0L0,6L-4.5,0z",
+    "cross": "M-5.5,-2h3.5v-3.5h4v3.5h3.5v4h-3.5v3.5h-4v-3.5h-3.5z",
+    "triangle-down": "M0,5L5.2,-4.2h-10.4z",
+    "triangle-right": "M5,0L-4.2,5.2v-10.4z",
+    "triangle-left": "M-5,0L4.2,5.2v-10.4z",
+}
+SHAPES = tuple(SHAPE_PATHS)
 
-# In the order of SHAPES, about the origin, for the legend of the page.
-SHAPE_PATHS = (
-    "M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0",
-    "M-4.5,-4.5h9v9h-9z",
-    "M0,-5L5.2,4.2h-10.4z",
-    "M0,-6L4.5,0L0,6L-4.5,0z",
-    "M-5.5,-2h3.5v-3.5h4v3.5h3.5v4h-3.5v3.5h-4v-3.5h-3.5z",
-    "M0,5L5.2,-4.2h-10.4z",
-    "M5,0L-4.2,5.2v-10.4z",
-    "M-5,0L4.2,5.2v-10.4z",
-)
 
-
-@dataclass(frozen=True)
-class Ink:
+class Ink(NamedTuple):
     """The colours that are not a head's."""
 
     text: str
@@ -71,18 +59,11 @@ LIGHT_INK = Ink(text="#1c2024", muted="#60646c", line="#e4e6ea", paper="#ffffff"
 DARK_INK = Ink(text="#edeef0", muted="#a0a6b0", line="#30353d", paper="#16181c")
 
 FONT = "-apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
+_PICTURE_FONT = "Liberation Sans, Arial, sans-serif"
 
 
-@dataclass(frozen=True)
-class Look:
-    """How a head is drawn on every chart.
-
-    Attributes:
-        name: what people call it.
-        colour: place in the palette.
-        shape: its symbol, by its place in SHAPES.
-        dash: of its lines.
-    """
+class Look(NamedTuple):
+    """How a head is drawn on every chart: colour and shape are places in the palette and SHAPES."""
 
     name: str
     colour: int
@@ -114,136 +95,102 @@ def looks(heads: Sequence[HeadEntry]) -> list[Look]:
 
 def exchanges() -> list[tuple[str, str]]:
     """Each colour of a light chart, and its counterpart in the dark."""
-    inks = [(getattr(LIGHT_INK, f.name), getattr(DARK_INK, f.name)) for f in fields(Ink)]
-    return [*zip(LIGHT_COLOURS, DARK_COLOURS, strict=True), *inks]
+    light, dark = (*LIGHT_COLOURS, *LIGHT_INK), (*DARK_COLOURS, *DARK_INK)
+    return list(zip(light, dark, strict=True))
 
 
 def chart_config(*, font: str = FONT) -> dict[str, Any]:
     """What Vega takes as its configuration: charts are drawn for light, and themed by the page."""
     ink = LIGHT_INK
+    fonts = {"labelFont": font, "titleFont": font, "labelFontSize": 12}
     return {
         "background": None,
         "font": font,
         "axis": {
-            "labelColor": ink.muted,
-            "titleColor": ink.text,
-            "gridColor": ink.line,
-            "domainColor": ink.line,
-            "tickColor": ink.line,
-            "labelFont": font,
-            "titleFont": font,
-            "labelFontSize": 12,
-            "titleFontSize": 12,
-            "titleFontWeight": 500,
-            "titlePadding": 10,
-            "labelPadding": 6,
-            "tickSize": 0,
+            **fonts, "labelColor": ink.muted, "titleColor": ink.text, "gridColor": ink.line,
+            "domainColor": ink.line, "tickColor": ink.line, "titleFontSize": 12,
+            "titleFontWeight": 500, "titlePadding": 10, "labelPadding": 6, "tickSize": 0,
             "domain": False,
         },
         "legend": {
-            "labelColor": ink.text,
-            "titleColor": ink.muted,
-            "labelFont": font,
-            "titleFont": font,
-            "labelFontSize": 12,
-            "titleFontSize": 11,
-            "symbolStrokeWidth": 1.5,
-            "symbolSize": 90,
+            **fonts, "labelColor": ink.text, "titleColor": ink.muted, "titleFontSize": 11,
+            "symbolStrokeWidth": 1.5, "symbolSize": 90,
         },
         "title": {
-            "color": ink.text,
-            "subtitleColor": ink.muted,
-            "font": font,
-            "subtitleFont": font,
-            "fontSize": 15,
-            "subtitleFontSize": 12,
-            "anchor": "start",
-            "offset": 14,
+            "font": font, "subtitleFont": font, "color": ink.text, "subtitleColor": ink.muted,
+            "fontSize": 15, "subtitleFontSize": 12, "anchor": "start", "offset": 14,
             "fontWeight": 600,
         },
         "text": {"font": font},
         "style": {"cell": {"stroke": None}},
-    }
-
-
-_MARK_OF_HEADS = "heads"
-_PICTURE_FONT = "Liberation Sans, Arial, sans-serif"
+    }  # fmt: skip
 
 
 @cache
-def vega_lite() -> str:
+def _vega_lite() -> str:
     """The version that Altair writes, or the newest that vl-convert has."""
     written = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     known: list[str] = vl_convert.get_vegalite_versions()
     return written if written in known else known[-1]
 
 
-def compiled(chart: dict[str, Any]) -> dict[str, Any]:
-    """The chart as Vega, without its configuration, which the page has once for all charts."""
-    made: dict[str, Any] = vl_convert.vegalite_to_vega(
-        {**chart, "config": chart_config()}, vl_version=vega_lite()
-    )
-    made.pop("config", None)
-    made.pop("background", None)
-    _add_labels(made)
-    return made
-
-
 @cache
 def bundle() -> str:
     """Vega and vega-embed as one script, for the page to hold."""
     code: str = vl_convert.javascript_bundle(
-        "window.vegaEmbed = vegaEmbed;", vl_version=vega_lite()
+        "window.vegaEmbed = vegaEmbed;", vl_version=_vega_lite()
     )
     return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
-def write_picture(chart: dict[str, Any], stem: Path, *, title: str, subtitle: str) -> list[Path]:
+def compiled(chart: dict[str, Any]) -> dict[str, Any]:
+    """The chart as Vega, without its configuration, which the page has once for all charts."""
+    made: dict[str, Any] = vl_convert.vegalite_to_vega(
+        {**chart, "config": chart_config()}, vl_version=_vega_lite()
+    )
+    made.pop("config", None)
+    made.pop("background", None)
+    named = [
+        mark for mark in made.get("marks", ())
+        if mark.get("type") == "symbol" and "heads" in json.dumps(mark.get("style", ""))
+    ]  # fmt: skip
+    if named:
+        made["marks"].append(_labels(named[0]["name"], [each["name"] for each in made["marks"]]))
+    return made
+
+
+def _labels(points: str, others: list[str]) -> dict[str, Any]:
+    """Names beside the points of a scatter plot where there is room, none over another.
+
+    Vega-Lite has no such layout; Vega does, but only where there is a canvas, as in a browser.
+    """
+    return {
+        "type": "text",
+        "from": {"data": points},
+        "interactive": False,
+        "encode": {
+            "enter": {"fontSize": {"value": 12}, "font": {"value": FONT},
+                      "text": {"field": "datum.head"}},
+            "update": {"fill": {"signal": "ink"}},
+        },
+        "transform": [{
+            "type": "label",
+            "size": {"signal": "[max(width, 1), max(height, 1)]"},
+            "anchor": ["right", "left", "top-right", "bottom-right", "top", "bottom"],
+            "offset": [4],
+            "padding": 24,
+            "avoidMarks": others,
+        }],
+    }  # fmt: skip
+
+
+def write_picture(chart: dict[str, Any], stem: Path, *, title: str, subtitle: str) -> None:
     """The chart as ``stem``.png and ``stem``.svg, on white."""
     look = {**chart_config(font=_PICTURE_FONT), "background": LIGHT_INK.paper}
     look["legend"] = {**look["legend"], **chart.get("config", {}).get("legend", {})}
     words = {"text": title, "subtitle": subtitle, "frame": "group"}
     drawn: str = vl_convert.vegalite_to_svg(
-        {**chart, "config": look, "title": words, "padding": 16}, vl_version=vega_lite()
+        {**chart, "config": look, "title": words, "padding": 16}, vl_version=_vega_lite()
     )
-    png, svg = stem.with_suffix(".png"), stem.with_suffix(".svg")
-    svg.write_text(drawn, encoding="utf-8")
-    png.write_bytes(vl_convert.svg_to_png(drawn, scale=2))
-    return [png, svg]
-
-
-def _add_labels(vega: dict[str, Any]) -> None:
-    """Names beside the points of a scatter plot where there is room, none over another.
-
-    Vega-Lite has no such layout; Vega does, but only where there is a canvas, as in a browser.
-    """
-    for mark in vega.get("marks", ()):
-        if mark.get("type") == "symbol" and _MARK_OF_HEADS in json.dumps(mark.get("style", "")):
-            break
-    else:
-        return
-    vega["marks"].append(
-        {
-            "type": "text",
-            "from": {"data": mark["name"]},
-            "interactive": False,
-            "encode": {
-                "enter": {
-                    "fontSize": {"value": 12},
-                    "font": {"value": FONT},
-                    "text": {"field": "datum.head"},
-                },
-                "update": {"fill": {"signal": "ink"}},
-            },
-            "transform": [
-                {
-                    "type": "label",
-                    "size": {"signal": "[max(width, 1), max(height, 1)]"},
-                    "anchor": ["right", "left", "top-right", "bottom-right", "top", "bottom"],
-                    "offset": [4],
-                    "padding": 24,
-                    "avoidMarks": [each["name"] for each in vega["marks"]],
-                }
-            ],
-        }
-    )
+    stem.with_suffix(".svg").write_text(drawn, encoding="utf-8")
+    stem.with_suffix(".png").write_bytes(vl_convert.svg_to_png(drawn, scale=2))

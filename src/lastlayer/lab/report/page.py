@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,37 +13,31 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from lastlayer.lab import metrics
-from lastlayer.lab.families import REFERENCES
-from lastlayer.lab.metrics import Metric
-from lastlayer.lab.records import read_rates
+from lastlayer.lab.records import finite, read_rates
 from lastlayer.lab.report import explorer, look, tables
-from lastlayer.lab.report.charts import Charts
-from lastlayer.lab.report.figures import Figure, left_out
-from lastlayer.lab.results import HeadSummary, Results
+from lastlayer.lab.report.figures import Charts, Figure, first_capital, left_out
+from lastlayer.lab.results import Results
 from lastlayer.lab.verdict import Verdict, budget_text, full_softmax
 
 _HERE = "lastlayer.lab.report"
 # Of the smoothed perplexity, where the comparison did not say.
 _EPSILON = 1e-4
+# Inside <script> only these could end it, open a comment, or end a line of older JavaScript.
+_ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> str:
     """The HTML of the page."""
     environment = Environment(
-        loader=PackageLoader(_HERE, "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=PackageLoader(_HERE, "templates"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     code, library = _asset("report.js"), look.bundle()
-    looks = look.looks(results.comparison.heads)
-    names = [each.name for each in looks]
-    charts = Charts(looks)
-    chosen = tables.columns(results)
-    contexts = explorer.contexts(results)
+    asked, looks = results.comparison, look.looks(results.comparison.heads)
+    charts, chosen = Charts(looks), tables.columns(results)
+    contexts, name = explorer.contexts(results), str(asked.data.get("name", "comparison"))
     embedded = {
-        "heads": names,
+        "heads": [each.name for each in looks],
         "config": look.chart_config(),
         "charts": {
             figure.key: {view.key: look.compiled(view.chart(charts)) for view in figure.views}
@@ -52,19 +45,19 @@ def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> s
         },
         "contexts": contexts,
         "csv": tables.comma_separated(results),
-        "name": str(results.comparison.data.get("name", "comparison")),
+        "name": name,
     }
-    asked = results.comparison
     return environment.get_template("report.html.j2").render(
-        name=embedded["name"],
+        name=name,
         results=results,
         asked=asked,
         verdict=verdict,
         budget=budget_text(results),
+        quality=first_capital(results.metric.label),
+        seconds=metrics.seconds,
         tiles=_tiles(results, verdict),
         figures={figure.key: figure for figure in figures},
-        heads=[_mark(each) for each in looks],
-        position={name: i for i, name in enumerate(names)},
+        heads={each.name: _mark(each) for each in looks},
         columns=chosen,
         rows=[
             (summary, [tables.cell(column, summary, results) for column in chosen])
@@ -89,7 +82,7 @@ def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> s
         code=code,
         library=library,
         policy=content_policy([library, code]),
-        embedded=json_for_script(jsonable(embedded)),
+        embedded=json_for_script(finite(embedded)),
         everything=json_for_script(everything(results, verdict)),
     )
 
@@ -100,12 +93,9 @@ def _asset(name: str) -> str:
 
 def _mark(head: look.Look) -> dict[str, Any]:
     """What the legend draws of a head."""
-    return {
-        "name": head.name,
-        "colour": head.colour,
-        "path": look.SHAPE_PATHS[head.shape],
-        "dash": "" if head.dash == (1, 0) else " ".join(str(d) for d in head.dash),
-    }
+    dash = "" if head.dash == (1, 0) else " ".join(map(str, head.dash))
+    path = look.SHAPE_PATHS[look.SHAPES[head.shape]]
+    return {"colour": head.colour, "path": path, "dash": dash}
 
 
 def _tiles(results: Results, verdict: Verdict) -> list[dict[str, Any]]:
@@ -113,32 +103,30 @@ def _tiles(results: Results, verdict: Verdict) -> list[dict[str, Any]]:
     chosen, full = verdict.recommended, full_softmax(results)
     if chosen is None:
         return []
-    others = [("runner-up", verdict.runner_up)]
-    if full is not None and full not in (chosen, verdict.runner_up):
-        others.append(("full softmax", full))
-    shown: list[tuple[Metric, str]] = [
+    best = verdict.runner_up is verdict.best
+    others = {"best in quality" if best else "runner-up": verdict.runner_up}
+    if full not in (chosen, verdict.runner_up):
+        others["full softmax"] = full
+    shown = (
         (results.metric, "on test data, with the best model by validation"),
         (metrics.STEP_MS, "median of the training steps"),
         (metrics.SECONDS, "training alone, without warm-up and evaluation"),
         (metrics.STEPS, "the same for every head"),
         (metrics.MEMORY, "peak while it was trained"),
-    ]
+    )
     made = []
     for metric, help_ in shown:
         value = chosen.mean(metric.key)
         if value is None:
             continue
+        text, beside = metric.format(value), [
+            f"{name}: {metric.format(other)}" for name, head in others.items()
+            if head is not None and (other := head.mean(metric.key)) is not None
+        ]  # fmt: skip
         if metric is metrics.STEPS:
             epochs = chosen.mean(metrics.EPOCHS.key)
-            beside = [] if epochs is None else [f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"]
-            beside.append("equal for all heads")
-        else:
-            beside = [
-                f"{name}: {metric.format(other)}"
-                for name, head in others
-                if head is not None and (other := head.mean(metric.key)) is not None
-            ]
-        text = f"{value:,.0f}" if metric is metrics.STEPS else metric.format(value)
+            passes = [] if epochs is None else [f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"]
+            text, beside = f"{value:,.0f}", [*passes, "equal for all heads"]
         made.append({"label": metric.label, "value": text, "beside": beside, "help": help_})
     return made
 
@@ -151,14 +139,12 @@ def _rates(results: Results) -> list[dict[str, Any]]:
         entry = found.get(head.slug) or {}
         tried = [each for each in entry.get("tried") or () if isinstance(each, Mapping)]
         if tried:
-            made.append({
-                "head": head.title, "steps": entry.get("steps"),
-                "tried": [
-                    {"lr": tables.plain(each.get("lr")), "taken": each.get("lr") == entry.get("lr"),
-                     "score": _score(each.get("score"))}
-                    for each in tried
-                ],
-            })  # fmt: skip
+            rates = [
+                {"lr": tables.plain(each.get("lr")), "taken": each.get("lr") == entry.get("lr"),
+                 "score": _score(each.get("score"))}
+                for each in tried
+            ]  # fmt: skip
+            made.append({"head": head.title, "steps": entry.get("steps"), "tried": rates})
     return made
 
 
@@ -169,74 +155,66 @@ def _score(value: Any) -> str:
 def _settings(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
     """Everything that was recorded of the comparison, in groups."""
     asked = results.comparison
-    groups: list[tuple[str, Mapping[str, Any]]] = [
-        ("Data", asked.data),
-        ("Backbone", asked.model),
-        (
-            "Training",
-            {"budget": budget_text(results), "seeds": list(asked.seeds), **asked.settings},
-        ),
-        ("Machine", asked.device),
-        ("Versions", {**asked.versions, "git": _short_commit(asked.git)}),
-    ]
+    # A commit's first twelve digits, and the sign that there were changes.
+    commit = asked.git and asked.git[:12] + "+" * asked.git.endswith("+")
+    budget = {"budget": budget_text(results), "seeds": list(asked.seeds)}
+    groups: dict[str, Mapping[str, Any]] = {
+        "Data": asked.data,
+        "Backbone": asked.model,
+        "Training": {**budget, **asked.settings},
+        "Machine": asked.device,
+        "Versions": {**asked.versions, "git": commit},
+    }
     return [
-        (
-            name,
-            [(tables.named(key), tables.plain(value)) for key, value in tables.flat(group).items()],
-        )
-        for name, group in groups
+        (name, [(tables.named(k), tables.plain(v)) for k, v in tables.flat(group).items()])
+        for name, group in groups.items()
         if group
     ]
 
 
-def _short_commit(commit: str | None) -> str | None:
-    """Its first twelve digits, and the sign that there were changes."""
-    return commit if commit is None else commit[:12] + ("+" if commit.endswith("+") else "")
-
-
 def _references(results: Results) -> list[tuple[str, Any]]:
     """The papers of the heads that were compared, each family once."""
-    families = dict.fromkeys(head.family for head in results.comparison.heads)
-    by_family = {head.family: head for head in reversed(results.comparison.heads)}
-    return [
-        (by_family[family].title.split(" (")[0], REFERENCES[family])
-        for family in families
-        if family in REFERENCES
-    ]
+    titles: dict[str, str] = {}
+    for head in results.comparison.heads:
+        titles.setdefault(head.family, head.title.split(" (")[0])
+    papers = references()
+    return [(title, papers[each]) for each, title in titles.items() if each in papers]
+
+
+def references() -> dict[str, list[dict[str, str]]]:
+    """Papers by family: their text, and a link where there is one."""
+    held: dict[str, list[dict[str, str]]] = json.loads(_asset("references.json"))
+    return held
+
+
+_ASKED = (
+    "baseline", "command", "created", "data", "model", "budget", "settings", "device", "versions",
+    "git", "seeds",
+)  # fmt: skip
 
 
 def everything(results: Results, verdict: Verdict) -> dict[str, Any]:
-    """What was asked, what each run gave, and what the page makes of it."""
-    asked = results.comparison
-    made: dict[str, Any] = jsonable({
+    """What was asked, what each run gave, and what the page makes of it; all of it is JSON."""
+    asked, chosen, second = results.comparison, verdict.recommended, verdict.runner_up
+    made: dict[str, Any] = finite({
         "schema": 1,
         "verdict": verdict.sentence,
-        "findings": list(verdict.findings),
-        "notes": list(verdict.notes),
-        "recommended": _title(verdict.recommended),
-        "runner_up": _title(verdict.runner_up),
+        "findings": verdict.findings,
+        "notes": verdict.notes,
+        "recommended": chosen and chosen.title,
+        "runner_up": second and second.title,
         "steps_needed": verdict.needed,
-        "baseline": asked.baseline,
         "ranked_by": results.metric.key,
         "equal_seconds": results.equal_seconds,
         "equal_steps": results.equal_steps,
-        "command": list(asked.command),
-        "created": asked.created,
-        "data": asked.data,
-        "model": asked.model,
-        "budget": asked.budget,
-        "settings": asked.settings,
-        "device": asked.device,
-        "versions": asked.versions,
-        "git": asked.git,
-        "seeds": list(asked.seeds),
+        **{name: getattr(asked, name) for name in _ASKED},
         "heads": [
             {
                 "rank": s.rank, "head": s.title, "spec": s.head.spec, "family": s.head.family,
                 "status": s.status, "gain": s.gain,
                 "means": {key: asdict(found) for key, found in s.estimates.items()},
-                "at_equal_time": None if s.at_equal_seconds is None else asdict(s.at_equal_seconds),
-                "at_equal_steps": None if s.at_equal_steps is None else asdict(s.at_equal_steps),
+                "at_equal_time": s.at_equal_seconds and asdict(s.at_equal_seconds),
+                "at_equal_steps": s.at_equal_steps and asdict(s.at_equal_steps),
             }
             for s in results.summaries
         ],
@@ -249,36 +227,9 @@ def everything(results: Results, verdict: Verdict) -> dict[str, Any]:
             }
             for run in asked.runs
         ],
-        "costs": None if results.costs is None else asdict(results.costs),
+        "costs": results.costs and asdict(results.costs),
     })  # fmt: skip
     return made
-
-
-def _title(summary: HeadSummary | None) -> str | None:
-    return None if summary is None else summary.title
-
-
-def jsonable(value: Any) -> Any:
-    """The same value as JSON can hold it: no NaN, no infinity, no other types."""
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(each) for each in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int | bool):
-        return value
-    return str(value)
-
-
-# Inside <script> only these could end it, open a comment, or end a line of older JavaScript.
-_ESCAPES = {
-    ord("<"): "\\u003c",
-    ord(">"): "\\u003e",
-    ord("&"): "\\u0026",
-    0x2028: "\\u2028",
-    0x2029: "\\u2029",
-}
 
 
 def json_for_script(value: Any) -> Markup:
@@ -294,21 +245,11 @@ def json_for_script(value: Any) -> Markup:
     return Markup(text.translate(_ESCAPES))
 
 
-def script_hash(code: str) -> str:
-    """What a content security policy knows an inline script by."""
-    digest = hashlib.sha256(code.encode("utf-8")).digest()
-    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
-
-
 def content_policy(scripts: list[str]) -> str:
     """Only these scripts run, and nothing is ever fetched."""
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {' '.join(script_hash(code) for code in scripts)}",
-            "style-src 'unsafe-inline'",
-            "img-src data: blob:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
+    digests = (hashlib.sha256(code.encode("utf-8")).digest() for code in scripts)
+    known = " ".join(f"'sha256-{base64.b64encode(each).decode('ascii')}'" for each in digests)
+    return (
+        f"default-src 'none'; script-src {known}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
     )

@@ -3,29 +3,47 @@
 import csv
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lastlayer.lab import metrics
 from lastlayer.lab.metrics import Metric
 from lastlayer.lab.results import HeadSummary, Results
 from lastlayer.lab.statistics import Estimate
-from lastlayer.lab.verdict import Verdict, describe, interval
+from lastlayer.lab.verdict import Verdict, interval
+
+_FIRST_COSTS = (
+    metrics.STEP_MS, metrics.MEMORY, metrics.HEAD_PARAMETERS, metrics.STEPS, metrics.EPOCHS,
+    metrics.RATE_OF_LEARNING,
+)  # fmt: skip
+_OF_SPARSE_HEADS = ("eps_perplexity", "coverage", "support")
+# More of these is neither better nor worse.
+_NO_BEST = {
+    "support", "steps", "epochs", "seconds", "parameters", "head_parameters", "lr", "gain",
+}  # fmt: skip
+_HELP = {
+    **{m.key: "test data" for m in metrics.QUALITY},
+    "step_ms": "median over steps, without warm-up and evaluation",
+    "tokens_per_second": "targets per second of training",
+    "peak_memory_mb": "while the run was trained",
+    "parameters": "backbone and head together",
+}
+# What people call settings whose names in files are shorter.
+_NAMES = {
+    "width": "hidden size", "hidden": "hidden size", "batch": "batch size", "lr": "learning rate",
+    "body": "backbone", "valid": "validation", "train": "training",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """What a table shows of one metric of one head."""
 
     text: str
-    span: str = ""
-    """The interval, in small."""
+    span: str = ""  # the interval, in small
     sort: float | None = None
     best: bool = False
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A metric, or a metric at equal time or steps."""
 
     key: str
@@ -46,34 +64,32 @@ def columns(results: Results, *, telling: bool = True) -> list[Column]:
     metric = results.metric
     found = [_column(metric, "test data, the best model by validation; heads are ranked by it")]
     if results.equal_seconds is not None and results.equal_steps is not None:
+        after = metrics.seconds(results.equal_seconds)
         found += [
-            Column(
-                "equal_time",
-                "at equal time",
-                f"{metric.label}, validation data after {metrics.seconds(results.equal_seconds)} "
-                "of training",
-                metric,
-                lambda s: s.at_equal_seconds,
-            ),
-            Column(
-                "gain",
-                metrics.GAIN.label,
-                "how much better validation became over the last quarter of the steps: where this "
-                "is much, it is early",
-                metrics.GAIN,
-                lambda s: None if s.gain is None else Estimate(s.gain, len(s.finished)),
-            ),
-        ]
-    costs = [
-        metrics.STEP_MS, metrics.MEMORY, metrics.HEAD_PARAMETERS, metrics.STEPS, metrics.EPOCHS,
-        metrics.RATE_OF_LEARNING,
-    ]  # fmt: skip
+            Column("equal_time", "at equal time",
+                   f"{metric.label}, validation data after {after} of training",
+                   metric, lambda s: s.at_equal_seconds),
+            Column("gain", metrics.GAIN.label,
+                   "how much better validation became over the last quarter of the steps: where "
+                   "this is much, it is early",
+                   metrics.GAIN,
+                   lambda s: None if s.gain is None else Estimate(s.gain, len(s.finished))),
+        ]  # fmt: skip
     silent = _OF_SPARSE_HEADS if telling and not _any_sparse(results) else ()
     others = [m for m in metrics.QUALITY if m is not metric and m.key not in silent]
-    rest = [m for m in metrics.COSTS if m not in costs]
-    return found + [
-        _column(m, _HELP.get(m.key, "")) for m in results.measured(costs + others + rest)
-    ]
+    rest = [m for m in metrics.COSTS if m not in _FIRST_COSTS]
+    measured = results.measured([*_FIRST_COSTS, *others, *rest])
+    return found + [_column(m, _HELP.get(m.key, "")) for m in measured]
+
+
+def _column(metric: Metric, help_: str) -> Column:
+    return Column(metric.key, metric.label, help_, metric, lambda s: s.estimates.get(metric.key))
+
+
+def _any_sparse(results: Results) -> bool:
+    """Whether a head gives probability 0 to some class."""
+    supports = [found for s in results.ranked if (found := s.mean("support")) is not None]
+    return min(supports, default=1e300) < 0.999 * (results.comparison.n_classes or 0)
 
 
 def cell(column: Column, summary: HeadSummary, results: Results) -> Cell:
@@ -87,6 +103,7 @@ def cell(column: Column, summary: HeadSummary, results: Results) -> Cell:
     telling = len(means) > 1 and column.key not in _NO_BEST
     return Cell(
         column.metric.format(found.mean),
+        # Seeds make the same steps on the same machine: an interval of a cost says little.
         interval(column.metric, found) if column.metric.tested else "",
         found.mean,
         best=telling and len(as_good) == 1,
@@ -95,34 +112,29 @@ def cell(column: Column, summary: HeadSummary, results: Results) -> Cell:
 
 def baseline(results: Results, chosen: list[Column]) -> list[str]:
     """What the frequencies of classes alone reach, a cell per column; empty where not measured."""
-    asked = results.comparison.baseline
-    test = asked.get("test")
+    test = results.comparison.baseline.get("test")
     if not isinstance(test, Mapping) or results.baseline() is None:
         return []
-    values = [test.get(c.key) if c.metric.tested else None for c in chosen]
-    return [c.metric.format(v) for c, v in zip(chosen, values, strict=True)]
+    return [c.metric.format(test.get(c.key) if c.metric.tested else None) for c in chosen]
 
 
 def markdown(results: Results, verdict: Verdict) -> str:
     """The verdict with all that qualifies it, and the summary as a table."""
     chosen = columns(results)
-    sentence = "\n".join([
-        verdict.sentence, *(f"- {each}" for each in (*verdict.findings, *verdict.notes))
-    ])  # fmt: skip
+    told = [verdict.sentence, *(f"- {each}" for each in (*verdict.findings, *verdict.notes)), ""]
     heading = ["#", "head", *(c.label for c in chosen), "runs"]
-    lines = [sentence, "", _line(heading), _line(["--:", ":--", *["--:"] * len(chosen), ":--"])]
-    for summary in results.summaries:
-        values = [
-            describe(c.metric, found)
-            if (found := c.read(summary))
-            else cell(c, summary, results).text
-            for c in chosen
-        ]
-        rank = "" if summary.rank is None else str(summary.rank)
-        lines.append(_line([rank, summary.title, *values, runs_text(summary)]))
+    rows = [heading, ["--:", ":--", *["--:"] * len(chosen), ":--"]]
+    for s in results.summaries:
+        cells = [cell(c, s, results) for c in chosen]
+        values = [f"{c.text} ({c.span})" if c.span else c.text for c in cells]
+        rows.append([str(s.rank or ""), s.title, *values, runs_text(s)])
     if base := baseline(results, chosen):
-        lines.append(_line(["", f"{results.comparison.baseline['name']} baseline", *base, ""]))
-    return "\n".join([*lines, "", note(results), ""])
+        rows.append(["", f"{results.comparison.baseline['name']} baseline", *base, ""])
+    return "\n".join([*told, *map(_line, rows), "", note(results), ""])
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
 
 
 def comma_separated(results: Results) -> str:
@@ -130,57 +142,14 @@ def comma_separated(results: Results) -> str:
     chosen = columns(results, telling=False)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    parts = ("", "_low", "_high")
-    writer.writerow(
-        ["rank", "head", "spec", "family", "runs", "finished", "status"]
-        + [f"{c.key}{part}" for c in chosen for part in parts]
-    )
+    names = [f"{c.key}{part}" for c in chosen for part in ("", "_low", "_high")]
+    writer.writerow(["rank", "head", "spec", "family", "runs", "finished", "status", *names])
     for s in results.summaries:
         found = [c.read(s) for c in chosen]
         numbers = [n for e in found for n in ((e.mean, e.low, e.high) if e else (None,) * 3)]
-        first = [
-            s.rank,
-            s.title,
-            s.head.spec,
-            s.head.family,
-            len(s.runs),
-            len(s.finished),
-            s.status,
-        ]
+        first = s.rank, s.title, s.head.spec, s.head.family, len(s.runs), len(s.finished), s.status
         writer.writerow([_safe("" if value is None else value) for value in (*first, *numbers)])
     return out.getvalue()
-
-
-def note(results: Results, where: str = "in parentheses") -> str:
-    """How the numbers are to be read."""
-    most = max((len(s.finished) for s in results.summaries), default=0)
-    if most == 0:
-        return "No run has finished."
-    if most == 1:
-        return "One seed: there are no confidence intervals."
-    return f"Means over seeds; {where} 95% confidence intervals."
-
-
-def runs_text(summary: HeadSummary) -> str:
-    """What became of the runs of a head."""
-    n = len(summary.runs)
-    if summary.status == "ok":
-        return f"{n} ok"
-    return summary.status if n == 1 or "," in summary.status else f"{n} {summary.status}"
-
-
-def _any_sparse(results: Results) -> bool:
-    """Whether a head gives probability 0 to some class."""
-    supports = [found for s in results.ranked if (found := s.mean("support")) is not None]
-    return len(supports) > 0 and min(supports) < 0.999 * (results.comparison.n_classes or 0)
-
-
-def _column(metric: Metric, help_: str) -> Column:
-    return Column(metric.key, metric.label, help_, metric, lambda s: s.estimates.get(metric.key))
-
-
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
 
 
 def _safe(value: object) -> object:
@@ -188,23 +157,18 @@ def _safe(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value[:1] in tuple("=+-@\t\r") else value
 
 
-_OF_SPARSE_HEADS = ("eps_perplexity", "coverage", "support")
-# More of these is neither better nor worse.
-_NO_BEST = {
-    "support", "steps", "epochs", "seconds", "parameters", "head_parameters", "lr", "gain",
-}  # fmt: skip
-_HELP = {
-    **{m.key: "test data" for m in metrics.QUALITY},
-    "step_ms": "median over steps, without warm-up and evaluation",
-    "tokens_per_second": "targets per second of training",
-    "peak_memory_mb": "while the run was trained",
-    "parameters": "backbone and head together",
-}
-# What people call settings whose names in files are shorter.
-_NAMES = {
-    "width": "hidden size", "hidden": "hidden size", "batch": "batch size", "lr": "learning rate",
-    "body": "backbone", "valid": "validation", "train": "training",
-}  # fmt: skip
+def note(results: Results, where: str = "in parentheses") -> str:
+    """How the numbers are to be read."""
+    most = max((len(s.finished) for s in results.summaries), default=0)
+    if most < 2:
+        return "One seed: there are no confidence intervals." if most else "No run has finished."
+    return f"Means over seeds; {where} 95% confidence intervals."
+
+
+def runs_text(summary: HeadSummary) -> str:
+    """What became of the runs of a head."""
+    n, status = len(summary.runs), summary.status
+    return status if status != "ok" and (n == 1 or "," in status) else f"{n} {status}"
 
 
 def named(key: str) -> str:
@@ -251,6 +215,4 @@ def plain(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, list | tuple):
-        return ", ".join(str(each) for each in value)
-    return str(value)
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
