@@ -106,7 +106,7 @@ class CompareOptions:
         "Layers of the backbone: 1 of an LSTM by default, 2 of a transformer.", panel=_TRAINING
     )
     lr: str | None = _option(
-        "Learning rate; auto, the default, tries three for each head and takes the best.",
+        "Learning rate; auto, the default, tries three or more for each head and takes the best.",
         "auto|NUMBER", panel=_TRAINING,
     )  # fmt: skip
     seed: int | None = _option("The first seed; the others follow. 1 by default.", panel=_TRAINING)
