@@ -3,8 +3,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Newer than pyproject.toml and constraints.txt when the environment is what they ask for.
+# Newer than pyproject.toml and constraints.txt when the environment has what they ask for: all of
+# it, or what the demo needs.
 READY := $(VENV)/.ready
+LAB := $(VENV)/.lab
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: help setup demo test lint unit docs clean
@@ -15,15 +17,17 @@ help: ## List the targets
 setup: $(READY) ## Make the virtual environment in .venv (the other targets do it as needed)
 
 # torch goes first and by its exact version, before anything that depends on it can choose a build.
-$(READY): pyproject.toml constraints.txt
+$(READY): EXTRAS := test,docs,lab
+$(LAB): EXTRAS := lab
+$(READY) $(LAB): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or \
 	  sys.exit(f"lastlayer needs Python 3.11 or newer, got {v.major}.{v.minor}: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt $(TORCH)
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[test,docs,lab]"
-	@touch $@
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[$(EXTRAS)]"
+	@touch $@ $(LAB)
 
-demo: $(READY) ## Compare ten heads on the source of Python's own library, and write the page
+demo: $(LAB) ## Compare ten heads on the source of Python's own library, and write the page
 	$(BIN)/lastlayer compare
 
 test: lint unit docs ## Everything that must pass: lint, types, tests, doctests, docs

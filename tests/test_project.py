@@ -90,8 +90,8 @@ def test_make_sets_up_once_and_again_when_the_requirements_change(tmp_path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
 
-    def plan():
-        command = ["make", "--dry-run", "--no-print-directory", "test"]
+    def plan(target="test"):
+        command = ["make", "--dry-run", "--no-print-directory", target]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
         return subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
@@ -102,10 +102,14 @@ def test_make_sets_up_once_and_again_when_the_requirements_change(tmp_path):
         "install --quiet -c constraints.txt -e"
     )
     assert first.rindex("pip install") < first.index("ruff check")
+    assert '-e ".[test,docs,lab]"' in first
+    assert '-e ".[lab]"' in plan("demo")
 
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".ready").touch()
     assert "pip install" not in plan()
+    (tmp_path / ".venv" / ".lab").touch()
+    assert "pip install" not in plan("demo")
 
     now = (tmp_path / ".venv" / ".ready").stat().st_mtime
     os.utime(tmp_path / "constraints.txt", (now + 10, now + 10))

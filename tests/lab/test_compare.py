@@ -16,9 +16,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lastlayer.cli import app
+from lastlayer.lab import commands, evaluation
 from lastlayer.lab import comparison as lab
-from lastlayer.lab import evaluation
-from lastlayer.lab.commands import comparing
 from lastlayer.lab.comparison import compare
 from lastlayer.lab.errors import LabError, SpecError
 from lastlayer.lab.options import CompareOptions
@@ -188,7 +187,7 @@ def test_the_command_asks_for_the_same(compared, tmp_path):
     command = json.loads((compared.out / "compare.json").read_text())["command"]
     asked = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(comparing, "_compare", lambda options, *_: asked.append(options) or 0)
+        patched.setattr(commands, "_compare", lambda options, *_: asked.append(options) or 0)
         result = runner.invoke(app, command[1:])
     assert result.exit_code == 0, result.output
     assert asked[0].as_json() == json.loads((compared.out / "compare.json").read_text())["options"]

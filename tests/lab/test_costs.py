@@ -131,7 +131,7 @@ def test_results_hold_them(compared):
 
 
 def test_they_are_not_measured_again(compared, monkeypatch):
-    monkeypatch.setattr(costs.Stopwatch, "time", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(costs.Meter, "time", lambda *_: pytest.fail("measured again"))
     assert run(compared.out, resume=True).costs == compared.costs
 
 
@@ -159,7 +159,7 @@ def test_a_broken_file_is_told_by_name(unmeasured):
 def test_what_would_take_too_long_is_left_out(unmeasured, monkeypatch):
     monkeypatch.setattr(costs, "SECONDS_A_HEAD", 0.0)
     monkeypatch.setattr(costs, "SHARE_OF_TRAINING", 0.0)
-    monkeypatch.setattr(costs.Stopwatch, "time", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(costs.Meter, "time", lambda *_: pytest.fail("measured"))
     done = run(unmeasured, resume=True)
     assert not done.interrupted
     for each in done.costs["costs"]:
@@ -186,7 +186,7 @@ def test_free_memory_is_known_here():
 
 
 def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(unmeasured, monkeypatch):
-    measure, calls = costs.Stopwatch.time, []
+    measure, calls = costs.Meter.time, []
 
     def pressed(self, *what):
         calls.append(what)
@@ -194,7 +194,7 @@ def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(unmeasured, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return measure(self, *what)
 
-    monkeypatch.setattr(costs.Stopwatch, "time", pressed)
+    monkeypatch.setattr(costs.Meter, "time", pressed)
     first = run(unmeasured, resume=True)
     assert first.interrupted
     assert not first.costs["complete"]

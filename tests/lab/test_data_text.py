@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lastlayer.lab.data import DataError, Vocabulary, load, stdlib, text
-from lastlayer.lab.data.stdlib import SourceFile, Sources, cache_folder, source_files, tokens_of
+from lastlayer.lab.data.stdlib import cache_folder, source_files, tokens_of, without_imports
 
 
 def words(seed, n=400, types=30):
@@ -44,11 +44,16 @@ def test_counts_are_those_of_the_training_part_and_fall(tmp_path, seed):
     assert data.counts.dtype == np.int64
 
 
+def chosen_from(counts, vocab_size=None, min_count=None):
+    numbers = np.fromiter(counts.values(), np.int64, len(counts))
+    return text.choose(list(counts), numbers, vocab_size, min_count)[0]
+
+
 @pytest.mark.parametrize("vocab_size", [2, 5, 1000])
 @pytest.mark.parametrize("min_count", [1, 3])
 def test_a_vocabulary_keeps_the_most_frequent(seed, vocab_size, min_count):
     counts = dict(Counter(" ".join(words(seed)).split()))
-    chosen = Vocabulary.from_counts(counts, vocab_size=vocab_size, min_count=min_count)
+    chosen = chosen_from(counts, vocab_size=vocab_size, min_count=min_count)
     allowed = sorted((-n, token) for token, n in counts.items() if n >= min_count)
     expected = [token for _, token in allowed][: vocab_size - 1]
     assert [token for token in chosen.tokens if token != "<unk>"] == expected
@@ -58,14 +63,14 @@ def test_a_vocabulary_keeps_the_most_frequent(seed, vocab_size, min_count):
 
 
 def test_what_comes_once_is_unknown_unless_the_text_has_unknowns_of_its_own():
-    assert "b" not in Vocabulary.from_counts({"a": 2, "b": 1}).ids
-    own = Vocabulary.from_counts({"a": 2, "b": 1, "<unk>": 5})
+    assert "b" not in chosen_from({"a": 2, "b": 1}).ids
+    own = chosen_from({"a": 2, "b": 1, "<unk>": 5})
     assert own.tokens == ("<unk>", "a", "b")
     assert own.counts.tolist() == [5, 2, 1]
 
 
 def test_a_vocabulary_is_saved_as_json(tmp_path):
-    words = Vocabulary.from_counts({"é\ud800\n": 3, "b": 2, '"': 2})
+    words = chosen_from({"é\ud800\n": 3, "b": 2, '"': 2})
     words.save(tmp_path / "vocabulary.json")
     again = Vocabulary.load(tmp_path / "vocabulary.json")
     assert again.tokens == words.tokens
@@ -338,11 +343,7 @@ def test_imports_are_labels_and_leave_the_tokens(library):
 
 def test_imports_at_the_end_of_a_file():
     tokens = ["x", "<newline>", "import", "a", "<newline>", "from", "b", "import", "c", "<eos>"]
-    names = sorted({*tokens})
-    ids = np.array([names.index(token) for token in tokens], np.int32)
-    file = SourceFile("x.py", None, "train", b"")
-    sources = Sources([file], names, ids, np.array([0, len(ids)]), cached=False)
-    kept, modules = stdlib._without_imports(sources, 0)
+    kept, modules = without_imports(tokens)
     assert modules == {"a", "b"}
     assert kept == ["x", "<newline>", "<newline>", "<eos>"]
 

@@ -205,5 +205,5 @@ def test_the_command_refuses_with_code_2(tmp_path, arguments, monkeypatch):
 
 
 def test_the_module_is_imported_without_torch():
-    code = "import sys, lastlayer.lab.inspect, lastlayer.lab.plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, lastlayer.lab.inspect; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,9 +9,8 @@ from typer.testing import CliRunner
 
 from lastlayer.cli import app
 from lastlayer.lab import costs
-from lastlayer.lab import plan as planning
+from lastlayer.lab.costs import PlannedHead, plan, render_plan
 from lastlayer.lab.errors import LabError, SpecError
-from lastlayer.lab.plan import PlannedHead, plan, render_plan
 from lastlayer.lab.specs import catalogue
 
 SIZES = ["plan", "--classes", "3000", "--hidden", "8", "--rows", "16", "--device", "cpu"]
@@ -44,13 +43,13 @@ def test_more_work_takes_longer():
 
 
 def test_what_would_take_too_long_has_a_reason_and_the_time_at_a_smaller_size(monkeypatch):
-    timed = costs.Stopwatch.time
+    timed = costs.Meter.time
 
-    def slow(self, spec, problem, classes):
-        cost, _ = timed(self, spec, problem, classes)
-        return replace(cost, ms=1e3), 3.0
+    def slow(self, spec, classes):
+        self.left -= 3.0
+        return replace(timed(self, spec, classes), ms=1e3)
 
-    monkeypatch.setattr(costs.Stopwatch, "time", slow)
+    monkeypatch.setattr(costs.Meter, "time", slow)
     (found,) = plan(16 * 256, 8, 16, heads=["full"], seconds=1.0)
     assert found.ms is None
     assert found.reason == costs.TOO_LONG
@@ -88,7 +87,10 @@ def test_sizes_are_checked(arguments, error, message):
 
 def test_the_table_tells_what_was_not_measured():
     console = Console(width=80, force_terminal=False)
-    made = [PlannedHead("full", 1.0, 0.9, 1.2, 9, 12.0, 5000), PlannedHead("nce", reason="no time")]
+    made = [
+        PlannedHead("full", 9, 1.0, 0.9, 1.2, 9, 12.0, 5000, head="full"),
+        PlannedHead("nce", 9, reason="no time", head="nce"),
+    ]
     with console.capture() as got:
         render_plan(made, console)
     assert "1.00 ms" in got.get()
@@ -97,11 +99,10 @@ def test_the_table_tells_what_was_not_measured():
 
 
 def test_the_command(monkeypatch):
-    made = [PlannedHead("hierarchical:tree=two_level", 1.0, 0.9, 1.2, 9, 12.0, 5000)]
+    spec = "hierarchical:tree=two_level"
+    made = [PlannedHead("slug", 3000, 1.0, 0.9, 1.2, 9, 12.0, 5000, head=spec)]
     asked = []
-    monkeypatch.setattr(
-        planning, "plan", lambda *sizes, **more: asked.append((sizes, more)) or made
-    )
+    monkeypatch.setattr(costs, "plan", lambda *sizes, **more: asked.append((sizes, more)) or made)
     shown = CliRunner().invoke(app, [*SIZES, "--head", "full", "--seconds", "3"])
     assert shown.exit_code == 0, shown.output
     assert asked[0][0] == (3000, 8, 16, "cpu")

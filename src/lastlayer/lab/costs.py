@@ -8,27 +8,31 @@ at a size that a person names.
 """
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 from lastlayer.heads.recipes import ClassData
+from lastlayer.lab import metrics
 from lastlayer.lab.errors import LabError, SpecError
 from lastlayer.lab.feeding import PADDING, Batch, Feed
 from lastlayer.lab.live import Watcher
-from lastlayer.lab.machine import PeakMemory, give_back
+from lastlayer.lab.machine import PeakMemory, free_memory, give_back, load
 from lastlayer.lab.records import COSTS_FILE, COSTS_SCHEMA, Cost, read_json, write_json
 from lastlayer.lab.runs import Bench
-from lastlayer.lab.specs import HeadSpec
+from lastlayer.lab.specs import HeadSpec, catalogue, parse_specs
 from lastlayer.lab.training import Stepper
 
 # Of measuring, for each head; or this share of what was trained, where that is more.
@@ -80,11 +84,7 @@ class Words(Sequence[str]):
     def __len__(self) -> int:
         return self._classes
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._classes))]
         if not 0 <= index < self._classes:
@@ -98,19 +98,13 @@ class Words(Sequence[str]):
 
 @dataclass(frozen=True)
 class Problem:
-    """Makes data of any number of classes that is like the comparison's own in all else.
+    """Makes data of any number of classes that is like the comparison's own in all else."""
 
-    Attributes:
-        needs: what heads are made from at the data's own number of classes.
-        shape: of the targets of a step, ``(batch, length)``, or ``(rows, labels)``.
-        lengths: how many labels each row has; None where each target is one class.
-        device: where it is.
-    """
-
-    needs: ClassData
-    shape: tuple[int, ...]
+    needs: ClassData  # what heads are made from at the data's own number of classes
+    shape: tuple[int, ...]  # of the targets of a step, (batch, length), or (rows, labels)
+    # How many labels each row has; None where each target is one class.
     lengths: NDArray[np.int64] | None
-    device: torch.device
+    device: torch.device  # where it is
     _made: dict[int, ClassData] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -122,7 +116,6 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Of a step."""
         return self.shape[0] if self.lengths is not None else int(np.prod(self.shape))
 
     def at(self, classes: int) -> ClassData:
@@ -138,9 +131,8 @@ class Problem:
         """Hidden states of a step."""
         rows = self.shape if self.lengths is None else self.shape[:1]
         draw = torch.Generator().manual_seed(0)
-        return GivenStates(torch.randn(*rows, self.needs.in_features, generator=draw)).to(
-            self.device
-        )
+        hidden = torch.randn(*rows, self.needs.in_features, generator=draw)
+        return GivenStates(hidden.to(self.device))
 
     def batch(self, classes: int) -> Batch:
         """Targets of a step, and tokens before them for heads that want to see some."""
@@ -175,127 +167,6 @@ def _drawn(
     return np.minimum(found, len(ends) - 1).astype(np.int64)
 
 
-class Stopwatch:
-    """Times steps, on a GPU by its own clock.
-
-    Args:
-        device: where steps run.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # As large as a cache, which is cleared before each step. It is made first, so that it is
-        # not counted as a head's memory.
-        on_gpu = device.type == "cuda"
-        self._buffer = torch.empty(2**28, dtype=torch.int8, device=device) if on_gpu else None
-        self._rehearsed: set[str] = set()
-        self.making = 0.0
-        """Seconds in which the last head and its data were made."""
-
-    def time(self, spec: HeadSpec, problem: Problem, classes: int) -> tuple[Cost, float]:
-        """What a step costs, and the seconds that it took to find out, without compilation.
-
-        Whatever goes wrong with a head is the reason of a cost that has no time.
-        """
-        began = time.perf_counter()
-        try:
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                if spec.slug not in self._rehearsed:
-                    # What a resumed comparison has not trained is imported and compiled here.
-                    self._rehearsed.add(spec.slug)
-                    self._ready(spec, problem, classes)[1]()
-                    began = time.perf_counter()
-                cost, compiling = self._time(spec, problem, classes)
-        except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
-            cost, compiling = Cost(spec.slug, classes, reason=_reason(error, spec)), 0.0
-        return cost, time.perf_counter() - began - compiling
-
-    def _milliseconds(self, step: Callable[[], None]) -> float:
-        if self._buffer is None:
-            start = time.perf_counter()
-            step()
-            return (time.perf_counter() - start) * 1e3
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._buffer.zero_()
-        begin.record()
-        step()
-        end.record()
-        torch.cuda.synchronize(self._device)
-        return float(begin.elapsed_time(end))
-
-    def _ready(
-        self, spec: HeadSpec, problem: Problem, classes: int
-    ) -> tuple[nn.Module, Callable[[], None]]:
-        """The head, and what makes a step of it."""
-        head = spec.build(problem.at(classes)).to(self._device).train()
-        made = getattr(head, "n_classes", classes)
-        if made != classes:
-            raise SpecError(f"it has {made:,} classes, whatever it is built for")
-        body, batch = problem.body(), problem.batch(classes)
-        stepper = Stepper(body, head, lr=0.0, clip=1.0)
-        learned = [*body.parameters(), *head.parameters()]
-
-        def step() -> None:
-            for each in learned:
-                each.grad = None
-            stepper.loss(batch).backward()
-
-        return head, step
-
-    def _time(self, spec: HeadSpec, problem: Problem, classes: int) -> tuple[Cost, float]:
-        held = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
-        began = time.perf_counter()
-        head, step = self._ready(spec, problem, classes)
-        self.making = time.perf_counter() - began
-        first = self._milliseconds(step)
-        memory = PeakMemory(self._device, head)
-        memory.start()
-        samples: list[float] = []
-        while len(samples) < FEWEST_SAMPLES or (
-            len(samples) < MOST_SAMPLES and sum(samples) < 1e3 * SAMPLED_SECONDS
-        ):
-            samples.append(self._milliseconds(step))
-        memory.stop()
-        ordered, median, peak = sorted(samples), statistics.median(samples), memory.megabytes
-        cost = Cost(
-            slug=spec.slug,
-            classes=classes,
-            ms=median,
-            low_ms=ordered[round(0.2 * (len(ordered) - 1))],
-            high_ms=ordered[round(0.8 * (len(ordered) - 1))],
-            samples=len(ordered),
-            peak_memory_mb=None if peak is None else peak - held / 1e6,
-            parameters=sum(each.numel() for each in head.parameters()),
-        )
-        return cost, max(0.0, first - median) / 1e3
-
-
-def _reason(error: Exception, spec: HeadSpec) -> str:
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if isinstance(error, SpecError):
-        return text.removeprefix(f"--head {spec.text}: ")
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return f"out of memory: {text}"
-    return f"{type(error).__name__}: {text}"
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that are left on a device; None where nobody says."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-        return int(found[0]) * 1024 if found else None
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 class Meter:
     """Measures heads at one size after the other, as long as time and memory last.
 
@@ -317,8 +188,14 @@ class Meter:
     ) -> None:
         self._problem, self._specs, self.left = problem, specs, seconds
         self.found, self._trained = found, trained or {}
+        # Seconds in which the last head of a spec and its data were made.
         self._making: dict[str, float] = {}
-        self._watch = Stopwatch(problem.device)
+        self._rehearsed: set[str] = set()
+        self._device = problem.device
+        # As large as a GPU's cache, which is cleared before each step. It is made first, so that it
+        # is not counted as a head's memory.
+        on_gpu = self._device.type == "cuda"
+        self._buffer = torch.empty(2**28, dtype=torch.int8, device=self._device) if on_gpu else None
 
     def at(
         self,
@@ -334,18 +211,84 @@ class Meter:
             if stopped():
                 return
             tell(spec, classes)
-            self.found.append(self._cost(spec, classes))
+            too_long = self._seconds(spec, classes) > self.left
+            reason = TOO_LONG if too_long else TOO_LARGE if self._too_large(spec, classes) else ""
+            cost = Cost(spec.slug, classes, reason=reason) if reason else self.time(spec, classes)
+            self.found.append(cost)
 
-    def _cost(self, spec: HeadSpec, classes: int) -> Cost:
-        too_long = self._seconds(spec, classes) > self.left
-        reason = TOO_LONG if too_long else TOO_LARGE if self._too_large(spec, classes) else ""
-        if reason:
-            return Cost(spec.slug, classes, reason=reason)
-        cost, seconds = self._watch.time(spec, self._problem, classes)
-        if cost.ms is not None:
-            self.left -= seconds
-            self._making[spec.slug] = self._watch.making
-        return cost
+    def time(self, spec: HeadSpec, classes: int) -> Cost:
+        """What a step costs; whatever goes wrong with a head is the reason that it has no time."""
+        try:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                if spec.slug not in self._rehearsed:
+                    # What a resumed comparison has not trained is imported and compiled here.
+                    self._rehearsed.add(spec.slug)
+                    self._ready(spec, classes)[1]()
+                return self._time(spec, classes)
+        except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
+            return Cost(spec.slug, classes, reason=_reason(error, spec))
+
+    def _time(self, spec: HeadSpec, classes: int) -> Cost:
+        held = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        began = time.perf_counter()
+        head, step = self._ready(spec, classes)
+        making = time.perf_counter() - began
+        first = self._milliseconds(step)
+        memory = PeakMemory(self._device, head)
+        memory.start()
+        samples: list[float] = []
+        while len(samples) < FEWEST_SAMPLES or (
+            len(samples) < MOST_SAMPLES and sum(samples) < 1e3 * SAMPLED_SECONDS
+        ):
+            samples.append(self._milliseconds(step))
+        memory.stop()
+        ordered, median, peak = sorted(samples), statistics.median(samples), memory.megabytes
+        # The first step of a size may compile something: that is not taken from the time.
+        compiling = max(0.0, first - median) / 1e3
+        self.left -= time.perf_counter() - began - compiling
+        self._making[spec.slug] = making
+        return Cost(
+            slug=spec.slug,
+            classes=classes,
+            ms=median,
+            low_ms=ordered[round(0.2 * (len(ordered) - 1))],
+            high_ms=ordered[round(0.8 * (len(ordered) - 1))],
+            samples=len(ordered),
+            peak_memory_mb=None if peak is None else peak - held / 1e6,
+            parameters=sum(each.numel() for each in head.parameters()),
+        )
+
+    def _ready(self, spec: HeadSpec, classes: int) -> tuple[nn.Module, Callable[[], None]]:
+        """The head, and what makes a step of it."""
+        head = spec.build(self._problem.at(classes)).to(self._device).train()
+        made = getattr(head, "n_classes", classes)
+        if made != classes:
+            raise SpecError(f"it has {made:,} classes, whatever it is built for")
+        body, batch = self._problem.body(), self._problem.batch(classes)
+        stepper = Stepper(body, head, lr=0.0, clip=1.0)
+        learned = [*body.parameters(), *head.parameters()]
+
+        def step() -> None:
+            for each in learned:
+                each.grad = None
+            stepper.loss(batch).backward()
+
+        return head, step
+
+    def _milliseconds(self, step: Callable[[], None]) -> float:
+        """Of a step, on a GPU by its own clock."""
+        if self._buffer is None:
+            start = time.perf_counter()
+            step()
+            return (time.perf_counter() - start) * 1e3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._buffer.zero_()
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize(self._device)
+        return float(begin.elapsed_time(end))
 
     def _largest(self, spec: HeadSpec) -> Cost | None:
         """The last that was measured of a head."""
@@ -375,6 +318,15 @@ class Meter:
         return needed > _MOST_OF_MEMORY * free
 
 
+def _reason(error: Exception, spec: HeadSpec) -> str:
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, SpecError):
+        return text.removeprefix(f"--head {spec.text}: ")
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return f"out of memory: {text}"
+    return f"{type(error).__name__}: {text}"
+
+
 def sizes_around(own: int) -> list[int]:
     """The number of classes of the data, two smaller ones unless they are too few, and larger ones.
 
@@ -393,18 +345,7 @@ def measure_costs(
     watching: Watcher,
     stopped: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Measures what the folder of a comparison does not have yet, and writes it there.
-
-    Args:
-        bench: what the runs have shared.
-        specs: the heads.
-        results: of the runs.
-        watching: hears how far it is.
-        stopped: whether a person wants it to end.
-
-    Returns:
-        What costs.json holds.
-    """
+    """Measures what the folder of a comparison lacks, and gives what costs.json holds then."""
     task = bench.model.task
     problem = Problem.of(bench.needs, bench.feed, task, bench.device)
     own = bench.needs.n_classes
@@ -434,7 +375,12 @@ def measure_costs(
     def tell(spec: HeadSpec, classes: int) -> None:
         watching.measures(spec, classes, len(found) / total)
 
-    meter = Meter(problem, specs, _seconds_for(len(specs), results), found, _trained(results))
+    # The fastest step of training of each head, in milliseconds.
+    trained: dict[str, float] = {}
+    for each in results:
+        if ms := each.get("step_ms"):
+            trained[each["slug"]] = min(ms, trained.get(each["slug"], ms))
+    meter = Meter(problem, specs, _seconds_for(len(specs), results), found, trained)
     try:
         # The smallest first, and that of the data next. Killed, it goes on with the next size.
         for classes in dict.fromkeys([sizes[0], own, *sizes]):
@@ -448,18 +394,9 @@ def measure_costs(
     return record()
 
 
-def _trained(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The fastest step of training of each head, in milliseconds."""
-    found: dict[str, float] = {}
-    for each in results:
-        if ms := each.get("step_ms"):
-            found[each["slug"]] = min(ms, found.get(each["slug"], ms))
-    return found
-
-
 def _seconds_for(heads: int, results: Sequence[dict[str, Any]]) -> float:
-    trained = sum(each.get("seconds") or 0.0 for each in results)
-    return max(SECONDS_A_HEAD * heads, SHARE_OF_TRAINING * trained)
+    training = sum(each.get("seconds") or 0.0 for each in results)
+    return max(SECONDS_A_HEAD * heads, SHARE_OF_TRAINING * training)
 
 
 def _kept(path: Path, header: dict[str, Any]) -> list[Cost]:
@@ -470,3 +407,139 @@ def _kept(path: Path, header: dict[str, Any]) -> list[Cost]:
     except (LabError, AttributeError, KeyError, TypeError):
         # Whatever lies there is not ours, and is measured again.
         return []
+
+
+# Tasks of a plan: pairs have no classes of their own.
+TASKS = ("lm", "classification", "multilabel")
+# Trees and bands are made for the frequencies of all classes, in some 150 bytes each.
+MOST_CLASSES = 20_000_000
+# Of each row, where a row has several.
+LABELS = 5
+# Heads are first measured at a size so many times smaller: it shows which can be at the asked one.
+_SMALLER, _FEWEST = 16, 256
+_LETTERS = 11
+# Processes per core from which on times are not to be trusted.
+BUSY = 1.5
+
+
+@dataclass(frozen=True)
+class PlannedHead(Cost):
+    """A training step of a head at the size that was asked for."""
+
+    head: str = ""  # its spec, as lastlayer compare --head takes it
+    smaller: str = ""  # what it took with fewer classes, where it could not be measured
+
+    def as_json(self) -> dict[str, Any]:
+        """For JSON."""
+        return {name: each for name, each in asdict(self).items() if name != "slug"}
+
+
+def plan(
+    classes: int,
+    hidden: int,
+    rows: int,
+    device: str = "cpu",
+    *,
+    task: str = "lm",
+    heads: Sequence[str] = (),
+    seconds: float = 60.0,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[PlannedHead]:
+    """A few steps of each head, the fastest first; those that could not be measured come last.
+
+    Class frequencies follow Zipf's law, one over the rank, in float32.
+
+    Args:
+        classes: number of classes.
+        hidden: size of the hidden state.
+        rows: targets in a step: batch size times length.
+        device: ``"cpu"`` or ``"cuda"``.
+        task: ``"lm"`` or ``"classification"`` for heads that choose one class, ``"multilabel"`` for
+            several labels per row.
+        heads: specs; none for all that suit the task.
+        seconds: for measuring all of them. A head that would take longer than what is left of it
+            has a reason instead of a time.
+        tell: hears which head is measured.
+    """
+    sizes: list[tuple[str, Any, int]] = [
+        ("classes", classes, 2), ("hidden", hidden, 1), ("rows", rows, 1)
+    ]  # fmt: skip
+    for name, value, least in sizes:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        if value < least:
+            raise LabError(f"--{name}: expected at least {least}, got {value}")
+    if classes > MOST_CLASSES:
+        raise LabError(f"--classes: expected at most {MOST_CLASSES:,}, got {classes:,}")
+    for name, text, known in (("device", device, ("cpu", "cuda")), ("task", task, TASKS)):
+        if text not in known:
+            raise LabError(f"--{name}: expected one of {', '.join(known)}, got {text!r}")
+    suited = [each.recipe for each in catalogue().values() if task in each.tasks]
+    every = [spec for recipe in suited for spec in (recipe.compared or (recipe.name,))]
+    specs = parse_specs(list(heads) or every, task=task)
+    place = torch.device(device)
+    free = free_memory(place)
+    if free is not None and 8 * hidden * (classes / _SMALLER + rows) > free:
+        # Not even the parameters and their gradient fit.
+        raise LabError(
+            f"--classes, --hidden, --rows: expected a problem that fits into the "
+            f"{free / 1e9:.3g} GB of free memory, got {classes:,} × {hidden:,} with {rows:,} rows"
+        )
+    counts = np.maximum(100 * classes * zipf_shares(classes), 1).astype(np.int64)
+    needs = ClassData(hidden, counts, [f"{i:0{_LETTERS}d}" for i in range(_FEWEST)])
+    shape, lengths = (1, rows), None
+    if task == "multilabel":
+        labels = min(LABELS, classes)
+        shape, lengths = (rows, labels), np.full(rows, labels)
+    meter = Meter(Problem(needs, shape, lengths, place), specs, seconds, [])
+    smaller = classes // _SMALLER
+    for size in (*([smaller] if smaller >= _FEWEST else []), classes):
+        # What the smaller size took is not taken from the asked one.
+        meter.left = seconds
+        meter.at(size, lambda spec, n: tell(f"{spec.label} with {n:,} classes"))
+    give_back()
+    before = {each.slug: each.ms for each in meter.found if each.classes == smaller and each.ms}
+    texts, found = {spec.slug: spec.text for spec in specs}, []
+    for cost in (each for each in meter.found if each.classes == classes):
+        took = ""
+        if cost.reason and cost.slug in before:
+            took = f"{metrics.STEP_MS.format(before[cost.slug])} with {smaller:,} classes"
+        found.append(PlannedHead(**asdict(cost), head=texts[cost.slug], smaller=took))
+    return sorted(found, key=lambda each: math.inf if each.ms is None else each.ms)
+
+
+def render_plan(planned: Sequence[PlannedHead], console: Console) -> None:
+    """A table, what could not be measured and why, and what the numbers are."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("head", no_wrap=True)
+    for name in ("time", "20–80%", "memory", "parameters"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in planned:
+        if each.ms is None:
+            continue
+        low, high = metrics.STEP_MS.format(each.low_ms), metrics.STEP_MS.format(each.high_ms)
+        table.add_row(
+            each.head,
+            metrics.STEP_MS.format(each.ms),
+            f"{low.removesuffix(' ms')}–{high}",
+            metrics.MEMORY.format(each.peak_memory_mb),
+            metrics.PARAMETERS.format(each.parameters),
+        )
+    console.print(table)
+    for reason in dict.fromkeys(each.reason for each in planned if each.ms is None):
+        console.print(Text(f"Not measured: {reason}"), soft_wrap=True)
+        for each in planned:
+            if each.ms is None and each.reason == reason:
+                smaller = f" ({each.smaller})" if each.smaller else ""
+                console.print(Text(f"    {each.head}{smaller}"), soft_wrap=True)
+    text = (
+        "Time and peak memory of a training step, measured here: forward and backward of the loss "
+        "in float32, without backbone and optimiser (Adam adds two numbers per parameter), with "
+        "class frequencies by Zipf's law."
+    )
+    console.print(Text(text, style="dim"))
+    if (busy := load()) is not None and busy > BUSY:
+        console.print(
+            f"The machine is busy (load {busy:.1f} per core): these times are not to be trusted.",
+            style="yellow", highlight=False,
+        )  # fmt: skip

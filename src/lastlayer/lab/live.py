@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -24,7 +25,7 @@ _NAME_WIDTH, _BAR_WIDTH = 22, 10
 
 
 class Watcher:
-    """Hears what happens, and shows nothing."""
+    """Hears how far a comparison is, and shows nothing."""
 
     def says(self, text: str) -> None:
         """Something beside the runs."""
@@ -56,8 +57,9 @@ class Forecast:
         self._open = {spec.slug: seeds for spec in specs}
         self._searches: dict[str, float] = {}
         self._runs: dict[str, float] = {}
-        self._current, self._began = "", time.perf_counter()
-        self._since = self._began
+        self._began = time.perf_counter()
+        # Of the run that is on: its head, when it began, when training did and how far it was then.
+        self._current, self._since = "", self._began
         self._first: tuple[float, float] | None = None
         self._share = 0.0
 
@@ -73,16 +75,14 @@ class Forecast:
             self._first = now, share
             self._searches.setdefault(self._current, now - self._since)
         elif share > self._first[1]:
-            began, from_ = self._first
             self._share = share
-            self._runs[self._current] = (now - began) / (share - from_)
+            self._runs[self._current] = (now - self._first[0]) / (share - self._first[1])
 
     def ends(self, slug: str) -> None:
         """A run is over, or was before."""
         self._open[slug] -= 1
-        if slug == self._current and self._first is not None and self._first[1] < 1.0:
-            began, from_ = self._first
-            self._runs[slug] = (time.perf_counter() - began) / (1.0 - from_)
+        if slug == self._current and self._first is not None:
+            self.moves(1.0)
         self._current, self._share = "", 0.0
 
     def left(self) -> float | None:
@@ -90,7 +90,7 @@ class Forecast:
         if not self._runs:
             return None
         usual = statistics.fmean(self._runs.values())
-        search = statistics.fmean(self._searches.values()) if self._searches else 0.0
+        search = statistics.fmean(self._searches.values())
         total = -self._share * self._runs.get(self._current, usual)
         for slug, runs in self._open.items():
             total += runs * self._runs.get(slug, usual)
@@ -114,55 +114,50 @@ class Lines(Watcher):
         self._measures = False
 
     def says(self, text: str) -> None:
-        """As it is."""
-        self._line(text)
+        stamp = datetime.now().astimezone().strftime("%H:%M:%S")
+        self._out.print(f"{stamp} {escape(text)}", highlight=False, soft_wrap=True)
+        self._told = time.perf_counter()
 
     def starts(self, spec: HeadSpec, seed: int) -> None:
-        """Its name."""
         self._title, self._told = f"{spec.label} seed {seed}", time.perf_counter()
         self._forecast.starts(spec.slug)
 
     def moves(self, share: float, progress: Progress, loss: float | None) -> None:
-        """Every few seconds."""
         self._forecast.moves(share)
-        if time.perf_counter() - self._told < _TOLD_SECONDS:
-            return
-        self._told = time.perf_counter()
-        shown = "" if loss is None else f", loss {loss:.4g}"
-        self._line(f"{self._title}: {share:.0%}, step {progress.step:,}{shown}; {self._forecast}")
+        if self._is_due():
+            shown = "" if loss is None else f", loss {loss:.4g}"
+            self.says(
+                f"{self._title}: {share:.0%}, step {progress.step:,}{shown}; {self._forecast}"
+            )
 
     def ends(self, spec: HeadSpec, seed: int, result: dict[str, Any]) -> None:
-        """What came out."""
         self._done += 1
         self._forecast.ends(spec.slug)
         left = self._forecast.left()
         shown = f" (about {_clock(left)} left)" if left and result["status"] == "ok" else ""
         told = f"{spec.label} seed {seed}: {outcome(result)}{failure(result)}{shown}"
-        self._line(f"{self._done}/{self._runs} {told}")
+        self.says(f"{self._done}/{self._runs} {told}")
 
     def measures(self, spec: HeadSpec, classes: int, share: float) -> None:
-        """At the beginning, and every few seconds."""
         if not self._measures:
-            self._line("Measuring the cost of each head against the number of classes")
-        elif time.perf_counter() - self._told >= _TOLD_SECONDS:
-            self._line(f"cost against classes: {share:.0%}, {spec.label} with {classes:,}")
-        else:
-            return
-        self._measures, self._told = True, time.perf_counter()
+            self._measures = True
+            self.says("Measuring the cost of each head against the number of classes")
+        elif self._is_due():
+            self.says(f"cost against classes: {share:.0%}, {spec.label} with {classes:,}")
 
-    def _line(self, text: str) -> None:
-        stamp = datetime.now().astimezone().strftime("%H:%M:%S")
-        self._out.print(f"{stamp} {escape(text)}", highlight=False, soft_wrap=True)
+    def _is_due(self) -> bool:
+        return time.perf_counter() - self._told >= _TOLD_SECONDS
 
 
+@dataclass
 class _Row:
     """What the table knows of one head."""
 
-    def __init__(self) -> None:
-        self.done, self.share = 0, 0.0
-        self.loss: float | None = None
-        self.step_ms: float | None = None
-        self.results: list[dict[str, Any]] = []
+    done: int = 0
+    share: float = 0.0
+    loss: float | None = None
+    step_ms: float | None = None
+    outcome: str = ""
 
 
 class LiveTable(Watcher):
@@ -186,14 +181,12 @@ class LiveTable(Watcher):
             self._draw()
 
     def starts(self, spec: HeadSpec, seed: int) -> None:
-        """Its row moves from here on."""
         self._current = self._rows[spec.slug]
         self._note = f"{spec.label}, seed {seed}"
         self._forecast.starts(spec.slug)
         self._draw()
 
     def moves(self, share: float, progress: Progress, loss: float | None) -> None:
-        """Drawn a few times a second."""
         row = self._current
         if row is None:
             return
@@ -206,26 +199,22 @@ class LiveTable(Watcher):
             self._draw()
 
     def ends(self, spec: HeadSpec, seed: int, result: dict[str, Any]) -> None:
-        """Its row gets what came out."""
         row = self._rows[spec.slug]
         self._forecast.ends(spec.slug)
+        row.done, row.share, row.outcome = row.done + 1, 0.0, outcome(result)
+        row.step_ms = result.get("step_ms") or row.step_ms
         if why := failure(result):
             # It stays above the table, and when the table is gone.
-            text = f"{spec.label}, seed {seed}: {outcome(result)}{why}"
+            text = f"{spec.label}, seed {seed}: {row.outcome}{why}"
             self._live.console.print(Text(text, style="red"), soft_wrap=True)
-        row.done, row.share = row.done + 1, 0.0
-        row.results.append(result)
-        row.step_ms = result.get("step_ms") or row.step_ms
         self._current = None
         self._draw()
 
     def measures(self, spec: HeadSpec, classes: int, share: float) -> None:
-        """Below the table, with how far it is."""
         self._note = f"cost against classes: {share:.0%}, {spec.label} with {classes:,}"
         self._draw()
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
         self._live.stop()
 
     def _draw(self) -> None:
@@ -253,7 +242,7 @@ class LiveTable(Watcher):
                 f"{row.done}/{self._n_seeds}",
                 "" if row.loss is None else f"{row.loss:.3f}",
                 "" if row.step_ms is None else f"{row.step_ms:.3g} ms",
-                Text(outcome(row.results[-1]) if row.results else ""),
+                Text(row.outcome),
             )
         return table
 

@@ -46,7 +46,8 @@ def device_record(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return {**shared, "name": found.name, "memory_mb": found.total_memory // 10**6}
-    return {**shared, "name": _processor()}
+    name = _of_linux("cpuinfo", "model name") or platform.processor() or platform.machine()
+    return {**shared, "name": name}
 
 
 def device_named(name: str) -> torch.device:
@@ -82,26 +83,24 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _processor() -> str:
+def _of_linux(file: str, name: str) -> str | None:
+    """The value of ``name: value`` in a file below /proc; None on other systems."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc", file).read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 
 
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+def _bytes(file: str, name: str) -> int | None:
+    found = _of_linux(file, f"{name}:")
+    return None if found is None else 1024 * int(found.split()[0])
 
 
 class PeakMemory:
     """Measures between ``start`` and ``stop``; evaluation and checkpoints are left out.
 
     Make it when the model is warm: what was compiled until then does not count.
-
-    Args:
-        device: of the model.
-        modules: the model.
     """
 
     def __init__(self, device: torch.device, *modules: nn.Module) -> None:
@@ -110,7 +109,7 @@ class PeakMemory:
         tensors = [each for part in modules for each in (*part.parameters(), *part.buffers())]
         self._model = sum(each.numel() * each.element_size() for each in tensors)
         give_back()
-        self._before = None if device.type == "cuda" else _resident("VmRSS")
+        self._before = None if device.type == "cuda" else _bytes("self/status", "VmRSS")
 
     def start(self) -> None:
         """Training goes on."""
@@ -118,7 +117,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
         elif self._before is not None:
             try:
-                _RESET.write_text("5")
+                Path("/proc/self/clear_refs").write_text("5")
             except OSError:
                 self._before = None
 
@@ -127,7 +126,7 @@ class PeakMemory:
         if self._device.type == "cuda":
             self._found(torch.cuda.max_memory_allocated(self._device))
             return
-        highest = _resident("VmHWM")
+        highest = _bytes("self/status", "VmHWM")
         if highest is not None and self._before is not None:
             self._found(self._model + max(0, highest - self._before))
 
@@ -140,15 +139,6 @@ class PeakMemory:
         self._peak = max(self._peak or 0, peak)
 
 
-def _resident(name: str) -> int | None:
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split() for line in lines if line.startswith(f"{name}:")]
-    return int(found[0][1]) * 1024 if found else None
-
-
 def give_back() -> None:
     """Free memory goes back to the system, where the allocator can do that."""
     gc.collect()
@@ -159,3 +149,23 @@ def give_back() -> None:
     except (AttributeError, OSError, TypeError):
         # Only glibc has it; elsewhere memory is not measured anyway.
         return
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are left on a device; None where nobody says."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if (free := _bytes("meminfo", "MemAvailable")) is not None:
+        return free
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def load() -> float | None:
+    """Processes that want to run, per core; None where the system does not say."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (AttributeError, OSError):
+        return None

@@ -1,6 +1,7 @@
-"""Small backbones that a head is put on: from tokens or features to hidden states.
+"""Small backbones that a head is put on, and the head of pairs, a loss of two hidden states.
 
-And the head of pairs, which is a loss of two hidden states.
+They make hidden states ``(batch, length, width)`` from tokens ``(batch, length)``, or
+``(batch, width)`` from rows of features.
 """
 
 import math
@@ -22,27 +23,16 @@ Features = Tensor | tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What a backbone is made from.
+    """What a backbone is made from."""
 
-    Attributes:
-        kind: ``lstm``, ``transformer`` or ``bag``; ``identity`` for given hidden states.
-        task: ``lm``, ``classification``, ``multilabel`` or ``pairs``.
-        inputs: how many tokens or features there are.
-        width: size of an embedding and of a hidden state.
-        layers: of an LSTM or a transformer.
-        length: tokens that are read at a time.
-        dense: whether features are dense, and brought to one scale first.
-        keys: features of keys, where they are others than those of queries; 0 where not.
-    """
-
-    kind: str
-    task: str
-    inputs: int
-    width: int
-    layers: int = 1
-    length: int = 1
-    dense: bool = False
-    keys: int = 0
+    kind: str  # lstm, transformer or bag; identity for given hidden states
+    task: str  # lm, classification, multilabel or pairs
+    inputs: int  # how many tokens or features there are
+    width: int  # size of an embedding and of a hidden state
+    layers: int = 1  # of an LSTM or a transformer
+    length: int = 1  # tokens that are read at a time
+    dense: bool = False  # whether features are dense, and brought to one scale first
+    keys: int = 0  # features of keys, where they are others than those of queries; 0 where not
 
     def as_json(self) -> dict[str, Any]:
         """For config.json."""
@@ -86,7 +76,6 @@ class LSTMBody(nn.Module):
         self.lstm = nn.LSTM(width, width, layers, batch_first=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(batch, length)`` to hidden states ``(batch, length, width)``."""
         hidden: Tensor = self.lstm(self.embedding(tokens))[0]
         return hidden
 
@@ -103,7 +92,6 @@ class BagBody(nn.Module):
         nn.init.normal_(self.weight, mean=1 / self.reach, std=0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(batch, length)`` to hidden states ``(batch, length, width)``."""
         vectors = self.embedding(tokens).transpose(1, 2)
         padded = functional.pad(vectors, (self.reach - 1, 0))
         summed = functional.conv1d(padded, self.weight, groups=padded.shape[1])
@@ -121,7 +109,6 @@ class TransformerBody(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(batch, length)`` to hidden states ``(batch, length, width)``."""
         hidden = self.embedding(tokens) + self.positions[: tokens.shape[1]]
         for block in self.blocks:
             hidden = block(hidden)

@@ -1,9 +1,11 @@
 """What ``lastlayer compare`` can be asked for. Torch is not needed to read it."""
 
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from lastlayer.lab.budget import Budget
 from lastlayer.lab.errors import LabError
@@ -18,69 +20,97 @@ IDENTITY = "identity"
 OWN = "own"
 """The backbone of a comparison that was asked for in Python."""
 DEVICES = ("auto", "cpu", "cuda")
+# Options of reading data, beside the task.
+READING = (
+    "vocab_size", "min_count", "limit", "encoding", "text", "label", "features", "tokenizer"
+)  # fmt: skip
 MOST_SEEDS, MOST_SEED = 10_000, 2**31
 AUTO = "auto"
 DEFAULT_BUDGET = "400steps"
 # The most frequent tokens of the embedded corpus.
 EMBEDDED_VOCABULARY = 8_000
 
-# A learning rate for each model under Adam, for runs of seconds to minutes.
-_RATES = {"lstm": 6e-3, "transformer": 2e-3, "bag": 8e-3}
+# A learning rate for each backbone under Adam: near the best for almost every head after 400 steps
+# on the embedded corpus.
+_RATES = {"lstm": 1.2e-2, "transformer": 1.8e-3, "bag": 1.2e-2}
+
+
+_DATA, _TRAINING = "Data", "Training"
+
+
+def _option(told: str, metavar: str | None = None, *, flag: str = "", panel: str = "") -> Any:
+    """A field, and what commands say of it."""
+    flags = [flag] if flag else []
+    cli = typer.Option(
+        *flags, help=told, metavar=metavar, rich_help_panel=panel or None, show_default=False
+    )
+    return field(default=None, metadata={"cli": cli})
+
+
+def _argument(told: str, metavar: str) -> Any:
+    cli = typer.Argument(help=told, metavar=metavar, show_default=False)
+    return field(default=None, metadata={"cli": cli})
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Options of a comparison; None for what was not given.
+    """Options of a comparison, which the commands take as they stand here.
 
-    Attributes:
-        data: a file, a folder or ``hf:name``; None for the corpus that is always there.
-        heads: specs; none for a selection of every family.
-        budget: of each run, as text.
-        seeds: how many runs each head gets.
-        model: the body.
-        task: one of :data:`TASKS`; None infers it from the data.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        vocab_size: the most frequent tokens that are kept.
-        min_count: how often a token has to come.
-        batch: windows or rows in a step.
-        length: tokens in a window.
-        width: size of the hidden state.
-        layers: of an LSTM or a transformer.
-        lr: learning rate, or ``auto``, which finds that of each head.
-        tolerance: how much worse than the best a head may be that is recommended for its cost.
-        seed: the first one; the others follow.
-        threads: of torch, on a CPU.
-        limit: the most tokens or rows for training.
-        encoding: of text files.
-        text: columns of the text.
-        label: the column of the classes or labels, or the XML file of an ARFF set.
-        features: columns of numbers.
-        tokenizer: a tokenizer.json, or a folder with one.
+    What was not given is None, and what was is checked by :meth:`settled`.
     """
 
-    data: str | None = None
-    heads: tuple[str, ...] | None = None
-    budget: str | None = None
-    seeds: int | None = None
-    model: str | None = None
-    task: str | None = None
-    device: str | None = None
-    vocab_size: int | None = None
-    min_count: int | None = None
-    batch: int | None = None
-    length: int | None = None
-    width: int | None = None
-    layers: int | None = None
-    lr: str | None = None
-    tolerance: float | None = None
-    seed: int | None = None
-    threads: int | None = None
-    limit: int | None = None
-    encoding: str | None = None
-    text: str | None = None
-    label: str | None = None
-    features: str | None = None
-    tokenizer: str | None = None
+    data: str | None = _argument(
+        "A file, a folder or hf:name; without it, the source of Python's own library.", "DATA"
+    )
+    heads: tuple[str, ...] | None = _option(
+        "A head and its arguments, such as adaptive:cutoffs=2000,10000 or mymodule:MyHead; "
+        "repeatable. Without it, one of every family. lastlayer heads lists them.", "SPEC",
+        flag="--head",
+    )  # fmt: skip
+    budget: str | None = _option(
+        "Training of each run, the same number of steps for every head; a time is that of the "
+        "slowest head. 400 steps by default.", "2000steps|3epochs|30s",
+    )  # fmt: skip
+    seeds: int | None = _option("Seeds of each head; 3 by default.")
+    task: str | None = _option(
+        "What is predicted; inferred from the data by default, and said.", "|".join(TASKS)
+    )
+    device: str | None = _option("auto takes a CUDA GPU if there is one.", "|".join(DEVICES))
+    tolerance: float | None = _option(
+        "The cheapest head whose quality is within this share of the best is recommended; 0.03 by "
+        "default."
+    )
+    text: str | None = _option("Column of the text; guessed by default.", "NAME,…", panel=_DATA)
+    label: str | None = _option(
+        "Column of the classes or labels, guessed by default; or the XML file of an ARFF set.",
+        "NAME", panel=_DATA,
+    )  # fmt: skip
+    features: str | None = _option("Columns of numbers in place of text.", "NAME,…", panel=_DATA)
+    tokenizer: str | None = _option(
+        "A tokenizer.json, or a folder with one, in place of words between white space.", "PATH",
+        panel=_DATA,
+    )  # fmt: skip
+    vocab_size: int | None = _option("Size of the vocabulary, <unk> included.", panel=_DATA)
+    min_count: int | None = _option("Rarer words become <unk>.", panel=_DATA)
+    limit: int | None = _option("Largest number of tokens or rows for training.", panel=_DATA)
+    encoding: str | None = _option("Encoding of text files; utf-8 by default.", panel=_DATA)
+    model: str | None = _option(
+        "Backbone; lstm for text, bag for rows.", "|".join(MODELS), panel=_TRAINING
+    )
+    batch: int | None = _option(
+        "Batch size: 32 windows of text by default, or 128 rows.", panel=_TRAINING
+    )
+    length: int | None = _option("Tokens per window; 32 by default.", panel=_TRAINING)
+    width: int | None = _option("Hidden size; 128 by default.", panel=_TRAINING)
+    layers: int | None = _option(
+        "Layers of the backbone: 1 of an LSTM by default, 2 of a transformer.", panel=_TRAINING
+    )
+    lr: str | None = _option(
+        "Learning rate; auto, the default, tries three or more for each head and takes the best.",
+        "auto|NUMBER", panel=_TRAINING,
+    )  # fmt: skip
+    seed: int | None = _option("The first seed; the others follow. 1 by default.", panel=_TRAINING)
+    threads: int | None = _option("CPU threads of torch.", panel=_TRAINING)
 
     def as_json(self) -> dict[str, Any]:
         """What was given."""
@@ -134,11 +164,9 @@ class CompareOptions:
                 f"--model: expected bag for --task {task}, got {model!r}; rows of features "
                 "have no order to read them in"
             )
-        usual_rate, finds_rate = _RATES[model], self.lr in (None, AUTO)
-        first = 1 if self.seed is None else self.seed
-        if not 0 <= first <= MOST_SEED:
-            raise LabError(f"--seed: expected 0 to {MOST_SEED:,}, got {first}")
-        seeds = _count("--seeds", self.seeds, 3, most=MOST_SEEDS)
+        finds_rate = self.lr in (None, AUTO)
+        first = _whole("--seed", self.seed, 1, least=0, most=MOST_SEED)
+        seeds = _whole("--seeds", self.seeds, 3, most=MOST_SEEDS)
         tolerance = 0.03 if self.tolerance is None else self.tolerance
         if not 0 <= tolerance < 1:
             raise LabError(f"--tolerance: expected a share from 0 to 1, got {tolerance}")
@@ -154,26 +182,20 @@ class CompareOptions:
             task=task,
             device=_one_of("--device", self.device or "auto", DEVICES),
             reading=self._reading(),
-            batch=_count("--batch", self.batch, rows),
-            length=_count("--length", self.length, 16 if small else 32),
-            width=_count("--width", self.width, 64 if small else 128),
-            layers=_count("--layers", self.layers, 2 if model == "transformer" else 1),
-            lr=usual_rate if finds_rate else _rate(self.lr),
+            batch=_whole("--batch", self.batch, rows),
+            length=_whole("--length", self.length, 16 if small else 32),
+            width=_whole("--width", self.width, 64 if small else 128),
+            layers=_whole("--layers", self.layers, 2 if model == "transformer" else 1),
+            lr=_RATES[model] if finds_rate else _rate(self.lr),
             finds_rate=finds_rate,
             tolerance=tolerance,
-            threads=None if self.threads is None else _count("--threads", self.threads, 1),
+            threads=None if self.threads is None else _whole("--threads", self.threads, 1),
         )
 
     def _reading(self) -> dict[str, Any]:
-        for option, value, least in (
-            ("--vocab-size", self.vocab_size, 2),
-            ("--min-count", self.min_count, 1),
-            ("--limit", self.limit, 2),
-        ):
-            if value is not None and value < least:
-                raise LabError(f"{option}: expected at least {least}, got {value}")
-        names = ("vocab_size", "min_count", "limit", "encoding", "text", "label", "features")
-        given = {name: getattr(self, name) for name in (*names, "tokenizer")}
+        for name, least in (("vocab_size", 2), ("min_count", 1), ("limit", 2)):
+            _whole(_flag(name), getattr(self, name), least, least=least)
+        given = {name: getattr(self, name) for name in READING}
         if self.data is None and self.vocab_size is None:
             given["vocab_size"] = EMBEDDED_VOCABULARY
         return {name: value for name, value in given.items() if value is not None}
@@ -224,11 +246,14 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
     return value
 
 
-def _count(option: str, value: int | None, usual: int, most: int = sys.maxsize) -> int:
+def _whole(
+    option: str, value: int | None, usual: int, *, least: int = 1, most: int = sys.maxsize
+) -> int:
+    """The number that was given, or the usual one."""
     if value is None:
         return usual
-    if value < 1:
-        raise LabError(f"{option}: expected at least 1, got {value}")
+    if value < least:
+        raise LabError(f"{option}: expected at least {least}, got {value}")
     if value > most:
         raise LabError(f"{option}: expected at most {most:,}, got {value:,}")
     return value

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,8 @@ _MISSING = "–"
 # A file has no width of its own, and rich would take 80 columns.
 _FILE_WIDTH = 140
 
-
-@dataclass(frozen=True)
-class Shown:
-    """A folder that was asked for, with its settings."""
-
-    name: str
-    settings: Mapping[str, Any]
+# The name of a folder, and all that its comparison or run was made with.
+Settings = tuple[str, Mapping[str, Any]]
 
 
 def show(
@@ -88,14 +83,14 @@ def failures(results: Results) -> list[str]:
     ]
 
 
-def settings_table(shown: Sequence[Shown]) -> Table:
+def settings_table(shown: Sequence[Settings]) -> Table:
     """A row per setting and a column per folder; what differs stands out."""
     table = _table("Settings")
     table.add_column("setting", no_wrap=True)
-    for each in shown:
-        table.add_column(Text(each.name), overflow="fold")
-    for key in dict.fromkeys(key for each in shown for key in each.settings):
-        values = [plain(each.settings[key]) if key in each.settings else _MISSING for each in shown]
+    for name, _ in shown:
+        table.add_column(Text(name), overflow="fold")
+    for key in dict.fromkeys(key for _, own in shown for key in own):
+        values = [plain(own[key]) if key in own else _MISSING for _, own in shown]
         differs = len(set(values)) > 1
         style = "bold yellow" if differs else ("dim" if len(shown) > 1 else "")
         # A sign as well as a colour, for those who do not see it and for files.
@@ -105,12 +100,7 @@ def settings_table(shown: Sequence[Shown]) -> Table:
 
 
 def results_table(results: Results, width: int = 80) -> Table:
-    """A row per head, best first, with the interval of each mean; as many columns as have room.
-
-    Args:
-        results: of a comparison.
-        width: of the terminal, in characters.
-    """
+    """A row per head, best first, with the interval of each mean; as many columns as have room."""
     table = _table(f"Results · {results.comparison.folder}")
     table.caption = tables.note(results, "below them")
     names = [summary.title for summary in results.summaries]
@@ -138,68 +128,51 @@ def results_table(results: Results, width: int = 80) -> Table:
     return table
 
 
-def _load(paths: Sequence[Path]) -> tuple[list[Shown], list[Results]]:
+def _load(paths: Sequence[Path]) -> tuple[list[Settings], list[Results]]:
+    """The settings of each folder; and results, those of runs of one comparison together."""
     if not paths:
         raise LabError("RUN: expected at least one folder of a run or a comparison, got none")
-    settings: list[Shown] = []
-    # Runs of one comparison together, in the order in which they were asked for.
-    chosen: dict[Path, tuple[Comparison, set[str] | None]] = {}
-    for path in paths:
+    settings: list[Settings] = []
+    # Names of the runs that are shown of a comparison; none for all of them.
+    chosen: dict[Path, set[str]] = {}
+    for path in (each.resolve() for each in paths):
         if (path / "compare.json").is_file():
-            comparison = read_comparison(path)
-            settings.append(Shown(_name(path), _comparison_settings(comparison)))
-            chosen[path.resolve()] = (comparison, None)
+            found = read_comparison(path)
+            shown = {group: getattr(found, group) for group in _GROUPS}
+            heads, seeds = [head.spec for head in found.heads], list(found.seeds)
+            own = flat({**shown, "heads": heads, "seeds": seeds, "git": found.git})
+            chosen[path] = set()
         elif (path / "config.json").is_file():
-            above = path.resolve().parent.parent
-            if above not in chosen:
-                chosen[above] = (read_comparison(above), set())
-            settings.append(Shown(_name(path), _run_settings(path)))
-            names = chosen[above][1]
-            if names is not None:
-                names.add(path.resolve().name)
+            own = flat(read_json(path / "config.json"))
+            own = {key: value for key, value in own.items() if key not in _REPEATED}
+            if chosen.get(path.parent.parent) != set():
+                chosen.setdefault(path.parent.parent, set()).add(path.name)
         else:
             raise LabError(
                 f"RUN: expected the folder of a run, with config.json, or of a comparison, with "
                 f"compare.json, got '{path}'"
             )
-    return settings, [summarise(_only(comparison, names)) for comparison, names in chosen.values()]
+        settings.append((path.name, own))
+    return settings, [summarise(_only(read_comparison(p), names)) for p, names in chosen.items()]
 
 
-def _only(comparison: Comparison, names: set[str] | None) -> Comparison:
-    """A comparison of these runs alone."""
-    if names is None:
-        return comparison
-    runs = tuple(run for run in comparison.runs if run.name in names)
+def _only(comparison: Comparison, names: set[str]) -> Comparison:
+    """A comparison of these runs alone, or of all."""
+    runs = tuple(run for run in comparison.runs if not names or run.name in names)
     slugs = {run.head.slug for run in runs}
-    heads = tuple(head for head in comparison.heads if head.slug in slugs)
+    heads = tuple(head for head in comparison.heads if not names or head.slug in slugs)
     return replace(comparison, runs=runs, heads=heads)
 
 
-def _run_settings(path: Path) -> dict[str, Any]:
-    settings = flat(read_json(path / "config.json"))
-    return {key: value for key, value in settings.items() if key not in _REPEATED}
-
-
-def _comparison_settings(comparison: Comparison) -> dict[str, Any]:
-    groups = {group: getattr(comparison, group) for group in _GROUPS}
-    heads = [head.spec for head in comparison.heads]
-    return flat({**groups, "heads": heads, "seeds": list(comparison.seeds), "git": comparison.git})
-
-
-def _as_json(settings: Sequence[Shown], found: Sequence[Results]) -> dict[str, Any]:
+def _as_json(settings: Sequence[Settings], found: Sequence[Results]) -> Any:
     from lastlayer.lab.report.page import everything
 
-    made: dict[str, Any] = finite(
+    return finite(
         {
-            "settings": [asdict(each) for each in settings],
+            "settings": [{"name": name, "settings": own} for name, own in settings],
             "results": [everything(results, verdict(results)) for results in found],
         }
     )
-    return made
-
-
-def _name(path: Path) -> str:
-    return path.resolve().name
 
 
 def _table(title: str) -> Table:

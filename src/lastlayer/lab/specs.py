@@ -12,7 +12,8 @@ import os
 import re
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -34,8 +35,6 @@ _DECIDED = frozenset(
 )  # fmt: skip
 # Tasks for which a head gives the probability of one class per row.
 _ONE_CLASS = ("lm", "classification")
-
-
 _ALIASES = {"softmax": "full", "linear": "full", "cross_entropy": "full"}
 
 
@@ -49,7 +48,6 @@ class Family:
 
     @property
     def name(self) -> str:
-        """In specs."""
         return self.recipe.name
 
 
@@ -72,21 +70,13 @@ def defaults_for(task: str) -> list[str]:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """A head that can be built for any data.
+    """A head that can be built for any data."""
 
-    Attributes:
-        text: as it was written.
-        family: the name in the catalogue, or ``mymodule:MyHead``.
-        label: what tables call it.
-        slug: its name in folders.
-        arguments: those that were given, as JSON can hold them.
-    """
-
-    text: str
-    family: str
-    label: str
-    slug: str
-    arguments: dict[str, Any]
+    text: str  # as it was written
+    family: str  # the name in the catalogue, or mymodule:MyHead
+    label: str  # what tables call it
+    slug: str  # its name in folders
+    arguments: dict[str, Any]  # those that were given, as JSON can hold them
     made_by: Family = field(repr=False, compare=False)
 
     def build(self, needs: ClassData) -> Module:
@@ -99,37 +89,35 @@ class HeadSpec:
     def as_json(self) -> dict[str, Any]:
         """For compare.json."""
         return {
-            "spec": self.text,
-            "label": self.label,
-            "slug": self.slug,
-            "family": self.family,
+            "spec": self.text, "label": self.label, "slug": self.slug, "family": self.family,
             "arguments": self.arguments,
-        }
+        }  # fmt: skip
 
 
 def parse_spec(text: str, *, task: str | None = "lm") -> HeadSpec:
     """A spec from its text, for any task where it is None; mistakes name what is valid."""
-    name, colon, rest = text.strip().partition(":")
+    name, _, rest = text.strip().partition(":")
     families = catalogue()
-    known = _known(name, families)
-    if known is None and colon and not re.match(r"\w+=", rest):
-        family, rest = _of_user(text, name, rest)
-    elif known is None:
-        raise SpecError(f"--head {text}: {_unknown(name, sorted(families), 'head')}")
-    else:
-        family = known
-    if task is not None and task not in family.tasks:
-        fitting = ", ".join(n for n, each in families.items() if task in each.tasks)
-        raise SpecError(
-            f"--head {text}: expected a head for --task {task}, got one for "
-            f"{' and '.join(family.tasks)}; for {task} there are {fitting}"
-        )
-    arguments = _arguments(text, family, rest)
+    try:
+        family = _known(name, families)
+        if family is None and rest and not re.match(r"\w+=", rest):
+            family, rest = _of_user(name, *rest.partition(":")[::2])
+        if family is None:
+            raise SpecError(_no_head(name))
+        if task is not None and task not in family.tasks:
+            fitting = ", ".join(n for n, each in families.items() if task in each.tasks)
+            own = " and ".join(family.tasks)
+            raise SpecError(
+                f"expected a head for --task {task}, got one for {own}; for {task} there are "
+                f"{fitting}"
+            )
+        arguments = _arguments(family, rest)
+    except SpecError as error:
+        raise SpecError(f"--head {text}: {error}") from error
     shown = re.split(r"[:,](?=\w+=)", rest) if rest else []
-    short = family.name.rpartition(":")[2]
-    label = " ".join([short, *shown])
-    slug = _slug(" ".join([family.name, *shown]))
-    return HeadSpec(text.strip(), family.name, label, slug, arguments, family)
+    label = " ".join([family.name.rpartition(":")[2], *shown])
+    slug = re.sub(r"[^a-z0-9._]+", "-", " ".join([family.name, *shown]).lower()).strip("-.")[:80]
+    return HeadSpec(text.strip(), family.name, label, slug or "head", arguments, family)
 
 
 def _known(name: str, families: dict[str, Family]) -> Family | None:
@@ -154,34 +142,29 @@ def parse_specs(texts: list[str], *, task: str | None = "lm") -> list[HeadSpec]:
     return specs
 
 
-def _arguments(text: str, family: Family, rest: str) -> dict[str, Any]:
+def _arguments(family: Family, rest: str) -> dict[str, Any]:
     """``a=1,b=2,3`` by the types of the constructor: a piece without a name goes on a list."""
     valid = _valid(family)
-    pieces: list[tuple[str, str]] = []
-    for piece in rest.split(",") if rest else []:
-        name, equals, value = piece.partition("=")
-        if equals:
-            pieces.append((name.strip(), value.strip()))
-        elif pieces:
-            pieces[-1] = pieces[-1][0], f"{pieces[-1][1]},{piece.strip()}"
-        else:
-            raise SpecError(
-                f"--head {text}: expected name=value after '{family.name}:', got {piece!r}; "
-                f"{_listed(family)}"
-            )
+    words = (f"{name}={kind}" for name, kind in arguments_of(family).items())
+    listed = f"{family.name} takes {', '.join(words) or 'no arguments'}"
     made: dict[str, Any] = {}
-    for name, value in pieces:
-        if name not in valid:
-            what = _unknown(name, sorted(valid), "argument")
-            if name in _DECIDED:
-                what = f"{name} is what the data and the options make it; leave it out"
-            raise SpecError(f"--head {text}: {what}; {_listed(family)}")
-        if name in made:
-            raise SpecError(f"--head {text}: expected {name} once, got it twice")
-        try:
-            made[name] = parse_value(value, valid[name])
-        except ValueError as error:
-            raise SpecError(f"--head {text}: {name}: {error}") from error
+    for piece in re.split(r",(?=[^,]*=)", rest) if rest else []:
+        name, equals, value = (part.strip() for part in piece.partition("="))
+        if not equals:
+            what = f"expected name=value after '{family.name}:', got {piece!r}"
+        elif name in _DECIDED and name not in valid:
+            what = f"{name} is what the data and the options make it; leave it out"
+        elif name not in valid:
+            what = f"no argument {name!r}{_nearest(name, valid)}"
+        elif name in made:
+            raise SpecError(f"expected {name} once, got it twice")
+        else:
+            try:
+                made[name] = parse_value(",".join(map(str.strip, value.split(","))), valid[name])
+            except ValueError as error:
+                raise SpecError(f"{name}: {error}") from error
+            continue
+        raise SpecError(f"{what}; {listed}")
     return made
 
 
@@ -202,53 +185,41 @@ def arguments_of(family: Family) -> dict[str, str]:
     return {name: type_words(kind) for name, kind in _valid(family).items()}
 
 
-def _listed(family: Family) -> str:
-    words = (f"{name}={kind}" for name, kind in arguments_of(family).items())
-    return f"{family.name} takes {', '.join(words) or 'no arguments'}"
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
-def _unknown(name: str, known: list[str], what: str) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    among = f"; there are {', '.join(known)}" if what == "head" else ""
-    if what == "head":
-        among += ", and mymodule:MyHead for one of your own"
-    return f"no {what} {name!r}{hint}{among}"
+def _no_head(name: str) -> str:
+    known = sorted(catalogue())
+    there = f"there are {', '.join(known)}, and mymodule:MyHead for one of your own"
+    return f"no head {name!r}{_nearest(name, known)}; {there}"
 
 
-def _of_user(text: str, module: str, rest: str) -> tuple[Family, str]:
+def _of_user(module: str, name: str, arguments: str) -> tuple[Family, str]:
     """A class of the user's, from a module on the path or in this folder."""
-    name, _, arguments = rest.partition(":")
     if not all(part.isidentifier() for part in module.split(".")):
-        raise SpecError(f"--head {text}: {_unknown(module, sorted(catalogue()), 'head')}")
+        raise SpecError(_no_head(module))
     try:
         imported = import_from_here(module)
     except SyntaxError as error:
         where = f"{error.filename}:{error.lineno}"
-        raise SpecError(f"--head {text}: cannot import {module}: {where}: {error.msg}") from error
+        raise SpecError(f"cannot import {module}: {where}: {error.msg}") from error
     except ImportError as error:
-        known = _unknown(module, sorted(catalogue()), "head")
-        raise SpecError(f"--head {text}: cannot import {module}: {error}; {known}") from error
+        raise SpecError(f"cannot import {module}: {error}; {_no_head(module)}") from error
     made = getattr(imported, name, None)
     if made is None:
-        classes = [n for n, each in vars(imported).items() if _is_head(each)]
-        raise SpecError(
-            f"--head {text}: {_unknown(name, classes, f'class in {module}')}; its heads are "
-            f"{', '.join(classes) or 'none'}"
-        )
+        heads = [n for n, each in vars(imported).items() if _is_head(each)]
+        told = f"no class in {module} {name!r}{_nearest(name, heads)}"
+        raise SpecError(f"{told}; its heads are {', '.join(heads) or 'none'}")
     if not _is_head(made):
-        raise SpecError(
-            f"--head {text}: expected a class that derives from lastlayer.heads.Head, got {made!r}"
-        )
+        what = "expected a class that derives from lastlayer.heads.Head"
+        raise SpecError(f"{what}, got {made!r}")
     return Family(made, Recipe(f"{module}:{name}"), (*_ONE_CLASS, "multilabel")), arguments
 
 
 def _is_head(made: Any) -> bool:
     return isinstance(made, type) and issubclass(made, Head) and not inspect.isabstract(made)
-
-
-def _slug(label: str) -> str:
-    return re.sub(r"[^a-z0-9._]+", "-", label.lower()).strip("-.")[:80] or "head"
 
 
 def import_from_here(module: str) -> ModuleType:
@@ -273,69 +244,57 @@ class Pairs:
 def parse_value(text: str, kind: Any) -> Any:
     """The value that ``text`` writes, or a ValueError that says what was expected."""
     for each in _kinds(kind):
-        try:
+        with suppress(ValueError):
             return _as(text, each)
-        except ValueError:
-            continue
     raise ValueError(f"expected {type_words(kind)}, got {text!r}")
 
 
 def type_words(kind: Any) -> str:
     """What a value is, for people."""
-    return "|".join(dict.fromkeys(_word(each) for each in _kinds(kind))) or "value"
+    return "|".join(dict.fromkeys(_word(each) for each in _kinds(kind)))
 
 
 def _kinds(kind: Any) -> list[Any]:
     """The kinds of a union, the narrowest first; tensors and other objects cannot be written."""
-    if isinstance(kind, Choice) or kind is Pairs:
-        return [kind]
-    if get_origin(kind) in (Union, types.UnionType):
-        parts = [part for each in get_args(kind) for part in _kinds(each)]
-    elif get_origin(kind) is Literal:
-        parts = [Choice(map(str, get_args(kind)))]
-    elif get_origin(kind) in (list, tuple, Sequence):
-        nested = get_origin(get_args(kind)[0]) in (list, tuple, Sequence)
-        parts = [Pairs] if nested else [types.GenericAlias(list, get_args(kind)[:1])]
-    else:
-        parts = [kind]
     order = [type(None), bool, int, float]
-    known = [each for each in parts if each in (*order, str, Pairs) or get_origin(each) is list]
-    known += [each for each in parts if isinstance(each, Choice)]
-    plain = known or [bool, int, float, str]
-    return sorted(plain, key=lambda each: order.index(each) if each in order else len(order))
+    found = [each for each in _parts(kind) if each in (*order, str, Pairs) or _is_written(each)]
+    found = found or [bool, int, float, str]
+    return sorted(found, key=lambda each: order.index(each) if each in order else len(order))
+
+
+def _is_written(kind: Any) -> bool:
+    return get_origin(kind) is list or isinstance(kind, Choice)
+
+
+def _parts(kind: Any) -> list[Any]:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return [part for each in inner for part in _parts(each)]
+    if origin is Literal:
+        return [Choice(map(str, inner))]
+    if origin in (list, tuple, Sequence):
+        nested = get_origin(inner[0]) in (list, tuple, Sequence)
+        return [Pairs if nested else types.GenericAlias(list, inner[:1])]
+    return [kind]
 
 
 def _as(text: str, kind: Any) -> Any:
-    if isinstance(kind, Choice):
-        if text in kind:
-            return text
-        raise ValueError
-    if kind is type(None):
-        if text.lower() == "none":
-            return None
-        raise ValueError
-    if kind is bool:
-        if text.lower() in _TRUE + _FALSE:
-            return text.lower() in _TRUE
-        raise ValueError
-    if kind is Pairs:
-        return [_pair(each) for each in text.split(",")]
+    """The value, or a ValueError."""
     if get_origin(kind) is list:
-        return [] if not text else [_as(each, get_args(kind)[0]) for each in text.split(",")]
-    if kind is int and "_" not in text:
-        return int(text)
+        return [_as(each, get_args(kind)[0]) for each in text.split(",")] if text else []
+    if kind is Pairs and re.fullmatch(r"\d+x\d+(,\d+x\d+)*", text):
+        return [[int(one) for one in each.split("x")] for each in text.split(",")]
     if kind is float:
         return float(text)
-    if kind is str and text:
+    if kind is int and "_" not in text:
+        return int(text)
+    if kind is bool and text.lower() in _TRUE + _FALSE:
+        return text.lower() in _TRUE
+    if kind is type(None) and text.lower() == "none":
+        return None
+    if (kind is str and text) or (isinstance(kind, Choice) and text in kind):
         return text
     raise ValueError
-
-
-def _pair(text: str) -> list[int]:
-    first, cross, second = text.partition("x")
-    if not cross:
-        raise ValueError
-    return [int(first), int(second)]
 
 
 def _word(kind: Any) -> str:

@@ -14,24 +14,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lastlayer.lab.data.files import DataError, broken
+from lastlayer.lab.data.files import DataError, broken, some
 from lastlayer.lab.data.rows import (
-    Bags,
     LabelData,
-    LabelLists,
     LabelPart,
     PairData,
     PairPart,
-    assemble_pairs,
-    assemble_rows,
-    grouped,
-    labelled_bags,
-    sparse_rows,
+    label_data,
+    label_lists,
+    labelled_words,
+    pair_data,
     three_parts,
-    weigh_bags,
+    weigher,
+    word_lists,
 )
 from lastlayer.lab.data.tables import Table, as_number
-from lastlayer.lab.data.text import END, FirstCome, IdStream, Reading, TextData, assemble, enough
+from lastlayer.lab.data.text import END, FirstCome, IdStream, Reading, TextData, language_data
 
 _TEXTS = (
     "text", "sentence", "review", "title", "content", "body", "document", "question", "comment",
@@ -61,7 +59,6 @@ class Columns:
 
     @property
     def described(self) -> dict[str, Any]:
-        """For JSON."""
         found = {"text": list(self.text), "label": self.label, "features": list(self.features)}
         return {"task_reason": self.reason, "columns": {k: v for k, v in found.items() if v}}
 
@@ -70,18 +67,14 @@ def choose_columns(
     table: Table, task: str | None, text: str | None, label: str | None, features: str | None
 ) -> Columns:
     """What was asked for, and the obvious rest; ``table`` is that of the training part."""
-    asked = {"text": _listed(text), "label": _listed(label), "features": _listed(features)}
-    for option, names in asked.items():
-        for name in names:
-            if name not in table.columns:
-                raise _no_column(table, name, option)
-    kinds = {name: _kind(table.values(name)[:_LOOKED_AT]) for name in table.columns}
-    labels = asked["label"][:1]
+    texts, labels, numbers = (_listed(names) for names in (text, label, features))
+    for option, names in (("text", texts), ("label", labels), ("features", numbers)):
+        _check_there(table, names, option)
+    kinds = {name: _kind(values[:_LOOKED_AT]) for name, values in table.columns.items()}
     if not labels and task not in ("lm", "pairs"):
-        taken = {*asked["text"], *asked["features"], "split"}
+        taken = {*texts, *numbers, "split"}
         labels = _guessed_label(table, {n: k for n, k in kinds.items() if n not in taken}, task)
-    rest = {name: kind for name, kind in kinds.items() if name not in (*labels, "split")}
-    texts, numbers = asked["text"], asked["features"]
+    rest = {name: kind for name, kind in kinds.items() if name not in (*labels[:1], "split")}
     if not texts and not numbers:
         texts = _guessed_texts(rest, task)
     if not texts and not numbers and labels:
@@ -90,21 +83,21 @@ def choose_columns(
             for name, kind in rest.items()
             if kind in ("number", "vector") and not _is_named(name, _NO_FEATURES)
         ]
-    return _with_task(table, task, texts, labels, numbers)
+    return _with_task(table, task, texts, labels[0] if labels else None, numbers)
 
 
 def _listed(names: str | None) -> list[str]:
     return [name.strip() for name in names.split(",")] if names else []
 
 
-def _no_column(table: Table, name: str, option: str) -> DataError:
-    known = list(table.columns)
-    near = get_close_matches(name.lower(), [each.lower() for each in known], 1, 0.5)
-    hint = next((each for each in known if near and each.lower() == near[0]), None)
-    some = ", ".join(map(repr, known[:12])) + (", …" if len(known) > 12 else "")
-    remedy = f"did you mean {hint!r}? " if hint else ""
-    what = f"no column {name!r}; there are {some}"
-    return broken(what, f"{remedy}give another {option}", path=table.where)
+def _check_there(table: Table, names: Sequence[str], option: str) -> None:
+    for name in names:
+        if name not in table.columns:
+            known = {each.lower(): each for each in table.columns}
+            near = get_close_matches(name.lower(), known, 1, 0.5)
+            hint = f"did you mean {known[near[0]]!r}? " if near else ""
+            what = f"no column {name!r}; there are {some(table.columns, 12)}"
+            raise broken(what, f"{hint}give another {option}", path=table.where)
 
 
 def _kind(values: list[Any]) -> str:
@@ -136,14 +129,14 @@ def _guessed_label(table: Table, kinds: dict[str, str], task: str | None) -> lis
     by_name += [n for n in usable if _is_named(n, _ENDS_AS_LABEL)]
     if by_name:
         return by_name[:1]
-    few = [n for n, kind in usable.items() if _is_class(kind, table.values(n))]
+    few = [n for n, kind in usable.items() if _is_class(kind, table.columns[n])]
     if len(few) == 1:
         return few
     if few or task is not None:
-        there = ", ".join(map(repr, few or table.columns))
-        what = f"no column is surely the label; {'it may be' if few else 'there are'} {there}"
+        there = f"it may be {some(few)}" if few else f"there are {some(table.columns)}"
+        what = f"no column is surely the label; {there}"
         remedy = "give label='NAME'" + ("" if task else ", or task='lm' for its text alone")
-        raise broken(what, remedy, path=table.where)
+        raise broken(what, remedy)
     return []
 
 
@@ -170,47 +163,46 @@ def _guessed_texts(kinds: dict[str, str], task: str | None) -> list[str]:
 
 
 def _with_task(
-    table: Table, task: str | None, texts: list[str], labels: list[str], features: list[str]
+    table: Table, task: str | None, texts: list[str], label: str | None, features: list[str]
 ) -> Columns:
-    label = labels[0] if labels else None
-    separator = None
+    """The task that the columns are for, or an error that says which column is missing."""
+
+    def refuse(what: str, remedy: str) -> DataError:
+        return broken(f"{what}; there are {some(table.columns)}", remedy)
+
     if (texts and features) or (label and task in ("lm", "pairs")):
         what = "text and features" if texts and features else f"label and task='{task}'"
-        raise broken(f"{what}: expected one of them, got both", "leave one out", path=table.where)
+        raise broken(f"{what}: expected one of them, got both", "leave one out")
+    separator = None
     if label and task != "classification":
-        separator = _separator(table.values(label))
+        separator = _separator(table.columns[label])
+    reason = "as asked"
     if task is None:
         task, reason = _inferred(table, texts, label, separator, features)
-    else:
-        reason = "as asked"
-    there = ", ".join(map(repr, table.columns))
+        if not task:
+            what = f"no column of labels, and {len(texts)} of text"
+            raise refuse(what, "give text='NAME' and label='NAME'")
     if task in ("classification", "multilabel"):
         if label is None:
-            what = f"{task} needs a column of labels; there are {there}"
-            raise broken(what, "give label='NAME'", path=table.where)
+            raise refuse(f"{task} needs a column of labels", "give label='NAME'")
         if not texts and not features:
-            what = f"no column of text or of numbers beside {label!r}; there are {there}"
-            raise broken(what, "give text='NAME' or features='NAME,…'", path=table.where)
-    elif not texts:
-        what = f"no column of text; there are {there}"
-        raise broken(
-            what, "give text='NAME', or label='NAME' for rows of numbers", path=table.where
-        )
+            what = f"no column of text or of numbers beside {label!r}"
+            raise refuse(what, "give text='NAME' or features='NAME,…'")
+        return Columns(task, reason, tuple(texts), label, tuple(features), separator)
+    if not texts:
+        raise refuse("no column of text", "give text='NAME', or label='NAME' for rows of numbers")
     if task == "pairs" and len(texts) != 2:
-        found = ", ".join(map(repr, texts))
-        what = f"pairs need two columns of text, got {found}; there are {there}"
-        raise broken(what, "give text='NAME,NAME'", path=table.where)
-    if task in ("lm", "pairs"):
-        return Columns(task, reason, tuple(texts))
-    return Columns(task, reason, tuple(texts), label, tuple(features), separator)
+        raise refuse(f"pairs need two columns of text, got {some(texts)}", "give text='NAME,NAME'")
+    return Columns(task, reason, tuple(texts))
 
 
 def _inferred(
     table: Table, texts: list[str], label: str | None, separator: str | None, features: list[str]
 ) -> tuple[str, str]:
+    """Task and reason; an empty task where nothing follows from the columns."""
     if label:
-        lists = any(isinstance(each, list) and len(each) != 1 for each in table.values(label))
-        if lists:
+        values = table.columns[label]
+        if any(isinstance(each, list) and len(each) != 1 for each in values):
             return "multilabel", f"lists of labels in the column {label!r}"
         if separator:
             return "multilabel", f"labels with {separator!r} between them in the column {label!r}"
@@ -219,9 +211,7 @@ def _inferred(
         return "pairs", f"two columns of text, {texts[0]!r} and {texts[1]!r}, and no label"
     if len(texts) == 1 and not features:
         return "lm", f"one column of text, {texts[0]!r}, and no label"
-    there = ", ".join(map(repr, table.columns))
-    what = f"no column of labels, and {len(texts)} of text; there are {there}"
-    raise broken(what, "give text='NAME' and label='NAME'", path=table.where)
+    return "", ""
 
 
 def _separator(values: list[Any]) -> str | None:
@@ -238,48 +228,26 @@ def _separator(values: list[Any]) -> str | None:
 
 
 def table_data(
-    name: str,
-    tables: dict[str, Table],
-    columns: Columns,
-    described: dict[str, Any],
-    reading: Reading,
-    *,
-    where: str,
+    tables: dict[str, Table], columns: Columns, described: dict[str, Any], reading: Reading
 ) -> TextData | LabelData | PairData:
     """Data from tables; rows without a text, or without a class, are left out and counted."""
     if "train" not in tables:
         what = f"rows of {' and '.join(sorted(tables))}, and none for training"
-        raise broken(what, "give a file for training too", path=where)
+        raise broken(what, "give a file for training too")
     for table in tables.values():
-        wanted = (*columns.text, *columns.features, *([columns.label] if columns.label else ()))
-        for column in wanted:
-            if column not in table.columns:
-                option = "text" if column in columns.text else "label"
-                raise _no_column(table, column, option)
+        _check_there(table, columns.text, "text")
+        _check_there(table, [*columns.features, *filter(None, [columns.label])], "label")
     described = {**described, **columns.described}
     if columns.task == "lm":
-        numbers = reading.numbers()
-        streams = {part: IdStream(numbers) for part in tables}
-        empty = 0
-        for part, table in tables.items():
-            most = enough(part, reading.limit)
-            for text in _texts(table, columns.text):
-                if most is not None and streams[part].length >= most:
-                    break
-                empty += not text
-                streams[part].add([*reading.cut(text), END] if text else ())
-        if empty:
-            described |= {"left_out": empty, "notes": _left_out(empty, "text")}
-        ids = {part: each.finish(enough(part, reading.limit)) for part, each in streams.items()}
-        return assemble(name, list(numbers), ids, described, reading, where=where)
+        return _language(tables, columns, described, reading)
     if columns.task == "pairs":
-        return _pairs(name, tables, columns, described, reading, where=where)
-    return _labelled(name, tables, columns, described, reading, where=where)
+        return _pairs(tables, columns, described, reading)
+    return _labelled(tables, columns, described, reading)
 
 
 def _texts(table: Table, names: Sequence[str]) -> Iterator[str]:
     """The text of each row, of several columns with spaces between them."""
-    columns = [table.values(name) for name in names]
+    columns = [table.columns[name] for name in names]
     for row, cells in enumerate(zip(*columns, strict=True)):
         for name, cell in zip(names, cells, strict=True):
             if cell is not None and not isinstance(cell, str):
@@ -288,19 +256,41 @@ def _texts(table: Table, names: Sequence[str]) -> Iterator[str]:
         yield " ".join(cell for cell in cells if cell)
 
 
+def _left_out(**rows: int) -> dict[str, Any]:
+    """How many rows have no text, or no label, for JSON and for people."""
+    notes = [
+        f"{n:,} row{'s' * (n != 1)} without a {what} {'is' if n == 1 else 'are'} left out"
+        for what, n in rows.items()
+        if n
+    ]
+    return {"left_out": sum(rows.values())} | ({"notes": notes} if notes else {})
+
+
+def _language(
+    tables: dict[str, Table], columns: Columns, described: dict[str, Any], reading: Reading
+) -> TextData:
+    numbers, ids, empty = reading.numbers(), {}, 0
+    for part, table in tables.items():
+        most, stream = reading.enough(part), IdStream(numbers)
+        for text in _texts(table, columns.text):
+            if most is not None and stream.length >= most:
+                break
+            empty += not text
+            stream.add([*reading.cut(text), END] if text else ())
+        ids[part] = stream.finish(most)
+    described |= _left_out(text=empty) if empty else {}
+    return language_data(list(numbers), ids, described, reading)
+
+
 def _labelled(
-    name: str, tables: dict[str, Table], columns: Columns, described: dict[str, Any],
-    reading: Reading, *, where: str,
-) -> LabelData:  # fmt: skip
+    tables: dict[str, Table], columns: Columns, described: dict[str, Any], reading: Reading
+) -> LabelData:
     words, classes = FirstCome(), FirstCome()
-    bags: dict[str, tuple[Bags, LabelLists]] = {}
-    parts: dict[str, LabelPart] = {}
+    parts, names = dict[str, LabelPart](), dict[str, list[str]]()
     empty = unlabelled = 0
     for part, table in tables.items():
-        bag, lists = bags[part] = Bags(words), LabelLists(classes)
-        labels = _labels(table, columns)
+        labels, kept = _labels(table, columns), []
         texts = [reading.cut(text) for text in _texts(table, columns.text)]
-        kept = []
         for row, own in enumerate(labels):
             if columns.text and not texts[row]:
                 empty += 1
@@ -308,30 +298,42 @@ def _labelled(
                 unlabelled += 1
             else:
                 kept.append(row)
-                lists.add(own)
-                bag.add(texts[row] if columns.text else ())
+        lists = label_lists((labels[row] for row in kept), classes)
         if columns.features:
-            parts[part] = LabelPart(_numbers(table, columns.features)[kept], lists.finish())
-    notes = _left_out(empty, "text") + _left_out(unlabelled, "label")
-    described |= {"left_out": empty + unlabelled} | ({"notes": notes} if notes else {})
+            names[part], numbers = _numbers(table, columns.features)
+            parts[part] = LabelPart(numbers[kept], lists)
+        else:
+            parts[part] = LabelPart(word_lists((texts[row] for row in kept), words), lists)
+    described |= _left_out(text=empty, label=unlabelled)
     if not columns.features:
-        return labelled_bags(
-            name, bags, words, list(classes), described, reading, task=columns.task, where=where
-        )
-    three = three_parts(parts, reading.limit, where)
-    names = _feature_names(tables["train"], columns.features)
-    return assemble_rows(
-        name, three, names, list(classes), {**described, "limit": reading.limit},
-        task=columns.task, where=where,
-    )  # fmt: skip
+        return labelled_words(parts, words, list(classes), described, reading, task=columns.task)
+    described |= {"limit": reading.limit}
+    return label_data(parts, names["train"], list(classes), described, reading, task=columns.task)
 
 
-def _left_out(rows: int, what: str) -> list[str]:
-    if not rows:
-        return []
-    return [
-        f"{rows:,} row{'s' * (rows != 1)} without a {what} {'is' if rows == 1 else 'are'} left out"
-    ]
+def _pairs(
+    tables: dict[str, Table], columns: Columns, described: dict[str, Any], reading: Reading
+) -> PairData:
+    words, empty = FirstCome(), 0
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for part, table in tables.items():
+        texts = list(zip(*(_texts(table, [column]) for column in columns.text), strict=True))
+        rows[part] = [(one, other) for one, other in texts if one.strip() and other.strip()]
+        empty += len(texts) - len(rows[part])
+    # Pairs belong together where they share the key, or the query where more of them do.
+    sides = [[pair[side] for own in rows.values() for pair in own] for side in (0, 1)]
+    numbered = [np.unique(np.asarray(each), return_inverse=True)[1] for each in sides]
+    groups = min(numbered, key=lambda each: int(each.max(initial=0))).astype(np.int64)
+    parts: dict[str, PairPart] = {}
+    for part, own in rows.items():
+        query, key = (word_lists((reading.cut(p[s]) for p in own), words) for s in (0, 1))
+        parts[part] = PairPart(query, key, groups[: len(own)])
+        groups = groups[len(own) :]
+    three = three_parts(parts, reading)
+    vocabulary, weigh = weigher(three["train"][:2], words, reading)
+    made = {part: PairPart(weigh(p.query), weigh(p.key), p.group) for part, p in three.items()}
+    described |= {"words": len(vocabulary), **_left_out(text=empty), **reading.described}
+    return pair_data(made, described, reading, feature_names=vocabulary.tokens, shared=True)
 
 
 def _labels(table: Table, columns: Columns) -> list[list[str]]:
@@ -339,7 +341,7 @@ def _labels(table: Table, columns: Columns) -> list[list[str]]:
     name, mark = str(columns.label), columns.separator
     made: list[list[str]] = []
     kinds: dict[str, tuple[int, Any]] = {}
-    for row, value in enumerate(table.values(name)):
+    for row, value in enumerate(table.columns[name]):
         if value is None:
             several: list[Any] = []
         elif mark and isinstance(value, str):
@@ -362,93 +364,32 @@ def _labels(table: Table, columns: Columns) -> list[list[str]]:
         what = f"mixed types in the column {name!r}: {one!r} before, and here {other!r}"
         raise table.broken(row, what, "write all labels as names, or all as numbers")
     if columns.task == "classification":
-        _check_classes(table, name, made)
+        # Numbers with a fraction measure something: they are no classes.
+        found = [(row, as_number(own[0])) for row, own in enumerate(made) if own]
+        fractions = (row for row, n in found if n is not None and math.isfinite(n) and n % 1)
+        if all(value is not None for _, value in found) and (row := next(fractions, -1)) >= 0:
+            what = f"expected classes in the column {name!r}, got numbers such as {made[row][0]}"
+            raise table.broken(row, what, "give another label, or round them to classes")
     return made
 
 
-def _check_classes(table: Table, name: str, labels: list[list[str]]) -> None:
-    """Numbers with a fraction measure something: they are no classes."""
-    found = [(row, as_number(own[0]), own[0]) for row, own in enumerate(labels) if own]
-    fractions = [
-        (row, text)
-        for row, value, text in found
-        if value is not None and math.isfinite(value) and not value.is_integer()
-    ]
-    if fractions and all(value is not None for _, value, _ in found):
-        row, text = fractions[0]
-        what = f"expected classes in the column {name!r}, got numbers such as {text}"
-        raise table.broken(row, what, "give another label, or round them to classes")
-
-
-def _numbers(table: Table, names: Sequence[str]) -> NDArray[np.float32]:
-    """Columns of numbers, and of lists of as many numbers each, side by side."""
-    made = []
+def _numbers(table: Table, names: Sequence[str]) -> tuple[list[str], NDArray[np.float32]]:
+    """Columns of numbers, and of lists of as many numbers each, side by side, with their names."""
+    made, named = [], list[str]()
     for name in names:
-        values = table.values(name)
+        values = table.columns[name]
         widths = {len(each) for each in values if isinstance(each, list)}
         if len(widths) > 1:
             what = f"lists of {min(widths)} to {max(widths)} numbers in the column {name!r}"
             raise broken(what, "give as many in each row", path=table.where)
-        rows = []
+        rows, width = [], max(widths, default=1)
         for row, each in enumerate(values):
-            cells = each if isinstance(each, list) else [each]
-            found = [as_number(cell) for cell in cells]
-            good = len(cells) == (widths or {1}).copy().pop()
-            if not good or any(cell is None or not math.isfinite(cell) for cell in found):
+            found = [as_number(cell) for cell in (each if isinstance(each, list) else [each])]
+            if len(found) != width or not all(n is not None and math.isfinite(n) for n in found):
                 told = "nothing" if each is None else repr(each)[:40]
                 what = f"expected a number in the column {name!r}, got {told}"
                 raise table.broken(row, what, "fill it in, or give other features")
             rows.append(found)
+        named += [f"{name}[{i}]" for i in range(width)] if widths else [name]
         made.append(np.array(rows, np.float32))
-    return np.concatenate(made, 1)
-
-
-def _feature_names(table: Table, names: Sequence[str]) -> list[str]:
-    made: list[str] = []
-    for name in names:
-        first = table.values(name)[0]
-        inner = range(len(first)) if isinstance(first, list) else None
-        made += [name] if inner is None else [f"{name}[{i}]" for i in inner]
-    return made
-
-
-def _pairs(
-    name: str, tables: dict[str, Table], columns: Columns, described: dict[str, Any],
-    reading: Reading, *, where: str,
-) -> PairData:  # fmt: skip
-    words = FirstCome()
-    held: dict[str, tuple[Bags, Bags]] = {}
-    texts: list[tuple[str, str]] = []
-    sizes: dict[str, int] = {}
-    empty = 0
-    for part, table in tables.items():
-        left, right = held[part] = Bags(words), Bags(words)
-        before = len(texts)
-        sides = (_texts(table, [column]) for column in columns.text)
-        for one, other in zip(*sides, strict=True):
-            cut = reading.cut(one), reading.cut(other)
-            if not all(cut):
-                empty += 1
-                continue
-            left.add(cut[0])
-            right.add(cut[1])
-            texts.append((one, other))
-        sizes[part] = len(texts) - before
-    group = grouped([one for one, _ in texts], [other for _, other in texts])
-    parts, first = {}, 0
-    for part, (left, right) in held.items():
-        own = group[first : first + sizes[part]]
-        parts[part] = PairPart(left.finish(), right.finish(), own)
-        first += sizes[part]
-    three = three_parts(parts, reading.limit, where)
-    train = [sparse_rows(each) for each in three["train"][:2]]
-    vocabulary, weigh = weigh_bags(train, words, reading)
-    made = {
-        part: PairPart(weigh(sparse_rows(p.query)), weigh(sparse_rows(p.key)), p.group)
-        for part, p in three.items()
-    }
-    notes = _left_out(empty, "text")
-    described |= {"words": len(vocabulary), "left_out": empty, **reading.described}
-    described |= {"notes": notes} if notes else {}
-    words_of = vocabulary.tokens
-    return assemble_pairs(name, made, described, feature_names=words_of, shared=True, where=where)
+    return named, np.concatenate(made, 1)

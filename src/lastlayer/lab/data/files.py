@@ -6,48 +6,92 @@ import hashlib
 import io
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
+
+PARTS = ("train", "valid", "test")
 
 
 class DataError(ValueError):
     """Data that cannot be used. The message names the file, the place, and the remedy."""
 
+    line: int | None = None
+    has_place = False
 
-def broken(
-    what: str, remedy: str, *, path: Path | str | None = None, line: int | None = None
-) -> DataError:
-    """``file:line: what is wrong; what to do``."""
-    place = "" if path is None else f"{path}: " if line is None else f"{path}:{line}: "
-    return DataError(f"{place}{what}; {remedy}")
+    def at(self, place: object) -> "DataError":
+        """The same with the file that it is about, unless it has one."""
+        if self.has_place or not str(place).strip():
+            return self
+        line = "" if self.line is None else f":{self.line}"
+        made = DataError(f"{place}{line}: {self}")
+        made.has_place = True
+        return made
 
 
-_BLOCK = 2**20
-# UTF-32 first: its mark begins with that of UTF-16.
-_MARKS = (
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
+def broken(what: str, remedy: str, *, path: object = None, line: int | None = None) -> DataError:
+    """``file:line: what is wrong; what to do``; :func:`placed` names a file that is not given."""
+    error = DataError(f"{what}; {remedy}")
+    error.line = line
+    return error if path is None else error.at(path)
+
+
+@contextmanager
+def placed(path: object) -> Iterator[None]:
+    """Errors name this file, unless they have named another one."""
+    try:
+        yield
+    except DataError as error:
+        raise error.at(path) from error.__cause__
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise broken(f"damaged gzip data ({error})", "fetch the file again", path=path) from None
+    except OSError as error:
+        what = f"cannot be read ({error.strerror or error})"
+        raise broken(what, "check the path and its permissions", path=path) from None
+
+
+Read = TypeVar("Read")
+
+
+def read_each(files: dict[str, Path], read: Callable[[Path], Read]) -> dict[str, Read]:
+    """What the file of each part holds."""
+    made = {}
+    for part, file in files.items():
+        with placed(file):
+            made[part] = read(file)
+    return made
+
+
+def some(names: Iterable[object], most: int = 8) -> str:
+    """The first names in quotes, for a message."""
+    known = [repr(each) for each in names]
+    return ", ".join(known[:most]) + (", …" if len(known) > most else "")
+
+
+def needed(module: str, extra: str = "lab") -> Any:
+    """A module of another package, or an error that names the extra to install."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0].replace("sklearn", "scikit-learn")
+        what = f"needs the package {package}, which is not installed"
+        raise broken(what, f'pip install "lastlayer[{extra}]"') from None
 
 
 def existing(source: str) -> Path:
     """The path, or an error that names what is nearest to it."""
     if not source.strip():
-        raise DataError("expected a file, a folder or hf:name, got an empty name; give a path")
+        raise broken("expected a file, a folder or hf:name, got an empty name", "give a path")
     path = Path(source).expanduser()
-    try:
+    with placed(path):
         if path.exists():
             return path
         if path.is_symlink():
-            raise broken(f"a link to {path.readlink()}, which does not exist", "mend it", path=path)
-        remedy = _nearest(path)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    raise broken("no such file or folder", remedy, path=path)
+            raise broken(f"a link to {path.readlink()}, which does not exist", "mend it")
+        raise broken("no such file or folder", _nearest(path))
 
 
 def _nearest(path: Path) -> str:
@@ -58,19 +102,31 @@ def _nearest(path: Path) -> str:
     near = get_close_matches(path.name, names, n=3, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(str(parent / name) for name in near)}?"
-    some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return f"{parent} has {some}" if names else f"{parent} is empty"
+    listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    return f"{parent} has {listed}" if names else f"{parent} is empty"
+
+
+def opened(path: Path) -> IO[bytes] | gzip.GzipFile:
+    """The bytes of a file, of a gzipped one those that it holds."""
+    return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb")
 
 
 def plain_suffix(path: Path) -> str:
     """The suffix in small letters, without that of gzip."""
-    name = path.name.lower()
-    return Path(name.removesuffix(".gz")).suffix
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def plain_stem(path: Path) -> str:
     """The name in small letters, without suffixes of the format and of gzip."""
     return Path(path.name.lower().removesuffix(".gz")).stem
+
+
+_BLOCK = 2**20
+# UTF-32 first: its mark begins with that of UTF-16.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
 
 
 def text_blocks(path: Path, encoding: str = "utf-8") -> Iterator[str]:
@@ -106,90 +162,55 @@ def lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
 
 
 def _decoded(path: Path, encoding: str) -> Iterator[str]:
-    decoder = _decoder(encoding)
-    newlines = io.IncrementalNewlineDecoder(decoder, translate=True)
-    read = line = 0
-    for block in _bytes(path):
-        if not read:
-            _check_mark(path, block, encoding)
-        read += len(block)
-        try:
-            text = newlines.decode(block)
-        except UnicodeDecodeError as error:
-            # What the decoder kept of the blocks before stands in front of this one.
-            offset = read - len(error.object) + error.start
-            before = error.object[: error.start].count(b"\n")
-            raise _not_decoded(path, encoding, error, offset, line + before + 1) from None
-        nul = text.find("\0")
-        if nul >= 0:
-            what = f"a binary file: a NUL after {read - len(block) + nul:,} characters"
-            if encoding.lower().startswith(("utf-16", "utf-32")):
-                raise broken(what, "give the encoding it was written with", path=path)
-            raise broken(what, "give text, or encoding='utf-16' if that is what it is", path=path)
-        line += text.count("\n")
-        yield text
-    try:
-        yield newlines.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        offset = read - len(error.object) + error.start
-        raise _not_decoded(path, encoding, error, offset, line + 1) from None
-
-
-def _decoder(encoding: str) -> codecs.IncrementalDecoder:
     try:
         name = codecs.lookup(encoding).name
-        # A mark at the beginning is no part of the text.
-        return codecs.getincrementaldecoder("utf-8-sig" if name == "utf-8" else name)()
     except (LookupError, TypeError):
         raise DataError(
             f"encoding: expected the name of an encoding, got {encoding!r}; utf-8, utf-16, "
             "latin-1 and cp1252 are common ones"
         ) from None
-
-
-def _check_mark(path: Path, block: bytes, encoding: str) -> None:
-    for mark, name in _MARKS:
-        if block.startswith(mark) and not encoding.lower().startswith(name):
-            what = f"begins with the mark of {name.upper()}, and was read as {encoding}"
-            raise broken(what, f"give encoding={name!r}", path=path)
-
-
-def _not_decoded(
-    path: Path, encoding: str, error: UnicodeDecodeError, offset: int, line: int
-) -> DataError:
-    byte = error.object[error.start]
-    what = f"not {encoding}: byte 0x{byte:02x} at offset {offset:,}"
-    # Byte by byte, text in an old encoding has few control characters; other files have many.
-    some = error.object[max(0, error.start - 512) : error.start + 512]
-    controls = sum(c < 32 and c not in b"\t\n\r\f\x1b" for c in some)
-    if controls > len(some) // 50:
-        return broken(f"a binary file, {what}", "give text", path=path)
-    other = "utf-8" if encoding.lower().startswith(("utf-16", "utf-32", "ascii")) else "latin-1"
-    remedy = f"give the encoding it was written with, perhaps encoding={other!r}"
-    return broken(what, remedy, path=path, line=line)
-
-
-def _bytes(path: Path) -> Iterator[bytes]:
-    try:
-        with opened(path) as file:
-            while block := file.read(_BLOCK):
+    # A mark at the beginning is no part of the text.
+    name = "utf-8-sig" if name == "utf-8" else name
+    wide = name.startswith(("utf-16", "utf-32"))
+    with placed(path), opened(path) as stream:
+        start = stream.read(4)
+        stream.seek(0)
+        for mark, own in _MARKS.items():
+            if start.startswith(mark) and not name.startswith(own):
+                what = f"begins with the mark of {own.upper()}, and was read as {encoding}"
+                raise broken(what, f"give encoding={own!r}")
+        read = 0
+        text = io.TextIOWrapper(stream, name)
+        try:
+            while block := text.read(_BLOCK):
+                if (nul := block.find("\0")) >= 0:
+                    what = f"a binary file: a NUL after {read + nul:,} characters"
+                    remedy = "text, or encoding='utf-16' if that is what it is"
+                    remedy = "the encoding it was written with" if wide else remedy
+                    raise broken(what, f"give {remedy}")
+                read += len(block)
                 yield block
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise broken(f"damaged gzip data ({error})", "fetch the file again", path=path) from None
-    except OSError as error:
-        raise _unreadable(path, error) from None
+        except UnicodeDecodeError:
+            until = stream.tell()
+            stream.seek(0)
+            raise _not_decoded(stream.read(until), encoding, name) from None
 
 
-def opened(path: Path) -> IO[bytes] | gzip.GzipFile:
-    """The bytes of a file, of a packed one those that it holds."""
-    if path.name.lower().endswith(".gz"):
-        return gzip.open(path, "rb")
-    return path.open("rb")
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    reason = error.strerror or str(error)
-    return broken(f"cannot be read ({reason})", "check the path and its permissions", path=path)
+def _not_decoded(content: bytes, encoding: str, name: str) -> DataError:
+    """Says where content cannot be decoded."""
+    try:
+        content.decode(name)
+        place = len(content) - 1
+    except UnicodeDecodeError as error:
+        place = error.start
+    what = f"not {encoding}: byte 0x{content[place]:02x} at offset {place:,}"
+    # Byte by byte, text in an old encoding has few control characters; other files have many.
+    around = content[max(0, place - 512) : place + 512]
+    if sum(c < 32 and c not in b"\t\n\r\f\x1b" for c in around) > len(around) // 50:
+        return broken(f"a binary file, {what}", "give text")
+    other = "utf-8" if name.startswith(("utf-16", "utf-32", "ascii")) else "latin-1"
+    remedy = f"give the encoding it was written with, perhaps encoding={other!r}"
+    return broken(what, remedy, line=content[:place].count(b"\n") + 1)
 
 
 _WORDS = {
@@ -208,21 +229,21 @@ def part_named(name: str) -> str | None:
     return parts.pop() if len(parts) == 1 else None
 
 
-def files_with(folder: Path, suffixes: Iterable[str]) -> list[Path]:
-    """Files of these kinds in a folder and its folders, without hidden ones and notes."""
+def files_with(folder: Path, suffixes: Iterable[str], *, below: bool = False) -> list[Path]:
+    """Files of these kinds in a folder, and below it, without hidden ones and notes."""
     kinds = {*suffixes}
-    found = []
-    for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if hidden or not path.is_file() or plain_suffix(path) not in kinds:
-            continue
-        if not plain_stem(path).startswith(_BESIDE):
-            found.append(path)
-    return found
+    return [
+        path
+        for path in sorted(folder.rglob("*") if below else folder.iterdir())
+        if plain_suffix(path) in kinds
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and not plain_stem(path).startswith(_BESIDE)
+    ]
 
 
 def by_part(files: list[Path]) -> dict[str, Path] | None:
-    """One file a part where their names say so, and None where they do not.
+    """One file per part where their names say so, and None where they do not.
 
     A file that names no part is left out beside ones that do: MULAN has both the whole set and its
     parts, for example.
@@ -230,19 +251,16 @@ def by_part(files: list[Path]) -> dict[str, Path] | None:
     parts: dict[str, Path] = {}
     for path in files:
         part = part_named(plain_stem(path))
-        if part is None:
-            continue
         if part in parts:
             what = f"two files for the {part} part, {parts[part].name} and {path.name}"
             raise broken(what, "give a folder with one of them", path=path.parent)
-        parts[part] = path
-    if not parts:
-        return None
-    if "train" not in parts:
-        some = next(iter(parts.values()))
-        what = f"a file for the {next(iter(parts))} part ({some.name}) but none for training"
-        raise broken(what, f"add {some.name.replace(next(iter(parts)), 'train')}", path=some.parent)
-    return parts
+        if part is not None:
+            parts[part] = path
+    if parts and "train" not in parts:
+        part, one = next(iter(parts.items()))
+        what = f"a file for the {part} part ({one.name}) but none for training"
+        raise broken(what, f"add {one.name.replace(part, 'train')}", path=one.parent)
+    return parts or None
 
 
 def files_by_part(path: Path, suffixes: Iterable[str]) -> dict[str, Path]:
@@ -250,34 +268,38 @@ def files_by_part(path: Path, suffixes: Iterable[str]) -> dict[str, Path]:
     if not path.is_dir():
         return {"train": path}
     kinds = tuple(suffixes)
-    files = [file for file in files_with(path, kinds) if file.parent == path]
-    named = by_part(files)
-    if named:
+    files = files_with(path, kinds)
+    if named := by_part(files):
         return named
     if len(files) == 1:
         return {"train": files[0]}
     what = f"{len(files)} files of the kind {kinds[0]}, and their names do not tell parts"
-    example = ", ".join(f"{part}{kinds[0]}" for part in ("train", "valid", "test"))
+    example = ", ".join(f"{part}{kinds[0]}" for part in PARTS)
     raise broken(what, f"name them {example}, or name one of them", path=path)
 
 
-def folders_by_part(folder: Path, files: list[Path]) -> dict[str, list[Path]] | None:
-    """The files in ``train/`` and, where there are such folders, in ``valid/`` and ``test/``."""
-    parts: dict[str, list[Path]] = {}
-    for path in files:
-        first, *rest = path.relative_to(folder).parts
-        part = part_named(first) if rest else None
-        if part is not None:
-            parts.setdefault(part, []).append(path)
-    if "train" not in parts:
-        return None
-    return {part: mixed(folder, some) for part, some in parts.items()}
+def text_files(path: Path) -> tuple[dict[str, list[Path]], str]:
+    """The text files of each part, of a file or a folder, and how they were told apart."""
+    if not path.is_dir():
+        return {"train": [path]}, "a tenth each, from the end"
+    files = files_with(path, TEXT, below=True)
+    if not files:
+        kinds = ", ".join(filter(None, TEXT))
+        raise broken(f"no text files ({kinds}) in this folder", "name a file in it", path=path)
+    # In an order that is always the same, and no matter of the names.
+    files.sort(key=lambda file: digest(file.relative_to(path).as_posix()))
+    folders: dict[str, list[Path]] = {}
+    for file in files:
+        first, *rest = file.relative_to(path).parts
+        if rest and (part := part_named(first)):
+            folders.setdefault(part, []).append(file)
+    if "train" in folders:
+        return folders, "by the names of the folders"
+    if named := by_part(sorted(file for file in files if file.parent == path)):
+        return {part: [file] for part, file in named.items()}, "by the names of the files"
+    return {"train": files}, "files mixed by a hash of their paths, a tenth each"
 
 
-def mixed(folder: Path, files: list[Path]) -> list[Path]:
-    """In an order that a hash of their paths gives: always the same, and no matter of the names."""
-
-    def place(path: Path) -> bytes:
-        return hashlib.sha256(path.relative_to(folder).as_posix().encode()).digest()
-
-    return sorted(files, key=place)
+def digest(text: str) -> bytes:
+    """A hash that is the same on every machine."""
+    return hashlib.sha256(text.encode()).digest()

@@ -9,17 +9,10 @@ from typing import Any
 
 from lastlayer.lab.data import matrices, tables
 from lastlayer.lab.data.columns import choose_columns, table_data
-from lastlayer.lab.data.files import TEXT, broken, existing, files_with, plain_suffix
+from lastlayer.lab.data.files import TEXT, broken, existing, files_with, placed, plain_suffix
 from lastlayer.lab.data.rows import LabelData, PairData
 from lastlayer.lab.data.stdlib import NEWLINE, source_tokens, stdlib_labels, stdlib_text
-from lastlayer.lab.data.text import (
-    END,
-    Reading,
-    TextData,
-    Tokenizer,
-    check_sizes,
-    text_data,
-)  # fmt: skip
+from lastlayer.lab.data.text import END, Reading, TextData, Tokenizer, text_data
 
 TASKS = ("lm", "classification", "multilabel", "pairs")
 
@@ -76,100 +69,89 @@ def load(
     """
     if task is not None and task not in TASKS:
         raise ValueError(f"task: expected one of {TASKS}, got {task!r}")
-    check_sizes(vocab_size=(vocab_size, 2), min_count=(min_count, 1), limit=(limit, 2))
-    given = {"text": text, "label": label, "features": features}
-    cutter = None if tokenizer is None else Tokenizer(tokenizer)
-    reading = Reading(vocab_size, min_count, limit, encoding, cutter)
-    if source is None:
-        asked = f"task='{task}'" if task in ("classification", "pairs") else None
-        _refuse({**given, "tokenizer": tokenizer, "task": asked}, "the embedded corpus")
-        embedded = stdlib_labels if task == "multilabel" else stdlib_text
-        return embedded(reading, cache=cache)
-    if str(source).startswith(tables.HUB):
-        held, column = tables.read_hub(str(source), limit)
-        described = {"source": str(source), "format": "hub"}
-        given["text"] = column or text
-        return _of_tables(str(source), str(source), held, described, reading, (task, given))
-    path = existing(str(source))
-    kind = _kind(path)
-    if kind in (*matrices.SVMLIGHT, *matrices.ARFF, *matrices.STATES):
-        own = None if kind in matrices.ARFF else label
-        _refuse({**given, "label": own, "tokenizer": tokenizer}, path)
-        return _of_matrices(path, kind, reading, task, label)
-    if kind not in tables.SUFFIXES and not _is_table(path, task, reading, any(given.values())):
-        if task not in (None, "lm"):
-            what = f"expected a table for task='{task}', got text"
-            raise broken(what, _FORMATS, path=path)
-        data = text_data(path, reading)
-        reason = "text without columns" if task is None else "as asked"
-        data.description["task_reason"] = reason
-        return data
-    held = tables.read_tables(path, encoding)
-    described = {"source": str(path), "format": kind[1:] or "text", "encoding": encoding}
-    return _of_tables(path.name, str(path), held, described, reading, (task, given))
+    sizes: tuple[tuple[str, Any, int], ...] = (
+        ("vocab_size", vocab_size, 2), ("min_count", min_count, 1), ("limit", limit, 2)
+    )  # fmt: skip
+    for name, value, least in sizes:
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise TypeError(f"{name}: expected an int or None, got {type(value).__name__}")
+        if value is not None and value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}")
+    with placed("the embedded corpus" if source is None else source):
+        given = {"text": text, "label": label, "features": features, "tokenizer": tokenizer}
+        cutter = None if tokenizer is None else Tokenizer(tokenizer)
+        reading = Reading(vocab_size, min_count, limit, encoding, cutter)
+        if source is None:
+            given["task"] = f"task='{task}'" if task in ("classification", "pairs") else None
+            _refuse(given)
+            return (stdlib_labels if task == "multilabel" else stdlib_text)(reading, cache=cache)
+        return _load(str(source), task, given, reading)
 
 
-_FORMATS = (
-    "give CSV, TSV, JSON lines, Parquet or Arrow with a column of labels, lines with __label__ "
-    "words, svmlight, ARFF, npz or safetensors"
-)
+def _load(
+    source: str, task: str | None, given: dict[str, Any], reading: Reading
+) -> TextData | LabelData | PairData:
+    described = {"name": source, "source": source, "format": "hub"}
+    if source.startswith(tables.HUB):
+        held, column = tables.read_hub(source, reading)
+        given["text"] = column or given["text"]
+    else:
+        path = existing(source)
+        kind = _kind(path)
+        if kind in matrices.SUFFIXES:
+            label = given["label"]
+            _refuse(given | ({"label": None} if kind in matrices.ARFF else {}))
+            return matrices.matrix_data(path, kind, reading, task, label)
+        if kind not in tables.SUFFIXES and not _is_table(path, task, reading.encoding, given):
+            return _text(path, reading, task)
+        held = tables.read_tables(path, reading.encoding)
+        described = {
+            "name": path.name, "source": str(path), "format": kind[1:] or "text",
+            "encoding": reading.encoding,
+        }  # fmt: skip
+    tokenizer = given.pop("tokenizer")
+    columns = choose_columns(held.get("train") or next(iter(held.values())), task, **given)
+    if columns.features:
+        _refuse({"tokenizer": tokenizer})
+    return table_data(held, columns, described, reading)
 
 
-def _refuse(given: dict[str, Any], where: Path | str) -> None:
+def _text(path: Path, reading: Reading, task: str | None) -> TextData:
+    if task not in (None, "lm"):
+        raise broken(
+            f"expected a table for task='{task}', got text",
+            "give CSV, TSV, JSON lines, Parquet or Arrow with a column of labels, lines with "
+            "__label__ words, svmlight, ARFF, npz or safetensors",
+        )
+    data = text_data(path, reading)
+    data.description["task_reason"] = "text without columns" if task is None else "as asked"
+    return data
+
+
+def _refuse(given: dict[str, Any]) -> None:
     """Options that mean nothing for the data are refused, not ignored."""
     for option, value in given.items():
         if value is not None:
             what = f"{option}: expected none for data without columns of text, got {value}"
-            raise broken(what, "leave it out", path=where)
+            raise broken(what, "leave it out")
 
 
-def _of_tables(
-    name: str,
-    where: str,
-    held: dict[str, tables.Table],
-    described: dict[str, Any],
-    reading: Reading,
-    asked: tuple[str | None, dict[str, str | None]],
-) -> TextData | LabelData | PairData:
-    task, given = asked
-    columns = choose_columns(held.get("train") or next(iter(held.values())), task, **given)
-    if columns.features and reading.tokenizer:
-        _refuse({"tokenizer": reading.tokenizer.path}, where)
-    return table_data(name, held, columns, described, reading, where=where)
-
-
-def _of_matrices(
-    path: Path, kind: str, reading: Reading, task: str | None, label: str | None
-) -> LabelData | PairData:
-    if task == "lm" or (task == "pairs" and kind not in matrices.STATES):
-        what = f"{kind[1:]} has rows with labels, not text"
-        raise broken(what, "give task='classification' or task='multilabel'", path=path)
-    if kind in matrices.ARFF:
-        encoding, limit = reading.encoding, reading.limit
-        return matrices.arff_data(path, encoding=encoding, limit=limit, label=label, task=task)
-    if kind in matrices.SVMLIGHT:
-        return matrices.svmlight_data(path, limit=reading.limit, task=task)
-    return matrices.states_data(path, limit=reading.limit, task=task)
-
-
-def _is_table(path: Path, task: str | None, reading: Reading, columns: bool) -> bool:
+def _is_table(path: Path, task: str | None, encoding: str, given: dict[str, Any]) -> bool:
     """Whether text without a suffix of its own is a table: lines of tabs, or with labels."""
+    columns = any(given[name] for name in ("text", "label", "features"))
     if columns or task == "lm":
         return columns
-    files = [f for f in files_with(path, TEXT) if f.parent == path] if path.is_dir() else [path]
-    return bool(files) and all(tables.is_table(file, reading.encoding) for file in files)
+    files = files_with(path, TEXT) if path.is_dir() else [path]
+    return bool(files) and all(tables.is_table(file, encoding) for file in files)
 
 
 def _kind(path: Path) -> str:
     """The suffix of a file, or of files in a folder that have a format of their own."""
     if not path.is_dir():
         return plain_suffix(path)
-    special = (*matrices.ARFF, *matrices.SVMLIGHT, *matrices.STATES, *tables.SUFFIXES)
-    files = [file for file in files_with(path, special) if file.parent == path]
-    kinds = {plain_suffix(file) for file in files}
+    kinds = {*map(plain_suffix, files_with(path, (*matrices.SUFFIXES, *tables.SUFFIXES)))}
     if len(kinds) > 1:
-        what = f"files of several formats, {' and '.join(sorted(kinds))}"
-        raise broken(what, "name one of them", path=path)
+        raise broken(f"files of several formats, {' and '.join(sorted(kinds))}", "name one of them")
     return kinds.pop() if kinds else ""
 
 

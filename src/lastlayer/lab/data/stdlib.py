@@ -1,6 +1,5 @@
 """Python's own standard library, which is on every machine: its source, and what it imports."""
 
-import hashlib
 import io
 import json
 import os
@@ -12,8 +11,9 @@ import warnings
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -21,35 +21,38 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lastlayer.lab.data.files import DataError, broken
-from lastlayer.lab.data.rows import Bags, LabelData, LabelLists, labelled_bags
+from lastlayer.lab.data.files import PARTS, broken, digest
+from lastlayer.lab.data.rows import (
+    LabelData,
+    LabelPart,
+    label_lists,
+    labelled_words,
+    word_lists,
+)
 from lastlayer.lab.data.text import (
     END,
-    PARTS,
     FirstCome,
     Ids,
     IdStream,
     Reading,
     TextData,
-    assemble,
-    part_limit,
+    language_data,
     write_whole,
-)  # fmt: skip
+)
 
 VARIABLE = "LASTLAYER_CACHE"
 
 
 def cache_folder() -> Path:
     """``$LASTLAYER_CACHE``, or ``lastlayer`` where the system keeps such things; not created."""
-    own = os.environ.get(VARIABLE)
-    if own:
+    if own := os.environ.get(VARIABLE):
         return Path(own)
+    home, found = Path.home(), os.environ.get
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "lastlayer"
+        return home / "Library" / "Caches" / "lastlayer"
     if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA")
-        return (Path(local) if local else Path.home() / "AppData" / "Local") / "lastlayer"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lastlayer"
+        return Path(found("LOCALAPPDATA") or home / "AppData" / "Local") / "lastlayer"
+    return Path(found("XDG_CACHE_HOME") or home / ".cache") / "lastlayer"
 
 
 NEWLINE = "<newline>"
@@ -60,25 +63,19 @@ _OTHERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 _BUILT = ("_sysconfigdata", "_sysconfig_vars")
 # Comments and layout are left out: what is left is what Python itself reads.
 _LEFT_OUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
+    tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
     tokenize.ENCODING,
-}
+}  # fmt: skip
 
 
 class SourceFile(NamedTuple):
-    """A module: where it is, which part it is in, and its place in the order of the corpus."""
+    """A module: its name, where it is, and which part it is in."""
 
     name: str
     path: Path
     part: str
-    place: bytes
 
 
-@cache
 def root() -> Path:
     """The folder of the standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
@@ -90,19 +87,17 @@ def source_files() -> list[SourceFile]:
     The hash of the path decides both the order and the part: eight of ten files are for training,
     one each for valid and test. So a file stays in its part when others come or go.
     """
-    folder = root()
-    files = []
+    folder, placed = root(), []
     for path in folder.rglob("*.py"):
         relative = path.relative_to(folder)
         if _OTHERS.isdisjoint(relative.parts) and not path.name.startswith(_BUILT):
-            digest = hashlib.sha256(relative.as_posix().encode()).digest()
-            tenth = int.from_bytes(digest[:8]) % 10
-            part = {0: "valid", 1: "test"}.get(tenth, "train")
-            files.append(SourceFile(relative.as_posix(), path, part, digest[8:16]))
-    if not files:
+            hashed = digest(relative.as_posix())
+            part = {0: "valid", 1: "test"}.get(int.from_bytes(hashed[:8]) % 10, "train")
+            placed.append((hashed[8:16], SourceFile(relative.as_posix(), path, part)))
+    if not placed:
         what = "no Python source in the standard library's folder"
         raise broken(what, "give data of your own", path=folder)
-    return sorted(files, key=lambda file: file.place)
+    return [file for _, file in sorted(placed)]
 
 
 def tokens_of(path: Path) -> list[str]:
@@ -117,9 +112,8 @@ def tokens_of(path: Path) -> list[str]:
     except (SyntaxError, UnicodeDecodeError, tokenize.TokenError):
         return []
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); give data of your own"
-        ) from None
+        what = f"cannot be read ({error.strerror})"
+        raise broken(what, "give data of your own", path=path) from None
 
 
 def source_tokens(source: str) -> Iterator[str]:
@@ -130,76 +124,81 @@ def source_tokens(source: str) -> Iterator[str]:
             yield NEWLINE if kind == tokenize.NEWLINE else text
 
 
-class Sources(NamedTuple):
-    """Files in their order; the tokens of file i are ``ids[offsets[i] : offsets[i + 1]]``."""
+@dataclass(frozen=True)
+class Sources:
+    """All modules; the tokens of file i are ``ids[offsets[i] : offsets[i + 1]]``."""
 
     files: list[SourceFile]
     names: list[str]
     ids: Ids
     offsets: NDArray[np.int64]
-    cached: bool
 
     def tokens(self, file: int) -> Ids:
-        """The numbers of the tokens of a file."""
+        """The numbers of the tokens of a file; none where it was not read."""
         return self.ids[self.offsets[file] : self.offsets[file + 1]]
 
 
-def read_sources(*, limit: int | None, count_files: bool = False, cache: bool = True) -> Sources:
-    """All of them, from the cache where they are in it.
-
-    With a limit, of training tokens or of training files, and nothing in the cache, only as many
-    files are read as it takes. They are the first of each part: the result is the same.
-    """
-    files = source_files()
-    path = cache_folder() / f"{_key(files)}.npz"
-    found = _read(path, files) if cache else None
-    if found is not None:
-        return found
-    sources = _tokenise(files, limit, count_files)
-    if cache and limit is None:
-        return sources._replace(cached=_write(path, sources))
-    return sources
-
-
-def _tokenise(files: Sequence[SourceFile], limit: int | None, count_files: bool) -> Sources:
-    numbers = FirstCome()
-    stream = IdStream(numbers)
-    missing = {part: part_limit(part, limit) for part in PARTS}
-    used, offsets = [], [0]
-    for file in files:
+def _until_limit(
+    files: Sequence[SourceFile], reading: Reading, rows: bool, length: Callable[[int], int]
+) -> Iterator[int]:
+    """Files that are Python, from the first on, until each part has enough tokens, or rows."""
+    missing = {part: reading.most(part) for part in PARTS}
+    for i, file in enumerate(files):
         wanted = missing[file.part]
         if wanted is not None and wanted <= 0:
             continue
-        stream.add(tokens_of(file.path))
-        length = stream.length - offsets[-1]
-        if wanted is not None:
-            missing[file.part] = wanted - (min(1, length) if count_files else length)
-        used.append(file)
-        offsets.append(stream.length)
-    return Sources(used, list(numbers), stream.finish(), np.array(offsets), cached=False)
+        if tokens := length(i):
+            yield i
+            if wanted is not None:
+                missing[file.part] = wanted - (1 if rows else tokens)
+
+
+def _sources(reading: Reading, *, rows: bool, cache: bool) -> tuple[Sources, dict[str, list[int]]]:
+    """The source of all modules, and which of them are taken in each part.
+
+    With a limit and nothing in the cache, only those are read. They are the first of each part: the
+    result is the same.
+    """
+    files = source_files()
+    path = cache_folder() / f"{_key(files)}.npz"
+    sources = _read(path, files) if cache else None
+    if sources is None:
+        numbers, offsets = FirstCome(), np.zeros(len(files) + 1, np.int64)
+        stream = IdStream(numbers)
+
+        def tokenised(i: int) -> int:
+            offsets[i] = stream.length
+            stream.add(tokens_of(files[i].path))
+            offsets[i + 1 :] = stream.length
+            return int(offsets[i + 1] - offsets[i])
+
+        for _ in _until_limit(files, reading, rows, tokenised):
+            pass
+        sources = Sources(files, list(numbers), stream.finish(), offsets)
+        if cache and reading.limit is None:
+            _write(path, sources)
+    lengths = np.diff(sources.offsets)
+    taken: dict[str, list[int]] = {part: [] for part in PARTS}
+    for i in _until_limit(files, reading, rows, lambda i: int(lengths[i])):
+        taken[files[i].part].append(i)
+    return sources, taken
 
 
 def _key(files: Sequence[SourceFile]) -> str:
     """Another one for another Python, another set of files, or files of other sizes."""
     sizes = [(file.name, file.path.stat().st_size) for file in files]
-    digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
     python = f"{platform.python_implementation()}-{platform.python_version()}".lower()
-    return f"stdlib-{python}-t{TOKENIZER}-{digest}"
+    return f"stdlib-{python}-t{TOKENIZER}-{digest(json.dumps(sizes)).hex()[:16]}"
 
 
-def _write(path: Path, sources: Sources) -> bool:
-    """Whether it could be kept; a full or read-only disk only makes the next run slower."""
-    names = json.dumps(sources.names).encode()
+def _write(path: Path, sources: Sources) -> None:
+    """A full or read-only disk only makes the next run slower."""
+    names = np.frombuffer(json.dumps(sources.names).encode(), np.uint8)
     content = io.BytesIO()
-    np.savez(
-        content, ids=sources.ids, offsets=sources.offsets, names=np.frombuffer(names, np.uint8)
-    )
-    try:
+    np.savez(content, ids=sources.ids, offsets=sources.offsets, names=names)
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content.getvalue())
-    except OSError:
-        return False
-    return True
 
 
 def _read(path: Path, files: list[SourceFile]) -> Sources | None:
@@ -212,11 +211,11 @@ def _read(path: Path, files: list[SourceFile]) -> Sources | None:
         return None
     if len(offsets) != len(files) + 1 or offsets[-1] != len(ids):
         return None
-    return Sources(files, names, ids, offsets, cached=True)
+    return Sources(files, names, ids, offsets)
 
 
-TEXT_NAME, LABELS_NAME = "Python standard library", "Python standard library, imports"
 _DESCRIBED = {
+    "name": "Python standard library",
     "source": "embedded",
     "format": "python source",
     "python": platform.python_version(),
@@ -226,12 +225,9 @@ _DESCRIBED = {
 
 def stdlib_text(reading: Reading, *, cache: bool) -> TextData:
     """Files whole in one part each; each ends with ``<eos>``."""
-    sources = read_sources(limit=reading.limit, cache=cache)
-    parts = {}
-    for part in PARTS:
-        places = [i for i, file in enumerate(sources.files) if file.part == part]
-        parts[part] = np.concatenate([sources.tokens(i) for i in places])
-    return assemble(TEXT_NAME, sources.names, parts, _DESCRIBED, reading, where=TEXT_NAME)
+    sources, taken = _sources(reading, rows=False, cache=cache)
+    parts = {p: np.concatenate([sources.tokens(i) for i in own]) for p, own in taken.items()}
+    return language_data(sources.names, parts, _DESCRIBED, reading)
 
 
 # A module is a label where this many files for training import it.
@@ -242,37 +238,29 @@ _ENDS = {NEWLINE, ";", END}
 
 
 def stdlib_labels(reading: Reading, *, cache: bool) -> LabelData:
-    """One row a file. Import statements are taken out of it, and top-level modules are labels."""
-    sources = read_sources(limit=reading.limit, count_files=True, cache=cache)
-    files = _first_files(sources, reading.limit)
-    rows = [(part, *_without_imports(sources, i)) for i, part in files]
-    known = Counter(label for part, _, labels in rows if part == "train" for label in labels)
+    """One row per file. Import statements are taken out of it, and top-level modules are labels."""
+    sources, taken = _sources(reading, rows=True, cache=cache)
+    rows = {
+        part: [without_imports([sources.names[t] for t in sources.tokens(i)]) for i in own]
+        for part, own in taken.items()
+    }
+    known = Counter(label for _, labels in rows["train"] for label in labels)
     words, modules = FirstCome(), FirstCome()
-    bags = {part: (Bags(words), LabelLists(modules)) for part in PARTS}
-    for part, tokens, labels in rows:
-        bags[part][0].add(tokens)
-        bags[part][1].add(label for label in sorted(labels) if known[label] >= _FEWEST)
-    labels_are = f"modules that {_FEWEST} or more files for training import"
-    return labelled_bags(
-        LABELS_NAME, bags, words, list(modules), {**_DESCRIBED, "labels": labels_are}, reading,
-        where=LABELS_NAME,
-    )  # fmt: skip
+    parts = {}
+    for part, own in rows.items():
+        labels = ([m for m in sorted(some) if known[m] >= _FEWEST] for _, some in own)
+        parts[part] = LabelPart(
+            word_lists((kept for kept, _ in own), words), label_lists(labels, modules)
+        )
+    described = {
+        **_DESCRIBED, "name": "Python standard library, imports",
+        "labels": f"modules that {_FEWEST} or more files for training import",
+    }  # fmt: skip
+    return labelled_words(parts, words, list(modules), described, reading, task="multilabel")
 
 
-def _first_files(sources: Sources, limit: int | None) -> Iterator[tuple[int, str]]:
-    """Files that are Python, by their number, and the part of each."""
-    taken = dict.fromkeys(PARTS, 0)
-    for i, file in enumerate(sources.files):
-        most = part_limit(file.part, limit)
-        if len(sources.tokens(i)) and (most is None or taken[file.part] < most):
-            taken[file.part] += 1
-            yield i, file.part
-
-
-def _without_imports(sources: Sources, file: int) -> tuple[list[str], set[str]]:
+def without_imports(tokens: Sequence[str]) -> tuple[list[str], set[str]]:
     """The tokens of a file that belong to no import, and the modules that it imports."""
-    names = sources.names
-    tokens = [names[i] for i in sources.tokens(file)]
     kept: list[str] = []
     modules: set[str] = set()
     begins, first = True, 0

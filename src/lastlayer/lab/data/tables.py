@@ -3,9 +3,8 @@
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,14 @@ from lastlayer.lab.data.files import (
     files_by_part,
     files_with,
     lines,
+    needed,
     opened,
     part_named,
     plain_suffix,
+    read_each,
     text_blocks,
 )
-from lastlayer.lab.data.text import enough
+from lastlayer.lab.data.text import Reading
 
 COMMA, TAB = (".csv",), (".tsv", ".tab")
 JSON = (".jsonl", ".ndjson", ".jsonlines", ".json")
@@ -37,35 +38,30 @@ _PATIENCE = 5
 _SAVED = ("dataset_dict.json", "state.json")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Table:
-    """Columns of the same length.
+    """Columns of the same length."""
 
-    Attributes:
-        where: what an error calls it.
-        columns: lists of values, or pyarrow's arrays.
-        lines: of the rows in a file of text.
-    """
+    where: Path | str  # what an error calls it
+    columns: dict[str, list[Any]]  # the values of each; None where one is missing or empty
+    lines: Sequence[int] | None = None  # of the rows in a file of text
 
-    where: Path | str
-    columns: dict[str, Any]
-    lines: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        self._lists: dict[str, list[Any]] = {}
-
-    @property
-    def n_rows(self) -> int:
-        """How many rows there are."""
-        return len(next(iter(self.columns.values()))) if self.columns else 0
-
-    def values(self, name: str) -> list[Any]:
-        """The values of a column; None and empty texts are None."""
-        if name not in self._lists:
-            held = self.columns[name]
-            found = held if isinstance(held, list) else held.to_pylist()
-            self._lists[name] = [None if _is_missing(each) else each for each in found]
-        return self._lists[name]
+    @classmethod
+    def of(
+        cls,
+        where: Path | str,
+        names: Sequence[str],
+        columns: Iterable[Iterable[Any]],
+        numbers: Sequence[int] | None = None,
+    ) -> "Table":
+        """From values as they were read; there has to be a row, and no name twice."""
+        twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+        if twice is not None:
+            raise broken(f"two columns called {twice!r}", "rename one of them")
+        values = [[None if _is_missing(each) else each for each in own] for own in columns]
+        if not values or not values[0]:
+            raise broken("an empty file: no rows", "give a file with rows in it")
+        return cls(where, dict(zip(names, values, strict=True)), numbers)
 
     def broken(self, row: int, what: str, remedy: str) -> DataError:
         """An error about a row."""
@@ -75,12 +71,22 @@ class Table:
 
     def select(self, rows: Sequence[int]) -> "Table":
         """Some of the rows."""
-        columns = {name: [self.values(name)[i] for i in rows] for name in self.columns}
+        columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
         return Table(self.where, columns, [self.lines[i] for i in rows] if self.lines else None)
 
 
 def _is_missing(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def as_number(value: Any) -> float | None:
+    """The number that a value is or spells, if any."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
 
 
 def is_table(path: Path, encoding: str) -> bool:
@@ -98,49 +104,37 @@ def read_tables(path: Path, encoding: str) -> dict[str, Table]:
     """
     known = not path.is_dir() or files_with(path, SUFFIXES)
     files = files_by_part(path, SUFFIXES if known else TEXT)
-    read = {part: _read(file, encoding) for part, file in files.items()}
-    if list(read) != ["train"] or "split" not in read["train"].columns:
-        return read
+    read = read_each(files, lambda file: _read(file, encoding))
     table = read["train"]
-    named = [part_named(str(each or "")) or "train" for each in table.values("split")]
-    parts = dict.fromkeys(named)
-    if len(parts) == 1:
-        return {named[0]: table}
-    return {p: table.select([i for i, each in enumerate(named) if each == p]) for p in parts}
+    if len(read) > 1 or "split" not in table.columns:
+        return read
+    rows: dict[str, list[int]] = {}
+    for row, split in enumerate(table.columns["split"]):
+        rows.setdefault(part_named(str(split or "")) or "train", []).append(row)
+    return {part: table.select(own) for part, own in rows.items()}
 
 
 def _read(file: Path, encoding: str) -> Table:
     kind = plain_suffix(file)
     if kind in JSON:
         return _read_json(file, encoding)
-    if kind not in SUFFIXES:
-        first = next((line for _, line in lines(file, encoding) if line.strip()), "")
-        if "\t" not in first:
-            return _read_marked(file, encoding)
     try:
-        if kind in PARQUET:
-            with opened(file) as stream:
-                table = import_module("pyarrow.parquet").read_table(stream)
-        elif kind in ARROW:
+        if kind in (*PARQUET, *ARROW):
             table = _read_arrow(file)
-        else:
-            return _read_separated(file, encoding)
-    except ImportError:
-        what = f"needs pyarrow to read {kind}, which is not installed"
-        raise broken(what, 'pip install "lastlayer[lab]"', path=file) from None
+            return Table.of(file, table.column_names, (each.to_pylist() for each in table.columns))
+        return _read_separated(file, encoding)
     except (OSError, ValueError, KeyError, TypeError, NotImplementedError) as error:
         if isinstance(error, DataError):
             raise
         what = f"not a file of the kind {kind} ({str(error).splitlines()[0]})"
-        raise broken(what, "check what wrote it, and its suffix", path=file) from None
-    columns = {name: table.column(i) for i, name in enumerate(table.column_names)}
-    return _checked(Table(file, columns), table.column_names)
+        raise broken(what, "check what wrote it, and its suffix") from None
 
 
 def _read_arrow(file: Path) -> Any:
-    ipc = import_module("pyarrow.ipc")
     with opened(file) as stream:
-        content = stream.read()
+        if plain_suffix(file) in PARQUET:
+            return needed("pyarrow.parquet").read_table(stream)
+        ipc, content = needed("pyarrow.ipc"), stream.read()
     try:
         return ipc.open_file(content).read_all()
     except ValueError:
@@ -148,87 +142,66 @@ def _read_arrow(file: Path) -> Any:
 
 
 def _read_separated(file: Path, encoding: str) -> Table:
-    """CSV, or values between tabs; all values are texts here."""
-    arrow, reader = import_module("pyarrow"), import_module("pyarrow.csv")
+    """CSV, or values between tabs, all of which are texts here; or marked lines."""
     text = (f"{line}\n" for _, line in lines(file, encoding))
     first = next((line for line in text if line.strip()), "")
+    kind = plain_suffix(file)
+    if kind not in SUFFIXES and "\t" not in first:
+        return _read_marked(file, encoding)
     if not first:
-        raise broken("an empty file: no rows", "give a file with rows in it", path=file)
-    delimiter = "\t" if "\t" in first and plain_suffix(file) not in COMMA else ","
-    if delimiter == "," and "," not in first:
-        delimiter = next((each for each in (";", "\t", "|") if each in first), ",")
+        raise broken("an empty file: no rows", "give a file with rows in it")
+    arrow, reader = needed("pyarrow"), needed("pyarrow.csv")
+    delimiters = ("\t", ",", ";", "|") if kind not in COMMA else (",", ";", "\t", "|")
+    delimiter = next((each for each in delimiters if each in first), ",")
     names = next(csv.reader(chain([first], text), delimiter=delimiter))
-    has_header = not any(_is_value(name) for name in names)
-    names = (
-        [n.strip() for n in names] if has_header else [f"column{i + 1}" for i in range(len(names))]
+    # What should be a name is a value where it is a number or a sentence.
+    has_header = not any(as_number(name) is not None or len(name.split()) > 5 for name in names)
+    names = [n.strip() if has_header else f"column{i}" for i, n in enumerate(names, 1)]
+    read = reader.ReadOptions(
+        encoding=encoding, use_threads=False, column_names=names, skip_rows=int(has_header)
     )
-    options = {
-        "read_options": reader.ReadOptions(
-            encoding=encoding, use_threads=False, column_names=names, skip_rows=int(has_header)
-        ),
-        "convert_options": reader.ConvertOptions(
-            column_types=dict.fromkeys(names, arrow.string()), strings_can_be_null=False
-        ),
-    }
-    quotes: list[Any] = ['"', False] if delimiter == "\t" else ['"']
-    for quote in quotes:
-        # Values between tabs seldom have quotes around them, and may begin with one.
+    convert = reader.ConvertOptions(
+        column_types=dict.fromkeys(names, arrow.string()), strings_can_be_null=False
+    )
+    failed: Exception | None = None
+    # Values between tabs seldom have quotes around them, and may begin with one.
+    for quote in ('"', False) if delimiter == "\t" else ('"',):
         parse = reader.ParseOptions(
             delimiter=delimiter, quote_char=quote, newlines_in_values=delimiter != "\t"
         )
         try:
             with opened(file) as stream:
-                table = reader.read_csv(stream, parse_options=parse, **options)
-            break
+                table = reader.read_csv(stream, read, parse, convert)
         except (ValueError, UnicodeError) as error:
-            if quote is quotes[-1]:
-                # Where it is a matter of the encoding, that names the place.
-                for _ in text_blocks(file, encoding):
-                    pass
-                told = str(error).splitlines()[0][:160].removeprefix("CSV parse error: ")
-                remedy = "give as many values as there are columns in each row"
-                raise broken(told, remedy, path=file) from None
-    columns = {name: table.column(i) for i, name in enumerate(names)}
-    return _checked(Table(file, columns), names)
-
-
-def _is_value(name: str) -> bool:
-    """Whether what should be the name of a column is a value: a number, or a sentence."""
-    return as_number(name) is not None or len(name.split()) > 5
-
-
-def _checked(table: Table, names: Sequence[str]) -> Table:
-    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if twice is not None:
-        raise broken(f"two columns called {twice!r}", "rename one of them", path=table.where)
-    if not table.n_rows:
-        raise broken("an empty file: no rows", "give a file with rows in it", path=table.where)
-    return table
+            failed = error
+        else:
+            return Table.of(file, names, (each.to_pylist() for each in table.columns))
+    # Where it is a matter of the encoding, that names the place.
+    for _ in text_blocks(file, encoding):
+        pass
+    told = str(failed).splitlines()[0][:160].removeprefix("CSV parse error: ")
+    raise broken(told, "give as many values as there are columns in each row")
 
 
 def _read_json(file: Path, encoding: str) -> Table:
-    """An object a line, or a list of objects."""
+    """An object per line, or a list of objects."""
+    numbered = [(number, line) for number, line in lines(file, encoding) if line.strip()]
+    whole = bool(numbered) and numbered[0][1].lstrip().startswith("[")
+    line: int | None = None
     records: list[tuple[int, Any]] = []
-    numbered = ((number, line) for number, line in lines(file, encoding) if line.strip())
-    first = next(numbered, None)
-    if first is not None and first[1].lstrip().startswith("["):
-        try:
-            held = json.loads("\n".join([first[1], *(line for _, line in numbered)]))
-            records = list(enumerate(held, 1))
-        except ValueError as error:
-            remedy = "give an object a line, or a list of objects"
-            raise broken(f"not JSON ({error})", remedy, path=file) from None
-    elif first is not None:
-        for number, line in chain([first], numbered):
-            try:
-                records.append((number, json.loads(line)))
-            except ValueError as error:
-                remedy = "give an object a line, or a list of objects"
-                raise broken(f"not JSON ({error})", remedy, path=file, line=number) from None
+    try:
+        if whole:
+            records = list(enumerate(json.loads("\n".join(text for _, text in numbered)), 1))
+        else:
+            for line, text in numbered:
+                records.append((line, json.loads(text)))
+    except ValueError as error:
+        remedy = "give an object a line, or a list of objects"
+        raise broken(f"not JSON ({error})", remedy, line=line) from None
     for number, each in records:
         if not isinstance(each, dict):
             what = f"expected an object, got {type(each).__name__}"
-            raise broken(what, "give an object for each row", path=file, line=number)
+            raise broken(what, "give an object for each row", line=number)
     return _of_records(file, [each for _, each in records], [number for number, _ in records])
 
 
@@ -236,10 +209,7 @@ def _of_records(
     where: Path | str, records: list[dict[str, Any]], numbers: Sequence[int] | None
 ) -> Table:
     names = list(dict.fromkeys(name for each in records for name in each))
-    table = Table(where, {n: [each.get(n) for each in records] for n in names}, numbers)
-    if not names:
-        raise broken("an empty file: no rows", "give a file with rows in it", path=where)
-    return table
+    return Table.of(where, names, ([each.get(n) for each in records] for n in names), numbers)
 
 
 def _read_marked(file: Path, encoding: str) -> Table:
@@ -252,12 +222,11 @@ def _read_marked(file: Path, encoding: str) -> Table:
             numbers.append(number)
     if not any(labels):
         what = f"no labels: no word begins with {MARK}"
-        remedy = "mark labels so, or give a table with a column of labels; or task='lm'"
-        raise broken(what, remedy, path=file)
-    return Table(file, {"text": texts, "labels": labels}, numbers)
+        raise broken(what, "mark labels so, or give a table with a column of labels; or task='lm'")
+    return Table.of(file, ("text", "labels"), (texts, labels), numbers)
 
 
-def read_hub(source: str, limit: int | None) -> tuple[dict[str, Table], str | None]:
+def read_hub(source: str, reading: Reading) -> tuple[dict[str, Table], str | None]:
     """The tables of a set of the Hugging Face hub, or of a folder like one, and the column named.
 
     The source is ``hf:name``, ``hf:name:config``, ``hf:name:config:column`` or ``hf:name::column``.
@@ -265,12 +234,12 @@ def read_hub(source: str, limit: int | None) -> tuple[dict[str, Table], str | No
     """
     name, *rest = source.removeprefix(HUB).split(":")
     if not name or len(rest) > 2:
-        raise DataError(
-            f"{source}: expected hf:name, hf:name:config or hf:name:config:column; "
-            "leave the config empty to name a column alone"
+        raise broken(
+            "expected hf:name, hf:name:config or hf:name:config:column",
+            "leave the config empty to name a column alone",
         )
     config, column = [*rest, "", ""][:2]
-    splits = _hub_splits(source, name, config or None)
+    splits = _hub_splits(name, config or None)
     # Sets have splits such as "unsupervised" beside the three.
     tables: dict[str, Table] = {}
     for split, rows in splits.items():
@@ -279,33 +248,30 @@ def read_hub(source: str, limit: int | None) -> tuple[dict[str, Table], str | No
             continue
         features = getattr(rows, "features", None) or {}
         try:
-            records = [_with_names(features, each) for each in islice(rows, enough(part, limit))]
+            records = [_with_names(features, each) for each in islice(rows, reading.enough(part))]
         except Exception as error:  # a connection that breaks, a file of the set that is damaged
-            raise _hub_failed(source, error) from error
+            raise _hub_failed(error) from error
         tables[part] = _of_records(f"{source} ({split})", records, None)
     if not tables:
         what = f"no split for training; it has {', '.join(map(repr, splits)) or 'none'}"
-        raise broken(what, "give a set with a split 'train'", path=source)
+        raise broken(what, "give a set with a split 'train'")
     return tables, column or None
 
 
-def _hub_splits(source: str, name: str, config: str | None) -> Mapping[str, Any]:
-    try:
-        package = import_module("datasets")
-    except ImportError:
-        what = "needs the datasets package, which is not installed"
-        raise broken(what, 'pip install "lastlayer[hub]"', path=source) from None
+def _hub_splits(name: str, config: str | None) -> Mapping[str, Any]:
+    package = needed("datasets", "hub")
     folder = Path(name).expanduser()
     if name.startswith((".", "/", "~")) and not folder.exists():
-        raise broken("no such file or folder", "check the spelling", path=source)
+        raise broken("no such file or folder", "check the spelling")
     if not folder.exists() and not package.config.HF_HUB_OFFLINE:
         address = package.config.HF_ENDPOINT
+        session = needed("huggingface_hub.utils", "hub").get_session()
         try:
             # One request, through the same proxies as those that follow.
-            import_module("huggingface_hub.utils").get_session().head(address, timeout=_PATIENCE)
+            session.head(address, timeout=_PATIENCE)
         except Exception as error:  # each version of the hub's package has its own client
             what = f"no such folder, and {address} is out of reach ({error})"
-            raise broken(what, "check the name and the connection", path=source) from error
+            raise broken(what, "check the name and the connection") from error
     try:
         if any((folder / each).is_file() for each in _SAVED):
             made = package.load_from_disk(str(folder))
@@ -313,15 +279,15 @@ def _hub_splits(source: str, name: str, config: str | None) -> Mapping[str, Any]
             known = str(folder) if folder.exists() else name
             made = package.load_dataset(known, config, streaming=True)
     except Exception as error:  # whatever the hub, the network and the set raise
-        raise _hub_failed(source, error) from error
+        raise _hub_failed(error) from error
     return made if isinstance(made, Mapping) else {"train": made}
 
 
-def _hub_failed(source: str, error: Exception) -> DataError:
+def _hub_failed(error: Exception) -> DataError:
     # The second line of a message names the configs; what follows are examples in Python.
     told = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
     remedy = "check the name, its config and the connection"
-    return broken(f"{type(error).__name__}: {told.rstrip('.')}", remedy, path=source)
+    return broken(f"{type(error).__name__}: {told.rstrip('.')}", remedy)
 
 
 def _with_names(features: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,13 +301,3 @@ def _with_names(features: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str
             known = [name_of(each) for each in ([value] if one else value) if each != -1]
             made[name] = (known[0] if known else None) if one else known
     return made
-
-
-def as_number(value: Any) -> float | None:
-    """The number that a value is or spells, if any."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        return None

@@ -8,23 +8,13 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lastlayer.lab.data.files import (
-    TEXT,
-    broken,
-    by_part,
-    existing,
-    files_with,
-    folders_by_part,
-    mixed,
-    text_blocks,
-)
+from lastlayer.lab.data.files import PARTS, broken, existing, needed, text_blocks, text_files
 
 UNKNOWN = "<unk>"
 """Stands for every token that the vocabulary leaves out; always in it."""
@@ -37,48 +27,26 @@ _SCHEMA = 1
 class Vocabulary:
     """Tokens by falling count in the training part; equal counts are ordered by their spelling.
 
-    Attributes:
-        tokens: all of them; the id of a token is its place here.
-        counts: how often each stands in the training part, int64. The count of ``<unk>`` is that of
-            all tokens it replaces there.
-
     Example:
-        >>> words = Vocabulary.from_counts({"a": 3, "b": 1, "c": 2}, min_count=2)
-        >>> words.tokens, words.counts.tolist()
-        (('a', 'c', '<unk>'), [3, 2, 1])
+        >>> words = Vocabulary(("a", "c", "<unk>"), np.array([3, 2, 1]))
         >>> words.encode(["c", "b"]).tolist(), words.decode([0, 2])
         ([1, 2], ['a', '<unk>'])
     """
 
-    tokens: tuple[str, ...]
+    tokens: tuple[str, ...]  # all of them; the id of a token is its place here
+    # How often each stands in the training part, int64. The count of <unk> is that of all tokens it
+    # replaces there.
     counts: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @classmethod
-    def from_counts(
-        cls, counts: dict[str, int], *, vocab_size: int | None = None, min_count: int | None = None
-    ) -> "Vocabulary":
-        """The ``vocab_size`` most frequent tokens, of those that come ``min_count`` times or more.
-
-        ``<unk>`` is one of the ``vocab_size``. Without ``min_count`` a token has to come twice,
-        so that ``<unk>`` is learned from what comes once; but where the text brings an ``<unk>`` of
-        its own, as PTB and WikiText do, once is enough.
-        """
-        names = list(counts)
-        numbers = np.fromiter(counts.values(), np.int64, len(counts))
-        chosen = choose(names, numbers, vocab_size=vocab_size, min_count=min_count)
-        return chosen[0]
-
     @cached_property
     def ids(self) -> dict[str, int]:
-        """The id of each token."""
         return {token: i for i, token in enumerate(self.tokens)}
 
     @property
     def unknown(self) -> int:
-        """The id of ``<unk>``."""
         return self.ids[UNKNOWN]
 
     def encode(self, tokens: Iterable[str]) -> NDArray[np.int32]:
@@ -87,7 +55,6 @@ class Vocabulary:
         return np.fromiter((ids.get(token, unknown) for token in tokens), np.int32)
 
     def decode(self, ids: Iterable[int]) -> list[str]:
-        """Tokens of ids."""
         return [self.tokens[int(i)] for i in ids]
 
     def save(self, path: Path | str) -> None:
@@ -122,25 +89,24 @@ _SURROGATES = "surrogatepass"
 
 
 def choose(
-    names: Sequence[str],
-    counts: NDArray[np.int64],
-    *,
-    vocab_size: int | None,
-    min_count: int | None,
+    names: Sequence[str], counts: NDArray[np.int64], vocab_size: int | None, min_count: int | None
 ) -> tuple[Vocabulary, NDArray[np.int32]]:
-    """A vocabulary, and the id in it of each of the names."""
+    """The most frequent tokens of those that come often enough, and the id of each of the names.
+
+    ``<unk>`` is one of the ``vocab_size``. Without ``min_count`` a token has to come twice, so that
+    ``<unk>`` is learned from what comes once; but where the text brings an ``<unk>`` of its own, as
+    PTB and WikiText do, once is enough.
+    """
     own = next((i for i, name in enumerate(names) if name == UNKNOWN), None)
     if min_count is None:
         min_count = 1 if own is not None and counts[own] else 2
     allowed = counts >= min_count
     if own is not None:
         allowed[own] = False
-    candidates = np.flatnonzero(allowed)
-    by_spelling = sorted(candidates.tolist(), key=names.__getitem__)
+    by_spelling = sorted(np.flatnonzero(allowed).tolist(), key=names.__getitem__)
     candidates = np.array(by_spelling, np.int64)
     candidates = candidates[np.argsort(-counts[candidates], kind="stable")]
-    if vocab_size is not None:
-        candidates = candidates[: vocab_size - 1]
+    candidates = candidates[: None if vocab_size is None else vocab_size - 1]
     left_out = int(counts.sum() - counts[candidates].sum())
     # Behind all tokens that come as often.
     place = int(np.searchsorted(-counts[candidates], -left_out, side="right"))
@@ -165,46 +131,23 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-def check_sizes(**sizes: tuple[Any, int]) -> None:
-    """Whole numbers of at least so much, or None."""
-    for name, (value, least) in sizes.items():
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}: expected an int or None, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{name}: expected at least {least}, got {value}")
-
-
-PARTS = ("train", "valid", "test")
 Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
 class TextData:
-    """Text to learn a language model from.
+    """Text to learn a language model from."""
 
-    Attributes:
-        name: what a table calls it.
-        vocabulary: all tokens; the classes of a head.
-        train: int32 ids in their order, one dimension; a memory map where they are many.
-        valid: what settings are chosen on.
-        test: what is reported.
-        description: where it comes from and how it was read, for JSON.
-        task: always ``"lm"``.
-    """
-
-    name: str
-    vocabulary: Vocabulary
-    train: Ids
-    valid: Ids
-    test: Ids
-    description: dict[str, Any]
+    name: str  # what a table calls it
+    vocabulary: Vocabulary  # all tokens; the classes of a head
+    train: Ids  # int32 ids in their order, one dimension; a memory map where they are many
+    valid: Ids  # what settings are chosen on
+    test: Ids  # what is reported
+    description: dict[str, Any]  # where it comes from and how it was read, for JSON
     task: Literal["lm"] = "lm"
 
     @property
     def n_classes(self) -> int:
-        """How many tokens the vocabulary has."""
         return len(self.vocabulary)
 
     @property
@@ -215,15 +158,18 @@ class TextData:
     @cached_property
     def fingerprint(self) -> str:
         """The same for the same tokens in the same parts, and otherwise another one."""
-        digest = hashlib.blake2b(digest_size=16)
-        for token in self.vocabulary.tokens:
-            digest.update(token.encode("utf-8", "surrogatepass") + b"\0")
-        for part in PARTS:
-            ids: Ids = getattr(self, part)
-            digest.update(len(ids).to_bytes(8, "little"))
-            for first in range(0, len(ids), 2**22):
-                digest.update(np.ascontiguousarray(ids[first : first + 2**22], "<i4").tobytes())
-        return digest.hexdigest()
+        return fingerprint(self.vocabulary.tokens, (self.train, self.valid, self.test))
+
+
+def fingerprint(names: Iterable[str], arrays: Iterable[NDArray[Any]]) -> str:
+    """A hash of names and numbers, the same on every machine."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in names:
+        digest.update(name.encode("utf-8", _SURROGATES) + b"\0")
+    for each in arrays:
+        digest.update(each.size.to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(each, each.dtype.newbyteorder("<")).data)
+    return digest.hexdigest()
 
 
 # 256 MB of ids stay in memory; more go to a file that is mapped.
@@ -250,7 +196,6 @@ class IdStream:
         self.length = 0
 
     def add(self, tokens: Iterable[str]) -> None:
-        """Append a block."""
         before = len(self._ids)
         self._ids.extend(map(self._number, tokens))
         self.length += len(self._ids) - before
@@ -277,7 +222,7 @@ class IdStream:
             return np.memmap(file, np.int32, "r+", shape=(self.length,))[:length]
 
 
-def counted(ids: Ids, n: int) -> NDArray[np.int64]:
+def _counted(ids: Ids, n: int) -> NDArray[np.int64]:
     """How often each number comes."""
     counts = np.zeros(n, np.int64)
     for first in range(0, len(ids), _CHUNK):
@@ -285,93 +230,14 @@ def counted(ids: Ids, n: int) -> NDArray[np.int64]:
     return counts
 
 
-def renumber(ids: Ids, table: NDArray[np.int32]) -> Ids:
-    """In place of each id, what the table has there."""
+def _renumber(ids: Ids, table: NDArray[np.int32]) -> None:
+    """Puts in place of each id what the table has there."""
     for first in range(0, len(ids), _CHUNK):
         ids[first : first + _CHUNK] = table[ids[first : first + _CHUNK]]
-    return ids
 
 
 # The share of what is held out for each of valid and test, and what goes with a limit of training.
 TENTH, PER_LIMIT = 10, 8
-
-
-def part_limit(part: str, limit: int | None) -> int | None:
-    """Where the training part is limited, valid and test take an eighth of that each."""
-    return limit if limit is None or part == "train" else max(2, limit // PER_LIMIT)
-
-
-def enough(part: str, limit: int | None) -> int | None:
-    """What has to be read: the training part may be what the others are cut from."""
-    if limit is None or part != "train":
-        return part_limit(part, limit)
-    # A tenth of it has to be a token and its successor.
-    return max(limit * TENTH // PER_LIMIT, 2 * TENTH)
-
-
-def hold_out(parts: dict[str, Ids]) -> dict[str, Ids]:
-    """The parts that are missing, cut from the end of the training part: a tenth of it each."""
-    train = parts["train"]
-    each = len(train) // TENTH
-    result = dict(parts)
-    for part in reversed(PARTS):
-        if part not in result:
-            train, result[part] = train[: len(train) - each], train[len(train) - each :]
-    return {**result, "train": train}
-
-
-def assemble(
-    name: str,
-    names: Sequence[str],
-    parts: dict[str, Ids],
-    description: dict[str, Any],
-    reading: "Reading",
-    *,
-    where: str,
-) -> TextData:
-    """Choose the vocabulary by the training part, and number the tokens of all parts by it.
-
-    The ids in ``parts`` are places in ``names``; they are renumbered in place. ``where`` is what an
-    error calls the source.
-    """
-    total = sum(map(len, parts.values()))
-    if not total:
-        raise broken("no tokens", "give a file with text in it", path=where)
-    parts = {p: ids[: part_limit(p, reading.limit)] for p, ids in hold_out(parts).items()}
-    for part in PARTS:
-        if len(parts[part]) < 2:
-            found = f"{len(parts[part])} of {total} token{'s' if total > 1 else ''}"
-            remedy = "give at least 20 tokens, or files of your own for all three parts"
-            raise broken(f"too short: the {part} part has {found}", remedy, path=where)
-    counts = counted(parts["train"], len(names))
-    special = [i for i, token in enumerate(names) if token in (UNKNOWN, END)]
-    seen = int(np.count_nonzero(np.delete(counts, special)))
-    if seen < 2:
-        what = "one class: the training part has one word alone" if seen else "no words"
-        raise broken(what, "give a text with at least two different words", path=where)
-    least = reading.least
-    vocabulary, table = choose(names, counts, vocab_size=reading.vocab_size, min_count=least)
-    if {*vocabulary.tokens} <= {UNKNOWN, END}:
-        what = f"no word comes {least or 2} times in the {len(parts['train'])} tokens"
-        raise broken(what, "lower min_count", path=where)
-    ids = {part: renumber(parts[part], table) for part in PARTS}
-    return TextData(
-        name=name,
-        vocabulary=vocabulary,
-        train=ids["train"],
-        valid=ids["valid"],
-        test=ids["test"],
-        description={
-            "name": name,
-            "task": "lm",
-            "classes": len(vocabulary),
-            "tokens": {part: len(ids[part]) for part in PARTS},
-            "types": seen,
-            **reading.described,
-            "unknown_share": float(vocabulary.counts[vocabulary.unknown] / len(ids["train"])),
-            **description,
-        },
-    )
 
 
 class Tokenizer:
@@ -387,11 +253,7 @@ class Tokenizer:
         if not self.path.is_file():
             what = "expected a folder with a tokenizer.json, got one without"
             raise broken(what, "save it with a fast tokenizer, or name the JSON file", path=file)
-        try:
-            package = import_module("tokenizers")
-        except ImportError:
-            what = "tokenizer: needs the tokenizers package, which is not installed"
-            raise broken(what, 'pip install "lastlayer[lab]"', path=file) from None
+        package = needed("tokenizers")
         try:
             self._made = package.Tokenizer.from_file(str(self.path))
         except Exception as error:  # noqa: BLE001 - what the package raises
@@ -405,11 +267,9 @@ class Tokenizer:
 
     def cut(self, text: str) -> list[str]:
         """The tokens of a text, without those that are added around it."""
-        tokens: list[str] = self._made.encode(text, add_special_tokens=False).tokens
-        return tokens
+        return self.cut_all([text])[0]
 
     def cut_all(self, texts: list[str]) -> list[list[str]]:
-        """The tokens of each text."""
         return [each.tokens for each in self._made.encode_batch(texts, add_special_tokens=False)]
 
     def joined(self, tokens: Sequence[str]) -> str:
@@ -427,50 +287,94 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Reading:
-    """How text is cut and how much of it is kept.
+    """How text is cut and how much of it is kept."""
 
-    Attributes:
-        vocab_size: the most tokens.
-        min_count: tokens that come less often become ``<unk>``.
-        limit: of the training part, in tokens or rows.
-        encoding: of files.
-        tokenizer: in place of words between white space.
-    """
-
-    vocab_size: int | None = None
-    min_count: int | None = None
-    limit: int | None = None
-    encoding: str = "utf-8"
-    tokenizer: Tokenizer | None = None
+    vocab_size: int | None = None  # the most tokens
+    min_count: int | None = None  # tokens that come less often become <unk>
+    limit: int | None = None  # of the training part, in tokens or rows
+    encoding: str = "utf-8"  # of files
+    tokenizer: Tokenizer | None = None  # in place of words between white space
 
     def cut(self, text: str) -> list[str]:
-        """The tokens of a text."""
         return text.split() if self.tokenizer is None else self.tokenizer.cut(text)
 
     def numbers(self) -> FirstCome:
         """Numbers for tokens: those of a tokenizer are all there from the beginning."""
-        return FirstCome(
-            {t: i for i, t in enumerate(self.tokenizer.tokens if self.tokenizer else ())}
-        )
+        known = self.tokenizer.tokens if self.tokenizer else ()
+        return FirstCome({token: i for i, token in enumerate(known)})
 
-    @property
-    def least(self) -> int | None:
-        """How often a token has to come: all of a tokenizer's are classes, come what may."""
-        return 0 if self.tokenizer and self.min_count is None else self.min_count
+    def most(self, part: str) -> int | None:
+        """Where the training part is limited, valid and test take an eighth of that each."""
+        limit = self.limit
+        return limit if limit is None or part == "train" else max(2, limit // PER_LIMIT)
+
+    def enough(self, part: str) -> int | None:
+        """What has to be read: the training part may be what the others are cut from."""
+        if self.limit is None or part != "train":
+            return self.most(part)
+        # A tenth of it has to be a token and its successor.
+        return max(self.limit * TENTH // PER_LIMIT, 2 * TENTH)
 
     @property
     def described(self) -> dict[str, Any]:
-        """For JSON."""
         made = {"vocab_size": self.vocab_size, "min_count": self.min_count, "limit": self.limit}
         return made | ({"tokenizer": str(self.tokenizer.path)} if self.tokenizer else {})
 
 
+def language_data(
+    names: Sequence[str], parts: dict[str, Ids], described: dict[str, Any], reading: Reading
+) -> TextData:
+    """Choose the vocabulary by the training part, and number the tokens of all parts by it.
+
+    The ids of ``parts``, places in ``names``, are renumbered in place. Parts that are missing are
+    cut from the end of the training part, a tenth of it each.
+    """
+    total = sum(map(len, parts.values()))
+    if not total:
+        raise broken("no tokens", "give a file with text in it")
+    train, each = parts["train"], len(parts["train"]) // TENTH
+    for part in ("test", "valid"):
+        if part not in parts:
+            train, parts[part] = train[: len(train) - each], train[len(train) - each :]
+    parts = {part: {**parts, "train": train}[part][: reading.most(part)] for part in PARTS}
+    for part, ids in parts.items():
+        if len(ids) < 2:
+            what = f"too short: the {part} part has {len(ids)} of {total} token{'s' * (total > 1)}"
+            raise broken(what, "give at least 20 tokens, or files of your own for all three parts")
+    counts = _counted(parts["train"], len(names))
+    special = [i for i, token in enumerate(names) if token in (UNKNOWN, END)]
+    seen = int(np.count_nonzero(np.delete(counts, special)))
+    if seen < 2:
+        what = "one class: the training part has one word alone" if seen else "no words"
+        raise broken(what, "give a text with at least two different words")
+    # All tokens of a tokenizer are classes, come what may.
+    least = 0 if reading.tokenizer and reading.min_count is None else reading.min_count
+    vocabulary, table = choose(names, counts, reading.vocab_size, least)
+    if {*vocabulary.tokens} <= {UNKNOWN, END}:
+        what = f"no word comes {least or 2} times in the {len(parts['train'])} tokens"
+        raise broken(what, "lower min_count")
+    for ids in parts.values():
+        _renumber(ids, table)
+    description = {
+        "task": "lm",
+        "classes": len(vocabulary),
+        "tokens": {part: len(ids) for part, ids in parts.items()},
+        "types": seen,
+        **reading.described,
+        "unknown_share": float(vocabulary.counts[vocabulary.unknown] / len(parts["train"])),
+        **described,
+    }
+    return TextData(
+        described["name"], vocabulary, parts["train"], parts["valid"], parts["test"], description
+    )
+
+
 def text_data(path: Path, reading: Reading) -> TextData:
     """A file, or a folder of files: tokens, and ``<eos>`` where a line ends."""
-    parts, layout = _parts(path)
+    parts, layout = text_files(path)
     numbers, ids = reading.numbers(), dict[str, Ids]()
     for part, files in parts.items():
-        most = enough(part, reading.limit)
+        most = reading.enough(part)
         stream = IdStream(numbers)
         for block in (block for file in files for block in _blocks(file, reading)):
             stream.add(block)
@@ -478,25 +382,10 @@ def text_data(path: Path, reading: Reading) -> TextData:
                 break
         ids[part] = stream.finish(most)
     described = {
-        "source": str(path), "format": "text", "encoding": reading.encoding, "split": layout,
+        "name": path.name, "source": str(path), "format": "text", "encoding": reading.encoding,
+        "split": layout,
     }  # fmt: skip
-    return assemble(path.name, list(numbers), ids, described, reading, where=str(path))
-
-
-def _parts(path: Path) -> tuple[dict[str, list[Path]], str]:
-    if not path.is_dir():
-        return {"train": [path]}, "a tenth each, from the end"
-    files = files_with(path, TEXT)
-    if not files:
-        kinds = ", ".join(filter(None, TEXT))
-        raise broken(f"no text files ({kinds}) in this folder", "name a file in it", path=path)
-    folders = folders_by_part(path, files)
-    if folders:
-        return folders, "by the names of the folders"
-    named = by_part([file for file in files if file.parent == path])
-    if named:
-        return {part: [file] for part, file in named.items()}, "by the names of the files"
-    return {"train": mixed(path, files)}, "files mixed by a hash of their paths, a tenth each"
+    return language_data(list(numbers), ids, described, reading)
 
 
 def _blocks(path: Path, reading: Reading) -> Iterator[list[str]]:
@@ -506,9 +395,8 @@ def _blocks(path: Path, reading: Reading) -> Iterator[list[str]]:
         if reading.tokenizer is None:
             yield block.replace("\n", f" {END} ").split()
             continue
-        pieces = block.split("\n")
         # What follows the last end of a line is the beginning of the next one, or nothing.
-        *whole, last = reading.tokenizer.cut_all(pieces)
+        *whole, last = reading.tokenizer.cut_all(block.split("\n"))
         yield [token for line in whole for token in (*line, END)] + last
     if block and not block.endswith("\n"):
         yield [END]
