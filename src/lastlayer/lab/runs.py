@@ -5,7 +5,6 @@ of each head where that is to be found.
 """
 
 import math
-import os
 import shutil
 import statistics
 import time
@@ -23,7 +22,7 @@ from lastlayer.heads.recipes import ClassData
 from lastlayer.lab.budget import Schedule
 from lastlayer.lab.evaluation import Judge
 from lastlayer.lab.feeding import Feed
-from lastlayer.lab.machine import PeakMemory, give_back
+from lastlayer.lab.machine import PeakMemory, give_back, load
 from lastlayer.lab.models import ModelSettings
 from lastlayer.lab.records import RATES_FILE, STARTED, read_json, read_rates, write_json
 from lastlayer.lab.specs import HeadSpec
@@ -164,11 +163,13 @@ def search_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> di
     """Each rate trains the same model for a short run; the best on validation data is taken."""
     least, most = _RATE_STEPS
     steps = min(bench.steps, max(least, min(most, round(_RATE_SHARE * bench.steps))))
+    # The best rate falls with the root of the steps: a short run is best with a higher one.
+    higher = math.sqrt(bench.steps / steps)
     scores: dict[int, float] = {}
     ahead = [0, -1, 1]
     while ahead:
         for place in ahead:
-            scores[place] = _short_run(bench, spec, _rate(bench, place), steps, stopped)
+            scores[place] = _short_run(bench, spec, higher * _rate(bench, place), steps, stopped)
         best = min(scores, key=scores.__getitem__)
         beyond = best + (1 if best > 0 else -1)
         is_outermost = best in (min(scores), max(scores)) and math.isfinite(scores[best])
@@ -300,7 +301,7 @@ def _costs(training: Training, memory: PeakMemory, steps_per_epoch: int) -> dict
         "step_ms_low": low,
         "step_ms_high": high,
         "step_ms_mean": statistics.fmean(times) if times else None,
-        "load": _load(),
+        "load": load(),
         "seconds": now.seconds,
         "tokens": now.tokens,
         "tokens_per_second": now.tokens / now.seconds if now.seconds else None,
@@ -316,14 +317,6 @@ def _keep(folder: Path, body: nn.Module, head: nn.Module) -> None:
         shutil.rmtree(old, ignore_errors=True)
     head.save(new)  # type: ignore[operator]
     new.replace(place)
-
-
-def _load() -> float | None:
-    """Processes that want to run, for each core; None where the system does not say."""
-    try:
-        return os.getloadavg()[0] / (os.cpu_count() or 1)
-    except (AttributeError, OSError):
-        return None
 
 
 def _is_out_of_memory(error: Exception) -> bool:
