@@ -130,7 +130,7 @@ CASES = [
 LONGS = ("target", "classes", "order", "starts", "argmax", "rank")
 FLOATS = ("target_scores", "row_scale", "class_weight", "weight_sum", "loss", "lse", "entropy")
 LONGS += ("path_start", "starts", "touched", "opened")
-INTS = ("path_edge", "rank", "keys", "lengths", "shared", "new", "place", "through")
+INTS = ("path_edge", "rank", "keys", "place", "ints")
 INTS += ("child", "ids")
 FLOATS += (
     "losses",
@@ -141,7 +141,7 @@ FLOATS += (
     "slopes",
     "gradient",
     "pieces",
-    "bias_pieces",
+    "share",
     "numbers",
 )
 FLOATS += (
@@ -157,7 +157,7 @@ FLOATS += (
     "true",
     "factor",
 )
-NUMBERS = ("keep", "smoothing", "z_loss", "softcap", "inverse_temperature", "alpha")
+NUMBERS = ("scale", "keep", "smoothing", "z_loss", "softcap", "inverse_temperature", "alpha")
 HALVES = ("hidden", "weight", "bias", "weight_gradient", "scores", "probs", "values", "out")
 FUSED_TYPES = (
     dict.fromkeys(LONGS, "*i64")
