@@ -305,11 +305,13 @@ class _SampledEngine(Engine):
         weight = bias = None
         if slopes is not None and entries is not None and dtypes != [None, None]:
             factor = slopes.new_ones(()) if factor is None else factor
-            nothing = slopes.new_empty(0)
-            columns = nothing if columns is None else columns
-            column_biases = nothing if column_biases is None else column_biases
+            eager = is_eager(hidden)
+            if columns is None or (column_biases is None and not (eager and hidden.is_cuda)):
+                nothing = slopes.new_empty(0)
+                columns = nothing if columns is None else columns
+                column_biases = nothing if column_biases is None else column_biases
             given = entries, columns, column_biases, slopes, hidden, factor
-            if is_eager(hidden):
+            if eager:
                 weight, bias = _class_gradients(given, n_classes, dtypes, sparse)
             else:
                 # What is traced is dense: the number of classes touched is not known.
@@ -716,7 +718,7 @@ def _softplus(values: Tensor) -> Tensor:
 
 
 # Entries, columns, column_biases, slopes, hidden and the factor of all.
-_Pieces = tuple[Tensor, ...]
+_Pieces = tuple[Any, ...]
 _Dtypes = Sequence[torch.dtype | None]
 
 
