@@ -124,6 +124,25 @@ def test_it_agrees_with_the_general_pass(products, rule, dtype, full, m, d):
 
 
 @needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="sizes are constants of compiled kernels")
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_long_rows_are_read_in_pieces(products, monkeypatch, rule):
+    from lastlayer.kernels.sampled_rows import triton
+
+    given = problem(9, 40, 8, 30, rule, True)
+    draws = Draws(GIVEN, 40, given.ids, given.log_expected, shift=given.shift)
+    whole = run(given, draws)
+    monkeypatch.setattr(triton, "MOST_HELD", 16)
+    monkeypatch.setattr(triton, "PIECE", 16)
+    made = run(given, draws)
+    for one, other in zip(made.pieces[:-1], whole.pieces[:-1], strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(made.loss, whole.loss)
+    torch.testing.assert_close(made.statistics[0], whole.statistics[0], rtol=2e-5, atol=1e-5)
+
+
+@needs_triton
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
 @pytest.mark.parametrize("targets", [0, 1, 2])
 def test_it_draws_what_the_sampler_draws(products, sampler, targets):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import as_integers, check_ids, check_int, check_reduction, check_seed
-from lastlayer._torch import in_autocast_dtype
+from lastlayer._torch import in_autocast_dtype, is_plain_step
 from lastlayer.fused import linear_cross_entropy
 from lastlayer.fused.sampled import Correction, Rule, drawn_loss, kernels_draw, sampled_loss
 from lastlayer.heads.linear import LinearHead
@@ -216,8 +216,10 @@ class SampledHead(ComparedHead):
         self.sampler = sampler
 
     def _sampled_loss(self, rows: Tensor, target: Tensor, *given: Tensor) -> Tensor:
-        own = self.rng_counter
-        rng_counter, counts = self._steps.counter(own)
+        own = rng_counter = self.rng_counter
+        counts = True
+        if not is_plain_step():
+            rng_counter, counts = self._steps.counter(own)
         distributed = torch.distributed
         if self.per_rank and distributed.is_available() and distributed.is_initialized():
             rng_counter = fork(rng_counter, distributed.get_rank())
@@ -225,8 +227,8 @@ class SampledHead(ComparedHead):
             correction, tables, weight = self._correction(), self.sampler._tables(), self.weight
             # Draws of a kernel need nothing but these.
             if correction and tables and kernels_draw(rows, weight, target):
-                # The kernel draws, and moves the counter on.
-                loss, self.ess = drawn_loss(
+                # The kernel draws, and moves the counter on. A module takes long to set a tensor.
+                loss, self.__dict__["ess"] = drawn_loss(
                     rows, weight, self.bias, target, own, tables, self.n_samples, correction,
                     reduction=self.reduction, counts=counts, row_shift=self._row_shift(rows),
                     temperature=temperature_of(self), sparse=self.sparse,
