@@ -334,7 +334,9 @@ def path_loss(
         # On a GPU the most nodes that the rows can touch: of each level all, or one per row.
         room = -1 if hidden.device.type == "cpu" else tables.most_touched(hidden.shape[0])
     options = ignore_index, tables.longest, weight.dtype, tables.n_inner, room
-    tree = tables.leaf_rank, tables.path_start, tables.path_edge
+    # Not as attributes, which a module takes long to find.
+    own = tables._buffers
+    tree = own["leaf_rank"], own["path_start"], own["path_edge"]
     return fused_loss(_PATHS, (hidden, weight, bias, target, *tree), options, reduction)[0]
 
 

@@ -90,7 +90,9 @@ class LogUniform(Sampler):
         return Sampled(*rng.log_uniform("auto", rng_counter, self.order, n, self.n_classes))
 
     def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int]:
-        return rng.LOG_UNIFORM, self.order, self.rank, self.n_classes
+        # Not as attributes, which a module takes long to find.
+        own = self._buffers
+        return rng.LOG_UNIFORM, own["order"], own["rank"], self.n_classes
 
     def _log_targets(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         return self._log_share(target, dtype, False)
