@@ -252,15 +252,14 @@ UPDATE_CASES = [
 
 SAMPLED = dict(HITS=True, AVERAGE=True, SHIFTED=True, EXACT=True, GRADIENT=True)
 SUMMED = dict(COLUMNS=True, ADDS=True)
-NO_ENDING = dict(numbers=None, weight=None, of_hidden=None, push=None, ONE=False, WITH_TARGET=False)
-NO_ENDING |= dict(HIDDEN=False, PUSH=False, MEAN=False, WIDTH=16)
-ONE = dict(offset=None, shift=None, exact=None, row_scale=None, ONE=True, HIDDEN=True, PUSH=True)
-ONE |= dict(MEAN=True, WIDTH=512, WITH_TARGET=True)
+NO_ENDING = dict(numbers=None, push=None, ONE=False, WITH_TARGET=False, PUSH=False, MEAN=False)
+ONE = dict(offset=None, shift=None, exact=None, row_scale=None, ONE=True, PUSH=True)
+ONE |= dict(MEAN=True, WITH_TARGET=True)
 OF_ROWS = ("offset", "shift", "exact", "row_scale", "first", "second", "columns", "numbers")
-OF_ROWS += ("of_hidden", "push", "scores")
+OF_ROWS += ("push", "scores")
 SAMPLED_TYPES = (
     dict.fromkeys(OF_ROWS, "*fp32")
-    | dict.fromkeys(("gradient", "weight"), "*bf16")
+    | {"gradient": "*bf16"}
     | {"ids": "*i32", "target": "*i64", "factor": "fp32"}
 )
 SAMPLED_CASES = [
@@ -290,7 +289,7 @@ START_TYPES = (
     | dict.fromkeys(("hidden", "weight", "bias", "clean", "vectors"), "*bf16")
     | dict.fromkeys(("target", "first", "second", "third", "counter"), "*i64")
     | dict.fromkeys(("less", "factor"), "fp32")
-    | {"entries": "*i32", "numbers": "*fp32", "loss": "*fp32"}
+    | {"entries": "*i32", "numbers": "*fp32", "loss": "*fp32", "of_hidden": "*fp32"}
 )
 START = dict(CORRECTS=True, MEAN=True, WIDTH=512)
 DRAWN = dict(of_targets=None, shift=None, upstream=None, row_shift=None, **START)
@@ -301,7 +300,7 @@ START_CASES = [
     (sampled_rows._start, dict(KIND=2, NUMBER=19.93, TARGETS=2, **DRAWN)),
     (sampled_rows._start, dict(KIND=3, NUMBER=20, TARGETS=1, **DRAWN)),
     (sampled_rows._start, dict(KIND=3, NUMBER=20, TARGETS=2, **DRAWN)),
-    (sampled_rows._total, dict(BLOCK=4096, COLUMNS=128, PARTS=32, REDUCED=True, COUNTS=True)),
+    (sampled_rows._total, dict(BLOCK=4096, COLUMNS=128, PARTS=32, WIDTH=512, COUNTS=True)),
 ]
 TOUCHED_TYPES = (
     dict.fromkeys(("columns", "numbers", "factor", "weight", "bias", "partial"), "*fp32")

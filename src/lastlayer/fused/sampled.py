@@ -411,38 +411,35 @@ def one_target(call: Call, draws: Draws) -> Result:
         divides = mean and dtype != torch.float16
         if mean and wants and not divides:
             size = step.share()
-        of_hidden = torch.empty((n, width), **wide) if to_hidden else None
         push = None
         if to_shift:
             # A softmax does not depend on a shift of all its logits.
             push = torch.empty(n, **wide) if rule[0] else torch.zeros(n, **wide)
-        memory = columns = None
+        memory = columns = of_hidden = None
+        if to_hidden and chunk < n:
+            of_hidden = torch.empty((n, width), **wide)
         for start in range(0, n, chunk):
-            some, of_some = clean, of_hidden
-            if chunk < n:
-                some = clean[start : start + chunk]
-                of_some = None if of_hidden is None else of_hidden[start : start + chunk]
+            some = clean if chunk >= n else clean[start : start + chunk]
             if memory is None:
-                memory = _wide_product(some, vectors.t(), narrow)
-                scores = memory
+                scores = memory = _wide_product(some, vectors.t(), narrow)
             else:
                 scores = scores_into(memory, some, vectors, None)
             # A gradient in half precision takes the place of the scores, row by row.
             slopes = scores.view(dtype)[:, : step.columns] if narrow else scores
             step.rows(
-                scores, slopes, start, of_hidden, push if rule[0] else None, n_exact, rule,
-                divides, wants,
-            )  # fmt: skip
-            if of_some is not None:
-                multiply(of_some, slopes, vectors, adds=True)
-            if to_weight:
-                if columns is None:
-                    columns = _wide_product(slopes.t(), some, narrow)
-                else:
-                    multiply(columns, slopes.t(), some, adds=True)
+                scores, slopes, start, push if rule[0] else None, n_exact, rule, divides, wants
+            )
+            if of_hidden is not None:
+                multiply(of_hidden[start : start + chunk], slopes, vectors)
+            elif to_hidden:
+                of_hidden = _wide_product(slopes, vectors, narrow)
+            if columns is not None:
+                multiply(columns, slopes.t(), some, adds=True)
+            elif to_weight:
+                columns = _wide_product(slopes.t(), some, narrow)
         loss = step.losses() if reduction == "none" else torch.empty((), **wide)
-        if reduction != "none" or to_bias:
-            step.total(None if reduction == "none" else loss, to_bias)
+        if reduction != "none" or to_bias or to_hidden:
+            step.total(None if reduction == "none" else loss, of_hidden, to_bias)
     if not wants:
         return Result(loss, (None,) * 6, (step.ess,))
     if of_hidden is not None and width != d:

@@ -60,7 +60,7 @@ def forward_(
     block = max(16, next_power_of_2(m))
     apart = offset.dim() == 2
     strides = scores.stride(0), gradient.stride(0), m if apart else 0
-    numbers = n_exact, factor, *strides, 0, 0, 0, m, 0, 0, 0, 0
+    numbers = n_exact, factor, *strides, 0, 0, 0, m
     options = dict(
         LOGISTIC=logistic, HITS=drop_hits, AVERAGE=average, SHIFTED=shift is not None,
         EXACT=exact is not None, GRADIENT=row_scale is not None, enable_fp_fusion=True,
@@ -86,20 +86,19 @@ def forward_(
 
 
 # What the kernels take for rows with one target beside the others, which have none of it.
-_NO_ENDING = (None,) * 4
-_GENERAL = dict(ONE=False, WITH_TARGET=False, HIDDEN=False, PUSH=False, MEAN=False, WIDTH=16)
+_NO_ENDING = (None,) * 2
+_GENERAL = dict(ONE=False, WITH_TARGET=False, PUSH=False, MEAN=False)
 
 
 @kernel
 def _rows(
     scores, gradient, first, second, columns, offset, ids, target, shift, exact, row_scale,
-    numbers, weight, of_hidden, push, n, each, m, p, n_exact, factor, score_row, gradient_row,
-    column_row, row0, n_rows, share_at, c, depth, hidden_row, weight_row, weight_step,
+    numbers, push, n, each, m, p, n_exact, factor, score_row, gradient_row, column_row, row0,
+    n_rows, share_at, c,
     BLOCK: tl.constexpr, KEPT: tl.constexpr, LOGISTIC: tl.constexpr, HITS: tl.constexpr,
     AVERAGE: tl.constexpr, SHIFTED: tl.constexpr, EXACT: tl.constexpr, GRADIENT: tl.constexpr,
     HEAD: tl.constexpr, COLUMNS: tl.constexpr, ADDS: tl.constexpr, ONE: tl.constexpr,
-    WITH_TARGET: tl.constexpr, HIDDEN: tl.constexpr, PUSH: tl.constexpr, MEAN: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WITH_TARGET: tl.constexpr, PUSH: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     share = 1.0
@@ -179,9 +178,8 @@ def _rows(
             slopes = shares * (scale / tl.where(everything == 0.0, 1.0, everything))
         if ONE:
             _end_row(
-                others, result, scale, factor, row, row0, exact, row_scale, first, second, target,
-                numbers, weight, of_hidden, push, c, depth, hidden_row, weight_row, weight_step,
-                LOGISTIC, WITH_TARGET, GRADIENT, HIDDEN, PUSH, WIDTH,
+                others, result, scale, factor, row, row0, exact, row_scale, first, second, numbers,
+                push, c, LOGISTIC, WITH_TARGET, GRADIENT, PUSH,
             )  # fmt: skip
         else:
             tl.store(first + row, others)
@@ -235,13 +233,11 @@ def _softplus(values):
 
 @kernel
 def _long_rows(
-    scores, gradient, first, second, offset, ids, target, shift, exact, row_scale, numbers, weight,
-    of_hidden, push, m, p, n_exact, factor, score_row, gradient_row, column_row, row0, n_rows,
-    share_at, c, depth, hidden_row, weight_row, weight_step,
+    scores, gradient, first, second, offset, ids, target, shift, exact, row_scale, numbers, push, m,
+    p, n_exact, factor, score_row, gradient_row, column_row, row0, n_rows, share_at, c,
     BLOCK: tl.constexpr, LOGISTIC: tl.constexpr, HITS: tl.constexpr, AVERAGE: tl.constexpr,
     SHIFTED: tl.constexpr, EXACT: tl.constexpr, GRADIENT: tl.constexpr, ONE: tl.constexpr,
-    WITH_TARGET: tl.constexpr, HIDDEN: tl.constexpr, PUSH: tl.constexpr, MEAN: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WITH_TARGET: tl.constexpr, PUSH: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     share = 1.0
@@ -266,7 +262,6 @@ def _long_rows(
     if GRADIENT:
         scale = tl.load(row_scale + row).to(tl.float32) * share * factor
     full_scale = scale
-    chosen = target
     target += row * p
     dead = scale == 0.0
     outside = -float("inf")
@@ -335,9 +330,8 @@ def _long_rows(
                 tl.store(gradient + column, slopes, mask=column < m)
     if ONE:
         _end_row(
-            others, result, full_scale, factor, row, row0, exact, row_scale, first, second, chosen,
-            numbers, weight, of_hidden, push, c, depth, hidden_row, weight_row, weight_step,
-            LOGISTIC, WITH_TARGET, GRADIENT, HIDDEN, PUSH, WIDTH,
+            others, result, full_scale, factor, row, row0, exact, row_scale, first, second, numbers,
+            push, c, LOGISTIC, WITH_TARGET, GRADIENT, PUSH,
         )  # fmt: skip
     else:
         tl.store(first + row, others)
@@ -352,10 +346,8 @@ def _odds(others, logit):
 
 @triton.jit
 def _end_row(
-    others, result, scale, factor, row, row0, logits, row_scale, losses, second, target, numbers,
-    weight, of_hidden, push, c, depth, hidden_row, weight_row, weight_step,
-    LOGISTIC: tl.constexpr, WITH_TARGET: tl.constexpr, GRADIENT: tl.constexpr,
-    HIDDEN: tl.constexpr, PUSH: tl.constexpr, WIDTH: tl.constexpr,
+    others, result, scale, factor, row, row0, logits, row_scale, losses, second, numbers, push, c,
+    LOGISTIC: tl.constexpr, WITH_TARGET: tl.constexpr, GRADIENT: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
     """The loss of a row from its target and from what its draws add up to, and what follows."""
     logit = tl.load(logits + row)
@@ -378,16 +370,6 @@ def _end_row(
         if PUSH:
             both = (result - slope) * (scale / factor)
             tl.store(push + row0 + row, tl.where(scale == 0.0, 0.0, both))
-        if HIDDEN:
-            # The product with the draws is added to it.
-            chosen = tl.maximum(tl.load(target + row), 0)
-            for start in range(0, depth, WIDTH):
-                step = start + tl.arange(0, WIDTH)
-                inside = step < tl.where(pull == 0.0, 0, depth)
-                source = weight + chosen * weight_row + step * weight_step
-                vector = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-                into = of_hidden + (row0 + row) * hidden_row + step
-                tl.store(into, pull * vector, mask=step < depth)
 
 
 class OneTarget:
@@ -440,23 +422,21 @@ class OneTarget:
         )  # fmt: skip
 
     def rows(
-        self, scores: Tensor, gradient: Tensor, row0: int, of_hidden: Tensor | None,
-        push: Tensor | None, n_exact: int, rule: tuple[bool, ...], mean: bool, wanted: bool,
+        self, scores: Tensor, gradient: Tensor, row0: int, push: Tensor | None, n_exact: int,
+        rule: tuple[bool, ...], mean: bool, wanted: bool,
     ) -> None:  # fmt: skip
-        """Scores of some rows to their gradient and losses; writes what targets pull of hidden."""
+        """Scores of some rows to their gradient and losses."""
         n, m = scores.shape[0], self.columns
         logistic, with_target, drop_hits, average = rule
-        block, weight = max(16, next_power_of_2(m)), self.weight
-        ending = self.numbers, weight, of_hidden, push
+        block, ending = max(16, next_power_of_2(m)), (self.numbers, push)
         numbers = (
             m, 1, n_exact, self.factor, scores.stride(0), gradient.stride(0), 0, row0, self.n,
-            self.share_at, self.m, self.d, self.width, weight.stride(0), weight.stride(1),
+            self.share_at, self.m,
         )  # fmt: skip
         options = dict(
             LOGISTIC=logistic, HITS=drop_hits, AVERAGE=average, SHIFTED=True,
             EXACT=with_target and not logistic, GRADIENT=wanted, ONE=True, WITH_TARGET=with_target,
-            HIDDEN=of_hidden is not None, PUSH=push is not None, MEAN=mean,
-            WIDTH=tile_width(self.d, WIDEST), enable_fp_fusion=True,
+            PUSH=push is not None, MEAN=mean, enable_fp_fusion=True,
         )  # fmt: skip
         if block > MOST_HELD:
             _long_rows[(n,)](
@@ -485,15 +465,20 @@ class OneTarget:
         """1 / the number of rows that count."""
         return self.scratch[self.share_at]
 
-    def total(self, loss: Tensor | None, bias: bool) -> None:
-        """Adds up the losses of all rows, and where ``bias`` is wanted the sums of columns."""
-        draws, m = self.draws, self.m
-        columns = min(128, next_power_of_2(m))
-        block = tile_width(self.n, ADDED, 128)
-        _total[(1 + (cdiv(m, columns) if bias else 0),)](
-            self.scratch, self.numbers, loss, draws.first, self.n, self.columns, m, self.share_at,
-            self.parts, BLOCK=block, COLUMNS=columns, PARTS=ADDED // columns,
-            REDUCED=loss is not None, COUNTS=draws.counts, num_warps=8, enable_fp_fusion=True,
+    def total(self, loss: Tensor | None, of_hidden: Tensor | None, bias: bool) -> None:
+        """Adds up the losses of all rows, and where ``bias`` is wanted the sums of columns.
+
+        What targets pull is added to the gradient of hidden.
+        """
+        draws, m, n, weight = self.draws, self.m, self.n, self.weight
+        columns, rows = min(128, next_power_of_2(m)), 0 if of_hidden is None else n
+        sums = cdiv(m, columns) if bias else 0
+        _total[(1 + sums + rows,)](
+            self.scratch, self.numbers, loss, draws.first, weight, self.target, of_hidden, n,
+            self.columns, m, self.share_at, self.parts, sums, self.d, self.width, weight.stride(0),
+            weight.stride(1), BLOCK=tile_width(n, ADDED, 128), COLUMNS=columns,
+            PARTS=ADDED // columns, WIDTH=tile_width(self.d, WIDEST), COUNTS=draws.counts,
+            num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -629,12 +614,13 @@ def _start(
 
 @kernel
 def _total(
-    scratch, numbers, loss, counter, n, columns, m, share_at, parts, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, PARTS: tl.constexpr, REDUCED: tl.constexpr, COUNTS: tl.constexpr,
+    scratch, numbers, loss, counter, weight, target, of_hidden, n, columns, m, share_at, parts,
+    sums, depth, hidden_row, weight_row, weight_step, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     if part == 0:
-        if REDUCED:
+        if loss is not None:
             totals = tl.zeros((BLOCK,), dtype=tl.float32)
             for start in range(0, n, BLOCK):
                 row = start + tl.arange(0, BLOCK)
@@ -643,12 +629,26 @@ def _total(
         if COUNTS:
             # All has been drawn.
             tl.atomic_add(counter + 1, tl.full((), 1, tl.int64))
-    else:
+    elif part <= sums:
         column = (part - 1) * COLUMNS + tl.arange(0, COLUMNS)
-        sums = tl.zeros((PARTS, COLUMNS), dtype=tl.float32)
+        levels = tl.zeros((PARTS, COLUMNS), dtype=tl.float32)
         for start in range(0, parts, PARTS):
             some = start + tl.arange(0, PARTS)
             place = scratch + columns + 4 * n + some[:, None] * columns + column[None, :]
             there = (some < parts)[:, None] & (column < m)[None, :]
-            sums += tl.load(place, mask=there, other=0.0)
-        tl.store(numbers + column, tl.sum(sums, 0), mask=column < m)
+            levels += tl.load(place, mask=there, other=0.0)
+        tl.store(numbers + column, tl.sum(levels, 0), mask=column < m)
+    elif of_hidden is not None:
+        row = (part - 1 - sums).to(tl.int64)
+        pull = tl.load(numbers + m + row)
+        # A row that does not count reads no vector.
+        if pull != 0.0:
+            chosen = tl.load(target + row)
+            for start in range(0, depth, WIDTH):
+                step = start + tl.arange(0, WIDTH)
+                inside = step < depth
+                source = weight + chosen * weight_row + step * weight_step
+                vector = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+                into = of_hidden + row * hidden_row + step
+                before = tl.load(into, mask=inside, other=0.0)
+                tl.store(into, before + pull * vector, mask=inside)
