@@ -265,7 +265,8 @@ class _SampledEngine(Engine):
             if makes[3]:
                 # A softmax does not depend on a shift of all its logits.
                 of_shift = made.push if problem.rule.logistic else torch.zeros_like(scale)
-        pieces = made.hidden, of_shift, made.columns, made.column_biases, made.slopes, made.entries
+        slopes = None if made.entries is None else made.slopes
+        pieces = made.hidden, of_shift, made.columns, made.column_biases, slopes, made.entries
         return Result(loss, pieces if factors is not None else (None,) * 6, (ess,), size)
 
     def fake(self, call: Call) -> Result:
@@ -283,7 +284,7 @@ class _SampledEngine(Engine):
         narrow = not on_cpu and weight.shape[0] <= _MOST_NARROW
         kind = torch.int32 if narrow else torch.int64
         entries = ids.new_empty(ids.numel() + target.numel(), dtype=kind)
-        slopes = (n, width) if on_cpu or not to_classes else entries.shape
+        slopes = (n, width) if on_cpu else entries.shape
         pieces = (
             hidden.new_empty(n, d, dtype=dtype) if to_hidden else None,
             hidden.new_empty(n, dtype=dtype) if to_shift else None,
@@ -291,7 +292,7 @@ class _SampledEngine(Engine):
             if shared and (to_weight or (to_bias and not on_cpu))
             else None,
             hidden.new_empty(ids.shape[0], dtype=dtype) if on_cpu and shared and to_bias else None,
-            hidden.new_empty(slopes, dtype=dtype),
+            hidden.new_empty(slopes, dtype=dtype) if to_classes else None,
             entries if to_classes else None,
         )
         size = hidden.new_empty((), dtype=dtype) if hidden.dtype == torch.float16 else None
@@ -444,12 +445,13 @@ def one_target(call: Call, draws: Draws) -> Result:
         return Result(loss, (None,) * 6, (step.ess,))
     if of_hidden is not None and width != d:
         of_hidden = of_hidden[:, :d].contiguous()
+    if not (to_weight or to_bias):
+        return Result(loss, (of_hidden, push, *(None,) * 4), (step.ess,), size)
     if columns is None:
         columns = step.numbers.new_empty(draws.m, 0)
     elif columns.shape != (draws.m, d):
         columns = columns[: draws.m, :d]
-    entries = step.entries if to_weight or to_bias else None
-    pieces = of_hidden, push, columns, None, step.numbers, entries
+    pieces = of_hidden, push, columns, None, step.numbers, step.entries
     return Result(loss, pieces, (step.ess,), size)
 
 

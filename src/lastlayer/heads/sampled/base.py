@@ -223,10 +223,11 @@ class SampledHead(ComparedHead):
         distributed = torch.distributed
         if self.per_rank and distributed.is_available() and distributed.is_initialized():
             rng_counter = fork(rng_counter, distributed.get_rank())
-        if rows.is_cuda and rng_counter is own and self.reduction != "none":
-            correction, tables, weight = self._correction(), self.sampler._tables(), self.weight
-            # Draws of a kernel need nothing but these.
-            if correction and tables and kernels_draw(rows, weight, target):
+        weight = self.weight
+        drawable = rng_counter is own and self.reduction != "none"
+        if drawable and kernels_draw(rows, weight, target):
+            correction, tables = self._correction(), self.sampler._tables()
+            if correction and tables:
                 # The kernel draws, and moves the counter on. A module takes long to set a tensor.
                 loss, self.__dict__["ess"] = drawn_loss(
                     rows, weight, self.bias, target, own, tables, self.n_samples, correction,
