@@ -173,6 +173,16 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def is_plain_step() -> bool:
+    """Whether this is a training step that nobody repeats: not compiled, not in a checkpoint."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and torch._C._current_graph_task_id() == -1
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    )
+
+
 def saves_tensors_through_hooks() -> bool:
     """Whether saved tensors go through hooks, as they do inside a checkpoint."""
     hooks: object = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -247,9 +247,9 @@ class TestSizes:
                 rows = rows_at_a_time(budget, n, m, like, narrow)
                 assert 1 <= rows <= n
                 # 128 rows are taken however wide they are.
-                assert rows <= 128 or 4 * rows * m <= (150_000_000 if narrow else 60_000_000)
+                assert rows <= 128 or 4 * rows * m <= (280_000_000 if narrow else 60_000_000)
         assert rows_at_a_time("7", 100, 10, like, narrow=True) == 7
-        assert rows_at_a_time("auto", 8192, 8192, like, narrow=True) == 4096
+        assert rows_at_a_time("auto", 8192, 8192, like, narrow=True) == 8192
 
 
 class TestRules:

@@ -1,11 +1,16 @@
 """The pass of one target a row through its kernels, as on a GPU: against the general one."""
 
+import math
+
 import pytest
 import torch
 
-from lastlayer import kernels
+from lastlayer import kernels, samplers
 from lastlayer.fused import sampled
+from lastlayer.fused.function import Call
 from lastlayer.fused.sampled import Rule, general, one_target
+from lastlayer.kernels.rng import GIVEN
+from lastlayer.kernels.sampled_rows import Draws
 
 needs_triton = pytest.mark.skipif(
     kernels.available()["triton"] is not None, reason="neither a GPU nor Triton's interpreter"
@@ -15,6 +20,13 @@ RULES = {
     "exact": Rule(average=True),
     "self-normalised": Rule(with_target=False, drop_hits=False),
     "logistic": Rule(logistic=True, drop_hits=False),
+}
+COUNTS = 1.0 / torch.arange(1, 31)
+SAMPLERS = {
+    "uniform": lambda: samplers.Uniform(30),
+    "log-uniform": lambda: samplers.LogUniform(30),
+    "ordered": lambda: samplers.LogUniform(30, order=torch.arange(29, -1, -1)),
+    "unigram": lambda: samplers.Unigram(COUNTS),
 }
 
 
@@ -33,8 +45,8 @@ def problem(n, m, d, v, rule, full):
         row_shift=numbers(n) if full else None, target=target,
         ids=torch.randint(0, v, (m,), generator=generator), log_expected=numbers(m) + 2.0,
         target_log_expected=numbers(n, 1) if full else None, shift=numbers(n), labels=None,
-        target_labels=None, scores=None, scale=counts / 3, row_scale=counts / 3,
-        factor=0.7 if full else 1.0,
+        target_labels=None, scores=None, scale=counts / counts.sum(),
+        row_scale=counts / counts.sum(), factor=0.7 if full else 1.0,
         n_exact=3 if full else 0, rule=rule, chunk_rows="5", to_hidden=True, to_weight=True,
         to_bias=full,
     )  # fmt: skip
@@ -48,38 +60,133 @@ def mapped(given, change):
     return sampled._Problem(*(change(x) if isinstance(x, torch.Tensor) else x for x in given))
 
 
+@pytest.fixture
+def products(monkeypatch):
+    """Products of half precision in float32 also where torch has none."""
+
+    def wide(left, right, _narrow):
+        return left.float() @ right.float()
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(sampled, "_wide_product", wide)
+
+
+def run(given, draws, reduction="mean", upstream=None):
+    """What the engine is asked for, as an engine of its own would be."""
+    options = (1.0 / given.factor, given.n_exact, given.rule, given.chunk_rows)
+    wanted = True, True, given.to_bias, given.row_shift is not None
+    operands = *given[:5], None, None, None
+    return one_target(Call(operands, options, reduction, wanted, upstream), draws)
+
+
+def close(result, right, dtype):
+    size = float(right.norm()) if right.numel() else 1.0
+    bound = (1e-5 if dtype == torch.float32 else 1.2e-2) * max(size, 1e-3)
+    return float((result.cpu().double().view_as(right) - right).norm()) < bound
+
+
 @needs_triton
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("full", [True, False])
-def test_it_agrees_with_the_general_pass(monkeypatch, rule, dtype, full):
-    given = problem(9, 20, 24, 30, rule, full)
+@pytest.mark.parametrize(("m", "d"), [(20, 24), (9, 5)])
+def test_it_agrees_with_the_general_pass(products, rule, dtype, full, m, d):
+    given = problem(9, m, d, 30, rule, full)
     given = given._replace(hidden=given.hidden.to(dtype), weight=given.weight.to(dtype))
     wide = mapped(given, lambda x: x.cpu().double() if x.is_floating_point() else x.cpu())
     truth = general(wide)
     # What a row without a target holds comes into nothing.
     given.hidden[::4] = torch.nan
-    monkeypatch.setattr(sampled, "_multiplies_narrow", lambda x: x.dtype != torch.float32)
-    made = one_target(given, "triton")
-    names = ("losses", "hidden", "columns", "slopes", *(["column_biases"] if full else []))
+    draws = Draws(
+        GIVEN, m, given.ids, given.log_expected, of_targets=given.target_log_expected,
+        shift=given.shift,
+    )  # fmt: skip
+    loss, (of_hidden, push, columns, _, numbers, entries), (ess,), size = run(given, draws)
+    assert size is None
+    assert close(loss, truth.losses.sum(), dtype)
+    assert close(of_hidden, truth.hidden, dtype)
+    assert close(columns, truth.columns, dtype)
+    assert close(numbers[m:], truth.slopes.flatten(), dtype)
+    if full:
+        assert close(numbers[:m], truth.column_biases, dtype)
     if rule.logistic:
-        names = (*names, "push")
-    for name in names:
-        result, right = getattr(made, name), getattr(truth, name)
-        if name == "push" and not full:
-            continue
-        size = float(right.norm()) if right.numel() else 1.0
-        bound = (1e-5 if dtype == torch.float32 else 1.2e-2) * max(size, 1e-3)
-        assert float((result.cpu().double().view_as(right) - right).norm()) < bound, name
-    if not rule.logistic:
+        assert not ess.any()
+        assert push is None or close(push, truth.push, dtype)
+    else:
         counts = given.scale.cpu() != 0
         rtol = 1e-4 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(
-            made.ess.cpu().double()[counts], truth.ess[counts], rtol=rtol, atol=rtol
+            ess.cpu().double()[counts], truth.ess[counts], rtol=rtol, atol=rtol
         )
     # Where there is no target the kernel names the first draw's class, the other pass none.
-    entries = torch.where(truth.entries < 0, truth.entries[0], truth.entries)
-    assert torch.equal(made.entries.cpu(), entries.int())
+    named = torch.where(truth.entries < 0, truth.entries[0], truth.entries)
+    assert torch.equal(entries.cpu(), named.int())
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="sizes are constants of compiled kernels")
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_long_rows_are_read_in_pieces(products, monkeypatch, rule):
+    from lastlayer.kernels.sampled_rows import triton
+
+    given = problem(9, 40, 8, 30, rule, True)
+    draws = Draws(GIVEN, 40, given.ids, given.log_expected, shift=given.shift)
+    whole = run(given, draws)
+    monkeypatch.setattr(triton, "MOST_HELD", 16)
+    monkeypatch.setattr(triton, "PIECE", 16)
+    made = run(given, draws)
+    for one, other in zip(made.pieces[:-1], whole.pieces[:-1], strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(made.loss, whole.loss)
+    torch.testing.assert_close(made.statistics[0], whole.statistics[0], rtol=2e-5, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
+@pytest.mark.parametrize("targets", [0, 1, 2])
+def test_it_draws_what_the_sampler_draws(products, sampler, targets):
+    given, sampler, m = problem(9, 11, 8, 30, Rule(average=True), True), sampler().to(DEVICE), 11
+    given = given._replace(n_exact=0)
+    counter = torch.tensor([5, 3], device=DEVICE)
+    kind, *tables, n_classes = sampler._tables()
+    less = math.log(m)
+    drawn = run(
+        given,
+        Draws(kind, m, counter, *tables, n_classes, less, True, targets, counts=True),
+    )
+    assert counter.tolist() == [5, 4]
+    ids, log_prob = sampler.sample_with_log_prob(m, rng_counter=(5, 3))
+    target = given.target[:, 0]
+    of_target = sampler.log_prob(target.clamp(min=0)) + less
+    shift = sampler.log_complement(target)
+    right = run(
+        given,
+        Draws(
+            GIVEN, m, ids, log_prob + less, of_targets=of_target if targets == 1 else None,
+            shift=shift if targets == 2 else None,
+        ),
+    )  # fmt: skip
+    assert torch.equal(drawn.pieces[-1], right.pieces[-1])
+    for made, expected in zip(drawn.pieces[:-1], right.pieces[:-1], strict=True):
+        if expected is not None:
+            torch.testing.assert_close(made, expected, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(drawn.loss, right.loss, rtol=1e-5, atol=1e-6)
+
+
+@needs_triton
+def test_float16_is_divided_in_the_end_and_rows_have_factors(products):
+    given = problem(9, 12, 8, 30, Rule(average=True), True)
+    draws = Draws(GIVEN, 12, given.ids, given.log_expected, shift=given.shift)
+    whole = run(given, draws)
+    half = given._replace(hidden=given.hidden.half(), weight=given.weight.half())
+    made = run(half, draws)
+    torch.testing.assert_close(made.loss, whole.loss, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(made.pieces[0] * made.size, whole.pieces[0], rtol=2e-2, atol=2e-3)
+    alone = run(given, draws, "none", torch.full((9,), 1 / 6, device=DEVICE))
+    assert alone.loss.shape == (9,)
+    torch.testing.assert_close(alone.pieces[0], whole.pieces[0])
+    torch.testing.assert_close(alone.pieces[2], whole.pieces[2])
 
 
 @pytest.mark.parametrize("sparse", [True, False])
@@ -95,12 +202,14 @@ def test_slots_have_the_sums_of_classes(sparse, dtypes):
     given, factor = (columns, biases, slopes, hidden), torch.tensor(0.3)
     known, sums = sampled._summed((entries, *given, factor), v, dtypes)
     mapped = torch.where(entries < 0, entries[0], entries).int()
-    keys, slots = sampled._slotted((mapped, *given, factor), ((v, d), (v,)), dtypes, sparse)
+    numbers = torch.cat([biases, slopes.flatten()])
+    slotted = mapped, columns, None, numbers, hidden, factor
+    keys, slots = sampled._slotted(slotted, ((v, d), (v,)), dtypes, sparse)
     for right, made, dtype in zip(sums, slots, dtypes, strict=True):
         if dtype is None:
             assert right is made is None
             continue
         expected = torch.zeros(v, *right.shape[1:], dtype=dtype).index_copy_(0, known, right)
-        found = torch.zeros_like(expected).index_add_(0, keys, made) if sparse else made
+        found = torch.zeros_like(expected).index_add_(0, keys[0], made) if sparse else made
         assert made.dtype == dtype
         torch.testing.assert_close(found, expected)

@@ -140,7 +140,7 @@ CASES = [
 LONGS = ("target", "classes", "order", "starts", "argmax", "rank")
 FLOATS = ("target_scores", "row_scale", "class_weight", "weight_sum", "loss", "lse", "entropy")
 LONGS += ("path_start", "starts", "touched", "opened")
-INTS = ("path_edge", "rank", "keys", "lengths", "shared", "new", "place", "through")
+INTS = ("path_edge", "rank", "keys", "place", "ints")
 INTS += ("child", "ids")
 FLOATS += (
     "losses",
@@ -151,7 +151,7 @@ FLOATS += (
     "slopes",
     "gradient",
     "pieces",
-    "bias_pieces",
+    "share",
     "numbers",
 )
 FLOATS += (
@@ -167,7 +167,7 @@ FLOATS += (
     "true",
     "factor",
 )
-NUMBERS = ("keep", "smoothing", "z_loss", "softcap", "inverse_temperature", "alpha")
+NUMBERS = ("scale", "keep", "smoothing", "z_loss", "softcap", "inverse_temperature", "alpha")
 HALVES = ("hidden", "weight", "bias", "weight_gradient", "scores", "probs", "values", "out")
 FUSED_TYPES = (
     dict.fromkeys(LONGS, "*i64")
@@ -262,41 +262,64 @@ UPDATE_CASES = [
 
 SAMPLED = dict(HITS=True, AVERAGE=True, SHIFTED=True, EXACT=True, GRADIENT=True)
 SUMMED = dict(COLUMNS=True, ADDS=True)
-OF_ROWS = ("offset", "shift", "exact", "row_scale", "first", "second", "columns", "logits")
-OF_ROWS += ("scale", "losses", "slopes", "log_expected", "target_log_expected", "row_shift")
+NO_ENDING = dict(numbers=None, push=None, ONE=False, WITH_TARGET=False, PUSH=False, MEAN=False)
+ONE = dict(offset=None, shift=None, exact=None, row_scale=None, ONE=True, PUSH=True)
+ONE |= dict(MEAN=True, WITH_TARGET=True)
+OF_ROWS = ("offset", "shift", "exact", "row_scale", "first", "second", "columns", "numbers")
+OF_ROWS += ("push", "scores")
 SAMPLED_TYPES = (
     dict.fromkeys(OF_ROWS, "*fp32")
-    | dict.fromkeys(("gradient", "hidden", "weight", "bias", "clean", "vectors"), "*bf16")
-    | dict.fromkeys(("scores", "of_hidden"), "*fp32")
-    | dict.fromkeys(("entries", "classes"), "*i32")
-    | {"ids": "*i64", "target": "*i64", "factor": "fp32"}
+    | {"gradient": "*bf16"}
+    | {"ids": "*i32", "target": "*i64", "factor": "fp32"}
 )
 SAMPLED_CASES = [
     (
         sampled_rows._rows,
-        dict(BLOCK=8192, KEPT=True, LOGISTIC=False, HEAD=False, **SUMMED, **SAMPLED),
+        dict(BLOCK=8192, KEPT=True, LOGISTIC=False, HEAD=False, **NO_ENDING, **SUMMED, **SAMPLED),
     ),
     (
         sampled_rows._rows,
-        dict(BLOCK=4096, KEPT=False, LOGISTIC=True, HEAD=True, **SUMMED, **SAMPLED),
+        dict(BLOCK=4096, KEPT=False, LOGISTIC=True, HEAD=True, **NO_ENDING, **SUMMED, **SAMPLED),
     ),
-    (sampled_rows._long_rows, dict(BLOCK=4096, LOGISTIC=False, **SAMPLED)),
-    (sampled_rows._scale, dict(MEAN=True, BLOCK=8192)),
-    (sampled_rows._start, dict(BIASED=True, WEIGHTED=True, SHIFTED=True, WIDTH=512)),
-    (
-        sampled_rows._finish,
-        dict(LOGISTIC=False, WITH_TARGET=True, GRADIENT=True, HIDDEN=True, WIDTH=512),
-    ),
+    *[
+        (
+            sampled_rows._rows,
+            dict(
+                BLOCK=8192, KEPT=True, LOGISTIC=logistic, HEAD=False, columns=None, **ONE, **SUMMED,
+                **SAMPLED,
+            ),
+        )
+        for logistic in (False, True)
+    ],
+    (sampled_rows._long_rows, dict(BLOCK=4096, LOGISTIC=False, **NO_ENDING, **SAMPLED)),
+    (sampled_rows._long_rows, dict(BLOCK=4096, LOGISTIC=True, **ONE, **SAMPLED)),
+]  # fmt: skip
+START_TYPES = (
+    dict.fromkeys(("row_shift", "of_targets", "shift", "upstream", "scratch"), "*fp32")
+    | dict.fromkeys(("hidden", "weight", "bias", "clean", "vectors"), "*bf16")
+    | dict.fromkeys(("target", "first", "second", "third", "counter"), "*i64")
+    | dict.fromkeys(("less", "factor"), "fp32")
+    | {"entries": "*i32", "numbers": "*fp32", "loss": "*fp32", "of_hidden": "*fp32"}
+)
+START = dict(CORRECTS=True, MEAN=True, WIDTH=512)
+DRAWN = dict(of_targets=None, shift=None, upstream=None, row_shift=None, **START)
+START_CASES = [
+    (sampled_rows._start, dict(KIND=0, NUMBER=0.0, TARGETS=0, third=None, **START)),
+    (sampled_rows._start, dict(KIND=1, NUMBER=9.2, TARGETS=2, second=None, third=None, **DRAWN)),
+    (sampled_rows._start, dict(KIND=2, NUMBER=19.93, TARGETS=1, second=None, third=None, **DRAWN)),
+    (sampled_rows._start, dict(KIND=2, NUMBER=19.93, TARGETS=2, **DRAWN)),
+    (sampled_rows._start, dict(KIND=3, NUMBER=20, TARGETS=1, **DRAWN)),
+    (sampled_rows._start, dict(KIND=3, NUMBER=20, TARGETS=2, **DRAWN)),
+    (sampled_rows._total, dict(BLOCK=4096, COLUMNS=128, PARTS=32, WIDTH=512, COUNTS=True)),
 ]
 TOUCHED_TYPES = (
-    dict.fromkeys(("columns", "column_biases", "slopes", "factor", "weight", "bias"), "*fp32")
+    dict.fromkeys(("columns", "numbers", "factor", "weight", "bias", "partial"), "*fp32")
     | dict.fromkeys(("order", "starts", "known"), "*i64")
-    | dict.fromkeys(("partial", "partial_bias"), "*fp32")
     | {"hidden": "*bf16", "keys": "*i32"}
 )
 TO_CLASSES = dict(WIDTH=256, WEIGHT=True, BIAS=True)
 TOUCHED_CASES = [
-    (touched_rows._segments, dict(BLOCK=16, GROUP=2, KNOWN=True, SCATTERED=False, **TO_CLASSES)),
+    (touched_rows._segments, dict(BLOCK=16, GROUP=2, SCATTERED=False, **TO_CLASSES)),
     (
         touched_rows._runs_that_were_cut,
         dict(BLOCK=16, SEARCH=15, PARTS=8, SCATTERED=True, **TO_CLASSES),
@@ -469,6 +492,7 @@ def main(step: int) -> None:
         (FUSED_TYPES, FUSED_CASES),
         (UPDATE_TYPES, UPDATE_CASES),
         (SAMPLED_TYPES, SAMPLED_CASES),
+        (START_TYPES, START_CASES),
         (TOUCHED_TYPES, TOUCHED_CASES),
         (SLAB_TYPES, SLAB_CASES),
         (NCE_TYPES, NCE_CASES),

@@ -50,10 +50,10 @@ def test_what_auto_takes(op):
 
 def test_the_reference_is_taken_where_there_is_no_other():
     """An operation may have no CPU implementation, and says so where one is asked for."""
-    for op in ("sampled_start", "sampled_row_scale", "sampled_finish_"):
+    for op in ("log_uniform_share", "row_factors", "touched_slots_"):
         assert kernels.selected(op, "cpu") == "reference"
-    with pytest.raises(ValueError, match=r"'cpu' cannot run sampled_row_scale here: it has no CPU"):
-        kernels.sampled_rows.row_scale("cpu", torch.zeros(2, 3), torch.zeros(2, 1).long(), True)
+    with pytest.raises(ValueError, match=r"'cpu' cannot run log_uniform_share here: it has no CPU"):
+        kernels.rng.log_uniform_share("cpu", torch.zeros(2).long(), None, 9, True, True)
     with reference_only():
         assert {kernels.selected(op, "cpu") for op in kernels.operations()} == {"reference"}
 

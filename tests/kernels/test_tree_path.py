@@ -50,11 +50,11 @@ class Case(NamedTuple):
         wide = [None if each is None else each.double() for each in self[1:4]]
         return self._replace(hidden=wide[0], weight=wide[1], bias=wide[2])
 
-    def loss(self, impl, to_nodes=True, to_hidden=True):
+    def loss(self, impl, to_nodes=True, to_hidden=True, mean=False):
         t = self.tables
         return tree_path.loss(
             impl, *self[1:5], t.leaf_rank, t.path_start, t.path_edge, self.ignore_index, t.longest,
-            to_nodes, to_hidden,
+            to_nodes, to_hidden, mean,
         )  # fmt: skip
 
     def summed(self, slopes, factor, order):
@@ -92,6 +92,10 @@ def check(impl: str, made: Case, factor: Tensor | None = None) -> None:
     assert error(losses, expected[0]) <= within * longest * (4 + size)
     assert error(slopes, expected[2]) <= 8 * within
     assert error(rows, expected[3]) <= within * longest * float(made.weight.abs().max() + 1)
+    counted = n if made.ignore_index is None else int((made.target != made.ignore_index).sum())
+    divided, _, *parts = made.loss(impl, mean=True)
+    for whole, part in zip((losses, slopes, rows), (divided, *parts), strict=True):
+        torch.testing.assert_close(part * max(1, counted), whole, equal_nan=True)
     summed = made.summed(slopes, factor.to(wide), order)
     n_nodes, wanted = made.tables.n_inner, (dtype, True, made.bias is not None)
     weight, bias = tree_path.to_nodes(impl, *summed, n_nodes, *wanted)
@@ -103,7 +107,7 @@ def check(impl: str, made: Case, factor: Tensor | None = None) -> None:
         assert got.dtype == dtype
         finite = right.nan_to_num().abs().max().item() if right.numel() else 0.0
         assert error(got, right) <= room[0] * (1 + finite) + room[1] * finite
-    touched, *some = tree_path.to_touched_nodes(impl, *summed, *wanted)
+    (touched,), *some = tree_path.to_touched_nodes(impl, *summed, *wanted)
     nodes = {
         int(edge) >> 1
         for c in made.target[made.known()].tolist()
@@ -122,7 +126,8 @@ def test_there_is_room_for_the_most_nodes_that_there_can_be(impl):
     summed = made.summed(slopes, torch.tensor(0.5, device=place(impl)), order)
     right = tree_path.to_touched_nodes(impl, *summed, torch.float32, True, True)
     padded = tree_path.to_touched_nodes(impl, *summed, torch.float32, True, True, 11)
-    for got, known in zip(padded, right, strict=True):
+    assert padded[0].shape == (1, 11)
+    for got, known in zip((padded[0][0], *padded[1:]), (right[0][0], *right[1:]), strict=True):
         assert len(got) == 11
         assert torch.equal(got[: len(known)], known)
         assert not got[len(known) :].any()
@@ -294,7 +299,7 @@ def test_the_cpu_copies_no_vectors_of_paths(dtype):
     t = made.tables
     paths = t.path_start, t.path_edge, -100
     with LargestResult() as watch:
-        _, order, slopes, _ = cpu.loss(*made[1:5], t.leaf_rank, *paths, t.longest, True, True)
+        _, order, slopes, _ = cpu.loss(*made[1:5], t.leaf_rank, *paths, t.longest, True, True, True)
         cpu.to_touched_nodes(*made.summed(slopes, torch.ones(100), order), dtype, True, True)
     assert 0 < watch.numbers <= 100 * 64
 
@@ -339,7 +344,7 @@ def test_torch_accepts_the_operations():
     paths = t.path_start, t.path_edge, -100
     ops = torch.ops.lastlayer
     for wanted in ((True, True), (False, False)):
-        given = (*made[1:5], t.leaf_rank, *paths, t.longest, *wanted)
+        given = (*made[1:5], t.leaf_rank, *paths, t.longest, *wanted, wanted[0])
         torch.library.opcheck(ops.tree_path_loss.default, given)
     _, order, slopes, _ = made.loss("auto")
     summed = made.summed(slopes, torch.tensor(1.0), order)

@@ -222,6 +222,8 @@ class _FusedLoss(torch.autograd.Function):
         if not result.statistics:
             return (result.loss,)
         ctx.mark_non_differentiable(*result.statistics)
+        # Else backward would get zeros for them.
+        ctx.set_materialize_grads(False)
         return result.loss, *result.statistics
 
     @staticmethod

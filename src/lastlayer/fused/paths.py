@@ -97,6 +97,7 @@ class TreeTables(torch.nn.Module):
         first_nodes = np.flatnonzero(np.diff(tree.node_depth, prepend=-1))
         bounds = [*start[first_nodes].tolist(), self.n_edges]
         self.levels, self.level_sizes = list(pairwise(bounds)), np.diff(first_nodes, append=n_inner)
+        self._most_touched = 0, 0
 
         above = np.full(n_inner, -1, np.int64)
         above[1:] = start[tree.parent[1:]] + tree.position[1:]
@@ -203,6 +204,13 @@ class TreeTables(torch.nn.Module):
             self.levels, self._launches, wide,
         )  # fmt: skip
 
+    def most_touched(self, n: int) -> int:
+        """The most nodes that are on the paths of ``n`` rows."""
+        known = self._most_touched
+        if known[0] != n:
+            known = self._most_touched = n, int(np.minimum(self.level_sizes, n).sum())
+        return known[1]
+
     def sizes(self, paths: int) -> TreeSizes:
         """What bounds the work of the kernel for groups, where a row asks for so many paths."""
         return TreeSizes(self.n_inner, self.n_rows, self.widest, self.most_scores, paths)
@@ -255,10 +263,10 @@ class _PathEngine(Engine):
         to_nodes = wanted[1] or wanted[2]
         with without_autocast(operands[0]):
             losses, order, slopes, rows = tree_path.loss(
-                "auto", *operands, ignore_index, longest, to_nodes, wanted[0]
+                "auto", *operands, ignore_index, longest, to_nodes, wanted[0], reduction == "mean"
             )
-            loss, counted = reduced(losses, operands[3], ignore_index, reduction)
-        return Result(loss, (rows, slopes, order, counted))
+            loss = losses if reduction == "none" else losses.sum()
+        return Result(loss, (rows, slopes, order))
 
     def fake(self, call: Call) -> Result:
         (hidden, _, _, target, *_), options, reduction, wanted, _ = call
@@ -267,15 +275,13 @@ class _PathEngine(Engine):
         loss = hidden.new_empty((n,) if reduction == "none" else (), dtype=dtype)
         rows = hidden.new_empty(n if wanted[0] else 0, d, dtype=dtype)
         slopes = hidden.new_empty(m, options[1], dtype=dtype)
-        counted = loss.new_empty(()) if reduction == "mean" else None
-        return Result(loss, (rows, slopes, target.new_empty(m), counted))
+        return Result(loss, (rows, slopes, target.new_empty(m)))
 
     def finish(self, call: Call, pieces: Sequence[Any], factor: Any, reusable: bool) -> Grads:
         hidden, _, _, target, _, path_start, path_edge = call.operands
         ignore_index, _, dtype, n_nodes, room = call.options
         to_hidden, to_weight, to_bias = call.wanted
-        rows, slopes, order, counted = pieces
-        factor = _per_loss(factor, counted)
+        rows, slopes, order = pieces
         by_row = factor.dim() > 0
         if by_row and ignore_index is not None:
             factor = torch.where(target == ignore_index, 0.0, factor)
@@ -283,7 +289,7 @@ class _PathEngine(Engine):
         if to_hidden:
             scale = factor.unsqueeze(-1) if by_row else factor
             if rows.dtype != hidden.dtype:
-                of_hidden = rows.new_empty(rows.shape, dtype=hidden.dtype)
+                of_hidden = torch.empty(rows.shape, dtype=hidden.dtype, device=rows.device)
                 torch.mul(rows, scale, out=of_hidden)
             else:
                 of_hidden = rows.mul_(scale) if reusable else rows * scale
@@ -326,10 +332,11 @@ def path_loss(
     room = None
     if sparse:
         # On a GPU the most nodes that the rows can touch: of each level all, or one per row.
-        on_cpu = hidden.device.type == "cpu"
-        room = -1 if on_cpu else int(np.minimum(tables.level_sizes, len(hidden)).sum())
+        room = -1 if hidden.device.type == "cpu" else tables.most_touched(hidden.shape[0])
     options = ignore_index, tables.longest, weight.dtype, tables.n_inner, room
-    tree = tables.leaf_rank, tables.path_start, tables.path_edge
+    # Not as attributes, which a module takes long to find.
+    own = tables._buffers
+    tree = own["leaf_rank"], own["path_start"], own["path_edge"]
     return fused_loss(_PATHS, (hidden, weight, bias, target, *tree), options, reduction)[0]
 
 
@@ -644,10 +651,8 @@ def _per_loss(factor: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def _row_sparse(rows: Tensor, values: Tensor, shape: tuple[int, ...], once: bool) -> Tensor:
-    """A sparse tensor with some rows, ``once`` if they ascend and none comes twice."""
-    return torch.sparse_coo_tensor(
-        rows.unsqueeze(0), values, shape, is_coalesced=once, check_invariants=False
-    )
+    """A sparse tensor with some rows, ``(1, m)``, ``once`` if they ascend, none of them twice."""
+    return torch.sparse_coo_tensor(rows, values, shape, is_coalesced=once, check_invariants=False)
 
 
 def _as_needed(
@@ -655,6 +660,7 @@ def _as_needed(
 ) -> list[Tensor | None]:
     """Gradients of rows, weight and bias, the last two with only the rows that are touched."""
     if touched is not None:
+        touched = touched.unsqueeze(0)
         made = [
             made[0],
             _row_sparse(touched, made[1], shape, True) if needed[1] else None,

@@ -4,6 +4,9 @@ The scores of targets are computed one by one. Where all rows share their draws,
 these are one matrix product. What becomes of the scores is a :class:`Rule`. The forward pass leaves
 small pieces of the gradient: that of hidden, those of the vectors drawn, and the slope of each
 target's score. Backward adds up what belongs to the same class, in float32 and in a fixed order.
+
+On a GPU the usual case, one target per row and draws that all rows share, is :func:`one_target`:
+three products with a kernel before, between and after them. Its first kernel can draw as well.
 """
 
 from collections.abc import Sequence
@@ -17,7 +20,15 @@ from torch.nn.functional import logsigmoid, pad
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, without_autocast
 from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss, near_one, scaled
-from lastlayer.fused.scores import LayerProducts, budget_bytes, missing_columns
+from lastlayer.fused.scores import (
+    LayerProducts,
+    budget_bytes,
+    missing_columns,
+    multiply,
+    scores_into,
+)
+from lastlayer.kernels.rng import GIVEN
+from lastlayer.kernels.sampled_rows import Draws
 
 # Kernels tell classes apart by 32 bits, and sorting half as many bytes takes half the time.
 _MOST_NARROW = 2**31 - 1
@@ -107,6 +118,61 @@ def sampled_loss(
     return loss, ess
 
 
+class Correction(NamedTuple):
+    """What a kernel that draws does with the probabilities q of its draws."""
+
+    rule: Rule
+    corrects: bool = True
+    """Subtract log q + less from the logits of draws; else ``less`` alone."""
+    targets: int = 0
+    """1: subtract log q + less from the logits of targets. 2: add log(1 - q) to those of draws."""
+    less: float = 0.0
+
+
+def kernels_draw(hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
+    """Whether :func:`drawn_loss` can run: plain calls on a GPU, with one target per row."""
+    return (
+        hidden.device.type == "cuda" and is_eager(hidden) and _has_kernels(hidden, weight, target)
+    )
+
+
+def drawn_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    rng_counter: Tensor,
+    tables: tuple[int, Tensor | None, Tensor | None, int],
+    n_samples: int,
+    correction: Correction,
+    *,
+    reduction: str,
+    counts: bool,
+    row_shift: Tensor | None = None,
+    temperature: float = 1.0,
+    sparse: bool = False,
+    chunk_rows: int | str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """As :func:`sampled_loss` where :func:`kernels_draw`, of classes that the kernel draws.
+
+    ``tables`` are those of a sampler. Where the step ``counts`` it moves the
+    ``rng_counter`` on once all is drawn. The reduction is not "none".
+    """
+    rule, corrects, targets, less = correction
+    recording = torch.is_grad_enabled()
+    to_weight = recording and weight.requires_grad
+    to_bias = recording and bias is not None and bias.requires_grad
+    kind, second, third, n_classes = tables
+    options = (
+        temperature, 0, rule, str(chunk_rows), sparse, weight.shape[0],
+        weight.dtype if to_weight else None, bias.dtype if bias is not None and to_bias else None,
+        kind, n_samples, n_classes, less, corrects, targets, counts,
+    )  # fmt: skip
+    operands = hidden, weight, bias, row_shift, target, rng_counter, second, third
+    loss, ess = fused_loss(_DRAWN, operands, options, reduction)
+    return loss, ess
+
+
 class _Problem(NamedTuple):
     """Operands as of :func:`sampled_loss`, and what the rows count."""
 
@@ -174,6 +240,13 @@ class _SampledEngine(Engine):
         operands, options, reduction, wanted, upstream = call
         hidden, target = operands[0], operands[4]
         temperature, n_exact, rule, chunk_rows = options[:4]
+        ids, log_expected, of_targets, shift, labels = operands[5:10]
+        if ids.dim() == 1 and labels is None and _has_kernels(hidden, operands[1], target):
+            draws = Draws(
+                GIVEN, len(ids), ids.contiguous(), log_expected.contiguous(),
+                of_targets=None if of_targets is None else of_targets.contiguous(), shift=shift,
+            )  # fmt: skip
+            return one_target(call, draws)
         with without_autocast(hidden):
             scale, all_count = _row_scale(hidden, target, reduction)
             factors = size = None
@@ -185,14 +258,15 @@ class _SampledEngine(Engine):
                 *operands, scale, factors, 1.0 / temperature, n_exact, Rule(*rule), chunk_rows,
                 *makes[:3],
             ])  # fmt: skip
-            made = one_target(problem) if _has_kernels(problem) else general(problem, all_count)
+            made = general(problem, all_count)
             loss = made.losses if reduction == "none" else made.losses.sum()
             ess = torch.zeros_like(made.ess) if problem.rule.logistic else made.ess
             of_shift = None
             if makes[3]:
                 # A softmax does not depend on a shift of all its logits.
                 of_shift = made.push if problem.rule.logistic else torch.zeros_like(scale)
-        pieces = made.hidden, of_shift, made.columns, made.column_biases, made.slopes, made.entries
+        slopes = None if made.entries is None else made.slopes
+        pieces = made.hidden, of_shift, made.columns, made.column_biases, slopes, made.entries
         return Result(loss, pieces if factors is not None else (None,) * 6, (ess,), size)
 
     def fake(self, call: Call) -> Result:
@@ -206,15 +280,19 @@ class _SampledEngine(Engine):
         to_hidden, to_weight, to_bias, to_shift = call.wanted
         shared, to_classes = ids.dim() == 1, to_weight or to_bias
         width = target.shape[1] + (0 if shared or not to_classes else ids.shape[1])
-        narrow = hidden.device.type != "cpu" and weight.shape[0] <= _MOST_NARROW
+        on_cpu = hidden.device.type == "cpu"
+        narrow = not on_cpu and weight.shape[0] <= _MOST_NARROW
         kind = torch.int32 if narrow else torch.int64
         entries = ids.new_empty(ids.numel() + target.numel(), dtype=kind)
+        slopes = (n, width) if on_cpu else entries.shape
         pieces = (
             hidden.new_empty(n, d, dtype=dtype) if to_hidden else None,
             hidden.new_empty(n, dtype=dtype) if to_shift else None,
-            hidden.new_empty(ids.shape[0], d, dtype=dtype) if shared and to_weight else None,
-            hidden.new_empty(ids.shape[0], dtype=dtype) if shared and to_bias else None,
-            hidden.new_empty(n, width, dtype=dtype),
+            hidden.new_empty(ids.shape[0], d if to_weight else 0, dtype=dtype)
+            if shared and (to_weight or (to_bias and not on_cpu))
+            else None,
+            hidden.new_empty(ids.shape[0], dtype=dtype) if on_cpu and shared and to_bias else None,
+            hidden.new_empty(slopes, dtype=dtype) if to_classes else None,
             entries if to_classes else None,
         )
         size = hidden.new_empty((), dtype=dtype) if hidden.dtype == torch.float16 else None
@@ -223,16 +301,18 @@ class _SampledEngine(Engine):
     def finish(
         self, call: Call, pieces: Sequence[Any], factor: Tensor | None, reusable: bool
     ) -> Grads:
-        hidden, (sparse, n_classes, *dtypes) = call.operands[0], call.options[4:]
+        hidden, (sparse, n_classes, *dtypes) = call.operands[0], call.options[4:8]
         of_hidden, of_shift, columns, column_biases, slopes, entries = pieces
         weight = bias = None
         if slopes is not None and entries is not None and dtypes != [None, None]:
             factor = slopes.new_ones(()) if factor is None else factor
-            nothing = slopes.new_empty(0)
-            columns = nothing if columns is None else columns
-            column_biases = nothing if column_biases is None else column_biases
+            eager = is_eager(hidden)
+            if columns is None or (column_biases is None and not (eager and hidden.is_cuda)):
+                nothing = slopes.new_empty(0)
+                columns = nothing if columns is None else columns
+                column_biases = nothing if column_biases is None else column_biases
             given = entries, columns, column_biases, slopes, hidden, factor
-            if is_eager(hidden):
+            if eager:
                 weight, bias = _class_gradients(given, n_classes, dtypes, sparse)
             else:
                 # What is traced is dense: the number of classes touched is not known.
@@ -244,7 +324,27 @@ class _SampledEngine(Engine):
         ]  # fmt: skip
 
 
-_SAMPLED = _SampledEngine()
+class _DrawnEngine(_SampledEngine):
+    """Operands: hidden, weight, bias, row_shift; target, rng_counter and the sampler's tables."""
+
+    name = "drawn_loss"
+    schema = _SampledEngine.schema + (
+        ", int kind, int n_samples, int sampler_classes, float less, bool corrects, int targets, "
+        "bool counts"
+    )
+    n_constants = 4
+    # The counter moves on, and is not looked at again: what is not reduced has draws as operands.
+    written = 5
+
+    def compute(self, call: Call) -> Result:
+        kind, m, n_classes, less, corrects, targets, counts = call.options[8:]
+        counter, second, third = call.operands[5:]
+        return one_target(call, Draws(
+            kind, m, counter, second, third, n_classes, less, corrects, targets, counts=counts
+        ))  # fmt: skip
+
+
+_SAMPLED, _DRAWN = _SampledEngine(), _DrawnEngine()
 
 
 def _times(
@@ -264,7 +364,8 @@ def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, 
     """What the loss of each row is multiplied by, 0 for one without a target; whether all count."""
     dtype, mean = accumulation_dtype(hidden.dtype), reduction == "mean"
     if hidden.device.type != "cpu":
-        return kernels.sampled_rows.row_scale("auto", hidden, target, mean), False
+        there = (target >= 0).any(-1).to(dtype)
+        return there / there.sum().clamp(min=1.0) if mean else there, False
     counts = (target.numpy() >= 0).any(-1)
     share = 1.0 / max(1, counts.sum()) if mean else 1.0
     if counts.all():
@@ -272,51 +373,91 @@ def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, 
     return in_dtype(torch.from_numpy(counts * share), dtype), False
 
 
-def _has_kernels(problem: _Problem) -> bool:
+def _has_kernels(hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
     """Whether all around the products is in three kernels, see :func:`one_target`."""
-    hidden, weight, ids = problem.hidden, problem.weight, problem.ids
     return (
         hidden.device.type == "cuda"
-        and ids.dim() == 1
-        and ids.shape[0] > 0
-        and problem.target.shape[1] == 1
-        and problem.labels is None
+        and target.shape[1] == 1 <= target.shape[0]
         and weight.shape[0] <= _MOST_NARROW
         and weight.dtype != torch.float64
-        and kernels.selected("sampled_start", "cuda", hidden.dtype) == "triton"
+        and kernels.selected("sampled_rows_", "cuda", hidden.dtype) == "triton"
     )
 
 
-def one_target(problem: _Problem, impl: kernels.Impl = "auto") -> _Made:
-    """Losses and pieces where each row has one target and all rows share their draws, on a GPU.
+def one_target(call: Call, draws: Draws) -> Result:
+    """Where each row has one target and all rows share their draws, on a GPU.
 
     Most of a step is three products, and the launches of small steps around them would take longer
     than they do. So they are part of three kernels: one before the products, the one between them,
     and one after.
     """
-    p, rule, m = problem, problem.rule, problem.ids.shape[0]
-    weight, less = p.weight.detach(), p.target_log_expected
-    hidden, vectors, logits, offset, entries = kernels.sampled_rows.start(
-        impl, p.hidden, weight, None if p.bias is None else p.bias.detach(), p.target.view(-1),
-        p.ids, p.log_expected, None if less is None else less.reshape(-1), p.row_shift, p.factor,
-    )  # fmt: skip
-    exact = logits if rule.with_target and not rule.logistic else None
-    classes = entries[m:]
-    rows = _Rows(p, offset, entries[:m], classes.unsqueeze(-1), exact)
-    first, second, of_hidden, columns, column_biases = _shared_draws(p, hidden, vectors, rows, impl)
-    losses, slopes = kernels.sampled_rows.finish_(
-        impl, first, logits, p.scale, p.row_scale, classes, weight, of_hidden, p.factor,
-        rule.logistic, rule.with_target,
-    )  # fmt: skip
-    push = second
-    if rule.logistic and p.row_shift is not None and p.row_scale is not None:
-        push = torch.where(p.row_scale == 0, 0.0, slopes / p.factor + second * p.row_scale)
-    to_classes = p.to_weight or p.to_bias
-    return _Made(
-        losses, second, of_hidden if p.to_hidden else None, columns if p.to_weight else None,
-        column_biases if p.to_bias else None, slopes.unsqueeze(-1), push,
-        entries if to_classes else None,
-    )  # fmt: skip
+    from lastlayer.kernels.sampled_rows.triton import OneTarget
+
+    (hidden, weight, bias, row_shift, target, *_), options, reduction, wanted, upstream = call
+    (temperature, n_exact, rule, chunk_rows), dtype = options[:4], hidden.dtype
+    (n, d), device, wants = hidden.shape, hidden.device, call.makes_gradients
+    to_hidden, to_weight, to_bias, to_shift = wanted if wants else (False,) * 4
+    mean, narrow, size = reduction == "mean", dtype != torch.float32, None
+    if upstream is not None:
+        upstream, size = near_one(in_dtype(upstream, torch.float32), dtype)
+    chunk = rows_at_a_time(chunk_rows, n, draws.m, hidden, narrow)
+    wide = {"device": device, "dtype": torch.float32}
+    with without_autocast(hidden):
+        step = OneTarget(
+            hidden, weight, bias, target, row_shift, draws, 1.0 / temperature, mean, to_bias,
+            chunk, upstream,
+        )  # fmt: skip
+        clean, vectors, width = step.clean, step.vectors, step.width
+        # In float16 1 / n would leave nothing of a slope: gradients are divided in the end.
+        divides = mean and dtype != torch.float16
+        if mean and wants and not divides:
+            size = step.share()
+        push = None
+        if to_shift:
+            # A softmax does not depend on a shift of all its logits.
+            push = torch.empty(n, **wide) if rule[0] else torch.zeros(n, **wide)
+        memory = columns = of_hidden = None
+        if to_hidden and chunk < n:
+            of_hidden = torch.empty((n, width), **wide)
+        for start in range(0, n, chunk):
+            some = clean if chunk >= n else clean[start : start + chunk]
+            if memory is None:
+                scores = memory = _wide_product(some, vectors.t(), narrow)
+            else:
+                scores = scores_into(memory, some, vectors, None)
+            # A gradient in half precision takes the place of the scores, row by row.
+            slopes = scores.view(dtype)[:, : step.columns] if narrow else scores
+            step.rows(
+                scores, slopes, start, push if rule[0] else None, n_exact, rule, divides, wants
+            )
+            if of_hidden is not None:
+                multiply(of_hidden[start : start + chunk], slopes, vectors)
+            elif to_hidden:
+                of_hidden = _wide_product(slopes, vectors, narrow)
+            if columns is not None:
+                multiply(columns, slopes.t(), some, adds=True)
+            elif to_weight:
+                columns = _wide_product(slopes.t(), some, narrow)
+        loss = step.losses() if reduction == "none" else torch.empty((), **wide)
+        if reduction != "none" or to_bias or to_hidden:
+            step.total(None if reduction == "none" else loss, of_hidden, to_bias)
+    if not wants:
+        return Result(loss, (None,) * 6, (step.ess,))
+    if of_hidden is not None and width != d:
+        of_hidden = of_hidden[:, :d].contiguous()
+    if not (to_weight or to_bias):
+        return Result(loss, (of_hidden, push, *(None,) * 4), (step.ess,), size)
+    if columns is None:
+        columns = step.numbers.new_empty(draws.m, 0)
+    elif columns.shape != (draws.m, d):
+        columns = columns[: draws.m, :d]
+    pieces = of_hidden, push, columns, None, step.numbers, step.entries
+    return Result(loss, pieces, (step.ess,), size)
+
+
+def _wide_product(left: Tensor, right: Tensor, narrow: bool) -> Tensor:
+    """In float32."""
+    return torch.mm(left, right, out_dtype=torch.float32) if narrow else torch.mm(left, right)
 
 
 def general(problem: _Problem, all_count: bool = False) -> _Made:
@@ -389,6 +530,15 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
     if p.to_weight or p.to_bias:
         entries = _entries(ids, target, weight.shape[0], all_count)
         of_targets = of_targets if slopes is None else torch.cat([slopes, of_targets], 1)
+        if hidden.device.type != "cpu":
+            # One number per entry; there are columns for each draw, if without numbers.
+            of_targets = of_targets.flatten()
+            if slopes is None:
+                levels = None if not p.to_bias else column_biases
+                levels = of_targets.new_empty(len(ids)) if levels is None else levels
+                of_targets = torch.cat([levels, of_targets])
+                columns = columns if p.to_weight else of_targets.new_empty(len(ids), 0)
+            return _Made(losses, second, of_hidden, columns, None, of_targets, push, entries)
     return _Made(
         losses, second, of_hidden, columns if p.to_weight else None,
         column_biases if p.to_bias else None, of_targets, push, entries,
@@ -567,7 +717,7 @@ def _softplus(values: Tensor) -> Tensor:
 
 
 # Entries, columns, column_biases, slopes, hidden and the factor of all.
-_Pieces = tuple[Tensor, ...]
+_Pieces = tuple[Any, ...]
 _Dtypes = Sequence[torch.dtype | None]
 
 
@@ -578,8 +728,8 @@ def _class_gradients(
     hidden = given[4]
     shapes = (n_classes, hidden.shape[1]), (n_classes,)
     if hidden.device.type == "cpu":
-        known, sums = _summed(given, n_classes, dtypes)
-        coalesced = True
+        places, sums = _summed(given, n_classes, dtypes)
+        coalesced, known = True, places.unsqueeze(0) if sparse else places
     else:
         known, sums = _slotted(given, shapes, dtypes, sparse)
         coalesced = False
@@ -591,7 +741,7 @@ def _class_gradients(
             made.append(None)
         elif sparse:
             made.append(torch.sparse_coo_tensor(
-                known.unsqueeze(0), values, shape, is_coalesced=coalesced, check_invariants=False
+                known, values, shape, is_coalesced=coalesced, check_invariants=False
             ))  # fmt: skip
         else:
             made.append(values.new_zeros(shape).index_copy_(0, known, values))
@@ -620,27 +770,27 @@ def _slotted(
 
     Where entries are more than classes, there is a slot for each class.
     """
-    entries, columns, column_biases, slopes, hidden, factor = given
-    keys, order = torch.sort(entries, stable=True)
-    size, (n_classes, *_) = keys.shape[0], shapes[0]
+    entries, columns, _, numbers, hidden, factor = given
+    keys, order = entries.sort(stable=True)
+    size, device, (n_classes, *_) = keys.shape[0], keys.device, shapes[0]
     known, scattered = None, not sparse
     if sparse and size > n_classes:
         known, keys = _classes_once(keys, n_classes)
         size, scattered = n_classes, True
-    fill = keys.new_zeros if scattered else keys.new_empty
+    fill = torch.zeros if scattered else torch.empty
     made = [
-        fill(0, dtype=slopes.dtype)
+        fill(0, dtype=numbers.dtype, device=device)
         if dtype is None
-        else fill((size, *shape[1:]) if sparse else shape, dtype=dtype)
+        else fill((size, *shape[1:]) if sparse else shape, dtype=dtype, device=device)
         for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
-    written = None if scattered else torch.empty_like(keys, dtype=torch.int64)
+    written = None if scattered else torch.empty((1, size), dtype=torch.int64, device=device)
+    c = columns.shape[0] if columns.dim() == 2 else 0
     kernels.touched_rows.slots_(
-        "auto", slopes, hidden, columns, column_biases, order, keys, factor, *made, written,
-        scattered,
-    )  # fmt: skip
+        "auto", numbers, hidden, columns, c, order, keys, factor, *made, written, scattered
+    )
     sums = [each if dtype is not None else None for each, dtype in zip(made, dtypes, strict=True)]
-    known = written if known is None else known
+    known = written if known is None else known.unsqueeze(0)
     return keys if known is None else known, sums
 
 

@@ -32,7 +32,7 @@ BYTES = {
     ("sampled", "cuda"): (48_000_000, 12_000_000),
     ("sampled", "cpu"): (48_000_000, 12_000_000),
     # In half precision chunks are larger, so that products are, and launches few.
-    ("sampled half", "cuda"): (144_000_000, 36_000_000),
+    ("sampled half", "cuda"): (270_000_000, 36_000_000),
 }
 # On a CPU a quarter of the weight's own size is allowed as well: less would be slower.
 _SHARE_OF_WEIGHT = 4

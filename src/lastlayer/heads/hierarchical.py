@@ -261,8 +261,9 @@ class HierarchicalSoftmax(Head):
         rows = self._check_rows(hidden)
         target = self._check_target(hidden, target)
         classes = target if target.dim() == 1 else target.reshape(-1)
-        loss = tree_loss(self._nodes, rows, classes, self.ignore_index, self.reduction)
-        if not len(self.weight):
+        nodes = self._nodes
+        loss = tree_loss(nodes, rows, classes, self.ignore_index, self.reduction)
+        if not nodes.tables.n_inner:
             # A single class has no node: a sum over none, so that backward finds the parameters.
             for each in self.parameters():
                 loss = loss + each.sum().to(loss.dtype)

@@ -10,7 +10,7 @@ from lastlayer._torch import (
     backward_id,
     checkpoint_passes,
     in_backward,
-    saves_tensors_through_hooks,
+    is_plain_step,
 )
 
 
@@ -51,9 +51,9 @@ class RngSteps:
         recording = torch.is_grad_enabled()
         if torch.compiler.is_compiling():
             return rng_counter, recording
-        in_gradient = in_backward()
-        if recording and not in_gradient and not saves_tensors_through_hooks():
+        if is_plain_step():
             return rng_counter, True
+        in_gradient = in_backward()
         first, again = checkpoint_passes()
         if in_gradient:
             counter = self._repeated(again).to(rng_counter.device)

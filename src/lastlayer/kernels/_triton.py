@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lastlayer.kernels import _launch
 from lastlayer.kernels._launch import kernel
+from lastlayer.kernels.rng import SERIES, SQRT_2
 
 # Peaks of one row that the second stage holds on chip.
 MAX_PEAKS = 2048
@@ -23,7 +24,11 @@ NARROWEST_BLOCK, USUAL_BLOCK, USUAL_PEAKS = 16, 64, 128
 SCORES_A_PROGRAM = 2048
 INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 LOG2E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
 _WORD = tl.constexpr(0xFFFFFFFF)
+_SERIES = tl.constexpr(SERIES)
+_SQRT_2 = tl.constexpr(SQRT_2)
+_STEP = tl.constexpr(2.0**-53)
 
 
 def cdiv(n: int, size: int) -> int:
@@ -135,6 +140,55 @@ def philox(block, seed, step):
         a, b, c, d = (right >> 32) ^ b ^ k, right & _WORD, (left >> 32) ^ d ^ m, left & _WORD
         k, m = (k + 0x9E3779B9) & _WORD, (m + 0xBB67AE85) & _WORD
     return a, b, c, d
+
+
+@triton.jit
+def rank_of_bits(upper, lower, n_classes, OCTAVES: tl.constexpr):
+    """Of a log-uniform draw by two words, see rng/reference.py; for kernels without fp fusion."""
+    exponent = ((upper << 21) | (lower >> 11)).to(tl.float64) * _STEP * OCTAVES
+    # Not negative: cutting off is rounding down.
+    octave = exponent.to(tl.int64)
+    place = exponent - octave.to(tl.float64) - 0.5
+    power = tl.full(place.shape, _SERIES[0], tl.float64)
+    for k in tl.static_range(1, 14):
+        power = power * place + _SERIES[k]
+    scale = tl.full(place.shape, 1, tl.int64) << octave
+    rank = (power * _SQRT_2 * scale.to(tl.float64)).to(tl.int64) - 1
+    return tl.minimum(tl.maximum(rank, 0), n_classes - 1)
+
+
+@triton.jit
+def share_of_rank(rank, OCTAVES: tl.constexpr):
+    """The log-uniform probability of a rank, in float64."""
+    return _log1p(1.0 / (rank + 1).to(tl.float64)) / (OCTAVES * LOG_2)
+
+
+@triton.jit
+def log_of_others(share):
+    """log(1 - p)."""
+    return tl.where(share >= 1.0, -float("inf"), _log1p(tl.where(share >= 1.0, 0.0, -share)))
+
+
+@triton.jit
+def _log1p(part):
+    """log(1 + x): what is rounded off in 1 + x is made up for."""
+    above = 1.0 + part
+    rounded = tl.where(above == 1.0, 1.0, above - 1.0)
+    return tl.where(above == 1.0, part, tl.log(above) * (part / rounded))
+
+
+@triton.jit
+def alias_draw(table, upper, lower, live, BITS: tl.constexpr):
+    """The class that two words, int64, draw from an alias table of 2^BITS columns."""
+    column = upper >> (32 - BITS)
+    entry = tl.load(table + column, mask=live, other=0)
+    return tl.where(lower < (entry & 0xFFFFFFFF), column, entry >> 32)
+
+
+@triton.jit
+def log_of_other_weights(own, BITS: tl.constexpr):
+    """log(1 - w / 2^BITS); 2^63 itself is no int64."""
+    return tl.log((((1 << BITS) - 1) - own).to(tl.float64) + 1.0) - BITS * LOG_2
 
 
 def block_width(n: int) -> int:

@@ -138,7 +138,7 @@ class _Slots:
         sums = values.new_empty(values.shape, dtype=torch.float32)
         nothing = sums.new_empty(0)
         kernels.touched_rows.slots_(
-            "auto", sums.new_empty(0, 1), values[:0], values, nothing, order, keys,
+            "auto", nothing, values[:0], values.contiguous(), len(keys), order, keys,
             sums.new_ones(()), sums, nothing, None, False,
         )  # fmt: skip
         return keys, sums

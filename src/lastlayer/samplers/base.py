@@ -116,6 +116,10 @@ class Sampler(torch.nn.Module, ABC):
         ids = self._draw(n, rng_counter, context)
         return Sampled(ids, self._log_prob(ids, context).float())
 
+    def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int] | None:
+        """How kernels draw by themselves: a kind of ``kernels.rng``, two tables, the classes."""
+        return None
+
     @torch.no_grad()
     def log_prob(
         self, ids: Tensor, context: Tensor | None = None, *, dtype: torch.dtype = torch.float32

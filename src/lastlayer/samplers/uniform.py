@@ -40,6 +40,9 @@ class Uniform(Sampler):
         log_prob = torch.full_like(ids, -math.log(self.n_classes), dtype=torch.float32)
         return Sampled(ids, log_prob)
 
+    def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int]:
+        return rng.UNIFORM, None, None, self.n_classes
+
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         return torch.full_like(ids, -math.log(self.n_classes), dtype=torch.float64)
 
@@ -85,6 +88,11 @@ class LogUniform(Sampler):
 
     def _draw_both(self, n: int, rng_counter: Tensor, _context: Tensor | None) -> Sampled:
         return Sampled(*rng.log_uniform("auto", rng_counter, self.order, n, self.n_classes))
+
+    def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int]:
+        # Not as attributes, which a module takes long to find.
+        own = self._buffers
+        return rng.LOG_UNIFORM, own["order"], own["rank"], self.n_classes
 
     def _log_targets(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         return self._log_share(target, dtype, False)

@@ -70,6 +70,9 @@ class Unigram(Sampler):
     def _draw_both(self, n: int, rng_counter: Tensor, _context: Tensor | None) -> Sampled:
         return Sampled(*rng.draw("auto", self.table, self.weight, rng_counter, n))
 
+    def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int]:
+        return rng.ALIAS, self.table, self.weight, self.n_classes
+
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
         return self.weight[ids].double().log() - self.log_total
 

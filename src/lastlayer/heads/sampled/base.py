@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import as_integers, check_ids, check_int, check_reduction, check_seed
-from lastlayer._torch import in_autocast_dtype
+from lastlayer._torch import in_autocast_dtype, is_plain_step
 from lastlayer.fused import linear_cross_entropy
-from lastlayer.fused.sampled import Rule, sampled_loss
+from lastlayer.fused.sampled import Correction, Rule, drawn_loss, kernels_draw, sampled_loss
 from lastlayer.heads.linear import LinearHead
 from lastlayer.heads.rng import RngSteps
 from lastlayer.heads.sampled.audit import Audit, Explanation, audit, explain
@@ -216,15 +216,39 @@ class SampledHead(ComparedHead):
         self.sampler = sampler
 
     def _sampled_loss(self, rows: Tensor, target: Tensor, *given: Tensor) -> Tensor:
-        rng_counter, counts = self._steps.counter(self.rng_counter)
+        own = rng_counter = self.rng_counter
+        counts = True
+        if not is_plain_step():
+            rng_counter, counts = self._steps.counter(own)
         distributed = torch.distributed
         if self.per_rank and distributed.is_available() and distributed.is_initialized():
             rng_counter = fork(rng_counter, distributed.get_rank())
+        weight = self.weight
+        drawable = rng_counter is own and self.reduction != "none"
+        if drawable and kernels_draw(rows, weight, target):
+            correction, tables = self._correction(), self.sampler._tables()
+            if correction and tables:
+                # The kernel draws, and moves the counter on. A module takes long to set a tensor.
+                loss, self.__dict__["ess"] = drawn_loss(
+                    rows, weight, self.bias, target, own, tables, self.n_samples, correction,
+                    reduction=self.reduction, counts=counts, row_shift=self._row_shift(rows),
+                    temperature=temperature_of(self), sparse=self.sparse,
+                    chunk_rows=self.chunk_rows,
+                )  # fmt: skip
+                return loss
         loss = self._loss_of_step(rows, target, rng_counter, *given)
         if counts:
             # Once all is drawn; on the device, so that nothing waits for it.
-            self.rng_counter[1:].add_(1)
+            own[1:].add_(1)
         return loss
+
+    def _correction(self) -> Correction | None:
+        """The loss of classes that a kernel draws; None where it cannot."""
+        return None
+
+    def _row_shift(self, rows: Tensor) -> Tensor | None:  # noqa: ARG002 - for heads with any
+        """Added to all logits of a row, ``(n,)``."""
+        return None
 
     def _draw(self, rng_counter: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Classes of a step and their log-probabilities; -inf for one that is always counted."""

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from lastlayer._checks import check_real
 from lastlayer._torch import accumulation_dtype
-from lastlayer.fused.sampled import Rule
+from lastlayer.fused.sampled import Correction, Rule
 from lastlayer.heads.recipes import sampled_recipe
 from lastlayer.heads.sampled.base import SampledHead, SampledOptions
 from lastlayer.heads.self_normalized import Drift, chosen_scores, drift_of, log_normalizer
@@ -120,17 +120,21 @@ class NoiseContrastive(SampledHead):
             log_q = _log_q(self.sampler, torch.float64)
             self.bias.copy_(log_q + (0.0 if self.learns_log_z else self._log_z_as(log_q)))
 
+    def _correction(self) -> Correction:
+        log_z = 0.0 if isinstance(self.log_z, Tensor) else self.log_z
+        return Correction(_NOISE, targets=1, less=math.log(self.n_samples) + log_z)
+
+    def _row_shift(self, rows: Tensor) -> Tensor | None:
+        log_z = self.log_z
+        return -log_z.expand(rows.shape[0]) if isinstance(log_z, Tensor) else None
+
     def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
         ids, log_q = self._draw(rng_counter, rows.dtype)
-        of_target = self.sampler._log_targets(target, log_q.dtype)
-        less, row_shift, log_z = math.log(self.n_samples), None, self.log_z
-        if isinstance(log_z, Tensor):
-            row_shift = -log_z.expand(rows.shape[0])
-        else:
-            less += log_z
+        less = self._correction().less
+        of_target = self.sampler._log_targets(target, log_q.dtype) + less
         return self._compare(
-            rows, target, ids, log_q + less, _NOISE, target_log_expected=of_target + less,
-            row_shift=row_shift,
+            rows, target, ids, log_q + less, _NOISE, target_log_expected=of_target,
+            row_shift=self._row_shift(rows),
         )  # fmt: skip
 
     def unnormalized_log_prob(self, hidden: Tensor, classes: Tensor) -> Tensor:
@@ -238,6 +242,9 @@ class NegativeSampling(SampledHead):
     def _log_expected(self) -> Tensor:
         """log k q of all classes, in float64."""
         return _log_q(self.sampler, torch.float64) + math.log(self.n_samples)
+
+    def _correction(self) -> Correction:
+        return Correction(_NOISE, corrects=False)
 
     def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
         ids, _ = self._draw(rng_counter, torch.float32)

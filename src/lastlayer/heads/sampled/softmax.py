@@ -9,12 +9,13 @@ from torch import Tensor
 
 from lastlayer._checks import check_choice, check_positive
 from lastlayer._torch import accumulation_dtype
-from lastlayer.fused.sampled import Rule
+from lastlayer.fused.sampled import Correction, Rule
 from lastlayer.heads.recipes import sampled_recipe
 from lastlayer.heads.sampled.base import SampledHead, SampledOptions, as_class_ids, check_sampler
 from lastlayer.samplers import Sampler
 
 CORRECTIONS = ("exact", "classic", "none")
+_EXACT, _NONE = Correction(Rule(average=True), targets=2), Correction(Rule(), corrects=False)
 
 
 class SampledSoftmax(SampledHead):
@@ -143,6 +144,15 @@ class SampledSoftmax(SampledHead):
         elif self.n_head:
             log_prob = log_prob.masked_fill(self._is_head(ids), -torch.inf)
         return ids, log_prob
+
+    def _correction(self) -> Correction | None:
+        if self.n_head or self.unique:
+            return None
+        if self.correction == "exact":
+            return _EXACT
+        if self.correction == "none":
+            return _NONE
+        return Correction(_NONE.rule, targets=1, less=math.log(self.n_samples))
 
     def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
         dtype, n_head = accumulation_dtype(rows.dtype), self.n_head

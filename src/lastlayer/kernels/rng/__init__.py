@@ -18,6 +18,8 @@ SERIES = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(13, -1, -1)
 SQRT_2 = math.sqrt(2.0)
 # The step of fork 0.
 FORKS = -(2**63)
+# How a kernel that draws by itself does it: ids are given, or drawn as the functions here do.
+GIVEN, UNIFORM, LOG_UNIFORM, ALIAS = range(4)
 _operation = partial(operation, integers=True)
 
 

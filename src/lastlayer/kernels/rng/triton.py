@@ -11,13 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import cdiv, philox
-from lastlayer.kernels.rng import SERIES, SQRT_2
+from lastlayer.kernels._triton import (
+    LOG_2,
+    alias_draw,
+    cdiv,
+    log_of_other_weights,
+    log_of_others,
+    philox,
+    rank_of_bits,
+    share_of_rank,
+)
 
-_SERIES = tl.constexpr(SERIES)
-_SQRT_2 = tl.constexpr(SQRT_2)
-_STEP = tl.constexpr(2.0**-53)
-_LOG_2 = tl.constexpr(0.6931471805599453)
 _PAIRS = 64
 
 
@@ -91,7 +95,7 @@ def _ranks(
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     a, b, c, d = philox(block, tl.load(counter), tl.load(counter + 1))
-    first, second = _rank(a, b, n_classes, OCTAVES), _rank(c, d, n_classes, OCTAVES)
+    first, second = rank_of_bits(a, b, n_classes, OCTAVES), rank_of_bits(c, d, n_classes, OCTAVES)
     _store_rank(order, ids, log_prob, 2 * block, n, first, OCTAVES, ORDERED)
     _store_rank(order, ids, log_prob, 2 * block + 1, n, second, OCTAVES, ORDERED)
 
@@ -106,9 +110,9 @@ def _shares(
     known = tl.maximum(chosen, 0)
     if RANKED:
         known = tl.load(rank + known, mask=place < n, other=0)
-    share = _share(known, OCTAVES)
+    share = share_of_rank(known, OCTAVES)
     if COMPLEMENT:
-        made = tl.where(share >= 1.0, -float("inf"), _log1p(tl.where(share >= 1.0, 0.0, -share)))
+        made = log_of_others(share)
     else:
         made = tl.log(share)
     made = tl.where(chosen < 0, 0.0, made)
@@ -116,41 +120,13 @@ def _shares(
 
 
 @triton.jit
-def _log1p(part):
-    """log(1 + x): what is rounded off in 1 + x is made up for."""
-    above = 1.0 + part
-    rounded = tl.where(above == 1.0, 1.0, above - 1.0)
-    return tl.where(above == 1.0, part, tl.log(above) * (part / rounded))
-
-
-@triton.jit
-def _share(rank, OCTAVES: tl.constexpr):
-    """The probability of a rank."""
-    return _log1p(1.0 / (rank + 1).to(tl.float64)) / (OCTAVES * _LOG_2)
-
-
-@triton.jit
 def _store_rank(order, ids, log_prob, place, n, rank, OCTAVES: tl.constexpr, ORDERED: tl.constexpr):
     live = place < n
-    tl.store(log_prob + place, tl.log(_share(rank, OCTAVES)).to(tl.float32), mask=live)
+    tl.store(log_prob + place, tl.log(share_of_rank(rank, OCTAVES)).to(tl.float32), mask=live)
     chosen = rank
     if ORDERED:
         chosen = tl.load(order + rank, mask=live, other=0)
     tl.store(ids + place, chosen, mask=live)
-
-
-@triton.jit
-def _rank(upper, lower, n_classes, OCTAVES: tl.constexpr):
-    exponent = ((upper << 21) | (lower >> 11)).to(tl.float64) * _STEP * OCTAVES
-    # Not negative: cutting off is rounding down.
-    octave = exponent.to(tl.int64)
-    place = exponent - octave.to(tl.float64) - 0.5
-    power = tl.full(place.shape, _SERIES[0], tl.float64)
-    for k in tl.static_range(1, 14):
-        power = power * place + _SERIES[k]
-    scale = tl.full(place.shape, 1, tl.int64) << octave
-    rank = (power * _SQRT_2 * scale.to(tl.float64)).to(tl.int64) - 1
-    return tl.minimum(tl.maximum(rank, 0), n_classes - 1)
 
 
 def draw(table: Tensor, weight: Tensor, counter: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -180,9 +156,7 @@ def _complement(weight, target, log_prob, n, BITS: tl.constexpr, BLOCK: tl.const
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(target + place, mask=place < n, other=-1)
     own = tl.load(weight + chosen, mask=chosen >= 0, other=0)
-    # 2^63 itself is no int64.
-    others = (((1 << BITS) - 1) - own).to(tl.float64) + 1.0
-    share = tl.log(others) - BITS * _LOG_2
+    share = log_of_other_weights(own, BITS)
     tl.store(log_prob + place, share.to(log_prob.dtype.element_ty), mask=place < n)
 
 
@@ -201,10 +175,8 @@ def _draw(
 @triton.jit
 def _store_draw(table, weight, ids, log_prob, place, n, upper, lower, BITS: tl.constexpr):
     live = place < n
-    column = upper >> (32 - BITS)
-    entry = tl.load(table + column, mask=live, other=0)
-    chosen = tl.where(lower < (entry & 0xFFFFFFFF), column, entry >> 32)
+    chosen = alias_draw(table, upper, lower, live, BITS)
     mass = tl.load(weight + chosen, mask=live, other=1)
     tl.store(ids + place, chosen, mask=live)
-    share = tl.log(mass.to(tl.float64)) - (BITS + 32) * _LOG_2
+    share = tl.log(mass.to(tl.float64)) - (BITS + 32) * LOG_2
     tl.store(log_prob + place, share.to(tl.float32), mask=live)

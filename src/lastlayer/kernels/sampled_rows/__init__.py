@@ -1,10 +1,11 @@
 """Rows of scores of drawn classes to a softmax or logistic loss, and to its gradient; README.md.
 
-``row_scale``, ``start`` and ``finish_`` surround them where each row has one target and all rows
-share their draws. These have no CPU implementation: torch's own operations are as good there.
+On CUDA ``triton.OneTarget`` has all that surrounds them where each row has one target and all rows
+share their draws.
 """
 
-import torch
+from typing import NamedTuple
+
 from torch import Tensor
 
 from lastlayer.kernels._registry import operation
@@ -16,34 +17,37 @@ def parts_of_columns(n: int, m: int) -> int:
     return max(1, min(n, (1 << 21) // max(16, 1 << (m - 1).bit_length())))
 
 
-def _row_scale(hidden: Tensor, target: Tensor, _mean: bool) -> Tensor:
-    return hidden.new_empty(target.shape[:1], dtype=torch.float32)
+class Draws(NamedTuple):
+    """How the classes of a step are drawn, and what is taken off their scores.
 
+    Draws and targets may be corrected by ``log q + less``: draws where ``corrects`` says so,
+    targets where ``targets`` is 1. With 2, log(1 - q) of a row's target is added to its draws.
+    """
 
-def _start(
-    hidden: Tensor, _weight: Tensor, _bias: Tensor | None, _target: Tensor, ids: Tensor, *_: object
-) -> tuple[Tensor, ...]:
-    (n, d), m = hidden.shape, ids.shape[0]
-    return (
-        hidden.new_empty(n, d),
-        hidden.new_empty(m, d),
-        hidden.new_empty(n, dtype=torch.float32),
-        hidden.new_empty(m, dtype=torch.float32),
-        ids.new_empty(m + n, dtype=torch.int32),
-    )
-
-
-def _finish(first: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(first), torch.empty_like(first)
+    kind: int
+    """Given as tensors, or one of lastlayer.kernels.rng."""
+    m: int
+    first: Tensor
+    """The ids (m,), or the RNG counter."""
+    second: Tensor | None = None
+    """What is taken off their scores (m,), or the sampler's first table."""
+    third: Tensor | None = None
+    """The sampler's second table."""
+    n_classes: int = 1
+    """Of the sampler."""
+    less: float = 0.0
+    corrects: bool = True
+    targets: int = 0
+    of_targets: Tensor | None = None
+    """Taken off the scores of given targets (n,), where draws are given."""
+    shift: Tensor | None = None
+    """Added to those of a row's draws (n,), where draws are given."""
+    counts: bool = False
+    """Whether the RNG counter moves on."""
 
 
 forward_ = operation(
     "sampled_rows.forward_",
     "sampled_rows_",
     writes=("scores", "gradient", "first", "second", "columns"),
-)
-row_scale = operation("sampled_rows.row_scale", "sampled_row_scale", _row_scale, has_cpu=False)
-start = operation("sampled_rows.start", "sampled_start", _start, has_cpu=False)
-finish_ = operation(
-    "sampled_rows.finish_", "sampled_finish_", _finish, ("of_hidden",), has_cpu=False
 )

@@ -1,4 +1,4 @@
-"""Losses of rows of drawn classes, and what surrounds them, in plain torch: defines the truth."""
+"""Losses of rows of drawn classes in plain torch: defines the truth."""
 
 import torch
 from torch import Tensor
@@ -78,82 +78,3 @@ def forward_(
         if columns.numel():
             columns = columns if adds else columns.zero_()
             columns[0] += slopes.sum(0)
-
-
-def row_scale(hidden: Tensor, target: Tensor, mean: bool) -> Tensor:
-    """What the loss of each row counts: 1, or 1 / their number with ``mean``; 0 without a target.
-
-    ``target`` is ``(n, p)``, -1 for none; ``hidden`` says where and in what dtype.
-    """
-    counts = (target >= 0).any(-1).to(accumulation_dtype(hidden.dtype))
-    return counts / counts.sum().clamp(min=1.0) if mean else counts
-
-
-def start(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ids: Tensor,
-    log_expected: Tensor, target_log_expected: Tensor | None, row_shift: Tensor | None,
-    factor: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What the products and the rows of scores need, for draws that all rows share.
-
-    Args:
-        hidden: ``(n, d)``.
-        weight: ``(v, d)``.
-        bias: ``(v,)``.
-        target: one per row, ``(n,)``, -1 for none.
-        ids: the classes drawn, ``(m,)``.
-        log_expected: taken off their scores, ``(m,)``.
-        target_log_expected: taken off those of targets, ``(n,)``.
-        row_shift: added to both, ``(n,)``; to the draws by others.
-        factor: an inverse temperature.
-
-    Returns:
-        Hidden, with 0 in rows without a target; the vectors drawn ``(m, d)``, in its dtype; logits
-        of the targets ``(n,)``; what is added to the scores of draws ``(m,)``; and the classes of
-        draws and targets ``(m + n,)``, int32, where a row without a target has the first draw's.
-    """
-    dtype = accumulation_dtype(hidden.dtype)
-    there = target >= 0
-    classes = torch.where(there, target, ids[:1].expand_as(target) if len(ids) else 0)
-    clean = torch.where(there.unsqueeze(-1), hidden, 0.0)
-    logits = torch.linalg.vecdot(clean.to(dtype), weight[classes].to(dtype))
-    offset = -log_expected.to(dtype)
-    if bias is not None:
-        logits = logits + bias[classes].to(dtype)
-        # A masked class has no mass, but it was drawn: -inf would say that it was not.
-        offset = offset + (factor * bias[ids].to(dtype)).clamp(min=-1e38)
-    logits = logits * factor
-    if target_log_expected is not None:
-        logits = logits - target_log_expected
-    if row_shift is not None:
-        logits = logits + row_shift
-    entries = torch.cat([ids, classes]).int()
-    return clean, weight[ids].to(hidden.dtype), logits, offset, entries
-
-
-def finish_(
-    first: Tensor, logits: Tensor, scale: Tensor, row_scale: Tensor | None, classes: Tensor,
-    weight: Tensor, of_hidden: Tensor, factor: float, logistic: bool, with_target: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Losses, and slopes of the targets' scores; adds what targets pull to ``of_hidden``.
-
-    ``first`` is what the draws of each row add up to; logits and classes are those of the targets.
-    Losses are multiplied by ``scale``, 0 for rows that do not count, and slopes by ``row_scale``,
-    None where there is no gradient. ``logistic`` is softplus(−logit) + first, instead of a softmax,
-    in whose normaliser the target is ``with_target``.
-    """
-    # The odds of the rest against the target: inf where that is masked, also if all others are.
-    odds = torch.where(logits == -torch.inf, torch.inf, first - logits)
-    if logistic:
-        losses, slopes = first - logsigmoid(logits), -torch.sigmoid(-logits)
-    elif with_target:
-        losses, slopes = -logsigmoid(-odds), -torch.sigmoid(odds)
-    else:
-        losses, slopes = odds, -torch.ones_like(logits)
-    losses = torch.where(scale == 0, 0.0, losses * scale)
-    if row_scale is None:
-        return losses, torch.zeros_like(losses)
-    slopes = torch.where(row_scale == 0, 0.0, slopes * (factor * row_scale))
-    if of_hidden.numel():
-        of_hidden += slopes.unsqueeze(-1) * weight[classes.long()].to(of_hidden.dtype)
-    return losses, slopes

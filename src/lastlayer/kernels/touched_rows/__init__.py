@@ -7,10 +7,11 @@ times a number each. ``order`` has the entries by class, and those of group g st
 ``group`` makes both from the class of each entry, on a CPU; elsewhere it waits for their number.
 
 Where the host must not wait for the number of groups, ``slots_`` takes the classes themselves in
-the order of the entries, ``keys``, and there is a slot for each entry: the sum of a class is in the
-first of its slots, and 0 in the others. ``known`` gets the keys in int64, as sparse tensors want
-them; with ``scattered`` sums go to the rows of their classes instead. It has no CPU implementation:
-there nobody waits, and ``forward`` serves.
+the order of the entries, ``keys``, and one number per entry, ``numbers``: of a column what its bias
+gets, and of a row its slope. There is a slot for each entry: the sum of a class is in the first of
+its slots, and 0 in the others. ``known`` gets the keys in int64, as sparse tensors want them; with
+``scattered`` sums go to the rows of their classes instead. It has no CPU implementation: there
+nobody waits, and ``forward`` serves.
 
 ``adagrad_`` and ``adam_`` move the rows ``ids`` of ``weight`` (v, d), whose rows lie together in
 memory, by ``gradient`` (k, d). Where a row comes several times, all of these follow each other, and

@@ -46,27 +46,28 @@ def forward(
 
 
 def slots_(
-    slopes: Tensor, hidden: Tensor, columns: Tensor, column_biases: Tensor, order: Tensor,
-    keys: Tensor, factor: Tensor, weight: Tensor, bias: Tensor, known: Tensor | None,
-    scattered: bool,
+    numbers: Tensor, hidden: Tensor, columns: Tensor, c: int, order: Tensor, keys: Tensor,
+    factor: Tensor, weight: Tensor, bias: Tensor, known: Tensor | None, scattered: bool,
 ) -> None:  # fmt: skip
     """The same sums, each in the first slot of its class, with 0 in the others.
 
-    Besides what :func:`forward` takes: ``keys`` are the classes of the entries, ascending, int32 or
+    ``numbers`` (c + n q,) have the biases of the ``c`` columns, which nobody reads where no bias is
+    wanted, and then all slopes. ``keys`` are the classes of the entries, ascending, int32 or
     int64. To be filled are ``weight`` (c + n q, d) and ``bias`` (c + n q,), in any floating dtype,
-    empty where not wanted, and ``known`` int64 (c + n q,) with the keys, or None. With
+    empty where not wanted, and ``known`` int64 (1, c + n q) with the keys, or None. With
     ``scattered`` weight (v, d) and bias (v,) have a row per class instead, and rows of classes
     without an entry are left as they are.
     """
     if known is not None:
-        known.copy_(keys)
+        known[0] = keys
     number = torch.arange(keys.shape[0] + 1, device=keys.device)
     fresh = torch.ones_like(keys, dtype=torch.bool)
     fresh[1:] = keys[1:] != keys[:-1]
     group = fresh.cumsum(0) - 1
     # Groups that are left over are empty.
     starts = torch.searchsorted(group, number)
-    given = columns, column_biases, slopes, hidden, order, starts, factor
+    slopes = numbers[c:].view(hidden.shape[0], -1) if hidden.shape[0] else numbers[:0].view(0, 1)
+    given = columns, numbers[:c], slopes, hidden, order, starts, factor
     sums = forward(*given, weight.dim() == 2, bias.numel() > 0)
     for out, total in zip((weight, bias), sums, strict=True):
         if out.numel():

@@ -30,14 +30,16 @@ def forward(
     bias = slopes.new_zeros(groups if to_bias else 0)
     # The group of each entry: sums go to the row of their group.
     keys = torch.repeat_interleave(starts.diff(), output_size=order.shape[0])
-    slots_(slopes, hidden, columns, column_biases, order, keys, factor, weight, bias, None, True)
+    c = order.shape[0] - slopes.numel()
+    levels = column_biases if to_bias else slopes.new_empty(c)
+    numbers = torch.cat([levels, slopes.flatten()])
+    slots_(numbers, hidden, columns, c, order, keys, factor, weight, bias, None, True)
     return weight, bias
 
 
 def slots_(
-    slopes: Tensor, hidden: Tensor, columns: Tensor, column_biases: Tensor, order: Tensor,
-    keys: Tensor, factor: Tensor, weight: Tensor, bias: Tensor, known: Tensor | None,
-    scattered: bool,
+    numbers: Tensor, hidden: Tensor, columns: Tensor, c: int, order: Tensor, keys: Tensor,
+    factor: Tensor, weight: Tensor, bias: Tensor, known: Tensor | None, scattered: bool,
 ) -> None:  # fmt: skip
     size, depth = keys.shape[0], hidden.shape[1]
     to_weight, to_bias = weight.dim() == 2, bias.numel() > 0
@@ -47,37 +49,36 @@ def slots_(
     tiles = cdiv(depth, width) if to_weight else 1
     blocks = cdiv(size, SLOTS)
     # Two segments of a block may be parts of longer runs: its first one and its last one.
-    partial = slopes.new_empty(2 * blocks, depth if to_weight else 0)
-    partial_bias = slopes.new_empty(2 * blocks)
+    levels_at = 2 * blocks * depth if to_weight else 0
+    room = levels_at + 2 * blocks
+    partial = torch.empty(room, device=keys.device, dtype=torch.float32)
     options = dict(
         BLOCK=SLOTS, WIDTH=width, WEIGHT=to_weight, BIAS=to_bias, SCATTERED=scattered,
         num_warps=SLOT_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     _segments[(size, tiles)](
-        slopes.contiguous(), hidden, columns.contiguous(), column_biases, order, keys, factor,
-        weight, bias, known, partial, partial_bias, size, size - slopes.numel(),
-        max(1, slopes.shape[1]), depth, hidden.stride(0), hidden.stride(1), GROUP=SLOT_GROUP,
-        KNOWN=known is not None, **options,
+        numbers, hidden, columns, order, keys, factor, weight, bias, known, partial, size,
+        levels_at, c, max(1, (size - c) // max(1, hidden.shape[0])), depth, hidden.stride(0),
+        hidden.stride(1), columns.stride(0), GROUP=SLOT_GROUP, **options,
     )  # fmt: skip
     if blocks > 1:
         _runs_that_were_cut[(blocks - 1, tiles)](
-            keys, factor, weight, bias, partial, partial_bias, size, depth,
+            keys, factor, weight, bias, partial, size, levels_at, depth,
             SEARCH=size.bit_length(), PARTS=PARTS, **options,
         )  # fmt: skip
 
 
 @kernel
 def _segments(
-    slopes, hidden, columns, column_biases, order, keys, factor, weight, bias, known, partial,
-    partial_bias, size, c, q, depth, hidden_row, hidden_step, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    KNOWN: tl.constexpr, SCATTERED: tl.constexpr,
+    numbers, hidden, columns, order, keys, factor, weight, bias, known, partial, size, levels_at, c,
+    q, depth, hidden_row, hidden_step, column_row, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCATTERED: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     step = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = step < depth
     key = tl.load(keys + slot)
-    if KNOWN:
+    if known is not None:
         if tl.program_id(1) == 0:
             tl.store(known + slot, key.to(tl.int64))
     first = tl.load(keys + slot - 1, mask=slot > 0, other=-1) != key
@@ -96,11 +97,11 @@ def _segments(
             entry = tl.load(order + place, mask=live, other=0).to(tl.int64)
             drawn = live & (entry < c)
             scaled = live & (entry >= c)
-            slope = tl.load(slopes + (entry - c), mask=scaled, other=0.0)
+            slope = tl.load(numbers + entry, mask=live if BIAS else scaled, other=0.0)
             if BIAS:
-                levels += slope + tl.load(column_biases + entry, mask=drawn, other=0.0)
+                levels += slope
             if WEIGHT:
-                vectors = load_rows(columns, entry, depth, step, 1, drawn, inside)
+                vectors = load_rows(columns, entry, column_row, step, 1, drawn, inside)
                 row = ((entry - c) // q)[:, None] * hidden_row
                 # A row that does not count may hold anything.
                 counts = scaled & (slope != 0.0)
@@ -124,7 +125,7 @@ def _segments(
                 if whole:
                     _store_one(bias, key, slot, level, factor, SCATTERED)
                 else:
-                    tl.store(partial_bias + part, level)
+                    tl.store(partial + levels_at + part, level)
     if not SCATTERED:
         if not first:
             if WEIGHT:
@@ -137,7 +138,7 @@ def _segments(
 
 @kernel
 def _runs_that_were_cut(
-    keys, factor, weight, bias, partial, partial_bias, size, depth, BLOCK: tl.constexpr,
+    keys, factor, weight, bias, partial, size, levels_at, depth, BLOCK: tl.constexpr,
     SEARCH: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, SCATTERED: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +171,8 @@ def _runs_that_were_cut(
                 if WEIGHT:
                     totals += load_rows(partial, part, depth, step, 1, live, inside)
                 if BIAS:
-                    levels += tl.load(partial_bias + part, mask=live, other=0.0)
+                    place = partial + levels_at + part
+                    levels += tl.load(place, mask=live, other=0.0)
             if WEIGHT:
                 _store(weight, key, slot, depth, step, tl.sum(totals, 0), factor, SCATTERED)
             if BIAS:

@@ -18,7 +18,7 @@ from lastlayer.kernels._registry import operation
 def _loss(
     hidden: Tensor, _weight: Tensor, _bias: Tensor | None, target: Tensor, _rank: Tensor,
     _path_start: Tensor, _path_edge: Tensor, _ignore_index: int | None, longest: int,
-    to_nodes: bool, to_hidden: bool,
+    to_nodes: bool, to_hidden: bool, _mean: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wide = accumulation_dtype(hidden.dtype)
     n, depth = hidden.shape
@@ -43,7 +43,7 @@ def _to_touched_nodes(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     # What `most` says, or as many as the kernel finds.
     most = args[11] if len(args) > 11 else None
     touched = torch.library.get_ctx().new_dynamic_size() if most is None else most
-    nodes = args[0].new_empty(touched, dtype=torch.int64)
+    nodes = args[0].new_empty(1, touched, dtype=torch.int64)
     weight, bias = _to_nodes(*[*args[:8], touched, *args[8:11]])
     return nodes, weight, bias
 

@@ -20,7 +20,7 @@ from lastlayer.kernels._cpu_math import add_scaled, dot
 def loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rank: Tensor,
     path_start: Tensor, path_edge: Tensor, ignore_index: int | None, longest: int, to_nodes: bool,
-    to_hidden: bool,
+    to_hidden: bool, mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     wide = accumulation_dtype(hidden.dtype)
     n, depth = hidden.shape
@@ -29,6 +29,9 @@ def loss(
     gradient = torch.empty(n if to_hidden else 0, depth, dtype=wide)
     classes = target.contiguous().numpy()
     ignores, ignored = ignore_index is not None, ignore_index or 0
+    share = 1.0
+    if mean:
+        share = 1.0 / max(1, int((classes != ignored).sum()) if ignores else n)
     order = _rows_in_order(classes, rank.numpy(), ignores, ignored)
     starts, edges = _paths_in_order(order, classes, path_start.numpy(), path_edge.numpy(), ignores,
                                    ignored)  # fmt: skip
@@ -43,7 +46,7 @@ def loss(
     _loss_rows(
         n, depth * min(longest, 16), as_rows(hidden), as_rows(vectors),
         (losses[:0] if biases is None else biases.to(wide)).numpy(), order, starts, edges,
-        losses.numpy(), slopes.numpy(), gradient.numpy(),
+        losses.numpy(), slopes.numpy(), gradient.numpy(), share,
     )  # fmt: skip
     if ignores:
         losses.masked_fill_(target == ignored, 0.0)
@@ -63,7 +66,7 @@ def to_nodes(
     for wanted, values in zip((to_weight, to_bias), sums, strict=True):
         made.append(torch.zeros(n_nodes if wanted else 0, *values.shape[1:], dtype=dtype))
         if wanted:
-            made[-1][touched] = values
+            made[-1][touched[0]] = values
     return made[0], made[1]
 
 
@@ -86,13 +89,17 @@ def to_touched_nodes(
         factor.detach().reshape(-1).contiguous().numpy(), as_rows(hidden), weight.numpy(),
         bias.numpy(),
     )  # fmt: skip
-    return pad(torch.from_numpy(node), (0, m - len(node))), weight.to(dtype), bias.to(dtype)
+    touched = pad(torch.from_numpy(node), (0, m - len(node)))
+    return touched.unsqueeze(0), weight.to(dtype), bias.to(dtype)
 
 
 @by_rows
 @njit(nogil=True, cache=True)
-def _loss_rows(start, stop, hidden, weight, bias, order, starts, edges, losses, slopes, gradient):
-    """Of some rows, in their order; one that has no path is NaN."""
+def _loss_rows(
+    start, stop, hidden, weight, bias, order, starts, edges, losses, slopes, gradient, share
+):  # fmt: skip
+    """Of some rows, in their order, times a number; one that has no path is NaN."""
+    scale = losses.dtype.type(share)
     for at in range(start, stop):
         row = order[at]
         state = hidden[row]
@@ -109,12 +116,12 @@ def _loss_rows(start, stop, hidden, weight, bias, order, starts, edges, losses, 
             small = math.exp(-abs(wrong))
             total += (wrong if wrong > zero else zero) + math.log1p(small)
             slope = (small if wrong < zero else one) / (one + small)
-            slope = -slope if second else slope
+            slope = -slope * scale if second else slope * scale
             if len(slopes):
                 slopes[row, entry - starts[at]] = slope
             if len(gradient):
                 add_scaled(gradient[row], slope, weight[node])
-        losses[row] = total if starts[at] < starts[at + 1] else math.nan
+        losses[row] = total * scale if starts[at] < starts[at + 1] else math.nan
 
 
 @by_rows

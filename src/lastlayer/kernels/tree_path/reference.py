@@ -11,7 +11,7 @@ from lastlayer.kernels._cpu import parts
 def loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rank: Tensor,
     path_start: Tensor, path_edge: Tensor, ignore_index: int | None, longest: int, to_nodes: bool,
-    to_hidden: bool,
+    to_hidden: bool, mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Minus the log-probability of each target, and what the gradients need.
 
@@ -27,6 +27,7 @@ def loss(
         longest: the most nodes that a path has.
         to_nodes: whether a gradient of weight or bias will be asked for.
         to_hidden: whether that of hidden is.
+        mean: whether all three below are divided by the number of rows that are not ignored.
 
     Returns:
         In float32, or float64 from a float64 hidden:
@@ -62,6 +63,10 @@ def loss(
         if to_hidden:
             vectors = torch.where(inside.unsqueeze(-1), vectors, 0.0)
             gradient[part] = torch.einsum("nk,nkd->nd", slope, vectors)
+    if mean:
+        share = 1.0 / (~ignored).sum().clamp(min=1).to(dtype)
+        for each in (losses, slopes, gradient):
+            each.mul_(share)
     losses.masked_fill_(~known & ~ignored, torch.nan)
     key = torch.where(known, rank[torch.where(known, target, 0)], len(rank))
     order = key.argsort(stable=True) if to_nodes else target.new_empty(0)
@@ -94,7 +99,7 @@ def to_touched_nodes(
     path_start: Tensor, path_edge: Tensor, ignore_index: int | None, dtype: torch.dtype,
     to_weight: bool, to_bias: bool, most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The nodes on the paths, ascending, ``(m,)``, and their rows of what :func:`to_nodes` gives.
+    """The nodes on the paths, ascending, ``(1, m)``, and their rows of what :func:`to_nodes` gives.
 
     Args are those of :func:`to_nodes`, less ``n_nodes``, and ``most``: where it is given, there is
     room for so many nodes, and what is left of it is zeros of node 0. Else m is their number,
@@ -110,7 +115,7 @@ def to_touched_nodes(
     left = 0 if most is None else most - len(touched)
     weight = pad(weight, (0, 0, 0, left if to_weight else 0))
     bias = pad(bias, (0, left if to_bias else 0))
-    return pad(touched, (0, left)), weight.to(dtype), bias.to(dtype)
+    return pad(touched, (0, left)).unsqueeze(0), weight.to(dtype), bias.to(dtype)
 
 
 def _sums(

@@ -36,31 +36,35 @@ LEVELS, ROWS, PIECES, WIDEST = 4, 4, 16, 512
 def loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rank: Tensor,
     path_start: Tensor, path_edge: Tensor, ignore_index: int | None, longest: int, to_nodes: bool,
-    to_hidden: bool,
+    to_hidden: bool, mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    n, depth = hidden.shape
+    (n, depth), n_classes = hidden.shape, rank.shape[0]
     hidden, weight, target = in_rows(hidden), in_rows(weight), target.contiguous()
-    losses = hidden.new_empty(n, dtype=torch.float32)
-    slopes = hidden.new_zeros(n if to_nodes else 0, longest, dtype=torch.float32)
-    gradient = hidden.new_empty(n if to_hidden else 0, depth, dtype=torch.float32)
+    wide: dict[str, Any] = {"device": hidden.device, "dtype": torch.float32}
+    losses = torch.empty(n, **wide)
+    slopes = torch.empty((n if to_nodes else 0, longest), **wide)
+    gradient = torch.empty((n if to_hidden else 0, depth), **wide)
     ignored, ignores = ignore_index or 0, ignore_index is not None
     if not n:
         return losses, target.new_empty(0), slopes, gradient
-    order = None
-    if to_nodes:
+    # 1 / the rows that count is known before where their targets need not be looked at.
+    counts = mean and ignores
+    order = share = None
+    if to_nodes or counts:
         keys = torch.empty(n, device=hidden.device, dtype=torch.int32)
-        _sort_keys[(cdiv(n, 1024),)](
-            target, rank, keys, n, len(rank), ignored, IGNORES=ignores, ROWS=1024,
+        share = torch.empty((), **wide) if counts else None
+        _sort_keys[(cdiv(n, 1024) + 1,)](
+            target, rank, keys, share, n, n_classes, ignored, IGNORES=ignores, ROWS=1024,
             enable_fp_fusion=True,
         )  # fmt: skip
-        order = torch.sort(keys, stable=True).indices
+        order = keys.sort(stable=True).indices if to_nodes else None
     width = max(16, next_power_of_2(depth))
     # A warp or two: a row is little work, and many rows at a time hide the wait for a gather.
     nodes = max(1, min(16, 1024 // width, next_power_of_2(longest)))
     _losses_of_rows[(n,)](
-        hidden, weight, bias, target, order, path_start, path_edge, losses, slopes, gradient,
-        depth, longest, len(rank), hidden.stride(0), weight.stride(0), ignored,
-        IGNORES=ignores, NODES=nodes, WIDTH=width, BIASED=bias is not None,
+        hidden, weight, bias, target, order, path_start, path_edge, losses, slopes, gradient, share,
+        1.0 / n if mean else 1.0, depth, longest, n_classes, hidden.stride(0), weight.stride(0),
+        ignored, IGNORES=ignores, NODES=nodes, WIDTH=width, BIASED=bias is not None,
         ORDERED=order is not None, TO_NODES=to_nodes, TO_HIDDEN=to_hidden,
         num_warps=max(1, nodes * width // 1024), enable_fp_fusion=True,
     )  # fmt: skip
@@ -75,8 +79,9 @@ def to_nodes(
     """As the reference's. The host waits for nothing."""
     weight = slopes.new_zeros(n_nodes if to_weight else 0, hidden.shape[1], dtype=dtype)
     bias = slopes.new_zeros(n_nodes if to_bias else 0, dtype=dtype)
-    runs = _runs(target, order, path_start, path_edge, ignore_index, slopes.shape[1], False)
-    _add_up(runs, slopes, factor, hidden, order, path_edge, weight, bias, None)
+    tile = _tile(slopes, hidden)
+    runs = _runs(target, order, path_start, path_edge, ignore_index, slopes.shape[1], tile, False)
+    _add_up(runs, tile, slopes, factor, hidden, order, path_edge, weight, bias, None)
     return weight, bias
 
 
@@ -86,73 +91,80 @@ def to_touched_nodes(
     to_weight: bool, to_bias: bool, most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As the reference's. The host waits for the number of nodes, unless there is room for most."""
-    runs = _runs(target, order, path_start, path_edge, ignore_index, slopes.shape[1], True)
+    tile = _tile(slopes, hidden)
+    runs = _runs(target, order, path_start, path_edge, ignore_index, slopes.shape[1], tile, True)
     new, m = slopes.new_zeros, most
     if m is None:
-        new, m = slopes.new_empty, int(runs[3][-1]) if runs[3].numel() else 0
-    touched = new(m, dtype=torch.int64)
+        new, m = slopes.new_empty, int(runs[2][-1]) if runs[2].numel() else 0
+    touched = new((1, m), dtype=torch.int64)
     weight = new(m if to_weight else 0, hidden.shape[1], dtype=dtype)
     bias = new(m if to_bias else 0, dtype=dtype)
-    _add_up(runs, slopes, factor, hidden, order, path_edge, weight, bias, touched)
+    _add_up(runs, tile, slopes, factor, hidden, order, path_edge, weight, bias, touched)
     return touched, weight, bias
+
+
+def _tile(slopes: Tensor, hidden: Tensor) -> int:
+    """Rows between two cuts."""
+    (n, longest), depth, tile = slopes.shape, hidden.shape[1], TILE
+    while tile < WIDEST_TILE and cdiv(n, tile) * longest * depth > PIECE_NUMBERS:
+        tile *= 2
+    return tile
 
 
 def _runs(
     target: Tensor, order: Tensor, path_start: Tensor, path_edge: Tensor, ignore_index: int | None,
-    longest: int, placed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of each row, in order: where its path starts, its nodes, and those the row before it has.
+    longest: int, tile: int, placed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of each row, in order, where its path starts.
 
-    And, ``(longest, n)`` or empty, how many nodes come up first at this level and row, or before.
+    Then int32, one after the other: how many nodes each path has (n), and how many of them are
+    those of the row before it (n); which runs go through a tile (tiles, longest), to be filled; and
+    where ``placed``, which nodes come up first (longest, n). The third result is how many come up
+    first at this level and row, or before.
     """
-    n = len(order)
-    start = target.new_empty(n)
-    length, shared = torch.empty(2, n, device=target.device, dtype=torch.int32).unbind()
-    new = torch.empty(longest if placed else 0, n, device=target.device, dtype=torch.int32)
+    n, device = order.shape[0], target.device
+    start = torch.empty(n, device=device, dtype=torch.int64)
+    new_at = 2 * n + cdiv(n, tile) * longest
+    ints = torch.empty(new_at + (longest * n if placed else 0), device=device, dtype=torch.int32)
     if n:
         _compare_paths[(cdiv(n, 32),)](
-            target.contiguous(), order, path_start, path_edge, start, length, shared, new, n,
-            len(path_start) - 1, longest, ignore_index or 0,
+            target.contiguous(), order, path_start, path_edge, start, ints, new_at, n,
+            path_start.shape[0] - 1, longest, ignore_index or 0,
             IGNORES=ignore_index is not None, ROWS=32, LEVELS=32, PLACED=placed,
             enable_fp_fusion=True,
         )  # fmt: skip
-    place = torch.cumsum(new.view(-1), 0, dtype=torch.int32) if placed else new
-    return start, length, shared, place
+    return start, ints, ints[new_at:].cumsum(0, dtype=torch.int32) if placed else ints
 
 
 def _add_up(
-    runs: tuple[Tensor, ...], slopes: Tensor, factor: Tensor, hidden: Tensor, order: Tensor,
-    path_edge: Tensor, weight: Tensor, bias: Tensor, touched: Tensor | None,
+    runs: tuple[Tensor, ...], tile: int, slopes: Tensor, factor: Tensor, hidden: Tensor,
+    order: Tensor, path_edge: Tensor, weight: Tensor, bias: Tensor, touched: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes sums into the rows of weight and bias, and which nodes they are of."""
     (n, longest), depth = slopes.shape, hidden.shape[1]
-    if not n or not weight.numel() + bias.numel():
+    to_weight, to_bias = weight.numel() > 0, bias.numel() > 0
+    if not n or not (to_weight or to_bias):
         return
-    hidden = in_rows(hidden)
-    tile = TILE
-    while tile < WIDEST_TILE and cdiv(n, tile) * longest * depth > PIECE_NUMBERS:
-        tile *= 2
-    tiles = cdiv(n, tile)
-    # Of the run that starts in a tile and goes on, and of the one that came in, at each level.
-    pieces = slopes.new_empty(2, tiles, longest, depth if weight.numel() else 0)
-    bias_pieces = slopes.new_empty(2, tiles, longest)
-    through = torch.empty(tiles, longest, device=slopes.device, dtype=torch.int32)
+    hidden, tiles = in_rows(hidden), cdiv(n, tile)
+    # Of the run that starts in a tile and goes on, and of the one that came in, at each level:
+    # vectors, and behind them biases.
+    biases_at = 2 * tiles * longest * depth if to_weight else 0
+    pieces = torch.empty(biases_at + 2 * tiles * longest, device=slopes.device, dtype=torch.float32)
     width = tile_width(depth, WIDEST)
-    blocks = cdiv(depth, width) if weight.numel() else 1
-    start, length, shared, place = runs
-    given = start, shared, place, path_edge, touched, weight, bias
-    parts = pieces, bias_pieces, through
+    blocks = cdiv(depth, width) if to_weight else 1
+    start, ints, place = runs
+    given = start, ints, place, path_edge, touched, weight, bias, pieces, biases_at
     options: dict[str, Any] = dict(
-        TILE=tile, WIDTH=width, PLACED=touched is not None,
-        TO_WEIGHT=weight.numel() > 0, TO_BIAS=bias.numel() > 0, enable_fp_fusion=True,
+        TILE=tile, WIDTH=width, PLACED=touched is not None, TO_WEIGHT=to_weight, TO_BIAS=to_bias,
+        enable_fp_fusion=True,
     )  # fmt: skip
     _sum_tiles[(n, cdiv(longest, LEVELS), blocks)](
-        slopes, factor, hidden, order, length, *given, *parts, n, depth, longest,
-        hidden.stride(0), int(factor.dim() > 0), LEVELS=LEVELS, GROUP=ROWS, **options,
+        slopes, factor, hidden, order, *given, n, depth, longest, hidden.stride(0),
+        int(factor.dim() > 0), LEVELS=LEVELS, GROUP=ROWS, **options,
     )  # fmt: skip
     if tiles > 1:
         _sum_pieces[(tiles - 1, longest, blocks)](
-            *given, *parts, n, tiles, depth, longest, GROUP=PIECES, **options
+            *given, n, tiles, depth, longest, GROUP=PIECES, **options
         )
 
 
@@ -169,20 +181,29 @@ def _path_of(target, path_start, row, live, n_classes, ignored, IGNORES: tl.cons
 
 @kernel
 def _sort_keys(
-    target, rank, keys, n, n_classes, ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr
+    target, rank, keys, share, n, n_classes, ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    chosen = tl.load(target + row, mask=row < n, other=-1)
-    known = (chosen >= 0) & (chosen < n_classes)
-    if IGNORES:
-        known = known & (chosen != ignored)
-    tl.store(keys + row, tl.load(rank + chosen, mask=known, other=n_classes), mask=row < n)
+    """The place of each row's class among the leaves; the last program counts rows."""
+    if tl.program_id(0) < tl.num_programs(0) - 1:
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        chosen = tl.load(target + row, mask=row < n, other=-1)
+        known = (chosen >= 0) & (chosen < n_classes)
+        if IGNORES:
+            known = known & (chosen != ignored)
+        tl.store(keys + row, tl.load(rank + chosen, mask=known, other=n_classes), mask=row < n)
+    elif share is not None:
+        counted = tl.zeros((ROWS,), dtype=tl.int32)
+        for start in range(0, n, ROWS):
+            row = start + tl.arange(0, ROWS)
+            chosen = tl.load(target + row, mask=row < n, other=ignored)
+            counted += (chosen != ignored).to(tl.int32)
+        tl.store(share, 1.0 / tl.maximum(tl.sum(counted, 0), 1).to(tl.float32))
 
 
 @kernel
 def _losses_of_rows(
-    hidden, weight, bias, target, order, path_start, path_edge, losses, slopes, gradient, depth,
-    longest, n_classes, hidden_row, weight_row, ignored, IGNORES: tl.constexpr,
+    hidden, weight, bias, target, order, path_start, path_edge, losses, slopes, gradient, share,
+    scale, depth, longest, n_classes, hidden_row, weight_row, ignored, IGNORES: tl.constexpr,
     NODES: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, ORDERED: tl.constexpr,
     TO_NODES: tl.constexpr, TO_HIDDEN: tl.constexpr,
 ):  # fmt: skip
@@ -191,6 +212,8 @@ def _losses_of_rows(
         # Neighbours share most of their paths, and find their vectors in the cache.
         row = tl.load(order + row)
     first, stop, chosen = _path_of(target, path_start, row, row >= 0, n_classes, ignored, IGNORES)
+    if share is not None:
+        scale = tl.load(share)
     step = tl.arange(0, WIDTH)
     inside = step < depth
     read = step < tl.where(first < stop, depth, 0)
@@ -211,14 +234,20 @@ def _losses_of_rows(
         small = tl.exp(-tl.abs(wrong))
         total += tl.where(live, tl.maximum(wrong, 0.0) + log1p(small), 0.0)
         slope = tl.where(wrong < 0.0, small, 1.0) / (1.0 + small)
-        slope = tl.where(live, tl.where(second, -slope, slope), 0.0)
+        slope = tl.where(live, tl.where(second, -slope, slope), 0.0) * scale
         if TO_NODES:
             tl.store(slopes + row * longest + (place - first), slope, mask=live)
         if TO_HIDDEN:
             summed += tl.sum(vectors * slope[:, None], 0)
+    if TO_NODES:
+        # Beyond the end of the path.
+        for start in range(0, longest, NODES):
+            place = start + tl.arange(0, NODES)
+            beyond = (place >= stop - first) & (place < longest)
+            tl.store(slopes + row * longest + place, tl.zeros((NODES,), tl.float32), mask=beyond)
     if TO_HIDDEN:
         tl.store(gradient + row * depth + step, summed, mask=inside)
-    lost = tl.sum(total, 0)
+    lost = tl.sum(total, 0) * scale
     if first == stop:
         # Ignored, or no class at all.
         lost = float("nan")
@@ -230,8 +259,8 @@ def _losses_of_rows(
 
 @kernel
 def _compare_paths(
-    target, order, path_start, path_edge, starts, lengths, shared, new, n, n_classes, longest,
-    ignored, IGNORES: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
+    target, order, path_start, path_edge, starts, ints, new_at, n, n_classes, longest, ignored,
+    IGNORES: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
     PLACED: tl.constexpr,
 ):  # fmt: skip
     """How many nodes each row shares with the one before it, and which come up first in it."""
@@ -255,14 +284,14 @@ def _compare_paths(
         # A node is on one level, and has one path above it: nothing is equal below a difference.
         common += tl.sum((both & ((mine >> 1) == (theirs >> 1))).to(tl.int32), 1)
     tl.store(starts + at, first, mask=live)
-    tl.store(lengths + at, length, mask=live)
-    tl.store(shared + at, common, mask=live)
+    tl.store(ints + at, length, mask=live)
+    tl.store(ints + n + at, common, mask=live)
     if PLACED:
         for level in range(0, longest, LEVELS):
             step = level + tl.arange(0, LEVELS)
             fresh = (step[:, None] >= common[None, :]) & (step[:, None] < length[None, :])
             tl.store(
-                new + step[:, None].to(tl.int64) * n + at[None, :],
+                ints + new_at + step[:, None].to(tl.int64) * n + at[None, :],
                 fresh.to(tl.int32),
                 mask=(step < longest)[:, None] & live[None, :],
             )
@@ -270,8 +299,8 @@ def _compare_paths(
 
 @kernel
 def _sum_tiles(
-    slopes, factor, hidden, order, lengths, starts, shared, place, path_edge, touched, weight,
-    bias, pieces, bias_pieces, through, n, depth, longest, hidden_row, factor_step,
+    slopes, factor, hidden, order, starts, ints, place, path_edge, touched, weight, bias, pieces,
+    biases_at, n, depth, longest, hidden_row, factor_step,
     TILE: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -281,10 +310,11 @@ def _sum_tiles(
     """
     at = tl.program_id(0)
     tile = at // TILE
+    shared = ints + n
     own = tl.load(shared + at)
     # At a cut, runs that came in are taken as well.
     low = tl.where(at % TILE == 0, 0, own)
-    length = tl.load(lengths + at)
+    length = tl.load(ints + at)
     first_level = tl.program_id(1) * LEVELS
     if (first_level < length) & (first_level + LEVELS > low):
         level = first_level + tl.arange(0, LEVELS)
@@ -329,19 +359,22 @@ def _sum_tiles(
                 mask=part[:, None] & inside[None, :],
             )
         if TO_BIAS:
-            tl.store(bias_pieces + piece, counted, mask=part)
-        tl.store(through + tile * longest + level, goes_on.to(tl.int32), mask=taken & came_in)
+            tl.store(pieces + biases_at + piece, counted, mask=part)
+        through = ints + 2 * n + tile * longest
+        tl.store(through + level, goes_on.to(tl.int32), mask=taken & came_in)
 
 
 @kernel
 def _sum_pieces(
-    starts, shared, place, path_edge, touched, weight, bias, pieces, bias_pieces, through, n,
-    tiles, depth, longest, TILE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    starts, ints, place, path_edge, touched, weight, bias, pieces, biases_at, n, tiles, depth,
+    longest, TILE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     PLACED: tl.constexpr, TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
 ):  # fmt: skip
     """A run that starts in the tile before this one and goes on: its pieces, left to right."""
     tile = tl.program_id(0) + 1
     at = tile * TILE
+    shared = ints + n
+    through = ints + 2 * n
     this = tl.program_id(1)
     if tl.load(shared + at) > this:
         before = tl.load(shared + at - TILE + tl.arange(0, TILE))
@@ -358,7 +391,7 @@ def _sum_pieces(
                 )
             number = tl.zeros((1,), dtype=tl.float32)
             if TO_BIAS:
-                number += tl.load(bias_pieces + head)
+                number += tl.load(pieces + biases_at + head)
             going = 1
             for first in range(tile, tiles, GROUP):
                 if going == 1:
@@ -372,7 +405,8 @@ def _sum_pieces(
                         more = load_rows(pieces, piece, depth, step, 1, live, inside)
                         vector += tl.sum(more, 0)[None, :]
                     if TO_BIAS:
-                        number += tl.sum(tl.load(bias_pieces + piece, mask=live, other=0.0), 0)
+                        levels = tl.load(pieces + biases_at + piece, mask=live, other=0.0)
+                        number += tl.sum(levels, 0)
                     going = (last == tiles).to(tl.int32)
             _write(
                 vector, number, at, level, level >= 0, step, inside, starts, place, path_edge,
