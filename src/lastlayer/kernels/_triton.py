@@ -24,6 +24,10 @@ SCORES_A_PROGRAM = 2048
 INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 LOG2E = tl.constexpr(1.4426950408889634)
 _WORD = tl.constexpr(0xFFFFFFFF)
+# Where the label of a class comes from: an integer, a number, a bit, a bit and a list; or it is 0.
+HARD, SOFT, BITS, LISTED, NONE = (tl.constexpr(kind) for kind in range(5))
+# Rows are cut into parts where there are fewer programs than this.
+ENOUGH_PROGRAMS = 1024
 
 
 def cdiv(n: int, size: int) -> int:
@@ -49,6 +53,26 @@ def in_rows(matrix: Tensor) -> Tensor:
 def as_rows(tensor: Tensor) -> Tensor:
     """All but the last dimension as one; a view that changes nothing would cost host time."""
     return in_rows(tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1]))
+
+
+def labels_of(target: Tensor) -> tuple[int, Tensor]:
+    """Where dense labels come from, and they, whose rows lie together in memory."""
+    target = in_rows(target)
+    kind = SOFT if target.is_floating_point() else HARD
+    return kind.value, target.view(torch.uint8) if target.dtype == torch.bool else target
+
+
+def mask_of(mask: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """A mask and its strides: one that was expanded is read where it is."""
+    return (None, 0, 0) if mask is None else (mask.view(torch.uint8), *mask.stride())
+
+
+def row_parts(tiles: int, n: int, width: int) -> tuple[int, int]:
+    """Scores of a part of a row that a program sums, and parts, where there are ``tiles`` rows."""
+    blocks = cdiv(n, width)
+    parts = max(1, min(cdiv(ENOUGH_PROGRAMS, tiles), blocks // 4, 1024))
+    span = cdiv(blocks, parts) * width
+    return span, max(1, cdiv(n, span)) if span else 1
 
 
 @functools.cache
@@ -99,6 +123,30 @@ def load_rows(base, row, row_stride, step, step_stride, rows_there, steps_there)
     """Numbers ``step`` of some rows of a matrix, (rows, steps); 0 where there are none."""
     place = base + row[:, None] * row_stride + step[None, :] * step_stride
     return tl.load(place, mask=rows_there[:, None] & steps_there[None, :], other=0.0)
+
+
+@triton.jit
+def load_labelled(
+    scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
+    KIND: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scores, their labels (bool where they are 0 or 1), and which count."""
+    value = tl.load(scores + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    keep = inside
+    if MASKED:
+        place = row * mask_row + column * mask_column
+        keep = keep & (tl.load(mask + place, mask=inside, other=0) != 0)
+    if KIND == NONE:
+        label = inside & (column < 0)
+    elif KIND == HARD:
+        label = tl.load(labels + row * label_stride + column, mask=inside, other=0) != 0
+    elif KIND == SOFT:
+        label = tl.load(labels + row * label_stride + column, mask=inside, other=0.0)
+        label = label.to(tl.float32)
+    else:
+        word = tl.load(labels + row * label_stride + (column >> 5), mask=inside, other=0)
+        label = ((word >> (column & 31)) & 1) != 0
+    return value, label, keep
 
 
 @triton.jit
