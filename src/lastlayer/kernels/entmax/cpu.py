@@ -6,6 +6,7 @@ each waiting for the last, and four rows that wait at the same time cost little 
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -47,79 +48,64 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
 
 
 def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
+    return _backward(probs, grad, *_alphas_of_slopes(alpha, row_alpha), _NO_GRADIENT)
+
+
+def gradients(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> tuple[Tensor, Tensor]:
+    by_alpha = np.zeros(probs.shape[:-1], np.float64)
+    made = _backward(probs, grad, *_alphas(0.0, row_alpha), by_alpha.reshape(-1))
+    return made, in_dtype(torch.from_numpy(by_alpha), row_alpha.dtype)
+
+
+def _backward(
+    probs: Tensor, grad: Tensor, kind: int, alphas: NDArray[Any], by_alpha: NDArray[Any]
+) -> Tensor:
     rows, upstream = as_rows(probs), as_rows(grad)
     upstream = upstream.astype(rows.dtype, copy=False)
     out, result = empty_rows(probs)
     if rows.size:
-        kind, alphas = _alphas(alpha, row_alpha)
-        if row_alpha is None and alpha == 1.0:
-            kind = 3
-        _backward_rows(*rows.shape, rows, bits(rows), upstream, out, alphas, _NO_GRADIENT, kind)
-    return in_dtype(result, grad.dtype)
-
-
-def gradients(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> tuple[Tensor, Tensor]:
-    rows, upstream = as_rows(probs), as_rows(grad)
-    upstream = upstream.astype(rows.dtype, copy=False)
-    (out, result), by_alpha = empty_rows(probs), np.zeros(rows.shape[0], np.float64)
-    if rows.size:
-        kind, alphas = _alphas(0.0, row_alpha)
         _backward_rows(*rows.shape, rows, bits(rows), upstream, out, alphas, by_alpha, kind)
-    made = in_dtype(torch.from_numpy(by_alpha), row_alpha.dtype).view(probs.shape[:-1])
-    return in_dtype(result, grad.dtype), made
+    return in_dtype(result, grad.dtype)
 
 
 def forward_columns(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """:func:`forward` of a tensor whose first dimension became its last; the result is like it."""
-    matrix, into, out = _columns(scores), *_empty_columns(scores)
-    if matrix.size:
-        kind, alphas = _alphas(alpha, row_alpha)
-        rows, made = _rooms(matrix, 2)
-        none = np.empty((0, 0), np.int64), np.empty(0, np.int64)
-        for first in range(0, matrix.shape[1], len(rows)):
-            n = min(len(rows), matrix.shape[1] - first)
-            some = alphas[first : first + n] if len(alphas) > 1 else alphas
-            _to_rows(n, len(matrix), matrix, first, rows)
-            _solve_rows(n, len(matrix), rows, made, *none, some, kind, 0.0)
-            _to_columns(n, len(matrix), made, into, first)
-    return out
+    kind, alphas = _alphas(alpha, row_alpha)
+
+    def solve(n, width, rows, made, some):
+        _solve_rows(n, width, rows, made, *_NO_LISTS, some, kind, 0.0)
+
+    return _by_columns(solve, alphas, scores)
 
 
 def backward_columns(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """:func:`backward` of what :func:`forward_columns` made."""
-    matrix, into, out = _columns(probs), *_empty_columns(probs)
-    if matrix.size:
-        kind, alphas = _alphas(alpha, row_alpha)
-        if row_alpha is None and alpha == 1.0:
-            kind = 3
-        upstream, (rows, grads, made) = _columns(grad), _rooms(matrix, 3)
-        for first in range(0, matrix.shape[1], len(rows)):
-            n = min(len(rows), matrix.shape[1] - first)
-            some = alphas[first : first + n] if len(alphas) > 1 else alphas
-            _to_rows(n, len(matrix), matrix, first, rows)
-            _to_rows(n, len(matrix), upstream, first, grads)
-            given = rows, bits(rows), grads, made, some, _NO_GRADIENT, kind
-            _backward_rows(n, len(matrix), *given)
-            _to_columns(n, len(matrix), made, into, first)
-    return out
+    kind, alphas = _alphas_of_slopes(alpha, row_alpha)
+
+    def run(n, width, rows, grads, made, some):
+        _backward_rows(n, width, rows, bits(rows), grads, made, some, _NO_GRADIENT, kind)
+
+    return _by_columns(run, alphas, probs, grad)
 
 
-def _columns(tensor: Tensor) -> NDArray[Any]:
-    """The last dimension first, and all others together."""
-    return tensor.detach().movedim(-1, 0).contiguous().view(tensor.shape[-1], -1).numpy()
-
-
-def _empty_columns(like: Tensor) -> tuple[NDArray[Any], Tensor]:
-    """Memory for a result in columns, and as a tensor of that shape."""
-    made = empty((like.shape[-1], *like.shape[:-1]), like.dtype)
-    return made.view(like.shape[-1], -1).numpy(), made.movedim(0, -1)
-
-
-def _rooms(matrix: NDArray[Any], count: int) -> list[NDArray[Any]]:
-    """Room for some columns as rows, which stays in the cache, as a copy of all would not."""
-    width = max(16, min(1024, _IN_CACHE // len(matrix))) * torch.get_num_threads()
-    shape = min(width, matrix.shape[1]), len(matrix)
-    return [np.empty(shape, matrix.dtype) for _ in range(count)]
+def _by_columns(run: Callable[..., None], alphas: NDArray[Any], *tensors: Tensor) -> Tensor:
+    """``run`` with some columns at a time as rows, in memory that stays in the cache."""
+    *batch, height = tensors[0].shape
+    made = empty((height, *batch), tensors[0].dtype)
+    into = made.view(height, -1).numpy()
+    given = [each.detach().movedim(-1, 0).contiguous().view(height, -1).numpy() for each in tensors]
+    if into.size:
+        some = max(16, min(1024, _IN_CACHE // height)) * torch.get_num_threads()
+        shape = min(some, into.shape[1]), height
+        *rows, result = (np.empty(shape, into.dtype) for _ in range(len(given) + 1))
+        for first in range(0, into.shape[1], len(result)):
+            n = min(len(result), into.shape[1] - first)
+            for matrix, room in zip(given, rows, strict=True):
+                _to_rows(n, height, matrix, first, room)
+            own = alphas[first : first + n] if len(alphas) > 1 else alphas
+            run(n, height, *rows, result, own)
+            _to_columns(n, height, result, into, first)
+    return made.movedim(0, -1)
 
 
 def support(
@@ -154,6 +140,12 @@ def _alphas(alpha: float, row_alpha: Tensor | None) -> tuple[int, np.ndarray]:
     if row_alpha is not None:
         return 0, row_alpha.detach().reshape(-1).double().contiguous().numpy()
     return _one_alpha(alpha)
+
+
+def _alphas_of_slopes(alpha: float, row_alpha: Tensor | None) -> tuple[int, np.ndarray]:
+    """As :func:`_alphas`, and 3 for softmax."""
+    kind, alphas = _alphas(alpha, row_alpha)
+    return (3 if row_alpha is None and alpha == 1.0 else kind), alphas
 
 
 @lru_cache(maxsize=64)
