@@ -299,7 +299,6 @@ SLAB_TYPES = {"scores": "*bf16", "smoothing": "fp32"} | dict.fromkeys(
 SLAB_CASES = [
     (zlpr._slab_sums, dict(BLOCK=2048, NEGATED=True)),
     (zlpr._slab_gradient, dict(BLOCK=2048, NEGATED=True)),
-    (zlpr._logistic, dict(BLOCK=2048, GRADIENT=True, SMOOTH=True)),
 ]
 
 

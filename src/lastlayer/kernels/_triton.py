@@ -24,8 +24,9 @@ SCORES_A_PROGRAM = 2048
 INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 LOG2E = tl.constexpr(1.4426950408889634)
 _WORD = tl.constexpr(0xFFFFFFFF)
-# Where the label of a class comes from: an integer, a number, a bit, a bit and a list; or it is 0.
-HARD, SOFT, BITS, LISTED, NONE = (tl.constexpr(kind) for kind in range(5))
+# Where the label of a class comes from: an integer, a number, a bit, a list where its bit says so;
+# or all are 0, or all the same.
+HARD, SOFT, BITS, LISTED, NONE, SMOOTHED = (tl.constexpr(kind) for kind in range(6))
 # Rows are cut into parts where there are fewer programs than this.
 ENOUGH_PROGRAMS = 1024
 
@@ -64,7 +65,9 @@ def labels_of(target: Tensor) -> tuple[int, Tensor]:
 
 def mask_of(mask: Tensor | None) -> tuple[Tensor | None, int, int]:
     """A mask and its strides: one that was expanded is read where it is."""
-    return (None, 0, 0) if mask is None else (mask.view(torch.uint8), *mask.stride())
+    if mask is None:
+        return None, 0, 0
+    return mask.view(torch.uint8), mask.stride(0), mask.stride(1)
 
 
 def row_parts(tiles: int, n: int, width: int) -> tuple[int, int]:
@@ -128,16 +131,20 @@ def load_rows(base, row, row_stride, step, step_stride, rows_there, steps_there)
 @triton.jit
 def load_labelled(
     scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
-    KIND: tl.constexpr, MASKED: tl.constexpr,
+    smoothing, KIND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores, their labels (bool where they are 0 or 1), and which count."""
+    """Scores, their labels (bool where they are 0 or 1), which count, and which are listed."""
     value = tl.load(scores + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     keep = inside
     if MASKED:
         place = row * mask_row + column * mask_column
         keep = keep & (tl.load(mask + place, mask=inside, other=0) != 0)
+    listed = ~inside
     if KIND == NONE:
         label = inside & (column < 0)
+    elif KIND == SMOOTHED:
+        # A score of -inf is that of no class.
+        label = tl.where(value == -float("inf"), 0.0, smoothing)
     elif KIND == HARD:
         label = tl.load(labels + row * label_stride + column, mask=inside, other=0) != 0
     elif KIND == SOFT:
@@ -146,7 +153,11 @@ def load_labelled(
     else:
         word = tl.load(labels + row * label_stride + (column >> 5), mask=inside, other=0)
         label = ((word >> (column & 31)) & 1) != 0
-    return value, label, keep
+        if KIND == LISTED:
+            listed = label
+            keep = keep & ~listed
+            label = value * 0.0 + smoothing
+    return value, label, keep, listed
 
 
 @triton.jit

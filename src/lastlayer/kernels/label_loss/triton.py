@@ -14,6 +14,7 @@ from lastlayer.kernels._triton import (
     LOG2E,
     NONE,
     SCORES_A_PROGRAM,
+    SMOOTHED,
     SOFT,
     cdiv,
     in_rows,
@@ -39,16 +40,18 @@ def forward(
 
 def slab_(
     scores: Tensor, gamma_negative: float, gamma_positive: float, margin: float,
-    focus_gradient: bool, row_scale: Tensor | None,
+    focus_gradient: bool, smoothing: float, row_scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """As the reference's; the numbers of a row of scores lie together."""
-    numbers = gamma_negative, gamma_positive, margin
-    return _sums(scores, (NONE.value, None), None, numbers, focus_gradient, row_scale)[0]
+    numbers, kind = (gamma_negative, gamma_positive, margin), SMOOTHED if smoothing else NONE
+    labels = kind.value, None
+    return _sums(scores, labels, None, numbers, focus_gradient, row_scale, smoothing)[0]
 
 
 def _sums(
     scores: Tensor, labels: tuple[int, Tensor | None], mask: Tensor | None,
     numbers: tuple[float, float, float], focus_gradient: bool, row_scale: Tensor | None,
+    smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Losses of rows, and which count; scores become the gradient where there is a scale."""
     n_rows, n = scores.shape
@@ -67,7 +70,7 @@ def _sums(
     numbers, constants = _options(scores, labels, mask, numbers)
     _sum_rows[(tiles, parts)](
         scores, labels[1], *mask_of(mask), row_scale, sums, seen, n_rows, n, span,
-        scores.stride(0), 0 if labels[1] is None else labels[1].stride(0), *numbers,
+        scores.stride(0), 0 if labels[1] is None else labels[1].stride(0), smoothing, *numbers,
         GRADIENT=row_scale is not None, FOCUS=focus_gradient, **constants,
     )  # fmt: skip
     if parts > 1:
@@ -142,7 +145,7 @@ def _chances(z):
 @triton.jit
 def _cross_entropies(value, label, KIND: tl.constexpr, NARROW: tl.constexpr):
     """Of each class, and their slopes."""
-    if KIND == SOFT:
+    if (KIND == SOFT) or (KIND == SMOOTHED):
         power, right, wrong = _chances(value)
         # A term with the weight 0 has no part, however large it is.
         above = (1.0 - label) * tl.where(label < 1.0, value, 0.0)
@@ -236,7 +239,7 @@ def _losses_and_slopes(
 ):  # fmt: skip
     if PLAIN:
         loss, slope = _cross_entropies(value, label, KIND, NARROW)
-    elif KIND == SOFT:
+    elif (KIND == SOFT) or (KIND == SMOOTHED):
         # The term with most of the label, and the other one where a label has two.
         positive = label > 0.5
         weight = tl.where(positive, label, 1.0 - label)
@@ -262,7 +265,7 @@ def _losses_and_slopes(
 @kernel
 def _sum_rows(
     scores, labels, mask, mask_row, mask_column, row_scale, sums, seen, n_rows, n, span, stride,
-    label_stride, gamma_negative, gamma_positive, margin,
+    label_stride, smoothing, gamma_negative, gamma_positive, margin,
     GRADIENT: tl.constexpr, FOCUS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr, NEGATIVE: tl.constexpr,
     POSITIVE: tl.constexpr, MARGIN: tl.constexpr, NARROW: tl.constexpr,
@@ -278,9 +281,9 @@ def _sum_rows(
     for first in range(part * span, stop, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
         inside = (row < n_rows) & (column < stop)
-        value, label, keep = load_labelled(
+        value, label, keep, _ = load_labelled(
             scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
-            KIND, MASKED,
+            smoothing, KIND, MASKED,
         )  # fmt: skip
         loss, slope = _losses_and_slopes(
             value, label, keep, gamma_negative, gamma_positive, margin,
@@ -324,9 +327,9 @@ def _fill_gradient(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (column < n)
     factor = tl.load(grad + row * step, mask=row < n_rows, other=0.0).to(tl.float32)
-    value, label, keep = load_labelled(
+    value, label, keep, _ = load_labelled(
         scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
-        KIND, MASKED,
+        0.0, KIND, MASKED,
     )  # fmt: skip
     _, slope = _losses_and_slopes(
         value, label, keep, gamma_negative, gamma_positive, margin,

@@ -32,8 +32,8 @@ LIST = 64
 SUMS, PEAKS, SUMS_FROM_PEAKS = (tl.constexpr(kind) for kind in range(3))
 # exp of this, times any number of classes, is far from the ends of float32.
 FAR = tl.constexpr(60.0)
-# Scores of a slab that a program looks at in all: where it sums for ZLPR, and for a logistic loss.
-SHARE, LOGISTIC_SHARE = 16 * SCORES_A_PROGRAM, 8 * SCORES_A_PROGRAM
+# Scores of a slab that a program looks at in all.
+SHARE = 16 * SCORES_A_PROGRAM
 
 
 def forward(
@@ -143,24 +143,6 @@ def _tile_of(n, kind):
 
 
 @triton.jit
-def _load_tile(
-    scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
-    smoothing, KIND: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Scores, their labels (bool where they are 0 or 1), which count, and which are listed."""
-    value, label, keep = load_labelled(
-        scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
-        KIND, MASKED,
-    )  # fmt: skip
-    listed = ~inside
-    if KIND == LISTED:
-        listed = label
-        keep = keep & ~listed
-        label = value * 0.0 + smoothing
-    return value, label, keep, listed
-
-
-@triton.jit
 def _load_listed(
     scores, mask, classes, values, first, end, row, stride, mask_row, mask_column,
     MASKED: tl.constexpr, LIST: tl.constexpr,
@@ -256,7 +238,7 @@ def _sweep(
     seen = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
     for first in range(first_column, stop_column, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
-        value, label, keep, _ = _load_tile(
+        value, label, keep, _ = load_labelled(
             scores, labels, mask, row, column, live & (column < stop_column), stride, label_stride,
             mask_row, mask_column, smoothing, KIND, MASKED,
         )  # fmt: skip
@@ -417,7 +399,7 @@ def _fill_gradient(
     up_scale = 1.0 / tl.load(stats + n_rows + row, mask=live, other=1.0)
     down_peak = tl.load(stats + 2 * n_rows + row, mask=live, other=0.0)
     down_scale = 1.0 / tl.load(stats + 3 * n_rows + row, mask=live, other=1.0)
-    value, label, keep, listed = _load_tile(
+    value, label, keep, listed = load_labelled(
         scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
         smoothing, KIND, MASKED,
     )  # fmt: skip
@@ -517,52 +499,3 @@ def _slab_gradient(
         gradient -= tl.exp2((_negated(values) - tl.load(below + row)) * LOG2E)
     gradient *= tl.load(scale + row)
     tl.store(place, gradient.to(scores.dtype.element_ty), mask=live)
-
-
-def logistic_slab_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
-    n_rows, n = scores.shape
-    parts = max(1, cdiv(n, LOGISTIC_SHARE))
-    losses = torch.empty(parts, n_rows, device=scores.device, dtype=torch.float32)
-    if scores.numel():
-        block = tile_width(n, SCORES_A_PROGRAM, 32)
-        _logistic[(n_rows, parts)](
-            scores, scale, losses, n_rows, n, scores.stride(0), LOGISTIC_SHARE, smoothing,
-            BLOCK=block, GRADIENT=scale is not None, SMOOTH=smoothing != 0.0,
-            num_warps=max(1, block // 512), enable_fp_fusion=True,
-        )  # fmt: skip
-    else:
-        losses.zero_()
-    return losses.sum(0)
-
-
-@kernel
-def _logistic(
-    scores, scale, losses, n_rows, n, stride, share, smoothing, BLOCK: tl.constexpr,
-    GRADIENT: tl.constexpr, SMOOTH: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    scores += row * stride
-    stop = tl.minimum((part + 1) * share, n)
-    factor = 1.0
-    if GRADIENT:
-        factor = tl.load(scale + row)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(part * share, stop, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        live = column < stop
-        values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-        power = tl.exp2(-tl.abs(values) * LOG2E)
-        # log(1 + u) rounds 1 + u: a million labels that are right would count for nothing.
-        series = power * (1.0 - power * (0.5 - power * (0.33333334 - power * 0.25)))
-        total += tl.maximum(values, 0.0) + tl.where(power < 0.03, series, tl.log(1.0 + power))
-        if SMOOTH:
-            absent = values == -float("inf")
-            total -= tl.where(absent, 0.0, values * smoothing)
-        if GRADIENT:
-            gradient = tl.where(values < 0.0, power, 1.0) / (1.0 + power)
-            if SMOOTH:
-                gradient = tl.where(absent, 0.0, gradient - smoothing)
-            gradient *= factor
-            tl.store(scores + column, gradient.to(scores.dtype.element_ty), mask=live)
-    tl.store(losses + part * n_rows + row, tl.sum(total, 0))
