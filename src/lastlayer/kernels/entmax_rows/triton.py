@@ -15,6 +15,7 @@ from torch import Tensor
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import cdiv, row_max, tile_width
 from lastlayer.kernels.entmax.threshold import (
+    ENTROPIES,
     advance,
     correction,
     entropy_and_slope,
@@ -35,8 +36,6 @@ WIDEST_BLOCK = 4096
 # Scores of a flat row that a program looks at together: few large programs, whose rows stay in the
 # L2 cache.
 WIDEST_FLAT = 16384
-# Kinds of entropies, as entropy_and_slope takes them.
-ENTROPIES = {2.0: 1, 1.5: 2, 1.0: 3}
 
 
 def forward_(
