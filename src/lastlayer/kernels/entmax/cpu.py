@@ -162,8 +162,12 @@ def _solve_rows(start, stop, rows, out, indices, size, alphas, kind, too_small):
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n + 1, np.int32)
     short = kind > 0 and n <= LONGEST
-    four = room_for_four(rows, n if short else 0)
-    copies = room_for_any(n if kind == 0 else 0)
+    # Four rows, padded with what has no share to whole pairs of vectors.
+    pair = 2 * lanes_of(rows.itemsize)
+    four = np.full((4, (n + pair - 1) // pair * pair if short else 0), -np.inf, rows.dtype)
+    # The distances of a row in float32, in which a vector holds more, and in float64.
+    any_n = n if kind == 0 else 0
+    copies = np.empty(any_n, np.float32), np.empty(any_n, np.float64)
     # Short rows are solved as for the dense result, so that both agree to the last bit.
     dense = np.empty((4, n if short and compact else 0), rows.dtype)
     everywhere = np.arange(dense.shape[1])
@@ -460,7 +464,7 @@ LONGEST_BACKWARD = 1024
 def solve_short(rows, out, four, kind):
     """Probabilities of one to four rows into ``out``; says whether all of them have some.
 
-    If not, nothing is written. ``four`` is room to work in, as :func:`room_for_four` makes it.
+    If not, nothing is written. ``four`` is room to work in.
     """
     last = len(rows) - 1
     second, third = min(1, last), min(2, last)
@@ -517,13 +521,6 @@ def _solve_four(rows, r0, r1, r2, r3, p0, p1, p2, p3, out, x, kind):
     _write(x, 1, out, r1, t1, a1, b1, kind)
     _write(x, 2, out, r2, t2, a2, b2, kind)
     _write(x, 3, out, r3, t3, a3, b3, kind)
-
-
-@njit(nogil=True)
-def room_for_four(rows, n):
-    """Four rows of n scores, padded with what has no share to whole pairs of vectors."""
-    pair = 2 * lanes_of(rows.itemsize)
-    return np.full((4, (n + pair - 1) // pair * pair), -np.inf, rows.dtype)
 
 
 @njit(nogil=True, forceinline=True, fastmath=FAST)
@@ -601,17 +598,11 @@ _NEAR_32, _NEAR_64 = 1e-5, 1e-9
 _FEW_TRIPS, _MANY_TRIPS = 12, 400
 
 
-@njit(nogil=True)
-def room_for_any(n):
-    """Room for the distances of a row in float32, in which a vector holds more, and in float64."""
-    return np.empty(n, np.float32), np.empty(n, np.float64)
-
-
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def solve_any(x, room, count, excess):
     """Probabilities in place of the distances ``x[:count]`` to the maximum of a row.
 
-    The first trips are made in float32. ``room`` is as :func:`room_for_any` makes it.
+    The first trips are made in float32. ``room`` is two arrays to work in.
     """
     narrow, wide = room
     for i in range(count):

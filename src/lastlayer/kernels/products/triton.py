@@ -22,6 +22,7 @@ from lastlayer.kernels._triton import (
     next_power_of_2,
     tile_width,
 )
+from lastlayer.kernels.products import reference
 
 # Entries that a program adds up together.
 GROUP = 16
@@ -188,11 +189,7 @@ def _scale(factor, first, second, third, n_first, n_second, n_third, BLOCK: tl.c
 def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     n = losses.shape[0]
     if n > MOST_LOSSES:
-        share = losses.new_full((), n) if weights is None else weights.sum(dtype=losses.dtype)
-        share = torch.where(share == 0, 0.0, share.reciprocal())
-        if weights is not None:
-            losses = torch.where(weights == 0, 0.0, losses * weights)
-        return losses.sum() * share, share
+        return reference.weighted_mean(losses, weights)
     loss = torch.empty((), device=losses.device, dtype=losses.dtype)
     share = torch.empty((), device=losses.device, dtype=losses.dtype)
     if weights is not None:
