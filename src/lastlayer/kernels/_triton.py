@@ -95,7 +95,7 @@ def mean_of_losses(
     block = tile_width(n, 4096, 128)
     _mean[(1,)](
         losses, losses_at, weights, loss, share, share_at, n, BLOCK=block,
-        WEIGHTED=weights is not None, num_warps=block // 128, enable_fp_fusion=True,
+        WEIGHTED=weights is not None, num_warps=block // 128,
     )  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def find_peaks(rows: Tensor, zeros: Tensor | None) -> Tensor:
     tiles = cdiv(n_blocks, blocks)
     _find_peaks[(n_rows * tiles,)](
         rows, peaks if zeros is None else zeros, peaks, n, rows.stride(0), tiles, n_blocks,
-        BLOCKS=blocks, WIDTH=width, ZEROS=zeros is not None, num_warps=4, enable_fp_fusion=True,
+        BLOCKS=blocks, WIDTH=width, ZEROS=zeros is not None, num_warps=4,
     )  # fmt: skip
     return peaks
 
@@ -223,14 +223,11 @@ def _find_peaks(
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
-    column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    live = column < n
-    scores = tl.load(rows + row * stride + column, mask=live, other=-float("inf"))
-    if ZEROS:
-        nothing = tl.zeros((BLOCKS, WIDTH), dtype=zeros.dtype.element_ty)
-        tl.store(zeros + row * n + column, nothing, mask=live)
-    peak = row_max(scores.to(tl.float32), 1)
+    first = (tl.program_id(0) % tiles) * BLOCKS
+    rows += row * stride + first * WIDTH
+    zeros += row * n + first * WIDTH
+    peak = peaks_of_row(rows, zeros, n - first * WIDTH, BLOCKS, WIDTH, ZEROS)
+    block = first + tl.arange(0, BLOCKS)
     tl.store(peaks + row * n_blocks + block, peak, mask=block < n_blocks)
 
 
@@ -238,7 +235,7 @@ def _find_peaks(
 def peaks_of_row(
     scores, zeros, n, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr
 ):  # fmt: skip
-    """The peaks of a row that one program holds; fills ``zeros`` with 0."""
+    """The peaks of a row, or the rest of it, that one program holds; fills ``zeros`` with 0."""
     column = tl.arange(0, BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     values = tl.load(scores + column, mask=column < n, other=-float("inf"))
     if ZEROS:

@@ -101,10 +101,10 @@ def _by_columns(run: Callable[..., None], alphas: NDArray[Any], *tensors: Tensor
         for first in range(0, into.shape[1], len(result)):
             n = min(len(result), into.shape[1] - first)
             for matrix, room in zip(given, rows, strict=True):
-                _to_rows(n, height, matrix, first, room)
+                _turn(n, height, matrix, first, room, False)
             own = alphas[first : first + n] if len(alphas) > 1 else alphas
             run(n, height, *rows, result, own)
-            _to_columns(n, height, result, into, first)
+            _turn(n, height, into, first, result, True)
     return made.movedim(0, -1)
 
 
@@ -327,22 +327,16 @@ def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, by_alpha, k
 
 @by_rows
 @njit(nogil=True, cache=True)
-def _to_rows(start, stop, matrix, first, rows):
-    """Columns from ``first`` on as rows."""
+def _turn(start, stop, matrix, first, rows, back):
+    """Columns from ``first`` on to rows, or back."""
     # A few rows of the matrix at a time: what is written is then a line of memory.
     for top in range(0, matrix.shape[0], 16):
         for j in range(start, stop):
             for i in range(top, min(top + 16, matrix.shape[0])):
-                rows[j, i] = matrix[i, first + j]
-
-
-@by_rows
-@njit(nogil=True, cache=True)
-def _to_columns(start, stop, rows, matrix, first):
-    for top in range(0, matrix.shape[0], 16):
-        for j in range(start, stop):
-            for i in range(top, min(top + 16, matrix.shape[0])):
-                matrix[i, first + j] = rows[j, i]
+                if back:
+                    matrix[i, first + j] = rows[j, i]
+                else:
+                    rows[j, i] = matrix[i, first + j]
 
 
 @njit(nogil=True, error_model="numpy")

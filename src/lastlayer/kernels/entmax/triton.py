@@ -286,9 +286,7 @@ def _backward(
         kind = 3
     n_rows, n = probs.shape
     alphas = probs if per_row is None else per_row
-    shared = dict(
-        KIND=kind, PER_ROW=per_row is not None, LEARNED=by_alpha is not None, enable_fp_fusion=True
-    )
+    shared = dict(KIND=kind, PER_ROW=per_row is not None, LEARNED=by_alpha is not None)
     if n <= WIDEST_BACKWARD:
         width, rows, warps = register_tile(n)
         _backward_in_registers[(cdiv(n_rows, rows),)](
@@ -303,7 +301,7 @@ def _backward(
     tiles = cdiv(n_blocks, blocks)
     _backward_sums[(n_rows * tiles,)](
         probs, grad, out, sums, n_rows, n, probs.stride(0), grad.stride(0), tiles, n_blocks,
-        BLOCKS=blocks, WIDTH=width, KIND=kind, num_warps=4, enable_fp_fusion=True,
+        BLOCKS=blocks, WIDTH=width, KIND=kind, num_warps=4,
     )  # fmt: skip
     chosen = torch.empty(n_rows, n_blocks, device=probs.device, dtype=torch.int32)
     _backward_of_chosen[(n_rows,)](

@@ -17,7 +17,7 @@ from torch import Tensor
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._cpu import WIDENED, as_array, by_rows, empty_array, parts
 from lastlayer.kernels._cpu_math import BLOCK, FAST, bits, multiply, sum_of, sum_of_distances
-from lastlayer.kernels.entmax_rows.reference import loss_of_listed
+from lastlayer.kernels.entmax_rows._listed import loss_of_listed
 
 
 def forward_(

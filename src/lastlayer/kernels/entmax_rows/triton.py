@@ -49,9 +49,8 @@ def forward_(
         block = tile_width(n, WIDEST_BLOCK, 32)
         _entmax_row[(n_rows,)](
             probs, scores, target, row_scale, loss, n, probs.stride(0), scores.stride(0), alpha,
-            BLOCK=block, GRADIENT=row_scale is not None,
-            KIND=ENTROPIES.get(alpha, 0),
-            num_warps=max(1, block // 512), enable_fp_fusion=True,
+            BLOCK=block, GRADIENT=row_scale is not None, KIND=ENTROPIES.get(alpha, 0),
+            num_warps=max(1, block // 512),
         )  # fmt: skip
     return loss
 

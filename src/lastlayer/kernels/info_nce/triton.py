@@ -46,15 +46,14 @@ def statistics_(
     column_parts = row_lse.new_empty(2 if column_positive.shape[0] else 1, tiles, m * columns)
     _statistics[(tiles, splits)](
         scores, scale, query_groups, key_groups, row_parts, column_parts, own, n, m, splits, tiles,
-        scores.stride(0), ROWS=ROWS, WIDTH=WIDTH, SHARE=share, COLUMNS=columns,
-        BOUNDED=bounded, GROUPS=_kind(query_groups, positive), num_warps=4, enable_fp_fusion=True,
+        scores.stride(0), ROWS=ROWS, WIDTH=WIDTH, SHARE=share, COLUMNS=columns, BOUNDED=bounded,
+        GROUPS=_kind(query_groups, positive), num_warps=4,
     )  # fmt: skip
     block = 128
     row_blocks = cdiv(n, block)
     _fold[(row_blocks + (cdiv(m, block) if columns else 0),)](
         row_parts, row_lse, row_positive, column_parts, column_lse, column_positive, n, m, splits,
         tiles, row_blocks, BLOCK=block, GROUPED=column_positive.shape[0] > 0, num_warps=4,
-        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -69,10 +68,10 @@ def weights_(
     grid = (cdiv(n, WEIGHT_ROWS), cdiv(m, WEIGHT_WIDTH))
     _weights[grid](
         scores, scale, query_groups, key_groups, row_lse, row_push, row_pull, column_lse,
-        column_push, column_pull, out, own, n, m, scores.stride(0), out.stride(0),
-        ROWS=WEIGHT_ROWS, WIDTH=WEIGHT_WIDTH, COLUMNS=column_lse.shape[0] > 0,
-        PULLED=column_pull.shape[0] > 0, BOUNDED=bounded and column_lse.shape[0] > 0,
-        GROUPS=_kind(query_groups, positive), num_warps=4, enable_fp_fusion=True,
+        column_push, column_pull, out, own, n, m, scores.stride(0), out.stride(0), ROWS=WEIGHT_ROWS,
+        WIDTH=WEIGHT_WIDTH, COLUMNS=column_lse.shape[0] > 0, PULLED=column_pull.shape[0] > 0,
+        BOUNDED=bounded and column_lse.shape[0] > 0, GROUPS=_kind(query_groups, positive),
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -309,7 +308,7 @@ def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
         width = max(16, next_power_of_2(depth))
         _unit_row[(n,)](
             rows, out, depth, rows.stride(0), rows.stride(1), WIDTH=width, NORMALIZE=normalize,
-            num_warps=_warps(width), enable_fp_fusion=True,
+            num_warps=_warps(width),
         )  # fmt: skip
 
 
@@ -322,7 +321,7 @@ def row_gradients_(
         width = max(16, next_power_of_2(depth))
         _row_gradient[(n,)](
             rows, gradient, factor, out, along, depth, rows.stride(0), rows.stride(1), WIDTH=width,
-            NORMALIZE=normalize, num_warps=_warps(width), enable_fp_fusion=True,
+            NORMALIZE=normalize, num_warps=_warps(width),
         )  # fmt: skip
 
 

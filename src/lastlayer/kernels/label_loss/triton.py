@@ -76,7 +76,7 @@ def _sums(
     if parts > 1:
         _merge_parts[(n_rows,)](
             sums, seen, losses, counts.view(torch.uint8), n_rows, parts,
-            PARTS=next_power_of_2(parts), MASKED=masked, num_warps=1, enable_fp_fusion=True,
+            PARTS=next_power_of_2(parts), MASKED=masked, num_warps=1,
         )  # fmt: skip
     return losses, counts
 
@@ -110,7 +110,7 @@ def _options(scores, labels, mask, numbers):
     return numbers, dict(
         ROWS=SCORES_A_PROGRAM // width, BLOCK=width, MASKED=mask is not None, KIND=labels[0],
         PLAIN=not any(numbers), NEGATIVE=negative, POSITIVE=positive, MARGIN=margin != 0.0,
-        NARROW=scores.element_size() < 4, num_warps=4, enable_fp_fusion=True,
+        NARROW=scores.element_size() < 4, num_warps=4,
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
-from lastlayer.kernels.softmax_rows.reference import shaped
 
 
 def mix_of_rows(
@@ -36,8 +35,14 @@ def _probs(scores: Tensor, lse: Tensor) -> Tensor:
 
 def _shaped(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, temperature: float
-) -> tuple[Tensor, float | Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Scores after cap and temperature, and their derivative by the plain ones."""
     dtype = accumulation_dtype(hidden.dtype)
     scores = hidden.to(dtype) @ weight.to(dtype).t()
-    return shaped(scores if bias is None else scores + bias.to(dtype), softcap, temperature)
+    if bias is not None:
+        scores = scores + bias.to(dtype)
+    slope = torch.ones_like(scores)
+    if softcap:
+        bent, out = torch.tanh(scores / softcap), scores == -math.inf
+        scores, slope = (softcap * bent).masked_fill(out, -math.inf), 1.0 - bent.square()
+    return scores / temperature, slope / temperature

@@ -68,7 +68,6 @@ def mix_of_rows(
         weight.stride(0), softcap, 1.0 / temperature, ROWS=rows, CLASSES=classes,
         DEPTH=_padded(depth), EVEN=_padded(depth) == depth, BIASED=bias is not None,
         CAPPED=softcap != 0.0, MEAN=mean_wanted, num_warps=warps, num_stages=stages,
-        enable_fp_fusion=True,
     )  # fmt: skip
     return Mix(lse, mean)
 
@@ -95,12 +94,12 @@ def gradient_of_classes(
         target, order = torch.sort(target.int(), stable=True)
         hidden, factors = hidden.index_select(0, order), factors.index_select(1, order)
     _gradient_of_classes[(cdiv(n_classes, classes),)](
-        hidden, weight, bias, target, factors, size, weight_gradient, bias_gradient, n,
-        n_classes, depth, hidden.stride(0), weight.stride(0),
-        weight_gradient.stride(0), softcap, 1.0 / temperature, ROWS=rows, CLASSES=classes,
-        DEPTH=_padded(depth), EVEN=_padded(depth) == depth, BIASED=bias is not None,
+        hidden, weight, bias, target, factors, size, weight_gradient, bias_gradient, n, n_classes,
+        depth, hidden.stride(0), weight.stride(0), weight_gradient.stride(0), softcap,
+        1.0 / temperature, ROWS=rows, CLASSES=classes, DEPTH=_padded(depth),
+        EVEN=_padded(depth) == depth, BIASED=bias is not None,
         BIAS_GRADIENT=bias_gradient is not None, CAPPED=softcap != 0.0, ADD=add,
-        SIZED=size is not None, num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+        SIZED=size is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -292,12 +291,11 @@ def finish_rows(
     factors = exact.new_empty(3, n)
     gradient = exact.new_empty(kept, depth, dtype=dtype)
     _finish_row[(n,)](
-        mix.lse, mix.mean_vector, weight, target, exact, row_scale, row_weight, more, loss,
-        factors, gradient, n, depth, parts, weight.stride(0), keep, z_loss, softcap,
-        1.0 / temperature, PARTS=next_power_of_2(parts),
-        DEPTH=_padded(depth), CAPPED=softcap != 0.0,
+        mix.lse, mix.mean_vector, weight, target, exact, row_scale, row_weight, more, loss, factors,
+        gradient, n, depth, parts, weight.stride(0), keep, z_loss, softcap, 1.0 / temperature,
+        PARTS=next_power_of_2(parts), DEPTH=_padded(depth), CAPPED=softcap != 0.0,
         WEIGHTED=row_weight is not None, MORE=more is not None, SCALED=row_scale is not None,
-        MEAN=kept > 0, num_warps=1, enable_fp_fusion=True,
+        MEAN=kept > 0, num_warps=1,
     )  # fmt: skip
     return Rows(loss, factors, gradient)
 

@@ -22,7 +22,6 @@ from lastlayer.kernels._triton import (
     next_power_of_2,
     tile_width,
 )
-from lastlayer.kernels.products import reference
 
 # Entries that a program adds up together.
 GROUP = 16
@@ -42,11 +41,9 @@ def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor)
         depth = hidden.shape[1]
         group = min(16, next_power_of_2(k))
         _class_scores[(n, cdiv(k, group))](
-            hidden, weight, None if bias is None else bias.contiguous(), classes.contiguous(),
-            made, k, depth, hidden.stride(0), hidden.stride(1), weight.stride(0),
-            weight.stride(1), GROUP=group,
-            DEPTH=tile_width(depth, 1024), BIASED=bias is not None,
-            enable_fp_fusion=True,
+            hidden, weight, None if bias is None else bias.contiguous(), classes.contiguous(), made,
+            k, depth, hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
+            GROUP=group, DEPTH=tile_width(depth, 1024), BIASED=bias is not None,
         )  # fmt: skip
     return made
 
@@ -83,7 +80,7 @@ def to_hidden(values: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
         width = tile_width(depth, WIDEST)
         _gather_classes[(n, cdiv(depth, width))](
             values.contiguous(), classes.contiguous(), weight, out, k, depth, weight.stride(0),
-            weight.stride(1), GROUP=GROUP, WIDTH=width, enable_fp_fusion=True,
+            weight.stride(1), GROUP=GROUP, WIDTH=width,
         )  # fmt: skip
     return out
 
@@ -103,7 +100,7 @@ def add_to_weight_(
     _gather_rows[(n_classes, cdiv(depth, width))](
         values.contiguous(), order, starts, hidden, weight_gradient, values.shape[1], depth,
         hidden.stride(0), hidden.stride(1), weight_gradient.stride(0), weight_gradient.stride(1),
-        GROUP=GROUP, WIDTH=width, enable_fp_fusion=True,
+        GROUP=GROUP, WIDTH=width,
     )  # fmt: skip
 
 
@@ -165,7 +162,7 @@ def scale_(values: Tensor, others: Sequence[Tensor], factor: Tensor) -> None:
         while len(three) < 3:
             three.append(three[0])
             sizes.append(0)
-        _scale[(programs,)](factor, *three, *sizes, BLOCK=block, num_warps=8, enable_fp_fusion=True)
+        _scale[(programs,)](factor, *three, *sizes, BLOCK=block, num_warps=8)
 
 
 @triton.jit
@@ -189,7 +186,11 @@ def _scale(factor, first, second, third, n_first, n_second, n_third, BLOCK: tl.c
 def weighted_mean(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     n = losses.shape[0]
     if n > MOST_LOSSES:
-        return reference.weighted_mean(losses, weights)
+        share = losses.new_full((), n) if weights is None else weights.sum(dtype=losses.dtype)
+        share = torch.where(share == 0, 0.0, share.reciprocal())
+        if weights is not None:
+            losses = torch.where(weights == 0, 0.0, losses * weights)
+        return losses.sum() * share, share
     loss = torch.empty((), device=losses.device, dtype=losses.dtype)
     share = torch.empty((), device=losses.device, dtype=losses.dtype)
     if weights is not None:
@@ -215,7 +216,6 @@ def row_factors(
             target.contiguous(), hidden, row_weight, clean, states, weight, factor, n, depth,
             hidden.stride(0), ignore_index, programs, BLOCK=block, COPIED=COPIED,
             WEIGHTED=row_weight is not None, MEAN=mean, num_warps=max(4, block // 512),
-            enable_fp_fusion=True,
         )  # fmt: skip
     return clean, states, weight, factor
 

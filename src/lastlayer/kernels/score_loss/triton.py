@@ -41,7 +41,6 @@ from lastlayer.kernels.entmax.threshold import (
     solve_chosen,
     solve_tile,
 )
-from lastlayer.kernels.products.reference import weighted_mean
 from lastlayer.kernels.score_loss import NUMBERS, left
 
 WIDEST_BLOCK, FEWEST_PROGRAMS = 4096, 2048
@@ -79,8 +78,10 @@ def forward(
     if mean and n_rows <= MOST_LOSSES:
         mean_of_losses(stats, _LOSS * n_rows, stats, loss, stats, NUMBERS * n_rows, n_rows)
     elif mean:
-        losses, weights = stats[_LOSS * n_rows : -1], stats[:n_rows]
-        loss, stats[-1] = weighted_mean(losses, weights)
+        weights, losses = stats[:n_rows], stats[_LOSS * n_rows : -1]
+        size = weights.sum()
+        stats[-1] = torch.where(size == 0, 0.0, size.reciprocal())
+        loss = torch.where(weights == 0, 0.0, losses * weights).sum() * stats[-1]
     return loss, stats, chosen
 
 

@@ -61,11 +61,10 @@ def best_leaves(
             hidden.float().contiguous(), weight, None if bias is None else bias.contiguous(),
             child.contiguous(), values, classes, opened,
             torch.empty(n, room, device=hidden.device, dtype=torch.int32),
-            torch.empty(n, room, device=hidden.device, dtype=torch.float32),
-            depth, weight.stride(0), weight.stride(1), levels, k, min(most, MOST_OPENED),
-            WIDTH=width, GROUP=GROUP, BEAM_DEPTH=min(widest, TILE // width),
-            DEPTH=min(widest, TILE // GROUP), NODES=NODES, LEAVES=LEAVES, BIASED=bias is not None,
-            num_warps=WARPS, enable_fp_fusion=True,
+            torch.empty(n, room, device=hidden.device, dtype=torch.float32), depth,
+            weight.stride(0), weight.stride(1), levels, k, min(most, MOST_OPENED), WIDTH=width,
+            GROUP=GROUP, BEAM_DEPTH=min(widest, TILE // width), DEPTH=min(widest, TILE // GROUP),
+            NODES=NODES, LEAVES=LEAVES, BIASED=bias is not None, num_warps=WARPS,
         )  # fmt: skip
     return values, classes, opened
 
@@ -292,7 +291,7 @@ def _walk(
     run[(made.numel(),)](
         hidden, weight, bias, *tables, made, size, depth, made.shape[1], hidden.stride(0),
         weight.stride(0), **constants, CHILDREN=children, DEPTH=steps, BIASED=bias is not None,
-        num_warps=max(1, min(4, children * steps // 512)), enable_fp_fusion=True,
+        num_warps=max(1, min(4, children * steps // 512)),
     )  # fmt: skip
 
 
@@ -448,9 +447,8 @@ def peaks_and_levels_(hidden: Tensor, weight: Tensor, peaks: Tensor, levels: Ten
         wide = hidden.dtype == torch.float32 or hidden.dtype != weight.dtype
         _peaks_and_levels[(cdiv(n_classes, CLASSES), cdiv(n, _ROWS))](
             hidden, weight, peaks, levels, n, n_classes, depth, peaks.stride(0), hidden.stride(0),
-            weight.stride(0), ROWS=_ROWS, CLASSES=CLASSES,
-            DEPTH=tile_width(depth, _DEPTH), WIDE=wide, num_warps=4,
-            num_stages=3, enable_fp_fusion=True,
+            weight.stride(0), ROWS=_ROWS, CLASSES=CLASSES, DEPTH=tile_width(depth, _DEPTH),
+            WIDE=wide, num_warps=4, num_stages=3,
         )  # fmt: skip
 
 
@@ -469,7 +467,6 @@ def largest(values: Tensor, ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]
         _largest[(n, parts)](
             values.contiguous(), None if ids is None else ids.contiguous(), best, found, m, k,
             WIDTH=width, COLUMNS=ids is None, num_warps=max(1, min(8, width // 256)),
-            enable_fp_fusion=True,
         )  # fmt: skip
         if parts == 1:
             return best, found

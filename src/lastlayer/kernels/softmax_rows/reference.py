@@ -30,7 +30,7 @@ def forward_(
         rank = (values > values.gather(-1, place)).sum(-1)
     if target_scores is not None:
         values = values.scatter(-1, place, target_scores.to(dtype).unsqueeze(-1))
-    values, slope = shaped(values, softcap, temperature)
+    values, slope = _shaped(values, softcap, temperature)
 
     weights = torch.ones(n_classes, dtype=dtype, device=scores.device)
     weights = weights if class_weight is None else class_weight.to(dtype)
@@ -76,13 +76,13 @@ def gradient_(
     target, where s are the capped and tempered scores and slope their derivative by the plain ones.
     A target of -1 is not among the classes.
     """
-    values, slope = shaped(scores.to(lse.dtype), softcap, temperature)
+    values, slope = _shaped(scores.to(lse.dtype), softcap, temperature)
     gradient = torch.exp(values - lse.unsqueeze(-1)) * push.unsqueeze(-1) * slope
     here = torch.arange(scores.shape[1], device=scores.device) == target.unsqueeze(-1)
     scores.copy_(torch.where(here, true.unsqueeze(-1), gradient))
 
 
-def shaped(values: Tensor, softcap: float, temperature: float) -> tuple[Tensor, float | Tensor]:
+def _shaped(values: Tensor, softcap: float, temperature: float) -> tuple[Tensor, float | Tensor]:
     """Scores after cap and temperature, and their derivative by the plain ones; -inf stays."""
     if not softcap:
         return values / temperature, 1.0 / temperature

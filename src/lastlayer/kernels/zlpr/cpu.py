@@ -24,7 +24,6 @@ from lastlayer.kernels._cpu_labels import (
     read_span,
 )
 from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest, sum_of
-from lastlayer.kernels.zlpr import reference
 
 # Numbers of a slab that a cache holds.
 _IN_CACHE = 1 << 16
@@ -295,14 +294,17 @@ def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
         values = scores[part].to(dtype)
         above[part] = _logsumexp(values)
         if negated:
-            below[part] = _logsumexp(reference.negated(values))
+            below[part] = _logsumexp(_negated(values))
     return above, below
 
 
 def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor | None) -> None:
     for part in parts(scores.shape, _IN_CACHE):
-        others = None if below is None else below[part]
-        reference.slab_gradient_(scores[part], scale[part], above[part], others)
+        values = scores[part].to(above.dtype)
+        gradient = (values - above[part].unsqueeze(-1)).exp_()
+        if below is not None:
+            gradient -= _negated(values).sub_(below[part].unsqueeze(-1)).exp_()
+        torch.mul(gradient, scale[part].unsqueeze(-1), out=scores[part])
 
 
 def _logsumexp(values: Tensor) -> Tensor:
@@ -310,3 +312,7 @@ def _logsumexp(values: Tensor) -> Tensor:
     peak = values.amax(-1)
     origin = torch.where(peak == -torch.inf, 0.0, peak)
     return (values - origin.unsqueeze(-1)).exp_().sum(-1).log_().add_(origin)
+
+
+def _negated(values: Tensor) -> Tensor:
+    return torch.where(values == -torch.inf, values, -values)

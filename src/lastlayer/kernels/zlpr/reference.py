@@ -112,18 +112,17 @@ def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
     values = scores.to(accumulation_dtype(scores.dtype))
     if not negated:
         return values.logsumexp(-1), values.new_empty(0)
-    return values.logsumexp(-1), negated(values).logsumexp(-1)
+    return values.logsumexp(-1), _negated(values).logsumexp(-1)
 
 
 def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor | None) -> None:
     """``scores`` (rows, labels) become the gradient; the rest has one number per row."""
     values = scores.to(accumulation_dtype(scores.dtype))
-    gradient = (values - above.unsqueeze(-1)).exp_()
+    gradient = torch.exp(values - above.unsqueeze(-1))
     if below is not None:
-        gradient -= negated(values).sub_(below.unsqueeze(-1)).exp_()
-    torch.mul(gradient, scale.unsqueeze(-1), out=scores)
+        gradient -= torch.exp(_negated(values) - below.unsqueeze(-1))
+    scores.copy_(gradient.mul_(scale.unsqueeze(-1)))
 
 
-def negated(values: Tensor) -> Tensor:
-    """Minus the scores; -inf stays."""
+def _negated(values: Tensor) -> Tensor:
     return torch.where(values == -torch.inf, values, -values)

@@ -56,14 +56,13 @@ def forward(
     pieces = losses if parts == 1 else stats.new_empty((5, parts, n_rows))
     _sum_rows[(tiles, parts)](
         scores, labels, *mask_of(mask), *lists_of, losses, stats, seen, pieces, n_rows, n, span,
-        scores.stride(0), labels.stride(0), smoothing,
-        ROWS=height, BLOCK=width, KIND=kind, MASKED=masked, WHOLE=parts == 1,
-        LIST=LIST, num_warps=max(1, height * width // 512), enable_fp_fusion=True,
+        scores.stride(0), labels.stride(0), smoothing, ROWS=height, BLOCK=width, KIND=kind,
+        MASKED=masked, WHOLE=parts == 1, LIST=LIST, num_warps=max(1, height * width // 512),
     )  # fmt: skip
     if parts > 1:
         _merge_parts[(n_rows,)](
-            pieces, losses, stats, seen, n_rows, parts, PARTS=next_power_of_2(parts),
-            MASKED=masked, num_warps=1, enable_fp_fusion=True,
+            pieces, losses, stats, seen, n_rows, parts, PARTS=next_power_of_2(parts), MASKED=masked,
+            num_warps=1,
         )  # fmt: skip
     return losses, stats, counts
 
@@ -82,9 +81,9 @@ def backward(
     grad = grad.reshape(-1) if grad.dim() > 1 else grad
     _fill_gradient[(cdiv(n_rows, height), cdiv(n, width))](
         scores, labels, *mask_of(mask), *lists_of, stats, grad, out, n_rows, n, scores.stride(0),
-        labels.stride(0), grad.stride(0) if grad.numel() > 1 else 0, smoothing,
-        ROWS=height, BLOCK=width, KIND=kind, MASKED=mask is not None,
-        LIST=LIST, num_warps=max(1, height * width // 512), enable_fp_fusion=True,
+        labels.stride(0), grad.stride(0) if grad.numel() > 1 else 0, smoothing, ROWS=height,
+        BLOCK=width, KIND=kind, MASKED=mask is not None, LIST=LIST,
+        num_warps=max(1, height * width // 512),
     )  # fmt: skip
     return out
 
@@ -429,7 +428,7 @@ def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
         block = tile_width(n, SCORES_A_PROGRAM, 32)
         _slab_sums[(n_rows, parts)](
             scores, above, below, n_rows, n, scores.stride(0), SHARE, BLOCK=block, NEGATED=negated,
-            num_warps=max(1, block // 512), enable_fp_fusion=True,
+            num_warps=max(1, block // 512),
         )  # fmt: skip
     else:
         above.fill_(-torch.inf)
@@ -443,7 +442,7 @@ def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor |
         block = tile_width(n, SCORES_A_PROGRAM, 32)
         _slab_gradient[(n_rows, cdiv(n, block))](
             scores, scale, above, below, n, scores.stride(0), BLOCK=block,
-            NEGATED=below is not None, num_warps=max(1, block // 512), enable_fp_fusion=True,
+            NEGATED=below is not None, num_warps=max(1, block // 512),
         )  # fmt: skip
 
 
