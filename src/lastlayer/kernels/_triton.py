@@ -129,6 +129,22 @@ def load_rows(base, row, row_stride, step, step_stride, rows_there, steps_there)
 
 
 @triton.jit
+def dot_rows(
+    state, state_step, base, row, row_stride, step_stride, rows_there, depth,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Products of one vector with some rows of a matrix, (rows,); 0 where there are none."""
+    sums = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
+    for first in range(0, depth, DEPTH):
+        step = first + tl.arange(0, DEPTH)
+        inside = step < depth
+        numbers = tl.load(state + step * state_step, mask=inside, other=0.0).to(tl.float32)
+        vectors = load_rows(base, row, row_stride, step, step_stride, rows_there, inside)
+        sums += vectors.to(tl.float32) * numbers[None, :]
+    return tl.sum(sums, 1)
+
+
+@triton.jit
 def load_labelled(
     scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
     smoothing, KIND: tl.constexpr, MASKED: tl.constexpr,

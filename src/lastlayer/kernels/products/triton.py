@@ -16,6 +16,7 @@ from torch import Tensor
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import (
     cdiv,
+    dot_rows,
     in_rows,
     load_rows,
     mean_of_losses,
@@ -59,14 +60,10 @@ def _class_scores(
     live = slot < k
     chosen = tl.load(classes + row * k + slot, mask=live, other=-1)
     live = chosen >= 0
-    sums = tl.zeros((GROUP, DEPTH), dtype=tl.float32)
-    for first in range(0, depth, DEPTH):
-        step = first + tl.arange(0, DEPTH)
-        inside = step < depth
-        state = tl.load(hidden + row * hidden_row + step * hidden_step, mask=inside, other=0.0)
-        vectors = load_rows(weight, chosen, weight_row, step, weight_step, live, inside)
-        sums += vectors.to(tl.float32) * state.to(tl.float32)[None, :]
-    total = tl.sum(sums, 1)
+    hidden += row * hidden_row
+    total = dot_rows(
+        hidden, hidden_step, weight, chosen, weight_row, weight_step, live, depth, GROUP, DEPTH
+    )
     if BIASED:
         total += tl.load(bias + chosen, mask=live, other=0.0).to(tl.float32)
     tl.store(scores + row * k + slot, total, mask=slot < k)

@@ -17,6 +17,7 @@ from torch import Tensor
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import (
     cdiv,
+    dot_rows,
     in_rows,
     load_rows,
     log1p,
@@ -212,20 +213,10 @@ def _open(
     GROUP: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """The two children of each node and their log-probabilities, of leaves -inf without node."""
-    vector = weight + node.to(tl.int64)[:, None] * weight_row
-    sums = tl.zeros((GROUP, DEPTH), tl.float32)
-    for first in range(0, depth, DEPTH):
-        step = first + tl.arange(0, DEPTH)
-        inside = step < depth
-        state = tl.load(hidden + step, mask=inside, other=0.0)
-        numbers = tl.load(
-            vector + step[None, :] * weight_step, mask=live[:, None] & inside[None, :], other=0.0
-        )
-        sums += numbers.to(tl.float32) * state[None, :]
-    edge = child + 2 * node.to(tl.int64)
-    left = tl.load(edge, mask=live, other=-1)
-    right = tl.load(edge + 1, mask=live, other=-1)
-    score = tl.sum(sums, 1)
+    at = node.to(tl.int64)
+    score = dot_rows(hidden, 1, weight, at, weight_row, weight_step, live, depth, GROUP, DEPTH)
+    left = tl.load(child + 2 * at, mask=live, other=-1)
+    right = tl.load(child + 2 * at + 1, mask=live, other=-1)
     if BIASED:
         score += tl.load(bias + node, mask=live, other=0.0).to(tl.float32)
     rest = log1p(tl.exp(-tl.abs(score)))
@@ -303,15 +294,7 @@ def _child_scores(
     """Of some children of a node, whose first row of the weight is given; -inf beyond the last."""
     child = first + tl.arange(0, CHILDREN)
     there = child < width
-    vector = weight + (row + child)[:, None] * weight_row
-    sums = tl.zeros((CHILDREN, DEPTH), tl.float32)
-    for start in range(0, depth, DEPTH):
-        step = start + tl.arange(0, DEPTH)
-        inside = step < depth
-        state = tl.load(hidden + step, mask=inside, other=0.0).to(tl.float32)
-        numbers = tl.load(vector + step[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-        sums += numbers.to(tl.float32) * state[None, :]
-    score = tl.sum(sums, 1)
+    score = dot_rows(hidden, 1, weight, row + child, weight_row, 1, there, depth, CHILDREN, DEPTH)
     if BIASED:
         score += tl.load(bias + row + child, mask=there, other=0.0).to(tl.float32)
     return child, tl.where(there, score, -float("inf"))
