@@ -332,7 +332,6 @@ SLAB_TYPES = {"scores": "*bf16", "smoothing": "fp32"} | dict.fromkeys(
 SLAB_CASES = [
     (zlpr._slab_sums, dict(BLOCK=2048, NEGATED=True)),
     (zlpr._slab_gradient, dict(BLOCK=2048, NEGATED=True)),
-    (zlpr._logistic, dict(BLOCK=2048, GRADIENT=True, SMOOTH=True)),
 ]
 
 
@@ -457,9 +456,9 @@ LABEL_TYPES = (
     | {"scores": "*bf16", "out": "*bf16", "classes": "*i64", "starts": "*i64", "bits": "*i32"}
 )
 LABEL_TILE = dict(ROWS=2, BLOCK=1024, MASKED=True)
-WHOLE_POWERS = dict(PLAIN=False, NEGATIVE=4, POSITIVE=1, MARGIN=True, LABELS=0, NARROW=True)
-PLAIN_LOSS = dict(PLAIN=True, NEGATIVE=0, POSITIVE=0, MARGIN=False, LABELS=1, NARROW=True)
-POWERS = dict(PLAIN=False, NEGATIVE=-1, POSITIVE=-1, MARGIN=True, LABELS=2, NARROW=False)
+WHOLE_POWERS = dict(PLAIN=False, NEGATIVE=4, POSITIVE=1, MARGIN=True, KIND=4, NARROW=True)
+PLAIN_LOSS = dict(PLAIN=True, NEGATIVE=0, POSITIVE=0, MARGIN=False, KIND=0, NARROW=True)
+POWERS = dict(PLAIN=False, NEGATIVE=-1, POSITIVE=-1, MARGIN=True, KIND=1, NARROW=False)
 LABEL_CASES = [
     (label_loss._sum_rows, dict(FOCUS=True, GRADIENT=False) | LABEL_TILE | PLAIN_LOSS),
     (label_loss._sum_rows, dict(FOCUS=True, GRADIENT=True) | LABEL_TILE | WHOLE_POWERS),

@@ -199,7 +199,7 @@ def test_a_slab_of_labels_that_are_0(impl, kind, dtype):
     wide = torch.zeros(5, 310, dtype=dtype, device=case.scores.device)
     for scale in (None, case.grad):
         wide[:, :300] = case.scores
-        made = label_loss.slab_(impl, wide[:, :300], *KINDS[kind], False, scale)
+        made = label_loss.slab_(impl, wide[:, :300], *KINDS[kind], False, 0.0, scale)
         torch.testing.assert_close(made, losses, equal_nan=True)
         expected = case.scores if scale is None else gradient
         torch.testing.assert_close(wide[:, :300], expected, equal_nan=True)

@@ -61,7 +61,9 @@ OPERATIONS = {
     "zlpr gradient": lambda impl, scores: kernels.zlpr.slab_gradient_(
         impl, scores, torch.rand(N), torch.rand(N) + 4, torch.rand(N) + 4
     ),
-    "logistic": lambda impl, scores: kernels.zlpr.logistic_slab_(impl, scores, torch.rand(N), 0.1),
+    "logistic": lambda impl, scores: kernels.label_loss.slab_(
+        impl, scores, 0.0, 0.0, 0.0, True, 0.1, torch.rand(N)
+    ),
     "info_nce": info_nce_statistics,
     "info_nce weights": info_nce_weights,
 }

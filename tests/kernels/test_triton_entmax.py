@@ -32,7 +32,8 @@ def path(request, monkeypatch):
     if request.param in ("two kernels", "many candidates"):
         monkeypatch.setattr(kernel, "WIDEST_IN_ONE_PROGRAM", 0)
     if request.param == "many candidates":
-        monkeypatch.setattr(kernel, "_group_scores", lambda n: 64)
+        few = lambda _, width: dict(GROUP=max(1, 64 // width), num_warps=1)  # noqa: E731
+        monkeypatch.setattr(kernel, "group_and_warps", few)
     return request.param
 
 

@@ -291,14 +291,17 @@ class _Bce(_LabelRule):
         self._terms.append(lists.sum(own).neg_())
 
     def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
-        made = kernels.zlpr.logistic_slab_("auto", scores, scale, self._label_smoothing)
-        self._terms.append(made)
+        options = *self._options(), self._label_smoothing
+        self._terms.append(kernels.label_loss.slab_("auto", scores, *options, scale))
 
     def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
         labels = lists.labels(at_listed.dtype)
         if labels is None:
             return torch.sigmoid(-at_listed) * lists.of_rows(-scale)
         return (torch.sigmoid(at_listed) - labels) * lists.of_rows(scale)
+
+    def _options(self) -> tuple[float, float, float, bool]:
+        return 0.0, 0.0, 0.0, True
 
     def losses(self) -> Tensor:
         total = self._terms[0]
@@ -316,10 +319,6 @@ class _Asymmetric(_Bce):
             *self._options(),
         )  # fmt: skip
         self._terms.append(lists.sum(own))
-
-    def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
-        made = kernels.label_loss.slab_("auto", scores, *self._options(), scale)
-        self._terms.append(made)
 
     def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
         labels = self._labels(lists, at_listed)

@@ -29,6 +29,11 @@ _WORD = tl.constexpr(0xFFFFFFFF)
 _SERIES = tl.constexpr(SERIES)
 _SQRT_2 = tl.constexpr(SQRT_2)
 _STEP = tl.constexpr(2.0**-53)
+# Where the label of a class comes from: an integer, a number, a bit, a list where its bit says so;
+# or all are 0, or all the same.
+HARD, SOFT, BITS, LISTED, NONE, SMOOTHED = (tl.constexpr(kind) for kind in range(6))
+# Rows are cut into parts where there are fewer programs than this.
+ENOUGH_PROGRAMS = 1024
 
 
 def cdiv(n: int, size: int) -> int:
@@ -56,6 +61,28 @@ def as_rows(tensor: Tensor) -> Tensor:
     return in_rows(tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1]))
 
 
+def labels_of(target: Tensor) -> tuple[int, Tensor]:
+    """Where dense labels come from, and they, whose rows lie together in memory."""
+    target = in_rows(target)
+    kind = SOFT if target.is_floating_point() else HARD
+    return kind.value, target.view(torch.uint8) if target.dtype == torch.bool else target
+
+
+def mask_of(mask: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """A mask and its strides: one that was expanded is read where it is."""
+    if mask is None:
+        return None, 0, 0
+    return mask.view(torch.uint8), mask.stride(0), mask.stride(1)
+
+
+def row_parts(tiles: int, n: int, width: int) -> tuple[int, int]:
+    """Scores of a part of a row that a program sums, and parts, where there are ``tiles`` rows."""
+    blocks = cdiv(n, width)
+    parts = max(1, min(cdiv(ENOUGH_PROGRAMS, tiles), blocks // 4, 1024))
+    span = cdiv(blocks, parts) * width
+    return span, max(1, cdiv(n, span)) if span else 1
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs of a GPU run side by side, at least."""
@@ -73,7 +100,7 @@ def mean_of_losses(
     block = tile_width(n, 4096, 128)
     _mean[(1,)](
         losses, losses_at, weights, loss, share, share_at, n, BLOCK=block,
-        WEIGHTED=weights is not None, num_warps=block // 128, enable_fp_fusion=True,
+        WEIGHTED=weights is not None, num_warps=block // 128,
     )  # fmt: skip
 
 
@@ -104,6 +131,54 @@ def load_rows(base, row, row_stride, step, step_stride, rows_there, steps_there)
     """Numbers ``step`` of some rows of a matrix, (rows, steps); 0 where there are none."""
     place = base + row[:, None] * row_stride + step[None, :] * step_stride
     return tl.load(place, mask=rows_there[:, None] & steps_there[None, :], other=0.0)
+
+
+@triton.jit
+def dot_rows(
+    state, state_step, base, row, row_stride, step_stride, rows_there, depth,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Products of one vector with some rows of a matrix, (rows,); 0 where there are none."""
+    sums = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
+    for first in range(0, depth, DEPTH):
+        step = first + tl.arange(0, DEPTH)
+        inside = step < depth
+        numbers = tl.load(state + step * state_step, mask=inside, other=0.0).to(tl.float32)
+        vectors = load_rows(base, row, row_stride, step, step_stride, rows_there, inside)
+        sums += vectors.to(tl.float32) * numbers[None, :]
+    return tl.sum(sums, 1)
+
+
+@triton.jit
+def load_labelled(
+    scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
+    smoothing, KIND: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Scores, their labels (bool where they are 0 or 1), which count, and which are listed."""
+    value = tl.load(scores + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    keep = inside
+    if MASKED:
+        place = row * mask_row + column * mask_column
+        keep = keep & (tl.load(mask + place, mask=inside, other=0) != 0)
+    listed = ~inside
+    if KIND == NONE:
+        label = inside & (column < 0)
+    elif KIND == SMOOTHED:
+        # A score of -inf is that of no class.
+        label = tl.where(value == -float("inf"), 0.0, smoothing)
+    elif KIND == HARD:
+        label = tl.load(labels + row * label_stride + column, mask=inside, other=0) != 0
+    elif KIND == SOFT:
+        label = tl.load(labels + row * label_stride + column, mask=inside, other=0.0)
+        label = label.to(tl.float32)
+    else:
+        word = tl.load(labels + row * label_stride + (column >> 5), mask=inside, other=0)
+        label = ((word >> (column & 31)) & 1) != 0
+        if KIND == LISTED:
+            listed = label
+            keep = keep & ~listed
+            label = value * 0.0 + smoothing
+    return value, label, keep, listed
 
 
 @triton.jit
@@ -211,7 +286,6 @@ def find_peaks(rows: Tensor, zeros: Tensor | None, bias: Tensor | None = None) -
     _find_peaks[(n_rows * tiles,)](
         rows, bias, peaks if zeros is None else zeros, peaks, n, rows.stride(0), tiles, n_blocks,
         BLOCKS=blocks, WIDTH=width, ZEROS=zeros is not None, BIASED=bias is not None, num_warps=4,
-        enable_fp_fusion=True,
     )  # fmt: skip
     return peaks
 
@@ -240,7 +314,7 @@ def _find_peaks(
 def peaks_of_row(
     scores, zeros, n, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr
 ):  # fmt: skip
-    """The peaks of a row that one program holds; fills ``zeros`` with 0."""
+    """The peaks of a row, or the rest of it, that one program holds; fills ``zeros`` with 0."""
     column = tl.arange(0, BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     values = tl.load(scores + column, mask=column < n, other=-float("inf"))
     if ZEROS:

@@ -6,6 +6,7 @@ each waiting for the last, and four rows that wait at the same time cost little 
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -47,79 +48,64 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
 
 
 def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
+    return _backward(probs, grad, *_alphas_of_slopes(alpha, row_alpha), _NO_GRADIENT)
+
+
+def gradients(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> tuple[Tensor, Tensor]:
+    by_alpha = np.zeros(probs.shape[:-1], np.float64)
+    made = _backward(probs, grad, *_alphas(0.0, row_alpha), by_alpha.reshape(-1))
+    return made, in_dtype(torch.from_numpy(by_alpha), row_alpha.dtype)
+
+
+def _backward(
+    probs: Tensor, grad: Tensor, kind: int, alphas: NDArray[Any], by_alpha: NDArray[Any]
+) -> Tensor:
     rows, upstream = as_rows(probs), as_rows(grad)
     upstream = upstream.astype(rows.dtype, copy=False)
     out, result = empty_rows(probs)
     if rows.size:
-        kind, alphas = _alphas(alpha, row_alpha)
-        if row_alpha is None and alpha == 1.0:
-            kind = 3
-        _backward_rows(*rows.shape, rows, bits(rows), upstream, out, alphas, _NO_GRADIENT, kind)
-    return in_dtype(result, grad.dtype)
-
-
-def gradients(probs: Tensor, grad: Tensor, row_alpha: Tensor) -> tuple[Tensor, Tensor]:
-    rows, upstream = as_rows(probs), as_rows(grad)
-    upstream = upstream.astype(rows.dtype, copy=False)
-    (out, result), by_alpha = empty_rows(probs), np.zeros(rows.shape[0], np.float64)
-    if rows.size:
-        kind, alphas = _alphas(0.0, row_alpha)
         _backward_rows(*rows.shape, rows, bits(rows), upstream, out, alphas, by_alpha, kind)
-    made = in_dtype(torch.from_numpy(by_alpha), row_alpha.dtype).view(probs.shape[:-1])
-    return in_dtype(result, grad.dtype), made
+    return in_dtype(result, grad.dtype)
 
 
 def forward_columns(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """:func:`forward` of a tensor whose first dimension became its last; the result is like it."""
-    matrix, into, out = _columns(scores), *_empty_columns(scores)
-    if matrix.size:
-        kind, alphas = _alphas(alpha, row_alpha)
-        rows, made = _rooms(matrix, 2)
-        none = np.empty((0, 0), np.int64), np.empty(0, np.int64)
-        for first in range(0, matrix.shape[1], len(rows)):
-            n = min(len(rows), matrix.shape[1] - first)
-            some = alphas[first : first + n] if len(alphas) > 1 else alphas
-            _to_rows(n, len(matrix), matrix, first, rows)
-            _solve_rows(n, len(matrix), rows, made, *none, some, kind, 0.0)
-            _to_columns(n, len(matrix), made, into, first)
-    return out
+    kind, alphas = _alphas(alpha, row_alpha)
+
+    def solve(n, width, rows, made, some):
+        _solve_rows(n, width, rows, made, *_NO_LISTS, some, kind, 0.0)
+
+    return _by_columns(solve, alphas, scores)
 
 
 def backward_columns(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """:func:`backward` of what :func:`forward_columns` made."""
-    matrix, into, out = _columns(probs), *_empty_columns(probs)
-    if matrix.size:
-        kind, alphas = _alphas(alpha, row_alpha)
-        if row_alpha is None and alpha == 1.0:
-            kind = 3
-        upstream, (rows, grads, made) = _columns(grad), _rooms(matrix, 3)
-        for first in range(0, matrix.shape[1], len(rows)):
-            n = min(len(rows), matrix.shape[1] - first)
-            some = alphas[first : first + n] if len(alphas) > 1 else alphas
-            _to_rows(n, len(matrix), matrix, first, rows)
-            _to_rows(n, len(matrix), upstream, first, grads)
-            given = rows, bits(rows), grads, made, some, _NO_GRADIENT, kind
-            _backward_rows(n, len(matrix), *given)
-            _to_columns(n, len(matrix), made, into, first)
-    return out
+    kind, alphas = _alphas_of_slopes(alpha, row_alpha)
+
+    def run(n, width, rows, grads, made, some):
+        _backward_rows(n, width, rows, bits(rows), grads, made, some, _NO_GRADIENT, kind)
+
+    return _by_columns(run, alphas, probs, grad)
 
 
-def _columns(tensor: Tensor) -> NDArray[Any]:
-    """The last dimension first, and all others together."""
-    return tensor.detach().movedim(-1, 0).contiguous().view(tensor.shape[-1], -1).numpy()
-
-
-def _empty_columns(like: Tensor) -> tuple[NDArray[Any], Tensor]:
-    """Memory for a result in columns, and as a tensor of that shape."""
-    made = empty((like.shape[-1], *like.shape[:-1]), like.dtype)
-    return made.view(like.shape[-1], -1).numpy(), made.movedim(0, -1)
-
-
-def _rooms(matrix: NDArray[Any], count: int) -> list[NDArray[Any]]:
-    """Room for some columns as rows, which stays in the cache, as a copy of all would not."""
-    width = max(16, min(1024, _IN_CACHE // len(matrix))) * torch.get_num_threads()
-    shape = min(width, matrix.shape[1]), len(matrix)
-    return [np.empty(shape, matrix.dtype) for _ in range(count)]
+def _by_columns(run: Callable[..., None], alphas: NDArray[Any], *tensors: Tensor) -> Tensor:
+    """``run`` with some columns at a time as rows, in memory that stays in the cache."""
+    *batch, height = tensors[0].shape
+    made = empty((height, *batch), tensors[0].dtype)
+    into = made.view(height, -1).numpy()
+    given = [each.detach().movedim(-1, 0).contiguous().view(height, -1).numpy() for each in tensors]
+    if into.size:
+        some = max(16, min(1024, _IN_CACHE // height)) * torch.get_num_threads()
+        shape = min(some, into.shape[1]), height
+        *rows, result = (np.empty(shape, into.dtype) for _ in range(len(given) + 1))
+        for first in range(0, into.shape[1], len(result)):
+            n = min(len(result), into.shape[1] - first)
+            for matrix, room in zip(given, rows, strict=True):
+                _turn(n, height, matrix, first, room, False)
+            own = alphas[first : first + n] if len(alphas) > 1 else alphas
+            run(n, height, *rows, result, own)
+            _turn(n, height, into, first, result, True)
+    return made.movedim(0, -1)
 
 
 def support(
@@ -156,6 +142,12 @@ def _alphas(alpha: float, row_alpha: Tensor | None) -> tuple[int, np.ndarray]:
     return _one_alpha(alpha)
 
 
+def _alphas_of_slopes(alpha: float, row_alpha: Tensor | None) -> tuple[int, np.ndarray]:
+    """As :func:`_alphas`, and 3 for softmax."""
+    kind, alphas = _alphas(alpha, row_alpha)
+    return (3 if row_alpha is None and alpha == 1.0 else kind), alphas
+
+
 @lru_cache(maxsize=64)
 def _one_alpha(alpha: float) -> tuple[int, np.ndarray]:
     return {2.0: 1, 1.5: 2}.get(alpha, 0), np.array([alpha])
@@ -170,8 +162,12 @@ def _solve_rows(start, stop, rows, out, indices, size, alphas, kind, too_small):
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n + 1, np.int32)
     short = kind > 0 and n <= LONGEST
-    four = room_for_four(rows, n if short else 0)
-    copies = room_for_any(n if kind == 0 else 0)
+    # Four rows, padded with what has no share to whole pairs of vectors.
+    pair = 2 * lanes_of(rows.itemsize)
+    four = np.full((4, (n + pair - 1) // pair * pair if short else 0), -np.inf, rows.dtype)
+    # The distances of a row in float32, in which a vector holds more, and in float64.
+    any_n = n if kind == 0 else 0
+    copies = np.empty(any_n, np.float32), np.empty(any_n, np.float64)
     # Short rows are solved as for the dense result, so that both agree to the last bit.
     dense = np.empty((4, n if short and compact else 0), rows.dtype)
     everywhere = np.arange(dense.shape[1])
@@ -331,22 +327,16 @@ def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, by_alpha, k
 
 @by_rows
 @njit(nogil=True, cache=True)
-def _to_rows(start, stop, matrix, first, rows):
-    """Columns from ``first`` on as rows."""
+def _turn(start, stop, matrix, first, rows, back):
+    """Columns from ``first`` on to rows, or back."""
     # A few rows of the matrix at a time: what is written is then a line of memory.
     for top in range(0, matrix.shape[0], 16):
         for j in range(start, stop):
             for i in range(top, min(top + 16, matrix.shape[0])):
-                rows[j, i] = matrix[i, first + j]
-
-
-@by_rows
-@njit(nogil=True, cache=True)
-def _to_columns(start, stop, rows, matrix, first):
-    for top in range(0, matrix.shape[0], 16):
-        for j in range(start, stop):
-            for i in range(top, min(top + 16, matrix.shape[0])):
-                matrix[i, first + j] = rows[j, i]
+                if back:
+                    matrix[i, first + j] = rows[j, i]
+                else:
+                    rows[j, i] = matrix[i, first + j]
 
 
 @njit(nogil=True, error_model="numpy")
@@ -468,7 +458,7 @@ LONGEST_BACKWARD = 1024
 def solve_short(rows, out, four, kind):
     """Probabilities of one to four rows into ``out``; says whether all of them have some.
 
-    If not, nothing is written. ``four`` is room to work in, as :func:`room_for_four` makes it.
+    If not, nothing is written. ``four`` is room to work in.
     """
     last = len(rows) - 1
     second, third = min(1, last), min(2, last)
@@ -525,13 +515,6 @@ def _solve_four(rows, r0, r1, r2, r3, p0, p1, p2, p3, out, x, kind):
     _write(x, 1, out, r1, t1, a1, b1, kind)
     _write(x, 2, out, r2, t2, a2, b2, kind)
     _write(x, 3, out, r3, t3, a3, b3, kind)
-
-
-@njit(nogil=True)
-def room_for_four(rows, n):
-    """Four rows of n scores, padded with what has no share to whole pairs of vectors."""
-    pair = 2 * lanes_of(rows.itemsize)
-    return np.full((4, (n + pair - 1) // pair * pair), -np.inf, rows.dtype)
 
 
 @njit(nogil=True, forceinline=True, fastmath=FAST)
@@ -609,17 +592,11 @@ _NEAR_32, _NEAR_64 = 1e-5, 1e-9
 _FEW_TRIPS, _MANY_TRIPS = 12, 400
 
 
-@njit(nogil=True)
-def room_for_any(n):
-    """Room for the distances of a row in float32, in which a vector holds more, and in float64."""
-    return np.empty(n, np.float32), np.empty(n, np.float64)
-
-
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def solve_any(x, room, count, excess):
     """Probabilities in place of the distances ``x[:count]`` to the maximum of a row.
 
-    The first trips are made in float32. ``room`` is as :func:`room_for_any` makes it.
+    The first trips are made in float32. ``room`` is two arrays to work in.
     """
     narrow, wide = room
     for i in range(count):

@@ -25,6 +25,10 @@ MAX_TRIPS = tl.constexpr(120)
 BOTH = tl.constexpr(2)
 # Beyond, a product of so many margins takes as long as a power.
 HIGHEST_KIND = 8
+# Up to here one program finds the peaks of a row and finishes it.
+WIDEST_IN_ONE_PROGRAM = 16384
+# Kinds of entropies, as entropy_and_slope takes them.
+ENTROPIES = {2.0: 1, 1.5: 2, 1.0: 3}
 
 
 def kind_of(alpha: float) -> int:
@@ -32,6 +36,12 @@ def kind_of(alpha: float) -> int:
     power = 1.0 / (alpha - 1.0) if alpha > 1.0 else 0.0
     kind = round(power)
     return kind if kind <= HIGHEST_KIND and abs(power - kind) < 1e-9 else 0
+
+
+def group_and_warps(n: int, width: int) -> dict[str, int]:
+    """How many chosen blocks of a row a program looks at together, and its warps."""
+    scores, warps = (256, 1) if n <= 2048 else (512, 2) if n <= 8192 else (1024, 4)
+    return dict(GROUP=max(1, scores // width), num_warps=warps)
 
 
 @triton.jit

@@ -27,10 +27,12 @@ from lastlayer.kernels._triton import (
 )
 from lastlayer.kernels.entmax.threshold import (
     BOTH,
+    WIDEST_IN_ONE_PROGRAM,
     below,
     bound_from_part,
     correction,
     exp_remainder,
+    group_and_warps,
     is_broken,
     kind_of,
     per_class,
@@ -45,8 +47,6 @@ from lastlayer.kernels.entmax.threshold import (
 )
 
 WIDEST_IN_REGISTERS, WIDEST_BACKWARD = 512, 8192
-# Up to here one program finds the peaks of a row and finishes it.
-WIDEST_IN_ONE_PROGRAM = 16384
 BACKWARD_SCORES, BACKWARD_GROUP = 4096, 1024
 
 
@@ -88,13 +88,9 @@ def _solve(
     compact = indices is not None
     kind, excess, per_row = _as_alpha(alpha, row_alpha)
     alphas = rows if per_row is None else per_row
-    shared = dict(
-        KIND=kind,
-        PER_ROW=per_row is not None,
-        COMPACT=compact,
-        SHRINK=shrink,
-        enable_fp_fusion=False,  # threshold.py says why
-    )
+    # threshold.py says why nothing is fused.
+    options = dict(COMPACT=compact, SHRINK=shrink, enable_fp_fusion=False)
+    shared = dict(KIND=kind, PER_ROW=per_row is not None, **options)
     if n <= WIDEST_IN_REGISTERS:
         width, row_count, warps = register_tile(n)
         _forward_in_registers[(cdiv(n_rows, row_count),)](
@@ -110,17 +106,8 @@ def _solve(
     _forward_of_chosen[(n_rows,)](
         rows, out, indices, size, peaks, chosen, alphas, excess, n, rows.stride(0),
         math.log(n), n_blocks, max_support, BLOCKS=next_power_of_2(n_blocks), WIDTH=width,
-        GROUP=max(1, _group_scores(n) // width), IN_ONE=in_one, num_warps=_warps(n), **shared,
+        IN_ONE=in_one, **group_and_warps(n, width), **shared,
     )  # fmt: skip
-
-
-def _group_scores(n: int) -> int:
-    """How many scores of chosen blocks a program looks at together."""
-    return 256 if n <= 2048 else 512 if n <= 8192 else 1024
-
-
-def _warps(n: int) -> int:
-    return 1 if n <= 2048 else 2 if n <= 8192 else 4
 
 
 @kernel
@@ -299,9 +286,7 @@ def _backward(
         kind = 3
     n_rows, n = probs.shape
     alphas = probs if per_row is None else per_row
-    shared = dict(
-        KIND=kind, PER_ROW=per_row is not None, LEARNED=by_alpha is not None, enable_fp_fusion=True
-    )
+    shared = dict(KIND=kind, PER_ROW=per_row is not None, LEARNED=by_alpha is not None)
     if n <= WIDEST_BACKWARD:
         width, rows, warps = register_tile(n)
         _backward_in_registers[(cdiv(n_rows, rows),)](
@@ -316,7 +301,7 @@ def _backward(
     tiles = cdiv(n_blocks, blocks)
     _backward_sums[(n_rows * tiles,)](
         probs, grad, out, sums, n_rows, n, probs.stride(0), grad.stride(0), tiles, n_blocks,
-        BLOCKS=blocks, WIDTH=width, KIND=kind, num_warps=4, enable_fp_fusion=True,
+        BLOCKS=blocks, WIDTH=width, KIND=kind, num_warps=4,
     )  # fmt: skip
     chosen = torch.empty(n_rows, n_blocks, device=probs.device, dtype=torch.int32)
     _backward_of_chosen[(n_rows,)](
@@ -464,9 +449,7 @@ def _backward_of_chosen(
     else:
         if excess > 1.0:
             # As above: the gradients are measured from that of the steepest class.
-            shift = _gradient_of_steepest(
-                probs, grad, chosen, count, n, excess, WIDTH, GROUP, KIND
-            )  # fmt: skip
+            shift = _gradient_of_steepest(probs, grad, chosen, count, n, excess, WIDTH, GROUP, KIND)
         slopes = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
         products = tl.zeros((GROUP, WIDTH), dtype=tl.float32)
         entropies = tl.zeros((GROUP, WIDTH), dtype=tl.float32)

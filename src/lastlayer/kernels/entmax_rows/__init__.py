@@ -22,13 +22,9 @@ def _losses(probs: Tensor, _scores: Tensor, target: Tensor, *_: object) -> Tenso
 
 
 def _listed_losses(
-    scores: Tensor,
-    classes: Tensor,
-    target: Tensor,
-    _target_scores: Tensor,
-    row_scale: Tensor | None,
+    scores: Tensor, classes: Tensor, target: Tensor, _scores: Tensor, row_scale: Tensor | None,
     *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n, k = classes.shape
     shape = (n, k + 1) if row_scale is not None else (0,)
     loss = torch.empty_like(target, dtype=scores.dtype)

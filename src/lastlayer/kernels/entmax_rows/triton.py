@@ -15,6 +15,7 @@ from torch import Tensor
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import cdiv, row_max, tile_width
 from lastlayer.kernels.entmax.threshold import (
+    ENTROPIES,
     advance,
     correction,
     entropy_and_slope,
@@ -35,8 +36,6 @@ WIDEST_BLOCK = 4096
 # Scores of a flat row that a program looks at together: few large programs, whose rows stay in the
 # L2 cache.
 WIDEST_FLAT = 16384
-# Kinds of entropies, as entropy_and_slope takes them.
-ENTROPIES = {2.0: 1, 1.5: 2, 1.0: 3}
 
 
 def forward_(
@@ -50,9 +49,8 @@ def forward_(
         block = tile_width(n, WIDEST_BLOCK, 32)
         _entmax_row[(n_rows,)](
             probs, scores, target, row_scale, loss, n, probs.stride(0), scores.stride(0), alpha,
-            BLOCK=block, GRADIENT=row_scale is not None,
-            KIND=ENTROPIES.get(alpha, 0),
-            num_warps=max(1, block // 512), enable_fp_fusion=True,
+            BLOCK=block, GRADIENT=row_scale is not None, KIND=ENTROPIES.get(alpha, 0),
+            num_warps=max(1, block // 512),
         )  # fmt: skip
     return loss
 

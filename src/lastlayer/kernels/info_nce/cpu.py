@@ -37,20 +37,16 @@ def statistics_(
         start = own + first
         mine = _own(values, start)
         pulled = _some(row_positive, part)
-        if query_groups is None or key_groups is None:
-            pulled[: mine.shape[0]] = mine
+        same = _same(query_groups, key_groups, part, start, positive)
+        if same is not None and positive:
+            # Products with a mask would make NaN of what is infinite and does not count.
+            hits = torch.where(same, values, 0.0)
+            torch.sum(hits, 1, out=pulled)
+            if column_positive.shape[0]:
+                column_positive += hits.sum(0)
         else:
-            same = query_groups[part].unsqueeze(1) == key_groups
-            if positive:
-                _own(same, start).fill_(True)
-                # Products with a mask would make NaN of what is infinite and does not count.
-                hits = torch.where(same, values, 0.0)
-                torch.sum(hits, 1, out=pulled)
-                if column_positive.shape[0]:
-                    column_positive += hits.sum(0)
-            else:
-                pulled[: mine.shape[0]] = mine
-                _own(same, start).fill_(False)
+            pulled[: mine.shape[0]] = mine
+            if same is not None:
                 values.masked_fill_(same, -torch.inf)
         lse = _some(row_lse, part)
         if one_exponential:
@@ -96,19 +92,15 @@ def weights_(
                 shares.addcmul_(values.sub_(column_lse).exp_(), by_column)
         start = own + first
         mine = _own(shares, start)
-        if query_groups is None or key_groups is None:
-            mine += pull[: mine.shape[0]]
+        same = _same(query_groups, key_groups, part, start, positive)
+        if same is not None and positive:
+            pulls = pull.unsqueeze(1)
+            if column_pull.shape[0]:
+                pulls = pulls + column_pull
+            shares += torch.where(same, pulls, 0.0)
         else:
-            same = query_groups[part].unsqueeze(1) == key_groups
-            if positive:
-                _own(same, start).fill_(True)
-                pulls = pull.unsqueeze(1)
-                if column_pull.shape[0]:
-                    pulls = pulls + column_pull
-                shares += torch.where(same, pulls, 0.0)
-            else:
-                mine += pull[: mine.shape[0]]
-                _own(same, start).fill_(False)
+            mine += pull[: mine.shape[0]]
+            if same is not None:
                 shares.masked_fill_(same, 0.0)
         _some(out, part).copy_(shares)
 
@@ -207,6 +199,17 @@ def _blocks(n: int, m: int) -> list[tuple[int, slice]]:
 def _own(values: Tensor, start: int) -> Tensor:
     """The entries of own keys, as a view; fewer than rows, or none, where the columns end."""
     return values[:, min(start, values.shape[1]) :].diagonal()
+
+
+def _same(
+    query_groups: Tensor | None, key_groups: Tensor | None, part: slice, start: int, own: bool
+) -> Tensor | None:
+    """Which keys are of the group of each query; own keys as ``own`` says."""
+    if query_groups is None or key_groups is None:
+        return None
+    same = query_groups[part].unsqueeze(1) == key_groups
+    _own(same, start).fill_(own)
+    return same
 
 
 def _origin(peak: Tensor) -> Tensor:

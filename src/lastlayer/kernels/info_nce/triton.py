@@ -46,15 +46,14 @@ def statistics_(
     column_parts = row_lse.new_empty(2 if column_positive.shape[0] else 1, tiles, m * columns)
     _statistics[(tiles, splits)](
         scores, scale, query_groups, key_groups, row_parts, column_parts, own, n, m, splits, tiles,
-        scores.stride(0), ROWS=ROWS, WIDTH=WIDTH, SHARE=share, COLUMNS=columns,
-        BOUNDED=bounded, GROUPS=_kind(query_groups, positive), num_warps=4, enable_fp_fusion=True,
+        scores.stride(0), ROWS=ROWS, WIDTH=WIDTH, SHARE=share, COLUMNS=columns, BOUNDED=bounded,
+        GROUPS=_kind(query_groups, positive), num_warps=4,
     )  # fmt: skip
     block = 128
     row_blocks = cdiv(n, block)
     _fold[(row_blocks + (cdiv(m, block) if columns else 0),)](
         row_parts, row_lse, row_positive, column_parts, column_lse, column_positive, n, m, splits,
         tiles, row_blocks, BLOCK=block, GROUPED=column_positive.shape[0] > 0, num_warps=4,
-        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -69,10 +68,10 @@ def weights_(
     grid = (cdiv(n, WEIGHT_ROWS), cdiv(m, WEIGHT_WIDTH))
     _weights[grid](
         scores, scale, query_groups, key_groups, row_lse, row_push, row_pull, column_lse,
-        column_push, column_pull, out, own, n, m, scores.stride(0), out.stride(0),
-        ROWS=WEIGHT_ROWS, WIDTH=WEIGHT_WIDTH, COLUMNS=column_lse.shape[0] > 0,
-        PULLED=column_pull.shape[0] > 0, BOUNDED=bounded and column_lse.shape[0] > 0,
-        GROUPS=_kind(query_groups, positive), num_warps=4, enable_fp_fusion=True,
+        column_push, column_pull, out, own, n, m, scores.stride(0), out.stride(0), ROWS=WEIGHT_ROWS,
+        WIDTH=WEIGHT_WIDTH, COLUMNS=column_lse.shape[0] > 0, PULLED=column_pull.shape[0] > 0,
+        BOUNDED=bounded and column_lse.shape[0] > 0, GROUPS=_kind(query_groups, positive),
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -161,79 +160,63 @@ def _statistics(
     if BOUNDED:
         one_power = factor <= LARGEST
     if one_power:
-        _bounded(
+        _sum_powers(
             scores, factor, query_groups, key_groups, row_out, column_out, row, mine, first, last,
-            n, m, splits, tiles, stride, ROWS, WIDTH, COLUMNS, GROUPS,
+            n, m, splits, tiles, stride, ROWS, WIDTH, COLUMNS, GROUPS, True,
         )  # fmt: skip
     else:
         # Narrower tiles, or this path would take the registers that the other one could do without.
-        _of_any_size(
+        _sum_powers(
             scores, factor, query_groups, key_groups, row_out, column_out, row, mine, first, last,
-            n, m, splits, tiles, stride, ROWS, WIDTH // 2, COLUMNS, GROUPS,
+            n, m, splits, tiles, stride, ROWS, WIDTH // 2, COLUMNS, GROUPS, False,
         )  # fmt: skip
 
 
 @triton.jit
-def _bounded(
+def _sum_powers(
     scores, factor, query_groups, key_groups, row_out, column_out, row, mine, first, last, n, m,
     splits, tiles, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, ONE_ORIGIN: tl.constexpr,
 ):  # fmt: skip
-    """Sums of powers with one origin for all."""
-    origin = _common_origin(factor)
-    # What a thread reads at once it adds up by itself, and over tiles; threads meet at the end.
-    totals = tl.zeros((ROWS, WIDTH // 8), dtype=tl.float32)
+    """Of rows and columns; their origin is one for all, or the largest of each so far."""
+    if ONE_ORIGIN:
+        origin = _common_origin(factor)
+        # What a thread reads at once it adds up by itself, and over tiles; threads meet at the end.
+        totals = tl.zeros((ROWS, WIDTH // 8), dtype=tl.float32)
+    else:
+        peak = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+        total = tl.zeros((ROWS,), dtype=tl.float32)
     pulled = tl.zeros((ROWS,), dtype=tl.float32)
     for start in range(first, last, WIDTH):
         column = start + tl.arange(0, WIDTH)
+        out = column_out + column
         values, hits = _tile(
             scores, factor, query_groups, key_groups, row, column, mine, n, m, stride, GROUPS
         )
-        powers = tl.exp2(values - origin)
-        totals += tl.sum(tl.reshape(powers, (ROWS, WIDTH // 8, 8)), 2)
-        if COLUMNS:
-            out = column_out + column
-            tl.store(out, origin + tl.log2(tl.sum(powers, 0)), mask=column < m)
+        if ONE_ORIGIN:
+            powers = tl.exp2(values - origin)
+            totals += tl.sum(tl.reshape(powers, (ROWS, WIDTH // 8, 8)), 2)
+            if COLUMNS:
+                tl.store(out, origin + tl.log2(tl.sum(powers, 0)), mask=column < m)
+        else:
+            grown = tl.maximum(peak, tl.max(values, 1))
+            # Nothing but -inf so far: nothing to scale, and no difference of infinities.
+            base = tl.where(grown == -float("inf"), 0.0, grown)
+            total = total * tl.exp2(peak - base) + tl.sum(tl.exp2(values - base[:, None]), 1)
+            peak = grown
+            if COLUMNS:
+                top = tl.max(values, 0)
+                base = tl.where(top == -float("inf"), 0.0, top)
+                summed = tl.sum(tl.exp2(values - base[None, :]), 0)
+                tl.store(out, base + tl.log2(summed), mask=column < m)
         if GROUPS == 2:
             pulled += tl.sum(hits, 1)
             if COLUMNS:
                 tl.store(out + tiles * m, tl.sum(hits, 0), mask=column < m)
-    tl.store(row_out, origin + tl.log2(tl.sum(totals, 1)), mask=row < n)
-    if GROUPS == 2:
-        tl.store(row_out + splits * n, pulled, mask=row < n)
-
-
-@triton.jit
-def _of_any_size(
-    scores, factor, query_groups, key_groups, row_out, column_out, row, mine, first, last, n, m,
-    splits, tiles, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Sums of powers whose origin is the largest of the row so far, and of the column."""
-    peak = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    pulled = tl.zeros((ROWS,), dtype=tl.float32)
-    for start in range(first, last, WIDTH):
-        column = start + tl.arange(0, WIDTH)
-        values, hits = _tile(
-            scores, factor, query_groups, key_groups, row, column, mine, n, m, stride, GROUPS
-        )
-        grown = tl.maximum(peak, tl.max(values, 1))
-        # Nothing but -inf so far: nothing to scale, and no difference of infinities.
-        origin = tl.where(grown == -float("inf"), 0.0, grown)
-        total = total * tl.exp2(peak - origin) + tl.sum(tl.exp2(values - origin[:, None]), 1)
-        peak = grown
-        if COLUMNS:
-            top = tl.max(values, 0)
-            origin = tl.where(top == -float("inf"), 0.0, top)
-            summed = tl.sum(tl.exp2(values - origin[None, :]), 0)
-            out = column_out + column
-            tl.store(out, origin + tl.log2(summed), mask=column < m)
-        if GROUPS == 2:
-            pulled += tl.sum(hits, 1)
-            if COLUMNS:
-                tl.store(out + tiles * m, tl.sum(hits, 0), mask=column < m)
-    origin = tl.where(peak == -float("inf"), 0.0, peak)
+    if ONE_ORIGIN:
+        total = tl.sum(totals, 1)
+    else:
+        origin = tl.where(peak == -float("inf"), 0.0, peak)
     tl.store(row_out, origin + tl.log2(total), mask=row < n)
     if GROUPS == 2:
         tl.store(row_out + splits * n, pulled, mask=row < n)
@@ -325,7 +308,7 @@ def unit_rows_(rows: Tensor, out: Tensor, normalize: bool) -> None:
         width = max(16, next_power_of_2(depth))
         _unit_row[(n,)](
             rows, out, depth, rows.stride(0), rows.stride(1), WIDTH=width, NORMALIZE=normalize,
-            num_warps=_warps(width), enable_fp_fusion=True,
+            num_warps=_warps(width),
         )  # fmt: skip
 
 
@@ -338,7 +321,7 @@ def row_gradients_(
         width = max(16, next_power_of_2(depth))
         _row_gradient[(n,)](
             rows, gradient, factor, out, along, depth, rows.stride(0), rows.stride(1), WIDTH=width,
-            NORMALIZE=normalize, num_warps=_warps(width), enable_fp_fusion=True,
+            NORMALIZE=normalize, num_warps=_warps(width),
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ Scores are ``(rows, n)``, labels of that shape bool, integers 0 and 1 or floatin
 ``mask``, bool of that shape, says which classes count. With both gammas and the margin at 0 it is
 the plain cross entropy. Forward gives the loss of each row, and with a mask whether anything counts
 in it; nothing else is kept for backward, which takes one upstream number per row, or one for all.
-``slab_`` makes both at once, in place, for labels that are all 0.
+``slab_`` makes both at once, in place, for labels that are all ``smoothing``.
 """
 
 import torch

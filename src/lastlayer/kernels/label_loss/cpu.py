@@ -10,7 +10,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype, in_dtype
-from lastlayer.kernels._cpu import by_rows, empty
+from lastlayer.kernels._cpu import WIDENED, as_array, by_rows, empty, empty_array, parts
 from lastlayer.kernels._cpu_labels import (
     SPAN,
     allowed_in,
@@ -63,14 +63,22 @@ def backward(
 
 def slab_(
     scores: Tensor, gamma_negative: float, gamma_positive: float, margin: float,
-    focus_gradient: bool, row_scale: Tensor | None,
+    focus_gradient: bool, smoothing: float, row_scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    numbers = gamma_negative, gamma_positive, margin
-    target = torch.zeros(scores.shape, dtype=torch.bool)
-    losses, _ = forward(scores, target, None, *numbers)
-    if row_scale is not None:
-        scores.copy_(backward(scores, target, None, *numbers, focus_gradient, row_scale))
-    return losses
+    dtype = accumulation_dtype(scores.dtype)
+    losses, made = empty_array((scores.shape[0],), dtype)
+    factors = losses[:0] if row_scale is None else as_array(row_scale, dtype)
+    numbers = _numbers(gamma_negative, gamma_positive, margin, scores.dtype)
+    options = smoothing, *numbers, focus_gradient
+    if scores.dtype == dtype and scores.is_contiguous():
+        _slab_rows(*scores.shape, as_array(scores), *options, factors, losses)
+        return made
+    for part in parts(scores.shape, WIDENED):
+        wide = scores[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
+        _slab_rows(*wide.shape, wide.numpy(), *options, factors[part], losses[part])
+        if row_scale is not None:
+            scores[part] = wide
+    return made
 
 
 @cache
@@ -97,12 +105,7 @@ def _forward_rows(start, stop, x, target, mask, plain, gammas, margin, losses, c
                 x[row, first:last], target[row, first:last], allowed, values, floating
             )
             counted += n_allowed
-            if plain:
-                total += _cross_entropy(scores, labels)
-                continue
-            total += _loss_of_side(scores, labels, False, gammas, margin)
-            if between(labels):
-                total += _loss_of_side(scores, labels, True, gammas, margin)
+            total += _loss(scores, labels, plain, gammas, margin)
         losses[row] = total
         if len(mask):
             counts[row] = counted > 0
@@ -128,17 +131,59 @@ def _backward_rows(start, stop, x, target, mask, plain, gammas, margin, focus_gr
             scores, labels, _ = read_span(
                 x[row, first:last], target[row, first:last], allowed, values, floating
             )
-            if plain:
-                _slope_of_cross_entropy(scores, labels, factor, made)
-            else:
-                rest = (gammas, slopes, margin, factor)
-                _slope_of_side(scores, labels, False, *rest, made)
-                if between(labels):
-                    _slope_of_side(scores, labels, True, *rest, values)
-                    for i in range(len(made)):
-                        made[i] += values[i]
+            _slope(scores, labels, plain, gammas, slopes, margin, factor, made, values)
             if len(allowed) and not math.isfinite(factor):
                 hide(allowed, made)
+
+
+@by_rows
+@njit(nogil=True, cache=True, error_model="numpy")
+def _slab_rows(
+    start, stop, x, smoothing, plain, gammas, margin, focus_gradient, row_scale, losses
+):  # fmt: skip
+    """Labels that are all the same, 0 where a score is -inf; scores become their gradient."""
+    real = x.dtype.type
+    focus = real(1.0) if focus_gradient else real(0.0)
+    slopes = (real(gammas[0]) * focus, real(gammas[1]) * focus)
+    labels, made = np.zeros(SPAN, x.dtype), np.empty(SPAN, x.dtype)
+    values = np.empty(SPAN, x.dtype)
+    for row in range(start, stop):
+        total = 0.0
+        for first in range(0, x.shape[1], SPAN):
+            scores = x[row, first : first + SPAN]
+            own, into = labels[: len(scores)], made[: len(scores)]
+            if smoothing != 0.0:
+                for i in range(len(scores)):
+                    own[i] = real(0.0) if scores[i] == -np.inf else real(smoothing)
+            total += _loss(scores, own, plain, gammas, margin)
+            if len(row_scale) and row_scale[row] == 0:
+                scores[:] = 0.0
+            elif len(row_scale):
+                _slope(scores, own, plain, gammas, slopes, margin, row_scale[row], into, values)
+                scores[:] = into
+        losses[row] = total
+
+
+@njit(nogil=True, error_model="numpy")
+def _loss(x, labels, plain, gammas, margin):
+    """That of a span of a row."""
+    if plain:
+        return _cross_entropy(x, labels)
+    total = _loss_of_side(x, labels, False, gammas, margin)
+    return total + _loss_of_side(x, labels, True, gammas, margin) if between(labels) else total
+
+
+@njit(nogil=True, error_model="numpy")
+def _slope(x, labels, plain, gammas, slopes, margin, factor, out, room):
+    """That of a span, times ``factor``, into ``out``; ``room`` may be the memory of x."""
+    if plain:
+        _slope_of_cross_entropy(x, labels, factor, out)
+        return
+    _slope_of_side(x, labels, False, gammas, slopes, margin, factor, out)
+    if between(labels):
+        _slope_of_side(x, labels, True, gammas, slopes, margin, factor, room)
+        for i in range(len(out)):
+            out[i] += room[i]
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")

@@ -35,15 +35,16 @@ def backward(
 
 def slab_(
     scores: Tensor, gamma_negative: float, gamma_positive: float, margin: float,
-    focus_gradient: bool, row_scale: Tensor | None,
+    focus_gradient: bool, smoothing: float, row_scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The loss of each row of labels that are all 0.
+    """The loss of each row of labels that are all ``smoothing``; a score of -inf has no part.
 
     Where ``row_scale`` is given, one number per row, scores become the gradient of the losses times
     these.
     """
     numbers = gamma_negative, gamma_positive, margin
-    target = scores.new_zeros(1, 1, dtype=torch.bool).expand(scores.shape)
+    target = torch.full_like(scores, smoothing, dtype=accumulation_dtype(scores.dtype))
+    target.masked_fill_(scores == -torch.inf, 0.0)
     losses, _ = forward(scores, target, None, *numbers)
     if row_scale is not None:
         scores.copy_(backward(scores, target, None, *numbers, focus_gradient, row_scale))

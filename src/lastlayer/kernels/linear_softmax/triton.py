@@ -68,7 +68,6 @@ def mix_of_rows(
         weight.stride(0), softcap, 1.0 / temperature, ROWS=rows, CLASSES=classes,
         DEPTH=_padded(depth), EVEN=_padded(depth) == depth, BIASED=bias is not None,
         CAPPED=softcap != 0.0, MEAN=mean_wanted, num_warps=warps, num_stages=stages,
-        enable_fp_fusion=True,
     )  # fmt: skip
     return Mix(lse, mean)
 
@@ -95,12 +94,12 @@ def gradient_of_classes(
         target, order = torch.sort(target.int(), stable=True)
         hidden, factors = hidden.index_select(0, order), factors.index_select(1, order)
     _gradient_of_classes[(cdiv(n_classes, classes),)](
-        hidden, weight, bias, target, factors, size, weight_gradient, bias_gradient, n,
-        n_classes, depth, hidden.stride(0), weight.stride(0),
-        weight_gradient.stride(0), softcap, 1.0 / temperature, ROWS=rows, CLASSES=classes,
-        DEPTH=_padded(depth), EVEN=_padded(depth) == depth, BIASED=bias is not None,
+        hidden, weight, bias, target, factors, size, weight_gradient, bias_gradient, n, n_classes,
+        depth, hidden.stride(0), weight.stride(0), weight_gradient.stride(0), softcap,
+        1.0 / temperature, ROWS=rows, CLASSES=classes, DEPTH=_padded(depth),
+        EVEN=_padded(depth) == depth, BIASED=bias is not None,
         BIAS_GRADIENT=bias_gradient is not None, CAPPED=softcap != 0.0, ADD=add,
-        SIZED=size is not None, num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+        SIZED=size is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -133,6 +132,15 @@ def _splits(tiles: int, n_classes: int, hidden: Tensor) -> int:
     return max(1, min(8 * multiprocessors(hidden.device) // tiles, n_classes // 1024, 16))
 
 
+@triton.jit
+def _load(base, row, stride, step, there, inside, EVEN: tl.constexpr):
+    """Rows of a matrix, 0 where there are none; EVEN where their length is that of ``step``."""
+    if EVEN:
+        return tl.load(base + row[:, None] * stride + step[None, :], mask=there[:, None], other=0.0)
+    else:
+        return load_rows(base, row, stride, step, 1, there, inside)
+
+
 # Rows of a cluster differ from step to step: their number must not decide which program
 # is compiled.
 @kernel(do_not_specialize=["n"])
@@ -155,11 +163,7 @@ def _mix_of_rows(
     for first in range(start, stop, CLASSES):
         column = first + tl.arange(0, CLASSES)
         live = column < stop
-        place = weight + column.to(tl.int64)[:, None] * weight_row + step[None, :]
-        if EVEN:
-            vectors = tl.load(place, mask=live[:, None], other=0.0)
-        else:
-            vectors = tl.load(place, mask=live[:, None] & inside[None, :], other=0.0)
+        vectors = _load(weight, column.to(tl.int64), weight_row, step, live, inside, EVEN)
         scores = tl.dot(states, tl.trans(vectors))
         if BIASED:
             scores += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
@@ -221,11 +225,7 @@ def _gradient_of_classes(
     for first in range(0, n, ROWS):
         row = first + tl.arange(0, ROWS)
         known = row < n
-        place = hidden + row.to(tl.int64)[:, None] * hidden_row + step[None, :]
-        if EVEN:
-            states = tl.load(place, mask=known[:, None], other=0.0)
-        else:
-            states = tl.load(place, mask=known[:, None] & inside[None, :], other=0.0)
+        states = _load(hidden, row.to(tl.int64), hidden_row, step, known, inside, EVEN)
         log2_sum = tl.load(factors + row, mask=known, other=0.0) * LOG2E
         # A row without any class: no difference of infinities.
         log2_sum = tl.where(log2_sum == -float("inf"), 0.0, log2_sum)
@@ -291,12 +291,11 @@ def finish_rows(
     factors = exact.new_empty(3, n)
     gradient = exact.new_empty(kept, depth, dtype=dtype)
     _finish_row[(n,)](
-        mix.lse, mix.mean_vector, weight, target, exact, row_scale, row_weight, more, loss,
-        factors, gradient, n, depth, parts, weight.stride(0), keep, z_loss, softcap,
-        1.0 / temperature, PARTS=next_power_of_2(parts),
-        DEPTH=max(16, next_power_of_2(depth)), CAPPED=softcap != 0.0,
+        mix.lse, mix.mean_vector, weight, target, exact, row_scale, row_weight, more, loss, factors,
+        gradient, n, depth, parts, weight.stride(0), keep, z_loss, softcap, 1.0 / temperature,
+        PARTS=next_power_of_2(parts), DEPTH=_padded(depth), CAPPED=softcap != 0.0,
         WEIGHTED=row_weight is not None, MORE=more is not None, SCALED=row_scale is not None,
-        MEAN=kept > 0, num_warps=1, enable_fp_fusion=True,
+        MEAN=kept > 0, num_warps=1,
     )  # fmt: skip
     return Rows(loss, factors, gradient)
 

@@ -83,7 +83,6 @@ def entries_of(
     _entries_of_targets[(cdiv(n, 32), cdiv(longest, levels))](
         target, *paths, node, position, n, longest, len(paths.start) - 1, n_inner,
         ignore_index or 0, IGNORES=ignore_index is not None, ROWS=32, LEVELS=levels,
-        enable_fp_fusion=True,
     )  # fmt: skip
     return node, position
 
@@ -97,7 +96,6 @@ def losses_of(
     _losses_of_targets[(cdiv(n, 64),)](
         target, log_probs, losses, n, path, n_classes, ignore_index or 0,
         IGNORES=ignore_index is not None, ROWS=64, LEVELS=min(32, next_power_of_2(path)),
-        enable_fp_fusion=True,
     )  # fmt: skip
     return losses
 
@@ -118,12 +116,12 @@ def log_probs(
         hidden, weight, bias, plan.entry, plan.groups, plan.ends, plan.score_tiles, scores,
         n_groups, path, depth, hidden.stride(0), weight.stride(0), ROWS=ROWS, CHILDREN=CHILDREN,
         DEPTH=SUMMED, BIASED=bias is not None, WIDE=_wide(hidden, weight), num_warps=4,
-        num_stages=3, enable_fp_fusion=True,
+        num_stages=3,
     )  # fmt: skip
     block = min(1024, max(16, next_power_of_2(sizes.widest)))
     _log_probs_of_entries[(n * path,)](
         scores, position.reshape(-1), plan.entry, plan.group, plan.groups, plan.ends, made, lse,
-        n_groups, BLOCK=block, num_warps=1 if block <= 256 else 4, enable_fp_fusion=True,
+        n_groups, BLOCK=block, num_warps=1 if block <= 256 else 4,
     )  # fmt: skip
     return made, Kept(plan, scores, lse)
 
@@ -146,7 +144,7 @@ def to_hidden(hidden: Tensor, weight: Tensor, position: Tensor, grad: Tensor, ke
             weight, kept.scores, position.reshape(-1), plan.entry, kept.lse, grad, plan.groups,
             plan.ends, plan.row_tiles, parts, n_groups, _shared(grad, path), first, last - first,
             last, weight.stride(0), ROWS=ROWS, CHILDREN=CHILDREN, DEPTH=HELD,
-            WIDE=_wide(hidden, weight), num_warps=4, num_stages=2, enable_fp_fusion=True,
+            WIDE=_wide(hidden, weight), num_warps=4, num_stages=2,
         )  # fmt: skip
         made[:, first:last] = parts.sum(1)
     return made
@@ -180,7 +178,7 @@ def to_children(
         plan.ends, plan.child_tiles, weight_gradient, bias_gradient, touched, scale, n_groups, path,
         _shared(grad, path), depth, hidden.stride(0), ROWS=ROWS, MANY=MANY, CHILDREN=CHILDREN,
         DEPTH=held, PACKED=sparse, TO_WEIGHT=to_weight, TO_BIAS=to_bias, SCALED=scale is not None,
-        WIDE=wide, num_warps=4, num_stages=2, enable_fp_fusion=True,
+        WIDE=wide, num_warps=4, num_stages=2,
     )  # fmt: skip
     return touched, weight_gradient, bias_gradient
 
@@ -203,7 +201,7 @@ def leaves(scores: Tensor, bias: Tensor | None, tree: LeafTables, made: Tensor) 
         group = max(1, LEAVES_AT_A_TIME // width)
         _normalise_nodes[(n, cdiv(len(nodes), group))](
             scores, bias, nodes, tree.row_start, lse, len(nodes), scores.stride(0), n_inner,
-            NODES=group, WIDTH=width, BIASED=biased, num_warps=4, enable_fp_fusion=True,
+            NODES=group, WIDTH=width, BIASED=biased, num_warps=4,
         )  # fmt: skip
     block = LEAVES_AT_A_TIME // LEAF_ROWS
     for first, last in tree.launches:
@@ -211,10 +209,9 @@ def leaves(scores: Tensor, bias: Tensor | None, tree: LeafTables, made: Tensor) 
         # Programs of one row are neighbours, so that what they scatter meets in the cache.
         parts = cdiv(high - low, block) if high - low >= MANY_EDGES else 1
         _reach_edges[(cdiv(n, LEAF_ROWS) * parts,)](
-            scores, bias, tree.edge_node, tree.edge_row, tree.child, tree.level_start, reached,
-            lse, made, n, scores.stride(0), n_inner, made.stride(0), first, last, parts,
-            ROWS=LEAF_ROWS, BLOCK=block, WIDE=wide, BIASED=biased, num_warps=4,
-            enable_fp_fusion=True,
+            scores, bias, tree.edge_node, tree.edge_row, tree.child, tree.level_start, reached, lse,
+            made, n, scores.stride(0), n_inner, made.stride(0), first, last, parts, ROWS=LEAF_ROWS,
+            BLOCK=block, WIDE=wide, BIASED=biased, num_warps=4,
         )  # fmt: skip
     if ends is not None:
         # The paths of a class are neighbours, as the children of a node are.
@@ -222,7 +219,7 @@ def leaves(scores: Tensor, bias: Tensor | None, tree: LeafTables, made: Tensor) 
         each = torch.arange(n_classes, device=scores.device, dtype=torch.int32)
         _normalise_nodes[(n, cdiv(n_classes, group))](
             made, None, each, ends, classes, n_classes, made.stride(0), classes.stride(0),
-            NODES=group, WIDTH=16, BIASED=False, num_warps=4, enable_fp_fusion=True,
+            NODES=group, WIDTH=16, BIASED=False, num_warps=4,
         )  # fmt: skip
 
 
@@ -245,23 +242,23 @@ def _make_plan(node: Tensor, row_start: Tensor, sizes: TreeSizes, n: int) -> Pla
     m, n_groups = node.shape[0], most_groups(node.shape[0], sizes)
     by_node, entry = torch.sort(node, stable=True)
     fresh = torch.empty_like(by_node)
-    _mark_first[(cdiv(m, _BLOCK),)](by_node, fresh, m, BLOCK=_BLOCK, enable_fp_fusion=True)
+    _mark_first[(cdiv(m, _BLOCK),)](by_node, fresh, m, BLOCK=_BLOCK)
     group = torch.cumsum(fresh, 0, dtype=torch.int32)
     start = torch.empty(n_groups, dtype=torch.int32, device=node.device)
-    _start_groups[(cdiv(m, _BLOCK),)](group, start, m, BLOCK=_BLOCK, enable_fp_fusion=True)
+    _start_groups[(cdiv(m, _BLOCK),)](group, start, m, BLOCK=_BLOCK)
     groups, amounts = torch.empty(
         2, 5, n_groups, dtype=torch.int64, device=node.device
     ).unbind()  # fmt: skip
     _measure_groups[(cdiv(n_groups, _BLOCK),)](
         by_node, group, start, row_start, groups, amounts, m, n_groups, sizes.n_inner, ROWS=ROWS,
-        CHILDREN=CHILDREN, BLOCK=_BLOCK, enable_fp_fusion=True,
+        CHILDREN=CHILDREN, BLOCK=_BLOCK,
     )  # fmt: skip
     ends = amounts.cumsum(1)
     most = most_tiles(m, n, sizes)
     tiles = torch.empty(sum(most), dtype=torch.int32, device=node.device)
     _list_tiles[(cdiv(max(most), _BLOCK), 3)](
         ends, tiles, n_groups, most[0], most[1], most[2], SEARCH=n_groups.bit_length(),
-        BLOCK=_BLOCK, enable_fp_fusion=True,
+        BLOCK=_BLOCK,
     )  # fmt: skip
     return Plan(entry, group, groups, ends, *tiles.split(most))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import (
     cdiv,
+    dot_rows,
     in_rows,
     load_rows,
     mean_of_losses,
@@ -41,11 +42,9 @@ def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor)
         depth = hidden.shape[1]
         group = min(16, next_power_of_2(k))
         _class_scores[(n, cdiv(k, group))](
-            hidden, weight, None if bias is None else bias.contiguous(), classes.contiguous(),
-            made, k, depth, hidden.stride(0), hidden.stride(1), weight.stride(0),
-            weight.stride(1), GROUP=group,
-            DEPTH=tile_width(depth, 1024), BIASED=bias is not None,
-            enable_fp_fusion=True,
+            hidden, weight, None if bias is None else bias.contiguous(), classes.contiguous(), made,
+            k, depth, hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
+            GROUP=group, DEPTH=tile_width(depth, 1024), BIASED=bias is not None,
         )  # fmt: skip
     return made
 
@@ -61,14 +60,10 @@ def _class_scores(
     live = slot < k
     chosen = tl.load(classes + row * k + slot, mask=live, other=-1)
     live = chosen >= 0
-    sums = tl.zeros((GROUP, DEPTH), dtype=tl.float32)
-    for first in range(0, depth, DEPTH):
-        step = first + tl.arange(0, DEPTH)
-        inside = step < depth
-        state = tl.load(hidden + row * hidden_row + step * hidden_step, mask=inside, other=0.0)
-        vectors = load_rows(weight, chosen, weight_row, step, weight_step, live, inside)
-        sums += vectors.to(tl.float32) * state.to(tl.float32)[None, :]
-    total = tl.sum(sums, 1)
+    hidden += row * hidden_row
+    total = dot_rows(
+        hidden, hidden_step, weight, chosen, weight_row, weight_step, live, depth, GROUP, DEPTH
+    )
     if BIASED:
         total += tl.load(bias + chosen, mask=live, other=0.0).to(tl.float32)
     tl.store(scores + row * k + slot, total, mask=slot < k)
@@ -82,7 +77,7 @@ def to_hidden(values: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
         width = tile_width(depth, WIDEST)
         _gather_classes[(n, cdiv(depth, width))](
             values.contiguous(), classes.contiguous(), weight, out, k, depth, weight.stride(0),
-            weight.stride(1), GROUP=GROUP, WIDTH=width, enable_fp_fusion=True,
+            weight.stride(1), GROUP=GROUP, WIDTH=width,
         )  # fmt: skip
     return out
 
@@ -102,7 +97,7 @@ def add_to_weight_(
     _gather_rows[(n_classes, cdiv(depth, width))](
         values.contiguous(), order, starts, hidden, weight_gradient, values.shape[1], depth,
         hidden.stride(0), hidden.stride(1), weight_gradient.stride(0), weight_gradient.stride(1),
-        GROUP=GROUP, WIDTH=width, enable_fp_fusion=True,
+        GROUP=GROUP, WIDTH=width,
     )  # fmt: skip
 
 
@@ -164,7 +159,7 @@ def scale_(values: Tensor, others: Sequence[Tensor], factor: Tensor) -> None:
         while len(three) < 3:
             three.append(three[0])
             sizes.append(0)
-        _scale[(programs,)](factor, *three, *sizes, BLOCK=block, num_warps=8, enable_fp_fusion=True)
+        _scale[(programs,)](factor, *three, *sizes, BLOCK=block, num_warps=8)
 
 
 @triton.jit
@@ -218,7 +213,6 @@ def row_factors(
             target.contiguous(), hidden, row_weight, clean, states, weight, factor, n, depth,
             hidden.stride(0), ignore_index, programs, BLOCK=block, COPIED=COPIED,
             WEIGHTED=row_weight is not None, MEAN=mean, num_warps=max(4, block // 512),
-            enable_fp_fusion=True,
         )  # fmt: skip
     return clean, states, weight, factor
 

@@ -29,14 +29,14 @@ def words(counter: Tensor, n: int) -> Tensor:
     blocks = (n + 1) // 2
     made = torch.empty(blocks, 4, dtype=torch.int64, device=counter.device)
     if n:
-        _words[(cdiv(blocks, 128),)](counter, made, blocks, BLOCKS=128, enable_fp_fusion=True)
+        _words[(cdiv(blocks, 128),)](counter, made, blocks, BLOCKS=128)
     return made.view(-1, 2)[:n]
 
 
 def integers(counter: Tensor, n: int, below: int) -> Tensor:
     ids = torch.empty(n, dtype=torch.int64, device=counter.device)
     if n:
-        _integers[(cdiv(n, 256),)](counter, ids, n, below, BLOCKS=128, enable_fp_fusion=True)
+        _integers[(cdiv(n, 256),)](counter, ids, n, below, BLOCKS=128)
     return ids
 
 
@@ -135,7 +135,7 @@ def draw(table: Tensor, weight: Tensor, counter: Tensor, n: int) -> tuple[Tensor
     if n:
         _draw[(cdiv(n, 2 * _PAIRS),)](
             table, weight, counter, ids, log_prob, n, BITS=len(table).bit_length() - 1,
-            PAIRS=_PAIRS, num_warps=2, enable_fp_fusion=True,
+            PAIRS=_PAIRS, num_warps=2,
         )  # fmt: skip
     return ids, log_prob
 
@@ -146,7 +146,6 @@ def log_complement(weight: Tensor, target: Tensor, bits: int, wide: bool) -> Ten
     if target.numel():
         _complement[(cdiv(target.numel(), 128),)](
             weight, target.contiguous(), made, target.numel(), BITS=bits, BLOCK=128,
-            enable_fp_fusion=True,
         )  # fmt: skip
     return made
 

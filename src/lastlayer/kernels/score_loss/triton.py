@@ -26,10 +26,13 @@ from lastlayer.kernels._triton import (
 )
 from lastlayer.kernels.entmax.threshold import (
     BOTH,
+    ENTROPIES,
+    WIDEST_IN_ONE_PROGRAM,
     bound_from_part,
     correction,
     entropy_and_slope,
     exp_remainder,
+    group_and_warps,
     is_broken,
     kind_of,
     polished,
@@ -40,12 +43,9 @@ from lastlayer.kernels.entmax.threshold import (
 )
 from lastlayer.kernels.score_loss import NUMBERS, left
 
-# Up to here one program finds the peaks of a row and finishes it.
-WIDEST_IN_ONE_PROGRAM = 16384
 WIDEST_BLOCK, FEWEST_PROGRAMS = 4096, 2048
 # Losses of which one program makes the mean in microseconds.
 MOST_LOSSES = 1 << 18
-ENTROPIES = {2.0: 1, 1.5: 2, 1.0: 3}
 # Places of the numbers that backward reads; the losses of a mean, and what it is divided by, last.
 _LOSS, _MEAN = NUMBERS - 1, tl.constexpr(NUMBERS)
 
@@ -68,11 +68,11 @@ def forward(
             row_alpha, loss, stats, n_rows, n, scores.stride(0), math.log(n), n_blocks,
             chosen.shape[1], 0 if row_alpha is None else row_alpha.stride(0), alpha - 1.0,
             -1 if ignore_index is None else ignore_index,
-            BLOCKS=next_power_of_2(n_blocks), WIDTH=width, GROUP=_group(n, width),
+            BLOCKS=next_power_of_2(n_blocks), WIDTH=width, **group_and_warps(n, width),
             BLOCK=tile_width(n, WIDEST_BLOCK, 32), KIND=0 if learned else kind_of(alpha),
             ENTROPY=4 if learned else ENTROPIES.get(alpha, 0), DENSE=target.dim() == 2,
             LABELS=labels, IN_ONE=in_one, WEIGHTED=class_weight is not None,
-            IGNORES=ignore_index is not None, MEAN=mean, num_warps=_warps(n),
+            IGNORES=ignore_index is not None, MEAN=mean,
             enable_fp_fusion=False,  # ../entmax/threshold.py says why
         )  # fmt: skip
     if mean and n_rows <= MOST_LOSSES:
@@ -83,15 +83,6 @@ def forward(
         stats[-1] = torch.where(size == 0, 0.0, size.reciprocal())
         loss = torch.where(weights == 0, 0.0, losses * weights).sum() * stats[-1]
     return loss, stats, chosen
-
-
-def _group(n: int, width: int) -> int:
-    """How many chosen blocks a program looks at together."""
-    return max(1, (256 if n <= 2048 else 512 if n <= 8192 else 1024) // width)
-
-
-def _warps(n: int) -> int:
-    return 1 if n <= 2048 else 2 if n <= 8192 else 4
 
 
 @triton.jit
@@ -275,10 +266,9 @@ def backward(
             scores, target, stats, chosen, factor, row_alpha, gradient, n_rows, n,
             scores.stride(0), chosen.shape[1], parts, cdiv(n_blocks, parts),
             row_alpha.stride(0) if row_alpha is not None else 0, alpha - 1.0,
-            BLOCKS=next_power_of_2(n_blocks), WIDTH=width, GROUP=_group(n, width), BLOCK=block,
-            KIND=0 if learned else kind_of(alpha), DENSE=target.dim() == 2,
-            PER_ROW=factor.dim() == 1, LEARNED=learned, num_warps=_warps(n),
-            enable_fp_fusion=False,
+            BLOCKS=next_power_of_2(n_blocks), WIDTH=width, **group_and_warps(n, width),
+            BLOCK=block, KIND=0 if learned else kind_of(alpha), DENSE=target.dim() == 2,
+            PER_ROW=factor.dim() == 1, LEARNED=learned, enable_fp_fusion=False,
         )  # fmt: skip
     return gradient
 

@@ -44,16 +44,13 @@ def best_leaves(
 
 @by_rows
 @njit(nogil=True, cache=True)
-def _search_rows(
-    start, stop, hidden, weight, bits, kind, bias, child_start, row_start, child, most, values,
-    classes, opened,
-):  # fmt: skip
+def _search_rows(start, stop, hidden, nodes, child, most, values, classes, opened):
     """Opens the most probable node until k leaves are more probable than all that is closed.
 
     The heap holds children of opened nodes, leaves among them, and gives the most probable first.
     A leaf on top is the next best of all: nothing below the others is more probable than they.
     """
-    k = values.shape[1]
+    k, child_start, row_start = values.shape[1], nodes[4], nodes[5]
     # An opened node takes one away and adds, for each row that is read, one; or two for one row.
     heap = np.empty(most + 2, hidden.dtype), np.empty(most + 2, np.int32)
     below = np.empty(2, hidden.dtype)
@@ -68,20 +65,17 @@ def _search_rows(
                 values[row, found], classes[row, found] = reached, ~at
                 found += 1
                 continue
-            n_rows, arity = row_start[at + 1] - row_start[at], child_start[at + 1] - child_start[at]
-            read += n_rows
+            read += row_start[at + 1] - row_start[at]
             if read > most:
                 break
-            if arity > len(below):
-                below = np.empty(arity, hidden.dtype)
             n_opened += 1
-            if not _open_node(
-                hidden[row], weight, bits, kind, bias, row_start[at], n_rows, arity, widened, below
-            ):
+            below, whole = _open_node(hidden[row], nodes, at, widened, below)
+            if not whole:
                 break
-            for i in range(arity):
-                if below[i] > -np.inf:
-                    size = _push(heap, size, reached + below[i], child[child_start[at] + i])
+            for edge in range(child_start[at], child_start[at + 1]):
+                if below[edge - child_start[at]] > -np.inf:
+                    log_prob = reached + below[edge - child_start[at]]
+                    size = _push(heap, size, log_prob, child[edge])
         if found == k:
             opened[row] = n_opened
         else:
@@ -110,10 +104,8 @@ def beam_leaves(
 
 @by_rows
 @njit(nogil=True, cache=True)
-def _beam_rows(
-    start, stop, hidden, weight, bits, kind, bias, child_start, row_start, child, width, values,
-    classes, opened,
-):  # fmt: skip
+def _beam_rows(start, stop, hidden, nodes_of, child, width, values, classes, opened):
+    child_start = nodes_of[4]
     # Nodes of this level, and a heap of those of the next.
     nodes, log_probs = np.empty(width, np.int32), np.empty(width, hidden.dtype)
     heap = np.empty(2 * width, hidden.dtype), np.empty(2 * width, np.int32)
@@ -126,13 +118,10 @@ def _beam_rows(
             for i in range(n_nodes):
                 at = nodes[i]
                 arity = child_start[at + 1] - child_start[at]
-                if arity > len(below):
-                    below = np.empty(arity, hidden.dtype)
+                if width * arity > len(heap[0]):
                     heap = _grown(heap[0], width * arity), _grown(heap[1], width * arity)
-                whole &= _open_node(
-                    hidden[row], weight, bits, kind, bias, row_start[at],
-                    row_start[at + 1] - row_start[at], arity, widened, below,
-                )  # fmt: skip
+                below, fine = _open_node(hidden[row], nodes_of, at, widened, below)
+                whole &= fine
                 for j in range(arity):
                     log_prob, to = log_probs[i] + below[j], child[child_start[at] + j]
                     if log_prob > -np.inf and to < 0:
@@ -183,9 +172,8 @@ def random_leaves(
 
 @by_rows
 @njit(nogil=True, cache=True)
-def _draw_rows(
-    start, stop, hidden, weight, bits, kind, bias, child_start, row_start, child, left, at
-):  # fmt: skip
+def _draw_rows(start, stop, hidden, nodes, child, left, at):
+    child_start = nodes[4]
     below = np.empty(2, hidden.dtype)
     widened = np.empty(hidden.shape[1], np.float32)
     for row in range(start, stop):
@@ -200,13 +188,7 @@ def _draw_rows(
                     continue
                 arity = child_start[node + 1] - child_start[node]
                 if node != known:
-                    if arity > len(below):
-                        below = np.empty(arity, hidden.dtype)
-                    n_rows = row_start[node + 1] - row_start[node]
-                    whole = _open_node(
-                        hidden[row], weight, bits, kind, bias, row_start[node], n_rows, arity,
-                        widened, below,
-                    )  # fmt: skip
+                    below, whole = _open_node(hidden[row], nodes, node, widened, below)
                     known = node
                 if whole:
                     drawn, left[row, i] = _drawn(below, arity, left[row, i])
@@ -255,10 +237,7 @@ def leaf_log_probs(
 
 @by_rows
 @njit(nogil=True, cache=True)
-def _follow_rows(
-    start, stop, hidden, weight, bits, kind, bias, child_start, row_start, edge_node, path_start,
-    path_edge, classes, made,
-):  # fmt: skip
+def _follow_rows(start, stop, hidden, nodes, edge_node, path_start, path_edge, classes, made):
     below = np.empty(2, hidden.dtype)
     widened = np.empty(hidden.shape[1], np.float32)
     for row in range(start, stop):
@@ -271,22 +250,15 @@ def _follow_rows(
             for place in range(path_start[chosen], path_start[chosen + 1]):
                 edge = path_edge[place]
                 node = edge_node[edge]
-                first = child_start[node]
-                arity = child_start[node + 1] - first
-                if arity > len(below):
-                    below = np.empty(arity, hidden.dtype)
-                n_rows = row_start[node + 1] - row_start[node]
-                _open_node(
-                    hidden[row], weight, bits, kind, bias, row_start[node], n_rows, arity, widened,
-                    below,
-                )  # fmt: skip
-                made[row, i] += below[edge - first]
+                below, _ = _open_node(hidden[row], nodes, node, widened, below)
+                made[row, i] += below[edge - nodes[4][node]]
 
 
 def _as_arrays(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
-) -> tuple[Any, ...]:
-    """Arrays that :func:`_open_node` takes.
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, child_start: Tensor, row_start: Tensor,
+    *tables: Tensor,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Hidden states, the nodes as :func:`_open_node` takes them, and other tables, as arrays.
 
     A weight in half precision, which Numba does not know, is given as bits.
     """
@@ -298,31 +270,35 @@ def _as_arrays(
         kind = _BFLOAT16 if weight.dtype == torch.bfloat16 else _FLOAT16
         bits = weight.view(torch.int16).numpy()
     biases = hidden.new_empty(0) if bias is None else bias.detach().to(hidden).contiguous()
-    return (
-        hidden.detach().contiguous().numpy(), numbers, bits, kind, biases.numpy(),
-        *(each.contiguous().numpy() for each in tables),
-    )  # fmt: skip
+    starts, rows, *others = (
+        each.contiguous().numpy() for each in (child_start, row_start, *tables)
+    )
+    nodes = numbers, bits, kind, biases.numpy(), starts, rows
+    return hidden.detach().contiguous().numpy(), nodes, *others
 
 
 @njit(nogil=True)
-def _open_node(state, weight, bits, kind, bias, first, n_rows, arity, widened, below):
-    """Log-probabilities of the children into ``below``, none above 0; whether there is no NaN."""
-    for i in range(n_rows):
-        below[i] = _score(state, weight, bits, kind, bias, first + i, widened)
-    return _to_log_probs(below, arity)
+def _open_node(state, nodes, node, widened, below):
+    """Log-probabilities of the children, none above 0; and whether there is no NaN.
 
-
-@njit(nogil=True)
-def _score(state, weight, bits, kind, bias, at, widened):
-    if kind == _FLOATING:
-        score = dot(state, weight[at])
-    else:
-        if kind == _BFLOAT16:
-            _widen_bfloat16(bits[at], widened)
+    ``below`` is memory for them, which is made anew where it is too small.
+    """
+    weight, bits, kind, bias, child_start, row_start = nodes
+    arity = child_start[node + 1] - child_start[node]
+    if arity > len(below):
+        below = np.empty(arity, below.dtype)
+    for i in range(row_start[node + 1] - row_start[node]):
+        at = row_start[node] + i
+        if kind == _FLOATING:
+            score = dot(state, weight[at])
         else:
-            _widen_float16(bits[at], widened)
-        score = dot(state, widened)
-    return score + bias[at] if len(bias) else score
+            if kind == _BFLOAT16:
+                _widen_bfloat16(bits[at], widened)
+            else:
+                _widen_float16(bits[at], widened)
+            score = dot(state, widened)
+        below[i] = score + bias[at] if len(bias) else score
+    return below, _to_log_probs(below, arity)
 
 
 @njit(nogil=True)

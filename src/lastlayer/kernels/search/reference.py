@@ -58,15 +58,8 @@ def random_leaves(
     how far into it decides among the children of that one. So the leaf is the one whose share it
     falls into if shares of all leaves are laid out from left to right.
 
-    Args:
-        hidden: ``(n, d)``, of any floating dtype.
-        weight: ``(n_rows, d)``.
-        bias: ``(n_rows,)``, or None.
-        child_start: the first edge of each node, ``(n_inner + 1,)``, int64.
-        row_start: the first row of each node, ``(n_inner + 1,)``, int64.
-        child: what each edge leads to, int32: a node, or ``~c`` for class c.
-        widest: the most children that a node has.
-        uniform: numbers in [0, 1), ``(n, m)``, float64.
+    ``widest`` is the most children that a node has, and ``uniform`` are numbers in [0, 1), ``(n,
+    m)``, float64; the other arguments are as before, hidden of any floating dtype.
     """
     log_prob = _edge_log_probs(hidden, weight, bias, child_start, row_start)
     share = log_prob.double().exp()

@@ -17,6 +17,7 @@ from torch import Tensor
 from lastlayer.kernels._launch import kernel
 from lastlayer.kernels._triton import (
     cdiv,
+    dot_rows,
     in_rows,
     load_rows,
     log1p,
@@ -61,11 +62,10 @@ def best_leaves(
             hidden.float().contiguous(), weight, None if bias is None else bias.contiguous(),
             child.contiguous(), values, classes, opened,
             torch.empty(n, room, device=hidden.device, dtype=torch.int32),
-            torch.empty(n, room, device=hidden.device, dtype=torch.float32),
-            depth, weight.stride(0), weight.stride(1), levels, k, min(most, MOST_OPENED),
-            WIDTH=width, GROUP=GROUP, BEAM_DEPTH=min(widest, TILE // width),
-            DEPTH=min(widest, TILE // GROUP), NODES=NODES, LEAVES=LEAVES, BIASED=bias is not None,
-            num_warps=WARPS, enable_fp_fusion=True,
+            torch.empty(n, room, device=hidden.device, dtype=torch.float32), depth,
+            weight.stride(0), weight.stride(1), levels, k, min(most, MOST_OPENED), WIDTH=width,
+            GROUP=GROUP, BEAM_DEPTH=min(widest, TILE // width), DEPTH=min(widest, TILE // GROUP),
+            NODES=NODES, LEAVES=LEAVES, BIASED=bias is not None, num_warps=WARPS,
         )  # fmt: skip
     return values, classes, opened
 
@@ -213,20 +213,10 @@ def _open(
     GROUP: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """The two children of each node and their log-probabilities, of leaves -inf without node."""
-    vector = weight + node.to(tl.int64)[:, None] * weight_row
-    sums = tl.zeros((GROUP, DEPTH), tl.float32)
-    for first in range(0, depth, DEPTH):
-        step = first + tl.arange(0, DEPTH)
-        inside = step < depth
-        state = tl.load(hidden + step, mask=inside, other=0.0)
-        numbers = tl.load(
-            vector + step[None, :] * weight_step, mask=live[:, None] & inside[None, :], other=0.0
-        )
-        sums += numbers.to(tl.float32) * state[None, :]
-    edge = child + 2 * node.to(tl.int64)
-    left = tl.load(edge, mask=live, other=-1)
-    right = tl.load(edge + 1, mask=live, other=-1)
-    score = tl.sum(sums, 1)
+    at = node.to(tl.int64)
+    score = dot_rows(hidden, 1, weight, at, weight_row, weight_step, live, depth, GROUP, DEPTH)
+    left = tl.load(child + 2 * at, mask=live, other=-1)
+    right = tl.load(child + 2 * at + 1, mask=live, other=-1)
     if BIASED:
         score += tl.load(bias + node, mask=live, other=0.0).to(tl.float32)
     rest = log1p(tl.exp(-tl.abs(score)))
@@ -292,7 +282,7 @@ def _walk(
     run[(made.numel(),)](
         hidden, weight, bias, *tables, made, size, depth, made.shape[1], hidden.stride(0),
         weight.stride(0), **constants, CHILDREN=children, DEPTH=steps, BIASED=bias is not None,
-        num_warps=max(1, min(4, children * steps // 512)), enable_fp_fusion=True,
+        num_warps=max(1, min(4, children * steps // 512)),
     )  # fmt: skip
 
 
@@ -304,15 +294,7 @@ def _child_scores(
     """Of some children of a node, whose first row of the weight is given; -inf beyond the last."""
     child = first + tl.arange(0, CHILDREN)
     there = child < width
-    vector = weight + (row + child)[:, None] * weight_row
-    sums = tl.zeros((CHILDREN, DEPTH), tl.float32)
-    for start in range(0, depth, DEPTH):
-        step = start + tl.arange(0, DEPTH)
-        inside = step < depth
-        state = tl.load(hidden + step, mask=inside, other=0.0).to(tl.float32)
-        numbers = tl.load(vector + step[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-        sums += numbers.to(tl.float32) * state[None, :]
-    score = tl.sum(sums, 1)
+    score = dot_rows(hidden, 1, weight, row + child, weight_row, 1, there, depth, CHILDREN, DEPTH)
     if BIASED:
         score += tl.load(bias + row + child, mask=there, other=0.0).to(tl.float32)
     return child, tl.where(there, score, -float("inf"))
@@ -448,9 +430,8 @@ def peaks_and_levels_(hidden: Tensor, weight: Tensor, peaks: Tensor, levels: Ten
         wide = hidden.dtype == torch.float32 or hidden.dtype != weight.dtype
         _peaks_and_levels[(cdiv(n_classes, CLASSES), cdiv(n, _ROWS))](
             hidden, weight, peaks, levels, n, n_classes, depth, peaks.stride(0), hidden.stride(0),
-            weight.stride(0), ROWS=_ROWS, CLASSES=CLASSES,
-            DEPTH=tile_width(depth, _DEPTH), WIDE=wide, num_warps=4,
-            num_stages=3, enable_fp_fusion=True,
+            weight.stride(0), ROWS=_ROWS, CLASSES=CLASSES, DEPTH=tile_width(depth, _DEPTH),
+            WIDE=wide, num_warps=4, num_stages=3,
         )  # fmt: skip
 
 
@@ -469,7 +450,6 @@ def largest(values: Tensor, ids: Tensor | None, k: int) -> tuple[Tensor, Tensor]
         _largest[(n, parts)](
             values.contiguous(), None if ids is None else ids.contiguous(), best, found, m, k,
             WIDTH=width, COLUMNS=ids is None, num_warps=max(1, min(8, width // 256)),
-            enable_fp_fusion=True,
         )  # fmt: skip
         if parts == 1:
             return best, found

@@ -34,12 +34,11 @@ def forward_(
         block = tile_width(n, WIDEST_BLOCK, 32)
         _softmax_row[(n_rows,)](
             scores, target, target_scores, row_scale, class_weight,
-            None if class_weight is None or not smoothing else class_weight.sum(),
-            loss, lse, entropy, argmax, rank, n, scores.stride(0), smoothing, z_loss, softcap,
+            None if class_weight is None or not smoothing else class_weight.sum(), loss, lse,
+            entropy, argmax, rank, n, scores.stride(0), smoothing, z_loss, softcap,
             1.0 / temperature, BLOCK=block, GRADIENT=row_scale is not None,
             WEIGHTED=class_weight is not None, SMOOTH=smoothing != 0.0, CAPPED=softcap != 0.0,
-            STATISTICS=statistics, GIVEN=target_scores is not None,
-            num_warps=max(1, block // 512), enable_fp_fusion=True,
+            STATISTICS=statistics, GIVEN=target_scores is not None, num_warps=max(1, block // 512),
         )  # fmt: skip
     return loss, lse, entropy, argmax, rank
 
@@ -175,7 +174,6 @@ def gradient_(
         _gradient[(n_rows, cdiv(n, block))](
             scores, target, true, lse, push, n, scores.stride(0), softcap, 1.0 / temperature,
             WIDTH=block, CAPPED=softcap != 0.0, num_warps=max(1, block // 512),
-            enable_fp_fusion=True,
         )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def _spans(
     options = dict(
         SIDE=SIDE, DEPTH=width, EVEN=width == depth, SHARED=held < n_types,
         BIASED=parts.start_bias is not None, MASKED=parts.mask is not None, LISTED=listed,
-        num_warps=4, num_stages=2, enable_fp_fusion=True,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     return (
         (_whole(parts.mask), _whole(target), since),

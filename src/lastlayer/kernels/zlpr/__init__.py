@@ -1,4 +1,4 @@
-"""Rows of scores and labels to ZLPR and its gradient, and slabs of scores to it and to BCE.
+"""Rows of scores and labels to ZLPR and its gradient, and slabs of scores.
 
 Scores are ``(rows, n)``. Labels are ``target`` of that shape, bool, integers 0 and 1 or floating in
 [0, 1]; or it is None, and ``lists`` has the classes of padded lists ``(rows, m)``; or classes
@@ -32,7 +32,7 @@ def _losses(
     return loss, loss.new_empty((4, n_rows)), counts
 
 
-def _row_losses(scores: Tensor, *_: object) -> Tensor:
+def _row_losses(scores: Tensor) -> Tensor:
     return scores.new_empty(scores.shape[0], dtype=accumulation_dtype(scores.dtype))
 
 
@@ -45,4 +45,3 @@ forward = operation("zlpr.forward", "zlpr", _losses)
 backward = operation("zlpr.backward", "zlpr_backward", like_first)
 slab_sums = operation("zlpr.slab_sums", "zlpr_slab_sums", _slab_sums)
 slab_gradient_ = operation("zlpr.slab_gradient_", "zlpr_slab_gradient_", writes=("scores",))
-logistic_slab_ = operation("zlpr.logistic_slab_", "logistic_slab_", _row_losses, ("scores",))

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._cpu import as_array, as_rows, by_rows, empty, empty_array, parts
@@ -302,13 +301,10 @@ def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
 def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor | None) -> None:
     for part in parts(scores.shape, _IN_CACHE):
         values = scores[part].to(above.dtype)
-        minus = None if below is None else _negated(values)
         gradient = (values - above[part].unsqueeze(-1)).exp_()
-        if minus is not None and below is not None:
-            gradient -= minus.sub_(below[part].unsqueeze(-1)).exp_()
-        torch.mul(gradient, scale[part].unsqueeze(-1), out=values)
-        if values.data_ptr() != scores[part].data_ptr():
-            scores[part] = values
+        if below is not None:
+            gradient -= _negated(values).sub_(below[part].unsqueeze(-1)).exp_()
+        torch.mul(gradient, scale[part].unsqueeze(-1), out=scores[part])
 
 
 def _logsumexp(values: Tensor) -> Tensor:
@@ -320,22 +316,3 @@ def _logsumexp(values: Tensor) -> Tensor:
 
 def _negated(values: Tensor) -> Tensor:
     return torch.where(values == -torch.inf, values, -values)
-
-
-def logistic_slab_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
-    dtype = accumulation_dtype(scores.dtype)
-    losses = scores.new_empty(scores.shape[0], dtype=dtype)
-    for part in parts(scores.shape, _IN_CACHE):
-        values = scores[part].to(dtype)
-        loss = logsigmoid(-values).sum(-1).neg_()
-        absent = values == -torch.inf if smoothing else None
-        if absent is not None:
-            loss -= smoothing * values.masked_fill(absent, 0.0).sum(-1)
-        losses[part] = loss
-        if scale is None:
-            continue
-        gradient = values.sigmoid()
-        if absent is not None:
-            gradient.sub_(smoothing).masked_fill_(absent, 0.0)
-        scores[part] = gradient.mul_(scale[part].unsqueeze(-1))
-    return losses

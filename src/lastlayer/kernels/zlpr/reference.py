@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from lastlayer._torch import accumulation_dtype
 
@@ -127,17 +126,3 @@ def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor |
 
 def _negated(values: Tensor) -> Tensor:
     return torch.where(values == -torch.inf, values, -values)
-
-
-def logistic_slab_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
-    """The losses of all rows (rows, labels), added up; ``scale`` has one number per row."""
-    values = scores.to(accumulation_dtype(scores.dtype))
-    absent = values == -torch.inf
-    # Not torch's softplus: it is linear from 20 on.
-    loss = -logsigmoid(-values)
-    if smoothing:
-        loss -= smoothing * torch.where(absent, 0.0, values)
-    if scale is not None:
-        gradient = torch.where(absent, 0.0, torch.sigmoid(values) - smoothing)
-        scores.copy_(gradient * scale.unsqueeze(-1))
-    return loss.sum(-1)

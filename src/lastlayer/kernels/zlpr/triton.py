@@ -11,19 +11,29 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer.kernels._launch import kernel
-from lastlayer.kernels._triton import LOG2E, cdiv, in_rows, next_power_of_2, tile_width
+from lastlayer.kernels._triton import (
+    BITS,
+    HARD,
+    LISTED,
+    LOG2E,
+    SCORES_A_PROGRAM,
+    cdiv,
+    in_rows,
+    labels_of,
+    load_labelled,
+    mask_of,
+    next_power_of_2,
+    row_parts,
+    tile_width,
+)
 
-# Where the label of a class comes from.
-HARD, SOFT, BITS, LISTED = (tl.constexpr(kind) for kind in range(4))
-# Scores that a program looks at together.
-SCORES_A_PROGRAM = 2048
-# Rows are cut into parts where there are fewer programs than this.
-ENOUGH_PROGRAMS = 1024
 LIST = 64
+# What a reading of a row is for: sums, peaks where one is far, or sums from these.
+SUMS, PEAKS, SUMS_FROM_PEAKS = (tl.constexpr(kind) for kind in range(3))
 # exp of this, times any number of classes, is far from the ends of float32.
 FAR = tl.constexpr(60.0)
-# Scores of a slab that a program looks at in all: where it sums for ZLPR, and for a logistic loss.
-SHARE, LOGISTIC_SHARE = 16 * SCORES_A_PROGRAM, 8 * SCORES_A_PROGRAM
+# Scores of a slab that a program looks at in all.
+SHARE = 16 * SCORES_A_PROGRAM
 
 
 def forward(
@@ -41,22 +51,18 @@ def forward(
     if not n_rows:
         return losses, stats, counts
     height, width = _tile_of(n, kind)
-    tiles, blocks = cdiv(n_rows, height), cdiv(n, width)
-    parts = max(1, min(cdiv(ENOUGH_PROGRAMS, tiles), blocks // 4, 1024))
-    span = cdiv(blocks, parts) * width
-    parts = max(1, cdiv(n, span)) if span else 1
+    tiles = cdiv(n_rows, height)
+    span, parts = row_parts(tiles, n, width)
     pieces = losses if parts == 1 else stats.new_empty((5, parts, n_rows))
-    mask_view, mask_row, mask_column = _mask_of(mask)
     _sum_rows[(tiles, parts)](
-        scores, labels, mask_view, *lists_of, losses, stats, seen, pieces, n_rows, n, span,
-        scores.stride(0), labels.stride(0), mask_row, mask_column, smoothing,
-        ROWS=height, BLOCK=width, KIND=kind.value, MASKED=masked, WHOLE=parts == 1,
-        LIST=LIST, num_warps=max(1, height * width // 512), enable_fp_fusion=True,
+        scores, labels, *mask_of(mask), *lists_of, losses, stats, seen, pieces, n_rows, n, span,
+        scores.stride(0), labels.stride(0), smoothing, ROWS=height, BLOCK=width, KIND=kind,
+        MASKED=masked, WHOLE=parts == 1, LIST=LIST, num_warps=max(1, height * width // 512),
     )  # fmt: skip
     if parts > 1:
         _merge_parts[(n_rows,)](
-            pieces, losses, stats, seen, n_rows, parts, PARTS=next_power_of_2(parts),
-            MASKED=masked, num_warps=1, enable_fp_fusion=True,
+            pieces, losses, stats, seen, n_rows, parts, PARTS=next_power_of_2(parts), MASKED=masked,
+            num_warps=1,
         )  # fmt: skip
     return losses, stats, counts
 
@@ -72,15 +78,12 @@ def backward(
     if not out.numel():
         return out
     height, width = _tile_of(n, kind)
-    if grad.dim() > 1:
-        grad = grad.reshape(-1)
-    step = grad.stride(0) if grad.numel() > 1 else 0
-    mask_view, mask_row, mask_column = _mask_of(mask)
+    grad = grad.reshape(-1) if grad.dim() > 1 else grad
     _fill_gradient[(cdiv(n_rows, height), cdiv(n, width))](
-        scores, labels, mask_view, *lists_of, stats, grad, out, n_rows, n, scores.stride(0),
-        labels.stride(0), mask_row, mask_column, step, smoothing,
-        ROWS=height, BLOCK=width, KIND=kind.value, MASKED=mask is not None,
-        LIST=LIST, num_warps=max(1, height * width // 512), enable_fp_fusion=True,
+        scores, labels, *mask_of(mask), *lists_of, stats, grad, out, n_rows, n, scores.stride(0),
+        labels.stride(0), grad.stride(0) if grad.numel() > 1 else 0, smoothing, ROWS=height,
+        BLOCK=width, KIND=kind, MASKED=mask is not None, LIST=LIST,
+        num_warps=max(1, height * width // 512),
     )  # fmt: skip
     return out
 
@@ -88,10 +91,7 @@ def backward(
 def _labels(scores, target, lists, values, smoothing):
     """Where labels come from, and they: of lists one bit a class says whether it is listed."""
     if target is not None:
-        target = in_rows(target)
-        kind = SOFT if target.is_floating_point() else HARD
-        labels = target.view(torch.uint8) if target.dtype == torch.bool else target
-        return kind, labels, None, None, None, 0.0
+        return *labels_of(target), None, None, None, 0.0
     classes, starts = lists[0].contiguous(), None if len(lists) == 1 else lists[-1].contiguous()
     n_rows, n = scores.shape
     words = cdiv(n, 32)
@@ -103,9 +103,9 @@ def _labels(scores, target, lists, values, smoothing):
             PADDED=starts is None, WIDTH=width, LIST=LIST, num_warps=1,
         )  # fmt: skip
     if values is None and smoothing == 0.0:
-        return BITS, bits, None, None, None, 0.0
+        return BITS.value, bits, None, None, None, 0.0
     values = torch.ones_like(classes, dtype=torch.float32) if values is None else values.float()
-    return LISTED, bits, classes, values.contiguous(), starts, smoothing
+    return LISTED.value, bits, classes, values.contiguous(), starts, smoothing
 
 
 @kernel(do_not_specialize=["m", "k"])
@@ -138,39 +138,7 @@ def _set_bits(
 def _tile_of(n, kind):
     """Rows and columns that a program looks at together; one row where it has a list."""
     width = tile_width(n, SCORES_A_PROGRAM)
-    return (1 if kind.value == LISTED.value else SCORES_A_PROGRAM // width), width
-
-
-def _mask_of(mask):
-    """A mask that was expanded is read where it is, by its strides."""
-    return (None, 0, 0) if mask is None else (mask.view(torch.uint8), *mask.stride())
-
-
-@triton.jit
-def _load_tile(
-    scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
-    smoothing, KIND: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Scores, their labels (bool where they are 0 or 1), which count, and which are listed."""
-    value = tl.load(scores + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    keep = inside
-    if MASKED:
-        place = row * mask_row + column * mask_column
-        keep = keep & (tl.load(mask + place, mask=inside, other=0) != 0)
-    listed = ~inside
-    if KIND == HARD:
-        label = tl.load(labels + row * label_stride + column, mask=inside, other=0) != 0
-    elif KIND == SOFT:
-        label = tl.load(labels + row * label_stride + column, mask=inside, other=0.0)
-        label = label.to(tl.float32)
-    else:
-        word = tl.load(labels + row * label_stride + (column >> 5), mask=inside, other=0)
-        label = ((word >> (column & 31)) & 1) != 0
-        if KIND == LISTED:
-            listed = label
-            keep = keep & ~listed
-            label = value * 0.0 + smoothing
-    return value, label, keep, listed
+    return (1 if kind == LISTED.value else SCORES_A_PROGRAM // width), width
 
 
 @triton.jit
@@ -211,12 +179,19 @@ def _exp_from(x, origin):
 
 @triton.jit
 def _add(
-    value, label, keep, top, up, down, up_peak, down_peak, KIND: tl.constexpr, FIRST: tl.constexpr
+    value, label, keep, top, up, down, up_peak, down_peak, KIND: tl.constexpr, PASS: tl.constexpr
 ):
-    """Sums over negatives (up) and positives (down), and the largest exponent of the two."""
-    if (KIND == HARD) or (KIND == BITS):
+    """Over negatives (up) and positives (down) sums, or the largest exponents; and that of both."""
+    if PASS == PEAKS:
+        if (KIND == HARD) or (KIND == BITS):
+            is_negative, is_positive = keep & ~label, keep & label
+        else:
+            is_negative, is_positive = keep & (label < 1.0), keep & (label > 0.0)
+        up = tl.maximum(up, tl.where(is_negative, value, -float("inf")))
+        down = tl.maximum(down, tl.where(is_positive, -value, -float("inf")))
+    elif (KIND == HARD) or (KIND == BITS):
         x = tl.where(keep, tl.where(label, -value, value), -float("inf"))
-        if FIRST:
+        if PASS == SUMS:
             top = tl.maximum(top, x)
             share = tl.exp2(x * LOG2E)
         else:
@@ -226,7 +201,7 @@ def _add(
     else:
         negative = tl.where(keep & (label < 1.0), value, -float("inf"))
         positive = tl.where(keep & (label > 0.0), -value, -float("inf"))
-        if FIRST:
+        if PASS == SUMS:
             top = tl.maximum(top, tl.maximum(negative, positive))
             up_share, down_share = tl.exp2(negative * LOG2E), tl.exp2(positive * LOG2E)
         else:
@@ -238,14 +213,11 @@ def _add(
 
 
 @triton.jit
-def _raise(value, label, keep, up_peak, down_peak, KIND: tl.constexpr):
-    """The largest exponents of both sums."""
-    if (KIND == HARD) or (KIND == BITS):
-        is_negative, is_positive = keep & ~label, keep & label
+def _of_rows(values, PASS: tl.constexpr):
+    if PASS == PEAKS:
+        return tl.max(values, 1)
     else:
-        is_negative, is_positive = keep & (label < 1.0), keep & (label > 0.0)
-    up_peak = tl.maximum(up_peak, tl.where(is_negative, value, -float("inf")))
-    return up_peak, tl.maximum(down_peak, tl.where(is_positive, -value, -float("inf")))
+        return tl.sum(values, 1)
 
 
 @triton.jit
@@ -253,26 +225,29 @@ def _sweep(
     scores, labels, mask, classes, values, row, live, first_column, stop_column, begin, end,
     stride, label_stride, mask_row, mask_column, smoothing, up_peak, down_peak,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
-    LIST: tl.constexpr, FIRST: tl.constexpr,
+    LIST: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
-    """One reading: the largest exponent, both sums, and whether anything counts."""
-    top = tl.full((ROWS, BLOCK), 0.0, dtype=tl.float32)
+    """One reading: the largest exponent, both sums or peaks, and whether anything counts.
+
+    Peaks are at least that of the 1 beside the sums, which is 0.
+    """
+    top = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     up = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     down = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     seen = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
     for first in range(first_column, stop_column, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
-        value, label, keep, _ = _load_tile(
+        value, label, keep, _ = load_labelled(
             scores, labels, mask, row, column, live & (column < stop_column), stride, label_stride,
             mask_row, mask_column, smoothing, KIND, MASKED,
         )  # fmt: skip
-        top, up, down = _add(value, label, keep, top, up, down, up_peak, down_peak, KIND, FIRST)
+        top, up, down = _add(value, label, keep, top, up, down, up_peak, down_peak, KIND, PASS)
         if MASKED:
             seen = seen | keep.to(tl.int32)
-    highest, up_sum, down_sum = tl.max(top, 1), tl.sum(up, 1), tl.sum(down, 1)
+    highest, all_up, all_down = tl.max(top, 1), _of_rows(up, PASS), _of_rows(down, PASS)
     any_seen = tl.max(seen, 1)
     if KIND == LISTED:
-        top = tl.full((1, LIST), 0.0, dtype=tl.float32)
+        top = tl.zeros((1, LIST), dtype=tl.float32)
         up = tl.zeros((1, LIST), dtype=tl.float32)
         down = tl.zeros((1, LIST), dtype=tl.float32)
         seen = tl.zeros((1, LIST), dtype=tl.int32)
@@ -281,45 +256,17 @@ def _sweep(
                 scores, mask, classes, values, first, end, row, stride, mask_row, mask_column,
                 MASKED, LIST,
             )  # fmt: skip
-            top, up, down = _add(value, label, keep, top, up, down, up_peak, down_peak, KIND, FIRST)
+            top, up, down = _add(value, label, keep, top, up, down, up_peak, down_peak, KIND, PASS)
             seen = seen | keep.to(tl.int32)
         highest = tl.maximum(highest, tl.max(top, 1))
-        up_sum += tl.sum(up, 1)
-        down_sum += tl.sum(down, 1)
         any_seen = tl.maximum(any_seen, tl.max(seen, 1))
-    return highest, up_sum, down_sum, any_seen
-
-
-@triton.jit
-def _find_peaks(
-    scores, labels, mask, classes, values, row, live, first_column, stop_column, begin, end,
-    stride, label_stride, mask_row, mask_column, smoothing,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
-    LIST: tl.constexpr,
-):  # fmt: skip
-    """The largest exponents of both sums, at least that of the 1 beside them."""
-    up = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    down = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for first in range(first_column, stop_column, BLOCK):
-        column = first + tl.arange(0, BLOCK)[None, :]
-        value, label, keep, _ = _load_tile(
-            scores, labels, mask, row, column, live & (column < stop_column), stride, label_stride,
-            mask_row, mask_column, smoothing, KIND, MASKED,
-        )  # fmt: skip
-        up, down = _raise(value, label, keep, up, down, KIND)
-    up_peak, down_peak = tl.max(up, 1), tl.max(down, 1)
-    if KIND == LISTED:
-        up = tl.zeros((1, LIST), dtype=tl.float32)
-        down = tl.zeros((1, LIST), dtype=tl.float32)
-        for first in range(begin, end, LIST):
-            value, label, keep, _, _ = _load_listed(
-                scores, mask, classes, values, first, end, row, stride, mask_row, mask_column,
-                MASKED, LIST,
-            )  # fmt: skip
-            up, down = _raise(value, label, keep, up, down, KIND)
-        up_peak = tl.maximum(up_peak, tl.max(up, 1))
-        down_peak = tl.maximum(down_peak, tl.max(down, 1))
-    return up_peak, down_peak
+        if PASS == PEAKS:
+            all_up = tl.maximum(all_up, tl.max(up, 1))
+            all_down = tl.maximum(all_down, tl.max(down, 1))
+        else:
+            all_up += tl.sum(up, 1)
+            all_down += tl.sum(down, 1)
+    return highest, all_up, all_down, any_seen
 
 
 @triton.jit
@@ -349,8 +296,8 @@ def _store_row(
 
 @kernel
 def _sum_rows(
-    scores, labels, mask, classes, values, starts, losses, stats, counts, pieces,
-    n_rows, n, span, stride, label_stride, mask_row, mask_column, smoothing,
+    scores, labels, mask, mask_row, mask_column, classes, values, starts, losses, stats, counts,
+    pieces, n_rows, n, span, stride, label_stride, smoothing,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     WHOLE: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
@@ -366,21 +313,22 @@ def _sum_rows(
     top, up, down, seen = _sweep(
         scores, labels, mask, classes, values, row, live, start, stop, begin, end, stride,
         label_stride, mask_row, mask_column, smoothing, 0.0, 0.0,
-        ROWS, BLOCK, KIND, MASKED, LIST, True,
+        ROWS, BLOCK, KIND, MASKED, LIST, SUMS,
     )  # fmt: skip
     if not MASKED:
         seen = (flat_row >= 0) & (stop > start)
     up_peak = tl.zeros((ROWS,), dtype=tl.float32)
     down_peak = tl.zeros((ROWS,), dtype=tl.float32)
     if tl.max(top, 0) > FAR:
-        up_peak, down_peak = _find_peaks(
+        _, up_peak, down_peak, _ = _sweep(
             scores, labels, mask, classes, values, row, live, start, stop, begin, end, stride,
-            label_stride, mask_row, mask_column, smoothing, ROWS, BLOCK, KIND, MASKED, LIST,
+            label_stride, mask_row, mask_column, smoothing, 0.0, 0.0,
+            ROWS, BLOCK, KIND, MASKED, LIST, PEAKS,
         )  # fmt: skip
         _, up, down, _ = _sweep(
             scores, labels, mask, classes, values, row, live, start, stop, begin, end, stride,
             label_stride, mask_row, mask_column, smoothing, up_peak[:, None], down_peak[:, None],
-            ROWS, BLOCK, KIND, MASKED, LIST, False,
+            ROWS, BLOCK, KIND, MASKED, LIST, SUMS_FROM_PEAKS,
         )  # fmt: skip
     if WHOLE:
         _store_row(
@@ -435,8 +383,8 @@ def _slopes(value, label, keep, grad, up_peak, up_scale, down_peak, down_scale, 
 
 @kernel
 def _fill_gradient(
-    scores, labels, mask, classes, values, starts, stats, grad, out,
-    n_rows, n, stride, label_stride, mask_row, mask_column, step, smoothing,
+    scores, labels, mask, mask_row, mask_column, classes, values, starts, stats, grad, out,
+    n_rows, n, stride, label_stride, step, smoothing,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     LIST: tl.constexpr,
 ):  # fmt: skip
@@ -450,7 +398,7 @@ def _fill_gradient(
     up_scale = 1.0 / tl.load(stats + n_rows + row, mask=live, other=1.0)
     down_peak = tl.load(stats + 2 * n_rows + row, mask=live, other=0.0)
     down_scale = 1.0 / tl.load(stats + 3 * n_rows + row, mask=live, other=1.0)
-    value, label, keep, listed = _load_tile(
+    value, label, keep, listed = load_labelled(
         scores, labels, mask, row, column, inside, stride, label_stride, mask_row, mask_column,
         smoothing, KIND, MASKED,
     )  # fmt: skip
@@ -480,7 +428,7 @@ def slab_sums(scores: Tensor, negated: bool) -> tuple[Tensor, Tensor]:
         block = tile_width(n, SCORES_A_PROGRAM, 32)
         _slab_sums[(n_rows, parts)](
             scores, above, below, n_rows, n, scores.stride(0), SHARE, BLOCK=block, NEGATED=negated,
-            num_warps=max(1, block // 512), enable_fp_fusion=True,
+            num_warps=max(1, block // 512),
         )  # fmt: skip
     else:
         above.fill_(-torch.inf)
@@ -494,7 +442,7 @@ def slab_gradient_(scores: Tensor, scale: Tensor, above: Tensor, below: Tensor |
         block = tile_width(n, SCORES_A_PROGRAM, 32)
         _slab_gradient[(n_rows, cdiv(n, block))](
             scores, scale, above, below, n, scores.stride(0), BLOCK=block,
-            NEGATED=below is not None, num_warps=max(1, block // 512), enable_fp_fusion=True,
+            NEGATED=below is not None, num_warps=max(1, block // 512),
         )  # fmt: skip
 
 
@@ -550,52 +498,3 @@ def _slab_gradient(
         gradient -= tl.exp2((_negated(values) - tl.load(below + row)) * LOG2E)
     gradient *= tl.load(scale + row)
     tl.store(place, gradient.to(scores.dtype.element_ty), mask=live)
-
-
-def logistic_slab_(scores: Tensor, scale: Tensor | None, smoothing: float) -> Tensor:
-    n_rows, n = scores.shape
-    parts = max(1, cdiv(n, LOGISTIC_SHARE))
-    losses = torch.empty(parts, n_rows, device=scores.device, dtype=torch.float32)
-    if scores.numel():
-        block = tile_width(n, SCORES_A_PROGRAM, 32)
-        _logistic[(n_rows, parts)](
-            scores, scale, losses, n_rows, n, scores.stride(0), LOGISTIC_SHARE, smoothing,
-            BLOCK=block, GRADIENT=scale is not None, SMOOTH=smoothing != 0.0,
-            num_warps=max(1, block // 512), enable_fp_fusion=True,
-        )  # fmt: skip
-    else:
-        losses.zero_()
-    return losses.sum(0)
-
-
-@kernel
-def _logistic(
-    scores, scale, losses, n_rows, n, stride, share, smoothing, BLOCK: tl.constexpr,
-    GRADIENT: tl.constexpr, SMOOTH: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    scores += row * stride
-    stop = tl.minimum((part + 1) * share, n)
-    factor = 1.0
-    if GRADIENT:
-        factor = tl.load(scale + row)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(part * share, stop, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        live = column < stop
-        values = tl.load(scores + column, mask=live, other=-float("inf")).to(tl.float32)
-        power = tl.exp2(-tl.abs(values) * LOG2E)
-        # log(1 + u) rounds 1 + u: a million labels that are right would count for nothing.
-        series = power * (1.0 - power * (0.5 - power * (0.33333334 - power * 0.25)))
-        total += tl.maximum(values, 0.0) + tl.where(power < 0.03, series, tl.log(1.0 + power))
-        if SMOOTH:
-            absent = values == -float("inf")
-            total -= tl.where(absent, 0.0, values * smoothing)
-        if GRADIENT:
-            gradient = tl.where(values < 0.0, power, 1.0) / (1.0 + power)
-            if SMOOTH:
-                gradient = tl.where(absent, 0.0, gradient - smoothing)
-            gradient *= factor
-            tl.store(scores + column, gradient.to(scores.dtype.element_ty), mask=live)
-    tl.store(losses + part * n_rows + row, tl.sum(total, 0))
