@@ -111,9 +111,12 @@ def is_functorch_wrapped(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def is_vmapped(tensor: Tensor) -> bool:
-    """Whether ``tensor`` stands for many: under vmap, or as an upstream gradient of a batch."""
-    wrapped = torch._C._functorch.is_legacy_batchedtensor(tensor)
+def is_vmapped(tensor: Tensor | None) -> bool:
+    """Whether ``tensor`` stands for many: under vmap, or as an upstream gradient of a batch.
+
+    An upstream gradient that is undefined is None.
+    """
+    wrapped = tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor)
     return wrapped or torch._C._are_functorch_transforms_active()
 
 

@@ -388,6 +388,7 @@ def test_row_sparse_gradients_have_no_more_slots_than_classes(n):
     nothing, shapes = torch.empty(0), ((v, d), (v,))
     given = entries, nothing, nothing, slopes, hidden, torch.tensor(0.5)
     known, (weight, bias) = sampled._slotted(given, shapes, [torch.float32] * 2, True)
+    known = known.squeeze(0)
     assert known.shape == (min(v, n * q),) == weight.shape[:1] == bias.shape
     vectors = 0.5 * (slopes[..., None] * hidden[:, None]).reshape(-1, d)
     expected = torch.zeros(v, d).index_add_(0, entries, vectors)

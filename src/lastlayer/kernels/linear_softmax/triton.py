@@ -62,9 +62,9 @@ def mix_of_rows(
     lse = torch.empty(splits, n, device=hidden.device, dtype=torch.float32)
     kept = n if mean_wanted else 0
     mean = torch.empty(splits, kept, depth, device=hidden.device, dtype=torch.float32)
-    share = cdiv(cdiv(n_classes, splits), classes) * classes
+    span = cdiv(cdiv(n_classes, splits), classes) * classes
     _mix_of_rows[(tiles, splits)](
-        hidden, weight, bias, lse, mean, n, n_classes, depth, share, hidden.stride(0),
+        hidden, weight, bias, lse, mean, n, n_classes, depth, span, hidden.stride(0),
         weight.stride(0), softcap, 1.0 / temperature, ROWS=rows, CLASSES=classes,
         DEPTH=_padded(depth), EVEN=_padded(depth) == depth, BIASED=bias is not None,
         CAPPED=softcap != 0.0, MEAN=mean_wanted, num_warps=warps, num_stages=stages,
@@ -145,7 +145,7 @@ def _load(base, row, stride, step, there, inside, EVEN: tl.constexpr):
 # is compiled.
 @kernel(do_not_specialize=["n"])
 def _mix_of_rows(
-    hidden, weight, bias, lse, mean, n, n_classes, depth, share, hidden_row, weight_row, softcap,
+    hidden, weight, bias, lse, mean, n, n_classes, depth, span, hidden_row, weight_row, softcap,
     inverse_temperature, ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
     EVEN: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
@@ -157,8 +157,8 @@ def _mix_of_rows(
     peak = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     mixed = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
-    start = split * share
-    stop = tl.minimum(start + share, n_classes)
+    start = split * span
+    stop = tl.minimum(start + span, n_classes)
     scale = inverse_temperature * LOG2E
     for first in range(start, stop, CLASSES):
         column = first + tl.arange(0, CLASSES)

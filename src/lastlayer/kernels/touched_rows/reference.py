@@ -51,7 +51,7 @@ def slots_(
 ) -> None:  # fmt: skip
     """The same sums, each in the first slot of its class, with 0 in the others.
 
-    ``numbers`` (c + n q,) have the biases of the ``c`` columns, which nobody reads where no bias is
+    ``numbers``, c + n q in any shape, have the biases of the ``c`` columns, which nobody reads where no bias is
     wanted, and then all slopes. ``keys`` are the classes of the entries, ascending, int32 or
     int64. To be filled are ``weight`` (c + n q, d) and ``bias`` (c + n q,), in any floating dtype,
     empty where not wanted, and ``known`` int64 (1, c + n q) with the keys, or None. With
@@ -66,6 +66,7 @@ def slots_(
     group = fresh.cumsum(0) - 1
     # Groups that are left over are empty.
     starts = torch.searchsorted(group, number)
+    numbers = numbers.flatten()
     slopes = numbers[c:].view(hidden.shape[0], -1) if hidden.shape[0] else numbers[:0].view(0, 1)
     given = columns, numbers[:c], slopes, hidden, order, starts, factor
     sums = forward(*given, weight.dim() == 2, bias.numel() > 0)
