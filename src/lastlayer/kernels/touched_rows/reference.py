@@ -51,12 +51,12 @@ def slots_(
 ) -> None:  # fmt: skip
     """The same sums, each in the first slot of its class, with 0 in the others.
 
-    ``numbers``, c + n q in any shape, have the biases of the ``c`` columns, which nobody reads where no bias is
-    wanted, and then all slopes. ``keys`` are the classes of the entries, ascending, int32 or
-    int64. To be filled are ``weight`` (c + n q, d) and ``bias`` (c + n q,), in any floating dtype,
-    empty where not wanted, and ``known`` int64 (1, c + n q) with the keys, or None. With
-    ``scattered`` weight (v, d) and bias (v,) have a row per class instead, and rows of classes
-    without an entry are left as they are.
+    ``numbers``, c + n q in any shape, have the biases of the ``c`` columns, which nobody reads
+    where no bias is wanted, and then all slopes. ``keys`` are the classes of the entries,
+    ascending, int32 or int64. To be filled are ``weight`` (c + n q, d) and ``bias`` (c + n q,), in
+    any floating dtype, empty where not wanted, and ``known`` int64 (1, c + n q) with the keys, or
+    None. With ``scattered`` weight (v, d) and bias (v,) have a row per class instead, and rows of
+    classes without an entry are left as they are.
     """
     if known is not None:
         known[0] = keys
