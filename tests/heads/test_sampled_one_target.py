@@ -189,6 +189,30 @@ def test_float16_is_divided_in_the_end_and_rows_have_factors(products):
     torch.testing.assert_close(alone.pieces[2], whole.pieces[2])
 
 
+def strided(tensor):
+    """The same numbers, with others between them."""
+    return torch.stack([tensor, torch.full_like(tensor, 7)], -1)[..., 0]
+
+
+@needs_triton
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_operands_need_not_be_contiguous(products, rule):
+    given = problem(9, 12, 8, 30, rule, True)
+    names = ("hidden", "weight", "bias", "row_shift", "target", "shift")
+    apart = {name: strided(each) for name in names if (each := getattr(given, name)) is not None}
+    other = given._replace(**apart)
+    # As the gradient of a sum comes.
+    upstream = torch.tensor(0.25, device=DEVICE).expand(9)
+    made = [
+        run(each, Draws(GIVEN, 12, each.ids, each.log_expected, shift=each.shift), "none", factor)
+        for each, factor in ((given, upstream.clone()), (other, upstream))
+    ]
+    for one, two in zip(made[0].pieces, made[1].pieces, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or torch.equal(one, two)
+    assert torch.equal(made[0].loss, made[1].loss)
+
+
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float32, None)])
 def test_slots_have_the_sums_of_classes(sparse, dtypes):
