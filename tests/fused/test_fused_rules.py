@@ -23,6 +23,7 @@ from lastlayer.fused import (
     linear_entmax_loss,
     linear_topk_softmax_loss,
 )
+from lastlayer.fused.rows import _RowsEngine
 from lastlayer.fused.scores import rows_at_a_time
 
 N, D, V = 12, 5, 40
@@ -112,6 +113,20 @@ class TestBackward:
             loss(other[0], problem[1], other[2], problem[3]), problem[1]
         )
         torch.testing.assert_close(of_both, first + 2 * second)
+
+    def test_kernels_get_one_upstream_number_per_row(self, monkeypatch):
+        """The gradient of a sum has a stride of 0, which kernels would read beyond its end."""
+        strides, invoke = [], _RowsEngine.invoke
+
+        def looked_at(self, call):
+            strides.append(None if call.upstream is None else call.upstream.stride())
+            return invoke(self, call)
+
+        monkeypatch.setattr(_RowsEngine, "invoke", looked_at)
+        hidden, weight, target, bias = make_problem(4, 3, 7)
+        hidden.requires_grad_()
+        linear_cross_entropy(hidden, weight, target, bias, reduction="none").sum().backward()
+        assert strides == [None, (1,)]
 
     @with_each_loss
     def test_gradcheck(self, loss):

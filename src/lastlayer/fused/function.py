@@ -227,7 +227,7 @@ class _FusedLoss(torch.autograd.Function):
         return result.loss, *result.statistics
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         engine, options, reduction, wanted, dtypes, n, kept = ctx.given
         saved = ctx.saved_tensors
         size, pieces = saved[len(kept)], saved[len(kept) + 1 :]
@@ -248,7 +248,9 @@ class _FusedLoss(torch.autograd.Function):
         reusable = not compiling and not graph_is_kept()
         if engine.recomputes(options, reduction):
             left = [each for each in pieces if each is not None and each.numel()]
-            result = engine.invoke(Call([*operands, *left], options, reduction, wanted, grad))
+            # The gradient of a sum of rows is one number for all of them, with a stride of 0.
+            upstream = None if grad is None else grad.contiguous()
+            result = engine.invoke(Call([*operands, *left], options, reduction, wanted, upstream))
             factor, size, pieces, reusable = None, result.size, result.pieces, True
         if size is not None:
             factor = size if factor is None else factor * size

@@ -400,10 +400,9 @@ def one_target(call: Call, draws: Draws) -> Result:
     mean, narrow, size = reduction == "mean", dtype != torch.float32, None
     if upstream is not None:
         upstream, size = near_one(in_dtype(upstream, torch.float32), dtype)
-    # The upstream gradient of a sum is one number for all rows, with a stride of 0.
-    bias, row_shift, target, upstream, shift = (
-        None if each is None else each.contiguous()
-        for each in (bias, row_shift, target, upstream, draws.shift)
+    target = target.contiguous()
+    bias, row_shift, shift = (
+        None if each is None else each.contiguous() for each in (bias, row_shift, draws.shift)
     )
     draws = draws if shift is draws.shift else draws._replace(shift=shift)
     chunk = rows_at_a_time(chunk_rows, n, draws.m, hidden, narrow)
