@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from lastlayer import _doctor, kernels
 from lastlayer.cli import app
+from lastlayer.kernels import _registry
 
 runner = CliRunner()
 
@@ -107,6 +108,18 @@ def test_doctor_ends_with_a_conclusion(monkeypatch):
     lacking = {**fine, "extras": [{"name": "lab", "missing": ["altair"], "command": "pip it"}]}
     assert _doctor.conclusion(lacking).endswith("pip it")
     assert "pip install -e ." in _doctor.conclusion({**fine, "versions": {}})
+    apple = {**fine, "devices": [{"type": "cpu"}, {"type": "mps"}]}
+    assert _doctor.conclusion(apple).endswith("mps: plain torch code, which was never tried there.")
+
+
+def test_on_rocm_the_kernels_for_cuda_are_not_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    # What is kept is that of this machine.
+    asked = _registry.available.__wrapped__
+    monkeypatch.setattr(_registry, "available", asked)
+    assert "ROCm" in asked()["triton"]
+    assert kernels.selected("entmax", "cuda", torch.float32) == "reference"
 
 
 def test_doctor_sees_a_requirement_that_is_too_old(monkeypatch):

@@ -48,7 +48,9 @@ def examine() -> dict[str, Any]:
 def conclusion(report: dict[str, Any]) -> str:
     """One sentence: whether the fast kernels run here, and what to install."""
     kinds = list(dict.fromkeys(device["type"] for device in report["devices"]))
-    where = " and ".join({"cpu": "the CPU", "cuda": "CUDA GPUs"}.get(kind, kind) for kind in kinds)
+    gpu = "CUDA GPUs" if torch.version.hip is None else "ROCm GPUs"
+    names = {"cpu": "the CPU", "cuda": gpu}
+    where = " and ".join(names[kind] for kind in kinds if kind in names)
     if not report["versions"].get(PACKAGE):
         return f"{PACKAGE} runs from its source tree on {where}: install it with pip install -e ."
     broken = [
@@ -60,6 +62,8 @@ def conclusion(report: dict[str, Any]) -> str:
         said = f"{PACKAGE} works on {where}, but slower than it could: {'; '.join(broken)}"
     else:
         said = f"{PACKAGE} works on {where} with its fast kernels"
+    if untried := [kind for kind in kinds if kind not in KERNELS_OF.values()]:
+        said += f"; {', '.join(untried)}: plain torch code, which was never tried there"
     lab = [extra for extra in report["extras"] if extra["name"] == "lab" and extra["missing"]]
     return f"{said}; lastlayer compare needs {lab[0]['command']}" if lab else f"{said}."
 

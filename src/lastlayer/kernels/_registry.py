@@ -32,6 +32,9 @@ def available() -> dict[str, str | None]:
         triton_reason = "the package triton is not installed"
     elif not torch.cuda.is_available() and not _interpreted():
         triton_reason = "there is no CUDA device (TRITON_INTERPRET=1 runs it slowly on the CPU)"
+    elif torch.version.hip is not None:
+        # Their launcher is that of CUDA.
+        triton_reason = "this torch is for ROCm, and the kernels are for CUDA"
     else:
         triton_reason = None
     numba_reason = None if find_spec("numba") else "the package numba is not installed"
