@@ -9,6 +9,8 @@ from lastlayer import kernels, samplers
 from lastlayer.fused import sampled
 from lastlayer.fused.function import Call
 from lastlayer.fused.sampled import Rule, general, one_target
+from lastlayer.heads import ImportanceSampling, NegativeSampling, NoiseContrastive, SampledSoftmax
+from lastlayer.heads.sampled import base
 from lastlayer.kernels.rng import GIVEN
 from lastlayer.kernels.sampled_rows import Draws
 
@@ -21,12 +23,26 @@ RULES = {
     "self-normalised": Rule(with_target=False, drop_hits=False),
     "logistic": Rule(logistic=True, drop_hits=False),
 }
-COUNTS = 1.0 / torch.arange(1, 31)
+V = 30
+COUNTS = 1.0 / torch.arange(1, V + 1)
 SAMPLERS = {
     "uniform": lambda: samplers.Uniform(30),
     "log-uniform": lambda: samplers.LogUniform(30),
     "ordered": lambda: samplers.LogUniform(30, order=torch.arange(29, -1, -1)),
     "unigram": lambda: samplers.Unigram(COUNTS),
+}
+
+
+HEADS = {
+    "exact": lambda **o: SampledSoftmax(8, V, samplers.Unigram(COUNTS), 12, **o),
+    "classic": lambda **o: SampledSoftmax(
+        8, V, samplers.LogUniform(V), 12, correction="classic", head_classes=4, **o
+    ),
+    "uniform": lambda **o: SampledSoftmax(8, V, samplers.Uniform(V), 12, temperature=0.5, **o),
+    "unique": lambda **o: SampledSoftmax(8, V, samplers.Unigram(COUNTS), 12, unique=True, **o),
+    "importance": lambda **o: ImportanceSampling(8, V, samplers.Unigram(COUNTS), 12, **o),
+    "noise": lambda **o: NoiseContrastive(8, V, samplers.Unigram(COUNTS), 12, log_z="learned", **o),
+    "negative": lambda **o: NegativeSampling(8, V, samplers.Unigram(COUNTS), 12, **o),
 }
 
 
@@ -187,6 +203,47 @@ def test_float16_is_divided_in_the_end_and_rows_have_factors(products):
     assert alone.loss.shape == (9,)
     torch.testing.assert_close(alone.pieces[0], whole.pieces[0])
     torch.testing.assert_close(alone.pieces[2], whole.pieces[2])
+
+
+@pytest.fixture
+def as_on_a_gpu(products, monkeypatch):
+    """Heads take the way of a GPU; its kernels are interpreted where there is none."""
+    if DEVICE == "cpu":
+
+        def taken(hidden, *_):
+            return hidden.dtype != torch.float64
+
+        for module, name in (
+            (sampled, "_has_kernels"),
+            (sampled, "_has_slots"),
+            (base, "kernels_draw"),
+        ):
+            monkeypatch.setattr(module, name, taken)
+
+
+@needs_triton
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("sparse", "reduction"), [(True, "mean"), (False, "mean"), (False, "sum"), (True, "none")]
+)
+@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
+def test_heads_train_through_it(make, sparse, reduction):
+    torch.manual_seed(3)
+    head = make(device=DEVICE, sparse=sparse, reduction=reduction)
+    exact = make(dtype=torch.float64, reduction=reduction)
+    exact.load_state_dict({name: each.cpu() for name, each in head.state_dict().items()})
+    hidden, target = torch.randn(11, 8, device=DEVICE), torch.randint(30, (11,), device=DEVICE)
+    target[::5] = -100
+    results = []
+    for each, rows, wanted in (
+        (head, hidden.requires_grad_(), target),
+        (exact, hidden.detach().cpu().double().requires_grad_(), target.cpu()),
+    ):
+        loss = each(rows, wanted)
+        # Upstream gradients of rows as those of a sum have a stride of 0.
+        results.append((loss, *torch.autograd.grad(loss.sum(), [rows, *each.parameters()])))
+    for one, two in zip(*results, strict=True):
+        assert close(one.detach().to_dense(), two.detach(), torch.float32)
 
 
 def strided(tensor):

@@ -307,7 +307,7 @@ class _SampledEngine(Engine):
         if slopes is not None and entries is not None and dtypes != [None, None]:
             factor = slopes.new_ones(()) if factor is None else factor
             eager = is_eager(hidden)
-            if columns is None or (column_biases is None and not (eager and hidden.is_cuda)):
+            if columns is None or (column_biases is None and not (eager and _has_slots(hidden))):
                 nothing = slopes.new_empty(0)
                 columns = nothing if columns is None else columns
                 column_biases = nothing if column_biases is None else column_biases
@@ -732,14 +732,14 @@ def _class_gradients(
     """Of weight and bias, times the factor: dense or row-sparse, None where there is no dtype."""
     hidden = given[4]
     shapes = (n_classes, hidden.shape[1]), (n_classes,)
-    if hidden.device.type == "cpu":
-        places, sums = _summed(given, n_classes, dtypes)
-        coalesced, known = True, places.unsqueeze(0) if sparse else places
-    else:
+    if _has_slots(hidden):
         known, sums = _slotted(given, shapes, dtypes, sparse)
         coalesced = False
         if not sparse:
             return sums
+    else:
+        places, sums = _summed(given, n_classes, dtypes)
+        coalesced, known = True, places.unsqueeze(0) if sparse else places
     made: Grads = []
     for values, shape in zip(sums, shapes, strict=True):
         if values is None:
@@ -751,6 +751,11 @@ def _class_gradients(
         else:
             made.append(values.new_zeros(shape).index_copy_(0, known, values))
     return made
+
+
+def _has_slots(hidden: Tensor) -> bool:
+    """Whether gradients have a slot for each entry: where counting classes would be a wait."""
+    return hidden.device.type != "cpu"
 
 
 def _summed(given: _Pieces, n_classes: int, dtypes: _Dtypes) -> tuple[Tensor, Grads]:
