@@ -7,6 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lastlayer.kernels import _triton
+from lastlayer.kernels.attention import triton as attention
 from lastlayer.kernels.context_lists import triton as context_lists
 from lastlayer.kernels.entmax import triton as entmax
 from lastlayer.kernels.entmax_rows import triton as entmax_rows
@@ -472,6 +473,24 @@ LABEL_CASES = [
     (zlpr._fill_gradient, LABEL_TILE | dict(KIND=0, LIST=64)),
 ]
 
+ATTENTION_TYPES = (
+    dict.fromkeys(("query", "key", "value", "grad", "of_key", "of_value", "out"), "*bf16")
+    | dict.fromkeys(("alphas", "mixed", "numbers", "mean", "of_rows"), "*fp32")
+    | {"mask": "*u8", "blocks": "*u8", "seed": "*i64", "scale": "fp32", "excess": "fp32"}
+    | dict.fromkeys(("first", "stop", "place"), "*i32")
+    | {"dropout": "fp32"}
+)
+ATTENTION_TILE = dict(ROWS=64, COLUMNS=64, DEPTH=64, WIDE=64)
+PLAIN = dict.fromkeys(("alphas", "mask", "seed", "first", "stop", "place"))
+ATTENTION_CASES = [
+    (attention._forward, ATTENTION_TILE | PLAIN | dict(MASK=0, KIND=2, KEEPS=True)),
+    (attention._forward, ATTENTION_TILE | dict(MASK=1, KIND=0, KEEPS=True)),
+    (attention._query_gradient, ATTENTION_TILE | PLAIN | dict(MASK=0, KIND=1, TO_ALPHA=False)),
+    (attention._query_gradient, ATTENTION_TILE | dict(MASK=1, KIND=0, TO_ALPHA=True)),
+    (attention._key_gradient, ATTENTION_TILE | PLAIN | dict(MASK=0, KIND=2)),
+    (attention._key_gradient, ATTENTION_TILE | dict(MASK=1, KIND=0)),
+]
+
 
 def compile_case(kernel, types, constants, **options) -> None:
     types = types | dict.fromkeys(constants, "constexpr")
@@ -504,6 +523,7 @@ def main(step: int) -> None:
         (DRAWN_TYPES, DRAWN_CASES),
         (LIST_TYPES, LIST_CASES),
         (PREDICTED_TYPES, PREDICTED_CASES),
+        (ATTENTION_TYPES, ATTENTION_CASES),
     ):
         cases += [(kernel, types, constants, True) for kernel, constants in some]
     for kernel, types, constants, fused in cases[::step]:

@@ -28,10 +28,11 @@ from lastlayer.kernels._triton import (
 from lastlayer.kernels.entmax.threshold import (
     BOTH,
     WIDEST_IN_ONE_PROGRAM,
+    alpha_gradient,
+    alpha_terms,
     below,
     bound_from_part,
     correction,
-    exp_remainder,
     group_and_warps,
     is_broken,
     kind_of,
@@ -326,22 +327,6 @@ def _slopes(probs, excess, KIND: tl.constexpr):
     return tl.where(probs == 0.0, 0.0, slope)
 
 
-@triton.jit
-def _alpha_terms(p, g, mean, excess):
-    """Of each class, what is summed up for the gradient of alpha; README.md has the formula."""
-    logs = tl.log(tl.where(p != 0.0, p, 1.0))
-    square = logs * logs * exp_remainder(-excess * logs)
-    # The derivatives of a row sum to 0: measured from the mean nothing cancels.
-    u = tl.where(p != 0.0, p * (g - mean), 0.0)
-    return tl.where(p != 0.0, p * square, 0.0), u * logs, u * square
-
-
-@triton.jit
-def _alpha_gradient(squares, firsts, seconds, entropy, weight, excess):
-    moved = squares * firsts + entropy * seconds
-    return (-seconds - excess * moved) / tl.where(weight == 0.0, 1.0, weight)
-
-
 @kernel
 def _backward_in_registers(
     probs, grad, out, alphas, by_alpha, excess, n_rows, n, probs_stride, grad_stride,
@@ -361,8 +346,8 @@ def _backward_in_registers(
     weight = tl.sum(slope, AXIS)
     if LEARNED:
         entropy = -tl.sum(p * tl.log(tl.where(inside, p, 1.0)), AXIS)
-        square, first, second = _alpha_terms(p, g, per_class(tl.sum(p * g, AXIS), AXIS), excess)
-        made = _alpha_gradient(
+        square, first, second = alpha_terms(p, g, per_class(tl.sum(p * g, AXIS), AXIS), excess)
+        made = alpha_gradient(
             tl.sum(square, AXIS), tl.sum(first, AXIS), tl.sum(second, AXIS), entropy, weight, own
         )
         tl.store(by_alpha + row, made.to(by_alpha.dtype.element_ty), mask=row < n_rows)
@@ -478,12 +463,12 @@ def _backward_of_chosen(
         product = _slopes(p, excess, KIND) * (g - shift - mean)
         tl.store(out + column, product.to(out.dtype.element_ty), mask=inside)
         if LEARNED:
-            square, one, two = _alpha_terms(p, g, mean_g, excess)
+            square, one, two = alpha_terms(p, g, mean_g, excess)
             squares += square
             firsts += one
             seconds += two
     if LEARNED:
-        made = _alpha_gradient(
+        made = alpha_gradient(
             row_sum(squares, BOTH), row_sum(firsts, BOTH), row_sum(seconds, BOTH),
             row_sum(entropies, BOTH), weight, excess,
         )  # fmt: skip

@@ -1,0 +1,589 @@
+"""Attention with sparse weights: a query looks at few keys, and at the others not at all."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lastlayer import kernels
+from lastlayer._checks import (
+    broadcasts,
+    check_alpha,
+    check_choice,
+    check_floating,
+    check_int,
+    check_positive,
+    check_share,
+)
+from lastlayer._torch import (
+    accumulation_dtype,
+    apply_of,
+    autocast_dtype,
+    in_dtype,
+    is_eager,
+    transforms_are_active,
+)
+from lastlayer.kernels.attention import Kept, Problem, scores
+
+Implementation = Literal["auto", "triton", "chunked"]
+Window = int | tuple[int | None, int | None]
+Lengths = Tensor | tuple[Tensor, Tensor]
+# Numbers behind the nine tensors of a problem.
+_TENSORS = 9
+# The largest head that the kernels hold, and bytes of scores that a chunk of rows may have.
+_WIDEST, _CHUNK_BYTES = 256, 1 << 26
+
+
+class AttentionWeights(NamedTuple):
+    """The non-zero weights of each query, by falling weight.
+
+    Attributes:
+        values: ``(..., heads, n, k)`` with the largest number k of keys that a query looks at; 0
+            behind the last one.
+        keys: which keys they belong to, int64 of the same shape; -1 behind the last one.
+        counts: how many keys each query looks at, ``(..., heads, n)``.
+    """
+
+    values: Tensor
+    keys: Tensor
+    counts: Tensor
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    alpha: float | Tensor = 1.5,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    enable_gqa: bool = False,
+    cu_seqlens: Lengths | None = None,
+    query_offset: int = 0,
+    impl: Implementation = "auto",
+) -> Tensor:
+    r"""Scaled dot-product attention whose weights are entmax of the scores instead of softmax.
+
+    .. math:: \operatorname{entmax}_\alpha(s\, Q K^\top + \text{mask})\, V
+
+    The conventions are those of :func:`torch.nn.functional.scaled_dot_product_attention`. Weights
+    below a threshold, which is solved to convergence for each query, are exactly zero. The matrix
+    of weights is never stored: memory grows linearly with the numbers of queries and keys.
+
+    Choose ``alpha=1.5`` as the sparse replacement of softmax attention, 2 (sparsemax) where a query
+    should look at very few keys, and a tensor with one learned alpha per head where each head
+    should find its own sparsity. 1 is softmax; use torch's own function for that.
+
+    Args:
+        query: ``(..., heads, n, d)``.
+        key: ``(..., heads, m, d)``; with ``enable_gqa`` it may have fewer heads.
+        value: ``(..., heads, m, d_value)``, with as many heads as ``key``.
+        alpha: at least 1; or a floating tensor ``(heads,)``, or one that broadcasts to
+            ``(..., heads, 1, 1)``, which gets a gradient.
+        attn_mask: broadcasts to ``(..., heads, n, m)``; bool with True where a query may look, or
+            floating, added to the scores. Unlike torch's it may come with ``is_causal``.
+        dropout_p: the probability that a weight is dropped; the others are divided by its
+            complement. The seed is drawn from torch's generator of the query's device.
+        is_causal: whether query i sees keys up to i + query_offset only.
+        scale: of the scores, 1/sqrt(d) unless given.
+        window: how far a query sees: ``w`` for keys less than w places away, or
+            ``(left, right)`` for so many before and behind its own place, None for all.
+        enable_gqa: whether query heads may share key heads.
+        cu_seqlens: where packed sequences start, and one past the last: integers
+            ``(sequences + 1,)``, for queries and keys alike, or a tensor for each. A query sees the
+            keys of its own sequence. All other batch dimensions have size 1.
+        query_offset: the place of the first query among the keys, where some keys came before it:
+            ``m - n`` when decoding with a cache of keys. Not with ``cu_seqlens``.
+        impl: "auto", or what to force: "triton" or "chunked".
+
+    Returns:
+        ``(..., heads, n, d_value)`` in the dtype of ``query``. A query that may look at nothing
+        gets zeros, and gives no gradient. A NaN stays in its own query.
+
+    Raises:
+        ValueError: for shapes, dtypes or options that do not go together.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 8, 16, 64).unbind()  # 2 texts, 8 heads, 16 words
+        >>> sparse_attention(query, key, value, alpha=2.0, is_causal=True).shape
+        torch.Size([2, 8, 16, 64])
+
+    Reference:
+        Martins and Astudillo, From Softmax to Sparsemax, ICML 2016, arXiv:1602.02068; Correia,
+        Niculae and Martins, Adaptively Sparse Transformers, EMNLP 2019, arXiv:1909.00015.
+    """
+    check_choice("impl", impl, ("auto", "triton", "chunked"))
+    dropout = check_share("dropout_p", dropout_p)
+    problem, batch = _problem(
+        query, key, value, alpha, attn_mask, dropout, is_causal, scale, window, enable_gqa,
+        cu_seqlens, query_offset,
+    )  # fmt: skip
+    by_kernel = _by_kernel(problem, impl)
+    apply = _Attention.apply if transforms_are_active() else _apply
+    wanted = _Wanted._make(
+        each is not None and each.requires_grad and torch.is_grad_enabled() for each in problem[:5]
+    )
+    out: Tensor = apply(by_kernel, wanted, problem[_TENSORS:], *problem[:_TENSORS])
+    return out.view(*batch, *out.shape[1:]) if len(batch) != 1 else out
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    alpha: float | Tensor = 1.5,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    enable_gqa: bool = False,
+    cu_seqlens: Lengths | None = None,
+    query_offset: int = 0,
+) -> AttentionWeights:
+    """The weights of :func:`sparse_attention` that are not zero, to look at; without gradients.
+
+    Arguments are those of :func:`sparse_attention`.
+
+    Example:
+        >>> found = attention_weights(torch.randn(8, 16, 64), torch.randn(8, 16, 64), alpha=2.0)
+        >>> bool((found.values.sum(-1) - 1).abs().max() < 1e-5)
+        True
+    """
+    with torch.no_grad():
+        p, batch = _problem(
+            query, key, key, alpha, attn_mask, 0.0, is_causal, scale, window, enable_gqa,
+            cu_seqlens, query_offset,
+        )  # fmt: skip
+        parts = []
+        for rows, keys in _chunks(p):
+            weights = _weights(p, rows, keys)
+            counts = (weights != 0).sum(-1)
+            size = int(counts.max()) if counts.numel() else 0
+            values, found = weights.topk(size, dim=-1)
+            found = torch.where(values == 0, -1, found + keys.start)
+            parts.append((values, found, counts))
+        width = max(each[0].shape[-1] for each in parts)
+        padded = [
+            torch.cat([
+                torch.nn.functional.pad(each[i], (0, width - each[i].shape[-1]), value=fill)
+                for each in parts
+            ], 2)
+            for i, fill in ((0, 0.0), (1, -1))
+        ]  # fmt: skip
+        made = *padded, torch.cat([each[2] for each in parts], 2)
+        values, found, counts = (each.reshape(*batch, *each.shape[1:]) for each in made)
+        return AttentionWeights(values.to(query.dtype), found, counts)
+
+
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+    window: Window | None,
+    enable_gqa: bool,
+    cu_seqlens: Lengths | None,
+    query_offset: int,
+) -> tuple[Problem, Sequence[int]]:
+    """Checked arguments with one batch dimension, and the batch dimensions that it stands for."""
+    for name, each in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, each, "queries, keys and values")
+        if each.dim() < 3:
+            raise ValueError(
+                f"{name}: expected (..., heads, length, size), got {tuple(each.shape)}; "
+                "add a dimension for the heads"
+            )
+        if each.dtype != query.dtype or each.device != query.device:
+            raise ValueError(
+                f"{name}: expected {query.dtype} on {query.device} as query, got {each.dtype} on "
+                f"{each.device}"
+            )
+    if (dtype := autocast_dtype(query)) is not None:
+        query, key, value = (in_dtype(each, dtype) for each in (query, key, value))
+    batch, (heads, n, d), m = query.shape[:-3], query.shape[-3:], key.shape[-2]
+    _check_shapes(query, key, value, enable_gqa)
+    left, right = _window(window, is_causal)
+    rows = (*batch, heads, n, m)
+    flat = (math.prod(batch), heads, n, m)
+    number, of_heads = _alpha(alpha, (*batch, heads), flat[:2])
+    first = stop = place = None
+    offset = check_int("query_offset", query_offset, least=-(2**31))
+    if cu_seqlens is not None:
+        if offset or flat[0] != 1:
+            raise ValueError(
+                "cu_seqlens: expected batch dimensions of size 1 and no query_offset, got "
+                f"query of shape {tuple(query.shape)} and query_offset={offset}; pack all "
+                "sequences along the length"
+            )
+        first, stop, place = _sequences(cu_seqlens, n, m, query.device)
+    if mask is not None:
+        mask = _mask(mask, rows, query).expand(rows).reshape(flat) if len(batch) != 1 else (
+            _mask(mask, rows, query).expand(rows)
+        )  # fmt: skip
+    seed = None
+    if dropout:
+        seed = torch.randint(2**62, (1,), device=query.device)
+    scale = d**-0.5 if scale is None else check_positive("scale", scale)
+    if len(batch) != 1:
+        query, key, value = (
+            each.reshape(flat[0], *each.shape[-3:]) for each in (query, key, value)
+        )
+    problem = Problem(
+        query, key, value, of_heads, mask, seed, first, stop, place, number, scale, left, right,
+        offset, dropout,
+    )  # fmt: skip
+    return problem, batch
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    shape, of_keys, of_values = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    if of_keys[:-3] != shape[:-3] or of_keys[-1] != shape[-1]:
+        raise ValueError(
+            f"key: expected batch {shape[:-3]} and size {shape[-1]} as query, got {of_keys}"
+        )
+    if of_values[:-1] != of_keys[:-1]:
+        raise ValueError(f"value: expected {of_keys[:-1]} as key before its size, got {of_values}")
+    heads, key_heads = shape[-3], of_keys[-3]
+    if heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0):
+        wanted = f"a divisor of query's {heads}" if enable_gqa else f"query's {heads}"
+        remedy = "" if enable_gqa else "; enable_gqa=True lets query heads share key heads"
+        raise ValueError(f"key: expected {wanted} heads, got {key_heads}{remedy}")
+
+
+def _window(window: Window | None, is_causal: bool) -> tuple[int, int]:
+    """How many keys a query sees before and behind its place, -1 for all."""
+    expected = "a number of keys, (left, right) or None"
+    if window is None:
+        left = right = -1
+    elif isinstance(window, tuple):
+        if len(window) != 2:
+            raise ValueError(f"window: expected {expected}, got {window}")
+        left, right = (-1 if x is None else check_int("window", x, least=0) for x in window)
+    else:
+        left = right = check_int("window", window) - 1
+    return left, 0 if is_causal and right != 0 else right
+
+
+def _alpha(
+    alpha: float | Tensor, heads: tuple[int, ...], flat: tuple[int, ...]
+) -> tuple[float, Tensor | None]:
+    check_alpha(alpha)
+    if not isinstance(alpha, Tensor):
+        return float(alpha), None
+    if alpha.dim() > 1:
+        if alpha.shape[-2:] != (1, 1) or not broadcasts(alpha.shape[:-2], heads):
+            raise ValueError(
+                f"alpha: expected ({heads[-1]},) or a shape that broadcasts to {(*heads, 1, 1)}, "
+                f"got {tuple(alpha.shape)}"
+            )
+        alpha = alpha[..., 0, 0]
+    if not broadcasts(alpha.shape, heads):
+        raise ValueError(f"alpha: expected one per head, ({heads[-1]},), got {tuple(alpha.shape)}")
+    return math.nan, alpha.expand(heads).reshape(flat)
+
+
+def _mask(mask: Any, shape: tuple[int, ...], query: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(
+            "attn_mask: expected bool (True where a query may look) or a floating tensor that is "
+            f"added to the scores, got {got}"
+        )
+    if not broadcasts(mask.shape, shape):
+        raise ValueError(
+            f"attn_mask: expected a shape that broadcasts to {shape}, got {tuple(mask.shape)}"
+        )
+    if mask.device != query.device:
+        raise ValueError(f"attn_mask: expected {query.device} as query, got {mask.device}")
+    made: Tensor = mask
+    return made
+
+
+def _sequences(lengths: Any, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each query the first key of its sequence, one past the last, and the key at its place."""
+    pair = lengths if isinstance(lengths, tuple) else (lengths, lengths)
+    if len(pair) != 2 or any(
+        not isinstance(x, Tensor) or x.is_floating_point() or x.dim() != 1 or not x.numel()
+        for x in pair
+    ) or pair[0].shape != pair[1].shape:  # fmt: skip
+        raise ValueError(
+            "cu_seqlens: expected integers (sequences + 1,), or a pair of such tensors of the same "
+            f"length, got {lengths!r}"
+        )
+    starts, of_keys = (x.to(device=device, dtype=torch.int64) for x in pair)
+    if starts.device.type == "cpu":
+        for name, ends, length in (("query", starts, n), ("key", of_keys, m)):
+            if ends[0] != 0 or ends[-1] != length or bool((ends.diff() < 0).any()):
+                raise ValueError(
+                    f"cu_seqlens: expected rising numbers from 0 to {length}, the length of "
+                    f"{name}, got {ends.tolist()}"
+                )
+    number = torch.arange(n, device=device)
+    # Sequences of length 0 are passed over.
+    which = torch.searchsorted(starts, number, right=True) - 1
+    first, stop = of_keys[which], of_keys[(which + 1).clamp(max=len(of_keys) - 1)]
+    return first.int(), stop.int(), (number - starts[which] + first).int()
+
+
+def _by_kernel(problem: Problem, impl: Implementation) -> bool:
+    """Whether the kernels run; the reason is raised where they were asked for and cannot."""
+    query, mask = problem.query, problem.mask
+    size = max(query.shape[-1], problem.value.shape[-1])
+    reason = None
+    if query.dtype == torch.float64:
+        reason = "they have no float64"
+    elif size > _WIDEST:
+        reason = f"heads are {size} wide, and the kernels hold up to {_WIDEST}"
+    elif mask is not None and mask.requires_grad:
+        reason = "attn_mask gets a gradient"
+    if impl == "triton":
+        reason = reason or kernels.available()["triton"]
+        if reason is not None:
+            raise ValueError(f"impl: 'triton' cannot run here: {reason}; use impl='auto'")
+        return query.numel() > 0
+    on_gpu = query.device.type == "cuda" and impl == "auto" and reason is None
+    return on_gpu and query.numel() > 0 and kernels.selected("entmax", "cuda") == "triton"
+
+
+def _chunks(p: Problem) -> list[tuple[slice, slice]]:
+    """Queries at a time, and the keys that they may see."""
+    batch, heads, n, _ = p.query.shape
+    m = p.key.shape[2]
+    size = accumulation_dtype(p.query.dtype).itemsize
+    rows = max(1, _CHUNK_BYTES // max(1, batch * heads * m * size))
+    made = []
+    for start in range(0, max(n, 1), rows):
+        stop, low, high = min(n, start + rows), 0, m
+        if p.first is not None and p.stop is not None:
+            if p.first.device.type == "cpu" and stop > start and is_eager(p.first):
+                low, high = int(p.first[start]), int(p.stop[stop - 1])
+        else:
+            low = max(0, start + p.offset - p.left) if p.left >= 0 else 0
+            high = min(m, stop + p.offset + p.right) if p.right >= 0 else m
+        made.append((slice(start, stop), slice(min(low, m), max(min(low, m), high))))
+    return made
+
+
+def _row_alpha(p: Problem, n: int) -> Tensor | None:
+    return None if p.head_alpha is None else p.head_alpha.unsqueeze(-1).expand(-1, -1, n)
+
+
+def _weights(p: Problem, rows: slice, keys: slice) -> Tensor:
+    made = scores(p, rows, keys)
+    alphas = _row_alpha(p, made.shape[2])
+    alphas = None if alphas is None else alphas.contiguous()
+    weights: Tensor = kernels.entmax.forward("auto", made, p.alpha, alphas)
+    return weights
+
+
+def _kept_weights(p: Problem, like: Tensor, rows: slice) -> Tensor | None:
+    """What dropout multiplies the weights of a chunk by; the same whenever it is asked."""
+    if p.seed is None:
+        return None
+    generator = torch.Generator(like.device)
+    generator.manual_seed((int(p.seed) + rows.start) % 2**62)
+    drawn = torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float32)
+    return (drawn >= p.dropout).to(like.dtype).div_(1.0 - p.dropout)
+
+
+def _grouped(tensor: Tensor, key_heads: int) -> Tensor:
+    """Rows of all heads that share a key head together."""
+    batch, heads, n, size = tensor.shape
+    return tensor.reshape(batch, key_heads, heads // max(1, key_heads) * n, size)
+
+
+def _chunked_forward(p: Problem) -> Tensor:
+    batch, heads, n, _ = p.query.shape
+    value = p.value.to(accumulation_dtype(p.query.dtype))
+    out = p.query.new_empty(batch, heads, n, value.shape[-1])
+    for rows, keys in _chunks(p):
+        weights = _weights(p, rows, keys)
+        if (kept := _kept_weights(p, weights, rows)) is not None:
+            weights = weights * kept
+        made = _grouped(weights, value.shape[1]) @ value[:, :, keys]
+        out[:, :, rows] = made.view(batch, heads, rows.stop - rows.start, value.shape[-1])
+    return out
+
+
+class _Wanted(NamedTuple):
+    query: bool
+    key: bool
+    value: bool
+    alpha: bool
+    mask: bool
+
+
+def _chunked_backward(p: Problem, grad: Tensor, wanted: _Wanted) -> list[Tensor | None]:
+    dtype = accumulation_dtype(p.query.dtype)
+    key_heads, (batch, heads, _, d) = p.key.shape[1], p.query.shape
+    query, key, value, upstream = (x.to(dtype) for x in (p.query, p.key, p.value, grad))
+    of_query = torch.zeros_like(query) if wanted.query else None
+    of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
+    of_alpha = None if p.head_alpha is None else query.new_zeros(batch, heads)
+    of_mask = None
+    if wanted.mask and p.mask is not None:
+        of_mask = p.mask.new_zeros(p.mask.shape, dtype=dtype)
+    for rows, keys in _chunks(p):
+        weights = _weights(p, rows, keys)
+        kept = _kept_weights(p, weights, rows)
+        mine = _grouped(upstream[:, :, rows], key_heads)
+        if wanted.value:
+            used = weights if kept is None else weights * kept
+            of_value[:, :, keys] += _grouped(used, key_heads).transpose(-1, -2) @ mine
+        of_weights = (mine @ value[:, :, keys].transpose(-1, -2)).view(weights.shape)
+        if kept is not None:
+            of_weights *= kept
+        alphas = _row_alpha(p, weights.shape[2])
+        if alphas is None or not wanted.alpha or of_alpha is None:
+            alphas = None if alphas is None else alphas.contiguous()
+            slopes = kernels.entmax.backward("auto", weights, of_weights, p.alpha, alphas)
+        else:
+            slopes, by_row = kernels.entmax.gradients(
+                "auto", weights, of_weights, alphas.contiguous()
+            )
+            of_alpha += by_row.sum(-1)
+        if of_mask is not None:
+            of_mask[:, :, rows, keys] = slopes
+        slopes = _grouped(slopes * p.scale, key_heads)
+        if of_query is not None:
+            of_query[:, :, rows] = (slopes @ key[:, :, keys]).view(
+                batch, heads, rows.stop - rows.start, d
+            )
+        if wanted.key:
+            of_key[:, :, keys] += slopes.transpose(-1, -2) @ _grouped(query[:, :, rows], key_heads)
+    return [
+        of_query, of_key if wanted.key else None, of_value if wanted.value else None,
+        of_alpha if wanted.alpha else None, of_mask,
+    ]  # fmt: skip
+
+
+def _forward(by_kernel: bool, p: Problem, keeps: bool) -> tuple[Tensor, Kept | None]:
+    if not by_kernel:
+        return _chunked_forward(p), None
+    from lastlayer.kernels.attention import triton
+
+    return triton.forward(p, keeps)
+
+
+def _backward(
+    by_kernel: bool, p: Problem, kept: Sequence[Tensor], grad: Tensor, wanted: _Wanted
+) -> list[Tensor | None]:
+    if not by_kernel:
+        return _chunked_backward(p, grad, wanted)
+    from lastlayer.kernels.attention import triton
+
+    return triton.backward(p, Kept(*kept), grad, wanted)
+
+
+_SCHEMA = (
+    "Tensor query, Tensor key, Tensor value, Tensor? head_alpha, Tensor? mask, Tensor? seed, "
+    "Tensor? first, Tensor? stop, Tensor? place, float alpha, float scale, int left, int right, "
+    "int offset, float dropout, bool by_kernel"
+)
+_library = torch.library.Library("lastlayer", "FRAGMENT")
+_library.define(f"sparse_attention({_SCHEMA}, bool keeps) -> Tensor[]")
+_library.define(
+    f"sparse_attention_backward({_SCHEMA}, Tensor grad, Tensor[] kept, bool[] wanted) -> Tensor[]"
+)
+_NUMBERS = len(Problem._fields)
+
+
+def _registered(*given: Any) -> list[Tensor]:
+    *parts, by_kernel, keeps = given
+    out, kept = _forward(by_kernel, Problem(*parts), keeps)
+    return [out, *(kept or ())]
+
+
+def _registered_backward(*given: Any) -> list[Tensor]:
+    *parts, by_kernel, grad, kept, wanted = given
+    p = Problem(*parts)
+    made = _backward(by_kernel, p, kept, grad, _Wanted(*wanted))
+    return [p.query.new_empty(0) if each is None else each for each in made]
+
+
+def _fake(*given: Any) -> list[Tensor]:
+    *parts, by_kernel, keeps = given
+    p = Problem(*parts)
+    batch, heads, n, _ = p.query.shape
+    out = p.query.new_empty(batch, heads, n, p.value.shape[-1])
+    if not (by_kernel and keeps):
+        return [out]
+    from lastlayer.kernels.attention.triton import block_shape
+
+    wide = out.float()
+    return [
+        out, torch.empty_like(wide), wide.new_empty(4, batch, heads, n),
+        out.new_empty(block_shape(p), dtype=torch.uint8),
+    ]  # fmt: skip
+
+
+def _fake_backward(*given: Any) -> list[Tensor]:
+    *parts, by_kernel, _grad, _kept, wanted = given
+    p = Problem(*parts)
+    dtype = p.query.dtype if by_kernel else accumulation_dtype(p.query.dtype)
+    sources = p.query, p.key, p.value, p.head_alpha, p.mask
+    return [
+        p.query.new_empty(each.shape, dtype=torch.float32 if i == 3 and by_kernel else dtype)
+        if asked and each is not None
+        else p.query.new_empty(0)
+        for i, (asked, each) in enumerate(zip(wanted, sources, strict=True))
+    ]
+
+
+for _name, _impl, _shape in (
+    ("sparse_attention", _registered, _fake),
+    ("sparse_attention_backward", _registered_backward, _fake_backward),
+):
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lastlayer::{_name}", _shape, lib=_library)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, by_kernel: bool, wanted: _Wanted, numbers: tuple[Any, ...], *tensors: Any
+    ) -> Tensor:
+        p = Problem(*tensors, *numbers)
+        keeps = any(wanted)
+        if is_eager(p.query):
+            out, kept = _forward(by_kernel, p, keeps)
+            pieces = list(kept or ())
+        else:
+            out, *pieces = torch.ops.lastlayer.sparse_attention(*p, by_kernel, keeps)
+        ctx.given = by_kernel, wanted, numbers
+        ctx.save_for_backward(*tensors, *pieces)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "sparse_attention: second derivatives are not available; for those compute "
+                "lastlayer.entmax(query @ key.mT * scale) @ value"
+            )
+        by_kernel, wanted, numbers = ctx.given
+        tensors, kept = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
+        p = Problem(*tensors, *numbers)
+        if is_eager(grad):
+            made = _backward(by_kernel, p, kept, grad, wanted)
+        else:
+            made = torch.ops.lastlayer.sparse_attention_backward(
+                *p, by_kernel, grad, kept, list(wanted)
+            )
+        grads = [
+            in_dtype(each, source.dtype) if asked and each is not None else None
+            for asked, each, source in zip(wanted, made, tensors, strict=False)
+        ]
+        return None, None, None, *grads, None, None, None, None
+
+
+_apply = apply_of(_Attention)

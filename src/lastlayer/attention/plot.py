@@ -1,0 +1,52 @@
+"""Which words attention looks at, as a picture."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def plot_attention(
+    weights: Tensor, query_words: Sequence[str], key_words: Sequence[str], ax: Any = None
+) -> Any:
+    """Draws weights over words: the darker a cell the larger its weight, white where it is zero.
+
+    Args:
+        weights: of one head, ``(queries, keys)``.
+        query_words: one per row.
+        key_words: one per column.
+        ax: axes of matplotlib to draw on; new ones unless given.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: where matplotlib is missing.
+        ValueError: where words and weights do not go together.
+    """
+    expected = len(query_words), len(key_words)
+    if tuple(weights.shape) != expected:
+        raise ValueError(
+            f"weights: expected shape {expected}, a row per query word and a column per key word, "
+            f"got {tuple(weights.shape)}"
+        )
+    try:
+        from matplotlib import pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            'plot_attention needs matplotlib: pip install "lastlayer[lab]"'
+        ) from error
+    if ax is None:
+        size = 0.32 * expected[1] + 1.5, 0.32 * expected[0] + 1.0
+        _, ax = plt.subplots(figsize=size, layout="constrained")
+    shown = weights.detach().float().cpu().numpy()
+    ax.imshow(shown, cmap="Blues", vmin=0.0, vmax=max(float(shown.max()), 1e-6), aspect="auto")
+    ax.set_xticks(range(expected[1]), key_words, rotation=60, ha="right", rotation_mode="anchor")
+    ax.set_yticks(range(expected[0]), query_words)
+    for row, column in zip(*shown.nonzero(), strict=True):
+        value = shown[row, column]
+        ax.text(
+            column, row, f"{value:.2f}".lstrip("0"), ha="center", va="center", fontsize=6,
+            color="white" if value > 0.6 * shown.max() else "black",
+        )  # fmt: skip
+    return ax

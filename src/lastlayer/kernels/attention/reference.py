@@ -1,0 +1,21 @@
+"""Attention in plain torch, with all weights stored: what the rest is tested against.
+
+Dropout is left out: which weights are dropped is up to the implementation.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lastlayer.kernels.attention import Problem, scores
+
+
+def forward(problem: Problem, entmax: Callable[[Tensor, float | Tensor], Tensor]) -> Tensor:
+    """The output in the dtype of the queries; ``entmax`` maps scores to weights by an alpha."""
+    p, (n, m) = problem, (problem.query.shape[2], problem.key.shape[2])
+    alpha = p.alpha if p.head_alpha is None else p.head_alpha[..., None, None]
+    weights = entmax(scores(p, slice(0, n), slice(0, m)), alpha)
+    value = p.value.to(weights.dtype)
+    batch, heads = weights.shape[:2]
+    grouped = weights.reshape(batch, value.shape[1], heads // value.shape[1] * n, m)
+    return (grouped @ value).view(batch, heads, n, value.shape[-1]).to(p.query.dtype)
