@@ -1,0 +1,87 @@
+"""Sparse attention in Hugging Face Transformers, by its own registries: no model is patched."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lastlayer._checks import check_alpha
+from lastlayer.attention import sparse_attention
+
+# What some models hand over and softmax attention alone can honour.
+_REFUSED = ("softcap", "s_aux", "position_bias")
+ALPHA = "lastlayer_alpha"
+
+
+def register_attention(name: str = "lastlayer_entmax", *, alpha: float = 1.5) -> str:
+    """Makes :func:`lastlayer.attention.sparse_attention` an attention of Transformers.
+
+    Attention and mask function are registered together: with the first alone a model would see
+    padding and other sequences. A model takes it by
+    ``from_pretrained(..., attn_implementation=name)`` or ``model.set_attn_implementation(name)``,
+    and trains, evaluates and generates with it. Transformers does not save that choice.
+
+    For an alpha that is learned, give an attention module the parameter ``lastlayer_alpha``, one
+    per head, before its optimiser is made.
+
+    Args:
+        name: to be used as ``attn_implementation``.
+        alpha: 1 is softmax, 1.5 the usual choice, 2 sparsemax.
+
+    Returns:
+        The name.
+
+    Raises:
+        ImportError: where Transformers is missing or older than 5.0.
+    """
+    check_alpha(alpha)
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise ImportError(
+            'register_attention needs transformers 5 or newer: pip install "lastlayer[hf]"'
+        ) from error
+
+    def attend(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        for option in _REFUSED:
+            if more.get(option) is not None:
+                raise ValueError(
+                    f"{option}: expected none with attn_implementation={name!r}, got one from "
+                    f"{type(module).__name__}; sparse attention has no such option"
+                )
+        options: dict[str, Any] = {
+            "alpha": getattr(module, ALPHA, alpha), "scale": scaling, "attn_mask": attention_mask,
+        }  # fmt: skip
+        if attention_mask is None:
+            # The mask function leaves out what is plainly causal, or where all is seen.
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            options["is_causal"] = bool(causal) and query.shape[2] > 1
+            cuts = more.get("cu_seq_lens_q"), more.get("cu_seq_lens_k")
+            if cuts[0] is not None and cuts[1] is not None:
+                options["cu_seqlens"] = cuts
+        out = sparse_attention(query, key, value, dropout_p=dropout, enable_gqa=True, **options)
+        weights = _weights(query, key, **options) if more.get("output_attentions") else None
+        return out.transpose(1, 2).contiguous(), weights
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+def _weights(query: Tensor, key: Tensor, **options: Any) -> Tensor:
+    """All of them, for who asks to see them."""
+    eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
+    return sparse_attention(
+        query, key, eye.expand(*key.shape[:2], -1, -1), enable_gqa=True, **options
+    )
