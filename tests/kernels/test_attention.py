@@ -29,7 +29,7 @@ def draw(*shape, seed=0, scale=1.0):
     return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def problem(n=21, m=37, d=8, size=5, heads=4, key_heads=None, batch=2):
+def problem(n=21, m=37, d=8, size=5, heads=2, key_heads=None, batch=1):
     key_heads = heads if key_heads is None else key_heads
     query = draw(batch, heads, n, d, scale=2.0)
     return query, draw(batch, key_heads, m, d, seed=1), draw(batch, key_heads, m, size, seed=2)
@@ -117,9 +117,9 @@ OPTIONS = {
     "causal window": {"window": 5, "is_causal": True},
     "offset": {"is_causal": True, "query_offset": 16},
     "before all keys": {"is_causal": True, "query_offset": -3},
-    "bool mask": {"attn_mask": draw(2, 1, 21, 37, seed=4) > -0.5},
+    "bool mask": {"attn_mask": draw(1, 1, 21, 37, seed=4) > -0.5},
     "mask of keys": {"attn_mask": draw(37, seed=5) > 0},
-    "added": {"attn_mask": draw(4, 21, 37, seed=6)},
+    "added": {"attn_mask": draw(2, 21, 37, seed=6)},
     "added -inf, causal": {
         "attn_mask": draw(21, 37, seed=7).masked_fill(draw(21, 37, seed=8) > 0.5, -math.inf),
         "is_causal": True,
@@ -145,10 +145,10 @@ class TestAgainstAllWeights:
         agree(impl, torch.float32, problem(), {"alpha": 2.5}, 2e-4)
 
     @both
-    @pytest.mark.parametrize("shape", [(4,), (4, 1, 1), (2, 4, 1, 1), ()], ids=str)
+    @pytest.mark.parametrize("shape", [(2,), (2, 1, 1), (2, 2, 1, 1), ()], ids=str)
     def test_an_alpha_per_head_gets_a_gradient(self, impl, shape):
         alpha = 1.2 + draw(*shape).abs()
-        agree(impl, torch.float32, problem(), {"alpha": alpha.clamp(max=2.0)}, 5e-5)
+        agree(impl, torch.float32, problem(batch=2), {"alpha": alpha.clamp(max=2.0)}, 5e-5)
 
     @both
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -161,7 +161,12 @@ class TestAgainstAllWeights:
     @both
     @pytest.mark.parametrize("heads", [1, 2])
     def test_query_heads_share_key_heads(self, impl, heads):
-        agree(impl, torch.float32, problem(key_heads=heads), {"enable_gqa": True, "window": 9})
+        agree(
+            impl,
+            torch.float32,
+            problem(heads=4, key_heads=heads),
+            {"enable_gqa": True, "window": 9},
+        )
 
     @both
     @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 37), (17, 1), (65, 64), (64, 130)])
@@ -188,16 +193,19 @@ class TestAgainstAllWeights:
     @both
     def test_batch_dimensions_and_strides(self, impl):
         query, key, value = (
-            each.transpose(1, 2).contiguous().transpose(1, 2) for each in problem()
+            each.transpose(1, 2).contiguous().transpose(1, 2) for each in problem(batch=2)
         )
         agree(impl, torch.float32, (query, key, value), {"is_causal": True})
         agree(impl, torch.float32, [each[0] for each in problem()], {})
         agree(
-            impl, torch.float32, [each.unflatten(0, (1, 2)) for each in problem()], OPTIONS["added"]
+            impl,
+            torch.float32,
+            [each.unflatten(0, (1, 2)) for each in problem(batch=2)],
+            OPTIONS["added"],
         )
 
     def test_many_chunks(self, monkeypatch):
-        monkeypatch.setattr(functional, "_CHUNK_BYTES", 4 * 2 * 4 * 37 * 5)
+        monkeypatch.setattr(functional, "_CHUNK_BYTES", 4 * 2 * 37 * 5)
         for options in OPTIONS.values():
             agree("chunked", torch.float32, problem(), options)
         agree("chunked", torch.float32, problem(21, 21, batch=1), {"cu_seqlens": CUTS})
@@ -232,13 +240,14 @@ class TestIdentities:
 
     @both
     @pytest.mark.parametrize("alpha", [1.5, 2.0, 1.7])
+    @pytest.mark.thin(2)
     @pytest.mark.parametrize(
         ("scale", "shift"), [(1.0, -5000.0), (1.0, 1e4), (0.01, 0.0), (30.0, 0.0)]
     )
     def test_weights_sum_to_1_at_any_scale_and_offset(self, impl, alpha, scale, shift):
         query, key, _ = (each.float().to(device_of(impl)) for each in problem(9, 200, heads=1))
         value, mask = (
-            torch.ones(2, 1, 200, 1, device=key.device),
+            torch.ones(1, 1, 200, 1, device=key.device),
             torch.full((), shift, device=key.device),
         )
         made = sparse_attention(query * scale, key, value, alpha=alpha, attn_mask=mask, impl=impl)
@@ -282,7 +291,7 @@ class TestIdentities:
         )
 
     def test_an_added_mask_gets_a_gradient(self):
-        tensors, mask = problem(), draw(4, 1, 37, seed=9).requires_grad_()
+        tensors, mask = problem(), draw(2, 1, 37, seed=9).requires_grad_()
         made, truth = (f(*tensors, attn_mask=mask) for f in (sparse_attention, dense))
         one, two = (torch.autograd.grad(each.square().sum(), mask)[0] for each in (made, truth))
         torch.testing.assert_close(one, two)
@@ -347,10 +356,10 @@ class TestDropout:
         value = torch.eye(9, device=key.device)[None, None]
         torch.manual_seed(5)
         drawn = torch.stack(
-            [sparse_attention(query, key, value, dropout_p=0.5, impl=impl) for _ in range(200)]
+            [sparse_attention(query, key, value, dropout_p=0.5, impl=impl) for _ in range(80)]
         )
         exact = sparse_attention(query, key, value, impl=impl)
-        assert float((drawn.mean(0) - exact).abs().max()) < 0.2
+        assert float((drawn.mean(0) - exact).abs().max()) < 0.35
         ratio = drawn[:, exact != 0] / exact[exact != 0]
         assert set(ratio.mul(1e3).round().div(1e3).unique().tolist()) == {0.0, 2.0}
 
@@ -394,7 +403,7 @@ class TestHowItIsCalled:
 
     def test_empty(self):
         query, key, value = problem(0, 5)
-        assert sparse_attention(query, key, value).shape == (2, 4, 0, 5)
+        assert sparse_attention(query, key, value).shape == (1, 2, 0, 5)
         query, key, value = problem(5, 0)
         assert not sparse_attention(query, key, value).any()
 
@@ -404,11 +413,11 @@ class TestWeights:
         "options", [{}, {"is_causal": True}, {"alpha": 2.0}, {"window": 3}], ids=str
     )
     def test_they_are_the_non_zeros(self, options, monkeypatch):
-        monkeypatch.setattr(functional, "_CHUNK_BYTES", 8 * 2 * 4 * 37 * 5)
+        monkeypatch.setattr(functional, "_CHUNK_BYTES", 8 * 2 * 37 * 5)
         query, key, _ = problem()
         found = attention_weights(query, key, **options)
         exact = dense(
-            query, key, torch.eye(37, dtype=torch.float64).expand(2, 4, 37, 37), **options
+            query, key, torch.eye(37, dtype=torch.float64).expand(1, 2, 37, 37), **options
         )
         assert torch.equal(found.counts, (exact != 0).sum(-1))
         assert found.values.shape[-1] == found.counts.max()
@@ -446,6 +455,6 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_arguments_are_named(message):
-    *tensors, options = WRONG[message](*problem())
+    *tensors, options = WRONG[message](*problem(heads=4, batch=2))
     with pytest.raises((ValueError, TypeError), match=message):
         sparse_attention(*tensors, **options)
