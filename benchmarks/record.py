@@ -17,7 +17,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "lastlayer"
-FAMILIES = ("fused", "multilabel", "contrastive", "heads", "maps", "plain", "sweep")
+FAMILIES = ("fused", "multilabel", "contrastive", "heads", "maps", "attention", "plain", "sweep")
 
 
 @dataclass(frozen=True, kw_only=True)

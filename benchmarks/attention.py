@@ -1,0 +1,148 @@
+"""Attention with sparse weights beside torch's softmax attention and AdaSplash."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks import driver
+from benchmarks.driver import BACKWARD, Call, Case, Family, Inputs, Method, Results, Work
+from benchmarks.record import OURS
+from lastlayer import entmax
+from lastlayer.attention import sparse_attention
+
+# Queries and keys of a block that may be empty; queries of a head whose results are verified.
+BLOCK, VERIFIED = 64, 8
+ALPHAS = {"softmax": 1.0, "entmax 1.5": 1.5, "sparsemax": 2.0, "entmax 1.3": 1.3}
+# Of the scores where weights are to lie in few blocks.
+GAIN = 24.0
+
+NOTES = f"""\
+- A shape is length × heads × size of a head, one text; queries, keys and values are N(0, 1).
+  forward+backward gives the gradients of all three.
+- *Blocks* says how many of the {BLOCK} × {BLOCK} blocks of weights are meant to be empty: the keys
+  of a block share a direction, and the queries of a block have a score of about {GAIN:g} with the
+  keys of some blocks and about 0 with the others. *Random* has no such blocks.
+- Verified: outputs and gradients of {VERIFIED} queries of each head, against all their weights in
+  float64.
+- torch's attention is softmax, another function of the same shape.
+"""
+
+
+class Size(NamedTuple):
+    """Length, heads and size of a head."""
+
+    length: int
+    heads: int
+    size: int
+
+
+SIZES = {
+    "cuda": tuple(
+        Size(length, 16, size) for size in (64, 128) for length in (512, 4096, 4099, 16384, 32768)
+    ),
+    "cpu": (Size(128, 4, 32), Size(1023, 4, 64)),
+}
+# The share of empty blocks by the name of a section; None for random scores.
+SECTIONS = {"random": None, "60% of blocks empty": 0.6, "85% of blocks empty": 0.85}
+
+
+def draw(size: Size, empty: float | None, dtype: torch.dtype, device: Any, seed: int) -> Inputs:
+    """Queries, keys and values, ``(1, heads, length, size)``."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = 1, size.heads, size.length, size.size
+    query, key, value, upstream = (
+        torch.randn(shape, generator=generator, device=device) for _ in range(4)
+    )
+    if empty is not None:
+        blocks = -(-size.length // BLOCK)
+        of_blocks = torch.randn(size.heads, blocks, size.size, generator=generator, device=device)
+        centres = torch.nn.functional.normalize(of_blocks, dim=-1)
+        chosen = torch.rand(size.heads, blocks, blocks, generator=generator, device=device) > empty
+        # A block of queries always sees its own.
+        chosen |= torch.eye(blocks, dtype=torch.bool, device=device)
+        wide = chosen.to(centres) @ centres * (GAIN * size.size**0.5)
+        place = torch.arange(size.length, device=device) // BLOCK
+        key = centres[:, place][None] + 0.1 * key / size.size**0.5
+        query = wide[:, place][None] + query
+    return tuple(each.to(dtype) for each in (query, key, value, upstream))
+
+
+def _rows(length: int, device: Any) -> Tensor:
+    return torch.linspace(0, length - 1, VERIFIED, device=device).long()
+
+
+def exact(computes: str, inputs: Inputs, causal: bool) -> Results:
+    """Outputs and gradients of some queries, from all their weights."""
+    query, key, value, upstream = (each.double() for each in inputs)
+    rows = _rows(query.shape[2], query.device)
+    some = query[:, :, rows].requires_grad_()
+    scores = some @ key.mT * query.shape[-1] ** -0.5
+    if causal:
+        ahead = torch.arange(key.shape[2], device=key.device) > rows[:, None]
+        scores = scores.masked_fill(ahead, -torch.inf)
+    out = entmax(scores, ALPHAS[computes]) @ value
+    (of_query,) = torch.autograd.grad(out, some, upstream[:, :, rows])
+    return {"out": out.detach(), "query": of_query}
+
+
+def _work(function: Callable[[Tensor, Tensor, Tensor], Any]) -> Work:
+    def call(query: Tensor, key: Tensor, value: Tensor, upstream: Tensor) -> Results:
+        leaves = [each.detach().requires_grad_() for each in (query, key, value)]
+        out = function(*leaves)
+        grads = torch.autograd.grad(out, leaves, upstream)
+        return {"out": out.detach(), "query": grads[0]}
+
+    def verified(*inputs: Tensor) -> Results:
+        rows = _rows(inputs[0].shape[2], inputs[0].device)
+        return {name: each[:, :, rows] for name, each in call(*inputs).items()}
+
+    return Work(call, verified=verified)
+
+
+def _adasplash(causal: bool) -> Call:
+    function = driver.peer("adasplash", "adasplash", "adasplash")
+    return partial(function, alpha=1.5, is_causal=causal)
+
+
+def _case(size: Size, section: str, causal: bool, dtype: str) -> Case:
+    def ours(alpha: float) -> Work:
+        return _work(partial(sparse_attention, alpha=alpha, is_causal=causal))
+
+    methods = [
+        Method(
+            "softmax", "torch",
+            lambda: _work(partial(scaled_dot_product_attention, is_causal=causal)), "softmax",
+        )
+    ]  # fmt: skip
+    methods += [
+        Method(name, OURS, partial(ours, alpha), name)
+        for name, alpha in ALPHAS.items()
+        if name != "softmax"
+    ]
+    methods.append(
+        Method("adasplash", "adasplash", lambda: _work(_adasplash(causal)), "entmax 1.5")
+    )
+    products = 2 * size.heads * size.length**2 * size.size * 7 // (2 if causal else 1)
+    return Case(
+        f"{section}{', causal' if causal else ''}", tuple(size), dtype, BACKWARD, tuple(methods),
+        partial(draw, size, SECTIONS[section], driver.DTYPES[dtype]),
+        reference=partial(exact, causal=causal), flop=products,
+    )  # fmt: skip
+
+
+def _cases(device: torch.device, quick: bool) -> list[Case]:
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    sizes = SIZES[device.type][: 1 if quick else None]
+    return [
+        _case(size, section, causal, dtype)
+        for size in sizes
+        for section in SECTIONS
+        for causal in (False, True)
+    ]
+
+
+FAMILY = Family("attention", "Sparse attention", _cases, NOTES, seed=1706)
