@@ -211,7 +211,8 @@ class ScoreHead(OutputLayer):
         if call.n_items is None:
             return loss
         # Trainer counts entries; its batches then add up to a mean over rows.
-        return loss * ((labels != IGNORED).sum().to(loss.device) / on_device(call.n_items, loss))
+        entries = on_device((labels != IGNORED).sum(), loss)
+        return loss * (entries / on_device(call.n_items, loss))
 
     def _reduced(self, *given: Any, reduction: str) -> Tensor:
         head, before = self.head, self.head.reduction
@@ -229,6 +230,14 @@ class ScoreHead(OutputLayer):
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch's distributed checkpoints: below which part the names of the state are."""
         return {name.split(".")[0]: "head" for name in self.head.state_dict()}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"weight: the output layer is a {type(self.head).__name__}, which is not the "
+                "softmax of a linear layer; head_of(model) has its parameters"
+            )
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Transformers ties embeddings by setting the weight of the output layer.
@@ -358,7 +367,9 @@ class Swap:
     ) -> Any:
         """After the forward of a causal language model."""
         call = self.finish(model)
-        if call is None or outputs is None:
+        # Some replace the forward of the model by one that does without the output layer.
+        unused = call is not None and call.wants == "loss" and call.loss is None
+        if call is None or outputs is None or unused:
             return outputs
         return self.returned(outputs, call, int(call.wants == "loss"))
 

@@ -215,7 +215,8 @@ def count_tokens(dataset: Iterable[Any], vocab_size: int, *, column: str = "inpu
     """
     counts = torch.zeros(check_int("vocab_size", vocab_size), dtype=torch.int64)
     for number, example in enumerate(dataset):
-        ids = torch.as_tensor(example[column] if isinstance(example, dict) else example).flatten()
+        given = example[column] if isinstance(example, dict) else example
+        ids = torch.as_tensor(given, dtype=torch.int64).flatten()
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
             raise ValueError(
                 f"dataset: expected token ids from 0 to {vocab_size - 1}, got "
