@@ -1,8 +1,10 @@
 """Swapped models in Trainer and PEFT, and swapped classifiers."""
 
 import copy
+import doctest
 import importlib.util
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -293,3 +295,13 @@ def test_bad_classifiers(batch):
         swapped(**batch, labels=MATRIX[:, :5])
     with pytest.raises(ValueError, match=f"{LABELS}"):
         swap_classifier(classifier(), "entmax")(**batch, labels=CLASSES + LABELS)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_says_what_happens():
+    page = Path(__file__).parents[2] / "docs" / "transformers.md"
+    failed, tried = doctest.testfile(
+        str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert tried > 30
+    assert failed == 0
