@@ -90,7 +90,7 @@ def swap_head(
 
     Args:
         model: a model of Transformers that calls ``self.loss_function``; see :func:`supports`.
-        head: a name such as "full" or "entmax" (:func:`lastlayer.heads.registered` has them all),
+        head: a name such as "full" or "entmax" (``lastlayer.heads.registered()`` has them all),
             a class of heads, or a head. A head is taken as it is; else a soft cap and a scale of
             logits are taken over from the configuration of the model.
         logits: whether logits are made beside a loss: "eval" for in eval mode only, "never" or
