@@ -3,6 +3,9 @@
 import copy
 import doctest
 import importlib.util
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -305,3 +308,16 @@ def test_the_page_says_what_happens():
     )
     assert tried > 30
     assert failed == 0
+
+
+def test_processes_train_one_model(full, seed, tmp_path):
+    if not full:
+        pytest.skip("takes half a minute: LASTLAYER_TEST_FULL=1")
+    script = Path(__file__).parent / "transformers_process.py"
+    command = [sys.executable, script, tmp_path / "store", str(seed)]
+    source = str(Path(__file__).parents[2] / "src")
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": source}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
