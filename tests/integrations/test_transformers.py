@@ -268,6 +268,18 @@ def test_every_head_is_saved_and_loaded(name, tied, tmp_path):
     assert torch.equal(loss, again)
 
 
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_is_loaded_in_half_precision(name, tmp_path):
+    model = swap_head(make(), name, **HEADS[name])
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {each.dtype for each in loaded.parameters()} == {torch.bfloat16}
+    ids, labels = tokens()
+    loaded.train()(input_ids=ids, labels=labels).loss.backward()
+    exact, loss = (each.eval()(input_ids=ids, labels=labels).loss for each in (model, loaded))
+    torch.testing.assert_close(loss, exact, atol=0.1, rtol=0.05)
+
+
 @pytest.mark.parametrize("name", ["full", "entmax"])
 def test_stock_transformers_opens_heads_with_one_vector_per_class(name, tmp_path):
     stock, swapped = pair(head=name)
@@ -607,6 +619,14 @@ def test_bad_labels():
     # Nothing of a call that failed is left.
     assert swapped._lastlayer.call is None
     assert swapped(input_ids=ids, labels=ids).loss > 0
+
+
+def test_replicas_of_data_parallel_are_refused():
+    _, swapped = pair()
+    swapped._is_replica = True
+    ids, labels = tokens()
+    with pytest.raises(RuntimeError, match=r"one process per GPU, got torch\.nn\.DataParallel"):
+        swapped(input_ids=ids, labels=labels)
 
 
 def test_a_model_without_a_head_is_an_error():

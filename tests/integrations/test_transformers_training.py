@@ -200,12 +200,39 @@ def test_lora_trains_evaluates_merges_and_generates_as_stock(options, texts):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["entmax", "adaptive"])
+def test_a_new_head_is_trained_and_saved_beside_adapters(name, texts, tmp_path):
+    counts = {"counts": range(N, 0, -1)} if name == "adaptive" else {}
+    model = swap_head(make(), name, **counts)
+    base, inputs = copy.deepcopy(model), collate(texts[:4])
+    adapted = with_adapters(model, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    optimiser = torch.optim.SGD([each for each in adapted.parameters() if each.requires_grad], 0.1)
+    losses = []
+    for _ in range(3):
+        outputs = adapted.train()(**inputs)
+        assert outputs.logits is None
+        losses.append(outputs.loss.item())
+        outputs.loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    assert losses[2] < losses[0]
+    adapted.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    with torch.no_grad():
+        expected, found = (each.eval()(**inputs) for each in (adapted, loaded))
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.loss, expected.loss)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_adapters_that_cannot_be_fused_are_refused(texts):
     adapted = with_adapters(swap_head(make(), "full"), target_modules=["lm_head"], use_dora=True)
     with pytest.raises(ValueError, match=r"target_modules: expected plain LoRA .*modules_to_save"):
         adapted(**collate(texts[:2]))
     with pytest.raises(ValueError, match="merge adapters first"):
         head_of(adapted)
+    with pytest.raises(ValueError, match="swap its head before get_peft_model"):
+        swap_head(with_adapters(make(), target_modules=["q_proj"]), "full")
     with pytest.raises(ValueError, match="ScoreHead"):
         with_adapters(swap_head(make(), "entmax"), target_modules=["lm_head"])
 

@@ -300,7 +300,7 @@ class Swap:
 
     def hand_over(self, model: Any, call: Call | None) -> None:
         """Give the call to the layer, also where PEFT has wrapped it."""
-        if getattr(model, "_is_replica", False):
+        if call is not None and getattr(model, "_is_replica", False):
             raise RuntimeError(
                 "model: expected one process per GPU, got torch.nn.DataParallel, whose threads "
                 "share their hooks; start the script with torchrun or accelerate launch"

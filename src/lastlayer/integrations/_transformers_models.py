@@ -52,6 +52,8 @@ def supports(model: Any) -> Support:
         return Support(
             False, f"it is a {type(model).__name__}, not a PreTrainedModel of Transformers"
         )
+    if hasattr(model, "get_base_model"):
+        return Support(False, "PEFT has wrapped it; swap its head before get_peft_model")
     name, layer = type(model).__name__, model.get_output_embeddings()
     if layer is None:
         return Support(False, f"{name} has no output embeddings")

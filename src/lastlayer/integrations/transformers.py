@@ -437,6 +437,7 @@ def _install(
         model.all_tied_weights_keys.pop(tied_key)
     # Kept for unswap_head, away from the GPU; a model that is loaded has none.
     old = None if shares or tied or layer.weight.is_meta else layer.to("cpu")
+    bias = None if shares else layer.bias
     stock_class: Any = type(model)
     stock_loss = model.__dict__.get("_loss_function")
 
@@ -453,6 +454,9 @@ def _install(
             linear.weight, linear.bias = of.weight, of.bias
         elif source is not None:
             linear.weight = model.get_parameter(source)
+            if bias is not None:
+                like = linear.weight
+                linear.bias = torch.nn.Parameter(bias.detach().to(like.device, like.dtype))
         elif old is not None:
             parameter = next(now.parameters())
             linear = copy.deepcopy(old).to(parameter.device, parameter.dtype)
@@ -664,11 +668,12 @@ class _State(torch.nn.Module):
                 if part not in module._modules:
                     module.add_module(part, torch.nn.Module())
                 module = module._modules[part]
-            empty = torch.empty_like(value, device="meta")
             if name in parameters:
+                # Of torch's default dtype, which is that of the model while Transformers makes it.
+                empty = torch.empty(value.shape, device="meta")
                 module.register_parameter(last, torch.nn.Parameter(empty))
             else:
-                module.register_buffer(last, empty)
+                module.register_buffer(last, torch.empty_like(value, device="meta"))
 
 
 def _restored(
@@ -687,7 +692,8 @@ def _restored(
     """
     folder = Path(name) / _FOLDER
     for file in saved["files"]:
-        found = transformers.utils.cached_file(str(name), f"{_FOLDER}/{file}", **where)
+        # A name without folders: what a configuration says is not to be trusted.
+        found = transformers.utils.cached_file(str(name), f"{_FOLDER}/{Path(file).name}", **where)
         folder = Path(found).parent
     head: Head = SavedModule.load_config(folder)  # type: ignore[assignment]
     base, layer = getattr(transformers, config.architectures[0]), saved["layer"]
