@@ -346,6 +346,17 @@ def test_resizing_is_refused_with_advice(name):
     assert head_of(model).n_classes == N
 
 
+def test_a_head_with_parameters_of_its_own_is_not_resized():
+    model = make()
+    old = model.lm_head.weight.detach().clone()
+    own = heads.FullSoftmax(D, N, bias=False)
+    swap_head(model, own)
+    assert torch.equal(head_of(model).weight, own.weight)
+    with pytest.raises(ValueError, match="FullSoftmax with parameters of its own"):
+        model.resize_token_embeddings(N + 1)
+    assert torch.equal(unswap_head(model).lm_head.weight, old)
+
+
 def test_tied_embeddings_stay_tied_after_a_step():
     stock, swapped = pair("gpt2", head="entmax")
     ids, labels = tokens()

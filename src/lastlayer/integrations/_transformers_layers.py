@@ -265,6 +265,8 @@ class Swap:
     def __init__(self, layer: str, shape: Shape, logits: str, statistics: bool) -> None:
         self.layer, self.shape = layer, shape
         self.logits, self.statistics = logits, statistics
+        # Whether the parameters of the head are those that the layer had.
+        self.shares = True
         self.call: Call | None = None
         self.restore: Callable[[Any], None] = _nothing_to_restore
         self.handles: list[Any] = []

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# What configurations call a cap on logits, and a factor of them or its inverse.
+# What configurations call a cap on logits, and a number that multiplies them, or divides them.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1, "logits_scaling": -1}
+_SCALES = {
+    "logit_scale": False, "lm_head_multiplier": False, "output_multiplier": False,
+    "logits_scaling": True,
+}  # fmt: skip
+# Scores that a model is given reach from minus this to this: far enough for any cap to show.
 _PROBED = 60.0
 
 
@@ -65,8 +69,9 @@ def supports(model: Any) -> Support:
         return Support(
             False, f"{name}.forward makes its own loss instead of calling self.loss_function"
         )
-    if _stock_loss(model) is not import_transformers().loss.loss_utils.ForCausalLMLoss:
-        return Support(False, f"{name} is trained with {_stock_loss(model).__name__}")
+    loss = _stock_loss(model)
+    if loss is not import_transformers().loss.loss_utils.ForCausalLMLoss:
+        return Support(False, f"{name} is trained with {getattr(loss, '__name__', loss)}")
     if getattr(model, "_tp_size", None) is not None:
         return Support(False, "its output layer is split over processes (tensor parallelism)")
     if getattr(model, "hf_quantizer", None) is not None and _is_packed(layer.weight):
@@ -83,16 +88,17 @@ def _shapes(config: Any) -> Iterator[Shape]:
     """What a model may do to scores by its configuration; the most common reading first."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     caps = [value for each in _CAPS if (value := getattr(text, each, None))]
-    factors = [
-        value**sign
-        for each, sign in _FACTORS.items()
+    divisors = [
+        value if divides else 1.0 / value
+        for each, divides in _SCALES.items()
         if isinstance(value := getattr(text, each, None), int | float) and value
     ]
     for cap in [*caps, None]:
-        for factor in [*factors, *(1.0 / each for each in factors), 1.0]:
-            yield Shape(cap, 1.0 / factor)
+        for divisor in [*divisors, *(1.0 / each for each in divisors), 1.0]:
+            yield Shape(cap, divisor)
             if cap is not None:
-                yield Shape(cap / factor, 1.0 / factor)
+                # The same where scores are scaled before they are capped.
+                yield Shape(cap * divisor, divisor)
 
 
 def found_shape(model: Any, layer: torch.nn.Linear) -> Shape:

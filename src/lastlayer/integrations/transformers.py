@@ -131,7 +131,7 @@ def swap_head(
         raise TypeError(
             "head: expected one for one class per token, got MultiLabel; swap_classifier takes it"
         )
-    before = loss_of_two_tokens(model) if check and _is_plain(made, shape) else None
+    before = loss_of_two_tokens(model) if check and _is_plain(made, layer, shape) else None
     _install(model, made, name_of(model, layer), shape, logits, statistics)
     if before is not None:
         after = loss_of_two_tokens(model)
@@ -373,27 +373,29 @@ class _Swapped:
         parent.save_pretrained(save_directory, is_main_process=is_main_process, **options)
 
     def resize_token_embeddings(self, *args: Any, **options: Any) -> Any:
-        """As in Transformers, for heads whose number of classes is that of their vectors."""
+        """As in Transformers, for heads that are nothing but the vectors of the layer."""
         model: Any = self
         swap, layer = model._lastlayer, model.get_submodule(model._lastlayer.layer)
         made = layer.make_head() if isinstance(layer, LMHead) else layer.head
         names = inspect.signature(type(made)).parameters.keys()
-        fixed: list[str] = [each for each in ("sampler", "counts") if each in names]
+        fixed = [] if swap.shares else ["parameters"]
+        fixed += [each for each in ("sampler", "counts") if each in names]
         fixed += ["class_weight"] if getattr(made, "class_weight", None) is not None else []
-        if not isinstance(made, LinearHead) or fixed:
-            of = f" with {' and '.join(fixed)} of its own" if fixed else ""
+        if fixed:
             raise ValueError(
                 f"resize_token_embeddings: expected a head that can be resized, got "
-                f"{type(made).__name__}{of}, which is made for {made.n_classes} classes; call "
-                "unswap_head(model), resize, and swap_head with what suits the new size"
+                f"{type(made).__name__} with {' and '.join(fixed)} of its own for {made.n_classes} "
+                "classes; call unswap_head(model), resize, and swap_head with what suits the new "
+                "size"
             )
         decided = ("in_features", "n_classes", "bias", "class_weight")
-        options_kept = {key: each for key, each in made.config().items() if key not in decided}
+        kept = {key: each for key, each in made.config().items() if key not in decided}
         unswap_head(model)
-        found = model.resize_token_embeddings(*args, **options)
-        made = type(made).from_linear(model.get_submodule(swap.layer), **options_kept)
-        _install(model, made, swap.layer, swap.shape, swap.logits, swap.statistics)
-        return found
+        try:
+            return model.resize_token_embeddings(*args, **options)
+        finally:
+            made = type(made).from_linear(model.get_submodule(swap.layer), **kept)
+            _install(model, made, swap.layer, swap.shape, swap.logits, swap.statistics)
 
 
 @cache
@@ -416,14 +418,14 @@ def _install(
     layer, config = model.get_submodule(name), model.config
     swap = Swap(name, shape, logits, statistics)
     tied_key = f"{name}.weight"
-    shares = getattr(head, "weight", None) is layer.weight
+    shares = swap.shares = getattr(head, "weight", None) is layer.weight
     tied = tied_key in model.all_tied_weights_keys
     described: dict[str, Any] = {
         "head": "LMHead", "layer": name, "shape": list(shape), "logits": logits,
         "statistics": statistics, "of_rows": of_rows,
     }  # fmt: skip
     new: OutputLayer
-    if _is_plain(head, shape):
+    if _is_plain(head, layer, shape):
         new = LMHead(swap, layer, head.softcap, head.temperature, head.chunk_rows)
         described["arguments"] = new.loss_options()
     else:
@@ -617,10 +619,11 @@ def _shape_of(head: FullSoftmax) -> Shape:
     return Shape(head.softcap, head.temperature)
 
 
-def _is_plain(head: Any, shape: Shape) -> bool:
+def _is_plain(head: Any, layer: torch.nn.Linear, shape: Shape) -> bool:
     """Whether a head is the softmax that the model had."""
     return (
         type(head) is FullSoftmax
+        and head.weight is layer.weight
         and not head.label_smoothing
         and not head.z_loss
         and head.class_weight is None
