@@ -496,6 +496,23 @@ def test_generation_by_the_head_stops_and_pads():
     assert torch.equal(model.generate(ids, **options, **by_head), model.generate(ids, **options))
 
 
+@pytest.mark.parametrize("name", ["full", "entmax", "hierarchical"])
+def test_generation_with_an_assistant_and_with_other_caches(name):
+    model, assistant = (swap_head(make(), name, **HEADS[name]).eval() for _ in range(2))
+    ids, _ = tokens(rows=1)
+    usual = {"max_new_tokens": 5, "attention_mask": torch.ones_like(ids), "do_sample": False}
+    by_head = {"custom_generate": generate_with(head_of(model))}
+    expected = model.generate(ids, **usual)
+    for options in (
+        {"assistant_model": assistant},
+        {"use_cache": False},
+        {"cache_implementation": "static", "disable_compile": True},
+        {"use_cache": False, **by_head},
+        {"cache_implementation": "static", **by_head},
+    ):
+        assert torch.equal(model.generate(ids, **usual, **options), expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
