@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,31 @@ def test_premises_are_found(snli):
     assert all(0.0 <= float(first) <= float(ten) <= 1.0 for first, ten in recalls)
     # Texts that share both words of a hypothesis are few.
     assert float(recalls[0][1]) > 0.5
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_a_language_model_is_trained_on_a_text(tmp_path, seed):
+    draw = random.Random(seed)
+    for part, lines in (("train", 400), ("valid", 40)):
+        text = [
+            " ".join(str((k * n) % 7) for k in range(8)) for n in draw.choices(range(7), k=lines)
+        ]
+        (tmp_path / f"{part}.txt").write_text("\n".join(text))
+    printed = run("wikitext_gpt2.py", tmp_path, "--head", "hierarchical", "--steps", 40)
+    loss, perplexity = re.search(
+        r"9 words, .* loss ([\d.]+), perplexity ([\d.]+)", printed
+    ).groups()
+    # Guessing among the eight words of the text has a perplexity of 8.
+    assert 0.0 < float(loss) < 2.0
+    assert float(perplexity) < 5.0
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_many_labels_are_learned():
+    printed = run("many_label_classifier.py", "--labels", 50, "--steps", 60)
+    found = float(re.search(r"50 labels: ([\d.]+) of them", printed).group(1))
+    # Without the text, the five most frequent labels are about 0.4 of all.
+    assert found > 0.6
 
 
 def test_each_example_says_how_it_is_run():

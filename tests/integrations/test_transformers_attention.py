@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lastlayer import entmax
-from lastlayer.integrations.transformers_attention import register_attention
+from lastlayer.integrations.transformers import register_attention
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
+transformers = pytest.importorskip("transformers", minversion="5.10")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 FAMILIES = {

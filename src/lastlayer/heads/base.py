@@ -98,13 +98,41 @@ class SavedModule(torch.nn.Module):
     def save(self, folder: str | Path) -> None:
         """Write the state, ``model.safetensors``, and :meth:`config`; makes the folder."""
         folder, safetensors = Path(folder), _safetensors()
-        config = self._saved_config(self.config())
-        text = json.dumps({"head": type(self).__name__, "arguments": config}, indent=2) + "\n"
-        folder.mkdir(parents=True, exist_ok=True)
+        self.save_config(folder)
         state = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
         safetensors.save_file(state, str(folder / _STATE))
+
+    def save_config(self, folder: str | Path) -> None:
+        """Write :meth:`config` without the state; makes the folder.
+
+        For those who keep the state elsewhere, such as with that of a whole model.
+        """
+        folder, config = Path(folder), self._saved_config(self.config())
+        text = json.dumps({"head": type(self).__name__, "arguments": config}, indent=2) + "\n"
+        folder.mkdir(parents=True, exist_ok=True)
         self._save_extra(folder)
         (folder / _CONFIG).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load_config(cls, folder: str | Path) -> Self:
+        """A head with fresh parameters, as :meth:`save_config` or :meth:`save` wrote it."""
+        folder = Path(folder)
+        if not (folder / _CONFIG).is_file():
+            raise FileNotFoundError(
+                f"folder: expected {_CONFIG}, as save writes it, got {folder}, which has no "
+                f"{_CONFIG}"
+            )
+        try:
+            made_of = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+            name, arguments = made_of["head"], made_of["arguments"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"folder: expected {_CONFIG} as save writes it, got {folder / _CONFIG}, which "
+                f"cannot be read: {error}"
+            ) from error
+        made = _class_named(name, cls, folder)
+        head: Self = made.from_config({**arguments, **made._load_extra(folder)})
+        return head
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str | torch.device = "cpu") -> Self:
@@ -125,16 +153,7 @@ class SavedModule(torch.nn.Module):
                     f"folder: expected {_CONFIG} and {_STATE}, as save writes them, got {folder}, "
                     f"which has no {name}"
                 )
-        try:
-            made_of = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-            name, arguments = made_of["head"], made_of["arguments"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"folder: expected {_CONFIG} as save writes it, got {folder / _CONFIG}, which "
-                f"cannot be read: {error}"
-            ) from error
-        made = _class_named(name, cls, folder)
-        head: Self = made.from_config({**arguments, **made._load_extra(folder)})
+        head = cls.load_config(folder)
         try:
             state = safetensors.load_file(str(folder / _STATE), str(torch.device(device)))
         except Exception as error:

@@ -111,14 +111,18 @@ class Recipe:
 
     def build(self, cls: type["Head"], data: ClassData, arguments: Arguments) -> "Head":
         """A head of the class for this data; ``arguments`` are those of a spec."""
-        given = {**self.defaults, **arguments, **self.fixed}
+        return cls(**self.arguments(cls, data, arguments))
+
+    def arguments(self, cls: type["Head"], data: ClassData, given: Arguments) -> Arguments:
+        """What :meth:`build` calls the constructor with."""
+        given = {**self.defaults, **given, **self.fixed}
         if self.from_data is not None:
             given |= self.from_data(data, given)
             extra = self.extra.keys() - self.filled
             given = {name: each for name, each in given.items() if name not in extra}
         known = {"in_features", "n_classes", "counts", "spellings", "seed"}
         taken = inspect.signature(cls).parameters
-        return cls(**{name: getattr(data, name) for name in known & taken.keys()} | given)
+        return {name: getattr(data, name) for name in known & taken.keys()} | given
 
 
 def sampled_recipe(

@@ -32,7 +32,7 @@ def register_attention(name: str = "lastlayer_entmax", *, alpha: float = 1.5) ->
         The name.
 
     Raises:
-        ImportError: where Transformers is missing or older than 5.0.
+        ImportError: where Transformers is missing or older than 5.10.
     """
     check_alpha(alpha)
     try:
@@ -40,7 +40,7 @@ def register_attention(name: str = "lastlayer_entmax", *, alpha: float = 1.5) ->
         from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         raise ImportError(
-            'register_attention needs transformers 5 or newer: pip install "lastlayer[hf]"'
+            'register_attention needs transformers 5.10 or newer: pip install "lastlayer[hf]"'
         ) from error
 
     def attend(
