@@ -21,6 +21,7 @@ from lastlayer._checks import (
     check_reduction,
     check_scores,
 )
+from lastlayer._tables import TabledModule
 from lastlayer._torch import (
     accumulation_dtype,
     autocast_dtype,
@@ -60,7 +61,7 @@ class TopK(NamedTuple):
     """Their class ids, int64, ``(*batch, k)``."""
 
 
-class SavedModule(torch.nn.Module):
+class SavedModule(TabledModule):
     """A module on hidden states that says what makes it, and that can be saved and loaded."""
 
     in_features: int
@@ -148,7 +149,7 @@ class SavedModule(torch.nn.Module):
             # The tensors themselves become the state: they bring their dtype along.
             head.load_state_dict(state, assign=True)
             head = head.to(device)
-            head._check_state()
+            head._make_ready()
         except ValueError as error:
             raise ValueError(f"folder: {folder / _STATE} was altered: {error}") from error
         return head
@@ -169,9 +170,6 @@ class SavedModule(torch.nn.Module):
     def _load_extra(cls, folder: Path) -> dict[str, Any]:  # noqa: ARG003 - for heads that write
         """The arguments that :meth:`_save_extra` wrote, by name."""
         return {}
-
-    def _check_state(self) -> None:
-        """Raise ValueError where loaded buffers cannot be right; kernels trust them."""
 
     def extra_repr(self) -> str:
         """What the constructor takes by position, and options that are not as by default."""
@@ -221,6 +219,8 @@ class SavedModule(torch.nn.Module):
                 f"hidden: expected the dtype of the head, {parameter.dtype}, got {hidden.dtype}; "
                 "convert one of them, or use torch.autocast"
             )
+        if torch.compiler.is_dynamo_compiling() or parameter.device != self._ready_on:
+            self._be_ready()
 
 
 class Head(SavedModule, ABC):
@@ -231,6 +231,11 @@ class Head(SavedModule, ABC):
     your own defines the first two. It gets the other two from :meth:`log_prob` of a chunk of rows
     at a time, and may do better. :func:`lastlayer.testing.check_head` checks all that is promised
     here.
+
+    A head of your own calls ``self._check_hidden(hidden)`` first. Tables that follow from the
+    constructor's arguments, such as indices, it makes in ``_make_tables(self, device)`` as plain
+    attributes, not as buffers: they are then there, and on the right device, also after the meta
+    device, ``to_empty``, ``load_state_dict(assign=True)`` and the loaders of other libraries.
 
     Train through ``head(hidden, target)``, so that the hooks of DDP and FSDP fire.
 

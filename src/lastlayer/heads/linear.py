@@ -84,7 +84,9 @@ class LinearHead(ScoredHead):
     def _set_class_weight(self, class_weight: Any) -> None:
         if class_weight is not None:
             check_class_weight(class_weight, self.n_classes)
-            self.class_weight = class_weight.detach().to(self.weight.device)
+            device, given = self.weight.device, class_weight.detach()
+            # The meta device would forget them.
+            self.class_weight = given if device.type == "meta" else given.to(device)
 
     def reset_parameters(self) -> None:
         """Fresh parameters, distributed as those of ``nn.Linear``."""
