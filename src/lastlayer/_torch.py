@@ -203,6 +203,12 @@ def debug() -> Iterator[None]:
         _checking_device_values.reset(token)
 
 
+def active_ddp() -> object | None:
+    """The ``DistributedDataParallel`` whose forward pass this call is part of; None outside."""
+    ddp: object | None = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return ddp
+
+
 def graph_is_kept() -> bool:
     """Whether the backward pass that is running was started with ``retain_graph=True``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

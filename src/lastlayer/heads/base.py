@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lastlayer import kernels
 from lastlayer._checks import (
@@ -46,6 +47,13 @@ from lastlayer.fused.prediction import (
 )
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
+from lastlayer.heads.distributed import (
+    check_sparse,
+    gather_in_methods,
+    is_sharded,
+    made_by_fsdp,
+    whole_state,
+)
 from lastlayer.heads.recipes import Recipe
 
 _CONFIG, _STATE = "config.json", "model.safetensors"
@@ -65,6 +73,7 @@ class SavedModule(TabledModule):
     """A module on hidden states that says what makes it, and that can be saved and loaded."""
 
     in_features: int
+    sparse: bool = False
     __signature__: inspect.Signature
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -81,6 +90,8 @@ class SavedModule(TabledModule):
         # As Python orders them: by position, then by name; what has to be given first.
         ordered = sorted(taken.values(), key=lambda e: (e.kind, e.default is not e.empty))
         cls.__signature__ = inspect.Signature(ordered)
+        if made_by_fsdp(cls):
+            gather_in_methods(cls)
 
     def config(self) -> dict[str, Any]:
         """The constructor's arguments: ``cls(**head.config())`` makes such a head, without state.
@@ -97,12 +108,20 @@ class SavedModule(TabledModule):
         return made
 
     def save(self, folder: str | Path) -> None:
-        """Write the state, ``model.safetensors``, and :meth:`config`; makes the folder."""
+        """Write the state, ``model.safetensors``, and :meth:`config`; makes the folder.
+
+        A head that ``fully_shard`` has sharded is saved whole: all processes call this, and the
+        first one writes.
+        """
         folder, safetensors = Path(folder), _safetensors()
-        config = self._saved_config(self.config())
-        text = json.dumps({"head": type(self).__name__, "arguments": config}, indent=2) + "\n"
+        config, kind = self._saved_config(self.config()), type(self)
+        state, writes = whole_state(self)
+        if not writes:
+            return
+        name = (kind.__bases__[-1] if made_by_fsdp(kind) else kind).__name__
+        text = json.dumps({"head": name, "arguments": config}, indent=2) + "\n"
         folder.mkdir(parents=True, exist_ok=True)
-        state = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
+        state = {name: value.contiguous() for name, value in state.items()}
         safetensors.save_file(state, str(folder / _STATE))
         self._save_extra(folder)
         (folder / _CONFIG).write_text(text, encoding="utf-8")
@@ -221,6 +240,14 @@ class SavedModule(TabledModule):
             )
         if torch.compiler.is_dynamo_compiling() or parameter.device != self._ready_on:
             self._be_ready()
+        if self.sparse:
+            check_sparse(self)
+        if type(parameter) is not Parameter and is_sharded(parameter):
+            raise RuntimeError(
+                "hidden: expected a head with whole parameters, got shards, as FSDP2 leaves them "
+                "outside of forward; call fully_shard(head) before fully_shard(model), and the "
+                "methods of the head gather them"
+            )
 
 
 class Head(SavedModule, ABC):
