@@ -333,6 +333,9 @@ class AdaptiveSoftmax(RankedHead):
         return list(row_chunks(rows, n_scores, self.chunk_rows, self._copies))
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        if torch.compiler.is_exporting():
+            # A program cannot ask in which rows a cluster is opened.
+            return super()._rows_topk(rows, k)
         rows = in_autocast_dtype(rows)
         best_by = best_by_blocks if blocks_suit(self, rows, k) else best_by_clusters
         with without_autocast(rows):

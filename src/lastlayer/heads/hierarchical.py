@@ -379,7 +379,9 @@ class HierarchicalSoftmax(Head):
                     "single paths, and the probability of a class is the sum over its paths"
                 )
         many = self.n_classes > _SEARCHED_CLASSES and k > self.n_classes * _SEARCHED_PART
-        if tables.overlaps or not tables.n_inner or (many and beam is None):
+        every = tables.overlaps or not tables.n_inner or (many and beam is None)
+        # A search goes where values lead it, which no exported program can follow.
+        if every or torch.compiler.is_exporting():
             return super().topk(hidden, k)
         found, shape = self._search(hidden, k, beam), (*hidden.shape[:-1], k)
         return TopK(found.values.reshape(shape), found.classes.reshape(shape))
