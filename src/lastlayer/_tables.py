@@ -7,7 +7,8 @@ and again after each of these.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lastlayer._torch import constant_while_traced, without_modes
+
+_FILLED = object()
 
 
 class TabledModule(torch.nn.Module):
@@ -32,8 +35,8 @@ class TabledModule(torch.nn.Module):
 
     # Where the tables are; None where something may have changed since they were made.
     _ready_on: torch.device | None = None
-    # Buffers whose memory nobody has filled.
-    _unfilled: frozenset[str] = frozenset()
+    # Buffers whose memory nobody has filled: that very tensor, or None for whatever is there.
+    _unfilled: Mapping[str, Tensor | None] = MappingProxyType({})
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,11 +76,15 @@ class TabledModule(torch.nn.Module):
         # Those of a program that is being exported have no values to look at.
         traced = any(isinstance(each, FakeTensor) for each in self.buffers())
         with without_modes():
-            if device is not None and device.type != "meta" and not traced:
+            known = device is not None and device.type != "meta" and not traced
+            if device is not None and known:
                 self._fill_buffers(device)
-                self._check_state()
+            before = dict(self._buffers)
             if device is not None:
                 self._make_tables(device)
+            if known:
+                self._check_filled(before)
+                self._check_state()
             for part in self.children():
                 if isinstance(part, TabledModule):
                     part._follow(device)
@@ -88,30 +95,40 @@ class TabledModule(torch.nn.Module):
         if self._ready_on is None or self._ready_on != device:
             self._make_ready()
 
+    def _is_unfilled(self, name: str) -> bool:
+        buffer = self._buffers[name]
+        if buffer is None or not buffer.numel():
+            return False
+        known = self._unfilled.get(name, _FILLED)
+        return buffer.is_meta or known is None or known is buffer
+
     def _fill_buffers(self, device: torch.device) -> None:
-        missing = []
-        for name, buffer in self._buffers.items():
-            if buffer is None or not (buffer.is_meta or name in self._unfilled):
-                continue
+        for name in filter(self._is_unfilled, [*self._buffers]):
             fresh = self._fresh_buffer(name)
-            if fresh is None:
-                missing.append(name)
-            else:
+            if fresh is not None:
                 self._buffers[name] = fresh.to(device)
-        if missing:
-            raise RuntimeError(
-                f"{missing[0]}: expected the values of a buffer of {type(self).__name__}, got "
-                "memory that nothing was written to, as the meta device and to_empty leave it; "
-                "load_state_dict fills it. A table that is not saved is made in _make_tables"
-            )
-        self._unfilled = frozenset()
+
+    def _check_filled(self, before: dict[str, Tensor | None]) -> None:
+        """An error for a buffer that is still not filled, nor replaced since ``before``."""
+        for name in filter(self._is_unfilled, self._buffers):
+            if self._buffers[name] is before[name]:
+                raise RuntimeError(
+                    f"{name}: expected the values of a buffer of {type(self).__name__}, got memory "
+                    "that nothing was written to, as the meta device and to_empty leave it; "
+                    "load_state_dict fills it. A table that is not saved is made in _make_tables"
+                )
+        self._unfilled = {}
+
+    def _forget(self, name: str, buffer: Tensor) -> None:
+        # Loaders give memory to what is not saved, and nobody fills that: whatever is there then.
+        saved = name not in self._non_persistent_buffers_set
+        self._unfilled = {**self._unfilled, name: buffer if saved else None}
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         super().register_buffer(name, tensor, persistent)
         made = self._buffers[name]
-        if not persistent and made is not None and made.is_meta and made.numel():
-            # Loaders give it memory, and nobody fills that.
-            self._unfilled |= {name}
+        if made is not None and made.is_meta:
+            self._forget(name, made)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
         before = {name: each for name, each in self._buffers.items() if each is not None}
@@ -124,7 +141,7 @@ class TabledModule(torch.nn.Module):
         keeps = None
         for name, (old, new) in replaced.items():
             if old.is_meta or new.is_meta:
-                self._unfilled |= {name}
+                self._forget(name, new)
                 continue
             keeps = _keeps_values(fn) if keeps is None else keeps
             if not keeps:
@@ -139,8 +156,12 @@ class TabledModule(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         self._ready_on = None
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        given = (name for name in self._unfilled if f"{prefix}{name}" in state_dict)
-        self._unfilled -= {name for name in given if not state_dict[f"{prefix}{name}"].is_meta}
+        loaded = {name: state_dict.get(prefix + name) for name in self._unfilled}
+        self._unfilled = {
+            name: buffer
+            for name, buffer in self._unfilled.items()
+            if loaded[name] is None or loaded[name].is_meta
+        }
 
 
 def _keeps_values(fn: Callable[[Tensor], Tensor]) -> bool:

@@ -395,7 +395,7 @@ class Head(SavedModule, ABC):
                 f"({expected}{', ' if batch else ''}k) for hidden of shape {tuple(hidden.shape)}, "
                 f"got {tuple(ids.shape)}; a list for all rows is classes.expand(*batch, k)"
             )
-        n = hidden.shape[:-1].numel()
+        n = math.prod(batch)
         k = 1 if ids.shape == batch else ids.shape[-1]
         return ids.reshape(n, k), tuple(ids.shape)
 

@@ -300,6 +300,9 @@ class HierarchicalSoftmax(Head):
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None) -> Tensor:
         nodes, tables, d = self._nodes, self._tables, self.in_features
+        if torch.compiler.is_exporting():
+            rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
+            return all_log_prob(nodes, rows, chosen)
         # The most nodes, and rows of the weight, that the classes of one row of hidden states take.
         at = 0 if chosen is None else chosen.shape[1] * tables.most_paths * tables.longest
         most = at * (tables.widest if tables.has_wide else 1)

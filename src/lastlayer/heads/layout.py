@@ -114,7 +114,7 @@ class RankedHead(ScoredHead):
 
     def config(self) -> dict[str, Any]:
         order = self.order
-        if order is not None and (order.is_meta or "order" in self._unfilled):
+        if order is not None and self._is_unfilled("order"):
             order = self._order_to_come
         return {**super().config(), "order": order}
 
