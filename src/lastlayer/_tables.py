@@ -156,6 +156,8 @@ class TabledModule(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         self._ready_on = None
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        # The last argument; torch raises them at the end, and knows better than a check of tables.
+        self.__dict__["_load_errors"] = rest[-1]
         loaded = {name: state_dict.get(prefix + name) for name in self._unfilled}
         self._unfilled = {
             name: buffer
@@ -182,4 +184,5 @@ def _if_complete(module: TabledModule) -> None:
 
 
 def _after_loading(module: Any, _keys: Any) -> None:
-    _if_complete(module)
+    if not module.__dict__.pop("_load_errors", None):
+        _if_complete(module)
