@@ -82,12 +82,12 @@ class TabledModule(torch.nn.Module):
             before = dict(self._buffers)
             if device is not None:
                 self._make_tables(device)
+            for part in self.modules():
+                if part is not self and isinstance(part, TabledModule):
+                    part._follow(device)
             if known:
                 self._check_filled(before)
                 self._check_state()
-            for part in self.children():
-                if isinstance(part, TabledModule):
-                    part._follow(device)
         self._ready_on = None if traced else device
 
     def _follow(self, device: torch.device | None) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import heads, samplers
-from tests.heads.every_head import EVERY_HEAD, LABELS, N_CLASSES, WIDTH, batch, make
+from tests.heads.every_head import EVERY_HEAD, LABELS, N_CLASSES, SPARSE, WIDTH, batch, make
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_storages_stay_resizable(name):
         assert each.untyped_storage().resizable()
 
 
-def test_a_module_of_another_library_that_is_loaded_tensor_by_tensor():
+def test_a_module_of_another_library_that_is_loaded_tensor_by_tensor(tmp_path):
     transformers = pytest.importorskip("transformers")
 
     class Config(transformers.PretrainedConfig):
@@ -187,18 +187,15 @@ def test_a_module_of_another_library_that_is_loaded_tensor_by_tensor():
 
     model = Model(Config())
     hidden, target = batch("huffman", 4)
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        loaded = Model.from_pretrained(folder, dtype=torch.float64).train()
+    model.save_pretrained(tmp_path)
+    loaded = Model.from_pretrained(tmp_path, dtype=torch.float64).train()
     for name in ("tree", "sampled"):
         one, other = getattr(model, name), getattr(loaded, name)
         torch.testing.assert_close(other(hidden, target), one(hidden, target))
         torch.testing.assert_close(other.topk(hidden, 3), one.topk(hidden, 3))
 
 
-def test_empty_weights_of_accelerate(tmp_path):
+def test_empty_weights_of_accelerate():
     accelerate = pytest.importorskip("accelerate")
     head, (hidden, target) = make("two_level"), batch("two_level", 4)
     for include_buffers in (False, True):
@@ -206,3 +203,40 @@ def test_empty_weights_of_accelerate(tmp_path):
             other = make("two_level")
         other.load_state_dict(head.state_dict(), assign=True)
         torch.testing.assert_close(other(hidden, target), head(hidden, target))
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("name", EVERY_HEAD)
+def test_a_fused_optimiser_and_a_scaler(name):
+    one, other, given = make(name), make(name), batch(name, 6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    fused = torch.optim.AdamW(one.parameters(), fused=True)
+    scaler.scale(one(*given)).backward()
+    scaler.step(fused)
+    other(*given).backward()
+    torch.optim.AdamW(other.parameters(), foreach=False).step()
+    for name_of, each in one.named_parameters():
+        torch.testing.assert_close(each, other.get_parameter(name_of))
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("name", SPARSE)
+def test_row_sparse_gradients_are_scaled_but_not_clipped(name):
+    head, plain, given = make(name, sparse=True), make(name), batch(name, 6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimiser = torch.optim.SGD(head.parameters(), lr=0.1)
+    scaler.scale(head(*given)).backward()
+    scaler.unscale_(optimiser)
+    plain(*given).backward()
+    for name_of, each in head.named_parameters():
+        expected = plain.get_parameter(name_of).grad
+        torch.testing.assert_close(each.grad.to_dense(), expected)
+    with pytest.raises(NotImplementedError, match="Sparse"):
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+
+
+def test_rows_are_reduced_only_between_processes():
+    head = make("huffman", sparse=True)
+    with pytest.raises(RuntimeError, match="prepare_ddp: expected processes that have met"):
+        heads.prepare_ddp(head)
+    assert heads.prepare_ddp(make("adaptive")) == ["order", "places", "cutoffs"]

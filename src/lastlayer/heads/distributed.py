@@ -39,7 +39,7 @@ def prepare_ddp(model: torch.nn.Module, process_group: Any = None) -> list[str]:
         >>> from lastlayer import heads, samplers
         >>> head = heads.SampledSoftmax(16, 1000, samplers.Uniform(1000), 64, sparse=True)
         >>> model = torch.nn.ModuleDict({"body": torch.nn.Linear(8, 16), "head": head})
-        >>> heads.prepare_ddp(model)  # then DistributedDataParallel(model)
+        >>> heads.prepare_ddp(model)  # then DistributedDataParallel(model)  # doctest: +SKIP
         ['head.weight', 'head.bias', 'head.rng_counter']
     """
     names: list[str] = []
@@ -73,8 +73,10 @@ def check_sparse(head: Any) -> None:
 
 def _average_in_hook(parameter: Tensor, group: Any) -> None:
     if not dist.is_available() or not dist.is_initialized():
-        # A single process, as in an example or a test of the same script.
-        return
+        raise RuntimeError(
+            "prepare_ddp: expected processes that have met, to reduce the gradients of heads with "
+            "sparse=True, got none; call torch.distributed.init_process_group first"
+        )
     with torch.no_grad():
         first = 0 if group is None else dist.get_global_rank(group, 0)
         dist.broadcast(parameter.detach(), first, group=group)

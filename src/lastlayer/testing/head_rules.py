@@ -716,6 +716,13 @@ BATCHES = (
 )
 
 
+_SAVING = (
+    a_config_makes_the_same_head,
+    a_head_made_on_meta_is_whole_once_loaded,
+    saving_and_loading_change_nothing,
+)
+
+
 def others(
     *, gradients: bool, log_prob_gradients: bool, checkpoint: bool, save: bool, compiles: bool
 ) -> list[Callable[[Any], None]]:
@@ -734,9 +741,8 @@ def others(
         *([a_checkpoint_changes_nothing] if checkpoint else []),
         a_state_dict_is_all_it_takes,
         a_head_that_was_on_meta_is_whole_once_loaded,
-        *([a_head_made_on_meta_is_whole_once_loaded] if save else []),
         a_copy_stands_alone,
-        *([a_config_makes_the_same_head, saving_and_loading_change_nothing] if save else []),
+        *(_SAVING if save else ()),
         hidden_classes_and_k_are_checked,
         other_reductions_are_refused,
         *([compiling_changes_nothing, exporting_changes_nothing] if compiles else []),
