@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import autocast_dtype, values_are_checked
+from lastlayer._torch import as_numpy, autocast_dtype, values_are_checked
 
 REDUCTIONS = ("mean", "sum", "none")
 # What the kernels take: torch counts float8 as floating too, but has hardly an operation for it.
@@ -347,7 +347,7 @@ def check_id_values(name: str, ids: Tensor, n_classes: int, ignore_index: int | 
     if not ids.numel():
         return True
     # In numpy: a reduction costs the host a fifth of torch's. As uint64 negative ids are large.
-    values = ids.numpy() if ids.is_cpu else ids.cpu().numpy()
+    values = as_numpy(ids) if ids.is_cpu else as_numpy(ids.cpu())
     if np.maximum.reduce(values.view(np.uint64), axis=None) < n_classes:
         return True
     wrong = (values < 0) | (values >= n_classes)
@@ -467,7 +467,7 @@ def as_array(name: str, values: Any, expected: str, kinds: str = "iufb") -> NDAr
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         # numpy has no bfloat16.
-        values = (values.double() if values.is_floating_point() else values).numpy()
+        values = as_numpy(values.double() if values.is_floating_point() else values)
     if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
         raise TypeError(f"{name}: expected {expected}, got {type(values).__name__}")
     try:

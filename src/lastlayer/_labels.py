@@ -21,7 +21,7 @@ from lastlayer._checks import (
     check_scores,
     check_tensor,
 )
-from lastlayer._torch import values_are_checked
+from lastlayer._torch import as_numpy, values_are_checked
 
 # Beyond this many labels torch, which uses several threads, finds their range faster than numpy.
 _FEW_LABELS = 1 << 16
@@ -76,7 +76,7 @@ def _in_unit_interval(values: Tensor) -> bool:
         and values.numel() <= _FEW_LABELS
         and values.dtype != torch.bfloat16
     ):
-        array = values.numpy()
+        array = as_numpy(values)
         return bool(array.min() >= 0 and array.max() <= 1)
     lowest, highest = values.aminmax()
     return bool((lowest >= 0) & (highest <= 1))

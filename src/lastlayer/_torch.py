@@ -11,12 +11,19 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+import torch.utils._python_dispatch
 import torch.utils.checkpoint
+from numpy.typing import NDArray
 from torch import Tensor
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+# Older ones exchange memory that may only be read.
+_HAS_DLPACK = (
+    hasattr(torch._C, "_to_dlpack_versioned") and np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+)
 _checking_device_values: ContextVar[bool] = ContextVar("lastlayer_debug", default=False)
 
 
@@ -78,6 +85,41 @@ def constant_while_traced(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+class _Exported:
+    """A tensor as ``numpy.from_dlpack`` asks for it, without the time that ``__dlpack__`` takes."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return torch._C._to_dlpack_versioned(self.tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # the CPU
+
+
+def as_numpy(tensor: Tensor) -> NDArray[Any]:
+    """The memory of a CPU tensor as an array, as ``tensor.detach().numpy()`` has it.
+
+    ``Tensor.numpy()`` makes the storage one that cannot be resized, for good. FSDP2 frees
+    parameters by resizing their storages, so kernels must leave them as they are.
+    """
+    if type(tensor) not in _TENSOR_TYPES or not _HAS_DLPACK:
+        # Subclasses have memory of their own, or none; torch says so.
+        return tensor.detach().numpy()
+    return np.from_dlpack(_Exported(tensor))
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """A context in which tensors are made for real, also while a program is being exported."""
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    modes: AbstractContextManager[object] = torch.utils._python_dispatch._disable_current_modes()
+    return modes
 
 
 def keeps_float32(tensor: Tensor) -> bool:
@@ -159,6 +201,12 @@ def debug() -> Iterator[None]:
         yield
     finally:
         _checking_device_values.reset(token)
+
+
+def active_ddp() -> object | None:
+    """The ``DistributedDataParallel`` whose forward pass this call is part of; None outside."""
+    ddp: object | None = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return ddp
 
 
 def graph_is_kept() -> bool:

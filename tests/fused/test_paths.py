@@ -27,8 +27,8 @@ class Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def problem(tree, dtype=torch.float64, n=7):
-    tables = paths.TreeTables(tree)
+def problem(tree, dtype=torch.float64, n=7, device="cpu"):
+    tables = paths.TreeTables(tree, device)
     leaves = [torch.randn(n, 5), torch.randn(tables.n_rows, 5), torch.randn(tables.n_rows)]
     target = torch.randint(tree.n_classes, (n,))
     target[2] = -100
@@ -68,8 +68,8 @@ def test_the_operation_of_nodes_one_by_one():
 def test_the_operation_of_groups(targets, monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     monkeypatch.setattr(paths, "selected", lambda *_: "triton")
-    tables, leaves, target = problem(WIDE, torch.float32)
-    tables, target = tables.to(device), target.to(device)
+    tables, leaves, target = problem(WIDE, torch.float32, device=device)
+    target = target.to(device)
     leaves = [leaf.detach().to(device).requires_grad_() for leaf in leaves]
     node = torch.tensor([[0, 3, tables.n_inner]] * 7, device=device)
 

@@ -550,11 +550,10 @@ def test_loss_and_gradients_on_a_gpu(in_features, dtype, within):
     ],
     ids=["adaptive", "differentiated"],
 )
-def test_made_on_meta_and_filled_later(make):
-    here, later = make(), make(device="meta").to_empty(device="cpu")
-    for buffer in later.buffers():
-        buffer.fill_(-7)
-    later.reset_parameters()
+def test_made_on_meta_and_filled_later(make, monkeypatch):
+    here, later, full_like = make(), make(device="meta"), torch.full_like
+    monkeypatch.setattr(torch, "empty_like", lambda *given, **named: full_like(*given, -7, **named))
+    later.to_empty(device="cpu").reset_parameters()
     for one, other in zip(here.buffers(), later.buffers(), strict=True):
         assert torch.equal(one, other)
     with torch.no_grad():

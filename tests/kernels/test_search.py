@@ -27,7 +27,7 @@ class Problem:
     """A tree, hidden states and node vectors; all of them in float64 too."""
 
     def __init__(self, tree, depth=5, n=4, scale=1.0, dtype=torch.float32, device="cpu"):
-        self.tree, self.tables = tree, TreeTables(tree).to(device)
+        self.tree, self.tables = tree, TreeTables(tree, device)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.hidden = torch.randn(n, depth).to(device, wide)
         self.weight = (scale * torch.randn(self.tables.n_rows, depth)).to(device, dtype)

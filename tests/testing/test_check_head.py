@@ -235,6 +235,18 @@ class Forgetful(Minimal):
         return super().log_prob(hidden + self.kept_shift, classes)
 
 
+class UnsavedTable(Minimal):
+    """A table that is neither saved nor made again."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_buffer("table", torch.arange(self.n_classes), persistent=False)
+
+    def log_prob(self, hidden, classes=None):
+        made = super().log_prob(hidden, classes)
+        return made.index_select(-1, self.table) if classes is None else made
+
+
 class OutsideItsState(Minimal):
     """A tensor that no state_dict has."""
 
@@ -450,6 +462,7 @@ BROKEN = {
     UnusedParameter: "temperature gets a gradient: it is 0 everywhere",
     Forgetful: "cls(**head.config()) makes the same head",
     OutsideItsState: "cls(**head.config()) makes the same head",
+    UnsavedTable: "moved to the meta device, then to_empty and load_state_dict, gives the same",
     Shared: "a deepcopy shares nothing",
     NoisyInEval: "the loss is the same each time in eval mode",
     HalfLossUnderAutocast: "autocast to bfloat16: the loss is float32",
@@ -491,6 +504,17 @@ def test_a_loss_that_is_no_likelihood_is_told(seed):
     for head in (FullSoftmax(6, 17, label_smoothing=0.1), TopKSoftmaxHead(6, 17, 4)):
         with pytest.raises(AssertionError, match="the loss is minus log_prob of the target"):
             quick(head, seed=seed)
+
+
+def test_a_program_for_one_number_of_rows_is_told(seed):
+    class Specialised(Minimal):
+        def log_prob(self, hidden, classes=None):
+            if torch.compiler.is_exporting():
+                assert int(hidden.shape[0])
+            return super().log_prob(hidden, classes)
+
+    with pytest.raises(AssertionError, match=r"torch.export of log_prob with any number of rows"):
+        check_head(Specialised(), seed=seed)
 
 
 def test_a_graph_break_is_told(seed):

@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from lastlayer import kernels
 from lastlayer._torch import (
     accumulation_dtype,
+    as_numpy,
     gradient_sum_dtype,
     host_sync_allowed,
     in_autocast_dtype,
@@ -140,13 +141,13 @@ def _sorted_on_cpu(
     target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
 ) -> tuple[Any, Any, list[int]]:
     """As :func:`_sorted`, by numpy: it costs the host a fraction of torch's time."""
-    place = target.numpy()
+    place = as_numpy(target)
     kept = None
     if ignore_index is not None and (place == ignore_index).any():
         kept = np.flatnonzero(place != ignore_index)
         place = place[kept]
     if places is not None:
-        place = places.numpy()[place]
+        place = as_numpy(places)[place]
     rows = place.argsort(kind="stable")
     place = place[rows]
     ends = [*np.searchsorted(place, starts).tolist(), len(place)]

@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lastlayer._torch import accumulation_dtype, host_sync_allowed, is_eager, without_autocast
+from lastlayer._torch import (
+    accumulation_dtype,
+    as_numpy,
+    host_sync_allowed,
+    is_eager,
+    without_autocast,
+)
 from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.kernels import selected, tree_path
@@ -41,8 +47,8 @@ _HELD_SCORES = 1 << 28
 _FEW_NUMBERS = 500_000
 
 
-class TreeTables(torch.nn.Module):
-    """A tree as buffers of indices, which are made from it and so are not part of the state.
+class TreeTables:
+    """A tree as tensors of indices, which are made from it and so are not part of the state.
 
     An *edge* is an entry of ``tree.child``: a node and one of its children. Edges are numbered
     level by level, as nodes are, so that a level is a range of edges. A binary node has one *row*
@@ -76,7 +82,6 @@ class TreeTables(torch.nn.Module):
     edge_slot: Tensor
 
     def __init__(self, tree: Tree, device: torch.device | str | None = None) -> None:
-        super().__init__()
         n_inner, start, arity = tree.n_inner, tree.child_start, np.diff(tree.child_start)
         owner = np.repeat(np.arange(n_inner), arity)
         widths = np.where(arity == 2, 1, arity)
@@ -107,7 +112,7 @@ class TreeTables(torch.nn.Module):
 
         def keep(name: str, values: NDArray[np.generic], dtype: torch.dtype) -> None:
             tensor = torch.tensor(np.ascontiguousarray(values), dtype=dtype, device=device)
-            self.register_buffer(name, tensor, persistent=False)
+            setattr(self, name, tensor)
 
         keep("path_start", tree.path_start, torch.int64)
         keep("path_edge", path_edge, torch.int32)
@@ -148,7 +153,8 @@ class TreeTables(torch.nn.Module):
 
     def rows_of_arity(self, arity: int) -> Tensor:
         """The rows of all nodes with so many children, node by node."""
-        return self.get_buffer(f"rows_of_{arity}")
+        rows: Tensor = getattr(self, f"rows_of_{arity}")
+        return rows
 
     def edges_of(
         self, classes: Tensor, counted: Tensor | None = None
@@ -236,7 +242,7 @@ def reduced(
         counted = losses.new_full((), max(1, losses.shape[0]))
     elif target.device.type == "cpu" and is_eager(target):
         # Counted by numpy, which costs the host less than three operations of torch.
-        known = int((target.numpy() != ignore_index).sum())
+        known = int((as_numpy(target) != ignore_index).sum())
         counted = losses.new_full((), max(1, known))
     else:
         counted = (target != ignore_index).sum(dtype=losses.dtype).clamp(min=1.0)
@@ -334,9 +340,7 @@ def path_loss(
         # On a GPU the most nodes that the rows can touch: of each level all, or one per row.
         room = -1 if hidden.device.type == "cpu" else tables.most_touched(hidden.shape[0])
     options = ignore_index, tables.longest, weight.dtype, tables.n_inner, room
-    # Not as attributes, which a module takes long to find.
-    own = tables._buffers
-    tree = own["leaf_rank"], own["path_start"], own["path_edge"]
+    tree = tables.leaf_rank, tables.path_start, tables.path_edge
     return fused_loss(_PATHS, (hidden, weight, bias, target, *tree), options, reduction)[0]
 
 
@@ -632,9 +636,9 @@ def groups_of(row_start: Tensor, node: Tensor) -> Groups:
     ordered, order = node.sort(stable=True)
     asked, sizes = torch.unique_consecutive(ordered, return_counts=True)
     bounds = row_start[torch.stack([asked, asked + 1]).clamp_(max=len(row_start) - 1)]
-    row, end = bounds.cpu().numpy()
-    last = sizes.cumsum(0).cpu().numpy()
-    first = last - sizes.cpu().numpy()
+    row, end = as_numpy(bounds.cpu())
+    last = as_numpy(sizes.cumsum(0).cpu())
+    first = last - as_numpy(sizes.cpu())
     there = row < end
     return Groups(order, first[there], last[there], row[there], (end - row)[there])
 

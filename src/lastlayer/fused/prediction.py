@@ -333,6 +333,10 @@ def _top_unless_tied(scores: Tensor, k: int) -> Tensor:
 
 
 def _top_in_order(scores: Tensor, k: int) -> Tensor:
+    if torch.compiler.is_exporting():
+        # ONNX has one way to sort, in which the lower index comes first.
+        by = {} if torch.onnx.is_in_onnx_export() else {"stable": True}
+        return scores.sort(dim=-1, descending=True, **by).indices[..., :k]
     if scores.dtype == torch.float64:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     parts = scores.split(max(1, -(-scores.shape[0] // _TOP_PARTS)))

@@ -32,6 +32,8 @@ def in_chunks(
     Differentiable in rows and in the tensors that they share; what is given per row has no
     gradient. Chunks, at least one, cover the rows in order.
     """
+    if torch.compiler.is_exporting():
+        return function(rows, *per_row, *shared)
     learned = any(each is not None and each.requires_grad for each in (rows, *shared))
     if not (learned and torch.is_grad_enabled()):
         return _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])

@@ -28,6 +28,7 @@ from lastlayer._checks import (
 )
 from lastlayer._torch import (
     accumulation_dtype,
+    active_ddp,
     gradient_sum_dtype,
     graph_is_kept,
     host_sync_allowed,
@@ -634,6 +635,12 @@ def _check_row_weight(row_weight: Any, target: Tensor) -> None:
 
 
 def _check_weight_grad(weight_grad: Any, weight: Tensor) -> None:
+    if active_ddp() is not None:
+        raise RuntimeError(
+            "weight_grad: expected None inside DistributedDataParallel, whose hooks see only what "
+            "autograd computes: processes would keep different gradients; leave it out, or call "
+            "the loss outside of the wrapped module and reduce weight_grad yourself"
+        )
     if not isinstance(weight_grad, Tensor):
         raise TypeError(
             f"weight_grad: expected a tensor to add to, got {type(weight_grad).__name__}; "

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from lastlayer import kernels
-from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, without_autocast
+from lastlayer._torch import accumulation_dtype, as_numpy, in_dtype, is_eager, without_autocast
 from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss, near_one, scaled
 from lastlayer.fused.scores import (
     LayerProducts,
@@ -366,7 +366,7 @@ def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, 
     if hidden.device.type != "cpu":
         there = (target >= 0).any(-1).to(dtype)
         return there / there.sum().clamp(min=1.0) if mean else there, False
-    counts = (target.numpy() >= 0).any(-1)
+    counts = (as_numpy(target) >= 0).any(-1)
     share = 1.0 / max(1, counts.sum()) if mean else 1.0
     if counts.all():
         return kernels.full(hidden.shape[0], share, dtype, hidden), True
@@ -711,7 +711,7 @@ def _combined(
 
 def _difference(first: Tensor, exact: Tensor) -> Tensor:
     """``first - exact``; inf where the target is masked, also if nothing else has any mass."""
-    if exact.device.type == "cpu" and not np.isneginf(exact.numpy()).any():
+    if exact.device.type == "cpu" and not np.isneginf(as_numpy(exact)).any():
         return first - exact
     return torch.where(exact == -torch.inf, torch.inf, first - exact)
 

@@ -92,6 +92,10 @@ def row_chunks(
 
     ``copies`` is how many numbers in the accumulation dtype are held for each row and class.
     """
+    if torch.compiler.is_exporting():
+        # A program for any number of rows cannot have a loop over them.
+        yield slice(None)
+        return
     size = accumulation_dtype(rows.dtype).itemsize
     step = rows_at_a_time(chunk_rows, rows, n_classes, copies * size / rows.element_size())
     n = rows.shape[0]

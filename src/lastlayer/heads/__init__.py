@@ -4,6 +4,7 @@ from lastlayer.heads.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from lastlayer.heads.base import Head, TopK
 from lastlayer.heads.char_cnn import CharCNNSoftmax
 from lastlayer.heads.differentiated import DifferentiatedSoftmax
+from lastlayer.heads.distributed import prepare_ddp
 from lastlayer.heads.hierarchical import HierarchicalSoftmax
 from lastlayer.heads.layout import MatrixCost, bands_from_counts, cutoffs_from_counts
 from lastlayer.heads.linear import EntmaxHead, FullSoftmax, TopKSoftmaxHead
@@ -57,6 +58,7 @@ __all__ = [
     "bands_from_counts",
     "cutoffs_from_counts",
     "in_batch_softmax_loss",
+    "prepare_ddp",
     "registered",
     "target_partitions",
 ]

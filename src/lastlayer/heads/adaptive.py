@@ -193,9 +193,7 @@ class AdaptiveSoftmax(RankedHead):
 
     def reset_parameters(self) -> None:
         """Fresh parameters, as of ``nn.Linear``; makes a head whole after meta and ``to_empty``."""
-        self._fill_order()
-        if not self.cutoffs.is_meta:
-            self.cutoffs.copy_(torch.tensor(self._starts))
+        self._make_ready()
         for weight in (self.head_weight, *self.projections, *self.tails):
             init_uniform_(weight.shape[1], weight)
         init_uniform_(self.in_features, self.head_bias)
@@ -335,6 +333,9 @@ class AdaptiveSoftmax(RankedHead):
         return list(row_chunks(rows, n_scores, self.chunk_rows, self._copies))
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
+        if torch.compiler.is_exporting():
+            # A program cannot ask in which rows a cluster is opened.
+            return super()._rows_topk(rows, k)
         rows = in_autocast_dtype(rows)
         best_by = best_by_blocks if blocks_suit(self, rows, k) else best_by_clusters
         with without_autocast(rows):
@@ -357,6 +358,11 @@ class AdaptiveSoftmax(RankedHead):
                     found = torch.where(inside < 0, -1, inside + start)
                     place[some] = torch.where(column[some] == n + i, found, place[some])
         return torch.where(place < 0, -1, self._classes_at(place.clamp(min=0)))
+
+    def _fresh_buffer(self, name: str) -> Tensor | None:
+        if name == "cutoffs":
+            return torch.tensor(self._starts, dtype=torch.int64, device="cpu")
+        return super()._fresh_buffer(name)
 
     def _check_state(self) -> None:
         super()._check_state()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lastlayer import kernels
 from lastlayer._checks import (
@@ -21,6 +22,7 @@ from lastlayer._checks import (
     check_reduction,
     check_scores,
 )
+from lastlayer._tables import TabledModule
 from lastlayer._torch import (
     accumulation_dtype,
     autocast_dtype,
@@ -45,6 +47,13 @@ from lastlayer.fused.prediction import (
 )
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
+from lastlayer.heads.distributed import (
+    check_sparse,
+    gather_in_methods,
+    is_sharded,
+    made_by_fsdp,
+    whole_state,
+)
 from lastlayer.heads.recipes import Recipe
 
 _CONFIG, _STATE = "config.json", "model.safetensors"
@@ -60,10 +69,11 @@ class TopK(NamedTuple):
     """Their class ids, int64, ``(*batch, k)``."""
 
 
-class SavedModule(torch.nn.Module):
+class SavedModule(TabledModule):
     """A module on hidden states that says what makes it, and that can be saved and loaded."""
 
     in_features: int
+    sparse: bool = False
     __signature__: inspect.Signature
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -80,6 +90,8 @@ class SavedModule(torch.nn.Module):
         # As Python orders them: by position, then by name; what has to be given first.
         ordered = sorted(taken.values(), key=lambda e: (e.kind, e.default is not e.empty))
         cls.__signature__ = inspect.Signature(ordered)
+        if made_by_fsdp(cls):
+            gather_in_methods(cls)
 
     def config(self) -> dict[str, Any]:
         """The constructor's arguments: ``cls(**head.config())`` makes such a head, without state.
@@ -96,10 +108,17 @@ class SavedModule(torch.nn.Module):
         return made
 
     def save(self, folder: str | Path) -> None:
-        """Write the state, ``model.safetensors``, and :meth:`config`; makes the folder."""
+        """Write the state, ``model.safetensors``, and :meth:`config`; makes the folder.
+
+        A head that ``fully_shard`` has sharded is saved whole: all processes call this, and the
+        first one writes.
+        """
         folder, safetensors = Path(folder), _safetensors()
+        state, writes = whole_state(self)
+        if not writes:
+            return
         self.save_config(folder)
-        state = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
+        state = {name: value.contiguous() for name, value in state.items()}
         safetensors.save_file(state, str(folder / _STATE))
 
     def save_config(self, folder: str | Path) -> None:
@@ -107,8 +126,9 @@ class SavedModule(torch.nn.Module):
 
         For those who keep the state elsewhere, such as with that of a whole model.
         """
-        folder, config = Path(folder), self._saved_config(self.config())
-        text = json.dumps({"head": type(self).__name__, "arguments": config}, indent=2) + "\n"
+        folder, config, kind = Path(folder), self._saved_config(self.config()), type(self)
+        name = (kind.__bases__[-1] if made_by_fsdp(kind) else kind).__name__
+        text = json.dumps({"head": name, "arguments": config}, indent=2) + "\n"
         folder.mkdir(parents=True, exist_ok=True)
         self._save_extra(folder)
         (folder / _CONFIG).write_text(text, encoding="utf-8")
@@ -167,7 +187,7 @@ class SavedModule(torch.nn.Module):
             # The tensors themselves become the state: they bring their dtype along.
             head.load_state_dict(state, assign=True)
             head = head.to(device)
-            head._check_state()
+            head._make_ready()
         except ValueError as error:
             raise ValueError(f"folder: {folder / _STATE} was altered: {error}") from error
         return head
@@ -188,9 +208,6 @@ class SavedModule(torch.nn.Module):
     def _load_extra(cls, folder: Path) -> dict[str, Any]:  # noqa: ARG003 - for heads that write
         """The arguments that :meth:`_save_extra` wrote, by name."""
         return {}
-
-    def _check_state(self) -> None:
-        """Raise ValueError where loaded buffers cannot be right; kernels trust them."""
 
     def extra_repr(self) -> str:
         """What the constructor takes by position, and options that are not as by default."""
@@ -240,6 +257,16 @@ class SavedModule(torch.nn.Module):
                 f"hidden: expected the dtype of the head, {parameter.dtype}, got {hidden.dtype}; "
                 "convert one of them, or use torch.autocast"
             )
+        if torch.compiler.is_dynamo_compiling() or parameter.device != self._ready_on:
+            self._be_ready()
+        if self.sparse:
+            check_sparse(self)
+        if type(parameter) is not Parameter and is_sharded(parameter):
+            raise RuntimeError(
+                "hidden: expected a head with whole parameters, got shards, as FSDP2 leaves them "
+                "outside of forward; call fully_shard(head) before fully_shard(model), and the "
+                "methods of the head gather them"
+            )
 
 
 class Head(SavedModule, ABC):
@@ -250,6 +277,11 @@ class Head(SavedModule, ABC):
     your own defines the first two. It gets the other two from :meth:`log_prob` of a chunk of rows
     at a time, and may do better. :func:`lastlayer.testing.check_head` checks all that is promised
     here.
+
+    A head of your own calls ``self._check_hidden(hidden)`` first. Tables that follow from the
+    constructor's arguments, such as indices, it makes in ``_make_tables(self, device)`` as plain
+    attributes, not as buffers: they are then there, and on the right device, also after the meta
+    device, ``to_empty``, ``load_state_dict(assign=True)`` and the loaders of other libraries.
 
     Train through ``head(hidden, target)``, so that the hooks of DDP and FSDP fire.
 
@@ -382,7 +414,7 @@ class Head(SavedModule, ABC):
                 f"({expected}{', ' if batch else ''}k) for hidden of shape {tuple(hidden.shape)}, "
                 f"got {tuple(ids.shape)}; a list for all rows is classes.expand(*batch, k)"
             )
-        n = hidden.shape[:-1].numel()
+        n = math.prod(batch)
         k = 1 if ids.shape == batch else ids.shape[-1]
         return ids.reshape(n, k), tuple(ids.shape)
 

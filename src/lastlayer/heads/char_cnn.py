@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -148,12 +148,10 @@ class CharCNNSoftmax(ScoredHead):
         self._kept: tuple[Any, list[Tensor], list[Tensor] | None, Tensor] | None = None
         # Whether a gradient was recorded since train() or eval() was called.
         self._recorded = False
-        self.words = ModuleList()
-        self.register_load_state_dict_post_hook(_spell_again)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, and the tensors that are made from the spellings."""
+        """Fresh parameters; makes a head whole after meta and ``to_empty``."""
         self.cnn.reset_parameters()
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
@@ -162,11 +160,10 @@ class CharCNNSoftmax(ScoredHead):
             torch.nn.init.normal_(self.corrections, std=0.1)
             bound = 1.0 / math.sqrt(self.correction * self.in_features)
             torch.nn.init.uniform_(self.correct.weight, -bound, bound)
-        self._spell()
+        self._make_ready()
 
-    def _spell(self) -> None:
-        self.words = self.cnn.spell(self.spellings, self.max_length, self.chunk_classes)
-        self._is_spelled = all(not each.is_meta for each in self.parameters())
+    def _make_tables(self, device: torch.device) -> None:
+        self.words = self.cnn.spell(self.spellings, self.max_length, self.chunk_classes, device)
         self._kept = None
 
     def class_vectors(self) -> Tensor:
@@ -215,7 +212,7 @@ class CharCNNSoftmax(ScoredHead):
         return vectors
 
     def _made_vectors(self) -> Tensor:
-        vectors: Tensor = self.cnn.vectors(cast("list[Words]", list(self.words)))
+        vectors: Tensor = self.cnn.vectors(self.words)
         if self.corrections is None or self.correct is None:
             return vectors
         corrected: Tensor = vectors + self.correct(self.corrections)
@@ -249,7 +246,7 @@ class CharCNNSoftmax(ScoredHead):
             self.corrections = _longer(self.corrections, zeros)
         if self.bias is not None:
             self.bias = _longer(self.bias, self.bias.mean().expand(len(words)))
-        self._spell()
+        self._make_ready()
         return range(before, self.n_classes)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
@@ -280,12 +277,6 @@ class CharCNNSoftmax(ScoredHead):
     def extra_repr(self) -> str:
         sizes = {"in_features": self.in_features, "n_classes": self.n_classes}
         return self._shown({k: v for k, v in (sizes | self.config()).items() if k != "spellings"})
-
-
-def _spell_again(head: "CharCNNSoftmax", _keys: Any) -> None:
-    """A head that was made on the meta device has no words before it has its parameters."""
-    if not head._is_spelled:
-        head._spell()
 
 
 def _longer(parameter: Parameter, more: Tensor) -> Parameter:
@@ -335,20 +326,17 @@ def check_spellings(name: str, spellings: Any, known: Sequence[str] = ()) -> tup
     return words
 
 
-class Words(Module):
+class Words:
     """Some words as tensors. They are no state: spellings make them again.
 
     A window of each width begins at every symbol of a word, marks included; of a long word the
     first bytes alone are read. ``starts`` ``(n_words,)`` says where the windows of each word begin;
-    of the i-th width, ``symbols_i`` has the distinct ones, and ``windows_i`` which each window is.
+    ``symbols[i]`` has the distinct ones of the i-th width, and ``windows[i]`` which each window is.
     """
-
-    starts: Tensor
 
     def __init__(
         self, words: Sequence[str], widths: Sequence[int], max_length: int, device: torch.device
     ) -> None:
-        super().__init__()
         texts = [word.encode()[:max_length] for word in words]
         lengths = np.array([len(text) + 2 for text in texts])
         ends = lengths.cumsum()
@@ -356,7 +344,9 @@ class Words(Module):
         symbols = np.full(ends[-1], -1, dtype=np.int64)
         symbols[starts], symbols[ends - 1] = BEGIN, END
         symbols[symbols < 0] = np.frombuffer(b"".join(texts), dtype=np.uint8)
-        self._put("starts", starts, device)
+        self.starts = _ids(starts, device)
+        self.symbols = [self.starts] * len(widths)
+        self.windows = [self.starts] * len(widths)
         place, end_of_word = np.arange(len(symbols)), ends.repeat(lengths)
         columns, rank = [symbols], np.zeros_like(symbols)
         # Each width from the one before: a code never outgrows its integer.
@@ -364,14 +354,14 @@ class Words(Module):
             codes = rank * N_SYMBOLS + columns[-1]
             _, first, rank = np.unique(codes, return_index=True, return_inverse=True)
             for i in (i for i, each in enumerate(widths) if each == width):
-                self._put(f"symbols_{i}", np.stack([each[first] for each in columns], -1), device)
-                self._put(f"windows_{i}", rank, device)
+                self.symbols[i] = _ids(np.stack([each[first] for each in columns], -1), device)
+                self.windows[i] = _ids(rank, device)
             later = np.minimum(place + width, len(symbols) - 1)
             columns.append(np.where(place + width < end_of_word, symbols[later], AFTER))
 
-    def _put(self, name: str, values: Any, device: torch.device) -> None:
-        ids = torch.from_numpy(values.astype(np.int32)).to(device)
-        self.register_buffer(name, ids, persistent=False)
+
+def _ids(values: Any, device: torch.device) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32)).to(device)
 
 
 class Highway(Module):
@@ -464,12 +454,13 @@ class CharCNN(Module):
         with torch.autocast(words.starts.device.type, enabled=False):
             for i, layer in enumerate(self.filters):
                 # Words share most of their n-grams: a filter sees each of them once.
-                seen = layer(self.chars(words.get_buffer(f"symbols_{i}")).flatten(1))
-                windows = words.get_buffer(f"windows_{i}")
-                found.append(embedding_bag(windows, seen, words.starts, mode="max"))
+                seen = layer(self.chars(words.symbols[i]).flatten(1))
+                found.append(embedding_bag(words.windows[i], seen, words.starts, mode="max"))
         return torch.cat(found, -1)
 
-    def spell(self, words: Sequence[str], max_length: int, chunk: int | str) -> ModuleList:
+    def spell(
+        self, words: Sequence[str], max_length: int, chunk: int | str, device: torch.device
+    ) -> list[Words]:
         """The words as this network reads them, in chunks whose vectors are made at a time."""
         if isinstance(chunk, str):
             layers = 1 + len(self.highway)
@@ -477,8 +468,7 @@ class CharCNN(Module):
             chunk = max(1, _KEPT_BYTES // kept)
         n, n_chunks = len(words), -(-len(words) // chunk)
         cuts = [n * i // n_chunks for i in range(n_chunks + 1)]
-        device = self.project.weight.device
-        return ModuleList(
+        return [
             Words(words[first:last], self.widths, max_length, device)
             for first, last in pairwise(cuts)
-        )
+        ]

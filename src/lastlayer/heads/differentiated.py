@@ -140,7 +140,7 @@ class DifferentiatedSoftmax(RankedHead):
 
     def reset_parameters(self) -> None:
         """Fresh parameters, as of ``nn.Linear``; makes a head whole after meta and ``to_empty``."""
-        self._fill_order()
+        self._make_ready()
         for weight in self.weights:
             init_uniform_(weight.shape[1], weight)
         init_uniform_(self.in_features, self.bias, self.projection)

@@ -147,25 +147,35 @@ class HierarchicalSoftmax(Head):
         biases = torch.empty(n_rows, device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if biases is None else Parameter(biases))
         # In the state, so that it is not loaded into a head with another tree of the same size.
-        self.register_buffer("tree_digest", torch.tensor(0, device=device))
-        self.register_load_state_dict_post_hook(_fill_tables)
+        self.register_buffer("tree_digest", torch.tensor(tree.digest, device=device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, distributed as those of ``nn.Linear``; and the tables of the tree.
+        """Fresh parameters, distributed as those of ``nn.Linear``.
 
         A head that was made on the meta device is whole after ``to_empty`` and this.
         """
-        self._make_tables()
-        self.tree_digest = torch.tensor(self.tree.digest, device=self.weight.device)
+        self._make_ready()
         bound = 1.0 / math.sqrt(self.in_features)
         torch.nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             torch.nn.init.uniform_(self.bias, -bound, bound)
 
-    def _make_tables(self) -> None:
-        self._tables = TreeTables(self.tree, self.weight.device)
-        self._tables_are_made = not self.weight.is_meta
+    def _make_tables(self, device: torch.device) -> None:
+        self._tables = TreeTables(self.tree, device)
+
+    def _fresh_buffer(self, name: str) -> Tensor | None:  # noqa: ARG002 - it has one
+        return torch.tensor(self.tree.digest, device="cpu")
+
+    def _check_state(self) -> None:
+        self._check_digest(self.tree_digest)
+
+    def _check_digest(self, digest: Any) -> None:
+        if isinstance(digest, Tensor) and not digest.is_meta and int(digest) != self.tree.digest:
+            raise ValueError(
+                "state_dict: expected the state of a head with the same tree, got that of another "
+                f"one; make the head with the tree it was trained with, not with {self.tree!r}"
+            )
 
     @property
     def _nodes(self) -> Nodes:
@@ -290,6 +300,9 @@ class HierarchicalSoftmax(Head):
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None) -> Tensor:
         nodes, tables, d = self._nodes, self._tables, self.in_features
+        if torch.compiler.is_exporting():
+            rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
+            return all_log_prob(nodes, rows, chosen)
         # The most nodes, and rows of the weight, that the classes of one row of hidden states take.
         at = 0 if chosen is None else chosen.shape[1] * tables.most_paths * tables.longest
         most = at * (tables.widest if tables.has_wide else 1)
@@ -369,7 +382,9 @@ class HierarchicalSoftmax(Head):
                     "single paths, and the probability of a class is the sum over its paths"
                 )
         many = self.n_classes > _SEARCHED_CLASSES and k > self.n_classes * _SEARCHED_PART
-        if tables.overlaps or not tables.n_inner or (many and beam is None):
+        every = tables.overlaps or not tables.n_inner or (many and beam is None)
+        # A search goes where values lead it, which no exported program can follow.
+        if every or torch.compiler.is_exporting():
             return super().topk(hidden, k)
         found, shape = self._search(hidden, k, beam), (*hidden.shape[:-1], k)
         return TopK(found.values.reshape(shape), found.classes.reshape(shape))
@@ -420,12 +435,7 @@ class HierarchicalSoftmax(Head):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        digest = state_dict.get(f"{prefix}tree_digest")
-        if isinstance(digest, Tensor) and not digest.is_meta and int(digest) != self.tree.digest:
-            raise ValueError(
-                "state_dict: expected the state of a head with the same tree, got that of another "
-                f"one; make the head with the tree it was trained with, not with {self.tree!r}"
-            )
+        self._check_digest(state_dict.get(f"{prefix}tree_digest"))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:
@@ -438,9 +448,3 @@ def _check_tree(tree: Any) -> None:
             f"tree: expected a lastlayer.trees.Tree, got {type(tree).__name__}; trees.balanced(n) "
             "or trees.huffman(counts) make one"
         )
-
-
-def _fill_tables(head: HierarchicalSoftmax, _keys: Any) -> None:
-    """A head that was made on the meta device has no tables before it has its parameters."""
-    if not head._tables_are_made:
-        head._make_tables()

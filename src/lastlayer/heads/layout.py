@@ -18,6 +18,7 @@ from lastlayer._checks import (
     check_int,
     check_real,
 )
+from lastlayer._torch import as_numpy
 from lastlayer.fused.cross_entropy import cross_entropy_numbers
 from lastlayer.heads.base import ScoredHead
 
@@ -72,14 +73,11 @@ class RankedHead(ScoredHead):
         # On meta nothing is kept; what is filled in later has to be known until then.
         self._order_to_come = by_place if device.type == "meta" else None
 
-    def _fill_order(self) -> None:
-        """What :meth:`reset_parameters` fills in where a head was made on the meta device."""
-        to_come = self._order_to_come
-        if to_come is None or self.order is None or self.places is None or self.order.is_meta:
-            return
-        self.order.copy_(to_come)
-        self.places.copy_(to_come.argsort())
-        self._order_to_come = None
+    def _fresh_buffer(self, name: str) -> Tensor | None:
+        order = self._order_to_come
+        if order is None or name not in ("order", "places"):
+            return super()._fresh_buffer(name)
+        return order if name == "order" else order.argsort()
 
     def _places_of(self, classes: Tensor) -> Tensor:
         return classes if self.places is None else self.places[classes]
@@ -106,18 +104,18 @@ class RankedHead(ScoredHead):
             if each.dtype != torch.int64:
                 raise ValueError(f"{name}: expected torch.int64, got {each.dtype}")
         by_place = as_permutation("order", order, self.n_classes)
-        if (places.cpu().numpy() != by_place.argsort()).any():
+        if (as_numpy(places.cpu()) != by_place.argsort()).any():
             raise ValueError("places: expected the place of each class in order, got another one")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if self.order is not None:
             self._check_order(*(state_dict.get(prefix + name) for name in ("order", "places")))
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        if self.order is not None and not self.order.is_meta and f"{prefix}order" in state_dict:
-            self._order_to_come = None
 
     def config(self) -> dict[str, Any]:
-        order = self.order if self._order_to_come is None else self._order_to_come
+        order = self.order
+        if order is not None and self._is_unfilled("order"):
+            order = self._order_to_come
         return {**super().config(), "order": order}
 
     def extra_repr(self) -> str:

@@ -84,7 +84,9 @@ class LinearHead(ScoredHead):
     def _set_class_weight(self, class_weight: Any) -> None:
         if class_weight is not None:
             check_class_weight(class_weight, self.n_classes)
-            self.class_weight = class_weight.detach().to(self.weight.device)
+            device, given = self.weight.device, class_weight.detach()
+            # The meta device would forget them.
+            self.class_weight = given if device.type == "meta" else given.to(device)
 
     def reset_parameters(self) -> None:
         """Fresh parameters, distributed as those of ``nn.Linear``."""
@@ -150,6 +152,9 @@ class LinearHead(ScoredHead):
     def _scores_in_chunks(self, rows: Tensor, copies: float) -> Iterator[tuple[int, Tensor]]:
         """Of each chunk of rows the first one, and the scores of all classes."""
         tensors: tuple[Any, ...] = self._score_tensors(rows.dtype)
+        if torch.compiler.is_exporting():
+            yield 0, wide_scores(rows, *tensors)
+            return
         step = rows_held(rows, self.n_classes, self.chunk_rows, copies)
         for first in range(0, max(1, rows.shape[0]), step):
             yield first, wide_scores(rows[first : first + step], *tensors)

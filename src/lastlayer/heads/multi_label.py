@@ -337,7 +337,7 @@ class MultiLabel(LinearHead):
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         # Chosen labels stand for themselves: the others are not looked at. The scores of the
         # kernel have no gradient.
-        if chosen is None or torch.is_grad_enabled():
+        if chosen is None or torch.is_grad_enabled() or torch.compiler.is_exporting():
             return super()._rows_log_prob(rows, chosen, *tensors)
         if self.loss == "sparsemax":
             return sparsemax(wide_scores(rows, *tensors)).gather(-1, chosen).log_()

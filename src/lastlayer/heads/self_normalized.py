@@ -133,10 +133,15 @@ class SelfNormalized(LinearHead):
         self.fraction = check_real("fraction", fraction, expected, lambda x: 0.0 < x <= 1.0)
         self.seed = check_seed(seed)
         super().__init__(in_features, n_classes, bias, **options)
-        device = None if self.weight.device.type == "meta" else self.weight.device
         # Seed and step: a resumed run draws the rows that the first one would have drawn.
+        device = torch.device("cpu") if self.weight.is_meta else self.weight.device
         self.register_buffer("rng_counter", torch.tensor([self.seed, 0], device=device))
         self._steps = RngSteps()
+
+    def _fresh_buffer(self, name: str) -> Tensor | None:
+        if name == "rng_counter":
+            return torch.tensor([self.seed, 0], device="cpu")
+        return super()._fresh_buffer(name)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """In training mode the loss above; in eval mode the exact cross entropy."""

@@ -16,7 +16,13 @@ from lastlayer._checks import (
     check_reduction,
     check_tensor,
 )
-from lastlayer._torch import accumulation_dtype, in_dtype, values_are_checked, without_autocast
+from lastlayer._torch import (
+    accumulation_dtype,
+    as_numpy,
+    in_dtype,
+    values_are_checked,
+    without_autocast,
+)
 from lastlayer.fused.prediction import top_classes
 from lastlayer.fused.scores import spans_at_a_time
 from lastlayer.fused.spans import Tile, not_spans, span_loss, tile_scores, tiles
@@ -316,7 +322,7 @@ def _check_spans(target: Any, hidden: Tensor, n_types: int, ignore_index: int | 
     if not values_are_checked(target):
         return
     # In numpy, which costs the host less than torch.
-    values = target.cpu().numpy()
+    values = as_numpy(target.cpu())
     allowed = []
     if dense:
         *_, kinds, starts, ends = values.nonzero()

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype, is_eager
+from lastlayer._torch import accumulation_dtype, as_numpy, is_eager
 
 # Numbers that are widened, or gathered, at a time.
 WIDENED, GATHERED = 1 << 20, 1 << 24
@@ -43,9 +43,7 @@ def as_array(tensor: Tensor, dtype: torch.dtype | None = None) -> NDArray[Any]:
     """The memory of a tensor; in another dtype, or contiguous, where it is not."""
     if dtype is not None and tensor.dtype != dtype:
         tensor = tensor.to(dtype)
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor.numpy() if tensor.is_contiguous() else tensor.contiguous().numpy()
+    return as_numpy(tensor if tensor.is_contiguous() else tensor.contiguous())
 
 
 def as_rows(tensor: Tensor) -> NDArray[Any]:
@@ -61,7 +59,7 @@ def empty_array(shape: Sequence[int], dtype: torch.dtype) -> tuple[NDArray[Any],
     """
     if math.prod(shape) * dtype.itemsize >= LARGE:
         result = empty(shape, dtype)
-        return result.numpy(), result
+        return as_numpy(result), result
     array = new_array(shape, _NUMPY[dtype])
     return array, torch.from_numpy(array)
 

@@ -10,7 +10,7 @@ from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype
+from lastlayer._torch import accumulation_dtype, as_numpy
 from lastlayer.kernels._cpu import WIDENED, as_array, as_rows, parts
 
 # Scores between which sums go over to float64; they stay in the cache.
@@ -55,7 +55,7 @@ def mask_of(mask: Tensor | None) -> NDArray[Any]:
     if mask is None:
         return _NO_MASK
     shared = mask.shape[0] > 1 and mask.stride(0) == 0
-    return (mask[:1] if shared else mask).contiguous().view(torch.uint8).numpy()
+    return as_numpy((mask[:1] if shared else mask).contiguous().view(torch.uint8))
 
 
 @njit(nogil=True)

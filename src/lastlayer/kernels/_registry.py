@@ -108,6 +108,9 @@ class Operation:
             return self.implementation(impl)(*args)
         first = args[0]
         if not is_eager(first):
+            if torch.compiler.is_exporting():
+                # A program that leaves torch has torch's own operations alone.
+                return self.implementation("reference")(*args)
             return self._dispatched(*args)
         function = self._resolved.get((first.device, first.dtype))
         return self._run(*args) if function is None else function(*args)

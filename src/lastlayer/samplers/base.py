@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_choice, check_ids, check_int
+from lastlayer._tables import TabledModule
 from lastlayer.samplers.counters import as_rng_counter
 from lastlayer.samplers.unique import METHODS, Inclusion
 
@@ -33,7 +34,7 @@ class Drawn(NamedTuple):
     """Log-probability that a class is among them, which is how often it is expected."""
 
 
-class Sampler(torch.nn.Module, ABC):
+class Sampler(TabledModule, ABC):
     """A distribution over the classes, from which negatives are drawn.
 
     :meth:`sample` draws exactly with the probabilities of :meth:`log_prob`. A sampler of your own
@@ -66,6 +67,16 @@ class Sampler(torch.nn.Module, ABC):
         """Where ids are drawn."""
         here: Tensor = self.get_buffer("_here")
         return here.device
+
+    def _state_device(self) -> torch.device | None:
+        # Its own marker may still be on the meta device.
+        return next((each.device for each in self.buffers() if each.numel()), self.device)
+
+    def _follow(self, device: torch.device | None) -> None:
+        if device is not None and self.device != device:
+            self._buffers["_here"] = torch.empty(0, device=device)
+            self._inclusion = None
+        super()._follow(device)
 
     @abstractmethod
     def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None, /) -> Tensor:
@@ -225,6 +236,8 @@ class Sampler(torch.nn.Module, ABC):
                 "draws are with replacement"
             )
         n = check_int("n", n, most=self.n_classes)
+        if torch.compiler.is_dynamo_compiling() or self._ready_on is None:
+            self._be_ready()
         if self._inclusion is None or not self._inclusion.fits(n, self.device):
             everything = torch.arange(self.n_classes, device=self.device)
             self._inclusion = Inclusion(self._log_prob(everything, None).exp(), n)
@@ -261,6 +274,8 @@ class Sampler(torch.nn.Module, ABC):
 
     def _check_ids(self, name: str, ids: Any, optional: bool = False) -> Tensor:
         """Class ids of any shape as int64, on the device of the sampler; or -1 if ``optional``."""
+        if torch.compiler.is_dynamo_compiling() or self._ready_on is None:
+            self._be_ready()
         some = optional and isinstance(ids, Tensor) and ids.dtype.is_signed
         given, like = ids.clamp(min=0) if some else ids, self.get_buffer("_here")
         known = check_ids(name, given, None, self.n_classes, like=like, of="the sampler")
@@ -273,6 +288,8 @@ class Sampler(torch.nn.Module, ABC):
         generator: torch.Generator | None,
         rng_counter: RngCounter | None,
     ) -> tuple[int, Tensor | None, Tensor]:
+        if torch.compiler.is_dynamo_compiling() or self._ready_on is None:
+            self._be_ready()
         context = self._check_context(context)
         n = check_int("n", n, most=MOST_CLASSES)
         return n, context, as_rng_counter(rng_counter, generator, self.device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import as_counts, check_positive, check_share
+from lastlayer._torch import as_numpy
 from lastlayer.kernels import rng
 from lastlayer.samplers.base import Sampler
 
@@ -44,7 +45,7 @@ class InBatch(Sampler):
         super().__init__(n_classes)
         self.prior = check_positive("prior", prior)
         self.decay = check_share("decay", decay)
-        seen = torch.zeros(self.n_classes, dtype=torch.float64)
+        seen = torch.zeros(self.n_classes, dtype=torch.float64, device="cpu")
         if counts is not None:
             seen = torch.from_numpy(as_counts(counts, self.n_classes, kinds="iuf"))
         # Bits of float64 in integers: a module that is made float32 or bfloat16 leaves them alone.
@@ -87,7 +88,7 @@ class InBatch(Sampler):
         return ((self.seen.view(torch.float64)[ids] + self.prior) / total).log()
 
     def config(self) -> dict[str, Any]:
-        seen = self.seen.view(torch.float64).cpu().numpy()
+        seen = as_numpy(self.seen.view(torch.float64).cpu())
         return {**self._saved_config(), "counts": seen if seen.any() else None}
 
     def _saved_config(self) -> dict[str, Any]:

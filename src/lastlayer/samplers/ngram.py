@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_device, check_int, check_not_negative, check_scores, check_share
+from lastlayer._tables import TabledModule
 from lastlayer.kernels import context_lists
 from lastlayer.kernels.context_lists import NO_KEY, PARTS, SHARES, UNUSED, WAYS
 from lastlayer.samplers.base import MOST_CLASSES, Sampled, Sampler
@@ -76,7 +77,7 @@ class AdaptiveNGram(Sampler):
         self.mixture_rate = check_not_negative("mixture_rate", mixture_rate)
         self.unigram = unigram
         self.lists = torch.nn.ModuleList(ContextLists(contexts, width) for _ in range(order - 1))
-        parts = torch.full((order,), PARTS // order)
+        parts = torch.full((order,), PARTS // order, device="cpu")
         parts[0] += PARTS - int(parts.sum())
         self.register_buffer("mixture", parts)
 
@@ -101,6 +102,15 @@ class AdaptiveNGram(Sampler):
         """All that it consists of, as :mod:`lastlayer.kernels.context_lists` takes it."""
         lists = [each for part in self.lists for each in part.buffers()]
         return [self.mixture, self.unigram.table, self.unigram.weight, *lists]
+
+    def _check_state(self) -> None:
+        for part in self.lists:
+            classes: Tensor = part.get_buffer("classes")
+            if bool(((classes < 0) | ((classes >= self.n_classes) & (classes != UNUSED))).any()):
+                raise ValueError(
+                    f"classes: expected class ids from 0 to {self.n_classes - 1} in lists of "
+                    "contexts, got others"
+                )
 
     @torch.no_grad()
     def update(self, context: Tensor, ids: Tensor, scores: Tensor) -> None:
@@ -157,7 +167,7 @@ class AdaptiveNGram(Sampler):
         return cls(np.ones(config["n_classes"]), **others)
 
 
-class ContextLists(torch.nn.Module):
+class ContextLists(TabledModule):
     """A hash table from contexts to short lists of classes, in integers on the device.
 
     A list says how the classes on it share out the probability that the unigram gives them
@@ -180,8 +190,9 @@ class ContextLists(torch.nn.Module):
         self.bucket_bits = ((contexts + WAYS - 1) // WAYS - 1).bit_length()
         places = WAYS << self.bucket_bits
         # One place more, that of no context, whose list stays empty.
-        self.register_buffer("keys", torch.full((places + 1,), NO_KEY))
-        empty = torch.full((places + 1, width), UNUSED, dtype=torch.int32)
+        self.register_buffer("keys", torch.full((places + 1,), NO_KEY, device="cpu"))
+        empty = torch.full((places + 1, width), UNUSED, dtype=torch.int32, device="cpu")
         self.register_buffer("classes", empty)
-        self.register_buffer("end", torch.full((places + 1, width), SHARES))
-        self.register_buffer("mass", torch.zeros(places + 1, dtype=torch.int64))
+        self.register_buffer("end", torch.full((places + 1, width), SHARES, device="cpu"))
+        mass = torch.zeros(places + 1, dtype=torch.int64, device="cpu")
+        self.register_buffer("mass", mass)

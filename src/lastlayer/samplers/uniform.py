@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import as_counts, as_permutation
+from lastlayer._torch import as_numpy
 from lastlayer.kernels import rng
 from lastlayer.samplers.base import Sampled, Sampler
 
@@ -83,6 +84,12 @@ class LogUniform(Sampler):
         if counts is not None:
             _check_sorted(as_counts(counts, self.n_classes, kinds="iuf"), ranked)
 
+    def _check_state(self) -> None:
+        if self.order is not None and self.rank is not None:
+            order = as_permutation("order", self.order, self.n_classes)
+            if (as_numpy(self.rank.cpu()) != order.argsort()).any():
+                raise ValueError("rank: expected the place of each class in order, got another one")
+
     def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Tensor:
         return self._draw_both(n, rng_counter, context).ids
 
@@ -126,7 +133,7 @@ class LogUniform(Sampler):
 
 
 def _check_sorted(counts: Any, order: Tensor | None) -> None:
-    ranked = counts if order is None else counts[order.cpu().numpy()]
+    ranked = counts if order is None else counts[as_numpy(order.cpu())]
     rising = ranked[1:] > ranked[:-1]
     if rising.any():
         place = int(rising.argmax())

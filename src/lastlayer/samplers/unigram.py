@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer._checks import as_counts, check_int, check_not_negative
+from lastlayer._torch import as_numpy
 from lastlayer.kernels import rng
 from lastlayer.samplers.base import MOST_CLASSES, Sampled, Sampler
 
@@ -64,6 +65,19 @@ class Unigram(Sampler):
         self.register_buffer("weight", torch.from_numpy(weight))
         self.register_buffer("table", torch.from_numpy(alias_table(weight, bits)))
 
+    def _check_state(self) -> None:
+        from lastlayer.kernels.rng.table import alias_table
+
+        weight = as_numpy(self.weight.cpu())
+        total = int(weight.view(np.uint64).sum(dtype=np.uint64))
+        right = bool((weight > 0).all()) and total == 1 << self.bits
+        if not right or (as_numpy(self.table.cpu()) != alias_table(weight, self.bits - 32)).any():
+            raise ValueError(
+                f"weight: expected {self.n_classes} integers above 0 that sum to 2^{self.bits}, "
+                "and in table the alias table that they make, got others; load both from the state "
+                "of one sampler"
+            )
+
     def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Tensor:
         return self._draw_both(n, rng_counter, context).ids
 
@@ -85,7 +99,7 @@ class Unigram(Sampler):
 
     def config(self) -> dict[str, Any]:
         if self._counts is None:
-            return {"counts": self.weight.double().cpu().numpy(), "power": 1.0}
+            return {"counts": as_numpy(self.weight.double().cpu()), "power": 1.0}
         return {"counts": self._counts, "power": self.power}
 
     def _saved_config(self) -> dict[str, Any]:

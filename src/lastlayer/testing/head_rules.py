@@ -461,6 +461,22 @@ def a_config_makes_the_same_head(suite: HeadSuite) -> None:
     suite.close(f"{rule}: loss", suite.loss(other, hidden, target), loss, 0.0, hidden)
 
 
+def a_head_that_was_on_meta_is_whole_once_loaded(suite: HeadSuite) -> None:
+    head = suite.head()
+    _compare_loaded(suite, "moved to the meta device", head, lambda: copy.deepcopy(head).to("meta"))
+
+
+def a_head_made_on_meta_is_whole_once_loaded(suite: HeadSuite) -> None:
+    head = suite.head()
+
+    def made() -> Any:
+        config = copy.deepcopy(head.config())
+        with torch.device("meta"):
+            return type(head)(**config).to(suite.finest).train()
+
+    _compare_loaded(suite, "made on the meta device", head, made)
+
+
 def a_copy_stands_alone(suite: HeadSuite) -> None:
     head, hidden = suite.head(), suite.hidden(4)
     before = head.log_prob(hidden).detach().clone()
@@ -530,6 +546,38 @@ def compiling_changes_nothing(suite: HeadSuite) -> None:
     raise suite.failure(f"{rule}: a target out of range is refused", "nothing was raised")
 
 
+class _Method(torch.nn.Module):
+    """A method of a head as a module of its own, which can be exported."""
+
+    def __init__(self, head: Any, k: int) -> None:
+        super().__init__()
+        self.head, self.k = head, k
+
+    def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if self.k:
+            return tuple(self.head.topk(hidden, self.k))
+        made: Tensor = self.head.log_prob(hidden)
+        return made
+
+
+def exporting_changes_nothing(suite: HeadSuite) -> None:
+    head = suite.head().eval()
+    rows = {0: torch.export.Dim("rows", min=1, max=1024)}
+    for name, k in (("log_prob", 0), ("topk", min(3, suite.n_classes))):
+        module, given = _Method(head, k), suite.hidden(5)
+        rule = f"torch.export of {name} with any number of rows"
+        with torch.no_grad():
+            export = partial(torch.export.export, dynamic_shapes=(rows,))
+            program = suite.runs(rule, given, export, module, (given,)).module()
+            for n in (1, 9):
+                hidden = suite.hidden(n)
+                made = suite.runs(f"{rule}, of {n}", hidden, program, hidden)
+                expected = module(hidden)
+                made, expected = ((each,) if not k else each for each in (made, expected))
+                for one, other in zip(made, expected, strict=True):
+                    suite.close(rule, one, other, 10 * suite.same, hidden)
+
+
 def hidden_classes_and_k_are_checked(suite: HeadSuite) -> None:
     head, hidden, n = suite.head(), suite.hidden(2, 3), suite.n_classes
     calls = {name: call for name, (_, call) in suite.calls(head).items() if " " not in name}
@@ -554,6 +602,59 @@ def hidden_classes_and_k_are_checked(suite: HeadSuite) -> None:
         suite.refused("classes", what, head.log_prob, hidden, classes)
     for k in (0, -1, n + 1, 1.0, True):
         suite.refused("k", f"k={k}", head.topk, hidden, k)
+
+
+def _compare_loaded(suite: HeadSuite, how: str, head: Any, made: Callable[[], Any]) -> None:
+    """``head`` against heads without memory that get its state, in each of the ways there are."""
+    hidden, target = suite.hidden(4).requires_grad_(), suite.targets(4)
+    log_prob, loss = head.log_prob(hidden), suite.loss(head, hidden, target)
+    slopes = suite.gradients(head, loss, hidden)
+
+    def emptied(other: Any, state: dict[str, Tensor]) -> None:
+        # What to_empty does, in memory that is sure to hold nonsense.
+        other._apply(lambda each: _nonsense(each, suite.device))
+        other.load_state_dict(state)
+
+    def assigned(other: Any, state: dict[str, Tensor]) -> None:
+        other.load_state_dict(state, assign=True)
+
+    def set_one_by_one(other: Any, state: dict[str, Tensor]) -> None:
+        # As loaders of other libraries do, which give memory to buffers that were not saved.
+        for module in other.modules():
+            for name in module._non_persistent_buffers_set & module._buffers.keys():
+                if module._buffers[name] is not None:
+                    setattr(module, name, _nonsense(module._buffers[name], suite.device))
+        for path, value in state.items():
+            module_path, _, name = path.rpartition(".")
+            module = other.get_submodule(module_path)
+            known = module._parameters.get(name)
+            is_learned = known is not None
+            setattr(module, name, torch.nn.Parameter(value) if is_learned else value)
+
+    for way, load in {
+        "to_empty and load_state_dict": emptied,
+        "load_state_dict(assign=True)": assigned,
+        "each tensor set by itself": set_one_by_one,
+    }.items():
+        rule = f"a head {how}, then {way}, gives the same"
+        other = suite.runs(rule, hidden, made)
+        suite.runs(rule, hidden, load, other, copy.deepcopy(head.state_dict()))
+        found = suite.runs(rule, hidden, other.log_prob, hidden)
+        suite.close(rule, found, log_prob, suite.same, hidden)
+        again = suite.runs(rule, hidden, suite.loss, other, hidden, target)
+        suite.close(f"{rule}: loss", again, loss, suite.same, hidden)
+        suite.same_gradients(rule, suite.gradients(other, again, hidden), slopes, hidden)
+
+
+def _nonsense(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of that form with values that no table and no parameter has."""
+    value = math.nan if tensor.is_floating_point() else min(2**30, _most(tensor.dtype))
+    made = torch.full_like(tensor, value, device=device)
+    return torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made
+
+
+def _most(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _integers_up_to(n_classes: int, least: int = 0) -> list[torch.dtype]:
@@ -615,6 +716,13 @@ BATCHES = (
 )
 
 
+_SAVING = (
+    a_config_makes_the_same_head,
+    a_head_made_on_meta_is_whole_once_loaded,
+    saving_and_loading_change_nothing,
+)
+
+
 def others(
     *, gradients: bool, log_prob_gradients: bool, checkpoint: bool, save: bool, compiles: bool
 ) -> list[Callable[[Any], None]]:
@@ -632,9 +740,10 @@ def others(
         changes_before_backward_are_noticed,
         *([a_checkpoint_changes_nothing] if checkpoint else []),
         a_state_dict_is_all_it_takes,
+        a_head_that_was_on_meta_is_whole_once_loaded,
         a_copy_stands_alone,
-        *([a_config_makes_the_same_head, saving_and_loading_change_nothing] if save else []),
+        *(_SAVING if save else ()),
         hidden_classes_and_k_are_checked,
         other_reductions_are_refused,
-        *([compiling_changes_nothing] if compiles else []),
+        *([compiling_changes_nothing, exporting_changes_nothing] if compiles else []),
     ]

@@ -49,8 +49,9 @@ def check_head(
     are -inf; losses and log-probabilities are float32, or float64 from float64; every parameter
     gets a gradient; backward can be repeated with ``retain_graph=True``, and notices parameters
     that were changed in place; a forward pass under ``no_grad`` changes nothing; ``state_dict`` and
-    ``deepcopy`` keep everything; in eval mode nothing is left to chance; bad input is refused with
-    an error that names the argument.
+    ``deepcopy`` keep everything; a head that was moved to the meta device, or made there, is whole
+    once its state is loaded, after ``to_empty``, with ``assign=True`` or tensor by tensor; in eval
+    mode nothing is left to chance; bad input is refused with an error that names the argument.
 
     Args:
         head: the module, which is copied and left alone, or a function that makes one. It has
@@ -67,7 +68,8 @@ def check_head(
         checkpoint: the head works inside ``torch.utils.checkpoint`` with ``use_reentrant=False``.
             False where a forward pass changes what the next one computes.
         dtypes: what the head accepts; without float64 gradients are not checked.
-        compile: the backend of ``torch.compile``, as for :func:`check_map`; or False.
+        compile: the backend of ``torch.compile``, as for :func:`check_map`; or False. With it
+            ``torch.export`` of ``log_prob`` and ``topk`` is checked as well, with a dynamic batch.
         autocast: the head works under ``torch.autocast``.
         device: where to run.
         seed: repeats the inputs of an earlier run; fresh ones otherwise.

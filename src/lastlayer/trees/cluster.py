@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from lastlayer._checks import as_array, as_counts, check_choice, check_real
-from lastlayer._torch import accumulation_dtype
+from lastlayer._torch import accumulation_dtype, as_numpy
 from lastlayer.trees._arrays import Integers, Offsets, Reals, check_count, offsets, ranges
 from lastlayer.trees.tree import Tree
 
@@ -150,7 +150,7 @@ def as_vectors(name: str, vectors: Any, normalize: bool) -> NDArray[np.float32]:
     expected = "floating vectors, one per class"
     if isinstance(vectors, torch.Tensor) and vectors.is_floating_point():
         dtype = accumulation_dtype(vectors.dtype)
-        array: NDArray[Any] = vectors.detach().to("cpu", dtype).numpy()
+        array: NDArray[Any] = as_numpy(vectors.detach().to("cpu", dtype))
     else:
         array = as_array(name, vectors, expected)
     if array.dtype.kind != "f":

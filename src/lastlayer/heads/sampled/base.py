@@ -207,13 +207,18 @@ class SampledHead(ComparedHead):
         super().__init__(in_features, n_classes, **options)
         self.per_rank = per_rank
         self._set_sampler(sampler)
-        self.register_buffer("rng_counter", torch.tensor([self.seed, 0]))
+        self.register_buffer("rng_counter", self._fresh_buffer("rng_counter"))
         self._steps = RngSteps()
         self._move_draws()
 
     def _set_sampler(self, sampler: Any) -> None:
         check_sampler(sampler, self.n_classes)
         self.sampler = sampler
+
+    def _fresh_buffer(self, name: str) -> Tensor | None:
+        if name == "rng_counter":
+            return torch.tensor([self.seed, 0], device="cpu")
+        return super()._fresh_buffer(name)
 
     def _sampled_loss(self, rows: Tensor, target: Tensor, *given: Tensor) -> Tensor:
         own = rng_counter = self.rng_counter

@@ -163,13 +163,14 @@ class TargetSampling(ComparedHead):
     """
 
     classes: Tensor | None
+    _used: Tensor | None
 
     def __init__(
         self, in_features: int, n_classes: int, **options: Unpack[ComparedOptions]
     ) -> None:
         super().__init__(in_features, n_classes, **options)
-        # Part of the data, not of the model: it is not saved.
-        self.register_buffer("classes", None, persistent=False)
+        # Part of the data, not of the model: they are not saved.
+        self._used = self.classes = None
 
     def use(self, classes: Any) -> None:
         """Train over these classes from now on.
@@ -177,15 +178,19 @@ class TargetSampling(ComparedHead):
         Args:
             classes: different class ids, in any order; None for all.
         """
-        if classes is not None:
-            classes = as_class_ids("classes", classes, self.n_classes).to(self.weight.device)
-        self.classes = classes
+        self._used = None if classes is None else as_class_ids("classes", classes, self.n_classes)
+        self._make_tables(self.weight.device)
+
+    def _make_tables(self, device: torch.device) -> None:
+        self.classes = None if self._used is None else self._used.to(device)
 
     def _takes_all(self) -> bool:
         return super()._takes_all() or self.classes is None
 
     def _sampled_loss(self, rows: Tensor, target: Tensor) -> Tensor:
-        classes = self.get_buffer("classes")
+        classes = self.classes
+        if classes is None:
+            raise RuntimeError("classes: expected those of a partition, got None; call use first")
         nothing = torch.zeros_like(classes, dtype=torch.float32)
         return self._compare(rows, target, classes, nothing, Rule())
 

@@ -125,14 +125,17 @@ class SampledSoftmax(SampledHead):
         check_sampler(sampler, n - size if self._has_tail_sampler else n)
         others = None
         if self._has_tail_sampler and not first:
-            others = torch.ones(n, dtype=torch.bool).index_fill_(0, ids, False).nonzero().squeeze(1)
+            is_tail = torch.ones(n, dtype=torch.bool, device="cpu").index_fill_(0, ids, False)
+            others = is_tail.nonzero().squeeze(1)
         self.sampler = sampler
-        # Both follow from the configuration: they are no state. Kept apart as well, for a head that
-        # was made on the meta device and gets its parameters later.
-        self._made_ids = ids, others
-        self.register_buffer("head_ids", ids, persistent=False)
-        self.register_buffer("tail_ids", others, persistent=False)
-        self.register_load_state_dict_post_hook(_fill_in)
+        # Both follow from the configuration: they are no state. Kept on the host as well, to make
+        # them again.
+        self._made_ids = self.head_ids, self.tail_ids = ids, others
+
+    def _make_tables(self, device: torch.device) -> None:
+        ids, others = self._made_ids
+        self.head_ids = ids.to(device)
+        self.tail_ids = None if others is None else others.to(device)
 
     def _draw(self, rng_counter: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.unique:
@@ -227,10 +230,4 @@ def _head_ids(head_classes: Any, n_classes: int) -> Tensor:
             f"head_classes: expected 0 to {n_classes - 1}, so that something is left to draw, got "
             f"{size}"
         )
-    return torch.arange(size) if ids is None else ids
-
-
-def _fill_in(head: SampledSoftmax, _keys: Any) -> None:
-    for buffer, made in zip((head.head_ids, head.tail_ids), head._made_ids, strict=True):
-        if buffer is not None and made is not None and not buffer.is_meta:
-            buffer.copy_(made)
+    return torch.arange(size, device="cpu") if ids is None else ids

@@ -13,7 +13,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer._torch import accumulation_dtype, as_numpy, in_dtype
 from lastlayer.kernels._cpu import as_rows, by_rows, empty
 from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest, log, philox
 from lastlayer.kernels.context_lists import (
@@ -43,8 +43,8 @@ def draw(
     log_prob = torch.empty(rows, n, dtype=torch.float32)
     if ids.numel():
         _draw_rows(
-            rows, _ENTRIES_A_DRAW * n, _array(context), counter.numpy(), *_arrays(proposal),
-            ids.numpy(), log_prob.numpy(),
+            rows, _ENTRIES_A_DRAW * n, _array(context), as_numpy(counter), *_arrays(proposal),
+            as_numpy(ids), as_numpy(log_prob),
         )  # fmt: skip
     return ids, log_prob
 
@@ -54,7 +54,7 @@ def log_prob(context: Tensor, ids: Tensor, proposal: Sequence[Tensor]) -> Tensor
     if ids.numel():
         _log_prob_rows(
             ids.shape[0], _ENTRIES_A_DRAW * ids.shape[1], _array(context), _array(ids),
-            *_arrays(proposal), made.numpy(),
+            *_arrays(proposal), as_numpy(made),
         )  # fmt: skip
     return made
 
@@ -72,9 +72,9 @@ def draw_until_(
         entries = (_ENTRIES_A_DRAW + hidden.shape[1] // 8) * n
         _until_rows(
             shape[0], entries, as_rows(hidden), as_rows(weight.detach().to(dtype)), _array(biases),
-            _array(context), counter.numpy(), *_arrays(proposal), used.numpy(), ess.numpy(),
-            sums.numpy(), first, blocks, n, float(enough), ids.numpy(), log_q.numpy(),
-            scores.numpy(),
+            _array(context), as_numpy(counter), *_arrays(proposal), as_numpy(used), as_numpy(ess),
+            as_numpy(sums), first, blocks, n, float(enough), as_numpy(ids), as_numpy(log_q),
+            as_numpy(scores),
         )  # fmt: skip
     return ids, log_q, scores
 
@@ -111,12 +111,12 @@ def learn_(
 
 
 def _array(tensor: Tensor) -> Any:
-    return tensor.contiguous().numpy()
+    return as_numpy(tensor.contiguous())
 
 
 def _arrays(proposal: Sequence[Tensor]) -> list[Any]:
     """Mixture, table, weight, and two tuples of lists, the same ones where there is one."""
-    made = [each.numpy() for each in proposal]
+    made = [as_numpy(each) for each in proposal]
     return [*made[:3], tuple(made[3:7]), tuple(made[-4:])]
 
 

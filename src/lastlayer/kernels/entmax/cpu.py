@@ -16,7 +16,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import in_dtype
+from lastlayer._torch import as_numpy, in_dtype
 from lastlayer.kernels._cpu import as_rows, by_rows, empty, empty_rows
 from lastlayer.kernels._cpu_math import (
     BLOCK,
@@ -92,8 +92,10 @@ def _by_columns(run: Callable[..., None], alphas: NDArray[Any], *tensors: Tensor
     """``run`` with some columns at a time as rows, in memory that stays in the cache."""
     *batch, height = tensors[0].shape
     made = empty((height, *batch), tensors[0].dtype)
-    into = made.view(height, -1).numpy()
-    given = [each.detach().movedim(-1, 0).contiguous().view(height, -1).numpy() for each in tensors]
+    into = as_numpy(made.view(height, -1))
+    given = [
+        as_numpy(each.detach().movedim(-1, 0).contiguous().view(height, -1)) for each in tensors
+    ]
     if into.size:
         some = max(16, min(1024, _IN_CACHE // height)) * torch.get_num_threads()
         shape = min(some, into.shape[1]), height
@@ -138,7 +140,7 @@ _IN_CACHE = 1 << 17
 
 def _alphas(alpha: float, row_alpha: Tensor | None) -> tuple[int, np.ndarray]:
     if row_alpha is not None:
-        return 0, row_alpha.detach().reshape(-1).double().contiguous().numpy()
+        return 0, as_numpy(row_alpha.detach().reshape(-1).double().contiguous())
     return _one_alpha(alpha)
 
 

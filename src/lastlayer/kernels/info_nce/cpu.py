@@ -8,6 +8,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lastlayer._torch import as_numpy
 from lastlayer.kernels._cpu import as_array, as_rows, by_rows, empty_rows
 from lastlayer.kernels._cpu_math import FAST, dot
 
@@ -122,7 +123,7 @@ def row_gradients_(
     given, slope = as_rows(rows), as_array(gradient, along.dtype)
     made, result = (None, out) if _is_wide(out, given) else empty_rows(rows)
     into = as_array(out) if made is None else made
-    _gradient_rows(*given.shape, given, slope, factor.item(), normalize, into, along.numpy())
+    _gradient_rows(*given.shape, given, slope, factor.item(), normalize, into, as_numpy(along))
     if made is not None:
         out.copy_(result)
 

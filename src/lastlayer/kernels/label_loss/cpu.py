@@ -9,7 +9,7 @@ from numba import njit, types
 from numba.extending import overload
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer._torch import accumulation_dtype, as_numpy, in_dtype
 from lastlayer.kernels._cpu import WIDENED, as_array, by_rows, empty, empty_array, parts
 from lastlayer.kernels._cpu_labels import (
     SPAN,
@@ -35,7 +35,7 @@ def forward(
     counts = torch.empty(n_rows if mask is not None else 0, dtype=torch.bool)
     numbers = _numbers(gamma_negative, gamma_positive, margin, scores.dtype)
     for part, rows, labels, shown in labelled_rows(scores, target, mask):
-        made = part_of(losses, part).numpy(), part_of(counts, part).numpy()
+        made = as_numpy(part_of(losses, part)), as_numpy(part_of(counts, part))
         _forward_rows(*rows.shape, rows, labels, shown, *numbers, *made)
     return losses, counts
 
@@ -53,8 +53,8 @@ def backward(
         made = part_of(out, part) if wide else torch.empty(rows.shape, dtype=dtype)
         factors = grad if grad.shape[0] == 1 else part_of(grad, part)
         _backward_rows(
-            *rows.shape, rows, labels, shown, *numbers, focus_gradient, factors.numpy(),
-            made.numpy(),
+            *rows.shape, rows, labels, shown, *numbers, focus_gradient, as_numpy(factors),
+            as_numpy(made),
         )  # fmt: skip
         if not wide:
             part_of(out, part).copy_(made)
@@ -75,7 +75,7 @@ def slab_(
         return made
     for part in parts(scores.shape, WIDENED):
         wide = scores[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
-        _slab_rows(*wide.shape, wide.numpy(), *options, factors[part], losses[part])
+        _slab_rows(*wide.shape, as_numpy(wide), *options, factors[part], losses[part])
         if row_scale is not None:
             scores[part] = wide
     return made

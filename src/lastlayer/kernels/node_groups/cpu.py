@@ -12,6 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lastlayer._torch import as_numpy
 from lastlayer.kernels._cpu import by_rows
 from lastlayer.kernels._cpu_math import (
     BLOCK,
@@ -49,8 +50,8 @@ def choose(
         made: log-probabilities; entries that are in no group stay as they are.
     """
     _choose(
-        *_sizes(first, last, width, hidden.shape[1]), order.numpy(), first, last, row, width,
-        made.shape[1], *_arrays(hidden, weight, bias), position.numpy(), made.view(-1).numpy(),
+        *_sizes(first, last, width, hidden.shape[1]), as_numpy(order), first, last, row, width,
+        made.shape[1], *_arrays(hidden, weight, bias), as_numpy(position), as_numpy(made.view(-1)),
     )  # fmt: skip
 
 
@@ -67,12 +68,12 @@ def gradients(
     n_groups, work = _sizes(first, last, width, hidden.shape[1])
     none, d = hidden.new_empty(0), hidden.shape[1]
     _gradients(
-        n_groups, 3 * work, order.numpy(), first, last, row, width,
+        n_groups, 3 * work, as_numpy(order), first, last, row, width,
         position.numel() // max(1, hidden.shape[0]), *_arrays(hidden, weight, bias),
-        position.numpy(), upstream.detach().contiguous().numpy(), place,
-        (none if of_entries is None else of_entries).view(-1, d).numpy(),
-        (none.view(-1, d) if of_weight is None else of_weight).numpy(),
-        (none if of_bias is None else of_bias).numpy(),
+        as_numpy(position), as_numpy(upstream.detach().contiguous()), place,
+        as_numpy((none if of_entries is None else of_entries).view(-1, d)),
+        as_numpy(none.view(-1, d) if of_weight is None else of_weight),
+        as_numpy(none if of_bias is None else of_bias),
     )  # fmt: skip
 
 
@@ -90,16 +91,14 @@ def leaves(
     Nodes are numbered level by level, so that a node comes after its parent.
     """
     _leaves(
-        *scores.shape, scores.detach().contiguous().numpy(), child_start.numpy(),
-        row_start.numpy(), child.numpy(), end.numpy(), made.numpy(),
+        *scores.shape, as_numpy(scores.detach().contiguous()), as_numpy(child_start),
+        as_numpy(row_start), as_numpy(child), as_numpy(end), as_numpy(made),
     )  # fmt: skip
 
 
 def _arrays(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Array, Array, Array]:
     biases = hidden.new_empty(0) if bias is None else bias.detach().to(hidden.dtype).contiguous()
-    return (
-        hidden.detach().contiguous().numpy(), weight.detach().contiguous().numpy(), biases.numpy()
-    )  # fmt: skip
+    return as_numpy(hidden.contiguous()), as_numpy(weight.contiguous()), as_numpy(biases)
 
 
 @by_rows

@@ -14,7 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer._torch import accumulation_dtype, as_numpy, in_dtype
 from lastlayer.kernels._cpu import WIDENED, as_array, as_rows, by_rows, empty_array, parts
 from lastlayer.kernels._cpu_math import FAST, add_scaled, dot
 
@@ -42,7 +42,7 @@ def _wide(
         chosen = classes[part]
         places = torch.arange(chosen.numel()).view(chosen.shape)
         vectors = weight.detach()[chosen.flatten().clamp_min(0)].to(dtype)
-        yield part, torch.where(chosen < 0, -1, places).numpy(), vectors.numpy()
+        yield part, as_numpy(torch.where(chosen < 0, -1, places)), as_numpy(vectors)
 
 
 @by_rows
@@ -66,8 +66,8 @@ def to_hidden(values: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
     for part, places, vectors in _wide(classes, weight, dtype):
         wide = in_dtype(out[part], dtype)
         if wide.numel():
-            some = values[part].detach().to(dtype).contiguous().numpy()
-            _to_hidden_rows(len(some), numbers, some, places, vectors, wide.numpy())
+            some = as_numpy(values[part].detach().to(dtype).contiguous())
+            _to_hidden_rows(len(some), numbers, some, places, vectors, as_numpy(wide))
         if wide.dtype != out.dtype:
             out[part] = wide
     return out
@@ -85,7 +85,7 @@ def add_to_weight_(
     ids, counts = torch.unique_consecutive(ids, return_counts=True)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     entries = entries[order]
-    sources = (entries // values.shape[1]).numpy(), flat[entries].numpy(), as_rows(hidden)
+    sources = as_numpy(entries // values.shape[1]), as_numpy(flat[entries]), as_rows(hidden)
     total = weight_gradient.detach()
     if total.dtype == dtype:
         _run_to_weight(starts, ids, total, *sources)
@@ -103,8 +103,8 @@ def _run_to_weight(
 ) -> None:
     first, last = int(starts[0]), int(starts[-1])
     _to_weight_rows(
-        last - first, out.shape[1], first, starts.numpy(), ids.numpy(), out.numpy(), rows, values,
-        hidden,
+        last - first, out.shape[1], first, as_numpy(starts), as_numpy(ids), as_numpy(out), rows,
+        values, hidden,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from lastlayer._torch import as_numpy
 from lastlayer.kernels._cpu import by_rows, empty_array
 from lastlayer.kernels._cpu_math import philox
 from lastlayer.kernels.rng import SERIES, SQRT_2
@@ -16,14 +17,14 @@ def words(counter: Tensor, n: int) -> Tensor:
     blocks = (n + 1) // 2
     made = torch.empty(blocks, 4, dtype=torch.int64)
     if n:
-        _fill_rows(blocks, 4, counter.numpy(), made.numpy())
+        _fill_rows(blocks, 4, as_numpy(counter), as_numpy(made))
     return made.view(-1, 2)[:n]
 
 
 def integers(counter: Tensor, n: int, below: int) -> Tensor:
     ids = torch.empty(n, dtype=torch.int64)
     if n:
-        _integer_rows((n + 1) // 2, 8, below, counter.numpy(), ids.numpy())
+        _integer_rows((n + 1) // 2, 8, below, as_numpy(counter), as_numpy(ids))
     return ids
 
 
@@ -34,7 +35,7 @@ def log_uniform(
     logs, log_prob = empty_array((n,), torch.float32)
     if n:
         base = math.log2(n_classes + 1)
-        _rank_rows((n + 1) // 2, 64, base, n_classes, counter.numpy(), ranks, logs)
+        _rank_rows((n + 1) // 2, 64, base, n_classes, as_numpy(counter), ranks, logs)
     return (rank if order is None else order[rank]), log_prob
 
 
@@ -98,7 +99,7 @@ def draw(table: Tensor, weight: Tensor, counter: Tensor, n: int) -> tuple[Tensor
     ids = torch.empty(n, dtype=torch.int64)
     log_prob = torch.empty(n, dtype=torch.float32)
     bits = len(table).bit_length() - 1
-    arrays = (each.numpy() for each in (table, weight, counter, ids, log_prob))
+    arrays = (as_numpy(each) for each in (table, weight, counter, ids, log_prob))
     if n:
         _draw_rows((n + 1) // 2, _ENTRIES_A_PAIR, bits, *arrays)
     return ids, log_prob
@@ -108,7 +109,7 @@ def log_complement(weight: Tensor, target: Tensor, bits: int, wide: bool) -> Ten
     flat = target.contiguous().view(-1)
     made = torch.empty(flat.shape, dtype=torch.float64 if wide else torch.float32)
     if len(flat):
-        _complement_rows(len(flat), 32, bits, *(each.numpy() for each in (weight, flat, made)))
+        _complement_rows(len(flat), 32, bits, *(as_numpy(each) for each in (weight, flat, made)))
     return made.view(target.shape)
 
 

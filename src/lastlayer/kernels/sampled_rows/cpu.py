@@ -8,7 +8,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer._torch import accumulation_dtype, as_numpy, in_dtype
 from lastlayer.kernels._cpu import as_array, by_rows
 from lastlayer.kernels._cpu_math import BLOCK, FAST, exp, largest, multiply
 
@@ -22,7 +22,7 @@ def forward_(
     dtype = accumulation_dtype(scores.dtype)
     n, m = scores.shape
     wide = in_dtype(scores.detach(), dtype).contiguous()
-    rows = wide.numpy()
+    rows = as_numpy(wide)
     if n:
         _sampled_rows(
             n, 2 * m, rows, _lists(as_array(offset, dtype)), _lists(as_array(ids)),
@@ -30,7 +30,7 @@ def forward_(
             np.zeros(n, rows.dtype) if shift is None else as_array(shift, dtype),
             np.full(n, -math.inf, rows.dtype) if exact is None else as_array(exact, dtype),
             np.empty(0, rows.dtype) if row_scale is None else as_array(row_scale, dtype),
-            first.numpy(), second.numpy(), factor, n_exact, logistic, drop_hits, average,
+            as_numpy(first), as_numpy(second), factor, n_exact, logistic, drop_hits, average,
         )  # fmt: skip
     if row_scale is not None and gradient.data_ptr() != wide.data_ptr():
         gradient.copy_(wide)

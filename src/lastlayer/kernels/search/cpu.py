@@ -12,7 +12,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer._torch import accumulation_dtype, as_numpy, in_dtype
 from lastlayer.kernels._cpu import by_rows
 from lastlayer.kernels._cpu_math import dot
 from lastlayer.kernels.search import NOWHERE
@@ -37,7 +37,7 @@ def best_leaves(
     # An opened node adds one at most to what can be chosen: k leaves take k - 1 of them.
     if n and k <= most + 1:
         arrays = _as_arrays(hidden, weight, bias, child_start, row_start, child)
-        results = values.numpy(), classes.numpy(), opened.numpy()
+        results = as_numpy(values), as_numpy(classes), as_numpy(opened)
         _search_rows(n, k * _OPENED_FOR_EACH * depth, *arrays, most, *results)
     return values, classes, opened
 
@@ -97,7 +97,7 @@ def beam_leaves(
     opened = torch.zeros(n, dtype=torch.int64)
     if n:
         arrays = _as_arrays(hidden, weight, bias, child_start, row_start, child)
-        results = values.numpy(), classes.numpy(), opened.numpy()
+        results = as_numpy(values), as_numpy(classes), as_numpy(opened)
         _beam_rows(n, width * depth, *arrays, width, *results)
     return values, classes, opened
 
@@ -166,7 +166,7 @@ def random_leaves(
         arrays = _as_arrays(hidden, weight, bias, child_start, row_start, child)
         work = uniform.shape[1] * hidden.shape[1]
         # Overwritten by how far into the share of its node each number is.
-        _draw_rows(uniform.shape[0], work, *arrays, uniform.clone().numpy(), classes.numpy())
+        _draw_rows(uniform.shape[0], work, *arrays, as_numpy(uniform.clone()), as_numpy(classes))
     return classes
 
 
@@ -231,7 +231,7 @@ def leaf_log_probs(
     if made.numel():
         tables = child_start, row_start, edge_node, path_start, path_edge, classes
         arrays = _as_arrays(hidden, weight, bias, *tables)
-        _follow_rows(made.shape[0], made.shape[1] * hidden.shape[1], *arrays, made.numpy())
+        _follow_rows(made.shape[0], made.shape[1] * hidden.shape[1], *arrays, as_numpy(made))
     return made
 
 
@@ -265,16 +265,16 @@ def _as_arrays(
     hidden, weight = in_dtype(hidden, accumulation_dtype(hidden.dtype)), weight.detach()
     numbers, bits, kind = np.empty((0, 0), np.float32), np.empty((0, 0), np.int16), _FLOATING
     if weight.dtype in (torch.float32, torch.float64):
-        numbers = weight.numpy()
+        numbers = as_numpy(weight)
     else:
         kind = _BFLOAT16 if weight.dtype == torch.bfloat16 else _FLOAT16
-        bits = weight.view(torch.int16).numpy()
+        bits = as_numpy(weight.view(torch.int16))
     biases = hidden.new_empty(0) if bias is None else bias.detach().to(hidden).contiguous()
     starts, rows, *others = (
-        each.contiguous().numpy() for each in (child_start, row_start, *tables)
+        as_numpy(each.contiguous()) for each in (child_start, row_start, *tables)
     )
-    nodes = numbers, bits, kind, biases.numpy(), starts, rows
-    return hidden.detach().contiguous().numpy(), nodes, *others
+    nodes = numbers, bits, kind, as_numpy(biases), starts, rows
+    return as_numpy(hidden.detach().contiguous()), nodes, *others
 
 
 @njit(nogil=True)

@@ -7,7 +7,7 @@ from numba import njit, typeof, types
 from numba.extending import overload
 from torch import Tensor
 
-from lastlayer._torch import in_dtype
+from lastlayer._torch import as_numpy, in_dtype
 from lastlayer.kernels._cpu import as_rows, by_rows, empty_rows
 from lastlayer.kernels._cpu_math import (
     BLOCK,
@@ -33,7 +33,7 @@ def forward(scores: Tensor, k: int) -> Tensor:
 def logs_into(out: Tensor, scores: Tensor, bias: Tensor | None, k: int) -> None:
     rows = as_rows(scores if bias is None else scores + bias)
     if rows.size:
-        _forward_rows(*rows.shape, rows, out.numpy(), k, True)
+        _forward_rows(*rows.shape, rows, as_numpy(out), k, True)
 
 
 @by_rows

@@ -13,6 +13,7 @@ from numba import njit
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lastlayer._torch import as_numpy
 from lastlayer.kernels._cpu import as_rows, by_rows, empty
 from lastlayer.kernels._cpu_math import add_scaled, dot
 
@@ -35,9 +36,9 @@ def forward(
         _touched(
             groups, 2 * depth, float(factor), order.shape[0] - slopes.numel(),
             max(1, slopes.shape[1]),
-            vectors.contiguous().numpy(), column_biases.detach().numpy(),
-            slopes.detach().contiguous().view(-1).numpy(), as_rows(hidden), order.numpy(),
-            starts.numpy(), weight.numpy(), bias.numpy(),
+            as_numpy(vectors.contiguous()), as_numpy(column_biases.detach()),
+            as_numpy(slopes.detach().contiguous().view(-1)), as_rows(hidden), as_numpy(order),
+            as_numpy(starts), as_numpy(weight), as_numpy(bias),
         )  # fmt: skip
     return weight if to_weight else weight.view(0), bias
 
@@ -80,9 +81,9 @@ def group(entries: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     size, kind = entries.shape[0], torch.int32 if n_classes < 2**31 else torch.int64
     # Numbers of entries and their classes, of both sides of a pass over a digit.
     order, other = empty((size,), torch.int64), empty((size,), torch.int64)
-    keys, other_keys = empty((size,), kind).numpy(), empty((size,), kind).numpy()
-    rest = order.numpy(), other.numpy(), keys, other_keys
-    known, starts = _group(entries.contiguous().numpy(), n_classes, *rest)
+    keys, other_keys = as_numpy(empty((size,), kind)), as_numpy(empty((size,), kind))
+    rest = as_numpy(order), as_numpy(other), keys, other_keys
+    known, starts = _group(as_numpy(entries.contiguous()), n_classes, *rest)
     return order, torch.from_numpy(starts), torch.from_numpy(known)
 
 
@@ -150,7 +151,7 @@ def adagrad_(
     eps: float,
 ) -> None:  # fmt: skip
     numbers = lr, lr * weight_decay, eps
-    _run(_adagrad_rows, weight, total.dtype, ids, gradient, (total.numpy(),), numbers)
+    _run(_adagrad_rows, weight, total.dtype, ids, gradient, (as_numpy(total),), numbers)
 
 
 def adam_(
@@ -158,7 +159,7 @@ def adam_(
     gradient: Tensor, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float,
     decays: bool,
 ) -> None:  # fmt: skip
-    states = first.numpy(), second.numpy(), row_step.numpy()
+    states = as_numpy(first), as_numpy(second), as_numpy(row_step)
     numbers = int(step), lr, lr * weight_decay, beta1, beta2, eps, decays
     _run(_adam_rows, weight, first.dtype, ids, gradient, states, numbers)
 
@@ -175,8 +176,8 @@ def _run(
     # Numba has no half precision: such rows are widened, moved, and rounded once.
     rows = weight if direct else weight[ids].to(wide)
     places = ids if direct else torch.arange(ids.shape[0])
-    arrays = places.numpy(), ids.contiguous().numpy(), as_rows(gradient.to(wide))
-    kernel(ids.shape[0], gradient.shape[1], rows.numpy(), *arrays, *states, *numbers)
+    arrays = as_numpy(places), as_numpy(ids.contiguous()), as_rows(gradient.to(wide))
+    kernel(ids.shape[0], gradient.shape[1], as_numpy(rows), *arrays, *states, *numbers)
     if not direct:
         weight[ids] = rows.to(weight.dtype)
 

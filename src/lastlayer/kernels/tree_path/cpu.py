@@ -12,7 +12,7 @@ from numba import njit
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lastlayer._torch import accumulation_dtype
+from lastlayer._torch import accumulation_dtype, as_numpy
 from lastlayer.kernels._cpu import as_rows, by_rows
 from lastlayer.kernels._cpu_math import add_scaled, dot
 
@@ -27,14 +27,14 @@ def loss(
     losses = torch.empty(n, dtype=wide)
     slopes = torch.zeros(n if to_nodes else 0, longest, dtype=wide)
     gradient = torch.empty(n if to_hidden else 0, depth, dtype=wide)
-    classes = target.contiguous().numpy()
+    classes = as_numpy(target.contiguous())
     ignores, ignored = ignore_index is not None, ignore_index or 0
     share = 1.0
     if mean:
         share = 1.0 / max(1, int((classes != ignored).sum()) if ignores else n)
-    order = _rows_in_order(classes, rank.numpy(), ignores, ignored)
-    starts, edges = _paths_in_order(order, classes, path_start.numpy(), path_edge.numpy(), ignores,
-                                   ignored)  # fmt: skip
+    order = _rows_in_order(classes, as_numpy(rank), ignores, ignored)
+    paths = as_numpy(path_start), as_numpy(path_edge)
+    starts, edges = _paths_in_order(order, classes, *paths, ignores, ignored)
     vectors, biases = weight.detach(), None if bias is None else bias.detach()
     if vectors.dtype != wide:
         # Widened, each vector once: paths then go by places among these.
@@ -45,8 +45,8 @@ def loss(
         biases = None if biases is None else biases[touched]
     _loss_rows(
         n, depth * min(longest, 16), as_rows(hidden), as_rows(vectors),
-        (losses[:0] if biases is None else biases.to(wide)).numpy(), order, starts, edges,
-        losses.numpy(), slopes.numpy(), gradient.numpy(), share,
+        as_numpy(losses[:0] if biases is None else biases.to(wide)), order, starts, edges,
+        as_numpy(losses), as_numpy(slopes), as_numpy(gradient), share,
     )  # fmt: skip
     if ignores:
         losses.masked_fill_(target == ignored, 0.0)
@@ -77,7 +77,7 @@ def to_touched_nodes(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     depth, ignores, ignored = hidden.shape[1], ignore_index is not None, ignore_index or 0
     starts, edges = _paths_in_order(
-        order.numpy(), target.contiguous().numpy(), path_start.numpy(), path_edge.numpy(),
+        as_numpy(order), as_numpy(target.contiguous()), as_numpy(path_start), as_numpy(path_edge),
         ignores, ignored,
     )  # fmt: skip
     node, level, first, since = _runs_of_nodes(starts, edges, slopes.shape[1])
@@ -85,9 +85,9 @@ def to_touched_nodes(
     weight = new(m if to_weight else 0, depth, dtype=slopes.dtype)
     bias = new(m if to_bias else 0, dtype=slopes.dtype)
     _sum_runs(
-        int(since[-1]), depth, level, first, since, order.numpy(), slopes.numpy(),
-        factor.detach().reshape(-1).contiguous().numpy(), as_rows(hidden), weight.numpy(),
-        bias.numpy(),
+        int(since[-1]), depth, level, first, since, as_numpy(order), as_numpy(slopes),
+        as_numpy(factor.detach().reshape(-1).contiguous()), as_rows(hidden), as_numpy(weight),
+        as_numpy(bias),
     )  # fmt: skip
     touched = pad(torch.from_numpy(node), (0, m - len(node)))
     return touched.unsqueeze(0), weight.to(dtype), bias.to(dtype)
