@@ -16,7 +16,7 @@ from lastlayer.lab.errors import LabError
 from lastlayer.lab.live import Lines, LiveTable, Watcher, outcome, watcher
 from lastlayer.lab.options import CompareOptions
 from lastlayer.lab.specs import parse_specs
-from lastlayer.lab.trained import as_text, generate, load_trained, prompt_tokens
+from lastlayer.lab.trained import as_text, export, generate, load_trained, prompt_tokens
 from lastlayer.lab.training import Progress
 
 runner = CliRunner()
@@ -133,6 +133,13 @@ def test_other_folders_are_refused(out, tmp_path, command):
     assert "RUN: expected one run, got the 2 of" in result.output
 
 
+def test_python_names_its_own_arguments(out, tmp_path):
+    with pytest.raises(LabError, match="path: expected the folder of a finished run"):
+        load_trained(tmp_path)
+    with pytest.raises(LabError, match="to: expected a folder that is new or empty"):
+        export(out / "runs" / "full-s1", out)
+
+
 def test_an_export_does_not_overwrite(out, tmp_path):
     (tmp_path / "precious").write_text("mine")
     run = str(out / "runs" / "full-s1")
@@ -144,7 +151,7 @@ def test_an_export_does_not_overwrite(out, tmp_path):
 def test_a_run_of_labels_makes_no_text(out):
     trained = load_trained(out / "runs" / "full-s1")
     trained.config["model"]["task"] = "multilabel"
-    with pytest.raises(LabError, match="expected a run of --task lm"):
+    with pytest.raises(LabError, match="trained: expected a run of the task lm"):
         next(generate(trained, [], tokens=1, top=1, temperature=1.0, seed=0))
 
 
