@@ -209,6 +209,16 @@ def test_equal_time_and_steps_are_what_all_heads_reached(tmp_path):
         assert summary.at_equal_steps == estimate(values, log=True)
 
 
+def test_a_run_that_became_worse_counts_with_its_best(tmp_path):
+    """The best model by validation is what is judged, at equal time as well."""
+    comparison = read_results(make(tmp_path, heads=1, seeds=1)).comparison
+    (run,) = comparison.runs
+    curve = [(0, 0.0, 90.0), (10, 1.0, 40.0), (20, 2.0, 80.0)]
+    valid = tuple(Point(step, at, {"perplexity": value}) for step, at, value in curve)
+    (summary,) = summarise(replace(comparison, runs=(replace(run, valid=valid),))).summaries
+    assert summary.at_equal_steps.mean == summary.at_equal_seconds.mean == pytest.approx(40.0)
+
+
 def test_the_front_is_what_none_beats_in_both(tmp_path, seed):
     results = read_results(make(tmp_path, heads=6))
     summaries = results.ranked

@@ -169,6 +169,8 @@ def test_a_terminal_gets_a_table_of_all_heads():
     full, nce = parse_specs(["full", "nce"])
     assert isinstance(watching, LiveTable)
     watching.starts(full, 1)
+    watching.searches(full)
+    assert "full: short runs to find its learning rate" in file.getvalue()
     watching._drawn = -1e9
     watching.moves(0.5, Progress(step=5, seconds=0.1), 3.25)
     watching.ends(full, 1, DONE)
@@ -208,10 +210,12 @@ def test_elsewhere_there_are_lines():
     (full, _) = parse_specs(["full", "nce"])
     assert isinstance(watching, Lines)
     watching.starts(full, 1)
+    watching.searches(full)
     watching._told = -1e9
     watching.moves(0.5, Progress(step=5), 3.25)
     watching.ends(full, 1, DONE)
-    moved, ended = file.getvalue().splitlines()
+    searched, moved, ended = file.getvalue().splitlines()
+    assert searched.endswith("full: short runs to find its learning rate")
     assert "full seed 1: 50%, step 5, loss 3.25; 0:0" in moved
     assert "1/2 full seed 1: perplexity 12.5 (about " in ended
 

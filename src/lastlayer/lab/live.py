@@ -22,6 +22,7 @@ from lastlayer.lab.training import Progress
 _DRAWING_SHARE, _REDRAWN_SECONDS = 0.02, 0.25
 _TOLD_SECONDS = 5.0
 _NAME_WIDTH, _BAR_WIDTH = 22, 10
+_SEARCHES = "short runs to find its learning rate"
 
 
 class Watcher:
@@ -32,6 +33,9 @@ class Watcher:
 
     def starts(self, spec: HeadSpec, seed: int) -> None:
         """A run begins."""
+
+    def searches(self, spec: HeadSpec) -> None:
+        """Short runs look for the learning rate of a head before its first run."""
 
     def moves(self, share: float, progress: Progress, loss: float | None) -> None:
         """The run is so far, from 0 to 1."""
@@ -122,6 +126,9 @@ class Lines(Watcher):
         self._title, self._told = f"{spec.label} seed {seed}", time.perf_counter()
         self._forecast.starts(spec.slug)
 
+    def searches(self, spec: HeadSpec) -> None:
+        self.says(f"{spec.label}: {_SEARCHES}")
+
     def moves(self, share: float, progress: Progress, loss: float | None) -> None:
         self._forecast.moves(share)
         if self._is_due():
@@ -167,7 +174,7 @@ class LiveTable(Watcher):
         self._specs, self._n_seeds = specs, len(seeds)
         self._rows = {spec.slug: _Row() for spec in specs}
         self._current: _Row | None = None
-        self._note, self._said = "", ""
+        self._title, self._note, self._said = "", "", ""
         self._forecast = Forecast(specs, len(seeds))
         self._drawing = False
         self._drawn, self._draw_cost = 0.0, 0.0
@@ -182,15 +189,19 @@ class LiveTable(Watcher):
 
     def starts(self, spec: HeadSpec, seed: int) -> None:
         self._current = self._rows[spec.slug]
-        self._note = f"{spec.label}, seed {seed}"
+        self._title = self._note = f"{spec.label}, seed {seed}"
         self._forecast.starts(spec.slug)
+        self._draw()
+
+    def searches(self, spec: HeadSpec) -> None:
+        self._note = f"{spec.label}: {_SEARCHES}"
         self._draw()
 
     def moves(self, share: float, progress: Progress, loss: float | None) -> None:
         row = self._current
         if row is None:
             return
-        row.share, row.loss = share, loss
+        row.share, row.loss, self._note = share, loss, self._title
         self._forecast.moves(share)
         if progress.step:
             row.step_ms = 1e3 * progress.seconds / progress.step

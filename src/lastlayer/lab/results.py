@@ -37,8 +37,9 @@ class HeadSummary:
     head: HeadEntry
     runs: tuple[Run, ...]
     estimates: Mapping[str, Estimate]  # by the key of a metric, from the runs that finished
-    at_equal_seconds: Estimate | None  # validation quality at the time that all heads have reached
-    at_equal_steps: Estimate | None  # validation quality at the step that all heads have reached
+    # The best validation up to the time, and up to the step, that all heads have reached.
+    at_equal_seconds: Estimate | None
+    at_equal_steps: Estimate | None
     # How much better validation became over the last quarter of the steps, as a share.
     gain: float | None = None
     gain_before: float | None = None  # the same over the quarter before it
@@ -242,10 +243,16 @@ def interpolate(run: Run, metric: Metric, axis: Axis, where: float) -> float | N
 
 
 def _at(runs: Sequence[Run], metric: Metric, axis: Axis, where: float | None) -> Estimate | None:
+    """The best validation up to there: a run is judged by its best model, not by its last."""
     if where is None:
         return None
-    values = [interpolate(run, metric, axis, where) for run in runs]
-    return estimate([v for v in values if v is not None], log=metric.log)
+    pick, found = min if metric.lower_is_better else max, []
+    for run in runs:
+        until = [p for p in run.valid if (p.seconds if axis == "seconds" else p.step) <= where]
+        values = [interpolate(run, metric, axis, where), *(quality_of(p, metric) for p in until)]
+        if values[0] is not None:
+            found.append(pick(value for value in values if value is not None))
+    return estimate(found, log=metric.log)
 
 
 def _gain(runs: Sequence[Run], metric: Metric, start: float, end: float) -> float | None:

@@ -87,7 +87,10 @@ class Charts:
         made: dict[str, Any] = chart.to_dict(validate=self._validate)
         made.pop("config", None)
         if not legend:
-            made["config"] = {"legend": {"disable": True}}
+            for layer in made["layer"]:
+                for channel in layer.get("encoding", {}).values():
+                    if "legend" in channel:
+                        channel["legend"] = None
         if self._in_page:
             made["autosize"] = {"type": "fit-x", "contains": "padding"}
         return made
