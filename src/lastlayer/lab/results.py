@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +19,7 @@ from lastlayer.lab.records import (
     read_comparison,
     read_costs,
 )
-from lastlayer.lab.statistics import LEVEL, Estimate, estimate, holm, p_value
+from lastlayer.lab.statistics import LEVEL, Estimate, estimate, holm, p_values
 
 Axis = Literal["seconds", "steps"]
 TOLERANCE = 0.03
@@ -141,11 +140,9 @@ class Results:
         read off the same runs, so that any pair could have been the one. One seed shows nothing.
         """
         ranked = self.ranked
-        values = [each.by_seed(self.metric) for each in ranked]
-        pairs = list(combinations(range(len(ranked)), 2))
-        found = holm([p_value(values[i], values[j], log=self.metric.log) for i, j in pairs])
-        best = {j: p for (i, j), p in zip(pairs, found, strict=True) if i == 0}
-        return {ranked[j].head.slug: p < LEVEL for j, p in best.items()}
+        found = p_values([each.by_seed(self.metric) for each in ranked], log=self.metric.log)
+        corrected = zip(found, holm([*found.values()]), strict=True)
+        return {ranked[j].head.slug: p < LEVEL for (i, j), p in corrected if i == 0}
 
     def front(self, cost: Metric) -> tuple[HeadSummary, ...]:
         """The heads that none other beats in both quality and cost, cheapest first; ties stay."""
