@@ -375,6 +375,19 @@ def test_a_stalled_machine_is_told(tmp_path):
     assert "adaptive" not in note
 
 
+def test_a_choice_by_times_of_a_disturbed_machine_says_so(tmp_path):
+    out = make(tmp_path, heads=4, noise=0.001)
+    asked = {"settings": {"tolerance": 0.9}}
+    assert "disturbed" not in verdict(read_results(_asked(out, **asked))).sentence
+    for path in out.glob("runs/*/result.json"):
+        result = json.loads(path.read_text())
+        path.write_text(json.dumps({**result, "load": 4.0}))
+    found = verdict(read_results(out))
+    assert "time per step (on a disturbed machine)" in found.sentence
+    (note,) = [note for note in found.notes if "disturbed" in note]
+    assert "with 4 heads. Their times" in note
+
+
 def _comparison(qualities, seeds):
     """Heads whose curves are flat: what a comparison is made of, without files."""
     heads = [HeadEntry(f"h{i}", f"h{i}", f"h{i}", "x", {}, f"H{i}") for i in range(len(qualities))]

@@ -2,6 +2,7 @@
 
 import io
 import json
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,10 @@ def test_quiet_shows_nothing():
         ({"status": "nan", "test": None}, "nan"),
         (
             {"status": "ok", "test": {"perplexity": None, "eps_perplexity": 30.0, "coverage": 0.9}},
+            "ε-perplexity 30, covers 90.0%",
+        ),
+        (
+            {"status": "ok", "test": {"perplexity": inf, "eps_perplexity": 30.0, "coverage": 0.9}},
             "ε-perplexity 30, covers 90.0%",
         ),
         ({"status": "ok", "test": {"micro_f1": 0.5}}, "micro-F1 0.500"),

@@ -1,5 +1,6 @@
 """How far a comparison is: a live table in a terminal, lines elsewhere, or nothing."""
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -267,7 +268,7 @@ def outcome(result: dict[str, Any]) -> str:
         return f"accuracy {test['top1']:.1%}"
     if test.get("recall_at_1") is not None:
         return f"recall@1 {test['recall_at_1']:.1%}"
-    if test.get("perplexity") is not None:
+    if math.isfinite(test.get("perplexity") or math.inf):
         return f"perplexity {_digits(test['perplexity'])}"
     if test.get("eps_perplexity") is not None:
         return f"ε-perplexity {_digits(test['eps_perplexity'])}, covers {test['coverage']:.1%}"
