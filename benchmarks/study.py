@@ -226,7 +226,7 @@ def _lead(results: Results) -> str:
     for step in (point.step for point in one.finished[0].valid):
         ours, theirs = (_validated(each, metric, step) for each in (one, other))
         shown = [metric.format(each) for each in (ours, theirs)]
-        rows.append([f"{step:,}", *shown, f"{theirs / ours - 1:.1%}"])
+        rows.append([f"{step:,}", *shown, f"{theirs / ours - 1:.0%}"])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -54,7 +54,10 @@ class Charts:
     ) -> None:
         self._heads = [look.name for look in looks]
         self._in_page, self._validate = in_page, validate
-        legend = None if in_page else alt.Legend(title=None, symbolOpacity=1, labelLimit=300)
+        legend = None
+        if not in_page:
+            # Dashes are those of lines: around a symbol they would look torn.
+            legend = alt.Legend(title=None, symbolOpacity=1, labelLimit=300, symbolStrokeWidth=0)
 
         def by_head(channel: Any, values: Sequence[Any]) -> Any:
             scale = alt.Scale(domain=self._heads, range=list(values))
