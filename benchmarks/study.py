@@ -43,10 +43,11 @@ _CONVERGED = 0.01
 _OPENING = """\
 # Study: the heads on real data
 
-The lab trained every head on real data until validation no longer improved, with three seeds each.
-Everything but the head is the same: backbone, batches, number of steps. Each head has the learning
-rate that was best on validation data in short runs, and is judged on test data with its best model
-by validation. Means over seeds have 95% confidence intervals in parentheses.
+The lab trained every head on real data until validation no longer improved, or hardly (each part
+says how far it came), with three seeds. Everything but the head is the same: backbone, batches,
+number of steps. Each head has the learning rate that was best on validation data in short runs, and
+is judged on test data with its best model by validation. Means over seeds have 95% confidence
+intervals in parentheses. All parts but the first are small enough for a CPU.
 """
 _AGAIN = """\
 ## How to run it again
@@ -257,6 +258,6 @@ def _maturity(results: Results) -> str:
     rising = [s for s in results.ranked if (s.gain or 0.0) > _CONVERGED]
     if rising:
         listed = joined(f"{in_sentence(s)} ({s.gain:.1%})" for s in rising)
-        return f"Not converged: {told}; over the last quarter of the steps {listed} still gained."
+        return f"Not all converged: {told}; over the last quarter of the steps {listed} gained."
     most = f"{_CONVERGED:.0%} over the last quarter of the steps"
     return f"Converged: {told}, and no head gained more than {most}."
