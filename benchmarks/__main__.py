@@ -49,11 +49,11 @@ def _parser() -> argparse.ArgumentParser:
         option("--commit", help="of the source, where git cannot say")
         option("--seconds", type=float, help="that all cases share, verification included")
     option = add("study", _study, "train every head on real data until it has converged")
-    option("name", help="wikitext2, cooking-first-tag or cooking")
+    option("name", help="wikitext2, cooking-first-tag, cooking or start")
     option("data", type=Path, help="folder with wikitext2/, cooking.txt and cooking-first-tag.txt")
     option("--out", type=Path, required=True, help="folder of the comparison, which is resumed")
     option("--json", type=Path, default=RESULTS / "study", help="folder of what is kept of it")
-    add("page", _page, "make docs/performance.md from the records")
+    add("page", _page, "make docs/performance.md and docs/study.md from what was recorded")
     option = add("structure", _structure, "figures of simplicity and host time")
     option("--json", type=Path, metavar="FILE", help="append them as a JSON line")
     option("--markdown", action="store_true", help="print a Markdown table")
@@ -137,8 +137,9 @@ def _study(options: argparse.Namespace) -> int:
 
     if options.name not in study.STUDIES:
         raise ValueError(f"name: expected one of {', '.join(study.STUDIES)}, got {options.name!r}")
-    if not options.data.is_dir():
-        raise ValueError(f"data: expected a folder of data sets, got '{options.data}'")
+    needed = options.data / study.STUDIES[options.name].data
+    if not needed.exists():
+        raise ValueError(f"data: expected a folder with {needed.name}, got '{options.data}'")
     options.json.mkdir(parents=True, exist_ok=True)
     is_whole = study.run(options.data, options.name, options.out, options.json)
     return 0 if is_whole else 1

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lastlayer.lab
 from lastlayer.heads import FullSoftmax
 from lastlayer.lab import CompareResult, compare, load_trained
-from lastlayer.lab.api import GivenFeed
+from lastlayer.lab.api import GivenFeed, _as_arguments
 from lastlayer.lab.errors import LabError
 
 QUICK = {"seeds": 1, "steps": 6, "lr": 0.02, "progress": False, "device": "cpu"}
@@ -78,6 +78,17 @@ def test_a_trained_run_comes_back_with_the_classes_it_was_given(compared):
     assert trained.vocabulary.counts.tolist() == sorted(trained.vocabulary.counts)[::-1]
     with pytest.raises(LabError, match="backbone: expected the function"):
         load_trained(folder)
+    with pytest.raises(LabError, match="path: expected one run, got the 4 of") as told:
+        load_trained(compared.folder)
+    assert "--" not in str(told.value)
+
+
+def test_errors_name_arguments_and_leave_other_commands_alone():
+    told = (
+        "--ray: expected a cluster; `ray start --head`, or use --ray local, or lower --vocab-size"
+    )
+    expected = "ray: expected one; `ray start --head`, or use ray='local', or lower n_classes"
+    assert _as_arguments(told) == expected
 
 
 def test_a_resumed_comparison_has_the_same_runs(compared):
@@ -191,7 +202,10 @@ def test_several_labels():
         ({"heads": ["char_cnn"]}, "heads char_cnn: "),
         ({"task": "pairs"}, "task: expected one of classification, lm, multilabel"),
         ({"epochs": 2}, "steps: expected none beside epochs=2"),
-        ({"steps": 0}, "steps: expected an amount above 0"),
+        ({"steps": 0}, "steps: expected a whole number from 1, got 0"),
+        ({"steps": 2.5}, "steps: expected a whole number from 1, got 2.5"),
+        ({"steps": None, "epochs": -1}, "epochs: expected a number above 0, got -1"),
+        ({"resume": True}, "resume: expected a folder .*; leave resume=True out"),
         ({"lr": -1}, "lr: expected auto or a number above 0"),
         ({"device": "tpu"}, "device: expected one of auto, cpu, cuda"),
     ],

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lastlayer.cli import app
-from lastlayer.lab import commands, evaluation
+from lastlayer.lab import commands, evaluation, runs
 from lastlayer.lab import comparison as lab
 from lastlayer.lab.comparison import compare
 from lastlayer.lab.errors import LabError, SpecError
@@ -138,13 +139,35 @@ def test_each_head_gets_the_rate_that_is_best_on_validation_data(text, tmp_path)
     written = json.loads((done.out / "rates.json").read_text())
     for result in done.results:
         found = written[result["slug"]]
-        best = min(found["tried"], key=lambda each: each["score"])
-        assert result["lr"] == found["lr"] == best["lr"]
+        scores = [each["score"] for each in found["tried"]]
+        best = scores.index(min(scores))
         # Three around the usual one, and one more where the outermost of them is the best.
         rates = [each["lr"] for each in found["tried"]]
         assert rates == sorted(set(rates))
-        assert (len(rates) == 3) == (best is found["tried"][1])
+        assert (len(rates) == 3) == (best == 1)
+        # The next lower one where its perplexity is within 3% of the best, in more than an epoch.
+        repeats = json.loads((done.out / "compare.json").read_text())["budget"]["epochs"] > 1
+        lower = repeats and best > 0 and scores[best - 1] <= scores[best] + math.log(1.03)
+        assert result["lr"] == found["lr"] == rates[best - lower]
         assert found["steps"] == 20
+
+
+def test_the_lower_of_two_learning_rates_that_are_as_good_is_taken(text, tmp_path, monkeypatch):
+    """Scores of short runs, by the rate: the best is 0.012, or a lower one that is hardly worse."""
+    scores = {0.0013: 5.5, 0.004: 5.0, 0.012: 4.99, 0.036: 5.4}
+
+    def short_run(_bench, _spec, rate, *_):
+        return scores[min(scores, key=lambda each: abs(math.log(each / rate)))]
+
+    monkeypatch.setattr(runs, "_short_run", short_run)
+    monkeypatch.setattr(runs, "_RATE_SHARE", 1.0)
+    for slow, budget, expected in (
+        (5.0, "2epochs", 0.004), (5.1, "2epochs", 0.012), (5.0, "1epochs", 0.012)
+    ):  # fmt: skip
+        scores[0.004] = slow
+        out = tmp_path / f"{slow}-{budget}"
+        done = run(text, out, heads=("full",), budget=budget, lr="auto")
+        assert [each["lr"] for each in done.results] == [expected]
 
 
 def test_every_head_starts_at_the_class_frequencies(text, tmp_path):

@@ -12,20 +12,33 @@ from lastlayer.lab import metrics
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.records import Comparison, HeadEntry, Point, Run, read_comparison
 from lastlayer.lab.results import interpolate, read_results, summarise
-from lastlayer.lab.statistics import Estimate, estimate, holm, p_value
+from lastlayer.lab.statistics import Estimate, estimate, holm, p_values
 from lastlayer.lab.verdict import in_sentence, times_less, verdict
 
 
-def test_p_values_are_those_of_a_paired_t_test(seed):
+def test_p_values_of_two_heads_are_those_of_a_paired_t_test(seed):
     draw = np.random.default_rng(seed)
     ours, theirs = (dict(enumerate(draw.lognormal(1, 0.2, 5))) for _ in range(2))
     plain = stats.ttest_rel([*theirs.values()], [*ours.values()]).pvalue
-    assert p_value(ours, theirs, log=False) == pytest.approx(plain)
+    assert p_values([ours, theirs], log=False) == {(0, 1): pytest.approx(plain)}
     logs = [[math.log(each) for each in side.values()] for side in (theirs, ours)]
-    assert p_value(ours, theirs, log=True) == pytest.approx(stats.ttest_rel(*logs).pvalue)
-    assert p_value({1: 2.0}, {1: 3.0}, log=False) == 1.0
-    assert p_value({1: 2.0, 2: 3.0}, {1: 2.0, 2: 3.0}, log=False) == 1.0
-    assert p_value({1: 2.0, 2: 3.0}, {1: 4.0, 2: 5.0}, log=False) == 0.0
+    found = p_values([ours, theirs], log=True)[0, 1]
+    assert found == pytest.approx(stats.ttest_rel(*logs).pvalue)
+    assert p_values([{1: 2.0}, {1: 3.0}], log=False) == {(0, 1): 1.0}
+    assert p_values([{1: 2.0, 2: 3.0}, {1: 2.0, 2: 3.0}], log=False) == {(0, 1): 1.0}
+    assert p_values([{1: 2.0, 2: 3.0}, {1: 4.0, 2: 5.0}], log=False) == {(0, 1): 0.0}
+
+
+def test_variances_are_pooled_unless_that_of_a_pair_is_larger(seed):
+    """The pooled one is the residual variance of heads and seeds in two ways."""
+    draw = np.random.default_rng(seed)
+    values = draw.normal(0, 1, 4) + draw.normal(0, 0.3, (5, 4))
+    residual = values - values.mean(0) - values.mean(1, keepdims=True) + values.mean()
+    pooled = 2 * (residual**2).sum() / (4 * 3)
+    for (i, j), found in p_values([dict(enumerate(row)) for row in values], log=False).items():
+        gap = values[j] - values[i]
+        t = abs(gap.mean()) / math.sqrt(max(gap.var(ddof=1), pooled) / 4)
+        assert found == pytest.approx(2 * stats.t.sf(t, 4 * 3))
 
 
 def test_holm_s_correction(seed):
@@ -72,7 +85,8 @@ def test_an_interval_beyond_all_floats_is_infinite():
 
 def test_heads_are_compared_by_the_seeds_that_both_have():
     ours, theirs = {0: 1.0, 1: 10.0, 2: 5.0}, {0: 2.0, 1: 11.5, 7: 0.0}
-    assert p_value(ours, theirs, log=False) == p_value({0: 1.0, 1: 10.0}, theirs, log=False) < 1
+    found = p_values([ours, theirs], log=False)[0, 1]
+    assert found == p_values([{0: 1.0, 1: 10.0}, theirs], log=False)[0, 1] < 1
 
 
 def test_a_folder_is_read(tmp_path):
@@ -207,6 +221,16 @@ def test_equal_time_and_steps_are_what_all_heads_reached(tmp_path):
             interpolate(run, results.metric, "steps", results.equal_steps) for run in summary.runs
         ]
         assert summary.at_equal_steps == estimate(values, log=True)
+
+
+def test_a_run_that_became_worse_counts_with_its_best(tmp_path):
+    """The best model by validation is what is judged, at equal time as well."""
+    comparison = read_results(make(tmp_path, heads=1, seeds=1)).comparison
+    (run,) = comparison.runs
+    curve = [(0, 0.0, 90.0), (10, 1.0, 40.0), (20, 2.0, 80.0)]
+    valid = tuple(Point(step, at, {"perplexity": value}) for step, at, value in curve)
+    (summary,) = summarise(replace(comparison, runs=(replace(run, valid=valid),))).summaries
+    assert summary.at_equal_steps.mean == summary.at_equal_seconds.mean == pytest.approx(40.0)
 
 
 def test_the_front_is_what_none_beats_in_both(tmp_path, seed):
@@ -351,6 +375,19 @@ def test_a_stalled_machine_is_told(tmp_path):
     assert "adaptive" not in note
 
 
+def test_a_choice_by_times_of_a_disturbed_machine_says_so(tmp_path):
+    out = make(tmp_path, heads=4, noise=0.001)
+    asked = {"settings": {"tolerance": 0.9}}
+    assert "disturbed" not in verdict(read_results(_asked(out, **asked))).sentence
+    for path in out.glob("runs/*/result.json"):
+        result = json.loads(path.read_text())
+        path.write_text(json.dumps({**result, "load": 4.0}))
+    found = verdict(read_results(out))
+    assert "time per step (on a disturbed machine)" in found.sentence
+    (note,) = [note for note in found.notes if "disturbed" in note]
+    assert "with 4 heads. Their times" in note
+
+
 def _comparison(qualities, seeds):
     """Heads whose curves are flat: what a comparison is made of, without files."""
     heads = [HeadEntry(f"h{i}", f"h{i}", f"h{i}", "x", {}, f"H{i}") for i in range(len(qualities))]
@@ -383,6 +420,15 @@ def test_a_planted_difference_is_found(seed):
         made = verdict(_comparison(qualities, range(4)))
         found += made.best.title == "H0" and not made.tied
     assert found >= 45
+
+
+def test_one_bad_head_of_many_is_found_with_three_seeds(seed):
+    draw = np.random.default_rng(seed)
+    for _ in range(20):
+        qualities = draw.normal(5, 0.1, 3) + draw.normal(0, 0.005, (12, 3))
+        qualities[7] += 0.05
+        made = verdict(_comparison(qualities, range(3)))
+        assert "H7" not in [each.title for each in made.tied]
 
 
 def test_verdict_of_one_head(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from lastlayer.lab.errors import LabError
 from lastlayer.lab.live import Lines, LiveTable, Watcher, outcome, watcher
 from lastlayer.lab.options import CompareOptions
 from lastlayer.lab.specs import parse_specs
-from lastlayer.lab.trained import as_text, generate, load_trained, prompt_tokens
+from lastlayer.lab.trained import as_text, export, generate, load_trained, prompt_tokens
 from lastlayer.lab.training import Progress
 
 runner = CliRunner()
@@ -133,6 +134,13 @@ def test_other_folders_are_refused(out, tmp_path, command):
     assert "RUN: expected one run, got the 2 of" in result.output
 
 
+def test_python_names_its_own_arguments(out, tmp_path):
+    with pytest.raises(LabError, match="path: expected the folder of a finished run"):
+        load_trained(tmp_path)
+    with pytest.raises(LabError, match="to: expected a folder that is new or empty"):
+        export(out / "runs" / "full-s1", out)
+
+
 def test_an_export_does_not_overwrite(out, tmp_path):
     (tmp_path / "precious").write_text("mine")
     run = str(out / "runs" / "full-s1")
@@ -144,7 +152,7 @@ def test_an_export_does_not_overwrite(out, tmp_path):
 def test_a_run_of_labels_makes_no_text(out):
     trained = load_trained(out / "runs" / "full-s1")
     trained.config["model"]["task"] = "multilabel"
-    with pytest.raises(LabError, match="expected a run of --task lm"):
+    with pytest.raises(LabError, match="trained: expected a run of the task lm"):
         next(generate(trained, [], tokens=1, top=1, temperature=1.0, seed=0))
 
 
@@ -162,6 +170,8 @@ def test_a_terminal_gets_a_table_of_all_heads():
     full, nce = parse_specs(["full", "nce"])
     assert isinstance(watching, LiveTable)
     watching.starts(full, 1)
+    watching.searches(full)
+    assert "full: short runs to find its learning rate" in file.getvalue()
     watching._drawn = -1e9
     watching.moves(0.5, Progress(step=5, seconds=0.1), 3.25)
     watching.ends(full, 1, DONE)
@@ -201,10 +211,12 @@ def test_elsewhere_there_are_lines():
     (full, _) = parse_specs(["full", "nce"])
     assert isinstance(watching, Lines)
     watching.starts(full, 1)
+    watching.searches(full)
     watching._told = -1e9
     watching.moves(0.5, Progress(step=5), 3.25)
     watching.ends(full, 1, DONE)
-    moved, ended = file.getvalue().splitlines()
+    searched, moved, ended = file.getvalue().splitlines()
+    assert searched.endswith("full: short runs to find its learning rate")
     assert "full seed 1: 50%, step 5, loss 3.25; 0:0" in moved
     assert "1/2 full seed 1: perplexity 12.5 (about " in ended
 
@@ -225,6 +237,10 @@ def test_quiet_shows_nothing():
         ({"status": "nan", "test": None}, "nan"),
         (
             {"status": "ok", "test": {"perplexity": None, "eps_perplexity": 30.0, "coverage": 0.9}},
+            "ε-perplexity 30, covers 90.0%",
+        ),
+        (
+            {"status": "ok", "test": {"perplexity": inf, "eps_perplexity": 30.0, "coverage": 0.9}},
             "ε-perplexity 30, covers 90.0%",
         ),
         ({"status": "ok", "test": {"micro_f1": 0.5}}, "micro-F1 0.500"),

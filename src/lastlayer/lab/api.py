@@ -41,6 +41,8 @@ _HELD_OUT_SEED = 0
 # Arguments whose names are other ones than those of the command.
 _ARGUMENTS = {"head": "heads", "budget": "steps", "width": "hidden", "vocab-size": "n_classes"}
 
+_FLAG = r"(?P<command>`[^`]*`)|use --(?P<named>[a-z-]+) (?P<value>\w+)|--(?P<name>[a-z][a-z-]*)"
+
 Batches = Iterable[Any]
 Backbone = Callable[[], nn.Module]
 
@@ -128,6 +130,10 @@ def compare(
         raise LabError(
             f"steps: expected none beside epochs={epochs}, got {steps}; give one of them"
         )
+    if steps is not None and (steps != int(steps) or steps < 1):
+        raise LabError(f"steps: expected a whole number from 1, got {steps}")
+    if epochs is not None and not 0 < epochs < float("inf"):
+        raise LabError(f"epochs: expected a number above 0, got {epochs}")
     if task not in TASKS:
         raise LabError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
     if heads is None and task == "lm" and class_names is None:
@@ -230,9 +236,17 @@ def _spec(head: str | type[Head]) -> str:
 
 
 def _as_arguments(text: str) -> str:
-    """Options of the command as the arguments that they are here."""
+    """Options of the command as the arguments that they are here; other commands stay."""
+
+    def argument(found: re.Match[str]) -> str:
+        if found["command"]:
+            return found["command"]
+        flag = found["named"] or found["name"]
+        name = _ARGUMENTS.get(flag, flag.replace("-", "_"))
+        return f"use {name}={found['value']!r}" if found["value"] else name
+
     text = re.sub(r"--resume\b(?!:)", "resume=True", text)
-    return re.sub(r"--([a-z][a-z-]*)", lambda m: _ARGUMENTS.get(m[1], m[1].replace("-", "_")), text)
+    return re.sub(_FLAG, argument, text)
 
 
 @dataclass(frozen=True)

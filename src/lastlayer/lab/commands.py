@@ -47,8 +47,12 @@ def register(app: typer.Typer) -> None:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """A mistake of the user's is one message and exit code 2, without a traceback."""
+def refusals(**flags: str) -> Iterator[None]:
+    """A mistake of the user's is one message and exit code 2, without a traceback.
+
+    Args:
+        flags: what arguments of the functions that are called are named in the command.
+    """
     try:
         if missing := [name for name in PACKAGES if find_spec(name) is None]:
             listed = ", ".join(missing)
@@ -61,7 +65,8 @@ def refusals() -> Iterator[None]:
         except DataError as error:
             raise LabError(as_flags(str(error))) from None
     except LabError as error:
-        typer.echo(f"lastlayer: {error}", err=True)
+        name, colon, rest = str(error).partition(":")
+        typer.echo(f"lastlayer: {flags.get(name, name)}{colon}{rest}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -300,7 +305,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Text from a trained run, and the most probable tokens at each step."""
-    with refusals():
+    with refusals(path="RUN", trained="RUN"):
         from lastlayer.lab import trained as of
 
         trained = of.load_trained(run)
@@ -330,7 +335,7 @@ def export(
     to: Annotated[Path, typer.Option(metavar="DIR", help="A folder that is new or empty.")],
 ) -> None:
     """A trained run as safetensors, settings and vocabulary, in a folder that stands alone."""
-    with refusals():
+    with refusals(path="RUN", to="--to"):
         from lastlayer.lab.trained import export as copy
 
         for path in copy(run, to):

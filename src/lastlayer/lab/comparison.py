@@ -38,7 +38,7 @@ from lastlayer.lab.records import (
     told_of,
     write_json,
 )
-from lastlayer.lab.runs import CLIP, Bench, Subject, perform, step_ms
+from lastlayer.lab.runs import CLIP, Bench, Subject, known_rate, perform, step_ms
 from lastlayer.lab.specs import HeadSpec, parse_specs
 from lastlayer.lab.training import WARM_UP
 
@@ -150,6 +150,8 @@ def _run_all(
                 if stopped:
                     return results
                 watching.starts(spec, seed)
+                if known_rate(bench, spec) is None:
+                    watching.searches(spec)
                 result = perform(bench, spec, seed, watching.moves, lambda: bool(stopped))
             results.append(result)
             watching.ends(spec, seed, result)

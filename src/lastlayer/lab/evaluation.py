@@ -24,6 +24,8 @@ EPSILON = 1e-4
 """How much of a probability the ε-smoothed perplexity spreads evenly over all classes."""
 BINS = 15
 """Of the calibration error."""
+AS_GOOD = 0.03
+"""A share by which short runs with other learning rates may be worse and count as equal."""
 DECILES = 10
 _BEST = 10
 # Of several labels: precision at these depths, and the best labels of a row that may be predicted.
@@ -208,6 +210,10 @@ class Judge:
         """What validation is compared by, lower is better; every head has it."""
         raise NotImplementedError
 
+    def is_as_good(self, score: float, best: float) -> bool:
+        """Whether a score is within 3% of the best one."""
+        return score <= best + AS_GOOD * abs(best)
+
     def _found(self, body: nn.Module | None, head: nn.Module, part: str) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -237,6 +243,10 @@ class TextJudge(Judge):
     def score(self, found: dict[str, Any]) -> float:
         return math.log(found["eps_perplexity"])
 
+    def is_as_good(self, score: float, best: float) -> bool:
+        """Whether a perplexity is within 3% of the best one."""
+        return score <= best + math.log1p(AS_GOOD)
+
     def _found(self, body: nn.Module | None, head: nn.Module, part: str) -> dict[str, Any]:
         rows = judge_rows(head, self._states(body, head, part))
         found = {**quality(rows, self._n_classes), **self._more(rows)}
@@ -262,6 +272,9 @@ class ClassJudge(TextJudge):
     def score(self, found: dict[str, Any]) -> float:
         """The accuracy that the verdict is of."""
         return -float(found["top1"])
+
+    def is_as_good(self, score: float, best: float) -> bool:
+        return Judge.is_as_good(self, score, best)
 
     def _more(self, rows: Rows) -> dict[str, Any]:
         """Macro-F1 is the mean over classes that are a target or a guess of some row."""

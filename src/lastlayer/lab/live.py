@@ -1,5 +1,6 @@
 """How far a comparison is: a live table in a terminal, lines elsewhere, or nothing."""
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from lastlayer.lab.training import Progress
 _DRAWING_SHARE, _REDRAWN_SECONDS = 0.02, 0.25
 _TOLD_SECONDS = 5.0
 _NAME_WIDTH, _BAR_WIDTH = 22, 10
+_SEARCHES = "short runs to find its learning rate"
 
 
 class Watcher:
@@ -32,6 +34,9 @@ class Watcher:
 
     def starts(self, spec: HeadSpec, seed: int) -> None:
         """A run begins."""
+
+    def searches(self, spec: HeadSpec) -> None:
+        """Short runs look for the learning rate of a head before its first run."""
 
     def moves(self, share: float, progress: Progress, loss: float | None) -> None:
         """The run is so far, from 0 to 1."""
@@ -122,6 +127,9 @@ class Lines(Watcher):
         self._title, self._told = f"{spec.label} seed {seed}", time.perf_counter()
         self._forecast.starts(spec.slug)
 
+    def searches(self, spec: HeadSpec) -> None:
+        self.says(f"{spec.label}: {_SEARCHES}")
+
     def moves(self, share: float, progress: Progress, loss: float | None) -> None:
         self._forecast.moves(share)
         if self._is_due():
@@ -167,7 +175,7 @@ class LiveTable(Watcher):
         self._specs, self._n_seeds = specs, len(seeds)
         self._rows = {spec.slug: _Row() for spec in specs}
         self._current: _Row | None = None
-        self._note, self._said = "", ""
+        self._title, self._note, self._said = "", "", ""
         self._forecast = Forecast(specs, len(seeds))
         self._drawing = False
         self._drawn, self._draw_cost = 0.0, 0.0
@@ -182,15 +190,19 @@ class LiveTable(Watcher):
 
     def starts(self, spec: HeadSpec, seed: int) -> None:
         self._current = self._rows[spec.slug]
-        self._note = f"{spec.label}, seed {seed}"
+        self._title = self._note = f"{spec.label}, seed {seed}"
         self._forecast.starts(spec.slug)
+        self._draw()
+
+    def searches(self, spec: HeadSpec) -> None:
+        self._note = f"{spec.label}: {_SEARCHES}"
         self._draw()
 
     def moves(self, share: float, progress: Progress, loss: float | None) -> None:
         row = self._current
         if row is None:
             return
-        row.share, row.loss = share, loss
+        row.share, row.loss, self._note = share, loss, self._title
         self._forecast.moves(share)
         if progress.step:
             row.step_ms = 1e3 * progress.seconds / progress.step
@@ -256,7 +268,7 @@ def outcome(result: dict[str, Any]) -> str:
         return f"accuracy {test['top1']:.1%}"
     if test.get("recall_at_1") is not None:
         return f"recall@1 {test['recall_at_1']:.1%}"
-    if test.get("perplexity") is not None:
+    if math.isfinite(test.get("perplexity") or math.inf):
         return f"perplexity {_digits(test['perplexity'])}"
     if test.get("eps_perplexity") is not None:
         return f"ε-perplexity {_digits(test['eps_perplexity'])}, covers {test['coverage']:.1%}"

@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +19,7 @@ from lastlayer.lab.records import (
     read_comparison,
     read_costs,
 )
-from lastlayer.lab.statistics import LEVEL, Estimate, estimate, holm, p_value
+from lastlayer.lab.statistics import LEVEL, Estimate, estimate, holm, p_values
 
 Axis = Literal["seconds", "steps"]
 TOLERANCE = 0.03
@@ -37,8 +36,9 @@ class HeadSummary:
     head: HeadEntry
     runs: tuple[Run, ...]
     estimates: Mapping[str, Estimate]  # by the key of a metric, from the runs that finished
-    at_equal_seconds: Estimate | None  # validation quality at the time that all heads have reached
-    at_equal_steps: Estimate | None  # validation quality at the step that all heads have reached
+    # The best validation up to the time, and up to the step, that all heads have reached.
+    at_equal_seconds: Estimate | None
+    at_equal_steps: Estimate | None
     # How much better validation became over the last quarter of the steps, as a share.
     gain: float | None = None
     gain_before: float | None = None  # the same over the quarter before it
@@ -140,11 +140,9 @@ class Results:
         read off the same runs, so that any pair could have been the one. One seed shows nothing.
         """
         ranked = self.ranked
-        values = [each.by_seed(self.metric) for each in ranked]
-        pairs = list(combinations(range(len(ranked)), 2))
-        found = holm([p_value(values[i], values[j], log=self.metric.log) for i, j in pairs])
-        best = {j: p for (i, j), p in zip(pairs, found, strict=True) if i == 0}
-        return {ranked[j].head.slug: p < LEVEL for j, p in best.items()}
+        found = p_values([each.by_seed(self.metric) for each in ranked], log=self.metric.log)
+        corrected = zip(found, holm([*found.values()]), strict=True)
+        return {ranked[j].head.slug: p < LEVEL for (i, j), p in corrected if i == 0}
 
     def front(self, cost: Metric) -> tuple[HeadSummary, ...]:
         """The heads that none other beats in both quality and cost, cheapest first; ties stay."""
@@ -242,10 +240,16 @@ def interpolate(run: Run, metric: Metric, axis: Axis, where: float) -> float | N
 
 
 def _at(runs: Sequence[Run], metric: Metric, axis: Axis, where: float | None) -> Estimate | None:
+    """The best validation up to there: a run is judged by its best model, not by its last."""
     if where is None:
         return None
-    values = [interpolate(run, metric, axis, where) for run in runs]
-    return estimate([v for v in values if v is not None], log=metric.log)
+    pick, found = min if metric.lower_is_better else max, []
+    for run in runs:
+        until = [p for p in run.valid if (p.seconds if axis == "seconds" else p.step) <= where]
+        values = [interpolate(run, metric, axis, where), *(quality_of(p, metric) for p in until)]
+        if values[0] is not None:
+            found.append(pick(value for value in values if value is not None))
+    return estimate(found, log=metric.log)
 
 
 def _gain(runs: Sequence[Run], metric: Metric, start: float, end: float) -> float | None:

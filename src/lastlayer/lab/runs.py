@@ -160,7 +160,11 @@ def keep_rate(bench: Bench, spec: HeadSpec, made: dict[str, Any]) -> None:
 
 
 def search_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> dict[str, Any]:
-    """Each rate trains the same model for a short run; the best on validation data is taken."""
+    """Each rate trains the same model for a short run; the best on validation data is taken.
+
+    Where the run sees rows more than once, the next lower one is taken if it is about as good: a
+    long run overfits less with it.
+    """
     least, most = _RATE_STEPS
     steps = min(bench.steps, max(least, min(most, round(_RATE_SHARE * bench.steps))))
     # The best rate falls with the root of the steps: a short run is best with a higher one.
@@ -174,8 +178,11 @@ def search_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> di
         beyond = best + (1 if best > 0 else -1)
         is_outermost = best in (min(scores), max(scores)) and math.isfinite(scores[best])
         ahead = [beyond] if is_outermost and abs(beyond) <= _FURTHEST else []
+    lower = scores.get(best - 1, math.inf)
+    overfits = bench.steps > bench.feed.steps_per_epoch
+    chosen = best - 1 if overfits and bench.judge.is_as_good(lower, scores[best]) else best
     tried = [{"lr": _rate(bench, place), "score": scores[place]} for place in sorted(scores)]
-    return {"lr": _rate(bench, best), "steps": steps, "tried": tried}
+    return {"lr": _rate(bench, chosen), "steps": steps, "tried": tried}
 
 
 def _rate(bench: Bench, place: int) -> float:

@@ -3,13 +3,14 @@
 A mean over n seeds comes with its 95% t-interval; one seed gives no interval. What is positive and
 multiplies, such as a perplexity, is averaged as its logarithm: the mean is geometric, and the
 interval is not symmetric about it. Heads are compared seed by seed, since runs of one seed see the
-same batches in the same order: a paired t-test, whose p-values Holm's method corrects for how many
-pairs of heads there are.
+same batches in the same order: a paired t-test whose variance is pooled over all pairs of heads,
+with Holm's correction for how many pairs there are.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from scipy import stats
@@ -54,16 +55,34 @@ def estimate(values: Sequence[float], *, log: bool = False) -> Estimate | None:
     return Estimate(mean, len(usable), low, high)
 
 
-def p_value(ours: Mapping[int, float], theirs: Mapping[int, float], *, log: bool) -> float:
-    """Of the paired t-test that both are the same, by seed; 1 where fewer than two have both."""
-    shared = sorted(ours.keys() & theirs.keys())
-    one, other = (np.array([side[seed] for seed in shared]) for side in (ours, theirs))
-    gaps = np.log(other / one) if log else other - one
-    if len(gaps) < 2:
-        return 1.0
-    if np.ptp(gaps) == 0:
-        return 1.0 if gaps[0] == 0 else 0.0
-    return float(stats.ttest_1samp(gaps, 0.0).pvalue)
+def p_values(heads: Sequence[Mapping[int, float]], *, log: bool) -> dict[tuple[int, int], float]:
+    """Of paired t-tests by seed that two heads are the same, for each pair of heads.
+
+    The variance of the differences of a pair is estimated from few seeds. That of all pairs
+    together is known better, and is taken unless the pair's own is larger; it has
+    (heads - 1) · (seeds - 1) degrees of freedom. For two heads it is the usual paired t-test.
+
+    Args:
+        heads: the values of each head by seed; 1 is the answer where fewer than two are shared.
+        log: compare logarithms.
+    """
+    gaps = {}
+    for i, j in combinations(range(len(heads)), 2):
+        shared = sorted(heads[i].keys() & heads[j].keys())
+        one, other = (np.array([heads[k][seed] for seed in shared]) for k in (i, j))
+        gaps[i, j] = np.log(other / one) if log else other - one
+    variances = {pair: float(gap.var(ddof=1)) for pair, gap in gaps.items() if len(gap) > 1}
+    pooled = float(np.mean([*variances.values()])) if variances else 0.0
+    found = dict.fromkeys(gaps, 1.0)
+    for pair, own in variances.items():
+        mean, n = float(gaps[pair].mean()), len(gaps[pair])
+        error = math.sqrt(max(own, pooled) / n)
+        freedom = (len(heads) - 1) * (n - 1)
+        if error > 0:
+            found[pair] = float(2 * stats.t.sf(abs(mean) / error, freedom))
+        elif mean != 0:
+            found[pair] = 0.0
+    return found
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

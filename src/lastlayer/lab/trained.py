@@ -57,10 +57,12 @@ def run_folder(path: Path) -> Path:
         return runs[0].parent
     if runs:
         names = ", ".join(str(each.parent.relative_to(path)) for each in runs)
-        raise LabError(f"RUN: expected one run, got the {len(runs)} of '{path}'; name one: {names}")
+        raise LabError(
+            f"path: expected one run, got the {len(runs)} of '{path}'; name one: {names}"
+        )
     raise LabError(
-        f"RUN: expected the folder of a finished run, with a {MODEL}, got '{path}'; "
-        "lastlayer compare writes them below --out in runs/"
+        f"path: expected the folder of a finished run, with a {MODEL}, got '{path}'; a comparison "
+        "writes them into runs/ of its folder"
     )
 
 
@@ -114,7 +116,7 @@ def load_trained(
 
 def _damaged(path: Path, error: Exception) -> LabError:
     told = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return LabError(f"RUN: expected what lastlayer compare wrote, got '{path}' damaged: {told}")
+    return LabError(f"path: expected what a comparison wrote, got '{path}' damaged: {told}")
 
 
 def _import_users_class(family: str) -> None:
@@ -126,8 +128,8 @@ def _import_users_class(family: str) -> None:
         import_from_here(module)
     except ImportError as error:
         raise LabError(
-            f"RUN: expected the module {module} of its head to be importable, got {error}; "
-            "run the command in the folder that has it"
+            f"path: expected the module {module} of its head to be importable, got {error}; start "
+            "Python in the folder that has it"
         ) from error
 
 
@@ -168,10 +170,9 @@ def generate(
     """
     config, words = trained.config, trained.vocabulary
     if config["model"]["kind"] == OWN:
-        raise LabError("RUN: expected a run on text, got one with a backbone of your own")
-    if config["model"]["task"] != "lm":
-        task = config["model"]["task"]
-        raise LabError(f"RUN: expected a run of --task lm, got one of --task {task}")
+        raise LabError("trained: expected a run on text, got one with a backbone of your own")
+    if (task := config["model"]["task"]) != "lm":
+        raise LabError(f"trained: expected a run of the task lm, got one of {task}")
     device = next(trained.body.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     length = int(config["model"]["length"])
@@ -215,25 +216,25 @@ def as_text(tokens: list[str], tokenizer: Tokenizer | None = None) -> str:
 _FEATURES, _RESULT = "features.json", "result.json"
 
 
-def export(run: Path, to: Path) -> list[Path]:
+def export(path: Path, to: Path) -> list[Path]:
     """Copies weights, head, settings, result and vocabulary; ``load_trained`` reads them back.
 
     Args:
-        run: the folder of a finished run.
+        path: the folder of a finished run.
         to: a folder that is new or empty.
 
     Returns:
         The files.
     """
-    folder = run_folder(run)
+    folder = run_folder(path)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise LabError(f"--to: expected a folder that is new or empty, got '{to}'")
+        raise LabError(f"to: expected a folder that is new or empty, got '{to}'")
     vocabulary = vocabulary_path(folder)
     needed = [*(folder / name for name in (MODEL, CONFIG, _RESULT, HEAD)), vocabulary]
     missing = [str(each) for each in needed if not each.exists()]
     if missing:
-        raise LabError(f"RUN: expected a whole run, got '{folder}' without {', '.join(missing)}")
-    check_writable(to, option="--to")
+        raise LabError(f"path: expected a whole run, got '{folder}' without {', '.join(missing)}")
+    check_writable(to, option="to")
     for name in (MODEL, CONFIG, _RESULT):
         shutil.copyfile(folder / name, to / name)
     shutil.copytree(folder / HEAD, to / HEAD)

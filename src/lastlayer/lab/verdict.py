@@ -22,6 +22,8 @@ _FAST = 3.0
 # Curves count as crossing if they would within so many times the steps.
 _AHEAD, _QUARTER = 4.0, 4.0 / 3.0
 _MOST_AHEAD = 20.0
+# Heads that a sentence lists by their names.
+_MOST_NAMED = 3
 # Steps that take up to so many times as long as others take the same time.
 _SAME_TIME = 1.05
 
@@ -250,10 +252,14 @@ def _certainty(best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
         return "with one seed there is no test, so a small lead may be chance"
     if not tied:
         return f"all others are significantly worse ({seeds} seeds)"
-    names = [in_sentence(s) for s in tied]
-    listed = joined(names) if len(names) <= 3 else f"{len(names)} others"
-    verb = "is" if len(names) == 1 else "are"
-    return f"{listed} {verb} not significantly different ({seeds} seeds)"
+    verb = "is" if len(tied) == 1 else "are"
+    return f"{_few(tied, 'others')} {verb} not significantly different ({seeds} seeds)"
+
+
+def _few(summaries: Sequence[HeadSummary], word: str) -> str:
+    """Their names, or how many there are."""
+    names = [in_sentence(each) for each in summaries]
+    return joined(names) if len(names) <= _MOST_NAMED else f"{len(names)} {word}"
 
 
 def _findings(
@@ -296,7 +302,10 @@ def _beside(
 def _for_time(one: HeadSummary, other: HeadSummary) -> str:
     """What a step of one costs beside a step of the other; nothing where it was not measured."""
     ours, theirs = one.mean("step_ms"), other.mean("step_ms")
-    return f" for {times_less(ours, theirs)} time per step" if ours and theirs else ""
+    if not ours or not theirs:
+        return ""
+    doubt = " (on a disturbed machine)" if one.disturbed or other.disturbed else ""
+    return f" for {times_less(ours, theirs)} time per step{doubt}"
 
 
 def _unsettled(results: Results, chosen: HeadSummary) -> str:
@@ -332,8 +341,8 @@ def _notes(results: Results) -> list[str]:
     if disturbed := [s for s in results.summaries if s.disturbed]:
         notes.append(
             "The machine was disturbed: steps took far longer than their median, or other "
-            f"processes ran, with {joined(map(in_sentence, disturbed))}. Times of these heads are "
-            "not to be trusted; compare again in a new folder."
+            f"processes ran, with {_few(disturbed, 'heads')}. Their times are not to be trusted; "
+            "compare again in a new folder."
         )
     other_start = {run.head.title for run in asked.runs if run.bias not in ("", STARTED)}
     if other_start:

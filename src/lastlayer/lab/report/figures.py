@@ -54,7 +54,10 @@ class Charts:
     ) -> None:
         self._heads = [look.name for look in looks]
         self._in_page, self._validate = in_page, validate
-        legend = None if in_page else alt.Legend(title=None, symbolOpacity=1, labelLimit=300)
+        legend = None
+        if not in_page:
+            # Dashes are those of lines: around a symbol they would look torn.
+            legend = alt.Legend(title=None, symbolOpacity=1, labelLimit=300, symbolStrokeWidth=0)
 
         def by_head(channel: Any, values: Sequence[Any]) -> Any:
             scale = alt.Scale(domain=self._heads, range=list(values))
@@ -87,7 +90,10 @@ class Charts:
         made: dict[str, Any] = chart.to_dict(validate=self._validate)
         made.pop("config", None)
         if not legend:
-            made["config"] = {"legend": {"disable": True}}
+            for layer in made["layer"]:
+                for channel in layer.get("encoding", {}).values():
+                    if "legend" in channel:
+                        channel["legend"] = None
         if self._in_page:
             made["autosize"] = {"type": "fit-x", "contains": "padding"}
         return made

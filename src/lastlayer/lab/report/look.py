@@ -187,7 +187,6 @@ def _labels(points: str, others: list[str]) -> dict[str, Any]:
 def write_picture(chart: dict[str, Any], stem: Path, *, title: str, subtitle: str) -> None:
     """The chart as ``stem``.png and ``stem``.svg, on white."""
     look = {**chart_config(font=_PICTURE_FONT), "background": LIGHT_INK.paper}
-    look["legend"] = {**look["legend"], **chart.get("config", {}).get("legend", {})}
     words = {"text": title, "subtitle": subtitle, "frame": "group"}
     drawn: str = vl_convert.vegalite_to_svg(
         {**chart, "config": look, "title": words, "padding": 16}, vl_version=_vega_lite()

@@ -120,7 +120,7 @@ def _tiles(results: Results, verdict: Verdict) -> list[dict[str, Any]]:
         if value is None:
             continue
         text, beside = metric.format(value), [
-            f"{name}: {metric.format(other)}" for name, head in others.items()
+            f"{name}: {_unbroken(metric.format(other))}" for name, head in others.items()
             if head is not None and (other := head.mean(metric.key)) is not None
         ]  # fmt: skip
         if metric is metrics.STEPS:
@@ -129,6 +129,11 @@ def _tiles(results: Results, verdict: Verdict) -> list[dict[str, Any]]:
             text, beside = f"{value:,.0f}", [*passes, "equal for all heads"]
         made.append({"label": metric.label, "value": text, "beside": beside, "help": help_})
     return made
+
+
+def _unbroken(text: str) -> str:
+    """A number stays on one line with its unit."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _rates(results: Results) -> list[dict[str, Any]]:

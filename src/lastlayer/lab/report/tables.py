@@ -120,8 +120,12 @@ def baseline(results: Results, chosen: list[Column]) -> list[str]:
 
 def markdown(results: Results, verdict: Verdict) -> str:
     """The verdict with all that qualifies it, and the summary as a table."""
-    chosen = columns(results)
     told = [verdict.sentence, *(f"- {each}" for each in (*verdict.findings, *verdict.notes)), ""]
+    return "\n".join([*told, markdown_table(results, columns(results)), note(results), ""])
+
+
+def markdown_table(results: Results, chosen: list[Column]) -> str:
+    """A row per head, best first, and one for the baseline."""
     heading = ["#", "head", *(c.label for c in chosen), "runs"]
     rows = [heading, ["--:", ":--", *["--:"] * len(chosen), ":--"]]
     for s in results.summaries:
@@ -130,7 +134,7 @@ def markdown(results: Results, verdict: Verdict) -> str:
         rows.append([str(s.rank or ""), s.title, *values, runs_text(s)])
     if base := baseline(results, chosen):
         rows.append(["", f"{results.comparison.baseline['name']} baseline", *base, ""])
-    return "\n".join([*told, *map(_line, rows), "", note(results), ""])
+    return "\n".join([*map(_line, rows), ""])
 
 
 def _line(cells: list[str]) -> str:
