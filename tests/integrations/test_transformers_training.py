@@ -229,6 +229,13 @@ def test_adapters_that_cannot_be_fused_are_refused(texts):
     adapted = with_adapters(swap_head(make(), "full"), target_modules=["lm_head"], use_dora=True)
     with pytest.raises(ValueError, match=r"target_modules: expected plain LoRA .*modules_to_save"):
         adapted(**collate(texts[:2]))
+    other = peft.get_peft_model(
+        swap_head(make(), "full"), peft.LoHaConfig(r=2, target_modules=["lm_head"])
+    )
+    with pytest.raises(
+        ValueError, match=r"target_modules: expected plain LoRA .*got peft\.tuners\.loha"
+    ):
+        other(**collate(texts[:2]))
     with pytest.raises(ValueError, match="merge adapters first"):
         head_of(adapted)
     with pytest.raises(ValueError, match="swap its head before get_peft_model"):

@@ -316,9 +316,9 @@ class Swap:
             return
         for each in _output_layers(layer, self.layer):
             each.swap.call = call
-        if call is not None and hasattr(layer, "lora_A"):
+        if call is not None and call.wants != "logits" and hasattr(layer, "base_layer"):
             call.adapters = list(_adapters(layer))
-            # The layer adds what the adapters do; the wrapper must not add it again.
+            # The layer adds what the adapters do; the wrapper, which adds it to scores, must not.
             self.paused = [layer] if call.adapters else []
             for each in self.paused:
                 each._disable_adapters = True
@@ -502,14 +502,16 @@ def _adapters(layer: Any) -> Iterator[tuple[Any, ...]]:
     """Of PEFT's LoRA around the layer: what it adds, where it adds anything."""
     if layer.disable_adapters or layer.merged:
         return
+    is_lora = type(layer).__module__.startswith("peft.tuners.lora.")
     for name in layer.active_adapters:
-        if name not in layer.lora_A:
+        if is_lora and name not in layer.lora_A:
             continue
-        if name in layer.lora_variant:
+        if not is_lora or name in layer.lora_variant:
+            kind = type(layer.lora_variant[name] if is_lora else layer)
             raise ValueError(
-                f"target_modules: expected plain LoRA on the output layer, got "
-                f"{type(layer.lora_variant[name]).__name__}; leave the output layer out of "
-                "target_modules, or train it whole with modules_to_save"
+                f"target_modules: expected plain LoRA on the output layer, got {kind.__module__}."
+                f"{kind.__qualname__}; leave the output layer out of target_modules, or train it "
+                "whole with modules_to_save"
             )
         yield layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name]
 
