@@ -35,7 +35,11 @@ TEXT = np.array([0, 1, 2, -1, 2, 1], np.int32)
         ({"objective": "hierarchical", "tree": "huffman"}, TypeError, "tree: expected a lastlayer"),
         ({"objective": "hierarchical", "share": 2}, ValueError, "share: expected None for object"),
         ({"model": "cbow", "share": 0}, ValueError, "share: expected at least 1 for model='cbow'"),
-        ({"lr": 1e30, "subsample": 0.0}, FloatingPointError, "lr: expected vectors that stay finite"),
+        (
+            {"lr": 1e30, "subsample": 0.0},
+            FloatingPointError,
+            "lr: expected vectors that stay finite",
+        ),
     ],
 )
 def test_options(options, kind, message):
@@ -82,7 +86,7 @@ def test_ids_must_fit_also_behind_the_first_part(monkeypatch):
 def test_encode():
     with pytest.raises(ValueError, match="min_count: expected at least 1"):
         vectors.encode([["a"]], min_count=0)
-    with pytest.raises(TypeError, match="sentences: expected an iterable of sentences.* got str"):
+    with pytest.raises(TypeError, match=r"sentences: expected an iterable of sentences.* got str"):
         vectors.encode("a b")
     made = vectors.encode(iter([["b", "a", "x"], [], ["a"], ["b", "a"]]), min_count=2)
     assert made.words == ("a", "b")

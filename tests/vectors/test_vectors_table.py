@@ -82,7 +82,7 @@ def test_gensim_and_back(made):
 
 
 def test_what_is_not_of_gensim():
-    with pytest.raises(TypeError, match="keyed_vectors: expected gensim.models.KeyedVectors"):
+    with pytest.raises(TypeError, match=r"keyed_vectors: expected gensim.models.KeyedVectors"):
         vectors.Vectors.from_gensim({"a": [1.0]})
 
 
@@ -96,7 +96,7 @@ def test_truncated_files(made, tmp_path, binary):
         with pytest.raises(ValueError, match=r"path: expected .*, got "):
             vectors.Vectors.load(tmp_path / "w", binary=binary)
     (tmp_path / "w").write_bytes(whole[:last])
-    with pytest.raises(ValueError, match="expected 6 words, got 5 in .* which is truncated"):
+    with pytest.raises(ValueError, match=r"expected 6 words, got 5 in .* which is truncated"):
         vectors.Vectors.load(tmp_path / "w", binary=binary)
     (tmp_path / "w").write_bytes(whole + b"more 1 2 3 4 5\n")
     with pytest.raises(ValueError, match="expected 6 words, got more"):
@@ -108,12 +108,14 @@ def test_paths_and_words(made, tmp_path):
         vectors.Vectors.load(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match="path: expected a file in an existing folder"):
         made.save(tmp_path / "absent" / "v")
-    with pytest.raises(ValueError, match="words: expected words without whitespace.* 'New York'"):
+    with pytest.raises(ValueError, match=r"words: expected words without whitespace.* 'New York'"):
         vectors.Vectors(["New York"], torch.ones(1, 2)).save(tmp_path / "v")
     assert not (tmp_path / "v").exists()
     with pytest.raises(ValueError, match="words: expected one word for each of 1 rows, got 2"):
         vectors.Vectors(["a", "b"], torch.ones(1, 2))
-    with pytest.raises(ValueError, match=re.escape("output: expected shape (n_rows, 2), got (1, 3)")):
+    with pytest.raises(
+        ValueError, match=re.escape("output: expected shape (n_rows, 2), got (1, 3)")
+    ):
         vectors.Vectors(["a"], torch.ones(1, 2), torch.ones(1, 3))
     with pytest.raises(ValueError, match="input: expected floating rows"):
         vectors.Vectors(["a"], torch.ones(1, 2, dtype=torch.int64))

@@ -150,7 +150,9 @@ def test_threads_learn_what_one_learns(seed):
     tokens = np.hstack([ids, np.full((3000, 1), -1)]).ravel()
     for threads in (1, 3):
         found = vectors.train(torch.from_numpy(tokens), dim=16, threads=threads, seed=seed)
-        similar = [[int(word) // 10 for word, _ in found.most_similar(str(i), 9)] for i in range(40)]
+        similar = [
+            [int(word) // 10 for word, _ in found.most_similar(str(i), 9)] for i in range(40)
+        ]
         assert all(each == [i // 10] * 9 for i, each in enumerate(similar))
 
 

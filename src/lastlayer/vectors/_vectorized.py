@@ -170,9 +170,7 @@ def dots(_typing: Any, count: Any, y: Any, rows: Any, first: Any, n: Any, x: Any
     ``y[rows[first + k]]`` for k below ``count``, and 0 for other k below 8.
     """
     place = types.intp
-    signature = types.void(
-        place, y, rows, place, place, x, x_rows, copies, out, place, place
-    )
+    signature = types.void(place, y, rows, place, place, x, x_rows, copies, out, place, place)
 
     def code(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         make = _Code(context, builder, x.dtype)
@@ -236,7 +234,22 @@ def add_rows(_typing: Any, count: Any, y: Any, rows: Any, first: Any, n: Any, x:
 
 
 @intrinsic
-def prefetch_row(_typing: Any, x: Any, i: Any):
+def clear_row(_typing: Any, x: Any, i: Any) -> Any:
+    """``x[i] = 0``; an assignment in Numba takes as long as several products."""
+    signature = types.void(x, types.intp)
+
+    def code(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        make = _Code(context, builder, x.dtype)
+        start, width = make.start(x, args[0], args[1])
+        with make.each(width) as column:
+            make.store(make.zero, start, column)
+        return context.get_dummy_value()
+
+    return signature, code
+
+
+@intrinsic
+def prefetch_row(_typing: Any, x: Any, i: Any) -> Any:
     """Ask for ``x[i]``, which is needed soon."""
     signature = types.void(x, types.intp)
 

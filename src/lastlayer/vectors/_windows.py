@@ -15,13 +15,21 @@ came before: a text may be cut into jobs anywhere, also within a sentence. What 
 read as context all the same.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lastlayer.vectors._vectorized import BLOCK, add_rows, dots, exp, prefetch_row, sigmoid
+from lastlayer.vectors._vectorized import (
+    BLOCK,
+    add_rows,
+    clear_row,
+    dots,
+    exp,
+    prefetch_row,
+    sigmoid,
+)
 
 NEGATIVE, SOFTMAX, PATHS, TREE = range(4)
 """Objectives; PATHS is a binary tree with one path per word, TREE any other."""
@@ -248,7 +256,7 @@ def _update(inputs, input_rows, copies, order, n_inputs, outputs, rows, n, strid
 def train_span(tokens, start, stop, epoch, rate, rate_end, inputs, outputs, copies, plan):
     """The windows whose centres are at ``[start, stop)``; the learning rate falls linearly."""
     number = inputs.dtype.type
-    width, most = inputs.shape[1], 2 * plan.window
+    most = 2 * plan.window
     stride = -(-plan.most_outputs // BLOCK) * BLOCK
     word = np.empty(stop - start + most, np.int64)
     place = np.empty(stop - start + most, np.int64)
@@ -262,7 +270,7 @@ def train_span(tokens, start, stop, epoch, rate, rate_end, inputs, outputs, copi
     drawn_key = _mix(plan.seed + np.uint64(2 * epoch + 2) * _GOLDEN)
     own = plan.share == 0
     there = np.empty(1, np.int64) if own else here
-    mean_row = order[most:]
+    mean_row, part = order[most:], np.empty(1, inputs.dtype)
 
     begin, last, end = _kept_words(tokens, start, stop, key, plan, word, place)
     for i in range(plan.window, last):
@@ -302,11 +310,11 @@ def train_span(tokens, start, stop, epoch, rate, rate_end, inputs, outputs, copi
                 n, state = _draw(centre, state, plan, rows, weight)
             wide = -(-n // BLOCK) * BLOCK
             if plan.cbow:
-                scale = number(1) / number(n_words)
-                copies[0] = 0
-                for c in range(n_words):
-                    for d in range(width):
-                        copies[0, d] += scale * inputs[here[c], d]
+                part[0] = number(1) / number(n_words)
+                clear_row(copies, 0)
+                for c in range(0, n_words, BLOCK):
+                    size = min(BLOCK, n_words - c)
+                    add_rows(size, inputs, here, c, 1, copies, order, part, 0, 0, 0)
                 for o in range(0, n, BLOCK):
                     size = min(BLOCK, n - o)
                     dots(size, outputs, rows, o, 1, copies, order, copies, scores, o, wide)
@@ -332,10 +340,8 @@ def train_span(tokens, start, stop, epoch, rate, rate_end, inputs, outputs, copi
             else:
                 _tree_factors(scores, n_inputs, wide, centre, plan, label, lr, log_path, factors)
             if plan.cbow:
-                copies[most] = 0
+                clear_row(copies, most)
                 _update(copies, mean_row, copies, order, 1, outputs, rows, n, wide, factors)
-                for c in range(n_words):
-                    for d in range(width):
-                        inputs[here[c], d] += scale * copies[most, d]
+                add_rows(1, copies, order, most, n_words, inputs, here, part, 0, 0, 0)
             else:
                 _update(inputs, there, copies, order, n_inputs, outputs, rows, n, wide, factors)

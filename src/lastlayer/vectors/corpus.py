@@ -47,7 +47,7 @@ def encode(sentences: Iterable[Iterable[str]], *, min_count: int = 5) -> Corpus:
             raise TypeError(_expected(f"{got}; give sentence.split()"))
         for word in sentence:
             # Asked of new words alone: what equals a str that was seen is one.
-            known = ids.get(word) if isinstance(word, str) else None
+            known = ids.get(word)
             if known is None:
                 _check_word(word, number)
                 known = ids.setdefault(word, len(ids))

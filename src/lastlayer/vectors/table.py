@@ -242,7 +242,9 @@ def _read_text(
             rows[i] = numbers
             words.append(word.decode())
         except ValueError as error:
-            raise ValueError(f"path: expected text, got {error} in line {i + 2} of {path}") from None
+            raise ValueError(
+                f"path: expected text, got {error} in line {i + 2} of {path}"
+            ) from None
     return words, rows
 
 

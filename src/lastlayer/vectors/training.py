@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -223,10 +223,7 @@ def _read(
         raise ValueError("tokens: expected a sentence of at least 2 words, got none")
     if names is None:
         names = tuple(map(str, range(len(counts))))
-    text = np.ascontiguousarray(text, np.int32).view()
-    # Numba compiles anew for arrays that may be written.
-    text.flags.writeable = False
-    return text, names, counts
+    return _read_only(np.asarray(text, np.int32)), names, counts
 
 
 def _plan(
@@ -242,8 +239,10 @@ def _plan(
         whole = subsample * counts.sum() / np.maximum(counts, 1)
         keep = np.minimum(1.0, np.sqrt(whole) + whole)
     threshold = np.minimum(np.floor(keep * 2.0**32), 2.0**32 - 1).astype(np.uint32)
-    nothing, alias, log_q, bits = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0), 0
-    path: tuple[NDArray[Any], ...] = (nothing,) * 2 + (np.empty(0, np.int32),) * 2 + (nothing,)
+    whole_numbers, positions = np.empty(0, np.int64), np.empty(0, np.int32)
+    alias, log_q, bits = whole_numbers, np.empty(0), 0
+    class_start = path_start = node_row = whole_numbers
+    path_node = path_position = positions
     if tree is None:
         sampler = Unigram(counts, power)
         alias, bits = sampler.table.numpy(), int(sampler.table.numel()).bit_length() - 1
@@ -251,23 +250,35 @@ def _plan(
         kind = _windows.NEGATIVE if objective == "negative" else _windows.SOFTMAX
         most, n_rows = n_negatives + 1, len(counts)
     else:
+        # A binary node has one vector, as one score decides it, and a wider one has one per child.
         sizes = np.where(tree.arity == 2, 1, tree.arity).astype(np.int64)
-        node_row = np.concatenate([[0], np.cumsum(sizes)])
-        path = tree.class_start, tree.path_start, tree.path_node, tree.path_position, node_row
+        class_start, path_start, node_row = (
+            tree.class_start,
+            tree.path_start,
+            np.append(0, np.cumsum(sizes)),
+        )
+        path_node, path_position = tree.path_node, tree.path_position
         simple = tree.is_binary and not tree.overlaps
         kind = _windows.PATHS if simple else _windows.TREE
-        on_path = np.add.reduceat(sizes[tree.path_node], tree.path_start[:-1])
-        most = int(np.add.reduceat(on_path, tree.class_start[:-1]).max())
+        on_path = np.add.reduceat(sizes[path_node], path_start[:-1])
+        most = int(np.add.reduceat(on_path, class_start[:-1]).max())
         n_rows = int(node_row[-1])
-    arrays = [threshold, alias, log_q, *path]
-    for i, each in enumerate(arrays):
-        arrays[i] = np.ascontiguousarray(each).view()
-        arrays[i].flags.writeable = False
     plan = _windows.Plan(
-        *arrays, seed=np.uint64(seed % 2**64), alias_bits=bits, objective=kind, most_outputs=most,
-        window=window, cbow=cbow, n_negatives=n_negatives, share=share,
+        keep=_read_only(threshold), alias=_read_only(alias), log_q=_read_only(log_q),
+        class_start=_read_only(class_start), path_start=_read_only(path_start),
+        path_node=_read_only(path_node), path_position=_read_only(path_position),
+        node_row=_read_only(node_row), seed=np.uint64(seed % 2**64), alias_bits=bits,
+        objective=kind, most_outputs=most, window=window, cbow=cbow, n_negatives=n_negatives,
+        share=share,
     )  # fmt: skip
     return plan, n_rows
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """Memory that is not written: for arrays that may be, Numba would compile all loops anew."""
+    made = np.ascontiguousarray(array).view()
+    made.flags.writeable = False
+    return made
 
 
 def _run(
@@ -299,18 +310,20 @@ def _run(
                 _windows.train_span(text, start, end, epoch, *rates, *tables, plan)
                 done[number] += end - start
 
-    with _shown(progress, epochs * len(text)) as show:
-        with ThreadPoolExecutor(len(done), "lastlayer-vectors") as pool:
-            running = [pool.submit(work, number) for number in range(len(done))]
-            try:
-                while wait(running, _REDRAWN).not_done:
-                    show(sum(done))
+    shown = _shown(progress, epochs * len(text))
+    with shown as show, ThreadPoolExecutor(len(done), "lastlayer-vectors") as pool:
+        running = [pool.submit(work, number) for number in range(len(done))]
+        try:
+            while wait(running, _REDRAWN, FIRST_EXCEPTION).not_done:
                 show(sum(done))
-            finally:
-                # Where the user interrupts, or a thread fails, the others end after their job.
-                stop.set()
-            for each in running:
-                each.result()
+                if any(each.done() and each.exception() for each in running):
+                    break
+            show(sum(done))
+        finally:
+            # Where the user interrupts, or a thread fails, the others end after their job.
+            stop.set()
+        for each in running:
+            each.result()
 
 
 @contextmanager
