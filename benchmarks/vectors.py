@@ -25,7 +25,7 @@ from benchmarks.table import Grid, console
 from lastlayer import trees, vectors
 
 Floats = NDArray[np.float64]
-WINDOW, NEGATIVES, SUBSAMPLE, MIN_COUNT = 5, 5, 1e-3, 5
+WINDOW, NEGATIVES, SUBSAMPLE, MIN_COUNT, EPOCHS = 5, 5, 1e-3, 5, 3
 HELD_OUT = 40_000
 SIMILARITIES = ("EN-WS-353-ALL", "EN-SIMLEX-999", "EN-MEN-TR-3k", "EN-MTurk-771")
 INSTALL_COMMAND = "pip install gensim"
@@ -211,7 +211,7 @@ def run(folder: Path, *, only: str, quick: bool, threads: int, seeds: int,
     if not cases:
         titles = "; ".join(case.title for case in CASES)
         raise ValueError(f"--only: expected a part of one of: {titles}; got {only!r}")
-    text, epochs = Text(folder, quick), 1 if quick else 5
+    text, epochs = Text(folder, quick), 1 if quick else EPOCHS
     methods = {"gensim": _gensim, record.OURS: _ours}
     if record.version("gensim") is None:
         print(f"gensim: not installed, so that nothing is compared; {INSTALL_COMMAND}")
