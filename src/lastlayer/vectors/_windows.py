@@ -110,6 +110,23 @@ def _kept_words(tokens, start, stop, key, plan, word, place):
     return begin, last, end
 
 
+@njit(nogil=True)
+def _near(word, i, begin, end, here):
+    """The words from ``begin`` to ``end`` around the centre, of its sentence; how many."""
+    n = 0
+    j = i - 1
+    while j >= begin and word[j] >= 0:
+        here[n] = word[j]
+        n += 1
+        j -= 1
+    j = i + 1
+    while j < end and word[j] >= 0:
+        here[n] = word[j]
+        n += 1
+        j += 1
+    return n
+
+
 @njit(nogil=True, inline="always")
 def _drawn(r, plan):
     """The negative that a random number of 64 bits chooses."""
@@ -208,19 +225,23 @@ def _tree_factors(scores, n_inputs, stride, centre, plan, label, rate, log_path,
                         top = max(top, scores[at + k])
                     total = 0.0
                     for k in range(o, o + size):
-                        total += np.exp(np.float64(scores[at + k] - top))
+                        factors[at + k] = exp(scores[at + k] - top)
+                        total += factors[at + k]
                     for k in range(o, o + size):
-                        log_q = np.float64(scores[at + k] - top) - np.log(total)
-                        factors[at + k] = label[k] - np.exp(log_q)
+                        factors[at + k] = label[k] - factors[at + k] / total
                         if label[k] == 1:
-                            log_p += log_q
+                            log_p += scores[at + k] - top - np.log(total)
                 o += size
             log_path[path - first] = log_p
+        best = log_path[0]
+        for path in range(1, stop - first):
+            best = max(best, log_path[path])
+        total = 0.0
+        for path in range(stop - first):
+            total += np.exp(log_path[path] - best)
         o = 0
-        top = log_path[: stop - first].max()
-        total = np.exp(log_path[: stop - first] - top).sum()
         for path in range(first, stop):
-            share = rate * np.exp(log_path[path - first] - top) / total
+            share = rate * np.exp(log_path[path - first] - best) / total
             for step in range(plan.path_start[path], plan.path_start[path + 1]):
                 node = plan.path_node[step]
                 for _ in range(plan.node_row[node + 1] - plan.node_row[node]):
@@ -279,17 +300,7 @@ def train_span(tokens, start, stop, epoch, rate, rate_end, inputs, outputs, copi
             continue
         r = _mix(key + np.uint64(place[i]) * _GOLDEN)
         reach = 1 + np.int64(((r & _WORD) * np.uint64(plan.window)) >> _HALF)
-        n_words = 0
-        j = i - 1
-        while j >= max(begin, i - reach) and word[j] >= 0:
-            here[n_words] = word[j]
-            n_words += 1
-            j -= 1
-        j = i + 1
-        while j < min(end, i + reach + 1) and word[j] >= 0:
-            here[n_words] = word[j]
-            n_words += 1
-            j += 1
+        n_words = _near(word, i, max(begin, i - reach), min(end, i + reach + 1), here)
         if n_words == 0:
             continue
         if plan.objective < PATHS and i + 1 < last and word[i + 1] >= 0:
