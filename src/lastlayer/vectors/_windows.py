@@ -274,8 +274,8 @@ def _update(inputs, input_rows, copies, order, n_inputs, outputs, rows, n, strid
 
 
 @njit(cache=True, **_FAST)
-def train_span(tokens, start, stop, epoch, rate, rate_end, inputs, outputs, copies, plan):
-    """The windows whose centres are at ``[start, stop)``; the learning rate falls linearly."""
+def train_span(tokens, start, stop, epoch, rate, slope, inputs, outputs, copies, plan):
+    """The windows whose centres are at ``[start, stop)``; ``rate + slope * place`` is the rate."""
     number = inputs.dtype.type
     most = 2 * plan.window
     stride = -(-plan.most_outputs // BLOCK) * BLOCK
@@ -310,7 +310,7 @@ def train_span(tokens, start, stop, epoch, rate, rate_end, inputs, outputs, copi
                 prefetch_row(outputs, _drawn(_mix(ahead), plan))
         if i + plan.window + 1 < end and word[i + plan.window + 1] >= 0:
             prefetch_row(inputs, word[i + plan.window + 1])
-        lr = number(rate + (rate_end - rate) * ((place[i] - start) / (stop - start)))
+        lr = number(rate + slope * place[i])
         group = place[i] // max(1, plan.share)
         state = _mix(drawn_key + np.uint64(group) * _GOLDEN)
         n_inputs = 1 if plan.cbow or own else n_words

@@ -294,20 +294,18 @@ def _run(
 
     def work(number: int) -> None:
         first, last = spans[number], spans[number + 1]
-        whole = epochs * (last - first)
+        # A line through all epochs, as a function of the place alone: jobs may be cut anywhere.
+        slope = -lr * (1 - _LAST_RATE) / (epochs * (last - first))
         # Copies of the vectors of a window, and CBOW's gradient.
         copies = torch.zeros(2 * plan.window + 1, inputs.shape[1], dtype=inputs.dtype).numpy()
         tables = inputs.numpy(), outputs.numpy(), copies
         for epoch in range(epochs):
+            rate = lr + slope * (epoch * (last - first) - first)
             for start in range(first, last, _JOB):
                 if stop.is_set():
                     return
                 end = min(last, start + _JOB)
-                rates = [
-                    lr * (1 - (1 - _LAST_RATE) * (epoch * (last - first) + place - first) / whole)
-                    for place in (start, end)
-                ]
-                _windows.train_span(text, start, end, epoch, *rates, *tables, plan)
+                _windows.train_span(text, start, end, epoch, rate, slope, *tables, plan)
                 done[number] += end - start
 
     shown = _shown(progress, epochs * len(text))
