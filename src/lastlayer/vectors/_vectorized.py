@@ -8,6 +8,7 @@ rows at a time; LLVM splits them where a machine has narrower ones.
 Rows are those of C-contiguous matrices whose width is a multiple of :data:`LANES_BYTES`.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,13 +23,11 @@ LANES_BYTES = 64
 """Rows are padded to a multiple of so many bytes."""
 BLOCK = 8
 """Rows that are taken at a time."""
-_LOG2E = np.float32(1.4426950408889634)
+_LOG2E = np.float32(1.0 / math.log(2.0))
 # 2^x = sum of (x log 2)^k / k!; x is at most a half, and the next term below 1e-7.
 _P1, _P2, _P3, _P4, _P5, _P6 = (
-    np.float32(c)
-    for c in (0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477,
-              0.0013333558146428443, 0.00015403530393381608)
-)  # fmt: skip
+    np.float32(math.log(2.0) ** k / math.factorial(k)) for k in range(1, 7)
+)
 _EXACT = {"fastmath": {"contract"}, "error_model": "numpy"}
 # Beyond these exp is no normal number, and the sigmoid is 0 or 1 in any case.
 _MOST_32, _MOST_64 = np.float32(80.0), 700.0

@@ -32,8 +32,6 @@ _JOB = 1 << 15
 # The learning rate ends at this share of what it began with: 0.0001 of 0.025, as in word2vec.
 _LAST_RATE = 0.004
 _RATE = {"skipgram": 0.025, "cbow": 0.075}
-# Rows are padded to so many bytes: lines of the cache, and of which vectors are whole.
-_LINE = 64
 # Tokens that are counted at a time: of a file no more are in memory.
 _PART = 1 << 22
 _SHOWN_AFTER, _REDRAWN = 2.0, 0.2
@@ -135,11 +133,13 @@ def train(
     if objective == "hierarchical" and tree is None:
         tree = huffman(counts)
 
+    from lastlayer.vectors._vectorized import LANES_BYTES
+
     plan, n_outputs = _plan(
         counts, tree, objective, seed=seed, window=window, cbow=model == "cbow",
         n_negatives=n_negatives, power=power, share=share, subsample=subsample,
     )  # fmt: skip
-    lanes = _LINE // dtype.itemsize
+    lanes = LANES_BYTES // dtype.itemsize
     width = -(-dim // lanes) * lanes
     # Memory of torch begins at a line of the cache.
     inputs, outputs = (torch.zeros(n, width, dtype=dtype) for n in (len(names), n_outputs))
@@ -147,7 +147,7 @@ def train(
     inputs[:, :dim] = torch.from_numpy((start - 0.5) / dim)
     del start
     _run(text, plan, inputs, outputs, epochs, lr, threads, progress)
-    if not bool(torch.isfinite(inputs).all()):
+    if not all(bool(torch.isfinite(each).all()) for each in (inputs, outputs)):
         raise FloatingPointError(
             f"lr: expected vectors that stay finite, got others at lr={lr}; give a smaller one"
         )
