@@ -53,6 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     option("data", type=Path, help="folder with wikitext2/, cooking.txt and cooking-first-tag.txt")
     option("--out", type=Path, required=True, help="folder of the comparison, which is resumed")
     option("--json", type=Path, default=RESULTS / "study", help="folder of what is kept of it")
+    option = add("vectors", _vectors, "train word vectors beside gensim: speed and quality")
+    option("data", type=Path, help="folder with wikitext2/, brown/ and wordeval/")
+    option("--only", default="", metavar="TEXT", help="cases whose title has this")
+    option("--quick", action="store_true", help="a twentieth of the text, one epoch")
+    option("--threads", type=int, default=1, help="of both (1)")
+    option("--seeds", type=int, default=3, help="runs of each (3)")
+    option("--json", type=Path, metavar="FILE", help="append a JSON line per case")
+    option("--commit", help="of the source, where git cannot say")
     add("page", _page, "make docs/performance.md and docs/study.md from what was recorded")
     option = add("structure", _structure, "figures of simplicity and host time")
     option("--json", type=Path, metavar="FILE", help="append them as a JSON line")
@@ -125,9 +133,10 @@ def _check_file(option: str, path: Path | None) -> None:
 
 
 def _page(_: argparse.Namespace) -> int:
-    from benchmarks import page, study
+    from benchmarks import page, study, vectors
 
     written = [*page.write(RESULTS), *study.write_page(RESULTS / "study", DOCS)]
+    written += vectors.write_page(RESULTS, DOCS)
     print("\n".join(f"wrote {path}" for path in written))
     return 0
 
@@ -143,6 +152,19 @@ def _study(options: argparse.Namespace) -> int:
     options.json.mkdir(parents=True, exist_ok=True)
     is_whole = study.run(options.data, options.name, options.out, options.json)
     return 0 if is_whole else 1
+
+
+def _vectors(options: argparse.Namespace) -> int:
+    from benchmarks import vectors
+
+    _check_file("--json", options.json)
+    for name in ("threads", "seeds"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name}: expected at least 1, got {getattr(options, name)}")
+    return vectors.run(
+        options.data, only=options.only, quick=options.quick, threads=options.threads,
+        seeds=options.seeds, json_path=options.json, commit=options.commit,
+    )  # fmt: skip
 
 
 def _structure(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lastlayer import attention, fused, heads, optim, samplers, trees
+    from lastlayer import attention, fused, heads, optim, samplers, trees, vectors
     from lastlayer._torch import debug
     from lastlayer.losses import (
         EntmaxLoss,
@@ -54,7 +54,7 @@ _MAPS = (
 )  # fmt: skip
 _HOME = {"debug": "lastlayer._torch", **dict.fromkeys(_MAPS, "lastlayer.maps")}
 # Packages with public names of their own: lastlayer.heads.EntmaxHead is not lastlayer.Entmax.
-_PACKAGES = ("attention", "fused", "heads", "optim", "samplers", "trees")
+_PACKAGES = ("attention", "fused", "heads", "optim", "samplers", "trees", "vectors")
 
 __all__ = [
     "Entmax",
@@ -94,6 +94,7 @@ __all__ = [
     "topk_softmax",
     "topk_softmax_loss",
     "trees",
+    "vectors",
     "zlpr_loss",
     "zlpr_loss_from_indices",
     "zlpr_probability",
