@@ -254,3 +254,13 @@ def test_searches_in_compiled_code(make):
         torch.testing.assert_close(got, right)
     logs = torch.compile(head.log_prob, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(logs(hidden), head.log_prob(hidden))
+
+
+@pytest.mark.parametrize("alpha", [None, 1.0, 1.25, 1.5, 2.0, 3.0])
+def test_biases_from_counts_predict_the_frequencies(alpha):
+    made = {"dtype": torch.float64}
+    head = FullSoftmax(3, 5, **made) if alpha is None else EntmaxHead(3, 5, alpha, **made)
+    counts = torch.tensor([40.0, 1.0, 300.0, 7.0, 2.0], dtype=torch.float64)
+    head.init_bias_from_counts(counts)
+    found = head.log_prob(torch.zeros(1, 3, **made)).exp()
+    torch.testing.assert_close(found[0], counts / counts.sum(), rtol=1e-9, atol=1e-12)

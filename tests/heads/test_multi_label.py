@@ -277,12 +277,12 @@ class TestBiasFromCounts:
         right = torch.tensor([0.25, 0.025, 0.975, 0.5], dtype=torch.float64)
         torch.testing.assert_close(head.probability(head.weight.new_zeros(3)), right)
 
-    def test_sparsemax_starts_at_log_frequencies(self):
+    def test_sparsemax_starts_at_the_shares_of_labels(self):
         head = MultiLabel(3, 4, "sparsemax", dtype=torch.float64)
         right = torch.tensor([5, 0.5, 20, 10], dtype=torch.float64)
         for n_rows in (None, 20):
             head.init_bias_from_counts(self.COUNTS, n_rows)
-            torch.testing.assert_close(head.bias.detach(), (right / right.sum()).log())
+            torch.testing.assert_close(sparsemax(head.bias.detach()), right / right.sum())
 
     @pytest.mark.parametrize(
         ("options", "given", "words"),

@@ -198,9 +198,9 @@ class AdaptiveSoftmax(RankedHead):
             init_uniform_(weight.shape[1], weight)
         init_uniform_(self.in_features, self.head_bias)
 
-    def _log_frequencies(self, counts: Any) -> Tensor:
+    def _scores_from_counts(self, counts: Any) -> Tensor:
         """Of classes at the top and of whole clusters: those inside have no biases."""
-        logs = super()._log_frequencies(counts)
+        logs = super()._scores_from_counts(counts)
         of_clusters = [logs[a:b].logsumexp(0, keepdim=True) for a, b in self._clusters]
         return torch.cat([logs[: self._n_top], *of_clusters])
 

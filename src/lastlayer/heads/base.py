@@ -225,7 +225,7 @@ class SavedModule(TabledModule):
         return ", ".join(shown)
 
     def init_bias_from_counts(self, counts: Any) -> None:
-        """Start at the class frequencies: biases become log frequencies, the cheapest speed-up.
+        """Start at the class frequencies, the cheapest speed-up: biases become log frequencies.
 
         At the hidden state 0 the head then predicts the class frequencies.
 
@@ -443,10 +443,10 @@ class ScoredHead(Head):
                 f"init_bias_from_counts: expected a head with biases, got {type(self).__name__} "
                 f"with {name}=False; make it with {name}=True"
             )
-        bias.copy_(self._log_frequencies(counts))
+        bias.copy_(self._scores_from_counts(counts))
 
-    def _log_frequencies(self, counts: Any) -> Tensor:
-        """For each bias, in float64 on the CPU."""
+    def _scores_from_counts(self, counts: Any) -> Tensor:
+        """What the map turns into the class frequencies, for each bias; float64 on the CPU."""
         return log_frequencies(counts, self.n_classes, torch.empty(0, dtype=torch.float64))
 
     @abstractmethod
@@ -566,6 +566,15 @@ def checked_draws(classes: Tensor) -> Tensor:
                 f"{first}; look for NaN or inf in hidden and in the head's parameters"
             )
     return classes
+
+
+def deformed_log(logs: Tensor, alpha: float) -> Tensor:
+    """Scores that entmax turns into the probabilities of these logarithms.
+
+    ``(p ** (alpha - 1) - 1) / (alpha - 1)``, at alpha 1 the logarithms themselves.
+    """
+    excess = alpha - 1.0
+    return torch.expm1(excess * logs) / excess if excess else logs
 
 
 def log_frequencies(counts: Any, n_classes: int, like: Tensor) -> Tensor:

@@ -89,8 +89,8 @@ class RankedHead(ScoredHead):
         """Columns of places as columns of classes."""
         return by_place if self.places is None else by_place.index_select(-1, self.places)
 
-    def _log_frequencies(self, counts: Any) -> Tensor:
-        logs = super()._log_frequencies(counts)
+    def _scores_from_counts(self, counts: Any) -> Tensor:
+        logs = super()._scores_from_counts(counts)
         return logs if self.order is None else logs[self.order.cpu()]
 
     def _check_state(self) -> None:

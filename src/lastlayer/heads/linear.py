@@ -27,7 +27,7 @@ from lastlayer.fused.prediction import (
 )
 from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
-from lastlayer.heads.base import ScoredHead, all_in_dtype, init_uniform_
+from lastlayer.heads.base import ScoredHead, all_in_dtype, deformed_log, init_uniform_
 from lastlayer.heads.recipes import Recipe
 from lastlayer.kernels.prediction import MOST_BEST
 from lastlayer.maps.entmax import entmax
@@ -291,6 +291,10 @@ class EntmaxHead(LinearHead):
     ) -> None:
         super().__init__(in_features, n_classes, bias, **options)
         self.alpha = check_alpha_number(alpha)
+
+    def _scores_from_counts(self, counts: Any) -> Tensor:
+        # Deformed logarithms, of which entmax is the inverse as softmax is of the usual ones.
+        return deformed_log(super()._scores_from_counts(counts), self.alpha)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The entmax loss of the targets; see :func:`lastlayer.fused.linear_entmax_loss`."""

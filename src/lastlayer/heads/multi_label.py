@@ -34,6 +34,7 @@ from lastlayer.fused.prediction import (
 )
 from lastlayer.fused.recompute import in_chunks, weighted_sum_in_chunks
 from lastlayer.fused.scores import row_chunks, wide_scores
+from lastlayer.heads.base import deformed_log
 from lastlayer.heads.linear import LinearHead
 from lastlayer.heads.recipes import Recipe
 from lastlayer.losses.calibration import ZLPRCalibrator
@@ -171,8 +172,8 @@ class MultiLabel(LinearHead):
         """Start at the label frequencies: the cheapest speed-up there is.
 
         At the hidden state 0 each label then has as its probability the share of rows that have
-        it: biases become its log-odds, half of that for "zlpr". With "sparsemax" they become the
-        log of each label's share of all labels.
+        it: biases become its log-odds, half of that for "zlpr". With "sparsemax" its weight is its
+        share of all labels then.
 
         Args:
             counts: how many rows have each label, ``(n_classes,)``; 0 counts as a half.
@@ -188,6 +189,8 @@ class MultiLabel(LinearHead):
                 f"counts: expected at most n_rows={n_rows} for each label, got {given.max():g}"
             )
         super().init_bias_from_counts(counts)
+        if self.loss == "sparsemax" and self.bias is not None:
+            self.bias.copy_(deformed_log(self._scores_from_counts(counts), 2.0))
         if n_rows is not None and self.loss != "sparsemax" and self.bias is not None:
             log_odds = (given.clamp(0.5, n_rows - 0.5) / n_rows).logit()
             self.bias.copy_(log_odds / 2 if self.loss == "zlpr" else log_odds)

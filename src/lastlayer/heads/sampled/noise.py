@@ -110,8 +110,8 @@ class NoiseContrastive(SampledHead):
             head.log_z = Parameter(head.weight.new_zeros(1))
         return head
 
-    def _log_frequencies(self, counts: Any) -> Tensor:
-        logs = super()._log_frequencies(counts)
+    def _scores_from_counts(self, counts: Any) -> Tensor:
+        logs = super()._scores_from_counts(counts)
         return logs + self._log_z_as(logs)
 
     @torch.no_grad()
@@ -236,8 +236,8 @@ class NegativeSampling(SampledHead):
     ) -> None:
         super().__init__(in_features, n_classes, sampler, n_samples, **options)
 
-    def _log_frequencies(self, counts: Any) -> Tensor:
-        return super()._log_frequencies(counts) - self._log_expected().cpu()
+    def _scores_from_counts(self, counts: Any) -> Tensor:
+        return super()._scores_from_counts(counts) - self._log_expected().cpu()
 
     def _log_expected(self) -> Tensor:
         """log k q of all classes, in float64."""
