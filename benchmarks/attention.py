@@ -17,15 +17,16 @@ from lastlayer.attention import sparse_attention
 # Queries and keys of a block that may be empty; queries of a head whose results are verified.
 BLOCK, VERIFIED = 64, 8
 ALPHAS = {"softmax": 1.0, "entmax 1.5": 1.5, "sparsemax": 2.0, "entmax 1.3": 1.3}
-# Of the scores where weights are to lie in few blocks.
-GAIN = 24.0
+# Where weights are to lie in few blocks: how many groups of keys there are, and the scores of those
+# that a query sees.
+GROUPS, GAIN = 20, 8.0
 
 NOTES = f"""\
 - A shape is length × heads × size of a head, one text; queries, keys and values are N(0, 1).
   forward+backward gives the gradients of all three.
 - *Blocks* says how many of the {BLOCK} × {BLOCK} blocks of weights are meant to be empty: the keys
-  of a block share a direction, and the queries of a block have a score of about {GAIN:g} with the
-  keys of some blocks and about 0 with the others. *Random* has no such blocks.
+  of a block have one of {GROUPS} orthogonal directions, and the queries of a block have a score of
+  about {GAIN:g} with the keys of some directions and about 0 with the others. *Random* has none.
 - Verified: outputs and gradients of {VERIFIED} queries of each head, against all their weights in
   float64.
 - torch's attention is softmax, another function of the same shape.
@@ -59,15 +60,19 @@ def draw(size: Size, empty: float | None, dtype: torch.dtype, device: Any, seed:
     )
     if empty is not None:
         blocks = -(-size.length // BLOCK)
-        of_blocks = torch.randn(size.heads, blocks, size.size, generator=generator, device=device)
-        centres = torch.nn.functional.normalize(of_blocks, dim=-1)
-        chosen = torch.rand(size.heads, blocks, blocks, generator=generator, device=device) > empty
+        # Directions without a part in each other: a query of some groups has no score elsewhere.
+        square = torch.randn(size.heads, size.size, size.size, generator=generator, device=device)
+        centres = torch.linalg.qr(square).Q[:, :GROUPS]
+        order = torch.rand(2, size.heads, blocks, GROUPS, generator=generator, device=device)
+        group = order[0].argmax(-1)
         # A block of queries always sees its own.
-        chosen |= torch.eye(blocks, dtype=torch.bool, device=device)
-        wide = chosen.to(centres) @ centres * (GAIN * size.size**0.5)
+        order[1].scatter_(-1, group.unsqueeze(-1), 2.0)
+        chosen = order[1].argsort(-1, descending=True)[..., : round((1 - empty) * GROUPS)]
+        wide = torch.stack([centres[head][chosen[head]].sum(1) for head in range(size.heads)])
+        own = torch.stack([centres[head][group[head]] for head in range(size.heads)])
         place = torch.arange(size.length, device=device) // BLOCK
-        key = centres[:, place][None] + 0.1 * key / size.size**0.5
-        query = wide[:, place][None] + query
+        key = own[:, place][None] + 0.1 * key / size.size**0.5
+        query = GAIN * size.size**0.5 * wide[:, place][None] + query
     return tuple(each.to(dtype) for each in (query, key, value, upstream))
 
 
