@@ -4,7 +4,18 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import contrastive, fused, heads, maps, multilabel, plain, plot, sweep, table
+from benchmarks import (
+    attention,
+    contrastive,
+    fused,
+    heads,
+    maps,
+    multilabel,
+    plain,
+    plot,
+    sweep,
+    table,
+)
 from benchmarks.driver import Family
 from benchmarks.record import ROOT, Record, newest, read
 from benchmarks.table import EMPTY, Grid, data_size, milliseconds, ratio
@@ -12,7 +23,10 @@ from benchmarks.targets import FIGURES, MET, NOT_MEASURED, TARGETS, Figure
 
 PAGE = ROOT / "docs" / "performance.md"
 PICTURES = ROOT / "docs" / "pictures"
-FAMILIES = [module.FAMILY for module in (fused, multilabel, contrastive, heads, maps, plain, sweep)]
+FAMILIES = [
+    module.FAMILY
+    for module in (fused, multilabel, contrastive, heads, maps, attention, plain, sweep)
+]
 
 OPENING = """\
 # Performance
@@ -26,7 +40,7 @@ HOW = """\
 
 `python -m benchmarks page` makes this page from the records in `benchmarks/results`. To measure
 your own machine: `python -m benchmarks fused`, or `multilabel`, `contrastive`, `heads`, `maps`,
-`plain`, `sweep`.
+`attention`, `plain`, `sweep`.
 
 - **Verified first.** Each result is compared with a float64 reference on the same inputs. A result
   of ours that is wrong is not timed; a peer's is timed and marked *inexact*.
