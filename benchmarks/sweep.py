@@ -57,7 +57,9 @@ NOT_TIMED = {
          "ZLPRLoss", "InfoNCELoss"), "a module that calls the function of its name",
     ),
     **dict.fromkeys(("Support", "Statistics", "Mixed"), "a tuple of results"),
-    **dict.fromkeys(("attention", "fused", "heads", "optim", "samplers", "trees", "vectors"), "a package"),
+    **dict.fromkeys(
+        ("attention", "fused", "heads", "optim", "samplers", "trees", "vectors"), "a package"
+    ),
     **dict.fromkeys(
         ("mixup", "mixup_from_indices", "smooth_labels"), "prepares labels, before the step"
     ),

@@ -33,7 +33,7 @@ Lengths = Tensor | tuple[Tensor, Tensor]
 # Numbers behind the nine tensors of a problem.
 _TENSORS = 9
 # The largest head that the kernels hold, and bytes of scores that a chunk of rows may have.
-_WIDEST, _CHUNK_BYTES = 256, 1 << 26
+_WIDEST, _CHUNK_BYTES = 256, 1 << 24
 
 
 class AttentionWeights(NamedTuple):
@@ -360,6 +360,9 @@ def _chunks(p: Problem) -> list[tuple[slice, slice]]:
     m = p.key.shape[2]
     size = accumulation_dtype(p.query.dtype).itemsize
     rows = max(1, _CHUNK_BYTES // max(1, batch * heads * m * size))
+    if p.left >= 0 or p.right >= 0:
+        # Keys that no query of a chunk may see are left out.
+        rows = min(rows, max(16, -(-n // 8)))
     made = []
     for start in range(0, max(n, 1), rows):
         stop, low, high = min(n, start + rows), 0, m
