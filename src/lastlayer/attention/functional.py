@@ -362,7 +362,7 @@ def _chunks(p: Problem) -> list[tuple[slice, slice]]:
     rows = max(1, _CHUNK_BYTES // max(1, batch * heads * m * size))
     if p.left >= 0 or p.right >= 0:
         # Keys that no query of a chunk may see are left out.
-        rows = min(rows, max(16, -(-n // 8)))
+        rows = min(rows, max(128, -(-n // 8)))
     made = []
     for start in range(0, max(n, 1), rows):
         stop, low, high = min(n, start + rows), 0, m
