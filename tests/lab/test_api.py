@@ -87,7 +87,7 @@ def test_errors_name_arguments_and_leave_other_commands_alone():
     told = (
         "--ray: expected a cluster; `ray start --head`, or use --ray local, or lower --vocab-size"
     )
-    expected = "ray: expected one; `ray start --head`, or use ray='local', or lower n_classes"
+    expected = "ray: expected a cluster; `ray start --head`, or use ray='local', or lower n_classes"
     assert _as_arguments(told) == expected
 
 

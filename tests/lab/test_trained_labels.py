@@ -63,7 +63,7 @@ def test_it_is_loaded_and_exported(done, tmp_path):
 def test_it_makes_no_text(done):
     made = CliRunner().invoke(app, ["generate", str(done.out)])
     assert made.exit_code == 2
-    assert "expected a run of --task lm, got one of --task multilabel" in made.output
+    assert "expected a run of the task lm, got one of multilabel" in made.output
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "head/model.safetensors", "config.json"])
