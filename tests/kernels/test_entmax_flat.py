@@ -106,6 +106,16 @@ def test_masked_classes_and_rows_without_a_result(alpha, device):
     assert (scores[1] == 0).all(), "nothing to move"
 
 
+@with_each_alpha
+def test_a_million_equal_scores(alpha, device):
+    n = 1_000_003
+    loss = kernel.flat_(
+        torch.zeros(1, n, device=device), torch.tensor([5], device=device), None, alpha
+    )
+    exact = (1 - n ** (1 - alpha)) / (alpha * (alpha - 1))
+    assert abs(loss.item() - exact) <= 2.5e-7 * exact
+
+
 def test_no_rows(device):
     loss = kernel.flat_(torch.empty(0, 5, device=device), torch.empty(0), None, 1.5)
     assert loss.shape == (0,)

@@ -36,6 +36,8 @@ WIDEST_BLOCK = 4096
 # Scores of a flat row that a program looks at together: few large programs, whose rows stay in the
 # L2 cache.
 WIDEST_FLAT = 16384
+# Equal scores round the same way at each addition, so sums are sums of short runs.
+RUN = tl.constexpr(8)
 
 
 def forward_(
@@ -128,11 +130,14 @@ def _distances(scores, first, n, origin, BLOCK: tl.constexpr):
 def _sums(scores, n, origin, at, BLOCK: tl.constexpr, KIND: tl.constexpr):
     totals = tl.zeros((BLOCK,), dtype=tl.float32)
     weights = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, n, BLOCK):
-        distance, _ = _distances(scores, first, n, origin, BLOCK)
-        probs, slope = shares(distance, at, 1.0, KIND)
-        totals += probs
-        weights += slope
+    for start in range(0, n, RUN * BLOCK):
+        some = tl.zeros((BLOCK,), dtype=tl.float32)
+        for first in range(start, tl.minimum(start + RUN * BLOCK, n), BLOCK):
+            distance, _ = _distances(scores, first, n, origin, BLOCK)
+            probs, slope = shares(distance, at, 1.0, KIND)
+            some += probs
+            weights += slope
+        totals += some
     return tl.sum(totals, 0), tl.sum(weights, 0)
 
 
@@ -174,26 +179,29 @@ def _flat_row(
     one = tl.where(peak == -float("inf"), 0.0, 1.0)
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     lead_of_peak = origin - at_target
-    for first in range(0, n, BLOCK):
-        distance, column = _distances(scores, first, n, origin, BLOCK)
-        probs, slope = shares(distance, at, 1.0, KIND)
-        probs = polished(probs, slope, missing)
-        lead = tl.where(probs != 0.0, distance + lead_of_peak, 0.0)
-        if KIND == 1:
-            entropy = 0.5 * probs * (1.0 - probs)
-        elif KIND == 2:
-            entropy = (4.0 / 3.0) * probs * (1.0 - tl.sqrt(probs))
-        else:
-            # (p - p^alpha) / (alpha (alpha - 1)) with a margin for p^(alpha - 1), and what the last
-            # step moved to first order.
-            margin = tl.maximum(tl.fma(distance, 1.0 / KIND, -at), 0.0)
-            own = slope * margin
-            entropy = own * (1.0 - margin) + (probs - own) * (1.0 - (1.0 + 1.0 / KIND) * margin)
-            entropy = entropy * (KIND * KIND / (KIND + 1.0))
-        sums += probs * lead + entropy
-        if GRADIENT:
-            gradient = (probs - tl.where(column == right, one, 0.0)) * scale
-            tl.store(scores + column, gradient.to(scores.dtype.element_ty), mask=column < n)
+    for start in range(0, n, RUN * BLOCK):
+        some = tl.zeros((BLOCK,), dtype=tl.float32)
+        for first in range(start, tl.minimum(start + RUN * BLOCK, n), BLOCK):
+            distance, column = _distances(scores, first, n, origin, BLOCK)
+            probs, slope = shares(distance, at, 1.0, KIND)
+            probs = polished(probs, slope, missing)
+            lead = tl.where(probs != 0.0, distance + lead_of_peak, 0.0)
+            if KIND == 1:
+                entropy = 0.5 * probs * (1.0 - probs)
+            elif KIND == 2:
+                entropy = (4.0 / 3.0) * probs * (1.0 - tl.sqrt(probs))
+            else:
+                # (p - p^alpha) / (alpha (alpha - 1)) with a margin for p^(alpha - 1), and what the
+                # last step moved to first order.
+                margin = tl.maximum(tl.fma(distance, 1.0 / KIND, -at), 0.0)
+                own = slope * margin
+                entropy = own * (1.0 - margin) + (probs - own) * (1.0 - (1.0 + 1.0 / KIND) * margin)
+                entropy = entropy * (KIND * KIND / (KIND + 1.0))
+            some += probs * lead + entropy
+            if GRADIENT:
+                gradient = (probs - tl.where(column == right, one, 0.0)) * scale
+                tl.store(scores + column, gradient.to(scores.dtype.element_ty), mask=column < n)
+        sums += some
     row_loss = tl.sum(sums, 0)
     # A masked target cannot be met; a NaN stays one.
     out = (at_target == -float("inf")) & (row_loss == row_loss)
