@@ -162,6 +162,14 @@ def is_vmapped(tensor: Tensor | None) -> bool:
     return wrapped or torch._C._are_functorch_transforms_active()
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces now.
+
+    Up to torch 2.11 ``torch.compiler.is_exporting()`` is also true while torch.compile traces.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def host_sync_allowed(tensor: Tensor) -> bool:
     """Whether the host may read a value of ``tensor``: not while a CUDA graph is captured."""
     return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
@@ -173,7 +181,7 @@ def values_are_checked(tensor: Tensor) -> bool:
     On a CPU always; on a GPU, where reading one waits for the device, only inside ``debug()``.
     """
     # First: a compiler cannot ask for the context of debug().
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() or is_exporting():
         return False
     if not tensor.is_cpu and (not _checking_device_values.get() or tensor.device.type == "meta"):
         return False

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from lastlayer import kernels
-from lastlayer._torch import accumulation_dtype, is_eager, values_are_checked
+from lastlayer._torch import accumulation_dtype, is_eager, is_exporting, values_are_checked
 from lastlayer.fused.scores import rows_at_a_time, scores_into, slab_stride
 from lastlayer.kernels.prediction import MOST_BEST
 
@@ -333,7 +333,7 @@ def _top_unless_tied(scores: Tensor, k: int) -> Tensor:
 
 
 def _top_in_order(scores: Tensor, k: int) -> Tensor:
-    if torch.compiler.is_exporting():
+    if is_exporting():
         # ONNX has one way to sort, in which the lower index comes first.
         by = {} if torch.onnx.is_in_onnx_export() else {"stable": True}
         return scores.sort(dim=-1, descending=True, **by).indices[..., :k]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lastlayer._torch import accumulation_dtype, in_dtype, is_eager
+from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, is_exporting
 
 # From some rows, what belongs to each of them, and the shared tensors, to one result per row.
 RowFunction = Callable[..., Tensor]
@@ -32,7 +32,7 @@ def in_chunks(
     Differentiable in rows and in the tensors that they share; what is given per row has no
     gradient. Chunks, at least one, cover the rows in order.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return function(rows, *per_row, *shared)
     learned = any(each is not None and each.requires_grad for each in (rows, *shared))
     if not (learned and torch.is_grad_enabled()):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from lastlayer._torch import accumulation_dtype
+from lastlayer._torch import accumulation_dtype, is_exporting
 from lastlayer.kernels import LARGE, empty
 
 # Bytes of scores held at a time, by engine and device: those of "auto", and of "low".
@@ -92,7 +92,7 @@ def row_chunks(
 
     ``copies`` is how many numbers in the accumulation dtype are held for each row and class.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         # A program for any number of rows cannot have a loop over them.
         yield slice(None)
         return

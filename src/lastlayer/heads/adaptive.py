@@ -17,6 +17,7 @@ from lastlayer._torch import (
     host_sync_allowed,
     in_autocast_dtype,
     in_dtype,
+    is_exporting,
     without_autocast,
 )
 from lastlayer.fused.clusters import CLUSTERS, group_loss
@@ -333,7 +334,7 @@ class AdaptiveSoftmax(RankedHead):
         return list(row_chunks(rows, n_scores, self.chunk_rows, self._copies))
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             # A program cannot ask in which rows a cluster is opened.
             return super()._rows_topk(rows, k)
         rows = in_autocast_dtype(rows)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lastlayer._checks import check_int
-from lastlayer._torch import host_sync_allowed, in_dtype, without_autocast
+from lastlayer._torch import host_sync_allowed, in_dtype, is_exporting, without_autocast
 from lastlayer.fused.paths import TreeTables, groups_suit
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks
@@ -300,7 +300,7 @@ class HierarchicalSoftmax(Head):
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None) -> Tensor:
         nodes, tables, d = self._nodes, self._tables, self.in_features
-        if torch.compiler.is_exporting():
+        if is_exporting():
             rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
             return all_log_prob(nodes, rows, chosen)
         # The most nodes, and rows of the weight, that the classes of one row of hidden states take.
@@ -384,7 +384,7 @@ class HierarchicalSoftmax(Head):
         many = self.n_classes > _SEARCHED_CLASSES and k > self.n_classes * _SEARCHED_PART
         every = tables.overlaps or not tables.n_inner or (many and beam is None)
         # A search goes where values lead it, which no exported program can follow.
-        if every or torch.compiler.is_exporting():
+        if every or is_exporting():
             return super().topk(hidden, k)
         found, shape = self._search(hidden, k, beam), (*hidden.shape[:-1], k)
         return TopK(found.values.reshape(shape), found.classes.reshape(shape))

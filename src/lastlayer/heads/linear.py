@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from lastlayer import kernels
 from lastlayer._checks import check_alpha_number, check_chunk, check_class_weight, check_k
-from lastlayer._torch import in_autocast_dtype, is_eager, without_autocast
+from lastlayer._torch import in_autocast_dtype, is_eager, is_exporting, without_autocast
 from lastlayer.fused.cross_entropy import cross_entropy_numbers, linear_cross_entropy
 from lastlayer.fused.prediction import (
     TOP_COPIES,
@@ -152,7 +152,7 @@ class LinearHead(ScoredHead):
     def _scores_in_chunks(self, rows: Tensor, copies: float) -> Iterator[tuple[int, Tensor]]:
         """Of each chunk of rows the first one, and the scores of all classes."""
         tensors: tuple[Any, ...] = self._score_tensors(rows.dtype)
-        if torch.compiler.is_exporting():
+        if is_exporting():
             yield 0, wide_scores(rows, *tensors)
             return
         step = rows_held(rows, self.n_classes, self.chunk_rows, copies)

@@ -20,7 +20,7 @@ from lastlayer._checks import (
     check_reduction,
 )
 from lastlayer._labels import check_label_smoothing
-from lastlayer._torch import accumulation_dtype, in_autocast_dtype, without_autocast
+from lastlayer._torch import accumulation_dtype, in_autocast_dtype, is_exporting, without_autocast
 from lastlayer.fused.label_lists import check_lists, sorted_lists
 from lastlayer.fused.labels import asymmetric_label_loss, linear_bce_loss, linear_zlpr_loss
 from lastlayer.fused.prediction import (
@@ -340,7 +340,7 @@ class MultiLabel(LinearHead):
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         # Chosen labels stand for themselves: the others are not looked at. The scores of the
         # kernel have no gradient.
-        if chosen is None or torch.is_grad_enabled() or torch.compiler.is_exporting():
+        if chosen is None or torch.is_grad_enabled() or is_exporting():
             return super()._rows_log_prob(rows, chosen, *tensors)
         if self.loss == "sparsemax":
             return sparsemax(wide_scores(rows, *tensors)).gather(-1, chosen).log_()

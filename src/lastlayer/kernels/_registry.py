@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import infer_schema
 
-from lastlayer._torch import constant_while_traced, is_eager
+from lastlayer._torch import constant_while_traced, is_eager, is_exporting
 
 Impl = Literal["auto", "reference", "triton", "cpu"]
 IMPLEMENTATIONS: tuple[str, ...] = ("reference", "triton", "cpu")
@@ -108,7 +108,7 @@ class Operation:
             return self.implementation(impl)(*args)
         first = args[0]
         if not is_eager(first):
-            if torch.compiler.is_exporting():
+            if is_exporting():
                 # A program that leaves torch has torch's own operations alone.
                 return self.implementation("reference")(*args)
             return self._dispatched(*args)
