@@ -474,17 +474,19 @@ LABEL_CASES = [
 ]
 
 ATTENTION_TYPES = (
-    dict.fromkeys(("query", "key", "value", "grad", "of_key", "of_value", "out"), "*bf16")
-    | dict.fromkeys(("alphas", "mixed", "numbers", "mean", "of_rows"), "*fp32")
-    | {"mask": "*u8", "blocks": "*u8", "seed": "*i64", "scale": "fp32", "excess": "fp32"}
+    dict.fromkeys(("query", "key", "value", "grad", "of_key", "of_value", "out", "mixed"), "*bf16")
+    | dict.fromkeys(("alphas", "numbers", "mean"), "*fp32")
+    | {"mask": "*u8", "blocks": "*u8", "lists": "*i16", "seed": "*i64"}
     | dict.fromkeys(("first", "stop", "place"), "*i32")
-    | {"dropout": "fp32"}
+    | dict.fromkeys(("scale", "excess", "dropout", "near"), "fp32")
 )
-ATTENTION_TILE = dict(ROWS=64, COLUMNS=64, DEPTH=64, WIDE=64)
+ATTENTION_TILE = dict(ROWS=64, COLUMNS=64, DEPTH=64, WIDE=64, EVEN=True)
 PLAIN = dict.fromkeys(("alphas", "mask", "seed", "first", "stop", "place"))
 ATTENTION_CASES = [
-    (attention._forward, ATTENTION_TILE | PLAIN | dict(MASK=0, KIND=2, KEEPS=True)),
-    (attention._forward, ATTENTION_TILE | dict(MASK=1, KIND=0, KEEPS=True)),
+    (attention._solve, ATTENTION_TILE | PLAIN | dict(MASK=0, KIND=2)),
+    (attention._solve, ATTENTION_TILE | dict(MASK=1, KIND=0)),
+    (attention._attend, ATTENTION_TILE | PLAIN | dict(MASK=0, KIND=2, KEEPS=True)),
+    (attention._attend, ATTENTION_TILE | dict(MASK=1, KIND=0, KEEPS=True)),
     (attention._query_gradient, ATTENTION_TILE | PLAIN | dict(MASK=0, KIND=1, TO_ALPHA=False)),
     (attention._query_gradient, ATTENTION_TILE | dict(MASK=1, KIND=0, TO_ALPHA=True)),
     (attention._key_gradient, ATTENTION_TILE | PLAIN | dict(MASK=0, KIND=2)),

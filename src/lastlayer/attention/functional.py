@@ -520,12 +520,12 @@ def _fake(*given: Any) -> list[Tensor]:
     out = p.query.new_empty(batch, heads, n, p.value.shape[-1])
     if not (by_kernel and keeps):
         return [out]
-    from lastlayer.kernels.attention.triton import block_shape
+    from lastlayer.kernels.attention.triton import kept_shapes
 
-    wide = out.float()
+    numbers, blocks = kept_shapes(p)
     return [
-        out, torch.empty_like(wide), wide.new_empty(4, batch, heads, n),
-        out.new_empty(block_shape(p), dtype=torch.uint8),
+        out, torch.empty_like(out), out.new_empty(numbers, dtype=torch.float32),
+        out.new_empty(blocks, dtype=torch.uint8),
     ]  # fmt: skip
 
 

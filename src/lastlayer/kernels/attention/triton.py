@@ -1,6 +1,7 @@
 """Attention with entmax weights in Triton: blocks of keys that nobody looks at are passed over."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,63 +24,101 @@ from lastlayer.kernels.entmax.threshold import (
     unsolved_row,
 )
 
-# Up to this size of heads a program holds the larger blocks.
-_NARROW = 128
+# How far sums may be from 1 before the last steps, which leave a small power of it: entmax at 1.5
+# and sparsemax, in half precision and in float32.
+_NEAR = {(2, True): 0.5, (1, True): 0.02, (2, False): 0.03, (1, False): 2e-6}
+# A guess may be so much too high, as a part of its distance from the largest score.
+_SLACK = tl.constexpr(0.25)
+_LOWEST = tl.constexpr(-3.0e38)
+# What differs from batch to batch: nothing is compiled anew for it.
+_CHANGING = ("n", "m", "heads", "group", "tiles", "n_blocks", "left", "right", "offset")
+# Bounds on loops that a wild row could enter: steps by the model, and all.
+_MODEL_TRIPS, _TRIPS = tl.constexpr(6), tl.constexpr(60)
 
 
-def _blocks(p: Problem) -> tuple[int, int, int, int]:
-    """Queries and keys of a block, and the sizes that heads are padded to."""
+class Tiles(NamedTuple):
+    """Queries and keys of a block, and warps and stages of the four kernels."""
+
+    rows: int
+    columns: int
+    solve: tuple[int, int] = (4, 3)
+    attend: tuple[int, int] = (4, 3)
+    of_query: tuple[int, int] = (4, 3)
+    of_key: tuple[int, int] = (4, 2)
+
+
+# By the larger size of a head.
+_TILES = {64: Tiles(64, 64), 128: Tiles(64, 64), 256: Tiles(64, 32)}
+_TILES_FLOAT32 = Tiles(32, 32, (4, 2), (4, 2), (4, 2), (4, 2))
+
+
+def _tiles(p: Problem) -> tuple[Tiles, int, int]:
+    """Of a problem, and the sizes that heads are padded to."""
     depth, wide = (max(16, next_power_of_2(each.shape[-1])) for each in (p.query, p.value))
-    rows, columns = (64, 64) if max(depth, wide) <= _NARROW else (32, 32)
-    return rows, columns, depth, wide
+    if p.query.dtype == torch.float32:
+        return _TILES_FLOAT32, depth, wide
+    return _TILES[max(64, depth, wide)], depth, wide
 
 
-def block_shape(p: Problem) -> tuple[int, int, int, int]:
-    """That of :attr:`Kept.blocks`."""
-    rows, columns, _, _ = _blocks(p)
+def _kind(p: Problem) -> int:
+    return 0 if p.head_alpha is not None else kind_of(p.alpha)
+
+
+def kept_shapes(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the numbers and the blocks of :class:`Kept`."""
+    tiles, _, _ = _tiles(p)
     batch, heads, n, _ = p.query.shape
-    return batch, heads, cdiv(n, rows), cdiv(max(1, p.key.shape[2]), columns)
+    blocks = cdiv(n, tiles.rows), cdiv(max(1, p.key.shape[2]), tiles.columns)
+    return (1 if _kind(p) in (1, 2) else 4, batch, heads, n), (batch, heads, *blocks)
 
 
 def forward(p: Problem, keeps: bool) -> tuple[Tensor, Kept | None]:
     """The output, and what backward needs where it ``keeps`` that."""
     batch, heads, n, _ = p.query.shape
-    size = p.value.shape[-1]
-    out = p.query.new_empty(batch, heads, n, size)
-    mixed = out.new_empty(out.shape if keeps else (0,), dtype=torch.float32)
-    numbers = mixed.new_empty(4, batch, heads, n)
-    blocks = torch.zeros(block_shape(p), dtype=torch.uint8, device=out.device)
-    tiles = blocks.shape[2]
-    _forward[(tiles, batch * heads)](
-        p.query, p.key, p.value, *_shared(p), out, mixed, numbers, blocks, *_sizes(p, blocks),
-        out.stride(0), out.stride(1), out.stride(2), KEEPS=keeps, **_options(p),
+    out = p.query.new_empty(batch, heads, n, p.value.shape[-1])
+    mixed = out.new_empty(out.shape if keeps else (0,))
+    shape, grid = kept_shapes(p)
+    numbers = out.new_empty(shape, dtype=torch.float32)
+    blocks = torch.zeros(grid, dtype=torch.uint8, device=out.device)
+    # Of each block of queries, the blocks of keys that it may see something in, and how many.
+    lists = out.new_empty((*grid[:3], grid[3] + 4), dtype=torch.int16)
+    tiles, launched = _tiles(p)[0], (grid[2], batch * heads)
+    near = _NEAR.get((_kind(p), p.query.dtype != torch.float32), 0.0)
+    shared, sizes = _shared(p), _sizes(p, blocks)
+    _solve[launched](
+        p.query, p.key, *shared, numbers, lists, near, *sizes, **_options(p, tiles.solve)
+    )
+    _attend[launched](
+        p.query, p.key, p.value, *shared, numbers, lists, out, mixed, blocks, *sizes,
+        KEEPS=keeps, **_options(p, tiles.attend),
     )  # fmt: skip
     return out, Kept(mixed, numbers, blocks) if keeps else None
 
 
 def backward(p: Problem, kept: Kept, grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
     """Of query, key, value and the alpha of each head; None where not ``wanted``."""
-    to_query, to_key, to_value, to_alpha, _ = wanted
+    _, to_key, to_value, to_alpha, _ = wanted
     (batch, heads, n, _), (_, key_heads, m, _) = p.query.shape, p.key.shape
-    grad = grad.contiguous()
-    mean = (kept.mixed * grad).sum(-1)
-    of_query = of_key = of_value = of_alpha = None
-    if to_query or to_alpha:
-        of_query = torch.empty_like(p.query, memory_format=torch.contiguous_format)
-        of_rows = mean.new_empty((batch, heads, n) if to_alpha else (0,))
-        _query_gradient[(kept.blocks.shape[2], batch * heads)](
-            p.query, p.key, p.value, *_shared(p), grad, mean, kept.numbers, kept.blocks, of_query,
-            of_rows, *_sizes(p, kept.blocks), TO_ALPHA=to_alpha, **_options(p),
+    if grad.stride(3) != 1:
+        grad = grad.contiguous()
+    tiles, lists = _tiles(p)[0], kept.blocks.new_empty(kept.blocks.shape, dtype=torch.int16)
+    of_query, of_key, of_value = (
+        torch.empty_like(each, memory_format=torch.contiguous_format) for each in p[:3]
+    )
+    # The first is that of each row, which both kernels need.
+    mean = kept.numbers.new_empty(2 if to_alpha else 1, batch, heads, n)
+    given = *_shared(p), grad, mean, kept.numbers, kept.blocks, lists
+    strides = *_sizes(p, kept.blocks), *grad.stride()[:3]
+    _query_gradient[(kept.blocks.shape[2], batch * heads)](
+        p.query, p.key, p.value, *given, kept.mixed, of_query, *strides,
+        TO_ALPHA=to_alpha, **_options(p, tiles.of_query),
+    )  # fmt: skip
+    if (to_key or to_value) and m:
+        _key_gradient[(kept.blocks.shape[3], batch * key_heads)](
+            p.query, p.key, p.value, *given, of_key, of_value, *strides,
+            **_options(p, tiles.of_key),
         )  # fmt: skip
-        of_alpha = of_rows.sum(-1) if to_alpha else None
-    if to_key or to_value:
-        of_key = torch.empty_like(p.key, memory_format=torch.contiguous_format)
-        of_value = torch.empty_like(p.value, memory_format=torch.contiguous_format)
-        if m:
-            _key_gradient[(kept.blocks.shape[3], batch * key_heads)](
-                p.query, p.key, p.value, *_shared(p), grad, mean, kept.numbers, kept.blocks,
-                of_key, of_value, *_sizes(p, kept.blocks), **_options(p),
-            )  # fmt: skip
+    of_alpha = mean[1].sum(-1) if to_alpha else None
     made = of_query, of_key, of_value, of_alpha
     return [each if asked else None for each, asked in zip(made, wanted, strict=False)] + [None]
 
@@ -105,14 +144,14 @@ def _sizes(p: Problem, blocks: Tensor) -> tuple[int | float, ...]:
     )  # fmt: skip
 
 
-def _options(p: Problem) -> dict[str, int | bool]:
-    rows, columns, depth, wide = _blocks(p)
-    mask = 0 if p.mask is None else 1 if p.mask.dtype == torch.bool else 2
+def _options(p: Problem, settings: tuple[int, int]) -> dict[str, int | bool]:
+    tiles, depth, wide = _tiles(p)
+    kind, (warps, stages) = _kind(p), settings
     return dict(
-        ROWS=rows, COLUMNS=columns, DEPTH=depth, WIDE=wide, MASK=mask,
-        KIND=0 if p.head_alpha is not None else kind_of(p.alpha), num_warps=4,
-        # Loops end when sums say so, and every thread must see the same sums.
-        enable_fp_fusion=False,
+        ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=depth, WIDE=wide,
+        EVEN=depth == p.query.shape[3] and wide == p.value.shape[3],
+        MASK=0 if p.mask is None else 1 if p.mask.dtype == torch.bool else 2, KIND=kind,
+        num_warps=warps, num_stages=stages, enable_fp_fusion=kind in (1, 2),
     )  # fmt: skip
 
 
@@ -134,260 +173,337 @@ def _seen(row, n, m, first, stop, place, left, right, offset):
 
 
 @triton.jit
-def _load(base, row, row_stride, step, step_stride, n, size):
+def _walk(row, low, high, n, m, COLUMNS: tl.constexpr, MASK: tl.constexpr):
+    """The first block that some query sees and one past the last; the same of those that all do."""
+    some = low < high
+    begin = tl.maximum(tl.min(tl.where(some, low, m), 0), 0) // COLUMNS
+    end = tl.maximum((tl.max(tl.where(some, high, 0), 0) + COLUMNS - 1) // COLUMNS, begin)
+    whole, stop = end, end
+    if MASK == 0:
+        whole = (tl.max(tl.where(row < n, low, 0), 0) + COLUMNS - 1) // COLUMNS
+        whole = tl.minimum(tl.maximum(whole, begin), end)
+        stop = tl.minimum(tl.maximum(tl.min(tl.where(row < n, high, m), 0), 0) // COLUMNS, end)
+        stop = tl.maximum(whole, stop)
+    return begin, end, whole, stop
+
+
+@triton.jit
+def _block(trip, begin, whole, stop, EDGE: tl.constexpr):
+    """Of a walk over the blocks at both ends, or over those between."""
+    if EDGE:
+        return tl.where(begin + trip < whole, begin + trip, stop + trip - (whole - begin))
+    else:
+        return whole + trip
+
+
+@triton.jit
+def _load(base, row, row_stride, step, step_stride, n, size, INSIDE: tl.constexpr,
+          EVEN: tl.constexpr):  # fmt: skip
     """Rows of a matrix, (rows, steps), 0 where there are none."""
     place = base + row[:, None].to(tl.int64) * row_stride + step[None, :] * step_stride
-    return tl.load(place, mask=(row < n)[:, None] & (step < size)[None, :], other=0.0)
+    if INSIDE and EVEN:
+        return tl.load(place)
+    elif EVEN:
+        return tl.load(place, mask=(row < n)[:, None], other=0.0)
+    else:
+        return tl.load(place, mask=(row < n)[:, None] & (step < size)[None, :], other=0.0)
 
 
 @triton.jit
 def _product(left, right):
-    """In float32; float32 operands are not rounded to TF32."""
-    return tl.dot(left, right, input_precision="ieee")
+    """In float32; float32 operands are not rounded to TF32, but are sums of three such numbers."""
+    return tl.dot(left, right, input_precision="tf32x3")
 
 
 @triton.jit
-def _scores(
-    query, keys, row, column, low, high, mask, mask_row, mask_column, n, m, scale,
-    MASK: tl.constexpr,
-):  # fmt: skip
-    """Of a block, -inf where a query may not look; NaN becomes inf, as rows tell it by that."""
-    made = _product(query, tl.trans(keys)) * scale
-    allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
-    if MASK > 0:
-        there = (row < n)[:, None] & (column < m)[None, :]
-        place = mask + row[:, None].to(tl.int64) * mask_row + column[None, :] * mask_column
-        if MASK == 1:
-            allowed = allowed & (tl.load(place, mask=there, other=0) != 0)
-        else:
-            made += tl.load(place, mask=there, other=0.0).to(tl.float32)
-    made = tl.where(made != made, float("inf"), made)
-    return tl.where(allowed, made, -float("inf"))
+def _masked(made, row, column, low, high, mask, mask_row, mask_column, n, m, scale, unit,
+            EDGE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """Scores in units of thresholds; -inf where a query may not look.
 
-
-@triton.jit
-def _distance(made, origin, broken):
-    """How far scores lie below the largest of their row; in broken rows nothing counts."""
-    return tl.where(broken[:, None], -float("inf"), made - origin[:, None])
-
-
-@triton.jit
-def _finished(probs, slope, missing, excess, KIND: tl.constexpr):
-    """Weights after the last step, and their slopes ``p ** (2 - alpha)``."""
-    probs = polished(probs, slope, missing[:, None])
-    if KIND == 0:
-        # The last step may be too long for slopes from before it.
-        slope = tl.exp((1.0 - excess)[:, None] * tl.log(tl.where(probs != 0.0, probs, 1.0)))
-    return probs, tl.where(probs != 0.0, slope, 0.0)
+    Without a mask that is added they are still to be multiplied by ``unit``.
+    """
+    if EDGE:
+        allowed = (column >= low) & (column < high)
+        if MASK > 0:
+            place = mask + row.to(tl.int64) * mask_row + column * mask_column
+            there = (row < n) & (column < m)
+            if MASK == 1:
+                allowed = allowed & (tl.load(place, mask=there, other=0) != 0)
+            else:
+                added = tl.load(place, mask=there, other=0.0).to(tl.float32)
+                made = (made * scale + added) * (unit / scale)
+        made = tl.where(allowed, made, -float("inf"))
+    return made
 
 
 @triton.jit
 def _kept_share(seed, head, row, column, n, m, dropout):
     """What dropout multiplies weights by."""
-    entry = (head * n + row[:, None]) * m + column[None, :]
+    entry = (head * n + row) * m + column
     word, _, _, _ = philox(entry, tl.load(seed), entry * 0)
     uniform = word.to(tl.float32) * (1.0 / 4294967296.0)
     return tl.where(uniform >= dropout, 1.0 / (1.0 - dropout), 0.0)
 
 
-@kernel
-def _forward(
-    query, key, value, alphas, mask, seed, first, stop, place, out, mixed, numbers, blocks,
-    n, m, heads, group, depth, wide, tiles, n_blocks, scale, excess, left, right, offset, dropout,
-    q_batch, q_head, q_row, q_step, k_batch, k_head, k_row, k_step, v_batch, v_head, v_row, v_step,
-    mask_batch, mask_head, mask_row, mask_column, out_batch, out_head, out_row,
-    KEEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    WIDE: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr,
+@triton.jit
+def _margins(made, unit, at):
+    """How far scores lie above a threshold; 0 below it, and where either is not a number."""
+    return tl.maximum(made * unit - at, 0.0)
+
+
+@triton.jit
+def _by_power_law(squares, sums, count, KIND: tl.constexpr):
+    """How far the threshold lies above the guess at which margins have these sums.
+
+    README.md has the model. Also the factor by which margins shrink on the way, and the sum that
+    becomes 1.
+    """
+    total = squares if KIND == 2 else sums
+    safe = tl.where(sums > 0.0, sums, 1.0)
+    bend = 1.0 - 0.5 * count * squares / (safe * safe)
+    bend = tl.minimum(tl.maximum(bend, -0.5), 0.5)
+    bend = tl.where(tl.abs(bend) < 1e-3, 1e-3, bend)
+    logs = tl.log(tl.maximum(total, 1e-6))
+    power = bend if KIND == 2 else bend / (1.0 - bend)
+    factor = tl.exp(-power * logs)
+    return 0.5 * squares / safe * (1.0 - factor) / bend, factor, total
+
+
+@triton.jit
+def _by_tangent(squares, sums, count, KIND: tl.constexpr):
+    """Newton's method, which never passes the threshold from wherever it starts."""
+    if KIND == 2:
+        norm = tl.sqrt(squares)
+        return (norm - 1.0) * norm / tl.where(sums > 0.0, sums, 1.0)
+    else:
+        return (sums - 1.0) / tl.where(count > 0.0, count, 1.0)
+
+
+@triton.jit
+def _positive(values):
+    return tl.where(values > 0.0, 1.0, 0.0)
+
+
+@kernel(do_not_specialize=_CHANGING)
+def _solve(
+    query, key, alphas, mask, seed, first, stop, place, numbers, lists, near, n, m, heads, group,
+    depth, wide, tiles, n_blocks, scale, excess, left, right, offset, dropout, q_batch, q_head,
+    q_row, q_step, k_batch, k_head, k_row, k_step, v_batch, v_head, v_row, v_step, mask_batch,
+    mask_head, mask_row, mask_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
+    FAST: tl.constexpr = KIND == 1 or KIND == 2
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     batch, own = head // heads, head % heads
     row = tile * ROWS + tl.arange(0, ROWS)
-    step, wide_step = tl.arange(0, DEPTH), tl.arange(0, WIDE)
+    step = tl.arange(0, DEPTH)
     key += batch * k_batch + own // group * k_head
-    value += batch * v_batch + own // group * v_head
     if MASK > 0:
         mask += batch * mask_batch + own * mask_head
     if alphas is not None:
         excess = tl.load(alphas + head) - 1.0
     excess += tl.zeros((ROWS,), dtype=tl.float32)
-    blocks += (head * tiles + tile) * n_blocks
-    states = _load(query + batch * q_batch + own * q_head, row, q_row, step, q_step, n, depth)
+    # Two counts come first.
+    lists += (head * tiles + tile) * (n_blocks + 4) + 4
+    states = _load(
+        query + batch * q_batch + own * q_head, row, q_row, step, q_step, n, depth, False, EVEN
+    )
     low, high = _seen(row, n, m, first, stop, place, left, right, offset)
-    begin = tl.maximum(tl.min(tl.where(low < high, low, m), 0), 0) // COLUMNS
-    end = (tl.max(tl.where(low < high, high, 0), 0) + COLUMNS - 1) // COLUMNS
+    begin, end, whole, ends = _walk(row, low, high, n, m, COLUMNS, MASK)
+    edges = whole - begin + end - ends
+    unit = scale / KIND if FAST else scale
+    times = 1.0 if MASK == 2 else unit
 
+    # First over all keys: the largest score, and a guess at the threshold.
     peak = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
-    for block in range(begin, end):
-        column = block * COLUMNS + tl.arange(0, COLUMNS)
-        keys = _load(key, column, k_row, step, k_step, m, depth)
-        made = _scores(
-            states, keys, row, column, low, high, mask, mask_row, mask_column, n, m, scale, MASK
-        )
-        peak = tl.maximum(peak, tl.max(made, 1))
-    broken = is_broken(peak, excess, KIND)
-    origin = tl.where((peak == -float("inf")) | broken, 0.0, peak)
+    at = tl.full((ROWS,), _LOWEST, dtype=tl.float32)
+    squares = tl.zeros((ROWS,), dtype=tl.float32)
+    sums = tl.zeros((ROWS,), dtype=tl.float32)
+    count = tl.zeros((ROWS,), dtype=tl.float32)
+    for part in tl.static_range(2):
+        for trip in range(edges if part == 0 else ends - whole):
+            column = _block(trip, begin, whole, ends, part == 0) * COLUMNS + tl.arange(0, COLUMNS)
+            keys = _load(key, column, k_row, step, k_step, m, depth, part == 1, EVEN)
+            made = _masked(
+                _product(states, tl.trans(keys)), row[:, None], column[None, :], low[:, None],
+                high[:, None], mask, mask_row, mask_column, n, m, scale, unit, part == 0, MASK,
+            )  # fmt: skip
+            if FAST:
+                peak = tl.maximum(peak, tl.max(made, 1) * times)
+                raised = tl.maximum(at, peak - 1.0)
+                fade = tl.exp(-2.0 * sums / tl.maximum(squares, 1e-30) * (raised - at))
+                margin = tl.maximum(
+                    made * times - raised[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL
+                )
+                squares = squares * fade + tl.sum(margin * margin, 1)
+                sums = sums * fade + tl.sum(margin, 1)
+                count = count * fade + tl.sum(_positive(margin), 1)
+                rise, factor, total = _by_power_law(squares, sums, count, KIND)
+                above = total > 1.0
+                at = raised + tl.where(above, tl.minimum(rise, 0.9 * (peak - raised)), 0.0)
+                shrunk = tl.where(above, 1.0 / total, 1.0)
+                factor = tl.where(above, factor, 1.0)
+                if KIND == 2:
+                    squares, sums, count = (
+                        squares * shrunk, sums * shrunk / factor,
+                        count * shrunk / (factor * factor),
+                    )  # fmt: skip
+                else:
+                    squares, sums, count = (
+                        squares * shrunk * factor,
+                        sums * shrunk,
+                        count * shrunk / factor,
+                    )
+            else:
+                made = tl.where(made != made, float("inf"), made * times)
+                peak = tl.maximum(peak, tl.max(made, 1))
 
-    at = unsolved_row(origin, KIND)
-    lowest = at * 0.0 - tl.log(tl.maximum(m, 1).to(tl.float32))
-    highest = at
+    # Then the sums there, and which blocks may have a weight.
+    trips = 0
+    listed = 0
+    listed_edges = 0
     total = tl.zeros((ROWS,), dtype=tl.float32)
     weight = tl.zeros((ROWS,), dtype=tl.float32)
-    for block in range(begin, end):
-        column = block * COLUMNS + tl.arange(0, COLUMNS)
-        keys = _load(key, column, k_row, step, k_step, m, depth)
-        made = _scores(
-            states, keys, row, column, low, high, mask, mask_row, mask_column, n, m, scale, MASK
-        )
-        probs, slope = shares(_distance(made, origin, broken), at[:, None], excess[:, None], KIND)
-        total += tl.sum(probs, 1)
-        weight += tl.sum(slope, 1)
-        # The unknown only rises from here: a block without a share now never gets one.
-        tl.store(blocks + block, (tl.max(tl.max(probs, 1), 0) > 0.0).to(tl.uint8))
-    trips = 0
-    if KIND > 0:
-        at, go = leap(at, total, weight, KIND)
+    lowest = -tl.log(tl.maximum(m, 1).to(tl.float32)) + tl.zeros((ROWS,), dtype=tl.float32)
+    highest = tl.zeros((ROWS,), dtype=tl.float32)
+    origin = peak
+    if FAST:
+        broken = (peak == float("inf")) | (at != at) | (sums != sums)
+        live = (low < high) & (peak > -float("inf")) & (broken == 0)
+        at = tl.where(live, at, float("inf"))
     else:
-        at, lowest, highest, go = advance(at, lowest, highest, total, weight, excess, trips, KIND)
-    unsolved = tl.max(go.to(tl.int32), 0) > 0
-    tl.debug_barrier()
-    while unsolved:
-        total = tl.zeros((ROWS,), dtype=tl.float32)
-        weight = tl.zeros((ROWS,), dtype=tl.float32)
-        for block in range(begin, end):
-            if tl.load(blocks + block) != 0:
+        broken = is_broken(peak, excess, KIND)
+        live = (low < high) & (peak > -float("inf")) & (broken == 0)
+        origin = tl.where(live, peak, float("inf"))
+        at = unsolved_row(highest, KIND)
+        highest = at
+    searching = True
+    while searching:
+        squares = tl.zeros((ROWS,), dtype=tl.float32)
+        sums = tl.zeros((ROWS,), dtype=tl.float32)
+        count = tl.zeros((ROWS,), dtype=tl.float32)
+        # Whatever lies below this has no weight, unless the guess proves to be far too high.
+        bound = tl.where(live, at - _SLACK * (peak - at), float("inf")) if FAST else at
+        listed = 0
+        for part in tl.static_range(2):
+            for trip in range(edges if part == 0 else ends - whole):
+                block = _block(trip, begin, whole, ends, part == 0)
                 column = block * COLUMNS + tl.arange(0, COLUMNS)
-                keys = _load(key, column, k_row, step, k_step, m, depth)
-                made = _scores(
-                    states,
-                    keys,
-                    row,
-                    column,
-                    low,
-                    high,
-                    mask,
-                    mask_row,
-                    mask_column,
-                    n,
-                    m,
-                    scale,
-                    MASK,
-                )
-                probs, slope = shares(
-                    _distance(made, origin, broken), at[:, None], excess[:, None], KIND
-                )
-                total += tl.sum(probs, 1)
-                weight += tl.sum(slope, 1)
+                keys = _load(key, column, k_row, step, k_step, m, depth, part == 1, EVEN)
+                made = _masked(
+                    _product(states, tl.trans(keys)), row[:, None], column[None, :], low[:, None],
+                    high[:, None], mask, mask_row, mask_column, n, m, scale, unit, part == 0, MASK,
+                )  # fmt: skip
+                if FAST:
+                    margin = _margins(made, times, at[:, None])
+                    squares += tl.sum(margin * margin, 1)
+                    sums += tl.sum(margin, 1)
+                    count += tl.sum(_positive(margin), 1)
+                    some = tl.max(made, 1) * times > bound
+                else:
+                    distance = made * times - origin[:, None]
+                    probs, slope = shares(distance, at[:, None], excess[:, None], KIND)
+                    squares += tl.sum(probs, 1)
+                    sums += tl.sum(slope, 1)
+                    some = tl.max(probs, 1) > 0.0
+                tl.store(lists + listed, block.to(tl.int16))
+                listed += tl.max(some.to(tl.int32), 0)
+            if part == 0:
+                listed_edges = listed
+        if FAST:
+            certain = at + _by_tangent(squares, sums, count, KIND)
+            proven = (bound <= certain) | (live == 0)
+            at = tl.where(proven, at, certain)
+            trips += 1
+            searching = (tl.min(proven.to(tl.int32), 0) == 0) & (trips < _MODEL_TRIPS)
+        else:
+            searching = False
+    tl.debug_barrier()
+
+    # Steps over the blocks that are left.
+    going = live
+    if FAST:
+        rise, _, total = _by_power_law(squares, sums, count, KIND)
+        going = live & (tl.abs(total - 1.0) > near)
+        at = tl.where(live, at + tl.minimum(rise, 0.9 * (peak - at)), at)
+        trips = 0
+    elif KIND > 0:
+        total, weight = squares, sums
+        at, going = leap(at, total, weight, KIND)
+        going = going & live
+    else:
+        total, weight = squares, sums
+        at, lowest, highest, going = advance(
+            at, lowest, highest, total, weight, excess, trips, KIND
+        )
+        going = going & live
+    unsolved = tl.max(going.to(tl.int32), 0) > 0
+    while unsolved:
+        squares = tl.zeros((ROWS,), dtype=tl.float32)
+        sums = tl.zeros((ROWS,), dtype=tl.float32)
+        count = tl.zeros((ROWS,), dtype=tl.float32)
+        for part in tl.static_range(2):
+            for trip in range(
+                0 if part == 0 else listed_edges, listed_edges if part == 0 else listed
+            ):
+                column = tl.load(lists + trip).to(tl.int32) * COLUMNS + tl.arange(0, COLUMNS)
+                keys = _load(key, column, k_row, step, k_step, m, depth, part == 1, EVEN)
+                made = _masked(
+                    _product(states, tl.trans(keys)), row[:, None], column[None, :], low[:, None],
+                    high[:, None], mask, mask_row, mask_column, n, m, scale, unit, part == 0, MASK,
+                )  # fmt: skip
+                if FAST:
+                    margin = _margins(made, times, at[:, None])
+                    squares += tl.sum(margin * margin, 1)
+                    sums += tl.sum(margin, 1)
+                    count += tl.sum(_positive(margin), 1)
+                else:
+                    distance = made * times - origin[:, None]
+                    probs, slope = shares(distance, at[:, None], excess[:, None], KIND)
+                    squares += tl.sum(probs, 1)
+                    sums += tl.sum(slope, 1)
         trips += 1
-        at, lowest, highest, go = advance(at, lowest, highest, total, weight, excess, trips, KIND)
-        unsolved = tl.max(go.to(tl.int32), 0) > 0
+        if FAST:
+            rise, _, total = _by_power_law(squares, sums, count, KIND)
+            tangent = _by_tangent(squares, sums, count, KIND)
+            rise = tl.where((KIND == 1) | (trips > _MODEL_TRIPS), tangent, rise)
+            far = tl.abs(total - 1.0) > near
+            at = tl.where(going, at + tl.minimum(rise, 0.9 * (peak - at)), at)
+            going = going & far & (trips < _TRIPS)
+        else:
+            total, weight = tl.where(going, squares, total), tl.where(going, sums, weight)
+            following, lowest, highest, further = advance(
+                at, lowest, highest, total, weight, excess, trips, KIND
+            )
+            at = tl.where(going, following, at)
+            going = going & further
+        unsolved = tl.max(going.to(tl.int32), 0) > 0
 
-    missing = correction(total, weight, broken)
-    outputs = tl.zeros((ROWS, WIDE), dtype=tl.float32)
-    means = tl.zeros((ROWS, WIDE), dtype=tl.float32)
-    reached = tl.zeros((ROWS,), dtype=tl.float32)
-    sloped = tl.zeros((ROWS,), dtype=tl.float32)
-    for block in range(begin, end):
-        if tl.load(blocks + block) != 0:
-            column = block * COLUMNS + tl.arange(0, COLUMNS)
-            keys = _load(key, column, k_row, step, k_step, m, depth)
-            made = _scores(
-                states, keys, row, column, low, high, mask, mask_row, mask_column, n, m, scale, MASK
-            )
-            probs, slope = shares(
-                _distance(made, origin, broken), at[:, None], excess[:, None], KIND
-            )
-            probs, slope = _finished(probs, slope, missing, excess, KIND)
-            reached += tl.sum(probs, 1)
-            sloped += tl.sum(slope, 1)
-            # Of the final threshold: what backward passes over.
-            tl.store(
-                blocks + block, (tl.max(tl.max((probs != 0.0).to(tl.int32), 1), 0)).to(tl.uint8)
-            )
-            if seed is not None:
-                share = _kept_share(seed, head, row, column, n, m, dropout)
-                probs, slope = probs * share, slope * share
-            vectors = _load(value, column, v_row, wide_step, v_step, m, wide)
-            outputs += _product(probs.to(vectors.dtype), vectors)
-            if KEEPS:
-                means += _product(slope.to(vectors.dtype), vectors)
-    # Where alpha > 2 slopes are steep at the edge of the support, and the last step overshoots.
-    factor = tl.where(
-        (excess > 1.0) & (reached != 0.0), 1.0 / tl.where(reached == 0.0, 1.0, reached), 1.0
-    )
-    outputs = outputs * factor[:, None]
-    # A row without a result has no block that counts.
-    outputs = tl.where(broken[:, None], float("nan"), outputs)
-    into = out + batch * out_batch + own * out_head
-    there = (row < n)[:, None] & (wide_step < wide)[None, :]
-    place_out = row[:, None].to(tl.int64) * out_row + wide_step[None, :]
-    tl.store(into + place_out, outputs.to(out.dtype.element_ty), mask=there)
-    if KEEPS:
-        means = means / tl.where(sloped == 0.0, 1.0, sloped)[:, None]
-        means = tl.where(broken[:, None], float("nan"), means)
-        into = mixed + head * n * wide
-        tl.store(into + row[:, None].to(tl.int64) * wide + wide_step[None, :], means, mask=there)
-        rows_there = row < n
+    tl.store(lists - 4, listed_edges.to(tl.int16))
+    tl.store(lists - 3, listed.to(tl.int16))
+    rows_there = row < n
+    numbers += head * n + row
+    # A row without a result is told by NaN.
+    tl.store(numbers, tl.where(broken, float("nan"), at if FAST else origin), mask=rows_there)
+    if not FAST:
         every = tl.num_programs(1).to(tl.int64) * n
-        numbers += head * n + row
-        tl.store(numbers, tl.where(broken, float("inf"), origin), mask=rows_there)
         tl.store(numbers + every, at, mask=rows_there)
-        tl.store(numbers + 2 * every, missing, mask=rows_there)
-        tl.store(numbers + 3 * every, factor, mask=rows_there)
+        missing = correction(total, weight, live == 0)
+        tl.store(numbers + 2 * every, tl.where(live, missing, 0.0), mask=rows_there)
 
 
-@triton.jit
-def _again(
-    states, keys, vectors, upstream, mean, origin, at, missing, factor, row, column, low, high,
-    mask, mask_row, mask_column, seed, head, n, m, scale, excess, dropout, MASK: tl.constexpr,
-    KIND: tl.constexpr,
+@kernel(do_not_specialize=_CHANGING)
+def _attend(
+    query, key, value, alphas, mask, seed, first, stop, place, numbers, lists, out, mixed, blocks,
+    n, m, heads, group, depth, wide, tiles, n_blocks, scale, excess, left, right, offset, dropout,
+    q_batch, q_head, q_row, q_step, k_batch, k_head, k_row, k_step, v_batch, v_head, v_row, v_step,
+    mask_batch, mask_head, mask_row, mask_column,
+    KEEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    WIDE: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a block, those that dropout leaves, and gradients of weights and scores."""
-    made = _scores(
-        states, keys, row, column, low, high, mask, mask_row, mask_column, n, m, scale, MASK
-    )
-    broken = origin == float("inf")
-    probs, slope = shares(
-        _distance(made, tl.where(broken, 0.0, origin), broken), at[:, None], excess[:, None], KIND
-    )
-    probs, slope = _finished(probs, slope, missing, excess, KIND)
-    if KIND == 0:
-        # The slope of weights that are divided in the end.
-        slope = slope * tl.exp((1.0 - excess) * tl.log(factor))[:, None]
-    probs = probs * factor[:, None]
-    of_weights = _product(upstream, tl.trans(vectors))
-    used = probs
-    if seed is not None:
-        share = _kept_share(seed, head, row, column, n, m, dropout)
-        used = probs * share
-        of_weights = of_weights * share
-    of_scores = tl.where(slope != 0.0, slope * (of_weights - mean[:, None]), 0.0)
-    of_scores = tl.where(broken[:, None], float("nan"), of_scores)
-    return probs, used, of_weights, of_scores
-
-
-@triton.jit
-def _rows_again(grad, mean, numbers, head, row, wide_step, n, wide, every):
-    """What is known of rows: upstream gradients and five numbers."""
-    upstream = _load(grad + head * n * wide, row, wide, wide_step, 1, n, wide)
-    place, there = head * n + row, row < n
-    average = tl.load(mean + place, mask=there, other=0.0)
-    origin = tl.load(numbers + place, mask=there, other=0.0)
-    at = tl.load(numbers + every + place, mask=there, other=0.0)
-    missing = tl.load(numbers + 2 * every + place, mask=there, other=0.0)
-    factor = tl.load(numbers + 3 * every + place, mask=there, other=1.0)
-    return upstream, average, origin, at, missing, factor
-
-
-@kernel
-def _query_gradient(
-    query, key, value, alphas, mask, seed, first, stop, place, grad, mean, numbers, blocks, out,
-    of_rows, n, m, heads, group, depth, wide, tiles, n_blocks, scale, excess, left, right, offset,
-    dropout, q_batch, q_head, q_row, q_step, k_batch, k_head, k_row, k_step, v_batch, v_head, v_row,
-    v_step, mask_batch, mask_head, mask_row, mask_column, TO_ALPHA: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
-    MASK: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
+    FAST: tl.constexpr = KIND == 1 or KIND == 2
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     every = tl.num_programs(1).to(tl.int64) * n
@@ -402,69 +518,238 @@ def _query_gradient(
         excess = tl.load(alphas + head) - 1.0
     excess += tl.zeros((ROWS,), dtype=tl.float32)
     blocks += (head * tiles + tile) * n_blocks
-    states = _load(query + batch * q_batch + own * q_head, row, q_row, step, q_step, n, depth)
-    low, high = _seen(row, n, m, first, stop, place, left, right, offset)
-    upstream, average, origin, at, missing, factor = _rows_again(
-        grad, mean, numbers, head, row, wide_step, n, wide, every
+    lists += (head * tiles + tile) * (n_blocks + 4) + 4
+    listed_edges = tl.load(lists - 4).to(tl.int32)
+    listed = tl.load(lists - 3).to(tl.int32)
+    states = _load(
+        query + batch * q_batch + own * q_head, row, q_row, step, q_step, n, depth, False, EVEN
     )
-    sums = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
+    low, high = _seen(row, n, m, first, stop, place, left, right, offset)
+    unit = scale / KIND if FAST else scale
+    times = 1.0 if MASK == 2 else unit
+    there = row < n
+    origin, at, missing, _ = _rows_again(numbers, head * n + row, there, every, KIND)
+    broken = origin != origin
+    outputs = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+    means = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+    reached = tl.zeros((ROWS,), dtype=tl.float32)
+    sloped = tl.zeros((ROWS,), dtype=tl.float32)
+    for part in tl.static_range(2):
+        for trip in range(0 if part == 0 else listed_edges, listed_edges if part == 0 else listed):
+            block = tl.load(lists + trip).to(tl.int32)
+            column = block * COLUMNS + tl.arange(0, COLUMNS)
+            keys = _load(key, column, k_row, step, k_step, m, depth, part == 1, EVEN)
+            vectors = _load(value, column, v_row, wide_step, v_step, m, wide, part == 1, EVEN)
+            made = _masked(
+                _product(states, tl.trans(keys)), row[:, None], column[None, :], low[:, None],
+                high[:, None], mask, mask_row, mask_column, n, m, scale, unit, part == 0, MASK,
+            )  # fmt: skip
+            if FAST:
+                slope = _margins(made, times, origin[:, None])
+                probs = slope
+                if KIND == 2:
+                    probs = slope * slope
+                else:
+                    slope = _positive(slope)
+            else:
+                distance = made * times - origin[:, None]
+                probs, slope = shares(distance, at[:, None], excess[:, None], KIND)
+                probs, slope = _finished(probs, slope, missing[:, None], excess[:, None], KIND)
+            in_rows = tl.sum(slope, 1)
+            reached += tl.sum(probs, 1)
+            sloped += in_rows
+            # What backward passes over, and what it need not look at the ends for.
+            some = tl.max((in_rows > 0.0).to(tl.int32), 0)
+            tl.store(blocks + block, (some * (2 - part)).to(tl.uint8))
+            if seed is not None:
+                share = _kept_share(seed, head, row[:, None], column[None, :], n, m, dropout)
+                probs, slope = probs * share, slope * share
+            outputs += _product(probs.to(vectors.dtype), vectors)
+            if FAST or KEEPS:
+                means += _product(slope.to(vectors.dtype), vectors)
+    numbers += head * n + row
+    if FAST:
+        # The last step, on the weights themselves.
+        missing = tl.where(sloped > 0.0, (1.0 - reached) / sloped, 0.0)
+        outputs += missing[:, None] * means
+        if KEEPS:
+            tl.store(numbers, origin - missing / KIND, mask=there)
+    else:
+        # Where alpha > 2 slopes are steep at the edge of the support, and the last step overshoots.
+        steep = (excess > 1.0) & (reached != 0.0)
+        factor = tl.where(steep, 1.0 / tl.where(reached == 0.0, 1.0, reached), 1.0)
+        outputs = outputs * factor[:, None]
+        if KEEPS:
+            tl.store(numbers + 3 * every, factor, mask=there)
+    outputs = tl.where(broken[:, None], float("nan"), outputs)
+    into = head * n * wide + row[:, None].to(tl.int64) * wide + wide_step[None, :]
+    inside = there[:, None] & (wide_step < wide)[None, :]
+    tl.store(out + into, outputs.to(out.dtype.element_ty), mask=inside)
+    if KEEPS:
+        means = means / tl.where(sloped == 0.0, 1.0, sloped)[:, None]
+        means = tl.where(broken[:, None], float("nan"), means)
+        tl.store(mixed + into, means.to(mixed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _finished(probs, slope, missing, excess, KIND: tl.constexpr):
+    """Weights after the last step, and their slopes ``p ** (2 - alpha)``."""
+    probs = polished(probs, slope, missing)
+    if KIND == 0:
+        # The last step may be too long for slopes from before it.
+        slope = tl.exp((1.0 - excess) * tl.log(tl.where(probs != 0.0, probs, 1.0)))
+    return probs, tl.where(probs != 0.0, slope, 0.0)
+
+
+@triton.jit
+def _rows_again(numbers, place, there, every, KIND: tl.constexpr):
+    """What forward found of rows: threshold or origin, then what kinds without a name need."""
+    first = tl.load(numbers + place, mask=there, other=float("inf"))
+    if KIND == 1 or KIND == 2:
+        return first, first, first, first
+    else:
+        at = tl.load(numbers + every + place, mask=there, other=0.0)
+        missing = tl.load(numbers + 2 * every + place, mask=there, other=0.0)
+        return first, at, missing, tl.load(numbers + 3 * every + place, mask=there, other=1.0)
+
+
+@triton.jit
+def _weights_again(made, times, first, at, missing, factor, excess, KIND: tl.constexpr):
+    """Weights and slopes from what is known of their rows."""
+    if KIND == 1 or KIND == 2:
+        slope = _margins(made, times, first)
+        if KIND == 2:
+            return slope * slope, slope
+        else:
+            return slope, _positive(slope)
+    else:
+        probs, slope = shares(made * times - first, at, excess, KIND)
+        probs, slope = _finished(probs, slope, missing, excess, KIND)
+        if KIND == 0:
+            # The slope of weights that are divided in the end.
+            slope = slope * tl.exp((1.0 - excess) * tl.log(factor))
+        return probs * factor, slope
+
+
+@triton.jit
+def _listed(flags, stride, number, into, wanted, WIDTH: tl.constexpr):
+    """Write where flags have a value, one after the other; how many do."""
+    found = 0
+    for start in range(0, number, WIDTH):
+        place = start + tl.arange(0, WIDTH)
+        own = tl.load(flags + place * stride, mask=place < number, other=0) == wanted
+        order = tl.cumsum(own.to(tl.int32), 0)
+        tl.store(into + found + order - 1, place.to(tl.int16), mask=own)
+        found += tl.max(order, 0)
+    return found
+
+
+@kernel(do_not_specialize=_CHANGING)
+def _query_gradient(
+    query, key, value, alphas, mask, seed, first, stop, place, grad, mean, numbers, blocks, lists,
+    mixed, out, n, m, heads, group, depth, wide, tiles, n_blocks, scale, excess, left, right,
+    offset, dropout, q_batch, q_head, q_row, q_step, k_batch, k_head, k_row, k_step, v_batch,
+    v_head, v_row, v_step, mask_batch, mask_head, mask_row, mask_column, g_batch, g_head, g_row,
+    TO_ALPHA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    WIDE: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    every = tl.num_programs(1).to(tl.int64) * n
+    batch, own = head // heads, head % heads
+    row = tile * ROWS + tl.arange(0, ROWS)
+    step, wide_step = tl.arange(0, DEPTH), tl.arange(0, WIDE)
+    key += batch * k_batch + own // group * k_head
+    value += batch * v_batch + own // group * v_head
+    if MASK > 0:
+        mask += batch * mask_batch + own * mask_head
+    if alphas is not None:
+        excess = tl.load(alphas + head) - 1.0
+    excess += tl.zeros((ROWS,), dtype=tl.float32)
+    lists += (head * tiles + tile) * n_blocks
+    flags = blocks + (head * tiles + tile) * n_blocks
+    listed_edges = _listed(flags, 1, n_blocks, lists, 2, 256)
+    listed = listed_edges + _listed(flags, 1, n_blocks, lists + listed_edges, 1, 256)
+    tl.debug_barrier()
+    states = _load(
+        query + batch * q_batch + own * q_head, row, q_row, step, q_step, n, depth, False, EVEN
+    )
+    low, high = _seen(row, n, m, first, stop, place, left, right, offset)
+    unit = scale / KIND if KIND == 1 or KIND == 2 else scale
+    times = 1.0 if MASK == 2 else unit
+    upstream = _load(
+        grad + batch * g_batch + own * g_head, row, g_row, wide_step, 1, n, wide, False, EVEN
+    )
+    average = tl.sum(
+        upstream.to(tl.float32)
+        * _load(mixed + head * n * wide, row, wide, wide_step, 1, n, wide, False, EVEN),
+        1,
+    )
+    there = row < n
+    tl.store(mean + head * n + row, average, mask=there)
+    origin, at, missing, factor = _rows_again(numbers, head * n + row, there, every, KIND)
     centre = tl.zeros((ROWS,), dtype=tl.float32)
-    if TO_ALPHA:
-        # The derivatives of weights by alpha sum to 0: measured from the mean nothing cancels.
-        for block in range(n_blocks):
-            if tl.load(blocks + block) != 0:
-                column = block * COLUMNS + tl.arange(0, COLUMNS)
-                keys = _load(key, column, k_row, step, k_step, m, depth)
-                vectors = _load(value, column, v_row, wide_step, v_step, m, wide)
-                probs, _, of_weights, _ = _again(
-                    states, keys, vectors, upstream, average, origin, at, missing, factor, row,
-                    column, low, high, mask, mask_row, mask_column, seed, head, n, m, scale, excess,
-                    dropout, MASK, KIND,
-                )  # fmt: skip
-                centre += tl.sum(probs * of_weights, 1)
     entropy = tl.zeros((ROWS,), dtype=tl.float32)
     squares = tl.zeros((ROWS,), dtype=tl.float32)
     firsts = tl.zeros((ROWS,), dtype=tl.float32)
     seconds = tl.zeros((ROWS,), dtype=tl.float32)
     slopes = tl.zeros((ROWS,), dtype=tl.float32)
-    for block in range(n_blocks):
-        if tl.load(blocks + block) != 0:
-            column = block * COLUMNS + tl.arange(0, COLUMNS)
-            keys = _load(key, column, k_row, step, k_step, m, depth)
-            vectors = _load(value, column, v_row, wide_step, v_step, m, wide)
-            probs, _, of_weights, of_scores = _again(
-                states, keys, vectors, upstream, average, origin, at, missing, factor, row, column,
-                low, high, mask, mask_row, mask_column, seed, head, n, m, scale, excess, dropout,
-                MASK, KIND,
-            )  # fmt: skip
-            sums += _product(of_scores.to(keys.dtype), keys)
-            if TO_ALPHA:
-                square, one, two = alpha_terms(probs, of_weights, centre[:, None], excess[:, None])
-                logs = tl.log(tl.where(probs != 0.0, probs, 1.0))
-                entropy -= tl.sum(probs * logs, 1)
-                slopes += tl.sum(
-                    tl.where(probs != 0.0, tl.exp((1.0 - excess)[:, None] * logs), 0.0), 1
-                )
-                squares += tl.sum(square, 1)
-                firsts += tl.sum(one, 1)
-                seconds += tl.sum(two, 1)
-    there = (row < n)[:, None] & (step < depth)[None, :]
+    sums = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
+    # The derivatives of weights by alpha sum to 0: measured from the mean nothing cancels. So that
+    # is found on a walk of its own.
+    for walk in tl.static_range(2 if TO_ALPHA else 1):
+        for part in tl.static_range(2):
+            for trip in range(
+                0 if part == 0 else listed_edges, listed_edges if part == 0 else listed
+            ):
+                column = tl.load(lists + trip).to(tl.int32) * COLUMNS + tl.arange(0, COLUMNS)
+                keys = _load(key, column, k_row, step, k_step, m, depth, part == 1, EVEN)
+                vectors = _load(value, column, v_row, wide_step, v_step, m, wide, part == 1, EVEN)
+                made = _masked(
+                    _product(states, tl.trans(keys)), row[:, None], column[None, :], low[:, None],
+                    high[:, None], mask, mask_row, mask_column, n, m, scale, unit, part == 0, MASK,
+                )  # fmt: skip
+                probs, slope = _weights_again(
+                    made, times, origin[:, None], at[:, None], missing[:, None], factor[:, None],
+                    excess[:, None], KIND,
+                )  # fmt: skip
+                of_weights = _product(upstream, tl.trans(vectors))
+                if seed is not None:
+                    of_weights *= _kept_share(
+                        seed, head, row[:, None], column[None, :], n, m, dropout
+                    )
+                if TO_ALPHA and walk == 0:
+                    centre += tl.sum(probs * of_weights, 1)
+                else:
+                    of_scores = slope * (of_weights - average[:, None])
+                    sums += _product(of_scores.to(keys.dtype), keys)
+                    if TO_ALPHA:
+                        square, one, two = alpha_terms(
+                            probs, of_weights, centre[:, None], excess[:, None]
+                        )
+                        logs = tl.log(tl.where(probs != 0.0, probs, 1.0))
+                        entropy -= tl.sum(probs * logs, 1)
+                        powers = tl.exp((1.0 - excess)[:, None] * logs)
+                        slopes += tl.sum(tl.where(probs != 0.0, powers, 0.0), 1)
+                        squares += tl.sum(square, 1)
+                        firsts += tl.sum(one, 1)
+                        seconds += tl.sum(two, 1)
     into = out + head * n * depth + row[:, None].to(tl.int64) * depth + step[None, :]
-    sums = tl.where((origin == float("inf"))[:, None], float("nan"), sums * scale)
-    tl.store(into, sums.to(out.dtype.element_ty), mask=there)
+    sums = tl.where((average != average)[:, None], float("nan"), sums * scale)
+    tl.store(into, sums.to(out.dtype.element_ty), mask=there[:, None] & (step < depth)[None, :])
     if TO_ALPHA:
         made = alpha_gradient(squares, firsts, seconds, entropy, slopes, excess)
-        tl.store(of_rows + head * n + row, made, mask=row < n)
+        tl.store(mean + every + head * n + row, made, mask=there)
 
 
-@kernel
+@kernel(do_not_specialize=_CHANGING)
 def _key_gradient(
-    query, key, value, alphas, mask, seed, first, stop, place, grad, mean, numbers, blocks, of_key,
-    of_value, n, m, heads, group, depth, wide, tiles, n_blocks, scale, excess, left, right, offset,
-    dropout, q_batch, q_head, q_row, q_step, k_batch, k_head, k_row, k_step, v_batch, v_head, v_row,
-    v_step, mask_batch, mask_head, mask_row, mask_column, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, MASK: tl.constexpr,
-    KIND: tl.constexpr,
+    query, key, value, alphas, mask, seed, first, stop, place, grad, mean, numbers, blocks, lists,
+    of_key, of_value, n, m, heads, group, depth, wide, tiles, n_blocks, scale, excess, left, right,
+    offset, dropout, q_batch, q_head, q_row, q_step, k_batch, k_head, k_row, k_step, v_batch,
+    v_head, v_row, v_step, mask_batch, mask_head, mask_row, mask_column, g_batch, g_head, g_row,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
+    EVEN: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     pair = tl.program_id(1).to(tl.int64)
@@ -473,43 +758,75 @@ def _key_gradient(
     every = tl.num_programs(1).to(tl.int64) * group * n
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     step, wide_step = tl.arange(0, DEPTH), tl.arange(0, WIDE)
-    keys = _load(key + batch * k_batch + own_key * k_head, column, k_row, step, k_step, m, depth)
-    vectors = _load(
-        value + batch * v_batch + own_key * v_head, column, v_row, wide_step, v_step, m, wide
+    keys = _load(
+        key + batch * k_batch + own_key * k_head, column, k_row, step, k_step, m, depth, False, EVEN
     )
+    vectors = _load(
+        value + batch * v_batch + own_key * v_head, column, v_row, wide_step, v_step, m, wide,
+        False, EVEN,
+    )  # fmt: skip
+    unit = scale / KIND if KIND == 1 or KIND == 2 else scale
+    times = 1.0 if MASK == 2 else unit
     of_keys = tl.zeros((COLUMNS, DEPTH), dtype=tl.float32)
     of_vectors = tl.zeros((COLUMNS, WIDE), dtype=tl.float32)
     for member in range(group):
         own = own_key * group + member
         head = batch * heads + own
-        part = excess
+        part_excess = excess
         if alphas is not None:
-            part = tl.load(alphas + head) - 1.0
-        part += tl.zeros((ROWS,), dtype=tl.float32)
+            part_excess = tl.load(alphas + head) - 1.0
+        part_excess += tl.zeros((ROWS,), dtype=tl.float32)
         masked = mask
         if MASK > 0:
             masked = mask + batch * mask_batch + own * mask_head
-        for tile in range(tiles):
-            if tl.load(blocks + (head * tiles + tile) * n_blocks + block) != 0:
-                row = tile * ROWS + tl.arange(0, ROWS)
+        into = lists + (head * n_blocks + block) * tiles
+        flags = blocks + head * tiles * n_blocks + block
+        listed_edges = _listed(flags, n_blocks, tiles, into, 2, 256)
+        listed = listed_edges + _listed(flags, n_blocks, tiles, into + listed_edges, 1, 256)
+        tl.debug_barrier()
+        for part in tl.static_range(2):
+            for trip in range(
+                0 if part == 0 else listed_edges, listed_edges if part == 0 else listed
+            ):
+                row = tl.load(into + trip).to(tl.int32) * ROWS + tl.arange(0, ROWS)
                 states = _load(
-                    query + batch * q_batch + own * q_head, row, q_row, step, q_step, n, depth
-                )
-                low, high = _seen(row, n, m, first, stop, place, left, right, offset)
-                upstream, average, origin, at, missing, factor = _rows_again(
-                    grad, mean, numbers, head, row, wide_step, n, wide, every
-                )
-                _, used, _, of_scores = _again(
-                    states, keys, vectors, upstream, average, origin, at, missing, factor, row,
-                    column, low, high, masked, mask_row, mask_column, seed, head, n, m, scale, part,
-                    dropout, MASK, KIND,
+                    query + batch * q_batch + own * q_head, row, q_row, step, q_step, n, depth,
+                    False, EVEN,
                 )  # fmt: skip
-                of_vectors += _product(tl.trans(used.to(upstream.dtype)), upstream)
-                of_keys += _product(tl.trans(of_scores.to(states.dtype)), states)
+                upstream = _load(
+                    grad + batch * g_batch + own * g_head, row, g_row, wide_step, 1, n, wide, False,
+                    EVEN,
+                )  # fmt: skip
+                average = tl.load(mean + head * n + row, mask=row < n, other=0.0)
+                origin, at, missing, factor = _rows_again(
+                    numbers, head * n + row, row < n, every, KIND
+                )
+                low, high = row, row
+                if part == 0:
+                    low, high = _seen(row, n, m, first, stop, place, left, right, offset)
+                # Keys come first here: nothing is turned on its way from one product to the next.
+                made = _masked(
+                    _product(keys, tl.trans(states)), row[None, :], column[:, None], low[None, :],
+                    high[None, :], masked, mask_row, mask_column, n, m, scale, unit, part == 0,
+                    MASK,
+                )  # fmt: skip
+                probs, slope = _weights_again(
+                    made, times, origin[None, :], at[None, :], missing[None, :], factor[None, :],
+                    part_excess[None, :], KIND,
+                )  # fmt: skip
+                of_weights = _product(vectors, tl.trans(upstream))
+                if seed is not None:
+                    share = _kept_share(seed, head, row[None, :], column[:, None], n, m, dropout)
+                    probs = probs * share
+                    of_weights = of_weights * share
+                of_vectors += _product(probs.to(upstream.dtype), upstream)
+                of_scores = slope * (of_weights - average[None, :])
+                of_keys += _product(of_scores.to(states.dtype), states)
+        tl.debug_barrier()
     there = (column < m)[:, None]
-    into = of_key + pair * m * depth + column[:, None].to(tl.int64) * depth + step[None, :]
-    made = (of_keys * scale).to(of_key.dtype.element_ty)
-    tl.store(into, made, mask=there & (step < depth)[None, :])
-    into = of_value + pair * m * wide + column[:, None].to(tl.int64) * wide + wide_step[None, :]
-    made = of_vectors.to(of_value.dtype.element_ty)
-    tl.store(into, made, mask=there & (wide_step < wide)[None, :])
+    into_keys = of_key + pair * m * depth + column[:, None].to(tl.int64) * depth + step[None, :]
+    made_keys = (of_keys * scale).to(of_key.dtype.element_ty)
+    tl.store(into_keys, made_keys, mask=there & (step < depth)[None, :])
+    place_out = pair * m * wide + column[:, None].to(tl.int64) * wide + wide_step[None, :]
+    made_vectors = of_vectors.to(of_value.dtype.element_ty)
+    tl.store(of_value + place_out, made_vectors, mask=there & (wide_step < wide)[None, :])
