@@ -360,6 +360,7 @@ def test_a_wrong_loss_of_a_model_is_found():
         assert not judged(case, method)["verified"]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
 def test_a_compiled_step_of_a_model_is_verified(monkeypatch):
     # Inductor takes a CPU long.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
