@@ -49,6 +49,8 @@ _FEWEST = 3
 _COMPARED = 1 << 26
 # Far from the seeds of other cases, which follow each other.
 _SEED_STEP = 2**20
+# Sources that are no peers: what is compared with them builds on them.
+_AT_HAND = (OURS, "torch", "transformers")
 PEERS_COMMAND = 'pip install "lastlayer[peers]"'
 
 # Titles that an error lists.
@@ -504,7 +506,7 @@ def chosen(cases: Sequence[Case], only: str, *, peers: bool) -> list[Case]:
         raise ValueError(f"--only: expected part of one of [{shown}], got {only!r}")
     if peers:
         return found
-    kept = [tuple(m for m in case.methods if m.source in (OURS, "torch")) for case in found]
+    kept = [tuple(m for m in case.methods if m.source in _AT_HAND) for case in found]
     return [replace(case, methods=some) for case, some in zip(found, kept, strict=True)]
 
 

@@ -9,6 +9,7 @@ from benchmarks import (
     contrastive,
     fused,
     heads,
+    llama,
     maps,
     multilabel,
     plain,
@@ -25,7 +26,7 @@ PAGE = ROOT / "docs" / "performance.md"
 PICTURES = ROOT / "docs" / "pictures"
 FAMILIES = [
     module.FAMILY
-    for module in (fused, multilabel, contrastive, heads, maps, attention, plain, sweep)
+    for module in (fused, multilabel, contrastive, heads, maps, attention, plain, llama, sweep)
 ]
 
 OPENING = """\
@@ -40,7 +41,7 @@ HOW = """\
 
 `python -m benchmarks page` makes this page from the records in `benchmarks/results`. To measure
 your own machine: `python -m benchmarks fused`, or `multilabel`, `contrastive`, `heads`, `maps`,
-`attention`, `plain`, `sweep`.
+`attention`, `plain`, `llama`, `sweep`.
 
 - **Verified first.** Each result is compared with a float64 reference on the same inputs. A result
   of ours that is wrong is not timed; a peer's is timed and marked *inexact*.

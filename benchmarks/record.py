@@ -17,7 +17,17 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "lastlayer"
-FAMILIES = ("fused", "multilabel", "contrastive", "heads", "maps", "attention", "plain", "sweep")
+FAMILIES = (
+    "fused",
+    "multilabel",
+    "contrastive",
+    "heads",
+    "maps",
+    "attention",
+    "plain",
+    "llama",
+    "sweep",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from benchmarks import contrastive, fused, heads, maps, multilabel, plain, table
+from benchmarks import contrastive, fused, heads, llama, maps, multilabel, plain, table
 from benchmarks.driver import BACKWARD, FORWARD
 from benchmarks.record import OURS, Record
 
@@ -55,6 +55,16 @@ def _memory_of(label: str) -> Measure:
         return record.peak_bytes / other.peak_bytes
 
     return Measure(f"of the memory of {label}", value, _percent, is_time=False)
+
+
+def _memory_above(label: str) -> Measure:
+    def value(record: Record, case: Sequence[Record], _: bool) -> float | None:
+        other = _labelled(case, label)
+        if other is None or other.peak_bytes is None or record.peak_bytes is None:
+            return None
+        return record.peak_bytes - other.peak_bytes
+
+    return Measure(f"above the memory of {label}", value, table.data_size, is_time=False)
 
 
 def _error(*names: str) -> Measure:
@@ -235,9 +245,19 @@ def _heads(held: Held) -> list[Target]:
     return made + held(CPU, heads.TREES, "huffman", {TIME: 2000.0})
 
 
+def _llama(held: Held) -> list[Target]:
+    peers = f"liger-kernel {llama.LIGER_LOSS}", f"cut-cross-entropy {llama.CCE_LOSS}"
+    limits = {_times(peer): 1.0 for peer in peers} | {_memory_above(peer): 0.3e9 for peer in peers}
+    return [
+        target
+        for section in llama.SECTIONS
+        for target in held(CUDA, section, llama.SWAPPED, limits)
+    ]
+
+
 TARGETS = [
     target
-    for made in (_fused, _multilabel, _contrastive, _heads, _maps)
+    for made in (_fused, _multilabel, _contrastive, _heads, _maps, _llama)
     for target in made(_of(made.__name__.removeprefix("_")))
 ]
 

@@ -1,5 +1,7 @@
 """Each family: its reference is right, its methods are verified by it, its plan is whole."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from benchmarks import (
     fused,
     heads,
     heads_reference,
+    llama,
     maps,
     multilabel,
     plain,
@@ -24,7 +27,9 @@ from lastlayer import maps as our_maps
 from lastlayer.heads import AdaptiveSoftmax, HierarchicalSoftmax
 
 CPU = torch.device("cpu")
-FAMILIES = [module.FAMILY for module in (fused, multilabel, contrastive, heads, maps, plain, sweep)]
+FAMILIES = [
+    module.FAMILY for module in (fused, multilabel, contrastive, heads, maps, plain, llama, sweep)
+]
 PROBLEM, WORDS = Problem(20, 64, 3000, torch.float64, CPU), Problem(5, 8, 12, torch.float64, CPU)
 
 
@@ -327,6 +332,42 @@ def test_built_trees_have_all_classes(name):
 def test_a_tree_of_other_classes_is_found():
     work = heads.tree_work(lambda _: lambda counts: trees.balanced(len(counts) - 1), 9)
     assert work.errors(work.call(torch.ones(9)), ()) == {"sums": np.inf}
+
+
+def test_every_way_to_the_loss_of_a_model_shares_its_parameters_and_leaves_them_as_they_are():
+    (case,) = llama.FAMILY.cases(CPU, True)
+    model, _ = llama._trained(llama.PLAN["cpu", True][0][1]._replace(batch=1), case.dtype, CPU)
+    before = [each.detach().clone() for each in model.parameters()]
+    assert case.facts["parameters"] == sum(each.numel() for each in before if each.dim() == 2)
+    inputs = case.draw(CPU, 3)
+    for method in case.methods:
+        assert judged(case, method)["verified"]
+        assert case.work(method).call(*inputs) == {}
+    for each, was in zip(model.parameters(), before, strict=True):
+        assert each.grad is None
+        assert torch.equal(each, was)
+
+
+def test_a_wrong_loss_of_a_model_is_found():
+    shape = llama.PLAN["cpu", True][0][1]
+    case = llama._case(llama.EAGER, shape, CPU)
+    for wrong in (
+        lambda model: lambda tokens: 1.001 * llama._by_model(model)(tokens),
+        lambda model: lambda tokens: llama._by_model(model)(tokens.flip(0, 1)),
+    ):
+        load = partial(llama._work, shape, case.dtype, CPU, llama.EAGER, wrong)
+        method = Method("wrong", "torch", load, tolerances=case.methods[0].tolerances)
+        assert not judged(case, method)["verified"]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+def test_a_compiled_step_of_a_model_is_verified(monkeypatch):
+    # Inductor takes a CPU long.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    case = llama._case(llama.COMPILED, llama.PLAN["cpu", True][0][1], CPU)
+    assert [method.name for method in case.methods] == [llama.STOCK, llama.SWAPPED]
+    for method in case.methods:
+        assert judged(case, method)["verified"]
 
 
 @pytest.mark.gpu
