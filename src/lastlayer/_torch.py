@@ -6,7 +6,7 @@ the device; what autograd is doing. Everything of ``torch._C`` is here.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar
@@ -114,12 +114,17 @@ def as_numpy(tensor: Tensor) -> NDArray[Any]:
     return np.from_dlpack(_Exported(tensor))
 
 
-def without_modes() -> AbstractContextManager[object]:
-    """A context in which tensors are made for real, also while a program is being exported."""
-    if not torch._C._len_torch_dispatch_stack():
-        return nullcontext()
-    modes: AbstractContextManager[object] = torch.utils._python_dispatch._disable_current_modes()
-    return modes
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """A context in which tensors are real, also while a program is exported or transformed."""
+    with ExitStack() as stack:
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        if in_functorch():
+            # Imported with torch.func, which is active.
+            functorch: Any = sys.modules["torch._functorch.pyfunctorch"]
+            stack.enter_context(functorch.temporarily_clear_interpreter_stack())
+        yield
 
 
 def keeps_float32(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from tests.heads.every_head import EVERY_HEAD
 SCRIPT = Path(__file__).with_name("distributed_process.py")
 # Of each kind one, for what depends on the number of processes.
 SOME = "full", "sampled", "entmax", "adaptive", "char_cnn", "huffman", "two_level", "tail", "zlpr"
+AT_FOUR = "full", "sampled", "target", "sparsemax_labels"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
@@ -22,7 +23,7 @@ SOME = "full", "sampled", "entmax", "adaptive", "char_cnn", "huffman", "two_leve
 )
 def test_processes_compute_what_one_does(tmp_path, full):
     # Two of them load the shards of four.
-    wanted = {4: EVERY_HEAD, 2: EVERY_HEAD} if full else {4: SOME[:2], 2: SOME}
+    wanted = {4: EVERY_HEAD, 2: EVERY_HEAD} if full else {4: AT_FOUR, 2: SOME}
     for processes, names in wanted.items():
         meeting, shards = tmp_path / f"meeting of {processes}", tmp_path / "shards"
         run = subprocess.run(

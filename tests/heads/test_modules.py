@@ -5,9 +5,19 @@ import copy
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from lastlayer import heads, samplers
-from tests.heads.every_head import EVERY_HEAD, LABELS, N_CLASSES, SPARSE, WIDTH, batch, make
+from tests.heads.every_head import (
+    EVERY_HEAD,
+    LABELS,
+    N_CLASSES,
+    OWN_DRAWS,
+    SPARSE,
+    WIDTH,
+    batch,
+    make,
+)
 
 
 @pytest.fixture
@@ -195,14 +205,93 @@ def test_a_module_of_another_library_that_is_loaded_tensor_by_tensor(tmp_path):
         torch.testing.assert_close(other.topk(hidden, 3), one.topk(hidden, 3))
 
 
-def test_empty_weights_of_accelerate():
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("name", EVERY_HEAD)
+def test_empty_weights_are_trained_once_loaded(name):
     accelerate = pytest.importorskip("accelerate")
-    head, (hidden, target) = make("two_level"), batch("two_level", 4)
-    for include_buffers in (False, True):
-        with accelerate.init_empty_weights(include_buffers=include_buffers):
-            other = make("two_level")
-        other.load_state_dict(head.state_dict(), assign=True)
-        torch.testing.assert_close(other(hidden, target), head(hidden, target))
+    head, given = make(name), batch(name, 4)
+    state = copy.deepcopy(head.state_dict())
+    contexts = {
+        "parameters": accelerate.init_empty_weights(include_buffers=False),
+        "parameters and buffers": accelerate.init_empty_weights(include_buffers=True),
+        "all": torch.device("meta"),
+    }
+    trained(head, given)
+    for what, context in contexts.items():
+        with context:
+            other = make(name)
+        other.load_state_dict(copy.deepcopy(state), assign=True)
+        trained(other, given)
+        for key, value in head.state_dict().items():
+            torch.testing.assert_close(other.state_dict()[key], value, msg=f"{key}, empty {what}")
+
+
+def trained(head, given) -> None:
+    """Two steps: the second has other draws, and the state of the optimiser."""
+    optimiser = torch.optim.AdamW(head.parameters(), lr=0.1)
+    for _ in range(2):
+        optimiser.zero_grad()
+        head(*given).backward()
+        optimiser.step()
+
+
+def of_parameters(head, given):
+    """The loss as a function of the parameters, for torch.func."""
+    return lambda parameters, *rows: functional_call(head, parameters, rows or given)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("name", EVERY_HEAD)
+def test_a_gradient_by_torch_func(name):
+    one, other, given = make(name), make(name), batch(name, 5)
+    for _ in range(2):  # the second time with other draws
+        found = torch.func.grad(of_parameters(one, given))(dict(one.named_parameters()))
+        other.zero_grad()
+        other(*given).backward()
+        for key, each in other.named_parameters():
+            torch.testing.assert_close(found[key], each.grad)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("name", [n for n in EVERY_HEAD if n not in ("two_level", *OWN_DRAWS)])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_single_rows_by_vmap(name):
+    one, other, (hidden, target) = make(name), make(name), batch(name, 5)
+    parameters = {key: each.detach() for key, each in one.named_parameters()}
+
+    def loss_of_a_row(parameters, row, of_row):
+        return functional_call(one, parameters, (row[None], of_row[None]))
+
+    rows = torch.func.vmap(torch.func.grad(loss_of_a_row), (None, 0, 0))
+    found = rows(parameters, hidden, target)
+    other(hidden, target).backward()
+    for key, each in other.named_parameters():
+        torch.testing.assert_close(found[key].mean(0), each.grad)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("name", [n for n in EVERY_HEAD if n != "adaptive_importance"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_several_heads_at_once_by_vmap(name):
+    one, given = make(name), batch(name, 5)
+    several = {
+        key: torch.stack([each.detach(), 2 * each.detach()]) for key, each in one.named_parameters()
+    }
+    found = torch.func.vmap(of_parameters(make(name), given))(several)
+    for i in range(2):
+        expected = of_parameters(make(name), given)({key: each[i] for key, each in several.items()})
+        torch.testing.assert_close(found[i], expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own code
+def test_transforms_that_are_not_there_say_so():
+    head, given = make("full"), batch("full", 5)
+    loss, parameters = of_parameters(head, given), dict(head.named_parameters())
+    twice = torch.func.grad(lambda p: torch.func.grad(loss)(p)["weight"].square().sum())
+    with pytest.raises(RuntimeError, match="expected one derivative"):
+        twice(parameters)
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(lambda hidden: head(hidden, given[1]), given[:1], given[:1])
 
 
 @pytest.mark.thin(3)

@@ -136,3 +136,14 @@ def test_what_softmax_alone_can_do_is_refused():
             attend(torch.nn.Identity(), *given, None, **{option: torch.ones(())})
     with pytest.raises(ValueError, match="alpha"):
         register_attention("test_wrong", alpha=0.3)
+
+
+def test_continuous_batching_is_refused():
+    """As the docs say; where it works one day, they and this test change."""
+    register_attention("lastlayer_entmax")
+    asked = transformers.GenerationConfig(max_new_tokens=2, eos_token_id=2, pad_token_id=0)
+    how = transformers.ContinuousBatchingConfig(auto_switch_to_flash=False)
+    with pytest.raises(ValueError, match="lastlayer_entmax is not supported for continuous"):
+        model(attention="lastlayer_entmax").generate_batch(
+            [[3, 4, 5]], generation_config=asked, continuous_batching_config=how
+        )

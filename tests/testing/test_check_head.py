@@ -436,6 +436,38 @@ class AnyReduction(Minimal):
             self.reduction = before
 
 
+class WithoutResizableStorages(Minimal):
+    def log_prob(self, hidden, classes=None):
+        self.weight.detach().numpy()
+        return super().log_prob(hidden, classes)
+
+
+class _OldStyle(torch.autograd.Function):
+    """Without setup_context."""
+
+    @staticmethod
+    def forward(ctx, losses):
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class NotForTransforms(Minimal):
+    def forward(self, hidden, target):
+        return _OldStyle.apply(super().forward(hidden, target))
+
+
+class OnlyByItsOwnName(Minimal):
+    """FSDP2 makes another class of it."""
+
+    def log_probs(self, hidden):
+        if type(self).__name__ != "OnlyByItsOwnName":
+            raise RuntimeError("another class")
+        return super().log_probs(hidden)
+
+
 BROKEN = {
     Unnormalised: "probabilities sum to 1, scale 0.01: expected 1 within",
     NormalisedOverTheChosen: "log_prob(hidden, classes) is log_prob(hidden) at these classes",
@@ -479,6 +511,9 @@ BROKEN = {
     UnpacksItsTensorsTwice: "forward inside torch.utils.checkpoint(use_reentrant=False): raised",
     DrawsWithoutGradients: "a forward pass under no_grad does not draw from torch's generator",
     StepsWithoutGradients: "a forward pass under no_grad leaves rng_counter as it was",
+    WithoutResizableStorages: "storages stay resizable, as FSDP2 needs them; Tensor.numpy() ",
+    NotForTransforms: "torch.func.grad of functional_call gives the gradients of backward: raised",
+    OnlyByItsOwnName: "a head inside of fully_shard gives the same: raised RuntimeError: another",
     AnyReduction: "reduction='avg': a ValueError or TypeError that names the argument: nothing was",
 }
 

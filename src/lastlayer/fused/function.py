@@ -25,6 +25,7 @@ from lastlayer._torch import (
     gradient_sum_dtype,
     graph_is_kept,
     in_dtype,
+    in_functorch,
     is_eager,
     is_vmapped,
     refuse_second_derivatives,
@@ -193,6 +194,9 @@ def fused_loss(
     wanted = tuple([
         recording and each is not None and each.requires_grad for each in operands[:n]
     ])  # fmt: skip
+    if in_functorch():
+        first, _, *rest = _TransformedLoss.apply(engine, options, reduction, wanted, *operands)
+        return first, *rest[: engine.statistics(options)]
     if True not in wanted:
         result = engine.invoke(Call(operands, options, reduction, wanted))
         return result.loss, *result.statistics
@@ -242,23 +246,135 @@ class _FusedLoss(torch.autograd.Function):
             made = engine.differentiable(call, grad)
             if made is not None:
                 return _returned(made, wanted, dtypes, n)
-        factor: Tensor | None = grad
         # In place where nothing needs the pieces again: a second gradient of the weight may be
         # more than the device can hold.
         reusable = not compiling and not graph_is_kept()
-        if engine.recomputes(options, reduction):
-            left = [each for each in pieces if each is not None and each.numel()]
-            # The gradient of a sum of rows is one number for all of them, with a stride of 0.
-            upstream = None if grad is None else grad.contiguous()
-            result = engine.invoke(Call([*operands, *left], options, reduction, wanted, upstream))
-            factor, size, pieces, reusable = None, result.size, result.pieces, True
-        if size is not None:
-            factor = size if factor is None else factor * size
-        made = engine.finish(call, pieces, factor, reusable)
+        made = _gradients(engine, call, grad, size, pieces, reusable)
         return _returned(made, wanted, dtypes, n)
 
 
 _apply = apply_of(_FusedLoss)
+
+
+def _gradients(
+    engine: Engine,
+    call: Call,
+    grad: Tensor | None,
+    size: Tensor | None,
+    pieces: Sequence[Any],
+    reusable: bool,
+) -> Grads:
+    """The gradients of the operands, from what forward has left and the upstream gradient."""
+    factor = grad
+    if engine.recomputes(call.options, call.reduction):
+        left = [each for each in pieces if each is not None and each.numel()]
+        # The gradient of a sum of rows is one number for all of them, with a stride of 0.
+        upstream = None if grad is None else grad.contiguous()
+        again = call._replace(operands=[*call.operands, *left], upstream=upstream)
+        result = engine.invoke(again)
+        factor, size, pieces, reusable = None, result.size, result.pieces, True
+    if size is not None:
+        factor = size if factor is None else factor * size
+    return engine.finish(call, pieces, factor, reusable)
+
+
+class _TransformedLoss(torch.autograd.Function):
+    """:class:`_FusedLoss` for ``torch.func``: backward may use inputs and outputs alone.
+
+    Outputs are those of the registered operation. vmap is a loop.
+    """
+
+    @staticmethod
+    def forward(
+        engine: Engine,
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: tuple[bool, ...],
+        *operands: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        if engine.written is not None and operands[engine.written] is not None:
+            raise RuntimeError("weight_grad: expected None inside of torch.func, got a tensor")
+        return tuple(engine._flat(engine.invoke(Call(operands, options, reduction, wanted))))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        operands = inputs[4:]
+        ctx.given, ctx.n_operands = inputs[:4], len(operands)
+        ctx.save_for_backward(*operands, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        wanted: tuple[bool, ...] = ctx.given[3]
+        n: int = ctx.n_operands
+        if grad is None:
+            return (None,) * (4 + n)
+        made = iter(_TransformedGradients.apply(*ctx.given, n, grad, *ctx.saved_tensors))
+        gradients = [next(made) if needed else None for needed in wanted]
+        return *(None,) * 4, *gradients, *(None,) * (n - len(wanted))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _looped(_TransformedLoss, info.batch_size, in_dims, inputs)
+
+
+class _TransformedGradients(torch.autograd.Function):
+    """The backward pass of :class:`_TransformedLoss`: the gradients that are wanted."""
+
+    @staticmethod
+    def forward(
+        engine: Engine,
+        options: tuple[Any, ...],
+        reduction: str,
+        wanted: tuple[bool, ...],
+        n_operands: int,
+        grad: Tensor,
+        *saved: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        operands, outputs = saved[:n_operands], saved[n_operands:]
+        size, *pieces = [each if each is not None and each.numel() else None for each in outputs]
+        call = Call(operands, options, reduction, wanted)
+        left = pieces[engine.statistics(options) :]
+        made = _gradients(engine, call, grad, size, left, reusable=False)
+        return tuple([
+            torch.zeros_like(operand) if each is None else in_dtype(each, operand.dtype)
+            for each, operand, needed in zip(made, operands, wanted, strict=False)
+            if needed and operand is not None
+        ])  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        del output
+        ctx.engine = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise RuntimeError(
+            f"{ctx.engine.what}: expected one derivative inside of torch.func, got two; use "
+            f"{ctx.engine.instead}"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _looped(_TransformedGradients, info.batch_size, in_dims, inputs)
+
+
+def _looped(
+    function: type[torch.autograd.Function],
+    batch_size: int,
+    in_dims: tuple[Any, ...],
+    inputs: tuple[Any, ...],
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """What vmap makes of a function that takes one problem at a time."""
+    made = [
+        function.apply(*[
+            each.select(dim, i) if isinstance(dim, int) else each
+            for each, dim in zip(inputs, in_dims, strict=True)
+        ])
+        for i in range(batch_size)
+    ]  # fmt: skip
+    return tuple(map(torch.stack, zip(*made, strict=True))), (0,) * len(made[0])
 
 
 def _returned(

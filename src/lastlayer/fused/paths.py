@@ -24,6 +24,7 @@ from lastlayer._torch import (
     as_numpy,
     host_sync_allowed,
     is_eager,
+    is_functorch_wrapped,
     without_autocast,
 )
 from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss
@@ -224,7 +225,7 @@ class TreeTables:
 
 def _most(n: Tensor, bound: int) -> int:
     """The largest of the numbers, or what bounds them where the host would have to wait."""
-    if n.device.type != "cpu" or torch.compiler.is_compiling():
+    if n.device.type != "cpu" or torch.compiler.is_compiling() or is_functorch_wrapped(n):
         return bound
     return int(n.max()) if n.numel() else 0
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lastlayer._torch import accumulation_dtype, in_dtype, is_eager, is_exporting
+from lastlayer._torch import accumulation_dtype, in_dtype, in_functorch, is_eager, is_exporting
 
 # From some rows, what belongs to each of them, and the shared tensors, to one result per row.
 RowFunction = Callable[..., Tensor]
@@ -35,7 +35,8 @@ def in_chunks(
     if is_exporting():
         return function(rows, *per_row, *shared)
     learned = any(each is not None and each.requires_grad for each in (rows, *shared))
-    if not (learned and torch.is_grad_enabled()):
+    # Transforms of torch.func take the function apart themselves.
+    if not (learned and torch.is_grad_enabled()) or in_functorch():
         return _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])
     if torch.compiler.is_compiling():
         # A compiler sees no change in place; it only has to be told to recompute.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from lastlayer._torch import accumulation_dtype, is_exporting
+from lastlayer._torch import accumulation_dtype, in_functorch, is_exporting
 from lastlayer.kernels import LARGE, empty
 
 # Bytes of scores held at a time, by engine and device: those of "auto", and of "low".
@@ -380,6 +380,8 @@ def wide_scores(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``rows @ weight.T + bias`` in float32, or in float64 from float64; differentiable."""
     if rows.dtype in (torch.float32, torch.float64):
         return linear(rows, weight, bias)
+    if in_functorch():
+        return linear(rows.float(), weight.float(), None if bias is None else bias.float())
     scores: Tensor = _WideScores.apply(rows, weight, bias)
     return scores
 

@@ -18,6 +18,7 @@ from lastlayer._torch import (
     accumulation_dtype,
     host_sync_allowed,
     in_dtype,
+    in_functorch,
     is_eager,
     without_autocast,
 )
@@ -256,8 +257,8 @@ def _gathered(nodes: Nodes, values: Tensor, picked: Tensor, dtype: torch.dtype) 
     # torch's embedding has no second derivatives where nothing is picked.
     if values.dim() == 2 and values.dtype == dtype and (nodes.sparse or picked.numel()):
         return embedding(picked, values, sparse=nodes.sparse)
-    if not nodes.sparse and values.dtype == dtype:
-        return values[picked]
+    if in_functorch() or (not nodes.sparse and values.dtype == dtype):
+        return values[picked].to(dtype)
     made: Tensor = _GatheredRows.apply(values, picked, dtype, nodes.sparse)
     return made
 

@@ -10,8 +10,21 @@ from lastlayer._torch import (
     backward_id,
     checkpoint_passes,
     in_backward,
+    in_functorch,
+    is_functorch_wrapped,
     is_plain_step,
+    without_modes,
 )
+
+
+def count_step(rng_counter: Tensor) -> None:
+    """Move the counter (seed, step) of a head on, in place."""
+    if in_functorch() and not is_functorch_wrapped(rng_counter):
+        # A transform would refuse it; draws are counted whatever is done to the loss.
+        with without_modes():
+            rng_counter[1:].add_(1)
+    else:
+        rng_counter[1:].add_(1)
 
 
 @dataclass

@@ -8,13 +8,19 @@ from torch import Tensor
 
 from lastlayer import kernels
 from lastlayer._checks import check_positive, check_real, check_seed
-from lastlayer._torch import accumulation_dtype, host_sync_allowed, in_autocast_dtype, is_eager
+from lastlayer._torch import (
+    accumulation_dtype,
+    host_sync_allowed,
+    in_autocast_dtype,
+    in_functorch,
+    is_eager,
+)
 from lastlayer.fused import linear_cross_entropy, linear_statistics
 from lastlayer.fused.function import RowScale
 from lastlayer.heads.base import all_in_dtype
 from lastlayer.heads.linear import LinearHead, LinearOptions
 from lastlayer.heads.recipes import Recipe
-from lastlayer.heads.rng import RngSteps
+from lastlayer.heads.rng import RngSteps, count_step
 from lastlayer.kernels.rng import words
 
 
@@ -177,7 +183,7 @@ class SelfNormalized(LinearHead):
         factor = factor * row_weight
         # A row with a factor of 0 has no gradient, whatever is in it.
         counted = torch.where((factor != 0).unsqueeze(-1), rows, 0.0)
-        scores: Tensor = _TargetScores.apply(counted, self.weight, self.bias, present, factor)
+        scores = _target_scores(counted, self.weight, self.bias, present, factor)
         weight, bias = self._score_tensors(rows.dtype)
         of_chosen = row_weight[chosen] * times
         losses = self._weighted(rows[chosen], ids[chosen], weight, bias, of_chosen)
@@ -203,7 +209,7 @@ class SelfNormalized(LinearHead):
         rng_counter, counts = self._steps.counter(self.rng_counter)
         word: Tensor = words("auto", rng_counter.clone(), 1)[0, 0]
         if counts:
-            self.rng_counter[1:].add_(1)
+            count_step(self.rng_counter)
         start = word.double() * 2.0**-32
         places = (torch.arange(size, device=ids.device) + start) * (n / max(1, size))
         return places.long().clamp(max=max(0, n - 1))
@@ -230,8 +236,19 @@ class SelfNormalized(LinearHead):
         return head
 
 
-class _TargetScores(torch.autograd.Function):
+def _target_scores(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, factor: Tensor
+) -> Tensor:
     """``factor`` ``(n,)`` times the score of each row's target, in the dtype of ``factor``."""
+    if in_functorch():
+        scores = (rows.to(factor.dtype) * weight[target].to(factor.dtype)).sum(-1)
+        return factor * (scores if bias is None else scores + bias[target].to(factor.dtype))
+    made: Tensor = _TargetScores.apply(rows, weight, bias, target, factor)
+    return made
+
+
+class _TargetScores(torch.autograd.Function):
+    """:func:`_target_scores`, without a copy of the vectors of all targets."""
 
     @staticmethod
     def forward(

@@ -3,6 +3,7 @@
 import copy
 import math
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from lastlayer._torch import accumulation_dtype
+from lastlayer.heads import Head, prepare_ddp
 from lastlayer.testing.suite import INTEGERS, REDUCTIONS, Suite
 
 # How far probabilities in half precision may be from those of the same parameters in float64.
@@ -438,6 +441,93 @@ def a_checkpoint_changes_nothing(suite: HeadSuite) -> None:
         suite.same_gradients(rule, slopes, expected, hidden)
 
 
+def transforms_give_the_same_gradients(suite: HeadSuite) -> None:
+    head, target = suite.head(), suite.targets(4)
+    hidden = suite.hidden(4).requires_grad_()
+    loss = suite.loss(head, hidden, target)
+    expected = suite.gradients(head, loss, hidden)
+
+    def transformed(leaves: dict[str, Tensor]) -> Tensor:
+        hidden, parameters = leaves["hidden"], {n: leaves[n] for n in leaves if n != "hidden"}
+        made: Tensor = torch.func.functional_call(head, parameters, (hidden, target))
+        return made
+
+    rule = "torch.func.grad of functional_call gives the gradients of backward"
+    leaves = {name: each.detach() for name, each in suite.leaves(head, hidden).items()}
+    with suite.same_chance():
+        found, value = suite.runs(rule, hidden, torch.func.grad_and_value(transformed), leaves)
+    suite.close(rule, value, loss, suite.same, hidden)
+    suite.same_gradients(rule, {n: each.to_dense() for n, each in found.items()}, expected, hidden)
+
+
+def storages_stay_resizable(suite: HeadSuite) -> None:
+    head, hidden = suite.head(), suite.hidden(4).requires_grad_()
+    suite.loss(head, hidden, suite.targets(4)).backward()
+    for _, call in suite.calls(head).values():
+        call(hidden)
+    for name, each in suite.leaves(head, hidden).items():
+        rule = "storages stay resizable, as FSDP2 needs them; Tensor.numpy() forbids it for good"
+        suite.require(rule, each.untyped_storage().resizable(), f"{name} is not", hidden)
+
+
+def a_distributed_head_gives_the_same(suite: HeadSuite) -> None:
+    if suite.device.type != "cpu" or not dist.is_available() or not dist.is_gloo_available():
+        return
+    # Of row-sparse gradients FSDP2 has none, and DDP reduces none.
+    if dist.is_initialized() or getattr(suite.given, "sparse", False):
+        return
+    with warnings.catch_warnings():
+        # Of torch's own code.
+        warnings.simplefilter("ignore")
+        store = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            _compare_distributed(suite)
+        finally:
+            dist.destroy_process_group()
+
+
+def _compare_distributed(suite: HeadSuite) -> None:
+    """``head`` against itself inside of DDP and of FSDP2, of one process each."""
+    # Not in every torch.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    head, target, hidden = suite.head(), suite.targets(4), suite.hidden(4).requires_grad_()
+    loss = suite.loss(head, hidden, target)
+    expected = suite.gradients(head, loss, hidden)
+    log_prob = head.log_prob(hidden)
+
+    def ddp(head: Any) -> Any:
+        prepare_ddp(head)
+        return torch.nn.parallel.DistributedDataParallel(head)
+
+    def fsdp(head: Any) -> Any:
+        return fully_shard(head, mesh=init_device_mesh("cpu", (1,)))
+
+    for way, wrap in {"DistributedDataParallel": ddp, "fully_shard": fsdp}.items():
+        rule, own = f"a head inside of {way} gives the same", copy.deepcopy(head)
+        leaf = hidden.detach().requires_grad_()
+
+        def step(own: Any = own, leaf: Tensor = leaf, wrap: Any = wrap) -> Tensor:
+            with suite.same_chance():
+                made: Tensor = wrap(own)(leaf, target)
+            made.backward()
+            return made
+
+        made = suite.runs(rule, hidden, step)
+        suite.close(rule, made, loss, suite.same, hidden)
+        found: dict[str, Any] = {name: each.grad for name, each in suite.leaves(own, leaf).items()}
+        for name, each in found.items():
+            whole = each.full_tensor() if hasattr(each, "full_tensor") else each
+            found[name] = torch.zeros_like(expected[name]) if whole is None else whole.to_dense()
+        suite.same_gradients(rule, found, expected, hidden)
+        if isinstance(own, Head):
+            # Parameters are whole in these methods too.
+            again = suite.runs(rule, hidden, own.log_prob, hidden)
+            suite.close(f"{rule}: log_prob", again, log_prob, suite.same, hidden)
+
+
 def a_state_dict_is_all_it_takes(suite: HeadSuite) -> None:
     head, hidden = suite.head(), suite.hidden(4)
     other = _changed(suite, head)
@@ -724,7 +814,14 @@ _SAVING = (
 
 
 def others(
-    *, gradients: bool, log_prob_gradients: bool, checkpoint: bool, save: bool, compiles: bool
+    *,
+    gradients: bool,
+    log_prob_gradients: bool,
+    checkpoint: bool,
+    save: bool,
+    compiles: bool,
+    transforms: bool,
+    distributed: bool,
 ) -> list[Callable[[Any], None]]:
     """The other rules of this module, but for autocast, where they are asked for."""
     return [
@@ -742,6 +839,9 @@ def others(
         a_state_dict_is_all_it_takes,
         a_head_that_was_on_meta_is_whole_once_loaded,
         a_copy_stands_alone,
+        storages_stay_resizable,
+        *([transforms_give_the_same_gradients] if transforms else []),
+        *([a_distributed_head_gives_the_same] if distributed else []),
         *(_SAVING if save else ()),
         hidden_classes_and_k_are_checked,
         other_reductions_are_refused,

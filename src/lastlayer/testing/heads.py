@@ -35,6 +35,8 @@ def check_head(
     compile: str | Literal[False] = "aot_eager",  # noqa: A002 — reads well in a call
     autocast: bool = True,
     checkpoint: bool = True,
+    transforms: bool = True,
+    distributed: bool = True,
     device: str | torch.device = "cpu",
     seed: int | None = None,
 ) -> None:
@@ -50,8 +52,9 @@ def check_head(
     gets a gradient; backward can be repeated with ``retain_graph=True``, and notices parameters
     that were changed in place; a forward pass under ``no_grad`` changes nothing; ``state_dict`` and
     ``deepcopy`` keep everything; a head that was moved to the meta device, or made there, is whole
-    once its state is loaded, after ``to_empty``, with ``assign=True`` or tensor by tensor; in eval
-    mode nothing is left to chance; bad input is refused with an error that names the argument.
+    once its state is loaded, after ``to_empty``, with ``assign=True`` or tensor by tensor; storages
+    stay resizable; in eval mode nothing is left to chance; bad input is refused with an error that
+    names the argument.
 
     Args:
         head: the module, which is copied and left alone, or a function that makes one. It has
@@ -67,6 +70,10 @@ def check_head(
             for a module that is no ``Head``.
         checkpoint: the head works inside ``torch.utils.checkpoint`` with ``use_reentrant=False``.
             False where a forward pass changes what the next one computes.
+        transforms: ``torch.func.grad`` of ``functional_call`` gives the gradients of backward.
+        distributed: the head gives the same inside of ``DistributedDataParallel`` and
+            ``fully_shard``, in a group of one process that is made for it on a CPU; nothing is
+            checked where a process group exists, or torch has no gloo.
         dtypes: what the head accepts; without float64 gradients are not checked.
         compile: the backend of ``torch.compile``, as for :func:`check_map`; or False. With it
             ``torch.export`` of ``log_prob`` and ``topk`` is checked as well, with a dynamic batch.
@@ -94,7 +101,8 @@ def check_head(
     exact = torch.float64 in dtypes
     others = rules.others(
         gradients=gradients and exact, log_prob_gradients=log_prob_gradients and exact,
-        checkpoint=checkpoint, save=save, compiles=bool(compile),
+        checkpoint=checkpoint, save=save, compiles=bool(compile), transforms=transforms,
+        distributed=distributed,
     )  # fmt: skip
     suite.hold(
         *rules.FORM,

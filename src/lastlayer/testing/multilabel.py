@@ -173,7 +173,7 @@ def check_multilabel_head(
     exact = gradients and torch.float64 in dtypes
     others = head_rules.others(
         gradients=exact, log_prob_gradients=exact, checkpoint=True, save=save,
-        compiles=bool(compile),
+        compiles=bool(compile), transforms=True, distributed=True,
     )  # fmt: skip
     suite.hold(
         *head_rules.FORM,

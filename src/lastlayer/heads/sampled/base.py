@@ -12,7 +12,7 @@ from lastlayer._torch import in_autocast_dtype, is_plain_step
 from lastlayer.fused import linear_cross_entropy
 from lastlayer.fused.sampled import Correction, Rule, drawn_loss, kernels_draw, sampled_loss
 from lastlayer.heads.linear import LinearHead
-from lastlayer.heads.rng import RngSteps
+from lastlayer.heads.rng import RngSteps, count_step
 from lastlayer.heads.sampled.audit import Audit, Explanation, audit, explain
 from lastlayer.heads.self_normalized import temperature_of
 from lastlayer.samplers import Sampler, fork
@@ -244,7 +244,7 @@ class SampledHead(ComparedHead):
         loss = self._loss_of_step(rows, target, rng_counter, *given)
         if counts:
             # Once all is drawn; on the device, so that nothing waits for it.
-            own[1:].add_(1)
+            count_step(own)
         return loss
 
     def _correction(self) -> Correction | None:
