@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     option = add("snli", _snli, "train softmax and sparse attention side by side on SNLI")
     option("data", type=Path, help="folder with snli/")
     option("--device", default="cpu", help="auto (a GPU if there is one), cpu, cuda")
-    option("--seeds", type=int, default=4, help="runs of each (4)")
+    option("--seeds", type=int, default=3, help="runs of each (3)")
     option("--lr", type=float, default=1e-3, help="learning rate of Adam (0.001)")
     option("--json", type=Path, required=True, metavar="FILE", help="of the runs; gone on with")
     option("--commit", help="of the source, where git cannot say")
@@ -140,10 +140,11 @@ def _check_file(option: str, path: Path | None) -> None:
 
 
 def _page(_: argparse.Namespace) -> int:
-    from benchmarks import page, study, vectors
+    from benchmarks import page, snli, study, vectors
 
     written = [*page.write(RESULTS), *study.write_page(RESULTS / "study", DOCS)]
     written += vectors.write_page(RESULTS, DOCS)
+    written += snli.write_page(RESULTS / "study", DOCS)
     print("\n".join(f"wrote {path}" for path in written))
     return 0
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,13 +26,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks import record
+from benchmarks.plot import OURS_COLOURS
 from benchmarks.table import Grid, console
 from lastlayer import vectors
-from lastlayer.attention import AttentionPooling
-from lastlayer.lab.statistics import estimate
+from lastlayer.attention import AttentionPooling, plot_attention
+from lastlayer.lab.statistics import LEVEL, estimate, holm, p_values
 
 if TYPE_CHECKING:
-    pass
+    from matplotlib.figure import Figure
 
 LABELS = ("entailment", "neutral", "contradiction")
 FILES = ("subset_train.tsv.gz", "dev.jsonl.gz", "test.txt.gz")
@@ -88,9 +90,9 @@ METHODS = {
     "hypothesis": Method("hypothesis alone", reads_premise=False),
     "last": Method("no attention (last state)"),
     "softmax": Method("softmax", 1.0),
-    "entmax": Method("entmax, α = 1.5", 1.5),
+    "entmax": Method("entmax 1.5", 1.5),
     "sparsemax": Method("sparsemax", 2.0),
-    "learned": Method("entmax, α learned from 1.5", 1.5, learn_alpha=True),
+    "learned": Method("entmax, learned α", 1.5, learn_alpha=True),
 }
 
 
@@ -206,19 +208,16 @@ def read(folder: Path) -> dict[str, list[Text]]:
         if not (folder / "snli" / name).is_file():
             raise ValueError(f"data: expected a folder with snli/{name}, got '{folder}'")
     train, dev, test = (_lines(folder / "snli" / name) for name in FILES)
-    rows = {
-        "train": [
-            (row[2], row[3], (1, 2, 0)[int(row[0]) - 1]) for row in (x.split("\t") for x in train)
-        ],
-        "dev": [
-            (row["premise"], row["hypothesis"], LABELS.index(row["label"]))
-            for row in map(json.loads, dev)
-        ],
-        "test": [(*row[:2], int(row[2])) for row in (x.split("\t") for x in test)],
-    }
+    by_tabs = [line.split("\t") for line in train], [line.split("\t") for line in test]
+    parsed = [json.loads(line) for line in dev]
     return {
-        part: [Text(words(premise), words(hypothesis), label) for premise, hypothesis, label in x]
-        for part, x in rows.items()
+        # Their 1, 2 and 3 are neutral, contradiction and entailment.
+        "train": [Text(words(x[2]), words(x[3]), int(x[0]) % len(LABELS)) for x in by_tabs[0]],
+        "dev": [
+            Text(words(x["premise"]), words(x["hypothesis"]), LABELS.index(x["label"]))
+            for x in parsed
+        ],
+        "test": [Text(words(x[0]), words(x[1]), int(x[2])) for x in by_tabs[1]],
     }
 
 
@@ -300,13 +299,23 @@ def focus(weights: Tensor, premise: Tensor) -> dict[str, Tensor]:
     Returns:
         Of each premise ``kept``, the share of its words with a weight above 0; ``most``, the
         smallest share of its words that has 95% of the weight; ``place``, the mean place by weight,
-        0 for the first word and 1 for the last, where even weights have 0.5.
+        0 for the first word and 1 for the last, where even weights have 0.5; ``moved``, the share
+        of the weight that is elsewhere for the hypothesis of the row before (NaN where that has
+        another premise).
     """
     n = (premise != PADDING).sum(1)
     sums = weights.double().sort(1, descending=True).values.cumsum(1)
     few = (sums < MOST).sum(1) + 1
     at = torch.arange(weights.shape[1], device=weights.device) / (n - 1).clamp(min=1).unsqueeze(1)
-    return {"kept": (weights > 0).sum(1) / n, "most": few / n, "place": (weights * at).sum(1)}
+    moved = (weights - weights.roll(1, 0)).abs().sum(1) / 2
+    other = (premise != premise.roll(1, 0)).any(1)
+    other[:1] = True
+    return {
+        "kept": (weights > 0).sum(1) / n,
+        "most": few / n,
+        "place": (weights * at).sum(1),
+        "moved": moved.masked_fill(other, float("nan")),
+    }
 
 
 def measure(model: Reader, pairs: Pairs, device: torch.device) -> dict[str, dict[str, float]]:
@@ -323,13 +332,17 @@ def measure(model: Reader, pairs: Pairs, device: torch.device) -> dict[str, dict
     groups = {"all": pairs.label >= 0}
     groups |= {label: pairs.label == i for i, label in enumerate(LABELS)}
     return {
-        name: {group: _mean(value[rows]) for group, rows in groups.items() if rows.any()}
+        name: {
+            group: _mean(value[rows])
+            for group, rows in groups.items()
+            if not value[rows].isnan().all()
+        }
         for name, value in values.items()
     }
 
 
 def _mean(values: Tensor) -> float:
-    return float(values.double().mean())
+    return float(values.double().nanmean())
 
 
 def shown(texts: Sequence[Text]) -> list[Text]:
@@ -430,19 +443,19 @@ def grids(runs: Sequence[Mapping[str, Any]]) -> list[Grid]:
             second.append([
                 METHODS[name].title,
                 *(_shown(_values(mine, key, x), 1, interval=False)
-                  for key in ("accuracy", "kept", "most") for x in LABELS),
+                  for key in ("accuracy", "kept") for x in LABELS),
             ])  # fmt: skip
     return [
         Grid("SNLI: percent, means over seeds and 95% confidence intervals",
              ["premise by", "dev", "test", "test minus softmax", *_FOCUS.values()], first),
-        Grid("SNLI by label: percent, means over seeds", [
-            "premise by", *(f"{key}: {x}" for key in ("accuracy", "weight > 0", "95% of weight")
-                            for x in LABELS)], second),
+        Grid("SNLI by label: percent, means over seeds",
+             ["premise by", *(f"{key}: {x}" for key in ("accuracy", "weight > 0") for x in LABELS)],
+             second),
     ]  # fmt: skip
 
 
 _FOCUS = {"kept": "words with weight > 0", "most": "words with 95% of the weight",
-          "place": "mean place"}  # fmt: skip
+          "place": "mean place", "moved": "moved by the hypothesis"}  # fmt: skip
 
 
 def _by_method(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str, Any]]]:
@@ -463,3 +476,150 @@ def _shown(values: Sequence[float], digits: int, sign: str = "", interval: bool 
     if interval and made.high is not None:
         text += f" ± {100 * (made.high - made.mean):.{digits}f}"
     return text
+
+
+def render(kept: Path) -> str:
+    """The part of docs/attention.md that is made from what was kept."""
+    path = kept / "snli.json"
+    if not path.is_file():
+        return "No measurements have been recorded yet.\n"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    runs, data, settings = found["runs"], found["data"], found["settings"]
+    accuracy, by_label = grids(runs)
+    last = runs[-1]["environment"]
+    seeds = len({each["seed"] for each in runs})
+    commits = ", ".join(dict.fromkeys(str(each["environment"]["commit"]) for each in runs))
+    about = (
+        f"{data['train']:,} training, {data['dev']:,} dev and {data['test']:,} test pairs, "
+        f"{data['words']:,} words; width {settings['width']}, batch size {settings['batch']}, Adam "
+        f"at {settings['lr']:g}, the best of {settings['epochs']} epochs by dev accuracy, {seeds} "
+        f"seeds; {last['device']}, torch {last['torch']}, "
+        f"{sum(each['cpu_seconds'] for each in runs) / 60:.0f} minutes of one core for all "
+        f"{len(runs)} runs; at {commits}."
+    )
+    remarks = kept / "snli.md"
+    parts = [
+        accuracy.markdown(), _NOTE, about, _verdict(runs), f"![{_CAPTION}](pictures/{PICTURE})",
+        "By label:", by_label.markdown(), f"![{_WORDS_CAPTION}](pictures/{WORDS_PICTURE})",
+        f"{_WORDS_CAPTION}. {_WORDS_NOTE}",
+        *([remarks.read_text(encoding="utf-8").strip()] if remarks.is_file() else []),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+_NOTE = """\
+In percent: means over seeds ± half of their 95% confidence interval. *Test minus softmax* is paired
+by seed. The other columns are means over test pairs: the share of premise words with a weight above
+0; the smallest share that has 95% of the weight; where the weight is (0 the first word, 100 the
+last, even weights 50); and how much of it goes to other words for another hypothesis of the same
+premise."""
+_CAPTION = "Test accuracy of each seed, and the share of premise words that are looked at"
+_WORDS_CAPTION = "Weights of premise words under softmax, entmax and sparsemax"
+_WORDS_NOTE = """\
+Two premises with a hypothesis of each label, first seed. A grey 0 is a weight of exactly zero, .00
+one that rounds to it. The pairs were not picked by hand: they are the first of the test set with 8
+to 12 premise words and all three labels. The label that each model chose is behind its name where
+it is wrong."""
+
+
+def _verdict(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Which methods differ from softmax by more than seeds do."""
+    found = _by_method(runs)
+    names = list(found)
+    accuracy = [{s: x["test"]["accuracy"]["all"] for s, x in found[m].items()} for m in names]
+    pairs = p_values(accuracy, log=False)
+    others = [name for name in names if name != "softmax"]
+    at = names.index("softmax")
+    ps = [pairs[min(at, i), max(at, i)] for i in (names.index(name) for name in others)]
+    adjusted = dict(zip(others, holm(ps), strict=True))
+    told = [f"{METHODS[m].title} (p = {p:.2g})" for m, p in adjusted.items() if p < LEVEL]
+    level = "; ".join(METHODS[m].title for m, p in adjusted.items() if p >= LEVEL)
+    return (
+        f"Significantly different from softmax by paired t-tests over {len(accuracy[at])} seeds "
+        f"with Holm's "
+        f"correction: {'; '.join(told) or 'none'}. Not significantly different: {level or 'none'}."
+    )
+
+
+def write_page(kept: Path, docs: Path) -> list[Path]:
+    """The part of docs/attention.md and its pictures, from the file that :func:`run` wrote."""
+    page = docs / PAGE
+    page.write_text(render(kept), encoding="utf-8")
+    if not (kept / "snli.json").is_file():
+        return [page]
+    found = json.loads((kept / "snli.json").read_text(encoding="utf-8"))
+    pictures = docs / "pictures"
+    for name, figure in ((PICTURE, _chart(found)), (WORDS_PICTURE, _words_chart(found))):
+        figure.savefig(pictures / name, format="png", metadata={"Software": None})
+    return [pictures / PICTURE, pictures / WORDS_PICTURE, page]
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _chart(found: Mapping[str, Any]) -> "Figure":
+    """Accuracy of each seed beside the shares of words."""
+    methods = _by_method(found["runs"])
+    names = list(methods)
+    figure = _figure(9.5, 0.45 * len(names) + 0.9)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for row, name in enumerate(names):
+        values = [100 * x for x in _values(methods[name], "accuracy")]
+        left.plot(values, [row] * len(values), "o", color=OURS_COLOURS[0], alpha=0.45, ms=5)
+        made = estimate(values)
+        if made is not None:
+            left.plot([made.mean] * 2, [row - 0.3, row + 0.3], color="black", lw=1.5)
+        if METHODS[name].alpha is None:
+            continue
+        for shift, key in ((-0.2, "kept"), (0.2, "most")):
+            share = 100 * sum(_values(methods[name], key)) / len(values)
+            colour = OURS_COLOURS[0 if key == "kept" else 3]
+            label = _FOCUS[key] if name == "softmax" else None
+            right.barh(row + shift, share, height=0.36, color=colour, label=label)
+            right.text(share + 1, row + shift, f"{share:.0f}%", va="center", fontsize=7)
+    left.set_yticks(range(len(names)), [METHODS[name].title for name in names], fontsize=8)
+    left.set_ylim(len(names) - 0.5, -0.5)
+    left.set_xlabel("test accuracy, %: seeds, and their mean", fontsize=8)
+    right.set_xlabel("share of premise words, %", fontsize=8)
+    right.set_xlim(0, 112)
+    right.legend(fontsize=7, frameon=False, loc="upper left")
+    for panel in (left, right):
+        panel.grid(visible=True, axis="x", alpha=0.3)
+        panel.tick_params(labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _words_chart(found: Mapping[str, Any]) -> "Figure":
+    """A column of panels for each premise, a panel for each of its hypotheses."""
+    maps = ("softmax", "entmax", "sparsemax")
+    first = [x for x in found["runs"] if x["seed"] == 1 and x["method"] in maps]
+    examples = found["examples"]
+    n_columns = len(examples) // len(LABELS)
+    figure = _figure(5.6 * n_columns, 6.4)
+    panels = figure.subplots(len(LABELS), n_columns, squeeze=False)
+    for i, example in enumerate(examples):
+        row, premise = i % len(LABELS), example["premise"]
+        panel = panels[row, i // len(LABELS)]
+        told = [
+            METHODS[x["method"]].title
+            + ("" if x["predicted"][i] == example["label"] else f" ({LABELS[x['predicted'][i]]})")
+            for x in first
+        ]
+        weights = torch.tensor([x["weights"][i] for x in first])
+        plot_attention(
+            weights, told, premise if row + 1 == len(LABELS) else [""] * len(premise), panel
+        )
+        for at in (weights == 0).nonzero().tolist():
+            panel.text(*reversed(at), "0", ha="center", va="center", fontsize=7, color="#AAAAAA")
+        title = f"{LABELS[example['label']]}: {' '.join(example['hypothesis'])}"
+        panel.set_title("\n".join(wrap(title, 60)), loc="left", fontsize=8.5)
+        panel.tick_params(length=0, labelsize=8)
+        panel.spines[:].set_color("#CCCCCC")
+    return figure
