@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--lr", type=float, default=1e-3, help="learning rate of Adam (0.001)")
     option("--json", type=Path, required=True, metavar="FILE", help="of the runs; gone on with")
     option("--commit", help="of the source, where git cannot say")
-    add("page", _page, "make docs/performance.md and docs/study.md from what was recorded")
+    add("page", _page, "make pages of docs/ and their pictures from what was recorded")
     option = add("structure", _structure, "figures of simplicity and host time")
     option("--json", type=Path, metavar="FILE", help="append them as a JSON line")
     option("--markdown", action="store_true", help="print a Markdown table")

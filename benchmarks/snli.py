@@ -532,12 +532,16 @@ def _verdict(runs: Sequence[Mapping[str, Any]]) -> str:
     at = names.index("softmax")
     ps = [pairs[min(at, i), max(at, i)] for i in (names.index(name) for name in others)]
     adjusted = dict(zip(others, holm(ps), strict=True))
-    told = [f"{METHODS[m].title} (p = {p:.2g})" for m, p in adjusted.items() if p < LEVEL]
+    told = [
+        f"{METHODS[m].title} (p {'< 0.001' if p < 0.001 else f'= {p:.2g}'})"
+        for m, p in adjusted.items()
+        if p < LEVEL
+    ]
     level = "; ".join(METHODS[m].title for m, p in adjusted.items() if p >= LEVEL)
     return (
-        f"Significantly different from softmax by paired t-tests over {len(accuracy[at])} seeds "
-        f"with Holm's "
-        f"correction: {'; '.join(told) or 'none'}. Not significantly different: {level or 'none'}."
+        f"Significantly different from softmax: {'; '.join(told) or 'none'}. Not significantly "
+        f"different: {level or 'none'}. By paired t-tests over {len(accuracy[at])} seeds, their "
+        "variance pooled over all pairs of rows, with Holm's correction."
     )
 
 
