@@ -61,7 +61,14 @@ def _parser() -> argparse.ArgumentParser:
     option("--seeds", type=int, default=3, help="runs of each (3)")
     option("--json", type=Path, metavar="FILE", help="append a JSON line per case")
     option("--commit", help="of the source, where git cannot say")
-    add("page", _page, "make docs/performance.md and docs/study.md from what was recorded")
+    option = add("snli", _snli, "train softmax and sparse attention side by side on SNLI")
+    option("data", type=Path, help="folder with snli/")
+    option("--device", default="cpu", help="auto (a GPU if there is one), cpu, cuda")
+    option("--seeds", type=int, default=3, help="runs of each (3)")
+    option("--lr", type=float, default=1e-3, help="learning rate of Adam (0.001)")
+    option("--json", type=Path, required=True, metavar="FILE", help="of the runs; gone on with")
+    option("--commit", help="of the source, where git cannot say")
+    add("page", _page, "make pages of docs/ and their pictures from what was recorded")
     option = add("structure", _structure, "figures of simplicity and host time")
     option("--json", type=Path, metavar="FILE", help="append them as a JSON line")
     option("--markdown", action="store_true", help="print a Markdown table")
@@ -133,10 +140,11 @@ def _check_file(option: str, path: Path | None) -> None:
 
 
 def _page(_: argparse.Namespace) -> int:
-    from benchmarks import page, study, vectors
+    from benchmarks import page, snli, study, vectors
 
     written = [*page.write(RESULTS), *study.write_page(RESULTS / "study", DOCS)]
     written += vectors.write_page(RESULTS, DOCS)
+    written += snli.write_page(RESULTS / "study", DOCS)
     print("\n".join(f"wrote {path}" for path in written))
     return 0
 
@@ -164,6 +172,20 @@ def _vectors(options: argparse.Namespace) -> int:
     return vectors.run(
         options.data, only=options.only, quick=options.quick, threads=options.threads,
         seeds=options.seeds, json_path=options.json, commit=options.commit,
+    )  # fmt: skip
+
+
+def _snli(options: argparse.Namespace) -> int:
+    from benchmarks import snli
+
+    _check_file("--json", options.json)
+    if options.seeds < 1:
+        raise ValueError(f"--seeds: expected at least 1, got {options.seeds}")
+    if not options.lr > 0:
+        raise ValueError(f"--lr: expected more than 0, got {options.lr}")
+    return snli.run(
+        options.data, options.json, seeds=options.seeds, settings=snli.Settings(lr=options.lr),
+        device=_device(options.device), commit=options.commit,
     )  # fmt: skip
 
 

@@ -151,6 +151,13 @@ def test_pooling(n_queries, learn):
     assert not out[2].any()
     out.sum().backward()
     assert all(each.grad is not None for each in pool.parameters())
+    found = pool.weights(hidden, mask)
+    assert found.counts.shape == ((3, n_queries) if n_queries > 1 else (3,))
+    assert torch.equal(found.counts, (found.values > 0).sum(-1))
+    assert not found.counts[2].any()
+    # Padding has weight 0, so that any place will do for it.
+    seen = [each[keys.clamp(min=0)] for each, keys in zip(hidden, found.keys, strict=True)]
+    torch.testing.assert_close((found.values.unsqueeze(-1) * torch.stack(seen)).sum(-2), out)
     hidden[0, 4:] = 7.0
     torch.testing.assert_close(pool(hidden, mask), out)
 

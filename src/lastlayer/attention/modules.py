@@ -8,7 +8,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from lastlayer._checks import check_alpha, check_int
-from lastlayer.attention.functional import sparse_attention
+from lastlayer.attention.functional import (
+    AttentionWeights,
+    attention_weights,
+    sparse_attention,
+)
 from lastlayer.maps.entmax import entmax
 
 
@@ -233,16 +237,39 @@ class AttentionPooling(nn.Module):
         Returns:
             ``(batch, in_features)``, or ``(batch, n_queries, in_features)``.
         """
-        keys = torch.tanh(self.key(hidden)).unsqueeze(1)
-        query = self.query[:, None].expand(len(hidden), -1, -1, -1)
-        if mask is not None:
-            mask = mask[:, None, None]
         # All queries read the same keys and values.
         out = sparse_attention(
-            query, keys, hidden.unsqueeze(1), alpha=self.alpha(), attn_mask=mask, scale=1.0,
-            enable_gqa=True,
-        ).squeeze(2)  # fmt: skip
+            *self._query_and_key(hidden), hidden.unsqueeze(1), **self._options(mask)
+        ).squeeze(2)
         return out if self.n_queries > 1 else out.squeeze(1)
+
+    def weights(self, hidden: Tensor, mask: Tensor | None = None) -> AttentionWeights:
+        """The weights of :meth:`forward` that are not zero, to look at; without gradients.
+
+        Returns:
+            ``values`` and ``keys`` (places of the sequence) of shape ``(batch, k)`` by falling
+            weight and ``counts`` of shape ``(batch,)``; ``(batch, n_queries, k)`` and
+            ``(batch, n_queries)`` with more than one query.
+
+        Example:
+            >>> pool = AttentionPooling(16, alpha=2.0)
+            >>> found = pool.weights(torch.randn(3, 20, 16))
+            >>> bool((found.counts == (found.values > 0).sum(-1)).all())
+            True
+        """
+        with torch.no_grad():
+            found = attention_weights(*self._query_and_key(hidden), **self._options(mask))
+        values, keys, counts = found.values.squeeze(2), found.keys.squeeze(2), found.counts
+        made = values, keys, counts.squeeze(2)
+        return AttentionWeights(*(made if self.n_queries > 1 else (x.squeeze(1) for x in made)))
+
+    def _query_and_key(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        query = self.query[:, None].expand(len(hidden), -1, -1, -1)
+        return query, torch.tanh(self.key(hidden)).unsqueeze(1)
+
+    def _options(self, mask: Tensor | None) -> dict[str, Any]:
+        mask = mask if mask is None else mask[:, None, None]
+        return {"alpha": self.alpha(), "attn_mask": mask, "scale": 1.0, "enable_gqa": True}
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, n_queries={self.n_queries}"
