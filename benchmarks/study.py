@@ -97,7 +97,7 @@ STUDIES = {
     "wikitext2": Study(
         "wikitext2", "A language model: WikiText-2", "33,278 words, two million tokens.",
         CompareOptions(
-            heads=_NORMALISED, task="lm", budget="6epochs", batch=128, length=32, width=128)),
+            heads=_NORMALISED, task="lm", budget="6epochs", batch=256, length=32, width=128)),
     "cooking-first-tag": Study(
         "cooking-first-tag.txt", "One class of many: the first tag of a question",
         "15,404 titles of questions about cooking; the class is the first tag, one of 533.",

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import as_numpy, autocast_dtype, values_are_checked
+from lastlayer._torch import as_numpy, autocast_dtype, is_exporting, values_are_checked
 
 REDUCTIONS = ("mean", "sum", "none")
 # What the kernels take: torch counts float8 as floating too, but has hardly an operation for it.
@@ -330,7 +330,7 @@ def _checked_ids(
     if like is not None and ids.device != like.device:
         check_device(name, ids, like, of)
     given: Tensor = ids if ids.dtype == torch.int64 else ids.long()
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() and not is_exporting():
         if given.device.type == "cpu":
             given = torch.ops.lastlayer.checked_ids(given, name, n_classes, ignore_index)
         return given, False

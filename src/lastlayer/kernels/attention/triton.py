@@ -1,5 +1,6 @@
 """Attention with entmax weights in Triton: blocks of keys that nobody looks at are passed over."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,56 +42,91 @@ class Tiles(NamedTuple):
 
     rows: int
     columns: int
-    solve: tuple[int, int] = (4, 3)
+    solve: tuple[int, int] = (4, 2)
     attend: tuple[int, int] = (4, 3)
     of_query: tuple[int, int] = (4, 3)
-    of_key: tuple[int, int] = (4, 2)
+    of_key: tuple[int, int] = (4, 3)
 
 
 # By the larger size of a head.
-_TILES = {64: Tiles(64, 64), 128: Tiles(64, 64), 256: Tiles(64, 32)}
+_TILES = {
+    64: Tiles(64, 64),
+    128: Tiles(128, 64, (8, 2), (8, 3), (8, 3), (8, 2)),
+    256: Tiles(64, 32, (4, 2), (4, 2), (4, 2), (4, 2)),
+}
 _TILES_FLOAT32 = Tiles(32, 32, (4, 2), (4, 2), (4, 2), (4, 2))
 
 
-def _tiles(p: Problem) -> tuple[Tiles, int, int]:
-    """Of a problem, and the sizes that heads are padded to."""
-    depth, wide = (max(16, next_power_of_2(each.shape[-1])) for each in (p.query, p.value))
-    if p.query.dtype == torch.float32:
-        return _TILES_FLOAT32, depth, wide
-    return _TILES[max(64, depth, wide)], depth, wide
+class _Plan(NamedTuple):
+    """How a problem is launched: its kind, its tiles, how near sums must come, constants."""
+
+    kind: int
+    tiles: Tiles
+    near: float
+    solve: dict[str, int]
+    attend: dict[str, int]
+    of_query: dict[str, int]
+    of_key: dict[str, int]
 
 
-def _kind(p: Problem) -> int:
-    return 0 if p.head_alpha is not None else kind_of(p.alpha)
+@functools.cache
+def _planned(kind: int, mask: int, dtype: torch.dtype, depth: int, wide: int) -> _Plan:
+    padded, padded_wide = (max(16, next_power_of_2(each)) for each in (depth, wide))
+    half = dtype != torch.float32
+    tiles = _TILES[max(64, padded, padded_wide)] if half else _TILES_FLOAT32
+    shared = dict(
+        ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=padded, WIDE=padded_wide,
+        EVEN=padded == depth and padded_wide == wide, MASK=mask, KIND=kind,
+        # Other kinds end loops by ../entmax/threshold.py, which says why.
+        enable_fp_fusion=kind in (1, 2),
+    )  # fmt: skip
+    settings = (shared | dict(num_warps=warps, num_stages=stages) for warps, stages in tiles[2:])
+    return _Plan(kind, tiles, _NEAR.get((kind, half), 0.0), *settings)
+
+
+def _plan(p: Problem) -> _Plan:
+    kind = 0 if p.head_alpha is not None else kind_of(p.alpha)
+    mask = 0 if p.mask is None else 1 if p.mask.dtype == torch.bool else 2
+    return _planned(kind, mask, p.query.dtype, p.query.shape[3], p.value.shape[3])
 
 
 def kept_shapes(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of the numbers and the blocks of :class:`Kept`."""
-    tiles, _, _ = _tiles(p)
+    plan = _plan(p)
     batch, heads, n, _ = p.query.shape
-    blocks = cdiv(n, tiles.rows), cdiv(max(1, p.key.shape[2]), tiles.columns)
-    return (1 if _kind(p) in (1, 2) else 4, batch, heads, n), (batch, heads, *blocks)
+    blocks = cdiv(n, plan.tiles.rows), cdiv(max(1, p.key.shape[2]), plan.tiles.columns)
+    return (1 if plan.kind in (1, 2) else 4, batch, heads, n), (batch, heads, *blocks)
+
+
+def _lists(blocks: Tensor, more: int = 0) -> Tensor:
+    """Memory for numbers of blocks, as many as there are pairs of blocks."""
+    *rows, n = blocks.shape
+    dtype = torch.int16 if max(rows[-1], n) < 1 << 15 else torch.int32
+    return blocks.new_empty((*rows, n + more), dtype=dtype)
 
 
 def forward(p: Problem, keeps: bool) -> tuple[Tensor, Kept | None]:
-    """The output, and what backward needs where it ``keeps`` that."""
-    batch, heads, n, _ = p.query.shape
+    """The output, and what backward needs where it ``keeps`` that.
+
+    Programs of all heads with the last queries come first: where attention is causal they have the
+    most to do.
+    """
+    plan, (batch, heads, n, _) = _plan(p), p.query.shape
     out = p.query.new_empty(batch, heads, n, p.value.shape[-1])
-    mixed = out.new_empty(out.shape if keeps else (0,))
+    mixed = torch.empty_like(out) if keeps else out
     shape, grid = kept_shapes(p)
     numbers = out.new_empty(shape, dtype=torch.float32)
-    blocks = torch.zeros(grid, dtype=torch.uint8, device=out.device)
+    blocks = out.new_empty(grid, dtype=torch.uint8)
     # Of each block of queries, the blocks of keys that it may see something in, and how many.
-    lists = out.new_empty((*grid[:3], grid[3] + 4), dtype=torch.int16)
-    tiles, launched = _tiles(p)[0], (grid[2], batch * heads)
-    near = _NEAR.get((_kind(p), p.query.dtype != torch.float32), 0.0)
+    lists = _lists(blocks, 2)
+    launched = batch * heads, grid[2]
     shared, sizes = _shared(p), _sizes(p, blocks)
     _solve[launched](
-        p.query, p.key, *shared, numbers, lists, near, *sizes, **_options(p, tiles.solve)
+        p.query, p.key, *shared, numbers, lists, blocks, plan.near, *sizes, **plan.solve
     )
     _attend[launched](
-        p.query, p.key, p.value, *shared, numbers, lists, out, mixed, blocks, *sizes,
-        KEEPS=keeps, **_options(p, tiles.attend),
+        p.query, p.key, p.value, *shared, numbers, lists, out, mixed, blocks, *sizes, KEEPS=keeps,
+        **plan.attend,
     )  # fmt: skip
     return out, Kept(mixed, numbers, blocks) if keeps else None
 
@@ -101,7 +137,7 @@ def backward(p: Problem, kept: Kept, grad: Tensor, wanted: Sequence[bool]) -> li
     (batch, heads, n, _), (_, key_heads, m, _) = p.query.shape, p.key.shape
     if grad.stride(3) != 1:
         grad = grad.contiguous()
-    tiles, lists = _tiles(p)[0], kept.blocks.new_empty(kept.blocks.shape, dtype=torch.int16)
+    plan, lists = _plan(p), _lists(kept.blocks)
     of_query, of_key, of_value = (
         torch.empty_like(each, memory_format=torch.contiguous_format) for each in p[:3]
     )
@@ -109,14 +145,14 @@ def backward(p: Problem, kept: Kept, grad: Tensor, wanted: Sequence[bool]) -> li
     mean = kept.numbers.new_empty(2 if to_alpha else 1, batch, heads, n)
     given = *_shared(p), grad, mean, kept.numbers, kept.blocks, lists
     strides = *_sizes(p, kept.blocks), *grad.stride()[:3]
-    _query_gradient[(kept.blocks.shape[2], batch * heads)](
+    _query_gradient[(batch * heads, kept.blocks.shape[2])](
         p.query, p.key, p.value, *given, kept.mixed, of_query, *strides,
-        TO_ALPHA=to_alpha, **_options(p, tiles.of_query),
+        TO_ALPHA=to_alpha, **plan.of_query,
     )  # fmt: skip
     if (to_key or to_value) and m:
-        _key_gradient[(kept.blocks.shape[3], batch * key_heads)](
+        _key_gradient[(batch * key_heads, kept.blocks.shape[3])](
             p.query, p.key, p.value, *given, of_key, of_value, *strides,
-            **_options(p, tiles.of_key),
+            **plan.of_key,
         )  # fmt: skip
     of_alpha = mean[1].sum(-1) if to_alpha else None
     made = of_query, of_key, of_value, of_alpha
@@ -141,17 +177,6 @@ def _sizes(p: Problem, blocks: Tensor) -> tuple[int | float, ...]:
         p.query.shape[3], p.value.shape[3], blocks.shape[2], blocks.shape[3], p.scale, excess,
         p.left, p.right, p.offset, p.dropout, *p.query.stride(), *p.key.stride(),
         *p.value.stride(), *mask,
-    )  # fmt: skip
-
-
-def _options(p: Problem, settings: tuple[int, int]) -> dict[str, int | bool]:
-    tiles, depth, wide = _tiles(p)
-    kind, (warps, stages) = _kind(p), settings
-    return dict(
-        ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=depth, WIDE=wide,
-        EVEN=depth == p.query.shape[3] and wide == p.value.shape[3],
-        MASK=0 if p.mask is None else 1 if p.mask.dtype == torch.bool else 2, KIND=kind,
-        num_warps=warps, num_stages=stages, enable_fp_fusion=kind in (1, 2),
     )  # fmt: skip
 
 
@@ -252,7 +277,14 @@ def _margins(made, unit, at):
 
 
 @triton.jit
-def _by_power_law(squares, sums, count, KIND: tl.constexpr):
+def _bend(squares, sums, count):
+    """What the three sums say of the law that margins follow."""
+    safe = tl.where(sums > 0.0, sums, 1.0)
+    return 1.0 - 0.5 * count * squares / (safe * safe)
+
+
+@triton.jit
+def _by_power_law(squares, sums, bend, KIND: tl.constexpr):
     """How far the threshold lies above the guess at which margins have these sums.
 
     README.md has the model. Also the factor by which margins shrink on the way, and the sum that
@@ -260,7 +292,6 @@ def _by_power_law(squares, sums, count, KIND: tl.constexpr):
     """
     total = squares if KIND == 2 else sums
     safe = tl.where(sums > 0.0, sums, 1.0)
-    bend = 1.0 - 0.5 * count * squares / (safe * safe)
     bend = tl.minimum(tl.maximum(bend, -0.5), 0.5)
     bend = tl.where(tl.abs(bend) < 1e-3, 1e-3, bend)
     logs = tl.log(tl.maximum(total, 1e-6))
@@ -286,16 +317,16 @@ def _positive(values):
 
 @kernel(do_not_specialize=_CHANGING)
 def _solve(
-    query, key, alphas, mask, seed, first, stop, place, numbers, lists, near, n, m, heads, group,
-    depth, wide, tiles, n_blocks, scale, excess, left, right, offset, dropout, q_batch, q_head,
+    query, key, alphas, mask, seed, first, stop, place, numbers, lists, blocks, near, n, m, heads,
+    group, depth, wide, tiles, n_blocks, scale, excess, left, right, offset, dropout, q_batch, q_head,
     q_row, q_step, k_batch, k_head, k_row, k_step, v_batch, v_head, v_row, v_step, mask_batch,
     mask_head, mask_row, mask_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
     FAST: tl.constexpr = KIND == 1 or KIND == 2
-    tile = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    head = tl.program_id(0).to(tl.int64)
     batch, own = head // heads, head % heads
     row = tile * ROWS + tl.arange(0, ROWS)
     step = tl.arange(0, DEPTH)
@@ -306,7 +337,11 @@ def _solve(
         excess = tl.load(alphas + head) - 1.0
     excess += tl.zeros((ROWS,), dtype=tl.float32)
     # Two counts come first.
-    lists += (head * tiles + tile) * (n_blocks + 4) + 4
+    lists += (head * tiles + tile) * (n_blocks + 2) + 2
+    blocks += (head * tiles + tile) * n_blocks
+    for start in range(0, n_blocks, 256):
+        clear = start + tl.arange(0, 256)
+        tl.store(blocks + clear, tl.zeros((256,), dtype=tl.uint8), mask=clear < n_blocks)
     states = _load(
         query + batch * q_batch + own * q_head, row, q_row, step, q_step, n, depth, False, EVEN
     )
@@ -339,23 +374,18 @@ def _solve(
                 )
                 squares = squares * fade + tl.sum(margin * margin, 1)
                 sums = sums * fade + tl.sum(margin, 1)
-                count = count * fade + tl.sum(_positive(margin), 1)
-                rise, factor, total = _by_power_law(squares, sums, count, KIND)
+                # The largest margin says how the law bends: no third sum is needed for a guess.
+                safe = tl.where(sums > 0.0, sums, 1.0)
+                bend = 0.5 * squares / (safe * tl.maximum(peak - raised, 1e-6))
+                rise, factor, total = _by_power_law(squares, sums, bend, KIND)
                 above = total > 1.0
                 at = raised + tl.where(above, tl.minimum(rise, 0.9 * (peak - raised)), 0.0)
                 shrunk = tl.where(above, 1.0 / total, 1.0)
                 factor = tl.where(above, factor, 1.0)
                 if KIND == 2:
-                    squares, sums, count = (
-                        squares * shrunk, sums * shrunk / factor,
-                        count * shrunk / (factor * factor),
-                    )  # fmt: skip
+                    squares, sums = squares * shrunk, sums * shrunk / factor
                 else:
-                    squares, sums, count = (
-                        squares * shrunk * factor,
-                        sums * shrunk,
-                        count * shrunk / factor,
-                    )
+                    squares, sums = squares * shrunk * factor, sums * shrunk
             else:
                 made = tl.where(made != made, float("inf"), made * times)
                 peak = tl.maximum(peak, tl.max(made, 1))
@@ -408,7 +438,7 @@ def _solve(
                     squares += tl.sum(probs, 1)
                     sums += tl.sum(slope, 1)
                     some = tl.max(probs, 1) > 0.0
-                tl.store(lists + listed, block.to(tl.int16))
+                tl.store(lists + listed, block.to(lists.dtype.element_ty))
                 listed += tl.max(some.to(tl.int32), 0)
             if part == 0:
                 listed_edges = listed
@@ -425,7 +455,7 @@ def _solve(
     # Steps over the blocks that are left.
     going = live
     if FAST:
-        rise, _, total = _by_power_law(squares, sums, count, KIND)
+        rise, _, total = _by_power_law(squares, sums, _bend(squares, sums, count), KIND)
         going = live & (tl.abs(total - 1.0) > near)
         at = tl.where(live, at + tl.minimum(rise, 0.9 * (peak - at)), at)
         trips = 0
@@ -466,7 +496,7 @@ def _solve(
                     sums += tl.sum(slope, 1)
         trips += 1
         if FAST:
-            rise, _, total = _by_power_law(squares, sums, count, KIND)
+            rise, _, total = _by_power_law(squares, sums, _bend(squares, sums, count), KIND)
             tangent = _by_tangent(squares, sums, count, KIND)
             rise = tl.where((KIND == 1) | (trips > _MODEL_TRIPS), tangent, rise)
             far = tl.abs(total - 1.0) > near
@@ -481,14 +511,14 @@ def _solve(
             going = going & further
         unsolved = tl.max(going.to(tl.int32), 0) > 0
 
-    tl.store(lists - 4, listed_edges.to(tl.int16))
-    tl.store(lists - 3, listed.to(tl.int16))
+    tl.store(lists - 2, listed_edges.to(lists.dtype.element_ty))
+    tl.store(lists - 1, listed.to(lists.dtype.element_ty))
     rows_there = row < n
     numbers += head * n + row
     # A row without a result is told by NaN.
     tl.store(numbers, tl.where(broken, float("nan"), at if FAST else origin), mask=rows_there)
     if not FAST:
-        every = tl.num_programs(1).to(tl.int64) * n
+        every = tl.num_programs(0).to(tl.int64) * n
         tl.store(numbers + every, at, mask=rows_there)
         missing = correction(total, weight, live == 0)
         tl.store(numbers + 2 * every, tl.where(live, missing, 0.0), mask=rows_there)
@@ -504,9 +534,9 @@ def _attend(
     WIDE: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     FAST: tl.constexpr = KIND == 1 or KIND == 2
-    tile = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    every = tl.num_programs(1).to(tl.int64) * n
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    head = tl.program_id(0).to(tl.int64)
+    every = tl.num_programs(0).to(tl.int64) * n
     batch, own = head // heads, head % heads
     row = tile * ROWS + tl.arange(0, ROWS)
     step, wide_step = tl.arange(0, DEPTH), tl.arange(0, WIDE)
@@ -518,9 +548,9 @@ def _attend(
         excess = tl.load(alphas + head) - 1.0
     excess += tl.zeros((ROWS,), dtype=tl.float32)
     blocks += (head * tiles + tile) * n_blocks
-    lists += (head * tiles + tile) * (n_blocks + 4) + 4
-    listed_edges = tl.load(lists - 4).to(tl.int32)
-    listed = tl.load(lists - 3).to(tl.int32)
+    lists += (head * tiles + tile) * (n_blocks + 2) + 2
+    listed_edges = tl.load(lists - 2).to(tl.int32)
+    listed = tl.load(lists - 1).to(tl.int32)
     states = _load(
         query + batch * q_batch + own * q_head, row, q_row, step, q_step, n, depth, False, EVEN
     )
@@ -639,7 +669,7 @@ def _listed(flags, stride, number, into, wanted, WIDTH: tl.constexpr):
         place = start + tl.arange(0, WIDTH)
         own = tl.load(flags + place * stride, mask=place < number, other=0) == wanted
         order = tl.cumsum(own.to(tl.int32), 0)
-        tl.store(into + found + order - 1, place.to(tl.int16), mask=own)
+        tl.store(into + found + order - 1, place.to(into.dtype.element_ty), mask=own)
         found += tl.max(order, 0)
     return found
 
@@ -653,9 +683,9 @@ def _query_gradient(
     TO_ALPHA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     WIDE: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    every = tl.num_programs(1).to(tl.int64) * n
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    head = tl.program_id(0).to(tl.int64)
+    every = tl.num_programs(0).to(tl.int64) * n
     batch, own = head // heads, head % heads
     row = tile * ROWS + tl.arange(0, ROWS)
     step, wide_step = tl.arange(0, DEPTH), tl.arange(0, WIDE)
@@ -751,11 +781,11 @@ def _key_gradient(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
     EVEN: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
-    pair = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(1)
+    pair = tl.program_id(0).to(tl.int64)
     key_heads = heads // group
     batch, own_key = pair // key_heads, pair % key_heads
-    every = tl.num_programs(1).to(tl.int64) * group * n
+    every = tl.num_programs(0).to(tl.int64) * group * n
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     step, wide_step = tl.arange(0, DEPTH), tl.arange(0, WIDE)
     keys = _load(
@@ -804,24 +834,23 @@ def _key_gradient(
                 low, high = row, row
                 if part == 0:
                     low, high = _seen(row, n, m, first, stop, place, left, right, offset)
-                # Keys come first here: nothing is turned on its way from one product to the next.
                 made = _masked(
-                    _product(keys, tl.trans(states)), row[None, :], column[:, None], low[None, :],
-                    high[None, :], masked, mask_row, mask_column, n, m, scale, unit, part == 0,
+                    _product(states, tl.trans(keys)), row[:, None], column[None, :], low[:, None],
+                    high[:, None], masked, mask_row, mask_column, n, m, scale, unit, part == 0,
                     MASK,
                 )  # fmt: skip
                 probs, slope = _weights_again(
-                    made, times, origin[None, :], at[None, :], missing[None, :], factor[None, :],
-                    part_excess[None, :], KIND,
+                    made, times, origin[:, None], at[:, None], missing[:, None], factor[:, None],
+                    part_excess[:, None], KIND,
                 )  # fmt: skip
-                of_weights = _product(vectors, tl.trans(upstream))
+                of_weights = _product(upstream, tl.trans(vectors))
                 if seed is not None:
-                    share = _kept_share(seed, head, row[None, :], column[:, None], n, m, dropout)
+                    share = _kept_share(seed, head, row[:, None], column[None, :], n, m, dropout)
                     probs = probs * share
                     of_weights = of_weights * share
-                of_vectors += _product(probs.to(upstream.dtype), upstream)
-                of_scores = slope * (of_weights - average[None, :])
-                of_keys += _product(of_scores.to(states.dtype), states)
+                of_vectors += _product(tl.trans(probs.to(upstream.dtype)), upstream)
+                of_scores = slope * (of_weights - average[:, None])
+                of_keys += _product(tl.trans(of_scores.to(states.dtype)), states)
         tl.debug_barrier()
     there = (column < m)[:, None]
     into_keys = of_key + pair * m * depth + column[:, None].to(tl.int64) * depth + step[None, :]
