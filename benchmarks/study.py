@@ -150,7 +150,9 @@ def pack(folder: Path) -> dict[str, Any]:
     runs = {}
     for path in sorted((folder / "runs").glob("*/result.json")):
         result = {k: each for k, each in read(path).items() if k not in ("explorer", "traceback")}
-        lines = (path.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        curve = path.parent / "metrics.jsonl"
+        # A run that was stopped at once has none.
+        lines = curve.read_text(encoding="utf-8").splitlines() if curve.is_file() else []
         points = [point for each in lines if (point := json.loads(each))["kind"] == "valid"]
         runs[path.parent.name] = {"result": result, "metrics": points}
     rates = folder / "rates.json"

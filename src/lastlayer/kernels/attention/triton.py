@@ -319,8 +319,8 @@ def _positive(values):
 def _solve(
     query, key, alphas, mask, seed, first, stop, place, numbers, lists, blocks, near, n, m, heads,
     group, depth, wide, tiles, n_blocks, scale, excess, left, right, offset, dropout, q_batch,
-    q_head, q_row, q_step, k_batch, k_head, k_row, k_step, v_batch, v_head, v_row, v_step, mask_batch,
-    mask_head, mask_row, mask_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q_head, q_row, q_step, k_batch, k_head, k_row, k_step, v_batch, v_head, v_row, v_step,
+    mask_batch, mask_head, mask_row, mask_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
