@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.attention import Size
+from benchmarks.attention import draw as draw_benchmark
 from lastlayer import entmax, kernels
 from lastlayer.attention import attention_weights, functional, sparse_attention
 
@@ -213,6 +215,20 @@ class TestAgainstAllWeights:
     @needs_triton
     def test_long_rows_in_the_kernel(self):
         agree("triton", torch.float32, problem(70, 300, heads=1, batch=1), {"is_causal": True})
+
+    @needs_triton
+    @pytest.mark.parametrize("alpha", [1.5, 2.0])
+    def test_supports_of_nearly_equal_scores(self, alpha):
+        """A gradient of sparsemax needs the very support: one key more in a row is another one."""
+        device = device_of("triton")
+        tensors = draw_benchmark(Size(768, 2, 64), 0.85, torch.float16, "cpu", seed=0)
+        *exact, upstream = (each.double() for each in tensors)
+        exact[0].requires_grad_()
+        made = [each.to(device).requires_grad_() for each in tensors[:3]]
+        truth = torch.autograd.grad(dense(*exact, alpha=alpha), exact[0], upstream)[0]
+        out = sparse_attention(*made, alpha=alpha, impl="triton")
+        (found,) = torch.autograd.grad(out, made[0], tensors[3].to(device))
+        assert (found.cpu().double() - truth).norm() <= 3e-3 * truth.norm()
 
     @given(st.integers(0, 2**30))
     def test_any_mask(self, seed):

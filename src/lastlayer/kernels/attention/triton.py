@@ -26,8 +26,9 @@ from lastlayer.kernels.entmax.threshold import (
 )
 
 # How far sums may be from 1 before the last steps, which leave a small power of it: entmax at 1.5
-# and sparsemax, in half precision and in float32.
-_NEAR = {(2, True): 0.5, (1, True): 0.02, (2, False): 0.03, (1, False): 2e-6}
+# and sparsemax, in half precision and in float32. A weight of sparsemax has its full slope from the
+# start, so that a gradient is only right with the very support.
+_NEAR = {(2, True): 0.5, (1, True): 1e-5, (2, False): 0.03, (1, False): 2e-6}
 # A guess may be so much too high, as a part of its distance from the largest score.
 _SLACK = tl.constexpr(0.25)
 _LOWEST = tl.constexpr(-3.0e38)
@@ -457,6 +458,9 @@ def _solve(
     if FAST:
         rise, _, total = _by_power_law(squares, sums, _bend(squares, sums, count), KIND)
         going = live & (tl.abs(total - 1.0) > near)
+        if KIND == 1:
+            # Slopes of sparsemax jump, so the last step must be one that is right where it lands.
+            rise = tl.where(going, rise, _by_tangent(squares, sums, count, KIND))
         at = tl.where(live, at + tl.minimum(rise, 0.9 * (peak - at)), at)
         trips = 0
     elif KIND > 0:
@@ -499,9 +503,13 @@ def _solve(
             rise, _, total = _by_power_law(squares, sums, _bend(squares, sums, count), KIND)
             tangent = _by_tangent(squares, sums, count, KIND)
             rise = tl.where((KIND == 1) | (trips > _MODEL_TRIPS), tangent, rise)
-            far = tl.abs(total - 1.0) > near
-            at = tl.where(going, at + tl.minimum(rise, 0.9 * (peak - at)), at)
-            going = going & far & (trips < _TRIPS)
+            following = at + tl.minimum(rise, 0.9 * (peak - at))
+            further = (tl.abs(total - 1.0) > near) & (trips < _TRIPS)
+            if KIND == 1:
+                # Tangents climb after their first step, until rounding ends it.
+                further = further & ((following > at) | ((following < at) & (trips == 1)))
+            at = tl.where(going, following, at)
+            going = going & further
         else:
             total, weight = tl.where(going, squares, total), tl.where(going, sums, weight)
             following, lowest, highest, further = advance(
