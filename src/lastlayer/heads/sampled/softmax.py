@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_choice, check_positive
-from lastlayer._torch import accumulation_dtype
+from lastlayer._torch import accumulation_dtype, is_exporting
 from lastlayer.fused.sampled import Correction, Rule
 from lastlayer.heads.recipes import sampled_recipe
 from lastlayer.heads.sampled.base import SampledHead, SampledOptions, as_class_ids, check_sampler
@@ -133,6 +133,9 @@ class SampledSoftmax(SampledHead):
         self._made_ids = self.head_ids, self.tail_ids = ids, others
 
     def _make_tables(self, device: torch.device) -> None:
+        if is_exporting():
+            # What is exported predicts, and reads none of them; torch forbids setting them there.
+            return
         ids, others = self._made_ids
         self.head_ids = ids.to(device)
         self.tail_ids = None if others is None else others.to(device)
