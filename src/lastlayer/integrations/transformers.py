@@ -103,7 +103,8 @@ def swap_head(
         check: compare, on two tokens, what the model does to scores with what the head knows of
             it, and the losses before and after where the head is a plain softmax.
         options: of the head's constructor, for a name or a class; ``counts`` (see
-            :func:`count_tokens`) where its sampler, tree or clusters are made of them.
+            :func:`count_tokens`) where its sampler, tree or clusters are made of them. Heads that
+            are not leave counts aside, so that one call serves heads of any name.
 
     Returns:
         The model, which is changed in place.
