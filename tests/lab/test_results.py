@@ -305,6 +305,8 @@ def test_it_is_too_early_where_leaders_fall_fast_or_cross(tmp_path, late, why):
     assert why in found.detail
     assert found.needed >= 6000
     assert f"--budget {found.needed}steps" in found.detail
+    if found.recommended is not found.best:
+        assert f"{found.recommended.title.lower()} would be taken now" in found.detail.lower()
 
 
 def _asked(out, **changed):

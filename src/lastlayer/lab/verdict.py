@@ -80,8 +80,13 @@ def verdict(results: Results) -> Verdict:
         again = f"steps={needed}" if results.comparison.from_python else f"--budget {needed}steps"
         detail = (
             f". After {budget_text(results)} {_unsettled(results, chosen)}; repeat with {again}. "
-            f"So far {in_sentence(best)} is ahead, with {metric.label} {quality}."
+            f"So far {in_sentence(best)} is ahead, with {metric.label} {quality}"
         )
+        # Two runs that disagree on whether it is too early still name the same head.
+        cheaper = (
+            f"; {in_sentence(chosen)} would be taken now, {_beside_best(results, chosen, tied)}"
+        )
+        detail += "." if chosen is best else f"{cheaper}."
     runner_up = next(s for s in ranked if s is not chosen)
     findings = _findings(results, chosen, runner_up, tied)
     return Verdict(headline, detail, findings, notes, best, chosen, tied, needed, runner_up)
@@ -241,9 +246,14 @@ def _reason(results: Results, chosen: HeadSummary, tied: Sequence[HeadSummary]) 
     after = f"{metric.label} {quality} after {budget_text(results)}"
     if chosen is best:
         return f"{after}, the best quality; {_certainty(best, tied)}"
+    return f"{after}, {_beside_best(results, chosen, tied)}"
+
+
+def _beside_best(results: Results, chosen: HeadSummary, tied: Sequence[HeadSummary]) -> str:
+    best = results.ranked[0]
     worse = f"{100 * results.loss(best, chosen):.1f}% worse than"
     beside = "not significantly different from" if chosen in tied else worse
-    return f"{after}, {beside} {in_sentence(best)}{_for_time(chosen, best)}"
+    return f"{beside} {in_sentence(best)}{_for_time(chosen, best)}"
 
 
 def _certainty(best: HeadSummary, tied: Sequence[HeadSummary]) -> str:
