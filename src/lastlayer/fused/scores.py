@@ -55,7 +55,8 @@ def device_kind(tensor: Tensor) -> str:
 
 def budget_bytes(engine: str, chunk: str, tensor: Tensor) -> int:
     """Bytes of scores that "auto" or "low" allow on the device of ``tensor``."""
-    return BYTES[engine, device_kind(tensor)][chunk == "low"]
+    usual, low = BYTES[engine, device_kind(tensor)]
+    return low if chunk == "low" else usual
 
 
 def as_chunk(text: str) -> int | str:

@@ -161,7 +161,7 @@ class DifferentiatedSoftmax(RankedHead):
         )
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        return all_in_dtype(dtype, self.bias, self.projection, *self.weights)
+        return all_in_dtype(dtype, self.bias, self.projection, *self.weights.parameters())
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         bias, projection, *weights = tensors
