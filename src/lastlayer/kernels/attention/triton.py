@@ -242,17 +242,18 @@ def _product(left, right):
 
 
 @triton.jit
-def _masked(made, row, column, low, high, mask, mask_row, mask_column, n, m, scale, unit,
+def _scores(states, keys, row, column, low, high, mask, mask_row, mask_column, n, m, scale, unit,
             EDGE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Scores in units of thresholds; -inf where a query may not look.
+    """Of a block in units of thresholds, (queries, keys); -inf where a query may not look.
 
     Without a mask that is added they are still to be multiplied by ``unit``.
     """
+    made = _product(states, tl.trans(keys))
     if EDGE:
-        allowed = (column >= low) & (column < high)
+        allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
         if MASK > 0:
-            place = mask + row.to(tl.int64) * mask_row + column * mask_column
-            there = (row < n) & (column < m)
+            place = mask + row[:, None].to(tl.int64) * mask_row + column[None, :] * mask_column
+            there = (row < n)[:, None] & (column < m)[None, :]
             if MASK == 1:
                 allowed = allowed & (tl.load(place, mask=there, other=0) != 0)
             else:
@@ -264,8 +265,8 @@ def _masked(made, row, column, low, high, mask, mask_row, mask_column, n, m, sca
 
 @triton.jit
 def _kept_share(seed, head, row, column, n, m, dropout):
-    """What dropout multiplies weights by."""
-    entry = (head * n + row) * m + column
+    """What dropout multiplies the weights of a block by."""
+    entry = (head * n + row[:, None]) * m + column[None, :]
     word, _, _, _ = philox(entry, tl.load(seed), entry * 0)
     uniform = word.to(tl.float32) * (1.0 / 4294967296.0)
     return tl.where(uniform >= dropout, 1.0 / (1.0 - dropout), 0.0)
@@ -362,9 +363,9 @@ def _solve(
         for trip in range(edges if part == 0 else ends - whole):
             column = _block(trip, begin, whole, ends, part == 0) * COLUMNS + tl.arange(0, COLUMNS)
             keys = _load(key, column, k_row, step, k_step, m, depth, part == 1, EVEN)
-            made = _masked(
-                _product(states, tl.trans(keys)), row[:, None], column[None, :], low[:, None],
-                high[:, None], mask, mask_row, mask_column, n, m, scale, unit, part == 0, MASK,
+            made = _scores(
+                states, keys, row, column, low, high, mask, mask_row, mask_column, n, m, scale,
+                unit, part == 0, MASK,
             )  # fmt: skip
             if FAST:
                 peak = tl.maximum(peak, tl.max(made, 1) * times)
@@ -423,9 +424,9 @@ def _solve(
                 block = _block(trip, begin, whole, ends, part == 0)
                 column = block * COLUMNS + tl.arange(0, COLUMNS)
                 keys = _load(key, column, k_row, step, k_step, m, depth, part == 1, EVEN)
-                made = _masked(
-                    _product(states, tl.trans(keys)), row[:, None], column[None, :], low[:, None],
-                    high[:, None], mask, mask_row, mask_column, n, m, scale, unit, part == 0, MASK,
+                made = _scores(
+                    states, keys, row, column, low, high, mask, mask_row, mask_column, n, m, scale,
+                    unit, part == 0, MASK,
                 )  # fmt: skip
                 if FAST:
                     margin = _margins(made, times, at[:, None])
@@ -484,9 +485,9 @@ def _solve(
             ):
                 column = tl.load(lists + trip).to(tl.int32) * COLUMNS + tl.arange(0, COLUMNS)
                 keys = _load(key, column, k_row, step, k_step, m, depth, part == 1, EVEN)
-                made = _masked(
-                    _product(states, tl.trans(keys)), row[:, None], column[None, :], low[:, None],
-                    high[:, None], mask, mask_row, mask_column, n, m, scale, unit, part == 0, MASK,
+                made = _scores(
+                    states, keys, row, column, low, high, mask, mask_row, mask_column, n, m, scale,
+                    unit, part == 0, MASK,
                 )  # fmt: skip
                 if FAST:
                     margin = _margins(made, times, at[:, None])
@@ -578,9 +579,9 @@ def _attend(
             column = block * COLUMNS + tl.arange(0, COLUMNS)
             keys = _load(key, column, k_row, step, k_step, m, depth, part == 1, EVEN)
             vectors = _load(value, column, v_row, wide_step, v_step, m, wide, part == 1, EVEN)
-            made = _masked(
-                _product(states, tl.trans(keys)), row[:, None], column[None, :], low[:, None],
-                high[:, None], mask, mask_row, mask_column, n, m, scale, unit, part == 0, MASK,
+            made = _scores(
+                states, keys, row, column, low, high, mask, mask_row, mask_column, n, m, scale,
+                unit, part == 0, MASK,
             )  # fmt: skip
             if FAST:
                 slope = _margins(made, times, origin[:, None])
@@ -600,7 +601,7 @@ def _attend(
             some = tl.max((in_rows > 0.0).to(tl.int32), 0)
             tl.store(blocks + block, (some * (2 - part)).to(tl.uint8))
             if seed is not None:
-                share = _kept_share(seed, head, row[:, None], column[None, :], n, m, dropout)
+                share = _kept_share(seed, head, row, column, n, m, dropout)
                 probs, slope = probs * share, slope * share
             outputs += _product(probs.to(vectors.dtype), vectors)
             if FAST or KEEPS:
@@ -743,9 +744,9 @@ def _query_gradient(
                 column = tl.load(lists + trip).to(tl.int32) * COLUMNS + tl.arange(0, COLUMNS)
                 keys = _load(key, column, k_row, step, k_step, m, depth, part == 1, EVEN)
                 vectors = _load(value, column, v_row, wide_step, v_step, m, wide, part == 1, EVEN)
-                made = _masked(
-                    _product(states, tl.trans(keys)), row[:, None], column[None, :], low[:, None],
-                    high[:, None], mask, mask_row, mask_column, n, m, scale, unit, part == 0, MASK,
+                made = _scores(
+                    states, keys, row, column, low, high, mask, mask_row, mask_column, n, m, scale,
+                    unit, part == 0, MASK,
                 )  # fmt: skip
                 probs, slope = _weights_again(
                     made, times, origin[:, None], at[:, None], missing[:, None], factor[:, None],
@@ -753,9 +754,7 @@ def _query_gradient(
                 )  # fmt: skip
                 of_weights = _product(upstream, tl.trans(vectors))
                 if seed is not None:
-                    of_weights *= _kept_share(
-                        seed, head, row[:, None], column[None, :], n, m, dropout
-                    )
+                    of_weights *= _kept_share(seed, head, row, column, n, m, dropout)
                 if TO_ALPHA and walk == 0:
                     centre += tl.sum(probs * of_weights, 1)
                 else:
@@ -842,10 +841,9 @@ def _key_gradient(
                 low, high = row, row
                 if part == 0:
                     low, high = _seen(row, n, m, first, stop, place, left, right, offset)
-                made = _masked(
-                    _product(states, tl.trans(keys)), row[:, None], column[None, :], low[:, None],
-                    high[:, None], masked, mask_row, mask_column, n, m, scale, unit, part == 0,
-                    MASK,
+                made = _scores(
+                    states, keys, row, column, low, high, masked, mask_row, mask_column, n, m,
+                    scale, unit, part == 0, MASK,
                 )  # fmt: skip
                 probs, slope = _weights_again(
                     made, times, origin[:, None], at[:, None], missing[:, None], factor[:, None],
@@ -853,7 +851,7 @@ def _key_gradient(
                 )  # fmt: skip
                 of_weights = _product(upstream, tl.trans(vectors))
                 if seed is not None:
-                    share = _kept_share(seed, head, row[:, None], column[None, :], n, m, dropout)
+                    share = _kept_share(seed, head, row, column, n, m, dropout)
                     probs = probs * share
                     of_weights = of_weights * share
                 of_vectors += _product(tl.trans(probs.to(upstream.dtype)), upstream)
