@@ -414,8 +414,8 @@ def _check_distributions(target: Tensor, scores: Tensor) -> None:
         )
 
 
-def check_linear(hidden: Any, weight: Any, bias: Any) -> None:
-    """Hidden states, class vectors and biases that fit together."""
+def check_linear(hidden: Any, weight: Any, bias: Any, *, empty: bool = False) -> None:
+    """Hidden states, class vectors and biases that fit together; ``empty`` allows no classes."""
     check_scores(hidden, name="hidden")
     check_scores(weight, name="weight")
     if weight.dim() != 2:
@@ -424,7 +424,7 @@ def check_linear(hidden: Any, weight: Any, bias: Any) -> None:
             f"got {tuple(weight.shape)}"
         )
     n_classes, width = weight.shape
-    if n_classes == 0:
+    if n_classes == 0 and not empty:
         raise ValueError(f"weight: expected at least one class, got shape {tuple(weight.shape)}")
     if hidden.shape[-1] != width:
         raise ValueError(

@@ -15,6 +15,7 @@ from lastlayer.fused import (
     linear_statistics,
     linear_zlpr_loss,
 )
+from lastlayer.fused.rows import NOT_SPREAD
 from lastlayer.heads import FullSoftmax, SampledSoftmax
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -152,7 +153,7 @@ class TestStrides:
                 torch.ops.lastlayer.linear_loss.default,
                 (
                     [hidden, weight, bias, target, None, None, None], upstream, name, options,
-                    -100, chunk_rows, False, reduction, [True, True, True],
+                    -100, chunk_rows, False, *NOT_SPREAD, reduction, [True, True, True],
                 ),
                 test_utils=["test_schema", "test_faketensor"],
             )  # fmt: skip
@@ -169,7 +170,7 @@ class TestStrides:
                 torch.ops.lastlayer.linear_label_loss.default,
                 (
                     [hidden, weight, bias, positives, None, None], upstream, name, 0.0, -100, "4",
-                    numbers, reduction, [True, True, True],
+                    numbers, *NOT_SPREAD, reduction, [True, True, True],
                 ),
                 test_utils=["test_schema", "test_faketensor"],
             )  # fmt: skip

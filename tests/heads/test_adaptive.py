@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
 from lastlayer.fused import clusters
+from lastlayer.fused.rows import NOT_SPREAD
 from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax, Head, adaptive
 from lastlayer.heads.adaptive import ceiling, opened
 from lastlayer.testing import check_head
@@ -208,7 +209,16 @@ def test_what_the_compiler_is_told_of_the_operation_is_true(dtype, wanted):
     for upstream, reduction in ((None, "mean"), (None, "none"), (torch.ones(6), "none")):
         torch.library.opcheck(
             operation,
-            ([*operands, target, head.places], upstream, [6, 15], -100, "auto", reduction, wants),
+            (
+                [*operands, target, head.places],
+                upstream,
+                [6, 15],
+                -100,
+                "auto",
+                *NOT_SPREAD,
+                reduction,
+                wants,
+            ),
             test_utils=["test_schema", "test_faketensor"],
         )
 

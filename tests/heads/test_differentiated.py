@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lastlayer import kernels
 from lastlayer.fused import clusters
+from lastlayer.fused.rows import NOT_SPREAD
 from lastlayer.heads import DifferentiatedSoftmax, Head, bands_from_counts
 from lastlayer.testing import check_head
 
@@ -172,7 +173,16 @@ def test_what_the_compiler_is_told_of_the_operation_is_true(dtype, wanted):
     for upstream, reduction in ((None, "mean"), (None, "none"), (torch.ones(4), "none")):
         torch.library.opcheck(
             operation,
-            ([*operands, target, head.places], upstream, 0.1, -100, "auto", reduction, wants),
+            (
+                [*operands, target, head.places],
+                upstream,
+                0.1,
+                -100,
+                "auto",
+                *NOT_SPREAD,
+                reduction,
+                wants,
+            ),
             test_utils=["test_schema", "test_faketensor"],
         )
 

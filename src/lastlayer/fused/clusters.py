@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lastlayer import kernels
+from lastlayer._processes import Shards, local_part, shards_of
 from lastlayer._torch import (
     accumulation_dtype,
     as_numpy,
@@ -41,6 +42,9 @@ from lastlayer.fused.cross_entropy import (
 )
 from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, near_one
 from lastlayer.fused.rows import (
+    NOT_SPREAD,
+    SPREAD_SCHEMA,
+    Chunk,
     Made,
     Problem,
     Wanted,
@@ -48,7 +52,6 @@ from lastlayer.fused.rows import (
     is_short,
     run_chunks,
     spread_rows,
-    target_scores,
     weight_sum_dtype,
 )
 from lastlayer.fused.scores import (
@@ -79,13 +82,23 @@ def group_loss(
 
     ``engine`` is :data:`CLUSTERS` or :data:`BANDS`, which says what ``weights`` are. ``bias`` is
     that of the top, or of all bands. ``options`` are the engine's own one, ``ignore_index`` and
-    ``chunk_rows``.
+    ``chunk_rows``. Weights of bands may be DTensors: a place is then a column of this process.
     """
+    spread, weights, shards = NOT_SPREAD, list(weights), shards_of(weights[0])
+    if shards is not None:
+        # Of each band a process has a range; together they are its columns.
+        sizes, weights = [each.shape[0] for each in weights], [local_part(each) for each in weights]
+        here, most = (
+            sum(each.shape[0] for each in weights),
+            sum(-(-size // shards.processes) for size in sizes),
+        )
+        if shards.processes > 1:
+            spread = shards._replace(n_classes=sum(sizes), most=most, here=here)
     rows, ids = in_autocast_dtype(hidden), target
     if target.dim() != 1:
         rows, ids = rows.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
     operands = rows, bias, *weights, ids, places
-    loss = fused_loss(engine, operands, (*options[:2], str(options[2])), reduction)[0]
+    loss = fused_loss(engine, operands, (*options[:2], str(options[2]), *spread), reduction)[0]
     return loss.reshape(target.shape) if reduction == "none" and target.dim() != 1 else loss
 
 
@@ -219,6 +232,7 @@ class _Given(NamedTuple):
     dtypes: list[torch.dtype]
     chunk_rows: int | str
     shares: Shares
+    shards: Shards | None
 
 
 # The loss of each row; the gradients of hidden, bias and each weight, None where not wanted.
@@ -241,11 +255,12 @@ class GroupEngine(Engine):
     def compute(self, call: Call) -> Result:
         operands, options, reduction, wanted, upstream = call
         hidden, bias, *weights, target, places = operands
-        option, ignore_index, chunk_rows = options
+        option, ignore_index, chunk_rows, *spread = options
+        shards = Shards(*spread) if spread[0] else None
         with without_autocast(hidden):
             n, dtype, known = hidden.shape[0], hidden.dtype, None
             starts, work = self.starts(option), n * sum([weight.numel() for weight in weights])
-            if not starts and is_short(hidden, work, ignore_index):
+            if not starts and shards is None and is_short(hidden, work, ignore_index):
                 target, hidden, counts, known = kernels.products.row_factors(
                     "auto", target, hidden, None, ignore_index, reduction == "mean"
                 )
@@ -273,10 +288,11 @@ class GroupEngine(Engine):
                 [in_dtype(weight, dtype) for weight in weights], factors,
                 wanted if factors is not None else (False,) * len(wanted),
                 [gradient_sum_dtype(weight.dtype) for weight in weights], as_chunk(chunk_rows),
-                shares,
+                shares, shards,
             )  # fmt: skip
             losses, made = self.run(given, option)
             loss = scale.reduce(losses, reduction)
+            loss = loss if shards is None else shards.sum(loss)
             if rows is not None:
                 loss = spread_rows(loss, rows, n) if reduction == "none" else loss
                 made[0] = None if made[0] is None else spread_rows(made[0], rows, n)
@@ -293,14 +309,14 @@ class _Clusters(GroupEngine):
     """
 
     name = "cluster_loss"
-    schema = "int[] starts, int? ignore_index, str chunk_rows"
+    schema = "int[] starts, int? ignore_index, str chunk_rows" + SPREAD_SCHEMA
 
     def starts(self, option: Any) -> Sequence[int]:
         return option  # type: ignore[no-any-return]
 
     def run(self, given: _Given, option: Any) -> _Computed:
         del option
-        hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares = given
+        hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares, _ = given
         in_order = shares.rows is not None
         shapes = hidden.shape, None, *(weight.shape for weight in weights)
         hidden, weights = _in_aligned_widths(hidden, weights)
@@ -347,15 +363,23 @@ class _Bands(GroupEngine):
     """
 
     name = "band_loss"
-    schema = "float label_smoothing, int? ignore_index, str chunk_rows"
+    schema = "float label_smoothing, int? ignore_index, str chunk_rows" + SPREAD_SCHEMA
 
     def run(self, given: _Given, option: Any) -> _Computed:
-        hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares = given
-        if not option and _narrow_bands(given):
+        hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares, shards = given
+        if not option and shards is None and _narrow_bands(given):
             return _run_bands_by_tiles(given)
         target, n = shares.target, hidden.shape[0]
         layer = LayerProducts(weights, bias, n)
-        step = rows_at_a_time(chunk_rows, hidden, layer.n_classes)
+        step = rows_at_a_time(
+            chunk_rows, hidden, layer.n_classes if shards is None else shards.most
+        )
+        row_loss = cross_entropy_rows(None, option, *PLAIN[1:])
+        if shards is not None:
+            # Imported here, as most programs have no use for it.
+            from lastlayer.fused.spread import SPREAD_LOSSES
+
+            row_loss = SPREAD_LOSSES["cross_entropy"](shards, None, option, *PLAIN[1:])
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
         of_bias: Tensor | None = None
         totals = [
@@ -369,12 +393,9 @@ class _Bands(GroupEngine):
             rows, ids = part_of(hidden, part), part_of(target, part)
             scores = layer.scores_into(memory, rows)
             exact = partial(_exact, layer, rows, bias)
-            loss, *_ = kernels.softmax_rows.forward_(
-                "auto", scores, ids, target_scores(scores, ids, exact),
-                None if factors is None else part_of(factors, part), None, option, *PLAIN[1:],
-                False,
-            )  # fmt: skip
-            losses.append(loss)
+            some_factors = None if factors is None else part_of(factors, part)
+            chunk = Chunk(ids, exact, some_factors, hidden.shape[1])
+            losses.append(row_loss(scores, chunk).loss)
             if factors is None:
                 continue
             if wanted[1]:
@@ -414,7 +435,7 @@ def _run_bands_by_tiles(given: _Given) -> _Computed:
     # Imported here: Triton is not on every machine.
     from lastlayer.kernels.linear_softmax.triton import gradient_of_classes, mix_of_rows
 
-    hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares = given
+    hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares, _ = given
     n = hidden.shape[0]
     # In the order of their targets rows that belong to a tile of classes lie together.
     target, order = shares.target.sort(stable=True)
@@ -614,7 +635,7 @@ def softmax(problem: Problem, chunk_rows: int | str, memory: Tensor | None, in_o
 
     ``in_order`` says that rows are sorted by their targets.
     """
-    hidden, weight, bias, target, row_scale, _, wanted, _ = problem
+    hidden, weight, bias, target, row_scale, _, wanted, *_ = problem
     n, n_classes = hidden.shape[0], weight.shape[0]
     if memory is None or n * n_classes > memory.shape[0]:
         if tiles_suit(hidden, PLAIN, chunk_rows, wanted):

@@ -55,6 +55,8 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     chunk_rows: int | str = "auto",
     weight_grad: Tensor | None = None,
+    process_group: Any = None,
+    hidden_grad: str = "sum",
 ) -> Tensor:
     r"""``cross_entropy(hidden @ weight.T + bias, target)`` without the matrix of scores.
 
@@ -97,6 +99,12 @@ def linear_cross_entropy(
         weight_grad: a tensor of the weight's shape to which backward adds the gradient of the
             weight, which then gets none itself: ``weight.grad``, or a float32 sum of a
             half-precision one. In float32 nothing on the way is rounded to half precision.
+        process_group: processes that have the classes together, each the ``weight``, ``bias`` and
+            ``class_weight`` of its own, in the order of ranks. Hidden states and targets are the
+            same in all of them, and so is the loss. A DTensor as weight, with ``Shard(0)``, says
+            the same without one.
+        hidden_grad: where classes are spread over processes: "sum" for the whole gradient of
+            hidden, or "part" for this process's part, whose sum over processes it is.
 
     Returns:
         The loss in float32, or in float64 from float64.
@@ -115,7 +123,8 @@ def linear_cross_entropy(
     return linear_loss(
         "cross_entropy", numbers, hidden, weight, target, bias, ignore_index=ignore_index,
         reduction=reduction, class_weight=class_weight, row_weight=row_weight,
-        weight_grad=weight_grad, chunk_rows=chunk_rows,
+        weight_grad=weight_grad, chunk_rows=chunk_rows, process_group=process_group,
+        hidden_grad=hidden_grad,
     )[0]  # fmt: skip
 
 
@@ -295,7 +304,7 @@ def run_tiles(problem: Problem, numbers: Sequence[float], in_order: bool = False
         mix_of_rows,
     )
 
-    hidden, weight, bias, target, row_scale, class_weight, wanted, weight_dtype = problem
+    hidden, weight, bias, target, row_scale, class_weight, wanted, weight_dtype, *_ = problem
     smoothing, z_loss, softcap, temperature = numbers
     hidden, weight = hidden.contiguous(), weight.contiguous()
     n_classes = weight.shape[0]
@@ -387,7 +396,7 @@ def _run_slabs(problem: Problem, numbers: Sequence[float], chunk_rows: str) -> M
     normaliser of each row; the second makes the scores again, all but the last slab's, and turns
     them into the gradient.
     """
-    hidden, weight, bias, target, row_scale, class_weight, wanted, weight_dtype = problem
+    hidden, weight, bias, target, row_scale, class_weight, wanted, weight_dtype, *_ = problem
     if row_scale is None:
         raise RuntimeError("row_scale: slabs are for gradients")
     n, n_classes = hidden.shape[0], weight.shape[0]

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from lastlayer import kernels
 from lastlayer._checks import check_chunk, check_linear, check_reduction
+from lastlayer._processes import IGNORED, Shards, local_part
 from lastlayer._torch import (
     accumulation_dtype,
     gradient_sum_dtype,
@@ -25,6 +26,7 @@ from lastlayer._torch import (
 )
 from lastlayer.fused.function import Call, Engine, Operands, Result, RowScale, fused_loss, near_one
 from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
+from lastlayer.fused.rows import NOT_SPREAD, SPREAD_SCHEMA, spread_classes
 from lastlayer.fused.scores import (
     LayerProducts,
     as_chunk,
@@ -52,6 +54,8 @@ def linear_zlpr_loss(
     ignore_index: int | None = -100,
     reduction: str = "mean",
     chunk_classes: int | str = "auto",
+    process_group: Any = None,
+    hidden_grad: str = "sum",
 ) -> Tensor:
     r"""``zlpr_loss_from_indices(hidden @ weight.T + bias, positives)`` without the scores.
 
@@ -81,6 +85,8 @@ def linear_zlpr_loss(
         ignore_index: the id that pads; None where nothing is padding.
         reduction: "mean" over the rows, "sum" or "none".
         chunk_classes: labels per slab, "auto" or "low".
+        process_group, hidden_grad: for labels that are spread over processes, as is a DTensor as
+            weight; see :func:`linear_cross_entropy`.
 
     Returns:
         The loss in float32, or in float64 from float64.
@@ -97,7 +103,7 @@ def linear_zlpr_loss(
     """
     return _label_loss(
         "zlpr", hidden, weight, positives, bias, offsets, values, label_smoothing, ignore_index,
-        reduction, chunk_classes,
+        reduction, chunk_classes, process_group=process_group, hidden_grad=hidden_grad,
     )  # fmt: skip
 
 
@@ -105,6 +111,7 @@ def linear_bce_loss(
     hidden: Tensor, weight: Tensor, positives: Tensor, bias: Tensor | None = None, *,
     offsets: Tensor | None = None, values: Tensor | None = None, label_smoothing: float = 0.0,
     ignore_index: int | None = -100, reduction: str = "mean", chunk_classes: int | str = "auto",
+    process_group: Any = None, hidden_grad: str = "sum",
 ) -> Tensor:  # fmt: skip
     r"""The binary cross entropy of ``hidden @ weight.T + bias``, without the scores.
 
@@ -128,6 +135,7 @@ def linear_bce_loss(
         ignore_index: the id that pads.
         reduction: "mean" over the rows, "sum" or "none".
         chunk_classes: labels per slab, "auto" or "low".
+        process_group, hidden_grad: for labels that are spread over processes.
 
     Returns:
         The loss in float32, or in float64 from float64.
@@ -140,7 +148,7 @@ def linear_bce_loss(
     """
     return _label_loss(
         "bce", hidden, weight, positives, bias, offsets, values, label_smoothing, ignore_index,
-        reduction, chunk_classes,
+        reduction, chunk_classes, process_group=process_group, hidden_grad=hidden_grad,
     )  # fmt: skip
 
 
@@ -171,18 +179,33 @@ def _label_loss(
     reduction: Any,
     chunk_classes: Any,
     numbers: tuple[float, ...] = (),
+    process_group: Any = None,
+    hidden_grad: Any = "sum",
 ) -> Tensor:
-    check_linear(hidden, weight, bias)
+    shards, spread = spread_classes(weight, process_group, hidden_grad), NOT_SPREAD
+    if shards is not None:
+        weight, bias = local_part(weight), local_part(bias)
+        hidden, spread = shards.seen(hidden, hidden_grad), shards
+        if shards.processes == 1:
+            shards, spread = None, NOT_SPREAD
+    check_linear(hidden, weight, bias, empty=shards is not None)
     check_reduction(reduction)
     check_chunk(chunk_classes, "chunk_classes")
     lists = check_lists(
-        hidden, weight.shape[0], positives, offsets, values, ignore_index, label_smoothing
-    )
+        hidden, weight.shape[0] if shards is None else shards.n_classes, positives, offsets,
+        values, ignore_index, label_smoothing,
+    )  # fmt: skip
+    if shards is not None:
+        # A label of another process is padding here.
+        place = shards.local(lists[0], ignore_index)
+        lists = torch.where(place < 0, IGNORED, place), *lists[1:]
+        ignore_index = IGNORED
     batch, rows = hidden.shape[:-1], in_autocast_dtype(hidden)
     rows = rows if len(batch) == 1 else rows.reshape(batch.numel(), hidden.shape[-1])
     (made,) = fused_loss(
         LABELS, (rows, weight, bias, *lists),
-        (loss, float(label_smoothing), ignore_index, str(chunk_classes), list(numbers)), reduction,
+        (loss, float(label_smoothing), ignore_index, str(chunk_classes), list(numbers), *spread),
+        reduction,
     )  # fmt: skip
     return made.reshape(batch) if reduction == "none" and len(batch) != 1 else made
 
@@ -197,6 +220,8 @@ class _LabelRule(ABC):
     two_walks = False
     normalisers: Any = None
     """What gradients need to know of all labels, where there are two walks."""
+    shards: Shards | None = None
+    """How labels are spread over processes. Without two walks losses are those of this one."""
 
     def look(self, scores: Tensor) -> None:  # noqa: B027 - for losses with two walks
         """Takes a slab into account, in the first of two walks."""
@@ -204,6 +229,10 @@ class _LabelRule(ABC):
     @abstractmethod
     def settle(self, lists: Lists, at_listed: Tensor) -> None:
         """Takes the listed labels into account, by their exact scores; before any gradient."""
+
+    @abstractmethod
+    def settle_without_labels(self, n: int, like: Tensor) -> None:
+        """As :meth:`settle`, in a process that has no labels; of so many rows."""
 
     @abstractmethod
     def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
@@ -216,6 +245,11 @@ class _LabelRule(ABC):
     @abstractmethod
     def losses(self) -> Tensor:
         """The loss of each row, once all slabs were seen."""
+
+    def all_losses(self) -> Tensor:
+        """:meth:`losses` of the labels of all processes."""
+        made = self.losses()
+        return made if self.shards is None or self.two_walks else self.shards.sum(made)
 
 
 class _Zlpr(_LabelRule):
@@ -248,7 +282,14 @@ class _Zlpr(_LabelRule):
         below = lists.logsumexp(terms)
         if self._log_some is not None:
             below = torch.logaddexp(below, _logsumexp(self._below) + self._log_some)
-        both = torch.stack([above, below])
+        self._normalise(torch.stack([above, below]))
+
+    def settle_without_labels(self, n: int, like: Tensor) -> None:
+        if self.normalisers is None:
+            self._normalise(like.new_full((2, n), -torch.inf))
+
+    def _normalise(self, both: Tensor) -> None:
+        both = both if self.shards is None else self.shards.logsumexp(both)
         self.normalisers = torch.logaddexp(both, both.new_zeros(()))
 
     def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
@@ -289,6 +330,9 @@ class _Bce(_LabelRule):
         if labels is not None:
             own = labels * own + (1.0 - labels) * functional.logsigmoid(-at_listed)
         self._terms.append(lists.sum(own).neg_())
+
+    def settle_without_labels(self, n: int, like: Tensor) -> None:
+        self._terms.append(like.new_zeros(n))
 
     def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
         options = *self._options(), self._label_smoothing
@@ -354,6 +398,7 @@ class _LabelsEngine(Engine):
     name = "linear_label_loss"
     schema = (
         "str loss, float label_smoothing, int? ignore_index, str chunk_classes, float[] numbers"
+        + SPREAD_SCHEMA
     )
     n_constants = 3
     instead = "a loss on scores, such as lastlayer.zlpr_loss_from_indices"
@@ -361,11 +406,15 @@ class _LabelsEngine(Engine):
     def compute(self, call: Call) -> Result:
         operands, options, reduction, wanted, upstream = call
         hidden, weight, bias, positives, offsets, values, *known = operands
-        name, label_smoothing, ignore_index, chunk, numbers = options
+        name, label_smoothing, ignore_index, chunk, numbers, *spread = options
         (n, _), n_classes, dtype = hidden.shape, weight.shape[0], hidden.dtype
-        if reduction != "none" and _is_small(call):
+        shards = Shards(*spread) if spread[0] else None
+        if reduction != "none" and shards is None and _is_small(call):
             return _zlpr_at_once(call)
         rule = _RULES[name](label_smoothing, known[0] if known else None, *numbers)
+        rule.shards = shards
+        if not n_classes:
+            return _without_labels(call, rule)
         at_a_time = classes_at_a_time(as_chunk(chunk), hidden, n_classes)
         with without_autocast(hidden):
             scale, factors, size = RowScale.of(None, reduction, n), None, None
@@ -400,7 +449,7 @@ class _LabelsEngine(Engine):
                     slabs.put(slab, own)
                     gradients.add(slab, scores)
                 pieces = gradients.finished(bias, width)
-            loss = scale.reduce(rule.losses(), reduction)
+            loss = scale.reduce(rule.all_losses(), reduction)
         if reduction == "none" and upstream is None:
             pieces = (rule.normalisers,) if rule.two_walks else ()
         return Result(loss, pieces, (), size)
@@ -422,10 +471,26 @@ class _LabelsEngine(Engine):
 LABELS = _LabelsEngine()
 
 
+def _without_labels(call: Call, rule: _LabelRule) -> Result:
+    """Of a process that has none of the labels: what it is told by the others."""
+    hidden, weight, bias = call.operands[:3]
+    scale = RowScale.of(None, call.reduction, hidden.shape[0])
+    rule.settle_without_labels(
+        hidden.shape[0], hidden.new_empty(0, dtype=accumulation_dtype(hidden.dtype))
+    )
+    loss = scale.reduce(rule.all_losses(), call.reduction)
+    if call.reduction == "none" and call.upstream is None:
+        return Result(loss, (rule.normalisers,) if rule.two_walks else ())
+    return Result(loss, [
+        None if each is None or not wanted else torch.zeros_like(each)
+        for each, wanted in zip((hidden, weight, bias), call.wanted, strict=True)
+    ])  # fmt: skip
+
+
 def _is_small(call: Call) -> bool:
     """Whether all scores are made at once, and the kernels on scores take these labels."""
     hidden, weight, *_, values = call.operands[:6]
-    name, label_smoothing, _, chunk, _ = call.options
+    name, label_smoothing, _, chunk, *_ = call.options
     size = hidden.shape[0] * weight.shape[0] * hidden.itemsize
     plain = name == "zlpr" and values is None and not label_smoothing and chunk == "auto"
     return plain and size < _SMALL and hidden.is_cpu and hidden.itemsize >= 4

@@ -9,6 +9,7 @@ are a group with one product: on CUDA all groups in one launch, elsewhere one af
 for the small ones, which a CPU kernel does together.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -151,6 +152,37 @@ class TreeTables:
             slots[edges] = n + np.arange(edges.size)
             n += edges.size
         keep("edge_slot", slots if len(self.arities) > 1 else slots[:0], torch.int32)
+
+    def part(self, first: int, last: int) -> "TreeTables":
+        """The nodes from ``first`` to before ``last`` and what paths have of them, for losses alone.
+
+        Nodes, edges and rows are counted from the first one of the part; no path may be asked for
+        twice. Only for trees that do not overlap.
+        """
+        made = copy.copy(self)
+        start, rows = (as_numpy(each.cpu()) for each in (self.child_start, self.row_start))
+        edges, device = slice(int(start[first]), int(start[last])), self.path_start.device
+        widths = np.diff(start[first : last + 1])
+        taken, path_start = (as_numpy(each.cpu()) for each in (self.path_edge, self.path_start))
+        inside = (taken >= edges.start) & (taken < edges.stop)
+        before = np.concatenate([[0], np.cumsum(inside)])[path_start]
+        lengths = np.diff(before)
+        made.n_inner, made.n_edges = last - first, edges.stop - edges.start
+        made.n_rows = int(rows[last] - rows[first])
+        made.widest = int(widths.max(initial=0))
+        made.longest = max(1, int(lengths.max(initial=0)))
+        made.has_binary, made.has_wide = bool((widths == 2).any()), bool((widths > 2).any())
+        made._most_touched = 0, 0
+        made.path_start = torch.from_numpy(before).to(device)
+        made.path_edge = torch.from_numpy(taken[inside] - edges.start).int().to(device)
+        made.child_start = self.child_start[first : last + 1] - edges.start
+        made.row_start = self.row_start[first : last + 1] - rows[first].item()
+        made.edge_node = self.edge_node[edges] - first
+        made.binary_paths = self.binary_paths and made.n_inner > 0
+        if not made.has_wide:
+            # Two edges per node: they tell which it is.
+            made.edge_row = self.edge_row[:0]
+        return made
 
     def rows_of_arity(self, arity: int) -> Tensor:
         """The rows of all nodes with so many children, node by node."""

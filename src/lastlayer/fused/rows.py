@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from lastlayer import kernels
 from lastlayer._checks import (
+    check_choice,
     check_chunk,
     check_class_weight,
     check_device,
@@ -26,6 +27,7 @@ from lastlayer._checks import (
     check_reduction,
     check_target_ids,
 )
+from lastlayer._processes import HIDDEN_GRADS, IGNORED, Shards, local_part, shards_of
 from lastlayer._torch import (
     accumulation_dtype,
     active_ddp,
@@ -50,6 +52,8 @@ MOST_ROUNDED_ADDITIONS = 8
 _LONG, _MOST_ROWS = 1 << 36, 1 << 16
 # What a chunk takes where scores are float32 and their gradient is held in two halves as well.
 _PRECISE_COPIES = 4.0
+# How many times the scores of a chunk are held at most where classes are spread over processes.
+_SPREAD_COPIES = 1.0
 
 
 class Chunk(NamedTuple):
@@ -58,12 +62,14 @@ class Chunk(NamedTuple):
     ``exact_scores`` gives those of chosen classes, (rows, k), in full precision, where the scores
     of the chunk are rounded. ``row_scale`` is what the loss of each row is multiplied by in the
     end; it is None where no gradient is wanted. ``width`` is the size of the hidden state.
+    ``target_weight`` are the class weights of the targets, where classes are spread over processes.
     """
 
     target: Tensor
     exact_scores: Callable[[Tensor], Tensor]
     row_scale: Tensor | None
     width: int
+    target_weight: Tensor | None = None
 
 
 class Sparse(NamedTuple):
@@ -125,6 +131,10 @@ class Problem(NamedTuple):
     wanted: Wanted
     weight_dtype: torch.dtype
     """Of the weight's gradient."""
+    shards: Shards | None = None
+    """How classes are spread over processes: targets are then places in this one."""
+    target_weight: Tensor | None = None
+    """The class weights of the targets, where classes are spread."""
 
 
 class RowLossKind(NamedTuple):
@@ -146,6 +156,9 @@ class RowLossKind(NamedTuple):
 
 
 ROW_LOSSES: dict[str, RowLossKind] = {}
+# Shards as options of an engine, and those of classes that are not spread over processes.
+SPREAD_SCHEMA = ", str group_name, int n_classes, int most, int first, int here"
+NOT_SPREAD = Shards("", 0, 0, 0, 0)
 # Of the engine below; one more is what its forward pass has left.
 _OPERANDS = 7
 
@@ -154,7 +167,10 @@ class _RowsEngine(Engine):
     """Operands: hidden, weight, bias; target, class_weight, row_weight, weight_grad."""
 
     name = "linear_loss"
-    schema = "str loss, float[] numbers, int? ignore_index, str chunk_rows, bool into_weight_grad"
+    schema = (
+        "str loss, float[] numbers, int? ignore_index, str chunk_rows, bool into_weight_grad"
+        + SPREAD_SCHEMA
+    )
     n_constants = 4
     written = 6
     instead = "a loss on scores, such as lastlayer.entmax_loss or torch's cross_entropy"
@@ -163,7 +179,7 @@ class _RowsEngine(Engine):
         return sum(ROW_LOSSES[options[0]].statistics)
 
     def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:
-        return bool(reduction == "none" or options[-1])
+        return bool(reduction == "none" or options[4])
 
     def invoke(self, call: Call) -> Result:
         if call.reduction == "none" and any(call.wanted) and is_eager(call.operands[0]):
@@ -179,13 +195,14 @@ class _RowsEngine(Engine):
         None where scores take several chunks, or rows are left out: backward makes them again.
         """
         hidden, weight, bias, target, class_weight, row_weight, weight_grad = call.operands
-        name, numbers, ignore_index, chunk, _ = call.options
+        name, numbers, ignore_index, chunk, _, spread, *_ = call.options
         kind, n, dtype = ROW_LOSSES[name], hidden.shape[0], accumulation_dtype(hidden.dtype)
         step = rows_at_a_time(as_chunk(chunk), hidden, weight.shape[0], kind.copies)
         if (
             not 0 < n <= step
             or hidden.is_meta
             or weight_grad is not None
+            or spread
             or missing_columns(weight, n)
             or not kind.stores(hidden, numbers, as_chunk(chunk))
         ):
@@ -231,14 +248,15 @@ class _RowsEngine(Engine):
     def compute(self, call: Call) -> Result:
         operands, options, reduction, wanted, upstream = call
         hidden, weight, bias, target, class_weight, row_weight, weight_grad = operands
-        name, numbers, ignore_index, chunk, _ = options
+        name, numbers, ignore_index, chunk, _, *spread = options
+        shards = Shards(*spread) if spread[0] else None
         with_gradients = upstream is not None or not self.recomputes(options, reduction)
         with without_autocast(hidden):
             n, dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
             row_weight = None if row_weight is None else in_dtype(row_weight, dtype)
             kept = ignored = known = None
             short = is_short(hidden, hidden.numel() * weight.shape[0], ignore_index)
-            if short and class_weight is None:
+            if short and class_weight is None and shards is None:
                 if sum(ROW_LOSSES[name].statistics):
                     ignored = target == ignore_index
                 target, hidden, row_weight, known = kernels.products.row_factors(
@@ -257,11 +275,13 @@ class _RowsEngine(Engine):
                 target = torch.where(ignored, 0, target)
                 row_weight = torch.where(ignored, 0.0, 1.0 if row_weight is None else row_weight)
                 row_weight = in_dtype(row_weight, dtype)
-            counted = None
+            counted = target_weight = None
             if class_weight is not None:
                 class_weight = in_dtype(class_weight, dtype)
+                if shards is not None:
+                    target_weight = _weights_of(target, class_weight, shards)
                 if reduction == "mean":
-                    counted = class_weight[target]
+                    counted = class_weight[target] if target_weight is None else target_weight
                     counted = counted if row_weight is None else counted * row_weight
             scale = RowScale.of(row_weight, reduction, hidden.shape[0], counted)
             factors = size = into = None
@@ -281,12 +301,13 @@ class _RowsEngine(Engine):
                     class_weight,
                     Wanted(wanted[0], wanted[1] or weight_grad is not None, wanted[2], into)
                     if factors is not None else Wanted(),
-                    gradient_sum_dtype(weight.dtype),
+                    gradient_sum_dtype(weight.dtype), shards, target_weight,
                 ),
             )  # fmt: skip
             if into is not None and size is not None and weight_grad is not None:
                 weight_grad.add_(into.mul_(size))
             loss = scale.reduce(made.loss, reduction)
+            loss = loss if shards is None else shards.sum(loss)
             statistics = made.statistics
             if ignored is not None:
                 statistics = tuple(each.masked_fill(ignored, 0) for each in statistics)
@@ -318,6 +339,8 @@ class RowOptions(TypedDict, total=False):
     row_weight: Tensor | None
     chunk_rows: int | str
     weight_grad: Tensor | None
+    process_group: Any
+    hidden_grad: str
 
 
 def linear_loss(
@@ -334,17 +357,29 @@ def linear_loss(
     row_weight: Any = None,
     chunk_rows: Any = "auto",
     weight_grad: Any = None,
+    process_group: Any = None,
+    hidden_grad: Any = "sum",
 ) -> tuple[Tensor, ...]:
     """The loss of a linear layer by one of :data:`ROW_LOSSES`, and its statistics.
 
     It checks every argument but ``numbers``. Results have the shape of the target.
     """
-    check_linear(hidden, weight, bias)
+    shards, spread = spread_classes(weight, process_group, hidden_grad), NOT_SPREAD
+    if shards is not None:
+        _check_spread(loss, weight_grad)
+        weight, bias, class_weight = map(local_part, (weight, bias, class_weight))
+        hidden, spread = shards.seen(hidden, hidden_grad), shards
+        if shards.processes == 1:
+            shards, spread = None, NOT_SPREAD
+    check_linear(hidden, weight, bias, empty=shards is not None)
     check_reduction(reduction)
     check_chunk(chunk_rows)
     ignore_index = check_ignore_index(ignore_index)
-    batch = hidden.shape[:-1]
-    target, ignore_index = check_target_ids(target, hidden, weight.shape[0], ignore_index)
+    batch, n_classes = hidden.shape[:-1], weight.shape[0] if shards is None else shards.n_classes
+    target, ignore_index = check_target_ids(target, hidden, n_classes, ignore_index)
+    if shards is not None:
+        target = shards.local(target, ignore_index)
+        ignore_index = None if ignore_index is None else IGNORED
     if class_weight is not None:
         check_class_weight(class_weight, weight.shape[0], hidden)
     if row_weight is not None:
@@ -358,7 +393,8 @@ def linear_loss(
         row_weight = None if row_weight is None else row_weight.reshape(-1)
     made = fused_loss(
         ROWS, (rows, weight, bias, target, class_weight, row_weight, weight_grad),
-        (loss, tuple(numbers), ignore_index, str(chunk_rows), weight_grad is not None), reduction,
+        (loss, tuple(numbers), ignore_index, str(chunk_rows), weight_grad is not None, *spread),
+        reduction,
     )  # fmt: skip
     if len(batch) == 1:
         return made
@@ -444,6 +480,8 @@ def _run(name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Pr
 def _run_aligned(
     name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem
 ) -> Made:
+    if problem.shards is not None:
+        return _run_spread(name, numbers, chunk_rows, problem)
     kind, wanted = ROW_LOSSES[name], problem.wanted
     copies = kind.copies * (_PRECISE_COPIES if wanted.precise(problem.hidden) else 1.0)
     rows = rows_at_a_time(chunk_rows, problem.hidden, problem.weight.shape[0], copies)
@@ -455,6 +493,21 @@ def _run_aligned(
             return made
     wide = kind.wide(problem.hidden, problem.weight.shape[0])
     return run_chunks(kind.make(problem.class_weight, *numbers), problem, rows, wide)
+
+
+def _run_spread(
+    name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem
+) -> Made:
+    """All rows, in the same chunks in all processes that share the classes."""
+    # Imported here, as it stands on this module.
+    from lastlayer.fused.spread import SPREAD_LOSSES
+
+    shards = problem.shards
+    if shards is None:
+        raise RuntimeError("shards: expected those of the classes, got None")
+    rows = rows_at_a_time(chunk_rows, problem.hidden, shards.most, _SPREAD_COPIES)
+    row_loss = SPREAD_LOSSES[name](shards, problem.class_weight, *numbers)
+    return run_chunks(row_loss, problem, rows)
 
 
 def _without_wide_sum(rows: int, problem: Problem, copies: float) -> int:
@@ -476,14 +529,15 @@ def _without_wide_sum(rows: int, problem: Problem, copies: float) -> int:
 
 def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int, wide: bool = False) -> Made:
     """Losses and gradients of all rows, so many at a time; ``wide`` for scores in float32."""
-    hidden, weight, bias, target, row_scale, _, wanted, weight_dtype = problem
+    hidden, weight, bias, target, row_scale, _, wanted, weight_dtype, _, weights = problem
     n, layer = hidden.shape[0], LayerProducts([weight], bias, hidden.shape[0])
     gradients = _Gradients(hidden, layer, wanted, chunk_rows, weight_dtype)
     dtype = torch.float32 if wide or wanted.precise(hidden) else hidden.dtype
     if n <= chunk_rows:
         exact = partial(kernels.products.scores, "auto", hidden, weight, bias)
         memory = layer.scores(hidden, dtype)
-        result = row_loss(layer.scores_in(memory), Chunk(target, exact, row_scale, hidden.shape[1]))
+        chunk = Chunk(target, exact, row_scale, hidden.shape[1], weights)
+        result = row_loss(layer.scores_in(memory), chunk)
         gradients.add(slice(0, n), result.gradient, memory)
         return Made(result.loss, result.statistics, *gradients.finished())
     memory = layer.memory(chunk_rows, dtype)
@@ -494,8 +548,8 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int, wide: bool 
         rows, ids = hidden[part], target[part]
         scores = layer.scores_into(memory, rows)
         exact = partial(kernels.products.scores, "auto", rows, weight, bias)
-        scale = None if row_scale is None else row_scale[part]
-        result = row_loss(scores, Chunk(ids, exact, scale, hidden.shape[1]))
+        scale, some = (None if each is None else each[part] for each in (row_scale, weights))
+        result = row_loss(scores, Chunk(ids, exact, scale, hidden.shape[1], some))
         losses.append(result.loss)
         statistics.append(result.statistics)
         gradients.add(part, result.gradient, memory)
@@ -622,6 +676,54 @@ class _Gradients:
 
 def _padded(entries: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(entries, (0, width - entries.shape[1]))
+
+
+def _weights_of(target: Tensor, class_weight: Tensor, shards: Shards) -> Tensor:
+    """The class weights of targets, each of which one process has; one number per row."""
+    if not class_weight.shape[0]:
+        return shards.sum(class_weight.new_zeros(target.shape))
+    return shards.sum(torch.where(target >= 0, class_weight[target.clamp(min=0)], 0.0))
+
+
+def spread_classes(weight: Any, process_group: Any, hidden_grad: Any) -> Shards | None:
+    """How the classes of a weight are spread over processes; None where they are not.
+
+    A DTensor says it itself; with a ``process_group`` each process has given its own part.
+    """
+    if hidden_grad != "sum":
+        check_choice("hidden_grad", hidden_grad, HIDDEN_GRADS)
+    if process_group is None:
+        shards = shards_of(weight)
+        if shards is None and hidden_grad != "sum":
+            raise ValueError(
+                f"hidden_grad: expected 'sum' where one process has all classes, got "
+                f"{hidden_grad!r}; give a DTensor as weight, or a process_group"
+            )
+        return shards
+    if hasattr(weight, "to_local"):
+        raise ValueError(
+            "process_group: expected None with a DTensor as weight, which has a mesh, got a group"
+        )
+    if isinstance(process_group, torch.distributed.ProcessGroup):
+        return Shards.of_parts(process_group, weight)
+    raise TypeError(
+        "process_group: expected a torch.distributed.ProcessGroup, such as mesh.get_group(), got "
+        f"{type(process_group).__name__}"
+    )
+
+
+def _check_spread(loss: str, weight_grad: Any) -> None:
+    """What is not there for classes that are spread over processes."""
+    if weight_grad is not None:
+        raise ValueError(
+            "weight_grad: expected None where classes are spread over processes, got a tensor; "
+            "the gradient of the weight is that of this process's classes"
+        )
+    if sum(ROW_LOSSES[loss].statistics):
+        raise ValueError(
+            "weight: expected a plain tensor for statistics of each row, got one that is spread "
+            "over processes; lastlayer.parallel.ClassParallel has log_prob and topk"
+        )
 
 
 def _check_row_weight(row_weight: Any, target: Tensor) -> None:

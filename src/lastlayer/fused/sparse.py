@@ -73,8 +73,9 @@ def linear_entmax_loss(
         target: class ids ``(*batch)``, int64.
         bias: ``(v,)``.
         alpha: a number of at least 1.
-        options: ``ignore_index``, ``reduction``, ``class_weight``, ``row_weight``, ``chunk_rows``
-            and ``weight_grad``, as in :func:`linear_cross_entropy`.
+        options: ``ignore_index``, ``reduction``, ``class_weight``, ``row_weight``, ``chunk_rows``,
+            ``weight_grad``, ``process_group`` and ``hidden_grad``, as in
+            :func:`linear_cross_entropy`.
 
     Returns:
         The loss in float32, or in float64 from float64.
@@ -116,8 +117,9 @@ def linear_topk_softmax_loss(
         target: class ids ``(*batch)``, int64.
         bias: ``(v,)``.
         k: how many classes are in the running, at least 1; v or more is the cross entropy.
-        options: ``ignore_index``, ``reduction``, ``class_weight``, ``row_weight``, ``chunk_rows``
-            and ``weight_grad``, as in :func:`linear_cross_entropy`.
+        options: ``ignore_index``, ``reduction``, ``class_weight``, ``row_weight``, ``chunk_rows``,
+            ``weight_grad``, ``process_group`` and ``hidden_grad``, as in
+            :func:`linear_cross_entropy`.
 
     Returns:
         The loss in float32, or in float64 from float64.

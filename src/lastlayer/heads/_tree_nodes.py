@@ -292,14 +292,17 @@ def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
     """Of ``classes`` ``(n, k)``, or of all ``(n, n_classes)``, added up level by level."""
     tables, weight, bias, _ = nodes
     biases = None if bias is None else in_dtype(bias, rows.dtype)
-    scores = wide_scores(rows, in_dtype(weight, rows.dtype), biases)
-    if tables.n_inner:
-        # One row per score: what is gathered is then contiguous.
-        leaves = _down_to_leaves(tables, _edge_log_probs(tables, scores.t().contiguous()))
-        made = (_over_paths(tables, leaves) if tables.overlaps else leaves).t()
-    else:
-        made = scores.sum(-1, keepdim=True)
+    made = leaves_of(tables, wide_scores(rows, in_dtype(weight, rows.dtype), biases))
     return made if classes is None else made.gather(-1, classes)
+
+
+def leaves_of(tables: TreeTables, scores: Tensor) -> Tensor:
+    """Log-probabilities of all classes ``(n, n_classes)`` from the scores of all nodes' rows."""
+    if not tables.n_inner:
+        return scores.sum(-1, keepdim=True)
+    # One row per score: what is gathered is then contiguous.
+    leaves = _down_to_leaves(tables, _edge_log_probs(tables, scores.t().contiguous()))
+    return (_over_paths(tables, leaves) if tables.overlaps else leaves).t()
 
 
 def is_predictable(nodes: Nodes, rows: Tensor) -> bool:

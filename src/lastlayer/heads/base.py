@@ -74,6 +74,9 @@ class SavedModule(TabledModule):
 
     in_features: int
     sparse: bool = False
+    # Set by lastlayer.parallel.ClassParallel: class parameters are DTensors, a part of them in each
+    # process, and losses leave each process its part of the gradient of hidden.
+    _is_spread = False
     __signature__: inspect.Signature
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -261,7 +264,7 @@ class SavedModule(TabledModule):
             self._be_ready()
         if self.sparse:
             check_sparse(self)
-        if type(parameter) is not Parameter and is_sharded(parameter):
+        if type(parameter) is not Parameter and not self._is_spread and is_sharded(parameter):
             raise RuntimeError(
                 "hidden: expected a head with whole parameters, got shards, as FSDP2 leaves them "
                 "outside of forward; call fully_shard(head) before fully_shard(model), and the "

@@ -161,7 +161,8 @@ class LinearHead(ScoredHead):
 
     def _loss_options(self) -> dict[str, Any]:
         """What the fused loss takes beside hidden, weight, target and bias."""
-        return {name: getattr(self, name) for name in self._loss_names}
+        options = {name: getattr(self, name) for name in self._loss_names}
+        return options | {"hidden_grad": "part"} if self._is_spread else options
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         # The weights themselves are part of the state.

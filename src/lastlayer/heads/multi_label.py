@@ -227,7 +227,7 @@ class MultiLabel(LinearHead):
             return asymmetric_label_loss(
                 hidden, self.weight, positives, self.bias, numbers, offsets=offsets, values=values,
                 ignore_index=self.ignore_index, reduction=self.reduction,
-                chunk_classes=self.chunk_rows,
+                chunk_classes=self.chunk_rows, hidden_grad="part" if self._is_spread else "sum",
             )  # fmt: skip
         return self._dense_loss(hidden, positives, offsets, values)
 

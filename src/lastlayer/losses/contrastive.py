@@ -27,7 +27,7 @@ from lastlayer.fused.similarity import (
     similarities,
     total_loss,
 )
-from lastlayer.losses._gathered import Shares, check_gather, gathered, shares, summed
+from lastlayer._processes import Shares, check_gather, gathered, shares, summed
 
 GroupsOrPair = Tensor | tuple[Tensor, Tensor]
 SAME_GROUP = ("ignore", "positive")
@@ -164,7 +164,7 @@ def info_nce(
     if of is None:
         return total
     # The loss of all processes, whose gradients here are right once they are averaged.
-    return total + (summed(total, of) / of.processes - total.detach())
+    return total + (summed(total, of.group) / of.processes - total.detach())
 
 
 class _Batch(NamedTuple):

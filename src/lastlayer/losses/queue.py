@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_int, check_scores
-from lastlayer.losses._gathered import check_gather, gathered, shares
+from lastlayer._processes import check_gather, gathered, shares
 from lastlayer.losses.contrastive import check_groups
 
 

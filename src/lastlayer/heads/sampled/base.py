@@ -44,6 +44,9 @@ class ComparedHead(LinearHead):
     weighs_draws = True
     # The training loss of rows (n, in_features) and targets (n, p), negative for none.
     _sampled_loss: Callable[..., Tensor]
+    # Set where classes are spread over processes: the vectors and biases of targets and ids, and
+    # where each of these is among them.
+    _vectors: Callable[[Tensor, Tensor], tuple[Any, Any, Tensor, Tensor]] | None = None
     ess: Tensor | None
     """Effective sample size of each row in the last training step, ``(n,)``; None before."""
 
@@ -118,8 +121,11 @@ class ComparedHead(LinearHead):
         **more: Any,
     ) -> Tensor:
         """The loss by :func:`lastlayer.fused.sampled.sampled_loss`; keeps the sample sizes."""
+        weight, bias = self.weight, self.bias
+        if self._vectors is not None:
+            weight, bias, target, ids = self._vectors(target, ids)
         loss, self.ess = sampled_loss(
-            rows, self.weight, self.bias, target, ids, log_expected, rule,
+            rows, weight, bias, target, ids, log_expected, rule,
             reduction=self.reduction, sparse=self.sparse, chunk_rows=self.chunk_rows, **more,
         )  # fmt: skip
         return loss
@@ -130,6 +136,7 @@ class ComparedHead(LinearHead):
         return linear_cross_entropy(
             hidden, self.weight, target, self.bias, ignore_index=self.ignore_index,
             reduction=self.reduction, temperature=temperature_of(self), chunk_rows=self.chunk_rows,
+            hidden_grad="part" if self._is_spread else "sum",
         )  # fmt: skip
 
     def _loss_of_log_prob(self, hidden: Tensor, target: Any) -> Tensor:
@@ -229,7 +236,7 @@ class SampledHead(ComparedHead):
         if self.per_rank and distributed.is_available() and distributed.is_initialized():
             rng_counter = fork(rng_counter, distributed.get_rank())
         weight = self.weight
-        drawable = rng_counter is own and self.reduction != "none"
+        drawable = rng_counter is own and self.reduction != "none" and not self._is_spread
         if drawable and kernels_draw(rows, weight, target):
             correction, tables = self._correction(), self.sampler._tables()
             if correction and tables:

@@ -1,0 +1,265 @@
+"""Processes of torch.distributed: rows that are gathered, and classes that are spread over them."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+GATHERS = (False, True, "even")
+# The target of a row whose class is in another process, and of one that does not count.
+ELSEWHERE, IGNORED = -1, -100
+_GOLDEN = (1.0 + 5.0**0.5) / 2.0
+# What becomes of the gradient of hidden states that all processes have: the sum over them, or for
+# each process its own part of that sum.
+HIDDEN_GRADS = ("sum", "part")
+
+
+class Shares(NamedTuple):
+    """How many rows each process has.
+
+    ``counts`` are in the order of ranks; ``first`` is where the rows of this process begin. With
+    ``even`` the caller promised equal counts, and they were not exchanged.
+    """
+
+    counts: tuple[int, ...]
+    rank: int
+    group: Any
+    even: bool
+
+    @property
+    def first(self) -> int:
+        return sum(self.counts[: self.rank])
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def processes(self) -> int:
+        return len(self.counts)
+
+    @property
+    def mine(self) -> slice:
+        """The rows of this process among those of all."""
+        return slice(self.first, self.first + self.counts[self.rank])
+
+
+def check_gather(gather: Any, process_group: Any) -> None:
+    """False, True or "even", and processes to gather from."""
+    if not (isinstance(gather, bool) or gather == "even"):
+        raise ValueError(f"gather: expected one of {GATHERS}, got {gather!r}")
+    if not gather:
+        if process_group is not None:
+            raise ValueError(
+                "process_group: expected None without gather=True, got a group; ask for gather=True"
+            )
+        return
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            f"gather: expected False where torch.distributed is not initialised, got {gather!r}; "
+            "call torch.distributed.init_process_group first"
+        )
+
+
+def shares(rows: Tensor, gather: bool | str, group: Any) -> Shares:
+    """How many rows each process has; asking the others waits for the device."""
+    processes, rank = dist.get_world_size(group), dist.get_rank(group)
+    n = rows.shape[0]
+    if gather == "even":
+        return Shares((n,) * processes, rank, group, True)
+    counts = all_gathered(torch.tensor([n], device=rows.device), group)
+    return Shares(tuple(counts.flatten().tolist()), rank, group, False)
+
+
+def all_gathered(numbers: Tensor, group: Any) -> Tensor:
+    """The tensors of all processes, which have the same shape, one after the other."""
+    found = numbers.new_empty(dist.get_world_size(group), *numbers.shape)
+    dist.all_gather(list(found.unbind()), numbers.contiguous(), group=group)
+    return found
+
+
+def gathered(rows: Tensor, of: Shares) -> Tensor:
+    """The rows of all processes, those of rank 0 first.
+
+    The gradient of a process's rows is the sum of what all processes have for them.
+    """
+    result: Tensor = _Gathered.apply(rows, of)
+    return result
+
+
+def summed(number: Tensor, group: Any) -> Tensor:
+    """The sum over processes, without a gradient."""
+    total = number.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, of: Shares) -> Tensor:
+        ctx.of = of
+        found = all_gathered(_padded(rows, max(of.counts)), of.group)
+        if min(of.counts) == max(of.counts):
+            return found.flatten(0, 1)
+        return torch.cat([each[:n] for each, n in zip(found, of.counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        of: Shares = ctx.of
+        most = max(of.counts)
+        parts = [_padded(part, most) for part in grad.split(of.counts)]
+        mine = torch.empty_like(parts[0])
+        dist.reduce_scatter(mine, parts, group=of.group)
+        return mine[: of.counts[of.rank]], None
+
+
+def _padded(rows: Tensor, most: int) -> Tensor:
+    if rows.shape[0] == most:
+        return rows.contiguous()
+    padded = rows.new_zeros(most, *rows.shape[1:])
+    padded[: rows.shape[0]] = rows
+    return padded
+
+
+def in_all(values: Tensor, group: Any) -> Tensor:
+    """Values that all processes have alike; their gradient is the sum over processes."""
+    result: Tensor = _InAll.apply(values, group)
+    return result
+
+
+class _InAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return summed(grad, ctx.group), None
+
+
+class Shards(NamedTuple):
+    """Classes that are spread over the processes of a group, a range of them in each.
+
+    It is made of plain values, so that a registered operation can take it as options. Inside of
+    such an operation a target is the place of a class in this process, or :data:`ELSEWHERE`.
+    """
+
+    group_name: str
+    n_classes: int
+    """Of all processes together."""
+    most: int
+    """Of the process that has the most: what is cut into chunks is cut alike everywhere."""
+    first: int
+    """The first class of this process."""
+    here: int
+    """How many it has."""
+
+    @classmethod
+    def even(cls, group: Any, n_classes: int) -> "Shards":
+        """As a DTensor with ``Shard(0)`` cuts rows: ceil(n / processes) in each, the rest last."""
+        most = -(-n_classes // dist.get_world_size(group))
+        first = min(n_classes, most * dist.get_rank(group))
+        here = min(most, n_classes - first)
+        return cls(group.group_name, n_classes, most, first, here)
+
+    @classmethod
+    def of_parts(cls, group: Any, part: Tensor) -> "Shards":
+        """From the class vectors that each process has; they tell each other how many."""
+        counts = all_gathered(torch.tensor([part.shape[0]], device=part.device), group)
+        sizes, rank = counts.flatten().tolist(), dist.get_rank(group)
+        return cls(group.group_name, sum(sizes), max(sizes), sum(sizes[:rank]), sizes[rank])
+
+    @property
+    def group(self) -> Any:
+        return dist.distributed_c10d._resolve_process_group(self.group_name)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def processes(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def local(self, target: Tensor, ignore_index: int | None) -> Tensor:
+        """Class ids as places in this process; :data:`IGNORED` for those that do not count."""
+        place = target - self.first
+        place = torch.where((place >= 0) & (place < self.here), place, ELSEWHERE)
+        if ignore_index is None:
+            return place
+        return torch.where(target == ignore_index, IGNORED, place)
+
+    def seen(self, hidden: Tensor, hidden_grad: str) -> Tensor:
+        """Hidden states that all processes have, with the gradient that is asked for."""
+        if hidden_grad == "part" or not hidden.requires_grad:
+            return hidden
+        return in_all(hidden, self.group)
+
+    def gathered(self, numbers: Tensor) -> Tensor:
+        """The numbers of all processes, ``(processes, *shape)``."""
+        return all_gathered(numbers, self.group)
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """The sum over processes."""
+        return summed(numbers, self.group)
+
+    def logsumexp(self, numbers: Tensor) -> Tensor:
+        """log Σ e^x over processes: one number each, in one round."""
+        return self.gathered(numbers).logsumexp(0)
+
+
+class Layout(NamedTuple):
+    """Where classes are in a table that is cut into ranges of rows, one per process.
+
+    With ``step`` 1 class c is row c. Else it is row ``c * step mod n_classes``, with a step near
+    n / 1.618 that has no factor in common with n: classes next to each other are then far apart, and
+    every range has its share of the frequent ones, whatever the number of processes.
+    """
+
+    n_classes: int
+    step: int = 1
+
+    @classmethod
+    def spread(cls, n_classes: int) -> "Layout":
+        step = max(1, round(n_classes / _GOLDEN))
+        while math.gcd(step, n_classes) != 1:
+            step += 1
+        return cls(n_classes, step % n_classes or 1)
+
+    def rows_of(self, classes: Tensor) -> Tensor:
+        """Rows of class ids; a negative id stays as it is."""
+        if self.step == 1:
+            return classes
+        return torch.where(classes < 0, classes, classes * self.step % self.n_classes)
+
+    def classes_at(self, rows: Tensor) -> Tensor:
+        """Class ids of rows."""
+        if self.step == 1:
+            return rows
+        return rows * pow(self.step, -1, self.n_classes) % self.n_classes
+
+
+def shards_of(weight: Any) -> Shards | None:
+    """How the rows of a DTensor are spread; None for a plain tensor.
+
+    Raises:
+        ValueError: where they are not spread by rows over one dimension of a mesh.
+    """
+    placements = getattr(weight, "placements", None)
+    if placements is None:
+        return None
+    if len(placements) != 1 or not placements[0].is_shard(0):
+        raise ValueError(
+            "weight: expected a DTensor whose rows are spread over one dimension of a mesh, "
+            f"(Shard(0),), got {tuple(placements)}; weight.redistribute(mesh, [Shard(0)]) makes "
+            "one, weight.full_tensor() a plain tensor"
+        )
+    return Shards.even(weight.device_mesh.get_group(), weight.shape[0])
+
+
+def local_part(tensor: Any) -> Any:
+    """What this process has of a DTensor, differentiable; anything else as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,76 @@
+"""Class vectors that travel: each process asks the others for those of a few classes.
+
+Where a step looks at few classes, as sampled heads do, their vectors are less than the hidden
+states of all processes. Rows stay where they are then, and gradients of vectors go back to the
+process that has them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from lastlayer._processes import Shards
+from lastlayer._torch import accumulation_dtype, in_dtype
+
+
+def looked_up(shards: Shards, rows: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+    """``table[rows]`` of each table, of which this process has the part that ``shards`` says.
+
+    Args:
+        shards: how rows of the tables are spread.
+        rows: ascending, each once; other ones in every process.
+        tables: the parts of this process, ``(here, *)``, all of the same dtype.
+
+    Returns:
+        One tensor per table, ``(len(rows), *)``. Their gradients are summed over processes. All
+        processes call this together, and the host waits for how many rows each asks for.
+    """
+    made: tuple[Tensor, ...] = _LookedUp.apply(shards, rows, *tables)
+    return made
+
+
+class _LookedUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shards: Shards, rows: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+        group, processes = shards.group, shards.processes
+        bounds = torch.arange(processes + 1, device=rows.device) * max(1, shards.most)
+        asked = torch.searchsorted(rows, bounds).diff()
+        told = torch.empty_like(asked)
+        dist.all_to_all_single(told, asked, group=group)
+        ctx.asked, ctx.told = asked.tolist(), told.tolist()
+        ids = rows.new_empty(sum(ctx.told))
+        dist.all_to_all_single(ids, rows.contiguous(), ctx.told, ctx.asked, group=group)
+        ctx.group, ctx.shapes = group, [table.shape for table in tables]
+        ctx.save_for_backward(ids - shards.first)
+        places = ids - shards.first
+        widths = [_width(table) for table in tables]
+        sent = torch.cat([table[places].reshape(len(ids), -1) for table in tables], 1)
+        found = sent.new_empty(len(rows), sum(widths))
+        dist.all_to_all_single(found, sent.contiguous(), ctx.asked, ctx.told, group=group)
+        parts = found.split(widths, 1)
+        return tuple([
+            part.reshape(len(rows), *table.shape[1:])
+            for part, table in zip(parts, tables, strict=True)
+        ])  # fmt: skip
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (places,) = ctx.saved_tensors
+        sent = torch.cat([grad.reshape(len(grad), -1) for grad in grads], 1).contiguous()
+        found = sent.new_empty(len(places), sent.shape[1])
+        dist.all_to_all_single(found, sent, ctx.told, ctx.asked, group=ctx.group)
+        widths = [_width(grad) for grad in grads]
+        made = []
+        for part, shape in zip(found.split(widths, 1), ctx.shapes, strict=True):
+            # In the wider dtype: several processes may have asked for the same row.
+            total = part.new_zeros(shape, dtype=accumulation_dtype(part.dtype))
+            total.index_add_(0, places, part.reshape(-1, *shape[1:]).to(total.dtype))
+            made.append(in_dtype(total, part.dtype))
+        return None, None, *made
+
+
+def _width(table: Tensor) -> int:
+    """Numbers of a row."""
+    return int(torch.Size(table.shape[1:]).numel())
