@@ -174,7 +174,8 @@ class Shards(NamedTuple):
 
     @property
     def group(self) -> Any:
-        return dist.distributed_c10d._resolve_process_group(self.group_name)
+        found: Any = dist.distributed_c10d
+        return found._resolve_process_group(self.group_name)
 
     @property
     def rank(self) -> int:
@@ -215,8 +216,8 @@ class Layout(NamedTuple):
     """Where classes are in a table that is cut into ranges of rows, one per process.
 
     With ``step`` 1 class c is row c. Else it is row ``c * step mod n_classes``, with a step near
-    n / 1.618 that has no factor in common with n: classes next to each other are then far apart, and
-    every range has its share of the frequent ones, whatever the number of processes.
+    n / 1.618 that has no factor in common with n: classes next to each other are then far apart,
+    and every range has its share of the frequent ones, whatever the number of processes.
     """
 
     n_classes: int

@@ -216,6 +216,11 @@ def debug() -> Iterator[None]:
         _checking_device_values.reset(token)
 
 
+def debugging() -> bool:
+    """Whether this call is inside of ``debug()``."""
+    return not torch.compiler.is_compiling() and _checking_device_values.get()
+
+
 def active_ddp() -> object | None:
     """The ``DistributedDataParallel`` whose forward pass this call is part of; None outside."""
     ddp: object | None = torch.nn.parallel.DistributedDataParallel._active_ddp_module

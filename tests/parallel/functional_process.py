@@ -1,4 +1,4 @@
-"""Fused losses whose classes are spread over processes: ``functional_process.py PROCESSES FOLDER``."""
+"""Fused losses of classes that are spread: ``functional_process.py PROCESSES FOLDER``."""
 
 import itertools
 from pathlib import Path

@@ -85,8 +85,9 @@ def linear_zlpr_loss(
         ignore_index: the id that pads; None where nothing is padding.
         reduction: "mean" over the rows, "sum" or "none".
         chunk_classes: labels per slab, "auto" or "low".
-        process_group, hidden_grad: for labels that are spread over processes, as is a DTensor as
-            weight; see :func:`linear_cross_entropy`.
+        process_group: for labels that are spread over processes, as is a DTensor as weight; see
+            :func:`linear_cross_entropy`.
+        hidden_grad: "sum" or "part", for the same.
 
     Returns:
         The loss in float32, or in float64 from float64.
@@ -135,7 +136,8 @@ def linear_bce_loss(
         ignore_index: the id that pads.
         reduction: "mean" over the rows, "sum" or "none".
         chunk_classes: labels per slab, "auto" or "low".
-        process_group, hidden_grad: for labels that are spread over processes.
+        process_group: for labels that are spread over processes.
+        hidden_grad: "sum" or "part", for the same.
 
     Returns:
         The loss in float32, or in float64 from float64.

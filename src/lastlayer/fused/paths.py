@@ -154,10 +154,10 @@ class TreeTables:
         keep("edge_slot", slots if len(self.arities) > 1 else slots[:0], torch.int32)
 
     def part(self, first: int, last: int) -> "TreeTables":
-        """The nodes from ``first`` to before ``last`` and what paths have of them, for losses alone.
+        """The nodes from ``first`` to before ``last``, and what paths have of them; for losses.
 
-        Nodes, edges and rows are counted from the first one of the part; no path may be asked for
-        twice. Only for trees that do not overlap.
+        Nodes, edges and rows are counted from the first one of the part. Only for trees that do
+        not overlap.
         """
         made = copy.copy(self)
         start, rows = (as_numpy(each.cpu()) for each in (self.child_start, self.row_start))

@@ -137,8 +137,13 @@ class SavedModule(TabledModule):
         (folder / _CONFIG).write_text(text, encoding="utf-8")
 
     @classmethod
-    def load_config(cls, folder: str | Path) -> Self:
-        """A head with fresh parameters, as :meth:`save_config` or :meth:`save` wrote it."""
+    def load_config(cls, folder: str | Path, *, device: str | torch.device | None = None) -> Self:
+        """A head with fresh parameters, as :meth:`save_config` or :meth:`save` wrote it.
+
+        Args:
+            folder: where it was saved.
+            device: of its parameters; "meta" for a head that takes no memory yet.
+        """
         folder = Path(folder)
         if not (folder / _CONFIG).is_file():
             raise FileNotFoundError(
@@ -154,6 +159,8 @@ class SavedModule(TabledModule):
                 f"cannot be read: {error}"
             ) from error
         made = _class_named(name, cls, folder)
+        if device is not None:
+            arguments = {**arguments, "device": device}
         head: Self = made.from_config({**arguments, **made._load_extra(folder)})
         return head
 

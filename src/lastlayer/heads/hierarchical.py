@@ -23,6 +23,7 @@ from lastlayer.heads._tree_nodes import (
     init_biases,
     init_nodes,
     is_predictable,
+    leaves_of,
     path_log_prob,
     shared_log_prob,
     tree_loss,
@@ -278,6 +279,16 @@ class HierarchicalSoftmax(Head):
             for each in self.parameters():
                 loss = loss + each.sum().to(loss.dtype)
         return loss.reshape(target.shape) if loss.dim() != 0 and target.dim() != 1 else loss
+
+    def _part_losses(
+        self, tables: TreeTables, weight: Tensor, bias: Tensor | None, rows: Tensor, target: Tensor
+    ) -> Tensor:
+        """What some nodes add to the loss of each row, for a process that has only these."""
+        return tree_loss(Nodes(tables, weight, bias), rows, target, None, "none")
+
+    def _from_scores(self, scores: Tensor) -> Tensor:
+        """Log-probabilities of all classes from the scores of all rows of the weight."""
+        return leaves_of(self._tables, scores)
 
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
         """Exact log-probabilities in float32, or in float64 from float64.

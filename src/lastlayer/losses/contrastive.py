@@ -18,6 +18,7 @@ from lastlayer._checks import (
     check_scores,
     check_tensor,
 )
+from lastlayer._processes import Shares, check_gather, gathered, shares, summed
 from lastlayer._torch import accumulation_dtype, values_are_checked
 from lastlayer.fused.similarity import (
     Groups,
@@ -27,7 +28,6 @@ from lastlayer.fused.similarity import (
     similarities,
     total_loss,
 )
-from lastlayer._processes import Shares, check_gather, gathered, shares, summed
 
 GroupsOrPair = Tensor | tuple[Tensor, Tensor]
 SAME_GROUP = ("ignore", "positive")

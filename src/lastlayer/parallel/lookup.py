@@ -46,7 +46,7 @@ class _LookedUp(torch.autograd.Function):
         ctx.save_for_backward(ids - shards.first)
         places = ids - shards.first
         widths = [_width(table) for table in tables]
-        sent = torch.cat([table[places].reshape(len(ids), -1) for table in tables], 1)
+        sent = torch.cat([_flat(table[places]) for table in tables], 1)
         found = sent.new_empty(len(rows), sum(widths))
         dist.all_to_all_single(found, sent.contiguous(), ctx.asked, ctx.told, group=group)
         parts = found.split(widths, 1)
@@ -58,7 +58,7 @@ class _LookedUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (places,) = ctx.saved_tensors
-        sent = torch.cat([grad.reshape(len(grad), -1) for grad in grads], 1).contiguous()
+        sent = torch.cat([_flat(grad) for grad in grads], 1).contiguous()
         found = sent.new_empty(len(places), sent.shape[1])
         dist.all_to_all_single(found, sent, ctx.told, ctx.asked, group=ctx.group)
         widths = [_width(grad) for grad in grads]
@@ -66,9 +66,13 @@ class _LookedUp(torch.autograd.Function):
         for part, shape in zip(found.split(widths, 1), ctx.shapes, strict=True):
             # In the wider dtype: several processes may have asked for the same row.
             total = part.new_zeros(shape, dtype=accumulation_dtype(part.dtype))
-            total.index_add_(0, places, part.reshape(-1, *shape[1:]).to(total.dtype))
+            total.index_add_(0, places, part.reshape(len(part), *shape[1:]).to(total.dtype))
             made.append(in_dtype(total, part.dtype))
         return None, None, *made
+
+
+def _flat(rows: Tensor) -> Tensor:
+    return rows.reshape(len(rows), _width(rows))
 
 
 def _width(table: Tensor) -> int:

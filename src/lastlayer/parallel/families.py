@@ -1,0 +1,610 @@
+"""How the classes of each kind of head are spread over processes.
+
+A family knows which parameters of a head have a row per class, what a loss exchanges, and the
+log-probabilities of the classes that this process has. Everything else is the same for all of
+them, and is in :mod:`lastlayer.parallel.class_parallel`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from lastlayer._processes import ELSEWHERE, IGNORED, Layout, Shards, in_all, local_part, summed
+from lastlayer._torch import accumulation_dtype, in_dtype
+from lastlayer.fused import linear_cross_entropy
+from lastlayer.fused.cross_entropy import shaped
+from lastlayer.fused.function import RowScale
+from lastlayer.fused.paths import TreeTables
+from lastlayer.fused.prediction import top_classes
+from lastlayer.fused.scores import wide_scores
+from lastlayer.fused.spread import spread_entmax
+from lastlayer.heads import (
+    AdaptiveImportanceSampling,
+    AdaptiveSoftmax,
+    CharCNNSoftmax,
+    DifferentiatedSoftmax,
+    EntmaxHead,
+    FullSoftmax,
+    Head,
+    HierarchicalSoftmax,
+    ImportanceSampling,
+    MultiLabel,
+    NegativeSampling,
+    PartialSoftmax,
+    SelfNormalized,
+    TopKSoftmaxHead,
+)
+from lastlayer.heads.sampled.base import ComparedHead, SampledHead
+from lastlayer.parallel.lookup import looked_up
+
+
+def family_of(head: Head, mesh: Any, assignment: str) -> "Family":
+    """The family of a head; an error for a head that cannot be spread."""
+    for kind, family in _FAMILIES:
+        if isinstance(head, kind):
+            made: Family = family(head, mesh, assignment)
+            return made
+    raise TypeError(
+        "head: expected one whose classes can be spread over processes, got "
+        f"{type(head).__name__}; use DistributedDataParallel or fully_shard for it"
+    )
+
+
+@contextmanager
+def swapped(module: torch.nn.Module, tensors: dict[str, Any]) -> Iterator[None]:
+    """A context in which parameters and buffers, by their names, are other tensors."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for name, tensor in tensors.items():
+        path, _, last = name.rpartition(".")
+        owner = module.get_submodule(path)
+        held: dict[str, Any] = owner._parameters if last in owner._parameters else owner._buffers
+        before.append((held, last, held[last]))
+        held[last] = tensor
+    try:
+        yield
+    finally:
+        for held, last, tensor in reversed(before):
+            held[last] = tensor
+
+
+class Family:
+    """A head with some of its parameters spread over the processes of a mesh, by rows."""
+
+    head: Any
+    moves_vectors = False
+    """Whether rows stay in their process, and class vectors are asked for."""
+
+    def __init__(self, head: Head, mesh: Any, assignment: str) -> None:
+        self.head, self.mesh, self.group = head, mesh, mesh.get_group()
+        self.layout = self.chosen_layout(assignment)
+
+    def chosen_layout(self, assignment: str) -> Layout:
+        if assignment == "spread":
+            raise ValueError(
+                f"assignment: expected 'auto' or 'contiguous' for {type(self.head).__name__}, "
+                "whose tables are not in the order of the classes, got 'spread'"
+            )
+        return Layout(self.head.n_classes)
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters and buffers of the head that are spread."""
+        raise NotImplementedError
+
+    def by_class(self, name: str) -> bool:  # noqa: ARG002 - for tables in another order
+        """Whether a table has a row per class, in the order of the layout."""
+        return False
+
+    def table_sizes(self) -> list[int]:
+        """Rows of each of the tables whose ranges are this process's classes."""
+        return [self.head.n_classes]
+
+    @cached_property
+    def shards(self) -> list[Shards]:
+        """Of each of these tables."""
+        return [Shards.even(self.group, size) for size in self.table_sizes()]
+
+    @cached_property
+    def classes(self) -> Tensor:
+        """The class ids of this process, one per column of :meth:`log_probs`."""
+        shard = self.shards[0]
+        device = next(self.head.parameters()).device
+        rows = torch.arange(shard.first, shard.first + shard.here, device=device)
+        return self.layout.classes_at(rows)
+
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """Parameters that all processes have alike, with gradients that are summed over them."""
+        names = {*self.names}
+        return {
+            name: in_all(each, self.group)
+            for name, each in self.head.named_parameters()
+            if name not in names and each.requires_grad
+        }
+
+    def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
+        """The loss of rows that all processes have, with this process's part of the gradient."""
+        with swapped(self.head, self.shared_tensors()):
+            made: Tensor = self.head(hidden, self.layout.rows_of(target), **given)
+            return made
+
+    def log_probs(self, rows: Tensor) -> Tensor:
+        """Of this process's classes, normalised over all of them; without a gradient."""
+        raise NotImplementedError
+
+    def _softmax(self, shard: Shards, scores: Tensor) -> Tensor:
+        """Log-probabilities of scores whose other classes are in other processes."""
+        none = scores.new_full(scores.shape[:1], -torch.inf)
+        total = shard.logsumexp(scores.logsumexp(-1) if scores.shape[1] else none)
+        # In a fully masked row all are -inf.
+        return scores - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1)
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over processes, with the gradient of this process's part."""
+        return part + (summed(part, self.group) - part.detach())
+
+
+class LinearFamily(Family):
+    """One vector per class: softmax, entmax, top-k softmax, and many labels."""
+
+    def __init__(self, head: Head, mesh: Any, assignment: str) -> None:
+        super().__init__(head, mesh, assignment)
+        if isinstance(head, SelfNormalized) and (
+            head.fraction < 1.0 or head.class_weight is not None
+        ):
+            _refuse("fraction=1.0 and no class_weight for a SelfNormalized head", head)
+        if isinstance(head, MultiLabel):
+            if head.loss == "sparsemax" or (head.loss == "asymmetric" and head.label_smoothing):
+                _refuse("loss='zlpr', 'bce' or 'asymmetric' without smoothing for MultiLabel", head)
+            if head.calibrator is not None:
+                _refuse("calibrator=None, one for labels in a single process", head)
+
+    def chosen_layout(self, assignment: str) -> Layout:
+        n_classes = self.head.n_classes
+        return Layout.spread(n_classes) if assignment == "spread" else Layout(n_classes)
+
+    @property
+    def names(self) -> list[str]:
+        named = ("weight", "bias", "class_weight")
+        return [name for name in named if getattr(self.head, name, None) is not None]
+
+    def by_class(self, name: str) -> bool:  # noqa: ARG002
+        return True
+
+    def scores(self, rows: Tensor) -> Tensor:
+        """Of this process's classes, after cap and temperature."""
+        head = self.head
+        bias = local_part(head.bias)
+        if isinstance(head, NegativeSampling):
+            log_q = head.sampler._log_prob(self.classes, None)
+            bias = log_q if bias is None else bias + log_q
+        weight, bias = (
+            None if each is None else in_dtype(each, rows.dtype)
+            for each in (local_part(head.weight), bias)
+        )
+        made = wide_scores(rows, weight, bias)  # type: ignore[arg-type]
+        cap, temperature = head._softcap_and_temperature()
+        return made if not cap and temperature == 1.0 else shaped(made, cap, temperature)[0]
+
+    def log_probs(self, rows: Tensor) -> Tensor:
+        head, shard, scores = self.head, self.shards[0], self.scores(rows)
+        if isinstance(head, MultiLabel):
+            alone: Tensor = head._log_probs(scores)
+            return alone
+        if isinstance(head, EntmaxHead) and head.alpha != 1.0:
+            return spread_entmax(shard, scores, head.alpha)[0].log_()
+        if isinstance(head, TopKSoftmaxHead) and head.k < head.n_classes:
+            return self._of_best(scores, head.k)
+        return self._softmax(shard, scores)
+
+    def _of_best(self, scores: Tensor, k: int) -> Tensor:
+        """The softmax over the k best classes of all processes."""
+        shard, n = self.shards[0], scores.shape[0]
+        some, most = min(k, scores.shape[1]), min(k, shard.most)
+        own = scores.new_full((n, most), -torch.inf)
+        columns = own.new_zeros(own.shape, dtype=torch.int64)
+        if some:
+            own[:, :some], columns[:, :some] = top_classes(scores, some)
+        merged = shard.gathered(own).transpose(0, 1).flatten(1)
+        values, places = top_classes(merged, min(k, merged.shape[1]))
+        logs = torch.full_like(merged, -torch.inf).scatter_(-1, places, values.log_softmax(-1))
+        mine = logs.view(n, -1, most)[:, shard.rank, :some]
+        return torch.full_like(scores, -torch.inf).scatter_(-1, columns[:, :some], mine)
+
+
+class SampledFamily(LinearFamily):
+    """Sampled heads: in training the vectors of targets and draws are asked for."""
+
+    def __init__(self, head: Head, mesh: Any, assignment: str) -> None:
+        super().__init__(head, mesh, "spread" if assignment == "auto" else assignment)
+        if isinstance(head, (AdaptiveImportanceSampling, PartialSoftmax)):
+            _refuse("a head that does not choose its classes by the scores of all of them", head)
+        if isinstance(head, ImportanceSampling) and head.target_ess is not None:
+            _refuse("target_ess=None, a fixed number of samples", head)
+        if head.sparse:
+            _refuse("sparse=False: a DTensor has no row-sparse gradient", head)
+        if isinstance(head, SampledHead) and head.per_rank:
+            _refuse("per_rank=False: all processes draw the same classes", head)
+        head._vectors = self.vectors  # type: ignore[assignment]
+
+    @property
+    def moves_vectors(self) -> bool:  # type: ignore[override]
+        return not self.head._takes_all()
+
+    def vectors(self, target: Tensor, ids: Tensor) -> tuple[Any, Any, Tensor, Tensor]:
+        """Vectors and biases of the classes of a step, and where targets and ids are among them."""
+        shard, head = self.shards[0], self.head
+        weight, bias = local_part(head.weight), local_part(head.bias)
+        if shard.processes == 1:
+            rows = self.layout.rows_of(target), self.layout.rows_of(ids)
+            return weight, bias, *rows
+        asked = torch.cat([ids.flatten(), target.clamp(min=0).flatten()])
+        needed, places = torch.unique(self.layout.rows_of(asked), return_inverse=True)
+        tables = [each for each in (weight, bias) if each is not None]
+        found = looked_up(shard, needed, *tables)
+        of_ids, of_target = places[: ids.numel()], places[ids.numel() :]
+        of_target = torch.where(target < 0, target, of_target.view(target.shape))
+        return found[0], found[1] if bias is not None else None, of_target, of_ids.view(ids.shape)
+
+    def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
+        several = target.dim() == hidden.dim()
+        if self.moves_vectors:
+            raise RuntimeError("loss: expected rows that stay in their process")
+        if several or isinstance(self.head, NegativeSampling):
+            return self._loss_of_log_probs(hidden, target)
+        return super().loss(hidden, target, **given)
+
+    def _loss_of_log_probs(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """In eval mode, of heads whose exact loss is made of log-probabilities; no gradient."""
+        head = self.head
+        classes = target if target.dim() == hidden.dim() else target.unsqueeze(-1)
+        counts = torch.ones_like(classes, dtype=torch.bool)
+        if head.ignore_index is not None:
+            counts = classes != head.ignore_index
+        with torch.no_grad():
+            logs, column = self.log_probs(hidden), self.columns_of(classes.masked_fill(~counts, 0))
+            found = (
+                logs.gather(-1, column.clamp(min=0))
+                if logs.shape[1]
+                else logs.new_zeros(column.shape)
+            )
+            found = summed(torch.where(column < 0, 0.0, found), self.group)
+        of_row = -torch.where(counts, found, 0.0).sum(-1) / counts.sum(-1).clamp(min=1)
+        return RowScale.of(counts.any(-1).to(of_row.dtype), head.reduction, len(of_row)).reduce(
+            of_row, head.reduction
+        )
+
+    def columns_of(self, classes: Tensor) -> Tensor:
+        """Columns of classes in this process, negative for those of others."""
+        shard = self.shards[0]
+        place = self.layout.rows_of(classes) - shard.first
+        return torch.where((place >= 0) & (place < shard.here), place, ELSEWHERE)
+
+
+class SpelledFamily(Family):
+    """Class vectors that a network makes of spellings: each process makes those of its classes."""
+
+    def __init__(self, head: CharCNNSoftmax, mesh: Any, assignment: str) -> None:
+        super().__init__(head, mesh, assignment)
+        shard = self.shards[0]
+        self._mine = head.spellings[shard.first : shard.first + shard.here]
+        # In the place of the words of all classes, also where the head moves to another device.
+        head._make_tables = self._make_tables  # type: ignore[method-assign]
+        head._make_ready()
+
+    def _make_tables(self, device: torch.device) -> None:
+        head, words = self.head, self._mine
+        made = head.cnn.spell(words, head.max_length, head.chunk_classes, device) if words else []
+        head.words, head._kept = made, None
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in ("bias", "corrections") if getattr(self.head, name) is not None]
+
+    def _vectors(self) -> Tensor:
+        head = self.head
+        with swapped(head, {name: local_part(head.get_parameter(name)) for name in self.names}):
+            if not self._mine:
+                # A part of no rows, which is still a function of the parameters.
+                total = torch.stack([each.sum() for each in head.cnn.parameters()]).sum()
+                return (total * 0.0).expand(0, head.in_features)
+            made: Tensor = head._made_vectors()
+            return made
+
+    def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        head = self.head
+        with swapped(head, self.shared_tensors()):
+            shape = head.n_classes, head.in_features
+            weight = DTensor.from_local(
+                self._vectors(), self.mesh, [Shard(0)], run_check=False,
+                shape=torch.Size(shape), stride=(shape[1], 1),
+            )  # fmt: skip
+            return linear_cross_entropy(
+                hidden, weight, target, head.bias, ignore_index=head.ignore_index,
+                reduction=head.reduction, label_smoothing=head.label_smoothing,
+                chunk_rows=head.chunk_rows, hidden_grad="part", **given,
+            )  # fmt: skip
+
+    def log_probs(self, rows: Tensor) -> Tensor:
+        vectors, bias = self._vectors(), local_part(self.head.bias)
+        bias = None if bias is None else in_dtype(bias, rows.dtype)
+        return self._softmax(self.shards[0], wide_scores(rows, in_dtype(vectors, rows.dtype), bias))
+
+
+class BandsFamily(Family):
+    """The differentiated softmax: each process has a range of every band."""
+
+    @property
+    def names(self) -> list[str]:
+        return [f"weights.{i}" for i in range(len(self.head.weights))]
+
+    def table_sizes(self) -> list[int]:
+        return [last - first for first, last in self.head._groups]
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """The places of this process's classes, in the order of its columns."""
+        device = next(self.head.parameters()).device
+        ranges = [
+            torch.arange(first + shard.first, first + shard.first + shard.here, device=device)
+            for (first, _), shard in zip(self.head._groups, self.shards, strict=True)
+        ]
+        return torch.cat(ranges)
+
+    @cached_property
+    def classes(self) -> Tensor:
+        found: Tensor = self.head._classes_at(self._places)
+        return found
+
+    def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
+        head = self.head
+        columns = torch.full((head.n_classes,), ELSEWHERE, device=target.device)
+        columns[self.classes] = torch.arange(len(self.classes), device=target.device)
+        tensors = self.shared_tensors() | {"places": columns}
+        if head.bias is not None:
+            tensors["bias"] = tensors.get("bias", head.bias)[self._places]
+        with swapped(head, tensors):
+            made: Tensor = head(hidden, target, **given)
+            return made
+
+    def log_probs(self, rows: Tensor) -> Tensor:
+        head = self.head
+        seen = (
+            rows if head.projection is None else linear(rows, in_dtype(head.projection, rows.dtype))
+        )
+        scores = torch.cat([
+            wide_scores(seen[:, part], in_dtype(local_part(weight), rows.dtype), None)
+            for weight, part in zip(head.weights, head._seen_by, strict=True)
+        ], -1)  # fmt: skip
+        if head.bias is not None:
+            scores = scores + head.bias[self._places].to(scores.dtype)
+        return self._softmax(self.shards[0], scores)
+
+
+class ClustersFamily(Family):
+    """The adaptive softmax: each process has a range of the top and of every cluster."""
+
+    @property
+    def names(self) -> list[str]:
+        biases = [] if self.head.head_bias is None else ["head_bias"]
+        return ["head_weight", *biases, *(f"tails.{i}" for i in range(len(self.head.tails)))]
+
+    def table_sizes(self) -> list[int]:
+        head = self.head
+        return [head.head_weight.shape[0], *(last - first for first, last in head._clusters)]
+
+    @cached_property
+    def classes(self) -> Tensor:
+        head, (top, *below) = self.head, self.shards
+        device = next(head.parameters()).device
+        last = min(top.first + top.here, head._n_top)
+        ranges = [torch.arange(top.first, max(top.first, last), device=device)]
+        for (first, _), shard in zip(head._clusters, below, strict=True):
+            begin = first + shard.first
+            ranges.append(torch.arange(begin, begin + shard.here, device=device))
+        found: Tensor = head._classes_at(torch.cat(ranges))
+        return found
+
+    def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
+        del given
+        head, counted = self.head, torch.ones_like(target, dtype=torch.bool)
+        if head.ignore_index is not None:
+            counted = target != head.ignore_index
+        place = head._places_of(target.masked_fill(~counted, 0))
+        cluster = torch.bucketize(place, head.cutoffs, right=True) - 1
+        column = torch.where(cluster < 0, place, head._n_top + cluster)
+        dtype = accumulation_dtype(hidden.dtype)
+        scale = RowScale.of(counted.to(dtype), head.reduction, len(target))
+        factors = scale.factors(hidden, len(target))
+        part = 1.0 - head.label_smoothing
+        shared = self.shared_tensors()
+        losses = self._one(
+            hidden, head.head_weight, column, head.head_bias, factors * part, counted
+        )
+        for i, (projection, tail) in enumerate(zip(head.projections, head.tails, strict=True)):
+            some = (counted & (cluster == i)).nonzero().squeeze(-1)
+            narrow = linear(hidden[some], shared.get(f"projections.{i}", projection))
+            inner = place[some] - head._clusters[i][0]
+            below = self._one(narrow, tail, inner, None, (factors * part)[some], None)
+            losses = losses.index_add(0, some, below) if losses.dim() else losses + below
+        if head.label_smoothing:
+            losses = losses + self._spread_evenly(hidden, factors, counted, shared)
+        return losses
+
+    def _one(
+        self, rows: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, factors: Tensor,
+        counted: Tensor | None, **more: Any,
+    ) -> Tensor:  # fmt: skip
+        """The loss of one of the small softmaxes, whose classes are spread."""
+        head = self.head
+        if counted is not None:
+            target = torch.where(counted, target, IGNORED)
+        return linear_cross_entropy(
+            rows, weight, target, bias, row_weight=factors, chunk_rows=head.chunk_rows,
+            ignore_index=None if counted is None else IGNORED, hidden_grad="part",
+            reduction="none" if head.reduction == "none" else "sum", **more,
+        )  # fmt: skip
+
+    def _spread_evenly(
+        self, hidden: Tensor, factors: Tensor, counted: Tensor, shared: dict[str, Tensor]
+    ) -> Tensor:
+        """What label smoothing adds: minus the mean log-probability of all classes."""
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        head = self.head
+        share = factors * (head.label_smoothing / head.n_classes)
+        anything = torch.zeros_like(counted, dtype=torch.int64)
+        # The column of a cluster counts once for each of its classes.
+        times = torch.ones(head.head_weight.shape[0], dtype=factors.dtype, device=hidden.device)
+        for i, (first, last) in enumerate(head._clusters, head._n_top):
+            times[i] = last - first
+        smooth = {"label_smoothing": 1.0}
+        total = self._one(
+            hidden, head.head_weight, anything, head.head_bias, share * len(times), counted,
+            class_weight=distribute_tensor(times, self.mesh, [Shard(0)]), **smooth,
+        )  # fmt: skip
+        rows = torch.where(counted.unsqueeze(-1), hidden, 0.0)
+        for i, (projection, tail) in enumerate(zip(head.projections, head.tails, strict=True)):
+            narrow = linear(rows, shared.get(f"projections.{i}", projection))
+            total = total + self._one(
+                narrow, tail, anything, None, share * tail.shape[0], counted, **smooth
+            )
+        return total
+
+    def log_probs(self, rows: Tensor) -> Tensor:
+        head, (top, *below), n_top = self.head, self.shards, self.head._n_top
+        bias = local_part(head.head_bias)
+        bias = None if bias is None else in_dtype(bias, rows.dtype)
+        scores = wide_scores(rows, in_dtype(local_part(head.head_weight), rows.dtype), bias)
+        made = self._softmax(top, scores)
+        # Whole clusters are the last columns of the top; who has them tells the others.
+        cut = max(0, min(top.here, n_top - top.first))
+        clusters = made.new_zeros(len(rows), len(below))
+        begin = top.first + cut - n_top
+        clusters[:, begin : begin + top.here - cut] = made[:, cut:] if top.here > cut else 0.0
+        clusters = summed(clusters, self.group)
+        parts = [made[:, :cut]]
+        for i, shard in enumerate(below):
+            narrow = linear(rows, in_dtype(head.projections[i], rows.dtype))
+            tail = in_dtype(local_part(head.tails[i]), rows.dtype)
+            inside = self._softmax(shard, wide_scores(narrow, tail, None))
+            parts.append(inside + clusters[:, i : i + 1])
+        return torch.cat(parts, -1)
+
+
+class TreeFamily(Family):
+    """The hierarchical softmax: each process has a range of nodes, and adds up what paths have."""
+
+    def __init__(self, head: HierarchicalSoftmax, mesh: Any, assignment: str) -> None:
+        super().__init__(head, mesh, assignment)
+        if head.tree.overlaps:
+            _refuse("a tree that does not overlap: the paths of a class are not a sum", head)
+        if head.sparse:
+            _refuse("sparse=False: a DTensor has no row-sparse gradient", head)
+        self._part: tuple[torch.device, TreeTables] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return ["weight"] if self.head.bias is None else ["weight", "bias"]
+
+    @cached_property
+    def _rows(self) -> Shards:
+        """How rows of the weight are spread."""
+        return Shards.even(self.group, self.head.weight.shape[0])
+
+    @cached_property
+    def _nodes(self) -> tuple[int, int]:
+        """The nodes whose first row is here."""
+        start, shard = self.head._tables.row_start, self._rows
+        bounds = torch.tensor([shard.first, shard.first + shard.here], device=start.device)
+        first, last = torch.searchsorted(start[:-1].contiguous(), bounds).tolist()
+        return first, last
+
+    @cached_property
+    def _beyond(self) -> tuple[slice, Tensor, bool]:
+        """Rows of this process that its nodes use, rows of others that belong to its last node.
+
+        And whether any process needs such.
+        """
+        tables, shard, (first, last) = self.head._tables, self._rows, self._nodes
+        begin, end = tables.row_start[first].item(), tables.row_start[last].item()
+        stop = shard.first + shard.here
+        rows = torch.arange(min(end, stop), end, device=tables.row_start.device)
+        if first == last:
+            return slice(0, 0), rows[:0], bool(summed(rows.new_zeros(1), self.group))
+        any_beyond = bool(summed(torch.tensor([len(rows)], device=rows.device), self.group))
+        return slice(int(begin) - shard.first, int(min(end, stop)) - shard.first), rows, any_beyond
+
+    def _local(self) -> tuple[TreeTables, Tensor, Tensor | None]:
+        """Tables of this process's nodes, with all of their vectors and biases."""
+        head, device = self.head, self.head._tables.path_start.device
+        if self._part is None or self._part[0] != device:
+            self._part = device, head._tables.part(*self._nodes)
+        used, rows, any_beyond = self._beyond
+        weight, bias = local_part(head.weight), local_part(head.bias)
+        parts = [None if each is None else each[used] for each in (weight, bias)]
+        if any_beyond:
+            tables = [each for each in (weight, bias) if each is not None]
+            found = iter(looked_up(self._rows, rows, *tables))
+            parts = [None if each is None else torch.cat([each, next(found)]) for each in parts]
+        return self._part[1], parts[0], parts[1]  # type: ignore[return-value]
+
+    def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
+        del given
+        head, counted = self.head, torch.ones_like(target, dtype=torch.bool)
+        if head.ignore_index is not None:
+            counted = target != head.ignore_index
+        tables, weight, bias = self._local()
+        known = target.masked_fill(~counted, 0)
+        here = tables.path_start[known + 1] > tables.path_start[known]
+        some = (here & counted).nonzero().squeeze(-1)
+        # Without a node of any path it is still a function of all parameters.
+        losses = (
+            hidden[:, :0].sum(-1) + weight[:0].sum() + (0.0 if bias is None else bias[:0].sum())
+        )
+        losses = in_dtype(losses, accumulation_dtype(hidden.dtype))
+        if len(some):
+            made = head._part_losses(tables, weight, bias, hidden[some], known[some])
+            losses = losses.index_add(0, some, made)
+        scale = RowScale.of(counted.to(losses.dtype), head.reduction, len(target))
+        return self.total(scale.reduce(losses, head.reduction))
+
+    def log_probs(self, rows: Tensor) -> Tensor:
+        head, shard = self.head, self._rows
+        weight, bias = local_part(head.weight), local_part(head.bias)
+        rows = in_dtype(rows, accumulation_dtype(rows.dtype))
+        biases = None if bias is None else in_dtype(bias, rows.dtype)
+        scores = wide_scores(rows, in_dtype(weight, rows.dtype), biases)
+        padded = scores.new_zeros(len(rows), shard.most)
+        padded[:, : shard.here] = scores
+        every = shard.gathered(padded).transpose(0, 1).flatten(1)[:, : shard.n_classes]
+        mine = self.shards[0]
+        made: Tensor = head._from_scores(every)[:, mine.first : mine.first + mine.here]
+        return made.contiguous()
+
+
+def _refuse(expected: str, head: Head) -> None:
+    raise ValueError(
+        f"head: expected {expected}, to spread its classes over processes, got "
+        f"{type(head).__name__}({head.extra_repr()})"
+    )
+
+
+_FAMILIES: list[tuple[Any, Any]] = [
+    (ComparedHead, SampledFamily),
+    (FullSoftmax, LinearFamily),
+    (EntmaxHead, LinearFamily),
+    (TopKSoftmaxHead, LinearFamily),
+    (SelfNormalized, LinearFamily),
+    (MultiLabel, LinearFamily),
+    (CharCNNSoftmax, SpelledFamily),
+    (DifferentiatedSoftmax, BandsFamily),
+    (AdaptiveSoftmax, ClustersFamily),
+    (HierarchicalSoftmax, TreeFamily),
+]

@@ -1,0 +1,312 @@
+"""Tables whose rows are spread over processes: made, filled, saved and loaded, a part in each.
+
+A file of tensors has global shapes, as a plain head writes it. Each process reads and writes its
+own rows of it, so that no process ever has a whole table.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import Parameter
+
+from lastlayer._processes import Layout, Shards
+from lastlayer.heads import CharCNNSoftmax, Head, NoiseContrastive
+
+_CONFIG, _STATE = "config.json", "model.safetensors"
+# Rows whose fresh values come from one generator.
+_BLOCK = 4096
+# How safetensors calls dtypes, and numpy's of the same size for those it has none of its own for.
+_DTYPES = {
+    torch.float64: ("F64", np.float64), torch.float32: ("F32", np.float32),
+    torch.float16: ("F16", np.float16), torch.bfloat16: ("BF16", np.uint16),
+    torch.int64: ("I64", np.int64), torch.int32: ("I32", np.int32),
+    torch.int8: ("I8", np.int8), torch.uint8: ("U8", np.uint8), torch.bool: ("BOOL", np.bool_),
+}  # fmt: skip
+_NAMED = {name: dtype for dtype, (name, _) in _DTYPES.items()}
+
+
+def value_of(head: torch.nn.Module, name: str) -> Any:
+    """The parameter or buffer of that name."""
+    path, _, last = name.rpartition(".")
+    return getattr(head.get_submodule(path), last)
+
+
+def set_tensor(head: torch.nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of a parameter or buffer of that name."""
+    path, _, last = name.rpartition(".")
+    owner = head.get_submodule(path)
+    if last in owner._parameters:
+        before = owner._parameters[last]
+        needed = before is not None and before.requires_grad
+        owner._parameters[last] = Parameter(tensor, requires_grad=needed)
+    else:
+        owner._buffers[last] = tensor
+
+
+def local_rows(tensor: Any) -> Tensor:
+    """The rows of a DTensor that this process has, as memory to write to."""
+    rows: Tensor = tensor.detach().to_local()
+    return rows
+
+
+def spread_tensor(tensor: Tensor, mesh: Any, layout: Layout | None) -> Any:
+    """The rows of a tensor over the processes of a mesh; those of the first process count."""
+    tensor = tensor.detach()
+    if tensor.is_meta:
+        here = Shards.even(mesh.get_group(), tensor.shape[0]).here
+        return _from_part(tensor.new_empty(here, *tensor.shape[1:]), mesh, tensor.shape)
+    return distribute_tensor(_in_rows(tensor, layout), mesh, [Shard(0)])
+
+
+def cut(values: Tensor, mesh: Any, layout: Layout | None) -> Tensor:
+    """The rows of this process, of values that all processes have."""
+    shard = Shards.even(mesh.get_group(), values.shape[0])
+    return _in_rows(values, layout)[shard.first : shard.first + shard.here]
+
+
+def _from_part(part: Tensor, mesh: Any, shape: torch.Size) -> Any:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _in_rows(values: Tensor, layout: Layout | None) -> Tensor:
+    """From the order of classes to that of a table."""
+    if layout is None or layout.step == 1:
+        return values
+    return values[layout.classes_at(torch.arange(layout.n_classes, device=values.device))]
+
+
+def _in_classes(rows: Tensor, layout: Layout | None) -> Tensor:
+    """From the order of a table to that of classes."""
+    if layout is None or layout.step == 1:
+        return rows
+    return rows[layout.rows_of(torch.arange(layout.n_classes, device=rows.device))]
+
+
+@torch.no_grad()
+def fill_from_counter(head: Any, family: Any, seed: int, device: torch.device) -> None:
+    """Fresh values in the place of meta tensors; those of a row depend on its number alone."""
+    spread = [name for name in family.names if value_of(head, name).is_meta]
+    for name in spread:
+        shape, dtype = value_of(head, name).shape, value_of(head, name).dtype
+        shard = Shards.even(family.group, shape[0])
+        part = torch.empty(shard.here, *shape[1:], dtype=dtype, device=device)
+        fan_in = shape[1] if len(shape) == 2 else head.in_features
+        for rows, generator, n in _blocks(name, seed, shard):
+            fresh = torch.empty(n, *shape[1:], dtype=torch.float32)
+            if isinstance(head, CharCNNSoftmax):
+                # As its reset_parameters has them: no biases, and small corrections.
+                fresh = (
+                    fresh.zero_()
+                    if len(shape) == 1
+                    else fresh.normal_(std=0.1, generator=generator)
+                )
+            else:
+                bound = 1.0 / math.sqrt(fan_in)
+                fresh.uniform_(-bound, bound, generator=generator)
+            part[rows.start - shard.first : rows.stop - shard.first] = fresh[
+                rows.start % _BLOCK : rows.start % _BLOCK + rows.stop - rows.start
+            ].to(part)
+        set_tensor(head, name, _from_part(part, family.mesh, shape))
+    _fill_others(head, {*family.names}, seed, device)
+    head._make_ready()
+    if isinstance(head, NoiseContrastive) and "bias" in spread:
+        log_q = head.sampler._log_prob(family.classes, None)
+        local_rows(head.bias).copy_(log_q + (0.0 if head.learns_log_z else head._log_z_as(log_q)))
+
+
+def _blocks(name: str, seed: int, shard: Shards) -> Iterator[tuple[slice, torch.Generator, int]]:
+    """Rows of this process by the block that they are in, its generator, and its size."""
+    last = shard.first + shard.here
+    for block in range(shard.first // _BLOCK, -(-last // _BLOCK) if shard.here else 0):
+        number = zlib.crc32(f"{seed}/{name}/{block}".encode())
+        begin, end = block * _BLOCK, min((block + 1) * _BLOCK, shard.n_classes)
+        rows = slice(max(begin, shard.first), min(end, last))
+        yield rows, torch.Generator().manual_seed(number), end - begin
+
+
+def _fill_others(head: Any, spread: set[str], seed: int, device: torch.device) -> None:
+    """Parameters that all processes have alike."""
+    meta = [name for name, each in head.named_parameters() if name not in spread and each.is_meta]
+    for name in meta:
+        like = value_of(head, name)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+        fresh = torch.empty(like.shape, dtype=torch.float32)
+        bound = 1.0 / math.sqrt(like.shape[-1] if like.dim() > 1 else head.in_features)
+        fresh.uniform_(-bound, bound, generator=generator)
+        set_tensor(head, name, fresh.to(device, like.dtype))
+    if isinstance(head, CharCNNSoftmax) and meta:
+        # The network has rules of its own, and draws from torch's generator.
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            head.cnn.reset_parameters()
+    if isinstance(head, NoiseContrastive) and isinstance(head.log_z, Tensor):
+        head.log_z.zero_()
+
+
+def gathered_head(module: Any) -> Head:
+    """One head with all classes in the first process, in the others on the meta device."""
+    from lastlayer.parallel.families import swapped
+
+    head, first, whole = module.head, dist.get_rank(module.group) == 0, {}
+    for name in module._family.names:
+        full = value_of(head, name).detach().full_tensor()
+        whole[name] = _in_classes(full, module._layout_of(name)) if first else full.to("meta")
+    with swapped(head, whole):
+        made = type(head)(**{**head.config(), "device": "meta"})
+        state = {name: each.detach().clone() for name, each in head.state_dict().items()}
+    if first:
+        made.load_state_dict(state, assign=True)
+        made._make_ready()
+    made.train(head.training)
+    plain: Head = made
+    return plain
+
+
+def _header(head: Any) -> tuple[bytes, dict[str, tuple[int, torch.Size, torch.dtype]]]:
+    """The head of a file for the state, and where in the file each tensor begins."""
+    entries, offset, places = {}, 0, {}
+    for name, value in head.state_dict().items():
+        size = value.numel() * value.element_size()
+        entries[name] = {
+            "dtype": _DTYPES[value.dtype][0],
+            "shape": [*value.shape],
+            "data_offsets": [offset, offset + size],
+        }
+        places[name] = offset, value.shape, value.dtype
+        offset += size
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    found = {name: (begin + at, shape, dtype) for name, (at, shape, dtype) in places.items()}
+    return len(text).to_bytes(8, "little") + text, found
+
+
+def _memory(path: Path, place: tuple[int, torch.Size, torch.dtype], mode: str) -> Any:
+    at, shape, dtype = place
+    return np.memmap(path, _DTYPES[dtype][1], mode, offset=at, shape=tuple(shape))  # type: ignore[call-overload]
+
+
+def write_tables(module: Any, folder: Path) -> None:
+    """The state into one file, each process its rows; and what makes the head, last."""
+    head, group, family = module.head, module.group, module._family
+    first, path = dist.get_rank(group) == 0, folder / f"{_STATE}.part"
+    header, places = _header(head)
+    if first:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(header)
+            file.truncate(max(len(header), *(
+                at + shape.numel() * dtype.itemsize for at, shape, dtype in places.values()
+            )))  # fmt: skip
+    dist.barrier(group)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"folder: expected one that all processes see, got {folder}, in which process "
+            f"{dist.get_rank(group)} does not find what the first one wrote"
+        )
+    spread = {*family.names}
+    for name, value in head.state_dict().items():
+        place = places[name]
+        if not place[1].numel():
+            continue
+        if name in spread:
+            part, shard = local_rows(value), Shards.even(group, value.shape[0])
+            layout = module._layout_of(name)
+            rows = torch.arange(shard.first, shard.first + shard.here)
+            rows = rows if layout is None else layout.classes_at(rows)
+            if shard.here:
+                memory = _memory(path, place, "r+")
+                memory[rows.numpy()] = _as_bits(part)
+                memory.flush()
+        elif first:
+            memory = _memory(path, place, "r+")
+            memory[...] = _as_bits(value)
+            memory.flush()
+    dist.barrier(group)
+    if first:
+        path.replace(folder / _STATE)
+        head.save_config(folder)
+    dist.barrier(group)
+
+
+def _as_bits(values: Tensor) -> Any:
+    values = values.detach().cpu().contiguous()
+    return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
+
+
+def read_tables(
+    kind: Any, folder: Path, mesh: Any, device: torch.device | str | None, options: dict[str, Any]
+) -> Any:
+    """A saved head over the processes of a mesh; each reads its own rows."""
+    for name in (_CONFIG, _STATE):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"folder: expected {_CONFIG} and {_STATE}, as save writes them, got {folder}, "
+                f"which has no {name}"
+            )
+    head: Any = Head.load_config(folder, device="meta")
+    module = kind(head, mesh, **options)
+    family, path = module._family, folder / _STATE
+    device = torch.device(mesh.device_type) if device is None else torch.device(device)
+    known = _places_in(path)
+    expected = head.state_dict()
+    if missing := [name for name in expected if name not in known]:
+        raise ValueError(f"folder: expected {missing[0]} in {path}, got a file without it")
+    for name in expected:
+        if known[name][1] != expected[name].shape:
+            raise ValueError(
+                f"folder: expected {name} of shape {tuple(expected[name].shape)} in {path}, got "
+                f"{tuple(known[name][1])}"
+            )
+        set_tensor(head, name, _read(module, name, path, known[name], device))
+    for name, each in (*head.named_parameters(), *head.named_buffers()):
+        if each.is_meta and name not in expected:
+            set_tensor(head, name, torch.empty_like(each, device=device))
+    head._ready_on, head._unfilled = None, {}
+    head._make_ready()
+    family.__dict__.pop("classes", None)
+    return module
+
+
+def _read(module: Any, name: str, path: Path, place: Any, device: torch.device) -> Any:
+    """A tensor of a file, or the rows of it that this process has."""
+    family, (_, shape, dtype) = module._family, place
+    values = _memory(path, place, "r") if shape.numel() else np.empty(tuple(shape))
+    if name not in {*family.names}:
+        return _as_tensor(values[...], dtype).to(device)
+    shard, layout = Shards.even(family.group, shape[0]), module._layout_of(name)
+    rows = torch.arange(shard.first, shard.first + shard.here)
+    if layout is not None and layout.step != 1:
+        part = values[layout.classes_at(rows).numpy()]
+    else:
+        part = values[shard.first : shard.first + shard.here]
+    return _from_part(_as_tensor(part, dtype).to(device), module.mesh, shape)
+
+
+def _as_tensor(values: Any, dtype: torch.dtype) -> Tensor:
+    made = torch.from_numpy(np.array(values))
+    return made.view(dtype) if dtype == torch.bfloat16 else made.to(dtype)
+
+
+def _places_in(path: Path) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
+    """Where in a file each tensor begins, its shape and its dtype."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError(f"folder: expected {path} as save writes it, got one that was cut off")
+        entries = json.loads(file.read(size))
+    return {
+        name: (8 + size + each["data_offsets"][0], torch.Size(each["shape"]), _NAMED[each["dtype"]])
+        for name, each in entries.items()
+        if name != "__metadata__"
+    }

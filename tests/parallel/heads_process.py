@@ -1,0 +1,169 @@
+"""Every head with its classes over processes: ``heads_process.py PROCESSES FOLDER NAME...``."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from lastlayer import heads, parallel
+from tests.heads.every_head import COUNTS, EVERY_HEAD, LABELS, N_CLASSES, WIDTH, make
+from tests.processes import main
+
+# Heads whose classes are not spread, each with a word of the reason.
+REFUSED = {
+    "adaptive_importance": "by the scores of all",
+    "partial": "by the scores of all",
+    "sparsemax_labels": "loss='zlpr'",
+}
+# Heads that draw by one number per draw, in the order of the classes.
+SAME_DRAWS = "full", "entmax", "self_normalized", "char_cnn"
+ROWS = 5, 0, 3, 8
+
+
+def problem(name: str, processes: int):
+    """Hidden states and targets of all processes, and how many rows each has."""
+    counts = [ROWS[rank % len(ROWS)] for rank in range(processes)]
+    n, generator = sum(counts), torch.Generator().manual_seed(processes)
+    hidden = torch.randn(n, WIDTH, dtype=torch.float64, generator=generator)
+    target = torch.randint(N_CLASSES, (n, 3) if name in LABELS else (n,), generator=generator)
+    if name not in LABELS:
+        target[::4] = -100
+    return hidden, target, counts
+
+
+def close(one, other, what):
+    one = one.full_tensor() if hasattr(one, "full_tensor") else one
+    assert torch.allclose(one, other, rtol=1e-10, atol=1e-11), (what, one, other)
+
+
+def in_class_order(module, name, tensor):
+    """A gathered table as a plain head has it."""
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    layout = module._layout_of(name) if name in module._family.names else None
+    return tensor if layout is None else tensor[layout.rows_of(torch.arange(layout.n_classes))]
+
+
+def same_gradients(module, alone, what):
+    for name, parameter in alone.named_parameters():
+        found = module.head.get_parameter(name).grad
+        if parameter.grad is None or parameter.grad.abs().max() == 0:
+            assert found is None or in_class_order(module, name, found).abs().max() == 0, (
+                what,
+                name,
+            )
+        else:
+            close(in_class_order(module, name, found), parameter.grad, (what, name))
+
+
+def check_training(name, mesh, rows, reduction, **options):
+    rank, processes = mesh.get_local_rank(), mesh.size()
+    alone = make(name)
+    alone.reduction = reduction
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, rows=rows, **options)
+    hidden, target, counts = problem(name, processes)
+    first = sum(counts[:rank])
+    part = slice(first, first + counts[rank]) if rows == "local" else slice(None)
+    whole, own = hidden.clone().requires_grad_(), hidden[part].clone().requires_grad_()
+    factors = torch.linspace(0.5, 1.5, len(hidden), dtype=torch.float64)
+    for step in range(2):
+        alone.zero_grad(), module.zero_grad()
+        whole.grad = own.grad = None
+        expected, found = alone(whole, target), module(own, target[part])
+        what = name, rows, reduction, step
+        close(found, expected[part] if reduction == "none" else expected, what)
+        if reduction == "none":
+            expected, found = (expected * factors).sum(), (found * factors[part]).sum()
+        expected.backward()
+        found.backward()
+        close(own.grad, whole.grad[part], (*what, "hidden"))
+        same_gradients(module, alone, what)
+    return module
+
+
+@torch.no_grad()
+def check_predictions(name, mesh, rows):
+    rank, processes = mesh.get_local_rank(), mesh.size()
+    alone = make(name).eval()
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, rows=rows).eval()
+    hidden, target, counts = problem(name, processes)
+    first = sum(counts[:rank])
+    part = slice(first, first + counts[rank]) if rows == "local" else slice(None)
+    own = hidden[part]
+    close(module.log_prob(own), alone.log_prob(own), (name, "log_prob"))
+    classes = torch.randint(N_CLASSES, (len(hidden), 4), generator=torch.Generator().manual_seed(3))
+    close(module.log_prob(own, classes[part]), alone.log_prob(own, classes[part]), "of classes")
+    close(module.log_prob(own, classes[part, 0]), alone.log_prob(own, classes[part, 0]), "of one")
+    for k in (1, 3, N_CLASSES):
+        found, expected = module.topk(own, k), alone.topk(own, k)
+        close(found.values, expected.values, (name, k, "topk"))
+        assert torch.equal(found.classes, expected.classes), (name, k, found, expected)
+    if name not in LABELS:
+        drawn = module.sample(own, 5, generator=torch.Generator().manual_seed(rank))
+        assert drawn.shape == (len(own), 5)
+        logs = alone.log_prob(own, drawn)
+        assert bool((logs > -torch.inf).all())
+        if name in SAME_DRAWS:
+            seed = rank if rows == "local" else 0
+            one = alone.sample(own, 5, generator=torch.Generator().manual_seed(seed))
+            assert torch.equal(drawn, one), (name, drawn, one)
+    expected = alone(hidden, target)
+    found = module(own, target[part])
+    close(found, expected, (name, "eval"))
+
+
+def check_state(name, mesh, folder):
+    rank, processes = mesh.get_local_rank(), mesh.size()
+    alone = make(name)
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh)
+    whole = module.gather()
+    for key, value in alone.state_dict().items():
+        if rank == 0:
+            close(whole.state_dict()[key].to(value), value, (name, key, "gathered"))
+        else:
+            assert all(each.is_meta for each in whole.parameters())
+    module.save(folder / name)
+    again = heads.Head.load(folder / name)
+    for key, value in alone.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), (name, key)
+    loaded = parallel.ClassParallel.load(folder / name, mesh)
+    hidden, target, counts = problem(name, processes)
+    first = sum(counts[:rank])
+    part = slice(first, first + counts[rank])
+    if name == "target":
+        # Which classes a step looks at is no part of the state.
+        loaded.head.use(module.head.classes)
+    close(loaded(hidden[part], target[part]), module(hidden[part], target[part]), (name, "loaded"))
+    if name not in ("zlpr",):
+        try:
+            alone.init_bias_from_counts(COUNTS)
+        except (NotImplementedError, ValueError):
+            return
+        module.init_bias_from_counts(COUNTS)
+        whole = module.gather()
+        if rank == 0:
+            for key, value in alone.named_parameters():
+                close(whole.get_parameter(key), value, (name, key, "counts"))
+
+
+def process(rank: int, processes: int, folder: Path, *names: str) -> None:
+    mesh = init_device_mesh("cpu", (processes,), mesh_dim_names=("classes",))
+    for name in names or EVERY_HEAD:
+        try:
+            if name in REFUSED:
+                with pytest.raises(ValueError, match=re.escape(REFUSED[name])):
+                    parallel.ClassParallel(make(name), mesh)
+                continue
+            for rows in ("local", "shared"):
+                for reduction in ("mean", "sum", "none"):
+                    check_training(name, mesh, rows, reduction)
+                check_predictions(name, mesh, rows)
+            check_state(name, mesh, folder)
+        except Exception as wrong:
+            raise AssertionError(f"rank {rank} of {processes}, {name}: {wrong!r}") from wrong
+
+
+if __name__ == "__main__":
+    main(process)
