@@ -54,7 +54,9 @@ def main(process: Callable[..., None]) -> None:
                 sys.stderr.flush()
                 os._exit(code)
         children.append(child)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children]
+    # That of a signal is negative.
+    sys.exit(int(any(codes)))
 
 
 def _meet(rank: int, processes: int, folder: Path) -> None:

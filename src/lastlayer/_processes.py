@@ -243,15 +243,20 @@ class Layout(NamedTuple):
         return rows * pow(self.step, -1, self.n_classes) % self.n_classes
 
 
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor; asked such that a compiler can follow."""
+    return getattr(tensor, "placements", None) is not None
+
+
 def shards_of(weight: Any) -> Shards | None:
     """How the rows of a DTensor are spread; None for a plain tensor.
 
     Raises:
         ValueError: where they are not spread by rows over one dimension of a mesh.
     """
-    placements = getattr(weight, "placements", None)
-    if placements is None:
+    if not is_dtensor(weight):
         return None
+    placements = weight.placements
     if len(placements) != 1 or not placements[0].is_shard(0):
         raise ValueError(
             "weight: expected a DTensor whose rows are spread over one dimension of a mesh, "
@@ -263,4 +268,4 @@ def shards_of(weight: Any) -> Shards | None:
 
 def local_part(tensor: Any) -> Any:
     """What this process has of a DTensor, differentiable; anything else as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor

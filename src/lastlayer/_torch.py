@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import wraps
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 # Older ones exchange memory that may only be read.
 _HAS_DLPACK = (
@@ -219,6 +222,22 @@ def debug() -> Iterator[None]:
 def debugging() -> bool:
     """Whether this call is inside of ``debug()``."""
     return not torch.compiler.is_compiling() and _checking_device_values.get()
+
+
+def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``torch.compiler.disable``, with types, for what no compiler can follow.
+
+    To disable anything, torch imports its whole compiler, which takes seconds. So this is done
+    only while compiling, when it is loaded already.
+    """
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        compiling = torch.compiler.is_compiling()
+        run: Callable[_P, _R] = torch.compiler.disable(function) if compiling else function
+        return run(*args, **kwargs)
+
+    return call
 
 
 def active_ddp() -> object | None:

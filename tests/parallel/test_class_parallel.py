@@ -1,8 +1,10 @@
 """Classes over 1 to 4 processes: losses, gradients and predictions are those of one process."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.heads.every_head import EVERY_HEAD
 from tests.processes import needs_processes, run_script
@@ -10,15 +12,51 @@ from tests.processes import needs_processes, run_script
 HERE = Path(__file__).parent
 # Of each kind one, for what depends on the number of processes.
 SOME = "full", "entmax", "adaptive", "differentiated", "char_cnn", "two_level", "sampled", "zlpr"
+AT_FOUR = "full", "two_level", "sampled"
+
+pytestmark = needs_processes
 
 
-@needs_processes
-def test_fused_losses_of_classes_that_are_spread(tmp_path, full):
-    run_script(HERE / "functional_process.py", 4, tmp_path, *(["all"] if full else []))
+@pytest.mark.parametrize("processes", [2, 4])
+def test_fused_losses_of_classes_that_are_spread(tmp_path, full, processes):
+    run_script(HERE / "functional_process.py", processes, tmp_path, *(["all"] if full else []))
 
 
-@needs_processes
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_every_head_computes_what_one_process_does(tmp_path, full, processes):
-    names = EVERY_HEAD if full or processes == 3 else SOME
+    names = EVERY_HEAD if full or processes == 3 else AT_FOUR if processes == 4 else SOME
     run_script(HERE / "heads_process.py", processes, tmp_path, *names)
+
+
+def test_heads_that_are_built_and_curves_do_not_depend_on_the_number_of_processes(tmp_path):
+    for processes in (1, 2, 3):
+        run_script(HERE / "use_process.py", processes, tmp_path, "build", "curve")
+    alone = {each.parent.name: each for each in tmp_path.glob("1/*/model.safetensors")}
+    assert len(alone) == 7
+    for processes in (2, 3):
+        for name, file in alone.items():
+            other = tmp_path / str(processes) / name / file.name
+            assert other.read_bytes() == file.read_bytes(), (processes, name)
+    curves = [torch.load(tmp_path / f"curve of {processes}") for processes in (1, 2, 3)]
+    for name, losses in curves[0].items():
+        assert losses[-1] < losses[0], losses
+        for other in curves[1:]:
+            torch.testing.assert_close(torch.tensor(other[name]), torch.tensor(losses))
+
+
+def test_shards_of_four_processes_are_gone_on_with_by_two(tmp_path):
+    run_script(HERE / "use_process.py", 4, tmp_path, "plane", "shards")
+    run_script(HERE / "use_process.py", 2, tmp_path, "shards", "training")
+
+
+def test_what_is_wrong_is_an_error_in_every_process(tmp_path):
+    run_script(HERE / "use_process.py", 3, tmp_path, "wrong")
+
+
+@pytest.mark.parametrize("what", ["die", "stall"])
+def test_a_process_that_is_lost_is_named_by_the_others(tmp_path, what):
+    # The one that is killed has an exit code of its own.
+    with pytest.raises(AssertionError) if what == "die" else nullcontext():
+        run_script(HERE / "fault_process.py", 3, tmp_path, what)
+    for rank in (0, 2):
+        assert (tmp_path / f"{what} {rank}").read_text() == "named"

@@ -19,6 +19,7 @@ from lastlayer._checks import check_chunk, check_linear, check_reduction
 from lastlayer._processes import IGNORED, Shards, local_part
 from lastlayer._torch import (
     accumulation_dtype,
+    eager,
     gradient_sum_dtype,
     in_autocast_dtype,
     in_dtype,
@@ -26,7 +27,7 @@ from lastlayer._torch import (
 )
 from lastlayer.fused.function import Call, Engine, Operands, Result, RowScale, fused_loss, near_one
 from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
-from lastlayer.fused.rows import NOT_SPREAD, SPREAD_SCHEMA, spread_classes
+from lastlayer.fused.rows import NOT_SPREAD, SPREAD_SCHEMA, is_spread, spread_classes
 from lastlayer.fused.scores import (
     LayerProducts,
     as_chunk,
@@ -184,6 +185,11 @@ def _label_loss(
     process_group: Any = None,
     hidden_grad: Any = "sum",
 ) -> Tensor:
+    if torch.compiler.is_compiling() and is_spread(weight, process_group):
+        return _eager_loss(
+            loss, hidden, weight, positives, bias, offsets, values, label_smoothing, ignore_index,
+            reduction, chunk_classes, numbers, process_group, hidden_grad,
+        )  # fmt: skip
     shards, spread = spread_classes(weight, process_group, hidden_grad), NOT_SPREAD
     if shards is not None:
         weight, bias = local_part(weight), local_part(bias)
@@ -470,7 +476,7 @@ class _LabelsEngine(Engine):
         return super()._registered(operands, upstream, *rest)
 
 
-LABELS = _LabelsEngine()
+LABELS, _eager_loss = _LabelsEngine(), eager(_label_loss)
 
 
 def _without_labels(call: Call, rule: _LabelRule) -> Result:

@@ -27,10 +27,11 @@ from lastlayer._checks import (
     check_reduction,
     check_target_ids,
 )
-from lastlayer._processes import HIDDEN_GRADS, IGNORED, Shards, local_part, shards_of
+from lastlayer._processes import HIDDEN_GRADS, IGNORED, Shards, is_dtensor, local_part, shards_of
 from lastlayer._torch import (
     accumulation_dtype,
     active_ddp,
+    eager,
     gradient_sum_dtype,
     graph_is_kept,
     host_sync_allowed,
@@ -364,6 +365,13 @@ def linear_loss(
 
     It checks every argument but ``numbers``. Results have the shape of the target.
     """
+    if torch.compiler.is_compiling() and is_spread(weight, process_group):
+        return _eager_loss(
+            loss, numbers, hidden, weight, target, bias, ignore_index=ignore_index,
+            reduction=reduction, class_weight=class_weight, row_weight=row_weight,
+            chunk_rows=chunk_rows, weight_grad=weight_grad, process_group=process_group,
+            hidden_grad=hidden_grad,
+        )  # fmt: skip
     shards, spread = spread_classes(weight, process_group, hidden_grad), NOT_SPREAD
     if shards is not None:
         _check_spread(loss, weight_grad)
@@ -401,7 +409,7 @@ def linear_loss(
     return tuple(each.reshape(batch) if each.dim() else each for each in made)
 
 
-ROWS = _RowsEngine()
+ROWS, _eager_loss = _RowsEngine(), eager(linear_loss)
 
 
 def _with_ignored(call: Call) -> tuple[Tensor, Tensor, Tensor | None, bool]:
@@ -685,6 +693,11 @@ def _weights_of(target: Tensor, class_weight: Tensor, shards: Shards) -> Tensor:
     return shards.sum(torch.where(target >= 0, class_weight[target.clamp(min=0)], 0.0))
 
 
+def is_spread(weight: Any, process_group: Any) -> bool:
+    """Whether classes are spread over processes: compiled code calls such losses as they are."""
+    return process_group is not None or is_dtensor(weight)
+
+
 def spread_classes(weight: Any, process_group: Any, hidden_grad: Any) -> Shards | None:
     """How the classes of a weight are spread over processes; None where they are not.
 
@@ -700,7 +713,7 @@ def spread_classes(weight: Any, process_group: Any, hidden_grad: Any) -> Shards 
                 f"{hidden_grad!r}; give a DTensor as weight, or a process_group"
             )
         return shards
-    if hasattr(weight, "to_local"):
+    if is_dtensor(weight):
         raise ValueError(
             "process_group: expected None with a DTensor as weight, which has a mesh, got a group"
         )

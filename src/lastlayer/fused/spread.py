@@ -17,8 +17,17 @@ from lastlayer import kernels
 from lastlayer._processes import Shards
 from lastlayer._torch import accumulation_dtype, keeps_float32
 from lastlayer.fused.cross_entropy import shaped
+from lastlayer.fused.function import fused_loss
 from lastlayer.fused.prediction import top_classes
-from lastlayer.fused.rows import Chunk, RowLoss, RowResult, Sparse
+from lastlayer.fused.rows import (
+    ROW_LOSSES,
+    ROWS,
+    Chunk,
+    RowLoss,
+    RowLossKind,
+    RowResult,
+    Sparse,
+)
 
 # Candidates for a support of entmax that each process tells the others of a row. Rows with more go
 # on with two numbers per round.
@@ -103,6 +112,64 @@ def _target_scores(scores: Tensor, chunk: Chunk) -> Tensor:
     # A row whose target is elsewhere puts back what it has.
     exact = chunk.exact_scores(place).squeeze(-1)
     return torch.where(chunk.target >= 0, exact, held)
+
+
+def logsumexp_rows(shards: Shards, class_weight: Tensor | None, temperature: float) -> RowLoss:
+    """Not a loss but the logsumexp itself, of all classes but one per row.
+
+    That is the target, where there is one: it is left out.
+    """
+    del class_weight
+
+    def rows(scores: Tensor, chunk: Chunk) -> RowResult:
+        dtype, target = accumulation_dtype(scores.dtype), chunk.target
+        inside, place = target >= 0, target.clamp(min=0)
+        lse = scores.new_full(target.shape, -torch.inf, dtype=dtype)
+        if scores.shape[1]:
+            held = scores.gather(-1, place.unsqueeze(-1)).squeeze(-1).to(dtype)
+            known = held.masked_fill(inside, -torch.inf)
+            scores.scatter_(-1, place.unsqueeze(-1), known.to(scores.dtype).unsqueeze(-1))
+            lse = kernels.softmax_rows.forward_(
+                "auto", scores, place, known, None, None, 0.0, 0.0, 0.0, temperature, False
+            )[1]
+        lse = shards.logsumexp(lse)
+        loss = lse if shards.rank == 0 else torch.zeros_like(lse)
+        if chunk.row_scale is None or not scores.shape[1]:
+            return RowResult(loss, None if chunk.row_scale is None else scores)
+        empty = lse == -torch.inf
+        push = chunk.row_scale.masked_fill(empty, 0.0)
+        kernels.softmax_rows.gradient_(
+            "auto", scores, torch.full_like(target, -1), push, lse.masked_fill(empty, 0.0), push,
+            0.0, temperature,
+        )  # fmt: skip
+        return RowResult(loss, scores)
+
+    return rows
+
+
+def spread_logsumexp(
+    shards: Shards,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    left_out: Tensor,
+    temperature: float,
+    chunk_rows: int | str,
+) -> Tensor:
+    """log Σ e^((w·h + b) / T) of each row ``(n,)`` over the columns of all processes.
+
+    Args:
+        shards: of the columns; only their most counts.
+        hidden: ``(n, d)``, the same in all processes, which get their part of its gradient.
+        weight: ``(m, d)``, the columns of this process.
+        bias: ``(m,)``, what is added to their scores.
+        left_out: the column of each row that does not count, negative where all do.
+        temperature: T.
+        chunk_rows: rows of scores held at a time, "auto" or "low".
+    """
+    options = "logsumexp", (temperature,), None, str(chunk_rows), False, *shards
+    operands = hidden, weight, bias, left_out, None, None, None
+    return fused_loss(ROWS, operands, options, "none")[0]
 
 
 def entmax_rows(shards: Shards, class_weight: Tensor | None, alpha: float) -> RowLoss:
@@ -283,4 +350,7 @@ SPREAD_LOSSES: dict[str, Callable[..., RowLoss]] = {
     "cross_entropy": cross_entropy_rows,
     "entmax": entmax_rows,
     "topk_softmax": topk_rows,
+    "logsumexp": logsumexp_rows,
 }
+# It is asked for by spread_logsumexp alone, and has no form for one process.
+ROW_LOSSES["logsumexp"] = RowLossKind(cross_entropy_rows)

@@ -5,8 +5,7 @@ CPU, and on CUDA the walks and the exact search in binary trees. Elsewhere a bea
 operations of torch, level by level for all rows at once, and all classes are sorted.
 """
 
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -39,22 +38,6 @@ class Found(NamedTuple):
     values: Tensor
     classes: Tensor
     opened: Tensor
-
-
-def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """``torch.compiler.disable``, with types: a search goes where values lead it.
-
-    To disable anything, torch imports its whole compiler, which takes seconds. So this is done
-    only while compiling, when it is loaded already.
-    """
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        compiling = torch.compiler.is_compiling()
-        run: Callable[P, R] = torch.compiler.disable(function) if compiling else function
-        return run(*args, **kwargs)
-
-    return call
 
 
 def search_suits(nodes: Nodes, rows: Tensor, k: int) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lastlayer._checks import check_int
-from lastlayer._torch import host_sync_allowed, in_dtype, is_exporting, without_autocast
+from lastlayer._torch import eager, host_sync_allowed, in_dtype, is_exporting, without_autocast
 from lastlayer.fused.paths import TreeTables, groups_suit
 from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks
@@ -31,7 +31,7 @@ from lastlayer.heads._tree_nodes import (
     walks_suit,
     wide,
 )
-from lastlayer.heads._tree_search import Found, draw_leaves, eager, search, search_suits
+from lastlayer.heads._tree_search import Found, draw_leaves, search, search_suits
 from lastlayer.heads.base import Head, TopK
 from lastlayer.heads.recipes import Recipe
 from lastlayer.trees import Tree

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import check_choice, check_generator, check_ids, check_int, check_positive
-from lastlayer._processes import Shares, all_gathered, gathered, in_all, summed
-from lastlayer._torch import in_autocast_dtype, without_autocast
+from lastlayer._processes import Shares, all_gathered, gathered, in_all, is_dtensor, summed
+from lastlayer._torch import eager, in_autocast_dtype, without_autocast
 from lastlayer.fused.prediction import drawn_by, top_classes
 from lastlayer.fused.scores import row_chunks
 from lastlayer.heads import Head, TopK
-from lastlayer.heads.base import checked_draws
+from lastlayer.heads.base import SavedModule, checked_draws
 from lastlayer.parallel.families import Family, family_of, swapped
 from lastlayer.parallel.faults import agree, named_errors
 from lastlayer.parallel.tables import (
@@ -185,6 +185,7 @@ class ClassParallel(Head):
         rows: int | str = getattr(self.head, "chunk_rows", "auto")
         return rows
 
+    @eager
     def forward(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
         """The loss of the rows of all processes, the same in each; with "none" of its own rows.
 
@@ -197,7 +198,9 @@ class ClassParallel(Head):
             rows, ids, extra, of = self._met(hidden, target, given)
             if self.hidden_grad_scale != 1.0 and rows.requires_grad:
                 rows = _Scaled.apply(rows, self.hidden_grad_scale)
-            if self._family.moves_vectors:
+            each = -(-len(rows) // self.mesh.size())
+            counts = (each,) * self.mesh.size() if of is None else of.counts
+            if self._family.moves_vectors(counts, ids.dim() == 2):
                 loss = self._loss_of_own_rows(rows, ids, extra, of)
             elif of is None or of.processes == 1:
                 rows = in_all(rows, self.group) if of is None and rows.requires_grad else rows
@@ -246,7 +249,7 @@ class ClassParallel(Head):
                 f"in {_ranks(others)}, which say what is wrong with them"
             )
         of = Shares(tuple(counts), self.mesh.get_local_rank(), self.group, False)
-        if ids.dim() == 2 and not self._family.moves_vectors:
+        if ids.dim() == 2:
             ids, extra = self._widened(ids, extra, max(widths))
         agree(self, rows, ids, shared=False)
         return rows, ids, extra, of
@@ -322,6 +325,7 @@ class ClassParallel(Head):
         share = 1.0 / both[1].clamp(min=1.0)
         return loss * share + (both[0] - loss.detach()) * share
 
+    @eager
     @torch.no_grad()
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
         """Exact log-probabilities, as of :meth:`Head.log_prob`; no gradient is recorded."""
@@ -357,6 +361,7 @@ class ClassParallel(Head):
             :, : shape[-1] if classes is not None and classes.dim() == hidden.dim() else 1
         ].reshape(shape)
 
+    @eager
     @torch.no_grad()
     def topk(self, hidden: Tensor, k: int) -> TopK:
         """The k most probable classes, as of :meth:`Head.topk`: each process sends its best k."""
@@ -389,6 +394,7 @@ class ClassParallel(Head):
         values, columns = top_classes(values.gather(-1, by_id), k)
         return values, classes.gather(-1, by_id).gather(-1, columns)
 
+    @eager
     @torch.no_grad()
     def sample(
         self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
@@ -611,12 +617,18 @@ def _ranks(ranks: list[int]) -> str:
 def _check_head(head: Any) -> None:
     if isinstance(head, ClassParallel):
         raise TypeError("head: expected a plain head, got a ClassParallel")
+    if isinstance(head, SavedModule) and not isinstance(head, Head):
+        raise TypeError(
+            f"head: expected one with a vector per class, got {type(head).__name__}, whose "
+            "parameters are few: every process has all of them, inside of DistributedDataParallel "
+            "or fully_shard"
+        )
     if not isinstance(head, Head):
         raise TypeError(
             f"head: expected a lastlayer head, got {type(head).__name__}; FullSoftmax.from_linear "
             "makes one of an nn.Linear"
         )
-    sharded = [name for name, each in head.named_parameters() if hasattr(each, "to_local")]
+    sharded = [name for name, each in head.named_parameters() if is_dtensor(each)]
     if sharded:
         raise ValueError(
             f"head: expected one with plain parameters, got a DTensor in {sharded[0]}; make "

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, logsigmoid
 
 from lastlayer._processes import ELSEWHERE, IGNORED, Layout, Shards, in_all, local_part, summed
 from lastlayer._torch import accumulation_dtype, in_dtype
@@ -21,8 +21,9 @@ from lastlayer.fused.cross_entropy import shaped
 from lastlayer.fused.function import RowScale
 from lastlayer.fused.paths import TreeTables
 from lastlayer.fused.prediction import top_classes
+from lastlayer.fused.sampled import Rule, sampled_loss
 from lastlayer.fused.scores import wide_scores
-from lastlayer.fused.spread import spread_entmax
+from lastlayer.fused.spread import spread_entmax, spread_logsumexp
 from lastlayer.heads import (
     AdaptiveImportanceSampling,
     AdaptiveSoftmax,
@@ -36,6 +37,7 @@ from lastlayer.heads import (
     MultiLabel,
     NegativeSampling,
     PartialSoftmax,
+    SampledSoftmax,
     SelfNormalized,
     TopKSoftmaxHead,
 )
@@ -76,8 +78,6 @@ class Family:
     """A head with some of its parameters spread over the processes of a mesh, by rows."""
 
     head: Any
-    moves_vectors = False
-    """Whether rows stay in their process, and class vectors are asked for."""
 
     def __init__(self, head: Head, mesh: Any, assignment: str) -> None:
         self.head, self.mesh, self.group = head, mesh, mesh.get_group()
@@ -116,6 +116,15 @@ class Family:
         device = next(self.head.parameters()).device
         rows = torch.arange(shard.first, shard.first + shard.here, device=device)
         return self.layout.classes_at(rows)
+
+    def moves_vectors(self, counts: tuple[int, ...], several: bool) -> bool:  # noqa: ARG002
+        """Whether rows stay in their process, and class vectors are asked for.
+
+        Args:
+            counts: rows of each process.
+            several: whether rows have more than one target.
+        """
+        return False
 
     def shared_tensors(self) -> dict[str, Tensor]:
         """Parameters that all processes have alike, with gradients that are summed over them."""
@@ -217,7 +226,12 @@ class LinearFamily(Family):
 
 
 class SampledFamily(LinearFamily):
-    """Sampled heads: in training the vectors of targets and draws are asked for."""
+    """Sampled heads: in training a step looks at few classes, which are drawn alike everywhere.
+
+    Where these are fewer than the rows of all processes, rows stay in their process, and the
+    vectors of targets and draws are asked for. Else rows are gathered, and each process compares
+    them with the draws that it has.
+    """
 
     def __init__(self, head: Head, mesh: Any, assignment: str) -> None:
         super().__init__(head, mesh, "spread" if assignment == "auto" else assignment)
@@ -229,13 +243,34 @@ class SampledFamily(LinearFamily):
             _refuse("sparse=False: a DTensor has no row-sparse gradient", head)
         if isinstance(head, SampledHead) and head.per_rank:
             _refuse("per_rank=False: all processes draw the same classes", head)
-        head._vectors = self.vectors  # type: ignore[assignment]
+        self._rows_travel = False
+        head._compare_spread = self.compare  # type: ignore[assignment]
 
-    @property
-    def moves_vectors(self) -> bool:  # type: ignore[override]
-        return not self.head._takes_all()
+    def moves_vectors(self, counts: tuple[int, ...], several: bool) -> bool:
+        head = self.head
+        if head._takes_all():
+            return False
+        # What the rows of all processes are compared with here: a softmax over one target each.
+        by_rows = isinstance(head, SampledSoftmax) and not head.n_head and not several
+        vectors = head._classes_per_step() + max(counts)
+        self._rows_travel = by_rows and len(counts) > 1 and vectors > sum(counts)
+        return not self._rows_travel
 
-    def vectors(self, target: Tensor, ids: Tensor) -> tuple[Any, Any, Tensor, Tensor]:
+    def compare(
+        self, rows: Tensor, target: Tensor, ids: Tensor, log_expected: Tensor, rule: Rule,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """As ``ComparedHead._compare``, with the classes of all processes."""
+        if self._rows_travel:
+            return self._compare_here(rows, target, ids, log_expected, rule, **more), None
+        head = self.head
+        weight, bias, target, ids = self._vectors(target, ids)
+        return sampled_loss(
+            rows, weight, bias, target, ids, log_expected, rule, reduction=head.reduction,
+            chunk_rows=head.chunk_rows, **more,
+        )  # fmt: skip
+
+    def _vectors(self, target: Tensor, ids: Tensor) -> tuple[Any, Any, Tensor, Tensor]:
         """Vectors and biases of the classes of a step, and where targets and ids are among them."""
         shard, head = self.shards[0], self.head
         weight, bias = local_part(head.weight), local_part(head.bias)
@@ -250,10 +285,63 @@ class SampledFamily(LinearFamily):
         of_target = torch.where(target < 0, target, of_target.view(target.shape))
         return found[0], found[1] if bias is not None else None, of_target, of_ids.view(ids.shape)
 
+    def _compare_here(
+        self, rows: Tensor, target: Tensor, ids: Tensor, log_expected: Tensor, rule: Rule, *,
+        n_exact: int = 0, temperature: float = 1.0, shift: Tensor | None = None,
+        target_log_expected: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Rows of all processes against the draws that this one has; the rest is one number."""
+        del n_exact
+        head, shard, dtype = self.head, self.shards[0], accumulation_dtype(rows.dtype)
+        target = target.squeeze(1)
+        columns, place, times = torch.unique(
+            self.layout.rows_of(ids), return_inverse=True, return_counts=True
+        )
+        less = log_expected.new_empty(len(columns)).index_copy_(0, place, log_expected).to(dtype)
+        own = self.columns_of(target)
+        at = torch.searchsorted(columns, self.layout.rows_of(target)).clamp(max=len(columns) - 1)
+        hit = (columns[at] == self.layout.rows_of(target)) & (target >= 0)
+        # The draws of this process are one range, since all are sorted.
+        bounds = torch.tensor([shard.first, shard.first + shard.here], device=ids.device)
+        first, last = torch.searchsorted(columns, bounds).tolist()
+        mine, weight, bias = (
+            columns[first:last] - shard.first,
+            local_part(head.weight),
+            local_part(head.bias),
+        )
+        added = (times[first:last].to(dtype).log() - less[first:last]) * temperature
+        added = added if bias is None else added + bias[mine].to(dtype)
+        inside = hit & (at >= first) & (at < last)
+        left_out = torch.where(inside, at - first, ELSEWHERE)
+        widest = shard._replace(most=-(-len(columns) // shard.processes))
+        total = spread_logsumexp(
+            widest, rows, in_dtype(weight[mine], rows.dtype), in_dtype(added, rows.dtype), left_out,
+            temperature, head.chunk_rows,
+        )  # fmt: skip
+        if rule.average:
+            # So many draws are left of each row.
+            total = total - (len(ids) - torch.where(hit, times[at], 0)).clamp(min=1).to(dtype).log()
+        total = total if shift is None else total + shift.to(dtype)
+        here = (own >= 0).nonzero().squeeze(-1)
+        vectors = weight[own[here]].to(dtype)
+        scores = (rows[here].to(dtype) * vectors).sum(-1)
+        scores = scores if bias is None else scores + bias[own[here]].to(dtype)
+        exact = self.total(total.new_zeros(len(rows)).index_add(0, here, scores / temperature))
+        if target_log_expected is not None:
+            exact = exact - target_log_expected.squeeze(1).to(dtype)
+        counted = target >= 0
+        losses = torch.where(counted, -logsigmoid(exact - total), 0.0)
+        return RowScale.of(counted.to(dtype), head.reduction, len(rows)).reduce(
+            losses, head.reduction
+        )
+
     def loss(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
         several = target.dim() == hidden.dim()
-        if self.moves_vectors:
-            raise RuntimeError("loss: expected rows that stay in their process")
+        if not self.head._takes_all():
+            # Each row has its own process's gradient of what all compute alike: rows are counted
+            # in full, and parts add up.
+            made: Tensor = self.head(hidden, target, **given)
+            return made
         if several or isinstance(self.head, NegativeSampling):
             return self._loss_of_log_probs(hidden, target)
         return super().loss(hidden, target, **given)

@@ -44,9 +44,8 @@ class ComparedHead(LinearHead):
     weighs_draws = True
     # The training loss of rows (n, in_features) and targets (n, p), negative for none.
     _sampled_loss: Callable[..., Tensor]
-    # Set where classes are spread over processes: the vectors and biases of targets and ids, and
-    # where each of these is among them.
-    _vectors: Callable[[Tensor, Tensor], tuple[Any, Any, Tensor, Tensor]] | None = None
+    # Set where classes are spread over processes: what compares rows with classes of all of them.
+    _compare_spread: Callable[..., tuple[Tensor, Tensor | None]] | None = None
     ess: Tensor | None
     """Effective sample size of each row in the last training step, ``(n,)``; None before."""
 
@@ -121,11 +120,11 @@ class ComparedHead(LinearHead):
         **more: Any,
     ) -> Tensor:
         """The loss by :func:`lastlayer.fused.sampled.sampled_loss`; keeps the sample sizes."""
-        weight, bias = self.weight, self.bias
-        if self._vectors is not None:
-            weight, bias, target, ids = self._vectors(target, ids)
+        if self._compare_spread is not None:
+            loss, self.ess = self._compare_spread(rows, target, ids, log_expected, rule, **more)
+            return loss
         loss, self.ess = sampled_loss(
-            rows, weight, bias, target, ids, log_expected, rule,
+            rows, self.weight, self.bias, target, ids, log_expected, rule,
             reduction=self.reduction, sparse=self.sparse, chunk_rows=self.chunk_rows, **more,
         )  # fmt: skip
         return loss

@@ -1,0 +1,324 @@
+"""ClassParallel in training code: ``use_process.py PROCESSES FOLDER CHECK...``."""
+
+import copy
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import lastlayer
+from lastlayer import fused, heads, parallel, samplers, trees
+from tests.processes import main
+
+WIDTH, N_CLASSES, ROWS = 8, 53, 12
+
+
+def flat_mesh(processes: int):
+    return init_device_mesh("cpu", (processes,), mesh_dim_names=("classes",))
+
+
+def batch(seed: int = 0, n: int = ROWS):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, WIDTH, generator=generator)
+    return hidden, torch.randint(N_CLASSES, (n,), generator=generator)
+
+
+def part_of(values, rank: int, processes: int):
+    return values[rank::processes]
+
+
+def build(rank: int, processes: int, folder: Path) -> None:
+    """What is built does not depend on the number of processes; the test compares the files."""
+    mesh = flat_mesh(processes)
+    counts = torch.arange(N_CLASSES, 0, -1)
+    given = {
+        "full": (heads.FullSoftmax, WIDTH, N_CLASSES),
+        "sampled": (heads.SampledSoftmax, WIDTH, N_CLASSES, samplers.Unigram(counts), 16),
+        "noise": (heads.NoiseContrastive, WIDTH, N_CLASSES, samplers.Unigram(counts), 16),
+        "tree": (heads.HierarchicalSoftmax, WIDTH, trees.huffman(counts)),
+        "spelled": (heads.CharCNNSoftmax, WIDTH, [f"w{i}" for i in range(N_CLASSES)]),
+        "bands": (heads.DifferentiatedSoftmax, WIDTH, [(13, 5), (40, 3)]),
+    }
+    for name, args in given.items():
+        module = parallel.ClassParallel.build(*args, mesh=mesh, seed=5)
+        module.save(folder / str(processes) / name)
+        hidden, target = batch()
+        mine = part_of(hidden, rank, processes), part_of(target, rank, processes)
+        assert bool(torch.isfinite(module(*mine)))
+    module = parallel.ClassParallel.build(
+        heads.AdaptiveSoftmax, WIDTH, cutoffs=[7, 20], n_classes=N_CLASSES, mesh=mesh
+    )
+    module.save(folder / str(processes) / "adaptive")
+
+
+def curve(rank: int, processes: int, folder: Path) -> None:
+    """A body in DDP and a spread head follow the same curve on any number of processes."""
+    torch.manual_seed(0)
+    mesh = flat_mesh(processes)
+    body = DistributedDataParallel(torch.nn.Linear(WIDTH, WIDTH))
+    losses = {}
+    for kind in ("full", "sampled"):
+        sampler = samplers.LogUniform(N_CLASSES)
+        args = (heads.FullSoftmax, WIDTH, N_CLASSES)
+        if kind == "sampled":
+            args = (heads.SampledSoftmax, WIDTH, N_CLASSES, sampler, 8)
+        head = parallel.ClassParallel.build(
+            *args, mesh=mesh, hidden_grad_scale=processes, even_rows=processes != 3
+        )
+        optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()], lr=0.05)
+        for step in range(12):
+            hidden, target = batch(step % 2)
+            loss = head(body(part_of(hidden, rank, processes)), part_of(target, rank, processes))
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
+            optimizer.step()
+            losses.setdefault(kind, []).append(loss.item())
+    if rank == 0:
+        torch.save(losses, folder / f"curve of {processes}")
+
+
+def shards(rank: int, processes: int, folder: Path) -> None:
+    """Checkpoints of shards, with the optimiser's, go on with another number of processes."""
+    mesh = flat_mesh(processes)
+
+    def made():
+        head = parallel.ClassParallel.build(heads.FullSoftmax, WIDTH, N_CLASSES, mesh=mesh, seed=1)
+        return head, torch.optim.Adam(head.parameters(), lr=0.1)
+
+    def steps(head, optimizer, first, last):
+        for step in range(first, last):
+            hidden, target = batch(step)
+            optimizer.zero_grad()
+            head(part_of(hidden, rank, processes), part_of(target, rank, processes)).backward()
+            optimizer.step()
+
+    head, optimizer = made()
+    saved, whole = folder / "saved shards", folder / "whole"
+    if processes == 4:
+        steps(head, optimizer, 0, 3)
+        state = {
+            "head": get_model_state_dict(head),
+            "optimizer": get_optimizer_state_dict(head, optimizer),
+        }
+        checkpoint.save(state, checkpoint_id=saved)
+        steps(head, optimizer, 3, 6)
+        head.save(whole)
+        return
+    # State of the optimiser has to be there before it is loaded.
+    steps(head, optimizer, 9, 10)
+    state = {
+        "head": get_model_state_dict(head),
+        "optimizer": get_optimizer_state_dict(head, optimizer),
+    }
+    checkpoint.load(state, checkpoint_id=saved)
+    set_model_state_dict(head, state["head"])
+    set_optimizer_state_dict(head, optimizer, state["optimizer"])
+    steps(head, optimizer, 3, 6)
+    expected = parallel.ClassParallel.load(whole, mesh)
+    torch.testing.assert_close(head.head.weight.full_tensor(), expected.head.weight.full_tensor())
+
+
+def plane(rank: int, processes: int, folder: Path) -> None:
+    """Data × classes: FSDP2 over data, classes over the other dimension."""
+    del folder
+    mesh = init_device_mesh("cpu", (2, processes // 2), mesh_dim_names=("data", "classes"))
+    torch.manual_seed(0)
+    alone = heads.FullSoftmax(WIDTH, N_CLASSES)
+    head = parallel.ClassParallel(copy.deepcopy(alone), mesh["classes"])
+    fully_shard(head, mesh=mesh["data"])
+    for step in range(2):
+        hidden, target = batch(step, 8)
+        for each in (alone, head):
+            each.zero_grad()
+        # Each group of processes along the classes has half of the batch; FSDP2 averages.
+        row = mesh.get_local_rank("data")
+        mine = slice(row * 4 + mesh.get_local_rank("classes") * 2, None)
+        some = slice(mine.start, mine.start + 2)
+        (alone(hidden[:4], target[:4]) + alone(hidden[4:], target[4:])).div(2).backward()
+        head(hidden[some], target[some]).backward()
+        for name, parameter in alone.named_parameters():
+            found = head.get_parameter(f"head.{name}").grad.full_tensor()
+            torch.testing.assert_close(found, parameter.grad)
+    assert head.topk(hidden[some], 3).classes.shape == (2, 3)
+
+
+def training(rank: int, processes: int, folder: Path) -> None:
+    """Gradient accumulation, autocast, checkpointing, compiling, and plans of torch."""
+    del folder
+    mesh = flat_mesh(processes)
+    torch.manual_seed(0)
+    alone = heads.FullSoftmax(WIDTH, N_CLASSES)
+    hidden, target = batch()
+    mine = slice(rank * (ROWS // processes), (rank + 1) * (ROWS // processes))
+    expected = torch.autograd.grad(alone(hidden, target), alone.parameters())
+
+    def same(module, tolerance=1e-5):
+        for gradient, parameter in zip(expected, module.head.parameters(), strict=True):
+            found = parameter.grad.full_tensor()
+            torch.testing.assert_close(found, gradient, rtol=tolerance, atol=tolerance)
+
+    # Parts of a batch add up to it.
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, rows="shared")
+    for some in (slice(0, 5), slice(5, ROWS)):
+        share = (some.stop - some.start) / ROWS
+        (module(hidden[some], target[some]) * share).backward()
+    same(module)
+    # A loss scale, and its inverse.
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh)
+    (module(hidden[mine], target[mine]) * 1024.0).backward()
+    for parameter in module.head.parameters():
+        parameter.grad.div_(1024.0)
+    same(module)
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, even_rows=True)
+    own = hidden[mine].clone().requires_grad_()
+    loss = torch.utils.checkpoint.checkpoint(module, own, target[mine], use_reentrant=False)
+    loss.backward()
+    same(module)
+    with torch.autocast("cpu", torch.bfloat16):
+        module = parallel.ClassParallel(copy.deepcopy(alone), mesh, rows="shared")
+        module(hidden, target).backward()
+    same(module, 2e-2)
+    # The head of a model, by a plan.
+    model = torch.nn.ModuleDict(
+        {"body": torch.nn.Linear(4, WIDTH), "lm_head": copy.deepcopy(alone)}
+    )
+    held = model["lm_head"]
+    parallelize_module(model, mesh, {"lm_head": parallel.ClassParallelStyle()})
+    assert held is model["lm_head"]
+    assert isinstance(held, parallel.ClassParallel)
+    held(hidden, target).backward()
+    same(held)
+    assert f"classes here: {len(held.classes)} of {N_CLASSES}" in repr(held)
+    # Compiled, in the form that takes tensors.
+    weight = held.head.weight.detach().requires_grad_()
+
+    def step(hidden, weight):
+        return fused.linear_cross_entropy(hidden, weight, target)
+
+    # The compiler itself looks at gradients of tensors that are no leaves.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(step, backend="aot_eager")
+        torch.testing.assert_close(compiled(hidden, weight), step(hidden, weight))
+        held.zero_grad()
+        torch.compile(held, backend="aot_eager")(hidden, target).backward()
+    same(held)
+
+
+def wrong(rank: int, processes: int, folder: Path) -> None:
+    """What does not fit is an error in every process, and none waits for another."""
+    mesh = flat_mesh(processes)
+    head = heads.FullSoftmax(WIDTH, N_CLASSES)
+    hidden, target = batch()
+
+    def refused(error, *words):
+        return pytest.raises(error, match=".*".join(map(re.escape, words)))
+
+    module = parallel.ClassParallel(copy.deepcopy(head), mesh)
+    # One process alone has a target that is out of range.
+    ids = target.clone()
+    ids[0] = N_CLASSES if rank == 1 else 0
+    words = ("target: expected", str(N_CLASSES)) if rank == 1 else ("got others in process 1",)
+    with refused((ValueError, RuntimeError), *words):
+        module(hidden, ids)
+    # All of them can go on.
+    assert bool(torch.isfinite(module(hidden, target)))
+    with refused(ValueError, "hidden: expected shape"):
+        module(hidden[:, :3], target)
+    with refused(TypeError, "mesh: expected a DeviceMesh"):
+        parallel.ClassParallel(head, None)
+    with refused(TypeError, "head: expected a lastlayer head", "from_linear"):
+        parallel.ClassParallel(torch.nn.Linear(2, 3), mesh)
+    with refused(TypeError, "head: expected a plain head"):
+        parallel.ClassParallel(module, mesh)
+    with refused(ValueError, "rows: expected"):
+        parallel.ClassParallel(head, mesh, rows="mine")
+    with refused(ValueError, "assignment: expected", "'spread'"):
+        parallel.ClassParallel(
+            heads.AdaptiveSoftmax(8, cutoffs=[3], n_classes=9), mesh, assignment="spread"
+        )
+    sampler = samplers.Uniform(N_CLASSES)
+    with refused(ValueError, "head: expected sparse=False"):
+        parallel.ClassParallel(heads.SampledSoftmax(8, N_CLASSES, sampler, sparse=True), mesh)
+    with refused(ValueError, "head: expected per_rank=False"):
+        parallel.ClassParallel(heads.SampledSoftmax(8, N_CLASSES, sampler, per_rank=True), mesh)
+    plane = init_device_mesh("cpu", (1, processes), mesh_dim_names=("data", "classes"))
+    with refused(ValueError, "mesh: expected one dimension", "classes"):
+        parallel.ClassParallel(head, plane)
+    with refused(TypeError, "head: expected one with a vector per class, got GlobalPointer"):
+        parallel.ClassParallel(_pointer(), mesh)
+    with refused(ValueError, "weight_grad: expected None"):
+        weight = module.head.weight
+        fused.linear_cross_entropy(hidden, weight, target, weight_grad=torch.zeros(3, WIDTH))
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    for placement in (Replicate(), Shard(1)):
+        weight = distribute_tensor(torch.randn(N_CLASSES, WIDTH), mesh, [placement])
+        with refused(ValueError, "weight: expected a DTensor whose rows are spread", "full_tensor"):
+            fused.linear_cross_entropy(hidden, weight, target)
+    with refused(TypeError, "process_group: expected a torch.distributed.ProcessGroup"):
+        fused.linear_cross_entropy(hidden, torch.randn(4, WIDTH), target, process_group="all")
+    with refused(ValueError, "hidden_grad: expected 'sum' where one process"):
+        fused.linear_cross_entropy(
+            hidden, torch.randn(N_CLASSES, WIDTH), target, hidden_grad="part"
+        )
+    # Parts of their own, without a DTensor.
+    own = module.head.weight.to_local().detach()
+    biases = module.head.bias.to_local().detach()
+    group = mesh.get_group()
+    found = fused.linear_cross_entropy(hidden, own, target, biases, process_group=group)
+    shared = parallel.ClassParallel(copy.deepcopy(head), mesh, rows="shared")
+    torch.testing.assert_close(found, shared(hidden, target).detach())
+    # What differs between processes is found where it is asked for.
+    other = hidden.clone()
+    other[0, 0] = torch.nan if rank == 1 else 0.0
+    for given, words in (
+        ((other, target), "hidden: expected finite numbers in every process, got others in rank 1"),
+        ((hidden, (target + rank) % N_CLASSES), "target: expected the same targets"),
+    ):
+        with lastlayer.debug(), refused(ValueError, words):
+            shared(*given)
+    shared.head.label_smoothing = 0.1 * rank
+    with lastlayer.debug(), refused(ValueError, "head: expected the same options"):
+        shared(hidden, target)
+    with refused(FileNotFoundError, "folder: expected config.json"):
+        parallel.ClassParallel.load(folder / "nowhere", mesh)
+
+
+def _pointer():
+    return heads.GlobalPointer(8, 3)
+
+
+CHECKS = {
+    "build": build,
+    "curve": curve,
+    "shards": shards,
+    "plane": plane,
+    "training": training,
+    "wrong": wrong,
+}
+
+
+def process(rank: int, processes: int, folder: Path, *names: str) -> None:
+    for name in names:
+        CHECKS[name](rank, processes, folder)
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main(process)
