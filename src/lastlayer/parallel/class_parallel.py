@@ -1,5 +1,6 @@
 """A head whose classes are spread over the processes of a mesh."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -542,16 +543,24 @@ class ClassParallel(Head):
         made: Self = read_tables(cls, Path(folder), mesh, device, options)
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Processes are not copied: the copy meets the same ones.
+        memo |= {id(each): each for each in (self.mesh, self.group)}
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
     def config(self) -> dict[str, Any]:
         """The arguments of the head; ``cls(**config)`` makes a plain one."""
         made: dict[str, Any] = self.head.config()
         return made
 
     def extra_repr(self) -> str:
-        own = len(self.classes)
         return (
+            f"in_features={self.in_features}, n_classes={self.n_classes}, "
             f"processes={self.mesh.size()}, rows={self.rows!r}, assignment={self.assignment!r}, "
-            f"classes here: {own} of {self.n_classes}"
+            f"classes here: {len(self.classes)}"
         )
 
 

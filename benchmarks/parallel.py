@@ -1,0 +1,130 @@
+"""Classes over processes on this machine: ``python -m benchmarks parallel``.
+
+Two figures, each verified first. What ClassParallel costs on a mesh of one process, beside the
+plain head. And how much faster two processes with one core each train a full softmax than one
+process with one core: the best possible is 2.
+
+Processes are pinned to a core each. Nothing else should run meanwhile.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from benchmarks import record
+from lastlayer import heads, parallel
+
+# Rows of all processes, hidden size, classes.
+SHAPES = ((256, 64, 1_000_000), (1024, 128, 100_000))
+ONE = ((256, 128, 20_003), (64, 64, 1000))
+REPEATS = 7
+
+
+def run(shapes: Any, json_path: Path | None, commit: str | None) -> int:
+    """Measure, print, and append a JSON line per figure."""
+    for shape in shapes or SHAPES:
+        found = {n: _processes(n, shape) for n in (1, 2)}
+        wrong = abs(found[1]["loss"] - found[2]["loss"])
+        if wrong > 1e-4 * abs(found[1]["loss"]):
+            print(f"two processes: loss off by {wrong:g}", file=sys.stderr)
+            return 1
+        one, two = found[1]["milliseconds"], found[2]["milliseconds"]
+        print(f"{shape}: one process {one:.1f} ms, two {two:.1f} ms: {one / two:.2f} times faster")
+        _keep(json_path, commit, "two processes", shape, one, two)
+    for shape in ONE:
+        plain, spread = _mesh_of_one(shape)
+        print(f"{shape}: plain {plain:.3f} ms, mesh of one {spread:.3f} ms: {spread / plain:.3f}")
+        _keep(json_path, commit, "mesh of one", shape, plain, spread)
+    return 0
+
+
+def _keep(path: Path | None, commit: str | None, what: str, shape: Any, *ms: float) -> None:
+    if path is None:
+        return
+    shared = record.shared_fields(torch.device("cpu"), commit) if hasattr(record, "shared_fields") else {}
+    line = {"what": what, "shape": [*shape], "milliseconds": [*ms], **shared}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _processes(n: int, shape: Any) -> dict[str, float]:
+    """The median step of ``n`` processes, and the loss."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = [sys.executable, "-m", "benchmarks.parallel", folder, str(n), *map(str, shape)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+        children = [
+            subprocess.Popen([*given, str(rank)], env=environment) for rank in range(n)
+        ]
+        if any([child.wait() for child in children]):
+            raise OSError("a process of the benchmark failed")
+        made: dict[str, float] = json.loads((Path(folder) / "found.json").read_text())
+        return made
+
+
+def _measure(folder: Path, processes: int, rows: int, width: int, classes: int, rank: int) -> None:
+    os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=processes
+    )
+    mesh = dist.device_mesh.init_device_mesh("cpu", (processes,))
+    head = parallel.ClassParallel.build(heads.FullSoftmax, width, classes, mesh=mesh, even_rows=True)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, width, generator=generator)
+    target = torch.randint(classes, (rows,), generator=generator)
+    part = slice(rank * rows // processes, (rank + 1) * rows // processes)
+    own = hidden[part].clone().requires_grad_()
+    times = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        begin = time.perf_counter()
+        head.zero_grad()
+        loss = head(own, target[part])
+        loss.backward()
+        dist.barrier()
+        times.append(time.perf_counter() - begin)
+    if rank == 0:
+        found = {"milliseconds": 1e3 * statistics.median(times[1:]), "loss": loss.item()}
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _mesh_of_one(shape: Any) -> tuple[float, float]:
+    """Milliseconds of a plain head, and of the same one on a mesh of one process, in turn."""
+    rows, width, classes = shape
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1
+        )
+        try:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+            plain = heads.FullSoftmax(width, classes)
+            spread = parallel.ClassParallel(heads.FullSoftmax(width, classes), mesh, even_rows=True)
+            hidden = torch.randn(rows, width, requires_grad=True)
+            target = torch.randint(classes, (rows,))
+            times: dict[Any, list[float]] = {plain: [], spread: []}
+            for _ in range(60):
+                for head in times:
+                    begin = time.perf_counter()
+                    head.zero_grad()
+                    head(hidden, target).backward()
+                    times[head].append(time.perf_counter() - begin)
+            return (
+                1e3 * statistics.median(times[plain][10:]),
+                1e3 * statistics.median(times[spread][10:]),
+            )
+        finally:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _measure(Path(sys.argv[1]), *map(int, sys.argv[2:]))
