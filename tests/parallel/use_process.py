@@ -233,9 +233,13 @@ def wrong(rank: int, processes: int, folder: Path) -> None:
     # One process alone has a target that is out of range.
     ids = target.clone()
     ids[0] = N_CLASSES if rank == 1 else 0
-    words = ("target: expected", str(N_CLASSES)) if rank == 1 else ("got others in process 1",)
+    words = ("target: expected", str(N_CLASSES)) if rank == 1 else ("got others in rank 1",)
     with refused((ValueError, RuntimeError), *words):
         module(hidden, ids)
+    with refused((ValueError, RuntimeError), "classes: expected" if rank == 1 else "rank 1"):
+        module.log_prob(hidden, ids)
+    with refused((ValueError, RuntimeError), "k: expected" if rank == 1 else "rank 1"):
+        module.topk(hidden, 0 if rank == 1 else 2)
     # All of them can go on.
     assert bool(torch.isfinite(module(hidden, target)))
     with refused(ValueError, "hidden: expected shape"):

@@ -1,23 +1,23 @@
 """A head whose classes are spread over the processes of a mesh."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lastlayer._checks import check_choice, check_generator, check_ids, check_int, check_positive
 from lastlayer._processes import Shares, all_gathered, gathered, in_all, is_dtensor, summed
-from lastlayer._torch import eager, in_autocast_dtype, without_autocast
-from lastlayer.fused.prediction import drawn_by, top_classes
-from lastlayer.fused.scores import row_chunks
+from lastlayer._torch import eager, in_autocast_dtype
 from lastlayer.heads import Head, TopK
 from lastlayer.heads.base import SavedModule, checked_draws
 from lastlayer.parallel.families import Family, family_of, swapped
 from lastlayer.parallel.faults import agree, named_errors
+from lastlayer.parallel.prediction import Predictions
 from lastlayer.parallel.tables import (
     cut,
     fill_from_counter,
@@ -32,8 +32,6 @@ from lastlayer.parallel.tables import (
 
 ROWS = ("local", "shared")
 ASSIGNMENTS = ("auto", "contiguous", "spread")
-# Numbers held for each row and class of this process in predictions.
-_COPIES = 4.0
 
 
 class ClassParallel(Head):
@@ -113,6 +111,7 @@ class ClassParallel(Head):
         self.hidden_grad_scale = check_positive("hidden_grad_scale", hidden_grad_scale)
         self.head = head
         self._family = family_of(head, mesh, assignment)
+        self._predictions = Predictions(self._family)
         self.assignment = "contiguous" if self._family.layout.step == 1 else "spread"
         for name in self._family.names:
             spread = spread_tensor(value_of(head, name), mesh, self._layout_of(name))
@@ -192,19 +191,21 @@ class ClassParallel(Head):
 
         Args:
             hidden: ``(*batch, in_features)``.
-            target: as the head takes it.
+            target: as the head takes it; lists of labels are padded.
             given: what else the head takes by name.
         """
         with named_errors(self.group):
-            rows, ids, extra, of = self._met(hidden, target, given)
+            (rows, ids, extra), of, width = self._meet(lambda: self._as_rows(hidden, target, given))
+            if ids.dim() == 2:
+                ids, extra = self._widened(ids, extra, width)
+            agree(self, rows, ids)
             if self.hidden_grad_scale != 1.0 and rows.requires_grad:
                 rows = _Scaled.apply(rows, self.hidden_grad_scale)
-            each = -(-len(rows) // self.mesh.size())
-            counts = (each,) * self.mesh.size() if of is None else of.counts
-            if self._family.moves_vectors(counts, ids.dim() == 2):
+            if of is None and rows.requires_grad:
+                rows = in_all(rows, self.group)
+            if self._family.moves_vectors(_counts(len(rows), of, self.mesh), ids.dim() == 2):
                 loss = self._loss_of_own_rows(rows, ids, extra, of)
             elif of is None or of.processes == 1:
-                rows = in_all(rows, self.group) if of is None and rows.requires_grad else rows
                 loss = self._family.loss(rows, ids, **extra)
             else:
                 every = {name: gathered(each, of) for name, each in extra.items()}
@@ -212,52 +213,46 @@ class ClassParallel(Head):
                 loss = _OwnRows.apply(loss, of) if self.reduction == "none" else loss
         return loss.reshape(hidden.shape[:-1]) if self.reduction == "none" else loss
 
-    def _met(
-        self, hidden: Any, target: Any, given: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Shares | None]:
-        """Rows, targets and what else there is of each row, and how many rows each process has.
+    def _meet(self, check: Callable[[], tuple[int, int, Any]]) -> tuple[Any, Shares | None, int]:
+        """What this process makes of its arguments, once all processes have said theirs are fit.
 
-        What is wrong in one process is told to all: none waits for another that has raised.
+        What is wrong in one is an error in all: none waits for another that has raised. With rows
+        that all have, or as many in each, nothing is asked.
+
+        Args:
+            check: gives the number of rows, a width, and anything.
+
+        Returns:
+            What ``check`` has made; how many rows each process has, None where all have the same
+            rows; and the largest width.
         """
         wrong: Exception | None = None
-        rows = ids = torch.empty(0, 0)
-        extra: dict[str, Tensor] = {}
+        n, width, made = -1, 0, None
         try:
-            rows, ids, extra = self._as_rows(hidden, target, given)
-        except (TypeError, ValueError, RuntimeError) as error:
+            n, width, made = check()
+        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             wrong = error
+        rank, processes = self.mesh.get_local_rank(), self.mesh.size()
         if self.rows == "shared" or self.even_rows:
             if wrong is not None:
                 raise wrong
-            of = None
-            if self.rows == "local":
-                of = Shares(
-                    (len(rows),) * self.mesh.size(), self.mesh.get_local_rank(), self.group, True
-                )
-            agree(self, rows, ids, shared=self.rows == "shared")
-            return rows, ids, extra, of
-        width = ids.shape[1] if ids.dim() == 2 else 0
+            even = Shares((n,) * processes, rank, self.group, True)
+            return made, even if self.rows == "local" else None, width
         device = next(self.head.parameters()).device
-        mine = torch.tensor([-1 if wrong is not None else len(rows), width], device=device)
-        told = all_gathered(mine, self.group)
-        counts, widths = told.T.tolist()
+        told = all_gathered(torch.tensor([n, width], device=device), self.group)
         if wrong is not None:
             raise wrong
+        counts, widths = told.T.tolist()
         if min(counts) < 0:
             others = [rank for rank, count in enumerate(counts) if count < 0]
             raise RuntimeError(
                 "hidden, target: expected arguments that fit the head in every process, got others "
-                f"in {_ranks(others)}, which say what is wrong with them"
+                f"in {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}, "
+                "whose errors say what is wrong with them"
             )
-        of = Shares(tuple(counts), self.mesh.get_local_rank(), self.group, False)
-        if ids.dim() == 2:
-            ids, extra = self._widened(ids, extra, max(widths))
-        agree(self, rows, ids, shared=False)
-        return rows, ids, extra, of
+        return made, Shares(tuple(counts), rank, self.group, False), max(widths)
 
-    def _as_rows(
-        self, hidden: Any, target: Any, given: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _as_rows(self, hidden: Any, target: Any, given: dict[str, Any]) -> tuple[int, int, Any]:
         """Checked arguments as rows ``(n, in_features)`` and ids ``(n,)`` or ``(n, m)``."""
         self.head._check_hidden(hidden)
         if given.get("offsets") is not None:
@@ -266,134 +261,97 @@ class ClassParallel(Head):
                 "lists with ignore_index"
             )
         batch = hidden.shape[:-1]
-        if not isinstance(target, Tensor) or tuple(target.shape[: len(batch)]) != tuple(batch):
+        if not isinstance(target, Tensor) or target.shape[: len(batch)] != batch:
             shape = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
             raise ValueError(
                 f"target: expected shape {tuple(batch)} for hidden of shape {tuple(hidden.shape)}, "
                 f"got {shape}"
             )
-        n, rest = batch.numel(), target.shape[len(batch) :]
-        ids = target.reshape(n, *rest).long()
-        ids = check_ids("target", ids, None, self.n_classes, self.ignore_index, like=hidden)
+        target = check_ids("target", target, None, self.n_classes, self.ignore_index, like=hidden)
+        n = batch.numel()
+        rows, ids = in_autocast_dtype(hidden), target.reshape(n, *target.shape[len(batch) :])
         extra = {
             name: each.reshape(n, *each.shape[len(batch) :])
             for name, each in given.items()
             if each is not None
         }
-        return in_autocast_dtype(hidden).reshape(n, self.in_features), ids, extra
+        width = ids.shape[1] if ids.dim() == 2 else 0
+        return n, width, (rows.reshape(n, self.in_features), ids, extra)
 
     def _widened(
         self, ids: Tensor, extra: dict[str, Tensor], width: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Lists as long as the longest of all processes."""
-        more = width - ids.shape[1]
-        if not more:
-            return ids, extra
+        more = 0, width - ids.shape[1]
         padding = -100 if self.ignore_index is None else self.ignore_index
-        ids = torch.nn.functional.pad(ids, (0, more), value=padding)
-        return ids, {name: torch.nn.functional.pad(each, (0, more)) for name, each in extra.items()}
+        return pad(ids, more, value=padding), {
+            name: pad(each, more) for name, each in extra.items()
+        }
 
     def _loss_of_own_rows(
         self, rows: Tensor, ids: Tensor, extra: dict[str, Tensor], of: Shares | None
     ) -> Tensor:
         """Of rows that stay where they are: this process's own, or its part of shared ones."""
         head, n = self.head, len(rows)
-        part = slice(0, n)
-        if of is None:
-            rows = in_all(rows, self.group) if rows.requires_grad else rows
-            size, rank = -(-n // self.mesh.size()), self.mesh.get_local_rank()
-            part = slice(min(n, size * rank), min(n, size * (rank + 1)))
+        (size, *_), rank = _counts(n, of, self.mesh), self.mesh.get_local_rank()
+        part = (
+            slice(0, n) if of is not None else slice(min(n, size * rank), min(n, size * (rank + 1)))
+        )
         some, targets = rows[part], ids[part]
-        extra = {name: each[part] for name, each in extra.items()}
         with _reduced_by(head, "none" if self.reduction == "none" else "sum"):
-            loss: Tensor = head(some, targets, **extra)
+            loss: Tensor = head(some, targets, **{name: each[part] for name, each in extra.items()})
         if self.reduction == "none":
             if of is not None:
                 return loss
-            size = -(-n // self.mesh.size())
-            every = all_gathered(
-                torch.nn.functional.pad(loss.detach(), (0, size - len(loss))), self.group
-            )
-            every = every.flatten()[:n]
-            return _InPlace.apply(loss, every, part)  # type: ignore[no-any-return]
+            every = all_gathered(pad(loss.detach(), (0, size - len(loss))), self.group)
+            spread: Tensor = _OfAllRows.apply(loss, every.flatten()[:n], part)
+            return spread
         counted = torch.ones(targets.shape[0], dtype=torch.bool, device=ids.device)
         if head.ignore_index is not None:
-            valid = targets != head.ignore_index
-            counted = valid if valid.dim() == 1 else valid.any(-1)
+            counted = targets != head.ignore_index
+            counted = counted if counted.dim() == 1 else counted.any(-1)
         both = summed(torch.stack([loss.detach(), counted.sum().to(loss.dtype)]), self.group)
-        if self.reduction == "sum":
-            return loss + (both[0] - loss.detach())
-        share = 1.0 / both[1].clamp(min=1.0)
-        return loss * share + (both[0] - loss.detach()) * share
+        total, rows_counted = both.unbind()
+        total = loss + (total - loss.detach())
+        return total / rows_counted.clamp(min=1.0) if self.reduction == "mean" else total
 
     @eager
     @torch.no_grad()
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
         """Exact log-probabilities, as of :meth:`Head.log_prob`; no gradient is recorded."""
-        with named_errors(self.group):
-            return self._log_prob(hidden, classes)
 
-    def _log_prob(self, hidden: Tensor, classes: Tensor | None) -> Tensor:
-        self.head._check_hidden(hidden)
-        shape: tuple[int, ...] = (*hidden.shape[:-1], self.n_classes)
-        chosen = None
-        if classes is not None:
-            chosen, shape = self.head._check_classes(hidden, classes)
-        rows, of = self._everyones(hidden)
-        mine = slice(0, len(rows)) if of is None else of.mine
-        found = []
-        if chosen is None:
-            for part, logs in self._in_chunks(rows):
-                every = self._all_columns(logs)
-                found.append(every[_overlap(part, mine)])
-            return torch.cat(found).reshape(shape)
-        if of is not None:
-            widths = all_gathered(torch.tensor([chosen.shape[1]], device=rows.device), self.group)
-            chosen = torch.nn.functional.pad(chosen, (0, int(widths.max()) - chosen.shape[1]))
-            chosen = gathered(chosen, of)
-        for part, logs in self._in_chunks(rows):
-            column = self._columns_of(chosen[part])
-            values = logs.new_zeros(column.shape)
-            if logs.shape[1]:
-                values = torch.where(column < 0, 0.0, logs.gather(-1, column.clamp(min=0)))
-            found.append(summed(values, self.group)[_overlap(part, mine)])
-        made = torch.cat(found)
-        return made[
-            :, : shape[-1] if classes is not None and classes.dim() == hidden.dim() else 1
-        ].reshape(shape)
+        def check() -> tuple[int, int, Any]:
+            rows, chosen = self._check_rows(hidden), None
+            shape: tuple[int, ...] = (*hidden.shape[:-1], self.n_classes)
+            if classes is not None:
+                chosen, shape = self.head._check_classes(hidden, classes)
+            return len(rows), 0 if chosen is None else chosen.shape[1], (rows, chosen, shape)
+
+        with named_errors(self.group):
+            (rows, chosen, shape), of, width = self._meet(check)
+            rows, mine = self._everyones(rows, of)
+            if chosen is None:
+                return self._predictions.log_probs(rows, mine).reshape(shape)
+            own = chosen.shape[1]
+            if of is not None:
+                chosen = gathered(pad(chosen, (0, width - own)), of)
+            return self._predictions.log_probs_of(rows, chosen, mine)[:, :own].reshape(shape)
 
     @eager
     @torch.no_grad()
     def topk(self, hidden: Tensor, k: int) -> TopK:
         """The k most probable classes, as of :meth:`Head.topk`: each process sends its best k."""
-        with named_errors(self.group):
-            self.head._check_hidden(hidden)
-            k = self._check_k(k)
-            rows, of = self._everyones(hidden)
-            mine = slice(0, len(rows)) if of is None else of.mine
-            best: list[tuple[Tensor, Tensor]] = []
-            for part, logs in self._in_chunks(rows):
-                some = _overlap(part, mine)
-                values, classes = self._merged(logs, k)
-                best.append((values[some], classes[some]))
-            shape = *hidden.shape[:-1], k
-            values, classes = (torch.cat(each).reshape(shape) for each in zip(*best, strict=True))
-        return TopK(values, classes)
 
-    def _merged(self, logs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k best of all processes; of equal ones the lower class first."""
-        order, some = self._by_id, min(k, logs.shape[1])
-        values = logs.new_full((len(logs), k), -torch.inf)
-        classes = torch.full(values.shape, self.n_classes, device=logs.device)
-        if some:
-            values[:, :some], columns = top_classes(logs[:, order], some)
-            classes[:, :some] = self.classes[order][columns]
-        values, classes = (
-            all_gathered(each, self.group).transpose(0, 1).flatten(1) for each in (values, classes)
-        )
-        by_id = classes.argsort(-1)
-        values, columns = top_classes(values.gather(-1, by_id), k)
-        return values, classes.gather(-1, by_id).gather(-1, columns)
+        def check() -> tuple[int, int, Any]:
+            rows = self._check_rows(hidden)
+            return len(rows), self._check_k(k), rows
+
+        with named_errors(self.group):
+            rows, of, width = self._meet(check)
+            rows, mine = self._everyones(rows, of)
+            values, classes = self._predictions.best(rows, width, mine)
+        shape = *hidden.shape[:-1], k
+        return TopK(values[:, :k].reshape(shape), classes[:, :k].reshape(shape))
 
     @eager
     @torch.no_grad()
@@ -404,97 +362,34 @@ class ClassParallel(Head):
 
         With rows that all processes have, the numbers of the first one's generator count.
         """
-        if type(self.head).sample is not Head.sample:
-            self.head.sample(hidden, n_samples)
-        with named_errors(self.group):
-            self.head._check_hidden(hidden)
-            n_samples = check_int("n_samples", n_samples)
+
+        def check() -> tuple[int, int, Any]:
+            if type(self.head).sample is not Head.sample:
+                # It has none, and says why.
+                self.head.sample(hidden, n_samples)
+            rows, n = self._check_rows(hidden), check_int("n_samples", n_samples)
             check_generator(generator, hidden.device)
-            n = hidden.shape[:-1].numel()
-            uniform = torch.rand(
-                (n, n_samples), generator=generator, dtype=torch.float64, device=hidden.device
-            )
-            rows, of = self._everyones(hidden)
+            made: dict[str, Any] = {"dtype": torch.float64, "device": rows.device}
+            return len(rows), n, (rows, torch.rand((len(rows), n), generator=generator, **made))
+
+        with named_errors(self.group):
+            (rows, uniform), of, width = self._meet(check)
             if of is None:
                 first = self.mesh.get_local_rank() == 0
                 uniform = summed(uniform if first else torch.zeros_like(uniform), self.group)
             else:
-                uniform = gathered(uniform, of)
-            mine = slice(0, len(rows)) if of is None else of.mine
-            drawn = [
-                self._drawn(logs, uniform[part])[_overlap(part, mine)]
-                for part, logs in self._in_chunks(rows)
-            ]
-            return checked_draws(torch.cat(drawn).reshape(*hidden.shape[:-1], n_samples))
+                uniform = gathered(pad(uniform, (0, width - uniform.shape[1])), of)
+            rows, mine = self._everyones(rows, of)
+            drawn = self._predictions.draw(rows, uniform, mine)[:, :n_samples]
+        return checked_draws(drawn.reshape(*hidden.shape[:-1], n_samples))
 
-    def _drawn(self, logs: Tensor, uniform: Tensor) -> Tensor:
-        """By the cumulated probabilities of processes, and of the classes in one of them."""
-        none = logs.new_full(logs.shape[:1], -torch.inf)
-        own = logs.logsumexp(-1) if logs.shape[1] else none
-        masses = all_gathered(own.double().exp(), self.group)
-        ends = masses.cumsum(0)
-        rank, number = self.mesh.get_local_rank(), uniform * ends[-1].unsqueeze(-1)
-        begin = (ends[rank] - masses[rank]).unsqueeze(-1)
-        here = (number >= begin) & (number < ends[rank].unsqueeze(-1))
-        if rank == self.mesh.size() - 1:
-            here |= number >= ends[rank].unsqueeze(-1)
-        drawn = torch.full(uniform.shape, -1, device=uniform.device)
-        if logs.shape[1]:
-            inside = ((number - begin) / masses[rank].unsqueeze(-1)).clamp(0.0, 1.0 - 2**-53)
-            column = drawn_by(logs - own.unsqueeze(-1), torch.where(here, inside, 0.0))
-            drawn = torch.where(here & (column >= 0), self.classes[column.clamp(min=0)], -1)
-        return summed(drawn + 1, self.group) - 1
+    def _check_hidden(self, hidden: Any) -> None:
+        self.head._check_hidden(hidden)
 
-    def _everyones(self, hidden: Tensor) -> tuple[Tensor, Shares | None]:
-        """The rows of all processes, and how many each has; None where all have the same."""
-        rows = in_autocast_dtype(hidden).reshape(-1, self.in_features).detach()
-        if self.rows == "shared":
-            return rows, None
-        if self.even_rows:
-            counts = [len(rows)] * self.mesh.size()
-        else:
-            told = all_gathered(torch.tensor([len(rows)], device=rows.device), self.group)
-            counts = told.flatten().tolist()
-        of = Shares(tuple(counts), self.mesh.get_local_rank(), self.group, self.even_rows)
-        return gathered(rows, of), of
-
-    def _in_chunks(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Some rows, the same in all processes, and log-probabilities of this process's classes."""
-        most = -(-self.n_classes // self.mesh.size())
-        with without_autocast(rows):
-            for part in row_chunks(rows, most, self.chunk_rows, _COPIES):
-                yield part, self._family.log_probs(rows[part])
-
-    @property
-    def _by_id(self) -> Tensor:
-        """This process's columns in the order of their classes."""
-        known = self.__dict__.get("_order_of_columns")
-        if known is None or known.device != self.classes.device:
-            known = self.__dict__["_order_of_columns"] = self.classes.argsort()
-        return known
-
-    def _columns_of(self, classes: Tensor) -> Tensor:
-        """Columns of this process, negative for classes of others."""
-        order = self._by_id
-        if not len(order):
-            return torch.full_like(classes, -1)
-        sorted_ids = self.classes[order]
-        place = torch.searchsorted(sorted_ids, classes.contiguous()).clamp(max=len(order) - 1)
-        return torch.where(sorted_ids[place] == classes, order[place], -1)
-
-    def _all_columns(self, logs: Tensor) -> Tensor:
-        """Log-probabilities of all classes, in their order, from those of each process."""
-        sizes = all_gathered(torch.tensor([logs.shape[1]], device=logs.device), self.group)
-        most = int(sizes.max())
-        padded = logs.new_full((len(logs), most), -torch.inf)
-        padded[:, : logs.shape[1]] = logs
-        ids = torch.full((most,), self.n_classes, device=logs.device)
-        ids[: logs.shape[1]] = self.classes
-        made = logs.new_empty(len(logs), self.n_classes + 1)
-        every, places = all_gathered(padded, self.group), all_gathered(ids, self.group)
-        for some, columns in zip(every, places, strict=True):
-            made[:, columns] = some
-        return made[:, : self.n_classes]
+    def _everyones(self, rows: Tensor, of: Shares | None) -> tuple[Tensor, slice]:
+        """The rows of all processes, and which of them are this one's."""
+        rows = in_autocast_dtype(rows).detach()
+        return (rows, slice(0, len(rows))) if of is None else (gathered(rows, of), of.mine)
 
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any, **given: Any) -> None:
@@ -577,7 +472,7 @@ class _OwnRows(torch.autograd.Function):
         return gathered(grad, ctx.of), None
 
 
-class _InPlace(torch.autograd.Function):
+class _OfAllRows(torch.autograd.Function):
     """Losses of all rows, of which this process computed a part."""
 
     @staticmethod
@@ -612,15 +507,9 @@ def _reduced_by(head: Any, reduction: str) -> Iterator[None]:
         head.reduction = before
 
 
-def _overlap(part: slice, mine: slice) -> slice:
-    """What of some rows is this process's, counted from the first of them."""
-    first = min(max(part.start or 0, mine.start), part.stop)
-    last = max(first, min(part.stop, mine.stop))
-    return slice(first - (part.start or 0), last - (part.start or 0))
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"process {ranks[0]}" if len(ranks) == 1 else f"processes {ranks}"
+def _counts(n: int, of: Shares | None, mesh: Any) -> tuple[int, ...]:
+    """Rows of each process; of rows that all have, how many each takes."""
+    return (-(-n // mesh.size()),) * mesh.size() if of is None else of.counts
 
 
 def _check_head(head: Any) -> None:

@@ -60,7 +60,7 @@ def _missing(group: Any) -> str:
     return f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
 
 
-def agree(module: Any, rows: Tensor, ids: Tensor, *, shared: bool) -> None:
+def agree(module: Any, rows: Tensor, ids: Tensor) -> None:
     """Inside ``lastlayer.debug()``: an error in all processes where they do not fit together.
 
     Options of the head, hidden states that are not finite, and, where all processes have the same
@@ -73,7 +73,9 @@ def agree(module: Any, rows: Tensor, ids: Tensor, *, shared: bool) -> None:
     options = zlib.crc32(str(told_of).encode())
     finite = bool(rows.isfinite().all())
     digest = int((ids * torch.arange(1, ids.numel() + 1, device=ids.device).view(ids.shape)).sum())
-    mine = torch.tensor([options, int(finite), digest if shared else 0], device=ids.device)
+    mine = torch.tensor(
+        [options, int(finite), digest if module.rows == "shared" else 0], device=ids.device
+    )
     told = all_gathered(mine, module.group).tolist()
     wrong = [rank for rank, (_, is_finite, _) in enumerate(told) if not is_finite]
     if wrong:
