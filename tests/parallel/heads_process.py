@@ -2,14 +2,15 @@
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from lastlayer import heads, parallel
-from tests.heads.every_head import COUNTS, EVERY_HEAD, LABELS, N_CLASSES, WIDTH, make
+from lastlayer import heads, parallel, samplers
+from tests.heads.every_head import COUNTS, EVERY_HEAD, LABELS, N_CLASSES, WIDTH
 from tests.processes import main
 
 # Heads whose classes are not spread, each with a word of the reason.
@@ -21,6 +22,43 @@ REFUSED = {
 # Heads that draw by one number per draw, in the order of the classes.
 SAME_DRAWS = "full", "entmax", "self_normalized", "char_cnn"
 ROWS = 5, 0, 3, 8
+COUNTED = samplers.Unigram(COUNTS)
+# Beside one head of every kind: options that have a part of their own.
+MORE = {
+    "options": partial(
+        heads.FullSoftmax, WIDTH, N_CLASSES, bias=False, label_smoothing=0.1, z_loss=0.01,
+        softcap=4.0, temperature=0.8, class_weight=torch.linspace(0.5, 2.0, N_CLASSES),
+    ),
+    "few": partial(heads.FullSoftmax, WIDTH, 3),
+    "sparsemax": partial(heads.EntmaxHead, WIDTH, N_CLASSES, 2.0),
+    "adaptive, smooth": partial(
+        heads.AdaptiveSoftmax, WIDTH, cutoffs=[4, 11], n_classes=N_CLASSES, head_bias=True,
+        label_smoothing=0.1,
+    ),
+    "differentiated, projected": partial(
+        heads.DifferentiatedSoftmax, WIDTH, [(6, 7), (17, 4)], variant="projections",
+        label_smoothing=0.1,
+    ),
+    "noise, learned": partial(
+        heads.NoiseContrastive, WIDTH, N_CLASSES, COUNTED, 6, log_z="learned"
+    ),
+    "classic": partial(
+        heads.SampledSoftmax, WIDTH, N_CLASSES, COUNTED, 6, correction="classic", temperature=0.7
+    ),
+    "bce": partial(heads.MultiLabel, WIDTH, N_CLASSES, "bce", label_smoothing=0.1),
+    "asymmetric": partial(heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric"),
+}  # fmt: skip
+OF_LABELS = *LABELS, "bce", "asymmetric"
+
+
+def make(name: str):
+    """A head in float64, the same each time."""
+    torch.manual_seed(0)
+    return (EVERY_HEAD | MORE)[name](dtype=torch.float64)
+
+
+def n_classes(name: str) -> int:
+    return 3 if name == "few" else N_CLASSES
 
 
 def problem(name: str, processes: int):
@@ -28,8 +66,10 @@ def problem(name: str, processes: int):
     counts = [ROWS[rank % len(ROWS)] for rank in range(processes)]
     n, generator = sum(counts), torch.Generator().manual_seed(processes)
     hidden = torch.randn(n, WIDTH, dtype=torch.float64, generator=generator)
-    target = torch.randint(N_CLASSES, (n, 3) if name in LABELS else (n,), generator=generator)
-    if name not in LABELS:
+    target = torch.randint(
+        n_classes(name), (n, 3) if name in OF_LABELS else (n,), generator=generator
+    )
+    if name not in OF_LABELS:
         target[::4] = -100
     return hidden, target, counts
 
@@ -93,14 +133,16 @@ def check_predictions(name, mesh, rows):
     part = slice(first, first + counts[rank]) if rows == "local" else slice(None)
     own = hidden[part]
     close(module.log_prob(own), alone.log_prob(own), (name, "log_prob"))
-    classes = torch.randint(N_CLASSES, (len(hidden), 4), generator=torch.Generator().manual_seed(3))
+    classes = torch.randint(
+        n_classes(name), (len(hidden), 4), generator=torch.Generator().manual_seed(3)
+    )
     close(module.log_prob(own, classes[part]), alone.log_prob(own, classes[part]), "of classes")
     close(module.log_prob(own, classes[part, 0]), alone.log_prob(own, classes[part, 0]), "of one")
-    for k in (1, 3, N_CLASSES):
+    for k in (1, 3, n_classes(name)):
         found, expected = module.topk(own, k), alone.topk(own, k)
         close(found.values, expected.values, (name, k, "topk"))
         assert torch.equal(found.classes, expected.classes), (name, k, found, expected)
-    if name not in LABELS:
+    if name not in OF_LABELS:
         drawn = module.sample(own, 5, generator=torch.Generator().manual_seed(rank))
         assert drawn.shape == (len(own), 5)
         logs = alone.log_prob(own, drawn)
@@ -136,7 +178,7 @@ def check_state(name, mesh, folder):
         # Which classes a step looks at is no part of the state.
         loaded.head.use(module.head.classes)
     close(loaded(hidden[part], target[part]), module(hidden[part], target[part]), (name, "loaded"))
-    if name not in ("zlpr",):
+    if name not in (*OF_LABELS, "few"):
         try:
             alone.init_bias_from_counts(COUNTS)
         except (NotImplementedError, ValueError):
@@ -150,7 +192,7 @@ def check_state(name, mesh, folder):
 
 def process(rank: int, processes: int, folder: Path, *names: str) -> None:
     mesh = init_device_mesh("cpu", (processes,), mesh_dim_names=("classes",))
-    for name in names or EVERY_HEAD:
+    for name in names or (EVERY_HEAD | MORE):
         try:
             if name in REFUSED:
                 with pytest.raises(ValueError, match=re.escape(REFUSED[name])):

@@ -298,7 +298,8 @@ class ClassParallel(Head):
             slice(0, n) if of is not None else slice(min(n, size * rank), min(n, size * (rank + 1)))
         )
         some, targets = rows[part], ids[part]
-        with _reduced_by(head, "none" if self.reduction == "none" else "sum"):
+        reduction = "none" if self.reduction == "none" else "sum"
+        with _reduced_by(head, reduction), swapped(head, self._family.shared_tensors()):
             loss: Tensor = head(some, targets, **{name: each[part] for name, each in extra.items()})
         if self.reduction == "none":
             if of is not None:

@@ -304,11 +304,8 @@ class SampledFamily(LinearFamily):
         # The draws of this process are one range, since all are sorted.
         bounds = torch.tensor([shard.first, shard.first + shard.here], device=ids.device)
         first, last = torch.searchsorted(columns, bounds).tolist()
-        mine, weight, bias = (
-            columns[first:last] - shard.first,
-            local_part(head.weight),
-            local_part(head.bias),
-        )
+        mine = columns[first:last] - shard.first
+        weight, bias = local_part(head.weight), local_part(head.bias)
         added = (times[first:last].to(dtype).log() - less[first:last]) * temperature
         added = added if bias is None else added + bias[mine].to(dtype)
         inside = hit & (at >= first) & (at < last)
