@@ -6,7 +6,7 @@ operations of torch, level by level for all rows at once, and all classes are so
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ _MANY_ROWS, _FEW_VECTORS = 16, 1024
 _TOP_ROWS = 2048
 # Numbers gathered at a time; and held for each edge and row where walks have no kernel.
 _GATHERED_NUMBERS, _DRAWN_COPIES = 4_000_000, 8.0
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Found(NamedTuple):
