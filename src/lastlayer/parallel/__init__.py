@@ -1,5 +1,18 @@
 """Heads whose classes are spread over processes and machines, on ``torch.distributed``."""
 
 from lastlayer.parallel.class_parallel import ClassParallel
+from lastlayer.parallel.communication import Communication, Exchange, communication
+from lastlayer.parallel.counting import CountedCommunication
+from lastlayer.parallel.plan import LayoutCost, Memory, Plan, plan
 
-__all__ = ["ClassParallel"]
+__all__ = [
+    "ClassParallel",
+    "Communication",
+    "CountedCommunication",
+    "Exchange",
+    "LayoutCost",
+    "Memory",
+    "Plan",
+    "communication",
+    "plan",
+]
