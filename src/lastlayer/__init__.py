@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lastlayer import attention, fused, heads, optim, samplers, trees, vectors
+    from lastlayer import attention, fused, heads, optim, parallel, samplers, trees, vectors
     from lastlayer._torch import debug
     from lastlayer.losses import (
         EntmaxLoss,
@@ -54,7 +54,7 @@ _MAPS = (
 )  # fmt: skip
 _HOME = {"debug": "lastlayer._torch", **dict.fromkeys(_MAPS, "lastlayer.maps")}
 # Packages with public names of their own: lastlayer.heads.EntmaxHead is not lastlayer.Entmax.
-_PACKAGES = ("attention", "fused", "heads", "optim", "samplers", "trees", "vectors")
+_PACKAGES = ("attention", "fused", "heads", "optim", "parallel", "samplers", "trees", "vectors")
 
 __all__ = [
     "Entmax",
@@ -87,6 +87,7 @@ __all__ = [
     "nce_loss",
     "negative_sampling_loss",
     "optim",
+    "parallel",
     "samplers",
     "smooth_labels",
     "sparsemax",

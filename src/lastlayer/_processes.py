@@ -1,6 +1,7 @@
 """Processes of torch.distributed: rows that are gathered, and classes that are spread over them."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,42 @@ _GOLDEN = (1.0 + 5.0**0.5) / 2.0
 # What becomes of the gradient of hidden states that all processes have: the sum over them, or for
 # each process its own part of that sum.
 HIDDEN_GRADS = ("sum", "part")
+# Who hears of each call between processes: its name, and the bytes that this process receives. Not
+# a context variable, which the threads of autograd would not see.
+LISTENERS: list[Callable[[str, float], None]] = []
+
+
+def received_bytes(call: str, nbytes: float, processes: int) -> float:
+    """Bytes that a process receives in a call whose tensor has ``nbytes`` in each process.
+
+    As a ring sends them. "all_gather": of the tensor that a process gives. "reduce_scatter",
+    "all_to_all" and "all_reduce": of the whole tensor; the last one is the first two together.
+    """
+    others = processes - 1
+    if call == "all_gather":
+        return nbytes * others
+    return nbytes * others / processes * (2 if call == "all_reduce" else 1)
+
+
+def tell(call: str, nbytes: float, group: Any) -> None:
+    """Who counts calls hears of one."""
+    if LISTENERS:
+        received = received_bytes(call, nbytes, dist.get_world_size(group))
+        for listener in LISTENERS:
+            listener(call, received)
+
+
+def exchanged(
+    found: Tensor, sent: Tensor, group: Any, asked: list[int] | None = None,
+    told: list[int] | None = None,
+) -> None:  # fmt: skip
+    """An all-to-all into ``found``: ``asked`` rows from each process, ``told`` rows to each."""
+    if LISTENERS:
+        rank, rows = dist.get_rank(group), len(found)
+        mine = rows // dist.get_world_size(group) if asked is None else asked[rank]
+        for listener in LISTENERS:
+            listener("all_to_all", found.nbytes / max(1, rows) * (rows - mine))
+    dist.all_to_all_single(found, sent, asked, told, group=group)
 
 
 class Shares(NamedTuple):
@@ -76,6 +113,7 @@ def shares(rows: Tensor, gather: bool | str, group: Any) -> Shares:
 def all_gathered(numbers: Tensor, group: Any) -> Tensor:
     """The tensors of all processes, which have the same shape, one after the other."""
     found = numbers.new_empty(dist.get_world_size(group), *numbers.shape)
+    tell("all_gather", numbers.nbytes, group)
     dist.all_gather(list(found.unbind()), numbers.contiguous(), group=group)
     return found
 
@@ -92,6 +130,7 @@ def gathered(rows: Tensor, of: Shares) -> Tensor:
 def summed(number: Tensor, group: Any) -> Tensor:
     """The sum over processes, without a gradient."""
     total = number.detach().clone(memory_format=torch.contiguous_format)
+    tell("all_reduce", total.nbytes, group)
     dist.all_reduce(total, group=group)
     return total
 
@@ -111,6 +150,7 @@ class _Gathered(torch.autograd.Function):
         most = max(of.counts)
         parts = [_padded(part, most) for part in grad.split(of.counts)]
         mine = torch.empty_like(parts[0])
+        tell("reduce_scatter", mine.nbytes * len(parts), of.group)
         dist.reduce_scatter(mine, parts, group=of.group)
         return mine[: of.counts[of.rank]], None
 

@@ -254,9 +254,9 @@ class _LabelRule(ABC):
     def losses(self) -> Tensor:
         """The loss of each row, once all slabs were seen."""
 
-    def all_losses(self) -> Tensor:
-        """:meth:`losses` of the labels of all processes."""
-        made = self.losses()
+    def reduced(self, scale: RowScale, reduction: str) -> Tensor:
+        """:meth:`losses` of the labels of all processes, reduced: then only one number is sent."""
+        made = scale.reduce(self.losses(), reduction)
         return made if self.shards is None or self.two_walks else self.shards.sum(made)
 
 
@@ -457,7 +457,7 @@ class _LabelsEngine(Engine):
                     slabs.put(slab, own)
                     gradients.add(slab, scores)
                 pieces = gradients.finished(bias, width)
-            loss = scale.reduce(rule.all_losses(), reduction)
+            loss = rule.reduced(scale, reduction)
         if reduction == "none" and upstream is None:
             pieces = (rule.normalisers,) if rule.two_walks else ()
         return Result(loss, pieces, (), size)
@@ -486,7 +486,7 @@ def _without_labels(call: Call, rule: _LabelRule) -> Result:
     rule.settle_without_labels(
         hidden.shape[0], hidden.new_empty(0, dtype=accumulation_dtype(hidden.dtype))
     )
-    loss = scale.reduce(rule.all_losses(), call.reduction)
+    loss = rule.reduced(scale, call.reduction)
     if call.reduction == "none" and call.upstream is None:
         return Result(loss, (rule.normalisers,) if rule.two_walks else ())
     return Result(loss, [

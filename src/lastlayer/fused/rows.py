@@ -154,6 +154,8 @@ class RowLossKind(NamedTuple):
     stores: Callable[[Tensor, Sequence[float], int | str], bool] = lambda *_: False
     """Whether scores that fit one chunk become a dense gradient, which "none" keeps: from hidden,
     numbers and ``chunk_rows``."""
+    complete: bool = False
+    """Where classes are spread: whether a process knows losses, not its part of them alone."""
 
 
 ROW_LOSSES: dict[str, RowLossKind] = {}
@@ -308,7 +310,8 @@ class _RowsEngine(Engine):
             if into is not None and size is not None and weight_grad is not None:
                 weight_grad.add_(into.mul_(size))
             loss = scale.reduce(made.loss, reduction)
-            loss = loss if shards is None else shards.sum(loss)
+            if shards is not None and not ROW_LOSSES[name].complete:
+                loss = shards.sum(loss)
             statistics = made.statistics
             if ignored is not None:
                 statistics = tuple(each.masked_fill(ignored, 0) for each in statistics)

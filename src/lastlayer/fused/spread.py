@@ -133,16 +133,15 @@ def logsumexp_rows(shards: Shards, class_weight: Tensor | None, temperature: flo
                 "auto", scores, place, known, None, None, 0.0, 0.0, 0.0, temperature, False
             )[1]
         lse = shards.logsumexp(lse)
-        loss = lse if shards.rank == 0 else torch.zeros_like(lse)
         if chunk.row_scale is None or not scores.shape[1]:
-            return RowResult(loss, None if chunk.row_scale is None else scores)
+            return RowResult(lse, None if chunk.row_scale is None else scores)
         empty = lse == -torch.inf
         push = chunk.row_scale.masked_fill(empty, 0.0)
         kernels.softmax_rows.gradient_(
             "auto", scores, torch.full_like(target, -1), push, lse.masked_fill(empty, 0.0), push,
             0.0, temperature,
         )  # fmt: skip
-        return RowResult(loss, scores)
+        return RowResult(lse, scores)
 
     return rows
 
@@ -353,4 +352,4 @@ SPREAD_LOSSES: dict[str, Callable[..., RowLoss]] = {
     "logsumexp": logsumexp_rows,
 }
 # It is asked for by spread_logsumexp alone, and has no form for one process.
-ROW_LOSSES["logsumexp"] = RowLossKind(cross_entropy_rows)
+ROW_LOSSES["logsumexp"] = RowLossKind(cross_entropy_rows, complete=True)

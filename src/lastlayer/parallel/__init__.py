@@ -1,6 +1,20 @@
 """Heads whose classes are spread over processes and machines, on ``torch.distributed``."""
 
 from lastlayer.parallel.class_parallel import ClassParallel
+from lastlayer.parallel.communication import Communication, Exchange, communication
+from lastlayer.parallel.counting import CountedCommunication
+from lastlayer.parallel.plan import LayoutCost, Memory, Plan, plan
 from lastlayer.parallel.style import ClassParallelStyle
 
-__all__ = ["ClassParallel", "ClassParallelStyle"]
+__all__ = [
+    "ClassParallel",
+    "ClassParallelStyle",
+    "Communication",
+    "CountedCommunication",
+    "Exchange",
+    "LayoutCost",
+    "Memory",
+    "Plan",
+    "communication",
+    "plan",
+]

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
-from lastlayer._processes import Shards
+from lastlayer._processes import Shards, exchanged
 from lastlayer._torch import accumulation_dtype, in_dtype
 
 
@@ -38,17 +37,17 @@ class _LookedUp(torch.autograd.Function):
         bounds = torch.arange(processes + 1, device=rows.device) * max(1, shards.most)
         asked = torch.searchsorted(rows, bounds).diff()
         told = torch.empty_like(asked)
-        dist.all_to_all_single(told, asked, group=group)
+        exchanged(told, asked, group)
         ctx.asked, ctx.told = asked.tolist(), told.tolist()
         ids = rows.new_empty(sum(ctx.told))
-        dist.all_to_all_single(ids, rows.contiguous(), ctx.told, ctx.asked, group=group)
+        exchanged(ids, rows.contiguous(), group, ctx.told, ctx.asked)
         ctx.group, ctx.shapes = group, [table.shape for table in tables]
         ctx.save_for_backward(ids - shards.first)
         places = ids - shards.first
         widths = [_width(table) for table in tables]
         sent = torch.cat([_flat(table[places]) for table in tables], 1)
         found = sent.new_empty(len(rows), sum(widths))
-        dist.all_to_all_single(found, sent.contiguous(), ctx.asked, ctx.told, group=group)
+        exchanged(found, sent.contiguous(), group, ctx.asked, ctx.told)
         parts = found.split(widths, 1)
         return tuple([
             part.reshape(len(rows), *table.shape[1:])
@@ -60,7 +59,7 @@ class _LookedUp(torch.autograd.Function):
         (places,) = ctx.saved_tensors
         sent = torch.cat([_flat(grad) for grad in grads], 1).contiguous()
         found = sent.new_empty(len(places), sent.shape[1])
-        dist.all_to_all_single(found, sent, ctx.told, ctx.asked, group=ctx.group)
+        exchanged(found, sent, ctx.group, ctx.told, ctx.asked)
         widths = [_width(grad) for grad in grads]
         made = []
         for part, shape in zip(found.split(widths, 1), ctx.shapes, strict=True):

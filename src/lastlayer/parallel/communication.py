@@ -1,0 +1,402 @@
+"""What a training step of each kind of head sends between processes, known before it is made."""
+
+import copy
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lastlayer._checks import check_int
+from lastlayer._processes import received_bytes
+from lastlayer._torch import accumulation_dtype
+from lastlayer.fused.scores import rows_at_a_time
+from lastlayer.fused.spread import TOLD
+from lastlayer.heads import EntmaxHead, Head, MultiLabel, TopKSoftmaxHead
+from lastlayer.parallel.class_parallel import ClassParallel
+from lastlayer.parallel.families import (
+    _FAMILIES,
+    BandsFamily,
+    ClustersFamily,
+    Family,
+    LinearFamily,
+    SampledFamily,
+    SpelledFamily,
+    TreeFamily,
+    family_of,
+)
+
+# Bytes of a class id, and of a number of rows.
+ID = 8
+
+
+class Exchange(NamedTuple):
+    """Calls of one kind in a training step.
+
+    Attributes:
+        what: what is sent, such as "hidden states".
+        call: "all_gather", "all_reduce", "reduce_scatter" or "all_to_all".
+        when: "forward" or "backward".
+        rounds: how many such calls there are.
+        nbytes: bytes that a process receives in all of them.
+        floats_per_row: how many numbers a process gives for each row of the batch, before the
+            gradient is known; 0 for what is not sent per row, and for rows that travel themselves.
+        at_most: whether it depends on the data, and these are the most.
+    """
+
+    what: str
+    call: str
+    when: str
+    rounds: int
+    nbytes: float
+    floats_per_row: int = 0
+    at_most: bool = False
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Everything that processes exchange in a training step of a head.
+
+    Attributes:
+        ranks: number of processes.
+        rows: rows of each process.
+        exchanges: what they send, in the order in which they do.
+    """
+
+    ranks: int
+    rows: int
+    exchanges: tuple[Exchange, ...]
+
+    def _of(self, when: str) -> list[Exchange]:
+        return [each for each in self.exchanges if each.when == when]
+
+    @property
+    def bytes_forward(self) -> int:
+        """Bytes that a process receives in forward."""
+        return round(sum(each.nbytes for each in self._of("forward")))
+
+    @property
+    def bytes_backward(self) -> int:
+        """The same in backward."""
+        return round(sum(each.nbytes for each in self._of("backward")))
+
+    @property
+    def rounds_forward(self) -> int:
+        """Calls in forward, each of which waits for all processes."""
+        return sum(each.rounds for each in self._of("forward"))
+
+    @property
+    def rounds_backward(self) -> int:
+        """The same in backward."""
+        return sum(each.rounds for each in self._of("backward"))
+
+    @property
+    def floats_per_row(self) -> int:
+        """Numbers that a process gives for each row before the gradient of the row is known."""
+        return sum(each.floats_per_row for each in self.exchanges)
+
+    def calls(self, when: str) -> dict[str, tuple[int, float]]:
+        """Rounds and bytes by the name of the call, as a ``CountedCommunication`` counts them."""
+        made: dict[str, tuple[int, float]] = {}
+        for each in self._of(when):
+            rounds, nbytes = made.get(each.call, (0, 0.0))
+            made[each.call] = rounds + each.rounds, nbytes + each.nbytes
+        return made
+
+    def __str__(self) -> str:
+        lines = []
+        for each in self.exchanges:
+            most = "at most " if each.at_most else ""
+            times = f"{each.rounds} × " if each.rounds > 1 else ""
+            size = as_bytes(each.nbytes)
+            lines.append(f"{each.when:8}  {times}{each.call} of {each.what}: {most}{size}")
+        return "\n".join(lines) or "nothing is sent"
+
+
+def communication(
+    head: Head,
+    mesh: Any,
+    rows: int,
+    *,
+    shared: bool = False,
+    even_rows: bool = False,
+    targets: int = 1,
+    asked: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+) -> Communication:
+    """What the processes of ``ClassParallel(head, mesh)`` exchange in a training step.
+
+    For ``reduction="mean"`` and "sum"; with "none" what is sent for each row is sent again in
+    backward. Rows that are ignored may be left out of what is sent. Nothing is allocated, so the
+    head may be on the meta device.
+
+    Args:
+        head: the head; or a :class:`ClassParallel`, whose options then count.
+        mesh: a ``DeviceMesh`` of one dimension, or the number of processes.
+        rows: rows of each process in a step: batch size times length.
+        shared: whether all processes have the same rows, ``ClassParallel(rows="shared")``.
+        even_rows: as of :class:`ClassParallel`.
+        targets: targets of each row, for many labels.
+        asked: of sampled heads, how many different classes a process looks up; by default the
+            most, all draws and one for each target.
+        dtype: of the hidden states; that of the parameters by default.
+        device: "cpu" or "cuda", which decides how many rows are in a chunk; that of the mesh or of
+            the parameters by default.
+
+    Example:
+        >>> from lastlayer import heads, parallel
+        >>> head = heads.FullSoftmax(512, 100_000_000, device="meta")
+        >>> made = parallel.communication(head, 64, rows=128)
+        >>> made.floats_per_row
+        1
+        >>> print(made)
+        forward   all_gather of number of rows: 1.01 kB
+        forward   all_gather of hidden states: 16.5 MB
+        forward   all_gather of targets: 64.5 kB
+        forward   64 × all_gather of logsumexp: 2.06 MB
+        forward   all_reduce of loss: 8 B
+        backward  reduce_scatter of gradient of hidden: 16.5 MB
+
+    Raises:
+        ValueError: where the classes of the head cannot be spread.
+    """
+    ranks, kind = ranks_of(mesh)
+    if isinstance(head, ClassParallel):
+        shared, even_rows, head = head.rows == "shared", head.even_rows, head.head
+    family = planned_family(head)
+    made = _Made(
+        head, ranks, check_int("rows", rows, least=0), shared, dtype or head_dtype(head),
+        device_of(head, device or kind),
+    )  # fmt: skip
+    targets = check_int("targets", targets)
+    if ranks == 1:
+        return Communication(1, rows, ())
+    if not shared and not even_rows:
+        made.add("number of rows", "all_gather", 2 * ID)
+    if moves_vectors(family, ranks, rows, shared, targets):
+        made.sampled(asked, targets)
+        return made.finished()
+    size = made.hidden_bytes
+    if not shared:
+        made.add("hidden states", "all_gather", size / ranks)
+        made.add("targets", "all_gather", rows * targets * ID)
+    if isinstance(family, SampledFamily):
+        made.drawn()
+    elif isinstance(family, LinearFamily):
+        made.linear()
+    elif isinstance(family, SpelledFamily | BandsFamily):
+        most = sum(-(-each // ranks) for each in family.table_sizes())
+        made.softmax(most, float(head.label_smoothing))  # type: ignore[arg-type]
+    elif isinstance(family, ClustersFamily):
+        made.clusters(family)
+    elif isinstance(family, TreeFamily):
+        made.tree()
+    call = "all_reduce" if shared else "reduce_scatter"
+    made.add("gradient of hidden", call, size, when="backward")
+    names = {*family.names}
+    for name, each in head.named_parameters():
+        if name not in names and each.requires_grad:
+            made.add(f"gradient of {name}", "all_reduce", each.nbytes, when="backward")
+    return made.finished()
+
+
+class _Made:
+    """Exchanges as they are found."""
+
+    def __init__(
+        self, head: Any, ranks: int, rows: int, shared: bool, dtype: torch.dtype, device: str
+    ) -> None:
+        self.head, self.ranks, self.rows, self.shared = head, ranks, rows, shared
+        self.n = rows if shared else rows * ranks
+        self.hidden_bytes = self.n * head.in_features * dtype.itemsize
+        self.float = accumulation_dtype(dtype).itemsize
+        self._like = row_like(self.n, head.in_features, dtype, device)
+        self._exchanges: list[Exchange] = []
+
+    def finished(self) -> Communication:
+        ordered = sorted(self._exchanges, key=lambda each: each.when == "backward")
+        return Communication(self.ranks, self.rows, tuple(ordered))
+
+    def add(
+        self, what: str, call: str, nbytes: float, *, when: str = "forward", rounds: int = 1,
+        floats: int = 0, at_most: bool = False,
+    ) -> None:  # fmt: skip
+        received = received_bytes(call, nbytes, self.ranks)
+        self._exchanges.append(Exchange(what, call, when, rounds, received, floats, at_most))
+
+    def per_row(self, what: str, floats: int, most: int, when: str = "forward") -> None:
+        """Numbers of each row, in a round for each chunk of rows."""
+        step = rows_at_a_time(getattr(self.head, "chunk_rows", "auto"), self._like, most)
+        rounds, size = max(1, -(-self.n // step)), floats * self.n * self.float
+        if when == "backward":
+            # Known by then, and made again.
+            floats = 0
+        self.add(what, "all_gather", size, when=when, rounds=rounds, floats=floats)
+
+    def loss(self, times: int = 1) -> None:
+        self.add("loss", "all_reduce", times * self.float, rounds=times)
+
+    def softmax(self, most: int, smoothing: float) -> None:
+        if smoothing:
+            self.add("class weights", "all_reduce", self.float)
+        self.per_row("logsumexp", 1, most)
+        self.loss()
+
+    def linear(self) -> None:
+        head, most = self.head, -(-self.head.n_classes // self.ranks)
+        if isinstance(head, MultiLabel):
+            if head.loss == "zlpr":
+                size = 2 * self.n * self.float
+                self.add("logsumexp of both terms", "all_gather", size, floats=2)
+            else:
+                self.loss()
+            return
+        if getattr(head, "class_weight", None) is not None:
+            size = self.n * self.float
+            self.add("class weight of the target", "all_reduce", size, floats=1)
+        if isinstance(head, EntmaxHead) and head.alpha != 1.0:
+            self.per_row("candidates", TOLD + 1, most)
+            self.loss()
+        elif isinstance(head, TopKSoftmaxHead) and head.k < head.n_classes:
+            self.per_row("best scores", min(head.k, most), most)
+            self.loss()
+        else:
+            self.softmax(most, float(getattr(head, "label_smoothing", 0.0)))
+
+    def clusters(self, family: ClustersFamily) -> None:
+        head, (top, *tails) = self.head, family.table_sizes()
+        self.per_row("logsumexp of the top", 1, -(-top // self.ranks))
+        if tails:
+            # Of a row whose target is in a cluster, with the classes of that one alone.
+            size = self.n * self.float
+            self.add(
+                "logsumexp of the clusters", "all_gather", size, rounds=len(tails), floats=1,
+                at_most=True,
+            )  # fmt: skip
+        self.loss(1 + len(tails))
+        if head.label_smoothing:
+            size = self.n * self.float
+            self.add("class weight of the target", "all_reduce", size, floats=1)
+            for each in (top, *tails):
+                self.softmax(-(-each // self.ranks), 1.0)
+
+    def tree(self) -> None:
+        """Vectors of nodes that are cut by the end of a process's range, and the loss."""
+        head = self.head
+        beyond = rows_beyond(head.tree, self.ranks)
+        if any(beyond):
+            self.looked_up(max(beyond), at_most=True)
+        self.loss()
+
+    def drawn(self) -> None:
+        """Of rows that are compared with the draws of each process; backward makes scores again."""
+        most = -(-self.head._classes_per_step() // self.ranks)
+        for when in ("forward", "backward"):
+            self.per_row("logsumexp of draws", 1, most, when)
+        self.add("scores of targets", "all_reduce", self.n * self.float, floats=1)
+
+    def sampled(self, asked: int | None, targets: int) -> None:
+        head, here = self.head, self.rows
+        if self.shared:
+            here = -(-here // self.ranks)
+        drawn = head._classes_per_step() + getattr(head, "n_head", 0)
+        most = min(head.n_classes, drawn + here * targets)
+        self.looked_up(most if asked is None else asked, at_most=asked is None)
+        self.add("loss and number of rows", "all_reduce", 2 * self.float)
+        if self.shared:
+            self.add("gradient of hidden", "all_reduce", self.hidden_bytes, when="backward")
+
+    def looked_up(self, classes: int, *, at_most: bool) -> None:
+        """So many rows of the tables, asked for and sent; gradients go back."""
+        head = self.head
+        row = sum(
+            each.nbytes / max(1, each.shape[0])
+            for each in (head.weight, head.bias)
+            if each is not None
+        )
+        self.add("how many classes", "all_to_all", self.ranks * ID)
+        self.add("class ids", "all_to_all", classes * ID, at_most=at_most)
+        self.add("class vectors", "all_to_all", classes * row, at_most=at_most)
+        self.add(
+            "gradients of class vectors", "all_to_all", classes * row, when="backward",
+            at_most=at_most,
+        )  # fmt: skip
+
+
+def planned_family(head: Any) -> Family:
+    """The family of a head without processes; an error where it cannot be spread."""
+    if isinstance(head, Head):
+        # A family becomes a part of its head, which stays as it is here.
+        head = copy.copy(head)
+    for kind, family in _FAMILIES:
+        if isinstance(head, kind) and issubclass(family, SpelledFamily):
+            made: Family = family.__new__(family)
+            made.head = head
+            return made
+    return family_of(head, SimpleNamespace(get_group=lambda: None), "auto")
+
+
+def moves_vectors(family: Family, ranks: int, rows: int, shared: bool, targets: int) -> bool:
+    """Whether class vectors travel rather than rows, of which each process has so many."""
+    each = -(-rows // ranks) if shared else rows
+    return family.moves_vectors((each,) * ranks, targets > 1)
+
+
+def rows_beyond(tree: Any, ranks: int) -> list[int]:
+    """How many rows of other processes belong to the last node of each."""
+    arity = np.asarray(tree.arity)
+    start = np.concatenate([[0], np.cumsum(np.where(arity == 2, 1, arity))])
+    total = int(start[-1])
+    size = -(-total // ranks)
+    ends = np.minimum(total, size * np.arange(1, ranks + 1))
+    begins = np.minimum(total, size * np.arange(ranks))
+    first, last = (np.searchsorted(start[:-1], each) for each in (begins, ends))
+    return [
+        int(max(0, start[b] - end)) if b > a else 0
+        for a, b, end in zip(first, last, ends, strict=True)
+    ]
+
+
+def ranks_of(mesh: Any) -> tuple[int, str | None]:
+    """The number of processes, and the device of a mesh."""
+    if hasattr(mesh, "device_type"):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh: expected one dimension, got {mesh.ndim}; give one of them, such as "
+                'mesh["classes"]'
+            )
+        return mesh.size(), mesh.device_type
+    return check_int("mesh", mesh), None
+
+
+def head_dtype(head: Any) -> torch.dtype:
+    """That of the parameters."""
+    dtype: torch.dtype = next(head.parameters()).dtype
+    return dtype
+
+
+def device_of(head: Any, device: str | None) -> str:
+    """The kind of device on which a head would be: as asked for, as it is, or a GPU."""
+    kind = next(head.parameters()).device.type if device is None else device
+    return "cuda" if kind == "meta" else kind
+
+
+def row_like(n: int, width: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Something of the shape and device of hidden states, without their memory."""
+    if device == "cpu":
+        return torch.empty(1, 1, dtype=dtype, device="cpu").expand(n, width)
+    return torch.empty(n, width, dtype=dtype, device="meta")
+
+
+def as_bytes(number: float) -> str:
+    """A number of bytes for people, in three digits."""
+    if number < 999.5:
+        return f"{number:.0f} B"
+    units = ["B", "kB", "MB", "GB", "TB", "PB"]
+    while number >= 999.5 and len(units) > 1:
+        number /= 1000.0
+        units.pop(0)
+    return f"{number:#.3g}".rstrip(".") + f" {units[0]}"

@@ -1,0 +1,200 @@
+"""Calls between processes are counted: ``counting_process.py PROCESSES FOLDER``."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from lastlayer import heads, parallel, samplers, trees
+from tests.processes import main
+
+WIDTH, N_CLASSES, ROWS = 8, 60, 5
+
+
+def _target(**given):
+    head = heads.TargetSampling(WIDTH, N_CLASSES, **given)
+    head.use(range(N_CLASSES))
+    return head
+
+
+SPELLINGS = [f"word{i}" for i in range(N_CLASSES)]
+# Each with how many numbers per row it exchanges before the gradient.
+HEADS = {
+    "softmax": (1, lambda **g: heads.FullSoftmax(WIDTH, N_CLASSES, **g)),
+    "softmax, z-loss, softcap": (
+        1, lambda **g: heads.FullSoftmax(WIDTH, N_CLASSES, z_loss=0.1, softcap=9.0, **g),
+    ),
+    "softmax, smooth": (
+        1, lambda **g: heads.FullSoftmax(WIDTH, N_CLASSES, label_smoothing=0.1, **g),
+    ),
+    "softmax, class weights": (
+        2, lambda **g: heads.FullSoftmax(
+            WIDTH, N_CLASSES, class_weight=torch.linspace(0.5, 1.5, N_CLASSES), **g),
+    ),
+    "self-normalised": (1, lambda **g: heads.SelfNormalized(WIDTH, N_CLASSES, **g)),
+    "entmax": (33, lambda **g: heads.EntmaxHead(WIDTH, N_CLASSES, **g)),
+    "sparsemax": (33, lambda **g: heads.EntmaxHead(WIDTH, N_CLASSES, 2.0, **g)),
+    "entmax 1": (1, lambda **g: heads.EntmaxHead(WIDTH, N_CLASSES, 1.0, **g)),
+    "top 7": (7, lambda **g: heads.TopKSoftmaxHead(WIDTH, N_CLASSES, 7, **g)),
+    "top 40": (None, lambda **g: heads.TopKSoftmaxHead(WIDTH, N_CLASSES, 40, **g)),
+    "zlpr": (2, lambda **g: heads.MultiLabel(WIDTH, N_CLASSES, **g)),
+    "bce": (0, lambda **g: heads.MultiLabel(WIDTH, N_CLASSES, "bce", **g)),
+    "asymmetric": (0, lambda **g: heads.MultiLabel(WIDTH, N_CLASSES, "asymmetric", **g)),
+    "adaptive": (
+        2, lambda **g: heads.AdaptiveSoftmax(
+            WIDTH, cutoffs=[10, 30], n_classes=N_CLASSES, min_width=2, **g),
+    ),
+    "adaptive, smooth": (
+        6, lambda **g: heads.AdaptiveSoftmax(
+            WIDTH, cutoffs=[10, 30], n_classes=N_CLASSES, min_width=2, label_smoothing=0.1, **g),
+    ),
+    "differentiated": (
+        1, lambda **g: heads.DifferentiatedSoftmax(WIDTH, [(10, 5), (50, 3)], **g),
+    ),
+    "projections": (
+        1, lambda **g: heads.DifferentiatedSoftmax(
+            WIDTH, [(10, 5), (50, 3)], variant="projections", **g),
+    ),
+    "char_cnn": (1, lambda **g: heads.CharCNNSoftmax(WIDTH, SPELLINGS, **g)),
+    "huffman": (0, lambda **g: heads.HierarchicalSoftmax(
+        WIDTH, trees.huffman(range(1, N_CLASSES + 1)), **g)),
+    "partition": (0, _target),
+    # More draws than rows: these travel, and each process compares them with its draws.
+    "sampled": (
+        2, lambda **g: heads.SampledSoftmax(WIDTH, N_CLASSES, samplers.Uniform(N_CLASSES), 12, **g),
+    ),
+}  # fmt: skip
+
+
+def counted_step(module, hidden, target):
+    with parallel.CountedCommunication() as forward:
+        loss = module(hidden, target)
+    with parallel.CountedCommunication() as backward:
+        loss.backward()
+    return forward, backward
+
+
+def batch(rank, labels, dtype=torch.float32, rows=ROWS):
+    generator = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(rows, WIDTH, generator=generator).to(dtype).requires_grad_()
+    # In the clusters of the adaptive softmax: the most that it sends.
+    shape = (rows, labels) if labels > 1 else (rows,)
+    return hidden, torch.randint(10, N_CLASSES, shape, generator=generator)
+
+
+def compare(found, expected, what):
+    """Calls and bytes, by name."""
+    assert dict(found.calls) == {name: n for name, (n, _) in expected.items()}, (what, found)
+    for name, (_, nbytes) in expected.items():
+        assert found.received[name] == pytest.approx(nbytes), (what, name, found, nbytes)
+
+
+def check(name, mesh, *, shared, dtype=torch.float32):
+    floats, make = HEADS[name]
+    torch.manual_seed(0)
+    head, labels = make(dtype=dtype), 3 if name in ("zlpr", "bce", "asymmetric") else 1
+    if isinstance(head, heads.EntmaxHead):
+        # As after training: few classes have a probability.
+        with torch.no_grad():
+            head.weight.mul_(8.0)
+    asked = N_CLASSES if name == "partition" else None
+    options = {"targets": labels, "asked": asked, "dtype": dtype}
+    expected = parallel.communication(head, mesh, ROWS, shared=shared, **options)
+    module = parallel.ClassParallel(head, mesh, rows="shared" if shared else "local")
+    hidden, target = batch(0 if shared else mesh.get_local_rank(), labels, dtype)
+    module(hidden, target).backward()  # what is asked once, such as which nodes a process has
+    forward, backward = counted_step(module, hidden, target)
+    what = name, mesh.size(), shared
+    compare(forward, expected.calls("forward"), (*what, "forward"))
+    compare(backward, expected.calls("backward"), (*what, "backward"))
+    if floats is not None:
+        assert expected.floats_per_row == floats, what
+    # Known of the module as well, and without its mesh.
+    again = parallel.communication(module, mesh.size(), ROWS, **options, device="cpu")
+    assert again == expected, what
+
+
+def check_chunks(mesh):
+    head = heads.FullSoftmax(WIDTH, N_CLASSES, chunk_rows=2)
+    expected = parallel.communication(head, mesh, ROWS)
+    module = parallel.ClassParallel(head, mesh)
+    forward, _ = counted_step(module, *batch(mesh.get_local_rank(), 1))
+    compare(forward, expected.calls("forward"), "chunks")
+    total = ROWS * mesh.size()
+    (rounds,) = [each.rounds for each in expected.exchanges if each.what == "logsumexp"]
+    assert rounds == -(-total // 2)
+
+
+def check_even_rows(mesh):
+    module = parallel.ClassParallel(heads.FullSoftmax(WIDTH, N_CLASSES), mesh, even_rows=True)
+    forward, _ = counted_step(module, *batch(mesh.get_local_rank(), 1))
+    compare(forward, parallel.communication(module, mesh, ROWS).calls("forward"), "even rows")
+
+
+def check_flat_entmax(mesh):
+    """Of untrained scores more classes have a probability than are told: more rounds."""
+    head = heads.EntmaxHead(WIDTH, 6000, 1.1)
+    module = parallel.ClassParallel(head, mesh)
+    forward, _ = counted_step(module, *batch(mesh.get_local_rank(), 1))
+    least = parallel.communication(module, mesh, ROWS)
+    assert forward.rounds > least.rounds_forward
+    assert forward.nbytes > least.bytes_forward
+
+
+def check_sampled(mesh, *, shared):
+    """Vectors alone travel, of no more classes than were drawn and meant."""
+    sampler = samplers.LogUniform(N_CLASSES)
+    head = heads.SampledSoftmax(WIDTH, N_CLASSES, sampler, 12)
+    rows = 40
+    most = parallel.communication(head, mesh, rows, shared=shared)
+    module = parallel.ClassParallel(head, mesh, rows="shared" if shared else "local")
+    hidden, target = batch(0 if shared else mesh.get_local_rank(), 1, rows=rows)
+    forward, backward = counted_step(module, hidden, target)
+    assert dict(forward.calls) == {name: n for name, (n, _) in most.calls("forward").items()}
+    assert dict(backward.calls) == {name: n for name, (n, _) in most.calls("backward").items()}
+    assert "hidden states" not in {each.what for each in most.exchanges}
+    # What a process receives may be all from others; of all processes together it is known.
+    others = torch.tensor(float(forward.received["all_to_all"]))
+    torch.distributed.all_reduce(others)
+    bound = most.calls("forward")["all_to_all"][1] * mesh.size() ** 2 / (mesh.size() - 1)
+    assert 0 < others <= bound
+    assert most.floats_per_row == 0
+
+
+def check_wide_tree(mesh):
+    """A node that is cut by the end of a range: its vectors are asked for."""
+    head = heads.HierarchicalSoftmax(WIDTH, trees.two_level(N_CLASSES))
+    most = parallel.communication(head, mesh, ROWS)
+    module = parallel.ClassParallel(head, mesh)
+    hidden, target = batch(mesh.get_local_rank(), 1)
+    module(hidden, target).backward()
+    forward, backward = counted_step(module, hidden, target)
+    for found, when in ((forward, "forward"), (backward, "backward")):
+        calls = most.calls(when)
+        assert dict(found.calls) == {name: n for name, (n, _) in calls.items()}
+        for name, (_, nbytes) in calls.items():
+            # Of at most so many vectors all may come from others.
+            slack = mesh.size() / (mesh.size() - 1) if name == "all_to_all" else 1.0
+            assert found.received[name] <= nbytes * slack * (1 + 1e-9), (name, found, nbytes)
+
+
+def process(rank: int, processes: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (processes,), mesh_dim_names=("classes",))
+    for shared in (False, True):
+        for name in HEADS:
+            check(name, mesh, shared=shared)
+        check_sampled(mesh, shared=shared)
+    check("softmax", mesh, shared=False, dtype=torch.float64)
+    check("softmax", mesh, shared=False, dtype=torch.bfloat16)
+    check_chunks(mesh)
+    check_even_rows(mesh)
+    check_flat_entmax(mesh)
+    check_wide_tree(mesh)
+    with parallel.CountedCommunication() as counted:
+        pass
+    assert (counted.rounds, counted.nbytes) == (0, 0)
+
+
+if __name__ == "__main__":
+    main(process)
