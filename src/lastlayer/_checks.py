@@ -15,7 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import as_numpy, autocast_dtype, is_exporting, values_are_checked
+from lastlayer._torch import (
+    accumulation_dtype,
+    as_numpy,
+    autocast_dtype,
+    is_exporting,
+    values_are_checked,
+)
 
 REDUCTIONS = ("mean", "sum", "none")
 # What the kernels take: torch counts float8 as floating too, but has hardly an operation for it.
@@ -403,7 +409,7 @@ def _check_distributions(target: Tensor, scores: Tensor) -> None:
     lowest = target.min().item()
     if not lowest >= 0.0:
         raise ValueError(f"target: expected distributions with no negative entry, got {lowest}")
-    totals = target.double().sum(-1)
+    totals = target.sum(-1, dtype=accumulation_dtype(target.dtype))
     # Half-precision distributions that were normalised in that precision are accepted.
     tolerance = 1e-4 if target.dtype in (torch.float32, torch.float64) else 2e-2
     furthest = totals.flatten()[(totals - 1.0).abs().argmax()].item()

@@ -19,7 +19,6 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
-from numpy.typing import NDArray
 
 # Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -464,9 +463,12 @@ margins = _margin_sums(squared=False)
 squares = _margin_sums(squared=True)
 
 
-def bits(values: NDArray[Any]) -> NDArray[Any]:
-    """The same memory as signed integers."""
-    return values.view(np.int32 if values.dtype.itemsize == 4 else np.int64)
+@njit(nogil=True)
+def is_zero(probs, row, first):
+    """Whether a block of probabilities is 0; False for what is left at the end of a row."""
+    whole = first + BLOCK <= probs.shape[1]
+    top, sane = top_of(probs, row, first, BLOCK // lanes_of(probs.itemsize) if whole else 0)
+    return whole and sane and top == 0.0
 
 
 @njit(nogil=True)

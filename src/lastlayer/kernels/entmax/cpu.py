@@ -21,9 +21,9 @@ from lastlayer.kernels._cpu import as_rows, by_rows, empty, empty_rows
 from lastlayer.kernels._cpu_math import (
     BLOCK,
     FAST,
-    bits,
     exp,
     find_peaks,
+    is_zero,
     lanes_of,
     log,
     margins,
@@ -64,7 +64,7 @@ def _backward(
     upstream = upstream.astype(rows.dtype, copy=False)
     out, result = empty_rows(probs)
     if rows.size:
-        _backward_rows(*rows.shape, rows, bits(rows), upstream, out, alphas, by_alpha, kind)
+        _backward_rows(*rows.shape, rows, upstream, out, alphas, by_alpha, kind)
     return in_dtype(result, grad.dtype)
 
 
@@ -83,7 +83,7 @@ def backward_columns(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tenso
     kind, alphas = _alphas_of_slopes(alpha, row_alpha)
 
     def run(n, width, rows, grads, made, some):
-        _backward_rows(n, width, rows, bits(rows), grads, made, some, _NO_GRADIENT, kind)
+        _backward_rows(n, width, rows, grads, made, some, _NO_GRADIENT, kind)
 
     return _by_columns(run, alphas, probs, grad)
 
@@ -291,7 +291,7 @@ def _solve_margins(x, count, kind):
 
 @by_rows
 @njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
-def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, by_alpha, kind):
+def _backward_rows(start, stop, probs, grad, out, alphas, by_alpha, kind):
     """``by_alpha`` gets the gradient of the alpha of each row, where it has room for any."""
     n = probs.shape[1]
     column = np.empty(n + 1, np.int32)
@@ -303,7 +303,7 @@ def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, by_alpha, k
             continue
         for i in range(n):
             out[row, i] = 0.0
-        count = _pick_support(probs, prob_bits, row, slopes, column)
+        count = _pick_support(probs, row, slopes, column)
         excess = alphas[row if len(alphas) > 1 else 0] - 1.0
         if len(by_alpha) and count:
             for i in range(count):
@@ -409,12 +409,12 @@ def _remainder_series(x):
 
 
 @njit(nogil=True)
-def _pick_support(probs, prob_bits, row, shares, column):
+def _pick_support(probs, row, shares, column):
     """The probabilities of a row that are not 0, with their columns; says how many there are."""
     n = probs.shape[1]
     count = 0
     for first in range(0, n, BLOCK):
-        if first + BLOCK <= n and _all_zero(prob_bits, row, first):
+        if is_zero(probs, row, first):
             continue
         for i in range(first, min(n, first + BLOCK)):
             shares[count] = probs[row, i]
@@ -440,14 +440,6 @@ def _to_slopes(shares, count, excess, kind):
         for i in range(count):
             # The second term hands a NaN on.
             shares[i] = exp((1.0 - excess) * log(shares[i])) + shares[i] * 0.0
-
-
-@njit(nogil=True)
-def _all_zero(prob_bits, row, first):
-    any_bit = prob_bits[row, first]
-    for i in range(BLOCK):
-        any_bit |= prob_bits[row, first + i]
-    return any_bit == 0
 
 
 _SERIES = tuple(1.0 / math.factorial(k + 2) for k in range(12))
