@@ -191,10 +191,8 @@ def check_dim(dim: Any, scores: Tensor) -> int:
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     """Whether a shape broadcasts to another."""
-    try:
-        return tuple(torch.broadcast_shapes(shape, to)) == tuple(to)
-    except RuntimeError:
-        return False
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(size in (1, wanted) for size, wanted in pairs)
 
 
 def check_mask(mask: Any, scores: Tensor) -> None:
@@ -226,12 +224,13 @@ def check_alpha(alpha: Any) -> None:
         return
     if not alpha.is_floating_point():
         raise TypeError(f"alpha: expected {kind}, got a tensor of {alpha.dtype}")
-    if values_are_checked(alpha):
-        wrong = ~((alpha >= 1.0) & torch.isfinite(alpha))
-        if bool(wrong.any()):
+    if values_are_checked(alpha) and alpha.numel():
+        lowest, highest = (each.item() for each in alpha.detach().aminmax())
+        if not 1.0 <= lowest <= highest < math.inf:
+            wrong = highest if lowest >= 1.0 else lowest
             raise ValueError(
-                f"alpha: expected {expected}, got {alpha[wrong].flatten()[0].item()} among its "
-                "values; Entmax(learn_alpha=True) learns an alpha that stays above 1"
+                f"alpha: expected {expected}, got {wrong} among its values; "
+                "Entmax(learn_alpha=True) learns an alpha that stays above 1"
             )
 
 

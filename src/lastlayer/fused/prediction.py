@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, is_eager, is_exporting, values_are_checked
-from lastlayer.fused.scores import rows_at_a_time, scores_into, slab_stride
+from lastlayer.fused.scores import part_of, rows_at_a_time, scores_into, slab_stride
 from lastlayer.kernels.prediction import MOST_BEST
 from lastlayer.maps.entmax import entmax
 
@@ -136,11 +136,11 @@ def write_log_probs(
     step = _sizes(rows, layer)[0] if on_cpu else max(1, rows.shape[0])
     bias = None if on_cpu else layer.bias
     for first in range(0, rows.shape[0], step):
-        here = slice(first, first + step)
-        part = made[here]
-        scores_into(part, rows[here], layer.weight, layer.bias if on_cpu else None)
+        here = slice(first, min(first + step, rows.shape[0]))
+        part = part_of(made, here)
+        scores_into(part, part_of(rows, here), layer.weight, layer.bias if on_cpu else None)
         if exclusive:
-            own = None if offset is None else offset[here]
+            own = None if offset is None else part_of(offset, here)
             kernels.prediction.log_softmax_("auto", part, bias, *layer.shape, own)
         else:
             kernels.prediction.log_sigmoid_("auto", part, bias, *layer.shape)
@@ -375,7 +375,7 @@ def entmax_log_probs(scores: Tensor, alpha: float) -> Tensor:
 
 
 def write_entmax_log_probs(
-    out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, alpha: float
+    out: Tensor, rows: Tensor, alpha: float, weight: Tensor, bias: Tensor | None
 ) -> None:
     """The same of ``rows @ weight.T + bias`` into contiguous memory."""
     kernels.entmax.log_("auto", scores_into(out, rows, weight, bias), alpha)

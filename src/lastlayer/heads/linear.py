@@ -309,7 +309,7 @@ class EntmaxHead(LinearHead):
         if self.alpha == 1.0:
             super()._write_log_probs(out, rows, *tensors)
         else:
-            write_entmax_log_probs(out, rows, *tensors, self.alpha)
+            write_entmax_log_probs(out, rows, self.alpha, *tensors)
 
 
 class TopKSoftmaxHead(LinearHead):

@@ -486,12 +486,12 @@ def _turn_block(
     signature = types.none(source, *places, into, *places)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        def line(kind: Any, array: Any, row: Any, column: Any, i: int) -> _Row:
+        def line(i: int, kind: Any, array: Any, row: Any, column: Any) -> _Row:
             at = builder.add(row, ir.Constant(row.type, i))
             return _Row(context, builder, kind, array, at, column)
 
-        lanes = line(source, *args[:3], 0).lanes
-        lines = [line(source, *args[:3], i).load_first() for i in range(lanes)]
+        lanes = line(0, source, *args[:3]).lanes
+        lines = [line(i, source, *args[:3]).load_first() for i in range(lanes)]
         step = 1
         while step < lanes:
             # Two lines exchange what lies off the diagonal of each square of 2 x 2 steps.
@@ -508,7 +508,7 @@ def _turn_block(
                     )
             step *= 2
         for i, vector in enumerate(lines):
-            line(into, *args[3:], i).store_first(vector)
+            line(i, into, *args[3:]).store_first(vector)
         return context.get_dummy_value()
 
     return signature, code

@@ -21,6 +21,7 @@ from lastlayer.kernels._cpu_math import (
     FAST,
     is_zero,
     multiply,
+    pick_above,
     sum_of,
     sum_of_distances,
     top_of_rest,
@@ -75,6 +76,9 @@ def _forward_rows(
 ):  # fmt: skip
     n = probs.shape[1]
     real = probs.dtype.type
+    # What is not zero, and where.
+    shares, column = np.empty(n + 1, probs.dtype), np.empty(n + 1, np.int32)
+    values = np.empty(n, probs.dtype)
     for row in range(start, stop):
         right = target[row]
         base = scores[row, right]
@@ -82,17 +86,20 @@ def _forward_rows(
         scale = row_scale[row] if len(row_scale) else real(1.0)
         order = np.float64(alphas[row]) if len(alphas) else alpha
         leads, entropy, mass, bend = 0.0, 0.0, 0.0, 0.0
-        for first in range(0, n, BLOCK):
-            if is_zero(probs, row, first):
-                continue
-            part = probs[row, first : first + BLOCK]
-            leads += sum_of_distances(part, scores[row, first : first + BLOCK], base)
+        count = pick_above(probs, row, 0, n, real(0.0), real(0.0), shares, column, 0)
+        for i in range(count):
+            values[i] = scores[row, column[i]]
+        for first in range(0, count, BLOCK):
+            last = min(count, first + BLOCK)
+            part = shares[first:last]
+            leads += sum_of_distances(part, values[first:last], base)
             made, more = _sum_entropy(part, order, kind)
             entropy += made
             bend += more
             mass += sum_of(part)
-            if len(row_scale):
-                multiply(part, scale)
+        if len(row_scale):
+            for i in range(count):
+                probs[row, column[i]] = shares[i] * scale
         if len(slopes):
             slopes[row] = -(entropy + bend) / order
         if len(row_scale):
