@@ -15,7 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import as_numpy, autocast_dtype, is_exporting, values_are_checked
+from lastlayer._torch import (
+    accumulation_dtype,
+    as_numpy,
+    autocast_dtype,
+    is_exporting,
+    values_are_checked,
+)
 
 REDUCTIONS = ("mean", "sum", "none")
 # What the kernels take: torch counts float8 as floating too, but has hardly an operation for it.
@@ -185,10 +191,8 @@ def check_dim(dim: Any, scores: Tensor) -> int:
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     """Whether a shape broadcasts to another."""
-    try:
-        return tuple(torch.broadcast_shapes(shape, to)) == tuple(to)
-    except RuntimeError:
-        return False
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(size in (1, wanted) for size, wanted in pairs)
 
 
 def check_mask(mask: Any, scores: Tensor) -> None:
@@ -220,12 +224,13 @@ def check_alpha(alpha: Any) -> None:
         return
     if not alpha.is_floating_point():
         raise TypeError(f"alpha: expected {kind}, got a tensor of {alpha.dtype}")
-    if values_are_checked(alpha):
-        wrong = ~((alpha >= 1.0) & torch.isfinite(alpha))
-        if bool(wrong.any()):
+    if values_are_checked(alpha) and alpha.numel():
+        lowest, highest = (each.item() for each in alpha.detach().aminmax())
+        if not 1.0 <= lowest <= highest < math.inf:
+            wrong = highest if lowest >= 1.0 else lowest
             raise ValueError(
-                f"alpha: expected {expected}, got {alpha[wrong].flatten()[0].item()} among its "
-                "values; Entmax(learn_alpha=True) learns an alpha that stays above 1"
+                f"alpha: expected {expected}, got {wrong} among its values; "
+                "Entmax(learn_alpha=True) learns an alpha that stays above 1"
             )
 
 
@@ -403,7 +408,7 @@ def _check_distributions(target: Tensor, scores: Tensor) -> None:
     lowest = target.min().item()
     if not lowest >= 0.0:
         raise ValueError(f"target: expected distributions with no negative entry, got {lowest}")
-    totals = target.double().sum(-1)
+    totals = target.sum(-1, dtype=accumulation_dtype(target.dtype))
     # Half-precision distributions that were normalised in that precision are accepted.
     tolerance = 1e-4 if target.dtype in (torch.float32, torch.float64) else 2e-2
     furthest = totals.flatten()[(totals - 1.0).abs().argmax()].item()

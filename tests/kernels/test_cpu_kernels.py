@@ -37,6 +37,18 @@ def test_one_alpha_a_row(check, dtype):
         check("cpu", scores, float("nan"), 1 + 1.5 * torch.rand(len(scores)))
 
 
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_logs_take_the_place_of_scores(alpha, dtype):
+    for n in WIDTHS:
+        scores = rows(n, dtype)
+        truth = kernels.entmax.forward("reference", scores.double(), alpha, None)
+        logs = scores.clone()
+        assert kernels.entmax.log_("cpu", logs, alpha) is None
+        torch.testing.assert_close(logs.double().exp(), truth, rtol=1e-4, atol=2e-6, equal_nan=True)
+        assert bool(((truth < 1e-3) | truth.isnan() | (logs > -torch.inf)).all())
+
+
 @pytest.mark.parametrize("k", [1, 2, 7, 64, 500, 10_000])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_topk(k, dtype):

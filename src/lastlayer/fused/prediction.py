@@ -15,8 +15,9 @@ from torch.nn.functional import linear
 
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, is_eager, is_exporting, values_are_checked
-from lastlayer.fused.scores import rows_at_a_time, scores_into, slab_stride
+from lastlayer.fused.scores import part_of, rows_at_a_time, scores_into, slab_stride
 from lastlayer.kernels.prediction import MOST_BEST
+from lastlayer.maps.entmax import entmax
 
 # On a GPU: scores that are held; rows that a product has at least, so that the weight is not read
 # too often; scores that so few rows may hold; and those of a slab of classes, where they are more.
@@ -29,8 +30,6 @@ FEW_SCORES = 8_000_000
 # are made of take six times its memory for a few rows at a time, and of drawn_by.
 TOP_COPIES, _TOP_PARTS = 4.0, 4
 DRAW_COPIES = 5.0
-# Probabilities that are looked at together.
-_BLOCK = 64
 
 
 class Layer(NamedTuple):
@@ -137,11 +136,11 @@ def write_log_probs(
     step = _sizes(rows, layer)[0] if on_cpu else max(1, rows.shape[0])
     bias = None if on_cpu else layer.bias
     for first in range(0, rows.shape[0], step):
-        here = slice(first, first + step)
-        part = made[here]
-        scores_into(part, rows[here], layer.weight, layer.bias if on_cpu else None)
+        here = slice(first, min(first + step, rows.shape[0]))
+        part = part_of(made, here)
+        scores_into(part, part_of(rows, here), layer.weight, layer.bias if on_cpu else None)
         if exclusive:
-            own = None if offset is None else offset[here]
+            own = None if offset is None else part_of(offset, here)
             kernels.prediction.log_softmax_("auto", part, bias, *layer.shape, own)
         else:
             kernels.prediction.log_sigmoid_("auto", part, bias, *layer.shape)
@@ -364,33 +363,22 @@ def drawn_by(log_probs: Tensor, uniform: Tensor) -> Tensor:
     return drawn
 
 
-def log_of_probs(probs: Tensor) -> Tensor:
-    """``log(probs)``, -inf at 0, where no gradient passes; ``probs`` may be overwritten."""
-    if probs.requires_grad or not is_eager(probs):
-        return _log_inside(probs)
-    write_log_of_probs(probs, probs)
-    return probs
-
-
-def write_log_of_probs(out: Tensor, probs: Tensor) -> None:
-    """``log(probs)`` into contiguous memory, which may be that of ``probs``."""
-    if probs.device.type != "cpu":
-        torch.log(probs, out=out)
-        return
-    # A CPU is slow at the log of 0, and at finding single non-zeros: it looks for blocks of them.
-    flat, into = probs.view(-1), out.view(-1)
-    whole = flat.numel() // _BLOCK * _BLOCK
-    blocks = flat[:whole].view(-1, _BLOCK)
-    inside = blocks.amax(-1).nonzero().squeeze(-1)
-    logs, of_rest = _log_inside(blocks[inside]), _log_inside(flat[whole:])
-    into.fill_(-torch.inf)
-    into[:whole].view(-1, _BLOCK)[inside], into[whole:] = logs, of_rest
-
-
-def _log_inside(probs: Tensor) -> Tensor:
+def entmax_log_probs(scores: Tensor, alpha: float) -> Tensor:
+    """Of each row, -inf at 0, where no gradient passes; fresh scores, which may be overwritten."""
+    if is_eager(scores) and not scores.requires_grad:
+        kernels.entmax.log_("auto", scores, alpha)
+        return scores
+    probs = entmax(scores, alpha)
     outside = probs == 0
     # The log of 1 in their place: that of 0 would make their gradient NaN.
     return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
+
+
+def write_entmax_log_probs(
+    out: Tensor, rows: Tensor, alpha: float, weight: Tensor, bias: Tensor | None
+) -> None:
+    """The same of ``rows @ weight.T + bias`` into contiguous memory."""
+    kernels.entmax.log_("auto", scores_into(out, rows, weight, bias), alpha)
 
 
 def log_softmax(scores: Tensor) -> Tensor:

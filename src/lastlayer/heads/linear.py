@@ -16,21 +16,20 @@ from lastlayer.fused.prediction import (
     TOP_COPIES,
     best_classes,
     drawn_by,
+    entmax_log_probs,
     is_predictable,
-    log_of_probs,
     log_softmax,
     rows_held,
     top_classes,
     topk_log_probs_of,
-    write_log_of_probs,
+    write_entmax_log_probs,
     write_topk_log_probs,
 )
-from lastlayer.fused.scores import row_chunks, wide_scores
+from lastlayer.fused.scores import wide_scores
 from lastlayer.fused.sparse import linear_entmax_loss, linear_topk_softmax_loss
 from lastlayer.heads.base import ScoredHead, all_in_dtype, deformed_log, init_uniform_
 from lastlayer.heads.recipes import Recipe
 from lastlayer.kernels.prediction import MOST_BEST
-from lastlayer.maps.entmax import entmax
 
 
 class LinearOptions(TypedDict, total=False):
@@ -305,30 +304,13 @@ class EntmaxHead(LinearHead):
     def _log_probs(self, scores: Tensor) -> Tensor:
         if self.alpha == 1.0:
             return log_softmax(scores)
-        return log_of_probs(entmax(scores, self.alpha))
-
-    def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
-        if chosen is None or torch.is_grad_enabled() or self.alpha == 1.0:
-            return super()._rows_log_prob(rows, chosen, *tensors)
-        return entmax(wide_scores(rows, *tensors), self.alpha).gather(-1, chosen).log_()
+        return entmax_log_probs(scores, self.alpha)
 
     def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
         if self.alpha == 1.0:
-            return super()._write_log_probs(out, rows, *tensors)
-        for part in row_chunks(rows, self.n_classes, self.chunk_rows, self._copies):
-            write_log_of_probs(out[part], entmax(wide_scores(rows[part], *tensors), self.alpha))
-        return None
-
-    def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
-        """By probabilities; only those of the best have to be logarithms."""
-        if self.alpha == 1.0:
-            return super()._rows_topk(rows, k)
-        best, some = [], in_autocast_dtype(rows)
-        with without_autocast(rows):
-            for _, scores in self._scores_in_chunks(some, TOP_COPIES):
-                probs, classes = top_classes(entmax(scores, self.alpha), k)
-                best.append((probs.log_(), classes))
-        return tuple(map(torch.cat, zip(*best, strict=True)))
+            super()._write_log_probs(out, rows, *tensors)
+        else:
+            write_entmax_log_probs(out, rows, self.alpha, *tensors)
 
 
 class TopKSoftmaxHead(LinearHead):

@@ -26,10 +26,10 @@ from lastlayer.fused.labels import asymmetric_label_loss, linear_bce_loss, linea
 from lastlayer.fused.prediction import (
     TOP_COPIES,
     best_classes,
+    entmax_log_probs,
     is_predictable,
-    log_of_probs,
     top_classes,
-    write_log_of_probs,
+    write_entmax_log_probs,
     write_log_probs,
 )
 from lastlayer.fused.recompute import in_chunks, weighted_sum_in_chunks
@@ -327,7 +327,7 @@ class MultiLabel(LinearHead):
     def _log_probs(self, scores: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Of all labels, or of the chosen ones of each row, where these stand for themselves."""
         if self.loss == "sparsemax":
-            return log_of_probs(sparsemax(scores))
+            return entmax_log_probs(scores, 2.0)
         if self.calibrator is None:
             return logsigmoid(2.0 * scores if self.loss == "zlpr" else scores)
         slope, bias = (
@@ -340,10 +340,9 @@ class MultiLabel(LinearHead):
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         # Chosen labels stand for themselves: the others are not looked at. The scores of the
         # kernel have no gradient.
-        if chosen is None or torch.is_grad_enabled() or is_exporting():
+        listed = chosen is not None and self.loss != "sparsemax"
+        if not listed or torch.is_grad_enabled() or is_exporting():
             return super()._rows_log_prob(rows, chosen, *tensors)
-        if self.loss == "sparsemax":
-            return sparsemax(wide_scores(rows, *tensors)).gather(-1, chosen).log_()
         scores = kernels.products.scores("auto", rows, *tensors, chosen)
         return self._log_probs(scores, chosen)
 
@@ -352,9 +351,7 @@ class MultiLabel(LinearHead):
 
     def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
         if self.loss == "sparsemax":
-            # Scores and probabilities are held.
-            for part in row_chunks(rows, self.n_classes, self.chunk_rows, 2.0):
-                write_log_of_probs(out[part], sparsemax(wide_scores(rows[part], *tensors)))
+            write_entmax_log_probs(out, rows, 2.0, *tensors)
         elif self.calibrator is None:
             layer = self._layer(*tensors)
             if self.loss == "zlpr":

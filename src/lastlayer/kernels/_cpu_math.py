@@ -19,7 +19,6 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
-from numpy.typing import NDArray
 
 # Sums may be reordered and so vectorised; NaN and infinities keep their meaning.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -337,10 +336,19 @@ class _Row:
 
     def _load(self, first: Any, further: int) -> Any:
         at = self.builder.add(first, ir.Constant(first.type, further))
-        place = self.builder.gep(self._start, [at])
-        loaded = self.builder.load(self.builder.bitcast(place, self.vector.as_pointer()))
+        loaded = self.builder.load(self._place(self.builder.gep(self._start, [at])))
         loaded.align = 8 if self._double else 4
         return loaded
+
+    def _place(self, at: Any) -> Any:
+        return self.builder.bitcast(at, self.vector.as_pointer())
+
+    def load_first(self) -> Any:
+        return self._load(ir.Constant(ir.IntType(64), 0), 0)
+
+    def store_first(self, vector: Any) -> None:
+        stored = self.builder.store(vector, self._place(self._start))
+        stored.align = 8 if self._double else 4
 
     def mask_bits(self, mask: Any) -> Any:
         whole = self.builder.bitcast(mask, ir.IntType(self.lanes))
@@ -417,6 +425,112 @@ def count_at_least(_typing: Any, matrix: Any, row: Any, count: Any, threshold: A
     return signature, code
 
 
+@intrinsic
+def _bits_above(_typing: Any, matrix: Any, row: Any, first: Any, origin: Any, edge: Any) -> Any:
+    """A bit for each number of a vector, 1 where less ``origin`` it is above ``edge``, or NaN."""
+    _check(matrix)
+    signature = types.uint32(matrix, types.intp, types.intp, matrix.dtype, matrix.dtype)
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        line = _Row(context, builder, matrix, *args[:3])
+        distance = builder.fsub(line.load_first(), line.spread(args[3]))
+        return line.mask_bits(builder.fcmp_unordered(">", distance, line.spread(args[4])))
+
+    return signature, code
+
+
+@intrinsic
+def _first_bit(_typing: Any, bits: Any) -> Any:
+    """The place of the lowest bit that is 1."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        place = builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+        return builder.zext(place, ir.IntType(64))
+
+    return types.int64(types.uint32), code
+
+
+@njit(nogil=True, forceinline=True)
+def pick_above(rows, row, first, stop, origin, edge, values, column, count):
+    """Adds what lies above ``edge``, or is NaN, to a list of distances to ``origin``.
+
+    Looks at a row from ``first`` to ``stop``; says how many the list has then.
+    """
+    lanes = lanes_of(rows.itemsize)
+    rest = first + (stop - first) // lanes * lanes
+    for start in range(first, rest, lanes):
+        bits = _bits_above(rows, row, start, origin, edge)
+        while bits:
+            i = start + _first_bit(bits)
+            values[count] = rows[row, i] - origin
+            column[count] = i
+            count += 1
+            bits &= bits - np.uint32(1)
+    for i in range(rest, stop):
+        # Written in any case: a branch would be guessed wrong half of the time.
+        distance = rows[row, i] - origin
+        values[count] = distance
+        column[count] = i
+        count += not distance <= edge
+    return count
+
+
+@intrinsic
+def _turn_block(
+    _typing: Any, source: Any, row: Any, column: Any, into: Any, to_row: Any, to_column: Any
+) -> Any:
+    """Transposes a square block, as many rows as a vector has numbers, from matrix to matrix."""
+    _check(source)
+    _check(into)
+    places = types.intp, types.intp
+    signature = types.none(source, *places, into, *places)
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        def line(i: int, kind: Any, array: Any, row: Any, column: Any) -> _Row:
+            at = builder.add(row, ir.Constant(row.type, i))
+            return _Row(context, builder, kind, array, at, column)
+
+        lanes = line(0, source, *args[:3]).lanes
+        lines = [line(i, source, *args[:3]).load_first() for i in range(lanes)]
+        step = 1
+        while step < lanes:
+            # Two lines exchange what lies off the diagonal of each square of 2 x 2 steps.
+            choices = [
+                [lane if not lane & step else lanes + lane - step for lane in range(lanes)],
+                [lane + step if not lane & step else lanes + lane for lane in range(lanes)],
+            ]
+            masks = [ir.Constant(ir.VectorType(ir.IntType(32), lanes), each) for each in choices]
+            for i in range(lanes):
+                if not i & step:
+                    pair = lines[i], lines[i + step]
+                    lines[i], lines[i + step] = (
+                        builder.shuffle_vector(*pair, mask) for mask in masks
+                    )
+            step *= 2
+        for i, vector in enumerate(lines):
+            line(i, into, *args[3:]).store_first(vector)
+        return context.get_dummy_value()
+
+    return signature, code
+
+
+@njit(nogil=True)
+def turn(source, row, column, into, to_row, to_column, height, width):
+    """Transposes a part of a matrix, ``(height, width)``, into a part of another one."""
+    lanes = lanes_of(source.itemsize)
+    if height < lanes or width < lanes:
+        for j in range(width):
+            for i in range(height):
+                into[to_row + j, to_column + i] = source[row + i, column + j]
+        return
+    for top in range(0, height, lanes):
+        # The last block begins early enough to be whole.
+        i = min(top, height - lanes)
+        for left in range(0, width, lanes):
+            j = min(left, width - lanes)
+            _turn_block(source, row + i, column + j, into, to_row + j, to_column + i)
+
+
 def _margin_sums(squared: bool) -> Any:
     """An intrinsic: two sums over the margins ``max(x - threshold, 0)`` of a row.
 
@@ -464,9 +578,12 @@ margins = _margin_sums(squared=False)
 squares = _margin_sums(squared=True)
 
 
-def bits(values: NDArray[Any]) -> NDArray[Any]:
-    """The same memory as signed integers."""
-    return values.view(np.int32 if values.dtype.itemsize == 4 else np.int64)
+@njit(nogil=True)
+def is_zero(probs, row, first):
+    """Whether a block of probabilities is 0; False for what is left at the end of a row."""
+    whole = first + BLOCK <= probs.shape[1]
+    top, sane = top_of(probs, row, first, BLOCK // lanes_of(probs.itemsize) if whole else 0)
+    return whole and sane and top == 0.0
 
 
 @njit(nogil=True)

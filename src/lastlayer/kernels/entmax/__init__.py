@@ -2,7 +2,8 @@
 
 ``alpha`` counts where ``row_alpha`` is None; else ``row_alpha`` has one alpha per row. ``wide``
 asks for values in float32 from half-precision scores; ``shrink`` multiplies the scores: below 1
-the support takes in classes that just miss it.
+the support takes in classes that just miss it. ``log_`` overwrites scores, in float32 or float64
+and contiguous, with log-probabilities.
 """
 
 import math
@@ -45,6 +46,7 @@ forward = operation("entmax.forward", "entmax", like_first)
 backward = operation(
     "entmax.backward", "entmax_backward", lambda _probs, grad, *_: like_first(grad)
 )
+log_ = operation("entmax.log_", "entmax_log_", writes=("scores",))
 support = operation("entmax.support", "entmax_support", _support)
 gradients = operation(
     "entmax.gradients",

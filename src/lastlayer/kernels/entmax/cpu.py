@@ -16,20 +16,21 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lastlayer._torch import as_numpy, in_dtype
-from lastlayer.kernels._cpu import as_rows, by_rows, empty, empty_rows
+from lastlayer._torch import in_dtype
+from lastlayer.kernels._cpu import as_array, as_rows, by_rows, empty_array, empty_rows
 from lastlayer.kernels._cpu_math import (
     BLOCK,
     FAST,
-    bits,
     exp,
     find_peaks,
     lanes_of,
     log,
     margins,
+    pick_above,
     room_for_peaks,
     squares,
     top_of_rest,
+    turn,
 )
 
 # In the place of indices and sizes where the result is dense.
@@ -43,8 +44,15 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     rows, (out, result) = as_rows(scores), empty_rows(scores)
     kind, alphas = _alphas(alpha, row_alpha)
     if rows.size:
-        _solve_rows(*rows.shape, rows, out, *_NO_LISTS, alphas, kind, 0.0)
+        _solve_rows(*rows.shape, rows, out, *_NO_LISTS, alphas, kind, 0.0, False)
     return in_dtype(result, scores.dtype)
+
+
+def log_(scores: Tensor, alpha: float) -> None:
+    rows = as_rows(scores)
+    if rows.size:
+        kind, alphas = _one_alpha(alpha)
+        _solve_rows(*rows.shape, rows, rows, *_NO_LISTS, alphas, kind, 0.0, True)
 
 
 def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
@@ -64,49 +72,29 @@ def _backward(
     upstream = upstream.astype(rows.dtype, copy=False)
     out, result = empty_rows(probs)
     if rows.size:
-        _backward_rows(*rows.shape, rows, bits(rows), upstream, out, alphas, by_alpha, kind)
+        _backward_rows(*rows.shape, rows, upstream, out, alphas, by_alpha, kind)
     return in_dtype(result, grad.dtype)
 
 
 def forward_columns(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """:func:`forward` of a tensor whose first dimension became its last; the result is like it."""
-    kind, alphas = _alphas(alpha, row_alpha)
-
-    def solve(n, width, rows, made, some):
-        _solve_rows(n, width, rows, made, *_NO_LISTS, some, kind, 0.0)
-
-    return _by_columns(solve, alphas, scores)
+    return _by_columns(_solve_columns, *_alphas(alpha, row_alpha), scores)
 
 
 def backward_columns(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """:func:`backward` of what :func:`forward_columns` made."""
-    kind, alphas = _alphas_of_slopes(alpha, row_alpha)
-
-    def run(n, width, rows, grads, made, some):
-        _backward_rows(n, width, rows, bits(rows), grads, made, some, _NO_GRADIENT, kind)
-
-    return _by_columns(run, alphas, probs, grad)
+    return _by_columns(_backward_columns, *_alphas_of_slopes(alpha, row_alpha), probs, grad)
 
 
-def _by_columns(run: Callable[..., None], alphas: NDArray[Any], *tensors: Tensor) -> Tensor:
-    """``run`` with some columns at a time as rows, in memory that stays in the cache."""
-    *batch, height = tensors[0].shape
-    made = empty((height, *batch), tensors[0].dtype)
-    into = as_numpy(made.view(height, -1))
-    given = [
-        as_numpy(each.detach().movedim(-1, 0).contiguous().view(height, -1)) for each in tensors
-    ]
+def _by_columns(
+    run: Callable[..., None], kind: int, alphas: NDArray[Any], *tensors: Tensor
+) -> Tensor:
+    given = [as_array(each.movedim(-1, 0)) for each in tensors]
+    into, made = empty_array(given[0].shape, tensors[0].dtype)
     if into.size:
-        some = max(16, min(1024, _IN_CACHE // height)) * torch.get_num_threads()
-        shape = min(some, into.shape[1]), height
-        *rows, result = (np.empty(shape, into.dtype) for _ in range(len(given) + 1))
-        for first in range(0, into.shape[1], len(result)):
-            n = min(len(result), into.shape[1] - first)
-            for matrix, room in zip(given, rows, strict=True):
-                _turn(n, height, matrix, first, room, False)
-            own = alphas[first : first + n] if len(alphas) > 1 else alphas
-            run(n, height, *rows, result, own)
-            _turn(n, height, into, first, result, True)
+        shape = len(into), into.size // len(into)
+        matrices = [each.reshape(shape) for each in (*given, into)]
+        run(*reversed(shape), *matrices, alphas, kind)
     return made.movedim(0, -1)
 
 
@@ -125,7 +113,7 @@ def support(
     if rows.size:
         kind, alphas = _alphas(alpha, row_alpha)
         too_small = _ROUNDS_TO_ZERO.get(scores.dtype, 0.0)
-        _solve_rows(*rows.shape, rows, values, indices, size, alphas, kind, too_small)
+        _solve_rows(*rows.shape, rows, values, indices, size, alphas, kind, too_small, False)
     batch = scores.shape[:-1]
     return (
         torch.from_numpy(values).view(*batch, max_support).to(scores.dtype),
@@ -134,13 +122,13 @@ def support(
     )
 
 
-# Numbers of a tile.
-_IN_CACHE = 1 << 17
+# Numbers of a tile of columns, such that the cache holds a few of them.
+_IN_CACHE = 1 << 15
 
 
 def _alphas(alpha: float, row_alpha: Tensor | None) -> tuple[int, np.ndarray]:
     if row_alpha is not None:
-        return 0, as_numpy(row_alpha.detach().reshape(-1).double().contiguous())
+        return 0, as_array(row_alpha.detach(), torch.float64).reshape(-1)
     return _one_alpha(alpha)
 
 
@@ -155,20 +143,23 @@ def _one_alpha(alpha: float) -> tuple[int, np.ndarray]:
     return {2.0: 1, 1.5: 2}.get(alpha, 0), np.array([alpha])
 
 
-@by_rows
 @njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
-def _solve_rows(start, stop, rows, out, indices, size, alphas, kind, too_small):
-    """Dense probabilities into ``out``, or where there are sizes the non-zeros alone."""
+def _solve_some(start, stop, rows, out, indices, size, alphas, kind, too_small, logs):
+    """Dense probabilities, or ``logs`` of them, into ``out``, which may be ``rows``.
+
+    Where there are sizes: the non-zeros alone.
+    """
     n, compact = rows.shape[1], len(size) > 0
+    nothing = rows.dtype.type(-math.inf if logs else 0.0)
     peaks = room_for_peaks(rows)
     probs = np.empty(n + BLOCK, rows.dtype)
     column = np.empty(n + 1, np.int32)
-    short = kind > 0 and n <= LONGEST
+    short = kind > 0 and n <= LONGEST and not logs
     # Four rows, padded with what has no share to whole pairs of vectors.
     pair = 2 * lanes_of(rows.itemsize)
     four = np.full((4, (n + pair - 1) // pair * pair if short else 0), -np.inf, rows.dtype)
     # The distances of a row in float32, in which a vector holds more, and in float64.
-    any_n = n if kind == 0 else 0
+    any_n = n + BLOCK if kind == 0 else 0
     copies = np.empty(any_n, np.float32), np.empty(any_n, np.float64)
     # Short rows are solved as for the dense result, so that both agree to the last bit.
     dense = np.empty((4, n if short and compact else 0), rows.dtype)
@@ -184,9 +175,6 @@ def _solve_rows(start, stop, rows, out, indices, size, alphas, kind, too_small):
                     size[each] = _keep(one, everywhere, n, too_small, out, indices, each)
             row = after
             continue
-        if not compact:
-            for i in range(n):
-                out[row, i] = 0.0
         state, alpha = find_peaks(rows, row, peaks), alphas[row if len(alphas) > 1 else 0]
         if state < 0 or not alpha >= 1.0:
             out[row, :n] = math.nan
@@ -198,14 +186,27 @@ def _solve_rows(start, stop, rows, out, indices, size, alphas, kind, too_small):
             solve_short(rows[row : row + 1], into[:1], four, kind)
             if compact:
                 size[row] = _keep(into[0], everywhere, n, too_small, out, indices, row)
-        elif state > 0:
-            count = _solve(rows, row, peaks, probs, column, copies, alpha, kind)
+        else:
+            count = 0
+            if state > 0:
+                count = _solve(rows, row, peaks, probs, column, copies, alpha, kind)
             if compact:
                 size[row] = _keep(probs, column, count, too_small, out, indices, row)
+                count = 0
             else:
-                for i in range(count):
-                    out[row, column[i]] = probs[i]
+                out[row] = nothing
+            if logs:
+                _to_logs(probs, count)
+            for i in range(count):
+                out[row, column[i]] = probs[i]
         row += 1
+
+
+@njit(nogil=True, fastmath=FAST)
+def _to_logs(probs, count):
+    for i in range(count):
+        share = probs[i]
+        probs[i] = log(share) if share > 0.0 else -math.inf
 
 
 @njit(nogil=True)
@@ -225,45 +226,63 @@ def _keep(probs, column, count, too_small, values, indices, row):
 def _solve(rows, row, peaks, probs, column, copies, alpha, kind):
     """Probabilities of the candidates, with their columns beside; says how many there are.
 
-    ``probs`` has room for a block more than a row: it is filled up with what has no share.
+    ``probs`` has room for a block more than a row: it is filled up with what has no share. The
+    peaks are a part of the row, whose unknown bounds that of the whole: README.md has the why.
     """
-    n = rows.shape[1]
-    peak = peaks[-1]
-    edge = rows.dtype.type(-math.inf if alpha == 1.0 else -1.0 / (alpha - 1.0))
+    n, peak, excess = rows.shape[1], peaks[-1], alpha - 1.0
+    for block in range(len(peaks) - 1):
+        probs[block] = peaks[block] - peak
+    # Inlined for a known kind, each is a loop of its own.
+    if kind == 1:
+        edge = start = _bound_margins(probs, len(peaks) - 1, 1)
+    elif kind == 2:
+        start = _bound_margins(probs, len(peaks) - 1, 2)
+        edge = start + start
+    else:
+        bound, edge = bound_any(probs, copies[0], len(peaks) - 1, excess)
     count = 0
     for block in range(len(peaks) - 1):
         if peaks[block] - peak > edge:
-            for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
-                # Written in any case: a branch would be guessed wrong half of the time.
-                distance = rows[row, i] - peak
-                probs[count] = distance
-                column[count] = i
-                count += distance > edge
-    full = (count + BLOCK - 1) // BLOCK * BLOCK
-    for i in range(count, full):
-        probs[i] = -math.inf
-    # Inlined for a known kind, each is a loop of its own.
+            first = block * BLOCK
+            stop = min(n, first + BLOCK)
+            count = pick_above(rows, row, first, stop, peak, edge, probs, column, count)
     if kind == 1:
-        _solve_margins(probs, full, 1)
+        _solve_margins(probs, count, start, 1)
     elif kind == 2:
-        _solve_margins(probs, full, 2)
+        _solve_margins(probs, count, start, 2)
     else:
-        solve_any(probs, copies, count, alpha - 1.0)
+        solve_any(probs, copies, count, excess, bound)
     return count
 
 
+@njit(nogil=True)
+def _filled_up(x, count, step):
+    """A multiple of ``step``, up to which numbers without a share follow ``x[:count]``."""
+    full = (count + step - 1) // step * step
+    for i in range(count, full):
+        x[i] = -math.inf
+    return full
+
+
 @njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
-def _solve_margins(x, count, kind):
+def _bound_margins(x, count, kind):
+    """A threshold that is no higher than that of a row of which ``x[:count]`` is a part."""
+    least, slack = x.dtype.type(-1), x.dtype.type(_SLACK)
+    return max(_climb(x, _filled_up(x, count, BLOCK), least, kind)[0] - slack, least)
+
+
+@njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
+def _climb(x, count, threshold, kind):
     """Newton's method on the norm of the margins climbs to the threshold and never passes it.
 
-    The norm is their sum for kind 1, and the Euclidean one for kind 2. A block is summed in the
-    dtype of ``x``, which may be reordered; blocks in float64.
+    Gives that, the sum of the shares and that of the slopes. The norm is the sum of the margins for
+    kind 1, and the Euclidean one for kind 2. A block is summed in the dtype of ``x``, which may be
+    reordered; blocks in float64.
     """
     real = x.dtype.type
     zero, one, scale = real(0), real(1), real(1.0 / kind)
     # Any margin times this is at least 1: a count that, unlike a comparison, is vectorised.
     large = real(1e30)
-    threshold = real(-1)
     while True:
         total, weight = 0.0, 0.0
         for first in range(0, count, BLOCK):
@@ -278,10 +297,19 @@ def _solve_margins(x, count, kind):
         norm = total if kind == 1 else math.sqrt(total)
         following = real(threshold + (1.0 if kind == 1 else norm) * (norm - 1.0) / weight)
         if not following > threshold:
-            break
+            return threshold, total, weight
         threshold = following
+
+
+@njit(nogil=True, forceinline=True, fastmath=FAST, error_model="numpy")
+def _solve_margins(x, count, start, kind):
+    """Probabilities in place of the distances ``x[:count]``, from a bound on the threshold."""
+    real = x.dtype.type
+    zero, scale = real(0), real(1.0 / kind)
+    full = _filled_up(x, count, BLOCK)
+    threshold, total, weight = _climb(x, full, start, kind)
     missing = real((1.0 - total) / weight)
-    for first in range(0, count, BLOCK):
+    for first in range(0, full, BLOCK):
         for i in range(BLOCK):
             margin = scale * x[first + i] - threshold
             share = margin + missing if kind == 1 else margin * (margin + missing)
@@ -289,11 +317,10 @@ def _solve_margins(x, count, kind):
             x[first + i] = share if margin > zero else zero
 
 
-@by_rows
 @njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
-def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, by_alpha, kind):
+def _backward_some(start, stop, probs, grad, out, alphas, by_alpha, kind):
     """``by_alpha`` gets the gradient of the alpha of each row, where it has room for any."""
-    n = probs.shape[1]
+    n, zero = probs.shape[1], probs.dtype.type(0)
     column = np.empty(n + 1, np.int32)
     slopes = np.empty(n + 1, np.float64)
     logs, shares, upstream = np.empty((3, n + 1 if len(by_alpha) else 0), probs.dtype)
@@ -303,7 +330,7 @@ def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, by_alpha, k
             continue
         for i in range(n):
             out[row, i] = 0.0
-        count = _pick_support(probs, prob_bits, row, slopes, column)
+        count = pick_above(probs, row, 0, n, zero, zero, slopes, column, 0)
         excess = alphas[row if len(alphas) > 1 else 0] - 1.0
         if len(by_alpha) and count:
             for i in range(count):
@@ -327,18 +354,48 @@ def _backward_rows(start, stop, probs, prob_bits, grad, out, alphas, by_alpha, k
             out[row, column[i]] = slopes[i] * (grad[row, column[i]] - shift - mean)
 
 
+_solve_rows, _backward_rows = by_rows(_solve_some), by_rows(_backward_some)
+
+
+@njit(nogil=True)
+def _tile(matrix, columns):
+    """How many columns are rows at a time, and how wide: filled up to whole vectors."""
+    lanes = lanes_of(matrix.itemsize)
+    some = min(columns, max(lanes, _IN_CACHE // len(matrix)))
+    return some, (len(matrix) + lanes - 1) // lanes * lanes
+
+
 @by_rows
 @njit(nogil=True, cache=True)
-def _turn(start, stop, matrix, first, rows, back):
-    """Columns from ``first`` on to rows, or back."""
-    # A few rows of the matrix at a time: what is written is then a line of memory.
-    for top in range(0, matrix.shape[0], 16):
-        for j in range(start, stop):
-            for i in range(top, min(top + 16, matrix.shape[0])):
-                if back:
-                    matrix[i, first + j] = rows[j, i]
-                else:
-                    rows[j, i] = matrix[i, first + j]
+def _solve_columns(start, stop, matrix, out, alphas, kind):
+    """Some columns at a time are turned into rows, in memory that stays in the cache."""
+    height = len(matrix)
+    shape = some, _ = _tile(matrix, stop - start)
+    rows, made = np.full(shape, -np.inf, matrix.dtype), np.empty(shape, matrix.dtype)
+    no_lists, no_sizes = np.empty((0, 0), np.int64), np.empty(0, np.int64)
+    for first in range(start, stop, some):
+        n = min(some, stop - first)
+        own = alphas[first : first + n] if len(alphas) > 1 else alphas
+        turn(matrix, 0, first, rows, 0, 0, height, n)
+        _solve_some(0, n, rows, made, no_lists, no_sizes, own, kind, 0.0, False)
+        turn(made, 0, 0, out, 0, first, n, height)
+
+
+@by_rows
+@njit(nogil=True, cache=True)
+def _backward_columns(start, stop, probs, grad, out, alphas, kind):
+    height = len(probs)
+    shape = some, _ = _tile(probs, stop - start)
+    rows, grads = np.zeros(shape, probs.dtype), np.zeros(shape, probs.dtype)
+    made = np.empty(shape, probs.dtype)
+    no_gradient = np.empty(0, np.float64)
+    for first in range(start, stop, some):
+        n = min(some, stop - first)
+        own = alphas[first : first + n] if len(alphas) > 1 else alphas
+        turn(probs, 0, first, rows, 0, 0, height, n)
+        turn(grad, 0, first, grads, 0, 0, height, n)
+        _backward_some(0, n, rows, grads, made, own, no_gradient, kind)
+        turn(made, 0, 0, out, 0, first, n, height)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -408,21 +465,6 @@ def _remainder_series(x):
     return total
 
 
-@njit(nogil=True)
-def _pick_support(probs, prob_bits, row, shares, column):
-    """The probabilities of a row that are not 0, with their columns; says how many there are."""
-    n = probs.shape[1]
-    count = 0
-    for first in range(0, n, BLOCK):
-        if first + BLOCK <= n and _all_zero(prob_bits, row, first):
-            continue
-        for i in range(first, min(n, first + BLOCK)):
-            shares[count] = probs[row, i]
-            column[count] = i
-            count += probs[row, i] != 0.0
-    return count
-
-
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _to_slopes(shares, count, excess, kind):
     """``p ** (2 - alpha)`` in place of p."""
@@ -440,14 +482,6 @@ def _to_slopes(shares, count, excess, kind):
         for i in range(count):
             # The second term hands a NaN on.
             shares[i] = exp((1.0 - excess) * log(shares[i])) + shares[i] * 0.0
-
-
-@njit(nogil=True)
-def _all_zero(prob_bits, row, first):
-    any_bit = prob_bits[row, first]
-    for i in range(BLOCK):
-        any_bit |= prob_bits[row, first + i]
-    return any_bit == 0
 
 
 _SERIES = tuple(1.0 / math.factorial(k + 2) for k in range(12))
@@ -592,25 +626,48 @@ _LEAST_EXCESS = 1e-12
 # taken on the probabilities, leaves about the square of it.
 _NEAR_32, _NEAR_64 = 1e-5, 1e-9
 _FEW_TRIPS, _MANY_TRIPS = 12, 400
+# How far the bound that a part of a row gives is moved for the sake of rounding.
+_SLACK = 1e-6
+# Candidates that are summed together: loops of this fixed length are vectorised.
+_STEP = 16
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
-def solve_any(x, room, count, excess):
+def bound_any(x, narrow, count, excess):
+    """From a part of a row: a bound on the unknown, and the distance from which on shares are 0."""
+    if excess < _LEAST_EXCESS:
+        return 0.0, x.dtype.type(-math.inf)
+    bound = 0.0
+    # Beyond, float32 is too coarse for the steep slopes at the edge of the support.
+    if excess <= 1.0:
+        full = _filled_up(x, count, _STEP)
+        for i in range(full):
+            narrow[i] = x[i]
+        log_top, total, _ = _newton(narrow, full, excess, 0.0, _NEAR_32, _FEW_TRIPS)
+        if abs(total - 1.0) <= _NEAR_32:
+            bound = min(log_top + _SLACK + 1.01 * _NEAR_32, 0.0)
+    return bound, x.dtype.type(-math.exp(excess * bound) / excess)
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def solve_any(x, room, count, excess, start):
     """Probabilities in place of the distances ``x[:count]`` to the maximum of a row.
 
-    The first trips are made in float32. ``room`` is two arrays to work in.
+    The first trips are made in float32, from ``start``. ``x``, and two arrays to work in, have room
+    for a vector more, which is filled up.
     """
     narrow, wide = room
-    for i in range(count):
+    full = _filled_up(x, count, _STEP)
+    for i in range(full):
         narrow[i] = x[i]
         wide[i] = x[i]
-    start, _, _ = _newton(narrow, count, excess, 0.0, _NEAR_32, _FEW_TRIPS)
+    start, _, _ = _newton(narrow, full, excess, start, _NEAR_32, _FEW_TRIPS)
     within = _NEAR_32 if x.itemsize == 4 else _NEAR_64
     if excess > 1.0:
         # Slopes are steep at the edge of the support, and that step leaves more.
         within *= within
-    log_top, total, weight = _newton(wide, count, excess, start, within, _MANY_TRIPS)
-    _finish(x, wide, count, excess, log_top, (1.0 - total) / weight)
+    log_top, total, weight = _newton(wide, full, excess, start, within, _MANY_TRIPS)
+    _finish(x, wide, full, excess, log_top, (1.0 - total) / weight)
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
@@ -667,18 +724,22 @@ def _share(distance, log_top, scale, reciprocal):
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
 def _sums(x, count, log_top, excess):
     number = x.dtype.type
-    total, weight = number(0), number(0)
+    total, weight = 0.0, 0.0
     at = number(log_top)
     if excess < _LEAST_EXCESS:
         for i in range(count):
             total += exp(at + x[i])
-        return float(total), float(total)
+        return total, total
     scale, reciprocal = number(_scale(log_top, excess)), number(1.0 / excess)
-    for i in range(count):
-        share, slope = _share(x[i], at, scale, reciprocal)
-        total += share
-        weight += slope
-    return float(total), float(weight)
+    for first in range(0, count, _STEP):
+        part, slopes = number(0), number(0)
+        for i in range(first, first + _STEP):
+            share, slope = _share(x[i], at, scale, reciprocal)
+            part += share
+            slopes += slope
+        total += part
+        weight += slopes
+    return total, weight
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")
@@ -690,11 +751,12 @@ def _finish(x, wide, count, excess, log_top, missing):
         return
     scale, reciprocal = _scale(log_top, excess), 1.0 / excess
     norm = 0.0
-    for i in range(count):
-        share, slope = _share(wide[i], log_top, scale, reciprocal)
-        share = max(share + slope * missing, 0.0)
-        wide[i] = share
-        norm += share
+    for first in range(0, count, _STEP):
+        for i in range(first, first + _STEP):
+            share, slope = _share(wide[i], log_top, scale, reciprocal)
+            share = max(share + slope * missing, 0.0)
+            wide[i] = share
+            norm += share
     # Slopes are steep at the edge of the support where alpha > 2, and a step may overshoot.
     factor = 1.0 / norm if excess > 1.0 else 1.0
     for i in range(count):

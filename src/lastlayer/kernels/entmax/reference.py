@@ -38,6 +38,11 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     return probs.masked_fill(empty, 0.0).to(scores.dtype)
 
 
+def log_(scores: Tensor, alpha: float) -> None:
+    """Log-probabilities in place of the scores, -inf for 0."""
+    scores.copy_(forward(scores, alpha, None).log_())
+
+
 def backward(probs: Tensor, grad: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     """``s * (grad - <s, grad> / <s, 1>)`` with ``s = p ** (2 - alpha)`` on the support."""
     dtype = accumulation_dtype(probs.dtype)

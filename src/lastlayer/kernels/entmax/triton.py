@@ -65,6 +65,10 @@ def forward(scores: Tensor, alpha: float, row_alpha: Tensor | None) -> Tensor:
     return probs
 
 
+def log_(scores: Tensor, alpha: float) -> None:
+    torch.log(forward(scores, alpha, None), out=scores)
+
+
 def support(
     scores: Tensor, alpha: float, row_alpha: Tensor | None, max_support: int, wide: bool = False,
     shrink: float = 1.0,

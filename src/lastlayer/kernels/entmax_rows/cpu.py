@@ -16,7 +16,16 @@ from torch import Tensor
 
 from lastlayer._torch import accumulation_dtype
 from lastlayer.kernels._cpu import WIDENED, as_array, by_rows, empty_array, parts
-from lastlayer.kernels._cpu_math import BLOCK, FAST, bits, multiply, sum_of, sum_of_distances
+from lastlayer.kernels._cpu_math import (
+    BLOCK,
+    FAST,
+    is_zero,
+    multiply,
+    pick_above,
+    sum_of,
+    sum_of_distances,
+    top_of_rest,
+)
 from lastlayer.kernels.entmax_rows._listed import loss_of_listed
 
 
@@ -57,16 +66,19 @@ def _run(
         if per_row[0].ndim == 2:
             _dense_rows(*rows.shape, rows, values, *per_row, alpha, kind)
         else:
-            _forward_rows(*rows.shape, rows, bits(rows), values, *per_row, alpha, kind)
+            _forward_rows(*rows.shape, rows, values, *per_row, alpha, kind)
 
 
 @by_rows
 @njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
 def _forward_rows(
-    start, stop, probs, prob_bits, scores, target, row_scale, loss, alphas, slopes, alpha, kind
+    start, stop, probs, scores, target, row_scale, loss, alphas, slopes, alpha, kind
 ):  # fmt: skip
     n = probs.shape[1]
     real = probs.dtype.type
+    # What is not zero, and where.
+    shares, column = np.empty(n + 1, probs.dtype), np.empty(n + 1, np.int32)
+    values = np.empty(n, probs.dtype)
     for row in range(start, stop):
         right = target[row]
         base = scores[row, right]
@@ -74,17 +86,20 @@ def _forward_rows(
         scale = row_scale[row] if len(row_scale) else real(1.0)
         order = np.float64(alphas[row]) if len(alphas) else alpha
         leads, entropy, mass, bend = 0.0, 0.0, 0.0, 0.0
-        for first in range(0, n, BLOCK):
-            if _all_zero(prob_bits[row, first : first + BLOCK]):
-                continue
-            part = probs[row, first : first + BLOCK]
-            leads += sum_of_distances(part, scores[row, first : first + BLOCK], base)
+        count = pick_above(probs, row, 0, n, real(0.0), real(0.0), shares, column, 0)
+        for i in range(count):
+            values[i] = scores[row, column[i]]
+        for first in range(0, count, BLOCK):
+            last = min(count, first + BLOCK)
+            part = shares[first:last]
+            leads += sum_of_distances(part, values[first:last], base)
             made, more = _sum_entropy(part, order, kind)
             entropy += made
             bend += more
             mass += sum_of(part)
-            if len(row_scale):
-                multiply(part, scale)
+        if len(row_scale):
+            for i in range(count):
+                probs[row, column[i]] = shares[i] * scale
         if len(slopes):
             slopes[row] = -(entropy + bend) / order
         if len(row_scale):
@@ -111,13 +126,13 @@ def _dense_rows(
     n = probs.shape[1]
     real = probs.dtype.type
     for row in range(start, stop):
-        peak = real(-math.inf)
-        for i in range(n):
-            peak = max(peak, scores[row, i])
+        peak, _ = top_of_rest(scores, row, 0)
         origin = peak if -math.inf < peak < math.inf else real(0.0)
         order = np.float64(alphas[row]) if len(alphas) else alpha
         total, mass, apart_entropy, bend = 0.0, 0.0, 0.0, 0.0
         for first in range(0, n, BLOCK):
+            if is_zero(probs, row, first) and is_zero(target, row, first):
+                continue
             part, wanted = probs[row, first : first + BLOCK], target[row, first : first + BLOCK]
             values = scores[row, first : first + BLOCK]
             made, more = _sum_entropy(part, order, kind)
@@ -141,14 +156,6 @@ def _dense_rows(
                 probs[row] = 0.0
             else:
                 multiply(probs[row], row_scale[row])
-
-
-@njit(nogil=True)
-def _all_zero(part_bits):
-    any_bit = part_bits[0]
-    for i in range(len(part_bits)):
-        any_bit |= part_bits[i]
-    return any_bit == 0
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy")

@@ -57,6 +57,7 @@ def _best_rows(start, stop, rows, scale, normalised, values, classes, total):
     # The candidates of a row.
     held = np.empty((1, rows.shape[1] + lanes_of(rows.itemsize)), rows.dtype)
     column = np.empty(rows.shape[1] if k else 0, np.int32)
+    order = np.empty_like(column)
     for row in range(start, stop):
         state = find_peaks(rows, row, peaks)
         log_sum = real(0.0)
@@ -95,20 +96,15 @@ def _best_rows(start, stop, rows, scale, normalised, values, classes, total):
             floor = max(floor, _floor(held, count, k, peaks[-1] * scale - log_sum))
         found = 0
         for i in range(count):
-            if held[0, i] >= floor:
-                found = _insert(values[row], classes[row], found, held[0, i], column[i])
+            held[0, found], column[found] = held[0, i], column[i]
+            found += held[0, i] >= floor
+        _sort(held, column, found, order, values[row], classes[row])
 
 
 @njit(nogil=True, error_model="numpy")
 def _floor(held, n, k, high):
-    """A number that k or more of the first n are no less than, and hardly more; at most ``high``.
-
-    The vector after them is filled up with -inf.
-    """
-    real, lanes = held.dtype.type, lanes_of(held.itemsize)
-    vectors = (n + lanes - 1) // lanes
-    for i in range(n, vectors * lanes):
-        held[0, i] = -math.inf
+    """A number, at most ``high``, that k or hardly more of the first n are no less than."""
+    real, vectors = held.dtype.type, _filled_up(held, n)
     high, depth = real(high), real(1.0)
     low = high
     # Values mostly lie near the largest.
@@ -132,6 +128,32 @@ def _floor(held, n, k, high):
         value = held[0, i]
         least = value if low <= value < least else least
     return least
+
+
+@njit(nogil=True)
+def _filled_up(held, n):
+    """The number of vectors that n numbers take, after the last one has been filled up."""
+    lanes = lanes_of(held.itemsize)
+    vectors = (n + lanes - 1) // lanes
+    for i in range(n, vectors * lanes):
+        held[0, i] = -math.inf
+    return vectors
+
+
+@njit(nogil=True)
+def _sort(held, column, n, order, values, classes):
+    """The best of n numbers and their classes: as many as are no less come before, or are equal."""
+    vectors = _filled_up(held, n)
+    order[:n] = -1
+    # Of equal ones the last comes last.
+    for i in range(n - 1, -1, -1):
+        place = min(count_at_least(held, 0, vectors, held[0, i]), n) - 1
+        while order[place] >= 0:
+            place -= 1
+        order[place] = i
+    for place in range(len(values)):
+        values[place] = held[0, order[place]]
+        classes[place] = column[order[place]]
 
 
 @njit(nogil=True)
