@@ -68,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     option("--lr", type=float, default=1e-3, help="learning rate of Adam (0.001)")
     option("--json", type=Path, required=True, metavar="FILE", help="of the runs; gone on with")
     option("--commit", help="of the source, where git cannot say")
+    option = add("parallel", _parallel, "classes over processes: two beside one, and a mesh of one")
+    option("--json", type=Path, metavar="FILE", help="append a JSON line per figure")
+    option("--commit", help="of the source, where git cannot say")
     add("page", _page, "make pages of docs/ and their pictures from what was recorded")
     option = add("structure", _structure, "figures of simplicity and host time")
     option("--json", type=Path, metavar="FILE", help="append them as a JSON line")
@@ -187,6 +190,13 @@ def _snli(options: argparse.Namespace) -> int:
         options.data, options.json, seeds=options.seeds, settings=snli.Settings(lr=options.lr),
         device=_device(options.device), commit=options.commit,
     )  # fmt: skip
+
+
+def _parallel(options: argparse.Namespace) -> int:
+    from benchmarks import parallel
+
+    _check_file("--json", options.json)
+    return parallel.run(options.json, options.commit)
 
 
 def _structure(options: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +30,30 @@ ONE = ((256, 128, 20_003), (64, 64, 1000))
 REPEATS = 7
 
 
-def run(shapes: Any, json_path: Path | None, commit: str | None) -> int:
-    """Measure, print, and append a JSON line per figure."""
-    for shape in shapes or SHAPES:
-        found = {n: _processes(n, shape) for n in (1, 2)}
-        wrong = abs(found[1]["loss"] - found[2]["loss"])
-        if wrong > 1e-4 * abs(found[1]["loss"]):
-            print(f"two processes: loss off by {wrong:g}", file=sys.stderr)
+def run(json_path: Path | None, commit: str | None) -> int:
+    """Measure, print, and append a JSON line for each figure."""
+    shared = record.environment(torch.device("cpu"), quick=False, at=commit)
+
+    def keep(what: str, shape: Sequence[int], names: str, first: float, second: float) -> None:
+        ratio = first / second if what == "two processes" else second / first
+        sizes = "×".join(map(str, shape))
+        print(f"{what}, {sizes}: {names.format(first, second)}, ratio {ratio:.3f}", flush=True)
+        if json_path is not None:
+            line = {"family": "parallel", "date": record.now(), **shared, "what": what}
+            line |= {"shape": [*shape], "milliseconds": [first, second], "ratio": ratio}
+            with json_path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    for shape in SHAPES:
+        one, two = (_processes(n, shape) for n in (1, 2))
+        if abs(one["loss"] - two["loss"]) > 1e-4 * abs(one["loss"]):
+            print(f"two processes: loss {two['loss']} beside {one['loss']}", file=sys.stderr)
             return 1
-        one, two = found[1]["milliseconds"], found[2]["milliseconds"]
-        print(f"{shape}: one process {one:.1f} ms, two {two:.1f} ms: {one / two:.2f} times faster")
-        _keep(json_path, commit, "two processes", shape, one, two)
+        names = "one process {:.1f} ms, two {:.1f} ms"
+        keep("two processes", shape, names, one["milliseconds"], two["milliseconds"])
     for shape in ONE:
-        plain, spread = _mesh_of_one(shape)
-        print(f"{shape}: plain {plain:.3f} ms, mesh of one {spread:.3f} ms: {spread / plain:.3f}")
-        _keep(json_path, commit, "mesh of one", shape, plain, spread)
+        keep("mesh of one", shape, "plain head {:.3f} ms, spread {:.3f} ms", *_mesh_of_one(shape))
     return 0
-
-
-def _keep(path: Path | None, commit: str | None, what: str, shape: Any, *ms: float) -> None:
-    if path is None:
-        return
-    shared = record.shared_fields(torch.device("cpu"), commit) if hasattr(record, "shared_fields") else {}
-    line = {"what": what, "shape": [*shape], "milliseconds": [*ms], **shared}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def _processes(n: int, shape: Any) -> dict[str, float]:
@@ -61,10 +61,9 @@ def _processes(n: int, shape: Any) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         given = [sys.executable, "-m", "benchmarks.parallel", folder, str(n), *map(str, shape)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-        children = [
-            subprocess.Popen([*given, str(rank)], env=environment) for rank in range(n)
-        ]
-        if any([child.wait() for child in children]):
+        children = [subprocess.Popen([*given, str(rank)], env=environment) for rank in range(n)]
+        codes = [child.wait() for child in children]
+        if any(codes):
             raise OSError("a process of the benchmark failed")
         made: dict[str, float] = json.loads((Path(folder) / "found.json").read_text())
         return made
@@ -77,7 +76,9 @@ def _measure(folder: Path, processes: int, rows: int, width: int, classes: int, 
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=processes
     )
     mesh = dist.device_mesh.init_device_mesh("cpu", (processes,))
-    head = parallel.ClassParallel.build(heads.FullSoftmax, width, classes, mesh=mesh, even_rows=True)
+    head = parallel.ClassParallel.build(
+        heads.FullSoftmax, width, classes, mesh=mesh, even_rows=True
+    )
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, width, generator=generator)
     target = torch.randint(classes, (rows,), generator=generator)
@@ -111,17 +112,16 @@ def _mesh_of_one(shape: Any) -> tuple[float, float]:
             spread = parallel.ClassParallel(heads.FullSoftmax(width, classes), mesh, even_rows=True)
             hidden = torch.randn(rows, width, requires_grad=True)
             target = torch.randint(classes, (rows,))
-            times: dict[Any, list[float]] = {plain: [], spread: []}
+            torch.testing.assert_close(spread(hidden, target), spread.gather()(hidden, target))
+            times: tuple[list[float], list[float]] = [], []
             for _ in range(60):
-                for head in times:
+                for head, found in zip((plain, spread), times, strict=True):
                     begin = time.perf_counter()
                     head.zero_grad()
                     head(hidden, target).backward()
-                    times[head].append(time.perf_counter() - begin)
-            return (
-                1e3 * statistics.median(times[plain][10:]),
-                1e3 * statistics.median(times[spread][10:]),
-            )
+                    found.append(time.perf_counter() - begin)
+            one, other = (1e3 * statistics.median(found[10:]) for found in times)
+            return one, other
         finally:
             dist.destroy_process_group()
 

@@ -160,7 +160,7 @@ def append(path: Path, record: Record) -> None:
 def read(path: Path) -> list[Record]:
     """All records of a file, or of the ``*.jsonl`` files of a folder, in order.
 
-    Lines of ``python -m benchmarks structure`` and ``vectors`` are passed over.
+    Lines of ``python -m benchmarks structure``, ``vectors`` and ``parallel`` are passed over.
 
     Raises:
         ValueError: a line is no record; the message names file and line.
@@ -186,7 +186,7 @@ def _parse(line: str, where: str) -> Record | None:
         values = None
     if not isinstance(values, dict):
         raise ValueError(f"{where}: expected one JSON object, got {line[:60]!r}")
-    if values.get("family") in ("structure", "vectors"):
+    if values.get("family") in ("structure", "vectors", "parallel"):
         return None
     if values.get("family") not in FAMILIES:
         families = ", ".join(FAMILIES)

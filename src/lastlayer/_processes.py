@@ -15,6 +15,13 @@ _GOLDEN = (1.0 + 5.0**0.5) / 2.0
 # What becomes of the gradient of hidden states that all processes have: the sum over them, or for
 # each process its own part of that sum.
 HIDDEN_GRADS = ("sum", "part")
+# torch 2.13 has new names for these; where torch has no processes they are None.
+_all_gather_single: Any = getattr(
+    dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
+)
+_reduce_scatter_single: Any = getattr(
+    dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None)
+)
 # Who hears of each call between processes: its name, and the bytes that this process receives. Not
 # a context variable, which the threads of autograd would not see.
 LISTENERS: list[Callable[[str, float], None]] = []
@@ -50,7 +57,17 @@ def exchanged(
         mine = rows // dist.get_world_size(group) if asked is None else asked[rank]
         for listener in LISTENERS:
             listener("all_to_all", found.nbytes / max(1, rows) * (rows - mine))
-    dist.all_to_all_single(found, sent, asked, told, group=group)
+    if _is_through_host(sent, group):
+        on_host = found.cpu()
+        dist.all_to_all_single(on_host, sent.cpu(), asked, told, group=group)
+        found.copy_(on_host)
+    else:
+        dist.all_to_all_single(found, sent, asked, told, group=group)
+
+
+def _is_through_host(tensor: Tensor, group: Any) -> bool:
+    """Whether a group moves tensors of the CPU alone, as gloo does: for tests on one GPU."""
+    return tensor.device.type != "cpu" and dist.get_backend(group) == "gloo"
 
 
 class Shares(NamedTuple):
@@ -112,10 +129,11 @@ def shares(rows: Tensor, gather: bool | str, group: Any) -> Shares:
 
 def all_gathered(numbers: Tensor, group: Any) -> Tensor:
     """The tensors of all processes, which have the same shape, one after the other."""
-    found = numbers.new_empty(dist.get_world_size(group), *numbers.shape)
     tell("all_gather", numbers.nbytes, group)
-    dist.all_gather(list(found.unbind()), numbers.contiguous(), group=group)
-    return found
+    given = numbers.cpu() if _is_through_host(numbers, group) else numbers
+    found = given.new_empty(dist.get_world_size(group), *given.shape)
+    _all_gather_single(found.view(-1), given.reshape(-1), group=group)
+    return found.to(numbers.device)
 
 
 def gathered(rows: Tensor, of: Shares) -> Tensor:
@@ -129,10 +147,12 @@ def gathered(rows: Tensor, of: Shares) -> Tensor:
 
 def summed(number: Tensor, group: Any) -> Tensor:
     """The sum over processes, without a gradient."""
+    tell("all_reduce", number.nbytes, group)
+    through_host = _is_through_host(number, group)
     total = number.detach().clone(memory_format=torch.contiguous_format)
-    tell("all_reduce", total.nbytes, group)
+    total = total.cpu() if through_host else total
     dist.all_reduce(total, group=group)
-    return total
+    return total.to(number.device)
 
 
 class _Gathered(torch.autograd.Function):
@@ -148,11 +168,14 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         of: Shares = ctx.of
         most = max(of.counts)
-        parts = [_padded(part, most) for part in grad.split(of.counts)]
-        mine = torch.empty_like(parts[0])
-        tell("reduce_scatter", mine.nbytes * len(parts), of.group)
-        dist.reduce_scatter(mine, parts, group=of.group)
-        return mine[: of.counts[of.rank]], None
+        parts = grad.contiguous()
+        if min(of.counts) < most:
+            parts = torch.cat([_padded(part, most) for part in grad.split(of.counts)])
+        tell("reduce_scatter", parts.nbytes, of.group)
+        given = parts.cpu() if _is_through_host(parts, of.group) else parts
+        mine = given.new_empty(most, *given.shape[1:])
+        _reduce_scatter_single(mine.view(-1), given.view(-1), group=of.group)
+        return mine[: of.counts[of.rank]].to(grad.device), None
 
 
 def _padded(rows: Tensor, most: int) -> Tensor:

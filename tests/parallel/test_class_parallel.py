@@ -59,3 +59,8 @@ def test_a_process_that_is_lost_is_named_by_the_others(tmp_path, what):
         run_script(HERE / "fault_process.py", 3, tmp_path, what)
     for rank in (0, 2):
         assert (tmp_path / f"{what} {rank}").read_text() == "named"
+
+
+@pytest.mark.gpu
+def test_two_processes_that_share_a_gpu(tmp_path):
+    run_script(HERE / "gpu_process.py", 2, tmp_path)

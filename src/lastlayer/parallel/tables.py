@@ -64,7 +64,13 @@ def spread_tensor(tensor: Tensor, mesh: Any, layout: Layout | None) -> Any:
     if tensor.is_meta:
         here = Shards.even(mesh.get_group(), tensor.shape[0]).here
         return _from_part(tensor.new_empty(here, *tensor.shape[1:]), mesh, tensor.shape)
-    return distribute_tensor(_in_rows(tensor, layout), mesh, [Shard(0)])
+    rows = _in_rows(tensor, layout)
+    if dist.get_backend(mesh.get_group()) == "gloo" and rows.device.type != "cpu":
+        # It moves tensors of the CPU alone.
+        shared = rows.cpu()
+        dist.broadcast(shared, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
+        return _from_part(cut(shared.to(rows.device), mesh, None), mesh, rows.shape)
+    return distribute_tensor(rows, mesh, [Shard(0)])
 
 
 def cut(values: Tensor, mesh: Any, layout: Layout | None) -> Tensor:
