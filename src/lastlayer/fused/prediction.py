@@ -374,11 +374,16 @@ def entmax_log_probs(scores: Tensor, alpha: float) -> Tensor:
     return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
 
 
-def write_entmax_log_probs(
-    out: Tensor, rows: Tensor, alpha: float, weight: Tensor, bias: Tensor | None
-) -> None:
-    """The same of ``rows @ weight.T + bias`` into contiguous memory."""
-    kernels.entmax.log_("auto", scores_into(out, rows, weight, bias), alpha)
+def write_entmax_log_probs(out: Tensor, rows: Tensor, alpha: float, layer: Layer) -> None:
+    """The same of the scores of a layer into contiguous memory."""
+    # A CPU does it in place; elsewhere the probabilities of some rows are held beside it.
+    step = max(1, rows.shape[0])
+    if rows.device.type != "cpu":
+        step = rows_held(rows, layer.weight.shape[0], layer.chunk_rows)
+    for first in range(0, rows.shape[0], step):
+        part = slice(first, min(first + step, rows.shape[0]))
+        scores = scores_into(part_of(out, part), part_of(rows, part), layer.weight, layer.bias)
+        kernels.entmax.log_("auto", scores, alpha)
 
 
 def log_softmax(scores: Tensor) -> Tensor:

@@ -310,7 +310,7 @@ class EntmaxHead(LinearHead):
         if self.alpha == 1.0:
             super()._write_log_probs(out, rows, *tensors)
         else:
-            write_entmax_log_probs(out, rows, self.alpha, *tensors)
+            write_entmax_log_probs(out, rows, self.alpha, self._layer(*tensors))
 
 
 class TopKSoftmaxHead(LinearHead):

@@ -351,7 +351,7 @@ class MultiLabel(LinearHead):
 
     def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
         if self.loss == "sparsemax":
-            write_entmax_log_probs(out, rows, 2.0, *tensors)
+            write_entmax_log_probs(out, rows, 2.0, self._layer(*tensors))
         elif self.calibrator is None:
             layer = self._layer(*tensors)
             if self.loss == "zlpr":
