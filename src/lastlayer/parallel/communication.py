@@ -226,9 +226,13 @@ class _Made:
 
     def per_row(self, what: str, floats: int, most: int, call: str = "all_gather") -> None:
         """Numbers of each row, in a round for each chunk of rows."""
+        size = floats * self.n * self.float
+        self.add(what, call, size, rounds=self.chunks(most), floats=floats)
+
+    def chunks(self, most: int) -> int:
+        """Chunks of all rows, where a process has at most so many classes."""
         step = rows_at_a_time(getattr(self.head, "chunk_rows", "auto"), self._like, most)
-        rounds = max(1, -(-self.n // step))
-        self.add(what, call, floats * self.n * self.float, rounds=rounds, floats=floats)
+        return max(1, -(-self.n // step))
 
     def loss(self, times: int = 1) -> None:
         self.add("loss", "all_reduce", times * self.float, rounds=times)
@@ -265,10 +269,10 @@ class _Made:
         self.per_row("logsumexp of the top", 1, -(-top // self.ranks))
         if tails:
             # Of a row whose target is in a cluster, with the classes of that one alone.
-            size = self.n * self.float
+            size, chunks = self.n * self.float, self.chunks(-(-max(tails) // self.ranks))
             self.add(
-                "logsumexp of the clusters", "all_gather", size, rounds=len(tails), floats=1,
-                at_most=True,
+                "logsumexp of the clusters", "all_gather", size, rounds=len(tails) + chunks - 1,
+                floats=1, at_most=True,
             )  # fmt: skip
         self.loss(1 + len(tails))
         if head.label_smoothing:
