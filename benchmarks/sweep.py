@@ -58,7 +58,8 @@ NOT_TIMED = {
     ),
     **dict.fromkeys(("Support", "Statistics", "Mixed"), "a tuple of results"),
     **dict.fromkeys(
-        ("attention", "fused", "heads", "optim", "samplers", "trees", "vectors"), "a package"
+        ("attention", "fused", "heads", "optim", "parallel", "samplers", "trees", "vectors"),
+        "a package",
     ),
     **dict.fromkeys(
         ("mixup", "mixup_from_indices", "smooth_labels"), "prepares labels, before the step"

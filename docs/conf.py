@@ -26,7 +26,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_generated"]
 nitpicky = True
 # Classes of torch and Python, whose own documentation is on the network: the build stays offline.
 nitpick_ignore_regex = [
@@ -74,9 +74,11 @@ html_theme_options = {
 
 
 def _draw_pictures(_app: Any) -> None:
+    import class_parallel_tables
     import pictures
 
     pictures.draw_all(HERE / "_generated")
+    class_parallel_tables.write_all(HERE / "_generated")
 
 
 def _trim_code(_app: Any, doctree: nodes.document) -> None:

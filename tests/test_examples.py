@@ -11,18 +11,28 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def run(name, *arguments):
-    """What an example prints."""
+needs_gloo = pytest.mark.skipif(
+    sys.platform == "win32" or not torch.distributed.is_gloo_available(),
+    reason="processes meet through gloo",
+)
+
+
+def run(name, *arguments, processes=None):
+    """What an example prints, in one process or in several that torchrun starts."""
     environment = os.environ | {
         "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
+    launcher = []
+    if processes is not None:
+        launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)
     done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / name, *map(str, arguments)],
+        [sys.executable, "-W", "error", *launcher, EXAMPLES / name, *map(str, arguments)],
         env=environment, capture_output=True, encoding="utf-8", timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -133,6 +143,31 @@ def test_many_labels_are_learned():
     found = float(re.search(r"50 labels: ([\d.]+) of them", printed).group(1))
     # Without the text, the five most frequent labels are about 0.4 of all.
     assert found > 0.6
+
+
+@needs_gloo
+@pytest.mark.parametrize("processes", [None, 2])
+def test_classes_are_spread_over_processes(processes):
+    given = "--classes", 500, "--steps", 40, "--rows", 64
+    printed = run("class_parallel.py", *given, processes=processes)
+    here = 500 // (processes or 1)
+    found = re.findall(rf"has {here} classes; (\d+) of 50 are right", printed)
+    assert len(found) == (processes or 1)
+    assert min(map(int, found)) > 40
+    assert "one process opens it as FullSoftmax" in printed
+
+
+@needs_gloo
+@pytest.mark.parametrize("head", ["full", "sampled"])
+def test_many_classes_are_spread_over_processes(head):
+    given = "--classes", 20_000, "--steps", 2, "--head", head
+    printed = run("class_parallel_10m.py", *given, processes=2)
+    assert len(re.findall(r"process \d: at most [\d.]+ GB", printed)) == 2
+    # The exact softmax sends what the plan says; a sampled one at most that.
+    planned = re.search(r"class-parallel: a step sends ([\d.]+) kB", printed).group(1)
+    for sent in re.findall(r"([\d.,]+) kB received in 6 calls", printed):
+        assert float(sent) <= float(planned) + 0.05
+        assert head == "sampled" or float(sent) == pytest.approx(float(planned), abs=0.1)
 
 
 def test_each_example_says_how_it_is_run():

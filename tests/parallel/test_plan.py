@@ -3,12 +3,15 @@
 import json
 import resource
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 from lastlayer import heads, parallel, samplers, trees
+from lastlayer.parallel.communication import planned_family
+from lastlayer.parallel.families import _FAMILIES
 from tests.processes import needs_processes, run_script
 
 HERE = Path(__file__).parent
@@ -57,6 +60,17 @@ def test_noise_contrastive_sends_vectors_alone():
     (sent,) = [each for each in made.exchanges if each.what == "class vectors"]
     assert sent.nbytes == vectors * (16 + 1) * 4 * 3 / 4
     assert made.floats_per_row == 0
+
+
+def test_the_table_of_the_page_has_every_family(monkeypatch):
+    monkeypatch.syspath_prepend(HERE.parent.parent / "docs")
+    tables = import_module("class_parallel_tables")
+    covered = {type(planned_family(head)) for head, _ in tables._heads().values()}
+    assert covered == {family for _, family in _FAMILIES}
+    lines = tables.exchanges().splitlines()
+    assert lines[2].startswith("| `FullSoftmax`, `SelfNormalized` | 1 | 1 | 28 |")
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+    assert tables.volumes().count("class-parallel |") == len(tables._SIZES) + 1
 
 
 def test_one_process_sends_nothing():

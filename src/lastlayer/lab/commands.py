@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from datetime import datetime
+from fractions import Fraction
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +33,26 @@ PACKAGES = (
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, below runs/.")]
+_PROCESSES = "Several processes"
 Hidden = Annotated[int, typer.Option(min=1, help="Hidden size.")]
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
+
+
+def whole_number(text: Any) -> int:
+    """A count as people write it: 250000, 250k, 1.5M, 1B.
+
+    Example:
+        >>> whole_number("100M"), whole_number("1.5k"), whole_number("1,000")
+        (100000000, 1500, 1000)
+    """
+    found = re.fullmatch(r"(\d[\d_,]*)(\.\d+)?([a-z]?)", str(text).strip().lower())
+    if found is not None and found[3] in _UNITS:
+        number = Fraction(re.sub("[_,]", "", found[1]) + (found[2] or "")) * _UNITS[found[3]]
+        if number.denominator == 1:
+            return int(number)
+    raise typer.BadParameter(
+        f"expected a whole number such as 250000, 250k, 100M or 1B, got {text!r}"
+    )
 
 
 def register(app: typer.Typer) -> None:
@@ -235,18 +255,76 @@ def inspect(options: CompareOptions, hidden: Hidden = 256, as_json: AsJson = Fal
 @_with_options("heads", "task", "device")
 def plan(
     options: CompareOptions,
-    classes: Annotated[int, typer.Option(min=2, help="Number of classes.")],
-    hidden: Hidden,
-    rows: Annotated[int, typer.Option(min=1, help="Targets in a step: batch size times length.")],
+    classes: Annotated[
+        int, typer.Option(parser=whole_number, metavar="N", help="Number of classes, such as 100M.")
+    ],
+    hidden: Annotated[
+        int | None,
+        typer.Option(min=1, help="Hidden size; 512 with --ranks.", show_default=False),
+    ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole_number, metavar="N", show_default=False,
+            help="Targets in a step: batch size times length; with --ranks of each process, 1024.",
+        ),
+    ] = None,
     seconds: Annotated[
         float, typer.Option(min=0.0, help="For measuring, all heads together.")
     ] = 60.0,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default=False, rich_help_panel=_PROCESSES,
+            help="Count instead what heads cost over so many processes: with DDP, FSDP2 and "
+            "class-parallel. Nothing is measured; without --head, of the full softmax.",
+        ),
+    ] = None,
+    memory: Annotated[
+        float,
+        typer.Option(
+            help="Gigabytes of a process that the head may take.", rich_help_panel=_PROCESSES
+        ),
+    ] = 80.0,
+    gbps: Annotated[
+        float | None,
+        typer.Option(
+            show_default=False, rich_help_panel=_PROCESSES,
+            help="Bandwidth of a process in gigabits per second, for times of the traffic.",
+        ),
+    ] = None,
+    slots: Annotated[
+        int,
+        typer.Option(
+            min=0, rich_help_panel=_PROCESSES,
+            help="Numbers per parameter that the optimiser keeps; 2 of Adam.",
+        ),
+    ] = 2,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="float32|bfloat16|float16", rich_help_panel=_PROCESSES,
+            help="Of parameters and hidden states.",
+        ),
+    ] = "float32",
     as_json: AsJson = False,
-) -> None:
-    """Time and memory of a training step of each head at a size, measured here."""
+) -> None:  # fmt: skip
+    """Time and memory of a training step of each head at a size, measured here.
+
+    With --ranks: memory and traffic of heads over several processes, counted.
+    """
     console = Console()
     with refusals():
         settled = options.settled()
+        if ranks is not None:
+            _plan_processes(
+                settled, console, as_json, classes, hidden or 512, 1024 if rows is None else rows,
+                ranks, memory=memory, gbps=gbps, optimizer_slots=slots, dtype=dtype,
+            )  # fmt: skip
+            return
+        if hidden is None or rows is None:
+            name = "hidden" if hidden is None else "rows"
+            raise LabError(f"--{name}: expected a number without --ranks, got none")
 
         from lastlayer.lab import costs
         from lastlayer.lab.machine import device_named
@@ -264,6 +342,24 @@ def plan(
         typer.echo(json.dumps({**sizes, "heads": [each.as_json() for each in planned]}, indent=2))
     else:
         costs.render_plan(planned, console)
+
+
+def _plan_processes(
+    settled: Any, console: Console, as_json: bool, *sizes: int, **given: Any
+) -> None:
+    from lastlayer.lab.process_plan import plan_processes, render_processes
+
+    # A plan for other machines: without a word of the device it is for their GPUs.
+    device = "cpu" if settled.device == "cpu" else "cuda"
+    found = plan_processes(
+        *sizes, task=settled.task or "lm", heads=tuple(settled.heads), device=device, **given
+    )
+    if as_json:
+        named = dict(zip(("classes", "hidden", "rows", "ranks"), sizes, strict=True))
+        made = {**named, "device": device, "heads": [each.as_json() for each in found]}
+        typer.echo(json.dumps(made, indent=2))
+    else:
+        render_processes(found, console)
 
 
 def show(

@@ -178,6 +178,7 @@ def communication(
         made.add("number of rows", "all_gather", 2 * ID)
     if moves_vectors(family, ranks, rows, shared, targets):
         made.sampled(asked, targets)
+        made.shared_parameters(family)
         return made.finished()
     size = made.hidden_bytes
     if not shared:
@@ -196,10 +197,7 @@ def communication(
         made.tree()
     call = "all_reduce" if shared else "reduce_scatter"
     made.add("gradient of hidden", call, size, when="backward")
-    names = {*family.names}
-    for name, each in head.named_parameters():
-        if name not in names and each.requires_grad:
-            made.add(f"gradient of {name}", "all_reduce", each.nbytes, when="backward")
+    made.shared_parameters(family)
     return made.finished()
 
 
@@ -229,12 +227,16 @@ class _Made:
 
     def per_row(self, what: str, floats: int, most: int, when: str = "forward") -> None:
         """Numbers of each row, in a round for each chunk of rows."""
-        step = rows_at_a_time(getattr(self.head, "chunk_rows", "auto"), self._like, most)
-        rounds, size = max(1, -(-self.n // step)), floats * self.n * self.float
+        size = floats * self.n * self.float
         if when == "backward":
             # Known by then, and made again.
             floats = 0
-        self.add(what, "all_gather", size, when=when, rounds=rounds, floats=floats)
+        self.add(what, "all_gather", size, when=when, rounds=self.chunks(most), floats=floats)
+
+    def chunks(self, most: int) -> int:
+        """Chunks of all rows, where a process has at most so many classes."""
+        step = rows_at_a_time(getattr(self.head, "chunk_rows", "auto"), self._like, most)
+        return max(1, -(-self.n // step))
 
     def loss(self, times: int = 1) -> None:
         self.add("loss", "all_reduce", times * self.float, rounds=times)
@@ -271,10 +273,10 @@ class _Made:
         self.per_row("logsumexp of the top", 1, -(-top // self.ranks))
         if tails:
             # Of a row whose target is in a cluster, with the classes of that one alone.
-            size = self.n * self.float
+            size, chunks = self.n * self.float, self.chunks(-(-max(tails) // self.ranks))
             self.add(
-                "logsumexp of the clusters", "all_gather", size, rounds=len(tails), floats=1,
-                at_most=True,
+                "logsumexp of the clusters", "all_gather", size, rounds=len(tails) + chunks - 1,
+                floats=1, at_most=True,
             )  # fmt: skip
         self.loss(1 + len(tails))
         if head.label_smoothing:
@@ -308,6 +310,13 @@ class _Made:
         self.add("loss and number of rows", "all_reduce", 2 * self.float)
         if self.shared:
             self.add("gradient of hidden", "all_reduce", self.hidden_bytes, when="backward")
+
+    def shared_parameters(self, family: Family) -> None:
+        """Gradients of parameters that all processes have alike."""
+        names = {*family.names}
+        for name, each in self.head.named_parameters():
+            if name not in names and each.requires_grad:
+                self.add(f"gradient of {name}", "all_reduce", each.nbytes, when="backward")
 
     def looked_up(self, classes: int, *, at_most: bool) -> None:
         """So many rows of the tables, asked for and sent; gradients go back."""

@@ -208,8 +208,8 @@ def plan(
               \text{class-parallel: } 2 f N D b + 4 N (P - 1)
 
     are bytes that a process receives in a step of a softmax, with :math:`f = (P - 1) / P`,
-    W the bytes of the head and N rows of all processes. So class-parallel sends less while
-    :math:`N < V`, whatever the hidden size, and DDP while the classes are few.
+    W the bytes of the head and N rows of all processes. So class-parallel sends less than DDP while
+    :math:`N < V`, whatever the hidden size, as long as P is small beside 2 D.
 
     It counts and measures nothing; a head on the meta device will do, and no memory is taken. Of
     layouts that fit, the one with the fewest bytes is taken, and of these the simplest.
