@@ -65,6 +65,8 @@ def _meet(rank: int, processes: int, folder: Path) -> None:
     # Of torch's own code.
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*torch.distributed.*|.*single process.*")
+    # torch 2.11 says so of every sparse tensor, also where the checks are explicitly off.
+    warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / f"meeting of {processes}"
     torch.distributed.init_process_group(
