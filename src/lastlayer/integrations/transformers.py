@@ -549,8 +549,8 @@ def _made(head: Any, layer: torch.nn.Linear, shape: Shape, options: dict[str, An
     unknown = given.keys() - taken.keys() - starts
     if unknown and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         raise TypeError(
-            f"{min(unknown)}: expected an option of {cls.__name__}, which has "
-            f"{', '.join(taken)}, got {given[min(unknown)]!r}"
+            f"{min(unknown)}: expected an option of {cls.__name__}, got another; it has "
+            f"{', '.join(each for each in taken if each not in ('in_features', 'n_classes'))}"
         )
     if issubclass(cls, LinearHead):
         _check_shape(cls, shape, given)
