@@ -1,16 +1,11 @@
 """Processes that share a batch, under DDP and under FSDP2: they compute what one process does.
 
-``python distributed_process.py PROCESSES FILE FOLDER HEAD...``; says what is wrong and fails.
-Processes are forked before any of them has used torch, which is then imported once. Shards that
-were saved in FOLDER by another number of processes are loaded from there.
+``python distributed_process.py PROCESSES FOLDER HEAD...``; says what is wrong and fails. Shards
+that were saved in FOLDER by another number of processes are loaded from there.
 """
 
 import copy
-import os
 import re
-import sys
-import traceback
-import warnings
 from pathlib import Path
 
 import pytest
@@ -27,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lastlayer import fused, heads
 from tests.heads.every_head import LABELS, OWN_DRAWS, SPARSE, WIDTH, batch, make
+from tests.processes import main
 
 INPUT, ROWS = 5, 8
 
@@ -192,13 +188,7 @@ def check_refusals() -> None:
         model.head.topk(hidden, 2)
 
 
-def process(rank: int, processes: int, file: str, folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    # Of torch's own code.
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*torch.distributed.*|.*single process.*")
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=processes)
+def process(rank: int, processes: int, folder: Path, *names: str) -> None:
     for name in names:
         try:
             check_ddp(name, rank, processes, sparse=False)
@@ -209,28 +199,7 @@ def process(rank: int, processes: int, file: str, folder: Path, names: list[str]
         except Exception as wrong:
             raise AssertionError(f"rank {rank}, {name}: {wrong}") from wrong
     check_refusals()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    processes, file, folder, names = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
-    children = []
-    for rank in range(processes):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                process(rank, processes, file, folder, names)
-                code = 0
-            except BaseException:  # noqa: BLE001 — a child must not go on as its parent
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children))
 
 
 if __name__ == "__main__":
-    main()
+    main(process)

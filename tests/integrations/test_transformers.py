@@ -463,7 +463,7 @@ def test_only_the_plain_softmax_looks_like_a_linear_layer():
         layer = swap_head(make(), name, **options).get_output_embeddings()
         assert not hasattr(layer, "weight")
         with pytest.raises(
-            AttributeError, match=r"weight: the output layer is a .*head_of\(model\)"
+            AttributeError, match=r"weight: expected .* softmax of a linear .*head_of\(model\)"
         ):
             _ = layer.weight
 
@@ -494,6 +494,28 @@ def test_generation_by_the_head_stops_and_pads():
     options["eos_token_id"] = int(free[0, ids.shape[1]])
     by_head = {"custom_generate": generate_with(head_of(model))}
     assert torch.equal(model.generate(ids, **options, **by_head), model.generate(ids, **options))
+
+
+def test_generation_by_the_head_streams_its_tokens():
+    _, model = pair()
+    ids, _ = tokens(rows=1)
+    usual = {"max_new_tokens": 3, "attention_mask": torch.ones_like(ids), "do_sample": False}
+
+    class Streamer:
+        def __init__(self):
+            self.seen, self.ended = [], False
+
+        def put(self, values):
+            self.seen += values.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    stock, own = Streamer(), Streamer()
+    model.eval().generate(ids, **usual, streamer=stock)
+    model.generate(ids, **usual, custom_generate=generate_with(head_of(model), streamer=own))
+    assert own.seen == stock.seen
+    assert own.ended
 
 
 @pytest.mark.parametrize("name", ["full", "entmax", "hierarchical"])
@@ -538,6 +560,10 @@ def test_counts_tokens():
         ValueError, match="dataset: expected token ids from 0 to 3, got 4 in example 1"
     ):
         count_tokens([[3], [4]], 4)
+    with pytest.raises(TypeError, match=r"dataset: expected integer .*float32 in example 1"):
+        count_tokens([[], [1.5]], 4)
+    with pytest.raises(ValueError, match="column: expected one of 'text', got 'input_ids'"):
+        count_tokens([{"text": [1]}], 4)
 
 
 class Odd(transformers.LlamaForCausalLM):
@@ -602,6 +628,8 @@ def test_models_that_cannot_be_swapped_are_named_with_the_reason():
         ("full", {"logits": "sometimes"}, "logits: expected"),
         ("full", {"statistics": 1}, "statistics: expected True or False"),
         ("full", {"n_classes": 3}, "n_classes: expected none"),
+        ("full", {"logit": "eval"}, "logit: expected an option of FullSoftmax, .* it has"),
+        (heads.AdaptiveSoftmax, {"k": 3}, "k: expected an option of Adaptive.* cutoffs"),
         (heads.FullSoftmax(D + 1, N), {}, f"head: expected in_features={D}"),
         (heads.FullSoftmax(D, N + 1), {}, f"head: expected n_classes={N}"),
         (heads.FullSoftmax(D, N, dtype=torch.float64), {}, "head: expected parameters on cpu"),
@@ -635,11 +663,19 @@ def test_a_cap_that_a_head_cannot_have_is_not_dropped():
         model.forward(input_ids=ids)
 
 
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_labels_that_are_no_class_are_an_error(name, statistics):
+    model = swap_head(make(), name, statistics=statistics, **HEADS[name])
+    ids, _ = tokens()
+    for wrong in (N, -1):
+        with pytest.raises(ValueError, match=f"target: expected .* {N - 1}, .*got {wrong} at"):
+            model(input_ids=ids, labels=torch.full_like(ids, wrong))
+
+
 def test_bad_labels():
     _, swapped = pair()
     ids, _ = tokens()
-    with pytest.raises(ValueError, match=f"target: expected .*{N}"):
-        swapped(input_ids=ids, labels=torch.full_like(ids, N))
     with pytest.raises(ValueError, match=r"labels: expected shape \(3, 9\)"):
         swapped(input_ids=ids, labels=ids[:, :5])
     with pytest.raises(RuntimeError, match=r"call model\(\.\.\.\), not model\.forward"):

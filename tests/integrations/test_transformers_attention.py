@@ -138,6 +138,15 @@ def test_what_softmax_alone_can_do_is_refused():
         register_attention("test_wrong", alpha=0.3)
 
 
+@pytest.mark.parametrize("name", ["sdpa", "eager", None, 3])
+def test_attention_of_transformers_is_not_replaced(name):
+    before = {**transformers.AttentionInterface()}
+    with pytest.raises(ValueError, match=f"name: expected a string .* got {name!r}"):
+        register_attention(name)
+    assert {**transformers.AttentionInterface()} == before
+    assert register_attention("test_softmax", alpha=1.0) == "test_softmax"
+
+
 def test_continuous_batching_is_refused():
     """As the docs say; where it works one day, they and this test change."""
     register_attention("lastlayer_entmax")

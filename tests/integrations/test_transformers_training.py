@@ -244,6 +244,34 @@ def test_adapters_that_cannot_be_fused_are_refused(texts):
         with_adapters(swap_head(make(), "entmax"), target_modules=["lm_head"])
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_trl_trains_the_softmax_and_stops_at_other_heads(tmp_path):
+    trl, datasets = (pytest.importorskip(each) for each in ("trl", "datasets"))
+    words = {f"w{i}": i for i in range(N)}
+    from tokenizers import Tokenizer, models
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w1")),
+        pad_token="w0", eos_token="w2", unk_token="w1",
+    )  # fmt: skip
+    rows = torch.randint(3, N, (8, 8)).tolist()
+    data = datasets.Dataset.from_list([{"input_ids": row} for row in rows])
+    arguments = trl.SFTConfig(
+        str(tmp_path), max_steps=2, learning_rate=0.1, optim="sgd", report_to=[], use_cpu=True,
+        bf16=False, save_strategy="no", logging_strategy="no", disable_tqdm=True,
+        gradient_checkpointing=False, dataloader_pin_memory=False,
+    )  # fmt: skip
+
+    def train(model):
+        trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer).train()
+        return model
+
+    assert furthest(train(swap_head(make(), "full")), train(make())) == 0.0
+    for name, options in (("entmax", {}), ("hierarchical", {"counts": range(1, N + 1)})):
+        with pytest.raises(AttributeError, match="weight: expected an output layer that is the"):
+            train(swap_head(make(), name, **options))
+
+
 @pytest.fixture
 def batch():
     ids = torch.randint(3, N, (4, 6))

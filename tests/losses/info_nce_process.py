@@ -1,31 +1,26 @@
 """Processes that share a batch: their averaged gradients are those of one process with all of it.
 
-``python info_nce_process.py PROCESSES FILE SEED``; says what is wrong and fails. Processes are
-forked before any of them has used torch, which is then imported once.
+``python info_nce_process.py PROCESSES FOLDER SEED``; says what is wrong and fails.
 """
 
 import itertools
-import os
-import sys
-import traceback
+from pathlib import Path
 
 import torch
 from torch import distributed as dist
 
 from lastlayer.losses.contrastive import info_nce
 from lastlayer.losses.queue import NegativeQueue
+from tests.processes import main
 
 UNEVEN, EVEN = (5, 3, 0, 4), (3, 3, 3, 3)
 MORE = (2, 0, 3, 1)
 INPUT, WIDTH = 7, 5
 
 
-SEED = 0
-
-
-def parameters() -> list[torch.Tensor]:
+def parameters(seed: int) -> list[torch.Tensor]:
     """Two encoders and a temperature, the same everywhere."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     encoders = [torch.randn(INPUT, WIDTH, dtype=torch.float64) for _ in range(2)]
     return [p.requires_grad_() for p in (*encoders, torch.tensor(0.3, dtype=torch.float64))]
 
@@ -35,10 +30,10 @@ def part(counts: tuple[int, ...], rank: int) -> slice:
     return slice(first, first + counts[rank])
 
 
-def run(inputs, mine, further, gather, options):
+def run(inputs, mine, further, gather, options, seed):
     """Loss and gradients with the rows ``mine`` of the batch."""
     query, key, negatives, own_negatives, groups, key_groups, negative_groups = inputs
-    first, second, temperature = leaves = parameters()
+    first, second, temperature = leaves = parameters(seed)
     given = dict(options)
     kind = given.pop("groups", None)
     if kind is not None:
@@ -74,23 +69,23 @@ def cases():
     yield True, dict(symmetric=True, reduction="none")
 
 
-def compare(rank: int, processes: int, gather, options) -> None:
+def compare(rank: int, processes: int, gather, options, seed: int) -> None:
     counts = EVEN if gather == "even" else UNEVEN
-    torch.manual_seed(SEED + 1)
+    torch.manual_seed(seed + 1)
     n, m = sum(counts), sum(MORE)
     shapes = (n,), (n,), (m,), (n, 2)
     inputs = [torch.randn(*shape, INPUT, dtype=torch.float64) for shape in shapes]
     inputs += [torch.randint(3, (k,)) for k in (n, n, m)]
     shared = options.get("gather_negatives") is False
     further = slice(None) if shared else part(MORE, rank)
-    loss, gradients = run(inputs, part(counts, rank), further, gather, options)
+    loss, gradients = run(inputs, part(counts, rank), further, gather, options, seed)
     one_each = options.get("reduction") == "none"
     for each in gradients:
         dist.all_reduce(each)
         # Losses that each process adds up itself are not those of an average.
         each.div_(1 if one_each else processes)
     alone = {name: value for name, value in options.items() if name != "gather_negatives"}
-    expected_loss, expected = run(inputs, slice(None), slice(None), False, alone)
+    expected_loss, expected = run(inputs, slice(None), slice(None), False, alone, seed)
     if one_each:
         expected_loss = expected_loss[part(counts, rank)]
     torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
@@ -107,38 +102,14 @@ def check_queue(rank: int) -> None:
     assert torch.equal(queue.keys(), keys), queue.keys()
 
 
-def process(rank: int, processes: int, file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=processes)
+def process(rank: int, processes: int, _folder: Path, seed: str) -> None:
     for gather, options in cases():
         try:
-            compare(rank, processes, gather, options)
+            compare(rank, processes, gather, options, int(seed))
         except AssertionError as wrong:
             raise AssertionError(f"rank {rank}, gather={gather}, {options}: {wrong}") from wrong
     check_queue(rank)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    global SEED
-    processes, file, SEED = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    children = []
-    for rank in range(processes):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                process(rank, processes, file)
-                code = 0
-            except BaseException:  # noqa: BLE001 — a child must not go on as its parent
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children))
 
 
 if __name__ == "__main__":
-    main()
+    main(process)

@@ -62,7 +62,8 @@ class Call:
         if tuple(target.shape) != shape:
             raise ValueError(
                 f"labels: expected shape {shape}, that of the hidden states that reach the output "
-                f"layer, got {tuple(target.shape)}; give one label per token"
+                f"layer, got {tuple(target.shape)}; give one label per token, or per text to a "
+                "classifier"
             )
         return target.to(hidden.device)
 
@@ -198,11 +199,12 @@ class ScoreHead(OutputLayer):
         if isinstance(self.head, MultiLabel):
             return self._loss_of_labels(hidden, self.head, call)
         target = call.target_of(hidden)
+        reduction = "mean" if call.n_items is None else "sum"
+        loss = self._reduced(hidden, target, reduction=reduction)
         if call.with_statistics:
+            # After the loss, which checks the labels.
             call.known = known_of(self.head, hidden, target)
-        if call.n_items is None:
-            return self._reduced(hidden, target, reduction="mean")
-        return self._reduced(hidden, target, reduction="sum") / on_device(call.n_items, hidden)
+        return loss if call.n_items is None else loss / on_device(call.n_items, hidden)
 
     def _loss_of_labels(self, hidden: Tensor, head: MultiLabel, call: Call) -> Tensor:
         labels: Any = call.target
@@ -234,8 +236,8 @@ class ScoreHead(OutputLayer):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
-                f"weight: the output layer is a {type(self.head).__name__}, which is not the "
-                "softmax of a linear layer; head_of(model) has its parameters"
+                f"weight: expected an output layer that is the softmax of a linear layer, got "
+                f"{type(self.head).__name__}; head_of(model) has its parameters"
             )
         return super().__getattr__(name)
 

@@ -218,8 +218,16 @@ def count_tokens(dataset: Iterable[Any], vocab_size: int, *, column: str = "inpu
     """
     counts = torch.zeros(check_int("vocab_size", vocab_size), dtype=torch.int64)
     for number, example in enumerate(dataset):
-        given = example[column] if isinstance(example, dict) else example
-        ids = torch.as_tensor(given, dtype=torch.int64).flatten()
+        if isinstance(example, dict) and column not in example:
+            raise ValueError(
+                f"column: expected one of {', '.join(map(repr, example))}, got {column!r}"
+            )
+        ids = torch.as_tensor(example[column] if isinstance(example, dict) else example).flatten()
+        if len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool):
+            raise TypeError(
+                f"dataset: expected integer token ids, got {ids.dtype} in example {number}"
+            )
+        ids = ids.long()
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
             raise ValueError(
                 f"dataset: expected token ids from 0 to {vocab_size - 1}, got "
@@ -229,7 +237,7 @@ def count_tokens(dataset: Iterable[Any], vocab_size: int, *, column: str = "inpu
     return counts
 
 
-def generate_with(head: Head) -> Callable[..., Any]:
+def generate_with(head: Head, *, streamer: Any = None) -> Callable[..., Any]:
     """For ``model.generate(custom_generate=…)``: tokens from a head, without all log-probabilities.
 
     Greedy search is ``head.topk`` of one; sampling without ``top_k`` is ``head.sample``, and with
@@ -238,6 +246,8 @@ def generate_with(head: Head) -> Callable[..., Any]:
 
     Args:
         head: such as ``head_of(model)``.
+        streamer: gets the prompt and each token, as that of ``generate`` does. Give it here:
+            ``generate`` keeps its own from functions that are given to it.
 
     Example:
         .. code-block:: python
@@ -265,7 +275,6 @@ def generate_with(head: Head) -> Callable[..., Any]:
         stopping_criteria: Any,
         generation_config: Any,
         synced_gpus: bool = False,
-        streamer: Any = None,
         **model_kwargs: Any,
     ) -> Tensor:
         _check_generation(model, logits_processor, generation_config, synced_gpus)
@@ -274,6 +283,8 @@ def generate_with(head: Head) -> Callable[..., Any]:
         stops = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
         going = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
         first = True
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
         while bool(going.any()):
             step = None if first or not model_kwargs.get("use_cache") else 1
             inputs = model.prepare_inputs_for_generation(
@@ -533,6 +544,14 @@ def _made(head: Any, layer: torch.nn.Linear, shape: Shape, options: dict[str, An
         wanted = {"n_classes": n_classes, "in_features": in_features}[name]
         if given.pop(name, wanted) != wanted:
             raise TypeError(f"{name}: expected none, since it follows from the model")
+    # A tree takes counts for the start of its biases alone.
+    starts: set[str] = {"counts"} if hasattr(cls, "init_from_linear") else set()
+    unknown = given.keys() - taken.keys() - starts
+    if unknown and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        raise TypeError(
+            f"{min(unknown)}: expected an option of {cls.__name__}, got another; it has "
+            f"{', '.join(each for each in taken if each not in ('in_features', 'n_classes'))}"
+        )
     if issubclass(cls, LinearHead):
         _check_shape(cls, shape, given)
         return cls.from_linear(layer, **given)

@@ -43,6 +43,14 @@ def register_attention(name: str = "lastlayer_entmax", *, alpha: float = 1.5) ->
             'register_attention needs transformers 5.10 or newer: pip install "lastlayer[hf]"'
         ) from error
 
+    given: Any = name
+    own = getattr(AttentionInterface().get(name), "__module__", None) == __name__
+    if not isinstance(given, str) or (name in ("eager", *AttentionInterface()) and not own):
+        raise ValueError(
+            f"name: expected a string that names no attention of Transformers yet, got {name!r}; "
+            "models that use that one would be changed"
+        )
+
     def attend(
         module: torch.nn.Module,
         query: Tensor,
