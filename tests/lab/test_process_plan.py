@@ -56,9 +56,7 @@ def test_what_needs_a_table_of_all_classes_has_a_reason(head):
 
 
 def test_the_spec_counts():
-    (few, many) = plan_processes(
-        10**6, 16, 8, 4, heads=["nce:n_samples=10", "nce:n_samples=1000"]
-    )
+    (few, many) = plan_processes(10**6, 16, 8, 4, heads=["nce:n_samples=10", "nce:n_samples=1000"])
     few, many = (each.plan["class-parallel"] for each in (few, many))
     assert many.nbytes > 10 * few.nbytes
 

@@ -62,7 +62,7 @@ HEADS = {
     "partition": (0, _target),
     # More draws than rows: these travel, and each process compares them with its draws.
     "sampled": (
-        2, lambda **g: heads.SampledSoftmax(WIDTH, N_CLASSES, samplers.Uniform(N_CLASSES), 12, **g),
+        2, lambda **g: heads.SampledSoftmax(WIDTH, N_CLASSES, samplers.Uniform(N_CLASSES), 30, **g),
     ),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from lastlayer import heads, parallel
 from lastlayer.parallel import faults
 from tests.processes import main
 
-LOST, SECONDS, GRACE = 1, 2, 1.0
+LOST, SECONDS, GRACE = 1, 4, 2.0
 
 
 def process(rank: int, processes: int, folder: Path, what: str) -> None:

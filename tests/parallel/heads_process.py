@@ -39,11 +39,15 @@ MORE = {
         heads.DifferentiatedSoftmax, WIDTH, [(6, 7), (17, 4)], variant="projections",
         label_smoothing=0.1,
     ),
+    # So many draws that rows travel.
+    "many draws": partial(
+        heads.SampledSoftmax, WIDTH, N_CLASSES, COUNTED, 22, unique=True, bias=False
+    ),
     "noise, learned": partial(
         heads.NoiseContrastive, WIDTH, N_CLASSES, COUNTED, 6, log_z="learned"
     ),
     "classic": partial(
-        heads.SampledSoftmax, WIDTH, N_CLASSES, COUNTED, 6, correction="classic", temperature=0.7
+        heads.SampledSoftmax, WIDTH, N_CLASSES, COUNTED, 22, correction="classic", temperature=0.7
     ),
     "bce": partial(heads.MultiLabel, WIDTH, N_CLASSES, "bce", label_smoothing=0.1),
     "asymmetric": partial(heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric"),

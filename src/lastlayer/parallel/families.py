@@ -252,8 +252,10 @@ class SampledFamily(LinearFamily):
             return False
         # What the rows of all processes are compared with here: a softmax over one target each.
         by_rows = isinstance(head, SampledSoftmax) and not head.n_head and not several
-        vectors = head._classes_per_step() + max(counts)
-        self._rows_travel = by_rows and len(counts) > 1 and vectors > sum(counts)
+        vectors, total, processes = head._classes_per_step() + max(counts), sum(counts), len(counts)
+        # Numbers that a process receives each way: with rows their logsumexp of every process too.
+        dearer = vectors * head.in_features > total * (head.in_features + processes)
+        self._rows_travel = by_rows and processes > 1 and dearer
         return not self._rows_travel
 
     def compare(
