@@ -48,6 +48,7 @@ def layers(options, **more):
     return ours, theirs
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("need_weights", [True, False])

@@ -58,6 +58,7 @@ def test_torchs_code_computes_the_same_or_is_marked(spec):
         assert driver.relative_error(one[name], other[name]) > 1e-6
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", sweep_heads.recipes())
 @pytest.mark.parametrize("call", sweep_heads.CALLS)
 def test_calls_of_heads_are_verified(name, call):

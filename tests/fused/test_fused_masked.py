@@ -95,6 +95,7 @@ def test_a_masked_target_costs_infinity_and_has_a_gradient(name, dtype):
         assert float((one.double() - other).norm() / other.norm()) <= WITHIN[dtype]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "all options"])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
@@ -110,6 +111,7 @@ def test_a_masked_target_of_weight_zero_counts_nothing(name, dtype, reduction):
     assert (made[0][2] == 0).all()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("weighted", [False, True])

@@ -28,6 +28,7 @@ def rows(n, dtype, scale, device, count=24):
     return probs.to(device), torch.randn(count, n).to(dtype).to(device), alpha.to(device)
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", SIZES)

@@ -61,6 +61,7 @@ def check(function, scores, target, row_scale, alpha, within):
     assert (kept.double() - gradient).abs().max() <= within * 1.2
 
 
+@pytest.mark.thin(3)
 @with_each_alpha
 @pytest.mark.parametrize("dtype", few(DTYPES, torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("scale", few([0.0, 0.01, 1.0, 100.0], 0.01, 100.0))

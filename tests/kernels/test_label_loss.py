@@ -95,6 +95,7 @@ def check(impl, case, kind, focus=True):
     assert torch.equal(counts.cpu(), some.cpu())
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @with_each_kind
 @with_each_label
@@ -104,6 +105,7 @@ def test_losses_and_gradients_are_those_of_float64(impl, kind, labels):
         check(impl, problem(labels, 4, 70, device=device, mask=mask), kind)
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @with_each_kind
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,6 +160,7 @@ def test_infinite_scores(impl, kind):
         assert gradient.isfinite().all()
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @with_each_kind
 @with_each_label
@@ -188,6 +191,7 @@ def test_what_does_not_count_may_be_anything(impl, kind):
             assert torch.equal(one, other)
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @with_each_kind
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -65,6 +65,7 @@ def test_the_best_are_those_of_a_sort(impl, n, n_classes, form):
     assert error(nothing[2], torch.where(broken, math.nan, sums), 1e-5) < 1
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("n", "n_classes"), [(5, 7), (7, 65), (3, 1003)])
 def test_the_best_by_blocks(n, n_classes, monkeypatch):
     """Wide rows are read block by block."""
@@ -109,6 +110,7 @@ def test_order_is_that_of_rounded_log_probabilities(impl):
     assert set(better.nonzero().squeeze(-1).tolist()) <= set(classes[0].tolist())
 
 
+@pytest.mark.thin(3)
 @draws_of
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "n_classes"), few(SHAPES, (5, 7), (3, 1003)))
@@ -199,6 +201,7 @@ def test_threads_do_not_matter():
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_slabs_of_classes(form):
     """As of all scores at once, where a slab of them is held at a time."""

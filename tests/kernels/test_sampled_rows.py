@@ -67,6 +67,7 @@ def expected(scores, offset, ids, target, shift, exact, factor, n_exact, logisti
 CASES = list(itertools.product((False, True), (False, True), (False, True)))
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @pytest.mark.parametrize(("logistic", "drop", "average"), CASES)
 @pytest.mark.parametrize(

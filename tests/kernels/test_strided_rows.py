@@ -69,6 +69,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)

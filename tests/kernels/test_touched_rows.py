@@ -38,6 +38,7 @@ def test_adagrad(impl, dtype, shape):
     close(total, exact[1], wide)
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -29,12 +29,14 @@ def path(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("k", few([1, 5, 100], 5))
 def test_every_path(path, k, device):
     for n in few([1, 130], 130):
         check_topk("triton", rows(n, device=device), k)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", few([torch.float16, torch.bfloat16], torch.bfloat16))
 def test_half_precision(path, dtype, device):
     check_topk("triton", rows(100, dtype, device), 20)
@@ -79,6 +81,7 @@ def test_wide_rows_on_a_gpu(n):
         check_topk("triton", rows(n, device="cuda"), k)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_loss_by_every_path(path, dtype, device):
     for k in few([1, 5, 100], 5):

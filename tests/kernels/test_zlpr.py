@@ -107,6 +107,7 @@ def check(impl, case):
     assert torch.equal(counts.cpu(), some.cpu()[: len(losses) if case.mask is not None else 0])
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mask", [None, "each", "shared"])
@@ -114,6 +115,7 @@ def test_losses_and_gradients_are_those_of_float64(impl, kind, mask):
     check(impl, problem(kind, 4, 70, device=place(impl), mask=mask))
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,6 +123,7 @@ def test_dtypes(impl, kind, dtype):
     check(impl, problem(kind, 3, 40, dtype, place(impl, dtype), mask="each"))
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1e-3, 30.0, 3e3])
@@ -129,6 +132,7 @@ def test_scores_of_any_size(impl, kind, size):
     check(impl, problem(kind, 5, 50, device=place(impl), size=size, mask="each"))
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n_rows", "n"), [(1, 1), (5, 3), (2, 2049), (1, 20_000)])
@@ -281,6 +285,7 @@ def test_sums(impl, dtype, n, labels):
     assert nothing.shape == (0,)
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @with_each_dtype
 @with_each_size
@@ -305,6 +310,7 @@ def logistic(impl, scores, scale, smoothing):
     return label_loss.slab_(impl, scores, 0.0, 0.0, 0.0, True, smoothing, scale)
 
 
+@pytest.mark.thin(3)
 @every_implementation
 @with_each_dtype
 @with_each_size

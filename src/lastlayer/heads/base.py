@@ -22,6 +22,7 @@ from lastlayer._checks import (
     check_reduction,
     check_scores,
 )
+from lastlayer._processes import is_dtensor
 from lastlayer._tables import TabledModule
 from lastlayer._torch import (
     accumulation_dtype,
@@ -50,7 +51,6 @@ from lastlayer.fused.scores import row_chunks, wide_scores
 from lastlayer.heads.distributed import (
     check_sparse,
     gather_in_methods,
-    is_sharded,
     made_by_fsdp,
     whole_state,
 )
@@ -271,7 +271,7 @@ class SavedModule(TabledModule):
             self._be_ready()
         if self.sparse:
             check_sparse(self)
-        if type(parameter) is not Parameter and not self._is_spread and is_sharded(parameter):
+        if type(parameter) is not Parameter and not self._is_spread and is_dtensor(parameter):
             raise RuntimeError(
                 "hidden: expected a head with whole parameters, got shards, as FSDP2 leaves them "
                 "outside of forward; call fully_shard(head) before fully_shard(model), and the "

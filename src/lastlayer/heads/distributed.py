@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from lastlayer._processes import gathered, is_dtensor, shares
 from lastlayer._tables import TabledModule
 from lastlayer._torch import active_ddp
 
@@ -98,24 +99,12 @@ def _average(parameter: Tensor, *, group: Any) -> None:
         return
     gradient = gradient.coalesce()
     rows, values = gradient.indices()[0], gradient.values()
-    count = torch.tensor([len(rows)], device=rows.device)
-    counts = [torch.empty_like(count) for _ in range(processes)]
-    dist.all_gather(counts, count, group=group)
-    sizes = [int(each) for each in counts]
-    ids, made = (_gathered(each, sizes, group) for each in (rows, values / processes))
+    of = shares(rows, True, group)
+    ids, made = (gathered(each, of) for each in (rows, values / processes))
     whole = torch.sparse_coo_tensor(
         ids.unsqueeze(0), made, gradient.shape, check_invariants=False
     )  # fmt: skip
     parameter.grad = whole.coalesce()
-
-
-def _gathered(rows: Tensor, sizes: list[int], group: Any) -> Tensor:
-    """The rows of all processes, one below the other."""
-    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 def made_by_fsdp(cls: type) -> bool:
@@ -190,19 +179,14 @@ def _marked(head: Any) -> Iterator[None]:
         head.__dict__["_is_gathered"] = before
 
 
-def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a part of one that is spread over processes (a DTensor)."""
-    return hasattr(tensor, "full_tensor")
-
-
 def whole_state(module: torch.nn.Module) -> tuple[dict[str, Tensor], bool]:
     """The state with whole tensors, and whether this process is the one that writes it.
 
     Where parameters are sharded all processes have to call this.
     """
     state = {name: value.detach() for name, value in module.state_dict().items()}
-    if not any(map(is_sharded, state.values())):
+    if not any(map(is_dtensor, state.values())):
         return state, True
     # In the same order everywhere, and one at a time on each device.
-    whole = {name: each.full_tensor() if is_sharded(each) else each for name, each in state.items()}
+    whole = {name: each.full_tensor() if is_dtensor(each) else each for name, each in state.items()}
     return whole, dist.get_rank() == 0
