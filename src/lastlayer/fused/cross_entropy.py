@@ -64,9 +64,10 @@ def linear_cross_entropy(
               \qquad \theta = \mathrm{cap}(W h + b) / T
 
     Choose it for any exact softmax over more than a few thousand classes. It holds a chunk of
-    scores at a time: about 1 GB on a GPU; on a CPU 48 MB, or a quarter of the weight if that is
-    more; about a quarter of that with ``chunk_rows="low"``. On a GPU, in half precision and where
-    hidden has 256 numbers or fewer, it holds none at all.
+    scores at a time: about 1 GB on a GPU, or 128 rows where these are more, from some 4 million
+    classes on; on a CPU 48 MB, or a quarter of the weight if that is more; about a quarter of that
+    with ``chunk_rows="low"``. On a GPU, in half precision and where hidden has 256 numbers or
+    fewer, it holds none at all.
 
     Cost: three products of n × d × v, as the layer itself with its backward. Gradients are made
     in the forward pass, and only scaled in backward. With ``reduction="none"`` the gradient of the
