@@ -311,14 +311,12 @@ def is_dtensor(tensor: Any) -> bool:
     return getattr(tensor, "placements", None) is not None
 
 
-def shards_of(weight: Any) -> Shards | None:
-    """How the rows of a DTensor are spread; None for a plain tensor.
+def shards_of(weight: Any) -> Shards:
+    """How the rows of a DTensor are spread.
 
     Raises:
         ValueError: where they are not spread by rows over one dimension of a mesh.
     """
-    if not is_dtensor(weight):
-        return None
     placements = weight.placements
     if len(placements) != 1 or not placements[0].is_shard(0):
         raise ValueError(

@@ -50,6 +50,7 @@ from lastlayer.fused.rows import (
     Wanted,
     counted_rows,
     is_short,
+    is_spread,
     run_chunks,
     spread_rows,
     weight_sum_dtype,
@@ -84,15 +85,14 @@ def group_loss(
     that of the top, or of all bands. ``options`` are the engine's own one, ``ignore_index`` and
     ``chunk_rows``. Weights of bands may be DTensors: a place is then a column of this process.
     """
-    spread, weights, shards = NOT_SPREAD, list(weights), shards_of(weights[0])
-    if shards is not None:
+    spread = NOT_SPREAD
+    if is_spread(weights[0]):
         # Of each band a process has a range; together they are its columns.
-        sizes, weights = [each.shape[0] for each in weights], [local_part(each) for each in weights]
-        here, most = (
-            sum(each.shape[0] for each in weights),
-            sum(-(-size // shards.processes) for size in sizes),
-        )
+        shards, sizes = shards_of(weights[0]), [each.shape[0] for each in weights]
+        weights = [local_part(each) for each in weights]
         if shards.processes > 1:
+            most = sum(-(-size // shards.processes) for size in sizes)
+            here = sum(each.shape[0] for each in weights)
             spread = shards._replace(n_classes=sum(sizes), most=most, here=here)
     rows, ids = in_autocast_dtype(hidden), target
     if target.dim() != 1:

@@ -185,17 +185,18 @@ def _label_loss(
     process_group: Any = None,
     hidden_grad: Any = "sum",
 ) -> Tensor:
-    if torch.compiler.is_compiling() and is_spread(weight, process_group):
-        return _eager_loss(
-            loss, hidden, weight, positives, bias, offsets, values, label_smoothing, ignore_index,
-            reduction, chunk_classes, numbers, process_group, hidden_grad,
-        )  # fmt: skip
-    shards, spread = spread_classes(weight, process_group, hidden_grad), NOT_SPREAD
-    if shards is not None:
+    shards, spread = None, NOT_SPREAD
+    if hidden_grad != "sum" or is_spread(weight, process_group):
+        if torch.compiler.is_compiling():
+            return _eager_loss(
+                loss, hidden, weight, positives, bias, offsets, values, label_smoothing,
+                ignore_index, reduction, chunk_classes, numbers, process_group, hidden_grad,
+            )  # fmt: skip
+        shards = spread_classes(weight, process_group, hidden_grad)
         weight, bias = local_part(weight), local_part(bias)
-        hidden, spread = shards.seen(hidden, hidden_grad), shards
-        if shards.processes == 1:
-            shards, spread = None, NOT_SPREAD
+        hidden = shards.seen(hidden, hidden_grad)
+        shards = None if shards.processes == 1 else shards
+        spread = shards or NOT_SPREAD
     check_linear(hidden, weight, bias, empty=shards is not None)
     check_reduction(reduction)
     check_chunk(chunk_classes, "chunk_classes")

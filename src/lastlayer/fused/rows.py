@@ -27,7 +27,7 @@ from lastlayer._checks import (
     check_reduction,
     check_target_ids,
 )
-from lastlayer._processes import HIDDEN_GRADS, IGNORED, Shards, is_dtensor, local_part, shards_of
+from lastlayer._processes import HIDDEN_GRADS, IGNORED, Shards, local_part, shards_of
 from lastlayer._torch import (
     accumulation_dtype,
     active_ddp,
@@ -368,20 +368,21 @@ def linear_loss(
 
     It checks every argument but ``numbers``. Results have the shape of the target.
     """
-    if torch.compiler.is_compiling() and is_spread(weight, process_group):
-        return _eager_loss(
-            loss, numbers, hidden, weight, target, bias, ignore_index=ignore_index,
-            reduction=reduction, class_weight=class_weight, row_weight=row_weight,
-            chunk_rows=chunk_rows, weight_grad=weight_grad, process_group=process_group,
-            hidden_grad=hidden_grad,
-        )  # fmt: skip
-    shards, spread = spread_classes(weight, process_group, hidden_grad), NOT_SPREAD
-    if shards is not None:
+    shards, spread = None, NOT_SPREAD
+    if hidden_grad != "sum" or is_spread(weight, process_group):
+        if torch.compiler.is_compiling():
+            return _eager_loss(
+                loss, numbers, hidden, weight, target, bias, ignore_index=ignore_index,
+                reduction=reduction, class_weight=class_weight, row_weight=row_weight,
+                chunk_rows=chunk_rows, weight_grad=weight_grad, process_group=process_group,
+                hidden_grad=hidden_grad,
+            )  # fmt: skip
+        shards = spread_classes(weight, process_group, hidden_grad)
         _check_spread(loss, weight_grad)
         weight, bias, class_weight = map(local_part, (weight, bias, class_weight))
-        hidden, spread = shards.seen(hidden, hidden_grad), shards
-        if shards.processes == 1:
-            shards, spread = None, NOT_SPREAD
+        hidden = shards.seen(hidden, hidden_grad)
+        shards = None if shards.processes == 1 else shards
+        spread = shards or NOT_SPREAD
     check_linear(hidden, weight, bias, empty=shards is not None)
     check_reduction(reduction)
     check_chunk(chunk_rows)
@@ -696,27 +697,25 @@ def _weights_of(target: Tensor, class_weight: Tensor, shards: Shards) -> Tensor:
     return shards.sum(torch.where(target >= 0, class_weight[target.clamp(min=0)], 0.0))
 
 
-def is_spread(weight: Any, process_group: Any) -> bool:
-    """Whether classes are spread over processes: compiled code calls such losses as they are."""
-    return process_group is not None or is_dtensor(weight)
+def is_spread(weight: Any, process_group: Any = None) -> bool:
+    """Whether classes are spread over processes: the weight is a DTensor, or there is a group."""
+    return process_group is not None or getattr(weight, "placements", None) is not None
 
 
-def spread_classes(weight: Any, process_group: Any, hidden_grad: Any) -> Shards | None:
-    """How the classes of a weight are spread over processes; None where they are not.
+def spread_classes(weight: Any, process_group: Any, hidden_grad: Any) -> Shards:
+    """How the classes of a weight are spread over processes.
 
     A DTensor says it itself; with a ``process_group`` each process has given its own part.
     """
-    if hidden_grad != "sum":
-        check_choice("hidden_grad", hidden_grad, HIDDEN_GRADS)
+    check_choice("hidden_grad", hidden_grad, HIDDEN_GRADS)
     if process_group is None:
-        shards = shards_of(weight)
-        if shards is None and hidden_grad != "sum":
+        if not is_spread(weight):
             raise ValueError(
                 f"hidden_grad: expected 'sum' where one process has all classes, got "
                 f"{hidden_grad!r}; give a DTensor as weight, or a process_group"
             )
-        return shards
-    if is_dtensor(weight):
+        return shards_of(weight)
+    if is_spread(weight):
         raise ValueError(
             "process_group: expected None with a DTensor as weight, which has a mesh, got a group"
         )
