@@ -90,8 +90,8 @@ def audits(
     for name, make in METHODS.items():
         for n in SAMPLES:
             head = make(WIDTH, WORDS, Unigram(counts), n, seed=seed, device=words.device)
-            head.weight.data.copy_(model.head.weight.data)
-            head.bias.data.copy_(model.head.bias.data)
+            for name_of, values in model.head.named_parameters():
+                head.get_parameter(name_of).data.copy_(values)
             found = head.audit(hidden, target, n_draws=n_draws)
             result.setdefault(name, {})[str(n)] = {
                 f"{key}_{which}": value
