@@ -174,9 +174,8 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
                 panel.bar(at, mean(values), 0.18, color=colour, label=name if step == 0 else None)
                 panel.plot([at] * len(values), values, "k.", ms=3)
         panel.set_xticks(range(len(SAMPLES)), [f"{n} samples" for n in SAMPLES])
-        panel.set_yscale("log")
         panel.set_ylabel(f"{which} of the hidden gradient / its norm")
-    panels[0].legend()
+    panels[1].legend()
 
 
 STUDY = Study(
