@@ -186,7 +186,8 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     text = (
         f"Softmax has {accuracy[SOFTMAX]:.1%}. Significantly better: "
         f"{', '.join(better) or 'none'}; not significantly different: "
-        f"{', '.join(level) or 'none'}; significantly worse: {', '.join(worse) or 'none'}. {sparse} kept. "
+        f"{', '.join(level) or 'none'}; significantly worse: "
+        f"{', '.join(worse) or 'none'}. {sparse} kept. "
     )
     if better:
         return Verdict("holds", text)
