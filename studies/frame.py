@@ -22,7 +22,6 @@ from benchmarks import record
 from benchmarks.plot import INSTALL_COMMAND, is_available
 from benchmarks.table import Grid, console
 from lastlayer.lab import machine
-from lastlayer.lab.data.text import write_whole
 from lastlayer.lab.statistics import estimate
 
 if TYPE_CHECKING:
@@ -205,11 +204,18 @@ def run(name: str, options: Options, out: Path) -> Path:
     picture = draw(study, kept["found"])
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{name}.json"
-    write_whole(path, (json.dumps(kept, ensure_ascii=False) + "\n").encode())
-    write_whole(out / f"{name}.png", picture)
+    _write(path, (json.dumps(kept, ensure_ascii=False) + "\n").encode())
+    _write(out / f"{name}.png", picture)
     show(study, kept)
     print(f"\nwrote {path} and {name}.png beside it")
     return path
+
+
+def _write(path: Path, content: bytes) -> None:
+    """The file appears whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content)
+    part.replace(path)
 
 
 def _command(name: str, options: Options) -> str:
@@ -292,13 +298,13 @@ def write_page(kept: Path = KEPT, docs: Path = DOCS) -> list[Path]:
             raise ValueError(f"{kept / name}.json: expected a full run, got a quick one; run again")
         picture = docs / "pictures" / f"results-{name}.png"
         study = load(name)
-        write_whole(picture, draw(study, found["found"]))
+        _write(picture, draw(study, found["found"]))
         parts += _section(name, study, found, picture)
         written.append(picture)
     if missing:
         parts.append(f"## Not measured yet\n\n{', '.join(f'`{each}`' for each in missing)}.")
     page = docs / "results.md"
-    write_whole(page, ("\n\n".join(parts) + "\n").encode())
+    _write(page, ("\n\n".join(parts) + "\n").encode())
     return [*written, page]
 
 
