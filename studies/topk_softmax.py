@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 COOKING = "cooking/cooking.stackexchange.txt.gz"
 TEST, VALID = 3_000, 1_000
-WIDTH, BATCH, EPOCHS = 64, 256, 15
+WIDTH, BATCH, EPOCHS = 64, 256, 24
 RATES = (0.003, 0.01, 0.03)
-KS = (1, 2, 5, 10, 20, 50, 100, 200)
+KS = (1, 2, 5, 10, 20, 50, 100)
 SOFTMAX = "softmax"
 NAMES = (SOFTMAX, *(f"top-{k} softmax" for k in KS), "entmax 1.5", "sparsemax")
 _WORD = re.compile(r"[a-z0-9']+")
@@ -189,11 +189,17 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         f"{', '.join(level) or 'none'}; significantly worse: "
         f"{', '.join(worse) or 'none'}. {sparse} kept. "
     )
+    curves = [run["valid"] for runs in found["runs"].values() for run in runs]
+    late = sum(curve.index(max(curve)) >= len(curve) - 2 for curve in curves)
+    text += (
+        f"Of {len(curves)} runs {late} were best in their last two of {len(curves[0])} epochs, the "
+        "others before: the curves are " + ("flat. " if late <= len(curves) / 10 else "not flat. ")
+    )
     if better:
-        return Verdict("holds", text)
+        return Verdict("holds", text.strip())
     text += (
         "The gain was reported for fine-tuning of a pretrained encoder; this model is trained from "
-        "scratch, where a class that is not among the k best learns only from its own examples."
+        "scratch."
     )
     return Verdict("holds in part" if level else "does not hold", text)
 
@@ -231,7 +237,7 @@ STUDY = Study(
     ),
     protocol=(
         "Questions of cooking.stackexchange, their first tag; the mean of word vectors (size 64) "
-        "under each output layer, biases started at the tag frequencies, Adam, 15 epochs of which "
+        "under each output layer, biases started at the tag frequencies, Adam, 24 epochs of which "
         "the best by validation accuracy counts, the learning rate of three chosen per output "
         "layer. P-values are of paired t-tests by seed with Holm's correction."
     ),
