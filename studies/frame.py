@@ -199,6 +199,7 @@ def run(name: str, options: Options, out: Path) -> Path:
         "machine": machine.device_record(options.device),
         "wall_seconds": round(time.perf_counter() - wall, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
+        "load": machine.load(),
         "found": rounded(found),
     }
     picture = draw(study, kept["found"])
@@ -319,6 +320,8 @@ def _section(name: str, study: Study, kept: Mapping[str, Any], picture: Path) ->
         f"thread{'s' * (made_on['threads'] != 1)}, {versions}; {kept['cpu_seconds']:,.0f} seconds "
         f"of CPU time."
     )
+    if (kept.get("load") or 0.0) > 1.0:
+        about += " Other programs ran on the machine meanwhile."
     verdict = study.verdict(found)
     return [
         f"## `{name}`: {study.title}", f"**Published.** {study.claim}",
