@@ -39,9 +39,14 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(f"--seeds: expected at least 1, got {n_seeds}")
     if options.device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device: expected auto, cpu or cuda, got {options.device!r}")
+    if study.cpu_only and options.device == "cuda":
+        raise ValueError(
+            f"--device: expected cpu, got cuda; {options.name} fits small linear models"
+        )
+    device = "cpu" if study.cpu_only else options.device
     made = frame.Options(
         data=frame.data_folder(options.data), seeds=tuple(range(n_seeds)), quick=options.quick,
-        device=device_named(options.device),
+        device=device_named(device),
     )  # fmt: skip
     frame.run(options.name, made, options.out)
     return 0

@@ -112,6 +112,7 @@ class Study:
         needs: files that must be there.
         size: of the plot, in inches.
         seeds: how many by default.
+        cpu_only: whether a GPU has nothing to do in it.
     """
 
     title: str
@@ -124,6 +125,7 @@ class Study:
     needs: tuple[Needed, ...] = ()
     size: tuple[float, float] = (9.0, 3.4)
     seeds: int = 3
+    cpu_only: bool = False
 
 
 def load(name: str) -> Study:

@@ -222,4 +222,5 @@ STUDY = Study(
     verdict=verdict,
     size=(10.0, 4.6),
     seeds=5,
+    cpu_only=True,
 )  # fmt: skip

@@ -363,4 +363,5 @@ STUDY = Study(
         Needed(f"mulan/{name}", f"the ARFF and XML files of {name} from mulan.sourceforge.net")
         for name in SETS
     ),
+    cpu_only=True,
 )  # fmt: skip

@@ -48,6 +48,7 @@ def test_the_list_has_every_study_and_says_which_are_not_there(capsys):
         (["trees"], "name: trees is not written yet; those that are: huffman-bits"),
         (["label-proportions", "--seeds", "0"], "--seeds: expected at least 1, got 0"),
         (["label-proportions", "--device", "tpu"], "--device: expected auto, cpu or cuda"),
+        (["label-proportions", "--device", "cuda"], "--device: expected cpu, got cuda"),
         (["huffman-bits"], "--data: expected a folder with 1 more of its files, got no folder"),
     ],
 )
