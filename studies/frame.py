@@ -1,0 +1,345 @@
+"""What all studies share: options, data, seeds, time, JSON, tables, plots and the page of docs/.
+
+A study measures, and gives back values that JSON can hold. Its table, plot and verdict are made
+from those values alone, so that docs/results.md is made from the files that are kept.
+"""
+
+import json
+import math
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from benchmarks import record
+from benchmarks.plot import INSTALL_COMMAND, is_available
+from benchmarks.table import Grid, console
+from lastlayer.lab import machine
+from lastlayer.lab.statistics import estimate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / "benchmarks" / "results" / "studies"
+DOCS = ROOT / "docs"
+DATA_VARIABLE = "LASTLAYER_DATA"
+RECALLED = "†"
+RECALLED_NOTE = f"{RECALLED} recalled: not checked against the paper."
+
+# Every study of issue 21, in its order; None for those that are not written yet.
+STUDIES: dict[str, str | None] = {
+    "huffman-bits": "huffman_bits",
+    "trees": None,
+    "frequency-bands": None,
+    "cnn-softmax": None,
+    "importance-sampling": None,
+    "nce": None,
+    "estimators": "estimators",
+    "label-proportions": "label_proportions",
+    "multilabel-table": "multilabel_table",
+    "zlpr-imbalance": None,
+    "globalpointer": None,
+    "nli-attention": None,
+    "recommend": None,
+    "topk-softmax": "topk_softmax",
+}
+
+
+class Options(NamedTuple):
+    """What a study is run with.
+
+    Attributes:
+        data: folder with the data sets; None where none was given.
+        seeds: one run for each.
+        quick: a small version that shows that it works, not what comes out.
+        device: where it runs.
+    """
+
+    data: Path | None
+    seeds: tuple[int, ...]
+    quick: bool
+    device: torch.device
+
+    def path(self, name: str) -> Path:
+        """A file or folder of the data."""
+        if self.data is None:
+            raise ValueError(f"--data: expected a folder with {name}, got none")
+        return self.data / name
+
+
+class Needed(NamedTuple):
+    """A file that a study reads.
+
+    Attributes:
+        path: in the data folder.
+        source: what to download.
+    """
+
+    path: str
+    source: str
+
+
+class Verdict(NamedTuple):
+    """Whether the published pattern holds: "holds", "holds in part" or "does not hold"; and why."""
+
+    word: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"The pattern {self.word}. {self.why}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A published result, and how it is measured again.
+
+    Attributes:
+        title: one line.
+        claim: what was published, where, and whether that was checked.
+        protocol: how it is measured here.
+        measure: the work; what it returns goes into JSON.
+        grids: tables of what was measured, published figures beside it.
+        draw: the plot, on an empty figure.
+        verdict: whether the pattern holds.
+        needs: files that must be there.
+        size: of the plot, in inches.
+        seeds: how many by default.
+        cpu_only: whether a GPU has nothing to do in it.
+    """
+
+    title: str
+    claim: str
+    protocol: str
+    measure: Callable[[Options], dict[str, Any]]
+    grids: Callable[[Mapping[str, Any]], list[Grid]]
+    draw: Callable[[Mapping[str, Any], "Figure"], None]
+    verdict: Callable[[Mapping[str, Any]], Verdict]
+    needs: tuple[Needed, ...] = ()
+    size: tuple[float, float] = (9.0, 3.4)
+    seeds: int = 3
+    cpu_only: bool = False
+
+
+def load(name: str) -> Study:
+    """The study of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in STUDIES:
+        raise ValueError(f"name: expected one of {', '.join(STUDIES)}, got {name!r}")
+    module = STUDIES[name]
+    if module is None:
+        there = ", ".join(each for each, written in STUDIES.items() if written)
+        raise ValueError(f"name: {name} is not written yet; those that are: {there}")
+    study: Study = import_module(f"studies.{module}").STUDY
+    return study
+
+
+def list_studies() -> str:
+    """One line for each study, those that are not written yet included."""
+    width = max(map(len, STUDIES))
+    lines = [
+        f"{name:<{width}}  {load(name).title if module else '(not written yet)'}"
+        for name, module in STUDIES.items()
+    ]
+    return "\n".join(lines)
+
+
+def data_folder(given: Path | None) -> Path | None:
+    """The folder that was given, or that of the variable LASTLAYER_DATA."""
+    named = os.environ.get(DATA_VARIABLE)
+    return given or (Path(named) if named else None)
+
+
+def check_data(study: Study, folder: Path | None) -> None:
+    """See that all files are there before any work.
+
+    Raises:
+        ValueError: the message says what to download and where to put it.
+    """
+    missing = [each for each in study.needs if folder is None or not (folder / each.path).exists()]
+    if not missing:
+        return
+    where = f"'{folder}'" if folder else "no folder"
+    wanted = "\n".join(f"  {each.path}: {each.source}" for each in missing)
+    raise ValueError(
+        f"--data: expected a folder with {len(missing)} more of its files, got {where}; download\n"
+        f"{wanted}\nput them into one folder under these names, and give it with --data FOLDER or "
+        f"{DATA_VARIABLE}=FOLDER"
+    )
+
+
+def run(name: str, options: Options, out: Path) -> Path:
+    """Measure, print, and write NAME.json and NAME.png when all of it is done.
+
+    Returns:
+        The JSON file.
+    """
+    study = load(name)
+    check_data(study, options.data)
+    if not is_available():
+        raise ValueError(f"matplotlib: expected for the plot, got none; {INSTALL_COMMAND}")
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = study.measure(options)
+    kept = {
+        "study": name,
+        "command": _command(name, options),
+        "quick": options.quick,
+        "seeds": list(options.seeds),
+        "date": record.now(),
+        "commit": record.commit(),
+        "versions": machine.versions(),
+        "machine": machine.device_record(options.device),
+        "wall_seconds": round(time.perf_counter() - wall, 1),
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+        "load": machine.load(),
+        "found": rounded(found),
+    }
+    picture = draw(study, kept["found"])
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    _write(path, (json.dumps(kept, ensure_ascii=False) + "\n").encode())
+    _write(out / f"{name}.png", picture)
+    show(study, kept)
+    print(f"\nwrote {path} and {name}.png beside it")
+    return path
+
+
+def _write(path: Path, content: bytes) -> None:
+    """The file appears whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def _command(name: str, options: Options) -> str:
+    words = ["python", "-m", "studies", name, "--seeds", str(len(options.seeds))]
+    words += ["--device", options.device.type, *(["--quick"] if options.quick else [])]
+    return shlex.join([*words, "--data", "FOLDER"])
+
+
+def show(study: Study, kept: Mapping[str, Any]) -> None:
+    """Print the tables and the verdict."""
+    out = console()
+    print(f"{study.title}\n{study.claim}\n")
+    grids = study.grids(kept["found"])
+    for grid in grids:
+        out.print(grid.rich())
+    if _has_recalled(grids):
+        print(RECALLED_NOTE)
+    print(study.verdict(kept["found"]))
+    if kept["quick"]:
+        print("A quick version: it shows that the study runs, not what it finds.")
+
+
+def _has_recalled(grids: Sequence[Grid]) -> bool:
+    return any(RECALLED in cell for grid in grids for row in grid.rows for cell in row)
+
+
+def draw(study: Study, found: Mapping[str, Any]) -> bytes:
+    """The plot as a PNG, the same bytes each time."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=study.size, dpi=110, layout="constrained")
+        FigureCanvasAgg(figure)
+        study.draw(found, figure)
+        made = BytesIO()
+        figure.savefig(made, format="png", metadata={"Software": None})
+    return made.getvalue()
+
+
+_STYLE: Any = {
+    "axes.grid": True, "grid.alpha": 0.3, "axes.spines.right": False, "axes.spines.top": False,
+    "font.size": 8, "axes.titlesize": 9, "legend.frameon": False,
+}  # fmt: skip
+
+
+def rounded(value: Any) -> Any:
+    """Six digits are enough for what is kept; JSON has no NaN or infinity."""
+    if isinstance(value, Mapping):
+        return {str(name): rounded(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def spread(values: Sequence[float], digits: int = 2, *, scale: float = 1.0) -> str:
+    """The mean over seeds ± half of its 95% confidence interval."""
+    made = estimate([scale * each for each in values])
+    if made is None:
+        return "–"
+    text = f"{made.mean:.{digits}f}"
+    return text if made.high is None else f"{text} ± {made.high - made.mean:.{digits}f}"
+
+
+def mean(values: Sequence[float]) -> float:
+    """Over seeds."""
+    return math.fsum(values) / len(values)
+
+
+def write_page(kept: Path = KEPT, docs: Path = DOCS) -> list[Path]:
+    """docs/results.md and its pictures, from the files of full runs; what was written."""
+    parts, written = [_OPENING], list[Path]()
+    missing = [name for name in STUDIES if not (kept / f"{name}.json").is_file()]
+    for name in (each for each in STUDIES if each not in missing):
+        found = json.loads((kept / f"{name}.json").read_text(encoding="utf-8"))
+        if found["quick"]:
+            raise ValueError(f"{kept / name}.json: expected a full run, got a quick one; run again")
+        picture = docs / "pictures" / f"results-{name}.png"
+        study = load(name)
+        _write(picture, draw(study, found["found"]))
+        parts += _section(name, study, found, picture)
+        written.append(picture)
+    if missing:
+        parts.append(f"## Not measured yet\n\n{', '.join(f'`{each}`' for each in missing)}.")
+    page = docs / "results.md"
+    _write(page, ("\n\n".join(parts) + "\n").encode())
+    return [*written, page]
+
+
+def _section(name: str, study: Study, kept: Mapping[str, Any], picture: Path) -> list[str]:
+    found, made_on = kept["found"], kept["machine"]
+    grids = study.grids(found)
+    tables = [text for grid in grids for text in (f"{grid.title}:", grid.markdown())]
+    versions = ", ".join(f"{each} {kept['versions'][each]}" for each in ("torch", "numpy"))
+    about = (
+        f"Made by `{kept['command']}`, seeds {', '.join(map(str, kept['seeds']))}, on "
+        f"{kept['date'][:10]} at {kept['commit']}: {made_on['name']}, {made_on['threads']} "
+        f"thread{'s' * (made_on['threads'] != 1)}, {versions}; {kept['cpu_seconds']:,.0f} seconds "
+        f"of CPU time."
+    )
+    if (kept.get("load") or 0.0) > 1.0:
+        about += " Other programs ran on the machine meanwhile."
+    verdict = study.verdict(found)
+    return [
+        f"## `{name}`: {study.title}", f"**Published.** {study.claim}",
+        f"**Measured.** {study.protocol}", *tables,
+        *([RECALLED_NOTE] if _has_recalled(grids) else []),
+        f"![{study.title}](pictures/{picture.name})",
+        f"**The pattern {verdict.word}.** {verdict.why}", about,
+    ]  # fmt: skip
+
+
+_OPENING = f"""\
+# Published results, measured again
+
+Each section has a published result beside what this library measures, a plot, and whether the
+pattern holds. `python -m studies` lists the studies, `python -m studies NAME --data FOLDER` runs
+one, and `--quick` makes it a small version. This page is made from the files in
+`benchmarks/results/studies` by `python -m studies page`. Means over seeds come with ± half of
+their 95% confidence interval. {RECALLED} marks a published figure that was recalled and not
+checked against the paper."""

@@ -1,0 +1,62 @@
+"""A linear model under any loss of scores, fitted by L-BFGS, for the convex studies."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Loss = Callable[[Tensor], Tensor]
+
+
+class Linear:
+    """Scores ``W x + b`` for rows of features.
+
+    Args:
+        weight: ``(n_classes, n_features + 1)``; the last column is the bias.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return features @ self.weight[:, :-1].T + self.weight[:, -1]
+
+
+def fit_path(
+    features: Tensor, n_classes: int, loss: Loss, penalties: Sequence[float], steps: int = 100
+) -> Iterator[tuple[float, Linear]]:
+    """The minimum of ``loss(scores) + penalty / 2 · |W|²`` for each penalty, the largest first.
+
+    Each starts where the one before ended. Biases are not penalised.
+
+    Args:
+        features: ``(n, d)``.
+        n_classes: number of scores.
+        loss: of scores ``(n, n_classes)``, differentiable.
+        penalties: to try.
+        steps: of L-BFGS, at most.
+    """
+    from scipy.optimize import minimize
+
+    rows = torch.cat([features, features.new_ones(len(features), 1)], 1).double()
+    shape = n_classes, rows.shape[1]
+    at: NDArray[np.float64] = np.zeros(n_classes * rows.shape[1])
+    for penalty in sorted(penalties, reverse=True):
+
+        def objective(
+            flat: NDArray[np.float64], penalty: float = penalty
+        ) -> tuple[float, NDArray[np.float64]]:
+            weight = torch.from_numpy(flat).view(shape)
+            shrunk = weight.clone()
+            shrunk[:, -1] = 0.0
+            scores = (rows @ weight.T).requires_grad_()
+            value = loss(scores)
+            (slope,) = torch.autograd.grad(value, scores)
+            total = value.item() + 0.5 * penalty * shrunk.square().sum().item()
+            return total, (slope.T @ rows + penalty * shrunk).flatten().numpy()
+
+        made = minimize(objective, at, jac=True, method="L-BFGS-B", options={"maxiter": steps})
+        at = made.x
+        yield penalty, Linear(torch.from_numpy(at).view(shape).to(features.dtype))
