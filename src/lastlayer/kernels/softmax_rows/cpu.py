@@ -27,8 +27,6 @@ from lastlayer.kernels.softmax_rows import NO_RANK
 
 # Scores between which sums go over to float64; they and what is made of them fit the L1 cache.
 _SPAN = 1024
-# Numbers that a cache holds.
-_IN_CACHE = 1 << 16
 
 
 def forward_(
@@ -246,18 +244,37 @@ def gradient_(
     scores: Tensor, target: Tensor, true: Tensor, lse: Tensor, push: Tensor, softcap: float,
     temperature: float,
 ) -> None:  # fmt: skip
-    # torch's vectorised exponential, on as many rows as a cache holds.
-    for part in parts(scores.shape, _IN_CACHE):
-        values = scores[part].to(lse.dtype, copy=True)
-        slope = None
-        if softcap:
-            out = values == -math.inf
-            bent = values.div_(softcap).tanh_()
-            slope = (1.0 - bent.square()) / temperature
-            values = (bent * softcap).masked_fill_(out, -math.inf)
-        values.div_(temperature).sub_(lse[part].unsqueeze(-1)).exp_()
-        values.mul_(push[part].unsqueeze(-1))
-        values = values.div_(temperature) if slope is None else values.mul_(slope)
-        inside = (target[part] >= 0).nonzero().squeeze(-1)
-        values[inside, target[part][inside]] = true[part][inside].to(values.dtype)
-        scores[part] = values
+    dtype, (n_rows, n) = lse.dtype, scores.shape
+    per_row = as_array(target), *(as_array(each, dtype) for each in (true, lse, push))
+    if scores.dtype == dtype and scores.is_contiguous():
+        _gradient_rows(n_rows, n, as_array(scores), *per_row, softcap, temperature)
+        return
+    for part in parts((n_rows, n), WIDENED):
+        wide = scores[part].to(dtype, memory_format=torch.contiguous_format, copy=True)
+        some = [each[part] for each in per_row]
+        _gradient_rows(wide.shape[0], n, as_array(wide), *some, softcap, temperature)
+        scores[part] = wide
+
+
+@by_rows
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def _gradient_rows(start, stop, rows, target, true, lse, push, softcap, temperature):
+    n, capped = rows.shape[1], softcap != 0.0
+    real = rows.dtype.type
+    values, slopes = np.empty(_SPAN, rows.dtype), np.empty(_SPAN, rows.dtype)
+    shares, inverse = np.empty(_SPAN, rows.dtype), real(1.0 / temperature)
+    for row in range(start, stop):
+        x = rows[row]
+        origin, factor = real(lse[row] * temperature), real(push[row] / temperature)
+        for first in range(0, n, _SPAN):
+            span = x[first : first + _SPAN]
+            some = _bent(span, real(softcap), values, slopes) if capped else span
+            part = _shares_of(some, origin, inverse, shares)
+            _fill_gradient(part, factor, real(0.0), part[:0])
+            if capped:
+                _multiply(part, slopes, span)
+            else:
+                for i in range(len(part)):
+                    span[i] = part[i]
+        if target[row] >= 0:
+            x[target[row]] = true[row]
