@@ -69,9 +69,9 @@ class ClassParallel(Head):
         mesh: a ``DeviceMesh`` of one dimension, such as ``mesh["classes"]`` of a larger one.
         rows: "local" where each process has its own rows, any number of them: data parallel.
             "shared" where all have the same: tensor parallel.
-        assignment: which classes a process has. "contiguous" is a range of them. "spread" is every
-            so-manieth, so that frequent classes, which mostly come first, are not all in one
-            process. "auto" spreads those of sampled heads.
+        assignment: which classes a process has. "contiguous" is a range of them. "spread" puts
+            neighbouring class ids into different processes, so that frequent classes, which mostly
+            come first, are not all in one. "auto" spreads the classes of sampled heads.
         even_rows: promises that all processes have the same number of rows with ``rows="local"``;
             nothing is asked then, which on a GPU is a wait per step.
         hidden_grad_scale: what the gradient of hidden is multiplied by.
