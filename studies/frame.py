@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,23 +35,21 @@ DATA_VARIABLE = "LASTLAYER_DATA"
 RECALLED = "†"
 RECALLED_NOTE = f"{RECALLED} recalled: not checked against the paper."
 
-# Every study of issue 21, in its order; None for those that are not written yet.
-STUDIES: dict[str, str | None] = {
-    "huffman-bits": "huffman_bits",
-    "trees": None,
-    "frequency-bands": None,
-    "cnn-softmax": None,
-    "importance-sampling": None,
-    "nce": None,
-    "estimators": "estimators",
-    "label-proportions": "label_proportions",
-    "multilabel-table": "multilabel_table",
-    "zlpr-imbalance": None,
-    "globalpointer": None,
-    "nli-attention": None,
-    "recommend": None,
-    "topk-softmax": "topk_softmax",
-}
+# In the order of the page; `a-name` lies in a_name.py.
+STUDIES = (
+    "huffman-bits", "trees", "frequency-bands", "cnn-softmax", "importance-sampling", "nce",
+    "estimators", "label-proportions", "multilabel-table", "zlpr-imbalance", "globalpointer",
+    "nli-attention", "recommend", "topk-softmax",
+)  # fmt: skip
+
+
+def is_written(name: str) -> bool:
+    """Whether the study of that name is there."""
+    return Path(__file__).with_name(f"{_module(name)}.py").is_file()
+
+
+def _module(name: str) -> str:
+    return name.replace("-", "_")
 
 
 class Options(NamedTuple):
@@ -136,11 +135,10 @@ def load(name: str) -> Study:
     """
     if name not in STUDIES:
         raise ValueError(f"name: expected one of {', '.join(STUDIES)}, got {name!r}")
-    module = STUDIES[name]
-    if module is None:
-        there = ", ".join(each for each, written in STUDIES.items() if written)
+    if not is_written(name):
+        there = ", ".join(filter(is_written, STUDIES))
         raise ValueError(f"name: {name} is not written yet; those that are: {there}")
-    study: Study = import_module(f"studies.{module}").STUDY
+    study: Study = import_module(f"studies.{_module(name)}").STUDY
     return study
 
 
@@ -148,10 +146,15 @@ def list_studies() -> str:
     """One line for each study, those that are not written yet included."""
     width = max(map(len, STUDIES))
     lines = [
-        f"{name:<{width}}  {load(name).title if module else '(not written yet)'}"
-        for name, module in STUDIES.items()
+        f"{name:<{width}}  {load(name).title if is_written(name) else '(not written yet)'}"
+        for name in STUDIES
     ]
     return "\n".join(lines)
+
+
+def progress(text: str) -> None:
+    """One line on stderr: how far a long study is."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def data_folder(given: Path | None) -> Path | None:
