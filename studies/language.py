@@ -1,0 +1,277 @@
+"""Small language models under any output layer, for the studies that predict words."""
+
+import copy
+import gzip
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lastlayer.heads import Head
+from lastlayer.lab.data.text import END, FirstCome, IdStream, Reading, TextData, language_data
+from lastlayer.lab.evaluation import Rows, judge_rows
+from lastlayer.lab.feeding import TextFeed
+from lastlayer.lab.models import ModelSettings, build_body
+from lastlayer.lab.training import Stepper, warm_up
+from studies.frame import Needed, progress
+
+BROWN = Needed("brown/brown.txt.gz", "the Brown corpus of NLTK as plain text, gzip")
+WIKITEXT2 = tuple(
+    Needed(f"wikitext2/{part}.txt.gz", f"{part}.txt of WikiText-2, gzip")
+    for part in ("train", "valid", "test")
+)
+# Less than this share of the perplexity is no improvement, and the rate is cut when there is none.
+_LEAST_GAIN, _CUT = 0.002, 0.25
+
+MakeHead = Callable[[], Head]
+
+
+def brown(path: Path, reading: Reading) -> TextData:
+    """Brown in lower case: 800,000 tokens for training, then 200,000 for validation.
+
+    The split is that of Bengio and Senécal; the rest is for the test. ``reading.limit`` keeps the
+    beginning of the training part, and of each other part an eighth of that.
+    """
+    lines = gzip.decompress(path.read_bytes()).decode("utf-8").lower().splitlines()
+    tokens = [word for line in lines if not line.startswith("# ") for word in (*line.split(), END)]
+    # Of a text that is shorter than Brown, seven tenths and a sixth.
+    train, valid = min(800_000, len(tokens) * 7 // 10), min(200_000, len(tokens) // 6)
+    parts = {"train": tokens[:train], "valid": tokens[train : train + valid],
+             "test": tokens[train + valid :]}  # fmt: skip
+    return _data("Brown", parts, reading)
+
+
+def wikitext2(folder: Path, reading: Reading) -> TextData:
+    """WikiText-2 in its own parts."""
+    parts = {}
+    for part in ("train", "valid", "test"):
+        text = gzip.decompress((folder / f"{part}.txt.gz").read_bytes()).decode("utf-8")
+        parts[part] = text.replace("\n", f" {END} ").split()
+    return _data("WikiText-2", parts, reading)
+
+
+def _data(name: str, parts: Mapping[str, Sequence[str]], reading: Reading) -> TextData:
+    numbers, ids = FirstCome(), {}
+    for part, tokens in parts.items():
+        stream = IdStream(numbers)
+        stream.add(list(tokens))
+        ids[part] = stream.finish(None)
+    return language_data(list(numbers), ids, {"name": name}, reading)
+
+
+class Setting(NamedTuple):
+    """What is the same for every output layer.
+
+    Attributes:
+        kind: of the backbone: ``bag`` (log-bilinear, the last eight words) or ``lstm``.
+        width: size of word vectors and hidden states.
+        batch: windows per step.
+        length: words in a window.
+        epochs: at most; a run ends when validation does not improve at a quarter of its rate.
+        rates: learning rates to choose from.
+        held_out: tokens of validation and test that are judged, spread evenly.
+    """
+
+    kind: str = "bag"
+    width: int = 64
+    batch: int = 32
+    length: int = 32
+    epochs: int = 12
+    rates: tuple[float, ...] = (0.001, 0.003, 0.01)
+    held_out: int = 20_000
+
+
+class Model(NamedTuple):
+    """A backbone and its output layer, trained."""
+
+    body: nn.Module
+    head: Head
+
+
+Watch = Callable[[Model, TextFeed], dict[str, float]]
+"""Measures of a model on the way, one for each epoch; they are not on the clock."""
+
+
+def feed_of(data: TextData, setting: Setting, device: torch.device) -> TextFeed:
+    """Batches of the corpus."""
+    return TextFeed(data, setting.batch, setting.length, device)
+
+
+def fit(
+    data: TextData, make_head: MakeHead, rate: float, seed: int, setting: Setting,
+    device: torch.device, *, start_at_counts: bool = True, watch: Watch | None = None,
+) -> tuple[dict[str, Any], Model]:  # fmt: skip
+    """Train until validation does not improve; the best model, and how it came about.
+
+    Returns:
+        The run (``valid`` and ``test`` perplexities, ``seconds`` of training steps after each
+        epoch, ``step_ms``, ``flat``: whether it ended before ``epochs``), and the best model.
+    """
+    torch.manual_seed(seed)
+    feed = feed_of(data, setting, device)
+    body = build_body(
+        ModelSettings(setting.kind, "lm", data.n_classes, setting.width, length=setting.length)
+    ).to(device)
+    head = make_head()
+    if start_at_counts:
+        head.init_bias_from_counts(data.counts)
+    head = head.to(device)
+    model, stepper = Model(body, head), Stepper(body, head, rate, clip=1.0)
+    warm_up(stepper, feed, seed)
+    valid, seconds, watched = [perplexity(model, feed, "valid", setting)], [0.0], []
+    best, cut, epoch = _state(model), False, 0
+    while epoch < setting.epochs:
+        seconds.append(seconds[-1] + _epoch(stepper, feed, seed, epoch, device))
+        epoch += 1
+        found = perplexity(model, feed, "valid", setting)
+        better = found < (1 - _LEAST_GAIN) * min(valid)
+        if found < min(valid):
+            best = _state(model)
+        valid.append(found)
+        if watch is not None:
+            watched.append(watch(model, feed))
+        if better:
+            continue
+        if cut:
+            break
+        cut = True
+        _load(model, best)
+        for group in (group for each in stepper.optimizers.values() for group in each.param_groups):
+            group["lr"] *= _CUT
+    _load(model, best)
+    steps = epoch * feed.steps_per_epoch
+    run = {
+        "rate": rate, "seed": seed, "valid": valid, "seconds": seconds,
+        "step_ms": 1000 * seconds[-1] / max(1, steps), "flat": epoch < setting.epochs,
+        "test": perplexity(model, feed, "test", setting),
+        "parameters": sum(each.numel() for each in head.parameters()),
+        **({"watched": watched} if watch is not None else {}),
+    }  # fmt: skip
+    return run, model
+
+
+def _epoch(stepper: Stepper, feed: TextFeed, seed: int, epoch: int, device: torch.device) -> float:
+    """Seconds of its steps: CPU time of the process, or of a GPU that is waited for."""
+    stepper.body.train()
+    stepper.head.train()
+    on_gpu = device.type == "cuda"
+    clock = time.perf_counter if on_gpu else time.process_time
+    if on_gpu:
+        torch.cuda.synchronize()
+    began = clock()
+    for step in range(epoch * feed.steps_per_epoch, (epoch + 1) * feed.steps_per_epoch):
+        stepper.step(feed.batch(seed, step))
+    if on_gpu:
+        torch.cuda.synchronize()
+    return clock() - began
+
+
+def _state(model: Model) -> list[dict[str, Tensor]]:
+    return [copy.deepcopy(module.state_dict()) for module in model]
+
+
+def _load(model: Model, state: Sequence[dict[str, Tensor]]) -> None:
+    for module, kept in zip(model, state, strict=True):
+        module.load_state_dict(kept)
+
+
+@torch.no_grad()
+def states(model: Model, feed: TextFeed, part: str, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Hidden states of held-out text, ``(n, width)``, with the words that follow."""
+    for each in model:
+        each.eval()
+    for batch in feed.held_out(part, tokens):
+        yield model.body(batch.inputs).flatten(0, -2), batch.target.flatten()
+
+
+def judge(model: Model, feed: TextFeed, part: str, setting: Setting) -> Rows:
+    """What the model makes of each held-out word, exactly and over all classes."""
+    return judge_rows(model.head, states(model, feed, part, setting.held_out))
+
+
+@torch.no_grad()
+def perplexity(model: Model, feed: TextFeed, part: str, setting: Setting) -> float:
+    """Of held-out text, exact: heads that are trained on samples are normalised here too."""
+    total, n = 0.0, 0
+    for hidden, target in states(model, feed, part, setting.held_out):
+        total -= model.head.log_prob(hidden, target).double().sum().item()
+        n += len(target)
+    return math.exp(min(total / n, 700.0))
+
+
+def choose_rate(
+    data: TextData, make_head: MakeHead, seed: int, setting: Setting, device: torch.device,
+    **given: Any,
+) -> float:  # fmt: skip
+    """The rate of ``setting.rates`` with the lowest perplexity on validation after one epoch."""
+    short = setting._replace(epochs=1)
+    if len(setting.rates) == 1:
+        return setting.rates[0]
+    tried = {
+        rate: min(fit(data, make_head, rate, seed, short, device, **given)[0]["valid"])
+        for rate in setting.rates
+    }
+    return min(tried, key=tried.__getitem__)
+
+
+Judged = Callable[[Model, TextFeed], dict[str, Any]]
+
+
+def fit_seeds(
+    name: str, data: TextData, make_head: MakeHead, seeds: Sequence[int], setting: Setting,
+    device: torch.device, *, judged: Judged | None = None, **given: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Choose the rate with the first seed, then train with each; one run per seed.
+
+    Args:
+        name: for the lines of progress.
+        data: the corpus.
+        make_head: makes the output layer, after torch was seeded.
+        seeds: one run for each.
+        setting: what is the same for all output layers.
+        device: where it is trained.
+        judged: more measures of each model at its best, added to its run.
+        given: further arguments of :func:`fit`.
+    """
+    rate = choose_rate(data, make_head, seeds[0], setting, device, **given)
+    runs = []
+    for seed in seeds:
+        run, model = fit(data, make_head, rate, seed, setting, device, **given)
+        if judged is not None:
+            run |= judged(model, feed_of(data, setting, device))
+        runs.append(run)
+        progress(
+            f"{data.name}, {name}, seed {seed}: test perplexity {run['test']:.1f}, rate {rate:g}, "
+            f"{len(run['valid']) - 1} epochs of {run['seconds'][1]:.1f} s"
+            f"{'' if run['flat'] else ', not flat'}"
+        )
+    return runs
+
+
+def not_flat(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """A sentence for the verdict on curves that still fell when their epochs were over."""
+    late = {
+        name: sum(not run["flat"] for run in made)
+        for name, made in runs.items()
+        if any(not run["flat"] for run in made)
+    }
+    total = sum(map(len, runs.values()))
+    if not late:
+        return f"All {total} runs ended flat."
+    names = ", ".join(late)
+    return f"{sum(late.values())} of {total} runs were not flat at their last epoch ({names})."
+
+
+def seconds_per_epoch(run: Mapping[str, Any]) -> float:
+    """Of training steps, over all epochs."""
+    return float(run["seconds"][-1] / (len(run["seconds"]) - 1))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of perplexities."""
+    return float(np.exp(np.mean(np.log(values))))
