@@ -39,7 +39,7 @@ lint: $(READY) ## Style, types and the direction of imports
 	$(BIN)/lint-imports
 
 unit: $(READY) ## Tests and doctests
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 docs: $(READY) ## Build the documentation into docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
