@@ -26,7 +26,7 @@ from lastlayer.attention import AttentionPooling, plot_attention
 from lastlayer.heads import FullSoftmax
 from lastlayer.lab.feeding import Batch
 from lastlayer.lab.statistics import LEVEL, holm, p_values
-from lastlayer.lab.training import Stepper
+from lastlayer.lab.training import WARM_UP, Stepper
 from studies.frame import RECALLED, Needed, Options, Study, Verdict, mean, progress, spread
 
 if TYPE_CHECKING:
@@ -313,20 +313,20 @@ def train(
     order = torch.Generator().manual_seed(seed)
     dev: list[float] = []
     best: list[dict[str, Tensor]] = []
-    seconds, steps = 0.0, 0
+    times: list[float] = []
     for _ in range(settings.epochs):
         model.reader.train()
         for rows in parts["train"].batches(settings.batch, order):
             pairs = parts["train"].at(rows).to(device)
             began = time.process_time()
             stepper.step(Batch(pairs, pairs.label, len(rows)))
-            seconds, steps = seconds + time.process_time() - began, steps + 1
+            times.append(time.process_time() - began)
         dev.append(_mean(model.predict(parts["dev"]) == parts["dev"].label))
         if dev[-1] > max(dev[:-1], default=-1.0):
             best = [{k: v.clone() for k, v in each.state_dict().items()} for each in model]
     for module, state in zip(model, best, strict=True):
         module.load_state_dict(state)
-    return model, {"rate": rate, "dev": dev, "step_ms": 1000 * seconds / steps}
+    return model, {"rate": rate, "dev": dev, "step_ms": 1000 * mean(times[WARM_UP:] or times)}
 
 
 def focus(weights: Tensor, premise: Tensor) -> dict[str, Tensor]:
