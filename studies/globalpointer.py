@@ -52,8 +52,8 @@ class Settings:
     pairs: int = 1 << 14
     head_size: int = 32
     batch: int = 32
-    epochs: int = 7
-    rates: tuple[float, ...] = (0.003, 0.01)
+    epochs: int = 5
+    rates: tuple[float, ...] = (0.01, 0.03)
     dropout: float = 0.3
 
 
