@@ -432,10 +432,23 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         f"One span in {1 / found['share']:,.0f} is right, for a type. Points of F1 that ZLPR has "
         f"with the same start: {', '.join(parts)}. "
     )
-    for name in found["runs"]:
-        if METHODS[name].loss == "BCE":
-            p, r = (100 * mean(_values(found, name, ZERO, key)) for key in ("precision", "recall"))
-            text += f"At 0 {name} has precision {p:.0f} and recall {r:.0f}. "
+    costs = {
+        name: 100 * (mean(_values(found, name, TUNED)) - mean(_values(found, name, ZERO)))
+        for name in found["runs"]
+    }
+    text += (
+        "What the native threshold 0 costs beside a tuned one: "
+        + ", ".join(f"{name} {cost:.1f} points" for name, cost in costs.items())
+        + ". "
+    )
+    (is_worse, is_still_worse) = ([won[way][i] for way in won] for i in range(len(PAIRS)))
+    if any(is_worse) and not any(is_still_worse):
+        text += (
+            "So the imbalance hurts BCE through its start, where every span has a probability "
+            "of about a half: from the frequencies it is not worse than ZLPR. "
+        )
+    elif all(is_worse) and all(is_still_worse):
+        text += "A start at the frequencies does not make up for it. "
     first = {
         name: 100 * mean([run["valid"][TUNED][0] for run in found["runs"][name]])
         for name in found["runs"]
