@@ -481,8 +481,8 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     text = (
         f"Sparsemax attention is {'not ' if similar else ''}significantly less accurate than "
         f"softmax attention, and leaves {kept[SPARSEMAX]:.0f}% of the premise words a weight "
-        f"(about {PUBLISHED_KEPT:.0f}% in the paper{RECALLED}), entmax 1.5 {kept['entmax 1.5']:.0f}%; "
-        f"softmax, which leaves all words one, has {MOST:.0%} of it on "
+        f"(about {PUBLISHED_KEPT:.0f}% in the paper{RECALLED}), entmax 1.5 "
+        f"{kept['entmax 1.5']:.0f}%; softmax, which leaves all words one, has {MOST:.0%} of it on "
         f"{mean(_values(found, SOFTMAX, 'most')):.0f}% of them. Points of test accuracy beside "
         f"softmax: {'; '.join(told(name) for name in p)}. "
     )
