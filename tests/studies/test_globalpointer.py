@@ -162,6 +162,8 @@ def test_runs_become_tables_and_a_plot(folder, tmp_path, capsys):
     found = kept["found"]
     assert found["sizes"] == {"train": 96, "valid": 24, "dev": 40}
     assert list(found["runs"]) == list(gp.METHODS)
+    for grid in gp.grids(found):
+        assert {len(row) for row in grid.rows} == {len(grid.headings)}
     for runs in found["runs"].values():
         assert len(runs) == 2
         for run in runs:

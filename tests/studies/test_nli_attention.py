@@ -188,6 +188,7 @@ def test_runs_become_a_table_and_a_plot(folder, tmp_path, capsys):
     assert [each["label"] for each in found["examples"]] == [0]
     assert [len(x) for x in found["seen"]["sparsemax"]["weights"]] == [7]
     (grid,) = nli.grids(found)
+    assert {len(row) for row in grid.rows} == {len(grid.headings)}
     (row,) = (row for row in grid.rows if row[0] == "sparsemax")
     tests = [100 * run["test"]["accuracy"] for run in found["runs"]["sparsemax"]]
     assert row[1] == "82.20†"
