@@ -453,7 +453,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         text += (
             "BCE is not significantly worse. A likely reason: at the learning rates that this "
             "encoder wants, scores fall to the frequencies within an epoch. With smaller steps, as "
-            "in fine-tuning, that takes longer: at 0.003 BCE is behind ZLPR (above). "
+            "in fine-tuning, that takes longer: at 0.003 BCE is behind ZLPR (one run). "
         )
     first = {
         name: 100 * mean([run["valid"][TUNED][0] for run in found["runs"][name]])
