@@ -61,13 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     option("--seeds", type=int, default=3, help="runs of each (3)")
     option("--json", type=Path, metavar="FILE", help="append a JSON line per case")
     option("--commit", help="of the source, where git cannot say")
-    option = add("snli", _snli, "train softmax and sparse attention side by side on SNLI")
-    option("data", type=Path, help="folder with snli/")
-    option("--device", default="cpu", help="auto (a GPU if there is one), cpu, cuda")
-    option("--seeds", type=int, default=3, help="runs of each (3)")
-    option("--lr", type=float, default=1e-3, help="learning rate of Adam (0.001)")
-    option("--json", type=Path, required=True, metavar="FILE", help="of the runs; gone on with")
-    option("--commit", help="of the source, where git cannot say")
     option = add("parallel", _parallel, "classes over processes: two beside one, and a mesh of one")
     option("--json", type=Path, metavar="FILE", help="append a JSON line per figure")
     option("--commit", help="of the source, where git cannot say")
@@ -143,11 +136,10 @@ def _check_file(option: str, path: Path | None) -> None:
 
 
 def _page(_: argparse.Namespace) -> int:
-    from benchmarks import page, snli, study, vectors
+    from benchmarks import page, study, vectors
 
     written = [*page.write(RESULTS), *study.write_page(RESULTS / "study", DOCS)]
     written += vectors.write_page(RESULTS, DOCS)
-    written += snli.write_page(RESULTS / "study", DOCS)
     print("\n".join(f"wrote {path}" for path in written))
     return 0
 
@@ -175,20 +167,6 @@ def _vectors(options: argparse.Namespace) -> int:
     return vectors.run(
         options.data, only=options.only, quick=options.quick, threads=options.threads,
         seeds=options.seeds, json_path=options.json, commit=options.commit,
-    )  # fmt: skip
-
-
-def _snli(options: argparse.Namespace) -> int:
-    from benchmarks import snli
-
-    _check_file("--json", options.json)
-    if options.seeds < 1:
-        raise ValueError(f"--seeds: expected at least 1, got {options.seeds}")
-    if not options.lr > 0:
-        raise ValueError(f"--lr: expected more than 0, got {options.lr}")
-    return snli.run(
-        options.data, options.json, seeds=options.seeds, settings=snli.Settings(lr=options.lr),
-        device=_device(options.device), commit=options.commit,
     )  # fmt: skip
 
 
