@@ -258,7 +258,8 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results")
+        code = "src", "benchmarks", "studies", ":!benchmarks/results"
+        changed = git("status", "--porcelain", "--", *code)
         return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
