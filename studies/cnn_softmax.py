@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -110,17 +111,17 @@ def hold_out(whole: TextData, size: Size) -> Held:
     unknown = int(place[vocabulary.unknown])
     counts = vocabulary.counts[order[:n_known]]
     counts[unknown] += vocabulary.counts[new].sum()
-    test = place[table[whole.test]]
     parts = [place[table[each]] for each in (train, whole.valid, whole.test)]
     closed = [np.where(each < n_known, each, unknown).astype(np.int32) for each in parts]
     tokens = tuple(vocabulary.tokens[i] for i in order)
-    data = TextData(
-        whole.name, Vocabulary(tokens[:n_known], counts), *closed, description=whole.description
-    )
+    data = replace(
+        whole, vocabulary=Vocabulary(tokens[:n_known], counts), train=closed[0], valid=closed[1],
+        test=closed[2],
+    )  # fmt: skip
     known = [i for word, i in whole.vocabulary.ids.items() if word in data.vocabulary.ids]
     left_out = np.setdiff1d(np.flatnonzero(often), known)
     return Held(
-        data, test, list(tokens[n_known:]), place[seen].tolist(),
+        data, parts[2], list(tokens[n_known:]), place[seen].tolist(),
         [vocabulary.counts[each].tolist() for each in (new, seen)], len(left_out),
     )  # fmt: skip
 
@@ -209,7 +210,7 @@ def by_frequency(counts: Sequence[int], occurrences: NDArray[np.int64]) -> float
 
 def measure(options: Options) -> dict[str, Any]:
     """Every output layer, all seeds."""
-    size, setting, filters = Size(4_000, 150_000, 200, 24), SETTING, FILTERS
+    size, setting = Size(4_000, 120_000, 200, 24), SETTING
     corrections: tuple[int, ...] = CORRECTIONS
     if options.device.type == "cuda":
         size, setting = Size(None, None, 1_000, 24), setting._replace(epochs=30)
@@ -237,14 +238,11 @@ def measure(options: Options) -> dict[str, Any]:
     }  # fmt: skip
     for correction in corrections:
         name = f"{CNN} + {correction}" if correction else CNN
-        runs[name] = fit_seeds(
-            name, data,
-            lambda correction=correction: CharCNNSoftmax(
-                setting.width, data.vocabulary.tokens, correction=correction, filters=filters,
-                highway_layers=1,
-            ),
-            options.seeds, setting, device, judged=judged,
+        make = partial(
+            CharCNNSoftmax, setting.width, data.vocabulary.tokens, correction=correction,
+            filters=FILTERS, highway_layers=1,
         )  # fmt: skip
+        runs[name] = fit_seeds(name, data, make, options.seeds, setting, device, judged=judged)
     for of_name in runs.values():
         for run in of_name[1:]:
             run.pop("near", None)

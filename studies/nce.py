@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ PUBLISHED = {
     **{f"{NCE}, uniform, k = {k}": each for k, each in zip(KS, _UNIFORM, strict=True)},
 }
 PUBLISHED_SPEEDUP = 14
-READING = Reading(vocab_size=6_000, limit=200_000)
+READING = Reading(vocab_size=6_000, limit=160_000)
 SETTING = Setting(width=64, epochs=10, rates=(0.003, 0.01), held_out=10_000)
 # Perplexities within this share of each other count as equal.
 EQUAL = 0.03
@@ -98,8 +99,12 @@ class OwnNegativeSampling(OwnNoise, NegativeSampling):
     """Negative sampling with k noise words for each row."""
 
 
-HEADS = {NCE: OwnNoiseContrastive, SHARED: NoiseContrastive, NEGATIVE: OwnNegativeSampling,
-         UNBIASED: OwnNegativeSampling}  # fmt: skip
+HEADS: dict[str, type[NoiseContrastive] | type[NegativeSampling]] = {
+    NCE: OwnNoiseContrastive,
+    SHARED: NoiseContrastive,
+    NEGATIVE: OwnNegativeSampling,
+    UNBIASED: OwnNegativeSampling,
+}
 
 
 def make_head(method: Method, data: TextData, width: int) -> Head:
@@ -151,9 +156,8 @@ def measure(options: Options) -> dict[str, Any]:
 
     runs = {
         str(method): fit_seeds(
-            str(method), data, lambda method=method: make_head(method, data, setting.width),
-            options.seeds, setting, options.device, judged=judged,
-            start_at_counts=method.kind != UNBIASED,
+            str(method), data, partial(make_head, method, data, setting.width), options.seeds,
+            setting, options.device, judged=judged, start_at_counts=method.kind != UNBIASED,
         )
         for method in methods
     }  # fmt: skip
