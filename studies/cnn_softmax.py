@@ -19,16 +19,18 @@ from benchmarks.table import Grid
 from lastlayer.heads import CharCNNSoftmax, FullSoftmax, Head
 from lastlayer.lab.data.text import Reading, TextData, Vocabulary, choose
 from lastlayer.lab.feeding import TextFeed
-from lastlayer.lab.statistics import LEVEL, holm, p_values
+from lastlayer.lab.statistics import LEVEL
 from studies.frame import Options, Study, Verdict, mean, spread
 from studies.language import (
     WIKITEXT2,
     Model,
     Setting,
+    against_first,
     feed_of,
     fit_seeds,
-    geometric_mean,
+    mean_test,
     not_flat,
+    of_seeds,
     seconds_per_epoch,
     wikitext2,
 )
@@ -260,40 +262,24 @@ def measure(options: Options) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _values(found: Mapping[str, Any], name: str, key: str) -> list[float]:
-    return [run[key] for run in found["runs"][name]]
-
-
 def _of(found: Mapping[str, Any], name: str, group: str, key: str) -> list[float]:
     return [run[group][key] for run in found["runs"][name]]
-
-
-def _test(found: Mapping[str, Any], name: str) -> float:
-    return geometric_mean(_values(found, name, "test"))
 
 
 def _cnns(found: Mapping[str, Any]) -> list[str]:
     return [name for name in found["runs"] if name.startswith(CNN)]
 
 
-def _against_full(found: Mapping[str, Any]) -> dict[str, float]:
-    """P-values of a difference in test perplexity to the full softmax, after Holm's correction."""
-    names = list(found["runs"])
-    by_seed = [dict(enumerate(_values(found, name, "test"))) for name in names]
-    pairs = p_values(by_seed, log=True)
-    return dict(zip(names[1:], holm([pairs[0, i] for i in range(1, len(names))]), strict=True))
-
-
 def grids(found: Mapping[str, Any]) -> list[Grid]:
     """Parameters and perplexity; new words; their neighbours."""
-    p = _against_full(found)
+    p = against_first(found)
     sizes, told = [], []
     for name, runs in found["runs"].items():
         theirs = PUBLISHED.get(name)
         width = found["narrow"] if name == NARROW else found["width"]
         sizes.append([
             name, f"{width}", f"{runs[0]['parameters']:,}",
-            spread(_values(found, name, "test"), 1), f"{p[name]:.2g}" if name in p else "",
+            spread(of_seeds(found, name, "test"), 1), f"{p[name]:.2g}" if name in p else "",
             *([f"{theirs[0]:.1f}", f"{theirs[1]:,}"] if theirs else ["", ""]),
             f"{mean([seconds_per_epoch(run) for run in runs]):.1f}", f"{runs[0]['rate']:g}",
         ])  # fmt: skip
@@ -303,7 +289,7 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
             *([spread(_of(found, name, "new", "rank"), 1, scale=100),
                _perplexity(_of(found, name, "new", "among")),
                _perplexity(_of(found, name, "new", "nll"), 0)] if new else ["", "", ""]),
-            _perplexity(_values(found, name, "unknown"), 0),
+            _perplexity(of_seeds(found, name, "unknown"), 0),
             spread(_of(found, name, "seen", "rank"), 1, scale=100),
             _perplexity(_of(found, name, "seen", "among")),
             _perplexity(_of(found, name, "seen", "nll"), 0),
@@ -347,10 +333,10 @@ def _perplexity(nll: Sequence[float], digits: int = 1) -> str:
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
     """Whether the spelling alone costs perplexity, and how much of that a correction regains."""
-    p, full = _against_full(found), _test(found, FULL)
+    p, full = against_first(found), mean_test(found, FULL)
     size = {name: runs[0]["parameters"] for name, runs in found["runs"].items()}
     names = _cnns(found)
-    tests = {name: _test(found, name) for name in names}
+    tests = {name: mean_test(found, name) for name in names}
     bare, corrected = names[0], f"{CNN} + 8"
     gap = tests[bare] - full
     worse, sure = gap > 0, p[bare] < LEVEL
@@ -362,7 +348,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         + ", ".join(f"{tests[n]:.1f} with corrections of {n[len(CNN) + 3:]} ({size[n]:,})"
                     for n in names[1:])
         + f". A full softmax of width {found['narrow']}, with {size[NARROW]:,} parameters, has "
-        f"{_test(found, NARROW):.1f}. "
+        f"{mean_test(found, NARROW):.1f}. "
     )  # fmt: skip
     if worse:
         regained = (tests[bare] - tests[corrected]) / gap
@@ -387,7 +373,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         f"frequencies, if they were known: {math.exp(of['by_frequency']):.0f}). "
         f"The right word is {gain:.2f} nats above the mean of new words in its place. "
     )
-    alone = math.exp(mean(_values(found, FULL, "unknown")))
+    alone = math.exp(mean(of_seeds(found, FULL, "unknown")))
     added = math.exp(mean(_of(found, bare, "new", "nll")))
     text += (
         f"In all classes the perplexity of new words is {added:,.0f}, against {alone:,.0f} of a "
@@ -408,14 +394,14 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
     }
     names = _cnns(found)
     left.plot([found["runs"][n][0]["parameters"] for n in names],
-              [_test(found, n) for n in names], "-", color=OURS_COLOURS[0], lw=0.8)  # fmt: skip
+              [mean_test(found, n) for n in names], "-", color=OURS_COLOURS[0], lw=0.8)  # fmt: skip
     for name, colour in colours.items():
-        values = _values(found, name, "test")
+        values = of_seeds(found, name, "test")
         at = [found["runs"][name][0]["parameters"]] * len(values)
         left.plot(at, values, "o", ms=4, alpha=0.8, color=colour, label=name)
     left.set_xlabel("parameters of the output layer")
     left.set_ylabel("test perplexity")
-    left.set_ylim(bottom=0.9 * min(_test(found, name) for name in colours))
+    left.set_ylim(bottom=0.9 * min(mean_test(found, name) for name in colours))
     left.legend()
     for i, (name, colour) in enumerate(colours.items()):
         for group, marker in (("seen", "o"), ("new", "D")):

@@ -16,16 +16,19 @@ from lastlayer.heads.rng import count_step
 from lastlayer.heads.sampled.base import SampledHead
 from lastlayer.lab.data.text import Reading, TextData
 from lastlayer.lab.feeding import TextFeed
-from lastlayer.lab.statistics import LEVEL, holm, p_values
+from lastlayer.lab.statistics import LEVEL
 from lastlayer.samplers import Sampler, Uniform, Unigram
 from studies.frame import RECALLED, Options, Study, Verdict, mean, spread
 from studies.language import (
     WIKITEXT2,
     Model,
     Setting,
+    against_first,
     fit_seeds,
     geometric_mean,
+    mean_test,
     not_flat,
+    of_seeds,
     seconds_per_epoch,
     states,
     wikitext2,
@@ -165,14 +168,6 @@ def measure(options: Options) -> dict[str, Any]:
             "runs": runs}  # fmt: skip
 
 
-def _values(found: Mapping[str, Any], name: str, key: str) -> list[float]:
-    return [run[key] for run in found["runs"][name]]
-
-
-def _test(found: Mapping[str, Any], name: str) -> float:
-    return geometric_mean(_values(found, name, "test"))
-
-
 def _epoch(found: Mapping[str, Any], name: str) -> float:
     return mean([seconds_per_epoch(run) for run in found["runs"][name]])
 
@@ -182,22 +177,14 @@ def _to_best(run: Mapping[str, Any]) -> float:
     return float(run["seconds"][int(np.argmin(run["valid"]))])
 
 
-def _against_full(found: Mapping[str, Any]) -> dict[str, float]:
-    """P-values of a difference in test perplexity to the full softmax, after Holm's correction."""
-    names = list(found["runs"])
-    by_seed = [dict(enumerate(_values(found, name, "test"))) for name in names]
-    pairs = p_values(by_seed, log=True)
-    return dict(zip(names[1:], holm([pairs[0, i] for i in range(1, len(names))]), strict=True))
-
-
 def grids(found: Mapping[str, Any]) -> list[Grid]:
     """Perplexity and time; what scores are worth without normalising."""
-    p, full = _against_full(found), _test(found, FULL)
+    p, full = against_first(found), mean_test(found, FULL)
     rows, worth = [], []
     for name, runs in found["runs"].items():
         theirs = PUBLISHED.get(name)
         rows.append([
-            name, spread(_values(found, name, "test"), 1), f"{_test(found, name) / full:.3f}",
+            name, spread(of_seeds(found, name, "test"), 1), f"{mean_test(found, name) / full:.3f}",
             f"{p[name]:.2g}" if name in p else "",
             f"{theirs:.1f}{RECALLED}" if theirs else "",
             f"{theirs / PUBLISHED[FULL]:.3f}{RECALLED}" if theirs else "",
@@ -206,15 +193,15 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
         ])  # fmt: skip
         unnormalised = [run["test"] * math.exp(-run["log_z"]) for run in runs]
         worth.append([
-            name, spread(_values(found, name, "test"), 1),
-            spread(_values(found, name, "log_z"), 2), spread(_values(found, name, "log_z_std"), 2),
-            spread(unnormalised, 1), spread(_values(found, name, "raw"), 1),
+            name, spread(of_seeds(found, name, "test"), 1),
+            *(spread(of_seeds(found, name, key), 2) for key in ("log_z", "log_z_std")),
+            spread(unnormalised, 1), spread(of_seeds(found, name, "raw"), 1),
         ])  # fmt: skip
     about = f"{found['words']:,} words, {found['tokens']:,} tokens of training"
     return [
         Grid(f"Test perplexity, {about}",
-             ["output layer", "perplexity", "beside full softmax", "p", "paper (PTB)",
-              "beside its full softmax", "s per epoch", "s to best", "learning rate"],
+             ["output layer", "perplexity", "ratio to full softmax", "p", "paper (PTB)",
+              "paper's ratio", "s per epoch", "s to best", "learning rate"],
              rows),
         Grid("Scores as log-probabilities: log Z of test rows, 0 where they are normalised",
              ["output layer", "perplexity, normalised", "mean log Z", "deviation of log Z",
@@ -235,16 +222,18 @@ def _listed(values: Sequence[float], digits: int = 1) -> str:
 
 def verdict(found: Mapping[str, Any]) -> Verdict:
     """More noise words are better, unigram noise too, and some k is as good as the softmax."""
-    full, p = _test(found, FULL), _against_full(found)
+    full, p = mean_test(found, FULL), against_first(found)
     by_noise = {noise: _series(found, NCE, noise) for noise in NOISES}
-    tests = {noise: [_test(found, name) for name in by_noise[noise].values()] for noise in NOISES}
+    tests = {
+        noise: [mean_test(found, name) for name in by_noise[noise].values()] for noise in NOISES
+    }
     falls = {noise: all(np.diff(values) < 0) for noise, values in tests.items()}
     closer = all(a < b for a, b in zip(*tests.values(), strict=True))
     unigram = by_noise["unigram"]
-    level = [k for k, name in unigram.items() if _test(found, name) <= (1 + EQUAL) * full]
+    level = [k for k, name in unigram.items() if mean_test(found, name) <= (1 + EQUAL) * full]
     last = max(unigram)
     name = unigram[last]
-    ratio = _test(found, name) / full
+    ratio = mean_test(found, name) / full
     speed = _epoch(found, FULL) / _epoch(found, name)
     sooner = mean([_to_best(run) for run in found["runs"][FULL]]) / mean(
         [_to_best(run) for run in found["runs"][name]]
@@ -280,32 +269,35 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         f"{found['words']:,} words, as it is here."
     )
     for k, name in _series(found, SHARED, "unigram").items():
-        parts.append(
-            f"{k} noise words shared by all rows of a step give {_test(found, name):.1f} in "
+        text = (
+            f"{k} noise words shared by all rows of a step give {mean_test(found, name):.1f} in "
             f"{_epoch(found, name):.1f} s per epoch"
-            + (f" ({_test(found, unigram[k]):.1f} and {_epoch(found, unigram[k]):.1f} s with own "
-               "ones)." if k in unigram else ".")
-        )  # fmt: skip
+        )
+        if k in unigram:
+            own, took = mean_test(found, unigram[k]), _epoch(found, unigram[k])
+            text += f" ({own:.1f} and {took:.1f} s with own ones)"
+        parts.append(f"{text}.")
     for kind in (NEGATIVE, UNBIASED):
         for k, name in _series(found, kind, "unigram").items():
             parts.append(
-                f"{kind.capitalize()}, k = {k}, has {_test(found, name):.1f} with log q added to "
-                "its scores, as its log_prob does, and "
-                f"{geometric_mean(_values(found, name, 'raw')):,.0f} with the softmax of bare "
+                f"{kind.capitalize()}, k = {k}, has {mean_test(found, name):.1f} with log q added "
+                "to its scores, as its log_prob does, and "
+                f"{geometric_mean(of_seeds(found, name, 'raw')):,.0f} with the softmax of bare "
                 "scores."
             )
-    own, plain = unigram.get(NEGATIVE_K), _series(found, NEGATIVE, "unigram").get(NEGATIVE_K)
-    if own and plain and abs(_test(found, plain) / _test(found, own) - 1) < 0.01:
+    same = [names.get(NEGATIVE_K) for names in (unigram, _series(found, NEGATIVE, "unigram"))]
+    both = [mean_test(found, name) for name in same if name]
+    if len(both) == 2 and abs(both[0] / both[1] - 1) < 0.01:
         parts.append(
             "With biases it is NCE in other terms: log kq is a constant that the biases take up, "
             "and the two losses have the same gradients."
         )
-    of_last = mean(_values(found, unigram[last], "log_z"))
+    of_last = mean(of_seeds(found, unigram[last], "log_z"))
     parts.append(
         f"Normalisers learn to be near 1: at k = {last} log Z is {of_last:+.2f} on average with a "
-        f"deviation of {mean(_values(found, unigram[last], 'log_z_std')):.2f} between rows, "
-        f"against {mean(_values(found, FULL, 'log_z')):+.2f} and "
-        f"{mean(_values(found, FULL, 'log_z_std')):.2f} of the full softmax, which nothing holds "
+        f"deviation of {mean(of_seeds(found, unigram[last], 'log_z_std')):.2f} between rows, "
+        f"against {mean(of_seeds(found, FULL, 'log_z')):+.2f} and "
+        f"{mean(of_seeds(found, FULL, 'log_z_std')):.2f} of the full softmax, which nothing holds "
         "there."
     )
     parts.append(not_flat(found["runs"]))
@@ -317,7 +309,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
 def draw(found: Mapping[str, Any], figure: "Figure") -> None:
     """Perplexity over that of the full softmax against k, the paper's too; and against time."""
     left, right = figure.subplots(1, 2)
-    full = _test(found, FULL)
+    full = mean_test(found, FULL)
     styles = {
         (NCE, "unigram"): (OURS_COLOURS[0], "o-"), (NCE, "uniform"): (OTHER_COLOURS[0], "s-"),
         (SHARED, "unigram"): (OURS_COLOURS[2], "^-"), (NEGATIVE, "unigram"): (OURS_COLOURS[4], "d"),
@@ -325,7 +317,7 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
     }  # fmt: skip
     for (kind, noise), (colour, style) in styles.items():
         names = _series(found, kind, noise)
-        ratios = [_test(found, name) / full for name in names.values()]
+        ratios = [mean_test(found, name) / full for name in names.values()]
         left.plot(list(names), ratios, style, ms=4, color=colour, label=f"{kind}, {noise}")
         theirs = [PUBLISHED[name] / PUBLISHED[FULL] for name in names.values() if name in PUBLISHED]
         if theirs:
