@@ -32,6 +32,7 @@ from studies.language import (
     not_flat,
     of_seeds,
     seconds_per_epoch,
+    shown_p,
     wikitext2,
 )
 
@@ -279,7 +280,7 @@ def grids(found: Mapping[str, Any]) -> list[Grid]:
         width = found["narrow"] if name == NARROW else found["width"]
         sizes.append([
             name, f"{width}", f"{runs[0]['parameters']:,}",
-            spread(of_seeds(found, name, "test"), 1), f"{p[name]:.2g}" if name in p else "",
+            spread(of_seeds(found, name, "test"), 1), shown_p(p, name),
             *([f"{theirs[0]:.1f}", f"{theirs[1]:,}"] if theirs else ["", ""]),
             f"{mean([seconds_per_epoch(run) for run in runs]):.1f}", f"{runs[0]['rate']:g}",
         ])  # fmt: skip

@@ -275,6 +275,13 @@ def against_first(found: Mapping[str, Any]) -> dict[str, float]:
     return dict(zip(names[1:], holm([pairs[0, i] for i in range(1, len(names))]), strict=True))
 
 
+def shown_p(p: Mapping[str, float], name: str) -> str:
+    """A cell of a table; empty for what the others are compared with."""
+    if name not in p:
+        return ""
+    return f"{p[name]:.2g}" if p[name] >= 1e-4 else "< 0.0001"
+
+
 def not_flat(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """A sentence for the verdict on curves that still fell when their epochs were over."""
     late = {
