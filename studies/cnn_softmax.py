@@ -339,7 +339,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     names = _cnns(found)
     tests = {name: mean_test(found, name) for name in names}
     bare, corrected = names[0], f"{CNN} + 8"
-    gap = tests[bare] - full
+    gap, narrow = tests[bare] - full, mean_test(found, NARROW)
     worse, sure = gap > 0, p[bare] < LEVEL
     better = tests[corrected] < tests[bare]
     text = (
@@ -349,7 +349,9 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
         + ", ".join(f"{tests[n]:.1f} with corrections of {n[len(CNN) + 3:]} ({size[n]:,})"
                     for n in names[1:])
         + f". A full softmax of width {found['narrow']}, with {size[NARROW]:,} parameters, has "
-        f"{mean_test(found, NARROW):.1f}. "
+        f"{narrow:.1f}"
+        + (": with so few words, narrow vectors save as many parameters for less. "
+           if narrow < tests[bare] else ". ")
     )  # fmt: skip
     if worse:
         regained = (tests[bare] - tests[corrected]) / gap
