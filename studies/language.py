@@ -17,6 +17,7 @@ from lastlayer.lab.data.text import END, FirstCome, IdStream, Reading, TextData,
 from lastlayer.lab.evaluation import Rows, judge_rows
 from lastlayer.lab.feeding import TextFeed
 from lastlayer.lab.models import ModelSettings, build_body
+from lastlayer.lab.statistics import holm, p_values
 from lastlayer.lab.training import Stepper, warm_up
 from studies.frame import Needed, progress
 
@@ -251,6 +252,34 @@ def fit_seeds(
             f"{'' if run['flat'] else ', not flat'}"
         )
     return runs
+
+
+def of_seeds(found: Mapping[str, Any], name: str, key: str) -> list[float]:
+    """Of an output layer, one for each seed."""
+    return [run[key] for run in found["runs"][name]]
+
+
+def mean_test(found: Mapping[str, Any], name: str) -> float:
+    """Of an output layer, the geometric mean over seeds."""
+    return geometric_mean(of_seeds(found, name, "test"))
+
+
+def against_first(found: Mapping[str, Any]) -> dict[str, float]:
+    """P-values of a difference in test perplexity to the first output layer, Holm-corrected.
+
+    They are of paired t-tests by seed on the logarithms.
+    """
+    names = list(found["runs"])
+    by_seed = [dict(enumerate(of_seeds(found, name, "test"))) for name in names]
+    pairs = p_values(by_seed, log=True)
+    return dict(zip(names[1:], holm([pairs[0, i] for i in range(1, len(names))]), strict=True))
+
+
+def shown_p(p: Mapping[str, float], name: str) -> str:
+    """A cell of a table; empty for what the others are compared with."""
+    if name not in p:
+        return ""
+    return f"{p[name]:.2g}" if p[name] >= 1e-4 else "< 0.0001"
 
 
 def not_flat(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
