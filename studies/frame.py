@@ -296,7 +296,7 @@ def mean(values: Sequence[float]) -> float:
 
 def write_page(kept: Path = KEPT, docs: Path = DOCS) -> list[Path]:
     """docs/results.md and its pictures, from the files of full runs; what was written."""
-    parts, written = [_OPENING], list[Path]()
+    sections, written, rows = list[str](), list[Path](), list[list[str]]()
     missing = [name for name in STUDIES if not (kept / f"{name}.json").is_file()]
     for name in (each for each in STUDIES if each not in missing):
         found = json.loads((kept / f"{name}.json").read_text(encoding="utf-8"))
@@ -305,12 +305,14 @@ def write_page(kept: Path = KEPT, docs: Path = DOCS) -> list[Path]:
         picture = docs / "pictures" / f"results-{name}.png"
         study = load(name)
         _write(picture, draw(study, found["found"]))
-        parts += _section(name, study, found, picture)
+        sections += _section(name, study, found, picture)
+        rows.append([f"`{name}`", study.title, study.verdict(found["found"]).word])
         written.append(picture)
     if missing:
-        parts.append(f"## Not measured yet\n\n{', '.join(f'`{each}`' for each in missing)}.")
+        sections.append(f"## Not measured yet\n\n{', '.join(f'`{each}`' for each in missing)}.")
+    summary = Grid("All of them", ["study", "what is measured", "the published pattern"], rows)
     page = docs / "results.md"
-    _write(page, ("\n\n".join(parts) + "\n").encode())
+    _write(page, ("\n\n".join([_OPENING, summary.markdown(), *sections]) + "\n").encode())
     return [*written, page]
 
 
