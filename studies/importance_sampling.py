@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MIN_COUNT = 4
-SETTING = Setting(epochs=8, rates=(0.003, 0.01), held_out=10_000)
-TOKENS = 300_000
+SETTING = Setting(epochs=8, rates=(0.003, 0.01), held_out=8_000)
+TOKENS = 200_000
 LOOKS = 4
 TARGET_ESS, BLOCK, MAX_SAMPLES = 50.0, 50, 2_000
 SAMPLES = 500
