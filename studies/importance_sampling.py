@@ -373,8 +373,8 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     for name, (first, epoch, last) in growth.items():
         text += (
             f"{name.capitalize()} draws {first:.0f} words per prediction in the first 1/{looks} "
-            f"epoch, {epoch:.0f} at the end of the first and {last:.0f} at the end of the best one; KL "
-            f"between model and proposal goes from {kl[name][0]:.2f} to {kl[name][1]:.2f}. "
+            f"epoch, {epoch:.0f} at the end of the first and {last:.0f} at the end of the best one; "
+            f"KL between model and proposal goes from {kl[name][0]:.2f} to {kl[name][1]:.2f}. "
         )
     grows = growth[UNIGRAM][-1] > 1.1 * growth[UNIGRAM][0]
     few = growth[ADAPTIVE][-1] < growth[UNIGRAM][-1] / 1.5 and kl[ADAPTIVE][-1] < kl[UNIGRAM][-1]
@@ -510,8 +510,8 @@ STUDY = Study(
         f"sample size is {TARGET_ESS:g}, and takes all words after {MAX_SAMPLES:,} draws, or as "
         "many as a quarter of the words. The adaptive proposal mixes unigram and bigram and starts "
         "as the unigram. With shared draws the rows of a batch have the same blocks, each as many "
-        "as it needs; rows with draws of their own were added after a first look at a run on 12,000 "
-        "tokens, in which shared draws fell behind. Sampled softmax "
+        "as it needs; rows with draws of their own were added after a first look at a run on "
+        "12,000 tokens, in which shared draws fell behind. Sampled softmax "
         f"draws {SAMPLES} words for all rows. Validation is judged {LOOKS} times per epoch, by the "
         "exact softmax for every output layer. Time is CPU time of training steps, one thread; "
         "scores are hidden states times words compared with them, which is what the authors' "
