@@ -373,7 +373,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     for name, (first, epoch, last) in growth.items():
         text += (
             f"{name.capitalize()} draws {first:.0f} words per prediction in the first 1/{looks} "
-            f"epoch, {epoch:.0f} at the end of the first and {last:.0f} at the end of the best one; "
+            f"epoch, {epoch:.0f} at the end of the first and {last:.0f} at the end of the best; "
             f"KL between model and proposal goes from {kl[name][0]:.2f} to {kl[name][1]:.2f}. "
         )
     grows = growth[UNIGRAM][-1] > 1.1 * growth[UNIGRAM][0]
