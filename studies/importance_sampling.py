@@ -381,6 +381,10 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     quick = {name for name, clock in faster.items() if clock > 1.5}
     text += _reason(found, faster) + _losses(found)
     text += not_flat(found["runs"])
+    every = [run["valid"] for runs in found["runs"].values() for run in runs]
+    rose = sum(valid[-1] > _CLOSE * min(valid) for valid in every)
+    if rose:
+        text += f" In {rose} of {len(every)} validation perplexity rose again after its best epoch."
     if not missed and len(quick) == 2 and grows and few:
         return Verdict("holds", text)
     part = grows or few or quick
@@ -434,7 +438,9 @@ def _losses(found: Mapping[str, Any]) -> str:
             "weights of what it has drawn are even, and that is also so where it has missed a word "
             "that the model expects and the proposal does not. "
         )
-    if above[SHARED] > above[UNIGRAM] + 1:
+    test = {name: mean([run["test"] for run in found["runs"][name]]) for name in (UNIGRAM, SHARED)}
+    # On validation alone a gap may be chance.
+    if above[SHARED] > above[UNIGRAM] + 1 and test[SHARED] > test[UNIGRAM]:
         text += (
             "Shared draws add noise: the effective sample size of a row does not say how noisy the "
             "gradient of a whole batch is, which averages over the draws of its rows where these "
