@@ -381,10 +381,12 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     quick = {name for name, clock in faster.items() if clock > 1.5}
     text += _reason(found, faster) + _losses(found)
     text += not_flat(found["runs"])
-    every = [run["valid"] for runs in found["runs"].values() for run in runs]
-    rose = sum(valid[-1] > _CLOSE * min(valid) for valid in every)
+    curves = [run["valid"] for runs in found["runs"].values() for run in runs]
+    rose = sum(valid[-1] > _CLOSE * min(valid) for valid in curves)
     if rose:
-        text += f" In {rose} of {len(every)} validation perplexity rose again after its best epoch."
+        text += (
+            f" In {rose} of {len(curves)} validation perplexity rose again after its best epoch."
+        )
     if not missed and len(quick) == 2 and grows and few:
         return Verdict("holds", text)
     part = grows or few or quick
