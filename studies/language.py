@@ -95,7 +95,7 @@ class Model(NamedTuple):
 
 
 Watch = Callable[[Model, TextFeed], dict[str, float]]
-"""Measures of a model on the way, one for each epoch; they are not on the clock."""
+"""Measures of a model on the way, at the end of each epoch; they are not on the clock."""
 
 
 def feed_of(data: TextData, setting: Setting, device: torch.device) -> TextFeed:
@@ -106,12 +106,17 @@ def feed_of(data: TextData, setting: Setting, device: torch.device) -> TextFeed:
 def fit(
     data: TextData, make_head: MakeHead, rate: float, seed: int, setting: Setting,
     device: torch.device, *, start_at_counts: bool = True, watch: Watch | None = None,
+    looks: int = 1,
 ) -> tuple[dict[str, Any], Model]:  # fmt: skip
     """Train until validation does not improve; the best model, and how it came about.
 
+    With ``looks`` above 1 validation is judged, and ``watch`` is asked, so many times per epoch;
+    when to stop, and which model is best, is still a matter of whole epochs.
+
     Returns:
         The run (``valid`` and ``test`` perplexities, ``seconds`` of training steps after each
-        epoch, ``step_ms``, ``flat``: whether it ended before ``epochs``), and the best model.
+        epoch, ``step_ms``, ``flat``: whether it ended before ``epochs``, ``curve``: seconds and
+        perplexity at each look where these are more than the epochs), and the best model.
     """
     torch.manual_seed(seed)
     feed = feed_of(data, setting, device)
@@ -125,17 +130,22 @@ def fit(
     model, stepper = Model(body, head), Stepper(body, head, rate, clip=1.0)
     warm_up(stepper, feed, seed)
     valid, seconds, watched = [perplexity(model, feed, "valid", setting)], [0.0], []
+    curve = [(0.0, valid[0])]
     best, cut, epoch = _state(model), False, 0
     while epoch < setting.epochs:
-        seconds.append(seconds[-1] + _epoch(stepper, feed, seed, epoch, device))
+        for part in range(looks):
+            at = [(epoch * looks + part + i) * feed.steps_per_epoch // looks for i in (0, 1)]
+            took = _train(stepper, feed, seed, range(*at), device)
+            curve.append((curve[-1][0] + took, perplexity(model, feed, "valid", setting)))
+            if watch is not None:
+                watched.append(watch(model, feed))
         epoch += 1
-        found = perplexity(model, feed, "valid", setting)
+        clock, found = curve[-1]
+        seconds.append(clock)
         better = found < (1 - _LEAST_GAIN) * min(valid)
         if found < min(valid):
             best = _state(model)
         valid.append(found)
-        if watch is not None:
-            watched.append(watch(model, feed))
         if better:
             continue
         if cut:
@@ -152,12 +162,15 @@ def fit(
         "test": perplexity(model, feed, "test", setting),
         "parameters": sum(each.numel() for each in head.parameters()),
         **({"watched": watched} if watch is not None else {}),
+        **({"curve": curve} if looks > 1 else {}),
     }  # fmt: skip
     return run, model
 
 
-def _epoch(stepper: Stepper, feed: TextFeed, seed: int, epoch: int, device: torch.device) -> float:
-    """Seconds of its steps: CPU time of the process, or of a GPU that is waited for."""
+def _train(
+    stepper: Stepper, feed: TextFeed, seed: int, steps: range, device: torch.device
+) -> float:
+    """Seconds of the steps: CPU time of the process, or of a GPU that is waited for."""
     stepper.body.train()
     stepper.head.train()
     on_gpu = device.type == "cuda"
@@ -165,7 +178,7 @@ def _epoch(stepper: Stepper, feed: TextFeed, seed: int, epoch: int, device: torc
     if on_gpu:
         torch.cuda.synchronize()
     began = clock()
-    for step in range(epoch * feed.steps_per_epoch, (epoch + 1) * feed.steps_per_epoch):
+    for step in steps:
         stepper.step(feed.batch(seed, step))
     if on_gpu:
         torch.cuda.synchronize()
