@@ -47,7 +47,7 @@ def fit_path(
     shape = n_classes, rows.shape[1]
     at: NDArray[np.float64] = np.zeros(n_classes * rows.shape[1])
     if start is not None:
-        at.reshape(shape)[:, -1] = start.double().numpy()
+        at.reshape(shape)[:, -1] = start.detach().double().numpy()
     for penalty in sorted(penalties, reverse=True):
 
         def objective(
