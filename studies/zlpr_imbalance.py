@@ -517,34 +517,37 @@ def _soft_text(found: Mapping[str, Any], name: str, n: int) -> str:
 
 
 def draw(found: Mapping[str, Any], figure: "Figure") -> None:
-    """F1 against the share of positives: solid with a tuned threshold, dashed at 0."""
+    """F1 against the share of positives."""
     panels = figure.subplots(2, len(found["sets"]), squeeze=False)
-    colours = dict(
-        zip(METHODS, (OURS_COLOURS[0], OTHER_COLOURS[3], OTHER_COLOURS[0], OURS_COLOURS[1]),
-            strict=True)
-    )  # fmt: skip
+    shades = OURS_COLOURS[0], OTHER_COLOURS[3], OTHER_COLOURS[0], OURS_COLOURS[1]
+    colours = dict(zip(METHODS, shades, strict=True))
+    lines = [(method, way, style, colours[method]) for way, style in (("", "-"), ("native_", "--"))
+             for method in METHODS]  # fmt: skip
+    lines += [(each, "native_", ":", colours[each.partition(",")[0]]) for each in STARTS]
     for column, name in enumerate(found["sets"]):
         points = _points(found, name)
         at = [100 * each for each in points.values()]
         for row, (key, told) in enumerate((("micro", "micro-F1, %"), ("macro", "macro-F1, %"))):
             panel = panels[row][column]
-            for method, way in product(METHODS, ("", "native_")):
+            for method, way, style, colour in lines:
                 values = [_values(found, name, n, method, way + key) for n in points]
-                panel.plot(at, [100 * mean(each) for each in values], "--" if way else "-",
-                           color=colours[method], label=None if way else method)  # fmt: skip
+                panel.plot(at, [100 * mean(each) for each in values], style, color=colour,
+                           label=None if way else method)  # fmt: skip
                 for x, each in zip(at, values, strict=True):
-                    panel.plot([x] * len(each), [100 * y for y in each], ".", ms=3,
-                               color=colours[method])  # fmt: skip
+                    panel.plot([x] * len(each), [100 * y for y in each], ".", ms=3, color=colour)
             panel.set_xscale("log")
             panel.invert_xaxis()
             panel.set_xticks(at, [f"{x:.2g}\n({n})" for x, n in zip(at, points, strict=True)])
             panel.minorticks_off()
             panel.set_ylabel(told)
             if row == 0:
-                panel.set_title(f"{name}: solid with a tuned threshold, dashed at 0")
+                panel.set_title(name)
             else:
                 panel.set_xlabel("positives among all pairs of row and label, % (labels)")
-    panels[0][0].legend()
+    legend = panels[0][0].legend(
+        title="tuned threshold; dashed: at 0;\ndotted: at 0, biases from 0"
+    )
+    legend.get_title().set_fontsize(7)
 
 
 STUDY = Study(
