@@ -97,7 +97,7 @@ LARGE = {
         {"logistic": (0.1, 0.03, 0.01), "softmax": (0.01, 0.003, 0.001),
          "sparsemax": (0.3, 0.1, 0.03), "ZLPR": (0.003, 0.001, 0.0003),
          "soft ZLPR": (0.003, 0.001, 0.0003)},
-        held_out=1, steps=20, smoothing=0.002, large=True,
+        held_out=1, steps=15, smoothing=0.002, large=True,
     ),
 }  # fmt: skip
 
@@ -494,7 +494,7 @@ STUDY = Study(
         "published one (CAL500: "
         "400 training rows, no published split); bars are their means. Bibtex (159 labels) and "
         "delicious (983) are not in the paper's table, and larger: there is their published split "
-        "alone, in float32, with biases that start at the label frequencies, 30 or 20 steps of "
+        "alone, in float32, with biases that start at the label frequencies, 30 or 15 steps of "
         "L-BFGS for each of three penalties per loss (from where the larger one ended, so that the "
         "minimum is not quite reached), one fifth of the training rows held out in place of "
         "cross-validation, and smoothing of a tenth of the share of positives. Their penalties are "
