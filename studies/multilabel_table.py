@@ -500,8 +500,7 @@ STUDY = Study(
         "cross-validation, and smoothing of a tenth of the share of positives. Their penalties are "
         "those around the best of a wider grid on the rows held out; test rows were not looked at. "
         "P@k has the penalty that is best for it on the rows held out. The other sets are of an "
-        "earlier run. Not measured: Reuters (RCV1), which is not in the data, and delicious, which "
-        "the command runs but whose figures are not in the kept file yet."
+        "earlier run. Not measured: Reuters (RCV1), which is not in the data."
     ),
     measure=measure,
     grids=grids,
