@@ -25,11 +25,13 @@ class Linear:
 
 
 def fit_path(
-    features: Tensor, n_classes: int, loss: Loss, penalties: Sequence[float], steps: int = 100
-) -> Iterator[tuple[float, Linear]]:
+    features: Tensor, n_classes: int, loss: Loss, penalties: Sequence[float], steps: int = 100,
+    start: Tensor | None = None,
+) -> Iterator[tuple[float, Linear]]:  # fmt: skip
     """The minimum of ``loss(scores) + penalty / 2 · |W|²`` for each penalty, the largest first.
 
-    Each starts where the one before ended. Biases are not penalised.
+    Each starts where the one before ended. Biases are not penalised. Products are in the dtype of
+    the features, L-BFGS is in float64.
 
     Args:
         features: ``(n, d)``.
@@ -37,25 +39,28 @@ def fit_path(
         loss: of scores ``(n, n_classes)``, differentiable.
         penalties: to try.
         steps: of L-BFGS, at most.
+        start: biases that the first one starts from, ``(n_classes,)``; 0 without them.
     """
     from scipy.optimize import minimize
 
-    rows = torch.cat([features, features.new_ones(len(features), 1)], 1).double()
+    rows = torch.cat([features, features.new_ones(len(features), 1)], 1)
     shape = n_classes, rows.shape[1]
     at: NDArray[np.float64] = np.zeros(n_classes * rows.shape[1])
+    if start is not None:
+        at.reshape(shape)[:, -1] = start.detach().double().numpy()
     for penalty in sorted(penalties, reverse=True):
 
         def objective(
             flat: NDArray[np.float64], penalty: float = penalty
         ) -> tuple[float, NDArray[np.float64]]:
-            weight = torch.from_numpy(flat).view(shape)
+            weight = torch.from_numpy(flat).view(shape).to(rows.dtype)
             shrunk = weight.clone()
             shrunk[:, -1] = 0.0
             scores = (rows @ weight.T).requires_grad_()
             value = loss(scores)
             (slope,) = torch.autograd.grad(value, scores)
             total = value.item() + 0.5 * penalty * shrunk.square().sum().item()
-            return total, (slope.T @ rows + penalty * shrunk).flatten().numpy()
+            return total, (slope.T @ rows + penalty * shrunk).flatten().double().numpy()
 
         made = minimize(objective, at, jac=True, method="L-BFGS-B", options={"maxiter": steps})
         at = made.x
