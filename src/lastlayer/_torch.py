@@ -27,6 +27,7 @@ _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _HAS_DLPACK = (
     hasattr(torch._C, "_to_dlpack_versioned") and np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 )
+_NOTHING = nullcontext()
 _checking_device_values: ContextVar[bool] = ContextVar("lastlayer_debug", default=False)
 
 
@@ -45,10 +46,15 @@ def gradient_sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype that autocast asks for on the device of ``tensor``, None where it is off."""
-    device = tensor.device.type
+    device = _device_type(tensor)
     if device == "meta" or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
+
+
+def _device_type(tensor: Tensor) -> str:
+    """``tensor.device.type``, which makes a device and a string first."""
+    return "cpu" if tensor.is_cpu else tensor.device.type
 
 
 def in_autocast_dtype(tensor: Tensor) -> Tensor:
@@ -338,7 +344,7 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
 
     Once dtypes are settled autocast would still round sums in float32.
     """
-    device = tensor.device.type
+    device = _device_type(tensor)
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return nullcontext()
+        return _NOTHING
     return torch.autocast(device, enabled=False)

@@ -15,8 +15,8 @@ SHAPES = [(3, 1), (5, 7), (4, 64), (7, 65), (3, 1003)]
 # A bias, the soft cap and the temperature.
 FORMS = [(False, 0.0, 1.0), (True, 0.0, 0.7), (True, 3.0, 1.3)]
 
-# Draws and log-probabilities are plain torch on the CPU.
-draws_of = pytest.mark.parametrize("impl", ["reference", "triton"])
+# Log-probabilities are plain torch on the CPU.
+in_torch_on_cpu = pytest.mark.parametrize("impl", ["reference", "triton"])
 
 
 def problem(n, n_classes, biased, device, dtype=torch.float32):
@@ -111,7 +111,7 @@ def test_order_is_that_of_rounded_log_probabilities(impl):
 
 
 @pytest.mark.thin(3)
-@draws_of
+@every_implementation
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "n_classes"), few(SHAPES, (5, 7), (3, 1003)))
 def test_draws_invert_the_distribution(impl, n, n_classes, form):
@@ -131,7 +131,7 @@ def test_draws_invert_the_distribution(impl, n, n_classes, form):
     assert (uniform > after - shares.gather(-1, drawn) - 1e-5).all()
 
 
-@draws_of
+@every_implementation
 def test_many_small_classes_keep_their_shares(impl):
     device = place(impl)
     # Half of the mass in one class, the other half in 5000 that are lost in a float32 sum of 2^24.
@@ -143,7 +143,7 @@ def test_many_small_classes_keep_their_shares(impl):
     assert ((drawn - expected).abs() < 2.0).all()
 
 
-@draws_of
+@in_torch_on_cpu
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "n_classes"), few(SHAPES, (3, 1), (7, 65), (3, 1003)))
 def test_log_softmax_in_place(impl, n, n_classes, form):
@@ -162,7 +162,7 @@ def test_log_softmax_in_place(impl, n, n_classes, form):
     assert error(wide[:, :n_classes], logs + offsets[:, 1:2].cpu(), 1e-5) < 1
 
 
-@draws_of
+@in_torch_on_cpu
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "n_classes"), few(SHAPES, (3, 1), (3, 1003)))
 def test_log_sigmoid_in_place(impl, n, n_classes, form):

@@ -30,6 +30,7 @@ from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
 from lastlayer.fused.rows import NOT_SPREAD, SPREAD_SCHEMA, is_spread, spread_classes
 from lastlayer.fused.scores import (
     LayerProducts,
+    are_few,
     as_chunk,
     classes_at_a_time,
     missing_columns,
@@ -353,6 +354,17 @@ class _Bce(_LabelRule):
             return torch.sigmoid(-at_listed) * lists.of_rows(-scale)
         return (torch.sigmoid(at_listed) - labels) * lists.of_rows(scale)
 
+    def of_all(
+        self, scores: Tensor, labels: Tensor, factors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Losses of rows with dense labels, and their gradient with the factor of each row."""
+        *numbers, focus_gradient = self._options()
+        given = scores, labels, None, *numbers
+        losses, _ = kernels.label_loss.forward("auto", *given)
+        if factors is None:
+            return losses, None
+        return losses, kernels.label_loss.backward("auto", *given, focus_gradient, factors)
+
     def _options(self) -> tuple[float, float, float, bool]:
         return 0.0, 0.0, 0.0, True
 
@@ -419,7 +431,7 @@ class _LabelsEngine(Engine):
         (n, _), n_classes, dtype = hidden.shape, weight.shape[0], hidden.dtype
         shards = Shards(*spread) if spread[0] else None
         if reduction != "none" and shards is None and _is_small(call):
-            return _zlpr_at_once(call)
+            return _at_once(call)
         rule = _RULES[name](label_smoothing, known[0] if known else None, *numbers)
         rule.shards = shards
         if not n_classes:
@@ -500,28 +512,36 @@ def _is_small(call: Call) -> bool:
     """Whether all scores are made at once, and the kernels on scores take these labels."""
     hidden, weight, *_, values = call.operands[:6]
     name, label_smoothing, _, chunk, *_ = call.options
-    size = hidden.shape[0] * weight.shape[0] * hidden.itemsize
-    plain = name == "zlpr" and values is None and not label_smoothing and chunk == "auto"
-    return plain and size < _SMALL and hidden.is_cpu and hidden.itemsize >= 4
+    size: int = hidden.shape[0] * weight.shape[0] * hidden.itemsize
+    if values is not None or label_smoothing or chunk != "auto":
+        return False
+    if name != "zlpr":
+        # Dense labels are made beside the scores.
+        return size > 0 and are_few(hidden, weight.shape[0], chunk)
+    return size < _SMALL and bool(hidden.is_cpu) and bool(hidden.itemsize >= 4)
 
 
-def _zlpr_at_once(call: Call) -> Result:
-    """ZLPR of labels that are 0 and 1, from all scores: little host time."""
+def _at_once(call: Call) -> Result:
+    """The loss of labels that are 0 and 1, from all scores: little host time."""
     (hidden, weight, bias, positives, offsets, _), options, reduction, wanted, _ = call
-    n, dtype, ignore_index = hidden.shape[0], hidden.dtype, options[2]
+    name, _, ignore_index, _, numbers, *_ = options
+    n, dtype = hidden.shape[0], hidden.dtype
     if ignore_index is not None and ignore_index >= 0:
         positives = positives.masked_fill(positives == ignore_index, -1)
-    given = None, [each for each in (positives, offsets) if each is not None], None, None, 0.0
     with without_autocast(hidden):
         biases = None if bias is None else in_dtype(bias, dtype)
         layer = LayerProducts([in_dtype(weight, dtype)], biases, n)
         scale = RowScale.of(None, reduction, n)
-        scores = layer.scores(hidden, dtype)
-        losses, stats, _ = kernels.zlpr.forward("auto", scores, *given)
-        pieces: list[Tensor | None] = [None] * 3
+        scores, factors = layer.scores(hidden, dtype), None
         if any(wanted):
             factors = scale.factors(hidden, n)
-            gradient = kernels.zlpr.backward("auto", scores, *given, stats, factors)
+        if name == "zlpr":
+            losses, gradient = _zlpr_of(scores, positives, offsets, factors)
+        else:
+            rule = (_Bce if name == "bce" else _Asymmetric)(0.0, None, *numbers)
+            losses, gradient = rule.of_all(scores, _dense(scores, positives, offsets), factors)
+        pieces: list[Tensor | None] = [None] * 3
+        if gradient is not None:
             pieces[0] = layer.hidden_gradient(None, gradient) if wanted[0] else None
             if wanted[1]:
                 made = layer.new_weight_gradient(gradient, hidden, dtype)
@@ -529,6 +549,29 @@ def _zlpr_at_once(call: Call) -> Result:
             if wanted[2]:
                 pieces[2] = in_dtype(gradient.sum(0), gradient_sum_dtype(bias.dtype))
         return Result(scale.reduce(losses, reduction), pieces)
+
+
+def _zlpr_of(
+    scores: Tensor, positives: Tensor, offsets: Tensor | None, factors: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Losses of rows of scores, and their gradient where the factor of each row is given."""
+    given = None, [each for each in (positives, offsets) if each is not None], None, None, 0.0
+    losses, stats, _ = kernels.zlpr.forward("auto", scores, *given)
+    if factors is None:
+        return losses, None
+    return losses, kernels.zlpr.backward("auto", scores, *given, stats, factors)
+
+
+def _dense(scores: Tensor, positives: Tensor, offsets: Tensor | None) -> Tensor:
+    """1 where a list has a label, in the shape of the scores; negative ids are padding."""
+    n, n_classes = scores.shape
+    if offsets is not None:
+        lists = sorted_lists(positives, offsets, None, n, n_classes, None, 0.0)
+        return lists.dense(positives.new_zeros(1), scores, 0.0)
+    # One column more, for what is no label.
+    ids = torch.where(positives < 0, n_classes, positives)
+    labels = scores.new_zeros(n, n_classes + 1).scatter_(1, ids, 1.0)
+    return labels[:, :n_classes].contiguous()
 
 
 class _Slabs:

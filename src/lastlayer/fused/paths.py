@@ -666,6 +666,8 @@ class Groups(NamedTuple):
 
 def groups_of(row_start: Tensor, node: Tensor) -> Groups:
     """Entries by their node; those with ``n_inner`` ask for none. Waits for the device."""
+    if node.is_cpu:
+        return _groups_by_numpy(as_numpy(row_start), as_numpy(node))
     ordered, order = node.sort(stable=True)
     asked, sizes = torch.unique_consecutive(ordered, return_counts=True)
     bounds = row_start[torch.stack([asked, asked + 1]).clamp_(max=len(row_start) - 1)]
@@ -674,6 +676,22 @@ def groups_of(row_start: Tensor, node: Tensor) -> Groups:
     first = last - as_numpy(sizes.cpu())
     there = row < end
     return Groups(order, first[there], last[there], row[there], (end - row)[there])
+
+
+def _groups_by_numpy(row_start: NDArray[Any], node: NDArray[Any]) -> Groups:
+    """:func:`groups_of`: for few entries numpy takes the host a fifth of torch's time."""
+    order = node.argsort(kind="stable")
+    ordered = node[order]
+    # Those that ask for none come last.
+    ordered = ordered[: ordered.searchsorted(len(row_start) - 1)]
+    new = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
+    first = new.nonzero()[0]
+    last = np.append(first[1:], len(ordered))[: len(first)]
+    asked = ordered[first]
+    row, width = row_start[asked], row_start[asked + 1] - row_start[asked]
+    there = width > 0
+    return Groups(torch.from_numpy(order), first[there], last[there], row[there], width[there])
 
 
 def block_scores(weight: Tensor, bias: Tensor | None, rows: Tensor, block: slice) -> Tensor:

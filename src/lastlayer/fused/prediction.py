@@ -9,13 +9,26 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from lastlayer import kernels
-from lastlayer._torch import accumulation_dtype, is_eager, is_exporting, values_are_checked
-from lastlayer.fused.scores import part_of, rows_at_a_time, scores_into, slab_stride
+from lastlayer._torch import (
+    accumulation_dtype,
+    as_numpy,
+    is_eager,
+    is_exporting,
+    values_are_checked,
+)
+from lastlayer.fused.scores import (
+    are_few,
+    part_of,
+    rows_at_a_time,
+    scores_into,
+    slab_stride,
+)
 from lastlayer.kernels.prediction import MOST_BEST
 from lastlayer.maps.entmax import entmax
 
@@ -60,6 +73,12 @@ def best_classes(
     rows: Tensor, layer: Layer, k: int, *, normalised: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities, or scores, and ids of the k best classes ``(n, k)``, the best first."""
+    if are_few(rows, layer.weight.shape[0], layer.chunk_rows):
+        scores = linear(rows, layer.weight, layer.bias)
+        values, classes, _ = kernels.prediction.best(
+            "auto", scores, None, *layer.shape, k, normalised
+        )
+        return values, classes
     step, some = _sizes(rows, layer)
     if some < layer.weight.shape[0]:
         return _joined(
@@ -167,9 +186,9 @@ def topk_log_probs_of(rows: Tensor, layer: Layer, k: int, classes: Tensor) -> Te
 
 def draw_classes(rows: Tensor, layer: Layer, uniform: Tensor) -> Tensor:
     """Class ids for numbers ``(n, m)`` in [0, 1), float64; -1 in a row without probabilities."""
-    rows, layer = _tempered(rows, layer)
-    # On a CPU cumulated shares are in float64.
-    step, some = _sizes(rows, layer, 5.0)
+    if are_few(rows, layer.weight.shape[0], layer.chunk_rows):
+        return drawn_by(linear(rows, layer.weight, layer.bias), uniform, *layer.shape)
+    step, some = _sizes(rows, layer, DRAW_COPIES)
     numbers = uniform.split(step)
     if some < layer.weight.shape[0]:
         parts = zip(rows.split(step), numbers, strict=True)
@@ -353,13 +372,15 @@ def _unique_keys(scores: Tensor) -> Tensor:
     return (bits.long() << 32).add_(classes.bitwise_not_().bitwise_and_(0xFFFFFFFF))
 
 
-def drawn_by(log_probs: Tensor, uniform: Tensor) -> Tensor:
+def drawn_by(
+    log_probs: Tensor, uniform: Tensor, softcap: float = 0.0, temperature: float = 1.0
+) -> Tensor:
     """Class ids ``(rows, m)`` from log-probabilities ``(rows, n)`` and as many numbers in [0, 1).
 
     The first class whose cumulated probability exceeds the number: a class of probability 0 is
     never drawn. A row without probabilities gives -1.
     """
-    drawn: Tensor = kernels.prediction.draw("auto", log_probs, None, 0.0, 1.0, uniform)
+    drawn: Tensor = kernels.prediction.draw("auto", log_probs, None, softcap, temperature, uniform)
     return drawn
 
 
@@ -388,11 +409,13 @@ def write_entmax_log_probs(out: Tensor, rows: Tensor, alpha: float, layer: Layer
 
 def log_softmax(scores: Tensor) -> Tensor:
     """``torch.log_softmax`` over the last dimension; -inf in a fully masked row."""
+    if scores.is_cpu and is_eager(scores):
+        made = torch.log_softmax(scores, -1)
+        # What a masked row has become shows in its first column. In numpy: a sum costs the host a
+        # fifth of torch's.
+        if not made.numel() or not math.isnan(np.add.reduce(as_numpy(made)[:, 0])):
+            return made
     known = scores.detach()
-    # A CPU need not look at all scores to know that no row is masked.
-    on_cpu = values_are_checked(known) and known.device.type == "cpu"
-    if on_cpu and not bool((known[..., :1] == -torch.inf).any()):
-        return torch.log_softmax(scores, -1)
     masked = known.amax(-1, keepdim=True) == -torch.inf
     made = torch.log_softmax(scores.masked_fill(masked, 0.0), -1)
     return made.masked_fill(masked, -torch.inf)

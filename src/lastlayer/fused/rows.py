@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from lastlayer import kernels
 from lastlayer._checks import (
@@ -31,6 +31,7 @@ from lastlayer._processes import HIDDEN_GRADS, IGNORED, Shards, local_part, shar
 from lastlayer._torch import (
     accumulation_dtype,
     active_ddp,
+    autocast_dtype,
     eager,
     gradient_sum_dtype,
     graph_is_kept,
@@ -42,7 +43,14 @@ from lastlayer._torch import (
     without_autocast,
 )
 from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, near_one
-from lastlayer.fused.scores import LayerProducts, as_chunk, missing_columns, part_of, rows_at_a_time
+from lastlayer.fused.scores import (
+    LayerProducts,
+    are_few,
+    as_chunk,
+    missing_columns,
+    part_of,
+    rows_at_a_time,
+)
 from lastlayer.kernels import empty
 
 # Beyond this many additions in half precision a gradient of the weight is no longer within
@@ -252,6 +260,8 @@ class _RowsEngine(Engine):
         operands, options, reduction, wanted, upstream = call
         hidden, weight, bias, target, class_weight, row_weight, weight_grad = operands
         name, numbers, ignore_index, chunk, _, *spread = options
+        if self._is_plain(call) and are_few(hidden, weight.shape[0], as_chunk(chunk)):
+            return _few(name, numbers, hidden, weight, bias, target, reduction, wanted)
         shards = Shards(*spread) if spread[0] else None
         with_gradients = upstream is not None or not self.recomputes(options, reduction)
         with without_autocast(hidden):
@@ -324,6 +334,22 @@ class _RowsEngine(Engine):
                 of_bias = in_dtype(of_bias, gradient_sum_dtype(bias.dtype))
         of_weight = made.weight if weight_grad is None else None
         return Result(loss, (of_hidden, of_weight, of_bias), statistics, size)
+
+    def _is_plain(self, call: Call) -> bool:
+        """Whether every row counts the same, and all tensors have one dtype."""
+        hidden, weight, bias, _, *weights = call.operands
+        ignore_index, spread = call.options[2], call.options[5]
+        return (
+            ignore_index is None
+            and not spread
+            and weights == [None, None, None]
+            and call.upstream is None
+            and call.reduction != "none"
+            and hidden.shape[0] > 0
+            and hidden.dtype == weight.dtype
+            and (bias is None or bias.dtype == hidden.dtype)
+            and autocast_dtype(hidden) is None
+        )
 
     def fake(self, call: Call) -> Result:
         hidden, target = call.operands[0], call.operands[3]
@@ -414,6 +440,33 @@ def linear_loss(
 
 
 ROWS, _eager_loss = _RowsEngine(), eager(linear_loss)
+
+
+def _few(
+    name: str, numbers: Sequence[float], hidden: Tensor, weight: Tensor, bias: Tensor | None,
+    target: Tensor, reduction: str, wanted: Sequence[bool],
+) -> Result:  # fmt: skip
+    """Few scores of rows that all count: the row loss and three products, nothing else."""
+    (n, width), dtype, factors = hidden.shape, hidden.dtype, None
+    if True in wanted:
+        factors = kernels.full(n, 1.0 / n if reduction == "mean" else 1.0, dtype, hidden)
+    exact = partial(kernels.products.scores, "auto", hidden, weight, bias)
+    loss, gradient, statistics = ROW_LOSSES[name].make(None, *numbers)(
+        linear(hidden, weight, bias), Chunk(target, exact, factors, width)
+    )
+    loss = loss.mean() if reduction == "mean" else loss.sum()
+    to_hidden, to_weight, to_bias = wanted
+    if isinstance(gradient, Sparse):
+        layer = LayerProducts([weight], bias, n)
+        made = _Gradients(hidden, layer, Wanted(to_hidden, to_weight, to_bias), n, dtype)
+        made.add(slice(0, n), gradient, gradient.values)
+        return Result(loss, made.finished(), statistics)
+    pieces = (
+        torch.mm(gradient, weight) if to_hidden else None,
+        torch.mm(gradient.t(), hidden) if to_weight else None,
+        gradient.sum(0) if to_bias else None,
+    ) if gradient is not None else (None, None, None)  # fmt: skip
+    return Result(loss, pieces, statistics)
 
 
 def _with_ignored(call: Call) -> tuple[Tensor, Tensor, Tensor | None, bool]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from lastlayer._torch import accumulation_dtype, in_functorch, is_exporting
+from lastlayer._torch import accumulation_dtype, in_functorch, is_eager, is_exporting
 from lastlayer.kernels import LARGE, empty
 
 # Bytes of scores held at a time, by engine and device: those of "auto", and of "low".
@@ -43,6 +43,9 @@ _LABEL_STEP = {"cuda": 128, "cpu": 16}
 # bytes. From so many multiplications on, by device, that is worth a few more launches.
 ALIGN_FROM = {"cuda": 1 << 33}
 _ALIGNED_BYTES = 16
+# On a CPU: so few scores that chunks, and what decides about them, cost more than they save.
+_FEW = 1 << 18
+_WIDE = torch.float32, torch.float64
 # Classes of a block, and numbers of a vector, that are padded together.
 _BLOCK = 64
 _WIDTH_STEP = 8
@@ -84,6 +87,16 @@ def rows_at_a_time(
     # Chunks of the same size: a small last one would pay for the whole weight again.
     even = -(-n // -(-n // fitting))
     return min(n, -(-even // step) * step)
+
+
+def are_few(rows: Tensor, n_classes: int, chunk_rows: int | str) -> bool:
+    """Whether torch makes the scores of all rows by one product: on a CPU, in plain eager code."""
+    # First: a compiler must not ask how many rows there are.
+    if not rows.is_cpu or not is_eager(rows):
+        return False
+    n = rows.shape[0]
+    fits = isinstance(chunk_rows, str) or n <= chunk_rows
+    return fits and n * n_classes <= _FEW and rows.dtype in _WIDE
 
 
 def row_chunks(
@@ -379,7 +392,7 @@ def _columns_of(values: Tensor, columns: slice) -> Tensor:
 
 def wide_scores(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``rows @ weight.T + bias`` in float32, or in float64 from float64; differentiable."""
-    if rows.dtype in (torch.float32, torch.float64):
+    if rows.dtype in _WIDE:
         return linear(rows, weight, bias)
     if in_functorch():
         return linear(rows.float(), weight.float(), None if bias is None else bias.float())

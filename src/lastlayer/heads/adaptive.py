@@ -33,7 +33,7 @@ from lastlayer.fused.prediction import (
     top_classes,
     write_log_probs,
 )
-from lastlayer.fused.scores import row_chunks, wide_scores
+from lastlayer.fused.scores import are_few, row_chunks, wide_scores
 from lastlayer.heads.base import all_in_dtype, init_uniform_
 from lastlayer.heads.layout import (
     RankedHead,
@@ -208,8 +208,8 @@ class AdaptiveSoftmax(RankedHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets, smoothed where asked for."""
         self._check_hidden(hidden)
-        target = self._check_target(hidden, target)
-        options = self._starts, self.ignore_index, self.chunk_rows
+        target, ignored = self._target_and_ignored(hidden, target)
+        options = self._starts, ignored, self.chunk_rows
         loss = group_loss(
             CLUSTERS, hidden, target, self.places, self.head_bias, self._weights(), options,
             self.reduction,
@@ -334,8 +334,8 @@ class AdaptiveSoftmax(RankedHead):
         return list(row_chunks(rows, n_scores, self.chunk_rows, self._copies))
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
-        if is_exporting():
-            # A program cannot ask in which rows a cluster is opened.
+        # A program cannot ask in which rows a cluster is opened, and to ask costs host time.
+        if is_exporting() or are_few(rows, self.n_classes, self.chunk_rows):
             return super()._rows_topk(rows, k)
         rows = in_autocast_dtype(rows)
         best_by = best_by_blocks if blocks_suit(self, rows, k) else best_by_clusters

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -21,11 +22,13 @@ from lastlayer._checks import (
     check_int,
     check_reduction,
     check_scores,
+    check_target_ids,
 )
 from lastlayer._processes import is_dtensor
 from lastlayer._tables import TabledModule
 from lastlayer._torch import (
     accumulation_dtype,
+    as_numpy,
     autocast_dtype,
     in_autocast_dtype,
     in_dtype,
@@ -47,7 +50,7 @@ from lastlayer.fused.prediction import (
     top_classes,
 )
 from lastlayer.fused.recompute import in_chunks
-from lastlayer.fused.scores import row_chunks, wide_scores
+from lastlayer.fused.scores import are_few, row_chunks, wide_scores
 from lastlayer.heads.distributed import (
     check_sparse,
     gather_in_methods,
@@ -360,8 +363,9 @@ class Head(SavedModule, ABC):
             k: from 1 to ``n_classes``.
         """
         rows, k = self._check_rows(hidden), self._check_k(k)
+        values, classes = self._rows_topk(rows, k)
         shape = *hidden.shape[:-1], k
-        return TopK(*(each.reshape(shape) for each in self._rows_topk(rows, k)))
+        return TopK(in_shape(values, shape), in_shape(classes, shape))
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
         """Values and classes ``(n, k)`` of rows; for heads that know a better way."""
@@ -388,11 +392,10 @@ class Head(SavedModule, ABC):
         n_samples = check_int("n_samples", n_samples)
         check_generator(generator, hidden.device)
         # All random numbers at once: what is drawn does not depend on the size of the chunks.
-        made: dict[str, Any] = {"dtype": torch.float64, "device": rows.device}
-        shape = self._numbers_per_draw, len(rows), n_samples
-        uniform = torch.rand(shape, generator=generator, **made)
-        drawn = self._rows_sample(rows, *uniform)
-        return checked_draws(drawn.reshape(*hidden.shape[:-1], n_samples))
+        shape = self._numbers_per_draw * rows.shape[0], n_samples
+        uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device=rows.device)
+        drawn = self._rows_sample(rows, *uniform.chunk(self._numbers_per_draw))
+        return checked_draws(in_shape(drawn, (*hidden.shape[:-1], n_samples)))
 
     def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
         """Class ids of rows, -1 for none, from numbers ``(n, n_samples)`` in [0, 1)."""
@@ -408,10 +411,12 @@ class Head(SavedModule, ABC):
 
     def _check_target(self, hidden: Tensor, target: Any) -> Tensor:
         """One class id per row, or the ignored one, as int64; and the reduction."""
+        return self._target_and_ignored(hidden, target)[0]
+
+    def _target_and_ignored(self, hidden: Tensor, target: Any) -> tuple[Tensor, int | None]:
+        """The same, and the id that is ignored: None where every target is known to count."""
         check_reduction(self.reduction)
-        return check_ids(
-            "target", target, hidden.shape[:-1], self.n_classes, self.ignore_index, like=hidden
-        )
+        return check_target_ids(target, hidden, self.n_classes, self.ignore_index)
 
     def _check_classes(self, hidden: Tensor, classes: Any) -> tuple[Tensor, tuple[int, ...]]:
         """Chosen classes as one list per row, ``(n, k)``, and the shape of a result for them."""
@@ -424,9 +429,8 @@ class Head(SavedModule, ABC):
                 f"({expected}{', ' if batch else ''}k) for hidden of shape {tuple(hidden.shape)}, "
                 f"got {tuple(ids.shape)}; a list for all rows is classes.expand(*batch, k)"
             )
-        n = math.prod(batch)
         k = 1 if ids.shape == batch else ids.shape[-1]
-        return ids.reshape(n, k), tuple(ids.shape)
+        return in_shape(ids, (math.prod(batch), k)), tuple(ids.shape)
 
     def _check_k(self, k: Any) -> int:
         return check_int("k", k, most=self.n_classes, note="the head's n_classes")
@@ -465,10 +469,6 @@ class ScoredHead(Head):
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         """Log-probabilities of all classes, or of ``chosen`` ones (rows, k); differentiable."""
-        if chosen is not None and not torch.is_grad_enabled():
-            layer = self._softmax_layer(rows, tensors)
-            if layer is not None:
-                return log_probs_of(rows, layer, chosen)
         log_probs = self._log_probs(wide_scores(rows, *tensors))
         return log_probs if chosen is None else log_probs.gather(-1, chosen)
 
@@ -510,50 +510,69 @@ class ScoredHead(Head):
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
         some = in_autocast_dtype(rows)
         layer = self._softmax_layer(some, k=k)
-        if layer is None:
-            return super()._rows_topk(rows, k)
         with without_autocast(rows):
-            return best_classes(some, layer, k)
+            if layer is not None:
+                return best_classes(some, layer, k)
+            if are_few(some, self.n_classes, self.chunk_rows):
+                tensors = self._score_tensors(some.dtype)
+                return top_classes(self._rows_log_prob(some, None, *tensors), k)
+        return super()._rows_topk(rows, k)
 
     def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
         some = in_autocast_dtype(rows)
         layer = self._softmax_layer(some)
-        if layer is None:
-            return super()._rows_sample(rows, *uniform)
         with without_autocast(rows):
-            return draw_classes(some, layer, uniform[0])
+            if layer is not None:
+                return draw_classes(some, layer, uniform[0])
+            if are_few(some, self.n_classes, self.chunk_rows):
+                tensors = self._score_tensors(some.dtype)
+                return drawn_by(self._rows_log_prob(some, None, *tensors), uniform[0])
+        return super()._rows_sample(rows, *uniform)
 
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
         rows = in_autocast_dtype(self._check_rows(hidden))
-        shape: tuple[int, ...] = (*hidden.shape[:-1], self.n_classes)
-        chosen = None
-        if classes is not None:
+        if classes is None:
+            chosen, shape = None, (*hidden.shape[:-1], self.n_classes)
+        else:
             chosen, shape = self._check_classes(hidden, classes)
         tensors = self._score_tensors(rows.dtype)
+        few = are_few(rows, self.n_classes, self.chunk_rows)
+        # Those of chosen classes are made again in backward, from parameters that must not change.
+        few = few and (chosen is None or not torch.is_grad_enabled())
         with without_autocast(hidden):
-            recording = torch.is_grad_enabled() and any(
-                each is not None and each.requires_grad for each in (rows, *tensors)
-            )
-            layer = None if recording else self._softmax_layer(rows, tensors)
-            if layer is not None:
-                made = (
-                    all_log_probs(rows, layer)
-                    if chosen is None
-                    else log_probs_of(rows, layer, chosen)
-                )
-            elif recording and chosen is None:
-                made = self._rows_log_prob(rows, None, *tensors)
-            elif chosen is None and is_eager(rows):
-                size = rows.shape[0], self.n_classes
-                made = kernels.empty(size, accumulation_dtype(rows.dtype), rows.device)
-                self._write_log_probs(made, rows, *tensors)
-            else:
-                if chosen is not None and self._goes_by_itself(rows, chosen):
-                    chunks = [slice(0, rows.shape[0])]
-                else:
-                    chunks = list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
-                made = in_chunks(self._rows_log_prob, rows, [chosen], tensors, chunks)
-        return made.reshape(shape)
+            by = self._rows_log_prob if few else self._log_prob_in_chunks
+            return in_shape(by(rows, chosen, *tensors), shape)
+
+    def _log_prob_in_chunks(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
+        """:meth:`_rows_log_prob` of any number of rows, in bounded memory."""
+        recording = torch.is_grad_enabled() and any(
+            each is not None and each.requires_grad for each in (rows, *tensors)
+        )
+        layer = None if recording else self._softmax_layer(rows, tensors)
+        if layer is not None and chosen is not None:
+            return log_probs_of(rows, layer, chosen)
+        if layer is not None:
+            return all_log_probs(rows, layer)
+        if recording and chosen is None:
+            return self._rows_log_prob(rows, None, *tensors)
+        if chosen is None and is_eager(rows):
+            size = rows.shape[0], self.n_classes
+            made = kernels.empty(size, accumulation_dtype(rows.dtype), rows.device)
+            self._write_log_probs(made, rows, *tensors)
+            return made
+        if chosen is not None and self._goes_by_itself(rows, chosen):
+            chunks = [slice(0, rows.shape[0])]
+        else:
+            chunks = list(row_chunks(rows, self.n_classes, self.chunk_rows, self._copies))
+        return in_chunks(self._log_prob_of_chunk, rows, [chosen], tensors, chunks)
+
+    def _log_prob_of_chunk(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
+        """:meth:`_rows_log_prob`, where nothing is recorded by a kernel that keeps no scores."""
+        recording = chosen is None or torch.is_grad_enabled()
+        layer = None if recording else self._softmax_layer(rows, tensors)
+        if layer is None or chosen is None:
+            return self._rows_log_prob(rows, chosen, *tensors)
+        return log_probs_of(rows, layer, chosen)
 
     def _goes_by_itself(self, rows: Tensor, chosen: Tensor) -> bool:  # noqa: ARG002
         """Whether :meth:`_rows_log_prob` of chosen classes takes any number of rows."""
@@ -567,15 +586,21 @@ class ScoredHead(Head):
 
 def checked_draws(classes: Tensor) -> Tensor:
     """``classes`` ``(*batch, m)``; an error where a row has nothing to draw from."""
-    if values_are_checked(classes):
-        wrong = (classes < 0).any(-1)
-        if bool(wrong.any()):
-            first = tuple(wrong.nonzero()[0].tolist())
+    if values_are_checked(classes) and classes.numel():
+        # In numpy: a reduction costs the host a fifth of torch's.
+        values = as_numpy(classes if classes.is_cpu else classes.cpu())
+        if np.minimum.reduce(values, axis=None) < 0:
+            first = tuple((classes < 0).any(-1).nonzero()[0].tolist())
             raise ValueError(
                 f"hidden: expected states with probabilities to draw from, got none at position "
                 f"{first}; look for NaN or inf in hidden and in the head's parameters"
             )
     return classes
+
+
+def in_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``tensor.reshape(shape)``, which costs a microsecond even where there is nothing to do."""
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
 def deformed_log(logs: Tensor, alpha: float) -> Tensor:
@@ -603,7 +628,9 @@ def init_uniform_(fan_in: int, *parameters: Tensor | None) -> None:
 
 def all_in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """What is there in another dtype, differentiable."""
-    return tuple(None if each is None else in_dtype(each, dtype) for each in tensors)
+    return tuple([
+        each if each is None or each.dtype == dtype else each.to(dtype) for each in tensors
+    ])  # fmt: skip
 
 
 def _class_named(name: str, cls: type[Any], folder: Path) -> type[Any]:

@@ -188,7 +188,7 @@ class CharCNNSoftmax(ScoredHead):
         """
         if torch.compiler.is_compiling():
             return self._made_vectors()
-        parameters: list[Tensor] = [each for each in self.parameters() if each is not self.bias]
+        parameters = [each for each in _all_parameters(self) if each is not self.bias]
         if torch.is_grad_enabled() and any(each.requires_grad for each in parameters):
             self._kept, self._recorded = None, True
             return self._made_vectors()
@@ -282,6 +282,15 @@ class CharCNNSoftmax(ScoredHead):
 def _longer(parameter: Parameter, more: Tensor) -> Parameter:
     """A new parameter: the state of an optimiser for the old one has too few rows for it."""
     return Parameter(torch.cat([parameter, more]), requires_grad=parameter.requires_grad)
+
+
+def _all_parameters(module: torch.nn.Module) -> list[Tensor]:
+    """``list(module.parameters())``, which makes the name of each and takes five times as long."""
+    found: list[Tensor] = [each for each in module._parameters.values() if each is not None]
+    for part in module._modules.values():
+        if part is not None:
+            found += _all_parameters(part)
+    return found
 
 
 def _has_no_version(parameter: Tensor) -> bool:

@@ -21,7 +21,7 @@ from lastlayer.fused.prediction import (
     rows_held,
     top_classes,
 )
-from lastlayer.fused.scores import scores_into, wide_scores
+from lastlayer.fused.scores import are_few, scores_into, wide_scores
 from lastlayer.heads.base import all_in_dtype, init_uniform_
 from lastlayer.heads.layout import VARIANTS, RankedHead, bands_from_counts
 from lastlayer.heads.recipes import Arguments, ClassData, Recipe
@@ -148,14 +148,14 @@ class DifferentiatedSoftmax(RankedHead):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets, smoothed where asked for."""
         self._check_hidden(hidden)
-        target, seen = self._check_target(hidden, target), hidden
+        (target, ignored), seen = self._target_and_ignored(hidden, target), hidden
         if self.projection is not None:
             seen = in_autocast_dtype(hidden)
-            if self.ignore_index is not None:
+            if ignored is not None:
                 # A NaN in a row that does not count would reach the gradient of the projection.
-                seen = torch.where((target == self.ignore_index).unsqueeze(-1), 0.0, seen)
+                seen = torch.where((target == ignored).unsqueeze(-1), 0.0, seen)
             seen = linear(seen, in_dtype(self.projection, seen.dtype))
-        options = float(self.label_smoothing), self.ignore_index, self.chunk_rows
+        options = float(self.label_smoothing), ignored, self.chunk_rows
         return group_loss(
             BANDS, seen, target, self.places, self.bias, list(self.weights), options, self.reduction
         )
@@ -165,7 +165,8 @@ class DifferentiatedSoftmax(RankedHead):
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         bias, projection, *weights = tensors
-        if not torch.is_grad_enabled() and is_predictable(rows):
+        few = are_few(rows, self.n_classes, self.chunk_rows)
+        if not few and not torch.is_grad_enabled() and is_predictable(rows):
             shape = len(rows), self.n_classes
             scores = kernels.empty(shape, accumulation_dtype(rows.dtype), rows.device)
             left = self._scores_into(scores, rows, *tensors)
@@ -213,7 +214,7 @@ class DifferentiatedSoftmax(RankedHead):
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
         some, best = in_autocast_dtype(rows), []
-        if not is_predictable(some, k):
+        if are_few(some, self.n_classes, self.chunk_rows) or not is_predictable(some, k):
             return super()._rows_topk(rows, k)
         with without_autocast(rows):
             for _, scores, left in self._scores_in_chunks(some, 1.0):

@@ -270,10 +270,10 @@ class HierarchicalSoftmax(Head):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Minus the log-probability of the targets. Only nodes on their paths are touched."""
         rows = self._check_rows(hidden)
-        target = self._check_target(hidden, target)
+        target, ignored = self._target_and_ignored(hidden, target)
         classes = target if target.dim() == 1 else target.reshape(-1)
         nodes = self._nodes
-        loss = tree_loss(nodes, rows, classes, self.ignore_index, self.reduction)
+        loss = tree_loss(nodes, rows, classes, ignored, self.reduction)
         if not nodes.tables.n_inner:
             # A single class has no node: a sum over none, so that backward finds the parameters.
             for each in self.parameters():

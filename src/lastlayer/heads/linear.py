@@ -369,6 +369,10 @@ class TopKSoftmaxHead(LinearHead):
     def _log_probs(self, scores: Tensor) -> Tensor:
         if self.k >= scores.shape[-1]:
             return log_softmax(scores)
+        if is_eager(scores) and not scores.requires_grad:
+            made = torch.empty_like(scores, memory_format=torch.contiguous_format)
+            kernels.topk_softmax.logs_into("auto", made, scores, None, self.k)
+            return made
         values, classes = top_classes(scores, self.k)
         logs = log_softmax(values)
         # NaN where those of the best are.

@@ -30,7 +30,7 @@ def _draw(scores: Tensor, *rest: Any) -> Tensor:
 
 
 best = operation("prediction.best", "best_classes", _best)
-draw = operation("prediction.draw", "draw_classes", _draw, has_cpu=False)
+draw = operation("prediction.draw", "draw_classes", _draw)
 log_softmax_ = operation(
     "prediction.log_softmax_", "log_softmax_", writes=("scores",), has_cpu=False
 )

@@ -1,4 +1,4 @@
-"""The best classes of rows on the CPU: in the blocks with the largest peaks.
+"""The best classes of rows on the CPU, in the blocks with the largest peaks; and draws of classes.
 
 A row stays in the cache between the pass for the peaks and that for the sum.
 """
@@ -10,7 +10,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from lastlayer.kernels._cpu import as_rows, by_rows, empty_array
+from lastlayer.kernels._cpu import as_array, as_rows, by_rows, empty_array
 from lastlayer.kernels._cpu_math import (
     BLOCK,
     FAST,
@@ -31,11 +31,7 @@ def best(
     scores: Tensor, bias: Tensor | None, softcap: float, temperature: float, k: int,
     normalised: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if bias is not None:
-        scores = scores + bias
-    if softcap:
-        capped = softcap * torch.tanh(scores / softcap)
-        scores = capped.masked_fill_(scores == -math.inf, -math.inf)
+    scores = _capped(scores, bias, softcap)
     rows = as_rows(scores)
     (values, made), (classes, ids) = (
         empty_array((len(rows), k), dtype) for dtype in (scores.dtype, torch.int64)
@@ -45,6 +41,65 @@ def best(
         scale = 1.0 / temperature
         _best_rows(*rows.shape, rows, scale, normalised, values, classes, total)
     return made, ids, torch.from_numpy(total)
+
+
+def draw(
+    scores: Tensor, bias: Tensor | None, softcap: float, temperature: float, uniform: Tensor
+) -> Tensor:
+    rows = as_rows(_capped(scores, bias, softcap))
+    drawn, made = empty_array(uniform.shape, torch.int64)
+    if drawn.size:
+        _draw_rows(*rows.shape, rows, 1.0 / temperature, as_array(uniform), drawn)
+    return made
+
+
+def _capped(scores: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
+    if bias is not None:
+        scores = scores + bias
+    if not softcap:
+        return scores
+    capped = softcap * torch.tanh(scores / softcap)
+    return capped.masked_fill_(scores == -math.inf, -math.inf)
+
+
+@by_rows
+@njit(nogil=True, cache=True, error_model="numpy")
+def _draw_rows(start, stop, rows, scale, uniform, drawn):
+    """The block in which the cumulated share exceeds a number, then the class in it."""
+    n, real = rows.shape[1], rows.dtype.type
+    peaks, scale = room_for_peaks(rows), real(scale)
+    shares, reached = np.empty(n, rows.dtype), np.empty(len(peaks), np.float64)
+    for row in range(start, stop):
+        drawn[row, :] = -1
+        if find_peaks(rows, row, peaks) <= 0:
+            continue
+        total = 0.0
+        for block in range(len(peaks) - 1):
+            first, last = block * BLOCK, min(n, (block + 1) * BLOCK)
+            total += _shares(rows[row, first:last], peaks[-1], scale, shares[first:last])
+            reached[block] = total
+        for place in range(uniform.shape[1]):
+            wanted = min(uniform[row, place] * total, np.nextafter(total, 0.0))
+            block = np.searchsorted(reached[:-1], wanted, side="right")
+            so_far = reached[block - 1] if block else 0.0
+            for i in range(block * BLOCK, min(n, (block + 1) * BLOCK)):
+                # The last one that can be, where the sum of a block is rounded up.
+                if shares[i] > 0.0:
+                    drawn[row, place] = i
+                    so_far += shares[i]
+                    if so_far > wanted:
+                        break
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy")
+def _shares(x, peak, scale, shares):
+    """``exp((x - peak) * scale)`` of a block, and their sum."""
+    total = 0.0
+    for i in range(len(x)):
+        share = exp((x[i] - peak) * scale)
+        shares[i] = share
+        total += share
+    return total
 
 
 @by_rows
