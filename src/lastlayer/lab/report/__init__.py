@@ -61,13 +61,14 @@ def require_packages() -> None:
 
 
 def _draw(folder: Path, shown: tuple["Figure", ...], results: Results) -> None:
-    from lastlayer.lab.report import figures, look
+    from lastlayer.lab.report import look
 
     folder.mkdir(exist_ok=True)
-    charts = figures.Charts(look.looks(results.comparison.heads), in_page=False)
+    looks = look.looks(results.comparison.heads)
     for figure in shown:
         for view in figure.views:
             several = len(figure.views) > 1
             stem = folder / (f"{figure.key}-{view.key}" if several else figure.key)
             label = view.label if several else ""
-            look.write_picture(view.chart(charts), stem, title=figure.title, subtitle=label)
+            chart = view.chart(looks, in_page=False)
+            look.write_picture(chart, stem, title=figure.title, subtitle=label)

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from lastlayer.lab import metrics
 from lastlayer.lab.records import finite, read_rates
 from lastlayer.lab.report import explorer, look, tables
-from lastlayer.lab.report.figures import Charts, Figure, first_capital, left_out
+from lastlayer.lab.report.figures import Figure, first_capital, left_out
 from lastlayer.lab.results import Results
 from lastlayer.lab.verdict import Verdict, budget_text, full_softmax
 
@@ -34,13 +34,13 @@ def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> s
     )  # fmt: skip
     code, library = _asset("report.js"), look.bundle()
     asked, looks = results.comparison, look.looks(results.comparison.heads)
-    charts, chosen = Charts(looks), tables.columns(results)
-    contexts, name = explorer.contexts(results), str(asked.data.get("name", "comparison"))
+    chosen, contexts = tables.columns(results), explorer.contexts(results)
+    name = str(asked.data.get("name", "comparison"))
     embedded = {
         "heads": [each.name for each in looks],
         "config": look.chart_config(),
         "charts": {
-            figure.key: {view.key: look.compiled(view.chart(charts)) for view in figure.views}
+            figure.key: {view.key: look.compiled(view.chart(looks)) for view in figure.views}
             for figure in figures
         },
         "contexts": contexts,
