@@ -29,7 +29,7 @@ from lastlayer.lab.models import ModelSettings
 from lastlayer.lab.options import OWN, CompareOptions, Settled
 from lastlayer.lab.records import FROM_PYTHON, Run
 from lastlayer.lab.results import Results, quality_of, read_results
-from lastlayer.lab.runs import Subject
+from lastlayer.lab.runs import Subject, data_record
 from lastlayer.lab.specs import defaults_for
 from lastlayer.lab.verdict import Verdict, verdict
 
@@ -402,18 +402,13 @@ def _subject(
     called = Vocabulary(
         tuple(str(i if names is None else names[i]) for i in order), totals[order].astype(np.int64)
     )
-    sizes = {f"{part}_size": sum(each.rows) for part, each in seen.items()}
-    notes = [_NO_TEST] if judged_on_valid else []
+    described = {
+        "batches": len(seen["train"].rows), "notes": [_NO_TEST] if judged_on_valid else [],
+    }  # fmt: skip
+    sizes = {part: sum(each.rows) for part, each in seen.items()}
+    fingerprint = "".join(each.digest[:16] for each in seen.values())
     return Subject(
-        data={
-            "name": "your own batches",
-            "task": task,
-            "classes": n_classes,
-            "tokens" if task == "lm" else "rows": sum(sizes.values()),
-            **sizes,
-            "fingerprint": "".join(each.digest[:16] for each in seen.values()),
-            "description": {"batches": len(seen["train"].rows), "notes": notes},
-        },
+        data=data_record("your own batches", task, n_classes, sizes, fingerprint, described),
         needs=ClassData(width, called.counts, () if names is None else called.tokens),
         feed=GivenFeed(
             parts, {part: each.rows for part, each in seen.items()},
@@ -422,7 +417,7 @@ def _subject(
         model=ModelSettings(OWN, task, 0, width),
         make_body=backbone,
         explore=lambda _body, _head: [],
-        n_rows=sizes["train_size"],
+        n_rows=sizes["train"],
         save=lambda out: called.save(out / "vocabulary.json"),
         usual_lr=_USUAL_RATE,
         command=[FROM_PYTHON],

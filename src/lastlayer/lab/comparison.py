@@ -19,7 +19,7 @@ from rich.console import Console
 from lastlayer.heads.recipes import ClassData
 from lastlayer.lab import machine
 from lastlayer.lab.costs import measure_costs
-from lastlayer.lab.data import Data, LabelData, PairData, SparseRows, TextData, Vocabulary
+from lastlayer.lab.data import Data, LabelData, PairData, SparseRows, TextData
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.evaluation import EPSILON, JUDGES, rows_for
 from lastlayer.lab.explorer import explore, explore_labels
@@ -38,7 +38,7 @@ from lastlayer.lab.records import (
     told_of,
     write_json,
 )
-from lastlayer.lab.runs import CLIP, Bench, Subject, known_rate, perform, step_ms
+from lastlayer.lab.runs import CLIP, Bench, Subject, data_record, known_rate, perform, step_ms
 from lastlayer.lab.specs import HeadSpec, parse_specs
 from lastlayer.lab.training import WARM_UP
 
@@ -253,38 +253,24 @@ def _check_given_states(model: ModelSettings, options: CompareOptions) -> None:
 def _of_data(data: Data, settled: Settled, device: torch.device) -> Subject:
     """Data from files, with a backbone of the lab's."""
     feed, model = _feed(data, settled, device)
-    parts = {part: getattr(data, part) for part in ("train", "valid", "test")}
-    text = isinstance(data, TextData)
-    sizes = {part: len(each) if text else each.n_rows for part, each in parts.items()}
-    vocabulary = Vocabulary((), np.zeros(0, np.int64))
-    if isinstance(data, TextData):
-        vocabulary = data.vocabulary
-    elif isinstance(data, LabelData):
-        vocabulary = Vocabulary(tuple(data.label_names), np.asarray(data.counts, np.int64))
 
     def save(out: Path) -> None:
-        vocabulary.save(out / "vocabulary.json")
+        data.vocabulary.save(out / "vocabulary.json")
         if tokenizer := data.description.get("tokenizer"):
             shutil.copyfile(tokenizer, out / "tokenizer.json")
         if not isinstance(data, TextData):
             write_json(out / "features.json", list(data.feature_names))
 
     return Subject(
-        data={
-            "name": data.name,
-            "task": data.task,
-            "classes": data.n_classes,
-            "tokens" if data.task == "lm" else "rows": sum(sizes.values()),
-            **{f"{part}_size": size for part, size in sizes.items()},
-            "fingerprint": data.fingerprint,
-            "description": data.description,
-        },
-        needs=ClassData(model.width, np.asarray(data.counts), vocabulary.tokens),
+        data=data_record(
+            data.name, data.task, data.n_classes, data.sizes, data.fingerprint, data.description
+        ),
+        needs=ClassData(model.width, np.asarray(data.counts), data.vocabulary.tokens),
         feed=feed,
         model=model,
         make_body=partial(_body_for, data, model),
         explore=partial(_explored, data, feed, device),
-        n_rows=sizes["train"],
+        n_rows=data.sizes["train"],
         save=save,
     )
 

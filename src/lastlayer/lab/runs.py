@@ -9,7 +9,7 @@ import shutil
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,23 @@ _RATE_FACTOR, _FURTHEST = 3.0, 2
 _RATE_SHARE, _RATE_STEPS = 1 / 4, (20, 1000)
 # A step is timed so often, or for so long.
 _TIMED_STEPS, _TIMED_SECONDS = 8, 1.0
+
+
+def data_record(
+    name: str,
+    task: str,
+    classes: int,
+    sizes: Mapping[str, int],
+    fingerprint: str,
+    description: dict[str, Any],
+) -> dict[str, Any]:
+    """What compare.json says of data with these numbers of tokens or rows in its parts."""
+    return {
+        "name": name, "task": task, "classes": classes,
+        "tokens" if task == "lm" else "rows": sum(sizes.values()),
+        **{f"{part}_size": size for part, size in sizes.items()},
+        "fingerprint": fingerprint, "description": description,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

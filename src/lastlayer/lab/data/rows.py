@@ -103,8 +103,17 @@ class LabelPart(NamedTuple):
         return LabelPart(_selected(self.features, rows), self.labels.select(rows))
 
 
+class _Rows:
+    """What data of rows has in common."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Rows of each part."""
+        return {part: getattr(self, part).n_rows for part in PARTS}
+
+
 @dataclass(frozen=True, eq=False)
-class LabelData:
+class LabelData(_Rows):
     """Rows to learn labels of."""
 
     name: str  # what a table calls it
@@ -127,6 +136,11 @@ class LabelData:
     @property
     def n_features(self) -> int:
         return len(self.feature_names)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The labels with their counts."""
+        return Vocabulary(self.label_names, self.counts)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -152,7 +166,7 @@ class PairPart(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class PairData:
+class PairData(_Rows):
     """Pairs of rows, of which each query has to find its key."""
 
     name: str  # what a table calls it
@@ -176,6 +190,11 @@ class PairData:
     def counts(self) -> Integers:
         """Each key comes once."""
         return np.ones(self.n_classes, np.int64)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Keys have no names."""
+        return Vocabulary((), np.zeros(0, np.int64))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -151,6 +151,11 @@ class TextData:
         return len(self.vocabulary)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Tokens of each part."""
+        return {part: len(getattr(self, part)) for part in PARTS}
+
+    @property
     def counts(self) -> NDArray[np.int64]:
         """How often each class stands in the training part."""
         return self.vocabulary.counts
