@@ -155,18 +155,18 @@ class CompareOptions:
         Args:
             task: that of the data once it is read; before that, the one asked for or None.
         """
-        asked = None if self.task is None else _one_of("--task", self.task, TASKS)
+        asked = None if self.task is None else one_of("--task", self.task, TASKS)
         task = task or asked or ("lm" if self.data is None else None)
         usual = "lstm" if task in (None, "lm") else "bag"
-        model = _one_of("--model", self.model or usual, MODELS)
+        model = one_of("--model", self.model or usual, MODELS)
         if task not in (None, "lm") and model != usual:
             raise LabError(
                 f"--model: expected bag for --task {task}, got {model!r}; rows of features "
                 "have no order to read them in"
             )
         finds_rate = self.lr in (None, AUTO)
-        first = _whole("--seed", self.seed, 1, least=0, most=MOST_SEED)
-        seeds = _whole("--seeds", self.seeds, 3, most=MOST_SEEDS)
+        first = whole("--seed", self.seed, 1, least=0, most=MOST_SEED)
+        seeds = whole("--seeds", self.seeds, 3, most=MOST_SEEDS)
         tolerance = 0.03 if self.tolerance is None else self.tolerance
         if not 0 <= tolerance < 1:
             raise LabError(f"--tolerance: expected a share from 0 to 1, got {tolerance}")
@@ -180,21 +180,21 @@ class CompareOptions:
             seeds=list(range(first, first + seeds)),
             model=model,
             task=task,
-            device=_one_of("--device", self.device or "auto", DEVICES),
+            device=one_of("--device", self.device or "auto", DEVICES),
             reading=self._reading(),
-            batch=_whole("--batch", self.batch, rows),
-            length=_whole("--length", self.length, 16 if small else 32),
-            width=_whole("--width", self.width, 64 if small else 128),
-            layers=_whole("--layers", self.layers, 2 if model == "transformer" else 1),
+            batch=whole("--batch", self.batch, rows),
+            length=whole("--length", self.length, 16 if small else 32),
+            width=whole("--width", self.width, 64 if small else 128),
+            layers=whole("--layers", self.layers, 2 if model == "transformer" else 1),
             lr=_RATES[model] if finds_rate else _rate(self.lr),
             finds_rate=finds_rate,
             tolerance=tolerance,
-            threads=None if self.threads is None else _whole("--threads", self.threads, 1),
+            threads=None if self.threads is None else whole("--threads", self.threads, 1),
         )
 
     def _reading(self) -> dict[str, Any]:
         for name, least in (("vocab_size", 2), ("min_count", 1), ("limit", 2)):
-            _whole(_flag(name), getattr(self, name), least, least=least)
+            whole(_flag(name), getattr(self, name), least, least=least)
         given = {name: getattr(self, name) for name in READING}
         if self.data is None and self.vocab_size is None:
             given["vocab_size"] = EMBEDDED_VOCABULARY
@@ -240,16 +240,17 @@ def _flag(name: str) -> str:
     return {"data": "DATA", "heads": "--head"}.get(name, "--" + name.replace("_", "-"))
 
 
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
+def one_of(option: str, value: str, known: tuple[str, ...]) -> str:
+    """The value, which has to be one of those that are known."""
     if value not in known:
         raise LabError(f"{option}: expected one of {', '.join(known)}, got {value!r}")
     return value
 
 
-def _whole(
-    option: str, value: int | None, usual: int, *, least: int = 1, most: int = sys.maxsize
+def whole(
+    option: str, value: int | None, usual: int = 0, *, least: int = 1, most: int = sys.maxsize
 ) -> int:
-    """The number that was given, or the usual one."""
+    """The number that was given, within its bounds, or the usual one."""
     if value is None:
         return usual
     if value < least:
