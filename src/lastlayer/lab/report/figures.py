@@ -1,8 +1,8 @@
 """All figures of the page: quality and its cost, where differences come from, cost by classes.
 
-A chart knows nothing of light or dark: colours come from Vega's configuration, and from the signals
-``ink`` and ``muted``. In the page the legend of all charts is one, so that a chart has none of its
-own there, and the signal ``shown`` lists the heads to draw.
+Charts do not depend on light or dark mode: colours come from Vega's configuration, and from the
+signals ``ink`` and ``muted``. The page has one legend for all charts; the signal ``shown`` lists
+the heads to draw.
 """
 
 import json
@@ -17,7 +17,7 @@ from lastlayer.lab import metrics
 from lastlayer.lab.metrics import Metric
 from lastlayer.lab.records import Cost
 from lastlayer.lab.report.look import LIGHT_INK, SHAPES, Look
-from lastlayer.lab.results import Axis, HeadSummary, Results, interpolate, quality_of
+from lastlayer.lab.results import Axis, HeadSummary, Results, curve, interpolate
 from lastlayer.lab.statistics import Estimate, estimate
 from lastlayer.lab.verdict import bounds, describe, joined
 
@@ -216,14 +216,8 @@ def _curve(results: Results, axis: Axis, label: str) -> list[View]:
 
 def _mean_curve(summary: HeadSummary, metric: Metric, axis: Axis) -> list[Row]:
     """The mean over seeds, as far as all were validated; of what there is, if none finished."""
-    known = {
-        run.seed: [p for p in run.valid if quality_of(p, metric) is not None]
-        for run in summary.finished or summary.runs
-    }
-    runs = [run for run in summary.runs if known.get(run.seed)]
-    places = sorted({
-        p.seconds if axis == "seconds" else float(p.step) for run in runs for p in known[run.seed]
-    })  # fmt: skip
+    runs = [run for run in summary.finished or summary.runs if curve(run, metric, axis)]
+    places = sorted({x for run in runs for x, _ in curve(run, metric, axis)})
     if len(places) > _GRID:
         step = (len(places) - 1) / (_GRID - 1)
         places = [places[round(i * step)] for i in range(_GRID)]
