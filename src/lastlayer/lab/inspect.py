@@ -1,4 +1,4 @@
-"""What data looks like, and which heads to try on it first. Nothing is trained."""
+"""Statistics of data, and which heads to try on it first. Nothing is trained."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,11 +19,11 @@ from lastlayer.lab.errors import LabError
 Counts = NDArray[np.int64]
 # Hidden size for which cutoffs are chosen.
 HIDDEN = 256
-# Counts below this are too coarse for a slope: many ranks share one.
+# Smaller counts are too coarse for a slope: many ranks share one.
 _FEWEST = 5
-# Places of a fit, evenly spaced in the logarithm of the rank.
+# Number of ranks in a fit, evenly spaced on a log scale.
 _PLACES = 200
-# Below so many classes a step is a small matrix product whatever the head.
+# Up to this many classes, a step is a small matrix product with any head.
 _FEW = 2_000
 _MANY = 10_000
 
@@ -47,7 +47,7 @@ class Suggestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What is known of data before anything is trained.
+    """Statistics of data before anything is trained.
 
     Attributes:
         task: of the data.
@@ -224,7 +224,7 @@ def zipf_fit(counts: Counts) -> ZipfFit | None:
 
 
 def unigram_nll(counts: Counts, ids: NDArray[Any]) -> float:
-    """What a model that knows nothing but the counts, each one higher, loses on other targets."""
+    """Mean negative log-likelihood of a unigram model with add-one smoothing."""
     log_prob = np.log(counts + 1.0) - np.log(counts.sum() + len(counts))
     seen = np.bincount(ids, minlength=len(counts))
     return float(-(seen @ log_prob) / len(ids))
@@ -288,7 +288,7 @@ def _where(holds: bool, head: str, why: str) -> tuple[Suggestion, ...]:
 
 
 def render(found: Inspection, console: Console) -> None:
-    """Print what was found, then what to try. What comes from the data is printed as it is."""
+    """Print the statistics, then the heads to try. Text from the data is not read as markup."""
     console.print(Text.assemble((found.name, "bold"), f"  {found.source}"))
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)

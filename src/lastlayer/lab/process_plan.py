@@ -128,7 +128,7 @@ def _on_meta(spec: HeadSpec, hidden: int, classes: int, dtype: torch.dtype) -> H
         given["bands"] = [(top, hidden - narrow), (classes - top, narrow)]
     if "sampler" in recipe.extra:
         given.setdefault("sampler", "log_uniform")
-    # One number that stands for all: it takes no memory.
+    # A broadcast view of one number takes no memory.
     words: list[str] = []
     if cls is CharCNNSoftmax:
         _check_table(classes)
