@@ -15,7 +15,7 @@ from made_costs import SIZES, make_costs
 from made_runs import CLASSES, HEADS, KINDS, NASTY, make
 
 from lastlayer.heads.recipes import registered
-from lastlayer.lab import report
+from lastlayer.lab import errors
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.families import FAMILIES
 from lastlayer.lab.records import HeadEntry
@@ -237,10 +237,8 @@ def test_charts_are_valid_vega_lite(tmp_path):
 
 
 def test_a_missing_package_is_told_before_any_work(monkeypatch, tmp_path):
-    monkeypatch.setattr(report, "find_spec", lambda name: None if name == "altair" else object())
-    with pytest.raises(
-        LabError, match=r'expected altair to be installed; pip install "lastlayer\['
-    ):
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "altair" else object())
+    with pytest.raises(LabError, match=r'needs altair, not installed; pip install "lastlayer\['):
         write_report(tmp_path)
 
 

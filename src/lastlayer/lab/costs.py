@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lastlayer.heads.recipes import ClassData
 from lastlayer.lab import metrics
-from lastlayer.lab.errors import LabError, SpecError
+from lastlayer.lab.errors import LabError, SpecError, first_line
 from lastlayer.lab.feeding import PADDING, Batch, Feed
 from lastlayer.lab.live import Watcher
 from lastlayer.lab.machine import PeakMemory, free_memory, give_back, load
@@ -35,29 +35,29 @@ from lastlayer.lab.runs import Bench
 from lastlayer.lab.specs import HeadSpec, catalogue, parse_specs
 from lastlayer.lab.training import Stepper
 
-# Of measuring, for each head; or this share of what was trained, where that is more.
+# Time for measuring: seconds per head, or this share of the training time if that is more.
 SECONDS_A_HEAD, SHARE_OF_TRAINING = 1.5, 0.05
 # Each number of classes is so many times the one before.
 GROWTH, SIZES = 4, 4
-# With fewer classes, no head costs more than its calls.
+# With fewer classes, a step costs little more than the overhead of its calls.
 FEWEST_CLASSES = 64
-# A step is made once to warm up, and then until this time is used.
+# After one warm-up step, steps are timed until this time is used.
 SAMPLED_SECONDS = 0.1
 FEWEST_SAMPLES, MOST_SAMPLES = 2, 25
 _MOST_OF_MEMORY = 0.5
 # Without numbers: the page tells all sizes with the same reason together.
 TOO_LONG = "it would have taken longer than what was left of the time for measuring"
 TOO_LARGE = "it would have taken more than half of the free memory"
-# Parameters, gradients and what is made on the way, where no peak was measured.
+# Assumed copies of the weight (parameters, gradients, temporaries) where no peak was measured.
 _COPIES = 4
-# Labels are drawn with replacement: so many more that a row nearly always has enough.
+# Extra draws with replacement, so that a row nearly always has enough different labels.
 _SPARE_DRAWS, _SPARE_TIMES = 16, 4
-# Letters that no language has: words with them are nobody else's.
+# First private-use letter: words with one cannot be in the data.
 _PRIVATE = 0xE000
 
 
 class GivenStates(nn.Module):
-    """A backbone that computes nothing: its hidden states are what it learns."""
+    """A backbone whose hidden states are its parameters."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class GivenStates(nn.Module):
 
 
 class Words(Sequence[str]):
-    """As many different words as there are classes, as long as those of the data.
+    """Unique words for any number of classes, about as long as those of the data.
 
     Example:
         >>> list(Words(["a", "b", "c", "d"], 2))
@@ -98,7 +98,7 @@ class Words(Sequence[str]):
 
 @dataclass(frozen=True)
 class Problem:
-    """Makes data of any number of classes that is like the comparison's own in all else."""
+    """Makes data for any number of classes that is otherwise like that of the comparison."""
 
     needs: ClassData  # what heads are made from at the data's own number of classes
     shape: tuple[int, ...]  # of the targets of a step, (batch, length), or (rows, labels)
@@ -229,7 +229,7 @@ class Meter:
         return growth * seconds, growth * 1e6 * (last.peak_memory_mb or 4e-6 * usual)
 
     def time(self, spec: HeadSpec, classes: int) -> Cost:
-        """What a step costs; whatever goes wrong with a head is the reason that it has no time."""
+        """The cost of a step; an error of the head becomes its reason."""
         try:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
@@ -296,7 +296,7 @@ class Meter:
 
 
 def _reason(error: Exception, spec: HeadSpec) -> str:
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = first_line(error)
     if isinstance(error, SpecError):
         return text.removeprefix(f"--head {spec.text}: ")
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -322,7 +322,7 @@ def measure_costs(
     watching: Watcher,
     stopped: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Measures what the folder of a comparison lacks, and gives what costs.json holds then."""
+    """Measure what costs.json of a comparison lacks; returns its content."""
     task, own = bench.model.task, bench.needs.n_classes
     problem = Problem.of(bench.needs, bench.feed, task, bench.device)
     sizes = sizes_around(own)
@@ -368,7 +368,7 @@ def _kept(path: Path, header: dict[str, Any]) -> list[Cost]:
         same = all(held.get(name) == value for name, value in header.items())
         return [Cost(**each) for each in held["costs"]] if same else []
     except (LabError, AttributeError, KeyError, TypeError):
-        # Whatever lies there is not ours, and is measured again.
+        # The file does not belong to this comparison: measure again.
         return []
 
 

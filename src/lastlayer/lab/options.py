@@ -1,6 +1,7 @@
-"""What ``lastlayer compare`` can be asked for. Torch is not needed to read it."""
+"""The options of ``lastlayer compare``. This module does not import torch."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ IDENTITY = "identity"
 OWN = "own"
 """The backbone of a comparison that was asked for in Python."""
 DEVICES = ("auto", "cpu", "cuda")
-# Options of reading data, beside the task.
+# Options for reading data, besides the task.
 READING = (
     "vocab_size", "min_count", "limit", "encoding", "text", "label", "features", "tokenizer"
 )  # fmt: skip
@@ -38,30 +39,31 @@ _RATES = {"lstm": 1.2e-2, "transformer": 1.8e-3, "bag": 1.2e-2}
 _DATA, _TRAINING = "Data", "Training"
 
 
-def _option(told: str, metavar: str | None = None, *, flag: str = "", panel: str = "") -> Any:
-    """A field, and what commands say of it."""
-    flags = [flag] if flag else []
-    cli = typer.Option(
-        *flags, help=told, metavar=metavar, rich_help_panel=panel or None, show_default=False
-    )
-    return field(default=None, metadata={"cli": cli})
-
-
-def _argument(told: str, metavar: str) -> Any:
-    cli = typer.Argument(help=told, metavar=metavar, show_default=False)
+def _option(
+    told: str,
+    metavar: str | None = None,
+    *,
+    flag: str = "",
+    panel: str | None = None,
+    kind: Callable[..., Any] = typer.Option,
+) -> Any:
+    """A dataclass field with its command-line option."""
+    names = [flag] if flag else []
+    cli = kind(*names, help=told, metavar=metavar, rich_help_panel=panel, show_default=False)
     return field(default=None, metadata={"cli": cli})
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Options of a comparison, which the commands take as they stand here.
+    """Options of a comparison, as the commands take them.
 
-    What was not given is None, and what was is checked by :meth:`settled`.
+    An option that was not given is None; :meth:`settled` checks the others.
     """
 
-    data: str | None = _argument(
-        "A file, a folder or hf:name; without it, the source of Python's own library.", "DATA"
-    )
+    data: str | None = _option(
+        "A file, a folder or hf:name; without it, the source of Python's own library.", "DATA",
+        kind=typer.Argument,
+    )  # fmt: skip
     heads: tuple[str, ...] | None = _option(
         "A head and its arguments, such as adaptive:cutoffs=2000,10000 or mymodule:MyHead; "
         "repeatable. Without it, one of every family. lastlayer heads lists them.", "SPEC",
@@ -113,12 +115,12 @@ class CompareOptions:
     threads: int | None = _option("CPU threads of torch.", panel=_TRAINING)
 
     def as_json(self) -> dict[str, Any]:
-        """What was given."""
+        """The options that were given, for JSON."""
         given = {name: each for name, each in asdict(self).items() if each is not None}
         return {**given, **({"heads": list(self.heads)} if self.heads else {})}
 
     def command(self) -> list[str]:
-        """The command that asks for the same."""
+        """The command line with the same options."""
         words = ["lastlayer", "compare", *([self.data] if self.data else [])]
         for head in self.heads or ():
             words += ["--head", head]
@@ -135,7 +137,7 @@ class CompareOptions:
         return cls(**{**made, **({"heads": tuple(made["heads"])} if "heads" in made else {})})
 
     def resumed(self, before: "CompareOptions", folder: Path) -> "CompareOptions":
-        """The options of a folder, where nothing that was given now says otherwise."""
+        """The recorded options of a folder; those given now must not differ from them."""
         now, then = self.as_json(), before.as_json()
         other = [
             f"{_flag(name)} was {then.get(name, 'not given')} and is {value}"
@@ -150,7 +152,7 @@ class CompareOptions:
         return before
 
     def settled(self, task: str | None = None) -> "Settled":
-        """Everything decided, after a look at each option.
+        """All options checked, with defaults filled in.
 
         Args:
             task: that of the data once it is read; before that, the one asked for or None.
@@ -170,7 +172,7 @@ class CompareOptions:
         tolerance = 0.03 if self.tolerance is None else self.tolerance
         if not 0 <= tolerance < 1:
             raise LabError(f"--tolerance: expected a share from 0 to 1, got {tolerance}")
-        # A corpus that every head makes some hundred steps on in a few seconds.
+        # Small defaults for the embedded corpus: some hundred steps take a few seconds.
         small = self.data is None
         rows = 128 if task not in (None, "lm") else 16 if small else 32
         return Settled(
@@ -203,7 +205,7 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class Settled:
-    """The same with nothing left open."""
+    """Options of a comparison with all defaults filled in."""
 
     data: str | None
     heads: list[str]
@@ -225,7 +227,7 @@ class Settled:
     threads: int | None
 
     def read(self) -> "Data":
-        """The data; whatever cannot be read is one message, a DataError or a LabError."""
+        """The data; raises DataError or LabError with one message where it cannot be read."""
         from lastlayer.lab.data import DataError, load
 
         try:

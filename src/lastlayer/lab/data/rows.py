@@ -74,7 +74,7 @@ Features = SparseRows | Floats
 
 
 def _entries(offsets: Integers, rows: NDArray[Any]) -> tuple[Integers, Integers]:
-    """Where the entries of some rows are, and the offsets of what is taken from there."""
+    """Indices of the entries of some rows, and the offsets of the selection."""
     rows = np.asarray(rows, np.int64)
     lengths = offsets[rows + 1] - offsets[rows]
     ends = np.concatenate([[0], np.cumsum(lengths)])
@@ -204,7 +204,7 @@ class PairData(_Rows):
 
 
 def mixed_rows(n: int) -> Integers:
-    """Rows in an order that looks random and is the same on every machine."""
+    """A pseudo-random order of rows that is the same on every machine."""
     # The finaliser of splitmix64: numpy's own generators may change with its version.
     x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -258,9 +258,13 @@ def label_data(
     if not feature_names:
         raise broken("no features", "give rows with at least one")
     order = np.array(sorted(range(n), key=lambda i: (-counts[i], label_names[i])))
-    place = np.argsort(order)
-    ordered = {part: parts[part]._replace(labels=_renumbered(parts[part].labels, place))
-               for part in PARTS}  # fmt: skip
+    place, ordered = np.argsort(order), dict[str, LabelPart]()
+    for part in PARTS:
+        labels = parts[part].labels
+        row = np.repeat(np.arange(labels.n_rows), np.diff(labels.offsets))
+        ids = place[labels.indices]
+        renumbered = Lists(ids[np.lexsort((ids, row))], labels.offsets)
+        ordered[part] = parts[part]._replace(labels=renumbered)
     notes = list(described.get("notes", ()))
     few = {"once": int((counts == 1).sum()), "never": int((counts == 0).sum())}
     if told := [f"{rare:,} {often}" for often, rare in few.items() if rare]:
@@ -275,12 +279,6 @@ def label_data(
         label_names=tuple(label_names[i] for i in order), counts=counts[order].astype(np.int64),
         description=description, task=task, hidden=hidden,
     )  # fmt: skip
-
-
-def _renumbered(labels: Lists, place: Integers) -> Lists:
-    row = np.repeat(np.arange(labels.n_rows), np.diff(labels.offsets))
-    indices = place[labels.indices]
-    return Lists(indices[np.lexsort((indices, row))], labels.offsets)
 
 
 def pair_data(
