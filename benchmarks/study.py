@@ -247,8 +247,8 @@ def _draw(results: Results, path: Path) -> None:
     from lastlayer.lab.report import figures, look
 
     (view,) = (each for each in figures.curves(results) if each.key == "steps")
-    charts = figures.Charts(look.looks(results.comparison.heads), in_page=False)
-    look.write_picture(view.chart(charts), path.with_suffix(""), title="", subtitle="")
+    chart = view.chart(look.looks(results.comparison.heads), in_page=False)
+    look.write_picture(chart, path.with_suffix(""), title="", subtitle="")
     path.with_suffix(".svg").unlink()
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -253,7 +254,7 @@ def test_a_folder_that_cannot_be_written_is_told_first(text, tmp_path):
 
 
 def test_a_full_disk_is_told_first(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("lastlayer.lab.records.shutil.disk_usage", lambda _: (0, 0, 100))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
     monkeypatch.setattr(lab, "perform", lambda *_: pytest.fail("trained"))
     with pytest.raises(LabError, match=r"of free disk .* got 100 B"):
         run(text, tmp_path / "out")

@@ -13,13 +13,10 @@ from lastlayer import trees
 from lastlayer.cli import app
 from lastlayer.lab.data import LabelData, LabelPart, Lists, TextData, Vocabulary, load
 from lastlayer.lab.inspect import (
-    classes_for,
-    entropy_bits,
     for_labels,
     for_text,
     inspect_data,
     render,
-    tail_mass,
     unigram_nll,
     zipf_fit,
 )
@@ -62,14 +59,14 @@ def test_no_slope_where_there_is_nothing_to_fit():
 
 
 def test_entropy_tail_and_half():
-    counts = np.array([4, 2, 1, 1])
-    assert entropy_bits(counts) == pytest.approx(1.75)
-    assert entropy_bits(np.array([7, 0])) == 0.0
-    assert tail_mass(counts, 1) == 0.5
-    assert tail_mass(counts[::-1], 2) == 0.25
-    assert tail_mass(counts, 9) == 0.0
-    assert classes_for(counts, 0.5) == 1
-    assert classes_for(counts, 0.51) == 2
+    few = inspect_data(text_of([1, 4, 2, 1])).numbers
+    assert few["entropy_bits"] == pytest.approx(1.75)
+    assert few["half"] == 1
+    assert few["tail_1k"] == 0.0
+    assert inspect_data(text_of([3, 3, 1])).numbers["half"] == 2
+    many = inspect_data(text_of([3] * 1000 + [1] * 500)).numbers
+    assert many["tail_1k"] == pytest.approx(500 / 3500)
+    assert many["half"] == 584
 
 
 def test_the_unigram_model_is_normalised(seed):
@@ -112,12 +109,12 @@ def test_every_suggestion_is_a_spec_with_a_reason(zipfian):
 
 FACTS = {
     "classes": 50_000,
-    "effective": 900.0,
+    "effective_classes": 900.0,
     "half": 100,
     "seen_once": 0.1,
-    "huffman": 10.0,
+    "huffman_bits": 10.0,
     "cutoffs": (100, 5000),
-    "savings": 9.0,
+    "adaptive_savings": 9.0,
     "hidden": 256,
 }
 
@@ -126,15 +123,16 @@ FACTS = {
     ("changed", "first", "has", "lacks"),
     [
         ({}, "adaptive:cutoffs=100,5000", "differentiated", "char_cnn"),
-        ({"classes": 500, "effective": 300.0}, "full", "full", "hierarchical"),
-        ({"cutoffs": (), "savings": 1.0}, "full", "sampled", "adaptive:cutoffs="),
-        ({"effective": 40_000.0}, "adaptive:cutoffs=100,5000", "full", "entmax"),
+        ({"classes": 500, "effective_classes": 300.0}, "full", "full", "hierarchical"),
+        ({"cutoffs": (), "adaptive_savings": 1.0}, "full", "sampled", "adaptive:cutoffs="),
+        ({"effective_classes": 40_000.0}, "adaptive:cutoffs=100,5000", "full", "entmax"),
         ({"seen_once": 0.5}, "adaptive:cutoffs=100,5000", "char_cnn", "differentiated"),
         ({"classes": 5_000}, "adaptive:cutoffs=100,5000", "hierarchical", "sampled"),
     ],
 )
 def test_facts_decide(changed, first, has, lacks):
-    heads = [each.head for each in for_text(**{**FACTS, **changed})]
+    facts = {**FACTS, **changed}
+    heads = [each.head for each in for_text(facts.pop("classes"), facts)]
     assert heads[0] == first
     assert has in heads
     assert lacks not in heads
@@ -163,10 +161,10 @@ def test_labels():
 
 
 def test_facts_decide_for_labels():
-    few = {"labels": 6, "cardinality": 1.1, "density": 0.2, "imbalance": 2.0, "most": 3}
-    assert [each.head for each in for_labels(**few)] == ["zlpr", "bce", "sparsemax_labels"]
-    many = {"labels": 900, "cardinality": 19.0, "density": 0.02, "imbalance": 20.0, "most": 25}
-    assert [each.head for each in for_labels(**many)] == ["zlpr", "bce", "asymmetric"]
+    few = {"cardinality": 1.1, "density": 0.2, "imbalance": 2.0, "most": 3}
+    assert [each.head for each in for_labels(6, few)] == ["zlpr", "bce", "sparsemax_labels"]
+    many = {"cardinality": 19.0, "density": 0.02, "imbalance": 20.0, "most": 25}
+    assert [each.head for each in for_labels(900, many)] == ["zlpr", "bce", "asymmetric"]
 
 
 def test_what_comes_from_the_data_is_printed_as_it_is():

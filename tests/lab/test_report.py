@@ -10,17 +10,18 @@ import pytest
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
 
+import altair as alt
 from made_costs import SIZES, make_costs
 from made_runs import CLASSES, HEADS, KINDS, NASTY, make
 
 from lastlayer.heads.recipes import registered
-from lastlayer.lab import report
+from lastlayer.lab import errors
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.families import FAMILIES
 from lastlayer.lab.records import HeadEntry
 from lastlayer.lab.report import figures, look, tables, write_report
 from lastlayer.lab.report.explorer import visible
-from lastlayer.lab.report.figures import Charts, log_ticks
+from lastlayer.lab.report.figures import log_ticks
 from lastlayer.lab.report.page import content_policy, json_for_script, references
 from lastlayer.lab.results import read_results
 from lastlayer.lab.verdict import verdict
@@ -228,18 +229,16 @@ def test_charts_are_valid_vega_lite(tmp_path):
     shown = figures.all_figures(results)
     assert len(shown) == 8
     for figure, in_page in zip(shown, [True, False] * 4, strict=True):
-        charts = Charts(looks, in_page=in_page, validate=True)
         assert len({view.key for view in figure.views}) == len(figure.views)
         for view in figure.views:
-            assert view.chart(charts)["layer"]
+            chart = view.chart(looks, in_page=in_page)
+            assert alt.LayerChart.from_dict(chart, validate=True).layer
             assert view.alt_text
 
 
 def test_a_missing_package_is_told_before_any_work(monkeypatch, tmp_path):
-    monkeypatch.setattr(report, "find_spec", lambda name: None if name == "altair" else object())
-    with pytest.raises(
-        LabError, match=r'expected altair to be installed; pip install "lastlayer\['
-    ):
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "altair" else object())
+    with pytest.raises(LabError, match=r'needs altair, not installed; pip install "lastlayer\['):
         write_report(tmp_path)
 
 
@@ -342,7 +341,7 @@ def test_costs_against_classes_are_measured(folder, elements):
         each for each in figures.all_figures(read_results(folder)) if each.key == "classes"
     ]
     assert [view.key for view in figure.views] == ["time", "memory"]
-    chart = figure.views[0].chart(Charts(look.looks([entry("full", "Full softmax")])))
+    chart = figure.views[0].chart(look.looks([entry("full", "Full softmax")]))
     rows = chart["layer"][1]["data"]["values"]
     assert len([row for row in rows if row["head"] == "Full softmax"]) == 4
     assert len(rows) == 4 * len(HEADS) - (len(HEADS) - 1)
@@ -369,7 +368,7 @@ def test_the_place_of_the_data_is_on_the_axis_without_a_time_there(tmp_path):
     costs["costs"] = costs["costs"][:1]
     (out / "costs.json").write_text(json.dumps(costs))
     time = figures.against_classes(read_results(out))[0]
-    x = time.chart(Charts(look.looks([entry("full", "Full softmax")])))["layer"][1]["encoding"]["x"]
+    x = time.chart(look.looks([entry("full", "Full softmax")]))["layer"][1]["encoding"]["x"]
     low, high = x["scale"]["domain"]
     assert low < SIZES[0] < CLASSES < high
     assert x["axis"]["values"] == [SIZES[0], CLASSES]

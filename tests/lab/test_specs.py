@@ -118,11 +118,12 @@ def test_the_selection_can_be_built(needs, task):
 
 
 def test_what_inspect_suggests_can_be_compared():
-    text = for_text(
-        classes=60_000, effective=900.0, half=50, seen_once=0.4, huffman=10.5,
-        cutoffs=(500, 5000), savings=9.0, hidden=256,
-    )  # fmt: skip
-    labels = for_labels(labels=500, cardinality=2.0, density=0.004, imbalance=50.0, most=9)
+    text = for_text(60_000, {
+        "effective_classes": 900.0, "half": 50, "seen_once": 0.4, "huffman_bits": 10.5,
+        "cutoffs": (500, 5000), "adaptive_savings": 9.0, "hidden": 256,
+    })  # fmt: skip
+    facts = {"cardinality": 2.0, "density": 0.004, "imbalance": 50.0, "most": 9}
+    labels = for_labels(500, facts)
     for task, suggested in (("lm", list(text)), ("multilabel", list(labels))):
         assert suggested
         for each in suggested:

@@ -10,7 +10,7 @@ __all__ = ["CompareResult", "Trained", "compare", "load_trained"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports on first use: the commands read their options without torch."""
+    """Import on first use: reading the options of a command does not import torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

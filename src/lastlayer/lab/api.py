@@ -1,6 +1,6 @@
-"""A comparison from Python: your own backbone, and batches as they come.
+"""Comparisons from Python, with your own backbone and batches.
 
-``lastlayer compare`` and this make the same runs, folders and pages.
+They make the same runs, folders and pages as ``lastlayer compare``.
 """
 
 import hashlib
@@ -29,16 +29,16 @@ from lastlayer.lab.models import ModelSettings
 from lastlayer.lab.options import OWN, CompareOptions, Settled
 from lastlayer.lab.records import FROM_PYTHON, Run
 from lastlayer.lab.results import Results, quality_of, read_results
-from lastlayer.lab.runs import Subject
+from lastlayer.lab.runs import Subject, data_record
 from lastlayer.lab.specs import defaults_for
 from lastlayer.lab.verdict import Verdict, verdict
 
 TASKS = ("classification", "lm", "multilabel")
-# Around which each head's own is looked for; backbones of any kind take it under Adam.
+# Start of the search for each head's learning rate; it suits most backbones under Adam.
 _USUAL_RATE = 1e-3
-# Held-out batches are always drawn alike.
+# Seed of held-out batches.
 _HELD_OUT_SEED = 0
-# Arguments whose names are other ones than those of the command.
+# Arguments whose names differ from the options of the command.
 _ARGUMENTS = {"head": "heads", "budget": "steps", "width": "hidden", "vocab-size": "n_classes"}
 
 _FLAG = r"(?P<command>`[^`]*`)|use --(?P<named>[a-z-]+) (?P<value>\w+)|--(?P<name>[a-z][a-z-]*)"
@@ -137,7 +137,7 @@ def compare(
     if task not in TASKS:
         raise LabError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
     if heads is None and task == "lm" and class_names is None:
-        # Without names, no head that reads spellings.
+        # Heads that read spellings need class names.
         heads = defaults_for("classification")
     budget = f"{400 if steps is None else steps}steps" if epochs is None else f"{epochs}epochs"
     options = CompareOptions(
@@ -164,7 +164,7 @@ def compare(
 
 @dataclass(frozen=True)
 class CompareResult:
-    """What a comparison found; everything is in its folder.
+    """The results of a comparison, read from its folder.
 
     Attributes:
         folder: with all records, models and the page; :func:`lastlayer.lab.load_trained` reads the
@@ -236,7 +236,7 @@ def _spec(head: str | type[Head]) -> str:
 
 
 def _as_arguments(text: str) -> str:
-    """Options of the command as the arguments that they are here; other commands stay."""
+    """Replace options of the command in a message by the arguments of :func:`compare`."""
 
     def argument(found: re.Match[str]) -> str:
         if found["command"]:
@@ -251,7 +251,7 @@ def _as_arguments(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Seen:
-    """One pass over a part."""
+    """What one pass over a part found."""
 
     counts: NDArray[np.int64]
     rows: list[int]
@@ -259,7 +259,7 @@ class _Seen:
 
 
 class GivenFeed:
-    """Batches of the user's.
+    """Batches that the user gave.
 
     Args:
         parts: train, valid and test.
@@ -279,11 +279,11 @@ class GivenFeed:
         self._stream: Iterator[Any] = iter(())
 
     def __getstate__(self) -> dict[str, Any]:
-        """An iterator that is half done stays here."""
+        """For pickling: without the iterator that is in use."""
         return {**vars(self), "_next": None, "_stream": iter(())}
 
     def batch(self, seed: int, step: int) -> Batch:
-        """The batch of a step; one after the other is quick, others pass over those before."""
+        """The batch of a step; going back or skipping iterates over the batches before it."""
         epoch, place = divmod(step, self.steps_per_epoch)
         if self._next != (seed, step) or place == 0:
             self._stream = self._shuffled(seed, epoch)
@@ -322,7 +322,7 @@ class GivenFeed:
 
 
 def _seeded(batches: Batches, seed: int) -> Iterator[Any]:
-    """Batches whose random numbers depend on the seed alone, and change nobody else's."""
+    """Iterate with torch seeded; the state of its generator outside is not changed."""
     own = getattr(batches, "generator", None)
     if isinstance(own, torch.Generator):
         own.manual_seed(seed)
@@ -367,7 +367,7 @@ def _subject(
     counts: Sequence[int] | None,
     names: Sequence[str] | None,
 ) -> Subject:
-    """Data and backbone after a look at all of it."""
+    """Check data and backbone in one pass, and collect what the runs need."""
     given = None if counts is None else np.asarray(counts)
     if given is not None:
         if given.ndim != 1 or given.dtype.kind not in "iu" or (given < 0).any():
@@ -402,18 +402,13 @@ def _subject(
     called = Vocabulary(
         tuple(str(i if names is None else names[i]) for i in order), totals[order].astype(np.int64)
     )
-    sizes = {f"{part}_size": sum(each.rows) for part, each in seen.items()}
-    notes = [_NO_TEST] if judged_on_valid else []
+    described = {
+        "batches": len(seen["train"].rows), "notes": [_NO_TEST] if judged_on_valid else [],
+    }  # fmt: skip
+    sizes = {part: sum(each.rows) for part, each in seen.items()}
+    fingerprint = "".join(each.digest[:16] for each in seen.values())
     return Subject(
-        data={
-            "name": "your own batches",
-            "task": task,
-            "classes": n_classes,
-            "tokens" if task == "lm" else "rows": sum(sizes.values()),
-            **sizes,
-            "fingerprint": "".join(each.digest[:16] for each in seen.values()),
-            "description": {"batches": len(seen["train"].rows), "notes": notes},
-        },
+        data=data_record("your own batches", task, n_classes, sizes, fingerprint, described),
         needs=ClassData(width, called.counts, () if names is None else called.tokens),
         feed=GivenFeed(
             parts, {part: each.rows for part, each in seen.items()},
@@ -422,7 +417,7 @@ def _subject(
         model=ModelSettings(OWN, task, 0, width),
         make_body=backbone,
         explore=lambda _body, _head: [],
-        n_rows=sizes["train_size"],
+        n_rows=sizes["train"],
         save=lambda out: called.save(out / "vocabulary.json"),
         usual_lr=_USUAL_RATE,
         command=[FROM_PYTHON],
@@ -436,7 +431,7 @@ _NO_TEST = (
 
 
 def _look(name: str, batches: Batches, task: str, n_classes: int | None) -> _Seen:
-    """One pass: every batch is a pair, and every target a class."""
+    """One pass that checks that every batch is a pair and every target a class."""
     if isinstance(batches, Iterator) or not hasattr(batches, "__iter__"):
         raise LabError(
             f"{name}: expected batches that can be iterated anew in each epoch, such as a "
@@ -487,7 +482,7 @@ def _target_of(name: str, batch: Any, task: str) -> NDArray[np.int64]:
 def _hidden_size(
     backbone: Backbone, train: Batches, task: str, hidden: int | None, device: torch.device
 ) -> int:
-    """Of what the backbone makes of the first batch."""
+    """The hidden size of the backbone's output for the first batch."""
     if isinstance(backbone, nn.Module) or not callable(backbone):
         raise LabError(
             f"backbone: expected a function that makes a module, got {type(backbone).__name__}; "

@@ -1,7 +1,6 @@
 """How long each head trains: ``2000steps``, ``3epochs``, or a time that is turned into steps."""
 
 import re
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,10 +15,10 @@ _UNITS: dict[str, tuple[Kind, float]] = {
     **dict.fromkeys(("step", "steps"), ("steps", 1.0)),
     **dict.fromkeys(("epoch", "epochs"), ("epochs", 1.0)),
 }  # fmt: skip
-# Where a run is validated, as shares of it: close together early, where most is learned, and near
-# the end, where it shows whether the curve still falls.
+# When a run is validated, as shares of its steps: often at the start, where most is learned, and
+# near the end, to see whether the curve is still falling.
 _JUDGED = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.875, 1.0)
-# Points of the training loss.
+# Number of points of the training loss.
 _TOLD = 100
 
 
@@ -63,28 +62,13 @@ class Budget:
 
 
 class Schedule:
-    """When a run of so many steps is validated, and when its loss is told."""
+    """When a run of so many steps is validated, and when its training loss is recorded."""
 
     def __init__(self, steps: int) -> None:
         self.total = steps
-        self._judged = self._points(_JUDGED)
-        self._told = self._points(tuple(i / _TOLD for i in range(1, _TOLD + 1)))
-
-    def _points(self, shares: tuple[float, ...]) -> list[int]:
-        return sorted({round(share * self.total) for share in shares})
-
-    def judged(self, step: int) -> int:
-        """How many of the points at which a run is validated it has reached."""
-        return bisect_right(self._judged, step)
-
-    def told(self, step: int) -> int:
-        """The same for the points at which its loss is told."""
-        return bisect_right(self._told, step)
+        self.judged = {round(share * steps) for share in _JUDGED}
+        self.told = {round(i / _TOLD * steps) for i in range(1, _TOLD + 1)}
 
     def steps_to_next(self, step: int) -> int:
         """Steps to the next point of either kind; 0 at the end."""
-        ahead = [
-            points[reached] for points in (self._judged, self._told)
-            if (reached := bisect_right(points, step)) < len(points)
-        ]  # fmt: skip
-        return min(ahead) - step if ahead else 0
+        return min((at for at in self.judged | self.told if at > step), default=step) - step

@@ -1,4 +1,4 @@
-"""The commands of the lab. What they need is imported inside them: help imports no torch."""
+"""The commands of the lab. Imports are inside them, so that ``--help`` does not import torch."""
 
 import inspect as inspection
 import json
@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from datetime import datetime
 from fractions import Fraction
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,13 +18,13 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from lastlayer.lab.errors import LabError
+from lastlayer.lab.errors import LabError, require
 from lastlayer.lab.families import FAMILIES
 from lastlayer.lab.options import READING, CompareOptions
 
 _RUNS = "lastlayer-runs"
 _INTERRUPTED = 130
-# What the extra `lab` brings, by the names that are imported.
+# Packages of the extra `lab`, by import name.
 PACKAGES = (
     "altair", "jinja2", "matplotlib", "pyarrow", "safetensors", "scipy", "sklearn", "tokenizers",
     "vl_convert",
@@ -58,7 +57,7 @@ def whole_number(text: Any) -> int:
 def register(app: typer.Typer) -> None:
     """Adds the commands to the program."""
     width = max(map(len, FAMILIES))
-    # Blanks at the beginning and in a row would be taken out.
+    # Plain spaces would be collapsed.
     heads_ = [f"{name:\N{NO-BREAK SPACE}<{width}}  {each.title}" for name, each in FAMILIES.items()]
     epilog = "\n".join(["Heads (lastlayer heads says what they do and take):", *heads_])
     app.command("compare", cls=CompareCommand, epilog=epilog)(compare)
@@ -68,15 +67,13 @@ def register(app: typer.Typer) -> None:
 
 @contextmanager
 def refusals(**flags: str) -> Iterator[None]:
-    """A mistake of the user's is one message and exit code 2, without a traceback.
+    """Turns errors of the user into one message and exit code 2, without a traceback.
 
     Args:
-        flags: what arguments of the functions that are called are named in the command.
+        flags: options of the command by the arguments of the functions that it calls.
     """
     try:
-        if missing := [name for name in PACKAGES if find_spec(name) is None]:
-            listed = ", ".join(missing)
-            raise LabError(f'needs {listed}, not installed; pip install "lastlayer[lab]"')
+        require(*PACKAGES)
 
         from lastlayer.lab.data.files import DataError
 
@@ -91,19 +88,19 @@ def refusals(**flags: str) -> Iterator[None]:
 
 
 def as_flags(text: str) -> str:
-    """Arguments of :func:`lastlayer.lab.data.load` as the options that they are here."""
+    """Replace arguments of :func:`lastlayer.lab.data.load` in a message by options."""
     names = "|".join(("task", *READING))
 
     def flag(found: re.Match[str]) -> str:
         return " ".join([f"--{found[1].replace('_', '-')}", *found.groups()[1:]])
 
-    # The name of a file may be one of these words: only what is said of an option is changed.
+    # File names may contain these words: only mentions of an option are replaced.
     text = re.sub(rf"\b({names})='?((?<=')[^']*)'?", flag, text)
     return re.sub(rf"(?<=another |; lower )({names})\b", flag, text)
 
 
 def _with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command takes these options of a comparison, or all, as its argument ``options``."""
+    """Give a command these options of a comparison, or all, as its argument ``options``."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         taken = [each for each in fields(CompareOptions) if not names or each.name in names]
@@ -130,10 +127,10 @@ def _with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 class CompareCommand(TyperCommand):
-    """``--ray`` may stand without an address, which typer's options cannot."""
+    """Lets ``--ray`` stand without an address, which typer does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Fills the address in."""
+        """Insert the default address."""
         words = []
         for word, after in pairwise([*args, "-"]):
             words += [word, "local"] if word == "--ray" and after.startswith("-") else [word]
@@ -177,10 +174,9 @@ def _compare(
 ) -> int:
     from lastlayer.lab.comparison import compare as run
     from lastlayer.lab.records import finite
-    from lastlayer.lab.report import require_packages, write_report
+    from lastlayer.lab.report import write_report
     from lastlayer.lab.show import print_summary
 
-    require_packages()
     console = Console()
     done = run(options, out, resume=resume, quiet=quiet or as_json, console=console, ray=ray)
     page = write_report(out)
@@ -194,7 +190,7 @@ def _compare(
     elif not quiet:
         print_summary(out, console)
     if done.interrupted:
-        # What is read by machines stays as it is without a Ctrl-C.
+        # Output for machines must not change: this goes to stderr.
         resumed = f"lastlayer compare --resume --out {shlex.quote(str(out))}"
         typer.echo(f"Stopped. Go on with: {resumed}", err=quiet or as_json)
     if not as_json:
@@ -349,7 +345,7 @@ def _plan_processes(
 ) -> None:
     from lastlayer.lab.process_plan import plan_processes, render_processes
 
-    # A plan for other machines: without a word of the device it is for their GPUs.
+    # The plan is for other machines: by default for their GPUs.
     device = "cpu" if settled.device == "cpu" else "cuda"
     found = plan_processes(
         *sizes, task=settled.task or "lm", heads=tuple(settled.heads), device=device, **given

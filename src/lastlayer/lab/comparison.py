@@ -1,12 +1,11 @@
-"""Every head with every seed under the same budget: what is compared, its record, and its runs."""
+"""A comparison: every head is trained with every seed under the same budget."""
 
 import gc
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -14,33 +13,25 @@ from typing import Any
 
 import numpy as np
 import torch
+import typer
 from rich.console import Console
 
 from lastlayer.heads.recipes import ClassData
-from lastlayer.lab import machine
+from lastlayer.lab import machine, records
 from lastlayer.lab.costs import measure_costs
-from lastlayer.lab.data import Data, LabelData, PairData, SparseRows, TextData, Vocabulary
-from lastlayer.lab.errors import LabError
+from lastlayer.lab.data import Data, PairData, SparseRows, TextData
+from lastlayer.lab.errors import LabError, first_line
 from lastlayer.lab.evaluation import EPSILON, JUDGES, rows_for
-from lastlayer.lab.explorer import explore, explore_labels
+from lastlayer.lab.explorer import explore
 from lastlayer.lab.feeding import Feed, RowFeed, TextFeed
 from lastlayer.lab.live import Watcher, watcher
 from lastlayer.lab.models import FeatureBody, ModelSettings, PairBody, build_body
 from lastlayer.lab.on_ray import Cluster
 from lastlayer.lab.options import IDENTITY, CompareOptions, Settled
-from lastlayer.lab.records import (
-    LOCK,
-    SCHEMA,
-    Lock,
-    check_space,
-    check_writable,
-    read_json,
-    told_of,
-    write_json,
-)
-from lastlayer.lab.runs import CLIP, Bench, Subject, known_rate, perform, step_ms
+from lastlayer.lab.runs import CLIP, Bench, Subject, data_record, known_rate, perform, step_ms
 from lastlayer.lab.specs import HeadSpec, parse_specs
 from lastlayer.lab.training import WARM_UP
+from lastlayer.parallel.communication import as_bytes
 
 _FLOAT = 4
 # Numbers of a checkpoint for each parameter: itself and two moments. An old one and a new one are
@@ -50,7 +41,7 @@ _CHECKPOINT_COPIES = 6
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison has left."""
+    """The outcome of a comparison."""
 
     out: Path  # its folder
     results: list[dict[str, Any]]  # of its runs, in the order they were made
@@ -88,7 +79,17 @@ def compare(
         told.print(f"Reading {settled.data or 'the embedded corpus'} …", highlight=False)
         data = settled.read()
         subject = _of_data(data, options.settled(data.task), device)
-        _check_given_states(subject.model, options)
+        if subject.model.kind == IDENTITY:
+            # Hidden states that are there already have a size, and need no backbone.
+            own = subject.model.width
+            for option, value, fits in (
+                ("--width", options.width, (None, own)), ("--model", options.model, (None,)),
+            ):  # fmt: skip
+                if value not in fits:
+                    raise LabError(
+                        f"{option}: expected none beside hidden states of size {own}, got {value}; "
+                        "leave it out: heads are trained on the states themselves"
+                    )
         return subject
 
     return conduct(options, out, make, quiet=quiet, console=console, ray=ray)
@@ -116,8 +117,8 @@ def conduct(
             cluster = Cluster(ray, settled.threads or 1, gpus=int(device.type == "cuda"))
             run_all = open_things.enter_context(cluster).run_all
         new = not out.exists()
-        check_writable(out)
-        lock = Lock(out)
+        records.check_writable(out)
+        lock = records.Lock(out)
         open_things.callback(lock.release)
         try:
             told = Console(quiet=True) if quiet else console
@@ -130,7 +131,13 @@ def conduct(
             raise
         watching = watcher(console, specs, settled.seeds, quiet=quiet)
         open_things.callback(watching.close)
-        with _interruptible(_say_aside if quiet else watching.says) as stopped, _few_objects():
+        # Memory is collected after each run: what is there before them all is not looked through.
+        gc.collect()
+        gc.freeze()
+        open_things.callback(gc.unfreeze)
+        # Quiet or not, a person who presses Ctrl-C is there and waits for an answer.
+        say = partial(typer.echo, err=True) if quiet else watching.says
+        with _interruptible(say) as stopped:
             results = run_all(bench, specs, settled.seeds, watching, stopped)
             costs = None
             if not stopped and bench.model.task != "pairs":
@@ -141,7 +148,7 @@ def conduct(
 def _run_all(
     bench: Bench, specs: list[HeadSpec], seeds: list[int], watching: Watcher, stopped: list[bool]
 ) -> list[dict[str, Any]]:
-    """All heads with the first seed, then with the next: every head has a result early."""
+    """All heads with the first seed, then with the next, so that every head has a result early."""
     results: list[dict[str, Any]] = []
     for seed in seeds:
         for spec in specs:
@@ -161,8 +168,8 @@ def _run_all(
 def _prepare(
     options: CompareOptions, out: Path, subject: Subject, device: torch.device, console: Console
 ) -> tuple[Bench, list[HeadSpec]]:
-    """Everything before the first run, and the heads, which follow from the task of the data."""
-    for line in told_of(subject.data):
+    """Checks and records before the first run; returns what the runs share, and the heads."""
+    for line in records.told_of(subject.data):
         console.print(line, highlight=False, markup=False)
     task = subject.model.task
     settled = options.settled(task)
@@ -170,7 +177,7 @@ def _prepare(
         settled = replace(settled, lr=subject.usual_lr)
     specs = parse_specs(settled.heads, task=task)
     _check_sizes(options, subject.feed)
-    check_space(out, _bytes_needed(specs, len(settled.seeds), subject))
+    _check_space(out, specs, len(settled.seeds), subject)
     judge = JUDGES[task](subject.feed, subject.needs.counts)
     bench = Bench(
         **vars(subject), out=out, judge=judge, steps=0, lr=settled.lr,
@@ -180,7 +187,7 @@ def _prepare(
     n_classes = subject.data["classes"]
     shared = {
         "data": subject.data,
-        "model": subject.model.as_json(),
+        "model": asdict(subject.model),
         "budget": budget,
         "settings": {
             "batch": subject.feed.batch_size,
@@ -200,7 +207,7 @@ def _prepare(
         "git": machine.git_commit(),
     }
     record = {
-        "schema": SCHEMA,
+        "schema": records.SCHEMA,
         "command": subject.command or options.command(),
         "created": machine.now(),
         **shared,
@@ -211,15 +218,17 @@ def _prepare(
     }
     path = out / "compare.json"
     if path.is_file():
-        _check_same(read_json(path), record, out)
+        _check_same(records.read_json(path), record, out)
     else:
         subject.save(out)
-        write_json(path, record)
-    return replace(bench, steps=budget["amount"], record={"schema": SCHEMA, **shared}), specs
+        records.write_json(path, record)
+    return replace(
+        bench, steps=budget["amount"], record={"schema": records.SCHEMA, **shared}
+    ), specs
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
-    """compare.json is frozen: a resumed comparison has to be the same one."""
+    """A resumed comparison must have the settings that compare.json records."""
     parts = [
         ("data", before["data"].get("fingerprint"), now["data"]["fingerprint"]),
         ("classes", before["data"].get("classes"), now["data"]["classes"]),
@@ -237,54 +246,27 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
         )
 
 
-def _check_given_states(model: ModelSettings, options: CompareOptions) -> None:
-    """Hidden states that are there already have a size, and need no backbone."""
-    if model.kind != IDENTITY:
-        return
-    given = {"--width": (options.width, model.width), "--model": (options.model, None)}
-    for option, (value, own) in given.items():
-        if value not in (None, own):
-            raise LabError(
-                f"{option}: expected none beside hidden states of size {model.width}, got "
-                f"{value}; leave it out: heads are trained on the states themselves"
-            )
-
-
 def _of_data(data: Data, settled: Settled, device: torch.device) -> Subject:
     """Data from files, with a backbone of the lab's."""
     feed, model = _feed(data, settled, device)
-    parts = {part: getattr(data, part) for part in ("train", "valid", "test")}
-    text = isinstance(data, TextData)
-    sizes = {part: len(each) if text else each.n_rows for part, each in parts.items()}
-    vocabulary = Vocabulary((), np.zeros(0, np.int64))
-    if isinstance(data, TextData):
-        vocabulary = data.vocabulary
-    elif isinstance(data, LabelData):
-        vocabulary = Vocabulary(tuple(data.label_names), np.asarray(data.counts, np.int64))
 
     def save(out: Path) -> None:
-        vocabulary.save(out / "vocabulary.json")
+        data.vocabulary.save(out / "vocabulary.json")
         if tokenizer := data.description.get("tokenizer"):
             shutil.copyfile(tokenizer, out / "tokenizer.json")
         if not isinstance(data, TextData):
-            write_json(out / "features.json", list(data.feature_names))
+            records.write_json(out / "features.json", list(data.feature_names))
 
     return Subject(
-        data={
-            "name": data.name,
-            "task": data.task,
-            "classes": data.n_classes,
-            "tokens" if data.task == "lm" else "rows": sum(sizes.values()),
-            **{f"{part}_size": size for part, size in sizes.items()},
-            "fingerprint": data.fingerprint,
-            "description": data.description,
-        },
-        needs=ClassData(model.width, np.asarray(data.counts), vocabulary.tokens),
+        data=data_record(
+            data.name, data.task, data.n_classes, data.sizes, data.fingerprint, data.description
+        ),
+        needs=ClassData(model.width, np.asarray(data.counts), data.vocabulary.tokens),
         feed=feed,
         model=model,
         make_body=partial(_body_for, data, model),
-        explore=partial(_explored, data, feed, device),
-        n_rows=sizes["train"],
+        explore=partial(explore, data, feed, device),
+        n_rows=data.sizes["train"],
         save=save,
     )
 
@@ -292,10 +274,10 @@ def _of_data(data: Data, settled: Settled, device: torch.device) -> Subject:
 def _budget(
     bench: Bench, specs: list[HeadSpec], settled: Settled, console: Console
 ) -> dict[str, Any]:
-    """The steps that every head makes, for compare.json; those of a folder that is there stay."""
+    """The number of steps of every run, for compare.json; a resumed folder keeps its own."""
     path = bench.out / "compare.json"
     if path.is_file():
-        return dict(read_json(path)["budget"])
+        return dict(records.read_json(path)["budget"])
     asked, per_epoch = settled.budget, bench.feed.steps_per_epoch
     made: dict[str, Any] = {"kind": "steps"}
     slowest_ms = None
@@ -330,7 +312,7 @@ def _feed(data: Data, settled: Settled, device: torch.device) -> tuple[Feed, Mod
 
 
 def _check_sizes(options: CompareOptions, feed: Feed) -> None:
-    """A size that was asked for has to be possible; the usual ones shrink to small data."""
+    """Refuse a batch or length larger than the data; the defaults shrink instead."""
     length = int(getattr(feed, "length", 1))
     if options.length is not None and options.length > length:
         raise LabError(
@@ -347,7 +329,7 @@ def _check_sizes(options: CompareOptions, feed: Feed) -> None:
 
 
 def _body_for(data: Data, model: ModelSettings) -> torch.nn.Module:
-    """Dense features have units of their own: backbones learn them from the training part."""
+    """A backbone; dense features are standardised by the training part."""
     body = build_body(model)
     if isinstance(data, TextData) or not isinstance(body, FeatureBody | PairBody):
         return body
@@ -357,28 +339,14 @@ def _body_for(data: Data, model: ModelSettings) -> torch.nn.Module:
     return body
 
 
-def _explored(
-    data: Data,
-    feed: Feed,
-    device: torch.device,
-    body: torch.nn.Module,
-    head: torch.nn.Module,
-) -> list[dict[str, Any]]:
-    if isinstance(data, TextData) and isinstance(feed, TextFeed):
-        return explore(data, body, head, feed.length, device)
-    if isinstance(data, LabelData) and isinstance(body, FeatureBody):
-        return explore_labels(data, body, head, feed)
-    return []
-
-
-def _bytes_needed(specs: list[HeadSpec], seeds: int, subject: Subject) -> int:
-    """Of all models and of the largest checkpoint. It builds every head once: bad values show."""
+def _check_space(out: Path, specs: list[HeadSpec], seeds: int, subject: Subject) -> None:
+    """Disk for all models and the largest checkpoint. Every head is built once: bad values show."""
     needs = subject.needs
     try:
         of_body = sum(each.numel() for each in subject.make_body().parameters())
         of_heads = [sum(each.numel() for each in spec.build(needs).parameters()) for spec in specs]
     except (MemoryError, RuntimeError) as error:
-        told = str(error).partition("\n")[0]
+        told = first_line(error)
         if isinstance(error, RuntimeError) and "allocate memory" not in told:
             raise
         raise LabError(
@@ -386,7 +354,12 @@ def _bytes_needed(specs: list[HeadSpec], seeds: int, subject: Subject) -> int:
             f"{needs.n_classes:,} classes ({told}); choose a smaller one, or lower --vocab-size"
         ) from error
     kept = seeds * sum(of_body + each for each in of_heads)
-    return _FLOAT * (kept + _CHECKPOINT_COPIES * (of_body + max(of_heads)))
+    wanted = _FLOAT * (kept + _CHECKPOINT_COPIES * (of_body + max(of_heads)))
+    if (free := shutil.disk_usage(out).free) < wanted:
+        raise LabError(
+            f"--out: expected {as_bytes(wanted)} of free disk for the models and checkpoints of "
+            f"all runs, got {as_bytes(free)} at '{out}'; use fewer heads or seeds, or another disk"
+        )
 
 
 def options_of(options: CompareOptions, out: Path, resume: bool) -> CompareOptions:
@@ -398,9 +371,11 @@ def options_of(options: CompareOptions, out: Path, resume: bool) -> CompareOptio
                 f"--resume: expected a folder with a compare.json, got '{out}'; leave --resume out "
                 "to begin there"
             )
-        recorded = CompareOptions.from_json(read_json(path).get("options") or {})
+        recorded = CompareOptions.from_json(records.read_json(path).get("options") or {})
         return options.resumed(recorded, out)
-    if out.exists() and (not out.is_dir() or any(each.name != LOCK for each in out.iterdir())):
+    if out.exists() and (
+        not out.is_dir() or any(each.name != records.LOCK for each in out.iterdir())
+    ):
         raise LabError(
             f"--out: expected a folder that is new or empty, got '{out}'; add --resume to go on "
             "with what is there, or choose another one"
@@ -409,25 +384,8 @@ def options_of(options: CompareOptions, out: Path, resume: bool) -> CompareOptio
 
 
 @contextmanager
-def _few_objects() -> Iterator[None]:
-    """Memory is collected after each run: what is there before them all is not looked through."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _say_aside(text: str) -> None:
-    """Quiet or not, a person who presses Ctrl-C is there and waits for an answer."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
-
-
-@contextmanager
 def _interruptible(say: Callable[[str], None]) -> Iterator[list[bool]]:
-    """A list that fills with the first Ctrl-C, which is answered at once; the next is as always."""
+    """Yields a list that the first Ctrl-C fills; a second Ctrl-C interrupts as usual."""
     pressed: list[bool] = []
 
     def press(_number: int, _frame: FrameType | None) -> None:
@@ -438,7 +396,7 @@ def _interruptible(say: Callable[[str], None]) -> Iterator[list[bool]]:
     try:
         before = signal.signal(signal.SIGINT, press)
     except ValueError:
-        # Only the main thread hears signals.
+        # Signals can be handled in the main thread only.
         yield pressed
         return
     try:

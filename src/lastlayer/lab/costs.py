@@ -8,9 +8,8 @@ at a size that a person names.
 """
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,38 +25,39 @@ from torch import Tensor, nn
 
 from lastlayer.heads.recipes import ClassData
 from lastlayer.lab import metrics
-from lastlayer.lab.errors import LabError, SpecError
+from lastlayer.lab.errors import LabError, SpecError, first_line
 from lastlayer.lab.feeding import PADDING, Batch, Feed
 from lastlayer.lab.live import Watcher
 from lastlayer.lab.machine import PeakMemory, free_memory, give_back, load
+from lastlayer.lab.options import DEVICES, one_of, whole
 from lastlayer.lab.records import COSTS_FILE, COSTS_SCHEMA, Cost, read_json, write_json
 from lastlayer.lab.runs import Bench
 from lastlayer.lab.specs import HeadSpec, catalogue, parse_specs
 from lastlayer.lab.training import Stepper
 
-# Of measuring, for each head; or this share of what was trained, where that is more.
+# Time for measuring: seconds per head, or this share of the training time if that is more.
 SECONDS_A_HEAD, SHARE_OF_TRAINING = 1.5, 0.05
 # Each number of classes is so many times the one before.
 GROWTH, SIZES = 4, 4
-# With fewer classes, no head costs more than its calls.
+# With fewer classes, a step costs little more than the overhead of its calls.
 FEWEST_CLASSES = 64
-# A step is made once to warm up, and then until this time is used.
+# After one warm-up step, steps are timed until this time is used.
 SAMPLED_SECONDS = 0.1
 FEWEST_SAMPLES, MOST_SAMPLES = 2, 25
 _MOST_OF_MEMORY = 0.5
 # Without numbers: the page tells all sizes with the same reason together.
 TOO_LONG = "it would have taken longer than what was left of the time for measuring"
 TOO_LARGE = "it would have taken more than half of the free memory"
-# Parameters, gradients and what is made on the way, where no peak was measured.
+# Assumed copies of the weight (parameters, gradients, temporaries) where no peak was measured.
 _COPIES = 4
-# Labels are drawn with replacement: so many more that a row nearly always has enough.
+# Extra draws with replacement, so that a row nearly always has enough different labels.
 _SPARE_DRAWS, _SPARE_TIMES = 16, 4
-# Letters that no language has: words with them are nobody else's.
+# First private-use letter: words with one cannot be in the data.
 _PRIVATE = 0xE000
 
 
 class GivenStates(nn.Module):
-    """A backbone that computes nothing: its hidden states are what it learns."""
+    """A backbone whose hidden states are its parameters."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class GivenStates(nn.Module):
 
 
 class Words(Sequence[str]):
-    """As many different words as there are classes, as long as those of the data.
+    """Unique words for any number of classes, about as long as those of the data.
 
     Example:
         >>> list(Words(["a", "b", "c", "d"], 2))
@@ -98,7 +98,7 @@ class Words(Sequence[str]):
 
 @dataclass(frozen=True)
 class Problem:
-    """Makes data of any number of classes that is like the comparison's own in all else."""
+    """Makes data for any number of classes that is otherwise like that of the comparison."""
 
     needs: ClassData  # what heads are made from at the data's own number of classes
     shape: tuple[int, ...]  # of the targets of a step, (batch, length), or (rows, labels)
@@ -115,6 +115,10 @@ class Problem:
         return cls(needs, target.shape, lengths, device)
 
     @property
+    def width(self) -> int:
+        return self.needs.in_features
+
+    @property
     def rows(self) -> int:
         return self.shape[0] if self.lengths is not None else int(np.prod(self.shape))
 
@@ -124,14 +128,14 @@ class Problem:
             total = max(int(self.needs.counts.sum()), classes)
             counts = np.maximum(total * zipf_shares(classes), 1).astype(np.int64)
             words = Words(self.needs.spellings, classes)
-            self._made[classes] = ClassData(self.needs.in_features, counts, words)
+            self._made[classes] = ClassData(self.width, counts, words)
         return self._made[classes]
 
     def body(self) -> GivenStates:
         """Hidden states of a step."""
         rows = self.shape if self.lengths is None else self.shape[:1]
         draw = torch.Generator().manual_seed(0)
-        hidden = torch.randn(*rows, self.needs.in_features, generator=draw)
+        hidden = torch.randn(*rows, self.width, generator=draw)
         return GivenStates(hidden.to(self.device))
 
     def batch(self, classes: int) -> Batch:
@@ -175,22 +179,14 @@ class Meter:
         specs: the heads.
         seconds: for all of them; ``left`` has what is left of it.
         found: what is known already; it grows.
-        trained: milliseconds of a training step by slug, at the problem's own number of classes.
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        specs: Sequence[HeadSpec],
-        seconds: float,
-        found: list[Cost],
-        trained: Mapping[str, float] | None = None,
+        self, problem: Problem, specs: Sequence[HeadSpec], seconds: float, found: list[Cost]
     ) -> None:
-        self._problem, self._specs, self.left = problem, specs, seconds
-        self.found, self._trained = found, trained or {}
+        self._problem, self._specs, self.left, self.found = problem, specs, seconds, found
         # Seconds in which the last head of a spec and its data were made.
         self._making: dict[str, float] = {}
-        self._rehearsed: set[str] = set()
         self._device = problem.device
         # As large as a GPU's cache, which is cleared before each step. It is made first, so that it
         # is not counted as a head's memory.
@@ -205,25 +201,40 @@ class Meter:
     ) -> None:
         """Every head that is not known at this size gets a time or a reason."""
         known = {each.slug for each in self.found if each.classes == classes}
-        for spec in sorted(self._specs, key=lambda each: self._seconds(each, classes)):
+        rising = sorted(self.found, key=lambda each: each.classes)
+        largest = {each.slug: each for each in rising if each.ms is not None}
+        too_long = {c.slug for c in rising if c.reason == TOO_LONG and c.classes < classes}
+        expected = {s.slug: self._expected(largest.get(s.slug), classes) for s in self._specs}
+        for spec in sorted(self._specs, key=lambda each: expected[each.slug][0]):
             if spec.slug in known:
                 continue
             if stopped():
                 return
             tell(spec, classes)
-            too_long = self._seconds(spec, classes) > self.left
-            reason = TOO_LONG if too_long else TOO_LARGE if self._too_large(spec, classes) else ""
+            seconds, memory = expected[spec.slug]
+            free, reason = free_memory(self._device), ""
+            if spec.slug in too_long or self.left <= 0 or seconds > self.left:
+                reason = TOO_LONG
+            elif free is not None and memory > _MOST_OF_MEMORY * free:
+                reason = TOO_LARGE
             cost = Cost(spec.slug, classes, reason=reason) if reason else self.time(spec, classes)
             self.found.append(cost)
 
+    def _expected(self, last: Cost | None, classes: int) -> tuple[float, float]:
+        """Seconds and bytes, as if all grew with the number of classes; 0 where none is known."""
+        if last is None or last.ms is None:
+            return 0.0, 0.0
+        growth, usual = classes / last.classes, _COPIES * last.classes * self._problem.width
+        seconds = 1e-3 * (1 + FEWEST_SAMPLES) * last.ms + self._making.get(last.slug, 0.0)
+        return growth * seconds, growth * 1e6 * (last.peak_memory_mb or 4e-6 * usual)
+
     def time(self, spec: HeadSpec, classes: int) -> Cost:
-        """What a step costs; whatever goes wrong with a head is the reason that it has no time."""
+        """The cost of a step; an error of the head becomes its reason."""
         try:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
-                if spec.slug not in self._rehearsed:
+                if spec.slug not in self._making:
                     # What a resumed comparison has not trained is imported and compiled here.
-                    self._rehearsed.add(spec.slug)
                     self._ready(spec, classes)[1]()
                 return self._time(spec, classes)
         except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
@@ -233,7 +244,7 @@ class Meter:
         held = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
         began = time.perf_counter()
         head, step = self._ready(spec, classes)
-        making = time.perf_counter() - began
+        self._making[spec.slug] = time.perf_counter() - began
         first = self._milliseconds(step)
         memory = PeakMemory(self._device, head)
         memory.start()
@@ -243,21 +254,14 @@ class Meter:
         ):
             samples.append(self._milliseconds(step))
         memory.stop()
-        ordered, median, peak = sorted(samples), statistics.median(samples), memory.megabytes
+        low, median, high = np.percentile(samples, [20, 50, 80]).tolist()
         # The first step of a size may compile something: that is not taken from the time.
-        compiling = max(0.0, first - median) / 1e3
-        self.left -= time.perf_counter() - began - compiling
-        self._making[spec.slug] = making
+        self.left -= time.perf_counter() - began - max(0.0, first - median) / 1e3
         return Cost(
-            slug=spec.slug,
-            classes=classes,
-            ms=median,
-            low_ms=ordered[round(0.2 * (len(ordered) - 1))],
-            high_ms=ordered[round(0.8 * (len(ordered) - 1))],
-            samples=len(ordered),
-            peak_memory_mb=None if peak is None else peak - held / 1e6,
-            parameters=sum(each.numel() for each in head.parameters()),
-        )
+            spec.slug, classes, median, low, high, len(samples),
+            None if memory.megabytes is None else memory.megabytes - held / 1e6,
+            sum(each.numel() for each in head.parameters()),
+        )  # fmt: skip
 
     def _ready(self, spec: HeadSpec, classes: int) -> tuple[nn.Module, Callable[[], None]]:
         """The head, and what makes a step of it."""
@@ -290,36 +294,9 @@ class Meter:
         torch.cuda.synchronize(self._device)
         return float(begin.elapsed_time(end))
 
-    def _largest(self, spec: HeadSpec) -> Cost | None:
-        """The last that was measured of a head."""
-        timed = [each for each in self.found if each.slug == spec.slug and each.ms is not None]
-        return max(timed, key=lambda each: each.classes, default=None)
-
-    def _seconds(self, spec: HeadSpec, classes: int) -> float:
-        """Expected, as if everything grew with the number of classes; 0 where nothing is known."""
-        if any(c.slug == spec.slug and c.reason == TOO_LONG and c.classes < classes
-               for c in self.found):  # fmt: skip
-            return math.inf
-        known, making = [], 0.0
-        if trained := self._trained.get(spec.slug):
-            # The step of training is that of the head and more.
-            known.append(trained * classes / self._problem.needs.n_classes)
-        if (last := self._largest(spec)) is not None and last.ms is not None:
-            known.append(last.ms * classes / last.classes)
-            making = self._making.get(spec.slug, 0.0) * classes / last.classes
-        return 1e-3 * (1 + FEWEST_SAMPLES) * min(known, default=0.0) + making
-
-    def _too_large(self, spec: HeadSpec, classes: int) -> bool:
-        free, last = free_memory(self._problem.device), self._largest(spec)
-        if free is None or last is None:
-            return False
-        usual = 4e-6 * _COPIES * last.classes * self._problem.needs.in_features
-        needed = 1e6 * (last.peak_memory_mb or usual) * classes / last.classes
-        return needed > _MOST_OF_MEMORY * free
-
 
 def _reason(error: Exception, spec: HeadSpec) -> str:
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = first_line(error)
     if isinstance(error, SpecError):
         return text.removeprefix(f"--head {spec.text}: ")
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -345,23 +322,16 @@ def measure_costs(
     watching: Watcher,
     stopped: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Measures what the folder of a comparison lacks, and gives what costs.json holds then."""
-    task = bench.model.task
+    """Measure what costs.json of a comparison lacks; returns its content."""
+    task, own = bench.model.task, bench.needs.n_classes
     problem = Problem.of(bench.needs, bench.feed, task, bench.device)
-    own = bench.needs.n_classes
     sizes = sizes_around(own)
     header = {
-        "schema": COSTS_SCHEMA,
-        "task": task,
-        "rows": problem.rows,
-        "width": bench.needs.in_features,
-        "own": own,
-        "classes": sizes,
-        "heads": [spec.text for spec in specs],
-        "device": bench.record["device"],
-        "frequencies": "Zipf: one over the rank",
+        "schema": COSTS_SCHEMA, "task": task, "rows": problem.rows, "width": problem.width,
+        "own": own, "classes": sizes, "heads": [spec.text for spec in specs],
+        "device": bench.record["device"], "frequencies": "Zipf: one over the rank",
         "what": "forward and backward of the loss, without model and optimiser",
-    }
+    }  # fmt: skip
     path, total = bench.out / COSTS_FILE, len(specs) * len(sizes)
     found = _kept(path, header)
 
@@ -371,20 +341,13 @@ def measure_costs(
 
     if len(found) == total:
         return record()
-
-    def tell(spec: HeadSpec, classes: int) -> None:
-        watching.measures(spec, classes, len(found) / total)
-
-    # The fastest step of training of each head, in milliseconds.
-    trained: dict[str, float] = {}
-    for each in results:
-        if ms := each.get("step_ms"):
-            trained[each["slug"]] = min(ms, trained.get(each["slug"], ms))
-    meter = Meter(problem, specs, _seconds_for(len(specs), results), found, trained)
+    meter = Meter(problem, specs, _seconds_for(len(specs), results), found)
     try:
         # The smallest first, and that of the data next. Killed, it goes on with the next size.
         for classes in dict.fromkeys([sizes[0], own, *sizes]):
-            meter.at(classes, tell, stopped)
+            meter.at(
+                classes, lambda spec, n: watching.measures(spec, n, len(found) / total), stopped
+            )
             write_json(path, record())
             if stopped():
                 break
@@ -405,7 +368,7 @@ def _kept(path: Path, header: dict[str, Any]) -> list[Cost]:
         same = all(held.get(name) == value for name, value in header.items())
         return [Cost(**each) for each in held["costs"]] if same else []
     except (LabError, AttributeError, KeyError, TypeError):
-        # Whatever lies there is not ours, and is measured again.
+        # The file does not belong to this comparison: measure again.
         return []
 
 
@@ -461,19 +424,15 @@ def plan(
             has a reason instead of a time.
         tell: hears which head is measured.
     """
-    sizes: list[tuple[str, Any, int]] = [
-        ("classes", classes, 2), ("hidden", hidden, 1), ("rows", rows, 1)
-    ]  # fmt: skip
-    for name, value, least in sizes:
+    sizes: dict[str, Any] = {"classes": classes, "hidden": hidden, "rows": rows}
+    for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-        if value < least:
-            raise LabError(f"--{name}: expected at least {least}, got {value}")
-    if classes > MOST_CLASSES:
-        raise LabError(f"--classes: expected at most {MOST_CLASSES:,}, got {classes:,}")
-    for name, text, known in (("device", device, ("cpu", "cuda")), ("task", task, TASKS)):
-        if text not in known:
-            raise LabError(f"--{name}: expected one of {', '.join(known)}, got {text!r}")
+    whole("--classes", classes, least=2, most=MOST_CLASSES)
+    whole("--hidden", hidden)
+    whole("--rows", rows)
+    one_of("--device", device, DEVICES[1:])
+    one_of("--task", task, TASKS)
     suited = [each.recipe for each in catalogue().values() if task in each.tasks]
     every = [spec for recipe in suited for spec in (recipe.compared or (recipe.name,))]
     specs = parse_specs(list(heads) or every, task=task)
@@ -493,7 +452,7 @@ def plan(
         shape, lengths = (rows, labels), np.full(rows, labels)
     meter = Meter(Problem(needs, shape, lengths, place), specs, seconds, [])
     smaller = classes // _SMALLER
-    for size in (*([smaller] if smaller >= _FEWEST else []), classes):
+    for size in [smaller] * (smaller >= _FEWEST) + [classes]:
         # What the smaller size took is not taken from the asked one.
         meter.left = seconds
         meter.at(size, lambda spec, n: tell(f"{spec.label} with {n:,} classes"))

@@ -1,4 +1,6 @@
-"""What a person did wrong: told in one message, before any work, with exit code 2."""
+"""Errors of the user: one message, before any work, with exit code 2."""
+
+from importlib.util import find_spec
 
 
 class LabError(ValueError):
@@ -7,3 +9,15 @@ class LabError(ValueError):
 
 class SpecError(LabError):
     """A spec of a head that cannot be built."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of its message, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def require(*modules: str) -> None:
+    """Raise a LabError if modules of the extra ``lab`` are not installed."""
+    if missing := [name for name in modules if find_spec(name) is None]:
+        listed = ", ".join(missing)
+        raise LabError(f'needs {listed}, not installed; pip install "lastlayer[lab]"')

@@ -1,9 +1,9 @@
-"""Judging models on held-out rows, and the baseline that knows the frequencies of classes alone.
+"""Evaluation on held-out rows, and the baseline that predicts the class frequencies.
 
 One class per row: every head is asked for its exact, normalised log-probabilities, those that are
 trained on samples too. Several labels per row: the best labels of each row, with a threshold that
-is tuned on validation data for every loss alike, and beside it the labels that the head's own rule
-gives. The rows are the same for all heads, and their number follows from the number of classes.
+is tuned on validation data for every loss alike, and also the labels that the head's own rule
+gives. The rows are the same for all heads, and their number depends on the number of classes.
 """
 
 import math
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from lastlayer.heads import AdaptiveSoftmax, HierarchicalSoftmax, TopK
 from lastlayer.lab.feeding import PADDING, Batch, Feed
+from lastlayer.lab.statistics import exp
 
 EPSILON = 1e-4
 """How much of a probability the ε-smoothed perplexity spreads evenly over all classes."""
@@ -129,13 +130,13 @@ def quality(rows: Rows, n_classes: int) -> dict[str, Any]:
     nll = float(rows.nll.mean())
     return {
         "nll": nll,
-        "perplexity": _exp(nll),
+        "perplexity": exp(nll),
         "top1": float((rows.place == 0).mean()),
         "top10": float((rows.place < _BEST).mean()),
         "coverage": float((rows.nll < math.inf).mean()),
         "support": float(rows.support.mean()),
         "eps_nll": float(smoothed.mean()),
-        "eps_perplexity": _exp(float(smoothed.mean())),
+        "eps_perplexity": exp(float(smoothed.mean())),
     }
 
 
@@ -449,7 +450,3 @@ JUDGES: dict[str, type[Judge]] = {
 
 def _share(part: float, whole: float) -> float:
     return float(part / whole) if whole else 0.0
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf

@@ -1,7 +1,7 @@
-"""What a head expects in a dozen contexts or rows of the test part, beside what is right."""
+"""Predictions of a head for a dozen contexts or rows of the test part, with the targets."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lastlayer.heads import HierarchicalSoftmax
-from lastlayer.lab.data import LabelData, SparseRows, TextData
+from lastlayer.lab.data import Data, LabelData, SparseRows, TextData
 from lastlayer.lab.evaluation import as_table
-from lastlayer.lab.feeding import Batch, Feed
+from lastlayer.lab.feeding import Feed, TextFeed
 from lastlayer.lab.models import FeatureBody
 
 # Contexts or rows that are shown, tokens of a context, and the best classes of each.
@@ -23,25 +23,36 @@ _LOOKED_AT = 8 * ROWS
 # What a feature weighs that every row has, where a rare one weighs some 7.
 _EVERYWHERE = 0.01
 
-Weigh = Callable[[Any, int], tuple[Tensor, Tensor, Tensor]]
-
 
 def readable(token: str) -> str:
-    """As text that every encoder takes: source code may hold lone surrogates."""
+    """Text without lone surrogates, which source code may contain and UTF-8 cannot."""
     return token.encode("utf-8", "backslashreplace").decode()
 
 
 @torch.no_grad()
 def explore(
+    data: Data, feed: Feed, device: torch.device, body: nn.Module, head: nn.Module
+) -> list[dict[str, Any]]:
+    """The same contexts or rows of the test part for every head; none for pairs."""
+    if isinstance(data, TextData) and isinstance(feed, TextFeed):
+        return _explore_text(data, body, head, feed.length, device)
+    if isinstance(data, LabelData) and isinstance(body, FeatureBody):
+        return explore_labels(data, body, head, feed)
+    return []
+
+
+def _explore_text(
     data: TextData, body: nn.Module, head: nn.Module, length: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """The same contexts of the test part for every head."""
     ids, tokens = np.asarray(data.test), data.vocabulary.tokens
     length = min(length, len(ids) - 1)
     body.eval()
     head.eval()
+    # At random, but always the same; tokens of white space alone show little.
+    drawn = np.random.default_rng(0).permutation(len(ids) - length)[: 50 * ROWS].tolist()
+    telling = sorted(drawn, key=lambda i: not tokens[ids[i + length]].strip())
     made = []
-    for start in _starts(len(ids) - length, tokens, ids, length):
+    for start in sorted(telling[:ROWS]):
         window = torch.from_numpy(ids[start : start + length].astype(np.int64)).to(device)
         hidden = body(window.unsqueeze(0))[0, -1]
         context = [readable(tokens[i]) for i in window[-SHOWN:].tolist()]
@@ -49,17 +60,10 @@ def explore(
     return made
 
 
-def _starts(places: int, tokens: Sequence[str], ids: Any, length: int) -> list[int]:
-    """At random, but always the same; tokens of white space alone show little."""
-    drawn = np.random.default_rng(0).permutation(places)[: 50 * ROWS].tolist()
-    telling = sorted(drawn, key=lambda i: not tokens[ids[i + length]].strip())
-    return sorted(telling[:ROWS])
-
-
 def _expected(
     head: Any, hidden: Tensor, target: int, context: list[str], names: Sequence[str]
 ) -> dict[str, Any]:
-    """The classes that a head expects in a context, beside the one that is right."""
+    """The most probable classes in a context, and the target with its probability."""
     row = hidden.unsqueeze(0)
     best = head.topk(row, min(BEST, len(names)))
     top = zip(best.classes[0].tolist(), best.values[0].exp().tolist(), strict=True)
@@ -74,7 +78,7 @@ def _expected(
 
 
 def path_of(head: nn.Module, hidden: Tensor, target: int) -> list[dict[str, Any]] | None:
-    """The choices on the way to a class; None for heads without a tree."""
+    """The choices on the path to a class in the tree; None for heads without one."""
     if not isinstance(head, HierarchicalSoftmax) or head.tree.overlaps:
         return None
     tree = head.tree
@@ -110,9 +114,13 @@ def explore_labels(
     """The same rows of the test part for every head."""
     body.eval()
     head.eval()
-    weigh, found = _weigher(data, body), []
+    rarity, found = _rarity(data.train.features), list[_Row]()
     for batch in feed.held_out("test", _LOOKED_AT):
-        found += _rows(batch, body(batch.inputs), data, weigh)
+        hidden = body(batch.inputs)
+        for i in range(batch.size):
+            target = batch.target[i].reshape(-1)
+            features = _features(data, body, batch.inputs, i, rarity)
+            found.append(_Row(hidden[i], target[target >= 0], features))
     if data.task == "multilabel":
         return [_said(row, data, head) for row in _telling(found)]
     return [
@@ -130,48 +138,32 @@ def _telling(rows: list[_Row]) -> list[_Row]:
     return [rows[i] for i in sorted(spread + rest[: ROWS - len(spread)])]
 
 
-def _rows(batch: Batch, hidden: Tensor, data: LabelData, weigh: Weigh) -> list[_Row]:
-    made = []
-    for i in range(batch.size):
-        names, values, weights = weigh(batch.inputs, i)
-        order = weights.argsort(descending=True, stable=True)[:MOST_FEATURES]
-        features = [
-            {"name": readable(data.feature_names[int(names[j])]), "value": float(values[j])}
-            for j in order.tolist()
-            if weights[j] > 0
-        ]
-        target = batch.target[i].reshape(-1)
-        made.append(_Row(hidden[i], target[target >= 0], features))
-    return made
-
-
-def _weigher(data: LabelData, body: FeatureBody) -> Weigh:
-    """Gives the features of a row: their numbers, their values, and how telling each is.
-
-    Dense ones tell by how far they are from their mean. In a bag the largest are what every row
-    has, so those that fewer rows have weigh more.
-    """
-    features = data.train.features
+def _rarity(features: Any) -> Tensor | None:
+    """The weight of each sparse feature, more for those that fewer rows have; None for dense."""
     if not isinstance(features, SparseRows):
-
-        def far_from_the_mean(inputs: Tensor, row: int) -> tuple[Tensor, Tensor, Tensor]:
-            values = ((inputs[row] - body.shift) * body.scale).cpu()
-            return torch.arange(len(values)), values, values.abs()
-
-        return far_from_the_mean
+        return None
     seen = np.bincount(features.indices, minlength=features.width)
-    rarity = torch.from_numpy(_EVERYWHERE + np.log((1 + features.shape[0]) / (1 + seen)))
-
-    def weigh(inputs: tuple[Tensor, Tensor, Tensor], row: int) -> tuple[Tensor, Tensor, Tensor]:
-        ids, values = (_of_row(each, inputs[1], row).cpu() for each in (inputs[0], inputs[2]))
-        return ids, values, values.abs() * rarity[ids]
-
-    return weigh
+    return torch.from_numpy(_EVERYWHERE + np.log((1 + features.shape[0]) / (1 + seen)))
 
 
-def _of_row(entries: Tensor, begins: Tensor, row: int) -> Tensor:
-    end = int(begins[row + 1]) if row + 1 < len(begins) else len(entries)
-    return entries[int(begins[row]) : end]
+def _features(
+    data: LabelData, body: FeatureBody, inputs: Any, row: int, rarity: Tensor | None
+) -> list[dict[str, Any]]:
+    """The most telling features of a row: dense ones by their distance from the mean."""
+    if rarity is None:
+        values = ((inputs[row] - body.shift) * body.scale).cpu()
+        ids, weights = torch.arange(len(values)), values.abs()
+    else:
+        all_ids, begins, all_values = inputs
+        end = int(begins[row + 1]) if row + 1 < len(begins) else len(all_ids)
+        ids, values = (each[int(begins[row]) : end].cpu() for each in (all_ids, all_values))
+        weights = values.abs() * rarity[ids]
+    order = weights.argsort(descending=True, stable=True)[:MOST_FEATURES]
+    return [
+        {"name": readable(data.feature_names[int(ids[j])]), "value": float(values[j])}
+        for j in order.tolist()
+        if weights[j] > 0
+    ]
 
 
 def _said(row: _Row, data: LabelData, head: nn.Module) -> dict[str, Any]:

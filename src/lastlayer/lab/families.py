@@ -1,6 +1,6 @@
-"""What people know of each family of heads: its name, and its colour on every page.
+"""Families of heads: the name that people use, and the colour on every page.
 
-Torch is not needed to read it: the help of ``lastlayer compare`` lists the families.
+This module does not import torch: the help of ``lastlayer compare`` lists the families.
 """
 
 from typing import NamedTuple
@@ -34,12 +34,12 @@ FAMILIES = {
     "sparsemax_labels": Family("Multi-label sparsemax", 3),
     "info_nce": Family("InfoNCE", 0),
 }
-# Of heads that are not ours.
+# The colour of heads that users bring.
 OWN_COLOUR = 14
 
 
 def colour(family: str) -> int:
-    """Which colour of the palette a family has."""
+    """The index of the family's colour in the palette."""
     known = FAMILIES.get(family)
     return OWN_COLOUR if known is None else known.colour
 

@@ -1,4 +1,4 @@
-"""Batches: which ones a step sees depends on the seed and the number of the step alone."""
+"""Batches. Those of a step depend only on the seed and the number of the step."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -38,7 +38,7 @@ class Feed(Protocol):
 
 
 class _Places:
-    """``n`` windows or rows, of which a step takes a batch: all in each epoch, in another order."""
+    """Order of ``n`` windows or rows: each epoch takes all of them, shuffled anew."""
 
     def __init__(self, n: int, batch: int) -> None:
         self.n, self.batch = n, min(batch, n)

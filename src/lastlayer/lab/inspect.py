@@ -1,5 +1,6 @@
-"""What data looks like, and which heads to try on it first. Nothing is trained."""
+"""Statistics of data, and which heads to try on it first. Nothing is trained."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,11 +19,11 @@ from lastlayer.lab.errors import LabError
 Counts = NDArray[np.int64]
 # Hidden size for which cutoffs are chosen.
 HIDDEN = 256
-# Counts below this are too coarse for a slope: many ranks share one.
+# Smaller counts are too coarse for a slope: many ranks share one.
 _FEWEST = 5
-# Places of a fit, evenly spaced in the logarithm of the rank.
+# Number of ranks in a fit, evenly spaced on a log scale.
 _PLACES = 200
-# Below so many classes a step is a small matrix product whatever the head.
+# Up to this many classes, a step is a small matrix product with any head.
 _FEW = 2_000
 _MANY = 10_000
 
@@ -46,7 +47,7 @@ class Suggestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What is known of data before anything is trained.
+    """Statistics of data before anything is trained.
 
     Attributes:
         task: of the data.
@@ -119,99 +120,84 @@ def inspect_data(data: Data, *, hidden: int = HIDDEN) -> Inspection:
     if isinstance(data, PairData):
         raise LabError("DATA: expected classes to count, got pairs; compare takes them")
     if isinstance(data, LabelData) and data.task == "multilabel":
-        numbers, tried = _of_labels(data)
+        numbers = _of_labels(data)
+        tried = for_labels(data.n_classes, numbers)
     else:
-        numbers, tried = _of_classes(data, hidden)
-    parts = {part: getattr(data, part) for part in ("train", "valid", "test")}
+        numbers = _of_classes(data, hidden)
+        tried = for_text(data.n_classes, numbers)
     return Inspection(
         task=data.task, name=data.name, source=str(data.description.get("source", "")),
-        classes=data.n_classes,
-        sizes={
-            part: each.n_rows if isinstance(data, LabelData) else len(each)
-            for part, each in parts.items()
-        },
-        zipf=zipf_fit(data.counts), numbers=numbers, suggestions=tried,
+        classes=data.n_classes, sizes=data.sizes, zipf=zipf_fit(data.counts), numbers=numbers,
+        suggestions=tried,
     )  # fmt: skip
 
 
-def _of_classes(
-    data: TextData | LabelData, hidden: int
-) -> tuple[dict[str, Any], tuple[Suggestion, ...]]:
+def _of_classes(data: TextData | LabelData, hidden: int) -> dict[str, Any]:
     from lastlayer import trees
 
-    counts, n, bits = data.counts, data.n_classes, entropy_bits(data.counts)
-    # A class that never occurs still has a place in a tree.
-    huffman = trees.huffman(np.maximum(counts, 1)).expected_depth(counts)
-    cutoffs, savings = _adaptive(counts, hidden)
-    half, seen_once = classes_for(counts, 0.5), float((counts == 1).mean())
+    counts, total = data.counts, data.counts.sum()
+    falling, bits = np.sort(counts)[::-1], float(stats.entropy(counts, base=2))
+    cutoffs, savings = _adaptive(falling, hidden)
     valid = data.valid if isinstance(data, TextData) else data.valid.labels.indices
     numbers = {
         "entropy_bits": bits,
         "effective_classes": 2**bits,
         "unigram_perplexity": float(np.exp(unigram_nll(counts, valid))),
-        "half": half,
-        "tail_1k": tail_mass(counts, 1_000),
-        "tail_10k": tail_mass(counts, 10_000),
-        "seen_once": seen_once,
+        "half": int((np.cumsum(falling) >= 0.5 * total).argmax()) + 1,
+        "tail_1k": float(falling[1_000:].sum() / total),
+        "tail_10k": float(falling[10_000:].sum() / total),
+        "seen_once": float((counts == 1).mean()),
         "unseen": float((counts == 0).mean()),
-        "huffman_bits": huffman,
-        "balanced_bits": trees.balanced(n).expected_depth(counts),
+        # A class that never occurs still has a place in a tree.
+        "huffman_bits": trees.huffman(np.maximum(counts, 1)).expected_depth(counts),
+        "balanced_bits": trees.balanced(data.n_classes).expected_depth(counts),
         "hidden": hidden,
         "cutoffs": cutoffs,
         "adaptive_savings": savings,
     }
     if isinstance(data, TextData):
         unknown = data.vocabulary.unknown
-        numbers["unknown"] = float(counts[unknown] / counts.sum()) if unknown >= 0 else 0.0
+        numbers["unknown"] = float(counts[unknown] / total)
         numbers["unknown_valid"] = float((valid == unknown).mean())
-    return numbers, for_text(
-        classes=n, effective=2**bits, half=half, seen_once=seen_once, huffman=huffman,
-        cutoffs=cutoffs, savings=savings, hidden=hidden,
-    )  # fmt: skip
+    return numbers
 
 
-def _adaptive(counts: Counts, hidden: int, rows: int = 256) -> tuple[tuple[int, ...], float]:
+def _adaptive(falling: Counts, hidden: int, rows: int = 256) -> tuple[tuple[int, ...], float]:
     """Cutoffs, and how many times fewer multiply-adds a target needs with them."""
     from lastlayer.heads.layout import cutoffs_from_counts, tail_widths
 
-    cutoffs = cutoffs_from_counts(counts, hidden, rows=rows)
-    below = np.concatenate([[0.0], np.cumsum(np.sort(counts)[::-1] / counts.sum())])
-    ends = [*cutoffs, len(counts)]
+    cutoffs = cutoffs_from_counts(falling, hidden, rows=rows)
+    below = np.concatenate([[0.0], np.cumsum(falling / falling.sum())])
+    ends = [*cutoffs, len(falling)]
     needed = float(hidden * (ends[0] + len(cutoffs)))
     widths = tail_widths(hidden, len(cutoffs), 4.0, 8)
     for (start, stop), width in zip(pairwise(ends), widths, strict=True):
         needed += float(below[stop] - below[start]) * width * (hidden + stop - start)
-    return tuple(cutoffs), len(counts) * hidden / needed
+    return tuple(cutoffs), len(falling) * hidden / needed
 
 
-def _of_labels(data: LabelData) -> tuple[dict[str, Any], tuple[Suggestion, ...]]:
+def _of_labels(data: LabelData) -> dict[str, Any]:
     counts, rows, labels = data.counts, data.train.n_rows, data.train.labels
     per_row, tested = np.diff(labels.offsets), data.test.labels.indices
-    cardinality, most = float(per_row.mean()), int(per_row.max())
-    density, imbalance = cardinality / data.n_classes, float(counts.max() / counts.mean())
-    features = data.train.features
+    features, cardinality = data.train.features, float(per_row.mean())
     filled = features.values if isinstance(features, SparseRows) else features
     sets = {labels.indices[a:b].tobytes() for a, b in pairwise(labels.offsets.tolist())}
-    numbers = {
+    return {
         "features": data.n_features,
         "filled": float(np.count_nonzero(filled) / (rows * data.n_features)),
         "cardinality": cardinality,
-        "density": density,
+        "density": cardinality / data.n_classes,
         "without": float((per_row == 0).mean()),
-        "most": most,
+        "most": int(per_row.max()),
         "distinct": len(sets),
         "most_frequent": float(counts.max() / rows),
         "median_frequent": float(np.median(counts) / rows),
         "least_frequent": float(counts.min() / rows),
-        "imbalance": imbalance,
+        "imbalance": float(counts.max() / counts.mean()),
         "rare": float((counts < 10).mean()),
         "unseen": float((counts == 0).mean()),
         "unseen_in_test": float((counts[tested] == 0).mean()) if len(tested) else 0.0,
     }
-    return numbers, for_labels(
-        labels=data.n_classes, cardinality=cardinality, density=density, imbalance=imbalance,
-        most=most,
-    )  # fmt: skip
 
 
 def zipf_fit(counts: Counts) -> ZipfFit | None:
@@ -237,43 +223,19 @@ def zipf_fit(counts: Counts) -> ZipfFit | None:
     return ZipfFit(-float(fit.slope), float(fit.rvalue**2) if np.ptp(y) > 0 else 1.0, n)
 
 
-def entropy_bits(counts: Counts) -> float:
-    """Of the class of a target that is drawn by the counts: no code is shorter on average."""
-    return float(stats.entropy(counts, base=2))
-
-
-def tail_mass(counts: Counts, top: int) -> float:
-    """The share of targets outside the ``top`` most frequent classes."""
-    falling = np.sort(counts)[::-1]
-    return float(falling[top:].sum() / falling.sum())
-
-
-def classes_for(counts: Counts, share: float) -> int:
-    """How many of the most frequent classes have this share of all targets."""
-    reached = np.cumsum(np.sort(counts)[::-1]) >= share * counts.sum()
-    return int(reached.argmax()) + 1
-
-
 def unigram_nll(counts: Counts, ids: NDArray[Any]) -> float:
-    """What a model that knows nothing but the counts, each one higher, loses on other targets."""
+    """Mean negative log-likelihood of a unigram model with add-one smoothing."""
     log_prob = np.log(counts + 1.0) - np.log(counts.sum() + len(counts))
     seen = np.bincount(ids, minlength=len(counts))
     return float(-(seen @ log_prob) / len(ids))
 
 
-def for_text(
-    *,
-    classes: int,
-    effective: float,
-    half: int,
-    seen_once: float,
-    huffman: float,
-    cutoffs: tuple[int, ...],
-    savings: float,
-    hidden: int,
-) -> tuple[Suggestion, ...]:
-    """In the order in which they are worth a try."""
-    few, many, rare = classes <= _FEW, classes > _MANY, seen_once > 0.25
+def for_text(classes: int, found: Mapping[str, Any]) -> tuple[Suggestion, ...]:
+    """Heads in the order in which they are worth a try, by the numbers of an inspection."""
+    half, once, huffman = found["half"], found["seen_once"], found["huffman_bits"]
+    effective, hidden = found["effective_classes"], found["hidden"]
+    cutoffs, savings = found["cutoffs"], found["adaptive_savings"]
+    few, many, rare = classes <= _FEW, classes > _MANY, once > 0.25
     return (
         *_where(few, "full",
             f"{classes:,} classes are few: all scores are one small matrix product, and nothing "
@@ -296,7 +258,7 @@ def for_text(
             f"Frequencies alone leave a choice among about {effective:,.0f} classes: most of "
             f"{classes:,} deserve a probability of exactly 0 in most places."),
         *_where(rare, "char_cnn",
-            f"{seen_once:.0%} of the classes occur once: vectors of their own learn next to "
+            f"{once:.0%} of the classes occur once: vectors of their own learn next to "
             "nothing, vectors from their spelling do. It is slow."),
         *_where(many and not rare, "differentiated",
             f"{half:,} classes have half of the targets: the others can do with narrower vectors, "
@@ -304,17 +266,16 @@ def for_text(
     )  # fmt: skip
 
 
-def for_labels(
-    *, labels: int, cardinality: float, density: float, imbalance: float, most: int
-) -> tuple[Suggestion, ...]:
-    """In the order in which they are worth a try."""
+def for_labels(labels: int, found: Mapping[str, Any]) -> tuple[Suggestion, ...]:
+    """The same for several labels per row."""
+    cardinality, density, most = found["cardinality"], found["density"], found["most"]
     return (
         *_where(True, "zlpr",
             f"{cardinality:.1f} of {labels:,} labels per row: it ranks the positive ones above the "
             "others and above 0, and needs no weight for the many negatives."),
         *_where(True, "bce",
             "One logistic choice per label is the usual way, and what the others have to beat."),
-        *_where(density < 0.1 or imbalance > 10, "asymmetric",
+        *_where(density < 0.1 or found["imbalance"] > 10, "asymmetric",
             f"Only {density:.1%} of all pairs of row and label are positive: easy negatives would "
             "have most of the gradient."),
         *_where(most <= 20 and cardinality <= 5, "sparsemax_labels",
@@ -327,7 +288,7 @@ def _where(holds: bool, head: str, why: str) -> tuple[Suggestion, ...]:
 
 
 def render(found: Inspection, console: Console) -> None:
-    """Print what was found, then what to try. What comes from the data is printed as it is."""
+    """Print the statistics, then the heads to try. Text from the data is not read as markup."""
     console.print(Text.assemble((found.name, "bold"), f"  {found.source}"))
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
@@ -337,12 +298,9 @@ def render(found: Inspection, console: Console) -> None:
         f"{unit}, train / validation / test", " / ".join(map("{:,}".format, found.sizes.values()))
     )
     table.add_row("labels" if found.task == "multilabel" else "classes", f"{found.classes:,}")
-    fit = found.zipf
-    slope = (
-        f"{fit.slope:.2f} (R² {fit.r_squared:.2f}, {fit.ranks:,} ranks)"
-        if fit
-        else "too few frequent classes"
-    )
+    slope = "too few frequent classes"
+    if fit := found.zipf:
+        slope = f"{fit.slope:.2f} (R² {fit.r_squared:.2f}, {fit.ranks:,} ranks)"
     table.add_row("Zipf slope", slope)
     for key in (key for key in SAID if key in found.numbers):
         label, form = SAID[key]

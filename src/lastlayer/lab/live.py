@@ -1,4 +1,4 @@
-"""How far a comparison is: a live table in a terminal, lines elsewhere, or nothing."""
+"""Progress of a comparison: a live table in a terminal, lines elsewhere, or nothing."""
 
 import math
 import statistics
@@ -27,10 +27,10 @@ _SEARCHES = "short runs to find its learning rate"
 
 
 class Watcher:
-    """Hears how far a comparison is, and shows nothing."""
+    """Receives the progress of a comparison; this one shows nothing."""
 
     def says(self, text: str) -> None:
-        """Something beside the runs."""
+        """A message that is not about a run."""
 
     def starts(self, spec: HeadSpec, seed: int) -> None:
         """A run begins."""
@@ -39,20 +39,20 @@ class Watcher:
         """Short runs look for the learning rate of a head before its first run."""
 
     def moves(self, share: float, progress: Progress, loss: float | None) -> None:
-        """The run is so far, from 0 to 1."""
+        """The current run is this far, from 0 to 1."""
 
     def ends(self, spec: HeadSpec, seed: int, result: dict[str, Any]) -> None:
-        """The run is over, or was before."""
+        """A run is finished, now or before a resume."""
 
     def measures(self, spec: HeadSpec, classes: int, share: float) -> None:
-        """The runs are over, and costs are measured: so far, from 0 to 1, and this comes next."""
+        """After the runs, costs are measured: the share that is done, and the next head."""
 
     def close(self) -> None:
         """The comparison is over."""
 
 
 class Forecast:
-    """How long a comparison takes, from how long a run of each head did.
+    """Estimates the time left from the time that a run of each head took.
 
     Runs of a head with other seeds take as long as its first one, without the search for its
     learning rate. A head that has not run yet is expected to take as long as the others.
@@ -63,7 +63,7 @@ class Forecast:
         self._searches: dict[str, float] = {}
         self._runs: dict[str, float] = {}
         self._began = time.perf_counter()
-        # Of the run that is on: its head, when it began, when training did and how far it was then.
+        # The current run: its head, when it began, and time and share when its training began.
         self._current, self._since = "", self._began
         self._first: tuple[float, float] | None = None
         self._share = 0.0
@@ -91,7 +91,7 @@ class Forecast:
         self._current, self._share = "", 0.0
 
     def left(self) -> float | None:
-        """Seconds that are left; None where no run has told how long it takes."""
+        """Seconds left; None until a run has made progress."""
         if not self._runs:
             return None
         usual = statistics.fmean(self._runs.values())
@@ -183,7 +183,7 @@ class LiveTable(Watcher):
         self._live.start()
 
     def says(self, text: str) -> None:
-        """Below the table from now on. A signal may come while it is drawn."""
+        """Shown below the table from now on. A signal may arrive while it is drawn."""
         self._said = text
         if not self._drawing:
             self._draw()
@@ -216,7 +216,7 @@ class LiveTable(Watcher):
         row.done, row.share, row.outcome = row.done + 1, 0.0, outcome(result)
         row.step_ms = result.get("step_ms") or row.step_ms
         if why := failure(result):
-            # It stays above the table, and when the table is gone.
+            # Printed above the table, where it stays when the table is gone.
             text = f"{spec.label}, seed {seed}: {row.outcome}{why}"
             self._live.console.print(Text(text, style="red"), soft_wrap=True)
         self._current = None
@@ -278,7 +278,7 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def failure(result: dict[str, Any]) -> str:
-    """Why a run has failed, after its status; nothing for others."""
+    """Why a run has failed, to follow its status; empty for other runs."""
     reason = str(result.get("reason") or "")
     return f": {reason}" if reason and result["status"] not in ("ok", "interrupted") else ""
 
@@ -288,7 +288,7 @@ def _digits(value: float) -> str:
 
 
 def watcher(out: Console, specs: list[HeadSpec], seeds: list[int], *, quiet: bool) -> Watcher:
-    """The one that suits the terminal."""
+    """The watcher that suits the console."""
     if quiet:
         return Watcher()
     if out.is_terminal:

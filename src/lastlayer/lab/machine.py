@@ -31,12 +31,12 @@ def now() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of the packages that numbers depend on."""
+    """Versions of Python and of the packages that results depend on."""
     return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 
 
 def device_record(device: torch.device) -> dict[str, Any]:
-    """The machine in words."""
+    """A description of the machine, for records."""
     shared = {
         "type": device.type,
         "system": platform.platform(),
@@ -63,7 +63,7 @@ def device_named(name: str) -> torch.device:
 
 
 def git_commit() -> str | None:
-    """Of the folder that the command was given in, with a + where it has changes."""
+    """The commit of the current folder, with a + if it has uncommitted changes."""
     try:
         commit = _git("rev-parse", "HEAD")
         return commit + ("+" if _git("status", "--porcelain", "-uno") else "")
@@ -112,7 +112,7 @@ class PeakMemory:
         self._before = None if device.type == "cuda" else _bytes("self/status", "VmRSS")
 
     def start(self) -> None:
-        """Training goes on."""
+        """Start or resume measuring."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif self._before is not None:
@@ -122,7 +122,7 @@ class PeakMemory:
                 self._before = None
 
     def stop(self) -> None:
-        """Something else comes."""
+        """Pause measuring."""
         if self._device.type == "cuda":
             self._found(torch.cuda.max_memory_allocated(self._device))
             return
@@ -140,7 +140,7 @@ class PeakMemory:
 
 
 def give_back() -> None:
-    """Free memory goes back to the system, where the allocator can do that."""
+    """Return free memory to the system, where the allocator supports it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -152,7 +152,7 @@ def give_back() -> None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are left on a device; None where nobody says."""
+    """Free bytes on a device; None where the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if (free := _bytes("meminfo", "MemAvailable")) is not None:
@@ -164,7 +164,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def load() -> float | None:
-    """Processes that want to run, per core; None where the system does not say."""
+    """Load average per core; None where the system does not tell."""
     try:
         return os.getloadavg()[0] / (os.cpu_count() or 1)
     except (AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""What is measured of a run: its name, its unit, and which way is better."""
+"""Metrics of a run: name, unit, and whether lower is better."""
 
 import math
 from dataclasses import dataclass

@@ -5,8 +5,8 @@ They make hidden states ``(batch, length, width)`` from tokens ``(batch, length)
 """
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,6 @@ class ModelSettings:
     length: int = 1  # tokens that are read at a time
     dense: bool = False  # whether features are dense, and brought to one scale first
     keys: int = 0  # features of keys, where they are others than those of queries; 0 where not
-
-    def as_json(self) -> dict[str, Any]:
-        """For config.json."""
-        return asdict(self)
 
 
 def build_body(settings: ModelSettings) -> nn.Module:

@@ -16,14 +16,14 @@ from typing import Any, Self
 
 import torch
 
-from lastlayer.lab.errors import LabError
+from lastlayer.lab.errors import LabError, first_line
 from lastlayer.lab.live import Watcher
 from lastlayer.lab.runs import Bench, keep_rate, known_rate, perform, search_rate, written
 from lastlayer.lab.specs import HeadSpec
 
 LOCAL = "local"
 _RETRIES = 3
-# Tells the workers that a person has pressed Ctrl-C.
+# File that tells the workers that the user pressed Ctrl-C.
 _STOP = ".stop"
 _CONNECT_SECONDS, _POLL_SECONDS = 5.0, 0.5
 
@@ -48,12 +48,12 @@ class Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
-        # What is timed and recorded here is what a worker does.
+        # Timing and records in this process use the threads of a worker.
         torch.set_num_threads(self._threads)
         if self._address != LOCAL or not ray.is_initialized():
             self._connect()
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        # A task that no machine can take would wait for ever.
+        # A task that fits on no machine would wait forever.
         for option, kind, wanted in (
             ("--threads", "CPU", self._threads), ("--device cuda", "GPU", self._gpus),
         ):  # fmt: skip
@@ -192,7 +192,7 @@ class _Stopped:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself waits for minutes."""
+    """Fail fast: Ray itself waits for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:
         if address in (LOCAL, "auto"):
@@ -205,8 +205,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _unreachable(address: str, error: Exception) -> LabError:
-    told = (str(error).strip() or type(error).__name__).splitlines()[0]
     return LabError(
-        f"--ray: expected a Ray cluster at {address}, got none: {told}; start one with "
-        f"`ray start --head`, or use --ray {LOCAL}"
+        f"--ray: expected a Ray cluster at {address}, got none: {first_line(error)}; start one "
+        f"with `ray start --head`, or use --ray {LOCAL}"
     )

@@ -1,6 +1,7 @@
-"""What ``lastlayer compare`` can be asked for. Torch is not needed to read it."""
+"""The options of ``lastlayer compare``. This module does not import torch."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ IDENTITY = "identity"
 OWN = "own"
 """The backbone of a comparison that was asked for in Python."""
 DEVICES = ("auto", "cpu", "cuda")
-# Options of reading data, beside the task.
+# Options for reading data, besides the task.
 READING = (
     "vocab_size", "min_count", "limit", "encoding", "text", "label", "features", "tokenizer"
 )  # fmt: skip
@@ -38,30 +39,31 @@ _RATES = {"lstm": 1.2e-2, "transformer": 1.8e-3, "bag": 1.2e-2}
 _DATA, _TRAINING = "Data", "Training"
 
 
-def _option(told: str, metavar: str | None = None, *, flag: str = "", panel: str = "") -> Any:
-    """A field, and what commands say of it."""
-    flags = [flag] if flag else []
-    cli = typer.Option(
-        *flags, help=told, metavar=metavar, rich_help_panel=panel or None, show_default=False
-    )
-    return field(default=None, metadata={"cli": cli})
-
-
-def _argument(told: str, metavar: str) -> Any:
-    cli = typer.Argument(help=told, metavar=metavar, show_default=False)
+def _option(
+    told: str,
+    metavar: str | None = None,
+    *,
+    flag: str = "",
+    panel: str | None = None,
+    kind: Callable[..., Any] = typer.Option,
+) -> Any:
+    """A dataclass field with its command-line option."""
+    names = [flag] if flag else []
+    cli = kind(*names, help=told, metavar=metavar, rich_help_panel=panel, show_default=False)
     return field(default=None, metadata={"cli": cli})
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Options of a comparison, which the commands take as they stand here.
+    """Options of a comparison, as the commands take them.
 
-    What was not given is None, and what was is checked by :meth:`settled`.
+    An option that was not given is None; :meth:`settled` checks the others.
     """
 
-    data: str | None = _argument(
-        "A file, a folder or hf:name; without it, the source of Python's own library.", "DATA"
-    )
+    data: str | None = _option(
+        "A file, a folder or hf:name; without it, the source of Python's own library.", "DATA",
+        kind=typer.Argument,
+    )  # fmt: skip
     heads: tuple[str, ...] | None = _option(
         "A head and its arguments, such as adaptive:cutoffs=2000,10000 or mymodule:MyHead; "
         "repeatable. Without it, one of every family. lastlayer heads lists them.", "SPEC",
@@ -113,12 +115,12 @@ class CompareOptions:
     threads: int | None = _option("CPU threads of torch.", panel=_TRAINING)
 
     def as_json(self) -> dict[str, Any]:
-        """What was given."""
+        """The options that were given, for JSON."""
         given = {name: each for name, each in asdict(self).items() if each is not None}
         return {**given, **({"heads": list(self.heads)} if self.heads else {})}
 
     def command(self) -> list[str]:
-        """The command that asks for the same."""
+        """The command line with the same options."""
         words = ["lastlayer", "compare", *([self.data] if self.data else [])]
         for head in self.heads or ():
             words += ["--head", head]
@@ -135,7 +137,7 @@ class CompareOptions:
         return cls(**{**made, **({"heads": tuple(made["heads"])} if "heads" in made else {})})
 
     def resumed(self, before: "CompareOptions", folder: Path) -> "CompareOptions":
-        """The options of a folder, where nothing that was given now says otherwise."""
+        """The recorded options of a folder; those given now must not differ from them."""
         now, then = self.as_json(), before.as_json()
         other = [
             f"{_flag(name)} was {then.get(name, 'not given')} and is {value}"
@@ -150,27 +152,27 @@ class CompareOptions:
         return before
 
     def settled(self, task: str | None = None) -> "Settled":
-        """Everything decided, after a look at each option.
+        """All options checked, with defaults filled in.
 
         Args:
             task: that of the data once it is read; before that, the one asked for or None.
         """
-        asked = None if self.task is None else _one_of("--task", self.task, TASKS)
+        asked = None if self.task is None else one_of("--task", self.task, TASKS)
         task = task or asked or ("lm" if self.data is None else None)
         usual = "lstm" if task in (None, "lm") else "bag"
-        model = _one_of("--model", self.model or usual, MODELS)
+        model = one_of("--model", self.model or usual, MODELS)
         if task not in (None, "lm") and model != usual:
             raise LabError(
                 f"--model: expected bag for --task {task}, got {model!r}; rows of features "
                 "have no order to read them in"
             )
         finds_rate = self.lr in (None, AUTO)
-        first = _whole("--seed", self.seed, 1, least=0, most=MOST_SEED)
-        seeds = _whole("--seeds", self.seeds, 3, most=MOST_SEEDS)
+        first = whole("--seed", self.seed, 1, least=0, most=MOST_SEED)
+        seeds = whole("--seeds", self.seeds, 3, most=MOST_SEEDS)
         tolerance = 0.03 if self.tolerance is None else self.tolerance
         if not 0 <= tolerance < 1:
             raise LabError(f"--tolerance: expected a share from 0 to 1, got {tolerance}")
-        # A corpus that every head makes some hundred steps on in a few seconds.
+        # Small defaults for the embedded corpus: some hundred steps take a few seconds.
         small = self.data is None
         rows = 128 if task not in (None, "lm") else 16 if small else 32
         return Settled(
@@ -180,21 +182,21 @@ class CompareOptions:
             seeds=list(range(first, first + seeds)),
             model=model,
             task=task,
-            device=_one_of("--device", self.device or "auto", DEVICES),
+            device=one_of("--device", self.device or "auto", DEVICES),
             reading=self._reading(),
-            batch=_whole("--batch", self.batch, rows),
-            length=_whole("--length", self.length, 16 if small else 32),
-            width=_whole("--width", self.width, 64 if small else 128),
-            layers=_whole("--layers", self.layers, 2 if model == "transformer" else 1),
+            batch=whole("--batch", self.batch, rows),
+            length=whole("--length", self.length, 16 if small else 32),
+            width=whole("--width", self.width, 64 if small else 128),
+            layers=whole("--layers", self.layers, 2 if model == "transformer" else 1),
             lr=_RATES[model] if finds_rate else _rate(self.lr),
             finds_rate=finds_rate,
             tolerance=tolerance,
-            threads=None if self.threads is None else _whole("--threads", self.threads, 1),
+            threads=None if self.threads is None else whole("--threads", self.threads, 1),
         )
 
     def _reading(self) -> dict[str, Any]:
         for name, least in (("vocab_size", 2), ("min_count", 1), ("limit", 2)):
-            _whole(_flag(name), getattr(self, name), least, least=least)
+            whole(_flag(name), getattr(self, name), least, least=least)
         given = {name: getattr(self, name) for name in READING}
         if self.data is None and self.vocab_size is None:
             given["vocab_size"] = EMBEDDED_VOCABULARY
@@ -203,7 +205,7 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class Settled:
-    """The same with nothing left open."""
+    """Options of a comparison with all defaults filled in."""
 
     data: str | None
     heads: list[str]
@@ -225,7 +227,7 @@ class Settled:
     threads: int | None
 
     def read(self) -> "Data":
-        """The data; whatever cannot be read is one message, a DataError or a LabError."""
+        """The data; raises DataError or LabError with one message where it cannot be read."""
         from lastlayer.lab.data import DataError, load
 
         try:
@@ -240,16 +242,17 @@ def _flag(name: str) -> str:
     return {"data": "DATA", "heads": "--head"}.get(name, "--" + name.replace("_", "-"))
 
 
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
+def one_of(option: str, value: str, known: tuple[str, ...]) -> str:
+    """The value, which has to be one of those that are known."""
     if value not in known:
         raise LabError(f"{option}: expected one of {', '.join(known)}, got {value!r}")
     return value
 
 
-def _whole(
-    option: str, value: int | None, usual: int, *, least: int = 1, most: int = sys.maxsize
+def whole(
+    option: str, value: int | None, usual: int = 0, *, least: int = 1, most: int = sys.maxsize
 ) -> int:
-    """The number that was given, or the usual one."""
+    """The number that was given, within its bounds, or the usual one."""
     if value is None:
         return usual
     if value < least:

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lastlayer.heads import AdaptiveSoftmax, DifferentiatedSoftmax, Head
+from lastlayer.heads import AdaptiveSoftmax, CharCNNSoftmax, DifferentiatedSoftmax, Head
 from lastlayer.heads.recipes import ClassData
 from lastlayer.lab.costs import LABELS, TASKS
 from lastlayer.lab.errors import LabError, SpecError
+from lastlayer.lab.options import one_of, whole
 from lastlayer.lab.specs import HeadSpec, parse_specs
 from lastlayer.parallel import LayoutCost, Plan, plan
 from lastlayer.parallel.communication import as_bytes
@@ -49,12 +50,16 @@ class _Sizes(ClassData):
     """Classes of which nothing but their number is known, up to a number equally frequent."""
 
     def positive_counts(self) -> Any:
-        if self.n_classes > MOST_TABLES:
-            raise SpecError(
-                f"expected at most {MOST_TABLES:,} classes for a table with an entry per class, "
-                f"got {self.n_classes:,}"
-            )
+        _check_table(self.n_classes)
         return super().positive_counts()
+
+
+def _check_table(classes: int) -> None:
+    if classes > MOST_TABLES:
+        raise SpecError(
+            f"expected at most {MOST_TABLES:,} classes for a table with an entry per class, "
+            f"got {classes:,}"
+        )
 
 
 def plan_processes(
@@ -82,14 +87,11 @@ def plan_processes(
         dtype: of parameters and hidden states.
         given: of :func:`lastlayer.parallel.plan`, by name.
     """
-    for name, text, known in (("dtype", dtype, tuple(DTYPES)), ("task", task, TASKS)):
-        if text not in known:
-            raise LabError(f"--{name}: expected one of {', '.join(known)}, got {text!r}")
-    for name, value, least in (
-        ("classes", classes, 2), ("hidden", hidden, 1), ("rows", rows, 1), ("ranks", ranks, 1)
-    ):  # fmt: skip
-        if value < least:
-            raise LabError(f"--{name}: expected at least {least}, got {value}")
+    one_of("--dtype", dtype, tuple(DTYPES))
+    one_of("--task", task, TASKS)
+    whole("--classes", classes, least=2)
+    for option, value in {"--hidden": hidden, "--rows": rows, "--ranks": ranks}.items():
+        whole(option, value)
     specs = parse_specs(list(heads) or ["zlpr" if task == "multilabel" else "full"], task=task)
     found = []
     for spec in specs:
@@ -126,23 +128,14 @@ def _on_meta(spec: HeadSpec, hidden: int, classes: int, dtype: torch.dtype) -> H
         given["bands"] = [(top, hidden - narrow), (classes - top, narrow)]
     if "sampler" in recipe.extra:
         given.setdefault("sampler", "log_uniform")
-    # One number that stands for all: it takes no memory.
-    data = _Sizes(hidden, np.broadcast_to(np.int64(1), (classes,)), _spellings(cls, classes))
+    # A broadcast view of one number takes no memory.
+    words: list[str] = []
+    if cls is CharCNNSoftmax:
+        _check_table(classes)
+        words = [f"{i:07d}" for i in range(classes)]
+    data = _Sizes(hidden, np.broadcast_to(np.int64(1), (classes,)), words)
     built: Head = cls(**recipe.arguments(cls, data, given), **factory)
     return built
-
-
-def _spellings(cls: Any, classes: int) -> list[str]:
-    from lastlayer.heads import CharCNNSoftmax
-
-    if cls is not CharCNNSoftmax:
-        return []
-    if classes > MOST_TABLES:
-        raise SpecError(
-            f"expected at most {MOST_TABLES:,} classes for a table with an entry per class, got "
-            f"{classes:,}"
-        )
-    return [f"{i:07d}" for i in range(classes)]
 
 
 def render_processes(found: Sequence[ProcessPlan], console: Console) -> None:
@@ -153,12 +146,11 @@ def render_processes(found: Sequence[ProcessPlan], console: Console) -> None:
             continue
         console.print(Text(f"{each.head}: {each.plan.title()}", style="bold"), soft_wrap=True)
         console.print(_table(each.plan))
-        refused = [cost for cost in each.plan.layouts if cost.refused]
-        for cost in refused:
+        for cost in (cost for cost in each.plan.layouts if cost.refused):
             text = f"{_TITLES[cost.name]} is not possible: {cost.refused}"
             console.print(Text(text), soft_wrap=True)
-        title = _TITLES[each.plan.layout]
-        console.print(Text(f"Take {title}: {each.plan.why}."), soft_wrap=True)
+        told = f"Take {_TITLES[each.plan.layout]}: {each.plan.why}."
+        console.print(Text(told), soft_wrap=True)
         console.print()
     text = (
         "Counted, not measured, for each process: the tables are parameters, gradients and the "

@@ -6,10 +6,10 @@ A kill at any moment leaves the old file or the new one.
 import json
 import math
 import os
-import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -24,7 +24,7 @@ LOCK = ".lock"
 
 
 def finite(value: Any) -> Any:
-    """The same with None for every number that JSON has no word for."""
+    """The same with None for NaN and infinity, which JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -34,20 +34,30 @@ def finite(value: Any) -> Any:
     return value
 
 
-def write_text(path: Path, text: str) -> None:
-    """Beside the place first, on the disk, and then into it."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside ``path``; the file that is written there replaces it at the end."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        yield temporary
+    except BaseException:
+        if temporary.is_file():
+            temporary.unlink()
+        raise
     temporary.replace(path)
 
 
+def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
+    """Write a file that appears whole or not at all, also after a power cut."""
+    with replacing(path) as new, new.open("w", encoding="utf-8", errors=errors) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Infinite numbers and NaN become null."""
-    made = json.dumps(finite(value), indent=2, allow_nan=False)
-    write_text(path, made + "\n")
+    """Write JSON; infinite numbers and NaN become null."""
+    write_text(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -64,35 +74,34 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Lines:
-    """A file of JSON lines that only grows; each line is there at once."""
+    """A file of JSON lines that is appended to; every line is flushed."""
 
     def __init__(self, path: Path, keep: int = 0) -> None:
-        """Goes on after the first ``keep`` bytes; what comes later is cut off."""
+        """Append after the first ``keep`` bytes; the rest of the file is cut off."""
         self._file = path.open("a+b")
         self._file.truncate(keep)
         self._file.seek(0, os.SEEK_END)
 
     @property
     def size(self) -> int:
-        """Bytes so far."""
+        """Size in bytes."""
         return self._file.tell()
 
     def append(self, record: dict[str, Any]) -> None:
-        """One line."""
-        made = json.dumps(finite(record), allow_nan=False)
-        self._file.write(made.encode() + b"\n")
+        """Append one record."""
+        self._file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close the file."""
         self._file.close()
 
 
 class Lock:
-    """One comparison at a time in a folder.
+    """Lets one process at a time work in a folder.
 
-    The system lets go of it when the process dies, however it does: the file that is left is taken
-    over by the next one. Without such locks, as on Windows, there is none.
+    The system releases the lock when the process dies, however it does; the next process takes over
+    the file that is left. Systems without such locks, as Windows, have none.
 
     Raises:
         LabError: another process has it.
@@ -117,7 +126,7 @@ class Lock:
                 # Some network disks have no locks.
                 file.close()
                 return
-            # Who had it before may have removed the file since it was opened.
+            # The former holder may have removed the file since it was opened.
             if self._path.exists() and self._path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 self._file = file
                 file.truncate(0)
@@ -127,7 +136,7 @@ class Lock:
                 file.close()
 
     def release(self) -> None:
-        """The next one may have it."""
+        """Release the lock and remove its file."""
         if self._file is not None:
             self._path.unlink(missing_ok=True)
             self._file.close()
@@ -135,7 +144,7 @@ class Lock:
 
 
 def check_writable(folder: Path, *, option: str = "--out") -> None:
-    """Makes the folder and writes into it once, so that a run does not find out at its end."""
+    """Make the folder and write into it once, so that errors show before the training."""
     probe = folder / ".probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,29 +157,11 @@ def check_writable(folder: Path, *, option: str = "--out") -> None:
         ) from error
 
 
-def check_space(folder: Path, needed: int) -> None:
-    """Whether the disk has so many bytes left."""
-    _, _, free = shutil.disk_usage(folder)
-    if free < needed:
-        raise LabError(
-            f"--out: expected {_size(needed)} of free disk for the models and checkpoints of all "
-            f"runs, got {_size(free)} at '{folder}'; use fewer heads or seeds, or another disk"
-        )
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
 FROM_PYTHON = "lastlayer.lab.compare"
 """The command of a comparison that was asked for in Python."""
 STARTED = "class frequencies"
-"""Where the biases of a head start, unless it cannot."""
-# Runs that could still come to a result.
+"""How the biases of a head start, where it supports that."""
+# States of runs that may still finish.
 OPEN = ("interrupted", "unfinished", "not started")
 
 SCHEMA = 1
@@ -181,7 +172,7 @@ _Record = TypeVar("_Record")
 
 
 def from_json(kind: type[_Record], record: Mapping[str, Any]) -> _Record:
-    """A dataclass from the object in a file; what it does not know is left out."""
+    """A dataclass from a JSON object; unknown fields are ignored."""
     known = (each.name for each in fields(kind) if each.init)  # type: ignore[arg-type]
     return kind(**{name: record[name] for name in known if record.get(name) is not None})
 
@@ -232,12 +223,12 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether it came to its end."""
+        """Whether it was trained and tested."""
         return self.status == "ok"
 
     @property
     def failed(self) -> bool:
-        """Whether it can come to no result."""
+        """Whether it ended without a result."""
         return self.status not in ("ok", *OPEN)
 
 
@@ -276,10 +267,6 @@ class Comparison:
     def from_python(self) -> bool:
         """Whether :func:`lastlayer.lab.compare` made it, which has arguments, not options."""
         return list(self.command[:1]) == [FROM_PYTHON]
-
-    def runs_of(self, head: HeadEntry) -> tuple[Run, ...]:
-        """Those of one head, in the order of seeds."""
-        return tuple(run for run in self.runs if run.head.slug == head.slug)
 
 
 def read_comparison(folder: Path) -> Comparison:
@@ -323,7 +310,7 @@ def _read_run(runs: Path, head: HeadEntry, seed: int) -> Run:
     result = read_json(path) if path.is_file() else {}
     test = result.get("test") or {}
     reached = [_numbers(line) for line in lines]
-    # How far a run without a result has come.
+    # Progress of a run without a result.
     latest = {
         name: max(line[key] for line in reached if key in line)
         for key, name in (("step", "steps"), ("seconds", "seconds"), ("tokens", "tokens"))
@@ -362,7 +349,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _points(lines: list[dict[str, Any]], kind: str) -> tuple[Point, ...]:
-    """Those of one kind, in the order of steps; a step that was repeated counts once."""
+    """Points of one kind, by step; of a repeated step the last one counts."""
     last: dict[int, Point] = {}
     for line in lines:
         values = _numbers(line)
@@ -372,7 +359,7 @@ def _points(lines: list[dict[str, Any]], kind: str) -> tuple[Point, ...]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the values; NaN and infinity are written as null, or as Python does."""
+    """The finite numbers among the values."""
     return {
         key: float(value)
         for key, value in values.items()
@@ -398,7 +385,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """All that was measured, and with what."""
+    """All measured costs, and the sizes that they were measured with."""
 
     rows: int  # in a step
     width: int  # size of the hidden state
@@ -434,7 +421,7 @@ def read_costs(folder: Path) -> Costs | None:
 
 
 def told_of(data: dict[str, Any]) -> list[str]:
-    """What was found in the data, for a person who did not say it."""
+    """Lines that tell what was inferred from the data: task, columns and notes."""
     described = data["description"]
     task = f"Task: {data['task']}"
     if described.get("task_reason", "as asked") != "as asked":

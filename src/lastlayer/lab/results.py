@@ -1,4 +1,4 @@
-"""What a folder of runs shows: means over seeds, equal time, equal steps, ranks, and the front."""
+"""Summary of a comparison: means over seeds, equal time, equal steps, ranks, Pareto front."""
 
 import math
 from bisect import bisect_left
@@ -23,9 +23,9 @@ from lastlayer.lab.statistics import LEVEL, Estimate, estimate, holm, p_values
 
 Axis = Literal["seconds", "steps"]
 TOLERANCE = 0.03
-# Shares of the steps between which it is asked what was gained: at the end, and before that.
+# Shares of the steps between which the gain is computed: the last quarter, and the one before.
 _LAST, _BEFORE = (0.75, 1.0), (0.5, 0.75)
-# The mean of steps over their median, and the load of each core, of a machine that does other work.
+# A mean step time over the median, or a load per core, that suggests a disturbed machine.
 _STALLED, _LOADED = 1.5, 1.5
 
 
@@ -110,7 +110,7 @@ class Results:
 
     @property
     def tolerance(self) -> float:
-        """How much worse than the best a head may be that is recommended for its cost."""
+        """By which share a recommended cheaper head may be worse than the best."""
         found = self.comparison.settings.get("tolerance")
         return float(found) if isinstance(found, int | float) else TOLERANCE
 
@@ -177,7 +177,7 @@ def summarise(comparison: Comparison) -> Results:
     equal_steps = min((run.valid[-1].step for run in done), default=None)
     summaries = []
     for head in comparison.heads:
-        runs = comparison.runs_of(head)
+        runs = tuple(run for run in comparison.runs if run.head.slug == head.slug)
         finished = [run for run in runs if run.finished]
         equal = _at(finished, metric, "seconds", equal_seconds)
         at_end = _at(finished, metric, "steps", equal_steps)
@@ -215,17 +215,22 @@ def quality_of(point: Point, metric: Metric) -> float | None:
     return _exp(point.values.get(logarithm)) if logarithm else None
 
 
+def curve(run: Run, metric: Metric, axis: Axis) -> list[tuple[float, float]]:
+    """The validation points of a run: seconds or steps, and the quality there."""
+    return [
+        (point.seconds if axis == "seconds" else float(point.step), value)
+        for point in run.valid
+        if (value := quality_of(point, metric)) is not None
+    ]
+
+
 def interpolate(run: Run, metric: Metric, axis: Axis, where: float) -> float | None:
     """Validation quality of a run between two of its validations.
 
     It is linear between neighbours, in the logarithm where the metric is on a logarithmic scale.
     None where the run was not yet, or no longer, validated.
     """
-    points = [
-        (point.seconds if axis == "seconds" else float(point.step), value)
-        for point in run.valid
-        if (value := quality_of(point, metric)) is not None
-    ]
+    points = curve(run, metric, axis)
     if not points or not points[0][0] <= where <= points[-1][0]:
         return None
     index = bisect_left(points, where, key=lambda point: point[0])
@@ -241,14 +246,13 @@ def interpolate(run: Run, metric: Metric, axis: Axis, where: float) -> float | N
 
 def _at(runs: Sequence[Run], metric: Metric, axis: Axis, where: float | None) -> Estimate | None:
     """The best validation up to there: a run is judged by its best model, not by its last."""
+    pick, found = min if metric.lower_is_better else max, []
     if where is None:
         return None
-    pick, found = min if metric.lower_is_better else max, []
     for run in runs:
-        until = [p for p in run.valid if (p.seconds if axis == "seconds" else p.step) <= where]
-        values = [interpolate(run, metric, axis, where), *(quality_of(p, metric) for p in until)]
-        if values[0] is not None:
-            found.append(pick(value for value in values if value is not None))
+        last = interpolate(run, metric, axis, where)
+        if last is not None:
+            found.append(pick([last, *(v for x, v in curve(run, metric, axis) if x <= where)]))
     return estimate(found, log=metric.log)
 
 
@@ -256,7 +260,7 @@ def _gain(runs: Sequence[Run], metric: Metric, start: float, end: float) -> floa
     """How much better the best validation so far became between two shares of the steps."""
     pick, found = min if metric.lower_is_better else max, []
     for run in runs:
-        points = [(p.step, v) for p in run.valid if (v := quality_of(p, metric)) is not None]
+        points = curve(run, metric, "steps")
         if len(points) < 3 or not points[-1][0]:
             continue
         earlier, later = (

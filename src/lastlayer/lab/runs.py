@@ -1,7 +1,7 @@
-"""One run: a head and a seed, trained, judged and kept in a folder of its own.
+"""One run: a head and a seed, trained, evaluated and saved in its own folder.
 
-Before the runs, the time of a step of each head where the budget is a time, and the learning rate
-of each head where that is to be found.
+Also what comes before the runs: timing a step of each head where the budget is a time, and the
+search for the learning rate of each head.
 """
 
 import math
@@ -9,7 +9,7 @@ import shutil
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from lastlayer.heads.recipes import ClassData
+from lastlayer.lab import records
 from lastlayer.lab.budget import Schedule
+from lastlayer.lab.errors import first_line
 from lastlayer.lab.evaluation import Judge
 from lastlayer.lab.feeding import Feed
 from lastlayer.lab.machine import PeakMemory, give_back, load
 from lastlayer.lab.models import ModelSettings
-from lastlayer.lab.records import RATES_FILE, STARTED, read_json, read_rates, write_json
 from lastlayer.lab.specs import HeadSpec
 from lastlayer.lab.training import (
     InterruptedRunError,
@@ -37,21 +38,38 @@ from lastlayer.lab.training import (
 )
 
 CLIP = 1.0
-# A run that ended so is not made again; what else went wrong may go right another time.
+# Runs with these states are not repeated on resume; other failures may not recur.
 FINAL = ("ok", "nan", "diverged")
 _COSTS = (
     "steps", "epochs", "best_step", "lr", "bias", "seconds", "tokens", "step_ms", "step_ms_low",
     "step_ms_high", "step_ms_mean", "load", "tokens_per_second", "peak_memory_mb", "parameters",
     "head_parameters",
 )  # fmt: skip
-# Far from the seeds of bodies and of batches.
+# Keeps the seeds of heads apart from those of backbones and batches.
 _HEAD_SEED = 1_000_003
-# Learning rates that are tried: the usual one, its neighbours, and beyond these where the outermost
-# is best, up to a bound. Each for a share of the steps: short runs like high rates.
+# Learning rates to try: the usual one, its neighbours, and further ones while the outermost is
+# best, up to a bound. Each is trained for a share of the steps.
 _RATE_FACTOR, _FURTHEST = 3.0, 2
 _RATE_SHARE, _RATE_STEPS = 1 / 4, (20, 1000)
-# A step is timed so often, or for so long.
+# Number of timed steps, and a bound on their total time.
 _TIMED_STEPS, _TIMED_SECONDS = 8, 1.0
+
+
+def data_record(
+    name: str,
+    task: str,
+    classes: int,
+    sizes: Mapping[str, int],
+    fingerprint: str,
+    description: dict[str, Any],
+) -> dict[str, Any]:
+    """What compare.json says of data with these numbers of tokens or rows in its parts."""
+    return {
+        "name": name, "task": task, "classes": classes,
+        "tokens" if task == "lm" else "rows": sum(sizes.values()),
+        **{f"{part}_size": size for part, size in sizes.items()},
+        "fingerprint": fingerprint, "description": description,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +95,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Subject):
-    """The same with all that the runs of a comparison share."""
+    """A subject with everything else that the runs of a comparison share."""
 
     out: Path  # the folder of the comparison
     judge: Judge  # what judges models
@@ -92,15 +110,15 @@ class Bench(Subject):
         return self.out / "runs" / f"{spec.slug}-s{seed}"
 
     def finished(self, spec: HeadSpec, seed: int) -> dict[str, Any] | None:
-        """The result of a run that need not be made again."""
+        """The result of a run that is not to be repeated; None for others."""
         path = self.folder(spec, seed) / "result.json"
-        result = read_json(path) if path.is_file() else {}
+        result = records.read_json(path) if path.is_file() else {}
         return result if result.get("status") in FINAL else None
 
 
 def started(bench: Bench, spec: HeadSpec, seed: int) -> tuple[nn.Module, nn.Module, str]:
-    """Body and head before the first step, and how the biases of the head start."""
-    # The body first and by the seed alone: it starts from the same numbers under every head.
+    """Backbone and head with fresh weights, and how the biases of the head start."""
+    # The backbone first: its weights depend on the seed only, and are the same for every head.
     torch.manual_seed(seed)
     body = bench.make_body()
     torch.manual_seed(seed + _HEAD_SEED)
@@ -110,19 +128,19 @@ def started(bench: Bench, spec: HeadSpec, seed: int) -> tuple[nn.Module, nn.Modu
 
 
 def _start_bias(bench: Bench, head: Any) -> str:
-    """At the class frequencies, for all heads alike: a lead in short runs that is no merit."""
+    """Start at the class frequencies, for all heads: otherwise some would lead in short runs."""
     if bench.model.task == "pairs":
         return ""
     several = {"n_rows": bench.n_rows} if bench.model.task == "multilabel" else {}
     try:
         head.init_bias_from_counts(bench.needs.counts, **several)
     except (NotImplementedError, ValueError, TypeError) as error:
-        return str(error).partition("\n")[0]
-    return STARTED
+        return first_line(error)
+    return records.STARTED
 
 
 def step_ms(bench: Bench, spec: HeadSpec) -> float:
-    """Milliseconds of a step of a head; the median of a few."""
+    """Median milliseconds of a few training steps."""
     with torch.random.fork_rng():
         body, head, _ = started(bench, spec, 0)
         stepper = Stepper(body, head, bench.lr, CLIP)
@@ -139,24 +157,18 @@ def step_ms(bench: Bench, spec: HeadSpec) -> float:
     return 1e3 * statistics.median(times)
 
 
-def found_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> dict[str, Any]:
-    """The learning rate of a head, and what was tried for it; kept in the folder."""
-    made = known_rate(bench, spec)
-    if made is None:
-        made = search_rate(bench, spec, stopped)
-        keep_rate(bench, spec, made)
-    return made
-
-
 def known_rate(bench: Bench, spec: HeadSpec) -> dict[str, Any] | None:
     """The learning rate that was found before, or given; None where it is to be searched."""
-    found = read_rates(bench.out).get(spec.slug)
+    found = records.read_rates(bench.out).get(spec.slug)
     return found if found or bench.finds_rate else {"lr": bench.lr, "tried": []}
 
 
-def keep_rate(bench: Bench, spec: HeadSpec, made: dict[str, Any]) -> None:
+def keep_rate(bench: Bench, spec: HeadSpec, made: dict[str, Any]) -> dict[str, Any]:
     """Adds it to the file; only one process may do so at a time."""
-    write_json(bench.out / RATES_FILE, {**read_rates(bench.out), spec.slug: made})
+    records.write_json(
+        bench.out / records.RATES_FILE, {**records.read_rates(bench.out), spec.slug: made}
+    )
+    return made
 
 
 def search_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> dict[str, Any]:
@@ -167,7 +179,7 @@ def search_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> di
     """
     least, most = _RATE_STEPS
     steps = min(bench.steps, max(least, min(most, round(_RATE_SHARE * bench.steps))))
-    # The best rate falls with the root of the steps: a short run is best with a higher one.
+    # The best rate falls with the square root of the steps: short runs need a higher one.
     higher = math.sqrt(bench.steps / steps)
     scores: dict[int, float] = {}
     ahead = [0, -1, 1]
@@ -186,14 +198,14 @@ def search_rate(bench: Bench, spec: HeadSpec, stopped: Callable[[], bool]) -> di
 
 
 def _rate(bench: Bench, place: int) -> float:
-    """The learning rate so many places above the usual one."""
+    """The usual learning rate times the factor to the power of ``place``."""
     return float(f"{bench.lr * _RATE_FACTOR**place:.2g}")
 
 
 def _short_run(
     bench: Bench, spec: HeadSpec, rate: float, steps: int, stopped: Callable[[], bool]
 ) -> float:
-    """The validation score after a few steps; infinite where there is none."""
+    """The validation score after a short run; infinite if it diverged."""
     with torch.random.fork_rng():
         body, head, _ = started(bench, spec, 0)
         stepper = Stepper(body, head, rate, CLIP)
@@ -214,11 +226,11 @@ def _short_run(
 def perform(
     bench: Bench, spec: HeadSpec, seed: int, tell: Tell, stopped: Callable[[], bool]
 ) -> dict[str, Any]:
-    """Makes a run, or goes on with it. Whatever becomes of it is a result, and is written."""
+    """Make a run or resume it. Its result is written whatever happens, errors included."""
     folder = bench.folder(spec, seed)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").unlink(missing_ok=True)
-    write_json(folder / "config.json", {**spec.as_json(), "seed": seed, **bench.record})
+    records.write_json(folder / "config.json", {**spec.as_json(), "seed": seed, **bench.record})
     found: dict[str, Any] = {}
     reason: str | None = None
     with torch.random.fork_rng():
@@ -230,7 +242,7 @@ def perform(
         except InterruptedRunError:
             status, reason = "interrupted", "stopped by Ctrl-C; resume it to go on from here"
         except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             status = "out of memory"
             if not _is_out_of_memory(error):
                 status, reason = "error", f"{type(error).__name__}: {reason}"
@@ -250,7 +262,7 @@ def written(
     reason: str | None,
     found: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The result of a run, in its folder too; None for what was not found."""
+    """Write the result of a run into its folder; values that are not known are None."""
     result = {
         "head": spec.text, "label": spec.label, "slug": spec.slug, "family": spec.family,
         "seed": seed, "status": status, "reason": reason, **dict.fromkeys(_COSTS), "test": None,
@@ -258,7 +270,7 @@ def written(
     }  # fmt: skip
     folder = bench.folder(spec, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "result.json", result)
+    records.write_json(folder / "result.json", result)
     return result
 
 
@@ -270,8 +282,9 @@ def _train(
     tell: Tell,
     stopped: Callable[[], bool],
 ) -> None:
-    """Fills ``found`` as far as it comes."""
-    rate = found_rate(bench, spec, stopped)["lr"]
+    """Train, test and save; ``found`` receives what is known even if it fails."""
+    known = known_rate(bench, spec)
+    rate = (known or keep_rate(bench, spec, search_rate(bench, spec, stopped)))["lr"]
     body, head, bias = started(bench, spec, seed)
     own, others = (sum(p.numel() for p in module.parameters()) for module in (head, body))
     found |= {"lr": rate, "bias": bias, "parameters": own + others, "head_parameters": own}
@@ -319,15 +332,14 @@ def _costs(training: Training, memory: PeakMemory, steps_per_epoch: int) -> dict
 def _keep(folder: Path, body: nn.Module, head: nn.Module) -> None:
     """The trained model, for ``generate`` and ``export``."""
     save_tensors(folder / "model.safetensors", body.state_dict())
-    new, place = folder / ".head.tmp", folder / "head"
-    for old in (new, place):
-        shutil.rmtree(old, ignore_errors=True)
-    head.save(new)  # type: ignore[operator]
-    new.replace(place)
+    with records.replacing(folder / "head") as new:
+        for old in (new, folder / "head"):
+            shutil.rmtree(old, ignore_errors=True)
+        head.save(new)  # type: ignore[operator]
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Torch has no class of its own for a CPU that is out of memory."""
+    """Torch raises a plain RuntimeError where a CPU is out of memory."""
     words = ("not enough memory", "can't allocate memory")
     full = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     return full or isinstance(error, torch.OutOfMemoryError | MemoryError)

@@ -1,4 +1,4 @@
-"""Comparisons and runs side by side in a terminal: first their settings, then their results."""
+"""Comparisons and runs side by side in a terminal: settings, then results."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ _GAP = 3
 _REPEATED = ("label", "slug", "family", "schema")
 _GROUPS = ("data", "model", "budget", "settings", "device", "versions")
 _MISSING = "–"
-# A file has no width of its own, and rich would take 80 columns.
+# Width of output to a file, for which rich would take 80 columns.
 _FILE_WIDTH = 140
 
 # The name of a folder, and all that its comparison or run was made with.
@@ -93,7 +93,7 @@ def settings_table(shown: Sequence[Settings]) -> Table:
         values = [plain(own[key]) if key in own else _MISSING for _, own in shown]
         differs = len(set(values)) > 1
         style = "bold yellow" if differs else ("dim" if len(shown) > 1 else "")
-        # A sign as well as a colour, for those who do not see it and for files.
+        # A sign besides the colour, for colour-blind readers and for files.
         mark = "≠ " if differs else "  " if len(shown) > 1 else ""
         table.add_row(Text(mark + named(key), style=style), *(Text(v, style=style) for v in values))
     return table

@@ -1,7 +1,7 @@
 """Specs of heads: ``adaptive:cutoffs=2000,10000`` is the head's own constructor.
 
 The name is one that a head registers (:func:`lastlayer.heads.registered`), or a class of yours as
-``mymodule:MyHead`` with arguments after another colon. What a constructor needs from the data is
+``mymodule:MyHead`` with arguments after another colon. Arguments that follow from the data are
 filled in.
 """
 
@@ -26,7 +26,7 @@ from lastlayer.heads.recipes import ClassData, Recipe, registered
 from lastlayer.lab.errors import SpecError
 from lastlayer.lab.models import InfoNCE
 
-# What the lab decides, the same for all heads, or takes from the data.
+# Arguments that the lab sets, the same for all heads, or takes from the data.
 _DECIDED = frozenset(
     {
         "in_features", "n_classes", "counts", "spellings", "class_weight", "ignore_index",
@@ -63,7 +63,7 @@ def defaults_for(task: str) -> list[str]:
     """Specs of a good selection: one of every family that suits the task."""
     families = [each for each in catalogue().values() if task in each.tasks]
     if task == "classification":
-        # Classes of rows are no words: their names tell nothing of them.
+        # Class names of rows are not words: their spelling carries no information.
         families = [f for f in families if "spellings" not in inspect.signature(f.cls).parameters]
     return [spec for each in families for spec in each.recipe.compared]
 
@@ -80,7 +80,7 @@ class HeadSpec:
     made_by: Family = field(repr=False, compare=False)
 
     def build(self, needs: ClassData) -> Module:
-        """The head, on the CPU; its numbers depend on the state of torch's generator alone."""
+        """Build the head on the CPU; its weights depend only on the state of torch's generator."""
         try:
             return self.made_by.recipe.build(self.made_by.cls, needs, self.arguments)
         except (ValueError, TypeError) as error:
@@ -121,14 +121,14 @@ def parse_spec(text: str, *, task: str | None = "lm") -> HeadSpec:
 
 
 def _known(name: str, families: dict[str, Family]) -> Family | None:
-    """The family of a name, of the name of its class, or of what people call it otherwise."""
+    """The family by its name, an alias, or the name of its class."""
     plain = name.lower().replace("-", "_")
     found = families.get(_ALIASES.get(plain, plain))
     return found or next((each for each in families.values() if each.cls.__name__ == name), None)
 
 
 def parse_specs(texts: list[str], *, task: str | None = "lm") -> list[HeadSpec]:
-    """All of them, no two alike; without any, the selection for the task."""
+    """Parse several specs, which must differ; without any, take the default selection."""
     specs: list[HeadSpec] = []
     for spec in (parse_spec(each, task=task) for each in texts or defaults_for(task or "lm")):
         for other in specs:
@@ -143,7 +143,7 @@ def parse_specs(texts: list[str], *, task: str | None = "lm") -> list[HeadSpec]:
 
 
 def _arguments(family: Family, rest: str) -> dict[str, Any]:
-    """``a=1,b=2,3`` by the types of the constructor: a piece without a name goes on a list."""
+    """Parse ``a=1,b=2,3`` by the constructor's types; an unnamed piece continues a list."""
     valid = _valid(family)
     words = (f"{name}={kind}" for name, kind in arguments_of(family).items())
     listed = f"{family.name} takes {', '.join(words) or 'no arguments'}"
@@ -169,7 +169,7 @@ def _arguments(family: Family, rest: str) -> dict[str, Any]:
 
 
 def _valid(family: Family) -> dict[str, Any]:
-    """The arguments that a person may give, with what their values are."""
+    """The arguments that a spec may have, with their types."""
     taken = inspect.signature(family.cls).parameters
     own = {
         name: each.annotation
@@ -181,7 +181,7 @@ def _valid(family: Family) -> dict[str, Any]:
 
 
 def arguments_of(family: Family) -> dict[str, str]:
-    """The arguments that a spec may have, each with what its values are."""
+    """The arguments that a spec may have, with their types in words."""
     return {name: type_words(kind) for name, kind in _valid(family).items()}
 
 
@@ -250,12 +250,12 @@ def parse_value(text: str, kind: Any) -> Any:
 
 
 def type_words(kind: Any) -> str:
-    """What a value is, for people."""
+    """A type in words, for help and error messages."""
     return "|".join(dict.fromkeys(_word(each) for each in _kinds(kind)))
 
 
 def _kinds(kind: Any) -> list[Any]:
-    """The kinds of a union, the narrowest first; tensors and other objects cannot be written."""
+    """The types of a union that a spec can spell, the narrowest first; tensors are left out."""
     order = [type(None), bool, int, float]
     found = [each for each in _parts(kind) if each in (*order, str, Pairs) or _is_written(each)]
     found = found or [bool, int, float, str]

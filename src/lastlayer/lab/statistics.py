@@ -51,7 +51,7 @@ def estimate(values: Sequence[float], *, log: bool = False) -> Estimate | None:
     if np.ptp(made) > 0:
         half = float(stats.t.ppf(1 - LEVEL / 2, len(made) - 1) * stats.sem(made))
     ends = mean, mean - half, mean + half
-    mean, low, high = map(_exp, ends) if log else ends
+    mean, low, high = map(exp, ends) if log else ends
     return Estimate(mean, len(usable), low, high)
 
 
@@ -100,9 +100,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return made
 
 
-def _exp(value: float) -> float:
-    """Two seeds that differ much have an interval beyond what a float holds."""
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
+def exp(value: float) -> float:
+    """The exponential; infinite beyond what a float holds."""
+    return math.exp(value) if value < 709.0 else math.inf

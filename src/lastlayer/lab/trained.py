@@ -1,4 +1,4 @@
-"""A run that was trained: back from its folder, the text it makes, and a folder of its own."""
+"""Trained runs: load them from their folder, generate text, and export them."""
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from lastlayer.heads.base import SavedModule
 from lastlayer.lab.data import Vocabulary
 from lastlayer.lab.data.load import LINE_ENDS, cut
 from lastlayer.lab.data.text import END, Tokenizer
-from lastlayer.lab.errors import LabError
+from lastlayer.lab.errors import LabError, first_line
 from lastlayer.lab.explorer import readable
 from lastlayer.lab.models import ModelSettings, build_body
 from lastlayer.lab.options import OWN
@@ -31,7 +31,7 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that can be used.
+    """A trained model.
 
     Attributes:
         body: the backbone, from inputs to hidden states.
@@ -67,7 +67,7 @@ def run_folder(path: Path) -> Path:
 
 
 def vocabulary_path(folder: Path) -> Path:
-    """That of an exported run is beside it, that of a comparison above its runs."""
+    """vocabulary.json beside an exported run, or in the folder of its comparison."""
     beside = folder / VOCABULARY
     return beside if beside.is_file() else folder.parent.parent / VOCABULARY
 
@@ -115,12 +115,13 @@ def load_trained(
 
 
 def _damaged(path: Path, error: Exception) -> LabError:
-    told = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return LabError(f"path: expected what a comparison wrote, got '{path}' damaged: {told}")
+    return LabError(
+        f"path: expected what a comparison wrote, got '{path}' damaged: {first_line(error)}"
+    )
 
 
 def _import_users_class(family: str) -> None:
-    """A class of the user's has to be imported before it can be loaded."""
+    """Import the module of a user's head, which loading it requires."""
     module, colon, _ = family.partition(":")
     if not colon:
         return
@@ -207,9 +208,9 @@ def table_of(steps: list[Step], top: int) -> Table:
 
 def as_text(tokens: list[str], tokenizer: Tokenizer | None = None) -> str:
     """Tokens with spaces between them, or as a tokenizer joins them; a line ends at its token."""
-    if tokenizer is not None:
-        return tokenizer.joined(["\n" if token in LINE_ENDS else token for token in tokens])
     ended = ["\n" if token in LINE_ENDS else token for token in tokens]
+    if tokenizer is not None:
+        return tokenizer.joined(ended)
     return " ".join(ended).replace(" \n", "\n").replace("\n ", "\n").strip()
 
 

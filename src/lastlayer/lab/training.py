@@ -1,14 +1,14 @@
-"""Training a run: its steps, its clock, its points, its best model and its checkpoints.
+"""Training a run: steps, timing, validation points, the best model and checkpoints.
 
-The whole state is kept as safetensors and JSON; nothing is pickled. The JSON file names the file
-with the tensors and is replaced last: a kill at any moment leaves one that belongs together.
+The whole state is saved as safetensors and JSON; nothing is pickled. The JSON file names the file
+with the tensors and is replaced last, so that a kill at any moment leaves a consistent state.
 """
 
 import copy
 import inspect
 import math
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +23,17 @@ from lastlayer.lab.budget import Schedule
 from lastlayer.lab.evaluation import Judge
 from lastlayer.lab.feeding import Batch, Feed
 from lastlayer.lab.machine import PeakMemory
-from lastlayer.lab.records import Lines, read_json, write_json
+from lastlayer.lab.records import Lines, read_json, replacing, write_json
 from lastlayer.optim import RowAdam
 
 _STATE, _BEST = "state.json", "best.safetensors"
 WARM_UP = 3
-# A loss so many times the first one is no accident of a batch.
+# A loss this many times the first one counts as divergence.
 _DIVERGED = 5.0
-# Checkpoints take at most this share of the time, and are this far apart at least.
+# Checkpoints take at most this share of the time, and are at least this far apart.
 _CHECKPOINT_SHARE, _CHECKPOINT_SECONDS = 0.03, 10.0
 _KEPT_TIMES = 10_000
-# On a GPU the host waits once for so much work.
+# On a GPU, steps are timed in blocks of about this length.
 _BLOCK_SECONDS = 0.02
 
 
@@ -69,7 +69,7 @@ class Stepper:
         self._context = _context_length(head)
 
     def step(self, batch: Batch) -> Tensor:
-        """One step; the loss before it. Nothing waits for the device."""
+        """One step; returns the loss before it, without waiting for the device."""
         loss = self.loss(batch)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
@@ -88,7 +88,7 @@ class Stepper:
 
 
 def clip_(parameters: Iterable[nn.Parameter], most: float) -> None:
-    """Scales all gradients so that their norm together is at most ``most``; rows count once."""
+    """Clip the norm of all gradients together; row-sparse ones are coalesced first."""
     values = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -110,7 +110,7 @@ def words_before(tokens: Tensor, n: int) -> Tensor:
 
 
 def _context_of(batch: Batch, n: int) -> Tensor:
-    """The tokens before each target; none where inputs are no tokens."""
+    """The tokens before each target; -1 where the inputs are not tokens."""
     inputs, shape = batch.inputs, batch.target.shape
     tokens = isinstance(inputs, Tensor) and inputs.shape == shape and len(shape) == 2
     if tokens and not inputs.is_floating_point():
@@ -119,7 +119,7 @@ def _context_of(batch: Batch, n: int) -> Tensor:
 
 
 def _context_length(head: nn.Module) -> int:
-    """How many tokens the loss of a head wants to see; most want none."""
+    """How many context tokens the loss of a head takes; 0 for most."""
     sampler: Any = getattr(head, "sampler", None)
     if "context" not in inspect.signature(head.forward).parameters:
         return 0
@@ -146,42 +146,51 @@ class Progress:
 def save_checkpoint(
     folder: Path, stepper: Stepper, progress: Progress, step_ms: list[float]
 ) -> None:
-    """Writes the state; the one before it is removed when the new one is whole."""
+    """Write the state, then remove the one before it."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, options = _optimizer_state(stepper)
-    tensors |= _model_state(stepper)
-    tensors["rng/cpu"] = torch.get_rng_state()
+    state: dict[str, Any] = _model_state(stepper)
+    for name, optimizer in stepper.optimizers.items():
+        for i, values in optimizer.state_dict()["state"].items():
+            state |= {f"optimizer/{name}/{i}/{key}": value for key, value in values.items()}
+    state["rng/cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
-        tensors["rng/cuda"] = torch.cuda.get_rng_state()
-    tensors["step_ms"] = torch.tensor(step_ms, dtype=torch.float64)
+        state["rng/cuda"] = torch.cuda.get_rng_state()
+    state["step_ms"] = torch.tensor(step_ms, dtype=torch.float64)
+    tensors = {place: value for place, value in state.items() if isinstance(value, Tensor)}
+    numbers = {place: value for place, value in state.items() if place not in tensors}
     name = f"state-{progress.step}.safetensors"
     save_tensors(folder / name, tensors)
-    write_json(folder / _STATE, {**vars(progress), "tensors": name, "optimizers": options})
+    write_json(folder / _STATE, {**vars(progress), "tensors": name, "optimizers": numbers})
     for old in folder.glob("state-*.safetensors"):
         if old.name != name:
             old.unlink()
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A file that is whole or not there."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Write a file that appears whole or not at all."""
     whole = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
-    save_file(whole, str(temporary))
-    temporary.replace(path)
+    with replacing(path) as new:
+        save_file(whole, str(new))
 
 
 def load_checkpoint(folder: Path, stepper: Stepper) -> tuple[Progress, list[float]] | None:
-    """Puts the state back; None where there is none."""
+    """Restore the state; None if there is no checkpoint."""
     if not (folder / _STATE).is_file():
         return None
     state = read_json(folder / _STATE)
     try:
         tensors = load_file(str(folder / state.pop("tensors")))
     except (OSError, SafetensorError):
-        # Tensors are not waited for until they are on the disk: a power cut may have lost them.
+        # Tensors are not synced to disk: a power cut may have lost them.
         return None
     _load_model(stepper, tensors)
-    _load_optimizers(stepper, tensors, state.pop("optimizers"))
+    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in stepper.optimizers}
+    for place, value in {**tensors, **state.pop("optimizers")}.items():
+        kind, *parts = place.split("/")
+        if kind == "optimizer":
+            found[parts[0]].setdefault(int(parts[1]), {})[parts[2]] = value
+    for name, optimizer in stepper.optimizers.items():
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": found[name]})
     torch.set_rng_state(tensors["rng/cpu"])
     if "rng/cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng/cuda"])
@@ -203,34 +212,12 @@ def _load_model(stepper: Stepper, tensors: dict[str, Tensor]) -> None:
         })  # fmt: skip
 
 
-def _optimizer_state(stepper: Stepper) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors, and the numbers beside them."""
-    whole = {
-        f"optimizer/{name}/{i}/{key}": value
-        for name, optimizer in stepper.optimizers.items()
-        for i, state in optimizer.state_dict()["state"].items()
-        for key, value in state.items()
-    }
-    tensors = {place: value for place, value in whole.items() if isinstance(value, Tensor)}
-    return tensors, {place: value for place, value in whole.items() if place not in tensors}
-
-
-def _load_optimizers(stepper: Stepper, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    for name, optimizer in stepper.optimizers.items():
-        found: dict[int, dict[str, Any]] = defaultdict(dict)
-        for place, value in {**tensors, **numbers}.items():
-            kind, *parts = place.split("/")
-            if kind == "optimizer" and parts[0] == name:
-                found[int(parts[1])][parts[2]] = value
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(found)})
-
-
 Tell = Callable[[float, Progress, float | None], None]
-"""Hears how far a run is, in parts of 1, and its last loss."""
+"""Called with the share of the run that is done, its progress and its last loss."""
 
 
 class RunFailedError(Exception):
-    """A run that cannot go on: ``status`` says how, the message why."""
+    """A run that cannot continue: ``status`` is its state, the message the reason."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -238,14 +225,14 @@ class RunFailedError(Exception):
 
 
 class InterruptedRunError(Exception):
-    """A person has stopped it; the checkpoint is written."""
+    """The user stopped the run; its checkpoint is written."""
 
 
 def warm_up(stepper: Stepper, feed: Feed, seed: int) -> None:
-    """A few steps on a copy, which compile and allocate; they are neither counted nor learned."""
+    """A few steps on a copy, so that compiling and allocating are not timed."""
     parts = copy.deepcopy((stepper.body, stepper.head))
     for module in parts[0].modules():
-        # cuDNN wants the weights in one piece, which copies are not.
+        # Copies do not have their weights in one piece, which cuDNN wants.
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     rehearsal = Stepper(*parts, lr=0.0, clip=1.0)
@@ -325,9 +312,8 @@ class Training:
             self._save()
 
     def _train(self, steps: int, block: int) -> int:
-        """Some steps and their time; how many to make next."""
+        """Train some steps and time them; returns how many to make next."""
         now = self.progress
-        self._before = now.step
         losses: list[Tensor] = []
         start = time.perf_counter()
         for step in range(now.step, now.step + steps):
@@ -338,7 +324,7 @@ class Training:
             torch.cuda.synchronize()
         elapsed = time.perf_counter() - start
         now.step, now.seconds = now.step + steps, now.seconds + elapsed
-        # One by one: the sum does not depend on how many steps were made at a time.
+        # Added one by one, so that the sum does not depend on the block size.
         now.loss_sum = sum(torch.stack(losses).tolist(), now.loss_sum)
         now.loss_count += steps
         self._times.append(1e3 * elapsed / steps)
@@ -346,11 +332,11 @@ class Training:
         return 2 * block if quick else block
 
     def _told(self) -> None:
-        """Everything between two blocks of steps; none of it is on the clock."""
+        """Everything between two blocks of steps, which is not timed."""
         schedule, now = self._schedule, self.progress
-        if schedule.told(now.step) > schedule.told(self._before):
+        if now.step in schedule.told:
             self._tell_loss()
-        if schedule.judged(now.step) > schedule.judged(self._before):
+        if now.step in schedule.judged:
             self._memory.stop()
             self._validate()
             self._memory.start()
@@ -392,7 +378,7 @@ class Training:
         body.train()
 
     def take_best(self) -> None:
-        """Puts the model back that was best on validation data."""
+        """Restore the model that was best on validation data."""
         if self._best.is_file() and self.progress.best_step != self.progress.step:
             _load_model(self._stepper, load_file(str(self._best)))
         self._best.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a comparison says, and how far that can be trusted.
+"""The verdict of a comparison, and how far it can be trusted.
 
 Three findings: the best quality at equal steps, the best at equal time, and the recommendation,
 which is the cheapest head whose quality is within the tolerance of the best. Where the curves of
@@ -30,7 +30,7 @@ _SAME_TIME = 1.05
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the comparison says."""
+    """The conclusions of a comparison."""
 
     headline: str
     detail: str
@@ -74,7 +74,11 @@ def verdict(results: Results) -> Verdict:
     chosen = recommended(results)
     needed = steps_needed(results, chosen)
     headline = f"Take {in_sentence(chosen)}"
-    detail = f": {_reason(results, chosen, tied)}."
+    beside = f"the best quality; {_certainty(best, tied)}"
+    if chosen is not best:
+        beside = _beside_best(results, chosen, tied)
+    ours = describe(metric, chosen.estimates[metric.key])
+    detail = f": {metric.label} {ours} after {budget_text(results)}, {beside}."
     if needed is not None:
         headline = f"It is too early to tell: about {needed:,} steps are needed"
         again = f"steps={needed}" if results.comparison.from_python else f"--budget {needed}steps"
@@ -83,9 +87,7 @@ def verdict(results: Results) -> Verdict:
             f"So far {in_sentence(best)} is ahead, with {metric.label} {quality}"
         )
         # Two runs that disagree on whether it is too early still name the same head.
-        cheaper = (
-            f"; {in_sentence(chosen)} would be taken now, {_beside_best(results, chosen, tied)}"
-        )
+        cheaper = f"; {in_sentence(chosen)} would be taken now, {beside}"
         detail += "." if chosen is best else f"{cheaper}."
     runner_up = next(s for s in ranked if s is not chosen)
     findings = _findings(results, chosen, runner_up, tied)
@@ -199,11 +201,6 @@ def in_sentence(summary: HeadSummary) -> str:
     return name[:1].lower() + name[1:] if re.match(r"\w[a-z]+\b", name) else name
 
 
-def full_softmax(results: Results) -> HeadSummary | None:
-    """The head that the others are measured against."""
-    return next((s for s in results.ranked if s.head.family == "full"), None)
-
-
 def budget_text(results: Results) -> str:
     """The budget as a person would say it."""
     budget = results.comparison.budget
@@ -238,15 +235,6 @@ def times_less(ours: float, theirs: float) -> str:
         if abs(share * n - 1) < 0.08:
             return f"{word} of the"
     return f"{100 * share:.0f}% of the" if share > 0.02 else f"{100 * share:.1g}% of the"
-
-
-def _reason(results: Results, chosen: HeadSummary, tied: Sequence[HeadSummary]) -> str:
-    best, metric = results.ranked[0], results.metric
-    quality = describe(metric, chosen.estimates[metric.key])
-    after = f"{metric.label} {quality} after {budget_text(results)}"
-    if chosen is best:
-        return f"{after}, the best quality; {_certainty(best, tied)}"
-    return f"{after}, {_beside_best(results, chosen, tied)}"
 
 
 def _beside_best(results: Results, chosen: HeadSummary, tied: Sequence[HeadSummary]) -> str:

@@ -1,7 +1,6 @@
-"""What the columns of a table are for, and so the task; and data made of them.
+"""Chooses the columns of a table and the task, and makes data of them.
 
-Columns of text, of the label or of features are given, or follow from their names and values where
-that is safe.
+Columns of text, label and features are given, or inferred from names and values where that is safe.
 """
 
 import math
@@ -42,7 +41,7 @@ _LABELS = (
 _ENDS_AS_LABEL = ("label", "labels", "class", "category")
 _NO_FEATURES = ("id", "index", "split", "", "unnamed: 0")
 _SEPARATORS = ("|", ";", ",")
-# Rows that tell the kind of a column.
+# Number of rows that the kind of a column is inferred from.
 _LOOKED_AT = 1000
 
 
@@ -215,7 +214,7 @@ def _inferred(
 
 
 def _separator(values: list[Any]) -> str | None:
-    """What stands between several labels of a row: its pieces come more often than the wholes."""
+    """The separator of several labels in a cell: it leaves fewer different values."""
     known = [each for each in values if isinstance(each, str)]
     for mark in _SEPARATORS:
         joined = [each for each in known if mark in each]
@@ -364,7 +363,7 @@ def _labels(table: Table, columns: Columns) -> list[list[str]]:
         what = f"mixed types in the column {name!r}: {one!r} before, and here {other!r}"
         raise table.broken(row, what, "write all labels as names, or all as numbers")
     if columns.task == "classification":
-        # Numbers with a fraction measure something: they are no classes.
+        # Numbers with a fraction are measurements, not classes.
         found = [(row, as_number(own[0])) for row, own in enumerate(made) if own]
         fractions = (row for row, n in found if n is not None and math.isfinite(n) and n % 1)
         if all(value is not None for _, value in found) and (row := next(fractions, -1)) >= 0:

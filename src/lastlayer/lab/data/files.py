@@ -1,4 +1,4 @@
-"""Files: which of them hold which part, their text, and errors that name the place."""
+"""Files: which of them hold which part, decoding, and errors that name file and line."""
 
 import codecs
 import gzip
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -23,7 +24,7 @@ class DataError(ValueError):
     has_place = False
 
     def at(self, place: object) -> "DataError":
-        """The same with the file that it is about, unless it has one."""
+        """The same error with the file it is about, unless it names one already."""
         if self.has_place or not str(place).strip():
             return self
         line = "" if self.line is None else f":{self.line}"
@@ -41,7 +42,7 @@ def broken(what: str, remedy: str, *, path: object = None, line: int | None = No
 
 @contextmanager
 def placed(path: object) -> Iterator[None]:
-    """Errors name this file, unless they have named another one."""
+    """Add this file to errors that do not name one."""
     try:
         yield
     except DataError as error:
@@ -57,7 +58,7 @@ Read = TypeVar("Read")
 
 
 def read_each(files: dict[str, Path], read: Callable[[Path], Read]) -> dict[str, Read]:
-    """What the file of each part holds."""
+    """Read the file of each part."""
     made = {}
     for part, file in files.items():
         with placed(file):
@@ -66,7 +67,7 @@ def read_each(files: dict[str, Path], read: Callable[[Path], Read]) -> dict[str,
 
 
 def some(names: Iterable[object], most: int = 8) -> str:
-    """The first names in quotes, for a message."""
+    """The first few names in quotes, for a message."""
     known = [repr(each) for each in names]
     return ", ".join(known[:most]) + (", …" if len(known) > most else "")
 
@@ -82,7 +83,7 @@ def needed(module: str, extra: str = "lab") -> Any:
 
 
 def existing(source: str) -> Path:
-    """The path, or an error that names what is nearest to it."""
+    """The path, or an error that suggests similar names."""
     if not source.strip():
         raise broken("expected a file, a folder or hf:name, got an empty name", "give a path")
     path = Path(source).expanduser()
@@ -107,7 +108,7 @@ def _nearest(path: Path) -> str:
 
 
 def opened(path: Path) -> IO[bytes] | gzip.GzipFile:
-    """The bytes of a file, of a gzipped one those that it holds."""
+    """Open a file for reading bytes; gzip is decompressed."""
     return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb")
 
 
@@ -122,7 +123,7 @@ def plain_stem(path: Path) -> str:
 
 
 _BLOCK = 2**20
-# UTF-32 first: its mark begins with that of UTF-16.
+# Byte-order marks; UTF-32 first, since its mark begins with that of UTF-16.
 _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
@@ -147,18 +148,12 @@ def text_blocks(path: Path, encoding: str = "utf-8") -> Iterator[str]:
 
 def lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
     """Numbered lines from 1, without their ends."""
-    number = 1
-    pieces: list[str] = []
-    for block in text_blocks(path, encoding):
-        *whole, last = block.split("\n")
-        for line in whole:
-            yield number, "".join([*pieces, line]) if pieces else line
-            pieces.clear()
-            number += 1
-        if last:
-            pieces.append(last)
-    if pieces:
-        yield number, "".join(pieces)
+    numbers, rest = count(1), ""
+    for block in _decoded(path, encoding):
+        *whole, rest = (rest + block).split("\n")
+        yield from ((next(numbers), line) for line in whole)
+    if rest:
+        yield next(numbers), rest
 
 
 def _decoded(path: Path, encoding: str) -> Iterator[str]:
@@ -169,7 +164,7 @@ def _decoded(path: Path, encoding: str) -> Iterator[str]:
             f"encoding: expected the name of an encoding, got {encoding!r}; utf-8, utf-16, "
             "latin-1 and cp1252 are common ones"
         ) from None
-    # A mark at the beginning is no part of the text.
+    # A byte-order mark is not part of the text.
     name = "utf-8-sig" if name == "utf-8" else name
     wide = name.startswith(("utf-16", "utf-32"))
     with placed(path), opened(path) as stream:
@@ -197,7 +192,7 @@ def _decoded(path: Path, encoding: str) -> Iterator[str]:
 
 
 def _not_decoded(content: bytes, encoding: str, name: str) -> DataError:
-    """Says where content cannot be decoded."""
+    """An error that names the byte and line where decoding fails."""
     try:
         content.decode(name)
         place = len(content) - 1
@@ -219,7 +214,7 @@ _WORDS = {
     "test": "test", "testing": "test", "tst": "test", "heldout": "test", "eval": "test",
 }  # fmt: skip
 TEXT = (".txt", ".text", ".tokens", ".raw", ".md", ".rst", ".tok", "")
-# They stand beside data and are not it.
+# Files beside the data that are not data.
 _BESIDE = ("readme", "source", "license", "licence", "copying", "changelog", "notice")
 
 
@@ -286,7 +281,7 @@ def text_files(path: Path) -> tuple[dict[str, list[Path]], str]:
     if not files:
         kinds = ", ".join(filter(None, TEXT))
         raise broken(f"no text files ({kinds}) in this folder", "name a file in it", path=path)
-    # In an order that is always the same, and no matter of the names.
+    # A fixed order that does not follow the names.
     files.sort(key=lambda file: digest(file.relative_to(path).as_posix()))
     folders: dict[str, list[Path]] = {}
     for file in files:

@@ -1,4 +1,4 @@
-"""One function for all data, and the task that it is for."""
+"""``load`` reads data of all formats and infers its task."""
 
 import io
 import tokenize
@@ -129,7 +129,7 @@ def _text(path: Path, reading: Reading, task: str | None) -> TextData:
 
 
 def _refuse(given: dict[str, Any]) -> None:
-    """Options that mean nothing for the data are refused, not ignored."""
+    """Refuse options that do not apply to the data."""
     for option, value in given.items():
         if value is not None:
             what = f"{option}: expected none for data without columns of text, got {value}"

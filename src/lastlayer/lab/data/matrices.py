@@ -143,7 +143,7 @@ def _bad_line(path: Path, read: Any, header: bool) -> DataError:
 
 _POSITIVE = {"1", "1.0", "yes", "true", "y", "t"}
 _NEGATIVE = {"0", "0.0", "no", "false", "n", "f"}
-# A list of more values is taken for names of the rows.
+# Attributes with more values are taken for names of rows, and left out.
 _MOST_VALUES = 100
 _ENTRY = re.compile(
     r"""\s*(\d+)\s+('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,'"}]*[^,'"}\s])\s*(?:,|(?=}))"""

@@ -74,7 +74,7 @@ Features = SparseRows | Floats
 
 
 def _entries(offsets: Integers, rows: NDArray[Any]) -> tuple[Integers, Integers]:
-    """Where the entries of some rows are, and the offsets of what is taken from there."""
+    """Indices of the entries of some rows, and the offsets of the selection."""
     rows = np.asarray(rows, np.int64)
     lengths = offsets[rows + 1] - offsets[rows]
     ends = np.concatenate([[0], np.cumsum(lengths)])
@@ -103,8 +103,17 @@ class LabelPart(NamedTuple):
         return LabelPart(_selected(self.features, rows), self.labels.select(rows))
 
 
+class _Rows:
+    """What data of rows has in common."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Rows of each part."""
+        return {part: getattr(self, part).n_rows for part in PARTS}
+
+
 @dataclass(frozen=True, eq=False)
-class LabelData:
+class LabelData(_Rows):
     """Rows to learn labels of."""
 
     name: str  # what a table calls it
@@ -127,6 +136,11 @@ class LabelData:
     @property
     def n_features(self) -> int:
         return len(self.feature_names)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The labels with their counts."""
+        return Vocabulary(self.label_names, self.counts)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -152,7 +166,7 @@ class PairPart(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class PairData:
+class PairData(_Rows):
     """Pairs of rows, of which each query has to find its key."""
 
     name: str  # what a table calls it
@@ -177,6 +191,11 @@ class PairData:
         """Each key comes once."""
         return np.ones(self.n_classes, np.int64)
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Keys have no names."""
+        return Vocabulary((), np.zeros(0, np.int64))
+
     @cached_property
     def fingerprint(self) -> str:
         """The same for the same pairs in the same parts, and otherwise another one."""
@@ -185,7 +204,7 @@ class PairData:
 
 
 def mixed_rows(n: int) -> Integers:
-    """Rows in an order that looks random and is the same on every machine."""
+    """A pseudo-random order of rows that is the same on every machine."""
     # The finaliser of splitmix64: numpy's own generators may change with its version.
     x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -239,9 +258,13 @@ def label_data(
     if not feature_names:
         raise broken("no features", "give rows with at least one")
     order = np.array(sorted(range(n), key=lambda i: (-counts[i], label_names[i])))
-    place = np.argsort(order)
-    ordered = {part: parts[part]._replace(labels=_renumbered(parts[part].labels, place))
-               for part in PARTS}  # fmt: skip
+    place, ordered = np.argsort(order), dict[str, LabelPart]()
+    for part in PARTS:
+        labels = parts[part].labels
+        row = np.repeat(np.arange(labels.n_rows), np.diff(labels.offsets))
+        ids = place[labels.indices]
+        renumbered = Lists(ids[np.lexsort((ids, row))], labels.offsets)
+        ordered[part] = parts[part]._replace(labels=renumbered)
     notes = list(described.get("notes", ()))
     few = {"once": int((counts == 1).sum()), "never": int((counts == 0).sum())}
     if told := [f"{rare:,} {often}" for often, rare in few.items() if rare]:
@@ -256,12 +279,6 @@ def label_data(
         label_names=tuple(label_names[i] for i in order), counts=counts[order].astype(np.int64),
         description=description, task=task, hidden=hidden,
     )  # fmt: skip
-
-
-def _renumbered(labels: Lists, place: Integers) -> Lists:
-    row = np.repeat(np.arange(labels.n_rows), np.diff(labels.offsets))
-    indices = place[labels.indices]
-    return Lists(indices[np.lexsort((indices, row))], labels.offsets)
 
 
 def pair_data(

@@ -11,9 +11,8 @@ import warnings
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -33,12 +32,11 @@ from lastlayer.lab.data.text import (
     END,
     FirstCome,
     Ids,
-    IdStream,
     Reading,
     TextData,
     language_data,
-    write_whole,
 )
+from lastlayer.lab.records import replacing
 
 VARIABLE = "LASTLAYER_CACHE"
 
@@ -56,9 +54,9 @@ def cache_folder() -> Path:
 
 
 NEWLINE = "<newline>"
-# Counted up whenever other tokens come out of the same source.
+# Version of the tokenization, part of the cache key.
 TOKENIZER = 1
-# What others installed; what a build wrote, with the paths of that machine in it.
+# Installed packages, and files that a build wrote with paths of its machine.
 _OTHERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 _BUILT = ("_sysconfigdata", "_sysconfig_vars")
 # Comments and layout are left out: what is left is what Python itself reads.
@@ -118,70 +116,53 @@ def tokens_of(path: Path) -> list[str]:
 
 def source_tokens(source: str) -> Iterator[str]:
     """The tokens of Python source, without comments and layout."""
-    # By place: the names of a named tuple take twice the time.
+    # By position: the names of a named tuple take twice the time.
     for kind, text, *_ in tokenize.generate_tokens(io.StringIO(source).readline):
         if kind not in _LEFT_OUT:
             yield NEWLINE if kind == tokenize.NEWLINE else text
 
 
-@dataclass(frozen=True)
-class Sources:
-    """All modules; the tokens of file i are ``ids[offsets[i] : offsets[i + 1]]``."""
+def _sources(
+    reading: Reading, *, rows: bool, cache: bool
+) -> tuple[list[str], dict[str, list[Ids]]]:
+    """All tokens, and for each part the ids of the tokens of its files, within the limit.
 
-    files: list[SourceFile]
-    names: list[str]
-    ids: Ids
-    offsets: NDArray[np.int64]
-
-    def tokens(self, file: int) -> Ids:
-        """The numbers of the tokens of a file; none where it was not read."""
-        return self.ids[self.offsets[file] : self.offsets[file + 1]]
-
-
-def _until_limit(
-    files: Sequence[SourceFile], reading: Reading, rows: bool, length: Callable[[int], int]
-) -> Iterator[int]:
-    """Files that are Python, from the first on, until each part has enough tokens, or rows."""
+    A file that is not Python has none. With a limit, files are read until each part has enough
+    tokens, or rows.
+    """
+    files = source_files()
+    path = cache_folder() / f"{_key(files)}.npz"
+    held = _read(path, len(files)) if cache else None
     missing = {part: reading.most(part) for part in PARTS}
+    taken: dict[str, list[Ids]] = {part: [] for part in PARTS}
+    numbers, read = FirstCome(), list[Ids]()
     for i, file in enumerate(files):
         wanted = missing[file.part]
         if wanted is not None and wanted <= 0:
             continue
-        if tokens := length(i):
-            yield i
+        if held is None:
+            own = np.fromiter(map(numbers.__getitem__, tokens_of(file.path)), np.int32)
+            read.append(own)
+        else:
+            own = held.ids[held.offsets[i] : held.offsets[i + 1]]
+        if len(own):
+            taken[file.part].append(own)
             if wanted is not None:
-                missing[file.part] = wanted - (1 if rows else tokens)
+                missing[file.part] = wanted - (1 if rows else len(own))
+    if held is not None:
+        return held.names, taken
+    if cache and reading.limit is None:
+        offsets = np.cumsum([0, *map(len, read)])
+        _write(path, _Held(list(numbers), np.concatenate(read), offsets))
+    return list(numbers), taken
 
 
-def _sources(reading: Reading, *, rows: bool, cache: bool) -> tuple[Sources, dict[str, list[int]]]:
-    """The source of all modules, and which of them are taken in each part.
+class _Held(NamedTuple):
+    """The cache: the ids of file i are ``ids[offsets[i] : offsets[i + 1]]``."""
 
-    With a limit and nothing in the cache, only those are read. They are the first of each part: the
-    result is the same.
-    """
-    files = source_files()
-    path = cache_folder() / f"{_key(files)}.npz"
-    sources = _read(path, files) if cache else None
-    if sources is None:
-        numbers, offsets = FirstCome(), np.zeros(len(files) + 1, np.int64)
-        stream = IdStream(numbers)
-
-        def tokenised(i: int) -> int:
-            offsets[i] = stream.length
-            stream.add(tokens_of(files[i].path))
-            offsets[i + 1 :] = stream.length
-            return int(offsets[i + 1] - offsets[i])
-
-        for _ in _until_limit(files, reading, rows, tokenised):
-            pass
-        sources = Sources(files, list(numbers), stream.finish(), offsets)
-        if cache and reading.limit is None:
-            _write(path, sources)
-    lengths = np.diff(sources.offsets)
-    taken: dict[str, list[int]] = {part: [] for part in PARTS}
-    for i in _until_limit(files, reading, rows, lambda i: int(lengths[i])):
-        taken[files[i].part].append(i)
-    return sources, taken
+    names: list[str]
+    ids: Ids
+    offsets: NDArray[np.int64]
 
 
 def _key(files: Sequence[SourceFile]) -> str:
@@ -191,17 +172,16 @@ def _key(files: Sequence[SourceFile]) -> str:
     return f"stdlib-{python}-t{TOKENIZER}-{digest(json.dumps(sizes)).hex()[:16]}"
 
 
-def _write(path: Path, sources: Sources) -> None:
+def _write(path: Path, held: _Held) -> None:
     """A full or read-only disk only makes the next run slower."""
-    names = np.frombuffer(json.dumps(sources.names).encode(), np.uint8)
-    content = io.BytesIO()
-    np.savez(content, ids=sources.ids, offsets=sources.offsets, names=names)
+    names = np.frombuffer(json.dumps(held.names).encode(), np.uint8)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content.getvalue())
+        with replacing(path) as new, new.open("wb") as file:
+            np.savez(file, ids=held.ids, offsets=held.offsets, names=names)
 
 
-def _read(path: Path, files: list[SourceFile]) -> Sources | None:
+def _read(path: Path, files: int) -> _Held | None:
     """None where there is no such file, or one that is damaged: zip files have checksums."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
@@ -209,9 +189,8 @@ def _read(path: Path, files: list[SourceFile]) -> Sources | None:
             names = json.loads(content["names"].tobytes())
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
-    if len(offsets) != len(files) + 1 or offsets[-1] != len(ids):
-        return None
-    return Sources(files, names, ids, offsets)
+    whole = len(offsets) == files + 1 and offsets[-1] == len(ids)
+    return _Held(names, ids, offsets) if whole else None
 
 
 _DESCRIBED = {
@@ -225,9 +204,9 @@ _DESCRIBED = {
 
 def stdlib_text(reading: Reading, *, cache: bool) -> TextData:
     """Files whole in one part each; each ends with ``<eos>``."""
-    sources, taken = _sources(reading, rows=False, cache=cache)
-    parts = {p: np.concatenate([sources.tokens(i) for i in own]) for p, own in taken.items()}
-    return language_data(sources.names, parts, _DESCRIBED, reading)
+    names, taken = _sources(reading, rows=False, cache=cache)
+    parts = {part: np.concatenate(own) for part, own in taken.items()}
+    return language_data(names, parts, _DESCRIBED, reading)
 
 
 # A module is a label where this many files for training import it.
@@ -239,9 +218,9 @@ _ENDS = {NEWLINE, ";", END}
 
 def stdlib_labels(reading: Reading, *, cache: bool) -> LabelData:
     """One row per file. Import statements are taken out of it, and top-level modules are labels."""
-    sources, taken = _sources(reading, rows=True, cache=cache)
+    names, taken = _sources(reading, rows=True, cache=cache)
     rows = {
-        part: [without_imports([sources.names[t] for t in sources.tokens(i)]) for i in own]
+        part: [without_imports([names[t] for t in ids]) for ids in own]
         for part, own in taken.items()
     }
     known = Counter(label for _, labels in rows["train"] for label in labels)

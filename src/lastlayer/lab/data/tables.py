@@ -154,7 +154,7 @@ def _read_separated(file: Path, encoding: str) -> Table:
     delimiters = ("\t", ",", ";", "|") if kind not in COMMA else (",", ";", "\t", "|")
     delimiter = next((each for each in delimiters if each in first), ",")
     names = next(csv.reader(chain([first], text), delimiter=delimiter))
-    # What should be a name is a value where it is a number or a sentence.
+    # A header with a number or a sentence in it is a row of values.
     has_header = not any(as_number(name) is not None or len(name.split()) > 5 for name in names)
     names = [n.strip() if has_header else f"column{i}" for i, n in enumerate(names, 1)]
     read = reader.ReadOptions(
@@ -164,7 +164,7 @@ def _read_separated(file: Path, encoding: str) -> Table:
         column_types=dict.fromkeys(names, arrow.string()), strings_can_be_null=False
     )
     failed: Exception | None = None
-    # Values between tabs seldom have quotes around them, and may begin with one.
+    # Tab-separated values are seldom quoted, and may begin with a quote character.
     for quote in ('"', False) if delimiter == "\t" else ('"',):
         parse = reader.ParseOptions(
             delimiter=delimiter, quote_char=quote, newlines_in_values=delimiter != "\t"
@@ -176,7 +176,7 @@ def _read_separated(file: Path, encoding: str) -> Table:
             failed = error
         else:
             return Table.of(file, names, (each.to_pylist() for each in table.columns))
-    # Where it is a matter of the encoding, that names the place.
+    # If the encoding is the cause, this raises an error that names the place.
     for _ in text_blocks(file, encoding):
         pass
     told = str(failed).splitlines()[0][:160].removeprefix("CSV parse error: ")

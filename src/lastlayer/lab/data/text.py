@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lastlayer.lab.data.files import PARTS, broken, existing, needed, text_blocks, text_files
+from lastlayer.lab.records import write_text
 
 UNKNOWN = "<unk>"
 """Stands for every token that the vocabulary leaves out; always in it."""
@@ -60,9 +60,7 @@ class Vocabulary:
     def save(self, path: Path | str) -> None:
         """Write JSON; the file appears whole or not at all."""
         content = {"schema": _SCHEMA, "tokens": self.tokens, "counts": self.counts.tolist()}
-        write_whole(
-            Path(path), json.dumps(content, ensure_ascii=False).encode("utf-8", _SURROGATES)
-        )
+        write_text(Path(path), json.dumps(content, ensure_ascii=False), errors=_SURROGATES)
 
     @classmethod
     def load(cls, path: Path | str, *, unknown: bool = True) -> "Vocabulary":
@@ -119,18 +117,6 @@ def choose(
     return vocabulary, table
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """A temporary file beside it takes its place when it is complete."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
 Ids = NDArray[np.int32]
 
 
@@ -149,6 +135,11 @@ class TextData:
     @property
     def n_classes(self) -> int:
         return len(self.vocabulary)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Tokens of each part."""
+        return {part: len(getattr(self, part)) for part in PARTS}
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -174,12 +165,12 @@ def fingerprint(names: Iterable[str], arrays: Iterable[NDArray[Any]]) -> str:
 
 # 256 MB of ids stay in memory; more go to a file that is mapped.
 MEMORY_TOKENS = 2**26
-# So many are renumbered at a time.
+# Number of ids that are renumbered at a time.
 _CHUNK = 2**22
 
 
 class FirstCome(dict[str, int]):
-    """Numbers tokens in the order in which they come first."""
+    """Maps tokens to numbers in the order of their first occurrence."""
 
     def __missing__(self, token: str) -> int:
         number = self[token] = len(self)
@@ -187,7 +178,7 @@ class FirstCome(dict[str, int]):
 
 
 class IdStream:
-    """Grows by blocks of tokens; what memory does not hold goes to a file without a name."""
+    """Collects ids of tokens; very long texts are spilled to an unnamed temporary file."""
 
     def __init__(self, numbers: FirstCome) -> None:
         self._number = numbers.__getitem__
@@ -231,7 +222,7 @@ def _counted(ids: Ids, n: int) -> NDArray[np.int64]:
 
 
 def _renumber(ids: Ids, table: NDArray[np.int32]) -> None:
-    """Puts in place of each id what the table has there."""
+    """Replace each id by its entry in the table, in place."""
     for first in range(0, len(ids), _CHUNK):
         ids[first : first + _CHUNK] = table[ids[first : first + _CHUNK]]
 
@@ -347,7 +338,7 @@ def language_data(
     if seen < 2:
         what = "one class: the training part has one word alone" if seen else "no words"
         raise broken(what, "give a text with at least two different words")
-    # All tokens of a tokenizer are classes, come what may.
+    # All tokens of a tokenizer are classes, whether they occur or not.
     least = 0 if reading.tokenizer and reading.min_count is None else reading.min_count
     vocabulary, table = choose(names, counts, reading.vocab_size, least)
     if {*vocabulary.tokens} <= {UNKNOWN, END}:

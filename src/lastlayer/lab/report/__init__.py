@@ -1,10 +1,9 @@
 """The report of a comparison: a page that works offline, pictures, and tables."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lastlayer.lab.errors import LabError
+from lastlayer.lab.errors import require
 from lastlayer.lab.records import write_text
 from lastlayer.lab.results import Results, read_results
 from lastlayer.lab.verdict import verdict
@@ -12,9 +11,7 @@ from lastlayer.lab.verdict import verdict
 if TYPE_CHECKING:
     from lastlayer.lab.report.figures import Figure
 
-__all__ = ["require_packages", "write_report"]
-
-_NEEDED = {"altair": "altair", "jinja2": "jinja2", "vl_convert": "vl-convert-python"}
+__all__ = ["write_report"]
 
 
 def write_report(out: Path, *, pictures: bool = True) -> Path:
@@ -34,7 +31,7 @@ def write_report(out: Path, *, pictures: bool = True) -> Path:
     Raises:
         LabError: ``out`` is no such folder, a file in it is broken, or a package is missing.
     """
-    require_packages()
+    require("altair", "jinja2", "vl_convert")
     from lastlayer.lab.report import figures, page, tables
 
     out = Path(out)
@@ -51,23 +48,15 @@ def write_report(out: Path, *, pictures: bool = True) -> Path:
     return out / "report.html"
 
 
-def require_packages() -> None:
-    """Raise before any work is done for a report that could not be written."""
-    missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
-    if missing:
-        raise LabError(
-            f'report: expected {", ".join(missing)} to be installed; pip install "lastlayer[lab]"'
-        )
-
-
 def _draw(folder: Path, shown: tuple["Figure", ...], results: Results) -> None:
-    from lastlayer.lab.report import figures, look
+    from lastlayer.lab.report import look
 
     folder.mkdir(exist_ok=True)
-    charts = figures.Charts(look.looks(results.comparison.heads), in_page=False)
+    looks = look.looks(results.comparison.heads)
     for figure in shown:
         for view in figure.views:
             several = len(figure.views) > 1
             stem = folder / (f"{figure.key}-{view.key}" if several else figure.key)
             label = view.label if several else ""
-            look.write_picture(view.chart(charts), stem, title=figure.title, subtitle=label)
+            chart = view.chart(looks, in_page=False)
+            look.write_picture(chart, stem, title=figure.title, subtitle=label)

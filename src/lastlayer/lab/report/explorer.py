@@ -1,6 +1,6 @@
-"""What each head makes of the same contexts or rows, ready to be shown.
+"""Predictions of each head for the same contexts or rows, prepared for the page.
 
-Entries come from files that anyone may have changed: what is not as it should be is left out.
+Entries come from files that may have been edited: malformed values are left out.
 """
 
 import math

@@ -1,8 +1,8 @@
 """All figures of the page: quality and its cost, where differences come from, cost by classes.
 
-A chart knows nothing of light or dark: colours come from Vega's configuration, and from the signals
-``ink`` and ``muted``. In the page the legend of all charts is one, so that a chart has none of its
-own there, and the signal ``shown`` lists the heads to draw.
+Charts do not depend on light or dark mode: colours come from Vega's configuration, and from the
+signals ``ink`` and ``muted``. The page has one legend for all charts; the signal ``shown`` lists
+the heads to draw.
 """
 
 import json
@@ -17,7 +17,7 @@ from lastlayer.lab import metrics
 from lastlayer.lab.metrics import Metric
 from lastlayer.lab.records import Cost
 from lastlayer.lab.report.look import LIGHT_INK, SHAPES, Look
-from lastlayer.lab.results import Axis, HeadSummary, Results, interpolate, quality_of
+from lastlayer.lab.results import Axis, HeadSummary, Results, curve, interpolate
 from lastlayer.lab.statistics import Estimate, estimate
 from lastlayer.lab.verdict import bounds, describe, joined
 
@@ -35,68 +35,10 @@ _MOST_TICKS = 6
 _MANTISSAS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 3), (1,))
 # Letters of a name that fit beside a chart on a phone.
 _LINE = 18
+# Dashes are those of lines: around a symbol they would look torn.
+_LEGEND = {"title": None, "symbolOpacity": 1, "labelLimit": 300, "symbolStrokeWidth": 0}
 
 alt.data_transformers.disable_max_rows()
-
-
-class Charts:
-    """Draws the same heads with the same marks on every chart.
-
-    Args:
-        looks: of the heads.
-        in_page: as wide as the page lets it be and without a legend; else 640 wide with one.
-        validate: check the charts against the schema of Vega-Lite, which takes longer than all
-            else: tests do.
-    """
-
-    def __init__(
-        self, looks: Sequence[Look], *, in_page: bool = True, validate: bool = False
-    ) -> None:
-        self._heads = [look.name for look in looks]
-        self._in_page, self._validate = in_page, validate
-        legend = None
-        if not in_page:
-            # Dashes are those of lines: around a symbol they would look torn.
-            legend = alt.Legend(title=None, symbolOpacity=1, labelLimit=300, symbolStrokeWidth=0)
-
-        def by_head(channel: Any, values: Sequence[Any]) -> Any:
-            scale = alt.Scale(domain=self._heads, range=list(values))
-            return channel("head:N", scale=scale, legend=legend)
-
-        self._colour = by_head(alt.Color, [look.light for look in looks])
-        self._shape = by_head(alt.Shape, [SHAPES[look.shape] for look in looks])
-        self._dash = by_head(alt.StrokeDash, [list(look.dash) for look in looks])
-
-    def of(self, rows: Sequence[Row], tooltip: list[Any], **axes: Any) -> alt.Chart:
-        """What the layers of a chart share: the rows of the heads that are shown, in colour."""
-        shown = _data(rows).transform_filter("indexof(shown, datum.head) >= 0")
-        return shown.encode(color=self._colour, tooltip=tooltip, **axes)
-
-    def points(self, base: alt.Chart, size: int = 80, **look: Any) -> Any:
-        """The symbol of each head."""
-        return base.mark_point(filled=True, size=size, opacity=1, **look).encode(shape=self._shape)
-
-    def lines(self, base: alt.Chart) -> Any:
-        """A line per head."""
-        return base.mark_line(strokeWidth=2, clip=True).encode(strokeDash=self._dash)
-
-    def finish(self, *layers: Any, height: Any = 340, legend: bool = True) -> dict[str, Any]:
-        """The layers as one chart in Vega-Lite."""
-        ink = {"shown": self._heads, "ink": LIGHT_INK.text, "muted": LIGHT_INK.muted}
-        chart = alt.layer(*layers).properties(
-            width="container" if self._in_page else 640, height=height
-        )
-        chart = chart.add_params(*(alt.param(name=name, value=each) for name, each in ink.items()))
-        made: dict[str, Any] = chart.to_dict(validate=self._validate)
-        made.pop("config", None)
-        if not legend:
-            for layer in made["layer"]:
-                for channel in layer.get("encoding", {}).values():
-                    if "legend" in channel:
-                        channel["legend"] = None
-        if self._in_page:
-            made["autosize"] = {"type": "fit-x", "contains": "padding"}
-        return made
 
 
 class View(NamedTuple):
@@ -105,7 +47,37 @@ class View(NamedTuple):
     key: str
     label: str  # of the button
     alt_text: str
-    chart: Callable[[Charts], dict[str, Any]]
+    layers: list[Any]  # of the chart
+    height: Any = 340
+    legend: bool = True  # whether a picture has one; heads may be named at the axis instead
+
+    def chart(self, looks: Sequence[Look], *, in_page: bool = True) -> dict[str, Any]:
+        """The chart in Vega-Lite, with the same marks for the same heads on every chart.
+
+        Args:
+            looks: of the heads.
+            in_page: as wide as the page lets it be and without a legend; else 640 wide with one.
+        """
+        heads = [look.name for look in looks]
+        signals = {"shown": heads, "ink": LIGHT_INK.text, "muted": LIGHT_INK.muted}
+        size = {"width": "container" if in_page else 640, "height": self.height}
+        chart = alt.layer(*self.layers).properties(**size)
+        chart = chart.add_params(*(alt.param(name=name, value=v) for name, v in signals.items()))
+        made: dict[str, Any] = chart.to_dict(validate=False)
+        made.pop("config", None)
+        marks = {
+            "color": [look.light for look in looks],
+            "shape": [SHAPES[look.shape] for look in looks],
+            "strokeDash": [list(look.dash) for look in looks],
+        }
+        legend = None if in_page or not self.legend else _LEGEND
+        for layer in made["layer"]:
+            for channel, values in marks.items():
+                if (own := layer.get("encoding", {}).get(channel, {})).get("field") == "head":
+                    own |= {"scale": {"domain": heads, "range": values}, "legend": legend}
+        if in_page:
+            made["autosize"] = {"type": "fit-x", "contains": "padding"}
+        return made
 
 
 class Figure(NamedTuple):
@@ -155,24 +127,16 @@ def _tradeoff(results: Results, cost: Metric) -> View:
     x = alt.X("x:Q", title=_title(cost), **_around(cost, [row["x"] for row in rows]))
     y = alt.Y("y:Q", title=metric.label, **_around(metric, held))
     tooltip = [_tip("head"), _tip("value", metric.label), _tip("cost", cost.label)]
-
-    def chart(charts: Charts) -> dict[str, Any]:
-        points = charts.of(rows, tooltip, x=x, y=y)
-        layers = _baseline_layers(base, y=y)
-        # A mark without anything to draw is more than the layout of labels can bear.
-        if len(best) > 1:
-            front = [{"x": s.mean(cost.key), "y": s.mean(metric.key)} for s in best]
-            layers.append(_dashed(front).encode(x=x, y=y, order=alt.Order("x:Q")))
-        if any(row["low"] is not None for row in rows):
-            layers.append(_whiskers(points, "y"))
-        return charts.finish(*layers, charts.points(points, 130, style="heads"), height=380)
-
-    return View(
-        cost.key, cost.label,
-        f"Scatter plot of {metric.label} against {cost.label} for {len(rows)} heads. Not beaten in "
-        f"both: {', '.join(s.title for s in best)}.",
-        chart,
-    )  # fmt: skip
+    points, layers = _heads(rows, tooltip, x=x, y=y), _baseline_layers(base, y=y)
+    # A mark without anything to draw is more than the layout of labels can bear.
+    if len(best) > 1:
+        front = [{"x": s.mean(cost.key), "y": s.mean(metric.key)} for s in best]
+        layers.append(_dashed(front).encode(x=x, y=y, order=alt.Order("x:Q")))
+    if any(row["low"] is not None for row in rows):
+        layers.append(_whiskers(points, "y"))
+    told = f"Scatter plot of {metric.label} against {cost.label} for {len(rows)} heads. Not beaten "
+    told += f"in both: {', '.join(s.title for s in best)}."
+    return View(cost.key, cost.label, told, [*layers, _points(points, 130, style="heads")], 380)
 
 
 def equal(results: Results) -> list[View]:
@@ -184,42 +148,38 @@ def equal(results: Results) -> list[View]:
         for at, found in (("equal time", s.at_equal_seconds), ("the end", s.at_equal_steps))
         if found is not None
     ]
-
-    def chart(charts: Charts) -> dict[str, Any]:
-        held, line = _baseline(results, "valid", _in_sight(metric, rows, "x"))
-        x = alt.X("x:Q", title=metric.label, **_around(metric, held))
-        tooltip = [_tip("head"), _tip("at"), _tip("value", metric.label)]
-        base = charts.of(rows, tooltip, x=x, y=_names([s.title for s in results.ranked]))
-        mark: dict[str, Any] = {"size": 110, "opacity": 1}
-        return charts.finish(
-            *_baseline_layers(line, x=x),
-            base.mark_line(strokeWidth=1.5, opacity=0.5).encode(detail="head:N"),
-            _whiskers(base, "x", strokeWidth=4, opacity=0.22),
-            base.transform_filter("datum.at == 'equal time'").mark_point(
-                filled=True, shape="circle", **mark
-            ),
-            base.transform_filter("datum.at == 'the end'").mark_point(
-                filled=False, shape="square", strokeWidth=2, **mark
-            ),
-            height=alt.Step(30), legend=False,
-        )  # fmt: skip
-
+    if not rows:
+        return []
+    held, line = _baseline(results, "valid", _in_sight(metric, rows, "x"))
+    x = alt.X("x:Q", title=metric.label, **_around(metric, held))
+    tooltip = [_tip("head"), _tip("at"), _tip("value", metric.label)]
+    base = _heads(rows, tooltip, x=x, y=_names([s.title for s in results.ranked]))
+    timed, ended = (
+        base.transform_filter(f"datum.at == '{at}'") for at in ("equal time", "the end")
+    )
+    mark: dict[str, Any] = {"size": 110, "opacity": 1}
+    layers = [
+        *_baseline_layers(line, x=x),
+        base.mark_line(strokeWidth=1.5, opacity=0.5).encode(detail="head:N"),
+        _whiskers(base, "x", strokeWidth=4, opacity=0.22),
+        timed.mark_point(filled=True, shape="circle", **mark),
+        ended.mark_point(filled=False, shape="square", strokeWidth=2, **mark),
+    ]
     after = metrics.seconds(results.equal_seconds or 0.0)
     told = f"{metric.label} after {after} of training and after {results.equal_steps or 0:,} steps"
-    return _one(rows, "both", f"For each head, {told}.", chart)
+    return [View("both", "both", f"For each head, {told}.", layers, alt.Step(30), legend=False)]
 
 
 def curves(results: Results) -> list[View]:
-    """Learning curves over seconds and over steps."""
-    views = [_curve(results, "steps", "over steps"), _curve(results, "seconds", "over time")]
-    return [view for view in views if view is not None]
+    """Learning curves over steps and over seconds."""
+    return [*_curve(results, "steps", "over steps"), *_curve(results, "seconds", "over time")]
 
 
-def _curve(results: Results, axis: Axis, label: str) -> View | None:
+def _curve(results: Results, axis: Axis, label: str) -> list[View]:
     metric = results.metric
     rows = [row for s in results.summaries for row in _mean_curve(s, metric, axis)]
     if not rows:
-        return None
+        return []
     title = "seconds of training" if axis == "seconds" else "steps"
     ends = [row["x"] for row in rows if row["last"]]
     ticks: dict[str, Any] = {"grid": False, "format": ".3~s" if axis == "steps" else ",.8~g"}
@@ -239,38 +199,30 @@ def _curve(results: Results, axis: Axis, label: str) -> View | None:
     held, line = _baseline(results, "valid", settled)
     y = alt.Y("y:Q", title=metric.label, **_around(metric, held))
     at = alt.Tooltip("x:Q", title=title, format=",.4~g")
-
-    def chart(charts: Charts) -> dict[str, Any]:
-        base = charts.of(rows, [_tip("head"), at, _tip("value", metric.label)], x=x, y=y)
-        band = base.transform_filter("isValid(datum.low)").mark_area(opacity=0.13, clip=True)
-        return charts.finish(
-            *_baseline_layers(line, y=y),
-            band.encode(y="low:Q", y2="high:Q"),
-            charts.lines(base),
-            charts.points(base.transform_filter("datum.last")),
-            # A line has one tooltip for all of it: points that are not seen have their own.
-            base.mark_point(size=140, opacity=0, clip=True),
-            height=380,
-        )
-
+    base = _heads(rows, [_tip("head"), at, _tip("value", metric.label)], x=x, y=y)
+    band = base.transform_filter("isValid(datum.low)").mark_area(opacity=0.13, clip=True)
+    layers = [
+        *_baseline_layers(line, y=y),
+        band.encode(y="low:Q", y2="high:Q"),
+        _lines(base),
+        _points(base.transform_filter("datum.last")),
+        # A line has one tooltip for all of it: points that are not seen have their own.
+        base.mark_point(size=140, opacity=0, clip=True),
+    ]
     names = {row["head"] for row in rows}
-    return View(
-        axis, label, f"Learning curves of {len(names)} heads: {metric.label} {label}.", chart
-    )
+    told = f"Learning curves of {len(names)} heads: {metric.label} {label}."
+    return [View(axis, label, told, layers, 380)]
 
 
 def _mean_curve(summary: HeadSummary, metric: Metric, axis: Axis) -> list[Row]:
     """The mean over seeds, as far as all were validated; of what there is, if none finished."""
-    known = {
-        run.seed: [p for p in run.valid if quality_of(p, metric) is not None]
-        for run in summary.finished or summary.runs
-    }
-    runs = [run for run in summary.runs if known.get(run.seed)]
-    places = sorted({
-        p.seconds if axis == "seconds" else float(p.step) for run in runs for p in known[run.seed]
-    })  # fmt: skip
+    runs = [run for run in summary.finished or summary.runs if curve(run, metric, axis)]
+    places = sorted({x for run in runs for x, _ in curve(run, metric, axis)})
+    if len(places) > _GRID:
+        step = (len(places) - 1) / (_GRID - 1)
+        places = [places[round(i * step)] for i in range(_GRID)]
     rows: list[Row] = []
-    for where in _thinned(places):
+    for where in places:
         values = [v for run in runs if (v := interpolate(run, metric, axis, where)) is not None]
         found = estimate(values, log=metric.log) if len(values) == len(runs) else None
         if found is not None:
@@ -284,13 +236,6 @@ def _mean_curve(summary: HeadSummary, metric: Metric, axis: Axis) -> list[Row]:
     return rows
 
 
-def _thinned(places: Sequence[float]) -> Sequence[float]:
-    if len(places) <= _GRID:
-        return places
-    step = (len(places) - 1) / (_GRID - 1)
-    return [places[round(i * step)] for i in range(_GRID)]
-
-
 def deciles(results: Results) -> list[View]:
     """Quality by how frequent the target is."""
     smooth = results.metric is metrics.EPS_PERPLEXITY
@@ -301,11 +246,10 @@ def deciles(results: Results) -> list[View]:
         Metric("top10", "top-10 accuracy", "percent", lower_is_better=False),
         Metric("recall", "recall", "percent", lower_is_better=False),
     )  # fmt: skip
-    views = (_deciles(results, kind) for kind in kinds)
-    return [view for view in views if view is not None]
+    return [view for kind in kinds for view in _deciles(results, kind)]
 
 
-def _deciles(results: Results, kind: Metric) -> View | None:
+def _deciles(results: Results, kind: Metric) -> list[View]:
     rows: list[Row] = []
     for summary in results.ranked:
         parts = defaultdict(list)
@@ -318,7 +262,7 @@ def _deciles(results: Results, kind: Metric) -> View | None:
             if found is not None:
                 rows.append({**_place(summary, kind, found), "x": decile, "y": found.mean})
     if not rows:
-        return None
+        return []
     # Domains are given, so that axes stay where they are when a head is hidden.
     x = alt.X("x:O", title="frequency decile of the target, 1 = most frequent",
               scale=alt.Scale(domain=sorted({row["x"] for row in rows})),
@@ -327,36 +271,28 @@ def _deciles(results: Results, kind: Metric) -> View | None:
     y = alt.Y("y:Q", title=kind.label, scale=alt.Scale(domain=[0, 1.05 * top]),
               axis=alt.Axis(format=_format(kind), tickCount=5))  # fmt: skip
     tooltip = [_tip("head"), alt.Tooltip("x:O", title="decile"), _tip("value", kind.label)]
-    return View(
-        kind.key,
-        kind.label,
-        f"{first_capital(kind.label)} by frequency decile of the target, a line per head.",
-        lambda charts: _joined_points(charts, rows, tooltip, x, y),
-    )
+    told = f"{first_capital(kind.label)} by frequency decile of the target, a line per head."
+    return [View(kind.key, kind.label, told, _joined_points(rows, tooltip, x, y))]
 
 
 def calibration(results: Results) -> list[View]:
     """How often the best class is right, by how likely the head says it is."""
     rows = [row for summary in results.ranked for row in _calibration(summary)]
-
-    def chart(charts: Charts) -> dict[str, Any]:
-        whole: dict[str, Any] = {
-            "axis": alt.Axis(format="~%", tickCount=5),
-            "scale": alt.Scale(domain=[0, 1]),
-        }
-        x = alt.X("x:Q", title="probability given to the best class", **whole)
-        y = alt.Y("y:Q", title="how often it is right", **whole)
-        tooltip = [_tip("head"), alt.Tooltip("x:Q", title="said", format=".1%"),
-                   alt.Tooltip("y:Q", title="right", format=".1%"),
-                   alt.Tooltip("count:Q", title="predictions", format=",")]  # fmt: skip
-        diagonal = _dashed([{"x": 0, "y": 0}, {"x": 1, "y": 1}]).encode(x=x, y=y)
-        return _joined_points(charts, rows, tooltip, x, y, diagonal)
-
-    told = (
-        "Calibration: how often the best class is right against its probability, a line per head; "
-        "the diagonal is perfect."
-    )
-    return _one(rows, "calibration", told, chart)
+    if not rows:
+        return []
+    whole: dict[str, Any] = {
+        "axis": alt.Axis(format="~%", tickCount=5), "scale": alt.Scale(domain=[0, 1]),
+    }  # fmt: skip
+    x = alt.X("x:Q", title="probability given to the best class", **whole)
+    y = alt.Y("y:Q", title="how often it is right", **whole)
+    tooltip = [_tip("head"), alt.Tooltip("x:Q", title="said", format=".1%"),
+               alt.Tooltip("y:Q", title="right", format=".1%"),
+               alt.Tooltip("count:Q", title="predictions", format=",")]  # fmt: skip
+    diagonal = _dashed([{"x": 0, "y": 0}, {"x": 1, "y": 1}]).encode(x=x, y=y)
+    told = "Calibration: how often the best class is right against its probability, a line per "
+    told += "head; the diagonal is perfect."
+    layers = [diagonal, *_joined_points(rows, tooltip, x, y)]
+    return [View("calibration", "calibration", told, layers)]
 
 
 def _calibration(summary: HeadSummary) -> list[Row]:
@@ -367,13 +303,12 @@ def _calibration(summary: HeadSummary) -> list[Row]:
     rows: list[Row] = []
     for _, parts in sorted(bins.items()):
         total = sum(part["count"] for part in parts)
-        said, right = (
-            sum(part["count"] * part[key] for part in parts) for key in ("confidence", "accuracy")
-        )
         if total >= _FEWEST:
-            rows.append(
-                {"head": summary.title, "count": total, "x": said / total, "y": right / total}
+            said, right = (
+                sum(part["count"] * part[key] for part in parts) / total
+                for key in ("confidence", "accuracy")
             )
+            rows.append({"head": summary.title, "count": total, "x": said, "y": right})
     return rows
 
 
@@ -388,20 +323,16 @@ def support(results: Results) -> list[View]:
                          "end": found.high or found.mean,
                          "text": metrics.format_value(covered, "share")})  # fmt: skip
     if not any(row["x"] < 0.999 * (n_classes or math.inf) for row in rows):
-        rows = []
+        return []
     high = max([n_classes or 1, *(row["x"] for row in rows)])
     # Room for the numbers at the right.
     x = alt.X("x:Q", title="classes with a probability above 0",
               scale=alt.Scale(type="log", domain=[1, high**1.35], nice=False),
               axis=alt.Axis(format="~s", values=log_ticks(1, high)))  # fmt: skip
     tooltip = [_tip("head"), _tip("value", "support size"), _tip("text", "coverage")]
-    told = "; ".join(f"{row['head']} {row['value']}, {row['text']}" for row in rows)
-
-    def chart(charts: Charts) -> dict[str, Any]:
-        dots = _dots(charts, rows, tooltip, x)
-        return charts.finish(*dots, height=alt.Step(30), legend=False)
-
-    return _one(rows, "support", f"Support size and coverage of each head: {told}.", chart)
+    listed = "; ".join(f"{row['head']} {row['value']}, {row['text']}" for row in rows)
+    told = f"Support size and coverage of each head: {listed}."
+    return [View("support", "support", told, _dots(rows, tooltip, x), alt.Step(30), legend=False)]
 
 
 def step_time(results: Results) -> list[View]:
@@ -416,37 +347,36 @@ def step_time(results: Results) -> list[View]:
             )
             rows.append({"head": summary.title, "x": mean, "text": metrics.STEP_MS.format(mean),
                          "low": low, "high": high, "end": high, "zero": 0})  # fmt: skip
-    top = max((row["high"] for row in rows), default=1.0)
+    if not rows:
+        return []
+    top = max(row["high"] for row in rows)
     x = alt.X("x:Q", title="milliseconds per step", axis=alt.Axis(format=",.8~g", tickCount=6),
               scale=alt.Scale(domain=[0, top * 1.3], nice=False))  # fmt: skip
-
-    def chart(charts: Charts) -> dict[str, Any]:
-        whiskers, *rest = _dots(charts, rows, [_tip("head"), _tip("text", "time per step")], x)
-        bars = charts.of(rows, [], x="zero:Q", x2="x:Q", y=rest[0].encoding.y).mark_rule(
-            strokeWidth=7, opacity=0.25, strokeCap="round"
-        )
-        return charts.finish(bars, whiskers, *rest, height=alt.Step(30), legend=False)
-
+    dots = _dots(rows, [_tip("head"), _tip("text", "time per step")], x)
+    bars = _heads(rows, [], x="zero:Q", x2="x:Q", y=dots[1].encoding.y)
+    layers = [bars.mark_rule(strokeWidth=7, opacity=0.25, strokeCap="round"), *dots]
     told = "; ".join(f"{row['head']} {row['text']}" for row in rows)
-    return _one(rows, "step_time", f"Time per training step: {told}.", chart)
+    return [
+        View("step_time", "step_time", f"Time per training step: {told}.", layers, alt.Step(30),
+             legend=False)
+    ]  # fmt: skip
 
 
 def against_classes(results: Results) -> list[View]:
     """Cost of the head alone against the number of classes, measured."""
-    views = (
-        _measured(results, "time", metrics.STEP_MS, lambda cost: cost.ms),
-        _measured(results, "memory", metrics.MEMORY, lambda cost: cost.peak_memory_mb),
-    )
-    return [view for view in views if view is not None]
+    return [
+        *_measured(results, "time", metrics.STEP_MS, lambda cost: cost.ms),
+        *_measured(results, "memory", metrics.MEMORY, lambda cost: cost.peak_memory_mb),
+    ]
 
 
 def _measured(
     results: Results, key: str, metric: Metric, value: Callable[[Cost], float | None]
-) -> View | None:
+) -> list[View]:
     """A line per head through all sizes at which it was measured."""
     costs, titles = results.costs, {head.slug: head.title for head in results.comparison.heads}
     if costs is None:
-        return None
+        return []
     rows: list[Row] = [
         {"head": titles[cost.slug], "x": cost.classes, "y": found, "text": metric.format(found),
          "rows": f"{costs.rows:,}", "samples": f"{cost.samples}"}
@@ -454,7 +384,7 @@ def _measured(
         if (found := value(cost)) is not None and found > 0 and cost.slug in titles
     ]  # fmt: skip
     if not rows:
-        return None
+        return []
     sizes = sorted({costs.own, *(row["x"] for row in rows)})
     x = alt.X("x:Q", title="number of classes",
               **_log_scale(sizes, grid=False, values=sizes, format=","))  # fmt: skip
@@ -464,12 +394,11 @@ def _measured(
                _tip("samples", "steps timed")]  # fmt: skip
     rule = _data([{"x": costs.own}]).mark_rule(strokeDash=[2, 3], color=alt.expr("muted"))
     at_own = "; ".join(f"{r['head']} {r['text']}" for r in rows if r["x"] == costs.own)
-    return View(
-        key, key,
+    told = (
         f"{first_capital(metric.label)} of each head alone against the number of classes, both on "
-        f"logarithmic axes. At {costs.own:,} classes: {at_own or 'nothing was measured'}.",
-        lambda charts: _joined_points(charts, rows, tooltip, x, y, rule.encode(x=x)),
-    )  # fmt: skip
+        f"logarithmic axes. At {costs.own:,} classes: {at_own or 'nothing was measured'}."
+    )
+    return [View(key, key, told, [rule.encode(x=x), *_joined_points(rows, tooltip, x, y)])]
 
 
 def left_out(results: Results) -> list[tuple[str, list[str]]]:
@@ -489,13 +418,6 @@ def left_out(results: Results) -> list[tuple[str, list[str]]]:
     return found
 
 
-def _one(
-    rows: Sequence[Row], key: str, alt_text: str, chart: Callable[[Charts], dict[str, Any]]
-) -> list[View]:
-    """The only view of a figure; none where there is nothing to draw."""
-    return [View(key, key, alt_text, chart)] if rows else []
-
-
 def _data(rows: Sequence[Row]) -> alt.Chart:
     return alt.Chart(alt.Data(values=list(rows)))
 
@@ -509,22 +431,36 @@ def _whiskers(base: alt.Chart, along: str, **look: Any) -> Any:
     return rule.encode(**{along: "low:Q", f"{along}2": "high:Q"})
 
 
-def _joined_points(
-    charts: Charts, rows: Sequence[Row], tooltip: list[Any], x: alt.X, y: alt.Y, *under: alt.Chart
-) -> dict[str, Any]:
+def _heads(rows: Sequence[Row], tooltip: list[Any], **axes: Any) -> alt.Chart:
+    """What the layers of a chart share: the rows of the heads that are shown, in colour."""
+    shown = _data(rows).transform_filter("indexof(shown, datum.head) >= 0")
+    return shown.encode(color="head:N", tooltip=tooltip, **axes)
+
+
+def _points(base: alt.Chart, size: int = 80, **look: Any) -> Any:
+    """The symbol of each head."""
+    return base.mark_point(filled=True, size=size, opacity=1, **look).encode(shape="head:N")
+
+
+def _lines(base: alt.Chart) -> Any:
+    """A line per head."""
+    return base.mark_line(strokeWidth=2, clip=True).encode(strokeDash="head:N")
+
+
+def _joined_points(rows: Sequence[Row], tooltip: list[Any], x: alt.X, y: alt.Y) -> list[Any]:
     """A line with symbols per head."""
-    base = charts.of(rows, tooltip, x=x, y=y)
-    return charts.finish(*under, charts.lines(base), charts.points(base, 65))
+    base = _heads(rows, tooltip, x=x, y=y)
+    return [_lines(base), _points(base, 65)]
 
 
-def _dots(charts: Charts, rows: Sequence[Row], tooltip: list[Any], x: alt.X) -> list[alt.Chart]:
+def _dots(rows: Sequence[Row], tooltip: list[Any], x: alt.X) -> list[Any]:
     """A row per head, the lowest first: its whisker, its symbol, and ``text`` at its right."""
     order = [row["head"] for row in sorted(rows, key=lambda row: row["x"])]
-    base = charts.of(rows, tooltip, x=x, y=_names(order))
+    base = _heads(rows, tooltip, x=x, y=_names(order))
     text = base.mark_text(align="left", dx=14, fontSize=12)
     return [
         _whiskers(base, "x"),
-        charts.points(base, 110),
+        _points(base, 110),
         text.encode(x="end:Q", text="text:N", color=alt.value(LIGHT_INK.text)),
     ]
 

@@ -1,7 +1,7 @@
-"""How heads look on every chart, how charts look, and charts as Vega, PNG and SVG.
+"""Marks of heads, the style of charts, and charts as Vega, PNG and SVG.
 
-Charts are drawn once, in the colours for light. The page's style sheet exchanges each colour for
-its counterpart when it is dark, so that no chart has to be drawn again, on paper neither.
+Charts are drawn once, in light colours. In dark mode the style sheet of the page replaces each
+colour by its counterpart, so that no chart has to be drawn again.
 """
 
 import json

@@ -15,9 +15,9 @@ from markupsafe import Markup
 from lastlayer.lab import metrics
 from lastlayer.lab.records import finite, read_rates
 from lastlayer.lab.report import explorer, look, tables
-from lastlayer.lab.report.figures import Charts, Figure, first_capital, left_out
+from lastlayer.lab.report.figures import Figure, first_capital, left_out
 from lastlayer.lab.results import Results
-from lastlayer.lab.verdict import Verdict, budget_text, full_softmax
+from lastlayer.lab.verdict import Verdict, budget_text
 
 _HERE = "lastlayer.lab.report"
 # Of the smoothed perplexity, where the comparison did not say.
@@ -34,13 +34,13 @@ def render(results: Results, verdict: Verdict, figures: tuple[Figure, ...]) -> s
     )  # fmt: skip
     code, library = _asset("report.js"), look.bundle()
     asked, looks = results.comparison, look.looks(results.comparison.heads)
-    charts, chosen = Charts(looks), tables.columns(results)
-    contexts, name = explorer.contexts(results), str(asked.data.get("name", "comparison"))
+    chosen, contexts = tables.columns(results), explorer.contexts(results)
+    name = str(asked.data.get("name", "comparison"))
     embedded = {
         "heads": [each.name for each in looks],
         "config": look.chart_config(),
         "charts": {
-            figure.key: {view.key: look.compiled(view.chart(charts)) for view in figure.views}
+            figure.key: {view.key: look.compiled(view.chart(looks)) for view in figure.views}
             for figure in figures
         },
         "contexts": contexts,
@@ -100,7 +100,8 @@ def _mark(head: look.Look) -> dict[str, Any]:
 
 def _tiles(results: Results, verdict: Verdict) -> list[dict[str, Any]]:
     """The recommended head in a few numbers, beside the runner-up and the full softmax."""
-    chosen, full = verdict.recommended, full_softmax(results)
+    chosen = verdict.recommended
+    full = next((s for s in results.ranked if s.head.family == "full"), None)
     if chosen is None:
         return []
     best = verdict.runner_up is verdict.best
@@ -119,21 +120,18 @@ def _tiles(results: Results, verdict: Verdict) -> list[dict[str, Any]]:
         value = chosen.mean(metric.key)
         if value is None:
             continue
-        text, beside = metric.format(value), [
-            f"{name}: {_unbroken(metric.format(other))}" for name, head in others.items()
-            if head is not None and (other := head.mean(metric.key)) is not None
-        ]  # fmt: skip
+        text, beside = metric.format(value), []
+        for name, head in others.items():
+            if head is not None and (other := head.mean(metric.key)) is not None:
+                # A number stays on one line with its unit.
+                number = metric.format(other).replace(" ", "\N{NO-BREAK SPACE}")
+                beside.append(f"{name}: {number}")
         if metric is metrics.STEPS:
             epochs = chosen.mean(metrics.EPOCHS.key)
             passes = [] if epochs is None else [f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"]
             text, beside = f"{value:,.0f}", [*passes, "equal for all heads"]
         made.append({"label": metric.label, "value": text, "beside": beside, "help": help_})
     return made
-
-
-def _unbroken(text: str) -> str:
-    """A number stays on one line with its unit."""
-    return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _rates(results: Results) -> list[dict[str, Any]]:

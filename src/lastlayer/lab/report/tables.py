@@ -16,7 +16,7 @@ _FIRST_COSTS = (
     metrics.RATE_OF_LEARNING,
 )  # fmt: skip
 _OF_SPARSE_HEADS = ("eps_perplexity", "coverage", "support")
-# More of these is neither better nor worse.
+# Metrics without a better direction.
 _NO_BEST = {
     "support", "steps", "epochs", "seconds", "parameters", "head_parameters", "lr", "gain",
 }  # fmt: skip
@@ -27,7 +27,7 @@ _HELP = {
     "peak_memory_mb": "while the run was trained",
     "parameters": "backbone and head together",
 }
-# What people call settings whose names in files are shorter.
+# Full names of settings that are short in files.
 _NAMES = {
     "width": "hidden size", "hidden": "hidden size", "batch": "batch size", "lr": "learning rate",
     "body": "backbone", "valid": "validation", "train": "training",
@@ -103,7 +103,7 @@ def cell(column: Column, summary: HeadSummary, results: Results) -> Cell:
     telling = len(means) > 1 and column.key not in _NO_BEST
     return Cell(
         column.metric.format(found.mean),
-        # Seeds make the same steps on the same machine: an interval of a cost says little.
+        # Costs hardly differ between seeds: an interval would say little.
         interval(column.metric, found) if column.metric.tested else "",
         found.mean,
         best=telling and len(as_good) == 1,
