@@ -318,7 +318,7 @@ def verdict(found: Mapping[str, Any]) -> Verdict:
     """How many of the published comparisons come out the same way, and what a tree saves."""
     told, right, reversed_, total = [], 0, 0, 0
     for title, corpus in found["corpora"].items():
-        same, other = [], []
+        same, other = list[str](), list[str]()
         for claim in CLAIMS:
             holds, sure = _judged(corpus, claim)
             text = f"{claim.better} {'≤' if claim.or_alike else '<'} {claim.worse}"
