@@ -42,7 +42,7 @@ WORDNET = Needed(
     "wordnet/glosses.tsv.gz",
     "WordNet 3.0 as a table, gzip: synset id, lexicographer file, words, hypernym ids, gloss",
 )
-TOKENS, WORDS = 200_000, 6_000
+TOKENS, WORDS = 120_000, 5_000
 OVERLAP = 0.4
 FLAT, RANDOM, WORDNET_TREE = "flat softmax", "random", "WordNet"
 LEARNED, HALVES = "learned", "learned, in halves"
@@ -228,7 +228,7 @@ def measure_corpus(
 def measure(options: Options) -> dict[str, Any]:
     """Both corpora; the whole of them on a GPU."""
     reading, setting = Reading(vocab_size=WORDS, limit=TOKENS), Setting(
-        rates=(0.003, 0.01), held_out=12_000
+        rates=(0.003, 0.01), held_out=10_000
     )  # fmt: skip
     if options.quick:
         reading = Reading(vocab_size=1_000, limit=30_000)
@@ -382,7 +382,7 @@ STUDY = Study(
     ),
     protocol=(
         f"The log-bilinear model of the lab (8 words, width 64) on the first {TOKENS:,} training "
-        f"tokens of each corpus with the {WORDS:,} most frequent words (on a GPU: all), 12,000 "
+        f"tokens of each corpus with the {WORDS:,} most frequent words (on a GPU: all), 10,000 "
         "held-out tokens each for validation and test. Each run starts its biases at the "
         "frequencies, has its rate chosen from 0.003 and 0.01 with the first seed after one "
         "epoch, cuts it to a quarter when validation does not improve and ends when it does not "
