@@ -40,7 +40,7 @@ from studies.language import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TOKENS, WORDS = 100_000, 11_000
+TOKENS, WORDS = 100_000, 10_000
 ROWS, REPEATS = 256, 12
 FULL, ADAPTIVE = "full softmax", "adaptive"
 SLICES, PROJECTIONS = "differentiated, 1/2", "differentiated, projections, 1/4"
