@@ -384,8 +384,8 @@ STUDY = Study(
         f"The log-bilinear model of the lab (8 words, width 64) on the first {TOKENS:,} training "
         f"tokens of each corpus with the {WORDS:,} most frequent words (on a GPU: all), 10,000 "
         "held-out tokens each for validation and test. Each run starts its biases at the "
-        "frequencies, has its rate chosen from 0.003 and 0.01 with the first seed after one "
-        "epoch, cuts it to a quarter when validation does not improve and ends when it does not "
+        "frequencies, has its rate chosen from 0.003 and 0.01 (none above was tried) with the first "
+        "seed after one epoch, cuts it to a quarter when validation does not improve and ends when it does not "
         "improve again; the best epoch counts. Learned trees cluster, for each seed, the mean "
         "hidden state that the model with the random tree has before each word. “In halves” is "
         "the BALANCED of the paper, “learned” its ADAPTIVE. “Balanced, by frequency” is no "
@@ -396,7 +396,8 @@ STUDY = Study(
         "clustered them. Time is CPU time of the training steps alone, one thread, gradients "
         "row-sparse for trees and dense for the flat softmax. P-values are of paired t-tests of "
         "log-perplexities by seed with Holm's correction over all pairs. Settings were chosen on "
-        "one epoch of Brown (validation), before any test result was seen."
+        "validation after one epoch on Brown; both parts were then made smaller to fit the time, "
+        "before any full run."
     ),
     measure=measure,
     grids=grids,
