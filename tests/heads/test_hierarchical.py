@@ -38,6 +38,9 @@ def shapes():
         "collapsed": trees.huffman(ZIPF).collapse(8),
         "wide and binary": trees.balanced(90).collapse(45),
         "overlapping": overlapping(),
+        "overlapping, binary": trees.from_codes(
+            [["00", "1100", "1110"], ["01"], ["10", "1111"], ["1101"]]
+        ),
     }
 
 

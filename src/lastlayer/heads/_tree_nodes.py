@@ -94,8 +94,34 @@ def tree_loss(
             known = torch.where(counted, target, 0)
             # A NaN in an ignored row would reach the gradient of the root.
             rows = torch.where(counted.unsqueeze(-1), rows, 0.0)
-        losses = -path_log_prob(nodes, rows, known.unsqueeze(-1), counted, once=True).squeeze(-1)
+        if tables.n_inner and not tables.has_wide and kernel_suits(rows, weight):
+            losses = _overlapping_losses(nodes, rows, known, counted)
+        else:
+            found = path_log_prob(nodes, rows, known.unsqueeze(-1), counted, once=True)
+            losses = -found.squeeze(-1)
         return reduced(losses, target, ignore_index, reduction)[0]
+
+
+def _overlapping_losses(
+    nodes: Nodes, rows: Tensor, classes: Tensor, counted: Tensor | None
+) -> Tensor:
+    """Of classes ``(n,)`` with any number of binary paths; 0 in rows that are not ``counted``.
+
+    Each path is a row of :func:`path_loss`, so that a class with many paths makes no padding for
+    those with few.
+    """
+    tables, weight, bias, sparse = nodes
+    first = tables.class_start[classes]
+    n = tables.class_start[classes + 1] - first
+    if counted is not None:
+        n = torch.where(counted, n, 1)
+    there = torch.arange(max(n.tolist(), default=1)) < n.unsqueeze(-1)
+    of_row, step = there.nonzero(as_tuple=True)
+    given = tables, rows.index_select(0, of_row), weight, bias, first[of_row] + step
+    losses = path_loss(*given, ignore_index=None, reduction="none", sparse=sparse)
+    paths = losses.new_full(there.shape, -torch.inf).index_put((of_row, step), -losses)
+    total = -torch.logsumexp(paths, -1)
+    return total if counted is None else torch.where(counted, total, 0.0)
 
 
 def path_log_prob(

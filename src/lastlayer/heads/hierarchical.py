@@ -67,9 +67,10 @@ class HierarchicalSoftmax(Head):
     Cost: a training step touches the nodes on the paths of its targets, some log₂ of n_classes
     for each row, or fewer for frequent classes in Huffman's tree. All classes cost as much as a
     flat layer. In a binary tree without overlap a step holds no vectors: kernels read them where
-    they are. In other trees a step on a GPU holds the scores of all children on the paths. On a
-    CPU it holds vectors, rows × path × in_features, until backward; nodes of more than 32 children
-    are taken one by one instead.
+    they are. With overlap a CPU does the same for each path of a target, from a copy of its hidden
+    state. In other trees a step on a GPU holds the scores of all children on the paths. On a CPU
+    it holds vectors, rows × path × in_features, until backward; nodes of more than 32 children are
+    taken one by one instead.
 
     With ``sparse=True`` the gradients of ``weight`` and ``bias`` are sparse tensors of the rows
     that were touched, for ``lastlayer.optim.RowAdagrad``, ``torch.optim.SparseAdam`` or SGD:
