@@ -112,13 +112,14 @@ def load(options: Options) -> Data:
     """
     most = QUICK_USERS if options.quick else None
     parts = [read(options.path(path), most) for path in FILES.values()]
-    if int(parts[0].offsets.diff().min()) <= TARGETS:
+    train, valid, test = parts
+    if int(train.offsets.diff().min()) <= TARGETS:
         raise ValueError(
             f"{FILES['train']}: expected more than {TARGETS} items of each user, of which "
             f"{TARGETS} are targets in a step, got fewer"
         )
     n_items = max(int(part.items.max()) for part in parts) + 1
-    return Data(*parts, torch.bincount(parts[0].items, minlength=n_items))
+    return Data(train, valid, test, torch.bincount(train.items, minlength=n_items))
 
 
 def draw_targets(lists: Lists, users: Tensor, generator: torch.Generator) -> Batch:
@@ -529,9 +530,10 @@ STUDY = Study(
         "least popular items that make up half of the training interactions; its recall is over "
         "all test interactions with them. Negative sampling as in word2vec is not measured: "
         "with biases its calibrated model is that of NCE, and so were its losses in a trial. "
-        "Time is CPU time of the training steps alone, one thread. P-values are of "
-        "paired t-tests by seed with Holm's correction. Batch size, targets per step, hidden size and learning rates were settled by short runs on validation data; test "
-        "figures of one of those were seen before."
+        "Time is CPU time of the training steps alone, one thread. P-values are of paired t-tests "
+        "by seed with Holm's correction. Batch size, targets per step, hidden size and learning "
+        "rates were settled by short runs on validation data; test figures of one of those were "
+        "seen before."
     ),
     measure=measure,
     grids=grids,
