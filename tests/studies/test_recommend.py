@@ -94,7 +94,7 @@ def test_targets_and_inputs_are_all_items_of_a_user():
 
 def test_measures_are_those_of_brute_force(monkeypatch):
     monkeypatch.setattr(recommend, "TOP", 5)
-    monkeypatch.setattr(recommend, "BATCH", 4)
+    monkeypatch.setattr(recommend, "RANKED", 4)
     whole = _users(10, 12, 20)
     known, truth = [user[:6] for user in whole], [user[6:] for user in whole]
     torch.manual_seed(0)
