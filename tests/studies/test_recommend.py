@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from lastlayer.heads import FullSoftmax, NegativeSampling, NoiseContrastive
 from lastlayer.samplers import Unigram
-from studies import recommend
+from studies import frame, recommend
 from studies.__main__ import main
 
 ITEMS = 60
@@ -208,5 +208,6 @@ def test_the_verdict_follows_the_figures():
     late = deepcopy(found)
     late["runs"][recommend.NCE][0]["curve"][-1]["recall"] = 0.2
     assert "1 were best at their last validation (NCE)" in recommend.verdict(late).why
+    assert frame.draw(recommend.STUDY, found).startswith(b"\x89PNG")
     rows = recommend.grids(found)[0].rows
     assert [row[0] for row in rows[: len(recommend.NAMES)]] == list(recommend.NAMES)
