@@ -487,7 +487,7 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
     curves.set_xscale("log")
     curves.set_xlabel("CPU time of training steps, seconds")
     curves.set_ylabel("validation recall@20, %")
-    curves.legend(fontsize=7)
+    figure.legend(loc="outside lower center", ncols=len(NAMES), fontsize=7)
     keys = {"recall": "recall@20", "ndcg": "NDCG@20", "tail": "recall@20 of the tail"}
     for column, key in enumerate(keys):
         for place, name in enumerate(NAMES):
