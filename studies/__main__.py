@@ -40,9 +40,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device: expected auto, cpu or cuda, got {options.device!r}")
     if study.cpu_only and options.device == "cuda":
-        raise ValueError(
-            f"--device: expected cpu, got cuda; {options.name} fits small linear models"
-        )
+        raise ValueError(f"--device: expected cpu, got cuda; {options.name} runs on a CPU alone")
     device = "cpu" if study.cpu_only else options.device
     made = frame.Options(
         data=frame.data_folder(options.data), seeds=tuple(range(n_seeds)), quick=options.quick,

@@ -111,7 +111,7 @@ class Study:
         needs: files that must be there.
         size: of the plot, in inches.
         seeds: how many by default.
-        cpu_only: whether a GPU has nothing to do in it.
+        cpu_only: whether it is written for a CPU.
     """
 
     title: str

@@ -335,7 +335,7 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
     right.set_yticks(range(len(names)), [name.replace(", ", "\n", 1) for name in names])
     right.invert_yaxis()
     right.set_xlabel(f"{cpu}ms per {ROWS} rows: topk(10), log_prob (light)")
-    middle.legend(fontsize=6)
+    middle.legend(fontsize=6, loc="upper center")
 
 
 STUDY = Study(

@@ -304,9 +304,9 @@ def not_flat(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     }
     total = sum(map(len, runs.values()))
     if not late:
-        return f"All {total} runs ended flat."
-    names = ", ".join(late)
-    return f"{sum(late.values())} of {total} runs were not flat at their last epoch ({names})."
+        return f"In all {total} runs validation had stopped improving before the last epoch."
+    share = f"In {sum(late.values())} of {total} runs"
+    return f"{share} validation still improved at the last epoch ({', '.join(late)})."
 
 
 def seconds_per_epoch(run: Mapping[str, Any]) -> float:

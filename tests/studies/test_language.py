@@ -83,5 +83,9 @@ def test_the_rate_that_learns_is_chosen(corpus, seed):
 
 def test_curves_that_still_fall_are_named():
     runs = {"full": [{"flat": True}, {"flat": False}], "nce": [{"flat": True}]}
-    assert language.not_flat(runs) == "1 of 3 runs were not flat at their last epoch (full)."
-    assert language.not_flat({"nce": runs["nce"]}) == "All 1 runs ended flat."
+    assert language.not_flat(runs) == (
+        "In 1 of 3 runs validation still improved at the last epoch (full)."
+    )
+    assert language.not_flat({"nce": runs["nce"]}) == (
+        "In all 1 runs validation had stopped improving before the last epoch."
+    )
