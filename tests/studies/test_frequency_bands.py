@@ -47,7 +47,10 @@ def test_prediction_is_timed_for_each_head():
 
 def test_what_a_run_has_reached_in_some_time():
     run = {"seconds": [0.0, 2.0, 4.0, 6.0], "valid": [90.0, 50.0, 40.0, 45.0]}
-    assert [bands.within(run, s) for s in (0.0, 1.9, 2.0, 5.0, 9.0)] == [90, 90, 50, 40, 40]
+    assert [bands.within(run, s) for s in (0.0, 2.0, 4.0, 5.0, 9.0)] == pytest.approx(
+        [90, 50, 40, 40, 40]
+    )
+    assert bands.within(run, 1.0) == pytest.approx(math.sqrt(90 * 50))
 
 
 def _run(test, seconds, deciles, topk=1.0):
@@ -63,6 +66,7 @@ def _found(**changed):
     made = dict.fromkeys(bands.HEADS, (50.0, 1.0, level))
     made[bands.FULL] = (49.0, 4.0, level)
     made[bands.SLICES] = (48.0, 2.0, rising)
+    made[bands.FEWER] = (48.0, 2.0, rising)
     made[bands.PROJECTIONS] = (47.0, 2.0, level)
     made |= {getattr(bands, name): value for name, value in changed.items()}
     runs = {
