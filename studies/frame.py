@@ -26,6 +26,7 @@ from lastlayer.lab import machine
 from lastlayer.lab.statistics import estimate
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -267,6 +268,16 @@ _STYLE: Any = {
     "axes.grid": True, "grid.alpha": 0.3, "axes.spines.right": False, "axes.spines.top": False,
     "font.size": 8, "axes.titlesize": 9, "legend.frameon": False,
 }  # fmt: skip
+
+
+def log_x(panel: "Axes") -> None:
+    """A logarithmic x axis with plain numbers at 1, 2 and 5, which do not run into each other."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    panel.set_xscale("log")
+    panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.xaxis.set_minor_formatter(NullFormatter())
 
 
 def rounded(value: Any) -> Any:

@@ -31,6 +31,7 @@ from studies.frame import (
     Options,
     Study,
     Verdict,
+    log_x,
     mean,
     progress,
     spread,
@@ -484,7 +485,7 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
             curves.plot(_curve(run, "seconds"), values, marker="o", ms=2, lw=1,
                         color=_COLOURS[name], ls="--" if name in RAW else "-",
                         label=name if place == 0 else None)  # fmt: skip
-    curves.set_xscale("log")
+    log_x(curves)
     curves.set_xlabel("CPU time of training steps, seconds")
     curves.set_ylabel("validation recall@20, %")
     figure.legend(loc="outside lower center", ncols=len(NAMES), fontsize=7)

@@ -19,7 +19,7 @@ from lastlayer.lab.data.text import Reading, TextData
 from lastlayer.lab.feeding import TextFeed
 from lastlayer.lab.statistics import LEVEL, holm, p_values
 from lastlayer.trees import Tree, balanced, cluster, from_codes, huffman, wordnet
-from studies.frame import RECALLED, Needed, Options, Study, Verdict, mean, progress, spread
+from studies.frame import RECALLED, Needed, Options, Study, Verdict, log_x, mean, progress, spread
 from studies.language import (
     BROWN,
     WIKITEXT2,
@@ -369,7 +369,7 @@ def draw(found: Mapping[str, Any], figure: "Figure") -> None:
                        label=name)  # fmt: skip
         panel.plot(_seconds(corpus, FLAT), _values(corpus, FLAT), "k*", ms=7, label=FLAT)
         panel.axhline(geometric_mean(_values(corpus, FLAT)), color="k", lw=0.6)
-        panel.set_xscale("log")
+        log_x(panel)
         panel.set_title(title)
         panel.set_xlabel("seconds per epoch" + (" (CPU)" if found["device"] == "cpu" else ""))
         panel.set_ylabel("test perplexity")
