@@ -390,7 +390,8 @@ def _interruptible(say: Callable[[str], None]) -> Iterator[list[bool]]:
 
     def press(_number: int, _frame: FrameType | None) -> None:
         pressed.append(True)
-        signal.signal(signal.SIGINT, before)
+        # Shells start jobs in the background with SIGINT ignored; a second one counts all the same.
+        signal.signal(signal.SIGINT, before if callable(before) else signal.default_int_handler)
         say("Stopping after this step; the page follows. Ctrl-C again ends at once.")
 
     try:
