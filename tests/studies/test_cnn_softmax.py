@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from made_wikitext import write
+from made_text import write_spelled_wikitext
 
 from lastlayer.heads import CharCNNSoftmax, FullSoftmax
 from lastlayer.lab.data.text import UNKNOWN, Reading
@@ -20,7 +20,9 @@ SETTING = Setting(width=8, batch=8)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return wikitext2(write(tmp_path_factory.mktemp("text")) / "wikitext2", Reading())
+    return wikitext2(
+        write_spelled_wikitext(tmp_path_factory.mktemp("text")) / "wikitext2", Reading()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,13 @@ def test_new_words_are_judged_wherever_they_come_next(held):
 
 
 def test_quick_on_made_text(tmp_path, capsys):
-    arguments = ["--quick", "--data", str(write(tmp_path)), "--out", str(tmp_path / "o")]
+    arguments = [
+        "--quick",
+        "--data",
+        str(write_spelled_wikitext(tmp_path)),
+        "--out",
+        str(tmp_path / "o"),
+    ]
     assert main(["cnn-softmax", *arguments]) == 0
     assert "The pattern " in capsys.readouterr().out
     kept = json.loads((tmp_path / "o" / "cnn-softmax.json").read_text(encoding="utf-8"))["found"]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from made_wikitext import write
+from made_text import write_spelled_wikitext
 from torch.nn.functional import cross_entropy, softplus
 
 from lastlayer.heads import NegativeSampling, NoiseContrastive
@@ -73,7 +73,7 @@ def test_negative_sampling_with_biases_is_nce():
 
 @pytest.mark.parametrize("method", [nce.METHODS[3], nce.METHODS[-1], nce.METHODS[0]], ids=str)
 def test_normalisers_are_those_of_the_heads(tmp_path, method):
-    data = wikitext2(write(tmp_path) / "wikitext2", Reading(vocab_size=200))
+    data = wikitext2(write_spelled_wikitext(tmp_path) / "wikitext2", Reading(vocab_size=200))
     setting = Setting(width=8, epochs=1, held_out=2_000)
     make = lambda: nce.make_head(method, data, setting.width)  # noqa: E731
     _, model = fit(data, make, 0.01, 1, setting, CPU, start_at_counts=method.kind != nce.UNBIASED)
@@ -95,7 +95,13 @@ def test_normalisers_are_those_of_the_heads(tmp_path, method):
 
 
 def test_quick_on_made_text(tmp_path, capsys):
-    arguments = ["--quick", "--data", str(write(tmp_path)), "--out", str(tmp_path / "o")]
+    arguments = [
+        "--quick",
+        "--data",
+        str(write_spelled_wikitext(tmp_path)),
+        "--out",
+        str(tmp_path / "o"),
+    ]
     assert main(["nce", *arguments]) == 0
     assert "The pattern " in capsys.readouterr().out
     kept = json.loads((tmp_path / "o" / "nce.json").read_text(encoding="utf-8"))

@@ -337,12 +337,14 @@ class _RowsEngine(Engine):
 
     def _is_plain(self, call: Call) -> bool:
         """Whether every row counts the same, and all tensors have one dtype."""
-        hidden, weight, bias, _, *weights = call.operands
+        hidden, weight, bias, _, class_weight, row_weight, weight_grad = call.operands
         ignore_index, spread = call.options[2], call.options[5]
         return (
             ignore_index is None
             and not spread
-            and weights == [None, None, None]
+            and class_weight is None
+            and row_weight is None
+            and weight_grad is None
             and call.upstream is None
             and call.reduction != "none"
             and hidden.shape[0] > 0
