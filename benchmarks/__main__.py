@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         option("--commit", help="of the source, where git cannot say")
         option("--seconds", type=float, help="that all cases share, verification included")
     option = add("study", _study, "train every head on real data until it has converged")
-    option("name", help="wikitext2, cooking-first-tag, cooking or start")
+    option("name", help="wikitext2, wikitext2-part, cooking-first-tag, cooking or start")
     option("data", type=Path, help="folder with wikitext2/, cooking.txt and cooking-first-tag.txt")
     option("--out", type=Path, required=True, help="folder of the comparison, which is resumed")
     option("--json", type=Path, default=RESULTS / "study", help="folder of what is kept of it")

@@ -53,11 +53,12 @@ _AGAIN = """\
 ## How to run it again
 
 ```bash
-python -m benchmarks study NAME DATA --out FOLDER    # wikitext2, cooking-first-tag, cooking, start
-python -m benchmarks page                            # this page, from what was kept
+python -m benchmarks study NAME DATA --out FOLDER
+python -m benchmarks page    # makes this page from what was kept
 ```
 
-Stop it with Ctrl-C and start it again: it goes on where it was. `DATA` is a folder with
+`NAME` is `wikitext2`, `wikitext2-part`, `cooking-first-tag`, `cooking` or `start`. Stop it with
+Ctrl-C and start it again: it goes on where it was. `DATA` is a folder with
 `wikitext2/` (the train, valid and test files of WikiText-2), `cooking.txt` (the questions of
 fastText's tutorial, one per line after their `__label__` tags) and `cooking-first-tag.txt` (the
 same with the first tag of each line alone). Settings, results and curves are kept in
@@ -98,6 +99,12 @@ STUDIES = {
         "wikitext2", "A language model: WikiText-2", "33,278 words, two million tokens.",
         CompareOptions(
             heads=_NORMALISED, task="lm", budget="6epochs", batch=256, length=32, width=128)),
+    "wikitext2-part": Study(
+        "wikitext2", "A language model: a part of WikiText-2",
+        "The first 300,000 tokens of WikiText-2 with its 10,000 most frequent words.",
+        CompareOptions(
+            heads=_NORMALISED, task="lm", budget="4epochs", batch=16, length=32, width=64,
+            vocab_size=10_000, limit=300_000, threads=1)),
     "cooking-first-tag": Study(
         "cooking-first-tag.txt", "One class of many: the first tag of a question",
         "15,404 titles of questions about cooking; the class is the first tag, one of 533.",
