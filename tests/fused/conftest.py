@@ -11,5 +11,5 @@ from lastlayer.fused import labels, scores, sparse
 @pytest.fixture(autouse=True)
 def _no_problem_is_small(monkeypatch):
     monkeypatch.setattr(sparse, "_SMALL", {"cpu": 0, "cuda": 0})
-    monkeypatch.setattr(labels, "_SMALL", 0)
-    monkeypatch.setattr(scores, "_FEW", -1)
+    monkeypatch.setattr(labels, "_ONE_SLAB_BYTES", 0)
+    monkeypatch.setattr(scores, "_ONE_PRODUCT_SCORES", -1)

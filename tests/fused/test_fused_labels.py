@@ -111,7 +111,7 @@ def test_any_shape(name, batch, d, v, m, chunk_classes, bias, soft, smoothing, r
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("batch", [(7,), (2, 3), (0,), ()])
 def test_small_problems_are_made_at_once(monkeypatch, batch, reduction):
-    monkeypatch.setattr(module, "_SMALL", 1 << 20)
+    monkeypatch.setattr(module, "_ONE_SLAB_BYTES", 1 << 20)
     monkeypatch.setattr(module, "_RULES", {})
     for bias in (False, True):
         hidden, weight, lists, biases = made(batch, 5, 20, 4, bias=bias)

@@ -267,9 +267,9 @@ def test_short_steps_leave_ignored_rows_out_without_waiting(
         target[:: 1 if ignored == "all" else 2] = -100
     options = {"reduction": reduction, "row_weight": torch.rand(6) if weighted else None}
     found = []
-    for is_short in (False, True):
-        if is_short:
-            monkeypatch.setattr(rows, "is_short", lambda *given: given[2] is not None)
+    for masked in (False, True):
+        if masked:
+            monkeypatch.setattr(rows, "masks_ignored_rows", lambda *given: given[2] is not None)
         torch.manual_seed(0)
         hidden = torch.randn(6, 4)
         hidden[target == -100] = torch.nan

@@ -326,7 +326,7 @@ def test_topk_opens_only_the_clusters_that_can_matter(monkeypatch):
         return inside(self, cluster, rows)
 
     # Of few scores all are made.
-    monkeypatch.setattr("lastlayer.fused.scores._FEW", -1)
+    monkeypatch.setattr("lastlayer.fused.scores._ONE_PRODUCT_SCORES", -1)
     expected = head.log_prob(hidden).sort(dim=-1, descending=True, stable=True)
     monkeypatch.setattr(AdaptiveSoftmax, "_inside_log_prob", spied)
     values, classes = head.topk(hidden, 3)

@@ -416,7 +416,7 @@ def test_ignored_rows_without_a_wait(reduction, dtype, monkeypatch):
     hidden[0, 3] = torch.nan
     found = []
     for short in (False, True):
-        monkeypatch.setattr(clusters, "is_short", lambda *_, short=short: short)
+        monkeypatch.setattr(clusters, "masks_ignored_rows", lambda *_, short=short: short)
         rows = hidden.clone().requires_grad_()
         loss = head(rows, target)
         loss.backward(torch.arange(1.0, 10.0) if reduction == "none" else None)

@@ -37,7 +37,7 @@ def predictions(head, hidden, classes, draws):
 def same_both_ways(monkeypatch, call):
     few = call()
     # No scores are few.
-    monkeypatch.setattr(scores, "_FEW", -1)
+    monkeypatch.setattr(scores, "_ONE_PRODUCT_SCORES", -1)
     torch.testing.assert_close(few, call(), equal_nan=True)
 
 

@@ -126,7 +126,7 @@ def test_many_rows_at_a_node_take_a_product(monkeypatch):
     hidden, target = torch.randn(300, 16, dtype=torch.float64), torch.randint(120, (300,))
     made = []
     for few in (0, 3000, 1 << 40):
-        monkeypatch.setattr("lastlayer.fused.paths._FEW_NUMBERS", few)
+        monkeypatch.setattr("lastlayer.fused.paths._KERNEL_MULTIPLICATIONS", few)
         made.append(torch.autograd.grad(head(hidden, target), [head.weight, head.bias]))
     for one, other in pairwise(made):
         for a, b in zip(one, other, strict=True):

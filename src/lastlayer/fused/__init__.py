@@ -1,4 +1,4 @@
-"""Exact losses straight from hidden states and class vectors; the scores are never stored whole."""
+"""Exact losses from hidden states and class vectors, without storing the full score matrix."""
 
 from lastlayer.fused.cross_entropy import Statistics, linear_cross_entropy, linear_statistics
 from lastlayer.fused.labels import linear_bce_loss, linear_zlpr_loss

@@ -1,13 +1,13 @@
 """Softmaxes over groups of classes, losses and gradients together: clusters and bands.
 
-*Clusters*, of the adaptive softmax: a top over frequent classes and one column per cluster, on all
-rows; and in each cluster a small softmax, on the rows whose target is in it.
+*Clusters*, for the adaptive softmax: a top-level softmax over frequent classes and one column per
+cluster, for all rows; and in each cluster a small softmax, for the rows whose target is in it.
 
-*Bands*, of the differentiated softmax: one softmax over all classes, whose scores come from several
-weights, each of which sees its own slice of a row.
+*Bands*, for the differentiated softmax: one softmax over all classes, whose scores come from
+several weights. Each is multiplied with its own slice of hidden.
 
-A group is a range of places, and ``places`` has the place of each class, or is None where class c
-is at place c.
+Classes are ordered by *place*, and a group is a range of places. ``places`` maps classes to places;
+None means that class c has place c.
 """
 
 from abc import abstractmethod
@@ -40,19 +40,19 @@ from lastlayer.fused.cross_entropy import (
     tiles_or_slabs,
     tiles_suit,
 )
-from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, near_one
+from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, normalized_factors
 from lastlayer.fused.rows import (
     NOT_SPREAD,
     SPREAD_SCHEMA,
     Chunk,
-    Made,
+    LossAndGradients,
     Problem,
     Wanted,
     counted_rows,
-    is_short,
     is_spread,
+    masks_ignored_rows,
     run_chunks,
-    spread_rows,
+    scatter_rows,
     weight_sum_dtype,
 )
 from lastlayer.fused.scores import (
@@ -65,7 +65,7 @@ from lastlayer.fused.scores import (
 )
 from lastlayer.kernels import empty
 
-# Bands go by the tiled kernels from so many scores on: below, the launches cost more than memory.
+# Bands use the tiled kernels from this many scores on: below, the launches cost too much.
 _TILED_SCORES = 1 << 29
 
 
@@ -79,15 +79,15 @@ def group_loss(
     options: tuple[Any, int | None, int | str],
     reduction: str,
 ) -> Tensor:
-    """Minus the log-probability of checked targets ``(*batch)``, reduced.
+    """The reduced negative log-likelihood of checked targets ``(*batch)``.
 
-    ``engine`` is :data:`CLUSTERS` or :data:`BANDS`, which says what ``weights`` are. ``bias`` is
-    that of the top, or of all bands. ``options`` are the engine's own one, ``ignore_index`` and
-    ``chunk_rows``. Weights of bands may be DTensors: a place is then a column of this process.
+    ``engine`` is :data:`CLUSTERS` or :data:`BANDS`, which documents ``weights``. ``bias`` is that
+    of the top level, or of all bands. ``options`` are the engine's own option, ``ignore_index`` and
+    ``chunk_rows``. Weights of bands may be DTensors: places are then columns of this process.
     """
     spread = NOT_SPREAD
     if is_spread(weights[0]):
-        # Of each band a process has a range; together they are its columns.
+        # A process has a range of each band; its columns are these ranges concatenated.
         shards, sizes = shards_of(weights[0]), [each.shape[0] for each in weights]
         weights = [local_part(each) for each in weights]
         if shards.processes > 1:
@@ -103,31 +103,32 @@ def group_loss(
 
 
 class Share(NamedTuple):
-    """The rows of one cluster, as a part of those of the top, and their targets in it."""
+    """The rows of one cluster, as a slice of the top level's rows, and their targets in it."""
 
     part: slice
     target: Tensor
     inside: Tensor | None
-    """Which of them are really in the cluster; None for all."""
+    """Mask of the rows whose target is in the cluster; None for all."""
 
 
 class Shares(NamedTuple):
-    """Which rows are computed, and with which targets."""
+    """The rows to compute, and their targets at the top level and in each cluster."""
 
     rows: Tensor | None
-    """Those of the batch, in the order in which they are computed; None for all of them."""
+    """Indices into the batch, in the order of computation; None for all rows in order."""
     counts: Tensor | None
-    """Which of them count; None for all."""
+    """Mask of the rows that are not ignored; None for all."""
     target: Tensor
-    """Of each of them: its place, or the column of its cluster."""
+    """Column of each row's target at the top level: its place, or the column of its cluster."""
     tails: list[Share]
+    """The rows of each cluster."""
 
 
 def share_out(
     target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
 ) -> Shares:
-    """Rows by cluster, given the first place of each; without those that do not count."""
-    # The host has to know how many rows each cluster has. While a CUDA graph is captured it cannot.
+    """Groups rows by cluster, given the first place of each cluster; removes ignored rows."""
+    # Grouping needs a host sync for the sizes, which is not allowed during CUDA graph capture.
     way = in_segments if host_sync_allowed(target) else all_rows
     return way(target, places, ignore_index, starts)
 
@@ -135,7 +136,7 @@ def share_out(
 def in_segments(
     target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
 ) -> Shares:
-    """Rows sorted by place, and so by cluster; a GPU is waited for once, for all sizes together."""
+    """Rows sorted by place, and so by cluster; on a GPU with one host sync, for all sizes."""
     if not starts:
         kept, _ = counted_rows(target, ignore_index)
         target = target if kept is None else target[kept]
@@ -153,7 +154,7 @@ def in_segments(
 def _sorted_on_cpu(
     target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
 ) -> tuple[Any, Any, list[int]]:
-    """As :func:`_sorted`, by numpy: it costs the host a fraction of torch's time."""
+    """:func:`_sorted` in numpy, which takes a fraction of torch's host time."""
     place = as_numpy(target)
     kept = None
     if ignore_index is not None and (place == ignore_index).any():
@@ -170,9 +171,9 @@ def _sorted_on_cpu(
 def _sorted(
     target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Places in order, the row of each, and where the rows of each cluster begin and end."""
+    """Sorted places, the row of each, and the bounds of each cluster's rows."""
     if ignore_index is None or (ignore_index < 0 and places is None):
-        # What is ignored comes first.
+        # Ignored rows are negative, and so sorted to the front.
         place = _places_of(target, places)
     else:
         counts = target != ignore_index
@@ -186,14 +187,14 @@ def _sorted(
 
 @lru_cache(maxsize=64)
 def _bounds(starts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where the top begins, and each cluster; kept, as it takes a copy to the device."""
+    """First place of the top level and of each cluster; cached to save the copy to the device."""
     return torch.tensor([0, *starts], device=device)
 
 
 def all_rows(
     target: Tensor, places: Tensor | None, ignore_index: int | None, starts: Sequence[int]
 ) -> Shares:
-    """All rows for every cluster: shapes do not depend on values, as a CUDA graph needs it."""
+    """All rows for every cluster: shapes do not depend on values, as CUDA graphs require."""
     counts = None
     if ignore_index is not None:
         counts = target != ignore_index
@@ -217,11 +218,11 @@ def _places_of(classes: Tensor, places: Tensor | None) -> Tensor:
 
 
 class _Given(NamedTuple):
-    """What an engine computes: rows that count, and tensors in the dtype of the products.
+    """Inputs of an engine, without ignored rows, in the dtype of the products.
 
-    ``factors`` are what the gradient of each row's loss is multiplied by, None where none is
-    wanted; ``wanted`` are those of hidden, bias and each weight; ``dtypes`` those of the gradients
-    of the weights.
+    ``factors`` are the factors of each row's gradient, None if no gradient is wanted. ``wanted``
+    says which of hidden, bias and each weight need a gradient. ``dtypes`` are those of the
+    gradients of the weights.
     """
 
     hidden: Tensor
@@ -235,12 +236,12 @@ class _Given(NamedTuple):
     shards: Shards | None
 
 
-# The loss of each row; the gradients of hidden, bias and each weight, None where not wanted.
+# The loss of each row; the gradients of hidden, bias and each weight, None if not wanted.
 _Computed = tuple[Tensor, list[Tensor | None]]
 
 
 class GroupEngine(Engine):
-    """Operands: hidden, bias, weights; target, places. Options but the first are the same."""
+    """Operands: hidden, bias, weights; target, places. The first option is the engine's own."""
 
     n_constants = 2
 
@@ -250,7 +251,7 @@ class GroupEngine(Engine):
 
     @abstractmethod
     def run(self, given: _Given, option: Any) -> _Computed:
-        """What the first option, which is an engine's own, makes of the rows."""
+        """Losses and gradients of the given rows; ``option`` is the engine's own option."""
 
     def compute(self, call: Call) -> Result:
         operands, options, reduction, wanted, upstream = call
@@ -260,7 +261,7 @@ class GroupEngine(Engine):
         with without_autocast(hidden):
             n, dtype, known = hidden.shape[0], hidden.dtype, None
             starts, work = self.starts(option), n * sum([weight.numel() for weight in weights])
-            if not starts and shards is None and is_short(hidden, work, ignore_index):
+            if not starts and shards is None and masks_ignored_rows(hidden, work, ignore_index):
                 target, hidden, counts, known = kernels.products.row_factors(
                     "auto", target, hidden, None, ignore_index, reduction == "mean"
                 )
@@ -273,7 +274,7 @@ class GroupEngine(Engine):
                 hidden = hidden.index_select(0, rows)
                 upstream = None if upstream is None else upstream.index_select(0, rows)
             if counts is not None and known is None:
-                # A NaN in a row that does not count would reach the gradients, times 0.
+                # A NaN in an ignored row would reach the gradients as 0 · NaN.
                 hidden = torch.where(counts.unsqueeze(-1), hidden, 0.0)
                 counts = counts.to(accumulation_dtype(dtype))
             scale = RowScale.of(counts, reduction, hidden.shape[0])
@@ -282,7 +283,7 @@ class GroupEngine(Engine):
                 factors = known
                 if known is None or upstream is not None:
                     factors = scale.factors(hidden, hidden.shape[0], upstream)
-                factors, size = near_one(factors, dtype)
+                factors, size = normalized_factors(factors, dtype)
             given = _Given(
                 hidden, None if bias is None else in_dtype(bias, dtype),
                 [in_dtype(weight, dtype) for weight in weights], factors,
@@ -294,8 +295,8 @@ class GroupEngine(Engine):
             loss = scale.reduce(losses, reduction)
             loss = loss if shards is None else shards.sum(loss)
             if rows is not None:
-                loss = spread_rows(loss, rows, n) if reduction == "none" else loss
-                made[0] = None if made[0] is None else spread_rows(made[0], rows, n)
+                loss = scatter_rows(loss, rows, n) if reduction == "none" else loss
+                made[0] = None if made[0] is None else scatter_rows(made[0], rows, n)
             if made[1] is not None:
                 made[1] = in_dtype(made[1], gradient_sum_dtype(bias.dtype))
         return Result(loss, made, (), size)
@@ -304,7 +305,7 @@ class GroupEngine(Engine):
 class _Clusters(GroupEngine):
     """The adaptive softmax; its option is the first place of each cluster.
 
-    Weights are that of the top, ``(classes and clusters, d)``, and then of each cluster a
+    Weights are that of the top level, ``(classes and clusters, d)``, and then for each cluster a
     projection ``(width, d)`` and the class vectors ``(size, width)``.
     """
 
@@ -376,7 +377,7 @@ class _Bands(GroupEngine):
         )
         row_loss = cross_entropy_rows(None, option, *PLAIN[1:])
         if shards is not None:
-            # Imported here, as most programs have no use for it.
+            # Imported here: most programs do not need it.
             from lastlayer.fused.spread import SPREAD_LOSSES
 
             row_loss = SPREAD_LOSSES["cross_entropy"](shards, None, option, *PLAIN[1:])
@@ -417,7 +418,7 @@ CLUSTERS, BANDS = _Clusters(), _Bands()
 
 
 def _narrow_bands(given: _Given) -> list[bool]:
-    """Which bands the tiled kernels take; empty where they suit none, or not this problem."""
+    """Which bands the tiled kernels support; empty if none, or if the problem is too small."""
     widths = [weight.shape[1] for weight in given.weights]
     scores = given.hidden.shape[0] * sum([weight.shape[0] for weight in given.weights])
     if scores < _TILED_SCORES:
@@ -427,17 +428,17 @@ def _narrow_bands(given: _Given) -> list[bool]:
 
 
 def _run_bands_by_tiles(given: _Given) -> _Computed:
-    """As bands are computed on a GPU in half precision: scores of narrow ones are never stored.
+    """Computes bands on a GPU in half precision, without storing the scores of narrow bands.
 
-    A band leaves the logsumexp of its own classes. From that of all of them each makes its
-    gradients; wide bands make their scores again for that, a chunk of rows at a time.
+    Each band first computes the logsumexp of its own classes. From the logsumexp over all bands,
+    each computes its gradients; wide bands recompute their scores for that, in chunks of rows.
     """
-    # Imported here: Triton is not on every machine.
+    # Imported here: Triton may not be installed.
     from lastlayer.kernels.linear_softmax.triton import gradient_of_classes, mix_of_rows
 
     hidden, bias, weights, factors, wanted, dtypes, chunk_rows, shares, _ = given
     n = hidden.shape[0]
-    # In the order of their targets rows that belong to a tile of classes lie together.
+    # Sorted by target, the rows whose target is in a tile of classes are contiguous.
     target, order = shares.target.sort(stable=True)
     hidden = hidden.index_select(0, order)
     layer = LayerProducts(weights, bias, n)
@@ -477,7 +478,7 @@ def _run_bands_by_tiles(given: _Given) -> _Computed:
         if own_hidden is not None:
             shares_of = torch.exp(band.lse - lse).unsqueeze(-1)
             mean = band.mean_vector.mul_(shares_of).sum(0)
-            # In float32: the two nearly cancel once a row is learnt.
+            # In float32: the two nearly cancel for rows with a small loss.
             inside = (local >= 0) & (local < weight.shape[0])
             right = weight[local.clamp(0, weight.shape[0] - 1)] * inside.unsqueeze(-1)
             own_hidden.copy_(mean.sub_(right).mul_(scale.unsqueeze(-1)))
@@ -495,9 +496,9 @@ def _run_bands_by_tiles(given: _Given) -> _Computed:
 
 
 class _WideBand:
-    """The classes of one band, whose scores are stored for a chunk of rows at a time.
+    """One band whose scores are stored, for one chunk of rows at a time.
 
-    Targets are places in the band, and anything else where they are in another one.
+    Targets are relative to the band; those outside its range belong to other bands.
     """
 
     def __init__(
@@ -519,7 +520,8 @@ class _WideBand:
         lses = []
         for part in self._chunks():
             scores = self._layer.scores_into(self._memory, rows[part])
-            # A row whose target is elsewhere puts back what it has.
+            # The kernel replaces the score of the target by `known`. If the target is in another
+            # band, class 0 stands in for it, with its own score.
             known = torch.where(inside[part], exact[part], scores[:, 0].float())
             _, lse, *_ = kernels.softmax_rows.forward_(
                 "auto", scores, self._target[part].clamp(min=0), known, None, None, *PLAIN, False
@@ -540,7 +542,7 @@ class _WideBand:
         dtype: torch.dtype,
         of_weight: bool,
     ) -> Tensor | None:
-        """That of the weight; those of hidden and bias are written."""
+        """Returns the gradient of the weight; writes those of hidden and bias in place."""
         layer, total, chunks = self._layer, None, self._chunks()
         if of_weight:
             sum_dtype = weight_sum_dtype(self._rows, self._step, dtype)
@@ -567,9 +569,9 @@ class _WideBand:
 
 
 def _exact(layer: LayerProducts, rows: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-    """The scores of targets ``(rows, 1)`` in full precision, each from the band that it is in."""
+    """The scores of targets ``(rows, 1)`` in full precision, each from its own band."""
     starts, sizes = _band_bounds(tuple([(a.start, a.stop) for a in layer.columns]), target.device)
-    # Of each band the place of the target, -1 where it is in another one.
+    # The target relative to each band, -1 if it is in another one.
     local = target.view(1, -1) - starts
     local = torch.where((local >= 0) & (local < sizes), local, -1).unsqueeze(-1)
     total: Any = None
@@ -585,13 +587,13 @@ def _exact(layer: LayerProducts, rows: Tensor, bias: Tensor | None, target: Tens
 def _band_bounds(
     columns: tuple[tuple[int, int], ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The first place of each band and its size, ``(bands, 1)``; kept, as it takes a copy."""
+    """First place and size of each band, ``(bands, 1)``; cached to save the copy to the device."""
     bounds = torch.tensor(columns, device=device)
     return bounds[:, :1].contiguous(), (bounds[:, 1:] - bounds[:, :1])
 
 
 def _in_aligned_widths(hidden: Tensor, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Rows, and what they and their projections meet, with zeros where a width is odd."""
+    """Hidden and weights, padded with zero columns to aligned widths."""
     n, top = hidden.shape[0], weights[0]
     more = missing_columns(top, n)
     below = [missing_columns(vectors, n) for vectors in weights[2::2]]
@@ -607,7 +609,7 @@ def _product(gradient: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """``gradient.T @ rows`` in ``dtype``."""
     if dtype == rows.dtype:
         return torch.mm(gradient.t(), rows)
-    # No product of two half-precision matrices gives the other half precision.
+    # No matrix product converts between float16 and bfloat16.
     shape = gradient.shape[1], rows.shape[1]
     made = rows.new_empty(shape, dtype=accumulation_dtype(rows.dtype))
     return in_dtype(multiply(made, gradient.t(), rows), dtype)
@@ -616,9 +618,9 @@ def _product(gradient: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
 def _shared_memory(
     rows: Sequence[Tensor], weights: Sequence[Tensor], chunk_rows: int | str
 ) -> Tensor | None:
-    """For the scores of one softmax after the other, on a CPU in full precision, else None.
+    """A buffer that all softmaxes reuse for their scores; None on a GPU or in half precision.
 
-    Fresh memory for each of the small softmaxes would cost more than the product that fills it.
+    Allocating memory for each small softmax would take longer than its product.
     """
     if rows[0].device.type != "cpu" or rows[0].itemsize < 4:
         return None
@@ -630,8 +632,10 @@ def _shared_memory(
     return empty((max(sizes, default=0),), rows[0].dtype)
 
 
-def softmax(problem: Problem, chunk_rows: int | str, memory: Tensor | None, in_order: bool) -> Made:
-    """One of the small softmaxes: at once in the ``memory`` that they share, or by what suits it.
+def softmax(
+    problem: Problem, chunk_rows: int | str, memory: Tensor | None, in_order: bool
+) -> LossAndGradients:
+    """One softmax: all scores at once in the shared ``memory``, or by tiles, slabs or chunks.
 
     ``in_order`` says that rows are sorted by their targets.
     """
@@ -651,10 +655,10 @@ def softmax(problem: Problem, chunk_rows: int | str, memory: Tensor | None, in_o
     )  # fmt: skip
     of_hidden = torch.mm(scores, weight) if wanted.hidden else None
     of_weight = torch.mm(scores.t(), hidden) if wanted.weight else None
-    return Made(loss, (), of_hidden, of_weight, scores.sum(0) if wanted.bias else None)
+    return LossAndGradients(loss, (), of_hidden, of_weight, scores.sum(0) if wanted.bias else None)
 
 
-def _softmax_in_chunks(problem: Problem, chunk_rows: int | str) -> Made:
+def _softmax_in_chunks(problem: Problem, chunk_rows: int | str) -> LossAndGradients:
     rows = rows_at_a_time(chunk_rows, problem.hidden, problem.weight.shape[0])
     made = tiles_or_slabs(problem, PLAIN, chunk_rows, rows)
     return run_chunks(cross_entropy_rows(None, *PLAIN), problem, rows) if made is None else made

@@ -1,7 +1,7 @@
 """Cross entropy from hidden states and class vectors, without the matrix of scores.
 
-Beside the chunks of :mod:`lastlayer.fused.rows` it has two ways of its own. *Tiles*, on CUDA for
-short class vectors: scores are made in tiles on the chip and never stored. *Slabs*, for
+It usually runs in chunks (:mod:`lastlayer.fused.rows`), with two alternatives. *Tiles*, on CUDA
+for small hidden sizes: scores are computed in on-chip tiles and never stored. *Slabs*, for
 ``chunk_rows="low"`` in half precision: blocks of an eighth of the rows and some of the classes.
 """
 
@@ -19,7 +19,7 @@ from lastlayer.fused.rows import (
     MOST_ROUNDED_ADDITIONS,
     ROW_LOSSES,
     Chunk,
-    Made,
+    LossAndGradients,
     Problem,
     RowLoss,
     RowLossKind,
@@ -31,11 +31,11 @@ from lastlayer.fused.rows import (
 )
 from lastlayer.fused.scores import LayerProducts, budget_bytes
 
-# Up to this hidden size making a score again in a tile is cheaper than storing it.
+# Up to this hidden size recomputing a score in a tile is cheaper than storing it.
 WIDEST_TILED = 256
-# No smoothing, no z loss, no soft cap, a temperature of 1.
+# Options of the plain cross entropy: smoothing, z loss, soft cap (0 for none), temperature.
 PLAIN = 0.0, 0.0, 0.0, 1.0
-# Multiples that suit the tiles of a matrix unit.
+# Rows and classes of a slab are multiples of this, to match the tiles of matrix units.
 _SLAB_STEP = 128
 
 
@@ -63,49 +63,49 @@ def linear_cross_entropy(
     .. math:: L = \log \sum_j e^{\theta_j} - \theta_y + \lambda (\log \sum_j e^{\theta_j})^2,
               \qquad \theta = \mathrm{cap}(W h + b) / T
 
-    Choose it for any exact softmax over more than a few thousand classes. It holds a chunk of
-    scores at a time: about 1 GB on a GPU, or 128 rows where these are more, from some 4 million
+    Choose it for any exact softmax over more than a few thousand classes. It holds one chunk of
+    scores at a time: about 1 GB on a GPU, but at least 128 rows, which is more from about 4 million
     classes on; on a CPU 48 MB, or a quarter of the weight if that is more; about a quarter of that
-    with ``chunk_rows="low"``. On a GPU, in half precision and where hidden has 256 numbers or
-    fewer, it holds none at all.
+    with ``chunk_rows="low"``. On a GPU in half precision, with a hidden size of at most 256, it
+    stores no scores at all.
 
-    Cost: three products of n × d × v, as the layer itself with its backward. Gradients are made
-    in the forward pass, and only scaled in backward. With ``reduction="none"`` the gradient of the
-    scores is kept until backward, where they fit one chunk; where they do not, and with
-    ``weight_grad``, backward makes the scores again, a fourth product.
+    Cost: three products of n × d × v, as for the layer itself with its backward. Gradients are
+    computed in the forward pass, and only scaled in backward. With ``reduction="none"``, if all
+    scores fit in one chunk, their gradient is kept until backward. If they do not fit, and with
+    ``weight_grad``, backward recomputes the scores, a fourth product.
 
     On a GPU any number of classes and any hidden size are about as fast as the next multiple of 8.
-    For an odd hidden size (rows that are no multiple of 16 bytes) large problems are computed on
-    padded copies of hidden and weight, and gradients are copied back: this takes the memory of one
-    more weight, or two with ``weight_grad``. An odd number of classes needs no such copy.
+    For a misaligned hidden size (rows that are not a multiple of 16 bytes) large problems are
+    computed on padded copies of hidden and weight, and gradients are copied back: this takes the
+    memory of one more weight, or two with ``weight_grad``. A misaligned number of classes needs no
+    such copy.
 
-    On a GPU the host waits once, to leave out ignored rows before any product. Give
-    ``ignore_index=None`` where every target counts: then nothing waits.
+    On a GPU large problems have one host sync, to remove ignored rows before any product. Pass
+    ``ignore_index=None`` if no target is ignored: this avoids the host sync.
 
     Args:
         hidden: ``(*batch, d)``, float16, bfloat16, float32 or float64.
-        weight: ``(v, d)``, one row a class, as in ``nn.Linear``; its own dtype under autocast.
+        weight: ``(v, d)``, one row per class, as in ``nn.Linear``; keeps its dtype under autocast.
         target: class ids ``(*batch)``, int64.
         bias: ``(v,)``.
-        ignore_index: rows with this target are left out; None where there are none.
-        reduction: "mean" over the rows that count, by their weights; "sum" or "none".
-        label_smoothing: how much of the target is spread evenly over all classes.
-        class_weight: one weight per class, ``(v,)``, as in torch: it weighs what a class has of the
-            cross entropy, and not ``z_loss``.
+        ignore_index: rows with this target are left out; None if there are none.
+        reduction: "mean", weighted, over the rows that are not ignored; "sum" or "none".
+        label_smoothing: probability mass of the target that is spread evenly over all classes.
+        class_weight: one weight per class, ``(v,)``, as in torch; it does not apply to ``z_loss``.
         row_weight: one weight per row, ``(*batch)``; no gradient flows to it.
         z_loss: :math:`\lambda`, pulls the normaliser towards 1.
-        softcap: c, bends scores into :math:`c \tanh(\theta / c)`.
+        softcap: c, replaces scores by :math:`c \tanh(\theta / c)`.
         temperature: T, divides the scores.
         chunk_rows: rows of scores held at a time, "auto" or "low".
-        weight_grad: a tensor of the weight's shape to which backward adds the gradient of the
-            weight, which then gets none itself: ``weight.grad``, or a float32 sum of a
-            half-precision one. In float32 nothing on the way is rounded to half precision.
-        process_group: processes that have the classes together, each the ``weight``, ``bias`` and
-            ``class_weight`` of its own, in the order of ranks. Hidden states and targets are the
-            same in all of them, and so is the loss. A DTensor as weight, with ``Shard(0)``, says
-            the same without one.
-        hidden_grad: where classes are spread over processes: "sum" for the whole gradient of
-            hidden, or "part" for this process's part, whose sum over processes it is.
+        weight_grad: a tensor of the weight's shape to which backward adds the weight's gradient,
+            instead of returning it to autograd: ``weight.grad``, or a float32 buffer for a
+            half-precision weight. With float32 no intermediate result is rounded to half precision.
+        process_group: processes over which the classes are sharded, in the order of ranks. Each
+            passes the ``weight``, ``bias`` and ``class_weight`` of its own classes. Hidden states
+            and targets must be the same in all processes, and so is the loss. A DTensor with
+            ``Shard(0)`` as weight does the same without a group.
+        hidden_grad: for sharded classes: "sum" for the full gradient of hidden, or "part" for the
+            contribution of this process's classes; the contributions add up to the full gradient.
 
     Returns:
         The loss in float32, or in float64 from float64.
@@ -156,26 +156,26 @@ def linear_statistics(
     temperature: float = 1.0,
     **options: Unpack[RowOptions],
 ) -> Statistics:
-    """:func:`linear_cross_entropy`, and what else the same pass over the scores can tell.
+    """:func:`linear_cross_entropy` with statistics of each row from the same pass over the scores.
 
-    Of each row: the log-probability of the target, the entropy, the logsumexp, the best class, and
-    whether the target is among the k best.
+    For each row: the log-probability of the target, the entropy, the logsumexp, the class with the
+    highest score, and whether the target is among the top k.
 
-    Choose it for accuracy, calibration and z-monitoring in training or validation, and for the
-    log-probabilities that policy gradients need. It always works in chunks of rows.
+    Choose it to monitor accuracy, calibration and the logsumexp in training or validation, and for
+    the log-probabilities that policy gradients need. It always works in chunks of rows.
 
-    Cost: that of :func:`linear_cross_entropy`; the numbers are found while scores are read.
+    Cost: that of :func:`linear_cross_entropy`; the scores are read no more often.
 
     Args:
         hidden: ``(*batch, d)``.
-        weight: ``(v, d)``, one row a class.
+        weight: ``(v, d)``, one row per class.
         target: class ids ``(*batch)``, int64.
         bias: ``(v,)``.
-        k: ``in_top_k`` says whether fewer than k classes have a higher score than the target.
-        label_smoothing: how much of the target is spread evenly over all classes.
+        k: ``in_top_k`` is True if fewer than k classes have a higher score than the target.
+        label_smoothing: probability mass of the target that is spread evenly over all classes.
         z_loss: weight of the squared logsumexp.
-        softcap: c, bends scores into ``c * tanh(score / c)``.
-        temperature: divides the scores. What is returned is after softcap and temperature.
+        softcap: c, replaces scores by ``c * tanh(score / c)``.
+        temperature: divides the scores. All statistics are after softcap and temperature.
         options: ``ignore_index``, ``reduction``, ``class_weight``, ``row_weight``, ``chunk_rows``
             and ``weight_grad``, as in :func:`linear_cross_entropy`.
 
@@ -202,7 +202,7 @@ def linear_statistics(
 def cross_entropy_numbers(
     label_smoothing: Any, z_loss: Any, softcap: Any, temperature: Any
 ) -> tuple[float, float, float, float]:
-    """The options of the cross entropy, checked, as its row loss takes them: 0 for no soft cap."""
+    """The checked options of :func:`cross_entropy_rows`; a softcap of None becomes 0."""
     return (
         check_share("label_smoothing", label_smoothing),
         check_not_negative("z_loss", z_loss),
@@ -212,11 +212,11 @@ def cross_entropy_numbers(
 
 
 def shaped(scores: Tensor, softcap: float, temperature: float) -> tuple[Tensor, Tensor]:
-    """Capped (0: not at all) and tempered scores, and their derivative by the plain ones."""
+    """Scores after soft cap (0 for none) and temperature, and the derivative of that map."""
     if not softcap:
         return scores / temperature, torch.full_like(scores, 1.0 / temperature)
     bent = torch.tanh(scores / softcap)
-    # A masked class stays masked: a cap would bring it back.
+    # Masked classes stay at -inf: the cap alone would make them finite.
     capped = (bent * (softcap / temperature)).masked_fill(scores == -math.inf, -math.inf)
     return capped, (1.0 - bent.square()) / temperature
 
@@ -229,7 +229,7 @@ def cross_entropy_rows(
     temperature: float,
     statistics: bool = False,
 ) -> RowLoss:
-    """The row loss: a dense gradient in the memory of the scores."""
+    """The cross entropy as a row loss; its dense gradient overwrites the scores."""
 
     def rows(scores: Tensor, chunk: Chunk) -> RowResult:
         exact = target_scores(scores, chunk.target, chunk.exact_scores)
@@ -253,8 +253,8 @@ def cross_entropy_rows(
 
 def tiles_or_slabs(
     problem: Problem, numbers: Sequence[float], chunk_rows: int | str, rows: int
-) -> Made | None:
-    """By tiles or slabs, where these are the faster way."""
+) -> LossAndGradients | None:
+    """Computes the loss by tiles or slabs if one of them is faster than chunks, else None."""
     if tiles_suit(problem.hidden, numbers, chunk_rows, problem.wanted):
         return run_tiles(problem, numbers)
     if slabs_suit(problem, numbers, chunk_rows, rows):
@@ -277,7 +277,7 @@ ROW_LOSSES["cross_entropy_statistics"] = RowLossKind(
 def tiles_suit(
     hidden: Tensor, numbers: Sequence[float], chunk_rows: int | str, wanted: Wanted
 ) -> bool:
-    """Whether the tiled kernels can take a problem, and are the faster way."""
+    """Whether the tiled kernels support a problem and are faster."""
     smoothing, _, softcap, _ = numbers
     return (
         # An explicit row count asks for chunks.
@@ -288,17 +288,19 @@ def tiles_suit(
         and hidden.shape[0] > 0
         and kernels.available()["triton"] is None
         and not wanted.precise(hidden)
-        # A smoothed loss is a matrix product more, unless the scores are bent.
+        # Smoothing needs the sum of all scores: one matrix-vector product, but not with a cap.
         and not (smoothing and softcap)
     )
 
 
-def run_tiles(problem: Problem, numbers: Sequence[float], in_order: bool = False) -> Made:
-    """Losses and gradients of all rows; as :func:`lastlayer.fused.rows.run_chunks`.
+def run_tiles(
+    problem: Problem, numbers: Sequence[float], in_order: bool = False
+) -> LossAndGradients:
+    """Losses and gradients of all rows, as :func:`lastlayer.fused.rows.run_chunks` returns them.
 
     ``in_order`` says that rows are sorted by their targets, which saves a sort.
     """
-    # Imported here: Triton is not on every machine.
+    # Imported here: Triton may not be installed.
     from lastlayer.kernels.linear_softmax.triton import (
         finish_rows,
         gradient_of_classes,
@@ -336,7 +338,7 @@ def run_tiles(problem: Problem, numbers: Sequence[float], in_order: bool = False
         loss = torch.where(empty, loss, smoothed)
         row_scale = None if row_scale is None else row_scale.masked_fill(empty, 0.0)
     if not gradient_wanted or row_scale is None:
-        return Made(loss, (), None, None, None)
+        return LossAndGradients(loss, (), None, None, None)
 
     if hidden_gradient is not None and smoothing:
         hidden_gradient -= torch.outer(row_scale * (spread / temperature), vector)
@@ -346,7 +348,7 @@ def run_tiles(problem: Problem, numbers: Sequence[float], in_order: bool = False
         into = wanted.weight_into
         weight_gradient = torch.empty_like(weight, dtype=weight_dtype) if into is None else into
         if wanted.bias:
-            # What is written may be added instead, with what is added to the weight's gradient.
+            # Zeros: the kernel adds to it when it adds to the weight's gradient.
             bias_gradient = loss.new_zeros(n_classes)
         gradient_of_classes(
             hidden, weight, bias, target, rows.factors, softcap, temperature, weight_gradient,
@@ -359,11 +361,11 @@ def run_tiles(problem: Problem, numbers: Sequence[float], in_order: bool = False
                 bias_gradient -= weights * (row_scale.sum() * spread / temperature)
     if not wanted.weight:
         weight_gradient = None
-    return Made(loss, (), hidden_gradient, weight_gradient, bias_gradient)
+    return LossAndGradients(loss, (), hidden_gradient, weight_gradient, bias_gradient)
 
 
 def _weighted_sum(weights: Tensor, vectors: Tensor) -> Tensor:
-    """``weights @ vectors`` in float32, with a small copy at a time."""
+    """``weights @ vectors`` in float32, converting a block of vectors at a time."""
     total = weights.new_zeros(vectors.shape[1])
     for some, of_them in zip(weights.split(1 << 16), vectors.split(1 << 16), strict=True):
         total += some @ of_them.float()
@@ -373,9 +375,9 @@ def _weighted_sum(weights: Tensor, vectors: Tensor) -> Tensor:
 def slabs_suit(
     problem: Problem, numbers: Sequence[float], chunk_rows: int | str, rows: int
 ) -> bool:
-    """Whether ``rows`` at a time would add too often to a gradient in half precision.
+    """Whether chunks of ``rows`` rows would add to a half-precision gradient too often.
 
-    Only where memory was asked to be low: a float32 sum is faster than making scores again.
+    Only for ``chunk_rows="low"``: otherwise a float32 sum is faster than recomputing scores.
     """
     hidden, wanted = problem.hidden, problem.wanted
     return (
@@ -389,22 +391,22 @@ def slabs_suit(
     )
 
 
-def _run_slabs(problem: Problem, numbers: Sequence[float], chunk_rows: str) -> Made:
-    """Losses and gradients of all rows; as :func:`lastlayer.fused.rows.run_chunks`.
+def _run_slabs(problem: Problem, numbers: Sequence[float], chunk_rows: str) -> LossAndGradients:
+    """Losses and gradients of all rows, as :func:`lastlayer.fused.rows.run_chunks` returns them.
 
-    Many small chunks of rows would add to the weight's gradient so often that half precision loses
-    it, or need a float32 sum of its size. A first walk over the slabs of a block finds the
-    normaliser of each row; the second makes the scores again, all but the last slab's, and turns
-    them into the gradient.
+    Many small chunks would add to the weight's gradient so often that half precision becomes
+    inaccurate, or would need a float32 sum of the weight's size. For each block of rows, a first
+    pass over the slabs computes the logsumexp of each row. A second pass recomputes the scores,
+    except for the last slab's, and turns them into the gradient.
     """
     hidden, weight, bias, target, row_scale, class_weight, wanted, weight_dtype, *_ = problem
     if row_scale is None:
-        raise RuntimeError("row_scale: slabs are for gradients")
+        raise RuntimeError("row_scale: expected a tensor, got None; slabs compute gradients")
     n, n_classes = hidden.shape[0], weight.shape[0]
     rows = -(-n // (MOST_ROUNDED_ADDITIONS * _SLAB_STEP)) * _SLAB_STEP
     fitting = budget_bytes("rows", chunk_rows, hidden) // (rows * hidden.itemsize)
     step = min(n_classes, max(_SLAB_STEP, fitting // _SLAB_STEP * _SLAB_STEP))
-    # The last slab is a full one: it need not be made again.
+    # The short slab comes first: the last one is not recomputed, so it should be a full one.
     short = n_classes % step
     starts = [*([0] if short else []), *range(short, n_classes, step)]
     slabs = [
@@ -430,18 +432,18 @@ def _run_slabs(problem: Problem, numbers: Sequence[float], chunk_rows: str) -> M
             layer.weight_gradient([weight_gradient[classes]], gradient, block.hidden, adds=True)
             if hidden_gradient is not None:
                 layer.hidden_gradient(hidden_gradient[part], gradient, adds=True)
-    return Made(torch.cat(losses), (), hidden_gradient, weight_gradient, bias_gradient)
+    return LossAndGradients(torch.cat(losses), (), hidden_gradient, weight_gradient, bias_gradient)
 
 
 class _Slab(NamedTuple):
-    """Some classes, and the products with their vectors."""
+    """A range of classes, and the matrix products with their vectors."""
 
     classes: slice
     layer: LayerProducts
 
 
 class _Block:
-    """A block of rows, whose scores are made slab by slab in the same memory."""
+    """A block of rows, whose scores are computed slab by slab in the same buffer."""
 
     def __init__(
         self,
@@ -464,12 +466,13 @@ class _Block:
         self._held: _Slab | None = None
 
     def loss(self, slabs: list[_Slab], weights: Tensor | None) -> Tensor:
-        """The loss of each row, from all slabs; the scores of the last one stay."""
+        """The loss of each row, from all slabs; the scores of the last slab stay in the buffer."""
         for slab in slabs:
             scores = self._scores(slab)
             inside, local = self._targets_in(slab.classes)
             local = torch.where(inside, local, 0)
-            # A row whose target is elsewhere puts back what it has.
+            # The kernel replaces the score of the target by `exact`. If the target is in another
+            # slab, class 0 stands in for it, with its own score.
             exact = torch.where(inside, self._target_scores, scores[:, 0].float())
             _, lse, *_ = kernels.softmax_rows.forward_(
                 "auto", scores, local, exact, None, None, 0.0, 0.0,
@@ -485,7 +488,7 @@ class _Block:
         return losses.masked_fill(self._empty, torch.inf)
 
     def gradient(self, slab: _Slab, row_scale: Tensor, weights: Tensor | None) -> Tensor:
-        """The gradient of the scores of a slab, in the memory."""
+        """The gradient of a slab's scores, in place in the buffer."""
         scores = self._scores(slab)
         self._held = None
         row_scale = row_scale.masked_fill(self._empty, 0.0)
@@ -501,7 +504,7 @@ class _Block:
         return scores
 
     def _targets_in(self, classes: slice) -> tuple[Tensor, Tensor]:
-        """Which targets are among some classes, and the place of those that are."""
+        """Which targets are among these classes, and all targets relative to the first of them."""
         inside = (self._target >= classes.start) & (self._target < classes.stop)
         return inside, self._target - classes.start
 
@@ -513,6 +516,6 @@ class _Block:
         return slab.layer.scores_into(memory, self.hidden)
 
     def memory_of(self, slab: _Slab) -> Tensor:
-        """What the scores of a slab, or their gradient, are held in."""
+        """The part of the buffer that holds a slab's scores or their gradient."""
         rows, columns = self.hidden.shape[0], slab.layer.stride
         return self._memory[: rows * columns].view(rows, columns)

@@ -1,14 +1,14 @@
-"""The one autograd function behind every fused loss: gradients are made in forward.
+"""The autograd function behind every fused loss. It computes gradients in the forward pass.
 
-An :class:`Engine` turns the operands of a problem (hidden states, class vectors, targets) into
-losses and gradients. While the scores of some rows are in memory their gradient costs little, so
-the forward pass makes the gradients and the backward pass multiplies them by the upstream one.
-That needs an upstream gradient that is a single number. Where it has one number per row
-(``reduction="none"``), backward computes scores and gradients again from the operands.
+An :class:`Engine` computes losses and gradients from its operands (hidden states, class vectors,
+targets). While the scores of some rows are in memory, their gradient is cheap to compute. So the
+forward pass computes the gradients, and the backward pass only scales them by the upstream
+gradient. This requires a scalar upstream gradient. With ``reduction="none"`` the upstream gradient
+has one value per row, and backward recomputes scores and gradients from the operands.
 
-Everything that is a matter of policy is decided here, for all engines: which gradients are wanted,
-``retain_graph``, second derivatives, the range of float16, and how torch.compile sees the loss
-(one registered operation per engine; in eager mode the engine is called directly).
+This module handles, for all engines: which gradients are wanted, ``retain_graph``, second
+derivatives, the range of float16, and torch.compile (one registered operation per engine; in eager
+mode the engine is called directly).
 """
 
 from abc import ABC, abstractmethod
@@ -39,10 +39,10 @@ _library = torch.library.Library("lastlayer", "FRAGMENT")
 
 
 class Call(NamedTuple):
-    """What an engine is asked for: a loss, and the gradients of the operands that are ``wanted``.
+    """One request to an engine: the loss, and the gradients of the ``wanted`` operands.
 
-    With ``reduction="none"`` the loss has one number per row; then gradients are made only where
-    ``upstream`` is given, one number per row: those of ``(loss * upstream).sum()``.
+    With ``reduction="none"`` the loss has one value per row. Gradients are then computed only if
+    ``upstream``, one value per row, is given: they are those of ``(loss * upstream).sum()``.
     """
 
     operands: Operands
@@ -53,15 +53,16 @@ class Call(NamedTuple):
 
     @property
     def makes_gradients(self) -> bool:
-        """Whether any gradient is made now, by an engine that recomputes those of "none"."""
+        """Whether this call computes gradients, for engines that recompute with "none"."""
         return any(self.wanted) and (self.upstream is not None or self.reduction != "none")
 
 
 class Result(NamedTuple):
-    """What an engine makes of its operands.
+    """The output of an engine.
 
-    ``pieces`` are the gradients of the differentiable operands, None where not wanted, or whatever
-    :meth:`Engine.finish` makes them from. They are divided by ``size``, None for 1.
+    ``pieces`` are the gradients of the differentiable operands (None if not wanted), or the tensors
+    from which :meth:`Engine.finish` computes them. The true gradients are ``pieces * size``; None
+    means a size of 1.
     """
 
     loss: Tensor
@@ -71,28 +72,30 @@ class Result(NamedTuple):
 
 
 class Engine(ABC):
-    """A loss of rows, computed together with its gradients.
+    """A loss over rows that is computed together with its gradients.
 
-    Operands are tensors: those that may need a gradient first, then ``n_constants`` that never do.
-    Options are plain values (numbers, strings, None), of which ``schema`` declares names and types
-    in the schema language of ``torch.library``.
+    Operands are tensors: first those that may need a gradient, then ``n_constants`` that never do.
+    Options are plain values (numbers, strings, None). ``schema`` declares their names and types in
+    the schema language of ``torch.library``.
 
     Attributes:
-        name: of the operation below ``torch.ops.lastlayer``.
-        schema: of the options, such as ``"int? ignore_index, str chunk_rows"``.
-        n_constants: how many operands, from the end, have no gradient.
-        kept: which operands :meth:`finish` and :meth:`differentiable` read.
-        starts_again: whether backward starts from the operands where the loss is not reduced.
-        written: which operand backward writes to, if any; torch is not asked to guard it.
-        what: what the loss is called in an error.
-        instead: what has second derivatives, for the same error.
+        name: name of the registered operation, under ``torch.ops.lastlayer``.
+        schema: schema of the options, such as ``"int? ignore_index, str chunk_rows"``.
+        n_constants: number of operands without a gradient; they come last.
+        kept: indices of the operands that :meth:`finish` and :meth:`differentiable` read.
+        recomputes_unreduced: whether backward recomputes from the operands with
+            ``reduction="none"``.
+        written: index of the operand that backward writes to, or None. It is not passed to
+            ``save_for_backward``, which would raise after the write.
+        what: name of the loss in error messages.
+        instead: alternative that supports second derivatives, for error messages.
     """
 
     name: str
     schema: str
     n_constants: int
     kept: tuple[int, ...] = ()
-    starts_again = True
+    recomputes_unreduced = True
     written: int | None = None
     what = "a fused loss"
     instead = "log_prob(hidden, classes), which has them"
@@ -106,16 +109,17 @@ class Engine(ABC):
 
     @abstractmethod
     def compute(self, call: Call) -> Result:
-        """The reduced loss, and the gradients that are wanted.
+        """Computes the reduced loss and the wanted gradients.
 
-        Where "none" leaves these to backward the pieces may be tensors that this computation
-        leaves for that one, which then finds them behind the operands.
+        If backward recomputes the gradients, the pieces may be any tensors that backward reuses.
+        They are then appended to the operands of the second call.
         """
 
     def fake(self, call: Call) -> Result:
-        """Empty results of the right shapes and dtypes, for tracing.
+        """Returns empty results with the right shapes and dtypes, for tracing.
 
-        These are for rows ``(*batch, d)`` as the first operand, and gradients made in forward.
+        The default is for engines whose first operand is hidden states ``(*batch, d)`` and whose
+        gradients are computed in forward.
         """
         rows, dtype = call.operands[0], accumulation_dtype(call.operands[0].dtype)
         batch = rows.shape[:-1] if call.reduction == "none" else ()
@@ -127,17 +131,17 @@ class Engine(ABC):
         return Result(loss, empty_gradients(call.operands, call.wanted), (), size)
 
     def statistics(self, options: tuple[Any, ...]) -> int:  # noqa: ARG002 - for engines with any
-        """How many statistics :meth:`compute` returns."""
+        """Number of statistics that :meth:`compute` returns."""
         return 0
 
     def recomputes(self, options: tuple[Any, ...], reduction: str) -> bool:  # noqa: ARG002
-        """Whether backward starts again from the operands."""
-        return self.starts_again and reduction == "none"
+        """Whether backward recomputes the gradients from the operands."""
+        return self.recomputes_unreduced and reduction == "none"
 
     def finish(
         self, call: Call, pieces: Sequence[Any], factor: Tensor | None, reusable: bool
     ) -> Grads:
-        """The gradients from the pieces, times ``factor``; in their memory where ``reusable``."""
+        """Computes ``gradients * factor`` from the pieces, in place if they are ``reusable``."""
         del call
         if factor is None:
             return list(pieces)
@@ -146,19 +150,19 @@ class Engine(ABC):
         return scaled(pieces, factor, reusable)
 
     def differentiable(self, call: Call, grad: Tensor) -> Grads | None:  # noqa: ARG002
-        """The gradients in operations that can be differentiated again, from the operands.
+        """Computes the gradients from the operands with operations that are differentiable again.
 
-        Asked for with ``create_graph=True``, which raises here, and for upstream gradients in a
-        batch.
+        Called for ``create_graph=True``, which raises by default, and for batched (vmapped)
+        upstream gradients. Returns None if the engine has no such path.
         """
         refuse_second_derivatives(self.what, self.instead)
         return None
 
     def invoke(self, call: Call) -> Result:
-        """:meth:`compute`: directly in eager mode, since the dispatcher costs the host time."""
+        """Calls :meth:`compute`, directly in eager mode: the dispatcher costs host time."""
         operands, options, reduction, wanted, upstream = call
         first = operands[0]
-        # No operation may write to what it is given.
+        # The registered operation declares no mutation, so it must not write to an operand.
         writes = self.written is not None and operands[self.written] is not None
         if writes or (is_eager(first) and not first.is_meta):
             return self.compute(call)
@@ -174,7 +178,7 @@ class Engine(ABC):
         return self._flat(self.fake(Call(operands, rest[:-2], rest[-2], rest[-1], upstream)))
 
     def _flat(self, result: Result) -> list[Tensor]:
-        """As an operation returns it: contiguous tensors, empty ones for None."""
+        """The result as the registered operation returns it: contiguous, empty for None."""
         none = result.loss.new_empty(0)
         pieces = [none.clone() if each is None else each.contiguous() for each in result.pieces]
         size = none if result.size is None else result.size
@@ -184,10 +188,10 @@ class Engine(ABC):
 def fused_loss(
     engine: Engine, operands: Operands, options: tuple[Any, ...], reduction: str
 ) -> tuple[Tensor, ...]:
-    """The reduced loss, differentiable, and the statistics of each row.
+    """Returns the reduced loss, which is differentiable, and the statistics of each row.
 
-    Operands are as the engine takes them, checked, in the dtype of the products; options are as
-    its schema says.
+    Operands are checked and in the dtype of the matrix products. Options follow the engine's
+    schema.
     """
     n = len(operands) - engine.n_constants
     recording = torch.is_grad_enabled()
@@ -226,7 +230,7 @@ class _FusedLoss(torch.autograd.Function):
         if not result.statistics:
             return (result.loss,)
         ctx.mark_non_differentiable(*result.statistics)
-        # Else backward would get zeros for them.
+        # Otherwise autograd would allocate zero gradients for the statistics.
         ctx.set_materialize_grads(False)
         return result.loss, *result.statistics
 
@@ -246,8 +250,8 @@ class _FusedLoss(torch.autograd.Function):
             made = engine.differentiable(call, grad)
             if made is not None:
                 return _returned(made, wanted, dtypes, n)
-        # In place where nothing needs the pieces again: a second gradient of the weight may be
-        # more than the device can hold.
+        # Scale in place unless the graph is retained: a second copy of the weight's gradient may
+        # not fit in device memory.
         reusable = not compiling and not graph_is_kept()
         made = _gradients(engine, call, grad, size, pieces, reusable)
         return _returned(made, wanted, dtypes, n)
@@ -264,11 +268,11 @@ def _gradients(
     pieces: Sequence[Any],
     reusable: bool,
 ) -> Grads:
-    """The gradients of the operands, from what forward has left and the upstream gradient."""
+    """The gradients of the operands, from the saved pieces and the upstream gradient."""
     factor = grad
     if engine.recomputes(call.options, call.reduction):
         left = [each for each in pieces if each is not None and each.numel()]
-        # The gradient of a sum of rows is one number for all of them, with a stride of 0.
+        # The gradient of losses.sum() is an expanded scalar with stride 0.
         upstream = None if grad is None else grad.contiguous()
         again = call._replace(operands=[*call.operands, *left], upstream=upstream)
         result = engine.invoke(again)
@@ -279,9 +283,9 @@ def _gradients(
 
 
 class _TransformedLoss(torch.autograd.Function):
-    """:class:`_FusedLoss` for ``torch.func``: backward may use inputs and outputs alone.
+    """:class:`_FusedLoss` for ``torch.func``, where backward may only use inputs and outputs.
 
-    Outputs are those of the registered operation. vmap is a loop.
+    So it returns all outputs of the registered operation. vmap loops over the batch.
     """
 
     @staticmethod
@@ -293,7 +297,9 @@ class _TransformedLoss(torch.autograd.Function):
         *operands: Tensor | None,
     ) -> tuple[Tensor, ...]:
         if engine.written is not None and operands[engine.written] is not None:
-            raise RuntimeError("weight_grad: expected None inside of torch.func, got a tensor")
+            raise RuntimeError(
+                "weight_grad: expected None inside torch.func, got a tensor; leave it out"
+            )
         return tuple(engine._flat(engine.invoke(Call(operands, options, reduction, wanted))))
 
     @staticmethod
@@ -320,7 +326,7 @@ class _TransformedLoss(torch.autograd.Function):
 
 
 class _TransformedGradients(torch.autograd.Function):
-    """The backward pass of :class:`_TransformedLoss`: the gradients that are wanted."""
+    """The backward pass of :class:`_TransformedLoss`: computes the wanted gradients."""
 
     @staticmethod
     def forward(
@@ -351,7 +357,7 @@ class _TransformedGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
         raise RuntimeError(
-            f"{ctx.engine.what}: expected one derivative inside of torch.func, got two; use "
+            f"{ctx.engine.what}: expected one derivative inside torch.func, got two; use "
             f"{ctx.engine.instead}"
         )
 
@@ -366,7 +372,7 @@ def _looped(
     in_dims: tuple[Any, ...],
     inputs: tuple[Any, ...],
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """What vmap makes of a function that takes one problem at a time."""
+    """vmap of a function without a batched implementation: a loop over the batch."""
     made = [
         function.apply(*[
             each.select(dim, i) if isinstance(dim, int) else each
@@ -383,7 +389,7 @@ def _returned(
     dtypes: Sequence[torch.dtype],
     n_operands: int,
 ) -> tuple[Tensor | None, ...]:
-    """Grads as ``backward`` returns them: in the operands' dtypes, None for all else."""
+    """Gradients as ``backward`` returns them: in the operands' dtypes, None for other inputs."""
     gradients = [
         in_dtype(each, dtype) if needed and each is not None else None
         for each, needed, dtype in zip(made, wanted, dtypes, strict=True)
@@ -392,9 +398,9 @@ def _returned(
 
 
 def scaled(pieces: Sequence[Tensor | None], factor: Tensor, reusable: bool) -> Grads:
-    """Each piece times ``factor``, rounded once; in its own memory where that is reusable.
+    """Each piece times ``factor``, rounded once; in place if ``reusable``.
 
-    The factor is a single number, which may be out of the range of half precision.
+    The factor is a scalar tensor that may be outside the range of half precision.
     """
     if reusable:
         first, *others = [each for each in pieces if each is not None]
@@ -405,11 +411,14 @@ def scaled(pieces: Sequence[Tensor | None], factor: Tensor, reusable: bool) -> G
     ]
 
 
-def near_one(scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Row factors as products in ``dtype`` can take them, and what they were divided by.
+def normalized_factors(
+    scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Row factors divided by their largest magnitude, and that magnitude; for float16 only.
 
-    float16 has nothing below 6e-8, which is less than what 1/n leaves of a probability. So factors
-    are brought to 1, and gradients back with the upstream one, which may be a loss scale.
+    float16 has no values below 6e-8, so a small probability times 1/n underflows. The factors are
+    therefore normalized, and the gradients are multiplied by the magnitude later, together with the
+    upstream gradient, which may contain a loss scale.
     """
     if dtype != torch.float16 or scale is None:
         return scale, None
@@ -419,18 +428,18 @@ def near_one(scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, T
 
 
 class RowScale(NamedTuple):
-    """What each row counts: its weight in the loss, and its factor in the gradient."""
+    """Weight of each row in the reduced loss, and the gradient factors that follow from it."""
 
     weight: Tensor | None
-    """Of the loss of each row, ``(n,)``; None for 1."""
+    """Weight of each row's loss, ``(n,)``; None for 1."""
     divisor: Tensor | float | None
-    """Of the sum of weighted losses, 0 where nothing counts; None for the sum of the weights."""
+    """Divides the weighted sum of losses; None for the sum of the weights. 0 gives a loss of 0."""
 
     @classmethod
     def of(
         cls, weight: Tensor | None, reduction: str, n: int, counted: Tensor | None = None
     ) -> "RowScale":
-        """From the weight of each row; ``counted`` is what a mean divides by, if not their sum."""
+        """From row weights; "mean" divides by the sum of ``counted``, or else of the weights."""
         if reduction != "mean":
             return cls(weight, 1.0)
         if weight is None and counted is None:
@@ -438,9 +447,9 @@ class RowScale(NamedTuple):
         return cls(weight, None if counted is None else counted.sum())
 
     def reduce(self, losses: Tensor, reduction: str) -> Tensor:
-        """The loss of all rows; rows of weight 0 do not count, whatever their loss is."""
+        """The reduced loss; rows of weight 0 add 0 even if their loss is inf or NaN."""
         by_kernel = self.divisor is None or (
-            # On a GPU torch's mean is one launch, as this would be.
+            # On a GPU torch's mean is a single launch, too.
             losses.is_cpu and self.weight is None and 1.0 < self.divisor == losses.shape[0]
         )
         if by_kernel and is_eager(losses) and not losses.requires_grad:
@@ -461,9 +470,9 @@ class RowScale(NamedTuple):
         return torch.where(divisor == 0, 0.0, losses.sum() / divisor)
 
     def factors(self, like: Tensor, n: int, upstream: Tensor | None = None) -> Tensor:
-        """What the gradient of each row's loss is multiplied by, ``(n,)``.
+        """Factor of the gradient of each row's loss, ``(n,)``.
 
-        ``upstream`` is the gradient of the reduced loss, or with "none" of each row's.
+        ``upstream`` is the gradient of the reduced loss, or of each row's loss with "none".
         """
         dtype = accumulation_dtype(like.dtype)
         if upstream is not None and upstream.dim():
@@ -483,9 +492,9 @@ class RowScale(NamedTuple):
 
 
 def empty_gradients(operands: Operands, wanted: Sequence[bool]) -> Grads:
-    """What :meth:`Engine.fake` returns for gradients that are made in forward.
+    """Empty gradients for :meth:`Engine.fake`, if forward computes the gradients.
 
-    Sums over rows, all but that of the first operand, are in :func:`gradient_sum_dtype`.
+    All but the first operand's are sums over rows, and have :func:`gradient_sum_dtype`.
     """
     made: Grads = []
     for i, (source, needed) in enumerate(zip(operands, wanted, strict=False)):

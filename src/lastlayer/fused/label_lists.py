@@ -1,8 +1,8 @@
-"""The few labels that are listed for each row, each once, and sums over those of a row.
+"""Lists of the positive labels of each row, without duplicates, and reductions over each list.
 
-Lists come padded, or concatenated with offsets, and stay so: padded ones need neither gathers nor
-sums over segments. Both are sorted within their rows, so that duplicates are neighbours; of these
-the first that was given counts.
+Lists are padded, or concatenated with offsets, and are kept in that form: padded ones need neither
+gathers nor segment sums. Both are sorted within each row, so that duplicates are adjacent; the
+first of them in the input counts.
 """
 
 from typing import Any
@@ -15,18 +15,18 @@ from lastlayer._checks import check_device, check_tensor
 from lastlayer._labels import check_positives
 from lastlayer._torch import values_are_checked
 
-# Numbers of hidden states gathered at a time.
+# Elements of hidden states gathered at a time.
 _GATHERED = {"cuda": 1 << 24, "cpu": 1 << 20}
 
 
 class Lists:
-    """Entries of all rows: ``(n, m)`` of padded lists, ``(k,)`` of lists with offsets.
+    """The entries of all rows: ``(n, m)`` for padded lists, ``(k,)`` for lists with offsets.
 
     Attributes:
-        classes: int64, negative where an entry does not count (padding, duplicates).
-        absent: bool, where that is.
-        values: the label of each entry, None where all have the label ``on``.
-        on: that label.
+        classes: int64, negative for entries that do not count (padding, duplicates).
+        absent: bool, True for entries that do not count.
+        values: the label of each entry; None if all have the label ``on``.
+        on: the label of all entries if ``values`` is None.
         rows: the row of each entry, ascending; None for padded lists.
     """
 
@@ -42,7 +42,7 @@ class Lists:
         self.rows, self._starts = rows, starts
 
     def flat(self) -> tuple[Any, ...]:
-        """One after the other: classes, rows, where each row starts, and labels; None for 1."""
+        """Flattened classes, rows, start of each row, and labels (None if all are 1)."""
         labels = self.values
         if labels is None and self.on != 1.0:
             labels = torch.full_like(self.classes, self.on, dtype=torch.float64)
@@ -58,7 +58,7 @@ class Lists:
         """Labels that broadcast to the entries; None where all are 1."""
         if self.values is not None:
             return self.values.to(dtype)
-        # On the CPU whatever the device: torch takes it as a number.
+        # A CPU scalar tensor works with tensors on any device.
         return None if self.on == 1.0 else torch.tensor(self.on, dtype=dtype, device="cpu")
 
     def positive(self, dtype: torch.dtype) -> Tensor:
@@ -68,7 +68,7 @@ class Lists:
         return (self.values > 0).to(dtype)
 
     def scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The score of each entry in full precision; undefined where it does not count."""
+        """The score of each entry in full precision; undefined for entries that do not count."""
         if self.rows is None:
             made: Tensor = kernels.products.scores("auto", hidden, weight, bias, self.classes)
             return made
@@ -81,7 +81,7 @@ class Lists:
         return torch.cat(some).squeeze(-1)
 
     def of_rows(self, numbers: Tensor) -> Tensor:
-        """One number per row, ``(n,)``, as it broadcasts to the entries."""
+        """One value per row, ``(n,)``, in a shape that broadcasts to the entries."""
         return numbers.unsqueeze(-1) if self.rows is None else numbers[self.rows]
 
     def places(self, columns: Tensor, stride: int) -> Tensor:
@@ -93,12 +93,12 @@ class Lists:
         return (columns + starts.unsqueeze(-1)).view(-1)
 
     def sum(self, terms: Tensor) -> Tensor:
-        """One number per row: the sum of the terms of its entries that count."""
+        """The sum of the terms over the entries of each row that count, ``(n,)``."""
         terms = terms.masked_fill(self.absent, 0.0)
         return terms.sum(-1) if self.rows is None else self._reduced(terms, "sum", 0.0)
 
     def logsumexp(self, terms: Tensor) -> Tensor:
-        """One number per row; -inf where no entry counts."""
+        """The logsumexp over the entries of each row that count; -inf if there are none."""
         terms = terms.masked_fill(self.absent, -torch.inf)
         if self.rows is None:
             return terms.logsumexp(-1)
@@ -112,16 +112,16 @@ class Lists:
         if starts is None or terms.shape[0] == 0:
             n = 0 if starts is None else starts.shape[0] - 1
             return terms.new_full((n,), of_none)
-        # Unlike index_add, it adds in the same order each time.
+        # Unlike index_add, it is deterministic.
         return torch.segment_reduce(terms, how, offsets=starts, unsafe=True, initial=of_none)
 
     def dense(self, first: Tensor, like: Tensor, others: float) -> Tensor:
-        """Labels of the shape of ``like``, ``(some rows, n_classes)``; ``others`` where unlisted.
+        """Dense labels for some rows, in the shape of ``like``; ``others`` for unlisted classes.
 
-        ``first`` is the number of the first of these rows, ``(1,)``: nothing waits for it.
+        ``first`` is the index of the first of these rows, ``(1,)``; a tensor needs no host sync.
         """
         n, n_classes = like.shape
-        # One number more, for what is listed in other rows.
+        # The additional last element takes the entries of other rows.
         labels = like.new_full((n * n_classes + 1,), others)
         if n:
             place = self.places(self.classes, n_classes) - first * n_classes
@@ -144,9 +144,9 @@ def check_lists(
     label_smoothing: Any,
     of: str = "hidden",
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Checked positives, offsets and values, as :func:`sorted_lists` takes them.
+    """Checked positives, offsets and values for :func:`sorted_lists`.
 
-    Rows are those of ``hidden``, an argument called ``of``. Values come without a gradient.
+    ``of`` is the name of the argument ``hidden`` in errors. Values are detached.
     """
     check_tensor("positives", positives)
     check_device("positives", positives, hidden, of)
@@ -171,9 +171,9 @@ def sorted_lists(
     ignore_index: int | None,
     label_smoothing: float,
 ) -> Lists:
-    """Lists of ``n`` rows in order, with one sort.
+    """The lists of ``n`` rows, sorted within each row by one sort.
 
-    Ids out of range, which a GPU does not check, do not count.
+    Ids out of range, which are not checked on a GPU, do not count.
     """
     on = 1.0 - label_smoothing
     listed = positives
@@ -191,10 +191,10 @@ def sorted_lists(
     rows = torch.searchsorted(offsets, place, right=True) - 1
     inside = (rows >= 0) & (rows < n) & (listed >= 0)
     rows = rows.clamp(0, max(0, n - 1))
-    # What does not count comes behind the last class of its row, so that `rows` stays.
+    # Entries that do not count sort after the last class of their row, so `rows` stays valid.
     first = rows * (n_classes + 1)
     key = first + torch.where(inside, listed, n_classes)
-    # Half the passes of a sort.
+    # Sorting int32 takes half as many passes.
     narrow = n * (n_classes + 1) <= torch.iinfo(torch.int32).max
     key, order = (key.int() if narrow else key).sort(stable=True)
     classes = key.long() - first

@@ -1,8 +1,8 @@
-"""Losses of many labels per row, ZLPR and binary cross entropy, without the matrix of scores.
+"""Multi-label losses, ZLPR and binary cross entropy, without the matrix of scores.
 
-All rows are taken at once with some labels at a time, a slab. So a row of the weight's gradient is
-one product, accumulated in float32 and rounded once. Listed labels are marked with -inf in their
-slab and count by their exact scores: they are left out of sums, never subtracted from them.
+Scores are computed in slabs: all rows, some labels. So each row of the weight's gradient comes from
+one product, accumulated in float32 and rounded once. Listed labels are set to -inf in their slab
+and added with their exact scores. This avoids the cancellation of subtracting them from sums.
 """
 
 import math
@@ -25,14 +25,22 @@ from lastlayer._torch import (
     in_dtype,
     without_autocast,
 )
-from lastlayer.fused.function import Call, Engine, Operands, Result, RowScale, fused_loss, near_one
+from lastlayer.fused.function import (
+    Call,
+    Engine,
+    Operands,
+    Result,
+    RowScale,
+    fused_loss,
+    normalized_factors,
+)
 from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
 from lastlayer.fused.rows import NOT_SPREAD, SPREAD_SCHEMA, is_spread, spread_classes
 from lastlayer.fused.scores import (
     LayerProducts,
-    are_few,
     as_chunk,
     classes_at_a_time,
+    fits_one_cpu_product,
     missing_columns,
     part_of,
     slab_stride,
@@ -40,8 +48,8 @@ from lastlayer.fused.scores import (
 from lastlayer.kernels import LARGE, empty
 from lastlayer.kernels.label_loss import reference as label_reference
 
-# Bytes of scores on a CPU below which they are all made at once.
-_SMALL = LARGE
+# On a CPU, scores of fewer bytes than this are all computed at once.
+_ONE_SLAB_BYTES = LARGE
 
 
 def linear_zlpr_loss(
@@ -69,13 +77,13 @@ def linear_zlpr_loss(
     that with ``chunk_classes="low"``. No dense target is made. The gradient of the weight is
     accumulated in float32 and rounded once.
 
-    Cost: between three and four products of n × d × v, since every score is needed twice and only
-    those of the last slab are still there. Gradients are made in the forward pass and scaled in
-    backward; with ``reduction="none"`` they are made in backward. Nothing waits for the GPU.
+    Cost: between three and four products of n × d × v: every score is needed twice, and all but
+    those of the last slab are recomputed. Gradients are computed in the forward pass and scaled in
+    backward; with ``reduction="none"`` they are computed in backward. There is no host sync.
 
     Args:
         hidden: ``(*batch, d)``, float16, bfloat16, float32 or float64.
-        weight: ``(v, d)``, one row per label, as in ``nn.Linear``; its own dtype under autocast.
+        weight: ``(v, d)``, one row per label, as in ``nn.Linear``; keeps its dtype under autocast.
         positives: the labels that are on, class ids of any integer dtype: ``(*batch, m)``, padded
             with ``ignore_index``; or all lists concatenated, ``(k,)``, with ``offsets``.
             Duplicates count once, and a list may be empty.
@@ -84,11 +92,11 @@ def linear_zlpr_loss(
         values: the label of each listed class, in [0, 1] and of the shape of ``positives``;
             ``1 - label_smoothing`` where it is None. No gradient flows to it.
         label_smoothing: the label of every class that is not listed, from 0 to below 1/2.
-        ignore_index: the id that pads; None where nothing is padding.
+        ignore_index: the id used as padding; None if there is no padding.
         reduction: "mean" over the rows, "sum" or "none".
         chunk_classes: labels per slab, "auto" or "low".
-        process_group: for labels that are spread over processes, as is a DTensor as weight; see
-            :func:`linear_cross_entropy`.
+        process_group: for labels that are sharded over processes; a DTensor as weight does the
+            same. See :func:`linear_cross_entropy`.
         hidden_grad: "sum" or "part", for the same.
 
     Returns:
@@ -120,25 +128,25 @@ def linear_bce_loss(
 
     .. math:: L = \sum_j \log(1 + e^{s_j}) - t_j s_j, \qquad s = W h + b
 
-    The loss of a row is the sum over its labels. Choose it where each label is a question of its
-    own and its probability :math:`\sigma(s)` matters; where few of many labels are on,
-    :func:`linear_zlpr_loss` keeps the balance between them.
+    The loss of a row is the sum over its labels. Choose it if labels are independent and you need
+    their probabilities :math:`\sigma(s)`. If few of many labels are on, :func:`linear_zlpr_loss`
+    balances positive and negative labels better.
 
     Cost: three products of n × d × v, one less than ZLPR may take: labels do not depend on each
-    other, so each slab is needed once. With ``reduction="none"`` backward makes the scores again.
+    other, so each slab is computed once. With ``reduction="none"`` backward recomputes the scores.
 
     Args:
-        hidden: ``(*batch, d)``; it and all that follow are as in :func:`linear_zlpr_loss`.
+        hidden: ``(*batch, d)``; all arguments are as in :func:`linear_zlpr_loss`.
         weight: ``(v, d)``.
         positives: ``(*batch, m)``, or ``(k,)`` with ``offsets``.
         bias: ``(v,)``.
         offsets: ``(n + 1,)``.
         values: the label of each listed class.
         label_smoothing: the label of every other class.
-        ignore_index: the id that pads.
+        ignore_index: the id used as padding.
         reduction: "mean" over the rows, "sum" or "none".
         chunk_classes: labels per slab, "auto" or "low".
-        process_group: for labels that are spread over processes.
+        process_group: for labels that are sharded over processes.
         hidden_grad: "sum" or "part", for the same.
 
     Returns:
@@ -160,7 +168,7 @@ def asymmetric_label_loss(
     hidden: Tensor, weight: Tensor, positives: Tensor, bias: Tensor | None,
     numbers: tuple[float, ...], **options: Any,
 ) -> Tensor:  # fmt: skip
-    """As :func:`linear_bce_loss`, of :func:`lastlayer.asymmetric_loss`; without smoothing.
+    """:func:`lastlayer.asymmetric_loss` in the form of :func:`linear_bce_loss`; no smoothing.
 
     ``numbers`` are its ``gamma_negative``, ``gamma_positive``, ``margin`` and ``focus_gradient``.
     """
@@ -221,51 +229,52 @@ def _label_loss(
 
 
 class _LabelRule(ABC):
-    """A loss of rows from slabs of their scores, which it may overwrite.
+    """A multi-label loss that is computed from slabs of scores, which it may overwrite.
 
-    Where the gradient of a label depends on all labels, ``two_walks``, all slabs are first shown
-    to :meth:`look`; then, or at once, :meth:`turn_` makes the gradient of each.
+    With ``two_passes`` the gradient of a label depends on all labels: the first pass calls
+    :meth:`accumulate` for each slab, the second :meth:`to_gradient_`. Otherwise there is only the
+    second pass.
     """
 
-    two_walks = False
+    two_passes = False
     normalisers: Any = None
-    """What gradients need to know of all labels, where there are two walks."""
+    """Sums over all labels that gradients need, for losses with two passes."""
     shards: Shards | None = None
-    """How labels are spread over processes. Without two walks losses are those of this one."""
+    """How labels are sharded. With one pass, :meth:`losses` covers this process's labels only."""
 
-    def look(self, scores: Tensor) -> None:  # noqa: B027 - for losses with two walks
-        """Takes a slab into account, in the first of two walks."""
-
-    @abstractmethod
-    def settle(self, lists: Lists, at_listed: Tensor) -> None:
-        """Takes the listed labels into account, by their exact scores; before any gradient."""
+    def accumulate(self, scores: Tensor) -> None:  # noqa: B027 - for losses with two passes
+        """Adds a slab to the sums over all labels, in the first of two passes."""
 
     @abstractmethod
-    def settle_without_labels(self, n: int, like: Tensor) -> None:
-        """As :meth:`settle`, in a process that has no labels; of so many rows."""
+    def finish_sums(self, lists: Lists, at_listed: Tensor) -> None:
+        """Adds the listed labels with their exact scores; called before any gradient."""
 
     @abstractmethod
-    def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
-        """Turns a slab into its gradient, if a factor per row is given."""
+    def finish_sums_without_labels(self, n: int, like: Tensor) -> None:
+        """:meth:`finish_sums` for ``n`` rows in a process that has no labels."""
+
+    @abstractmethod
+    def to_gradient_(self, scores: Tensor, scale: Tensor | None) -> None:
+        """Replaces a slab by its gradient if ``scale``, the factor of each row, is given."""
 
     @abstractmethod
     def of_listed(self, lists: Lists, at_listed: Tensor, scale: Tensor) -> Tensor:
-        """The gradient of each entry; undefined where it does not count."""
+        """The gradient of each listed label; undefined for entries that do not count."""
 
     @abstractmethod
     def losses(self) -> Tensor:
-        """The loss of each row, once all slabs were seen."""
+        """The loss of each row, after all slabs."""
 
     def reduced(self, scale: RowScale, reduction: str) -> Tensor:
-        """:meth:`losses` of the labels of all processes, reduced: then only one number is sent."""
+        """The reduced loss over all processes; reducing first keeps the communication small."""
         made = scale.reduce(self.losses(), reduction)
-        return made if self.shards is None or self.two_walks else self.shards.sum(made)
+        return made if self.shards is None or self.two_passes else self.shards.sum(made)
 
 
 class _Zlpr(_LabelRule):
     """``log(1 + sum (1 - t) e^s) + log(1 + sum t e^-s)``; the two terms are the normalisers."""
 
-    two_walks = True
+    two_passes = True
 
     def __init__(self, label_smoothing: float, normalisers: Tensor | None, *_: float) -> None:
         self.normalisers = normalisers
@@ -274,12 +283,12 @@ class _Zlpr(_LabelRule):
         self._above: list[Tensor] = []
         self._below: list[Tensor] = []
 
-    def look(self, scores: Tensor) -> None:
+    def accumulate(self, scores: Tensor) -> None:
         above, below = kernels.zlpr.slab_sums("auto", scores, self._log_some is not None)
         self._above.append(above)
         self._below.append(below)
 
-    def settle(self, lists: Lists, at_listed: Tensor) -> None:
+    def finish_sums(self, lists: Lists, at_listed: Tensor) -> None:
         if self.normalisers is not None:
             return
         above, terms = _logsumexp(self._above), -at_listed
@@ -294,7 +303,7 @@ class _Zlpr(_LabelRule):
             below = torch.logaddexp(below, _logsumexp(self._below) + self._log_some)
         self._normalise(torch.stack([above, below]))
 
-    def settle_without_labels(self, n: int, like: Tensor) -> None:
+    def finish_sums_without_labels(self, n: int, like: Tensor) -> None:
         if self.normalisers is None:
             self._normalise(like.new_full((2, n), -torch.inf))
 
@@ -302,7 +311,7 @@ class _Zlpr(_LabelRule):
         both = both if self.shards is None else self.shards.logsumexp(both)
         self.normalisers = torch.logaddexp(both, both.new_zeros(()))
 
-    def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
+    def to_gradient_(self, scores: Tensor, scale: Tensor | None) -> None:
         if scale is None:
             return
         above, below = self.normalisers.unbind()
@@ -327,24 +336,24 @@ class _Zlpr(_LabelRule):
 
 
 class _Bce(_LabelRule):
-    """``sum softplus(s) - t s``: every label stands for itself."""
+    """``sum softplus(s) - t s``: labels are independent."""
 
     def __init__(self, label_smoothing: float, _: Tensor | None, *numbers: float) -> None:
         self._label_smoothing, self._numbers = label_smoothing, numbers
         self._terms: list[Tensor] = []
 
-    def settle(self, lists: Lists, at_listed: Tensor) -> None:
-        # For a label of 1 softplus(-s), where softplus(s) - s would cancel.
+    def finish_sums(self, lists: Lists, at_listed: Tensor) -> None:
+        # softplus(-s) for a label of 1: softplus(s) - s would cancel.
         own = functional.logsigmoid(at_listed)
         labels = lists.labels(at_listed.dtype)
         if labels is not None:
             own = labels * own + (1.0 - labels) * functional.logsigmoid(-at_listed)
         self._terms.append(lists.sum(own).neg_())
 
-    def settle_without_labels(self, n: int, like: Tensor) -> None:
+    def finish_sums_without_labels(self, n: int, like: Tensor) -> None:
         self._terms.append(like.new_zeros(n))
 
-    def turn_(self, scores: Tensor, scale: Tensor | None) -> None:
+    def to_gradient_(self, scores: Tensor, scale: Tensor | None) -> None:
         options = *self._options(), self._label_smoothing
         self._terms.append(kernels.label_loss.slab_("auto", scores, *options, scale))
 
@@ -357,7 +366,7 @@ class _Bce(_LabelRule):
     def of_all(
         self, scores: Tensor, labels: Tensor, factors: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Losses of rows with dense labels, and their gradient with the factor of each row."""
+        """Losses of rows with dense labels, and their gradient if row factors are given."""
         *numbers, focus_gradient = self._options()
         given = scores, labels, None, *numbers
         losses, _ = kernels.label_loss.forward("auto", *given)
@@ -376,9 +385,9 @@ class _Bce(_LabelRule):
 
 
 class _Asymmetric(_Bce):
-    """Cross entropies with powers and a margin; labels that are not listed are 0."""
+    """The asymmetric loss, with focusing powers and a margin; unlisted labels are 0."""
 
-    def settle(self, lists: Lists, at_listed: Tensor) -> None:
+    def finish_sums(self, lists: Lists, at_listed: Tensor) -> None:
         own = label_reference.losses_of(
             at_listed.unsqueeze(-1), self._labels(lists, at_listed).unsqueeze(-1), None,
             *self._options(),
@@ -399,7 +408,7 @@ class _Asymmetric(_Bce):
         return gamma_negative, gamma_positive, margin, bool(focus_gradient)
 
 
-# From the label smoothing, from the normalisers of all rows where they are known, and from numbers.
+# Arguments: label smoothing, the normalisers of all rows (None if not known), numeric options.
 _RULES: dict[str, Callable[..., _LabelRule]] = {
     "zlpr": _Zlpr, "bce": _Bce, "asymmetric": _Asymmetric,
 }  # fmt: skip
@@ -412,8 +421,8 @@ def _logsumexp(parts: list[Tensor]) -> Tensor:
 class _LabelsEngine(Engine):
     """Operands: hidden, weight, bias; positives, offsets, values.
 
-    With ``reduction="none"`` the forward pass leaves the normalisers of ZLPR for backward, where
-    they stand behind the operands.
+    With ``reduction="none"`` the forward pass saves the normalisers of ZLPR; backward gets them
+    after the operands.
     """
 
     name = "linear_label_loss"
@@ -440,39 +449,39 @@ class _LabelsEngine(Engine):
         with without_autocast(hidden):
             scale, factors, size = RowScale.of(None, reduction, n), None, None
             if call.makes_gradients:
-                factors, size = near_one(scale.factors(hidden, n, upstream), dtype)
+                factors, size = normalized_factors(scale.factors(hidden, n, upstream), dtype)
             biases = None if bias is None else in_dtype(bias, dtype)
             vectors, width = in_dtype(weight, dtype), hidden.shape[1]
             if more := missing_columns(vectors, n):
                 hidden, vectors = (functional.pad(each, (0, more)) for each in (hidden, vectors))
             slabs = _Slabs(hidden, vectors, biases, at_a_time)
-            looks = rule.two_walks and not known
-            order = slabs.all[::-1] if rule.two_walks else slabs.all
-            # A GPU has this to do while the host gets the rest ready.
-            slabs.score(slabs.all[0] if looks else order[0])
+            accumulates = rule.two_passes and not known
+            order = slabs.all[::-1] if rule.two_passes else slabs.all
+            # Launched first: the GPU computes it while the host prepares the lists.
+            slabs.score(slabs.all[0] if accumulates else order[0])
             lists = sorted_lists(
                 positives, offsets, values, n, n_classes, ignore_index, label_smoothing
             )
             at_listed = slabs.leave_out(lists)
-            for slab in slabs.all if looks else ():
-                rule.look(slabs.marked(slab))
-            rule.settle(lists, at_listed)
+            for slab in slabs.all if accumulates else ():
+                rule.accumulate(slabs.marked(slab))
+            rule.finish_sums(lists, at_listed)
             if factors is None:
-                for slab in () if rule.two_walks else order:
-                    rule.turn_(slabs.marked(slab), None)
+                for slab in () if rule.two_passes else order:
+                    rule.to_gradient_(slabs.marked(slab), None)
                 pieces: tuple[Tensor | None, ...] = (None,) * 3
             else:
                 gradients = _Gradients(slabs, wanted, gradient_sum_dtype(weight.dtype))
                 own = in_dtype(rule.of_listed(lists, at_listed, factors), dtype).view(-1)
                 for slab in order:
                     scores = slabs.marked(slab)
-                    rule.turn_(scores, factors)
+                    rule.to_gradient_(scores, factors)
                     slabs.put(slab, own)
                     gradients.add(slab, scores)
                 pieces = gradients.finished(bias, width)
             loss = rule.reduced(scale, reduction)
         if reduction == "none" and upstream is None:
-            pieces = (rule.normalisers,) if rule.two_walks else ()
+            pieces = (rule.normalisers,) if rule.two_passes else ()
         return Result(loss, pieces, (), size)
 
     def fake(self, call: Call) -> Result:
@@ -483,7 +492,7 @@ class _LabelsEngine(Engine):
         return made._replace(pieces=left)
 
     def _registered(self, operands: Operands, upstream: Tensor | None, *rest: Any) -> list[Tensor]:
-        """With the checks of values, which no one could read while a compiler traced the call."""
+        """Also checks values, which cannot be read while the call is traced."""
         hidden, weight, _, positives, offsets, values = operands[:6]
         check_lists(hidden, weight.shape[0], positives, offsets, values, rest[2], rest[1])
         return super()._registered(operands, upstream, *rest)
@@ -493,15 +502,15 @@ LABELS, _eager_loss = _LabelsEngine(), eager(_label_loss)
 
 
 def _without_labels(call: Call, rule: _LabelRule) -> Result:
-    """Of a process that has none of the labels: what it is told by the others."""
+    """The result in a process without labels: the loss of the others, and zero gradients."""
     hidden, weight, bias = call.operands[:3]
     scale = RowScale.of(None, call.reduction, hidden.shape[0])
-    rule.settle_without_labels(
+    rule.finish_sums_without_labels(
         hidden.shape[0], hidden.new_empty(0, dtype=accumulation_dtype(hidden.dtype))
     )
     loss = rule.reduced(scale, call.reduction)
     if call.reduction == "none" and call.upstream is None:
-        return Result(loss, (rule.normalisers,) if rule.two_walks else ())
+        return Result(loss, (rule.normalisers,) if rule.two_passes else ())
     return Result(loss, [
         None if each is None or not wanted else torch.zeros_like(each)
         for each, wanted in zip((hidden, weight, bias), call.wanted, strict=True)
@@ -509,20 +518,20 @@ def _without_labels(call: Call, rule: _LabelRule) -> Result:
 
 
 def _is_small(call: Call) -> bool:
-    """Whether all scores are made at once, and the kernels on scores take these labels."""
+    """Whether to compute all scores at once; only if the dense kernels support these labels."""
     hidden, weight, *_, values = call.operands[:6]
     name, label_smoothing, _, chunk, *_ = call.options
     size: int = hidden.shape[0] * weight.shape[0] * hidden.itemsize
     if values is not None or label_smoothing or chunk != "auto":
         return False
     if name != "zlpr":
-        # Dense labels are made beside the scores.
-        return size > 0 and are_few(hidden, weight.shape[0], chunk)
-    return size < _SMALL and bool(hidden.is_cpu) and bool(hidden.itemsize >= 4)
+        # Needs a dense matrix of labels in addition to the scores.
+        return size > 0 and fits_one_cpu_product(hidden, weight.shape[0], chunk)
+    return size < _ONE_SLAB_BYTES and bool(hidden.is_cpu) and bool(hidden.itemsize >= 4)
 
 
 def _at_once(call: Call) -> Result:
-    """The loss of labels that are 0 and 1, from all scores: little host time."""
+    """The loss from all scores at once, for labels of 0 and 1; this takes the least host time."""
     (hidden, weight, bias, positives, offsets, _), options, reduction, wanted, _ = call
     name, _, ignore_index, _, numbers, *_ = options
     n, dtype = hidden.shape[0], hidden.dtype
@@ -554,7 +563,7 @@ def _at_once(call: Call) -> Result:
 def _zlpr_of(
     scores: Tensor, positives: Tensor, offsets: Tensor | None, factors: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses of rows of scores, and their gradient where the factor of each row is given."""
+    """Losses of rows of scores, and their gradient if row factors are given."""
     given = None, [each for each in (positives, offsets) if each is not None], None, None, 0.0
     losses, stats, _ = kernels.zlpr.forward("auto", scores, *given)
     if factors is None:
@@ -563,30 +572,30 @@ def _zlpr_of(
 
 
 def _dense(scores: Tensor, positives: Tensor, offsets: Tensor | None) -> Tensor:
-    """1 where a list has a label, in the shape of the scores; negative ids are padding."""
+    """Dense labels in the shape of the scores, 1 for listed classes; negative ids are padding."""
     n, n_classes = scores.shape
     if offsets is not None:
         lists = sorted_lists(positives, offsets, None, n, n_classes, None, 0.0)
         return lists.dense(positives.new_zeros(1), scores, 0.0)
-    # One column more, for what is no label.
+    # The additional last column takes the padding.
     ids = torch.where(positives < 0, n_classes, positives)
     labels = scores.new_zeros(n, n_classes + 1).scatter_(1, ids, 1.0)
     return labels[:, :n_classes].contiguous()
 
 
 class _Slabs:
-    """Scores of all rows for some labels at a time, all in the same memory."""
+    """Scores of all rows, some labels (one slab) at a time, in one buffer."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: int) -> None:
         self.hidden, self.weight, self._bias, self._classes = hidden, weight, bias, classes
         self._layers: dict[int, LayerProducts] = {}
         n, n_classes = hidden.shape[0], weight.shape[0]
         self.all = [slice(a, min(n_classes, a + classes)) for a in range(0, n_classes, classes)]
-        # The last one that is visited, which need not be made again, is a full one.
+        # A full slab comes last: the last slab is not recomputed.
         if len(self.all) > 1 and n_classes % classes:
             self.all[-2:] = self.all[:-3:-1]
         self._stride = slab_stride(hidden, classes)
-        # One number more, for what is put into another slab.
+        # The additional last element takes writes that belong to other slabs.
         self._outside = n * self._stride
         self._memory = empty((self._outside + 1,), hidden.dtype, hidden.device)
         self.memory = self._memory[:-1].view(n, self._stride)
@@ -594,12 +603,12 @@ class _Slabs:
         self._is_marked = False
 
     def score(self, slab: slice) -> None:
-        """Makes the scores of a slab."""
+        """Computes the scores of a slab."""
         self.layer(slab).scores_into(self.memory, self.hidden)
         self._held, self._is_marked = slab, False
 
     def layer(self, slab: slice) -> LayerProducts:
-        """The products with the labels of a slab."""
+        """The matrix products with the vectors of a slab's labels."""
         layer = self._layers.get(slab.start)
         if layer is None:
             bias = None if self._bias is None else part_of(self._bias, slab)
@@ -608,16 +617,16 @@ class _Slabs:
         return layer
 
     def leave_out(self, lists: Lists) -> Tensor:
-        """The exact score of each listed label; from now on they are marked in their slabs."""
+        """Returns the exact score of each listed label; :meth:`marked` then masks these labels."""
         classes, hidden = lists.classes, self.hidden
         if len(self.all) == 1:
             place = lists.places(classes, self._stride)
             self._place = place.masked_fill_(lists.absent.view(-1), self._outside)
             if hidden.device.type == "cpu" and hidden.itemsize >= 4 and self._held is not None:
-                # These scores are not rounded; a GPU may have used TF32.
+                # CPU scores in float32 are exact enough; a GPU may have used TF32.
                 return self._memory[self._place].view(classes.shape)
         else:
-            # What does not count is negative, and so in no slab.
+            # Entries that do not count are negative, and so are in no slab.
             self._slab_of = classes.div(self._classes, rounding_mode="floor").view(-1)
             self._place = lists.places(classes.remainder(self._classes), self._stride)
         return lists.scores(hidden, self.weight, self._bias)
@@ -641,7 +650,7 @@ class _Slabs:
 
 
 class _Gradients:
-    """The gradients of hidden, weight and bias as slabs come in."""
+    """Accumulates the gradients of hidden, weight and bias over slabs."""
 
     def __init__(self, slabs: _Slabs, wanted: Sequence[bool], weight_dtype: torch.dtype) -> None:
         self._slabs, self._rows, self._wanted = slabs, slabs.hidden, wanted
@@ -659,7 +668,7 @@ class _Gradients:
         gradient = layer.padded(self._slabs.memory)
         if of_weight:
             if self._weight is None:
-                # No product of half-precision matrices gives the other half precision.
+                # No matrix product converts between float16 and bfloat16.
                 native = self._weight_dtype in (gradient.dtype, self._wide)
                 dtype = self._weight_dtype if native else self._wide
                 self._weight = empty(self._slabs.weight.shape, dtype, gradient.device)
@@ -673,7 +682,7 @@ class _Gradients:
     def finished(
         self, bias: Tensor | None, width: int
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of hidden and weight, so many columns, and of bias."""
+        """The gradients of hidden and weight, without padding columns, and of bias."""
         of_hidden, of_weight, of_bias = self._hidden, self._weight, None
         if width != self._rows.shape[1]:
             of_hidden, of_weight = (

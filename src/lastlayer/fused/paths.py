@@ -1,12 +1,12 @@
 """The engines of losses along paths through a tree of classes.
 
-Where every class is one path of binary nodes, :func:`path_loss` is a kernel of its own: forward
-leaves the slope of every node on a path, σ(score) - taken, and the gradient of hidden. Both only
-have to be scaled by the upstream gradient, so backward reads no vector.
+If every class is one path of binary nodes, :func:`path_loss` uses a dedicated kernel: forward saves
+the score gradient of every node on a path, σ(score) - taken, and the gradient of hidden. Backward
+only scales both by the upstream gradient, and reads no node vectors.
 
 At wider nodes a row is scored against all children of each node on its path. Rows at the same node
-are a group with one product: on CUDA all groups in one launch, elsewhere one after the other, but
-for the small ones, which a CPU kernel does together.
+form a group with one matrix product. CUDA computes all groups in one launch. On a CPU one kernel
+computes all small groups, and the others follow one by one.
 """
 
 import copy
@@ -43,18 +43,20 @@ from lastlayer.kernels.node_groups import (
 )
 from lastlayer.trees import Tree
 
-# Scores that are held until backward on CUDA; beyond, backward makes those of each part again.
+# On CUDA up to this many scores are kept until backward; with more, backward recomputes them in
+# chunks of rows.
 _HELD_SCORES = 1 << 28
-# Multiplications at a node, for all of its rows, that take as long as calling its product does.
-_FEW_NUMBERS = 500_000
+# On a CPU, groups with fewer multiplications than this go to the kernel for small groups: calling
+# torch's product would take longer than the product itself.
+_KERNEL_MULTIPLICATIONS = 500_000
 
 
 class TreeTables:
-    """A tree as tensors of indices, which are made from it and so are not part of the state.
+    """A tree as index tensors. They are derived from the tree, so the state dict omits them.
 
     An *edge* is an entry of ``tree.child``: a node and one of its children. Edges are numbered
     level by level, as nodes are, so that a level is a range of edges. A binary node has one *row*
-    of the weight, whose score decides for its second child; a wider node has one row per child.
+    of the weight, the logit of its second child; a wider node has one row per child.
     """
 
     # Per path: where its edges start in path_edge, (n_paths + 1,); all these edges; its last edge,
@@ -127,7 +129,7 @@ class TreeTables:
         by_width = np.argsort(arity, kind="stable")
         cuts = np.searchsorted(arity[by_width], (2, *WIDTHS[:-1], self.widest), "right").tolist()
         for i, wider in enumerate(WIDTHS[1:]):
-            # A few narrow nodes are padded rather than a launch of their own.
+            # A few narrow nodes are padded to the next width: that is cheaper than another launch.
             if cuts[i + 1] < cuts[i + 2] and (cuts[i + 1] - cuts[i]) * wider <= self.n_rows:
                 cuts[i + 1] = cuts[i]
         self._width_cuts, self._launches = cuts, leaf_launches(self.levels)
@@ -154,10 +156,10 @@ class TreeTables:
         keep("edge_slot", slots if len(self.arities) > 1 else slots[:0], torch.int32)
 
     def part(self, first: int, last: int) -> "TreeTables":
-        """The nodes from ``first`` to before ``last``, and what paths have of them; for losses.
+        """The tables of nodes ``first`` to ``last - 1``, with paths cut to these nodes; for losses.
 
-        Nodes, edges and rows are counted from the first one of the part. Only for trees that do
-        not overlap.
+        Nodes, edges and rows are numbered from the start of the part. Only for trees without
+        overlap.
         """
         made = copy.copy(self)
         start, rows = (as_numpy(each.cpu()) for each in (self.child_start, self.row_start))
@@ -180,7 +182,7 @@ class TreeTables:
         made.edge_node = self.edge_node[edges] - first
         made.binary_paths = self.binary_paths and made.n_inner > 0
         if not made.has_wide:
-            # Two edges per node: they tell which it is.
+            # All nodes are binary: the node is the edge number divided by two.
             made.edge_row = self.edge_row[:0]
         return made
 
@@ -192,17 +194,17 @@ class TreeTables:
     def edges_of(
         self, classes: Tensor, counted: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Edges on the paths of ``classes`` ``(n, k)``, and which are not padding.
+        """Edges on the paths of ``classes`` ``(n, k)``, and a mask that is False for padding.
 
-        Both are ``(n, k, paths, length)``; padding is edge 0. The third result says which paths
-        there are, ``(n, k, paths)``, None where a class has one. Rows that are not ``counted``
-        ``(n,)`` have no edges.
+        Both are ``(n, k, paths, length)``; padding is edge 0. The third result is the mask of
+        existing paths, ``(n, k, paths)``; None if every class has one path. Rows with
+        ``counted`` ``(n,)`` False have no edges.
         """
         paths, there = classes.unsqueeze(-1), None
         if self.overlaps:
             first = self.class_start[classes].unsqueeze(-1)
             n = self.class_start[classes + 1].unsqueeze(-1) - first
-            steps = torch.arange(_most(n, self.most_paths), device=classes.device)
+            steps = torch.arange(_max_or_bound(n, self.most_paths), device=classes.device)
             there = steps < n
             paths = torch.where(there, first + steps, 0)
         asked = None if counted is None else counted[:, None, None]
@@ -212,7 +214,7 @@ class TreeTables:
         n = self.path_start[paths + 1].unsqueeze(-1) - first
         if asked is not None:
             n = torch.where(asked.unsqueeze(-1), n, 0)
-        steps = torch.arange(_most(n, self.longest), device=paths.device)
+        steps = torch.arange(_max_or_bound(n, self.longest), device=paths.device)
         inside = steps < n
         return self.path_edge[torch.where(inside, first + steps, 0)].long(), inside, there
 
@@ -225,11 +227,11 @@ class TreeTables:
 
     @property
     def path_rows(self) -> int:
-        """The most rows of the weight on one path, about."""
+        """An upper bound for the rows of the weight on one path."""
         return self.most_scores if self.has_wide else self.longest
 
     def for_leaves(self) -> LeafTables:
-        """What kernels on CUDA know that go from scores to leaves."""
+        """The tables for the CUDA kernels that compute leaf probabilities from scores."""
         wide = [
             (width, self.nodes_by_width[first:last])
             for width, (first, last) in zip(WIDTHS, pairwise(self._width_cuts), strict=True)
@@ -244,19 +246,19 @@ class TreeTables:
         )  # fmt: skip
 
     def most_touched(self, n: int) -> int:
-        """The most nodes that are on the paths of ``n`` rows."""
+        """The maximum number of distinct nodes on the paths of ``n`` rows."""
         known = self._most_touched
         if known[0] != n:
             known = self._most_touched = n, int(np.minimum(self.level_sizes, n).sum())
         return known[1]
 
     def sizes(self, paths: int) -> TreeSizes:
-        """What bounds the work of the kernel for groups, where a row asks for so many paths."""
+        """Bounds for the workspace of the group kernel, with ``paths`` paths per row."""
         return TreeSizes(self.n_inner, self.n_rows, self.widest, self.most_scores, paths)
 
 
-def _most(n: Tensor, bound: int) -> int:
-    """The largest of the numbers, or what bounds them where the host would have to wait."""
+def _max_or_bound(n: Tensor, bound: int) -> int:
+    """The largest element of ``n``, or ``bound`` if reading it would need a host sync."""
     if n.device.type != "cpu" or torch.compiler.is_compiling() or is_functorch_wrapped(n):
         return bound
     return int(n.max()) if n.numel() else 0
@@ -265,7 +267,7 @@ def _most(n: Tensor, bound: int) -> int:
 def reduced(
     losses: Tensor, target: Tensor, ignore_index: int | None, reduction: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of all rows, whose ignored ones have 0, and what the sum was divided by."""
+    """The reduced loss, given losses of 0 for ignored rows, and the divisor of a mean."""
     if reduction == "none":
         return losses, None
     total = losses.sum()
@@ -274,7 +276,7 @@ def reduced(
     if ignore_index is None:
         counted = losses.new_full((), max(1, losses.shape[0]))
     elif target.device.type == "cpu" and is_eager(target):
-        # Counted by numpy, which costs the host less than three operations of torch.
+        # numpy takes less host time than three torch operations.
         known = int((as_numpy(target) != ignore_index).sum())
         counted = losses.new_full((), max(1, known))
     else:
@@ -285,15 +287,15 @@ def reduced(
 class _PathEngine(Engine):
     """Operands: hidden, weight, bias; target, leaf_rank, path_start, path_edge.
 
-    ``dtype`` and ``n_nodes`` are those of the weight. ``room`` asks for row-sparse gradients: with
-    room for so many nodes, or -1 for as many as are touched.
+    ``dtype`` and ``n_nodes`` are those of the weight. ``room`` asks for row-sparse gradients: it is
+    the number of rows to allocate, or -1 to allocate exactly the rows that have a gradient.
     """
 
     name = "path_loss"
     schema = "int? ignore_index, int longest, ScalarType dtype, int n_nodes, int? room"
     n_constants = 4
     kept = (0, 3, 5, 6)
-    starts_again = False
+    recomputes_unreduced = False
     what = "the loss of a binary tree"
     instead = "head.log_prob(hidden, classes), which has them"
 
@@ -362,15 +364,15 @@ def path_loss(
     reduction: str,
     sparse: bool,
 ) -> Tensor:
-    """Minus the log-probability of checked targets ``(n,)``, where ``tables.binary_paths``.
+    """The negative log-likelihood of checked targets ``(n,)``; requires ``tables.binary_paths``.
 
     ``hidden`` is ``(n, d)``, ``weight`` ``(n_nodes, d)``. With ``sparse`` the gradients of weight
-    and bias have only the rows that are touched; on a GPU they have room for the most that there
-    can be, and are not coalesced.
+    and bias contain only the nodes on the targets' paths. On a GPU they are allocated for the
+    maximum number of nodes, and are not coalesced.
     """
     room = None
     if sparse:
-        # On a GPU the most nodes that the rows can touch: of each level all, or one per row.
+        # On a GPU an upper bound: for each level its number of nodes, or the number of rows.
         room = -1 if hidden.device.type == "cpu" else tables.most_touched(hidden.shape[0])
     options = ignore_index, tables.longest, weight.dtype, tables.n_inner, room
     tree = tables.leaf_rank, tables.path_start, tables.path_edge
@@ -378,19 +380,19 @@ def path_loss(
 
 
 class _GroupEngine(Engine):
-    """Choices at many nodes of any arity on CUDA, the rows at one node together.
+    """Child log-probabilities at nodes of any arity on CUDA, grouped by node.
 
     Operands: rows, weight, bias; node, position, row_start; target, path_start, path_edge,
-    edge_node, child_start. Either ``node`` and ``position`` are given, ``(n, m)``, with ``n_inner``
-    where nothing is asked for, and the result are log-probabilities ``(n, m)``. Or ``target``, and
-    the result is the reduced loss of the paths in a tree without overlap.
+    edge_node, child_start. If ``node`` and ``position`` are given, ``(n, m)``, the result is
+    log-probabilities ``(n, m)``; a node of ``n_inner`` is padding. If ``target`` is given, the
+    result is the reduced loss of its paths in a tree without overlap.
     """
 
     name = "node_groups"
     schema = "int[] sizes, int longest, int n_classes, int? ignore_index, bool sparse"
     n_constants = 8
     kept = (0, 1)
-    starts_again = False
+    recomputes_unreduced = False
     what = "a path through wide nodes"
     instead = "head.log_prob(hidden), of all classes, which has them"
 
@@ -438,7 +440,7 @@ class _GroupEngine(Engine):
         sparse = call.options[-1] and not torch.compiler.is_compiling() and host_sync_allowed(rows)
         factor = _per_loss(factor, counted)
         if factor.dim() < 2:
-            # Of losses, which are minus log-probabilities.
+            # Losses are negative log-probabilities.
             factor = (-factor).expand(rows.shape[0])
         run = _group_gradients if is_eager(rows) else _group_gradients_operation
         *made, touched = run(rows, weight, factor, kept, sparse, needed)
@@ -453,7 +455,7 @@ def _group_gradients(
     sparse: bool,
     needed: Sequence[bool],
 ) -> list[Tensor]:
-    """Of rows, weight and bias, and the rows of the weight if ``sparse``; empty if not needed."""
+    """Gradients of rows, weight and bias, and row ids if ``sparse``; empty if not needed."""
     from lastlayer.kernels.node_groups import triton as kernel
 
     position, scores, lse, *plan = kept
@@ -467,7 +469,7 @@ def _group_gradients(
     return [of_rows, of_weight, of_bias, empty.clone() if touched is None else touched]
 
 
-# An operation of its own, so that torch.compile sees one node in backward too.
+# A registered operation, so that the backward graph of torch.compile has one node, too.
 _group_gradients_operation = torch.library.custom_op(
     "lastlayer::node_groups_gradients", mutates_args=()
 )(_group_gradients)
@@ -485,11 +487,11 @@ def _(rows: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
 
 
 class _OneByOneEngine(Engine):
-    """Choices at many nodes, a product for each; backward makes the scores again.
+    """Child log-probabilities with one product per node; backward recomputes the scores.
 
-    Operands: rows, weight, bias; node, position, row_start. The result are log-probabilities of
-    the shape of ``node``, 0 where that is ``n_inner``. On a CPU one kernel does all nodes with few
-    rows; without it nodes have more than two children.
+    Operands: rows, weight, bias; node, position, row_start. The result is log-probabilities of the
+    shape of ``node``, 0 where that is ``n_inner``. On a CPU one kernel computes all small groups;
+    without it, nodes must have more than two children.
     """
 
     name = "nodes_one_by_one"
@@ -502,7 +504,7 @@ class _OneByOneEngine(Engine):
         (rows, weight, bias, node, position, row_start), options, _, wanted, upstream = call
         (sparse,), m, d = options, node.shape[1], rows.shape[1]
         groups, position = groups_of(row_start, node.reshape(-1)), position.reshape(-1)
-        few = groups.entries() * groups.width * d < _FEW_NUMBERS
+        few = groups.entries() * groups.width * d < _KERNEL_MULTIPLICATIONS
         few = few | (groups.width == 1) if kernel_suits(rows, weight) else few & False
         small, large = groups.some(few), [*groups.some(~few).blocks()]
         with without_autocast(rows):
@@ -518,7 +520,7 @@ class _OneByOneEngine(Engine):
                     found = torch.log_softmax(scores, -1).gather(-1, chosen)
                     made.view(-1)[entries] = found.squeeze(-1)
                 return Result(made)
-            # The result itself is not asked for again: only gradients are made.
+            # This is the backward pass: only gradients are computed.
             upstream, place, at = upstream.reshape(-1), groups.row, None
             if sparse:
                 place = np.cumsum(groups.width) - groups.width
@@ -533,7 +535,7 @@ class _OneByOneEngine(Engine):
             if len(small.row):
                 from lastlayer.kernels.node_groups import cpu as kernel
 
-                # The entries of a row are in different groups: each has a part of its own.
+                # The entries of a row are in different groups, so each writes to its own buffer.
                 parts = rows.new_zeros(*node.shape, d) if wanted[0] else None
                 kernel.gradients(
                     rows, weight, bias, *small, position, upstream, place[few], parts, of_weight,
@@ -572,13 +574,13 @@ _GROUPS, _ONE_BY_ONE = _GroupEngine(), _OneByOneEngine()
 
 
 def kernel_suits(rows: Tensor, weight: Tensor) -> bool:
-    """Whether there is a kernel for nodes of any arity with few rows: on a CPU, float32 or 64."""
+    """Whether the CPU kernel for small groups supports these tensors: float32 or float64."""
     known = rows.device.type == "cpu" and rows.dtype == weight.dtype and is_eager(rows)
     return known and selected("tree_path_loss", "cpu", rows.dtype) == "cpu"
 
 
 def groups_suit(tables: TreeTables, rows: Tensor) -> bool:
-    """Whether there is a kernel for wide nodes: on CUDA, but not for float64."""
+    """Whether the CUDA kernel for wide nodes supports these tensors; it has no float64."""
     return tables.has_wide and selected("tree_path_loss", rows.device.type, rows.dtype) == "triton"
 
 
@@ -593,12 +595,12 @@ def node_log_probs(
     paths: int,
     sparse: bool,
 ) -> Tensor:
-    """Of the children at ``position`` of ``node``, both ``(n, m)``; differentiable once.
+    """Log-probabilities of the children ``position`` of ``node``; differentiable once.
 
-    ``rows``, at least one, are float32 or float64, or of any dtype if :func:`groups_suit`. Nodes
-    have more than two children, or any number of them if :func:`groups_suit` or
-    :func:`kernel_suits`; ``n_inner`` asks for nothing, and the result is 0 there. A row asks for
-    the nodes of so many ``paths``.
+    Both are ``(n, m)``; a node of ``n_inner`` is padding, with a result of 0. ``rows``, at least
+    one, are float32 or float64, or of any dtype if :func:`groups_suit`. Nodes have more than two
+    children, or any number if :func:`groups_suit` or :func:`kernel_suits`. The nodes of each row
+    are on ``paths`` paths.
     """
     operands = rows, weight, bias, node, position, tables.row_start
     if not groups_suit(tables, rows):
@@ -618,7 +620,7 @@ def group_loss(
     reduction: str,
     sparse: bool,
 ) -> Tensor:
-    """As :func:`path_loss` for at least one row, without overlap and where :func:`groups_suit`."""
+    """:func:`path_loss` for wide nodes; needs a row, no overlap, and :func:`groups_suit`."""
     tree = tables.path_start, tables.path_edge, tables.edge_node, tables.child_start
     sizes = tables.sizes(1)
 
@@ -638,9 +640,9 @@ def group_loss(
 
 
 class Groups(NamedTuple):
-    """Entries in the order of their nodes: of each node its first and last one, and its vectors.
+    """Entries grouped by node: group i has the entries ``order[first[i]:last[i]]``.
 
-    The vectors of a group are ``width`` rows of the weight from ``row`` on.
+    Its vectors are the ``width`` rows of the weight that start at ``row``.
     """
 
     order: Tensor
@@ -650,11 +652,11 @@ class Groups(NamedTuple):
     width: NDArray[np.int64]
 
     def entries(self) -> NDArray[np.int64]:
-        """How many each group has."""
+        """Number of entries per group."""
         return self.last - self.first
 
     def some(self, chosen: NDArray[np.bool_]) -> "Groups":
-        """The groups that are chosen."""
+        """The groups for which ``chosen`` is True."""
         return Groups(self.order, *(each[chosen] for each in self[1:]))
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -665,7 +667,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(row_start: Tensor, node: Tensor) -> Groups:
-    """Entries by their node; those with ``n_inner`` ask for none. Waits for the device."""
+    """Groups entries by node; those with node ``n_inner`` are padding. Needs a host sync."""
     if node.is_cpu:
         return _groups_by_numpy(as_numpy(row_start), as_numpy(node))
     ordered, order = node.sort(stable=True)
@@ -679,10 +681,10 @@ def groups_of(row_start: Tensor, node: Tensor) -> Groups:
 
 
 def _groups_by_numpy(row_start: NDArray[Any], node: NDArray[Any]) -> Groups:
-    """:func:`groups_of`: for few entries numpy takes the host a fifth of torch's time."""
+    """:func:`groups_of` in numpy, which for few entries takes a fifth of torch's host time."""
     order = node.argsort(kind="stable")
     ordered = node[order]
-    # Those that ask for none come last.
+    # Padding is sorted to the end.
     ordered = ordered[: ordered.searchsorted(len(row_start) - 1)]
     new = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
@@ -695,7 +697,7 @@ def _groups_by_numpy(row_start: NDArray[Any], node: NDArray[Any]) -> Groups:
 
 
 def block_scores(weight: Tensor, bias: Tensor | None, rows: Tensor, block: slice) -> Tensor:
-    """Of some rows of the weight, next to each other, for all rows."""
+    """Scores of all rows against a contiguous block of the weight."""
     of_block = None if bias is None else bias[block].to(rows.dtype)
     return linear(rows, weight[block].to(rows.dtype), of_block)
 
@@ -706,14 +708,14 @@ def _per_loss(factor: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def _row_sparse(rows: Tensor, values: Tensor, shape: tuple[int, ...], once: bool) -> Tensor:
-    """A sparse tensor with some rows, ``(1, m)``, ``once`` if they ascend, none of them twice."""
+    """A row-sparse tensor; ``rows`` is ``(1, m)``, ``once`` says they are sorted and unique."""
     return torch.sparse_coo_tensor(rows, values, shape, is_coalesced=once, check_invariants=False)
 
 
 def _as_needed(
     made: Sequence[Any], touched: Tensor | None, shape: tuple[int, ...], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients of rows, weight and bias, the last two with only the rows that are touched."""
+    """Gradients of rows, weight and bias; the last two row-sparse if ``touched`` is given."""
     if touched is not None:
         touched = touched.unsqueeze(0)
         made = [

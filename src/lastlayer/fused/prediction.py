@@ -1,8 +1,8 @@
-"""What a softmax over a linear layer predicts, without gradients: a few scores are held at a time.
+"""Predictions of a softmax over a linear layer, without gradients and with bounded memory.
 
-Scores are those of some rows and all classes; on a GPU, where there are very many classes, of a
-slab of classes, and the few that matter are made again. :mod:`lastlayer.kernels.prediction` has
-what is done with them.
+Scores are held for some rows and all classes. On a GPU with very many classes they are held for a
+slab of classes, and the few relevant ones are recomputed. The kernels that read them are in
+:mod:`lastlayer.kernels.prediction`.
 """
 
 import math
@@ -23,7 +23,7 @@ from lastlayer._torch import (
     values_are_checked,
 )
 from lastlayer.fused.scores import (
-    are_few,
+    fits_one_cpu_product,
     part_of,
     rows_at_a_time,
     scores_into,
@@ -32,15 +32,15 @@ from lastlayer.fused.scores import (
 from lastlayer.kernels.prediction import MOST_BEST
 from lastlayer.maps.entmax import entmax
 
-# On a GPU: scores that are held; rows that a product has at least, so that the weight is not read
-# too often; scores that so few rows may hold; and those of a slab of classes, where they are more.
+# On a GPU: number of scores to hold; minimum rows per product, so that the weight is not read too
+# often; maximum number of scores for that many rows; and scores per slab of classes beyond that.
 _SCORES, _FEWEST_ROWS, _MOST_SCORES, _SLAB = 40_000_000, 256, 64_000_000, 19_000_000
-# So few are made to log-probabilities, of which those that are asked for are taken.
+# On a GPU, up to this many scores all log-probabilities are computed, then the requested gathered.
 FEW_SCORES = 8_000_000
 
 
-# Numbers held for each log-probability, itself included: of top_classes, whose keys and what they
-# are made of take six times its memory for a few rows at a time, and of drawn_by.
+# Values held per log-probability, including itself: in top_classes, whose sort keys take six times
+# the memory but only for some rows at a time, and in drawn_by.
 TOP_COPIES, _TOP_PARTS = 4.0, 4
 DRAW_COPIES = 5.0
 
@@ -56,12 +56,12 @@ class Layer(NamedTuple):
 
     @property
     def shape(self) -> tuple[float, float]:
-        """What scores go through after the bias."""
+        """Soft cap and temperature, which are applied after the bias."""
         return self.softcap, self.temperature
 
 
 def is_predictable(rows: Tensor, k: int = 0) -> bool:
-    """Whether there are kernels for these rows, and for the k best classes of them."""
+    """Whether kernels support these rows, and the top k classes."""
     return (
         k <= MOST_BEST
         and is_eager(rows)
@@ -72,8 +72,8 @@ def is_predictable(rows: Tensor, k: int = 0) -> bool:
 def best_classes(
     rows: Tensor, layer: Layer, k: int, *, normalised: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities, or scores, and ids of the k best classes ``(n, k)``, the best first."""
-    if are_few(rows, layer.weight.shape[0], layer.chunk_rows):
+    """Log-probabilities (or scores) and ids of the top k classes ``(n, k)``, best first."""
+    if fits_one_cpu_product(rows, layer.weight.shape[0], layer.chunk_rows):
         scores = linear(rows, layer.weight, layer.bias)
         values, classes, _ = kernels.prediction.best(
             "auto", scores, None, *layer.shape, k, normalised
@@ -108,7 +108,7 @@ def _totals(scores: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
 
 
 def chosen_scores(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
-    """Of classes ``(n, k)`` alone, after cap and temperature."""
+    """Scores of the given classes ``(n, k)``, after soft cap and temperature."""
     scores: Tensor = kernels.products.scores("auto", rows, layer.weight, layer.bias, classes)
     if layer.softcap:
         capped = layer.softcap * torch.tanh(scores / layer.softcap)
@@ -117,25 +117,25 @@ def chosen_scores(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
 
 
 def log_probs_of(rows: Tensor, layer: Layer, classes: Tensor) -> Tensor:
-    """Of classes ``(n, k)``."""
+    """Log-probabilities of the given classes ``(n, k)``."""
     step = _sizes(rows, layer)[0]
     wide = rows.dtype == accumulation_dtype(rows.dtype)
     if not rows.is_cpu and rows.shape[0] * layer.weight.shape[0] <= FEW_SCORES:
-        # Few launches count more than a second pass over the scores.
+        # For small problems fewer launches matter more than a second pass over the scores.
         return all_log_probs(rows, layer).gather(-1, classes)
     if rows.is_cpu and wide and rows.shape[0] <= step and layer.shape == (0.0, 1.0):
-        # These scores are not rounded: those of the classes are among them.
+        # These scores are not rounded, so the requested ones can be gathered.
         ((scores, _),) = _chunks(rows, layer, step)
         own, total = scores.gather(-1, classes), _totals(scores, None, layer)
     else:
         own, total = chosen_scores(rows, layer, classes), log_normalizers(rows, layer)
-    # In a fully masked row all are -inf.
+    # In a fully masked row all log-probabilities are -inf.
     total = total.unsqueeze(-1)
     return own.sub_(total.masked_fill_(total == -math.inf, 0.0))
 
 
 def all_log_probs(rows: Tensor, layer: Layer) -> Tensor:
-    """``(n, classes)``; memory is that of the result."""
+    """Log-probabilities of all classes, ``(n, classes)``, computed in place in the result."""
     shape = rows.shape[0], layer.weight.shape[0]
     made = kernels.empty(shape, accumulation_dtype(rows.dtype), rows.device)
     write_log_probs(made, rows, layer)
@@ -146,9 +146,10 @@ def write_log_probs(
     made: Tensor, rows: Tensor, layer: Layer, *, exclusive: bool = True,
     offset: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Log-probabilities ``(n, classes)`` into some columns of a matrix, plus an offset per row.
+    """Writes log-probabilities ``(n, classes)``, plus an offset per row, to ``made``.
 
-    ``exclusive`` says whether a row has one class, by softmax, or any number, by sigmoid.
+    ``exclusive`` selects the softmax; otherwise the sigmoid is used. ``made`` may be some columns
+    of a larger matrix.
     """
     rows, layer = _tempered(rows, layer)
     on_cpu = rows.device.type == "cpu"
@@ -166,7 +167,7 @@ def write_log_probs(
 
 
 def write_topk_log_probs(out: Tensor, rows: Tensor, layer: Layer, k: int) -> None:
-    """Those of the softmax over the k best classes, ``(n, classes)``; -inf for the others."""
+    """Writes log-probabilities of the top-k softmax, ``(n, classes)``; -inf for other classes."""
     step = _sizes(rows, layer)[0]
     parts = out.split(step) if rows.shape[0] else ()
     for part, (scores, bias) in zip(parts, _chunks(rows, layer, step), strict=False):
@@ -174,8 +175,8 @@ def write_topk_log_probs(out: Tensor, rows: Tensor, layer: Layer, k: int) -> Non
 
 
 def topk_log_probs_of(rows: Tensor, layer: Layer, k: int, classes: Tensor) -> Tensor:
-    """The same of classes ``(n, m)`` alone."""
-    # Scores and their log-probabilities are held together.
+    """Log-probabilities of the top-k softmax for the given classes ``(n, m)``."""
+    # Copies: scores and log-probabilities are held at the same time.
     step, found = _sizes(rows, layer, 2.0)[0], []
     for part, (scores, bias) in zip(classes.split(step), _chunks(rows, layer, step), strict=True):
         logs = torch.empty_like(scores, memory_format=torch.contiguous_format)
@@ -185,8 +186,11 @@ def topk_log_probs_of(rows: Tensor, layer: Layer, k: int, classes: Tensor) -> Te
 
 
 def draw_classes(rows: Tensor, layer: Layer, uniform: Tensor) -> Tensor:
-    """Class ids for numbers ``(n, m)`` in [0, 1), float64; -1 in a row without probabilities."""
-    if are_few(rows, layer.weight.shape[0], layer.chunk_rows):
+    """Samples class ids from uniform numbers ``(n, m)`` in [0, 1), float64.
+
+    -1 for rows without probabilities.
+    """
+    if fits_one_cpu_product(rows, layer.weight.shape[0], layer.chunk_rows):
         return drawn_by(linear(rows, layer.weight, layer.bias), uniform, *layer.shape)
     step, some = _sizes(rows, layer, DRAW_COPIES)
     numbers = uniform.split(step)
@@ -203,7 +207,7 @@ def draw_classes(rows: Tensor, layer: Layer, uniform: Tensor) -> Tensor:
 
 
 def _tempered(rows: Tensor, layer: Layer) -> tuple[Tensor, Layer]:
-    """On a CPU the temperature goes into rows and bias, which are small; not in half precision."""
+    """Divides rows and bias, which are small, by the temperature; on a CPU in full precision."""
     temperature = layer.temperature
     if temperature == 1.0 or layer.softcap or rows.device.type != "cpu":
         return rows, layer
@@ -221,7 +225,7 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def rows_held(rows: Tensor, n_classes: int, chunk_rows: int | str, copies: float = 1.0) -> int:
-    """Rows of which scores of all classes are held at a time, on a CPU so many times."""
+    """Rows whose scores are held at a time; ``copies`` is the number of buffers on a CPU."""
     if rows.device.type != "cuda":
         copies *= accumulation_dtype(rows.dtype).itemsize / rows.element_size()
         return rows_at_a_time(chunk_rows, rows, n_classes, copies)
@@ -230,27 +234,27 @@ def rows_held(rows: Tensor, n_classes: int, chunk_rows: int | str, copies: float
 
 
 def _sizes(rows: Tensor, layer: Layer, copies: float = 1.0) -> tuple[int, int]:
-    """Rows and classes of which scores are held at a time, on a CPU so many times."""
+    """Rows and classes whose scores are held at a time; ``copies`` as in :func:`rows_held`."""
     n_classes = layer.weight.shape[0]
-    # A cap takes a few more.
+    # A soft cap needs more buffers.
     copies = max(copies, 4.0 if layer.softcap else 1.0)
     step = rows_held(rows, n_classes, layer.chunk_rows, copies)
     if rows.device.type != "cuda" or step * n_classes <= _MOST_SCORES:
         return step, n_classes
     step = min(step, _FEWEST_ROWS)
-    # A multiple of the classes of a block.
+    # A multiple of the number of classes per block.
     return step, -(-(_SLAB // step) // 4096) * 4096
 
 
 def room_for_scores(rows: Tensor, n_classes: int, step: int) -> Tensor:
-    """Memory for the scores of up to ``step`` rows."""
+    """A buffer for the scores of up to ``step`` rows."""
     shape = min(rows.shape[0], step), slab_stride(rows, n_classes)
     held = kernels.empty(shape, accumulation_dtype(rows.dtype), rows.device)
     return held if shape[1] == n_classes else held[:, :n_classes]
 
 
 def _chunks(rows: Tensor, layer: Layer, step: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Scores of some rows after the other, in the same memory, and the bias still to be added."""
+    """Yields scores chunk by chunk, in one buffer, and the bias that is still to be added."""
     on_cpu, n_classes = rows.device.type == "cpu", layer.weight.shape[0]
     size = rows.shape[0] * n_classes * rows.itemsize
     if on_cpu and rows.shape[0] <= step and size < kernels.LARGE and rows.itemsize >= 4:
@@ -267,8 +271,8 @@ def _chunks(rows: Tensor, layer: Layer, step: int) -> Iterator[tuple[Tensor, Ten
 def _by_slabs(
     rows: Tensor, layer: Layer, some: int, *, peaks: bool = True, levels: bool = True
 ) -> Any:
-    """Peaks and levels of all blocks of classes, from a slab of scores after the other."""
-    # Imported here: Triton is not on every machine.
+    """Peaks and levels of all blocks of classes, computed slab by slab."""
+    # Imported here: Triton may not be installed.
     from lastlayer.kernels.prediction.triton import Blocks
 
     n, n_classes = rows.shape[0], layer.weight.shape[0]
@@ -283,7 +287,7 @@ def _by_slabs(
 
 
 def _scores_of_blocks(rows: Tensor, layer: Layer, chosen: Tensor, width: int) -> Tensor:
-    """Scores ``(n, m * width)`` of the classes of blocks ``(n, m)``; without what comes after."""
+    """Products ``(n, m * width)`` of rows with the classes of blocks ``(n, m)``, without bias."""
     n_classes = layer.weight.shape[0]
     lanes = torch.arange(width, device=rows.device)
     columns = (chosen.unsqueeze(-1) * width + lanes).flatten(1)
@@ -308,7 +312,7 @@ def _draw_by_slabs(rows: Tensor, layer: Layer, uniform: Tensor, some: int) -> Te
     blocks = _by_slabs(rows, layer, some, peaks=False)
     chosen, rest = blocks.draw(uniform)
     drawn = []
-    # Each draw takes the scores of a block.
+    # Each sample needs the scores of one block.
     step = max(1, _SLAB // (max(1, rows.shape[0]) * blocks.width))
     for of_blocks, of_rest in zip(chosen.split(step, 1), rest.split(step, 1), strict=True):
         scores = _scores_of_blocks(rows, layer, of_blocks, blocks.width)
@@ -322,22 +326,22 @@ def _draw_by_slabs(rows: Tensor, layer: Layer, uniform: Tensor, some: int) -> Te
 def top_classes(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Values and classes ``(rows, k)`` of scores ``(rows, n)``, the largest first.
 
-    Of equal scores the lower class comes first, which ``torch.topk`` leaves open. The values have
-    a gradient. A NaN comes first, as it does for torch.
+    Ties go to the lower class id, unlike in ``torch.topk``, where their order is undefined. The
+    values have a gradient. NaN counts as the largest value, as in torch.
     """
     known = scores.detach()
     if is_predictable(known, k):
         classes = kernels.prediction.best("auto", known, None, 0.0, 1.0, k, False)[1]
         return scores.gather(-1, classes), classes
-    # To look for ties a GPU would have to wait, and its arithmetic is cheap; while a compiler
-    # traces there are none to be seen.
+    # Checking for ties needs a host sync on a GPU, where sorting all rows is cheap; and values
+    # cannot be read while tracing.
     on_cpu = known.device.type == "cpu" and values_are_checked(known)
     classes = _top_unless_tied(known, k) if on_cpu else _top_in_order(known, k)
     return scores.gather(-1, classes), classes
 
 
 def _top_unless_tied(scores: Tensor, k: int) -> Tensor:
-    """By ``torch.topk`` in rows where the next score is lower than the k-th."""
+    """``torch.topk`` for rows without a tie at the k-th score, else :func:`_top_in_order`."""
     n = scores.shape[-1]
     values, classes = scores.topk(min(k + 1, n))
     kept = classes[:, :k].sort(-1).values
@@ -352,7 +356,7 @@ def _top_unless_tied(scores: Tensor, k: int) -> Tensor:
 
 def _top_in_order(scores: Tensor, k: int) -> Tensor:
     if is_exporting():
-        # ONNX has one way to sort, in which the lower index comes first.
+        # ONNX has only one sort; in ties the lower index comes first.
         by = {} if torch.onnx.is_in_onnx_export() else {"stable": True}
         return scores.sort(dim=-1, descending=True, **by).indices[..., :k]
     if scores.dtype == torch.float64:
@@ -363,7 +367,7 @@ def _top_in_order(scores: Tensor, k: int) -> Tensor:
 
 
 def _unique_keys(scores: Tensor) -> Tensor:
-    """Integers of the order of float32 scores above, and the complement of the class below."""
+    """Sort keys: float32 scores as ordered integers in the high bits, ~class in the low bits."""
     inf = torch.inf
     # A NaN of either sign goes to the top; + 0.0 makes -0.0 equal to 0.0.
     bits = scores.nan_to_num(nan=inf, posinf=inf, neginf=-inf).add_(0.0).view(torch.int32)
@@ -375,29 +379,33 @@ def _unique_keys(scores: Tensor) -> Tensor:
 def drawn_by(
     log_probs: Tensor, uniform: Tensor, softcap: float = 0.0, temperature: float = 1.0
 ) -> Tensor:
-    """Class ids ``(rows, m)`` from log-probabilities ``(rows, n)`` and as many numbers in [0, 1).
+    """Samples class ids ``(rows, m)`` from log-probabilities ``(rows, n)`` by inverse CDF.
 
-    The first class whose cumulated probability exceeds the number: a class of probability 0 is
-    never drawn. A row without probabilities gives -1.
+    ``uniform`` ``(rows, m)`` is in [0, 1). The result is the first class whose cumulative
+    probability exceeds the number: a class of probability 0 is never drawn. -1 for rows without
+    probabilities.
     """
     drawn: Tensor = kernels.prediction.draw("auto", log_probs, None, softcap, temperature, uniform)
     return drawn
 
 
 def entmax_log_probs(scores: Tensor, alpha: float) -> Tensor:
-    """Of each row, -inf at 0, where no gradient passes; fresh scores, which may be overwritten."""
+    """Log-probabilities of entmax; -inf, without a gradient, outside the support.
+
+    ``scores`` may be overwritten.
+    """
     if is_eager(scores) and not scores.requires_grad:
         kernels.entmax.log_("auto", scores, alpha)
         return scores
     probs = entmax(scores, alpha)
     outside = probs == 0
-    # The log of 1 in their place: that of 0 would make their gradient NaN.
+    # log(1) outside the support: the gradient of log(0) would be NaN.
     return probs.masked_fill(outside, 1.0).log().masked_fill(outside, -torch.inf)
 
 
 def write_entmax_log_probs(out: Tensor, rows: Tensor, alpha: float, layer: Layer) -> None:
-    """The same of the scores of a layer into contiguous memory."""
-    # A CPU does it in place; elsewhere the probabilities of some rows are held beside it.
+    """Writes log-probabilities of entmax on the scores of a layer to ``out``, contiguous."""
+    # A CPU works in place; elsewhere the probabilities of a chunk need an additional buffer.
     step = max(1, rows.shape[0])
     if rows.device.type != "cpu":
         step = rows_held(rows, layer.weight.shape[0], layer.chunk_rows)
@@ -411,8 +419,8 @@ def log_softmax(scores: Tensor) -> Tensor:
     """``torch.log_softmax`` over the last dimension; -inf in a fully masked row."""
     if scores.is_cpu and is_eager(scores):
         made = torch.log_softmax(scores, -1)
-        # What a masked row has become shows in its first column. In numpy: a sum costs the host a
-        # fifth of torch's.
+        # Fully masked rows are NaN in every column, so the first shows them. numpy's sum takes a
+        # fifth of torch's host time.
         if not made.numel() or not math.isnan(np.add.reduce(as_numpy(made)[:, 0])):
             return made
     known = scores.detach()

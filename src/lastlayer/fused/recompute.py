@@ -1,10 +1,10 @@
-"""A function of rows in bounded memory: chunk by chunk, and once more in backward.
+"""Evaluates a function of rows in chunks with bounded memory, and recomputes it in backward.
 
-Only a sum of its results with weights that are known has its gradients made in the forward pass.
+A weighted sum of its results needs no recomputation: its gradients are computed in forward.
 
-``torch.utils.checkpoint`` would recompute from whatever the parameters are by then. Here they are
-saved for backward, so that torch raises where one was changed in place, and their gradients are
-summed over chunks in the accumulation dtype.
+``torch.utils.checkpoint`` would silently recompute with modified parameters. Here they are saved
+for backward, so that torch raises if one was changed in place, and their gradients are summed over
+chunks in the accumulation dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lastlayer._torch import accumulation_dtype, in_dtype, in_functorch, is_eager, is_exporting
 
-# From some rows, what belongs to each of them, and the shared tensors, to one result per row.
+# Called with some rows, their per-row tensors and the shared tensors; returns one value per row.
 RowFunction = Callable[..., Tensor]
 
 
@@ -27,19 +27,19 @@ def in_chunks(
     shared: Sequence[Tensor | None],
     chunks: Sequence[slice],
 ) -> Tensor:
-    """``function(rows, *per_row, *shared)``, the results of all chunks one after the other.
+    """``function(rows, *per_row, *shared)``, evaluated in chunks and concatenated.
 
-    Differentiable in rows and in the tensors that they share; what is given per row has no
-    gradient. Chunks, at least one, cover the rows in order.
+    Differentiable in ``rows`` and ``shared``, not in ``per_row``. Chunks, at least one, cover the
+    rows in order.
     """
     if is_exporting():
         return function(rows, *per_row, *shared)
     learned = any(each is not None and each.requires_grad for each in (rows, *shared))
-    # Transforms of torch.func take the function apart themselves.
+    # torch.func transforms differentiate the function themselves.
     if not (learned and torch.is_grad_enabled()) or in_functorch():
         return _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])
     if torch.compiler.is_compiling():
-        # A compiler sees no change in place; it only has to be told to recompute.
+        # Changes in place cannot be detected while compiling: plain checkpointing is enough.
         return _cat([
             checkpoint(
                 function, *_part(part, rows, per_row), *shared, use_reentrant=False,
@@ -59,9 +59,9 @@ def weighted_sum_in_chunks(
     chunks: Sequence[slice],
     weights: Tensor,
 ) -> Tensor:
-    """``(in_chunks(...) * weights).sum()``, whose gradients are made in the forward pass.
+    """``(in_chunks(...) * weights).sum()``, with gradients computed in the forward pass.
 
-    Nothing is computed twice then; second derivatives are, from the beginning.
+    Nothing is recomputed in backward, except for second derivatives.
     """
     learned = any(each is not None and each.requires_grad for each in (rows, *shared))
     if not (learned and torch.is_grad_enabled()) or not is_eager(rows):
@@ -150,7 +150,7 @@ def _differentiable(
     needed: Sequence[bool],
     grad: Tensor,
 ) -> list[Tensor | None]:
-    """As :func:`_gradients`; second derivatives go through the tensors themselves."""
+    """As :func:`_gradients`, but differentiable again."""
     made = _cat([function(*_part(part, rows, per_row), *shared) for part in chunks])
     sources: list[Any] = [each for each, need in zip((rows, *shared), needed, strict=True) if need]
     found = iter(torch.autograd.grad(made, sources, grad, create_graph=True))
@@ -166,7 +166,7 @@ def _gradients(
     needed: Sequence[bool],
     grad: Tensor,
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Of rows and of each shared tensor, summed over chunks in the accumulation dtype; results."""
+    """Gradients of rows and shared tensors, summed in the accumulation dtype, and the results."""
     sums: list[Tensor | None] = [None] * len(needed)
     of_rows = rows.new_empty(rows.shape) if needed[0] else None
     sources = [

@@ -1,10 +1,10 @@
-"""The engine of losses on rows of scores: chunk by chunk, losses and gradients together.
+"""The engine of losses on rows of scores: losses and gradients together, chunk by chunk.
 
-For each chunk of rows one product makes the scores, a row loss turns them into losses and, in the
-same memory, into the gradient of the scores, and two products carry that on to hidden and weight.
-The scores of one chunk are all that is ever stored; where they are all scores and the loss is not
-reduced, their gradient is kept for backward. A new loss is one small function, see
-:data:`RowLoss`, and a line in :data:`ROW_LOSSES`; everything else is here, once.
+For each chunk of rows one product computes the scores. A row loss computes the losses and, in
+place, the gradient of the scores. Two more products give the gradients of hidden and weight. Only
+the scores of one chunk are ever stored. If all scores fit in one chunk and the loss is not reduced,
+their gradient is kept for backward. A new loss is one small function, see :data:`RowLoss`, and an
+entry in :data:`ROW_LOSSES`.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,36 +42,37 @@ from lastlayer._torch import (
     keeps_float32,
     without_autocast,
 )
-from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, near_one
+from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, normalized_factors
 from lastlayer.fused.scores import (
     LayerProducts,
-    are_few,
     as_chunk,
+    fits_one_cpu_product,
     missing_columns,
     part_of,
     rows_at_a_time,
 )
 from lastlayer.kernels import empty
 
-# Beyond this many additions in half precision a gradient of the weight is no longer within
-# 4e-3 of the exact one.
+# With more additions than this in half precision, the relative error of the weight's gradient
+# exceeds 4e-3.
 MOST_ROUNDED_ADDITIONS = 8
-# Multiplications of one product from which on a step may wait once for the device, and the rows
-# of shorter ones whose factors one launch makes.
-_LONG, _MOST_ROWS = 1 << 36, 1 << 16
-# What a chunk takes where scores are float32 and their gradient is held in two halves as well.
+# On a GPU ignored rows are removed, with one host sync, if a product has at least this many
+# multiplications, or more rows than one launch can mask. Otherwise they are masked.
+_SYNC_FROM_MULTIPLICATIONS, _MASK_UP_TO_ROWS = 1 << 36, 1 << 16
+# Buffers per chunk if scores are float32 and their gradient is also split into two half-precision
+# terms, in units of half-precision scores.
 _PRECISE_COPIES = 4.0
-# How many times the scores of a chunk are held at most where classes are spread over processes.
+# Buffers per chunk for classes that are sharded over processes.
 _SPREAD_COPIES = 1.0
 
 
 class Chunk(NamedTuple):
-    """What a row loss is given with the scores of a few rows.
+    """Inputs of a row loss besides the scores of a chunk.
 
-    ``exact_scores`` gives those of chosen classes, (rows, k), in full precision, where the scores
-    of the chunk are rounded. ``row_scale`` is what the loss of each row is multiplied by in the
-    end; it is None where no gradient is wanted. ``width`` is the size of the hidden state.
-    ``target_weight`` are the class weights of the targets, where classes are spread over processes.
+    ``exact_scores`` computes the scores of given classes, (rows, k), in full precision, since the
+    scores of the chunk may be rounded. ``row_scale`` is the factor of each row in the gradient;
+    None if no gradient is wanted. ``width`` is the hidden size. ``target_weight`` has the class
+    weights of the targets if classes are sharded over processes.
     """
 
     target: Tensor
@@ -89,19 +90,19 @@ class Sparse(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What a row loss makes of a chunk: ``gradient`` is the scores' own memory, new, or sparse."""
+    """The output of a row loss; ``gradient`` overwrites the scores, or is new, or sparse."""
 
     loss: Tensor
     gradient: Tensor | Sparse | None
     statistics: tuple[Tensor, ...] = ()
 
 
-# A loss on rows of scores, which it may overwrite.
+# Computes the losses of a chunk from its scores, which it may overwrite.
 RowLoss = Callable[[Tensor, Chunk], RowResult]
 
 
-class Made(NamedTuple):
-    """Losses of all rows, what else was asked for, and the gradients that were wanted."""
+class LossAndGradients(NamedTuple):
+    """Losses and statistics of all rows, and the wanted gradients."""
 
     loss: Tensor
     statistics: tuple[Tensor, ...]
@@ -111,7 +112,7 @@ class Made(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients are wanted, and what the weight's is added to: None makes one."""
+    """Which gradients are wanted. The weight's is added to ``weight_into`` if that is given."""
 
     hidden: bool = False
     weight: bool = False
@@ -123,54 +124,57 @@ class Wanted(NamedTuple):
         return self.hidden or self.weight or self.bias
 
     def precise(self, hidden: Tensor) -> bool:
-        """Whether half-precision rows meet a float32 sum: nothing is rounded on the way then."""
+        """Whether a float32 gradient is accumulated from half-precision rows without rounding."""
         return self.weight_into is not None and self.weight_into.itemsize > hidden.itemsize
 
 
 class Problem(NamedTuple):
-    """Rows that all count: tensors in the dtype of the products, targets that are class ids."""
+    """Inputs in the dtype of the products, without ignored rows: all targets are class ids."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     target: Tensor
     row_scale: Tensor | None
-    """What the gradient of each row's loss is multiplied by; None where none is wanted."""
+    """Factor of the gradient of each row's loss; None if no gradient is wanted."""
     class_weight: Tensor | None
     wanted: Wanted
     weight_dtype: torch.dtype
-    """Of the weight's gradient."""
+    """dtype of the weight's gradient."""
     shards: Shards | None = None
-    """How classes are spread over processes: targets are then places in this one."""
+    """How classes are sharded over processes; targets are then local to this process."""
     target_weight: Tensor | None = None
-    """The class weights of the targets, where classes are spread."""
+    """Class weights of the targets, if classes are sharded."""
 
 
 class RowLossKind(NamedTuple):
-    """How a row loss is made, and what it needs."""
+    """How to construct a row loss, and its properties."""
 
     make: Callable[..., RowLoss]
-    """From the class weights and the numbers of the options."""
+    """Constructs the row loss from the class weights and the numeric options."""
     copies: float = 1.0
-    """How many times the scores of a chunk are held."""
+    """Number of buffers of scores that a chunk needs."""
     statistics: tuple[int, int] = (0, 0)
-    """How many numbers per row it leaves beside the loss: float ones, then int64 ones."""
-    shortcut: Callable[[Problem, Sequence[float], int | str, int], Made | None] | None = None
-    """Another way than chunks where that is faster: from problem, numbers, ``chunk_rows``, rows."""
+    """Number of statistics per row: floating ones, and int64 ones."""
+    shortcut: (
+        Callable[[Problem, Sequence[float], int | str, int], LossAndGradients | None] | None
+    ) = None
+    """Computes the loss faster than in chunks, or returns None if it cannot. Its arguments are the
+    problem, the numeric options, ``chunk_rows``, and the rows per chunk."""
     wide: Callable[[Tensor, int], bool] = lambda *_: False
-    """Whether scores of half precision are held in float32: from hidden and number of classes."""
+    """Whether scores of half-precision operands are float32, from hidden and number of classes."""
     stores: Callable[[Tensor, Sequence[float], int | str], bool] = lambda *_: False
-    """Whether scores that fit one chunk become a dense gradient, which "none" keeps: from hidden,
-    numbers and ``chunk_rows``."""
+    """Whether scores in a single chunk become a dense gradient, which "none" keeps for backward;
+    from hidden, the numeric options and ``chunk_rows``."""
     complete: bool = False
-    """Where classes are spread: whether a process knows losses, not its part of them alone."""
+    """For sharded classes: whether each process has the full loss, not only its own part."""
 
 
 ROW_LOSSES: dict[str, RowLossKind] = {}
-# Shards as options of an engine, and those of classes that are not spread over processes.
+# The fields of Shards as options of an engine, and their values for classes that are not sharded.
 SPREAD_SCHEMA = ", str group_name, int n_classes, int most, int first, int here"
 NOT_SPREAD = Shards("", 0, 0, 0, 0)
-# Of the engine below; one more is what its forward pass has left.
+# Number of operands of the engine below; backward may get one more, saved by the forward pass.
 _OPERANDS = 7
 
 
@@ -195,15 +199,15 @@ class _RowsEngine(Engine):
     def invoke(self, call: Call) -> Result:
         if call.reduction == "none" and any(call.wanted) and is_eager(call.operands[0]):
             if len(call.operands) > _OPERANDS:
-                return self._from_stored(call)
-            if call.upstream is None and (made := self._stored(call)) is not None:
+                return self._gradients_from_kept(call)
+            if call.upstream is None and (made := self._keep_score_gradient(call)) is not None:
                 return made
         return super().invoke(call)
 
-    def _stored(self, call: Call) -> Result | None:
-        """Losses, and what backward makes the gradients from: that of the scores for factors of 1.
+    def _keep_score_gradient(self, call: Call) -> Result | None:
+        """Losses, and the gradient of the scores for row factors of 1, to be kept for backward.
 
-        None where scores take several chunks, or rows are left out: backward makes them again.
+        None if the scores need several chunks or rows are removed: backward then recomputes them.
         """
         hidden, weight, bias, target, class_weight, row_weight, weight_grad = call.operands
         name, numbers, ignore_index, chunk, _, spread, *_ = call.options
@@ -233,15 +237,15 @@ class _RowsEngine(Engine):
             )
             return Result(RowScale.of(row_weight, "none", n).reduce(loss, "none"), (memory,))
 
-    def _from_stored(self, call: Call) -> Result:
-        """The gradients, once the factor of each row is known."""
+    def _gradients_from_kept(self, call: Call) -> Result:
+        """The gradients from the kept score gradient and the upstream gradient."""
         _, weight, bias, *_, memory = call.operands
         with without_autocast(call.operands[0]):
             hidden, _, row_weight, _ = _with_ignored(call)
             n = hidden.shape[0]
             scale = RowScale.of(row_weight, "none", n)
             factors: Any = scale.factors(hidden, n, call.upstream)
-            factors, size = near_one(factors, hidden.dtype)
+            factors, size = normalized_factors(factors, hidden.dtype)
             layer = LayerProducts([in_dtype(weight, hidden.dtype)], None, n)
             memory = memory.clone() if graph_is_kept() else memory
             scores = layer.scores_in(memory).mul_(factors.unsqueeze(-1))
@@ -260,15 +264,19 @@ class _RowsEngine(Engine):
         operands, options, reduction, wanted, upstream = call
         hidden, weight, bias, target, class_weight, row_weight, weight_grad = operands
         name, numbers, ignore_index, chunk, _, *spread = options
-        if self._is_plain(call) and are_few(hidden, weight.shape[0], as_chunk(chunk)):
-            return _few(name, numbers, hidden, weight, bias, target, reduction, wanted)
+        if self._is_unweighted(call) and fits_one_cpu_product(
+            hidden, weight.shape[0], as_chunk(chunk)
+        ):
+            return _loss_by_one_product(
+                name, numbers, hidden, weight, bias, target, reduction, wanted
+            )
         shards = Shards(*spread) if spread[0] else None
         with_gradients = upstream is not None or not self.recomputes(options, reduction)
         with without_autocast(hidden):
             n, dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
             row_weight = None if row_weight is None else in_dtype(row_weight, dtype)
             kept = ignored = known = None
-            short = is_short(hidden, hidden.numel() * weight.shape[0], ignore_index)
+            short = masks_ignored_rows(hidden, hidden.numel() * weight.shape[0], ignore_index)
             if short and class_weight is None and shards is None:
                 if sum(ROW_LOSSES[name].statistics):
                     ignored = target == ignore_index
@@ -283,7 +291,7 @@ class _RowsEngine(Engine):
                 if upstream is not None and upstream.dim():
                     upstream = upstream[kept]
             if ignored is not None and known is None:
-                # A NaN there would come back through the weight's gradient, as 0 · NaN.
+                # A NaN in an ignored row would reach the weight's gradient as 0 · NaN.
                 hidden = hidden.masked_fill(ignored.unsqueeze(-1), 0.0)
                 target = torch.where(ignored, 0, target)
                 row_weight = torch.where(ignored, 0.0, 1.0 if row_weight is None else row_weight)
@@ -302,7 +310,7 @@ class _RowsEngine(Engine):
                 factors = known
                 if known is None or upstream is not None:
                     factors = scale.factors(hidden, hidden.shape[0], upstream)
-                factors, size = near_one(factors, hidden.dtype)
+                factors, size = normalized_factors(factors, hidden.dtype)
                 into = weight_grad
                 if weight_grad is not None and size is not None:
                     into = torch.zeros_like(weight_grad, dtype=dtype)
@@ -327,16 +335,16 @@ class _RowsEngine(Engine):
                 statistics = tuple(each.masked_fill(ignored, 0) for each in statistics)
             of_hidden, of_bias = made.hidden, made.bias
             if kept is not None:
-                loss = spread_rows(loss, kept, n) if reduction == "none" else loss
-                statistics = tuple(spread_rows(each, kept, n) for each in statistics)
-                of_hidden = None if of_hidden is None else spread_rows(of_hidden, kept, n)
+                loss = scatter_rows(loss, kept, n) if reduction == "none" else loss
+                statistics = tuple(scatter_rows(each, kept, n) for each in statistics)
+                of_hidden = None if of_hidden is None else scatter_rows(of_hidden, kept, n)
             if of_bias is not None and bias is not None:
                 of_bias = in_dtype(of_bias, gradient_sum_dtype(bias.dtype))
         of_weight = made.weight if weight_grad is None else None
         return Result(loss, (of_hidden, of_weight, of_bias), statistics, size)
 
-    def _is_plain(self, call: Call) -> bool:
-        """Whether every row counts the same, and all tensors have one dtype."""
+    def _is_unweighted(self, call: Call) -> bool:
+        """Whether all rows have the same weight and all tensors the same dtype."""
         hidden, weight, bias, _, class_weight, row_weight, weight_grad = call.operands
         ignore_index, spread = call.options[2], call.options[5]
         return (
@@ -363,7 +371,7 @@ class _RowsEngine(Engine):
 
 
 class RowOptions(TypedDict, total=False):
-    """What every loss on rows takes, as :func:`lastlayer.fused.linear_cross_entropy` says."""
+    """Options of all row losses, documented in :func:`lastlayer.fused.linear_cross_entropy`."""
 
     ignore_index: int | None
     reduction: str
@@ -392,9 +400,9 @@ def linear_loss(
     process_group: Any = None,
     hidden_grad: Any = "sum",
 ) -> tuple[Tensor, ...]:
-    """The loss of a linear layer by one of :data:`ROW_LOSSES`, and its statistics.
+    """One of :data:`ROW_LOSSES` on the scores of a linear layer, and its statistics.
 
-    It checks every argument but ``numbers``. Results have the shape of the target.
+    Checks all arguments except ``numbers``. Results per row have the shape of the target.
     """
     shards, spread = None, NOT_SPREAD
     if hidden_grad != "sum" or is_spread(weight, process_group):
@@ -444,11 +452,11 @@ def linear_loss(
 ROWS, _eager_loss = _RowsEngine(), eager(linear_loss)
 
 
-def _few(
+def _loss_by_one_product(
     name: str, numbers: Sequence[float], hidden: Tensor, weight: Tensor, bias: Tensor | None,
     target: Tensor, reduction: str, wanted: Sequence[bool],
 ) -> Result:  # fmt: skip
-    """Few scores of rows that all count: the row loss and three products, nothing else."""
+    """The loss of a small, unweighted problem: the row loss and three products."""
     (n, width), dtype, factors = hidden.shape, hidden.dtype, None
     if True in wanted:
         factors = kernels.full(n, 1.0 / n if reduction == "mean" else 1.0, dtype, hidden)
@@ -472,14 +480,14 @@ def _few(
 
 
 def _with_ignored(call: Call) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-    """Hidden, targets and row weights; where a step is short, with ignored rows as 0.
+    """Hidden, targets and row weights, with ignored rows set to 0 if they are masked.
 
-    And whether nothing is left to be done about ignored rows.
+    The last result is True if ignored rows need no further handling.
     """
     hidden, weight, _, target, _, row_weight, *_ = call.operands
     ignore_index, dtype = call.options[2], accumulation_dtype(hidden.dtype)
     row_weight = None if row_weight is None else in_dtype(row_weight, dtype)
-    if is_short(hidden, hidden.numel() * weight.shape[0], ignore_index):
+    if masks_ignored_rows(hidden, hidden.numel() * weight.shape[0], ignore_index):
         target, hidden, row_weight, _ = kernels.products.row_factors(
             "auto", target, hidden, row_weight, ignore_index, False
         )
@@ -487,21 +495,27 @@ def _with_ignored(call: Call) -> tuple[Tensor, Tensor, Tensor | None, bool]:
     return hidden, target, row_weight, ignore_index is None
 
 
-def is_short(hidden: Tensor, work: int, ignore_index: int | None) -> bool:
-    """Whether waiting for the device would cost a step more than products with ignored rows do.
+def masks_ignored_rows(hidden: Tensor, work: int, ignore_index: int | None) -> bool:
+    """Whether ignored rows are masked: for small problems that is cheaper than a host sync.
 
     ``work`` is the number of multiplications of one product.
     """
     rows = hidden.shape[0]
     on_gpu = hidden.device.type == "cuda" and hidden.itemsize <= 4
-    return ignore_index is not None and on_gpu and rows <= _MOST_ROWS and work < _LONG
+    return (
+        ignore_index is not None
+        and on_gpu
+        and rows <= _MASK_UP_TO_ROWS
+        and work < _SYNC_FROM_MULTIPLICATIONS
+    )
 
 
 def counted_rows(target: Tensor, ignore_index: int | None) -> tuple[Tensor | None, Tensor | None]:
-    """Which rows to keep, or which ones are ignored but stay; None and None where all count.
+    """Indices of the rows to keep, or a mask of ignored rows to give a factor of 0; else None.
 
-    Ignored rows are left out before any product, for which the host has to know how many there
-    are, and waits once. While a CUDA graph is captured it cannot: they stay, with a factor of 0.
+    Removing ignored rows before any product needs their number, and so a host sync. While a CUDA
+    graph is captured none is allowed, and the mask is returned instead. Both are None if no row is
+    ignored.
     """
     if ignore_index is None:
         return None, None
@@ -511,14 +525,16 @@ def counted_rows(target: Tensor, ignore_index: int | None) -> tuple[Tensor | Non
     return (None if kept.shape[0] == target.shape[0] else kept), None
 
 
-def spread_rows(some: Tensor, kept: Tensor, n: int) -> Tensor:
-    """Results of the rows that were kept as results of all rows, 0 elsewhere."""
+def scatter_rows(some: Tensor, kept: Tensor, n: int) -> Tensor:
+    """Scatters the results of the kept rows to all ``n`` rows, with 0 for the others."""
     everything = some.new_zeros if kept.shape[0] < n else some.new_empty
     return everything(n, *some.shape[1:]).index_copy_(0, kept, some)
 
 
-def _run(name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem) -> Made:
-    """All rows by the way that suits them; with longer vectors where their size is odd."""
+def _run(
+    name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem
+) -> LossAndGradients:
+    """Computes all rows, with hidden and weight padded if their size is misaligned."""
     more = missing_columns(problem.weight, problem.hidden.shape[0])
     if not more:
         return _run_aligned(name, numbers, chunk_rows, problem)
@@ -546,14 +562,14 @@ def _run(name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Pr
 
 def _run_aligned(
     name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem
-) -> Made:
+) -> LossAndGradients:
     if problem.shards is not None:
         return _run_spread(name, numbers, chunk_rows, problem)
     kind, wanted = ROW_LOSSES[name], problem.wanted
     copies = kind.copies * (_PRECISE_COPIES if wanted.precise(problem.hidden) else 1.0)
     rows = rows_at_a_time(chunk_rows, problem.hidden, problem.weight.shape[0], copies)
     if chunk_rows == "auto" and wanted.weight and wanted.weight_into is None:
-        rows = _without_wide_sum(rows, problem, copies)
+        rows = _rows_for_narrow_sum(rows, problem, copies)
     if kind.shortcut is not None:
         made = kind.shortcut(problem, numbers, chunk_rows, rows)
         if made is not None:
@@ -564,23 +580,23 @@ def _run_aligned(
 
 def _run_spread(
     name: str, numbers: Sequence[float], chunk_rows: int | str, problem: Problem
-) -> Made:
-    """All rows, in the same chunks in all processes that share the classes."""
-    # Imported here, as it stands on this module.
+) -> LossAndGradients:
+    """Computes all rows for sharded classes, in the same chunks in all processes."""
+    # Imported here: that module imports this one.
     from lastlayer.fused.spread import SPREAD_LOSSES
 
     shards = problem.shards
     if shards is None:
-        raise RuntimeError("shards: expected those of the classes, got None")
+        raise RuntimeError("shards: expected the shards of the classes, got None")
     rows = rows_at_a_time(chunk_rows, problem.hidden, shards.most, _SPREAD_COPIES)
     row_loss = SPREAD_LOSSES[name](shards, problem.class_weight, *numbers)
     return run_chunks(row_loss, problem, rows)
 
 
-def _without_wide_sum(rows: int, problem: Problem, copies: float) -> int:
-    """Rows of a chunk such that the weight's gradient can be summed in half precision.
+def _rows_for_narrow_sum(rows: int, problem: Problem, copies: float) -> int:
+    """Rows per chunk, increased if the weight's gradient can then be summed in half precision.
 
-    More rows, where their scores take no more memory than a sum in float32 would.
+    Only if the additional scores take no more memory than a float32 sum would.
     """
     hidden, dtype = problem.hidden, problem.weight_dtype
     if weight_sum_dtype(hidden, rows, dtype) == dtype:
@@ -594,8 +610,10 @@ def _without_wide_sum(rows: int, problem: Problem, copies: float) -> int:
     return few if (few - rows) * hidden.element_size() * copies <= spared else rows
 
 
-def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int, wide: bool = False) -> Made:
-    """Losses and gradients of all rows, so many at a time; ``wide`` for scores in float32."""
+def run_chunks(
+    row_loss: RowLoss, problem: Problem, chunk_rows: int, wide: bool = False
+) -> LossAndGradients:
+    """Losses and gradients of all rows, ``chunk_rows`` at a time; ``wide`` for float32 scores."""
     hidden, weight, bias, target, row_scale, _, wanted, weight_dtype, _, weights = problem
     n, layer = hidden.shape[0], LayerProducts([weight], bias, hidden.shape[0])
     gradients = _Gradients(hidden, layer, wanted, chunk_rows, weight_dtype)
@@ -606,7 +624,7 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int, wide: bool 
         chunk = Chunk(target, exact, row_scale, hidden.shape[1], weights)
         result = row_loss(layer.scores_in(memory), chunk)
         gradients.add(slice(0, n), result.gradient, memory)
-        return Made(result.loss, result.statistics, *gradients.finished())
+        return LossAndGradients(result.loss, result.statistics, *gradients.finished())
     memory = layer.memory(chunk_rows, dtype)
     losses: list[Tensor] = []
     statistics: list[tuple[Tensor, ...]] = []
@@ -621,14 +639,14 @@ def run_chunks(row_loss: RowLoss, problem: Problem, chunk_rows: int, wide: bool 
         statistics.append(result.statistics)
         gradients.add(part, result.gradient, memory)
     together = tuple(torch.cat(each) for each in zip(*statistics, strict=True))
-    return Made(torch.cat(losses), together, *gradients.finished())
+    return LossAndGradients(torch.cat(losses), together, *gradients.finished())
 
 
 def weight_sum_dtype(hidden: Tensor, chunk_rows: int, weight_dtype: torch.dtype) -> torch.dtype:
-    """In which the gradient of the weight is summed, chunk by chunk."""
+    """The dtype in which the weight's gradient is summed over chunks."""
     wide = accumulation_dtype(hidden.dtype)
     many = hidden.shape[0] > MOST_ROUNDED_ADDITIONS * chunk_rows
-    # No product of two half-precision matrices gives the other half precision, or float64.
+    # No matrix product converts, for example, from bfloat16 to float16 or float64.
     foreign = weight_dtype not in (hidden.dtype, wide)
     return wide if many or foreign else weight_dtype
 
@@ -636,12 +654,12 @@ def weight_sum_dtype(hidden: Tensor, chunk_rows: int, weight_dtype: torch.dtype)
 def target_scores(
     scores: Tensor, target: Tensor, exact: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
-    """The score of each row's target in full precision; None where ``scores`` have it so."""
+    """The score of each row's target in full precision; None if ``scores`` are not rounded."""
     return None if keeps_float32(scores) else exact(target.unsqueeze(-1)).squeeze(-1)
 
 
 class _Gradients:
-    """The gradients of hidden, weight and bias as chunks come in."""
+    """Accumulates the gradients of hidden, weight and bias over chunks."""
 
     def __init__(
         self,
@@ -665,7 +683,7 @@ class _Gradients:
         self._sparse: list[tuple[slice, Sparse]] = []
 
     def add(self, part: slice, gradient: Tensor | Sparse | None, memory: Tensor) -> None:
-        """Takes the gradient of the scores of some rows; a dense one is in the memory of these."""
+        """Adds a chunk's score gradient; ``memory`` is the buffer of a dense one, with padding."""
         if isinstance(gradient, Sparse):
             self._add_sparse(part, gradient)
         elif gradient is not None:
@@ -709,7 +727,7 @@ class _Gradients:
                 "auto", gradient.values, gradient.classes, self._weight
             )
         if self._wanted.weight:
-            # One sort for all chunks: classes are then visited once.
+            # Collected: one sort over all chunks then updates each class once.
             self._sparse.append((part, gradient))
         if self._wanted.bias:
             if self._bias_sum is None:
@@ -719,7 +737,7 @@ class _Gradients:
             self._bias_sum.index_add_(0, gradient.classes.flatten(), values)
 
     def finished(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of hidden, weight and bias."""
+        """The gradients of hidden, weight and bias."""
         total, into = self._weight_sum, self._wanted.weight_into
         if self._wanted.weight and total is None:
             total = self._room_for_weight().zero_()
@@ -746,21 +764,21 @@ def _padded(entries: Tensor, width: int) -> Tensor:
 
 
 def _weights_of(target: Tensor, class_weight: Tensor, shards: Shards) -> Tensor:
-    """The class weights of targets, each of which one process has; one number per row."""
+    """The class weight of each row's target, summed over processes: one process has it."""
     if not class_weight.shape[0]:
         return shards.sum(class_weight.new_zeros(target.shape))
     return shards.sum(torch.where(target >= 0, class_weight[target.clamp(min=0)], 0.0))
 
 
 def is_spread(weight: Any, process_group: Any = None) -> bool:
-    """Whether classes are spread over processes: the weight is a DTensor, or there is a group."""
+    """Whether classes are sharded over processes: by a DTensor as weight, or a process group."""
     return process_group is not None or getattr(weight, "placements", None) is not None
 
 
 def spread_classes(weight: Any, process_group: Any, hidden_grad: Any) -> Shards:
-    """How the classes of a weight are spread over processes.
+    """How the classes of a weight are sharded over processes.
 
-    A DTensor says it itself; with a ``process_group`` each process has given its own part.
+    Read from a DTensor; with a ``process_group`` each process passes its own part of the weight.
     """
     check_choice("hidden_grad", hidden_grad, HIDDEN_GRADS)
     if process_group is None:
@@ -783,7 +801,7 @@ def spread_classes(weight: Any, process_group: Any, hidden_grad: Any) -> Shards:
 
 
 def _check_spread(loss: str, weight_grad: Any) -> None:
-    """What is not there for classes that are spread over processes."""
+    """Rejects options that sharded classes do not support."""
     if weight_grad is not None:
         raise ValueError(
             "weight_grad: expected None where classes are spread over processes, got a tensor; "

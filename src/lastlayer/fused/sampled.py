@@ -1,12 +1,13 @@
-"""The engine of sampled losses: rows against their targets and a few drawn classes.
+"""The engine of sampled losses: each row is scored against its targets and a few sampled classes.
 
-The scores of targets are computed one by one. Where all rows share their draws, the scores of
-these are one matrix product. What becomes of the scores is a :class:`Rule`. The forward pass leaves
-small pieces of the gradient: that of hidden, those of the vectors drawn, and the slope of each
-target's score. Backward adds up what belongs to the same class, in float32 and in a fixed order.
+The score of each target is a separate dot product. If all rows share their samples, the scores of
+the samples are one matrix product. A :class:`Rule` selects the loss. The forward pass saves small
+pieces of the gradient: the gradient of hidden, of the sampled class vectors, and of each target's
+score. Backward sums the pieces of each class in float32, in a fixed order.
 
-On a GPU the usual case, one target per row and draws that all rows share, is :func:`one_target`:
-three products with a kernel before, between and after them. Its first kernel can draw as well.
+On a GPU the usual case, one target per row and shared samples, is :func:`one_target`: three
+matrix products, with one kernel before, between and after them. The first kernel can also draw the
+samples.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,15 @@ from torch.nn.functional import logsigmoid, pad
 
 from lastlayer import kernels
 from lastlayer._torch import accumulation_dtype, as_numpy, in_dtype, is_eager, without_autocast
-from lastlayer.fused.function import Call, Engine, Grads, Result, fused_loss, near_one, scaled
+from lastlayer.fused.function import (
+    Call,
+    Engine,
+    Grads,
+    Result,
+    fused_loss,
+    normalized_factors,
+    scaled,
+)
 from lastlayer.fused.scores import (
     LayerProducts,
     budget_bytes,
@@ -30,26 +39,27 @@ from lastlayer.fused.scores import (
 from lastlayer.kernels.rng import GIVEN
 from lastlayer.kernels.sampled_rows import Draws
 
-# Kernels tell classes apart by 32 bits, and sorting half as many bytes takes half the time.
-_MOST_NARROW = 2**31 - 1
-# Rows that suit the tiles of a matrix unit, and scores that no budget cuts into chunks.
-_STEP, _FITS_ANYWAY = 128, 1 << 21
-# The logit of a drawn class that a bias of -inf masks: it has no mass, but it was drawn. -inf says
-# that a column is no draw at all.
+# Up to this many classes ids are int32: the kernels require it, and sorting takes half the time.
+_INT32_CLASSES = 2**31 - 1
+# Rows per chunk are multiples of the first. Up to the second number of scores, all rows are
+# computed in one chunk.
+_STEP, _UNCHUNKED_SCORES = 128, 1 << 21
+# Logit of a sampled class that is masked by a bias of -inf. It has no probability, but still counts
+# as a sample; a logit of -inf marks columns that are not samples.
 _MASKED = -1e38
 
 
 class Rule(NamedTuple):
-    """What a row makes of the logits of its targets and of its draws."""
+    """The loss of a row as a function of the logits of its targets and samples."""
 
     logistic: bool = False
-    """Binary losses, softplus(-target) + Σ softplus(draw), instead of a softmax."""
+    """Binary losses, softplus(-target) + Σ softplus(sample), instead of a softmax."""
     with_target: bool = True
-    """Whether targets are part of the normaliser of a softmax; if not, it is that of the draws."""
+    """Whether the normalizer of the softmax includes the targets, or only the samples."""
     drop_hits: bool = True
-    """Leave out draws that are a target of the row."""
+    """Leave out samples that are a target of the row (accidental hits)."""
     average: bool = False
-    """Divide by the number of draws that are left."""
+    """Divide by the number of remaining samples."""
 
 
 def sampled_loss(
@@ -72,37 +82,37 @@ def sampled_loss(
     sparse: bool = False,
     chunk_rows: int | str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The loss of rows against drawn classes, and the effective sample size of each row's draws.
+    """The loss of rows against sampled classes, and the effective sample size of each row.
 
-    Arguments are not checked: heads have done that.
+    Arguments are not checked; the heads do that.
 
     Args:
         hidden: ``(n, d)``, in the dtype of the products.
         weight: ``(v, d)``.
         bias: ``(v,)``.
-        target: int64 ``(n, p)``, negative for none: a row without a target does not count.
-        ids: classes to compare with, int64 ``(m,)``, the same for every row, or ``(n, m)``.
-        log_expected: subtracted from their logits, such as log(m q), of the shape of ids; inf
-            leaves a class out.
+        target: int64 ``(n, p)``, negative for padding; rows without a target are ignored.
+        ids: sampled classes, int64 ``(m,)``, shared by all rows, or ``(n, m)``.
+        log_expected: subtracted from the logits of the samples, such as log(m q); it has the shape
+            of ids. inf leaves a sample out.
         rule: the loss.
         reduction: "mean" over the rows that have a target, "sum" or "none".
-        n_exact: the first so many ids are no draws: they are neither shifted nor averaged over.
+        n_exact: the first ``n_exact`` ids are not samples: they are neither shifted nor averaged.
         target_log_expected: subtracted from the logits of targets, ``(n, p)``.
-        shift: added to the logits of all draws of a row, ``(n,)``.
-        row_shift: added to all logits of a row, ``(n,)``; differentiable, for a logistic rule.
-        labels: what hits are told by instead of ids: of the draws, and of the targets.
-        scores: those of the ids with their biases, where they are known and each row has ids of
-            its own; a negative id is none then, with a ``log_expected`` of inf.
-        temperature: divides scores, before anything is added to them.
+        shift: added to the logits of all samples of a row, ``(n,)``.
+        row_shift: added to all logits of a row, ``(n,)``; differentiable for a logistic rule.
+        labels: labels of the samples and of the targets, compared instead of ids to find hits.
+        scores: scores of the ids with their biases, if they are known and each row has its own
+            ids. Negative ids, with a ``log_expected`` of inf, are then padding.
+        temperature: divides the scores, before anything is added to them.
         sparse: whether the gradients of weight and bias are row-sparse. On a CPU they are
-            coalesced. On a GPU, where the host would have to wait for their number, there is a
-            slot for each draw and each target: the first slot of a class has its gradient, and
-            the others, which are 0, are still there.
+            coalesced. On a GPU, where counting the classes would need a host sync, there is one
+            entry per sample and target: the first entry of a class has its gradient, the others
+            are 0.
         chunk_rows: rows of scores held at a time, "auto" or "low".
 
     Returns:
-        The loss, reduced or ``(n,)``, 0 where a row has no target; and ``(n,)``, 0 for a logistic
-        rule.
+        The loss, reduced or ``(n,)``, with 0 for rows without a target; and the effective sample
+        sizes ``(n,)``, 0 for a logistic rule.
     """
     recording = torch.is_grad_enabled()
     dtypes = [
@@ -119,18 +129,18 @@ def sampled_loss(
 
 
 class Correction(NamedTuple):
-    """What a kernel that draws does with the probabilities q of its draws."""
+    """How a kernel that draws the samples corrects logits by their probabilities q."""
 
     rule: Rule
     corrects: bool = True
-    """Subtract log q + less from the logits of draws; else ``less`` alone."""
+    """Subtract log q + less from the logits of samples; if False, only ``less``."""
     targets: int = 0
-    """1: subtract log q + less from the logits of targets. 2: add log(1 - q) to those of draws."""
+    """1: subtract log q + less from target logits. 2: add log(1 - q) to sample logits."""
     less: float = 0.0
 
 
 def kernels_draw(hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
-    """Whether :func:`drawn_loss` can run: plain calls on a GPU, with one target per row."""
+    """Whether :func:`drawn_loss` is available: on a GPU, in eager mode, with one target per row."""
     return (
         hidden.device.type == "cuda" and is_eager(hidden) and _has_kernels(hidden, weight, target)
     )
@@ -153,10 +163,10 @@ def drawn_loss(
     sparse: bool = False,
     chunk_rows: int | str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`sampled_loss` where :func:`kernels_draw`, of classes that the kernel draws.
+    """:func:`sampled_loss` with samples that the kernel draws itself; see :func:`kernels_draw`.
 
-    ``tables`` are those of a sampler. Where the step ``counts`` it moves the
-    ``rng_counter`` on once all is drawn. The reduction is not "none".
+    ``tables`` are those of a sampler. If ``counts``, the kernel advances the ``rng_counter`` after
+    drawing. The reduction must not be "none".
     """
     rule, corrects, targets, less = correction
     recording = torch.is_grad_enabled()
@@ -174,7 +184,7 @@ def drawn_loss(
 
 
 class _Problem(NamedTuple):
-    """Operands as of :func:`sampled_loss`, and what the rows count."""
+    """The arguments of :func:`sampled_loss`, and the factor of each row."""
 
     hidden: Tensor
     weight: Tensor
@@ -189,11 +199,11 @@ class _Problem(NamedTuple):
     target_labels: Tensor | None
     scores: Tensor | None
     scale: Tensor
-    """Of the losses, ``(n,)``."""
+    """Factor of each row's loss, ``(n,)``."""
     row_scale: Tensor | None
-    """Of the gradients, ``(n,)``; None where none is wanted."""
+    """Factor of each row's gradient, ``(n,)``; None if no gradient is wanted."""
     factor: float
-    """Of the scores, an inverse temperature."""
+    """Factor of the scores, the inverse temperature."""
     n_exact: int
     rule: Rule
     chunk_rows: str
@@ -202,10 +212,10 @@ class _Problem(NamedTuple):
     to_bias: bool
 
 
-class _Made(NamedTuple):
-    """Losses times their scale, effective sample sizes, and the pieces of gradients.
+class _LossAndPieces(NamedTuple):
+    """Scaled losses, effective sample sizes, and the pieces of the gradient.
 
-    ``columns`` are those of the vectors drawn, ``(m, d)``, where rows share them.
+    ``columns`` are the gradients of the sampled class vectors, ``(m, d)``, if rows share them.
     """
 
     losses: Tensor
@@ -214,11 +224,11 @@ class _Made(NamedTuple):
     columns: Tensor | None
     column_biases: Tensor | None
     slopes: Tensor
-    """Of the scores of targets, ``(n, p)``; behind those of draws where these are not shared."""
+    """Gradients of the scores of targets, ``(n, p)``; after those of samples if not shared."""
     push: Tensor
-    """The sum of a logistic row's slopes, ``(n,)``."""
+    """The sum of the score gradients of a row, ``(n,)``, for a logistic rule."""
     entries: Tensor | None
-    """The classes that columns, and then slopes, belong to."""
+    """The classes of the columns, followed by the classes of the slopes."""
 
 
 class _SampledEngine(Engine):
@@ -252,7 +262,7 @@ class _SampledEngine(Engine):
             factors = size = None
             if call.makes_gradients:
                 factors = scale if upstream is None else scale * in_dtype(upstream, scale.dtype)
-                factors, size = near_one(factors, hidden.dtype)
+                factors, size = normalized_factors(factors, hidden.dtype)
             makes = [each and factors is not None for each in wanted]
             problem = _Problem._make([
                 *operands, scale, factors, 1.0 / temperature, n_exact, Rule(*rule), chunk_rows,
@@ -281,7 +291,7 @@ class _SampledEngine(Engine):
         shared, to_classes = ids.dim() == 1, to_weight or to_bias
         width = target.shape[1] + (0 if shared or not to_classes else ids.shape[1])
         on_cpu = hidden.device.type == "cpu"
-        narrow = not on_cpu and weight.shape[0] <= _MOST_NARROW
+        narrow = not on_cpu and weight.shape[0] <= _INT32_CLASSES
         kind = torch.int32 if narrow else torch.int64
         entries = ids.new_empty(ids.numel() + target.numel(), dtype=kind)
         slopes = (n, width) if on_cpu else entries.shape
@@ -315,7 +325,7 @@ class _SampledEngine(Engine):
             if eager:
                 weight, bias = _class_gradients(given, n_classes, dtypes, sparse)
             else:
-                # What is traced is dense: the number of classes touched is not known.
+                # Dense while tracing: the number of classes with a gradient is data-dependent.
                 make = torch.ops.lastlayer.sampled_class_gradients
                 weight, bias = make(*given, n_classes, *dtypes)
         return [
@@ -333,7 +343,8 @@ class _DrawnEngine(_SampledEngine):
         "bool counts"
     )
     n_constants = 4
-    # The counter moves on, and is not looked at again: what is not reduced has draws as operands.
+    # The kernel advances the counter, and backward does not read it: with reduction="none", where
+    # backward recomputes, the samples are operands of the other engine.
     written = 5
 
     def compute(self, call: Call) -> Result:
@@ -361,7 +372,7 @@ def _times(
 
 
 def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, bool]:
-    """What the loss of each row is multiplied by, 0 for one without a target; whether all count."""
+    """Factor of each row's loss, 0 without a target; and whether all rows have a target."""
     dtype, mean = accumulation_dtype(hidden.dtype), reduction == "mean"
     if hidden.device.type != "cpu":
         there = (target >= 0).any(-1).to(dtype)
@@ -374,22 +385,22 @@ def _row_scale(hidden: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, 
 
 
 def _has_kernels(hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
-    """Whether all around the products is in three kernels, see :func:`one_target`."""
+    """Whether the Triton kernels of :func:`one_target` support a problem."""
     return (
         hidden.device.type == "cuda"
         and target.shape[1] == 1 <= target.shape[0]
-        and weight.shape[0] <= _MOST_NARROW
+        and weight.shape[0] <= _INT32_CLASSES
         and weight.dtype != torch.float64
         and kernels.selected("sampled_rows_", "cuda", hidden.dtype) == "triton"
     )
 
 
 def one_target(call: Call, draws: Draws) -> Result:
-    """Where each row has one target and all rows share their draws, on a GPU.
+    """The loss for one target per row and shared samples, on a GPU.
 
-    Most of a step is three products, and the launches of small steps around them would take longer
-    than they do. So they are part of three kernels: one before the products, the one between them,
-    and one after.
+    The three matrix products take most of the time. Separate launches for the small operations
+    around them would take longer than the products, so these are fused into three kernels: before,
+    between and after the products.
     """
     from lastlayer.kernels.sampled_rows.triton import OneTarget
 
@@ -399,7 +410,7 @@ def one_target(call: Call, draws: Draws) -> Result:
     to_hidden, to_weight, to_bias, to_shift = wanted if wants else (False,) * 4
     mean, narrow, size = reduction == "mean", dtype != torch.float32, None
     if upstream is not None:
-        upstream, size = near_one(in_dtype(upstream, torch.float32), dtype)
+        upstream, size = normalized_factors(in_dtype(upstream, torch.float32), dtype)
     target = target.contiguous()
     bias, row_shift, shift = (
         None if each is None else each.contiguous() for each in (bias, row_shift, draws.shift)
@@ -413,7 +424,7 @@ def one_target(call: Call, draws: Draws) -> Result:
             chunk, upstream,
         )  # fmt: skip
         clean, vectors, width = step.clean, step.vectors, step.width
-        # In float16 1 / n would leave nothing of a slope: gradients are divided in the end.
+        # In float16 a factor of 1 / n would underflow: gradients are divided by n at the end.
         divides = mean and dtype != torch.float16
         if mean and wants and not divides:
             size = step.share()
@@ -430,7 +441,7 @@ def one_target(call: Call, draws: Draws) -> Result:
                 scores = memory = _wide_product(some, vectors.t(), narrow)
             else:
                 scores = scores_into(memory, some, vectors, None)
-            # A gradient in half precision takes the place of the scores, row by row.
+            # A half-precision gradient overwrites the scores row by row.
             slopes = scores.view(dtype)[:, : step.columns] if narrow else scores
             step.rows(
                 scores, slopes, start, push if rule[0] else None, n_exact, rule, divides, wants
@@ -461,16 +472,16 @@ def one_target(call: Call, draws: Draws) -> Result:
 
 
 def _wide_product(left: Tensor, right: Tensor, narrow: bool) -> Tensor:
-    """In float32."""
+    """``left @ right`` in float32."""
     return torch.mm(left, right, out_dtype=torch.float32) if narrow else torch.mm(left, right)
 
 
-def general(problem: _Problem, all_count: bool = False) -> _Made:
-    """Losses and pieces of any rows; ``all_count`` where each is known to have a target."""
+def general(problem: _Problem, all_count: bool = False) -> _LossAndPieces:
+    """Losses and gradient pieces on any device; ``all_count`` if every row has a target."""
     p, rule, dtype = problem, problem.rule, accumulation_dtype(problem.hidden.dtype)
     hidden, weight, target, ids = p.hidden, p.weight, p.target, p.ids
     if not all_count:
-        # A NaN in a row that does not count would come into the products.
+        # A NaN in an ignored row would spread through the products.
         hidden = torch.where(p.scale.unsqueeze(-1) != 0, hidden, 0.0)
     own = None
     if all_count and target.shape[1] == 1 and hidden.device.type == "cpu":
@@ -498,7 +509,7 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
     )  # fmt: skip
     columns = column_biases = slopes = of_hidden = None
     if ids.dim() == 1:
-        wide = hidden.dtype if _multiplies_narrow(hidden) else dtype
+        wide = hidden.dtype if _has_half_products(hidden) else dtype
         vectors = in_dtype(weight.detach().index_select(0, ids), wide)
         first, second, of_hidden, columns, column_biases = _shared_draws(
             p, in_dtype(hidden, wide), vectors, rows
@@ -507,7 +518,7 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
         if p.scores is None:
             slopes = kernels.products.scores("auto", hidden, weight, None, ids)
         else:
-            # They become slopes where they stand.
+            # Copied, since they are overwritten by their gradient.
             slopes = p.scores.clone()
         first, second = hidden.new_empty(2, hidden.shape[0], dtype=dtype).unbind()
         rows.run("auto", slopes, slopes, first, second, slopes.new_empty(0))
@@ -518,7 +529,7 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
     if not all_count:
         losses = torch.where(p.scale == 0, 0.0, losses)
     if p.row_scale is None:
-        return _Made(losses, second, None, None, None, of_targets, second, None)
+        return _LossAndPieces(losses, second, None, None, None, of_targets, second, None)
     of_targets = of_targets * p.row_scale.unsqueeze(-1)
     push = second
     if rule.logistic and p.row_shift is not None:
@@ -536,39 +547,42 @@ def general(problem: _Problem, all_count: bool = False) -> _Made:
         entries = _entries(ids, target, weight.shape[0], all_count)
         of_targets = of_targets if slopes is None else torch.cat([slopes, of_targets], 1)
         if hidden.device.type != "cpu":
-            # One number per entry; there are columns for each draw, if without numbers.
+            # The GPU kernel takes one value per entry, and columns of size 0 if only the bias has a
+            # gradient.
             of_targets = of_targets.flatten()
             if slopes is None:
                 levels = None if not p.to_bias else column_biases
                 levels = of_targets.new_empty(len(ids)) if levels is None else levels
                 of_targets = torch.cat([levels, of_targets])
                 columns = columns if p.to_weight else of_targets.new_empty(len(ids), 0)
-            return _Made(losses, second, of_hidden, columns, None, of_targets, push, entries)
-    return _Made(
+            return _LossAndPieces(
+                losses, second, of_hidden, columns, None, of_targets, push, entries
+            )
+    return _LossAndPieces(
         losses, second, of_hidden, columns if p.to_weight else None,
         column_biases if p.to_bias else None, of_targets, push, entries,
     )  # fmt: skip
 
 
 def _entries(ids: Tensor, target: Tensor, n_classes: int, all_count: bool) -> Tensor:
-    """The classes of draws and targets; row by row where draws are not shared."""
+    """The classes of samples and targets; row by row if samples are not shared."""
     if ids.dim() == 1:
         entries = torch.cat([ids, target.flatten()])
     else:
         if ids.device.type == "cpu" and not all_count:
-            # The slopes of a row without a target are 0, but its hidden state may hold anything.
+            # Rows without a target have gradient 0, but their hidden state may be NaN.
             ids = torch.where((target >= 0).any(-1, keepdim=True), ids, -1)
         entries = torch.cat([ids, target], 1)
     if entries.device.type == "cpu":
         return entries.flatten()
-    # A place without a class has a slope of 0, and goes to a class that is touched anyway; to the
-    # first one of its row, since many of the same class would take long to be added up.
+    # Padding has gradient 0. It is assigned to the first class of its row: assigning all of it to
+    # one class would make that class slow to sum.
     entries = torch.where(entries < 0, entries[..., :1].clamp(min=0), entries).flatten()
-    return entries.int() if n_classes <= _MOST_NARROW else entries
+    return entries.int() if n_classes <= _INT32_CLASSES else entries
 
 
 class _Rows(NamedTuple):
-    """What turns rows of scores of draws into losses and slopes."""
+    """Arguments of the kernel that turns the scores of samples into losses and gradients."""
 
     problem: _Problem
     offset: Tensor
@@ -586,7 +600,7 @@ class _Rows(NamedTuple):
         columns: Tensor,
         part: slice | None = None,
     ) -> None:
-        """Scores to their gradient, two numbers per row, and sums of the gradient's columns."""
+        """Computes the score gradient, two values per row, and the gradient's column sums."""
         p, offset, labels, rule = self.problem, self.offset, self.labels, self.problem.rule
         shift = p.shift
         if p.row_shift is not None:
@@ -608,14 +622,14 @@ class _Rows(NamedTuple):
 def _shared_draws(
     problem: _Problem, hidden: Tensor, vectors: Tensor, rows: _Rows, impl: kernels.Impl = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of draws that all rows share: two numbers per row, and gradients; empty where not wanted.
+    """For shared samples: two values per row, and gradients, which are empty if not wanted.
 
-    ``hidden`` and the ``vectors`` of the classes drawn are in the dtype of the products.
+    ``hidden`` and the ``vectors`` of the sampled classes are in the dtype of the products.
     """
     p, dtype, width = problem, accumulation_dtype(hidden.dtype), hidden.shape[1]
     if more := missing_columns(vectors, hidden.shape[0]):
         hidden, vectors = (pad(each, (0, more)) for each in (hidden, vectors))
-    (n, d), m, narrow = hidden.shape, vectors.shape[0], _multiplies_narrow(hidden)
+    (n, d), m, narrow = hidden.shape, vectors.shape[0], _has_half_products(hidden)
     size = rows_at_a_time(p.chunk_rows, n, m, hidden, narrow)
     first, second = hidden.new_empty(2, n, dtype=dtype).unbind()
     of_hidden = hidden.new_empty((n, d) if p.to_hidden else 0, dtype=dtype)
@@ -626,7 +640,7 @@ def _shared_draws(
     sums = hidden.new_empty((parts, m) if p.to_bias else 0, dtype=dtype)
     layer = LayerProducts([vectors], None, n)
     memory = layer.memory(min(n, size), dtype)
-    # A gradient in half precision takes the place of the scores, row by row.
+    # A half-precision gradient overwrites the scores row by row.
     place = memory.view(hidden.dtype) if narrow and m else memory
     for start in range(0, max(1, n), size):
         part = None if size >= n else slice(start, min(n, start + size))
@@ -650,17 +664,17 @@ def _shared_draws(
     return first, second, of_hidden, columns, column_biases
 
 
-def _multiplies_narrow(hidden: Tensor) -> bool:
-    """Whether products of half precision come out in float32: on a CPU operands are widened."""
+def _has_half_products(hidden: Tensor) -> bool:
+    """Whether half-precision products return float32; a CPU converts the operands instead."""
     return hidden.device.type == "cuda" and hidden.dtype != accumulation_dtype(hidden.dtype)
 
 
 def rows_at_a_time(chunk_rows: str, n_rows: int, n_draws: int, like: Tensor, narrow: bool) -> int:
-    """Rows of scores held at a time; ``narrow`` where the gradient is in half precision."""
+    """Rows of scores held at a time; ``narrow`` if the gradient is in half precision."""
     n_rows = max(1, n_rows)
     if chunk_rows.isdecimal():
         return min(n_rows, int(chunk_rows))
-    if n_rows * n_draws <= _FITS_ANYWAY:
+    if n_rows * n_draws <= _UNCHUNKED_SCORES:
         return n_rows
     budget = budget_bytes("sampled half" if narrow else "sampled", chunk_rows, like)
     fitting = max(_STEP, budget // (4 * max(1, n_draws)) // _STEP * _STEP)
@@ -670,14 +684,14 @@ def rows_at_a_time(chunk_rows: str, n_rows: int, n_draws: int, like: Tensor, nar
 
 
 def _log_mass(logits: Tensor, target: Tensor) -> Tensor:
-    """log Σ e^logit over the different targets of a row."""
+    """log Σ e^logit over the distinct targets of a row."""
     if target.shape[1] == 1:
         return logits.squeeze(1)
     return torch.logsumexp(logits.masked_fill(_left_out(target), -torch.inf), -1)
 
 
 def _left_out(target: Tensor) -> Tensor:
-    """Places without a target, or with one that was there before."""
+    """Marks padding and repeated targets of a row."""
     again = (target.unsqueeze(-1) == target.unsqueeze(-2)).tril(-1).any(-1)
     return again | (target < 0)
 
@@ -685,13 +699,13 @@ def _left_out(target: Tensor) -> Tensor:
 def _combined(
     logits: Tensor, target: Tensor, exact: Tensor | None, first: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """Losses ``(n,)``, and slopes of the logits of targets ``(n, p)``, -1 for none.
+    """Losses ``(n,)`` and gradients of the logits of targets ``(n, p)``; negative targets pad.
 
-    ``exact`` is the log of their part in the normaliser, ``(n,)``, None where they have none;
-    ``first`` is what the draws add up to.
+    ``exact`` is the logsumexp of the targets, ``(n,)``, None if the normalizer excludes them;
+    ``first`` is the first value per row that the kernel returns for the samples.
     """
     if target.shape[1] == 1 and exact is not None:
-        # The odds of the rest against the target: 1 - p is not what remains of 1.
+        # Log-odds of the samples against the target: computing 1 - p would cancel.
         odds = _difference(first, exact)
         return _softplus(odds), -torch.sigmoid(odds).unsqueeze(-1)
     there = (target >= 0).to(logits.dtype)
@@ -699,7 +713,7 @@ def _combined(
     if rule.logistic:
         losses = torch.where(share == 0, 0.0, share * _softplus(-logits)).sum(-1) + first
         return losses, -share * torch.sigmoid(-logits)
-    # Not a product where there is no target: what stands there may be infinite.
+    # torch.where, not a product: the logits of padding may be infinite.
     pull = torch.where(share == 0, 0.0, share * logits).sum(-1)
     if exact is None:
         return _difference(first, pull), -share
@@ -710,18 +724,18 @@ def _combined(
 
 
 def _difference(first: Tensor, exact: Tensor) -> Tensor:
-    """``first - exact``; inf where the target is masked, also if nothing else has any mass."""
+    """``first - exact``; inf if the target is masked, even if ``first`` is -inf as well."""
     if exact.device.type == "cpu" and not np.isneginf(as_numpy(exact)).any():
         return first - exact
     return torch.where(exact == -torch.inf, torch.inf, first - exact)
 
 
 def _softplus(values: Tensor) -> Tensor:
-    """log(1 + e^x); torch's own is x beyond 20, which float64 notices."""
+    """log(1 + e^x); torch's softplus returns x above 20, which is inaccurate in float64."""
     return -logsigmoid(-values)
 
 
-# Entries, columns, column_biases, slopes, hidden and the factor of all.
+# Entries, columns, column_biases, slopes, hidden and the common factor.
 _Pieces = tuple[Any, ...]
 _Dtypes = Sequence[torch.dtype | None]
 
@@ -729,7 +743,7 @@ _Dtypes = Sequence[torch.dtype | None]
 def _class_gradients(
     given: _Pieces, n_classes: int, dtypes: _Dtypes, sparse: bool = False
 ) -> Grads:
-    """Of weight and bias, times the factor: dense or row-sparse, None where there is no dtype."""
+    """Gradients of weight and bias, dense or row-sparse; None where the dtype is None."""
     hidden = given[4]
     shapes = (n_classes, hidden.shape[1]), (n_classes,)
     if _has_slots(hidden):
@@ -754,12 +768,12 @@ def _class_gradients(
 
 
 def _has_slots(hidden: Tensor) -> bool:
-    """Whether gradients have a slot for each entry: where counting classes would be a wait."""
+    """Whether gradients have one slot per entry: counting the classes would need a host sync."""
     return hidden.device.type != "cpu"
 
 
 def _summed(given: _Pieces, n_classes: int, dtypes: _Dtypes) -> tuple[Tensor, Grads]:
-    """On a CPU: the classes that are touched, in their order, and the sums of each."""
+    """On a CPU: the sorted classes that have a gradient, and the gradient of each."""
     entries, columns, column_biases, slopes, hidden, factor = given
     order, starts, known = kernels.touched_rows.group("auto", entries, n_classes)
     wanted = [each is not None for each in dtypes]
@@ -776,9 +790,9 @@ def _summed(given: _Pieces, n_classes: int, dtypes: _Dtypes) -> tuple[Tensor, Gr
 def _slotted(
     given: _Pieces, shapes: tuple[tuple[int, ...], ...], dtypes: _Dtypes, sparse: bool
 ) -> tuple[Tensor, Grads]:
-    """On a GPU: a slot for each entry, so that nothing waits for how many classes there are.
+    """On a GPU: one slot per entry, which needs no host sync to count the classes.
 
-    Where entries are more than classes, there is a slot for each class.
+    If there are more entries than classes, one slot per class.
     """
     entries, columns, _, numbers, hidden, factor = given
     keys, order = entries.sort(stable=True)
@@ -805,9 +819,9 @@ def _slotted(
 
 
 def _classes_once(keys: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
-    """The classes of sorted keys, ``(n_classes,)``, and which of them each key is.
+    """The distinct classes of sorted keys, ``(n_classes,)``, and the index of each key in them.
 
-    Where they are fewer the last one is there again.
+    If there are fewer, the last class fills up the rest.
     """
     fresh = torch.ones_like(keys)
     torch.ne(keys[1:], keys[:-1], out=fresh[1:])

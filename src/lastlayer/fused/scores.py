@@ -1,10 +1,10 @@
-"""The scores of a linear layer: how many are held at a time, and the products around them.
+"""The scores of a linear layer: how many are held in memory at a time, and the matrix products.
 
-A chunk is some rows of scores with all classes, a slab all rows with some classes, a tile some
-spans of some texts. The larger they are, the less often the weight and its gradient are read. One
-table has the memory of all engines. The three products of a layer with a loss on it (scores, and
-the gradients of hidden and weight) go into memory that is there; :class:`LayerProducts` makes
-them such that odd sizes cost no more than their neighbours.
+A chunk holds some rows and all classes, a slab all rows and some classes, a tile some spans of
+some texts. The larger they are, the less often the weight and its gradient are read from memory.
+:data:`BYTES` has the budgets of all engines. The three products of a layer with a loss (scores,
+gradient of hidden, gradient of weight) write into preallocated buffers. :class:`LayerProducts`
+computes them such that misaligned sizes are about as fast as aligned ones.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from torch.nn.functional import linear, pad
 from lastlayer._torch import accumulation_dtype, in_functorch, is_eager, is_exporting
 from lastlayer.kernels import LARGE, empty
 
-# Bytes of scores held at a time, by engine and device: those of "auto", and of "low".
+# Bytes of scores held at a time, by engine and device: for "auto" and for "low".
 BYTES = {
     ("rows", "cuda"): (1_060_000_000, 290_000_000),
     ("rows", "cpu"): (48_000_000, 12_000_000),
@@ -31,28 +31,28 @@ BYTES = {
     ("spans", "cpu"): (1 << 21, 1 << 19),
     ("sampled", "cuda"): (48_000_000, 12_000_000),
     ("sampled", "cpu"): (48_000_000, 12_000_000),
-    # In half precision chunks are larger, so that products are, and launches few.
+    # Larger chunks in half precision: larger products and fewer launches.
     ("sampled half", "cuda"): (270_000_000, 36_000_000),
 }
-# On a CPU a quarter of the weight's own size is allowed as well: less would be slower.
+# On a CPU "auto" may use at least a quarter of the weight's size: less would be slower.
 _SHARE_OF_WEIGHT = 4
-# Rows of a chunk, and labels of a slab, that suit the tiles of a matrix unit.
+# Rows per chunk and labels per slab are multiples of these, to match the tiles of matrix units.
 _STEP = {"cuda": 128, "cpu": 8}
 _LABEL_STEP = {"cuda": 128, "cpu": 16}
-# A GPU's products are up to five times slower where rows of a matrix start at no multiple of 16
-# bytes. From so many multiplications on, by device, that is worth a few more launches.
+# GPU matrix products are up to five times slower if the rows of a matrix are not aligned to 16
+# bytes. From this many multiplications on, alignment is worth a few more launches.
 ALIGN_FROM = {"cuda": 1 << 33}
 _ALIGNED_BYTES = 16
-# On a CPU: so few scores that chunks, and what decides about them, cost more than they save.
-_FEW = 1 << 18
+# On a CPU: up to this many scores, chunking and choosing chunks cost more time than they save.
+_ONE_PRODUCT_SCORES = 1 << 18
 _WIDE = torch.float32, torch.float64
-# Classes of a block, and numbers of a vector, that are padded together.
+# Numbers of classes are padded to multiples of the first, hidden sizes to multiples of the second.
 _BLOCK = 64
 _WIDTH_STEP = 8
 
 
 def device_kind(tensor: Tensor) -> str:
-    """Which entries of the table count: "cpu", or "cuda" for every other device."""
+    """The device key of :data:`BYTES`: "cpu", or "cuda" for every other device."""
     return "cpu" if tensor.device.type == "cpu" else "cuda"
 
 
@@ -63,14 +63,14 @@ def budget_bytes(engine: str, chunk: str, tensor: Tensor) -> int:
 
 
 def as_chunk(text: str) -> int | str:
-    """A chunk size as it was before an operation took it as a string."""
+    """Parses a chunk size, which registered operations take as a string."""
     return int(text) if text.isdecimal() else text
 
 
 def rows_at_a_time(
     chunk_rows: int | str, hidden: Tensor, n_classes: int, copies: float = 1.0
 ) -> int:
-    """Rows of a chunk; ``copies`` is how many times its scores are held in memory."""
+    """Rows per chunk; ``copies`` is the number of buffers of scores that a chunk needs."""
     n = max(1, hidden.shape[0])
     if isinstance(chunk_rows, int):
         return min(n, chunk_rows)
@@ -84,30 +84,30 @@ def rows_at_a_time(
         budget = max(budget, weight_bytes // _SHARE_OF_WEIGHT)
     fitting = int(budget / row_bytes)
     fitting = fitting // step * step or max(1, fitting)
-    # Chunks of the same size: a small last one would pay for the whole weight again.
+    # Equal chunks: a small last one would read the whole weight for few rows.
     even = -(-n // -(-n // fitting))
     return min(n, -(-even // step) * step)
 
 
-def are_few(rows: Tensor, n_classes: int, chunk_rows: int | str) -> bool:
-    """Whether torch makes the scores of all rows by one product: on a CPU, in plain eager code."""
-    # First: a compiler must not ask how many rows there are.
+def fits_one_cpu_product(rows: Tensor, n_classes: int, chunk_rows: int | str) -> bool:
+    """Whether the problem is so small that one CPU product computes all scores; eager mode only."""
+    # Checked first: while compiling, the number of rows must not be read.
     if not rows.is_cpu or not is_eager(rows):
         return False
     n = rows.shape[0]
     fits = isinstance(chunk_rows, str) or n <= chunk_rows
-    return fits and n * n_classes <= _FEW and rows.dtype in _WIDE
+    return fits and n * n_classes <= _ONE_PRODUCT_SCORES and rows.dtype in _WIDE
 
 
 def row_chunks(
     rows: Tensor, n_classes: int, chunk_rows: int | str, copies: float
 ) -> Iterator[slice]:
-    """Slices of the rows: at least one, an empty one where there are no rows.
+    """Slices of the rows; a single empty one if there are no rows.
 
-    ``copies`` is how many numbers in the accumulation dtype are held for each row and class.
+    ``copies`` is the number of values in the accumulation dtype held per row and class.
     """
     if is_exporting():
-        # A program for any number of rows cannot have a loop over them.
+        # An exported program has a dynamic number of rows and cannot loop over them.
         yield slice(None)
         return
     size = accumulation_dtype(rows.dtype).itemsize
@@ -118,7 +118,7 @@ def row_chunks(
 
 
 def classes_at_a_time(chunk_classes: int | str, hidden: Tensor, n_classes: int) -> int:
-    """Labels of a slab."""
+    """Labels per slab."""
     if isinstance(chunk_classes, int):
         return min(n_classes, chunk_classes)
     step = _LABEL_STEP[device_kind(hidden)]
@@ -128,24 +128,27 @@ def classes_at_a_time(chunk_classes: int | str, hidden: Tensor, n_classes: int) 
 
 
 def slab_stride(hidden: Tensor, classes: int) -> int:
-    """How far apart the rows of a slab are in memory: on a GPU as suits its matrix units."""
+    """Row stride of a slab; on a GPU padded to match the tiles of its matrix units."""
     step = _LABEL_STEP["cuda"] if hidden.device.type in ALIGN_FROM else 1
     return -(-classes // step) * step
 
 
 def spans_at_a_time(chunk_spans: int | str, vectors: Tensor) -> int:
-    """Scores of a tile of spans."""
+    """Number of scores per tile of spans."""
     if isinstance(chunk_spans, str):
         return budget_bytes("spans", chunk_spans, vectors) // vectors.element_size()
     return chunk_spans
 
 
-# Numbers that are widened at a time where no product gives float32 from half precision.
+# Elements converted to float32 at a time, where no product returns float32 for half precision.
 _WIDENED = 1 << 22
 
 
 def scores_into(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``hidden @ weight.T + bias`` into the first rows of ``out``, which may be wider."""
+    """Writes ``hidden @ weight.T + bias`` to the first rows of ``out``.
+
+    ``out`` may have a wider dtype.
+    """
     if out.shape[0] != hidden.shape[0]:
         out = out[: hidden.shape[0]]
     if out.dtype == hidden.dtype:
@@ -162,12 +165,12 @@ def scores_into(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def part_of(values: Tensor, part: slice) -> Tensor:
-    """``values[part]``, which costs host time even where it is all of them."""
+    """``values[part]``; skips the indexing, which costs host time, if the part is everything."""
     return values if part.stop - (part.start or 0) == values.shape[0] else values[part]
 
 
 def multiply(out: Tensor, left: Tensor, right: Tensor, adds: bool = False) -> Tensor:
-    """``left @ right`` into ``out``, which may be wider, or added to it."""
+    """Writes ``left @ right`` to ``out``, or adds it. ``out`` may have a wider dtype."""
     if out.dtype == left.dtype:
         return torch.addmm(out, left, right, out=out) if adds else torch.mm(left, right, out=out)
     if out.device.type == "cuda":
@@ -186,13 +189,13 @@ def _slices(count: int, numbers_each: int) -> list[slice]:
 
 
 def missing_columns(weight: Tensor, n_rows: int) -> int:
-    """By how many zeros vectors of an odd size are made longer where many rows meet them."""
+    """Number of zero columns that align the vectors of a large problem; 0 if none are needed."""
     width = weight.shape[1]
-    return -width % _WIDTH_STEP if _are_odd((width,), (weight,), n_rows) else 0
+    return -width % _WIDTH_STEP if _are_misaligned((width,), (weight,), n_rows) else 0
 
 
-def _are_odd(sizes: Iterable[int], weights: Sequence[Tensor], n_rows: int) -> bool:
-    """Whether rows of such sizes slow down the products of a layer, and these are large."""
+def _are_misaligned(sizes: Iterable[int], weights: Sequence[Tensor], n_rows: int) -> bool:
+    """Whether the products are large and rows of one of these sizes would be misaligned."""
     first = weights[0]
     least = ALIGN_FROM.get(first.device.type)
     if least is None or n_rows * sum([weight.numel() for weight in weights]) < least:
@@ -201,12 +204,12 @@ def _are_odd(sizes: Iterable[int], weights: Sequence[Tensor], n_rows: int) -> bo
 
 
 def _ranges(sizes: Iterable[int]) -> list[slice]:
-    """Where parts of such sizes are, one after the other."""
+    """Consecutive slices of the given sizes."""
     return [slice(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
 
 
 class _Block(NamedTuple):
-    """Some classes of a band: their columns among the scores, and their rows in its weight."""
+    """Some classes of a band: their columns in the scores, and their rows in the band's weight."""
 
     band: int
     columns: slice
@@ -218,38 +221,38 @@ class _Edge(NamedTuple):
 
     columns: slice
     vectors: Tensor
-    """``(64, d)``, with the slices of all bands; 0 where a class has no number."""
+    """``(64, d)`` over the slices of all bands; 0 outside the slice of a class's own band."""
     bias: Tensor | None
     blocks: list[_Block]
-    """What the bands have of it; columns are counted from its first one."""
+    """The classes of each band in it; columns count from the first column of the edge."""
 
 
 class LayerProducts:
-    """Class vectors and biases, and their three products with ``n_rows`` rows in all.
+    """The three matrix products of a linear layer, for ``n_rows`` rows in total.
 
-    Mostly there is one weight, ``(n_classes, d)``. With more, each has the vectors of a band of
-    classes, which meet a slice of hidden; classes and slices stand side by side.
+    Usually there is one weight, ``(n_classes, d)``. With several, each has the vectors of one band
+    of classes, which are multiplied with one slice of hidden. Bands and slices are concatenated.
 
-    Where the size of a band is odd and the products are large, the memory of scores has
-    :attr:`stride` columns, more than there are classes. Each band is then multiplied from its first
-    to its last multiple of 64 columns, and the few classes around with copies of their vectors,
-    padded by 0 to 64. Columns of no class may hold anything; :meth:`padded` clears them once scores
-    have become a gradient.
+    If a band ends at a misaligned column and the products are large, the buffer of scores has
+    :attr:`stride` columns, more than there are classes. Each band is then multiplied between its
+    first and last multiple of 64 columns; the classes at its edges are multiplied through copies
+    of their vectors, padded with zeros to 64. Padding columns hold undefined values;
+    :meth:`padded` sets them to zero once the buffer holds a gradient.
     """
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, n_rows: int) -> None:
         self.weights, self._bias = weights, bias
-        # Nothing but the products themselves, for little host time.
-        self._plain: Tensor | None = None
+        # The weight, if there is one and it needs no padding: the path with the least host time.
+        self._single_weight: Tensor | None = None
         self._edges: list[_Edge] = []
         if len(weights) == 1:
             n_classes = self.n_classes = self.stride = weights[0].shape[0]
-            if not _are_odd((n_classes,), weights, n_rows):
-                self._plain = weights[0]
+            if not _are_misaligned((n_classes,), weights, n_rows):
+                self._single_weight = weights[0]
                 return
         self.n_classes = self.stride = self.columns[-1].stop
         stops = [column.stop for column in self.columns]
-        if not _are_odd(stops, weights, n_rows):
+        if not _are_misaligned(stops, weights, n_rows):
             self._blocks = [
                 _Block(band, column, slice(0, column.stop - column.start))
                 for band, column in enumerate(self.columns)
@@ -267,12 +270,12 @@ class LayerProducts:
 
     @cached_property
     def columns(self) -> list[slice]:
-        """Of the classes of each band."""
+        """Columns of each band's classes in the scores."""
         return _ranges(weight.shape[0] for weight in self.weights)
 
     @cached_property
     def parts(self) -> list[slice]:
-        """Of hidden, as each band sees it."""
+        """Slice of hidden that each band is multiplied with."""
         return _ranges(weight.shape[1] for weight in self.weights)
 
     def _edge(self, first: int) -> _Edge:
@@ -291,11 +294,11 @@ class LayerProducts:
         return _Edge(slice(first, last), vectors, bias, blocks)
 
     def memory(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """For the scores of so many rows, ``(rows, stride)``."""
+        """Allocates a buffer for the scores of ``rows`` rows, ``(rows, stride)``."""
         return empty((rows, self.stride), dtype, self.weights[0].device)
 
     def scores(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-        """The scores of all rows, as :meth:`memory` for them would hold them."""
+        """The scores of all rows, laid out as in a buffer from :meth:`memory`."""
         if self._is_one_product(hidden.shape[0] * self.n_classes, hidden, dtype):
             return linear(hidden, self.weights[0], self._bias)
         memory = self.memory(hidden.shape[0], dtype)
@@ -303,14 +306,14 @@ class LayerProducts:
         return memory
 
     def _is_one_product(self, size: int, hidden: Tensor, dtype: torch.dtype) -> bool:
-        """Whether torch's product has the result as it should be, without memory made before."""
+        """Whether a plain torch product gives the right dtype, and needs no preallocated buffer."""
         small = hidden.device.type != "cpu" or size * hidden.itemsize < LARGE
-        return self._plain is not None and dtype == hidden.dtype and small
+        return self._single_weight is not None and dtype == hidden.dtype and small
 
     def scores_into(self, memory: Tensor, hidden: Tensor) -> Tensor:
-        """The scores ``(rows, n_classes)``, in the first rows and columns of a memory."""
-        if self._plain is not None:
-            return scores_into(self.scores_in(memory), hidden, self._plain, self._bias)
+        """Computes scores ``(rows, n_classes)`` in the first rows and columns of a buffer."""
+        if self._single_weight is not None:
+            return scores_into(self.scores_in(memory), hidden, self._single_weight, self._bias)
         memory = part_of(memory, slice(hidden.shape[0]))
         for band, columns, rows in self._blocks:
             scores_into(
@@ -323,25 +326,25 @@ class LayerProducts:
         return self.scores_in(memory)
 
     def scores_in(self, memory: Tensor) -> Tensor:
-        """The columns of classes."""
+        """View of a buffer without its padding columns."""
         return memory if memory.shape[1] == self.n_classes else memory[:, : self.n_classes]
 
     def padded(self, memory: Tensor) -> Tensor:
-        """A gradient of scores as the next two take it, ``(rows, stride)``: 0 where padded."""
+        """A score gradient with zeroed padding, ``(rows, stride)``, for the methods below."""
         if self.stride == self.n_classes:
             return self.scores_in(memory)
         memory[:, self.n_classes : self.stride].zero_()
         return _columns_of(memory, slice(0, self.stride))
 
     def hidden_gradient(self, out: Tensor | None, padded: Tensor, adds: bool = False) -> Tensor:
-        """``gradient @ weight``: new, or into ``out``, which may be wider, or added to it."""
-        if self._plain is not None:
+        """``gradient @ weight``: a new tensor, or written or added to ``out``."""
+        if self._single_weight is not None:
             if out is None:
-                return torch.mm(padded, self._plain)
-            return multiply(out, padded, self._plain, adds)
+                return torch.mm(padded, self._single_weight)
+            return multiply(out, padded, self._single_weight, adds)
         if out is None:
             out = padded.new_empty(padded.shape[0], self.parts[-1].stop)
-        # Edges first: what is rounded twice is small.
+        # Edges first: only their small sums are then rounded twice.
         for edge in self._edges:
             multiply(out, padded[:, edge.columns], edge.vectors, adds)
             adds = True
@@ -363,11 +366,11 @@ class LayerProducts:
     def weight_gradient(
         self, totals: Sequence[Tensor | None], padded: Tensor, hidden: Tensor, adds: bool = False
     ) -> None:
-        """``gradient.T @ hidden`` into those of the weights, which may be wider, or added to them.
+        """Writes or adds ``gradient.T @ hidden`` to the gradient of each weight.
 
-        None is one that is not wanted, of several.
+        ``totals`` may have a wider dtype. None skips a weight.
         """
-        if self._plain is not None and totals[0] is not None:
+        if self._single_weight is not None and totals[0] is not None:
             multiply(totals[0], padded.t(), hidden, adds)
             return
         for band, columns, rows in self._blocks:
@@ -386,7 +389,7 @@ class LayerProducts:
 
 
 def _columns_of(values: Tensor, columns: slice) -> Tensor:
-    """``values[:, columns]``, which costs host time even where it is all of them."""
+    """``values[:, columns]``; skips the indexing if these are all columns."""
     return values if columns.stop - columns.start == values.shape[1] else values[:, columns]
 
 
@@ -401,7 +404,7 @@ def wide_scores(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _WideScores(torch.autograd.Function):
-    """Keeps what rounding scores to half precision would lose."""
+    """Float32 scores from half-precision operands, without rounding to half precision."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

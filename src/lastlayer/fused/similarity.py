@@ -1,13 +1,13 @@
 """The engine of contrastive losses: similarities of all pairs, some queries at a time.
 
-Products of some queries with all keys are made, and what each row and each column needs is read
-off. A row's normaliser is known as soon as its products are, and a column's once all rows were
-seen. So there are two ways:
+It multiplies a chunk of queries with all keys, and computes the logsumexp (normaliser) of each row
+and each column. A row's normaliser is known after its chunk, a column's only after all chunks. So
+there are two ways:
 
-* In one pass: where losses are summed, and columns are not needed or all products are held at a
-  time, the forward pass makes the gradients as well.
-* In two: forward keeps the normalisers. Backward makes the products once more, beginning with the
-  last ones, which may still be there, and turns them in the same memory into their gradient.
+* One pass: if losses are summed, and column normalisers are not needed or all queries fit in one
+  chunk, the forward pass also computes the gradients.
+* Two passes: forward saves the normalisers. Backward recomputes the products, starting with the
+  last chunk, which may have been kept, and overwrites them with their gradient.
 """
 
 from collections.abc import Sequence
@@ -36,20 +36,20 @@ from lastlayer.fused.scores import (
 )
 from lastlayer.kernels import info_nce
 
-# On CUDA products of this many queries are fast, and adding them to the gradient of the keys costs
-# little: with many keys they may take more bytes than the budget, up to the second number.
+# On CUDA chunks of this many queries make fast products and few additions to the keys' gradient.
+# With many keys such chunks may exceed the budget, up to the second number of bytes.
 _ROWS, _MOST_BYTES = 4096, 1_080_000_000
-# Gradients are brought to this size, where float16 is precise and twice two of them fit.
+# Gradients are scaled to this magnitude, where float16 is precise and sums do not overflow.
 _SIZE = 4096.0
 
 
 class Groups(NamedTuple):
-    """int32 ranks, the same for equal groups, and what to do with keys of a query's group."""
+    """int32 group ids of queries and keys, and the role of keys in a query's group."""
 
     query: Tensor
     key: Tensor
     positive: bool
-    """Whether they are positives, else they are left out."""
+    """Whether keys in the query's group are positives; if False, they are left out."""
 
 
 class Pairs(NamedTuple):
@@ -60,28 +60,28 @@ class Pairs(NamedTuple):
     key: Tensor
     """``(m, d)``."""
     scale: Tensor
-    """1/T, without dimensions, in the accumulation dtype."""
+    """1/T, a scalar tensor in the accumulation dtype."""
     groups: Groups | None
     own: int
-    """Column of the first query's own key, the next ones follow; m where there are none."""
+    """Column of the first query's own key; those of the next queries follow. m if none has one."""
     normalize: bool
-    """Whether rows are brought to length 1."""
+    """Whether rows are normalized to length 1."""
     chunk_rows: int | str
     """Queries at a time, "auto" or "low"."""
 
     @property
     def in_one_chunk(self) -> bool:
-        """Whether all products are held at a time."""
+        """Whether all products fit in one chunk."""
         how = _sizes(self.query, self.key, _products(self.query), self.normalize, self.chunk_rows)
         return how.rows >= self.query.shape[0]
 
 
 class Similarities(NamedTuple):
-    """What is known of each query and of each key once all pairs were seen.
+    """Statistics of each query and of each key over all pairs.
 
     ``row_lse`` is the logsumexp of a query's similarities, ``row_positive`` the sum of those to its
-    positives; ``column_lse`` and ``column_positive`` are the same of keys. Where they are not
-    wanted they are empty; without groups that are positives ``column_positive`` is.
+    positives; ``column_lse`` and ``column_positive`` are the same for keys. The columns' are empty
+    if not wanted; ``column_positive`` is also empty without groups of positives.
     """
 
     row_lse: Tensor
@@ -91,7 +91,7 @@ class Similarities(NamedTuple):
 
 
 def similarities(pairs: Pairs, *, columns: bool) -> Similarities:
-    """Normalisers of ``scale * <query, key>``, with gradients; those of keys only if asked for."""
+    """Differentiable statistics of ``scale * <query, key>``; those of keys if ``columns``."""
     (joined,) = _call(pairs, None, columns, 1.0, "none")
     n, m = pairs.query.shape[0], pairs.key.shape[0] if columns else 0
     pulled = m if pairs.groups is not None and pairs.groups.positive else 0
@@ -101,9 +101,9 @@ def similarities(pairs: Pairs, *, columns: bool) -> Similarities:
 def total_loss(pairs: Pairs, pull: Tensor | None, factor: float, *, symmetric: bool) -> Tensor:
     """``factor`` times the sum over queries of normaliser + pull * positive sum - log(-1 / pull).
 
-    ``pull`` is ``(n,)``, minus one over the number of positives, None for -1. ``symmetric`` takes
-    the mean of a query's normaliser and its own key's; every key has a query then, and all products
-    are held at a time.
+    ``pull`` is ``(n,)``, minus one over the number of positives; None for -1. ``symmetric`` uses
+    the mean of a query's normaliser and its own key's; it requires one query per key, and all
+    products in one chunk.
     """
     return _call(pairs, pull, symmetric, factor, "sum")[0]
 
@@ -121,16 +121,16 @@ def _call(
 
 
 def _products(query: Tensor) -> torch.dtype:
-    """The dtype in which products are made."""
+    """The dtype of the products, before :func:`_sizes` adapts it."""
     return autocast_dtype(query) or query.dtype
 
 
 class _SimilarityEngine(Engine):
-    """Operands: query, key, scale; pull, ranks of the groups of queries and of keys.
+    """Operands: query, key, scale; pull, group ids of queries and of keys.
 
-    With "none" the loss is all of :class:`Similarities` in one vector, and the pieces are the
-    normalisers and the last products, which backward gets behind the operands; with "sum" it is
-    :func:`total_loss`.
+    With "none" the loss is the concatenation of :class:`Similarities`, and the pieces are the
+    normalisers and the products of the last chunk, which backward gets after the operands. With
+    "sum" it is :func:`total_loss`.
     """
 
     name = "info_nce"
@@ -163,7 +163,7 @@ class _SimilarityEngine(Engine):
             if any(wanted):
                 row_lse, row_positive = scale.new_empty(2, query.shape[0]).unbind()
                 column_lse = scale.new_full((key.shape[0] if columns else 0,), -torch.inf)
-                # float16 has few digits for the 1/n of a mean: it comes with the upstream gradient.
+                # In float16 the 1/n of a mean may underflow: it is applied in backward.
                 if query.dtype == torch.float16:
                     size = scale.new_full((), factor)
                 push = torch.full_like(row_lse, 0.5 * _SIZE if columns else _SIZE)
@@ -193,7 +193,7 @@ class _SimilarityEngine(Engine):
         return Result(torch.cat(known), (known[0], known[2], products))
 
     def _differentiate(self, call: Call, upstream: Tensor) -> Result:
-        """Gradients from those of the normalisers, which follow the operands, with the products."""
+        """Gradients from the upstream gradient and the saved normalisers and products."""
         operands, options, _, wanted, _ = call
         query, key, scale, *_ = operands
         n, m = query.shape[0], key.shape[0] if options[3] else 0
@@ -241,7 +241,7 @@ _ENGINE = _SimilarityEngine()
 
 
 class _Sizes(NamedTuple):
-    """How products are made: in what dtype, held in which one, how many rows at a time."""
+    """dtype of the operands of the products, dtype of their results, and rows per chunk."""
 
     operands: torch.dtype
     scores: torch.dtype
@@ -251,9 +251,10 @@ class _Sizes(NamedTuple):
 def _sizes(
     query: Tensor, key: Tensor, products: torch.dtype, normalize: bool, chunk_rows: int | str
 ) -> _Sizes:
-    """Unit vectors go into float16, which is finer than bfloat16 and as fast; so do their products.
+    """Chooses dtypes and rows per chunk.
 
-    Vectors of any length keep their dtype, and their products are float32.
+    In half precision, unit vectors and their products use float16, which is more precise than
+    bfloat16 and as fast. Unnormalized vectors keep their dtype, and their products are float32.
     """
     operands = products
     if query.device.type == "cpu" and products != torch.float64:
@@ -271,13 +272,13 @@ def _sizes(
         part = 4 if chunk_rows == "low" else 1
         budget, step = min(max(budget, _ROWS // part * row_bytes), _MOST_BYTES // part), 128
     fitting = max(1, budget // row_bytes)
-    # Chunks of the same size: a small last one would leave much of the device idle.
+    # Equal chunks: a small last one would not fill the device.
     even = -(-n // -(-n // fitting))
     return _Sizes(operands, scores, min(n, -(-even // step) * step))
 
 
 class _Problem(NamedTuple):
-    """What both passes work on; ``how`` products are made."""
+    """Inputs of both passes; ``how`` has dtypes and chunk size."""
 
     query: Tensor
     key: Tensor
@@ -289,7 +290,7 @@ class _Problem(NamedTuple):
     normalize: bool
     how: _Sizes
     depth: int
-    """Of the vectors, which are longer where that is an odd number."""
+    """Size of the vectors before they are padded to an aligned size."""
 
     @classmethod
     def of(cls, operands: Operands, options: Sequence[Any]) -> "_Problem":
@@ -308,7 +309,7 @@ class _Problem(NamedTuple):
         return [slice(first, min(n, first + rows)) for first in range(0, n, rows)]
 
     def arguments(self, part: slice) -> tuple[Any, ...]:
-        """What the kernels are given beside the products of some queries."""
+        """The arguments of the kernels besides the products of a chunk."""
         groups = None if self.query_groups is None else part_of(self.query_groups, part)
         return (
             self.scale, self.own + part.start, groups, self.key_groups, self.positive,
@@ -316,7 +317,7 @@ class _Problem(NamedTuple):
         )  # fmt: skip
 
     def unit(self, rows: Tensor) -> Tensor:
-        """Rows of length 1, or as they are, in the dtype of the products."""
+        """Rows, normalized if asked for, in the dtype of the products."""
         if not self.normalize and rows.dtype == self.how.operands:
             return rows
         out = torch.empty(rows.shape, dtype=self.how.operands, device=rows.device)
@@ -329,7 +330,7 @@ class _Problem(NamedTuple):
 
 
 def _normalisers(problem: _Problem, columns: bool) -> tuple[list[Tensor], Tensor | None]:
-    """The four of :class:`Similarities`, and the last products."""
+    """The fields of :class:`Similarities`, and the products of the last chunk."""
     query, wide = problem.query, problem.scale.dtype
     n, m = query.shape[0], problem.key.shape[0]
     row_lse, row_positive = (query.new_empty(n, dtype=wide) for _ in range(2))
@@ -349,9 +350,9 @@ def _normalisers(problem: _Problem, columns: bool) -> tuple[list[Tensor], Tensor
 
 
 class _Factors(NamedTuple):
-    """The normalisers, and gradients by the four of :class:`Similarities`.
+    """The normalisers, and the upstream gradients of the fields of :class:`Similarities`.
 
-    They are divided by ``size``, such that the largest are about :data:`_SIZE`.
+    The gradients are divided by ``size``, so that the largest are about :data:`_SIZE`.
     """
 
     row_lse: Tensor
@@ -372,9 +373,9 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of query, key and scale, where wanted.
 
-    ``kept`` are the products that :func:`_normalisers` left; they are overwritten. Where
-    ``row_positive`` is given, nothing is known of rows yet: it and the normalisers are found here,
-    which needs no pass of its own without those of columns, or where all queries are one chunk.
+    ``kept`` are the products that :func:`_normalisers` returned; they are overwritten. If
+    ``row_positive`` is given, it and the normalisers are computed here as well. That needs no
+    separate pass if columns are not needed or all queries are in one chunk.
     """
     query, key, scale, how, normalize = (
         problem.query, problem.key, problem.scale, problem.how, problem.normalize
@@ -382,7 +383,7 @@ def _gradients(
     (n, depth), m = query.shape, key.shape[0]
     wide = scale.dtype
     back = scale * factors.size
-    # That of the scale is read off the gradient of queries or keys.
+    # The gradient of the scale is computed from that of queries or keys.
     to_query, to_key = wanted[0] or not wanted[1], wanted[1]
     layer = problem.layer()
     memory = layer.memory(how.rows, how.scores) if kept is None else kept
@@ -392,7 +393,7 @@ def _gradients(
     make = query.new_empty if n else query.new_zeros
     along = make(n if to_query else m, dtype=wide)
     total = make(m, depth, dtype=wide) if to_key else None
-    # The last first: its products may be there.
+    # Starts with the last chunk: its products may have been kept.
     parts = problem.parts()[::-1]
     for part in parts:
         here, some = slice(part.stop - part.start), part_of(query, part)
@@ -428,7 +429,7 @@ def _gradients(
         key_gradient = torch.empty_like(key, memory_format=torch.contiguous_format)
         of_keys = along if not to_query else query.new_empty(m, dtype=wide)
         info_nce.row_gradients_("auto", key, total, back, normalize, key_gradient, of_keys)
-    # With s = scale <q, k> the sum of all gradients by s, each times <q, k>, is one over queries.
+    # With s = scale <q, k>, the gradient of the scale is the sum of <q, k> dL/ds over all pairs.
     to_scale = along.sum() / scale if wanted[2] else None
     if problem.depth != depth:
         query_gradient = query_gradient[:, : problem.depth].contiguous()
@@ -438,7 +439,7 @@ def _gradients(
 
 
 def scale_of(temperature: float | Tensor, query: Tensor) -> Tensor:
-    """1/T as :class:`Pairs` has it."""
+    """1/T as a scalar tensor, as in :class:`Pairs`."""
     wide = accumulation_dtype(query.dtype)
     if isinstance(temperature, Tensor):
         return temperature.to(query.device, wide).reciprocal()

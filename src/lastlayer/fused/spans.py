@@ -1,12 +1,12 @@
-r"""The engine of ZLPR over all spans of a text, without the square of scores.
+r"""The engine of ZLPR over all spans of a text, without the full matrix of span scores.
 
-A row is a text and a type. Its loss is :math:`\log(1 + A) + \log(1 + B)` with :math:`A` the sum of
-:math:`e^s` over wrong spans and :math:`B` that of :math:`e^{-s}` over right ones. Scores are made a
-tile at a time: some texts, some starts, and all ends from there on. A first walk over the tiles
-finds both sums, starting from the 1; a second one makes each tile again, all but the last, and
-from it the shares :math:`e^{s}/(1 + A)` and :math:`-e^{-s}/(1 + B)`, which go into the gradients of
-the vectors at once. On CUDA :mod:`lastlayer.kernels.span_sums` does that without storing a tile,
-where vectors are as short as they usually are.
+A row is one text and one type. Its loss is :math:`\log(1 + A) + \log(1 + B)`, where :math:`A` is
+the sum of :math:`e^s` over negative spans and :math:`B` the sum of :math:`e^{-s}` over positive
+ones. Scores are computed in tiles: some texts, some starts, and all ends from the first start on.
+A first pass over the tiles computes both sums. A second pass recomputes each tile but the last,
+and the score gradients :math:`e^{s}/(1 + A)` and :math:`-e^{-s}/(1 + B)`, from which it updates the
+gradients of the vectors. On CUDA :mod:`lastlayer.kernels.span_sums` does this without storing
+tiles, for vectors of up to 64 elements.
 """
 
 import math
@@ -23,9 +23,9 @@ from lastlayer.fused.label_lists import each_once_
 from lastlayer.fused.scores import spans_at_a_time
 from lastlayer.kernels.span_sums import SpanParts
 
-# Fewer starts than that make thin products; rather take fewer texts.
+# Tiles have at least this many starts, and rather fewer texts: thin products are slow.
 _STARTS = 64
-# Wider vectors take more shared memory in the kernels than some devices have.
+# Longer vectors need more shared memory than some devices have.
 _WIDEST = 64
 
 
@@ -40,8 +40,8 @@ class Tile(NamedTuple):
 def tiles(n_texts: int, n_types: int, n: int, n_spans: int) -> Iterator[Tile]:
     """Tiles of at most ``n_spans`` scores, or of one start of one text; in order of texts, starts.
 
-    No span ends before it starts, so a tile has no ends before its first start: about half of the
-    square is never made.
+    No span ends before it starts, so a tile has no ends before its first start. About half of all
+    (start, end) pairs are never computed.
     """
     texts = max(1, n_spans // (n_types * n * min(n, _STARTS)))
     starts = max(1, n_spans // (n_types * n * min(texts, max(1, n_texts))))
@@ -90,10 +90,10 @@ def span_loss(
 
 
 def _listed_cells(spans: Tensor, n_types: int, n: int, mask: Tensor | None) -> Tensor:
-    """Spans ``(texts, m, 3)`` as cells ``(type · n + start) · n + end``, each once, sorted.
+    """Spans ``(texts, m, 3)`` as sorted cell indices ``(type · n + start) · n + end``.
 
-    Padding, duplicates, and what has no score (at a masked token, or out of range) are -1. There
-    is at least one entry, so that a sum over them has something to run over.
+    Padding, duplicates, and spans without a score (at a masked token, or out of range) are -1.
+    There is at least one entry, so that reductions over the entries are defined.
     """
     if not spans.shape[1]:
         return spans.new_full((spans.shape[0], 1), -1)
@@ -113,8 +113,8 @@ def _listed_cells(spans: Tensor, n_types: int, n: int, mask: Tensor | None) -> T
 class _SpansEngine(Engine):
     """Operands: query, key, start_bias, end_bias; mask, target.
 
-    With ``reduction="none"`` the forward pass leaves the two sums of all rows for backward, where
-    they stand behind the operands.
+    With ``reduction="none"`` the forward pass saves the two sums of all rows; backward gets them
+    after the operands.
     """
 
     name = "span_loss"
@@ -158,12 +158,12 @@ class _SpansEngine(Engine):
 
 
 SPANS = _SpansEngine()
-# Of query, key and the biases; None for what is not there, or not asked for.
+# Gradients of query, key and the two biases; None if absent or not wanted.
 _Gradients = list[Tensor | None]
 
 
 def _kernels_suit(query: Tensor) -> bool:
-    """Whether the kernels can take such vectors; before sm_80 there is no tf32."""
+    """Whether the kernels support these vectors. They need TF32, and so sm_80."""
     return (
         query.device.type == "cuda"
         and kernels.available()["triton"] is None
@@ -184,11 +184,11 @@ def _sums_and_gradients(
 ) -> tuple[Tensor, _Gradients]:
     """``log(1 + A)`` and ``log(1 + B)`` of each row, ``(2, texts, types)``; and the gradients.
 
-    Both sums are made where they are not ``found``, gradients where there are ``factors``.
+    The sums are computed unless given as ``found``; the gradients only if ``factors`` are given.
     """
     query, key, start_bias = parts[:3]
     if _kernels_suit(query):
-        # Imported here: Triton is not on every machine.
+        # Imported here: Triton may not be installed.
         from lastlayer.kernels.span_sums import triton as span_sums
 
         if found is None:
@@ -235,7 +235,7 @@ def _sums_and_gradients(
 def _cells(
     parts: SpanParts, tile: Tile, target: Tensor, n_types: int
 ) -> tuple[Tensor, "_RightSpans"]:
-    """The scores of the wrong spans of a tile, -inf elsewhere, and those of the right ones."""
+    """The scores of a tile's negative spans, -inf elsewhere, and those of its positive spans."""
     absent = not_spans(parts, tile)
     scores = tile_scores(parts, tile).contiguous().masked_fill_(absent, -math.inf)
     if target.dtype == torch.bool:
@@ -250,7 +250,7 @@ def _cells(
     types = torch.where(inside, types, 0)
     text = torch.arange(texts, device=cells.device).unsqueeze(-1)
     row = (text * n_types + types) * height + starts - tile.starts.start
-    # What is not in the tile points at its first cell, and will add 0 there.
+    # Spans outside the tile point at its first cell, and add 0 there.
     place = torch.where(inside, row * width + ends - tile.ends.start, 0)
     flat = scores.view(-1)
     right = torch.where(inside, flat[place], math.inf)
@@ -260,11 +260,11 @@ def _cells(
 
 
 class _RightSpans(NamedTuple):
-    """Scores of the right spans of a tile: all its cells, or a list; +inf where there is none."""
+    """Scores of the positive spans of a tile, for all cells or as a list; +inf for other cells."""
 
     scores: Tensor
     place: Tensor | None = None
-    """Of listed spans, in the memory of the tile."""
+    """Flat index of each listed span in the tile."""
     types: Tensor | None = None
 
     def log_sum(self, n_types: int) -> Tensor:
@@ -276,7 +276,7 @@ class _RightSpans(NamedTuple):
         return torch.where(of_type, -self.scores.unsqueeze(1), -math.inf).logsumexp(-1)
 
     def pull_(self, gradient: Tensor, above: Tensor) -> None:
-        """Subtracts exp(-score - above) at right spans, with ``above`` ``(texts, types)``."""
+        """Subtracts exp(-score - above) at positive spans; ``above`` is ``(texts, types)``."""
         if self.place is None or self.types is None:
             gradient.sub_((self.scores + above[..., None, None]).neg_().exp_())
         else:

@@ -1,8 +1,8 @@
 """The losses of entmax and top-k softmax from hidden states and class vectors.
 
 Both are Fenchel-Young losses, ``<p - y, scores> + H(p)`` with gradient ``p - y``, and ``p`` has few
-non-zeros. Where these are few enough the gradient of a chunk is kept as lists, and the products of
-the backward pass become sums over short lists; else it is dense.
+non-zeros. If these are few enough, the gradient of a chunk is stored as lists, and the products of
+the backward pass become sums over short lists. Otherwise it is dense.
 """
 
 from collections.abc import Callable
@@ -27,23 +27,24 @@ from lastlayer.fused.rows import (
 )
 from lastlayer.fused.scores import device_kind
 
-# Supports of entmax up to this size are kept as lists; chunks with a wider one take dense products.
+# Entmax supports up to this size are stored as lists; chunks with a larger one use dense products.
 WIDEST_SUPPORT = 128
-# So many rows of the first chunk are looked at before all of it is, where it has many times more.
+# The supports of this many rows of the first chunk are computed as a probe, if the chunk has at
+# least this many times more rows.
 _PROBED_ROWS, _PROBES_PAY = 32, 8
-# Rounded scores are shrunk by this to find the candidates, whose exact scores then decide: a class
-# that belongs to the support only by its exact score is among them.
+# Rounded scores are multiplied by this to find candidates for the support. Smaller scores give a
+# larger support, so classes that belong to it only by their exact score are among the candidates.
 _SUPPORT_SLACK = 0.8
 # Beyond a k of this size dense products are faster than lists.
 WIDEST_TOP = 512
-# How many more classes are looked at where scores are rounded: their exact scores then decide.
+# Additional candidates for the top k if scores are rounded; their exact scores then decide.
 _TOP_SLACK = 16
-# Probabilities of these are small whole powers, which a kernel makes while it streams scores.
+# For these alphas probabilities are integer powers, which a kernel computes as it reads scores.
 _BY_POWERS = (1.5, 4 / 3, 1.25, 1.2, 1.125)
-# Dense probabilities are held for one of so many parts of a chunk, beside its scores.
+# Dense probabilities are held for 1 / _PIECES of a chunk at a time, in addition to its scores.
 _PIECES = 4
-# Multiplications of one product up to which it is made dense, whatever the supports are: less time
-# than finding them takes the host, and on a GPU nothing waits.
+# Up to this many multiplications per product, products are always dense: that is faster than
+# finding the supports, and needs no host sync on a GPU.
 _SMALL = {"cpu": 1 << 23, "cuda": 1 << 31}
 
 
@@ -60,16 +61,16 @@ def linear_entmax_loss(
 
     alpha = 2 is the loss of sparsemax, alpha = 1 the cross entropy.
 
-    Its gradient has non-zeros for the support and the target alone. Where the supports of a chunk
-    have 128 classes or fewer, as they do once a model has learnt something, both products of the
+    Its gradient is non-zero only for the support and the target. If the supports of a chunk have at
+    most 128 classes, as they usually do once a model has learned something, both products of the
     backward pass become sums over short lists, and class vectors outside every support are not
-    touched: a step then costs one product instead of three. Flat rows take dense products.
+    read: a step then costs one product instead of three. Larger supports use dense products.
 
-    On a GPU the host waits once a chunk, to see which of the two it is.
+    On a GPU there is one host sync per chunk, to choose between the two.
 
     Args:
         hidden: ``(*batch, d)``.
-        weight: ``(v, d)``, one row a class.
+        weight: ``(v, d)``, one row per class.
         target: class ids ``(*batch)``, int64.
         bias: ``(v,)``.
         alpha: a number of at least 1.
@@ -108,15 +109,15 @@ def linear_topk_softmax_loss(
 ) -> Tensor:
     r"""``topk_softmax_loss(hidden @ weight.T + bias, target, k)`` without the matrix of scores.
 
-    Only the k best classes and the target have a gradient. Up to k = 512 the products of the
-    backward pass are sums over lists of k + 1 classes a row; beyond that they are dense.
+    Only the top k classes and the target have a gradient. Up to k = 512 the products of the
+    backward pass are sums over lists of k + 1 classes per row; beyond that they are dense.
 
     Args:
         hidden: ``(*batch, d)``.
-        weight: ``(v, d)``, one row a class.
+        weight: ``(v, d)``, one row per class.
         target: class ids ``(*batch)``, int64.
         bias: ``(v,)``.
-        k: how many classes are in the running, at least 1; v or more is the cross entropy.
+        k: number of classes with non-zero probability, at least 1; v or more is the cross entropy.
         options: ``ignore_index``, ``reduction``, ``class_weight``, ``row_weight``, ``chunk_rows``,
             ``weight_grad``, ``process_group`` and ``hidden_grad``, as in
             :func:`linear_cross_entropy`.
@@ -138,7 +139,7 @@ def linear_topk_softmax_loss(
 
 
 def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:
-    """Sparse gradient where the supports of a chunk are small, else dense."""
+    """Entmax as a row loss; the gradient is sparse if the supports of a chunk are small."""
     flat: bool | None = None
 
     def rows(scores: Tensor, chunk: Chunk) -> RowResult:
@@ -147,12 +148,12 @@ def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:
             probs = kernels.entmax.forward("auto", scores, alpha, None)
             return _loss_of(probs, scores, chunk, class_weight, alpha)
         widest = min(WIDEST_SUPPORT, scores.shape[1])
-        # Here the host waits: which products follow depends on the supports.
+        # A host sync: the choice of products depends on the supports.
         step = scores.shape[0] // _PROBED_ROWS
         if flat is None and step >= _PROBES_PAY and host_sync_allowed(scores):
             *_, needed = _lists(scores[::step], alpha, widest)
             flat = needed > widest
-        # After one flat chunk the others are taken to be flat as well.
+        # After one chunk with large supports, dense products are used for all others.
         if not flat and host_sync_allowed(scores):
             values, classes, needed = _lists(scores, alpha, widest)
             if needed <= widest:
@@ -160,7 +161,7 @@ def entmax_rows(class_weight: Tensor | None, alpha: float) -> RowLoss:
                 own, at_target = scores_of_listed(scores, chunk, listed)
                 return sparse_rows(chunk, class_weight, own, at_target, listed, alpha)
             flat = True
-        # Supports of sparsemax are small even then: entmax's own kernel reads little of a row.
+        # alpha = 2 is not among them: its supports stay small, and the entmax kernel reads little.
         chosen = kernels.selected("entmax", scores.device.type, scores.dtype)
         if chosen == "triton" and alpha in _BY_POWERS:
             return _flat_rows(scores, chunk, class_weight, alpha)
@@ -181,7 +182,7 @@ def _is_small(scores: Tensor, chunk: Chunk) -> bool:
 def _loss_of(
     probs: Tensor, scores: Tensor, chunk: Chunk, class_weight: Tensor | None, alpha: float
 ) -> RowResult:
-    """From all probabilities, which become the gradient."""
+    """The loss from dense probabilities, which are overwritten by the gradient."""
     weights, scale = weights_and_scale(chunk, class_weight)
     loss = kernels.entmax_rows.forward_("auto", probs, scores, chunk.target, scale, alpha)
     loss = loss if weights is None else loss * weights
@@ -189,7 +190,7 @@ def _loss_of(
 
 
 def _lists(scores: Tensor, alpha: float, widest: int) -> tuple[Tensor, Tensor, int]:
-    """Candidates for the support of each row, and how many the largest has, 1 at least."""
+    """Candidates for the support of each row, and the size of the largest support, at least 1."""
     values, classes, size = kernels.entmax.support(
         "auto", scores, alpha, None, widest, True, _SUPPORT_SLACK if scores.itemsize < 4 else 1.0
     )
@@ -199,8 +200,8 @@ def _lists(scores: Tensor, alpha: float, widest: int) -> tuple[Tensor, Tensor, i
 def _flat_rows(
     scores: Tensor, chunk: Chunk, class_weight: Tensor | None, alpha: float
 ) -> RowResult:
-    """As :func:`dense_rows`, but probabilities are not stored on the way."""
-    # Here, as Triton is not everywhere.
+    """As :func:`dense_rows`, but without storing probabilities."""
+    # Imported here: Triton may not be installed.
     from lastlayer.kernels.entmax_rows.triton import flat_
 
     weights, scale = weights_and_scale(chunk, class_weight)
@@ -210,7 +211,7 @@ def _flat_rows(
 
 
 def topk_rows(class_weight: Tensor | None, k: float) -> RowLoss:
-    """Sparse gradient with k + 1 entries a row; dense where k is large."""
+    """Top-k softmax as a row loss; the gradient is sparse, with k + 1 entries, or dense."""
     k = int(k)
     softmax = cross_entropy_rows(class_weight, *PLAIN)
 
@@ -238,20 +239,20 @@ def topk_rows(class_weight: Tensor | None, k: float) -> RowLoss:
 
 
 def _top_classes(scores: Tensor, k: int) -> Tensor:
-    """Of each row, in any order."""
+    """The k classes with the highest scores of each row, in any order."""
     if scores.is_contiguous():
         return torch.topk(scores, k, sorted=False).indices
-    # torch copies rows that are apart: only a few at a time.
+    # torch.topk copies non-contiguous input: pass a few rows at a time.
     some = scores.split(max(1, -(-scores.shape[0] // _PIECES)))
     return torch.cat([torch.topk(each, k, sorted=False).indices for each in some])
 
 
 def scores_of_listed(scores: Tensor, chunk: Chunk, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the classes (rows, k) and of the target, in full precision; -1 is none, with anything."""
+    """Exact scores of the classes (rows, k) and of the target; undefined for a class of -1."""
     if scores.itemsize < 4:
         at_target = chunk.exact_scores(chunk.target.unsqueeze(-1)).squeeze(-1)
         return chunk.exact_scores(classes), at_target
-    # Both from one product, whose rounding they share.
+    # Both from the same product, so that they are rounded alike.
     at_target = scores.gather(-1, chunk.target.unsqueeze(-1)).squeeze(-1)
     return scores.gather(-1, classes.clamp(min=0)), at_target
 
@@ -264,7 +265,7 @@ def sparse_rows(
     classes: Tensor,
     alpha: float,
 ) -> RowResult:
-    """From the scores (rows, k) of all classes that can have probability; -1 is none."""
+    """The loss from the scores (rows, k) of all classes with probability; class -1 is padding."""
     loss, *gradient = kernels.entmax_rows.listed(
         "auto", own, classes, chunk.target, at_target, chunk.row_scale, class_weight, alpha
     )
@@ -274,7 +275,7 @@ def sparse_rows(
 def weights_and_scale(
     chunk: Chunk, class_weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What the loss of each row is weighted by, and what its gradient is multiplied by."""
+    """The weight of each row's loss, and the factor of each row's gradient."""
     if class_weight is None:
         return None, chunk.row_scale
     weights = class_weight[chunk.target]
@@ -288,7 +289,7 @@ def dense_rows(
     alpha: float,
     probabilities: Callable[[Tensor], Tensor],
 ) -> RowResult:
-    """From all probabilities, a few rows at a time; the scores' memory becomes the gradient."""
+    """The loss from dense probabilities, some rows at a time; the gradient overwrites scores."""
     weights, scale = weights_and_scale(chunk, class_weight)
     losses = []
     step = max(1, -(-scores.shape[0] // _PIECES))
@@ -310,7 +311,7 @@ def dense_rows(
 
 
 def _small_in_float32(hidden: Tensor, n_classes: int) -> bool:
-    """Exact scores of small problems cost nothing, and need no lists of candidates."""
+    """Whether a problem is so small that float32 scores are cheap; these need no candidates."""
     work = hidden.numel() * n_classes
     return hidden.itemsize < 4 and work <= _SMALL[device_kind(hidden)]
 

@@ -33,7 +33,7 @@ from lastlayer.fused.prediction import (
     top_classes,
     write_log_probs,
 )
-from lastlayer.fused.scores import are_few, row_chunks, wide_scores
+from lastlayer.fused.scores import fits_one_cpu_product, row_chunks, wide_scores
 from lastlayer.heads.base import all_in_dtype, init_uniform_
 from lastlayer.heads.layout import (
     RankedHead,
@@ -335,7 +335,7 @@ class AdaptiveSoftmax(RankedHead):
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
         # A program cannot ask in which rows a cluster is opened, and to ask costs host time.
-        if is_exporting() or are_few(rows, self.n_classes, self.chunk_rows):
+        if is_exporting() or fits_one_cpu_product(rows, self.n_classes, self.chunk_rows):
             return super()._rows_topk(rows, k)
         rows = in_autocast_dtype(rows)
         best_by = best_by_blocks if blocks_suit(self, rows, k) else best_by_clusters

@@ -50,7 +50,7 @@ from lastlayer.fused.prediction import (
     top_classes,
 )
 from lastlayer.fused.recompute import in_chunks
-from lastlayer.fused.scores import are_few, row_chunks, wide_scores
+from lastlayer.fused.scores import fits_one_cpu_product, row_chunks, wide_scores
 from lastlayer.heads.distributed import (
     check_sparse,
     gather_in_methods,
@@ -513,7 +513,7 @@ class ScoredHead(Head):
         with without_autocast(rows):
             if layer is not None:
                 return best_classes(some, layer, k)
-            if are_few(some, self.n_classes, self.chunk_rows):
+            if fits_one_cpu_product(some, self.n_classes, self.chunk_rows):
                 tensors = self._score_tensors(some.dtype)
                 return top_classes(self._rows_log_prob(some, None, *tensors), k)
         return super()._rows_topk(rows, k)
@@ -524,7 +524,7 @@ class ScoredHead(Head):
         with without_autocast(rows):
             if layer is not None:
                 return draw_classes(some, layer, uniform[0])
-            if are_few(some, self.n_classes, self.chunk_rows):
+            if fits_one_cpu_product(some, self.n_classes, self.chunk_rows):
                 tensors = self._score_tensors(some.dtype)
                 return drawn_by(self._rows_log_prob(some, None, *tensors), uniform[0])
         return super()._rows_sample(rows, *uniform)
@@ -536,7 +536,7 @@ class ScoredHead(Head):
         else:
             chosen, shape = self._check_classes(hidden, classes)
         tensors = self._score_tensors(rows.dtype)
-        few = are_few(rows, self.n_classes, self.chunk_rows)
+        few = fits_one_cpu_product(rows, self.n_classes, self.chunk_rows)
         # Those of chosen classes are made again in backward, from parameters that must not change.
         few = few and (chosen is None or not torch.is_grad_enabled())
         with without_autocast(hidden):

@@ -21,7 +21,7 @@ from lastlayer.fused.prediction import (
     rows_held,
     top_classes,
 )
-from lastlayer.fused.scores import are_few, scores_into, wide_scores
+from lastlayer.fused.scores import fits_one_cpu_product, scores_into, wide_scores
 from lastlayer.heads.base import all_in_dtype, init_uniform_
 from lastlayer.heads.layout import VARIANTS, RankedHead, bands_from_counts
 from lastlayer.heads.recipes import Arguments, ClassData, Recipe
@@ -165,7 +165,7 @@ class DifferentiatedSoftmax(RankedHead):
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         bias, projection, *weights = tensors
-        few = are_few(rows, self.n_classes, self.chunk_rows)
+        few = fits_one_cpu_product(rows, self.n_classes, self.chunk_rows)
         if not few and not torch.is_grad_enabled() and is_predictable(rows):
             shape = len(rows), self.n_classes
             scores = kernels.empty(shape, accumulation_dtype(rows.dtype), rows.device)
@@ -214,7 +214,9 @@ class DifferentiatedSoftmax(RankedHead):
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
         some, best = in_autocast_dtype(rows), []
-        if are_few(some, self.n_classes, self.chunk_rows) or not is_predictable(some, k):
+        if fits_one_cpu_product(some, self.n_classes, self.chunk_rows) or not is_predictable(
+            some, k
+        ):
             return super()._rows_topk(rows, k)
         with without_autocast(rows):
             for _, scores, left in self._scores_in_chunks(some, 1.0):

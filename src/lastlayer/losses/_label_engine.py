@@ -17,7 +17,7 @@ class LabelEngine(Engine):
     Forward leaves a few numbers per row at most; backward reads scores and labels again.
     """
 
-    starts_again = False
+    recomputes_unreduced = False
     statistics_per_row = 0
 
     def losses(self, call: Call) -> tuple[Tensor, Tensor | None, Tensor]:

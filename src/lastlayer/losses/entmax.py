@@ -21,7 +21,15 @@ from lastlayer._checks import (
     check_scores,
 )
 from lastlayer._torch import accumulation_dtype, in_dtype, in_functorch
-from lastlayer.fused.function import Call, Engine, Grads, Result, RowScale, fused_loss, near_one
+from lastlayer.fused.function import (
+    Call,
+    Engine,
+    Grads,
+    Result,
+    RowScale,
+    fused_loss,
+    normalized_factors,
+)
 from lastlayer.losses._module import LossModule
 from lastlayer.losses.fenchel_young import check_loss, general_loss, score_gradient
 from lastlayer.maps.entmax import entmax
@@ -242,7 +250,7 @@ class _ScoreLoss(Engine):
     schema = "float alpha, int k, int? ignore_index, bool labels"
     n_constants = 2
     kept = (0, 1, 2, 3)
-    starts_again = False
+    recomputes_unreduced = False
 
     def compute(self, call: Call) -> Result:
         (scores, alphas, target, class_weight), options, reduction, wanted, _ = call
@@ -263,7 +271,7 @@ class _ScoreLoss(Engine):
         scale = RowScale.of(weight, reduction, rows.shape[0])
         factors = size = slopes = None
         if any(wanted):
-            factors, size = near_one(scale.factors(rows, rows.shape[0]), scores.dtype)
+            factors, size = normalized_factors(scale.factors(rows, rows.shape[0]), scores.dtype)
         if row_alpha is not None:
             slopes = rows.new_empty(rows.shape[0], dtype=dtype)
         order = alpha, row_alpha, slopes, k
