@@ -7,6 +7,7 @@ reduced, their gradient is kept for backward. A new loss is one small function, 
 :data:`RowLoss`, and a line in :data:`ROW_LOSSES`; everything else is here, once.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict
@@ -42,7 +43,15 @@ from lastlayer._torch import (
     keeps_float32,
     without_autocast,
 )
-from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, near_one
+from lastlayer.fused.function import (
+    Call,
+    Engine,
+    Operands,
+    Result,
+    RowScale,
+    fused_loss,
+    near_one,
+)
 from lastlayer.fused.scores import (
     LayerProducts,
     are_few,
@@ -164,6 +173,9 @@ class RowLossKind(NamedTuple):
     numbers and ``chunk_rows``."""
     complete: bool = False
     """Where classes are spread: whether a process knows losses, not its part of them alone."""
+    native: Callable[[Tensor, Tensor, Sequence[float], str], Tensor | None] | None = None
+    """The reduced loss by torch's own operations and autograd, which take the host less time for
+    few scores: from scores, target, numbers and reduction. None where torch has no such loss."""
 
 
 ROW_LOSSES: dict[str, RowLossKind] = {}
@@ -260,7 +272,8 @@ class _RowsEngine(Engine):
         operands, options, reduction, wanted, upstream = call
         hidden, weight, bias, target, class_weight, row_weight, weight_grad = operands
         name, numbers, ignore_index, chunk, _, *spread = options
-        if self._is_plain(call) and are_few(hidden, weight.shape[0], as_chunk(chunk)):
+        plain = upstream is None and self.is_plain(operands, options, reduction)
+        if plain and are_few(hidden, weight.shape[0], as_chunk(chunk)):
             return _few(name, numbers, hidden, weight, bias, target, reduction, wanted)
         shards = Shards(*spread) if spread[0] else None
         with_gradients = upstream is not None or not self.recomputes(options, reduction)
@@ -335,18 +348,17 @@ class _RowsEngine(Engine):
         of_weight = made.weight if weight_grad is None else None
         return Result(loss, (of_hidden, of_weight, of_bias), statistics, size)
 
-    def _is_plain(self, call: Call) -> bool:
+    def is_plain(self, operands: Operands, options: tuple[Any, ...], reduction: str) -> bool:
         """Whether every row counts the same, and all tensors have one dtype."""
-        hidden, weight, bias, _, class_weight, row_weight, weight_grad = call.operands
-        ignore_index, spread = call.options[2], call.options[5]
+        hidden, weight, bias, _, class_weight, row_weight, weight_grad = operands
+        ignore_index, spread = options[2], options[5]
         return (
             ignore_index is None
             and not spread
             and class_weight is None
             and row_weight is None
             and weight_grad is None
-            and call.upstream is None
-            and call.reduction != "none"
+            and reduction != "none"
             and hidden.shape[0] > 0
             and hidden.dtype == weight.dtype
             and (bias is None or bias.dtype == hidden.dtype)
@@ -431,11 +443,16 @@ def linear_loss(
     if len(batch) != 1:
         rows, target = rows.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
         row_weight = None if row_weight is None else row_weight.reshape(-1)
-    made = fused_loss(
-        ROWS, (rows, weight, bias, target, class_weight, row_weight, weight_grad),
-        (loss, tuple(numbers), ignore_index, str(chunk_rows), weight_grad is not None, *spread),
-        reduction,
-    )  # fmt: skip
+    operands = rows, weight, bias, target, class_weight, row_weight, weight_grad
+    options = loss, tuple(numbers), ignore_index, str(chunk_rows), weight_grad is not None, *spread
+    native = ROW_LOSSES[loss].native
+    plain = native is not None and ROWS.is_plain(operands, options, reduction)
+    if native is not None and plain and are_few(rows, n_classes, chunk_rows):
+        of_torch = native(linear(rows, weight, bias), target, numbers, reduction)
+        # For a row that is all -inf torch's loss is NaN.
+        if of_torch is not None and math.isfinite(of_torch.item()):
+            return (of_torch,)
+    made = fused_loss(ROWS, operands, options, reduction)
     if len(batch) == 1:
         return made
     return tuple(each.reshape(batch) if each.dim() else each for each in made)
