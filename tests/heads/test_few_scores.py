@@ -80,3 +80,19 @@ def test_steps_of_labels(monkeypatch, name, reduction):
     same_both_ways(monkeypatch, lambda: step(head, hidden, padded))
     monkeypatch.undo()
     same_both_ways(monkeypatch, lambda: step(head, hidden, padded.flatten(), offsets))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_steps_by_torch_itself(monkeypatch, smoothing):
+    head, (hidden, target) = make("full"), batch("full", 9)
+    head.label_smoothing = smoothing
+    same_both_ways(monkeypatch, lambda: step(head, hidden, target))
+    monkeypatch.undo()
+    # Masked classes, and then a row without any class, for which torch's loss is NaN.
+    torch.nn.init.constant_(head.bias[N_CLASSES // 2 :].data, -torch.inf)
+    allowed = target % (N_CLASSES // 2)
+    same_both_ways(monkeypatch, lambda: step(head, hidden, allowed))
+    monkeypatch.undo()
+    torch.nn.init.constant_(head.bias, -torch.inf)
+    same_both_ways(monkeypatch, lambda: step(head, hidden, allowed))
+    assert step(head, hidden, allowed)[0] == torch.inf

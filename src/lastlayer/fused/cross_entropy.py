@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from lastlayer import kernels
 from lastlayer._checks import check_int, check_not_negative, check_positive, check_share
@@ -266,8 +267,17 @@ def _stores(hidden: Tensor, numbers: Sequence[float], chunk_rows: int | str) -> 
     return not tiles_suit(hidden, numbers, chunk_rows, Wanted())
 
 
+def _native(
+    scores: Tensor, target: Tensor, numbers: Sequence[float], reduction: str
+) -> Tensor | None:
+    smoothing, *others = numbers
+    if others != [0.0, 0.0, 1.0]:
+        return None
+    return cross_entropy(scores, target, reduction=reduction, label_smoothing=smoothing)
+
+
 ROW_LOSSES["cross_entropy"] = RowLossKind(
-    cross_entropy_rows, shortcut=tiles_or_slabs, stores=_stores
+    cross_entropy_rows, shortcut=tiles_or_slabs, stores=_stores, native=_native
 )
 ROW_LOSSES["cross_entropy_statistics"] = RowLossKind(
     partial(cross_entropy_rows, statistics=True), statistics=(3, 2)

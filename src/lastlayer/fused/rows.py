@@ -7,6 +7,7 @@ their gradient is kept for backward. A new loss is one small function, see :data
 entry in :data:`ROW_LOSSES`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict
@@ -42,7 +43,15 @@ from lastlayer._torch import (
     keeps_float32,
     without_autocast,
 )
-from lastlayer.fused.function import Call, Engine, Result, RowScale, fused_loss, normalized_factors
+from lastlayer.fused.function import (
+    Call,
+    Engine,
+    Operands,
+    Result,
+    RowScale,
+    fused_loss,
+    normalized_factors,
+)
 from lastlayer.fused.scores import (
     LayerProducts,
     as_chunk,
@@ -168,6 +177,10 @@ class RowLossKind(NamedTuple):
     from hidden, the numeric options and ``chunk_rows``."""
     complete: bool = False
     """For sharded classes: whether each process has the full loss, not only its own part."""
+    native: Callable[[Tensor, Tensor, Sequence[float], str], Tensor | None] | None = None
+    """The reduced loss by torch's own operations and autograd, which take less host time for few
+    scores. Its arguments are scores, target, the numeric options and reduction; it returns None if
+    torch has no such loss."""
 
 
 ROW_LOSSES: dict[str, RowLossKind] = {}
@@ -264,9 +277,8 @@ class _RowsEngine(Engine):
         operands, options, reduction, wanted, upstream = call
         hidden, weight, bias, target, class_weight, row_weight, weight_grad = operands
         name, numbers, ignore_index, chunk, _, *spread = options
-        if self._is_unweighted(call) and fits_one_cpu_product(
-            hidden, weight.shape[0], as_chunk(chunk)
-        ):
+        unweighted = upstream is None and self.is_unweighted(operands, options, reduction)
+        if unweighted and fits_one_cpu_product(hidden, weight.shape[0], as_chunk(chunk)):
             return _loss_by_one_product(
                 name, numbers, hidden, weight, bias, target, reduction, wanted
             )
@@ -343,18 +355,17 @@ class _RowsEngine(Engine):
         of_weight = made.weight if weight_grad is None else None
         return Result(loss, (of_hidden, of_weight, of_bias), statistics, size)
 
-    def _is_unweighted(self, call: Call) -> bool:
+    def is_unweighted(self, operands: Operands, options: tuple[Any, ...], reduction: str) -> bool:
         """Whether all rows have the same weight and all tensors the same dtype."""
-        hidden, weight, bias, _, class_weight, row_weight, weight_grad = call.operands
-        ignore_index, spread = call.options[2], call.options[5]
+        hidden, weight, bias, _, class_weight, row_weight, weight_grad = operands
+        ignore_index, spread = options[2], options[5]
         return (
             ignore_index is None
             and not spread
             and class_weight is None
             and row_weight is None
             and weight_grad is None
-            and call.upstream is None
-            and call.reduction != "none"
+            and reduction != "none"
             and hidden.shape[0] > 0
             and hidden.dtype == weight.dtype
             and (bias is None or bias.dtype == hidden.dtype)
@@ -439,11 +450,16 @@ def linear_loss(
     if len(batch) != 1:
         rows, target = rows.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
         row_weight = None if row_weight is None else row_weight.reshape(-1)
-    made = fused_loss(
-        ROWS, (rows, weight, bias, target, class_weight, row_weight, weight_grad),
-        (loss, tuple(numbers), ignore_index, str(chunk_rows), weight_grad is not None, *spread),
-        reduction,
-    )  # fmt: skip
+    operands = rows, weight, bias, target, class_weight, row_weight, weight_grad
+    options = loss, tuple(numbers), ignore_index, str(chunk_rows), weight_grad is not None, *spread
+    native = ROW_LOSSES[loss].native
+    unweighted = native is not None and ROWS.is_unweighted(operands, options, reduction)
+    if native is not None and unweighted and fits_one_cpu_product(rows, n_classes, chunk_rows):
+        of_torch = native(linear(rows, weight, bias), target, numbers, reduction)
+        # For a row that is all -inf torch's loss is NaN.
+        if of_torch is not None and math.isfinite(of_torch.item()):
+            return (of_torch,)
+    made = fused_loss(ROWS, operands, options, reduction)
     if len(batch) == 1:
         return made
     return tuple(each.reshape(batch) if each.dim() else each for each in made)
