@@ -113,10 +113,11 @@ class ClassParallel(Head):
         self._family = family_of(head, mesh, assignment)
         self._predictions = Predictions(self._family)
         self.assignment = "contiguous" if self._family.layout.step == 1 else "spread"
+        self._family.prepare()
         for name in self._family.names:
             spread = spread_tensor(value_of(head, name), mesh, self._layout_of(name))
             set_tensor(head, name, spread)
-        _agree_on_others(head, self._family, self.group)
+        _agree_on_others(head, self._family, mesh)
         head._is_spread = True
 
     @classmethod
@@ -151,6 +152,7 @@ class ClassParallel(Head):
         """
         _check_kind(kind)
         head: Head = kind(*args, device="meta", **options)
+        _check_filled(head)
         made = cls(
             head, mesh, rows=rows, assignment=assignment, even_rows=even_rows,
             hidden_grad_scale=hidden_grad_scale,
@@ -399,7 +401,7 @@ class ClassParallel(Head):
         whole = {
             name: torch.empty(each.shape, dtype=each.dtype, device=each.device)
             for name, each in spread.items()
-            if each.dim() == 1
+            if each.dim() == 1 and isinstance(each, torch.nn.Parameter)
         }
         with swapped(self.head, whole):
             self.head.init_bias_from_counts(counts, **given)
@@ -562,10 +564,28 @@ def _check_mesh(mesh: Any, head: Head) -> None:
         )
 
 
-def _agree_on_others(head: Head, family: Family, group: Any) -> None:
-    """Parameters and buffers that are not spread start as those of the first process."""
-    names = {*family.names}
+def _check_filled(head: Head) -> None:
+    """Tables of samplers have values, from which no process could make others."""
+    for name, each in head.named_buffers():
+        if name.startswith("sampler.") and each.is_meta:
+            raise ValueError(
+                f"sampler: expected tables with values, got {name} on the meta device; "
+                "ClassParallel.load reads them from a folder"
+            )
+
+
+def _agree_on_others(head: Head, family: Family, mesh: Any) -> None:
+    """Parameters and buffers that are not spread start as those of the first process.
+
+    A head whose parameters are on the meta device may have buffers elsewhere than on the devices
+    of the mesh, whose processes move nothing else.
+    """
+    names, group, device = {*family.names}, mesh.get_group(), mesh.device_type
     first = torch.distributed.get_global_rank(group, 0)
     for name, each in (*head.named_parameters(), *head.named_buffers()):
         if name not in names and not each.is_meta:
-            torch.distributed.broadcast(each.detach(), first, group=group)
+            there = each.detach()
+            if there.device.type != device:
+                there = there.to(device)
+                set_tensor(head, name, there)
+            torch.distributed.broadcast(there, first, group=group)

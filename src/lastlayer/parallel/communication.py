@@ -27,6 +27,8 @@ from lastlayer.parallel.families import (
     TreeFamily,
     family_of,
 )
+from lastlayer.parallel.sampler_tables import spreadable_tables
+from lastlayer.samplers import Unigram
 
 # Bytes of a class id, and of a number of rows.
 ID = 8
@@ -299,6 +301,7 @@ class _Made:
         for when in ("forward", "backward"):
             self.per_row("logsumexp of draws", 1, most, when)
         self.add("scores of targets", "all_reduce", self.n * self.float, floats=1)
+        self.sampler_tables(self.n, together=True)
 
     def sampled(self, asked: int | None, targets: int) -> None:
         head, here = self.head, self.rows
@@ -307,9 +310,38 @@ class _Made:
         drawn = head._classes_per_step() + getattr(head, "n_head", 0)
         most = min(head.n_classes, drawn + here * targets)
         self.looked_up(most if asked is None else asked, at_most=asked is None)
+        self.sampler_tables(here * targets, together=False)
         self.add("loss and number of rows", "all_reduce", 2 * self.float)
         if self.shared:
             self.add("gradient of hidden", "all_reduce", self.hidden_bytes, when="backward")
+
+    def sampler_tables(self, targets: int, *, together: bool) -> None:
+        """Entries of the tables of a sampler, which are spread: of draws, and of targets.
+
+        Args:
+            targets: how many a process asks for.
+            together: whether all processes ask for the same.
+        """
+        head = self.head
+        sampler = getattr(head, "sampler", None)
+        if not spreadable_tables(sampler) or getattr(head, "unique", False):
+            # Draws without replacement have a table of their own, made once.
+            return
+        tables = 2 if isinstance(sampler, Unigram) and head._reads_log_prob else 1
+        self.add(
+            "sampler entries of draws", "all_reduce", tables * head.n_samples * ID, rounds=tables
+        )
+        asked = [targets] if head._reads_targets() else []
+        if asked and head.n_head and not head._has_tail_sampler and head.correction == "exact":
+            asked.append(head.n_head)
+        for n in asked:
+            n = min(n, sampler.n_classes)  # type: ignore[union-attr]
+            if together:
+                self.add("sampler entries of targets", "all_reduce", n * ID)
+                continue
+            self.add("how many sampler entries", "all_to_all", self.ranks * ID)
+            for what in ("places of sampler entries", "sampler entries"):
+                self.add(what, "all_to_all", n * ID, at_most=True)
 
     def shared_parameters(self, family: Family) -> None:
         """Gradients of parameters that all processes have alike."""

@@ -6,7 +6,7 @@ them, and is in :mod:`lastlayer.parallel.class_parallel`.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,12 @@ from lastlayer.heads import (
 )
 from lastlayer.heads.sampled.base import ComparedHead, SampledHead
 from lastlayer.parallel.lookup import looked_up
+from lastlayer.parallel.sampler_tables import (
+    BY_CLASS,
+    SpreadTables,
+    spreadable_tables,
+    with_spread_tables,
+)
 
 
 def family_of(head: Head, mesh: Any, assignment: str) -> "Family":
@@ -90,6 +96,9 @@ class Family:
                 "whose tables are not in the order of the classes, got 'spread'"
             )
         return Layout(self.head.n_classes)
+
+    def prepare(self) -> None:
+        """Before tables are spread: what of the head must not be changed for others."""
 
     @property
     def names(self) -> list[str]:
@@ -189,7 +198,7 @@ class LinearFamily(Family):
         head = self.head
         bias = local_part(head.bias)
         if isinstance(head, NegativeSampling):
-            log_q = head.sampler._log_prob(self.classes, None)
+            log_q = self.log_q()
             bias = log_q if bias is None else bias + log_q
         weight, bias = (
             None if each is None else in_dtype(each, rows.dtype)
@@ -198,6 +207,10 @@ class LinearFamily(Family):
         made = wide_scores(rows, weight, bias)  # type: ignore[arg-type]
         cap, temperature = head._softcap_and_temperature()
         return made if not cap and temperature == 1.0 else shaped(made, cap, temperature)[0]
+
+    def log_q(self) -> Tensor:
+        """Log-probabilities of this process's classes by the sampler of a sampled head."""
+        raise NotImplementedError
 
     def log_probs(self, rows: Tensor) -> Tensor:
         head, shard, scores = self.head, self.shards[0], self.scores(rows)
@@ -244,7 +257,33 @@ class SampledFamily(LinearFamily):
         if isinstance(head, SampledHead) and head.per_rank:
             _refuse("per_rank=False: all processes draw the same classes", head)
         self._rows_travel = False
+        # None where the sampler has no tables to be spread.
+        self._tables: SpreadTables | None = None
         head._compare_spread = self.compare  # type: ignore[assignment]
+
+    def prepare(self) -> None:
+        sampler = getattr(self.head, "sampler", None)
+        if spreadable_tables(sampler):
+            same = sampler.n_classes == self.head.n_classes
+            self._tables = SpreadTables(self.group, self.layout if same else None)
+            self.head.sampler = with_spread_tables(sampler, self._tables)
+
+    @property
+    def names(self) -> list[str]:
+        tables = spreadable_tables(getattr(self.head, "sampler", None))
+        return [*super().names, *(f"sampler.{name}" for name in tables)]
+
+    def by_class(self, name: str) -> bool:
+        owner, _, table = name.rpartition(".")
+        if owner != "sampler":
+            return True
+        return table in BY_CLASS and self.head.sampler.n_classes == self.head.n_classes
+
+    def log_q(self) -> Tensor:
+        sampler = self.head.sampler
+        with nullcontext() if self._tables is None else self._tables.asked_by("here"):
+            found: Tensor = sampler._log_prob(self.classes, None)
+            return found
 
     def moves_vectors(self, counts: tuple[int, ...], several: bool) -> bool:
         head = self.head
@@ -256,6 +295,9 @@ class SampledFamily(LinearFamily):
         # Numbers that a process receives each way: with rows their logsumexp of every process too.
         dearer = vectors * head.in_features > total * (head.in_features + processes)
         self._rows_travel = by_rows and processes > 1 and dearer
+        if self._tables is not None:
+            # Rows that travel are the same in all processes, and so are their targets.
+            self._tables.asking = "all" if self._rows_travel else "each"
         return not self._rows_travel
 
     def compare(

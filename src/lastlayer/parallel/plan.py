@@ -299,7 +299,8 @@ class _Sizes:
             # Where all have the same rows, they have the same gradients.
             sent, rounds = received_bytes("all_reduce", self.whole, self.ranks), 1
         scores = self._scores(self.rows, 1)
-        memory = Memory(self.whole, gradients, self.slots * self.whole, 0, scores)
+        weights = self.whole + self._buffers(set())
+        memory = Memory(weights, gradients, self.slots * self.whole, 0, scores)
         return LayoutCost(LAYOUTS[0], memory, 0, round(sent), 0, rounds if self.ranks > 1 else 0)
 
     def fully_sharded(self) -> LayoutCost:
@@ -310,7 +311,9 @@ class _Sizes:
         once = round(received_bytes("reduce_scatter", self.whole, self.ranks))
         gathered = 2 * self.whole if self.ranks > 1 else 0
         scores = self._scores(self.rows, 1)
-        memory = Memory(part, part, self.slots * part, gathered, scores)
+        # Buffers are not sharded.
+        weights = part + self._buffers(set())
+        memory = Memory(weights, part, self.slots * part, gathered, scores)
         rounds = (1, 2) if self.ranks > 1 else (0, 0)
         return LayoutCost(LAYOUTS[1], memory, once, 2 * once, *rounds)
 
@@ -331,11 +334,23 @@ class _Sizes:
             # Hidden states of all processes, and their gradients.
             gathered = 2 * n * self.head.in_features * self.dtype.itemsize
             scores = self._scores(n, self.ranks)
-        memory = Memory(part, part, self.slots * part, round(gathered), scores)
+        weights = part + self._buffers(names)
+        memory = Memory(weights, part, self.slots * part, round(gathered), scores)
         return LayoutCost(
             LAYOUTS[2], memory, made.bytes_forward, made.bytes_backward, made.rounds_forward,
             made.rounds_backward,
         )  # fmt: skip
+
+    def _buffers(self, spread: set[str]) -> int:
+        """Of tables that are no parameters, such as those of a sampler; some are spread."""
+        made = sum(
+            self._part(each) if name in spread else int(each.nbytes)
+            for name, each in self.head.named_buffers()
+        )
+        if getattr(self.head, "unique", False):
+            # Of each class how probable it is that it is drawn, and the sum up to it.
+            made += UNIQUE_BYTES * self.head.sampler.n_classes
+        return made
 
     def _part(self, tensor: Any) -> int:
         """Of a tensor whose rows are spread evenly."""

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from lastlayer._processes import Layout, Shards
 from lastlayer.heads import CharCNNSoftmax, Head, NoiseContrastive
+from lastlayer.parallel.sampler_tables import spreadable_tables, without_state
 
 _CONFIG, _STATE = "config.json", "model.safetensors"
 # Rows whose fresh values come from one generator.
@@ -126,7 +127,7 @@ def fill_from_counter(head: Any, family: Any, seed: int, device: torch.device) -
     _fill_others(head, {*family.names}, seed, device)
     head._make_ready()
     if isinstance(head, NoiseContrastive) and "bias" in spread:
-        log_q = head.sampler._log_prob(family.classes, None)
+        log_q = family.log_q()
         local_rows(head.bias).copy_(log_q + (0.0 if head.learns_log_z else head._log_z_as(log_q)))
 
 
@@ -168,7 +169,10 @@ def gathered_head(module: Any) -> Head:
         full = value_of(head, name).detach().full_tensor()
         whole[name] = _in_classes(full, module._layout_of(name)) if first else full.to("meta")
     with swapped(head, whole):
-        made = type(head)(**{**head.config(), "device": "meta"})
+        config = {**head.config(), "device": "meta"}
+        if spreadable_tables(config.get("sampler")):
+            config["sampler"] = without_state(config["sampler"])
+        made = type(head)(**config)
         state = {name: each.detach().clone() for name, each in head.state_dict().items()}
     if first:
         made.load_state_dict(state, assign=True)

@@ -54,6 +54,10 @@ class Sampler(TabledModule, ABC):
     """
 
     needs_context: bool = False
+    # Buffers that are read by ``_entries`` alone, so that each process may have a part of them.
+    spreadable: tuple[str, ...] = ()
+    # Set by lastlayer.parallel where these are DTensors: what reads entries of all processes.
+    _spread: Any = None
     _inclusion: Inclusion | None = None
 
     def __init__(self, n_classes: int) -> None:
@@ -126,6 +130,32 @@ class Sampler(TabledModule, ABC):
     def _draw_both(self, n: int, rng_counter: Tensor, context: Tensor | None, /) -> Sampled:
         ids = self._draw(n, rng_counter, context)
         return Sampled(ids, self._log_prob(ids, context).float())
+
+    def _draw_wide(self, n: int, rng_counter: Tensor, context: Tensor | None, /) -> Sampled:
+        """As :meth:`_draw_both`, with log-probabilities in float64."""
+        ids = self._draw(n, rng_counter, context)
+        return Sampled(ids, self._log_prob(ids, context))
+
+    def _entries(self, name: str, places: Tensor, *, drawn: bool = False) -> Tensor:
+        """``table[places]`` of one of the ``spreadable`` tables.
+
+        Args:
+            name: of the table.
+            places: rows of it, of any shape.
+            drawn: whether they follow from an RNG counter: all processes then ask for the same.
+        """
+        if self._spread is None:
+            return self.get_buffer(name)[places]
+        found: Tensor = self._spread.entries(name, self.get_buffer(name), places, drawn)
+        return found
+
+    def _log_prob_of_all(self) -> Tensor:
+        """Log-probabilities of all classes in float64."""
+        everything = torch.arange(self.n_classes, device=self.device)
+        if self._spread is None:
+            return self._log_prob(everything, None)
+        with self._spread.asked_by("all"):
+            return self._log_prob(everything, None)
 
     def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int] | None:
         """How kernels draw by themselves: a kind of ``kernels.rng``, two tables, the classes."""
@@ -239,8 +269,7 @@ class Sampler(TabledModule, ABC):
         if torch.compiler.is_dynamo_compiling() or self._ready_on is None:
             self._be_ready()
         if self._inclusion is None or not self._inclusion.fits(n, self.device):
-            everything = torch.arange(self.n_classes, device=self.device)
-            self._inclusion = Inclusion(self._log_prob(everything, None).exp(), n)
+            self._inclusion = Inclusion(self._log_prob_of_all().exp(), n)
         return self._inclusion
 
     def config(self) -> dict[str, Any]:
@@ -255,6 +284,11 @@ class Sampler(TabledModule, ABC):
     def from_config(cls, config: dict[str, Any]) -> Self:
         """A sampler from what was saved of :meth:`config`; its state is still to be loaded."""
         return cls(**config)
+
+    @classmethod
+    def _on_meta(cls, config: dict[str, Any]) -> Self:
+        """As :meth:`from_config`, with large tables on the meta device where that is possible."""
+        return cls.from_config(config)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self._saved_config().items())

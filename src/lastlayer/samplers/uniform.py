@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._checks import as_counts, as_permutation
+from lastlayer._processes import local_part
 from lastlayer._torch import as_numpy
 from lastlayer.kernels import rng
 from lastlayer.samplers.base import Sampled, Sampler
@@ -71,6 +72,7 @@ class LogUniform(Sampler):
         tensor([0.1003, 0.0001])
     """
 
+    spreadable = "order", "rank"
     order: Tensor | None
     rank: Tensor | None
 
@@ -85,16 +87,36 @@ class LogUniform(Sampler):
             _check_sorted(as_counts(counts, self.n_classes, kinds="iuf"), ranked)
 
     def _check_state(self) -> None:
-        if self.order is not None and self.rank is not None:
+        if self._spread is not None:
+            self._check_part()
+        elif self.order is not None and self.rank is not None:
             order = as_permutation("order", self.order, self.n_classes)
             if (as_numpy(self.rank.cpu()) != order.argsort()).any():
                 raise ValueError("rank: expected the place of each class in order, got another one")
+
+    def _check_part(self) -> None:
+        """What one process can tell of its rows; no other one is asked."""
+        for name in self.spreadable:
+            part = local_part(self.get_buffer(name))
+            if bool(((part < 0) | (part >= self.n_classes)).any()):
+                raise ValueError(
+                    f"{name}: expected integers from 0 to {self.n_classes - 1}, got others"
+                )
 
     def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Tensor:
         return self._draw_both(n, rng_counter, context).ids
 
     def _draw_both(self, n: int, rng_counter: Tensor, _context: Tensor | None) -> Sampled:
-        return Sampled(*rng.log_uniform("auto", rng_counter, self.order, n, self.n_classes))
+        if self._spread is None:
+            return Sampled(*rng.log_uniform("auto", rng_counter, self.order, n, self.n_classes))
+        rank, log_prob = rng.log_uniform("auto", rng_counter, None, n, self.n_classes)
+        return Sampled(self._entries("order", rank, drawn=True), log_prob)
+
+    def _draw_wide(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Sampled:
+        if self._spread is None:
+            return super()._draw_wide(n, rng_counter, context)
+        rank, _ = rng.log_uniform("auto", rng_counter, None, n, self.n_classes)
+        return Sampled(self._entries("order", rank, drawn=True), self._log_prob_at(rank))
 
     def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int]:
         # Not as attributes, which a module takes long to find.
@@ -110,15 +132,18 @@ class LogUniform(Sampler):
         return self._log_share(target, dtype, True)
 
     def _log_share(self, target: Tensor, dtype: torch.dtype, complement: bool) -> Tensor:
-        wide = dtype == torch.float64
-        made: Tensor = rng.log_uniform_share(
-            "auto", target, self.rank, self.n_classes, complement, wide
-        )
+        wide, rank = dtype == torch.float64, self.rank
+        if self._spread is not None:
+            found = self._entries("rank", target.clamp(min=0))
+            target, rank = torch.where(target < 0, target, found), None
+        made: Tensor = rng.log_uniform_share("auto", target, rank, self.n_classes, complement, wide)
         return made.to(dtype)
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
-        rank = (ids if self.rank is None else self.rank[ids]).double()
-        return (torch.log1p(1.0 / (rank + 1.0)) / math.log1p(self.n_classes)).log()
+        return self._log_prob_at(ids if self.rank is None else self._entries("rank", ids))
+
+    def _log_prob_at(self, rank: Tensor) -> Tensor:
+        return (torch.log1p(1.0 / (rank.double() + 1.0)) / math.log1p(self.n_classes)).log()
 
     def config(self) -> dict[str, Any]:
         return {"n_classes": self.n_classes, "order": self.order}
@@ -130,6 +155,15 @@ class LogUniform(Sampler):
     def from_config(cls, config: dict[str, Any]) -> Self:
         ordered = torch.arange(config["n_classes"]) if config["order"] else None
         return cls(**{**config, "order": ordered})
+
+    @classmethod
+    def _on_meta(cls, config: dict[str, Any]) -> Self:
+        made = cls(config["n_classes"])
+        if config["order"]:
+            for name in cls.spreadable:
+                empty = torch.empty(made.n_classes, dtype=torch.int64, device="meta")
+                made.register_buffer(name, empty)
+        return made
 
 
 def _check_sorted(counts: Any, order: Tensor | None) -> None:

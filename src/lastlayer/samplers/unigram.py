@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lastlayer._checks import as_counts, check_int, check_not_negative
+from lastlayer._processes import local_part
 from lastlayer._torch import as_numpy
 from lastlayer.kernels import rng
 from lastlayer.samplers.base import MOST_CLASSES, Sampled, Sampler
@@ -43,6 +44,7 @@ class Unigram(Sampler):
         tensor([0.6000, 0.2500, 0.1000, 0.0500])
     """
 
+    spreadable = "weight", "table"
     table: Tensor
     weight: Tensor
     _counts: NDArray[np.float64] | None
@@ -58,16 +60,22 @@ class Unigram(Sampler):
         super().__init__(check_int("n_classes", len(counts), most=MOST_CLASSES))
         self._counts, self.power = counts, check_not_negative("power", power)
         bits = column_bits(len(counts))
-        # B: all weights sum to 2^B.
-        self.bits, self.log_total = bits + 32, (bits + 32) * math.log(2.0)
+        self._set_bits(bits)
         # The largest becomes 1: neither a power nor the sum can overflow.
         weight = integer_weights((counts / counts.max()) ** self.power, bits)
         self.register_buffer("weight", torch.from_numpy(weight))
         self.register_buffer("table", torch.from_numpy(alias_table(weight, bits)))
 
+    def _set_bits(self, bits: int) -> None:
+        # B: all weights sum to 2^B.
+        self.bits, self.log_total = bits + 32, (bits + 32) * math.log(2.0)
+
     def _check_state(self) -> None:
         from lastlayer.kernels.rng.table import alias_table
 
+        if self._spread is not None:
+            self._check_part(local_part(self.weight), local_part(self.table))
+            return
         weight = as_numpy(self.weight.cpu())
         total = int(weight.view(np.uint64).sum(dtype=np.uint64))
         right = bool((weight > 0).all()) and total == 1 << self.bits
@@ -78,26 +86,59 @@ class Unigram(Sampler):
                 "of one sampler"
             )
 
-    def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Tensor:
-        return self._draw_both(n, rng_counter, context).ids
+    def _check_part(self, weight: Tensor, table: Tensor) -> None:
+        """What one process can tell of its rows; no other one is asked."""
+        if bool((weight <= 0).any()) or bool(((table >> 32) >= self.n_classes).any()):
+            raise ValueError(
+                "weight: expected integers above 0, and in table the alias table that they make, "
+                "got others; load both from the state of one sampler"
+            )
 
-    def _draw_both(self, n: int, rng_counter: Tensor, _context: Tensor | None) -> Sampled:
+    def _draw(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Tensor:
+        if self._spread is None:
+            return self._draw_both(n, rng_counter, context).ids
+        words = rng.words("auto", rng_counter, n)
+        column = words[:, 0] >> (64 - self.bits)
+        entry = self._entries("table", column, drawn=True)
+        return torch.where(words[:, 1] < (entry & 0xFFFFFFFF), column, entry >> 32)
+
+    def _draw_wide(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Sampled:
+        ids = self._draw(n, rng_counter, context)
+        return Sampled(ids, self._log_share(self._entries("weight", ids, drawn=True)))
+
+    def _draw_both(self, n: int, rng_counter: Tensor, context: Tensor | None) -> Sampled:
+        if self._spread is not None:
+            ids, log_prob = self._draw_wide(n, rng_counter, context)
+            return Sampled(ids, log_prob.float())
         return Sampled(*rng.draw("auto", self.table, self.weight, rng_counter, n))
 
     def _tables(self) -> tuple[int, Tensor | None, Tensor | None, int]:
         return rng.ALIAS, self.table, self.weight, self.n_classes
 
     def _log_prob(self, ids: Tensor, _context: Tensor | None) -> Tensor:
-        return self.weight[ids].double().log() - self.log_total
+        return self._log_share(self._entries("weight", ids))
+
+    def _log_share(self, weight: Tensor) -> Tensor:
+        return weight.double().log() - self.log_total
 
     def _log_complement(
         self, target: Tensor, _context: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         wide = dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        made: Tensor = rng.log_complement("auto", self.weight, target, self.bits, wide)
+        weight, place = self.weight, target
+        if self._spread is not None:
+            weight = self._entries("weight", target.clamp(min=0).flatten())
+            place = torch.arange(len(weight), device=target.device).view(target.shape)
+            place = torch.where(target < 0, target, place)
+        made: Tensor = rng.log_complement("auto", weight, place, self.bits, wide)
         return made.to(dtype)
 
     def config(self) -> dict[str, Any]:
+        if self._spread is not None:
+            raise ValueError(
+                "config: expected a sampler with whole tables, got one whose tables are spread "
+                "over processes; ask the sampler of ClassParallel.gather()"
+            )
         if self._counts is None:
             return {"counts": as_numpy(self.weight.double().cpu()), "power": 1.0}
         return {"counts": self._counts, "power": self.power}
@@ -111,9 +152,22 @@ class Unigram(Sampler):
         sampler.power = config["power"]
         return sampler
 
+    @classmethod
+    def _on_meta(cls, config: dict[str, Any]) -> Self:
+        from lastlayer.kernels.rng.table import column_bits
+
+        # Of one class, whose tables make room for those of all.
+        made = cls.from_config({**config, "n_classes": 1})
+        made.n_classes = check_int("n_classes", config["n_classes"], most=MOST_CLASSES)
+        bits, made._counts = column_bits(made.n_classes), None
+        made._set_bits(bits)
+        for name, size in (("weight", made.n_classes), ("table", 1 << bits)):
+            made.register_buffer(name, torch.empty(size, dtype=torch.int64, device="meta"))
+        return made
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         given = state_dict.get(f"{prefix}weight")
-        if given is not None:
+        if given is not None and self._counts is not None:
             same = not (given.is_meta or self.weight.is_meta) and torch.equal(
                 given.to(self.weight.device), self.weight
             )

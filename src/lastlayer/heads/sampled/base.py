@@ -193,6 +193,8 @@ class SampledHead(ComparedHead):
     draws_for_each_row = False
     # Classes that every step looks at beside those it draws.
     n_head = 0
+    # Whether a step needs the log-probabilities of what it draws.
+    _reads_log_prob = True
     # The reduced training loss of rows and targets, of classes drawn by an rng_counter.
     _loss_of_step: Callable[..., Tensor]
     sampler: Sampler
@@ -257,6 +259,10 @@ class SampledHead(ComparedHead):
         """The loss of classes that a kernel draws; None where it cannot."""
         return None
 
+    def _reads_targets(self) -> bool:
+        """Whether a step needs the log-probabilities of targets."""
+        return False
+
     def _row_shift(self, rows: Tensor) -> Tensor | None:  # noqa: ARG002 - for heads with any
         """Added to all logits of a row, ``(n,)``."""
         return None
@@ -265,10 +271,10 @@ class SampledHead(ComparedHead):
         """Classes of a step and their log-probabilities; -inf for one that is always counted."""
         # Not by its public methods, which would check what is known to be right.
         with torch.no_grad():
-            ids, log_prob = self.sampler._draw_both(self.n_samples, rng_counter, None)
+            draw = self.sampler._draw_both
             if dtype == torch.float64:
-                log_prob = self.sampler._log_prob(ids, None)
-        return ids, log_prob
+                draw = self.sampler._draw_wide
+            return draw(self.n_samples, rng_counter, None)
 
     def _classes_per_step(self) -> int:
         return self.n_samples
@@ -310,7 +316,9 @@ class SampledHead(ComparedHead):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        return cls(**{**config, "sampler": _sampler_from(config["sampler"])})
+        device = config.get("device")
+        on_meta = device is not None and torch.device(device).type == "meta"
+        return cls(**{**config, "sampler": _sampler_from(config["sampler"], on_meta)})
 
     def extra_repr(self) -> str:
         config = self._saved_config(self.config())
@@ -353,7 +361,7 @@ def as_class_ids(name: str, ids: Any, n_classes: int) -> Tensor:
     return found
 
 
-def _sampler_from(saved: dict[str, Any]) -> Sampler:
+def _sampler_from(saved: dict[str, Any], on_meta: bool) -> Sampler:
     """A sampler by the name of its class; its state is still to be loaded."""
     classes: list[Any] = [Sampler]
     for cls in classes:
@@ -365,5 +373,6 @@ def _sampler_from(saved: dict[str, Any]) -> Sampler:
             f"sampler: expected a class named {saved['name']!r} below lastlayer.samplers.Sampler, "
             f"got no single one: {trouble}; import the module that defines it before loading"
         )
-    made: Sampler = found[0].from_config(saved["arguments"])
+    make = found[0]._on_meta if on_meta else found[0].from_config
+    made: Sampler = make(saved["arguments"])
     return made

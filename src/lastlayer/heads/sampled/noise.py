@@ -124,6 +124,9 @@ class NoiseContrastive(SampledHead):
         log_z = 0.0 if isinstance(self.log_z, Tensor) else self.log_z
         return Correction(_NOISE, targets=1, less=math.log(self.n_samples) + log_z)
 
+    def _reads_targets(self) -> bool:
+        return True
+
     def _row_shift(self, rows: Tensor) -> Tensor | None:
         log_z = self.log_z
         return -log_z.expand(rows.shape[0]) if isinstance(log_z, Tensor) else None
@@ -225,6 +228,7 @@ class NegativeSampling(SampledHead):
         ),
     )  # fmt: skip
     weighs_draws = False
+    _reads_log_prob = False
 
     def __init__(
         self,
@@ -247,7 +251,8 @@ class NegativeSampling(SampledHead):
         return Correction(_NOISE, corrects=False)
 
     def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
-        ids, _ = self._draw(rng_counter, torch.float32)
+        with torch.no_grad():
+            ids = self.sampler._draw(self.n_samples, rng_counter, None)
         nothing = torch.zeros(ids.shape, device=ids.device)
         return self._compare(rows, target, ids, nothing, _NOISE)
 
@@ -268,8 +273,7 @@ class NegativeSampling(SampledHead):
 
 def _log_q(sampler: Sampler, dtype: torch.dtype) -> Tensor:
     """Of all classes."""
-    everything = torch.arange(sampler.n_classes, device=sampler.device)
-    return sampler._log_prob(everything, None).to(dtype)
+    return sampler._log_prob_of_all().to(dtype)
 
 
 def _is_learned(log_z: Any) -> bool:

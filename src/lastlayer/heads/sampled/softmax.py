@@ -151,6 +151,9 @@ class SampledSoftmax(SampledHead):
             log_prob = log_prob.masked_fill(self._is_head(ids), -torch.inf)
         return ids, log_prob
 
+    def _reads_targets(self) -> bool:
+        return self.correction != "none"
+
     def _correction(self) -> Correction | None:
         if self.n_head or self.unique:
             return None
