@@ -199,10 +199,7 @@ class ClassParallel(Head):
             if ids.dim() == 2:
                 ids, extra = self._widened(ids, extra, width)
             agree(self, rows, ids)
-            if self.hidden_grad_scale != 1.0 and rows.requires_grad:
-                rows = _Scaled.apply(rows, self.hidden_grad_scale)
-            if of is None and rows.requires_grad:
-                rows = in_all(rows, self.group)
+            rows = self._graded(rows, of)
             if self._family.moves_vectors(_counts(len(rows), of, self.mesh), ids.dim() == 2):
                 loss = self._loss_of_own_rows(rows, ids, extra, of)
             elif of is None or of.processes == 1:
@@ -317,9 +314,13 @@ class ClassParallel(Head):
         return total / rows_counted.clamp(min=1.0) if self.reduction == "mean" else total
 
     @eager
-    @torch.no_grad()
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
-        """Exact log-probabilities, as of :meth:`Head.log_prob`; no gradient is recorded."""
+        """Exact log-probabilities, as of :meth:`Head.log_prob`.
+
+        Differentiable, once: gradients are those of the sum of what all processes make of their
+        rows; of rows that all have, of what each makes of them alike. All processes run backward
+        then, and ``hidden`` needs a gradient in all of them or in none.
+        """
 
         def check() -> tuple[int, int, Any]:
             rows, chosen = self._check_rows(hidden), None
@@ -330,13 +331,15 @@ class ClassParallel(Head):
 
         with named_errors(self.group):
             (rows, chosen, shape), of, width = self._meet(check)
-            rows, mine = self._everyones(rows, of)
+            rows = self._everyones(rows, of)
             if chosen is None:
-                return self._predictions.log_probs(rows, mine).reshape(shape)
+                return self._predictions.log_probs(rows, of).reshape(shape)
+            if of is None:
+                return self._predictions.log_probs_of(rows, chosen).reshape(shape)
             own = chosen.shape[1]
-            if of is not None:
-                chosen = gathered(pad(chosen, (0, width - own)), of)
-            return self._predictions.log_probs_of(rows, chosen, mine)[:, :own].reshape(shape)
+            chosen = gathered(pad(chosen, (0, width - own)), of)
+            found: Tensor = _OwnRows.apply(self._predictions.log_probs_of(rows, chosen), of)
+            return found[:, :own].reshape(shape)
 
     @eager
     @torch.no_grad()
@@ -349,8 +352,8 @@ class ClassParallel(Head):
 
         with named_errors(self.group):
             rows, of, width = self._meet(check)
-            rows, mine = self._everyones(rows, of)
-            values, classes = self._predictions.best(rows, width, mine)
+            rows = self._everyones(rows, of)
+            values, classes = self._predictions.best(rows, width, of)
         shape = *hidden.shape[:-1], k
         return TopK(values[:, :k].reshape(shape), classes[:, :k].reshape(shape))
 
@@ -380,17 +383,25 @@ class ClassParallel(Head):
                 uniform = summed(uniform if first else torch.zeros_like(uniform), self.group)
             else:
                 uniform = gathered(pad(uniform, (0, width - uniform.shape[1])), of)
-            rows, mine = self._everyones(rows, of)
-            drawn = self._predictions.draw(rows, uniform, mine)[:, :n_samples]
+            rows = self._everyones(rows, of)
+            drawn = self._predictions.draw(rows, uniform, of)[:, :n_samples]
         return checked_draws(drawn.reshape(*hidden.shape[:-1], n_samples))
 
     def _check_hidden(self, hidden: Any) -> None:
         self.head._check_hidden(hidden)
 
-    def _everyones(self, rows: Tensor, of: Shares | None) -> tuple[Tensor, slice]:
-        """The rows of all processes, and which of them are this one's."""
-        rows = in_autocast_dtype(rows).detach()
-        return (rows, slice(0, len(rows))) if of is None else (gathered(rows, of), of.mine)
+    def _everyones(self, rows: Tensor, of: Shares | None) -> Tensor:
+        """The rows of all processes."""
+        rows = self._graded(in_autocast_dtype(rows), of)
+        return rows if of is None else gathered(rows, of)
+
+    def _graded(self, rows: Tensor, of: Shares | None) -> Tensor:
+        """Rows with their gradient scaled, and summed over processes where all have them."""
+        if not rows.requires_grad:
+            return rows
+        if self.hidden_grad_scale != 1.0:
+            rows = _Scaled.apply(rows, self.hidden_grad_scale)
+        return in_all(rows, self.group) if of is None else rows
 
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any, **given: Any) -> None:
@@ -461,12 +472,12 @@ class ClassParallel(Head):
 
 
 class _OwnRows(torch.autograd.Function):
-    """The losses of this process's rows, from those of all; gradients of all rows are gathered."""
+    """The results of this process's rows, from those of all; gradients of all rows are gathered."""
 
     @staticmethod
-    def forward(ctx: Any, losses: Tensor, of: Shares) -> Tensor:
+    def forward(ctx: Any, results: Tensor, of: Shares) -> Tensor:
         ctx.of = of
-        return losses[of.mine].clone()
+        return results[of.mine].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
