@@ -202,6 +202,40 @@ def _weighted_logs(logs, factors):
     return (factors * logs.masked_fill(logs == -torch.inf, 0.0)).sum()
 
 
+def check_concatenated_lists(name, mesh, rows):
+    """Other lengths in each process, empty lists and values; also with as many rows in each."""
+    rank, processes = mesh.get_local_rank(), mesh.size()
+    for even, counts in ((False, problem(name, processes)[2]), (True, [4] * processes)):
+        n, generator = sum(counts), torch.Generator().manual_seed(6)
+        hidden = torch.randn(n, WIDTH, dtype=torch.float64, generator=generator)
+        lengths = torch.randint(3, (n,), generator=generator)
+        lengths[-1] = 6
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        positives = torch.randint(n_classes(name), (int(offsets[-1]),), generator=generator)
+        labels = torch.rand(len(positives), dtype=torch.float64, generator=generator)
+        first = sum(counts[:rank]) if rows == "local" else 0
+        last = first + counts[rank] if rows == "local" else n
+        some = slice(int(offsets[first]), int(offsets[last]))
+        alone = make(name)
+        for values in (None, labels):
+            module = parallel.ClassParallel(
+                copy.deepcopy(alone), mesh, rows=rows, even_rows=even and rows == "local"
+            )
+            alone.zero_grad()
+            whole = hidden.clone().requires_grad_()
+            own = hidden[first:last].clone().requires_grad_()
+            expected = alone(whole, positives, offsets, values=values)
+            starts = offsets[first : last + 1] - offsets[first]
+            told = None if values is None else values[some]
+            found = module(own, positives[some], starts.int(), values=told)
+            what = name, rows, even, values is None, "offsets"
+            close(found, expected, what)
+            expected.backward()
+            found.backward()
+            close(own.grad, whole.grad[first:last], (*what, "hidden"))
+            same_gradients(module, alone, what)
+
+
 def check_state(name, mesh, folder):
     rank, processes = mesh.get_local_rank(), mesh.size()
     alone = make(name)
@@ -249,6 +283,8 @@ def process(rank: int, processes: int, folder: Path, *names: str) -> None:
                     check_training(name, mesh, rows, reduction)
                 check_predictions(name, mesh, rows)
                 check_gradients_of_log_prob(name, mesh, rows)
+                if name in OF_LABELS:
+                    check_concatenated_lists(name, mesh, rows)
             check_state(name, mesh, folder)
         except Exception as wrong:
             raise AssertionError(f"rank {rank} of {processes}, {name}: {wrong!r}") from wrong

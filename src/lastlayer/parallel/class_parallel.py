@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 from lastlayer._checks import check_choice, check_generator, check_ids, check_int, check_positive
 from lastlayer._processes import Shares, all_gathered, gathered, in_all, is_dtensor, summed
 from lastlayer._torch import eager, in_autocast_dtype
-from lastlayer.heads import Head, TopK
+from lastlayer.fused.label_lists import check_lists, padded_lists
+from lastlayer.heads import Head, MultiLabel, TopK
 from lastlayer.heads.base import SavedModule, checked_draws
 from lastlayer.parallel.families import Family, family_of, swapped
 from lastlayer.parallel.faults import agree, named_errors
@@ -186,17 +187,28 @@ class ClassParallel(Head):
         return rows
 
     @eager
-    def forward(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
+    def forward(
+        self, hidden: Tensor, target: Tensor, offsets: Tensor | None = None, **given: Any
+    ) -> Tensor:
         """The loss of the rows of all processes, the same in each; with "none" of its own rows.
 
         Args:
             hidden: ``(*batch, in_features)``.
-            target: as the head takes it; lists of labels are padded.
+            target: as the head takes it.
+            offsets: as a head takes them whose lists of labels are concatenated, such as
+                :class:`lastlayer.heads.MultiLabel`; these are padded to the longest of all
+                processes, for which the host waits.
             given: what else the head takes by name.
         """
+        if offsets is not None:
+            given["offsets"] = offsets
         with named_errors(self.group):
             (rows, ids, extra), of, width = self._meet(lambda: self._as_rows(hidden, target, given))
             if ids.dim() == 2:
+                if self.even_rows and self.rows == "local" and given.get("offsets") is not None:
+                    # As many rows in each process, but lists of any length.
+                    told = torch.tensor([width], device=ids.device)
+                    width = int(all_gathered(told, self.group).max())
                 ids, extra = self._widened(ids, extra, width)
             agree(self, rows, ids)
             rows = self._graded(rows, of)
@@ -252,12 +264,9 @@ class ClassParallel(Head):
     def _as_rows(self, hidden: Any, target: Any, given: dict[str, Any]) -> tuple[int, int, Any]:
         """Checked arguments as rows ``(n, in_features)`` and ids ``(n,)`` or ``(n, m)``."""
         self.head._check_hidden(hidden)
-        if given.get("offsets") is not None:
-            raise ValueError(
-                "offsets: expected None where labels are spread over processes, got some; pad the "
-                "lists with ignore_index"
-            )
         batch = hidden.shape[:-1]
+        if given.get("offsets") is not None:
+            target, given = self._as_padded(hidden, target, **given)
         if not isinstance(target, Tensor) or target.shape[: len(batch)] != batch:
             shape = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
             raise ValueError(
@@ -274,6 +283,23 @@ class ClassParallel(Head):
         }
         width = ids.shape[1] if ids.dim() == 2 else 0
         return n, width, (rows.reshape(n, self.in_features), ids, extra)
+
+    def _as_padded(
+        self, hidden: Tensor, target: Any, offsets: Any, values: Any = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Concatenated lists of labels, and their values, as padded ones ``(*batch, longest)``."""
+        head = self.head
+        if not isinstance(head, MultiLabel):
+            raise TypeError(
+                "offsets: expected None for a head without lists of labels, got some for "
+                f"{type(head).__name__}"
+            )
+        checked: tuple[Any, ...] = check_lists(
+            hidden, head.n_classes, target, offsets, values, head.ignore_index, head.label_smoothing
+        )
+        ids, values = padded_lists(*checked, head.ignore_index)
+        shape = *hidden.shape[:-1], ids.shape[1]
+        return ids.reshape(shape), {"values": None if values is None else values.reshape(shape)}
 
     def _widened(
         self, ids: Tensor, extra: dict[str, Tensor], width: int
