@@ -33,6 +33,11 @@ HEADS = {
             WIDTH, N_CLASSES, class_weight=torch.linspace(0.5, 1.5, N_CLASSES), **g),
     ),
     "self-normalised": (1, lambda **g: heads.SelfNormalized(WIDTH, N_CLASSES, **g)),
+    "self-normalised, some rows": (
+        3, lambda **g: heads.SelfNormalized(
+            WIDTH, N_CLASSES, fraction=0.5,
+            class_weight=torch.linspace(0.5, 1.5, N_CLASSES), **g),
+    ),
     "entmax": (33, lambda **g: heads.EntmaxHead(WIDTH, N_CLASSES, **g)),
     "sparsemax": (33, lambda **g: heads.EntmaxHead(WIDTH, N_CLASSES, 2.0, **g)),
     "entmax 1": (1, lambda **g: heads.EntmaxHead(WIDTH, N_CLASSES, 1.0, **g)),

@@ -30,6 +30,15 @@ MORE = {
         heads.FullSoftmax, WIDTH, N_CLASSES, bias=False, label_smoothing=0.1, z_loss=0.01,
         softcap=4.0, temperature=0.8, class_weight=torch.linspace(0.5, 2.0, N_CLASSES),
     ),
+    "self-normalised, some rows": partial(heads.SelfNormalized, WIDTH, N_CLASSES, fraction=0.4),
+    "self-normalised, weighted": partial(
+        heads.SelfNormalized, WIDTH, N_CLASSES, bias=False,
+        class_weight=torch.linspace(0.5, 2.0, N_CLASSES),
+    ),
+    "self-normalised, both": partial(
+        heads.SelfNormalized, WIDTH, N_CLASSES, fraction=0.4,
+        class_weight=torch.linspace(0.5, 2.0, N_CLASSES),
+    ),
     "few": partial(heads.FullSoftmax, WIDTH, 3),
     "sparsemax": partial(heads.EntmaxHead, WIDTH, N_CLASSES, 2.0),
     "adaptive, smooth": partial(

@@ -297,7 +297,8 @@ class ClassParallel(Head):
         checked: tuple[Any, ...] = check_lists(
             hidden, head.n_classes, target, offsets, values, head.ignore_index, head.label_smoothing
         )
-        ids, values = padded_lists(*checked, head.ignore_index)
+        positives, starts, values = checked
+        ids, values = padded_lists(positives, starts, values, head.ignore_index)
         shape = *hidden.shape[:-1], ids.shape[1]
         return ids.reshape(shape), {"values": None if values is None else values.reshape(shape)}
 

@@ -181,10 +181,6 @@ class LinearFamily(Family):
 
     def __init__(self, head: Head, mesh: Any, assignment: str) -> None:
         super().__init__(head, mesh, assignment)
-        if isinstance(head, SelfNormalized) and (
-            head.fraction < 1.0 or head.class_weight is not None
-        ):
-            _refuse("fraction=1.0 and no class_weight for a SelfNormalized head", head)
         if isinstance(head, MultiLabel):
             if head.loss == "sparsemax" or (head.loss == "asymmetric" and head.label_smoothing):
                 _refuse("loss='zlpr', 'bce' or 'asymmetric' without smoothing for MultiLabel", head)
@@ -226,6 +222,36 @@ class LinearFamily(Family):
         if isinstance(head, TopKSoftmaxHead) and head.k < head.n_classes:
             return spread_topk_log_softmax(shard, scores, head.k)
         return spread_log_softmax(shard, scores)
+
+
+class SelfNormalizedFamily(LinearFamily):
+    """A softmax that also needs the score, and the class weight, of each row's target."""
+
+    def __init__(self, head: SelfNormalized, mesh: Any, assignment: str) -> None:
+        super().__init__(head, mesh, assignment)
+        head._target_scores_spread = self._target_scores
+        head._class_weights_spread = self._class_weights
+
+    def _targets_here(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows whose target is in this process, and its place here."""
+        place = self.shards[0].local(target, None)
+        rows = (place >= 0).nonzero().squeeze(-1)
+        return rows, place[rows]
+
+    def _target_scores(self, rows: Tensor, target: Tensor, factor: Tensor) -> Tensor:
+        """``factor`` times the score of each row's target."""
+        weight, bias = local_part(self.head.weight), local_part(self.head.bias)
+        here, place = self._targets_here(target)
+        scores = (rows[here].to(factor.dtype) * weight[place].to(factor.dtype)).sum(-1)
+        scores = scores if bias is None else scores + bias[place].to(factor.dtype)
+        found = torch.zeros_like(factor).index_add(0, here, scores * factor[here])
+        return sum_of_parts(found, self.group)
+
+    def _class_weights(self, target: Tensor) -> Tensor:
+        weights = local_part(self.head.class_weight)
+        here, place = self._targets_here(target)
+        found = weights.new_zeros(target.shape).index_copy_(0, here, weights[place])
+        return summed(found, self.group)
 
 
 class SampledFamily(LinearFamily):
@@ -693,7 +719,7 @@ _FAMILIES: list[tuple[Any, Any]] = [
     (FullSoftmax, LinearFamily),
     (EntmaxHead, LinearFamily),
     (TopKSoftmaxHead, LinearFamily),
-    (SelfNormalized, LinearFamily),
+    (SelfNormalized, SelfNormalizedFamily),
     (MultiLabel, LinearFamily),
     (CharCNNSoftmax, SpelledFamily),
     (DifferentiatedSoftmax, BandsFamily),
