@@ -28,7 +28,7 @@ from lastlayer.lab import metrics
 from lastlayer.lab.errors import LabError, SpecError, first_line
 from lastlayer.lab.feeding import PADDING, Batch, Feed
 from lastlayer.lab.live import Watcher
-from lastlayer.lab.machine import PeakMemory, free_memory, give_back, load
+from lastlayer.lab.machine import PeakMemory, free_memory, give_back, is_out_of_memory, load
 from lastlayer.lab.options import DEVICES, one_of, whole
 from lastlayer.lab.records import COSTS_FILE, COSTS_SCHEMA, Cost, read_json, write_json
 from lastlayer.lab.runs import Bench
@@ -299,7 +299,7 @@ def _reason(error: Exception, spec: HeadSpec) -> str:
     text = first_line(error)
     if isinstance(error, SpecError):
         return text.removeprefix(f"--head {spec.text}: ")
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if is_out_of_memory(error):
         return f"out of memory: {text}"
     return f"{type(error).__name__}: {text}"
 
