@@ -62,16 +62,7 @@ def compare(
     console: Console,
     ray: str | None = None,
 ) -> Compared:
-    """Trains and judges on the data that options name.
-
-    Args:
-        options: what to compare.
-        out: the folder of the comparison.
-        resume: go on with what is there.
-        quiet: show nothing on the way.
-        console: what it is shown on.
-        ray: address of a Ray cluster that makes the runs, or ``local``.
-    """
+    """Compares on the data that the options name; ``ray`` is the address of a cluster, if any."""
     options = options_of(options, out, resume)
     told = Console(quiet=True) if quiet else console
 
