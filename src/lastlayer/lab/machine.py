@@ -151,6 +151,26 @@ def give_back() -> None:
         return
 
 
+# What torch says in a plain RuntimeError: the CPU allocator on Linux and on Windows, CUDA outside
+# of torch's allocator, and cuBLAS.
+_OUT_OF_MEMORY = (
+    "can't allocate memory", "not enough memory: you tried to allocate",
+    "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+)  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that a CPU or GPU has no memory left.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("a shape is wrong"))
+        (True, False)
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in _OUT_OF_MEMORY)
+
+
 def free_memory(device: torch.device) -> int | None:
     """Free bytes on a device; None where the system does not tell."""
     if device.type == "cuda":
