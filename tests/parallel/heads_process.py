@@ -277,6 +277,8 @@ def check_state(name, mesh, folder):
         if rank == 0:
             for key, value in alone.named_parameters():
                 close(whole.get_parameter(key), value, (name, key, "counts"))
+            if getattr(alone, "class_weight", None) is not None:
+                close(whole.class_weight, alone.class_weight, (name, "class_weight", "counts"))
 
 
 def process(rank: int, processes: int, folder: Path, *names: str) -> None:

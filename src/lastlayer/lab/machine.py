@@ -97,6 +97,11 @@ def _bytes(file: str, name: str) -> int | None:
     return None if found is None else 1024 * int(found.split()[0])
 
 
+def _held() -> int:
+    """Bytes that this process has allocated and touched, in memory or swapped out."""
+    return sum(_bytes("self/status", name) or 0 for name in ("RssAnon", "VmSwap"))
+
+
 class PeakMemory:
     """Measures between ``start`` and ``stop``; evaluation and checkpoints are left out.
 
@@ -110,6 +115,7 @@ class PeakMemory:
         self._model = sum(each.numel() * each.element_size() for each in tensors)
         give_back()
         self._before = None if device.type == "cuda" else _bytes("self/status", "VmRSS")
+        self._held_before = 0 if device.type == "cuda" else _held()
 
     def start(self) -> None:
         """Start or resume measuring."""
@@ -128,7 +134,9 @@ class PeakMemory:
             return
         highest = _bytes("self/status", "VmHWM")
         if highest is not None and self._before is not None:
-            self._found(self._model + max(0, highest - self._before))
+            # The system may take back pages of files meanwhile, which hides what was allocated.
+            held = _held() - self._held_before
+            self._found(self._model + max(0, highest - self._before, held))
 
     @property
     def megabytes(self) -> float | None:

@@ -152,11 +152,15 @@ class ClassParallel(Head):
         """
         _check_kind(kind)
         head: Head = kind(*args, device="meta", **options)
+        device = torch.device(mesh.device_type) if device is None else torch.device(device)
+        for name, each in head.named_buffers():
+            # Tables of a sampler and counters have values already, and processes agree on them.
+            if not each.is_meta:
+                set_tensor(head, name, each.to(device))
         made = cls(
             head, mesh, rows=rows, assignment=assignment, even_rows=even_rows,
             hidden_grad_scale=hidden_grad_scale,
         )  # fmt: skip
-        device = torch.device(mesh.device_type) if device is None else torch.device(device)
         fill_from_counter(made.head, made._family, seed, device)
         return made
 
@@ -433,11 +437,14 @@ class ClassParallel(Head):
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any, **given: Any) -> None:
         """Start at the class frequencies; as of the head. Every process has all counts."""
-        spread = {name: value_of(self.head, name) for name in self._family.names}
+        spread = {
+            name: each
+            for name, each in self.head.named_parameters()
+            if name in self._family.names and each.dim() == 1
+        }
         whole = {
             name: torch.empty(each.shape, dtype=each.dtype, device=each.device)
             for name, each in spread.items()
-            if each.dim() == 1
         }
         with swapped(self.head, whole):
             self.head.init_bias_from_counts(counts, **given)
