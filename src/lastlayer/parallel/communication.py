@@ -328,7 +328,7 @@ class _Made:
             together: whether all processes ask for the same.
         """
         head = self.head
-        sampler = getattr(head, "sampler", None)
+        sampler: Any = getattr(head, "sampler", None)
         if not spreadable_tables(sampler) or getattr(head, "unique", False):
             # Draws without replacement have a table of their own, made once.
             return
@@ -340,13 +340,14 @@ class _Made:
         if asked and head.n_head and not head._has_tail_sampler and head.correction == "exact":
             asked.append(head.n_head)
         for n in asked:
-            n = min(n, sampler.n_classes)  # type: ignore[union-attr]
             if together:
                 self.add("sampler entries of targets", "all_reduce", n * ID)
                 continue
+            # Each class once, however many rows have it as their target.
+            size = min(n, sampler.n_classes) * ID
             self.add("how many sampler entries", "all_to_all", self.ranks * ID)
             for what in ("places of sampler entries", "sampler entries"):
-                self.add(what, "all_to_all", n * ID, at_most=True)
+                self.add(what, "all_to_all", size, at_most=True)
 
     def shared_parameters(self, family: Family) -> None:
         """Gradients of parameters that all processes have alike."""

@@ -291,7 +291,7 @@ class SampledFamily(LinearFamily):
         head._compare_spread = self.compare  # type: ignore[assignment]
 
     def prepare(self) -> None:
-        sampler = getattr(self.head, "sampler", None)
+        sampler: Any = getattr(self.head, "sampler", None)
         if spreadable_tables(sampler):
             same = sampler.n_classes == self.head.n_classes
             self._tables = SpreadTables(self.group, self.layout if same else None)

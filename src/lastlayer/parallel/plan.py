@@ -35,13 +35,15 @@ from lastlayer.parallel.families import Family
 LAYOUTS = ("replicate", "fsdp", "class-parallel")
 # A layout that is more work to set up has to save this share of the bytes.
 _WORTH = 0.2
+# Of each class, what draws without replacement keep in every process.
+_UNIQUE_BYTES = 16
 
 
 class Memory(NamedTuple):
     """Bytes of a head in one process at the peak of a training step.
 
     Attributes:
-        weights: parameters that the process keeps.
+        weights: parameters that the process keeps, and tables such as those of a sampler.
         gradients: their gradients.
         optimizer: the state of the optimiser.
         gathered: what comes from other processes and is freed: whole tables with FSDP2, rows or
@@ -349,7 +351,7 @@ class _Sizes:
         )
         if getattr(self.head, "unique", False):
             # Of each class how probable it is that it is drawn, and the sum up to it.
-            made += UNIQUE_BYTES * self.head.sampler.n_classes
+            made += _UNIQUE_BYTES * self.head.sampler.n_classes
         return made
 
     def _part(self, tensor: Any) -> int:

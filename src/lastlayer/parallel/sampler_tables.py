@@ -59,11 +59,15 @@ class SpreadTables:
         shards, part = Shards.even(self.group, table.shape[0]), local_part(table)
         asking = "all" if drawn else self.asking
         if asking == "here" or shards.processes == 1:
-            return part[rows - shards.first]
+            found: Tensor = part[rows - shards.first]
+            return found
         if asking == "all":
-            here = (rows >= shards.first) & (rows < shards.first + shards.here)
-            mine = torch.zeros_like(rows)
-            mine[here] = part[rows[here] - shards.first]
+            if not shards.here:
+                return summed(torch.zeros_like(rows), self.group)
+            # Without a mask as an index, for which the host would wait.
+            place = rows - shards.first
+            here = (place >= 0) & (place < shards.here)
+            mine = torch.where(here, part[place.clamp(0, shards.here - 1)], 0)
             return summed(mine, self.group)
         needed, place = torch.unique(rows, return_inverse=True)
         (found,) = looked_up(shards, needed, part)
