@@ -41,6 +41,9 @@ def _heads() -> dict[str, tuple[heads.Head, int]]:
         "`SampledSoftmax`, `ImportanceSampling`, 1024 draws": (
             heads.SampledSoftmax(WIDTH, n, *sampled, **meta), 1,
         ),
+        "`SampledSoftmax`, 1024 draws of `Unigram`": (
+            heads.SampledSoftmax(WIDTH, n, samplers.Unigram(range(1, n + 1)), 1024, **meta), 1,
+        ),
         "`NoiseContrastive`, `NegativeSampling`, 1024 draws": (
             heads.NoiseContrastive(WIDTH, n, *sampled, **meta), 1,
         ),

@@ -69,6 +69,15 @@ HEADS = {
     "sampled": (
         2, lambda **g: heads.SampledSoftmax(WIDTH, N_CLASSES, samplers.Uniform(N_CLASSES), 30, **g),
     ),
+    "sampled by a table": (
+        2, lambda **g: heads.SampledSoftmax(
+            WIDTH, N_CLASSES, samplers.Unigram(range(1, N_CLASSES + 1)), 30, **g),
+    ),
+    "sampled by an order, unique": (
+        2, lambda **g: heads.SampledSoftmax(
+            WIDTH, N_CLASSES, samplers.LogUniform(N_CLASSES, order=range(N_CLASSES)), 30,
+            unique=True, **g),
+    ),
 }  # fmt: skip
 
 
@@ -147,10 +156,8 @@ def check_flat_entmax(mesh):
     assert forward.nbytes > least.bytes_forward
 
 
-def check_sampled(mesh, *, shared):
-    """Vectors alone travel, of no more classes than were drawn and meant."""
-    sampler = samplers.LogUniform(N_CLASSES)
-    head = heads.SampledSoftmax(WIDTH, N_CLASSES, sampler, 12)
+def check_sampled(mesh, head, *, shared):
+    """Vectors and entries of tables travel, of no more classes than were drawn and meant."""
     rows = 40
     most = parallel.communication(head, mesh, rows, shared=shared)
     module = parallel.ClassParallel(head, mesh, rows="shared" if shared else "local")
@@ -159,6 +166,8 @@ def check_sampled(mesh, *, shared):
     assert dict(forward.calls) == {name: n for name, (n, _) in most.calls("forward").items()}
     assert dict(backward.calls) == {name: n for name, (n, _) in most.calls("backward").items()}
     assert "hidden states" not in {each.what for each in most.exchanges}
+    reduced = most.calls("forward")["all_reduce"][1]
+    assert forward.received["all_reduce"] == pytest.approx(reduced)
     # What a process receives may be all from others; of all processes together it is known.
     others = torch.tensor(float(forward.received["all_to_all"]))
     torch.distributed.all_reduce(others)
@@ -252,7 +261,13 @@ def process(rank: int, processes: int, folder: Path) -> None:
     for shared in (False, True):
         for name in HEADS:
             check(name, mesh, shared=shared)
-        check_sampled(mesh, shared=shared)
+        unigram = samplers.Unigram(range(1, N_CLASSES + 1))
+        ordered = samplers.LogUniform(N_CLASSES, order=range(N_CLASSES))
+        for sampler in (samplers.LogUniform(N_CLASSES), ordered, unigram):
+            for kind in (heads.SampledSoftmax, heads.NoiseContrastive, heads.NegativeSampling):
+                check_sampled(mesh, kind(WIDTH, N_CLASSES, sampler, 12), shared=shared)
+        exact = heads.SampledSoftmax(WIDTH, N_CLASSES, unigram, 12, head_classes=4)
+        check_sampled(mesh, exact, shared=shared)
         check_log_prob(mesh, shared=shared)
     check("softmax", mesh, shared=False, dtype=torch.float64)
     check("softmax", mesh, shared=False, dtype=torch.bfloat16)

@@ -59,10 +59,27 @@ MORE = {
     "classic": partial(
         heads.SampledSoftmax, WIDTH, N_CLASSES, COUNTED, 22, correction="classic", temperature=0.7
     ),
+    "ordered": partial(
+        heads.SampledSoftmax, WIDTH, N_CLASSES,
+        samplers.LogUniform(N_CLASSES, order=torch.arange(N_CLASSES).flip(0)), 6,
+    ),
+    "noise, ordered": partial(
+        heads.NoiseContrastive, WIDTH, N_CLASSES,
+        samplers.LogUniform(N_CLASSES, order=torch.arange(N_CLASSES).roll(5)), 6,
+    ),
+    # The sampler has the other classes alone.
+    "exact and drawn": partial(
+        heads.SampledSoftmax, WIDTH, N_CLASSES, samplers.Unigram(COUNTS[4:]), 6, head_classes=4
+    ),
+    "few, drawn": partial(heads.SampledSoftmax, WIDTH, 3, samplers.Unigram([5, 1, 2]), 2),
+    "few, ordered": partial(
+        heads.SampledSoftmax, WIDTH, 3, samplers.LogUniform(3, order=[2, 0, 1]), 2
+    ),
     "bce": partial(heads.MultiLabel, WIDTH, N_CLASSES, "bce", label_smoothing=0.1),
     "asymmetric": partial(heads.MultiLabel, WIDTH, N_CLASSES, "asymmetric"),
 }  # fmt: skip
 OF_LABELS = *LABELS, "bce", "asymmetric"
+FEW = "few", "few, drawn", "few, ordered"
 
 
 def make(name: str):
@@ -72,7 +89,7 @@ def make(name: str):
 
 
 def n_classes(name: str) -> int:
-    return 3 if name == "few" else N_CLASSES
+    return 3 if name in FEW else N_CLASSES
 
 
 def problem(name: str, processes: int):
@@ -245,6 +262,34 @@ def check_concatenated_lists(name, mesh, rows):
             same_gradients(module, alone, what)
 
 
+@torch.no_grad()
+def check_sampler_tables(name, mesh):
+    """A process has its part of the tables; draws are the bits of one process."""
+    alone = make(name).sampler
+    module = parallel.ClassParallel(make(name), mesh)
+    found, counter = module.head.sampler, torch.tensor([7, 3])
+    for draw in ("_draw_both", "_draw_wide"):
+        expected, drawn = (getattr(each, draw)(50, counter, None) for each in (alone, found))
+        assert torch.equal(drawn.ids, expected.ids), (name, draw)
+        close(drawn.log_prob.double(), expected.log_prob.double(), (name, draw))
+    # Other classes in each process, one of them none.
+    classes = torch.arange(alone.n_classes)[mesh.get_local_rank() :].repeat(2)
+    close(found.log_prob(classes, dtype=torch.float64), alone._log_prob(classes, None), name)
+    targets = torch.cat([classes, torch.tensor([-1])])
+    close(
+        found.log_complement(targets, dtype=torch.float64),
+        alone.log_complement(targets, dtype=torch.float64),
+        (name, "complement"),
+    )
+    rank, processes = mesh.get_local_rank(), mesh.size()
+    for table in alone.spreadable:
+        whole = getattr(alone, table)
+        if whole is not None:
+            most = -(-len(whole) // processes)
+            here = max(0, min(most, len(whole) - rank * most))
+            assert getattr(found, table).to_local().shape == (here,), (name, table)
+
+
 def check_state(name, mesh, folder):
     rank, processes = mesh.get_local_rank(), mesh.size()
     alone = make(name)
@@ -267,7 +312,7 @@ def check_state(name, mesh, folder):
         # Which classes a step looks at is no part of the state.
         loaded.head.use(module.head.classes)
     close(loaded(hidden[part], target[part]), module(hidden[part], target[part]), (name, "loaded"))
-    if name not in (*OF_LABELS, "few"):
+    if name not in (*OF_LABELS, *FEW):
         try:
             alone.init_bias_from_counts(COUNTS)
         except (NotImplementedError, ValueError):
@@ -297,6 +342,8 @@ def process(rank: int, processes: int, folder: Path, *names: str) -> None:
                 if name in OF_LABELS:
                     check_concatenated_lists(name, mesh, rows)
             check_state(name, mesh, folder)
+            if hasattr(make(name), "sampler"):
+                check_sampler_tables(name, mesh)
         except Exception as wrong:
             raise AssertionError(f"rank {rank} of {processes}, {name}: {wrong!r}") from wrong
 

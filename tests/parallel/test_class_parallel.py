@@ -12,6 +12,8 @@ HERE = Path(__file__).parent
 # Of each kind one, for what depends on the number of processes.
 SOME = "full", "entmax", "adaptive", "differentiated", "char_cnn", "two_level", "sampled", "zlpr"
 AT_FOUR = "few", "two_level", "sampled"
+# More processes than classes; others alone where every case is asked for, since this takes long.
+AT_EIGHT = "few, drawn", "few, ordered", "sampled", "ordered"
 
 pytestmark = needs_processes
 
@@ -19,6 +21,10 @@ pytestmark = needs_processes
 @pytest.mark.parametrize("processes", [2, 4])
 def test_fused_losses_of_classes_that_are_spread(tmp_path, full, processes):
     run_script(HERE / "functional_process.py", processes, tmp_path, *(["all"] if full else []))
+
+
+def test_sampled_heads_on_more_processes_than_classes(tmp_path, full):
+    run_script(HERE / "heads_process.py", 8, tmp_path, *AT_EIGHT[: None if full else 1])
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])

@@ -96,6 +96,24 @@ def test_memory_and_bytes_of_each_layout():
     assert spread.nbytes == made.communication.bytes_forward + made.communication.bytes_backward
 
 
+def test_tables_of_a_sampler_are_spread_but_those_of_unique_draws():
+    n = 1 << 14
+    for sampler, tables in (
+        (samplers.Uniform(n), 0),
+        (samplers.Unigram(range(1, n + 1)), 2),
+        (samplers.LogUniform(n, order=range(n)), 2),
+    ):
+        for unique in (False, True):
+            head = heads.SampledSoftmax(16, n, sampler, 64, unique=unique, device="meta")
+            made = parallel.plan(head, 8, rows=32)
+            kept = 16 * n if unique else 0
+            # Beside them the RNG counter, two integers.
+            assert (
+                made["class-parallel"].memory.weights == n * (17 * 4 + tables * 8) / 8 + kept + 16
+            )
+            assert made["replicate"].memory.weights == n * (17 * 4 + tables * 8) + kept + 16
+
+
 def test_parts_are_rounded_up():
     made = parallel.plan(softmax(10, 16, bias=False), 4, rows=8, optimizer_slots=0)
     assert made["class-parallel"].memory.weights == 3 * 16 * 4
