@@ -17,9 +17,9 @@ from rich.text import Text
 
 from lastlayer.heads import AdaptiveSoftmax, CharCNNSoftmax, DifferentiatedSoftmax, Head
 from lastlayer.heads.recipes import ClassData
-from lastlayer.lab.costs import LABELS, TASKS
+from lastlayer.lab.costs import LABELS
 from lastlayer.lab.errors import LabError, SpecError
-from lastlayer.lab.options import one_of, whole
+from lastlayer.lab.options import CLASS_TASKS, one_of, whole
 from lastlayer.lab.specs import HeadSpec, parse_specs
 from lastlayer.parallel import LayoutCost, Plan, plan
 from lastlayer.parallel.communication import as_bytes
@@ -80,7 +80,7 @@ def plan_processes(
     :func:`lastlayer.parallel.plan`.
     """
     one_of("--dtype", dtype, tuple(DTYPES))
-    one_of("--task", task, TASKS)
+    one_of("--task", task, CLASS_TASKS)
     whole("--classes", classes, least=2)
     for option, value in {"--hidden": hidden, "--rows": rows, "--ranks": ranks}.items():
         whole(option, value)
