@@ -31,7 +31,7 @@ PACKAGES = (
     "vl_convert",
 )  # fmt: skip
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, below runs/.")]
 _for_processes = partial(typer.Option, rich_help_panel="Several processes")
 Hidden = Annotated[int, typer.Option(min=1, help="Hidden size.")]
@@ -186,7 +186,7 @@ def _compare(
     if done.interrupted:
         # Output for machines must not change: this goes to stderr.
         resumed = f"lastlayer compare --resume --out {shlex.quote(str(out))}"
-        typer.echo(f"Stopped. Go on with: {resumed}", err=quiet or as_json)
+        typer.echo(f"Stopped. Resume with: {resumed}", err=quiet or as_json)
     if not as_json:
         typer.echo(str(page) if quiet else f"Page: {page}")
     if done.interrupted:
@@ -358,9 +358,9 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens.")] = 40,
     top: Annotated[int, typer.Option(min=0, help="Number of candidates to show per token.")] = 5,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the best, 1 draws as the head says.")
+        float, typer.Option(min=0.0, help="0 takes the most probable token, 1 samples.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Text from a trained run, and the most probable tokens at each step."""

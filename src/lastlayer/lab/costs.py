@@ -483,6 +483,6 @@ def render_plan(planned: Sequence[PlannedHead], console: Console) -> None:
     console.print(Text(text, style="dim"))
     if (busy := load()) is not None and busy > BUSY:
         console.print(
-            f"The machine is busy (load {busy:.1f} per core): these times are not to be trusted.",
+            f"The machine is busy (load {busy:.1f} per core): these times are unreliable.",
             style="yellow", highlight=False,
         )  # fmt: skip

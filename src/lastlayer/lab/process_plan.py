@@ -145,9 +145,9 @@ def render_processes(found: Sequence[ProcessPlan], console: Console) -> None:
         console.print(Text(told), soft_wrap=True)
         console.print()
     text = (
-        "Counted, not measured, for each process: the tables are parameters, gradients and the "
-        "state of the optimiser; beside them are scores, and what comes from other processes. "
-        "Traffic is what a process receives in a step of the head, in so many calls."
+        "Computed, not measured, per process: tables are parameters, gradients and the state of "
+        "the optimiser; beside them are scores and what is received from other processes. Traffic "
+        "is what a process receives per step of the head, calls how often it communicates."
     )
     console.print(Text(text, style="dim"))
 
