@@ -1,4 +1,4 @@
-"""Every way to end a network: maps, losses and heads for models that choose among many classes."""
+"""Maps, losses and heads for models that choose among many classes."""
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version

@@ -10,7 +10,7 @@ from lastlayer import __version__
 from lastlayer.lab.commands import register
 
 app = typer.Typer(
-    help="Every way to end a network.",
+    help="Compare, inspect and plan output layers for models with many classes.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,7 +41,7 @@ def _options(
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Versions, devices, which kernels would run, and which extras are missing."""
     from lastlayer import _doctor

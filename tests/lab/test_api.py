@@ -200,7 +200,7 @@ def test_several_labels():
         ({"heads": ["zlpr"]}, "heads zlpr: expected a head for task classification"),
         ({"heads": ["ful"]}, "no head 'ful'; did you mean full"),
         ({"heads": ["char_cnn"]}, "heads char_cnn: "),
-        ({"task": "pairs"}, "task: expected one of classification, lm, multilabel"),
+        ({"task": "pairs"}, "task: expected one of lm, classification, multilabel"),
         ({"epochs": 2}, "steps: expected none beside epochs=2"),
         ({"steps": 0}, "steps: expected a whole number from 1, got 0"),
         ({"steps": 2.5}, "steps: expected a whole number from 1, got 2.5"),

@@ -268,7 +268,7 @@ def test_the_first_ctrl_c_stops_after_the_step(tmp_path, kind):
     ran, out = pressed(tmp_path, ["--quick"], kind)
     told, errors = ran.communicate(timeout=120)
     assert ran.returncode == 130, errors
-    assert "Stopped. Go on with: lastlayer compare --resume" in told
+    assert "Stopped. Resume with: lastlayer compare --resume" in told
     assert "Traceback" not in errors
     assert (out / "report.html").is_file()
     assert not (out / LOCK).exists()
@@ -278,7 +278,7 @@ def test_the_first_ctrl_c_stops_after_the_step(tmp_path, kind):
 def test_the_second_ctrl_c_ends_it_at_once(tmp_path):
     ran, out = pressed(tmp_path, [], "training")
     # It is answered, and goes on with a step that takes a minute.
-    while "Stopping after this step" not in ran.stdout.readline():
+    while "Stopping after the current step" not in ran.stdout.readline():
         assert ran.poll() is None
     began = time.perf_counter()
     ran.send_signal(signal.SIGINT)

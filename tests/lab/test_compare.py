@@ -413,7 +413,8 @@ def test_ctrl_c_stops_and_resume_goes_on(text, tmp_path, monkeypatch):
     assert first.interrupted
     lines = [line.partition(" ")[2] for line in said.getvalue().splitlines()]
     # At once: before the line of the run that it ends.
-    at = next(i for i, line in enumerate(lines) if line.startswith("Stopping after this step"))
+    stopping = "Stopping after the current step"
+    at = next(i for i, line in enumerate(lines) if line.startswith(stopping))
     assert lines[at + 1] == "2/3 entmax seed 1: interrupted"
     assert [each["status"] for each in first.results] == ["ok", "interrupted"]
     assert (tmp_path / "out/runs/entmax-s1/checkpoint/state.json").is_file()
@@ -435,8 +436,8 @@ def test_ctrl_c_is_answered_beside_what_machines_read(text, tmp_path, monkeypatc
     result = runner.invoke(app, ["compare", str(text), *words, "--out", str(out)])
     assert result.exit_code == 130, result.output
     told = result.stderr.splitlines()
-    assert told[0].startswith("Stopping after this step; the page follows.")
-    assert told[1] == f"Stopped. Go on with: lastlayer compare --resume --out '{out}'"
+    assert told[0].startswith("Stopping after the current step, then writing the page.")
+    assert told[1] == f"Stopped. Resume with: lastlayer compare --resume --out '{out}'"
     if option == "--quiet":
         assert result.stdout == f"{out / 'report.html'}\n"
     else:

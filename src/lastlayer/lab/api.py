@@ -26,14 +26,13 @@ from lastlayer.lab.data import Vocabulary
 from lastlayer.lab.errors import LabError
 from lastlayer.lab.feeding import PADDING, Batch
 from lastlayer.lab.models import ModelSettings
-from lastlayer.lab.options import OWN, CompareOptions, Settled
+from lastlayer.lab.options import CLASS_TASKS, OWN, CompareOptions, Settled, one_of
 from lastlayer.lab.records import FROM_PYTHON, Run
 from lastlayer.lab.results import Results, quality_of, read_results
 from lastlayer.lab.runs import Subject, data_record
 from lastlayer.lab.specs import defaults_for
 from lastlayer.lab.verdict import Verdict, verdict
 
-TASKS = ("classification", "lm", "multilabel")
 # Start of the search for each head's learning rate; it suits most backbones under Adam.
 _USUAL_RATE = 1e-3
 # Seed of held-out batches.
@@ -134,8 +133,7 @@ def compare(
         raise LabError(f"steps: expected a whole number from 1, got {steps}")
     if epochs is not None and not 0 < epochs < float("inf"):
         raise LabError(f"epochs: expected a number above 0, got {epochs}")
-    if task not in TASKS:
-        raise LabError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
+    one_of("task", task, CLASS_TASKS)
     if heads is None and task == "lm" and class_names is None:
         # Heads that read spellings need class names.
         heads = defaults_for("classification")

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from datetime import datetime
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,9 +31,9 @@ PACKAGES = (
     "vl_convert",
 )  # fmt: skip
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, below runs/.")]
-_PROCESSES = "Several processes"
+_for_processes = partial(typer.Option, rich_help_panel="Several processes")
 Hidden = Annotated[int, typer.Option(min=1, help="Hidden size.")]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
@@ -139,26 +140,20 @@ class CompareCommand(TyperCommand):
 @_with_options()
 def compare(
     options: CompareOptions,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help=f"Folder of the results; by default below {_RUNS}/."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(
+        metavar="DIR", help=f"Folder of the results; by default below {_RUNS}/.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the comparison in --out.")
     ] = False,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[HOST:PORT]",
-            help="Make the runs on a Ray cluster that shares this file system, --threads cores and "
-            "on cuda one GPU each; without an address, side by side on this machine.",
-        ),
-    ] = None,
+    ray: Annotated[str | None, typer.Option(
+        metavar="[HOST:PORT]", help="Make the runs on a Ray cluster that shares this file system, "
+        "with --threads cores each and one GPU each on cuda; without an address, in parallel on "
+        "this machine.")] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print only the path of the page.")
     ] = False,
     as_json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Train the same backbone with each output layer (head), and write a page about it."""
     with refusals():
         if resume and out is None:
@@ -191,7 +186,7 @@ def _compare(
     if done.interrupted:
         # Output for machines must not change: this goes to stderr.
         resumed = f"lastlayer compare --resume --out {shlex.quote(str(out))}"
-        typer.echo(f"Stopped. Go on with: {resumed}", err=quiet or as_json)
+        typer.echo(f"Stopped. Resume with: {resumed}", err=quiet or as_json)
     if not as_json:
         typer.echo(str(page) if quiet else f"Page: {page}")
     if done.interrupted:
@@ -254,54 +249,27 @@ def plan(
         int, typer.Option(parser=whole_number, metavar="N", help="Number of classes, such as 100M.")
     ],
     hidden: Annotated[
-        int | None,
-        typer.Option(min=1, help="Hidden size; 512 with --ranks.", show_default=False),
+        int | None, typer.Option(min=1, help="Hidden size; 512 by default with --ranks.")
     ] = None,
-    rows: Annotated[
-        int | None,
-        typer.Option(
-            parser=whole_number, metavar="N", show_default=False,
-            help="Targets in a step: batch size times length; with --ranks of each process, 1024.",
-        ),
-    ] = None,
+    rows: Annotated[int | None, typer.Option(
+        parser=whole_number, metavar="N", help="Targets per step: batch size times length; with "
+        "--ranks those of each process, 1024 by default.")] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.0, help="For measuring, all heads together.")
+        float, typer.Option(min=0.0, help="Time to measure all heads together, in seconds.")
     ] = 60.0,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, show_default=False, rich_help_panel=_PROCESSES,
-            help="Count instead what heads cost over so many processes: with DDP, FSDP2 and "
-            "class-parallel. Nothing is measured; without --head, of the full softmax.",
-        ),
-    ] = None,
+    ranks: Annotated[int | None, _for_processes(
+        min=1, help="Instead count the cost of heads over this many processes with DDP, FSDP2 and "
+        "class-parallel. Nothing is measured. Without --head, the full softmax.")] = None,
     memory: Annotated[
-        float,
-        typer.Option(
-            help="Gigabytes of a process that the head may take.", rich_help_panel=_PROCESSES
-        ),
+        float, _for_processes(help="Memory for the head in each process, in GB.")
     ] = 80.0,
-    gbps: Annotated[
-        float | None,
-        typer.Option(
-            show_default=False, rich_help_panel=_PROCESSES,
-            help="Bandwidth of a process in gigabits per second, for times of the traffic.",
-        ),
-    ] = None,
-    slots: Annotated[
-        int,
-        typer.Option(
-            min=0, rich_help_panel=_PROCESSES,
-            help="Numbers per parameter that the optimiser keeps; 2 of Adam.",
-        ),
-    ] = 2,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="float32|bfloat16|float16", rich_help_panel=_PROCESSES,
-            help="Of parameters and hidden states.",
-        ),
-    ] = "float32",
+    gbps: Annotated[float | None, _for_processes(
+        help="Bandwidth of a process in Gbit/s, to add the time of its traffic.")] = None,
+    slots: Annotated[int, _for_processes(
+        min=0, help="Values per parameter in the state of the optimiser; 2 for Adam.")] = 2,
+    dtype: Annotated[str, _for_processes(
+        metavar="float32|bfloat16|float16", help="Dtype of parameters and hidden states.",
+    )] = "float32",
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Time and memory of a training step of each head at a size, measured here.
@@ -390,9 +358,9 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens.")] = 40,
     top: Annotated[int, typer.Option(min=0, help="Number of candidates to show per token.")] = 5,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the best, 1 draws as the head says.")
+        float, typer.Option(min=0.0, help="0 takes the most probable token, 1 samples.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Text from a trained run, and the most probable tokens at each step."""

@@ -383,7 +383,7 @@ def _interruptible(say: Callable[[str], None]) -> Iterator[list[bool]]:
         pressed.append(True)
         # Shells start jobs in the background with SIGINT ignored; a second one counts all the same.
         signal.signal(signal.SIGINT, before if callable(before) else signal.default_int_handler)
-        say("Stopping after this step; the page follows. Ctrl-C again ends at once.")
+        say("Stopping after the current step, then writing the page. Ctrl-C again stops at once.")
 
     try:
         before = signal.signal(signal.SIGINT, press)

@@ -29,7 +29,7 @@ from lastlayer.lab.errors import LabError, SpecError, first_line
 from lastlayer.lab.feeding import PADDING, Batch, Feed
 from lastlayer.lab.live import Watcher
 from lastlayer.lab.machine import PeakMemory, free_memory, give_back, is_out_of_memory, load
-from lastlayer.lab.options import DEVICES, one_of, whole
+from lastlayer.lab.options import CLASS_TASKS, DEVICES, one_of, whole
 from lastlayer.lab.records import COSTS_FILE, COSTS_SCHEMA, Cost, read_json, write_json
 from lastlayer.lab.runs import Bench
 from lastlayer.lab.specs import HeadSpec, catalogue, parse_specs
@@ -368,8 +368,6 @@ def _kept(path: Path, header: dict[str, Any]) -> list[Cost]:
         return []
 
 
-# Tasks of a plan: pairs have no classes of their own.
-TASKS = ("lm", "classification", "multilabel")
 # Trees and bands are made for the frequencies of all classes, in some 150 bytes each.
 MOST_CLASSES = 20_000_000
 # Of each row, where a row has several.
@@ -418,7 +416,7 @@ def plan(
     whole("--hidden", hidden)
     whole("--rows", rows)
     one_of("--device", device, DEVICES[1:])
-    one_of("--task", task, TASKS)
+    one_of("--task", task, CLASS_TASKS)
     suited = [each.recipe for each in catalogue().values() if task in each.tasks]
     every = [spec for recipe in suited for spec in (recipe.compared or (recipe.name,))]
     specs = parse_specs(list(heads) or every, task=task)
@@ -485,6 +483,6 @@ def render_plan(planned: Sequence[PlannedHead], console: Console) -> None:
     console.print(Text(text, style="dim"))
     if (busy := load()) is not None and busy > BUSY:
         console.print(
-            f"The machine is busy (load {busy:.1f} per core): these times are not to be trusted.",
+            f"The machine is busy (load {busy:.1f} per core): these times are unreliable.",
             style="yellow", highlight=False,
         )  # fmt: skip

@@ -69,7 +69,7 @@ SAID = {
     "entropy_bits": ("entropy of the frequencies", "{:.2f} bits"),
     "effective_classes": ("effective number of classes", "{:,.0f}"),
     "unigram_perplexity": ("unigram perplexity, validation", "{:,.0f}"),
-    "half": ("classes with half of the targets", "{:,}"),
+    "half": ("classes that cover half of the targets", "{:,}"),
     "tail_1k": ("targets outside the top 1,000", "{:.1%}"),
     "tail_10k": ("targets outside the top 10,000", "{:.1%}"),
     "seen_once": ("classes seen once", "{:.1%}"),
@@ -79,7 +79,7 @@ SAID = {
     "balanced_bits": ("choices per target, balanced tree", "{:.2f}"),
     "hidden": ("hidden size for the cutoffs", "{:,}"),
     "cutoffs": ("adaptive cutoffs", "{}"),
-    "adaptive_savings": ("times fewer multiply-adds with them", "{:.1f}"),
+    "adaptive_savings": ("times fewer multiply-adds per target", "{:.1f}"),
     # Of several labels per row.
     "features": ("features", "{:,}"),
     "filled": ("features that are not 0", "{:.1%}"),

@@ -14,7 +14,9 @@ from lastlayer.lab.errors import LabError
 if TYPE_CHECKING:
     from lastlayer.lab.data import Data
 
-TASKS = ("lm", "classification", "multilabel", "pairs")
+# Tasks whose heads choose among classes; pairs have none.
+CLASS_TASKS = ("lm", "classification", "multilabel")
+TASKS = (*CLASS_TASKS, "pairs")
 MODELS = ("lstm", "transformer", "bag")
 IDENTITY = "identity"
 """The backbone of hidden states that are already there."""

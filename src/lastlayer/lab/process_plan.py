@@ -17,9 +17,9 @@ from rich.text import Text
 
 from lastlayer.heads import AdaptiveSoftmax, CharCNNSoftmax, DifferentiatedSoftmax, Head
 from lastlayer.heads.recipes import ClassData
-from lastlayer.lab.costs import LABELS, TASKS
+from lastlayer.lab.costs import LABELS
 from lastlayer.lab.errors import LabError, SpecError
-from lastlayer.lab.options import one_of, whole
+from lastlayer.lab.options import CLASS_TASKS, one_of, whole
 from lastlayer.lab.specs import HeadSpec, parse_specs
 from lastlayer.parallel import LayoutCost, Plan, plan
 from lastlayer.parallel.communication import as_bytes
@@ -80,7 +80,7 @@ def plan_processes(
     :func:`lastlayer.parallel.plan`.
     """
     one_of("--dtype", dtype, tuple(DTYPES))
-    one_of("--task", task, TASKS)
+    one_of("--task", task, CLASS_TASKS)
     whole("--classes", classes, least=2)
     for option, value in {"--hidden": hidden, "--rows": rows, "--ranks": ranks}.items():
         whole(option, value)
@@ -145,9 +145,9 @@ def render_processes(found: Sequence[ProcessPlan], console: Console) -> None:
         console.print(Text(told), soft_wrap=True)
         console.print()
     text = (
-        "Counted, not measured, for each process: the tables are parameters, gradients and the "
-        "state of the optimiser; beside them are scores, and what comes from other processes. "
-        "Traffic is what a process receives in a step of the head, in so many calls."
+        "Computed, not measured, per process: tables are parameters, gradients and the state of "
+        "the optimiser; beside them are scores and what is received from other processes. Traffic "
+        "is what a process receives per step of the head, calls how often it communicates."
     )
     console.print(Text(text, style="dim"))
 

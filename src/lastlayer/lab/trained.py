@@ -192,7 +192,7 @@ def generate(
 
 
 def table_of(steps: list[Step], top: int) -> Table:
-    """A row a token: how probable it was, and what was more so."""
+    """A row per token: its probability, and the most probable tokens there."""
     table = Table("token", "p", *(f"{i + 1}" for i in range(top)))
     for step in steps:
         best = [Text(f"{token} {p:.2f}") for token, p in step.top[:top]]

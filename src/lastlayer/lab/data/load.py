@@ -13,8 +13,7 @@ from lastlayer.lab.data.files import TEXT, broken, existing, files_with, placed,
 from lastlayer.lab.data.rows import LabelData, PairData
 from lastlayer.lab.data.stdlib import NEWLINE, source_tokens, stdlib_labels, stdlib_text
 from lastlayer.lab.data.text import END, Reading, TextData, Tokenizer, text_data
-
-TASKS = ("lm", "classification", "multilabel", "pairs")
+from lastlayer.lab.options import TASKS
 
 
 def load(

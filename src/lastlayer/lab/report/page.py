@@ -190,12 +190,6 @@ def references() -> dict[str, list[dict[str, str]]]:
     return held
 
 
-_ASKED = (
-    "baseline", "command", "created", "data", "model", "budget", "settings", "device", "versions",
-    "git", "seeds",
-)  # fmt: skip
-
-
 def everything(results: Results, verdict: Verdict) -> dict[str, Any]:
     """What was asked, what each run gave, and what the page makes of it; all of it is JSON."""
     asked, chosen, second = results.comparison, verdict.recommended, verdict.runner_up
@@ -210,7 +204,7 @@ def everything(results: Results, verdict: Verdict) -> dict[str, Any]:
         "ranked_by": results.metric.key,
         "equal_seconds": results.equal_seconds,
         "equal_steps": results.equal_steps,
-        **{name: getattr(asked, name) for name in _ASKED},
+        **{k: v for k, v in vars(asked).items() if k not in ("folder", "heads", "runs")},
         "heads": [
             {
                 "rank": s.rank, "head": s.title, "spec": s.head.spec, "family": s.head.family,
