@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 # Of each kind one, for what depends on the number of processes.
 SOME = "full", "entmax", "adaptive", "differentiated", "char_cnn", "two_level", "sampled", "zlpr"
 AT_FOUR = "few", "two_level", "sampled"
-# More processes than classes; others alone where every case is asked for, since this takes long.
+# More processes than classes: the first alone, unless every case is asked for.
 AT_EIGHT = "few, drawn", "few, ordered", "sampled", "ordered"
 
 pytestmark = needs_processes
