@@ -68,7 +68,7 @@ def test_a_tied_head_is_saved_with_its_vectors(tmp_path):
 
 def test_a_class_loads_itself_alone(tmp_path):
     FullSoftmax(5, 11).save(tmp_path)
-    message = r"folder: expected a saved EntmaxHead, got 'FullSoftmax' in .*; call load on"
+    message = r"folder: expected a saved EntmaxHead, got 'FullSoftmax' in .*; import the class"
     with pytest.raises(ValueError, match=message):
         EntmaxHead.load(tmp_path)
 
