@@ -19,7 +19,11 @@ def _heads() -> dict[str, tuple[heads.Head, int]]:
     words = [f"word{i}" for i in range(1000)]
     sampled = log_uniform, 1024
     return {
-        "`FullSoftmax`, `SelfNormalized`": (heads.FullSoftmax(WIDTH, n, **meta), 1),
+        "`FullSoftmax`": (heads.FullSoftmax(WIDTH, n, **meta), 1),
+        "`SelfNormalized`": (heads.SelfNormalized(WIDTH, n, **meta), 1),
+        "`SelfNormalized`, a tenth of the rows": (
+            heads.SelfNormalized(WIDTH, n, fraction=0.1, **meta), 1,
+        ),
         "`EntmaxHead`": (heads.EntmaxHead(WIDTH, n, **meta), 1),
         "`TopKSoftmaxHead`, k = 10": (heads.TopKSoftmaxHead(WIDTH, n, 10, **meta), 1),
         "`MultiLabel`, ZLPR": (heads.MultiLabel(WIDTH, n, **meta), 5),

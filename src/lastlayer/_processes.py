@@ -155,6 +155,36 @@ def summed(number: Tensor, group: Any) -> Tensor:
     return total.to(number.device)
 
 
+def summed_part(parts: Tensor, group: Any) -> Tensor:
+    """Of the sum over processes the part of this one, without a gradient.
+
+    Args:
+        parts: ``(processes, *shape)``, contiguous: what this process adds to the part of each.
+        group: the processes.
+    """
+    tell("reduce_scatter", parts.nbytes, group)
+    given = parts.cpu() if _is_through_host(parts, group) else parts
+    mine = given.new_empty(given.shape[1:])
+    _reduce_scatter_single(mine.view(-1), given.view(-1), group=group)
+    return mine.to(parts.device)
+
+
+def sum_of_parts(part: Tensor, group: Any) -> Tensor:
+    """The sum over processes, whose gradient each process gives to its own part."""
+    result: Tensor = _SumOfParts.apply(part, group)
+    return result
+
+
+class _SumOfParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        return summed(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, of: Shares) -> Tensor:
@@ -171,11 +201,8 @@ class _Gathered(torch.autograd.Function):
         parts = grad.contiguous()
         if min(of.counts) < most:
             parts = torch.cat([_padded(part, most) for part in grad.split(of.counts)])
-        tell("reduce_scatter", parts.nbytes, of.group)
-        given = parts.cpu() if _is_through_host(parts, of.group) else parts
-        mine = given.new_empty(most, *given.shape[1:])
-        _reduce_scatter_single(mine.view(-1), given.view(-1), group=of.group)
-        return mine[: of.counts[of.rank]].to(grad.device), None
+        mine = summed_part(parts.unflatten(0, (of.processes, most)), of.group)
+        return mine[: of.counts[of.rank]], None
 
 
 def _padded(rows: Tensor, most: int) -> Tensor:
@@ -234,6 +261,15 @@ class Shards(NamedTuple):
         counts = all_gathered(torch.tensor([part.shape[0]], device=part.device), group)
         sizes, rank = counts.flatten().tolist(), dist.get_rank(group)
         return cls(group.group_name, sum(sizes), max(sizes), sum(sizes[:rank]), sizes[rank])
+
+    @property
+    def shares(self) -> Shares:
+        """How many classes each process has."""
+        counts = [
+            max(0, min(self.most, self.n_classes - self.most * rank))
+            for rank in range(self.processes)
+        ]
+        return Shares(tuple(counts), self.rank, self.group, False)
 
     @property
     def group(self) -> Any:

@@ -1,5 +1,6 @@
 """The commands of the lab: instant help, mistakes told in one message, and one whole comparison."""
 
+import io
 import json
 import os
 import signal
@@ -8,13 +9,15 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lastlayer.cli import app
 from lastlayer.lab.errors import LabError
-from lastlayer.lab.live import Forecast
+from lastlayer.lab.live import Forecast, Lines
 from lastlayer.lab.records import LOCK, Lock
 from lastlayer.lab.specs import catalogue, parse_spec, parse_specs
+from lastlayer.lab.training import Progress
 
 TEXT = "the cat saw the dog and the dog saw a cat\n" * 60
 SIZE = ["--model", "bag", "--width", "8"]
@@ -327,3 +330,54 @@ def test_the_time_left_is_that_of_the_runs_that_are_left(monkeypatch):
     forecast.ends(nce.slug)
     assert forecast.left() == pytest.approx(20 + 2)
     assert "about 0:22 left of 0:37" in str(forecast)
+
+
+def test_after_a_resume_the_time_left_is_that_of_the_finished_runs_of_each_head(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    full, char_cnn, topk = parse_specs(["full", "char_cnn", "topk"])
+    forecast = Forecast([full, char_cnn, topk], seeds=3)
+    for seconds in (50.0, 70.0, 60.0):
+        forecast.ends(full.slug, seconds)
+    for _ in range(2):
+        forecast.ends(char_cnn.slug, 2000.0)
+        forecast.ends(topk.slug, 100.0)
+    assert forecast.left() == pytest.approx(2000 + 100)
+    # The slow head goes on from its checkpoint: the others do not take as long as it does.
+    forecast.starts(char_cnn.slug)
+    now[0] += 3.0
+    forecast.moves(0.02)
+    assert forecast.left() == pytest.approx(0.98 * 2000 + 100)
+    # At half its former speed: its own speed counts by the share that it has made.
+    now[0] += 400.0
+    forecast.moves(0.12)
+    assert forecast.left() == pytest.approx(0.88 * (0.1 * 4000 + 0.9 * 2000) + 100)
+
+
+def test_after_a_resume_a_head_without_runs_takes_the_mean_of_the_others(monkeypatch):
+    monkeypatch.setattr("time.perf_counter", lambda: 100.0)
+    full, nce, topk = parse_specs(["full", "nce", "topk"])
+    forecast = Forecast([full, nce, topk], seeds=1)
+    forecast.ends(full.slug, 40.0)
+    forecast.ends(nce.slug, 60.0)
+    assert forecast.left() == pytest.approx(50)
+
+
+def test_lines_of_a_resumed_comparison_tell_the_time_left_of_its_recorded_runs(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    full, nce = parse_specs(["full", "nce"])
+    said = io.StringIO()
+    lines = Lines(Console(file=said, width=100), [full, nce], seeds=2)
+    done = {"status": "ok", "test": {"perplexity": 9.0}}
+    lines.ends(full, 1, {**done, "seconds": 600.0})
+    lines.ends(nce, 1, {**done, "seconds": 60.0})
+    assert "left" not in said.getvalue()
+    lines.starts(full, 2)
+    lines.moves(0.5, Progress(step=5), None)
+    now[0] += 6.0
+    lines.moves(0.5, Progress(step=5), None)
+    assert "full seed 2: 50%, step 5; 0:06 passed, about 6:00 left of 6:06" in said.getvalue()
+    now[0] += 300.0
+    lines.ends(full, 2, {**done, "seconds": 606.0})
+    assert "3/4 full seed 2: perplexity 9 (about 1:00 left)" in said.getvalue()

@@ -33,6 +33,11 @@ HEADS = {
             WIDTH, N_CLASSES, class_weight=torch.linspace(0.5, 1.5, N_CLASSES), **g),
     ),
     "self-normalised": (1, lambda **g: heads.SelfNormalized(WIDTH, N_CLASSES, **g)),
+    "self-normalised, some rows": (
+        3, lambda **g: heads.SelfNormalized(
+            WIDTH, N_CLASSES, fraction=0.5,
+            class_weight=torch.linspace(0.5, 1.5, N_CLASSES), **g),
+    ),
     "entmax": (33, lambda **g: heads.EntmaxHead(WIDTH, N_CLASSES, **g)),
     "sparsemax": (33, lambda **g: heads.EntmaxHead(WIDTH, N_CLASSES, 2.0, **g)),
     "entmax 1": (1, lambda **g: heads.EntmaxHead(WIDTH, N_CLASSES, 1.0, **g)),
@@ -179,12 +184,76 @@ def check_wide_tree(mesh):
             assert found.received[name] <= nbytes * slack * (1 + 1e-9), (name, found, nbytes)
 
 
+def check_log_prob(mesh, *, shared):
+    """With a gradient, backward sends one number per row, and the gradients of rows."""
+    module = parallel.ClassParallel(
+        heads.FullSoftmax(WIDTH, N_CLASSES), mesh, rows="shared" if shared else "local"
+    )
+    processes, k = mesh.size(), 2
+    hidden, classes = batch(0 if shared else mesh.get_local_rank(), k)
+    n = ROWS if shared else ROWS * processes
+    most = -(-N_CLASSES // processes)
+    others, ring = processes - 1, (processes - 1) / processes
+    # Bytes that a process receives, by what they are. The last are ids: 8 bytes each.
+    lse, hidden_grad = 4 * n * others, 4 * n * WIDTH * ring
+    met = {} if shared else {"all_gather": (2, (16 + 4 * ROWS * WIDTH) * others)}
+    ids = 8 * (1 + most) * others
+    expected = {
+        # Chosen classes and their logsumexp; in backward also the gradient of what was asked for.
+        (True, "forward"): _added(
+            met,
+            {"all_gather": (1, lse), "all_reduce": (1, 2 * 4 * n * k * ring)},
+            {} if shared else {"all_gather": (1, 8 * ROWS * k * others)},
+        ),
+        (True, "backward"): _added(
+            {"all_gather": (1, lse), "all_reduce": (1, 2 * 4 * n * ring)},
+            {} if shared else {"all_gather": (1, 4 * ROWS * k * others)},
+            _of_hidden(shared, hidden_grad),
+        ),
+        # All columns, and who has which.
+        (False, "forward"): _added(
+            met, {"all_gather": (1, lse)}, {"all_gather": (3, ids + 4 * n * most * others)}
+        ),
+        (False, "backward"): _added(
+            {"all_reduce": (1, 2 * 4 * n * ring)},
+            {} if shared else {"reduce_scatter": (1, 4 * n * most * others)},
+            _of_hidden(shared, hidden_grad),
+        ),
+    }
+    for chosen in (True, False):
+        given = (hidden, classes) if chosen else (hidden,)
+        with torch.no_grad(), parallel.CountedCommunication() as unrecorded:
+            module.log_prob(*given)
+        with parallel.CountedCommunication() as forward:
+            made = module.log_prob(*given)
+        with parallel.CountedCommunication() as backward:
+            made.sum().backward()
+        compare(unrecorded, expected[chosen, "forward"], (chosen, shared, "no_grad"))
+        compare(forward, expected[chosen, "forward"], (chosen, shared, "forward"))
+        compare(backward, expected[chosen, "backward"], (chosen, shared, "backward"))
+
+
+def _of_hidden(shared, nbytes):
+    return {"all_reduce": (1, 2 * nbytes)} if shared else {"reduce_scatter": (1, nbytes)}
+
+
+def _added(*parts):
+    """Calls and bytes of several, by name."""
+    made = {}
+    for part in parts:
+        for name, (calls, nbytes) in part.items():
+            before = made.get(name, (0, 0))
+            made[name] = before[0] + calls, before[1] + nbytes
+    return made
+
+
 def process(rank: int, processes: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (processes,), mesh_dim_names=("classes",))
     for shared in (False, True):
         for name in HEADS:
             check(name, mesh, shared=shared)
         check_sampled(mesh, shared=shared)
+        check_log_prob(mesh, shared=shared)
     check("softmax", mesh, shared=False, dtype=torch.float64)
     check("softmax", mesh, shared=False, dtype=torch.bfloat16)
     check_chunks(mesh)

@@ -3,6 +3,7 @@
 import copy
 import re
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,15 @@ MORE = {
     "options": partial(
         heads.FullSoftmax, WIDTH, N_CLASSES, bias=False, label_smoothing=0.1, z_loss=0.01,
         softcap=4.0, temperature=0.8, class_weight=torch.linspace(0.5, 2.0, N_CLASSES),
+    ),
+    "self-normalised, some rows": partial(heads.SelfNormalized, WIDTH, N_CLASSES, fraction=0.4),
+    "self-normalised, weighted": partial(
+        heads.SelfNormalized, WIDTH, N_CLASSES, bias=False,
+        class_weight=torch.linspace(0.5, 2.0, N_CLASSES),
+    ),
+    "self-normalised, both": partial(
+        heads.SelfNormalized, WIDTH, N_CLASSES, fraction=0.4,
+        class_weight=torch.linspace(0.5, 2.0, N_CLASSES),
     ),
     "few": partial(heads.FullSoftmax, WIDTH, 3),
     "sparsemax": partial(heads.EntmaxHead, WIDTH, N_CLASSES, 2.0),
@@ -102,11 +112,11 @@ def same_gradients(module, alone, what):
             close(in_class_order(module, name, found), parameter.grad, (what, name))
 
 
-def check_training(name, mesh, rows, reduction, **options):
+def check_training(name, mesh, rows, reduction, *, training=True):
     rank, processes = mesh.get_local_rank(), mesh.size()
-    alone = make(name)
+    alone = make(name).train(training)
     alone.reduction = reduction
-    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, rows=rows, **options)
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, rows=rows).train(training)
     hidden, target, counts = problem(name, processes)
     first = sum(counts[:rank])
     part = slice(first, first + counts[rank]) if rows == "local" else slice(None)
@@ -160,6 +170,81 @@ def check_predictions(name, mesh, rows):
     close(found, expected, (name, "eval"))
 
 
+def check_gradients_of_log_prob(name, mesh, rows):
+    """Of all classes, of one class per row, and of several, other ones in each process."""
+    rank, processes = mesh.get_local_rank(), mesh.size()
+    alone = make(name)
+    # In several chunks, which backward makes again.
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, rows=rows, hidden_grad_scale=3.0)
+    if hasattr(module.head, "chunk_rows"):
+        module.head.chunk_rows = 3
+    hidden, _, counts = problem(name, processes)
+    bounds = torch.tensor([0, *counts]).cumsum(0).tolist()
+    parts = [slice(*each) for each in pairwise(bounds)] if rows == "local" else [slice(None)]
+    generator = torch.Generator().manual_seed(4)
+    for k in (None, 1, 2):
+        widths = [k and (k if k == 1 else k + i) for i in range(len(parts))]
+        classes, factors = [], []
+        for part, width in zip(parts, widths, strict=True):
+            n = len(hidden[part])
+            some = width and torch.randint(n_classes(name), (n, width), generator=generator)
+            classes.append(some.squeeze(-1) if width == 1 else some)
+            shape = (n, n_classes(name)) if some is None else classes[-1].shape
+            factors.append(torch.randn(shape, generator=generator, dtype=torch.float64))
+        alone.zero_grad(), module.zero_grad()
+        whole = hidden.clone().requires_grad_()
+        for part, some, each in zip(parts, classes, factors, strict=True):
+            _weighted_logs(alone.log_prob(whole[part], some), each).backward()
+        mine = rank if rows == "local" else 0
+        own = hidden[parts[mine]].clone().requires_grad_()
+        _weighted_logs(module.log_prob(own, classes[mine]), factors[mine]).backward()
+        what = name, rows, k, "gradient of log_prob"
+        close(own.grad / 3.0, whole.grad[parts[mine]], (*what, "hidden"))
+        same_gradients(module, alone, what)
+    if name == "negative":
+        # Its loss in eval mode is made of log-probabilities.
+        check_training(name, mesh, rows, "none", training=False)
+
+
+def _weighted_logs(logs, factors):
+    """Without what is impossible, which has no gradient."""
+    return (factors * logs.masked_fill(logs == -torch.inf, 0.0)).sum()
+
+
+def check_concatenated_lists(name, mesh, rows):
+    """Other lengths in each process, empty lists and values; also with as many rows in each."""
+    rank, processes = mesh.get_local_rank(), mesh.size()
+    for even, counts in ((False, problem(name, processes)[2]), (True, [4] * processes)):
+        n, generator = sum(counts), torch.Generator().manual_seed(6)
+        hidden = torch.randn(n, WIDTH, dtype=torch.float64, generator=generator)
+        lengths = torch.randint(3, (n,), generator=generator)
+        lengths[-1] = 6
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        positives = torch.randint(n_classes(name), (int(offsets[-1]),), generator=generator)
+        labels = torch.rand(len(positives), dtype=torch.float64, generator=generator)
+        first = sum(counts[:rank]) if rows == "local" else 0
+        last = first + counts[rank] if rows == "local" else n
+        some = slice(int(offsets[first]), int(offsets[last]))
+        alone = make(name)
+        for values in (None, labels):
+            module = parallel.ClassParallel(
+                copy.deepcopy(alone), mesh, rows=rows, even_rows=even and rows == "local"
+            )
+            alone.zero_grad()
+            whole = hidden.clone().requires_grad_()
+            own = hidden[first:last].clone().requires_grad_()
+            expected = alone(whole, positives, offsets, values=values)
+            starts = offsets[first : last + 1] - offsets[first]
+            told = None if values is None else values[some]
+            found = module(own, positives[some], starts.int(), values=told)
+            what = name, rows, even, values is None, "offsets"
+            close(found, expected, what)
+            expected.backward()
+            found.backward()
+            close(own.grad, whole.grad[first:last], (*what, "hidden"))
+            same_gradients(module, alone, what)
+
+
 def check_state(name, mesh, folder):
     rank, processes = mesh.get_local_rank(), mesh.size()
     alone = make(name)
@@ -192,6 +277,8 @@ def check_state(name, mesh, folder):
         if rank == 0:
             for key, value in alone.named_parameters():
                 close(whole.get_parameter(key), value, (name, key, "counts"))
+            if getattr(alone, "class_weight", None) is not None:
+                close(whole.class_weight, alone.class_weight, (name, "class_weight", "counts"))
 
 
 def process(rank: int, processes: int, folder: Path, *names: str) -> None:
@@ -206,6 +293,9 @@ def process(rank: int, processes: int, folder: Path, *names: str) -> None:
                 for reduction in ("mean", "sum", "none"):
                     check_training(name, mesh, rows, reduction)
                 check_predictions(name, mesh, rows)
+                check_gradients_of_log_prob(name, mesh, rows)
+                if name in OF_LABELS:
+                    check_concatenated_lists(name, mesh, rows)
             check_state(name, mesh, folder)
         except Exception as wrong:
             raise AssertionError(f"rank {rank} of {processes}, {name}: {wrong!r}") from wrong

@@ -244,6 +244,12 @@ def wrong(rank: int, processes: int, folder: Path) -> None:
     assert bool(torch.isfinite(module(hidden, target)))
     with refused(ValueError, "hidden: expected shape"):
         module(hidden[:, :3], target)
+    with refused(TypeError, "offsets: expected None", "FullSoftmax"):
+        module(hidden, target, torch.arange(ROWS + 1))
+    labels = parallel.ClassParallel(heads.MultiLabel(WIDTH, N_CLASSES), mesh)
+    ends = torch.arange(ROWS + 1 + (rank == 1))
+    with refused((ValueError, RuntimeError), "offsets: expected" if rank == 1 else "rank 1"):
+        labels(hidden, target, ends)
     with refused(TypeError, "mesh: expected a DeviceMesh"):
         parallel.ClassParallel(head, None)
     with refused(TypeError, "head: expected a lastlayer head", "from_linear"):

@@ -204,6 +204,31 @@ def sorted_lists(
     return Lists(classes, None if values is None else values[order], on, rows, offsets)
 
 
+def padded_lists(
+    positives: Tensor, offsets: Tensor, values: Tensor | None, padding: int
+) -> tuple[Tensor, Tensor | None]:
+    """Concatenated lists as ``(rows, longest)``, with their values; the host waits for the longest.
+
+    Args:
+        positives: checked, ``(k,)``.
+        offsets: checked, ``(rows + 1,)``.
+        values: ``(k,)``, 0 where lists are padded.
+        padding: the id that pads lists.
+    """
+    lengths = offsets.diff()
+    n = lengths.shape[0]
+    shape = n, int(lengths.max()) if n else 0
+    row = torch.repeat_interleave(torch.arange(n, device=offsets.device), lengths)
+    place = torch.arange(positives.shape[0], device=offsets.device) - offsets[row]
+    ids = positives.new_full(shape, padding)
+    ids[row, place] = positives
+    if values is None:
+        return ids, None
+    told = values.new_zeros(shape)
+    told[row, place] = values
+    return ids, told
+
+
 def each_once_(ordered: Tensor) -> None:
     """Sets all but the first of equal neighbours in the last dimension to -1, in place."""
     m = ordered.shape[-1]

@@ -1,6 +1,7 @@
 """A softmax whose normaliser learns to be 1."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self, Unpack
 
 import torch
@@ -122,6 +123,9 @@ class SelfNormalized(LinearHead):
 
     recipes = (Recipe("self_normalized", "softmax whose log Z is near 0", rank=14),)
     rng_counter: Tensor
+    # What looks up classes that are spread over processes: scores of targets, and class weights.
+    _target_scores_spread: Callable[..., Tensor] | None = None
+    _class_weights_spread: Callable[[Tensor], Tensor] | None = None
 
     def __init__(
         self,
@@ -169,6 +173,7 @@ class SelfNormalized(LinearHead):
             hidden, weight, target, bias, row_weight=row_weight, z_loss=self.z_loss,
             ignore_index=self.ignore_index, chunk_rows=self.chunk_rows,
             reduction="none" if self.reduction == "none" else "sum",
+            hidden_grad="part" if self._is_spread else "sum",
         )  # fmt: skip
 
     def _infrequent(self, hidden: Tensor, target: Tensor) -> Tensor:
@@ -183,7 +188,12 @@ class SelfNormalized(LinearHead):
         factor = factor * row_weight
         # A row with a factor of 0 has no gradient, whatever is in it.
         counted = torch.where((factor != 0).unsqueeze(-1), rows, 0.0)
-        scores = _target_scores(counted, self.weight, self.bias, present, factor)
+        spread = self._target_scores_spread
+        scores = (
+            _target_scores(counted, self.weight, self.bias, present, factor)
+            if spread is None
+            else spread(counted, present, factor)
+        )
         weight, bias = self._score_tensors(rows.dtype)
         of_chosen = row_weight[chosen] * times
         losses = self._weighted(rows[chosen], ids[chosen], weight, bias, of_chosen)
@@ -198,7 +208,9 @@ class SelfNormalized(LinearHead):
             counts = ids != self.ignore_index
         weight = counts.to(dtype)
         if self.class_weight is not None:
-            weight = weight * self.class_weight.to(dtype)[torch.where(counts, ids, 0)]
+            known, spread = torch.where(counts, ids, 0), self._class_weights_spread
+            found = self.class_weight[known] if spread is None else spread(known)
+            weight = weight * found.to(dtype)
         n = ids.numel()
         return RowScale.of(weight, self.reduction, n).factors(weight, n)
 

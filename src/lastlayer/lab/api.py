@@ -259,13 +259,9 @@ class _Seen:
 
 
 class GivenFeed:
-    """Batches that the user gave.
+    """Batches that the user gave, classes numbered by falling count.
 
-    Args:
-        parts: train, valid and test.
-        rows: targets in each batch of a part.
-        place: of each class by falling count.
-        device: where batches go.
+    ``rows`` has the number of targets in each batch, ``place`` the new number of each class.
     """
 
     def __init__(

@@ -69,8 +69,7 @@ def register(app: typer.Typer) -> None:
 def refusals(**flags: str) -> Iterator[None]:
     """Turns errors of the user into one message and exit code 2, without a traceback.
 
-    Args:
-        flags: options of the command by the arguments of the functions that it calls.
+    ``flags`` maps arguments of the functions that a command calls to its options.
     """
     try:
         require(*PACKAGES)

@@ -62,16 +62,7 @@ def compare(
     console: Console,
     ray: str | None = None,
 ) -> Compared:
-    """Trains and judges on the data that options name.
-
-    Args:
-        options: what to compare.
-        out: the folder of the comparison.
-        resume: go on with what is there.
-        quiet: show nothing on the way.
-        console: what it is shown on.
-        ray: address of a Ray cluster that makes the runs, or ``local``.
-    """
+    """Compares on the data that the options name; ``ray`` is the address of a cluster, if any."""
     options = options_of(options, out, resume)
     told = Console(quiet=True) if quiet else console
 
@@ -346,12 +337,12 @@ def _check_space(out: Path, specs: list[HeadSpec], seeds: int, subject: Subject)
         of_body = sum(each.numel() for each in subject.make_body().parameters())
         of_heads = [sum(each.numel() for each in spec.build(needs).parameters()) for spec in specs]
     except (MemoryError, RuntimeError) as error:
-        told = first_line(error)
-        if isinstance(error, RuntimeError) and "allocate memory" not in told:
+        if not machine.is_out_of_memory(error):
             raise
         raise LabError(
             f"--width: expected a model that fits into memory, got {needs.in_features:,} for "
-            f"{needs.n_classes:,} classes ({told}); choose a smaller one, or lower --vocab-size"
+            f"{needs.n_classes:,} classes ({first_line(error)}); choose a smaller one, or lower "
+            "--vocab-size"
         ) from error
     kept = seeds * sum(of_body + each for each in of_heads)
     wanted = _FLOAT * (kept + _CHECKPOINT_COPIES * (of_body + max(of_heads)))

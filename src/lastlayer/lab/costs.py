@@ -28,7 +28,7 @@ from lastlayer.lab import metrics
 from lastlayer.lab.errors import LabError, SpecError, first_line
 from lastlayer.lab.feeding import PADDING, Batch, Feed
 from lastlayer.lab.live import Watcher
-from lastlayer.lab.machine import PeakMemory, free_memory, give_back, load
+from lastlayer.lab.machine import PeakMemory, free_memory, give_back, is_out_of_memory, load
 from lastlayer.lab.options import DEVICES, one_of, whole
 from lastlayer.lab.records import COSTS_FILE, COSTS_SCHEMA, Cost, read_json, write_json
 from lastlayer.lab.runs import Bench
@@ -174,11 +174,7 @@ def _drawn(
 class Meter:
     """Measures heads at one size after the other, as long as time and memory last.
 
-    Args:
-        problem: what steps are made of.
-        specs: the heads.
-        seconds: for all of them; ``left`` has what is left of it.
-        found: what is known already; it grows.
+    ``seconds`` are for all heads and sizes. Results are appended to ``found``.
     """
 
     def __init__(
@@ -299,7 +295,7 @@ def _reason(error: Exception, spec: HeadSpec) -> str:
     text = first_line(error)
     if isinstance(error, SpecError):
         return text.removeprefix(f"--head {spec.text}: ")
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if is_out_of_memory(error):
         return f"out of memory: {text}"
     return f"{type(error).__name__}: {text}"
 
@@ -410,19 +406,9 @@ def plan(
 ) -> list[PlannedHead]:
     """A few steps of each head, the fastest first; those that could not be measured come last.
 
-    Class frequencies follow Zipf's law, one over the rank, in float32.
-
-    Args:
-        classes: number of classes.
-        hidden: size of the hidden state.
-        rows: targets in a step: batch size times length.
-        device: ``"cpu"`` or ``"cuda"``.
-        task: ``"lm"`` or ``"classification"`` for heads that choose one class, ``"multilabel"`` for
-            several labels per row.
-        heads: specs; none for all that suit the task.
-        seconds: for measuring all of them. A head that would take longer than what is left of it
-            has a reason instead of a time.
-        tell: hears which head is measured.
+    Everything is float32, class frequencies follow Zipf's law, and ``rows`` is the batch size times
+    the length. Without heads, all that suit the task are measured. A head that would take longer
+    than what is left of ``seconds``, which are for all of them, has a reason instead of a time.
     """
     sizes: dict[str, Any] = {"classes": classes, "hidden": hidden, "rows": rows}
     for name, value in sizes.items():

@@ -180,12 +180,7 @@ def by_decile(rows: Rows, decile: NDArray[np.int64], n_classes: int) -> list[dic
 
 
 class Judge:
-    """Judges models on held-out rows, the same for all of them.
-
-    Args:
-        feed: where held-out rows come from.
-        counts: how often each class stands in the training part.
-    """
+    """Judges models on held-out rows of the feed, the same for all; counts are of training."""
 
     baseline_name: ClassVar[str]
     _one_class: ClassVar[bool] = True

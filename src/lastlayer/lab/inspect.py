@@ -47,27 +47,16 @@ class Suggestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Statistics of data before anything is trained.
-
-    Attributes:
-        task: of the data.
-        name: of the data.
-        source: where it is.
-        classes: how many a head chooses among.
-        sizes: tokens or rows of each part.
-        zipf: the slope of frequencies, None where too few classes are frequent.
-        numbers: what else was counted in the training part; :data:`SAID` has a line on each.
-        suggestions: which heads to try, the first first.
-    """
+    """Statistics of data before anything is trained."""
 
     task: str
     name: str
     source: str
     classes: int
-    sizes: dict[str, int]
-    zipf: ZipfFit | None
-    numbers: dict[str, Any]
-    suggestions: tuple[Suggestion, ...]
+    sizes: dict[str, int]  # tokens or rows of each part
+    zipf: ZipfFit | None  # None where too few classes are frequent
+    numbers: dict[str, Any]  # other statistics of the training part, as SAID names them
+    suggestions: tuple[Suggestion, ...]  # heads to try, the best first
 
     def as_json(self) -> dict[str, Any]:
         """For JSON; numbers keep their names."""
@@ -111,12 +100,7 @@ SAID = {
 
 
 def inspect_data(data: Data, *, hidden: int = HIDDEN) -> Inspection:
-    """Count, fit and compare; torch is imported here, for trees and cutoffs.
-
-    Args:
-        data: what :func:`lastlayer.lab.data.load` gives.
-        hidden: size of the hidden state that a head will see.
-    """
+    """Count, fit and suggest heads for this hidden size; trees and cutoffs import torch."""
     if isinstance(data, PairData):
         raise LabError("DATA: expected classes to count, got pairs; compare takes them")
     if isinstance(data, LabelData) and data.task == "multilabel":

@@ -52,53 +52,77 @@ class Watcher:
 
 
 class Forecast:
-    """Estimates the time left from the time that a run of each head took.
+    """Estimates the time left from the time that the runs of each head took.
 
-    Runs of a head with other seeds take as long as its first one, without the search for its
-    learning rate. A head that has not run yet is expected to take as long as the others.
+    A run is expected to take the mean time of the finished runs of its head, which may be from
+    before a resume. The further the current run is, the more its own speed counts. A head that has
+    not run yet is expected to take the mean time of the others, and to search for its learning
+    rate.
     """
 
     def __init__(self, specs: Sequence[HeadSpec], seeds: int) -> None:
         self._open = {spec.slug: seeds for spec in specs}
-        self._searches: dict[str, float] = {}
-        self._runs: dict[str, float] = {}
+        self._finished: dict[str, list[float]] = {spec.slug: [] for spec in specs}
+        # Seconds of each search; None for heads that found their learning rate before a resume.
+        self._searches: dict[str, float | None] = {}
         self._began = time.perf_counter()
         # The current run: its head, when it began, and time and share when its training began.
         self._current, self._since = "", self._began
         self._first: tuple[float, float] | None = None
         self._share = 0.0
+        # Its time at the speed so far.
+        self._seconds: float | None = None
 
     def starts(self, slug: str) -> None:
         """A run begins, with the search for a learning rate where it is the first."""
         self._current, self._since = slug, time.perf_counter()
-        self._first, self._share = None, 0.0
+        self._first, self._share, self._seconds = None, 0.0, None
 
     def moves(self, share: float) -> None:
         """Training is so far, from 0 to 1; a resumed run begins further on."""
-        now = time.perf_counter()
+        now, self._share = time.perf_counter(), share
         if self._first is None:
             self._first = now, share
             self._searches.setdefault(self._current, now - self._since)
         elif share > self._first[1]:
-            self._share = share
-            self._runs[self._current] = (now - self._first[0]) / (share - self._first[1])
+            self._seconds = (now - self._first[0]) / (share - self._first[1])
 
-    def ends(self, slug: str) -> None:
-        """A run is over, or was before."""
+    def ends(self, slug: str, seconds: float | None = None) -> None:
+        """A run is over, or was before a resume: then it took these seconds."""
         self._open[slug] -= 1
-        if slug == self._current and self._first is not None:
-            self.moves(1.0)
+        if slug == self._current:
+            if self._first is not None:
+                self.moves(1.0)
+            seconds = self._seconds
+        else:
+            self._searches.setdefault(slug, None)
+        if seconds:
+            self._finished[slug].append(seconds)
         self._current, self._share = "", 0.0
+
+    def _expected(self, slug: str) -> float | None:
+        """Seconds of a run of this head; None where nothing is known of it."""
+        finished = self._finished[slug]
+        usual = statistics.fmean(finished) if finished else None
+        if slug != self._current or self._first is None or self._seconds is None:
+            return usual
+        made = self._share - self._first[1]
+        return self._seconds if usual is None else made * self._seconds + (1 - made) * usual
 
     def left(self) -> float | None:
         """Seconds left; None until a run has made progress."""
-        if not self._runs:
+        expected = {slug: self._expected(slug) for slug in self._open}
+        known = [each for each in expected.values() if each is not None]
+        if not known:
             return None
-        usual = statistics.fmean(self._runs.values())
-        search = statistics.fmean(self._searches.values())
-        total = -self._share * self._runs.get(self._current, usual)
+        usual = statistics.fmean(known)
+        searches = [each for each in self._searches.values() if each is not None]
+        search = statistics.fmean(searches) if searches else 0.0
+        total = 0.0
         for slug, runs in self._open.items():
-            total += runs * self._runs.get(slug, usual)
+            seconds = expected[slug]
+            begun = self._share if slug == self._current else 0.0
+            total += (runs - begun) * (usual if seconds is None else seconds)
             total += search if runs and slug not in self._searches else 0.0
         return max(0.0, total)
 
@@ -140,10 +164,12 @@ class Lines(Watcher):
 
     def ends(self, spec: HeadSpec, seed: int, result: dict[str, Any]) -> None:
         self._done += 1
-        self._forecast.ends(spec.slug)
-        left = self._forecast.left()
-        shown = f" (about {_clock(left)} left)" if left and result["status"] == "ok" else ""
-        told = f"{spec.label} seed {seed}: {outcome(result)}{failure(result)}{shown}"
+        self._forecast.ends(spec.slug, result.get("seconds"))
+        run, shown = f"{spec.label} seed {seed}", ""
+        # Of runs from before a resume nothing is said: not all of them are counted yet.
+        if result["status"] == "ok" and run == self._title and (left := self._forecast.left()):
+            shown = f" (about {_clock(left)} left)"
+        told = f"{run}: {outcome(result)}{failure(result)}{shown}"
         self.says(f"{self._done}/{self._runs} {told}")
 
     def measures(self, spec: HeadSpec, classes: int, share: float) -> None:
@@ -212,7 +238,7 @@ class LiveTable(Watcher):
 
     def ends(self, spec: HeadSpec, seed: int, result: dict[str, Any]) -> None:
         row = self._rows[spec.slug]
-        self._forecast.ends(spec.slug)
+        self._forecast.ends(spec.slug, result.get("seconds"))
         row.done, row.share, row.outcome = row.done + 1, 0.0, outcome(result)
         row.step_ms = result.get("step_ms") or row.step_ms
         if why := failure(result):

@@ -97,6 +97,11 @@ def _bytes(file: str, name: str) -> int | None:
     return None if found is None else 1024 * int(found.split()[0])
 
 
+def _held() -> int:
+    """Bytes that this process has allocated and touched, in memory or swapped out."""
+    return sum(_bytes("self/status", name) or 0 for name in ("RssAnon", "VmSwap"))
+
+
 class PeakMemory:
     """Measures between ``start`` and ``stop``; evaluation and checkpoints are left out.
 
@@ -110,6 +115,7 @@ class PeakMemory:
         self._model = sum(each.numel() * each.element_size() for each in tensors)
         give_back()
         self._before = None if device.type == "cuda" else _bytes("self/status", "VmRSS")
+        self._held_before = 0 if device.type == "cuda" else _held()
 
     def start(self) -> None:
         """Start or resume measuring."""
@@ -128,7 +134,9 @@ class PeakMemory:
             return
         highest = _bytes("self/status", "VmHWM")
         if highest is not None and self._before is not None:
-            self._found(self._model + max(0, highest - self._before))
+            # The system may take back pages of files meanwhile, which hides what was allocated.
+            held = _held() - self._held_before
+            self._found(self._model + max(0, highest - self._before, held))
 
     @property
     def megabytes(self) -> float | None:
@@ -149,6 +157,26 @@ def give_back() -> None:
     except (AttributeError, OSError, TypeError):
         # Only glibc has it; elsewhere memory is not measured anyway.
         return
+
+
+# What torch says in a plain RuntimeError: the CPU allocator on Linux and on Windows, CUDA outside
+# of torch's allocator, and cuBLAS.
+_OUT_OF_MEMORY = (
+    "can't allocate memory", "not enough memory: you tried to allocate",
+    "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+)  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that a CPU or GPU has no memory left.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("a shape is wrong"))
+        (True, False)
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in _OUT_OF_MEMORY)
 
 
 def free_memory(device: torch.device) -> int | None:

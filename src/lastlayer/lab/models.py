@@ -168,11 +168,7 @@ class FeatureBody(nn.Module):
 class PairBody(nn.Module):
     """Two towers, each a bag of features and a linear layer; one, where both have the same.
 
-    Args:
-        inputs: features of queries.
-        width: size of a hidden state.
-        keys: features of keys, or 0 where they have those of queries.
-        dense: whether features are dense.
+    ``keys`` is the number of features of keys; 0 where they are those of queries.
     """
 
     def __init__(self, inputs: int, width: int, keys: int, *, dense: bool) -> None:

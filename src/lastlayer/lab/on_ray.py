@@ -29,13 +29,10 @@ _CONNECT_SECONDS, _POLL_SECONDS = 5.0, 0.5
 
 
 class Cluster:
-    """A connection to Ray.
+    """A connection to Ray, and the cores and GPUs of each run.
 
-    Args:
-        address: of a cluster, as ``host:port`` or ``ray://host:port``; ``auto`` for the one that
-            runs here; ``local`` starts one with the cores of this machine.
-        threads: cores of each run.
-        gpus: of each run; one of its own, since beside another run the time of a step says nothing.
+    The address is ``host:port`` or ``ray://host:port``, ``auto`` for the cluster that runs here, or
+    ``local`` to start one. A run has a GPU of its own: beside another its step times say nothing.
     """
 
     def __init__(self, address: str, threads: int, gpus: int) -> None:

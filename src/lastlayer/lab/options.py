@@ -152,11 +152,7 @@ class CompareOptions:
         return before
 
     def settled(self, task: str | None = None) -> "Settled":
-        """All options checked, with defaults filled in.
-
-        Args:
-            task: that of the data once it is read; before that, the one asked for or None.
-        """
+        """All options checked, with defaults filled in; ``task`` is that of the data once read."""
         asked = None if self.task is None else one_of("--task", self.task, TASKS)
         task = task or asked or ("lm" if self.data is None else None)
         usual = "lstm" if task in (None, "lm") else "bag"

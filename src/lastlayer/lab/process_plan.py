@@ -74,18 +74,10 @@ def plan_processes(
     dtype: str = "float32",
     **given: Any,
 ) -> list[ProcessPlan]:
-    """What each head costs over so many processes.
+    """What each head costs over ``ranks`` processes with ``rows`` targets per step each.
 
-    Args:
-        classes: number of classes.
-        hidden: size of the hidden state.
-        rows: targets of each process in a step.
-        ranks: number of processes.
-        task: as of :func:`lastlayer.lab.costs.plan`.
-        heads: specs; the full softmax, or ZLPR for several labels, where there are none.
-        device: ``"cpu"`` or ``"cuda"``.
-        dtype: of parameters and hidden states.
-        given: of :func:`lastlayer.parallel.plan`, by name.
+    Without heads, the full softmax, or ZLPR for several labels. Other arguments are those of
+    :func:`lastlayer.parallel.plan`.
     """
     one_of("--dtype", dtype, tuple(DTYPES))
     one_of("--task", task, TASKS)

@@ -24,7 +24,7 @@ from lastlayer.lab.budget import Schedule
 from lastlayer.lab.errors import first_line
 from lastlayer.lab.evaluation import Judge
 from lastlayer.lab.feeding import Feed
-from lastlayer.lab.machine import PeakMemory, give_back, load
+from lastlayer.lab.machine import PeakMemory, give_back, is_out_of_memory, load
 from lastlayer.lab.models import ModelSettings
 from lastlayer.lab.specs import HeadSpec
 from lastlayer.lab.training import (
@@ -244,7 +244,7 @@ def perform(
         except Exception as error:  # noqa: BLE001 — a head of the user's may raise anything
             reason = first_line(error)
             status = "out of memory"
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 status, reason = "error", f"{type(error).__name__}: {reason}"
                 found["traceback"] = traceback.format_exc()
     result = written(bench, spec, seed, status, reason, found)
@@ -336,10 +336,3 @@ def _keep(folder: Path, body: nn.Module, head: nn.Module) -> None:
         for old in (new, folder / "head"):
             shutil.rmtree(old, ignore_errors=True)
         head.save(new)  # type: ignore[operator]
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Torch raises a plain RuntimeError where a CPU is out of memory."""
-    words = ("not enough memory", "can't allocate memory")
-    full = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    return full or isinstance(error, torch.OutOfMemoryError | MemoryError)

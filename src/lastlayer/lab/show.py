@@ -35,16 +35,9 @@ Settings = tuple[str, Mapping[str, Any]]
 def show(
     paths: Sequence[Path | str], *, as_json: bool = False, console: Console | None = None
 ) -> None:
-    """Print settings side by side, then results with intervals.
+    """Print the settings of comparisons or runs side by side, then results with intervals.
 
-    Args:
-        paths: folders of comparisons, or of single runs in them. Runs of one comparison are
-            summarised together, as if no other had been made.
-        as_json: print JSON instead of tables.
-        console: where to.
-
-    Raises:
-        LabError: a path is neither, or a file in it is broken.
+    Runs of one comparison are summarised together, as if it had no others.
     """
     console = console or Console()
     settings, found = _load([Path(path) for path in paths])

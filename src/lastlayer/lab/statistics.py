@@ -29,11 +29,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], *, log: bool = False) -> Estimate | None:
-    """Mean and interval of what is finite; None where nothing is.
-
-    Args:
-        values: one per seed.
-        log: average the logarithms; values must be positive.
+    """Mean and interval over the finite values, of their logarithms with ``log``; None if none is.
 
     Example:
         >>> round(estimate([4.0, 9.0], log=True).mean, 9)
@@ -61,10 +57,7 @@ def p_values(heads: Sequence[Mapping[int, float]], *, log: bool) -> dict[tuple[i
     The variance of the differences of a pair is estimated from few seeds. That of all pairs
     together is known better, and is taken unless the pair's own is larger; it has
     (heads - 1) · (seeds - 1) degrees of freedom. For two heads it is the usual paired t-test.
-
-    Args:
-        heads: the values of each head by seed; 1 is the answer where fewer than two are shared.
-        log: compare logarithms.
+    Heads are given as their values by seed; two that share fewer than two seeds have p = 1.
     """
     gaps = {}
     for i, j in combinations(range(len(heads)), 2):

@@ -161,13 +161,7 @@ def generate(
 ) -> Iterator[Step]:
     """One token after the other, drawn from the head's own probabilities.
 
-    Args:
-        trained: a language model.
-        prompt: tokens that the text begins with; none for a new line.
-        tokens: how many to make.
-        top: how many of the most probable to show.
-        temperature: 1 draws as the head says, less prefers the probable ones, 0 takes the best.
-        seed: of the draws.
+    Without a prompt the text begins on a new line. Temperature 0 takes the most probable token.
     """
     config, words = trained.config, trained.vocabulary
     if config["model"]["kind"] == OWN:
@@ -218,15 +212,7 @@ _FEATURES, _RESULT = "features.json", "result.json"
 
 
 def export(path: Path, to: Path) -> list[Path]:
-    """Copies weights, head, settings, result and vocabulary; ``load_trained`` reads them back.
-
-    Args:
-        path: the folder of a finished run.
-        to: a folder that is new or empty.
-
-    Returns:
-        The files.
-    """
+    """Copy a finished run into a new folder, for ``load_trained``; returns the files."""
     folder = run_folder(path)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise LabError(f"to: expected a folder that is new or empty, got '{to}'")

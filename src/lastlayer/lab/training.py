@@ -42,12 +42,7 @@ class Stepper:
 
     Parameters with row-sparse gradients are stepped by :class:`lastlayer.optim.RowAdam`, which
     touches the rows that have one; all others by torch's fused Adam with the same settings.
-
-    Args:
-        body: from inputs to hidden states.
-        head: from hidden states and targets to a loss.
-        lr: learning rate.
-        clip: the norm that all gradients together may have.
+    All gradients together are clipped to the norm ``clip``.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module, lr: float, clip: float) -> None:
@@ -241,18 +236,9 @@ def warm_up(stepper: Stepper, feed: Feed, seed: int) -> None:
 
 
 class Training:
-    """One run, from its beginning or its checkpoint.
+    """One run, from its beginning or from the checkpoint in its folder.
 
-    Args:
-        stepper: what is trained.
-        feed: where its batches come from.
-        judge: judges the model on validation data: the best one is kept.
-        seed: of the order of batches.
-        schedule: when it ends and when it is judged.
-        folder: of the run; ``metrics.jsonl`` and ``checkpoint/`` are in it.
-        memory: measures while steps are made.
-        tell: hears how far it is.
-        stopped: whether a person wants it to end.
+    The model that the judge finds best on validation data is kept.
     """
 
     def __init__(
@@ -288,12 +274,7 @@ class Training:
         return list(self._times)
 
     def run(self) -> None:
-        """Trains to the end.
-
-        Raises:
-            RunFailedError: the loss is not finite any more, or far above the first one.
-            InterruptedRunError: a person wants it to end.
-        """
+        """Trains to the end, or raises RunFailedError or InterruptedRunError."""
         if self.progress.step == 0:
             self._validate()
         block = 1

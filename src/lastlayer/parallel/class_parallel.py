@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 from lastlayer._checks import check_choice, check_generator, check_ids, check_int, check_positive
 from lastlayer._processes import Shares, all_gathered, gathered, in_all, is_dtensor, summed
 from lastlayer._torch import eager, in_autocast_dtype
-from lastlayer.heads import Head, TopK
+from lastlayer.fused.label_lists import check_lists, padded_lists
+from lastlayer.heads import Head, MultiLabel, TopK
 from lastlayer.heads.base import SavedModule, checked_draws
 from lastlayer.parallel.families import Family, family_of, swapped
 from lastlayer.parallel.faults import agree, named_errors
@@ -151,11 +152,15 @@ class ClassParallel(Head):
         """
         _check_kind(kind)
         head: Head = kind(*args, device="meta", **options)
+        device = torch.device(mesh.device_type) if device is None else torch.device(device)
+        for name, each in head.named_buffers():
+            # Tables of a sampler and counters have values already, and processes agree on them.
+            if not each.is_meta:
+                set_tensor(head, name, each.to(device))
         made = cls(
             head, mesh, rows=rows, assignment=assignment, even_rows=even_rows,
             hidden_grad_scale=hidden_grad_scale,
         )  # fmt: skip
-        device = torch.device(mesh.device_type) if device is None else torch.device(device)
         fill_from_counter(made.head, made._family, seed, device)
         return made
 
@@ -186,23 +191,31 @@ class ClassParallel(Head):
         return rows
 
     @eager
-    def forward(self, hidden: Tensor, target: Tensor, **given: Any) -> Tensor:
+    def forward(
+        self, hidden: Tensor, target: Tensor, offsets: Tensor | None = None, **given: Any
+    ) -> Tensor:
         """The loss of the rows of all processes, the same in each; with "none" of its own rows.
 
         Args:
             hidden: ``(*batch, in_features)``.
-            target: as the head takes it; lists of labels are padded.
+            target: as the head takes it.
+            offsets: as a head takes them whose lists of labels are concatenated, such as
+                :class:`lastlayer.heads.MultiLabel`; these are padded to the longest of all
+                processes, for which the host waits.
             given: what else the head takes by name.
         """
+        if offsets is not None:
+            given["offsets"] = offsets
         with named_errors(self.group):
             (rows, ids, extra), of, width = self._meet(lambda: self._as_rows(hidden, target, given))
             if ids.dim() == 2:
+                if self.even_rows and self.rows == "local" and given.get("offsets") is not None:
+                    # As many rows in each process, but lists of any length.
+                    told = torch.tensor([width], device=ids.device)
+                    width = int(all_gathered(told, self.group).max())
                 ids, extra = self._widened(ids, extra, width)
             agree(self, rows, ids)
-            if self.hidden_grad_scale != 1.0 and rows.requires_grad:
-                rows = _Scaled.apply(rows, self.hidden_grad_scale)
-            if of is None and rows.requires_grad:
-                rows = in_all(rows, self.group)
+            rows = self._graded(rows, of)
             if self._family.moves_vectors(_counts(len(rows), of, self.mesh), ids.dim() == 2):
                 loss = self._loss_of_own_rows(rows, ids, extra, of)
             elif of is None or of.processes == 1:
@@ -255,12 +268,9 @@ class ClassParallel(Head):
     def _as_rows(self, hidden: Any, target: Any, given: dict[str, Any]) -> tuple[int, int, Any]:
         """Checked arguments as rows ``(n, in_features)`` and ids ``(n,)`` or ``(n, m)``."""
         self.head._check_hidden(hidden)
-        if given.get("offsets") is not None:
-            raise ValueError(
-                "offsets: expected None where labels are spread over processes, got some; pad the "
-                "lists with ignore_index"
-            )
         batch = hidden.shape[:-1]
+        if given.get("offsets") is not None:
+            target, given = self._as_padded(hidden, target, **given)
         if not isinstance(target, Tensor) or target.shape[: len(batch)] != batch:
             shape = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
             raise ValueError(
@@ -277,6 +287,24 @@ class ClassParallel(Head):
         }
         width = ids.shape[1] if ids.dim() == 2 else 0
         return n, width, (rows.reshape(n, self.in_features), ids, extra)
+
+    def _as_padded(
+        self, hidden: Tensor, target: Any, offsets: Any, values: Any = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Concatenated lists of labels, and their values, as padded ones ``(*batch, longest)``."""
+        head = self.head
+        if not isinstance(head, MultiLabel):
+            raise TypeError(
+                "offsets: expected None for a head without lists of labels, got some for "
+                f"{type(head).__name__}"
+            )
+        checked: tuple[Any, ...] = check_lists(
+            hidden, head.n_classes, target, offsets, values, head.ignore_index, head.label_smoothing
+        )
+        positives, starts, values = checked
+        ids, values = padded_lists(positives, starts, values, head.ignore_index)
+        shape = *hidden.shape[:-1], ids.shape[1]
+        return ids.reshape(shape), {"values": None if values is None else values.reshape(shape)}
 
     def _widened(
         self, ids: Tensor, extra: dict[str, Tensor], width: int
@@ -317,9 +345,13 @@ class ClassParallel(Head):
         return total / rows_counted.clamp(min=1.0) if self.reduction == "mean" else total
 
     @eager
-    @torch.no_grad()
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
-        """Exact log-probabilities, as of :meth:`Head.log_prob`; no gradient is recorded."""
+        """Exact log-probabilities, as of :meth:`Head.log_prob`.
+
+        Differentiable, once: gradients are those of the sum of what all processes make of their
+        rows; of rows that all have, of what each makes of them alike. All processes run backward
+        then, and ``hidden`` needs a gradient in all of them or in none.
+        """
 
         def check() -> tuple[int, int, Any]:
             rows, chosen = self._check_rows(hidden), None
@@ -330,13 +362,15 @@ class ClassParallel(Head):
 
         with named_errors(self.group):
             (rows, chosen, shape), of, width = self._meet(check)
-            rows, mine = self._everyones(rows, of)
+            rows = self._everyones(rows, of)
             if chosen is None:
-                return self._predictions.log_probs(rows, mine).reshape(shape)
+                return self._predictions.log_probs(rows, of).reshape(shape)
+            if of is None:
+                return self._predictions.log_probs_of(rows, chosen).reshape(shape)
             own = chosen.shape[1]
-            if of is not None:
-                chosen = gathered(pad(chosen, (0, width - own)), of)
-            return self._predictions.log_probs_of(rows, chosen, mine)[:, :own].reshape(shape)
+            chosen = gathered(pad(chosen, (0, width - own)), of)
+            found: Tensor = _OwnRows.apply(self._predictions.log_probs_of(rows, chosen), of)
+            return found[:, :own].reshape(shape)
 
     @eager
     @torch.no_grad()
@@ -349,8 +383,8 @@ class ClassParallel(Head):
 
         with named_errors(self.group):
             rows, of, width = self._meet(check)
-            rows, mine = self._everyones(rows, of)
-            values, classes = self._predictions.best(rows, width, mine)
+            rows = self._everyones(rows, of)
+            values, classes = self._predictions.best(rows, width, of)
         shape = *hidden.shape[:-1], k
         return TopK(values[:, :k].reshape(shape), classes[:, :k].reshape(shape))
 
@@ -380,26 +414,37 @@ class ClassParallel(Head):
                 uniform = summed(uniform if first else torch.zeros_like(uniform), self.group)
             else:
                 uniform = gathered(pad(uniform, (0, width - uniform.shape[1])), of)
-            rows, mine = self._everyones(rows, of)
-            drawn = self._predictions.draw(rows, uniform, mine)[:, :n_samples]
+            rows = self._everyones(rows, of)
+            drawn = self._predictions.draw(rows, uniform, of)[:, :n_samples]
         return checked_draws(drawn.reshape(*hidden.shape[:-1], n_samples))
 
     def _check_hidden(self, hidden: Any) -> None:
         self.head._check_hidden(hidden)
 
-    def _everyones(self, rows: Tensor, of: Shares | None) -> tuple[Tensor, slice]:
-        """The rows of all processes, and which of them are this one's."""
-        rows = in_autocast_dtype(rows).detach()
-        return (rows, slice(0, len(rows))) if of is None else (gathered(rows, of), of.mine)
+    def _everyones(self, rows: Tensor, of: Shares | None) -> Tensor:
+        """The rows of all processes."""
+        rows = self._graded(in_autocast_dtype(rows), of)
+        return rows if of is None else gathered(rows, of)
+
+    def _graded(self, rows: Tensor, of: Shares | None) -> Tensor:
+        """Rows with their gradient scaled, and summed over processes where all have them."""
+        if not rows.requires_grad:
+            return rows
+        if self.hidden_grad_scale != 1.0:
+            rows = _Scaled.apply(rows, self.hidden_grad_scale)
+        return in_all(rows, self.group) if of is None else rows
 
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any, **given: Any) -> None:
         """Start at the class frequencies; as of the head. Every process has all counts."""
-        spread = {name: value_of(self.head, name) for name in self._family.names}
+        spread = {
+            name: each
+            for name, each in self.head.named_parameters()
+            if name in self._family.names and each.dim() == 1
+        }
         whole = {
             name: torch.empty(each.shape, dtype=each.dtype, device=each.device)
             for name, each in spread.items()
-            if each.dim() == 1
         }
         with swapped(self.head, whole):
             self.head.init_bias_from_counts(counts, **given)
@@ -461,12 +506,12 @@ class ClassParallel(Head):
 
 
 class _OwnRows(torch.autograd.Function):
-    """The losses of this process's rows, from those of all; gradients of all rows are gathered."""
+    """The results of this process's rows, from those of all; gradients of all rows are gathered."""
 
     @staticmethod
-    def forward(ctx: Any, losses: Tensor, of: Shares) -> Tensor:
+    def forward(ctx: Any, results: Tensor, of: Shares) -> Tensor:
         ctx.of = of
-        return losses[of.mine].clone()
+        return results[of.mine].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

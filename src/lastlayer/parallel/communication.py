@@ -1,6 +1,7 @@
 """What a training step of each kind of head sends between processes, known before it is made."""
 
 import copy
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from lastlayer._processes import received_bytes
 from lastlayer._torch import accumulation_dtype
 from lastlayer.fused.scores import rows_at_a_time
 from lastlayer.fused.spread import TOLD
-from lastlayer.heads import EntmaxHead, Head, MultiLabel, TopKSoftmaxHead
+from lastlayer.heads import EntmaxHead, Head, MultiLabel, SelfNormalized, TopKSoftmaxHead
 from lastlayer.parallel.class_parallel import ClassParallel
 from lastlayer.parallel.families import (
     _FAMILIES,
@@ -259,6 +260,10 @@ class _Made:
         if getattr(head, "class_weight", None) is not None:
             size = self.n * self.float
             self.add("class weight of the target", "all_reduce", size, floats=1)
+        if isinstance(head, SelfNormalized) and head.fraction < 1.0:
+            self.add("scores of targets", "all_reduce", self.n * self.float, floats=1)
+            # All classes are scored for so many rows.
+            self.n = math.ceil(head.fraction * self.n)
         if isinstance(head, EntmaxHead) and head.alpha != 1.0:
             self.per_row("candidates", TOLD + 1, most)
             self.loss()

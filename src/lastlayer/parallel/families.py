@@ -12,18 +12,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, logsigmoid
+from torch.nn.functional import linear, logsigmoid, pad
 
-from lastlayer._processes import ELSEWHERE, IGNORED, Layout, Shards, in_all, local_part, summed
+from lastlayer._processes import (
+    ELSEWHERE,
+    IGNORED,
+    Layout,
+    Shards,
+    gathered,
+    in_all,
+    local_part,
+    sum_of_parts,
+    summed,
+)
 from lastlayer._torch import accumulation_dtype, in_dtype
 from lastlayer.fused import linear_cross_entropy
 from lastlayer.fused.cross_entropy import shaped
 from lastlayer.fused.function import RowScale
 from lastlayer.fused.paths import TreeTables
-from lastlayer.fused.prediction import top_classes
 from lastlayer.fused.sampled import Rule, sampled_loss
 from lastlayer.fused.scores import wide_scores
-from lastlayer.fused.spread import spread_entmax, spread_logsumexp
+from lastlayer.fused.spread import spread_logsumexp
 from lastlayer.heads import (
     AdaptiveImportanceSampling,
     AdaptiveSoftmax,
@@ -43,6 +52,11 @@ from lastlayer.heads import (
 )
 from lastlayer.heads.sampled.base import ComparedHead, SampledHead
 from lastlayer.parallel.lookup import looked_up
+from lastlayer.parallel.maps import (
+    spread_log_entmax,
+    spread_log_softmax,
+    spread_topk_log_softmax,
+)
 
 
 def family_of(head: Head, mesh: Any, assignment: str) -> "Family":
@@ -141,20 +155,25 @@ class Family:
             made: Tensor = self.head(hidden, self.layout.rows_of(target), **given)
             return made
 
-    def log_probs(self, rows: Tensor) -> Tensor:
-        """Of this process's classes, normalised over all of them; without a gradient."""
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What :meth:`log_probs` needs beside rows, in ``dtype``.
+
+        By default all parameters, by their names: of those that are spread the part of this
+        process; of the others the gradient is summed over processes.
+        """
+        shared, names = self.shared_tensors(), {*self.names}
+        return {
+            name: in_dtype(local_part(each) if name in names else shared.get(name, each), dtype)
+            for name, each in self.head.named_parameters()
+        }
+
+    def log_probs(self, rows: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        """Of this process's classes, normalised over those of all processes.
+
+        The gradients of rows and of what all processes have are this process's part of them. What
+        is exchanged in backward is exchanged by all processes, also by one without a class.
+        """
         raise NotImplementedError
-
-    def _softmax(self, shard: Shards, scores: Tensor) -> Tensor:
-        """Log-probabilities of scores whose other classes are in other processes."""
-        none = scores.new_full(scores.shape[:1], -torch.inf)
-        total = shard.logsumexp(scores.logsumexp(-1) if scores.shape[1] else none)
-        # In a fully masked row all are -inf.
-        return scores - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1)
-
-    def total(self, part: Tensor) -> Tensor:
-        """The sum over processes, with the gradient of this process's part."""
-        return part + (summed(part, self.group) - part.detach())
 
 
 class LinearFamily(Family):
@@ -162,10 +181,6 @@ class LinearFamily(Family):
 
     def __init__(self, head: Head, mesh: Any, assignment: str) -> None:
         super().__init__(head, mesh, assignment)
-        if isinstance(head, SelfNormalized) and (
-            head.fraction < 1.0 or head.class_weight is not None
-        ):
-            _refuse("fraction=1.0 and no class_weight for a SelfNormalized head", head)
         if isinstance(head, MultiLabel):
             if head.loss == "sparsemax" or (head.loss == "asymmetric" and head.label_smoothing):
                 _refuse("loss='zlpr', 'bce' or 'asymmetric' without smoothing for MultiLabel", head)
@@ -184,45 +199,59 @@ class LinearFamily(Family):
     def by_class(self, name: str) -> bool:  # noqa: ARG002
         return True
 
-    def scores(self, rows: Tensor) -> Tensor:
-        """Of this process's classes, after cap and temperature."""
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         head = self.head
-        bias = local_part(head.bias)
+        weight, bias = local_part(head.weight), local_part(head.bias)
         if isinstance(head, NegativeSampling):
             log_q = head.sampler._log_prob(self.classes, None)
             bias = log_q if bias is None else bias + log_q
-        weight, bias = (
-            None if each is None else in_dtype(each, rows.dtype)
-            for each in (local_part(head.weight), bias)
-        )
-        made = wide_scores(rows, weight, bias)  # type: ignore[arg-type]
-        cap, temperature = head._softcap_and_temperature()
-        return made if not cap and temperature == 1.0 else shaped(made, cap, temperature)[0]
+        made = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        return {name: in_dtype(each, dtype) for name, each in made.items()}
 
-    def log_probs(self, rows: Tensor) -> Tensor:
-        head, shard, scores = self.head, self.shards[0], self.scores(rows)
+    def log_probs(self, rows: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        head, shard = self.head, self.shards[0]
+        scores = wide_scores(rows, tensors["weight"], tensors.get("bias"))
+        cap, temperature = head._softcap_and_temperature()
+        if cap or temperature != 1.0:
+            scores = shaped(scores, cap, temperature)[0]
         if isinstance(head, MultiLabel):
             alone: Tensor = head._log_probs(scores)
             return alone
         if isinstance(head, EntmaxHead) and head.alpha != 1.0:
-            return spread_entmax(shard, scores, head.alpha)[0].log_()
+            return spread_log_entmax(shard, scores, head.alpha)
         if isinstance(head, TopKSoftmaxHead) and head.k < head.n_classes:
-            return self._of_best(scores, head.k)
-        return self._softmax(shard, scores)
+            return spread_topk_log_softmax(shard, scores, head.k)
+        return spread_log_softmax(shard, scores)
 
-    def _of_best(self, scores: Tensor, k: int) -> Tensor:
-        """The softmax over the k best classes of all processes."""
-        shard, n = self.shards[0], scores.shape[0]
-        some, most = min(k, scores.shape[1]), min(k, shard.most)
-        own = scores.new_full((n, most), -torch.inf)
-        columns = own.new_zeros(own.shape, dtype=torch.int64)
-        if some:
-            own[:, :some], columns[:, :some] = top_classes(scores, some)
-        merged = shard.gathered(own).transpose(0, 1).flatten(1)
-        values, places = top_classes(merged, min(k, merged.shape[1]))
-        logs = torch.full_like(merged, -torch.inf).scatter_(-1, places, values.log_softmax(-1))
-        mine = logs.view(n, -1, most)[:, shard.rank, :some]
-        return torch.full_like(scores, -torch.inf).scatter_(-1, columns[:, :some], mine)
+
+class SelfNormalizedFamily(LinearFamily):
+    """A softmax that also needs the score, and the class weight, of each row's target."""
+
+    def __init__(self, head: SelfNormalized, mesh: Any, assignment: str) -> None:
+        super().__init__(head, mesh, assignment)
+        head._target_scores_spread = self._target_scores
+        head._class_weights_spread = self._class_weights
+
+    def _targets_here(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows whose target is in this process, and its place here."""
+        place = self.shards[0].local(target, None)
+        rows = (place >= 0).nonzero().squeeze(-1)
+        return rows, place[rows]
+
+    def _target_scores(self, rows: Tensor, target: Tensor, factor: Tensor) -> Tensor:
+        """``factor`` times the score of each row's target."""
+        weight, bias = local_part(self.head.weight), local_part(self.head.bias)
+        here, place = self._targets_here(target)
+        scores = (rows[here].to(factor.dtype) * weight[place].to(factor.dtype)).sum(-1)
+        scores = scores if bias is None else scores + bias[place].to(factor.dtype)
+        found = torch.zeros_like(factor).index_add(0, here, scores * factor[here])
+        return sum_of_parts(found, self.group)
+
+    def _class_weights(self, target: Tensor) -> Tensor:
+        weights = local_part(self.head.class_weight)
+        here, place = self._targets_here(target)
+        found = weights.new_zeros(target.shape).index_copy_(0, here, weights[place])
+        return summed(found, self.group)
 
 
 class SampledFamily(LinearFamily):
@@ -325,7 +354,8 @@ class SampledFamily(LinearFamily):
         vectors = weight[own[here]].to(dtype)
         scores = (rows[here].to(dtype) * vectors).sum(-1)
         scores = scores if bias is None else scores + bias[own[here]].to(dtype)
-        exact = self.total(total.new_zeros(len(rows)).index_add(0, here, scores / temperature))
+        exact = total.new_zeros(len(rows)).index_add(0, here, scores / temperature)
+        exact = sum_of_parts(exact, self.group)
         if target_log_expected is not None:
             exact = exact - target_log_expected.squeeze(1).to(dtype)
         counted = target >= 0
@@ -346,20 +376,15 @@ class SampledFamily(LinearFamily):
         return super().loss(hidden, target, **given)
 
     def _loss_of_log_probs(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """In eval mode, of heads whose exact loss is made of log-probabilities; no gradient."""
+        """In eval mode, of heads whose exact loss is made of log-probabilities."""
         head = self.head
         classes = target if target.dim() == hidden.dim() else target.unsqueeze(-1)
         counts = torch.ones_like(classes, dtype=torch.bool)
         if head.ignore_index is not None:
             counts = classes != head.ignore_index
-        with torch.no_grad():
-            logs, column = self.log_probs(hidden), self.columns_of(classes.masked_fill(~counts, 0))
-            found = (
-                logs.gather(-1, column.clamp(min=0))
-                if logs.shape[1]
-                else logs.new_zeros(column.shape)
-            )
-            found = summed(torch.where(column < 0, 0.0, found), self.group)
+        logs = self.log_probs(hidden, self.tensors(hidden.dtype))
+        own = chosen_here(logs, self.columns_of(classes.masked_fill(~counts, 0)))
+        found = sum_of_parts(own, self.group)
         of_row = -torch.where(counts, found, 0.0).sum(-1) / counts.sum(-1).clamp(min=1)
         return RowScale.of(counts.any(-1).to(of_row.dtype), head.reduction, len(of_row)).reduce(
             of_row, head.reduction
@@ -418,10 +443,16 @@ class SpelledFamily(Family):
                 chunk_rows=head.chunk_rows, hidden_grad="part", **given,
             )  # fmt: skip
 
-    def log_probs(self, rows: Tensor) -> Tensor:
-        vectors, bias = self._vectors(), local_part(self.head.bias)
-        bias = None if bias is None else in_dtype(bias, rows.dtype)
-        return self._softmax(self.shards[0], wide_scores(rows, in_dtype(vectors, rows.dtype), bias))
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        with swapped(self.head, self.shared_tensors()):
+            made, bias = {"vectors": self._vectors()}, local_part(self.head.bias)
+        if bias is not None:
+            made["bias"] = bias
+        return {name: in_dtype(each, dtype) for name, each in made.items()}
+
+    def log_probs(self, rows: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        scores = wide_scores(rows, tensors["vectors"], tensors.get("bias"))
+        return spread_log_softmax(self.shards[0], scores)
 
 
 class BandsFamily(Family):
@@ -460,18 +491,16 @@ class BandsFamily(Family):
             made: Tensor = head(hidden, target, **given)
             return made
 
-    def log_probs(self, rows: Tensor) -> Tensor:
-        head = self.head
-        seen = (
-            rows if head.projection is None else linear(rows, in_dtype(head.projection, rows.dtype))
-        )
+    def log_probs(self, rows: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        projection, bias = tensors.get("projection"), tensors.get("bias")
+        seen = rows if projection is None else linear(rows, projection)
         scores = torch.cat([
-            wide_scores(seen[:, part], in_dtype(local_part(weight), rows.dtype), None)
-            for weight, part in zip(head.weights, head._seen_by, strict=True)
+            wide_scores(seen[:, part], tensors[f"weights.{i}"], None)
+            for i, part in enumerate(self.head._seen_by)
         ], -1)  # fmt: skip
-        if head.bias is not None:
-            scores = scores + head.bias[self._places].to(scores.dtype)
-        return self._softmax(self.shards[0], scores)
+        if bias is not None:
+            scores = scores + bias[self._places].to(scores.dtype)
+        return spread_log_softmax(self.shards[0], scores)
 
 
 class ClustersFamily(Family):
@@ -564,23 +593,20 @@ class ClustersFamily(Family):
             )
         return total
 
-    def log_probs(self, rows: Tensor) -> Tensor:
-        head, (top, *below), n_top = self.head, self.shards, self.head._n_top
-        bias = local_part(head.head_bias)
-        bias = None if bias is None else in_dtype(bias, rows.dtype)
-        scores = wide_scores(rows, in_dtype(local_part(head.head_weight), rows.dtype), bias)
-        made = self._softmax(top, scores)
+    def log_probs(self, rows: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        (top, *below), n_top = self.shards, self.head._n_top
+        scores = wide_scores(rows, tensors["head_weight"], tensors.get("head_bias"))
+        made = spread_log_softmax(top, scores)
         # Whole clusters are the last columns of the top; who has them tells the others.
         cut = max(0, min(top.here, n_top - top.first))
-        clusters = made.new_zeros(len(rows), len(below))
-        begin = top.first + cut - n_top
-        clusters[:, begin : begin + top.here - cut] = made[:, cut:] if top.here > cut else 0.0
-        clusters = summed(clusters, self.group)
+        here = top.here - cut
+        first = top.first + cut - n_top if here else 0
+        clusters = pad(made[:, cut:], (first, len(below) - first - here))
+        clusters = in_all(sum_of_parts(clusters, self.group), self.group)
         parts = [made[:, :cut]]
         for i, shard in enumerate(below):
-            narrow = linear(rows, in_dtype(head.projections[i], rows.dtype))
-            tail = in_dtype(local_part(head.tails[i]), rows.dtype)
-            inside = self._softmax(shard, wide_scores(narrow, tail, None))
+            narrow = linear(rows, tensors[f"projections.{i}"])
+            inside = spread_log_softmax(shard, wide_scores(narrow, tensors[f"tails.{i}"], None))
             parts.append(inside + clusters[:, i : i + 1])
         return torch.cat(parts, -1)
 
@@ -660,20 +686,25 @@ class TreeFamily(Family):
             made = head._part_losses(tables, weight, bias, hidden[some], known[some])
             losses = losses.index_add(0, some, made)
         scale = RowScale.of(counted.to(losses.dtype), head.reduction, len(target))
-        return self.total(scale.reduce(losses, head.reduction))
+        return sum_of_parts(scale.reduce(losses, head.reduction), self.group)
 
-    def log_probs(self, rows: Tensor) -> Tensor:
-        head, shard = self.head, self._rows
-        weight, bias = local_part(head.weight), local_part(head.bias)
-        rows = in_dtype(rows, accumulation_dtype(rows.dtype))
-        biases = None if bias is None else in_dtype(bias, rows.dtype)
-        scores = wide_scores(rows, in_dtype(weight, rows.dtype), biases)
-        padded = scores.new_zeros(len(rows), shard.most)
-        padded[:, : shard.here] = scores
-        every = shard.gathered(padded).transpose(0, 1).flatten(1)[:, : shard.n_classes]
-        mine = self.shards[0]
-        made: Tensor = head._from_scores(every)[:, mine.first : mine.first + mine.here]
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return super().tensors(accumulation_dtype(dtype))
+
+    def log_probs(self, rows: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        rows, mine = in_dtype(rows, accumulation_dtype(rows.dtype)), self.shards[0]
+        scores = wide_scores(rows, tensors["weight"], tensors.get("bias"))
+        every = gathered(scores.t(), self._rows.shares).t()
+        made: Tensor = self.head._from_scores(every)[:, mine.first : mine.first + mine.here]
         return made.contiguous()
+
+
+def chosen_here(logs: Tensor, columns: Tensor) -> Tensor:
+    """``logs`` at the columns of each row ``(n, k)``; 0 where these are negative."""
+    if not logs.shape[1]:
+        # Still a function of logs: all processes exchange the same numbers in backward.
+        return logs.new_zeros(columns.shape) + logs.sum()
+    return torch.where(columns < 0, 0.0, logs.gather(-1, columns.clamp(min=0)))
 
 
 def _refuse(expected: str, head: Head) -> None:
@@ -688,7 +719,7 @@ _FAMILIES: list[tuple[Any, Any]] = [
     (FullSoftmax, LinearFamily),
     (EntmaxHead, LinearFamily),
     (TopKSoftmaxHead, LinearFamily),
-    (SelfNormalized, LinearFamily),
+    (SelfNormalized, SelfNormalizedFamily),
     (MultiLabel, LinearFamily),
     (CharCNNSoftmax, SpelledFamily),
     (DifferentiatedSoftmax, BandsFamily),

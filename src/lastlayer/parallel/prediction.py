@@ -10,68 +10,89 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
-from lastlayer._processes import all_gathered, summed
+from lastlayer._processes import Shares, all_gathered, sum_of_parts, summed, summed_part
 from lastlayer._torch import without_autocast
 from lastlayer.fused.prediction import drawn_by, top_classes
+from lastlayer.fused.recompute import in_chunks
 from lastlayer.fused.scores import row_chunks
-from lastlayer.parallel.families import Family
+from lastlayer.parallel.families import Family, chosen_here
 
 # Numbers held for each row and class of this process.
 _COPIES = 4.0
 
 
 class Predictions:
-    """Of a family of heads; each method gives the results of the rows ``mine`` among all."""
+    """Of a family of heads.
+
+    ``rows`` are those of all processes, and ``of`` says which are whose: each method but
+    :meth:`log_probs_of` has the results of this process's rows. It is None where all processes
+    have the same rows, and want the results of all.
+    """
 
     def __init__(self, family: Family) -> None:
         self._family, self._group = family, family.group
         self._order: Tensor | None = None
 
-    def log_probs(self, rows: Tensor, mine: slice) -> Tensor:
-        """Of all classes, ``(n, n_classes)``."""
-        found = [self._all_columns(logs)[some] for _, some, logs in self._in_chunks(rows, mine)]
+    def log_probs(self, rows: Tensor, of: Shares | None) -> Tensor:
+        """Of all classes, ``(n, n_classes)``; differentiable."""
+        classes = self._classes_of_all()
+        found = [
+            _AllColumns.apply(logs, classes, self._family, some, of is None)
+            for _, some, logs in self._in_chunks(rows, of)
+        ]
         return torch.cat(found)
 
-    def log_probs_of(self, rows: Tensor, chosen: Tensor, mine: slice) -> Tensor:
-        """Of chosen classes ``(all rows, k)``."""
-        found = []
-        for part, some, logs in self._in_chunks(rows, mine):
-            column = self._columns_of(chosen[part])
-            values = logs.new_zeros(column.shape)
-            if logs.shape[1]:
-                values = torch.where(column < 0, 0.0, logs.gather(-1, column.clamp(min=0)))
-            found.append(summed(values, self._group)[some])
-        return torch.cat(found)
+    def log_probs_of(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """Of chosen classes ``(n, k)`` of all rows; differentiable.
 
-    def best(self, rows: Tensor, k: int, mine: slice) -> tuple[Tensor, Tensor]:
+        Backward makes the scores of each chunk of rows again, with what processes exchange for it.
+        """
+        family = self._family
+        tensors = family.tensors(rows.dtype)
+
+        def of_chunk(rows: Tensor, columns: Tensor, *values: Tensor) -> Tensor:
+            logs = family.log_probs(rows, dict(zip(tensors, values, strict=True)))
+            return chosen_here(logs, columns)
+
+        with without_autocast(rows):
+            columns, chunks = self._columns_of(chosen), [*self._chunks(rows)]
+            own = in_chunks(of_chunk, rows, [columns], [*tensors.values()], chunks)
+        return sum_of_parts(own, self._group)
+
+    def best(self, rows: Tensor, k: int, of: Shares | None) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids of the k best classes; of equal ones the lower id first."""
         found = []
-        for _, some, logs in self._in_chunks(rows, mine):
+        for _, some, logs in self._in_chunks(rows, of):
             values, classes = self._merged(logs, k)
             found.append((values[some], classes[some]))
         values, classes = map(torch.cat, zip(*found, strict=True))
         return values, classes
 
-    def draw(self, rows: Tensor, uniform: Tensor, mine: slice) -> Tensor:
+    def draw(self, rows: Tensor, uniform: Tensor, of: Shares | None) -> Tensor:
         """Class ids from numbers in [0, 1), ``(all rows, n_samples)``; -1 for none."""
         drawn = [
-            self._drawn(logs, uniform[part])[some]
-            for part, some, logs in self._in_chunks(rows, mine)
+            self._drawn(logs, uniform[part])[some] for part, some, logs in self._in_chunks(rows, of)
         ]
         return torch.cat(drawn)
 
-    def _in_chunks(self, rows: Tensor, mine: slice) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Some rows, which of them are mine, and log-probabilities of this process's classes."""
+    def _chunks(self, rows: Tensor) -> Iterator[slice]:
         head: Any = self._family.head
         most = max(shard.most for shard in self._family.shards)
-        chunk_rows = getattr(head, "chunk_rows", "auto")
+        return row_chunks(rows, most, getattr(head, "chunk_rows", "auto"), _COPIES)
+
+    def _in_chunks(self, rows: Tensor, of: Shares | None) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Some rows, which of them are mine, and log-probabilities of this process's classes."""
+        mine = slice(0, len(rows)) if of is None else of.mine
+        tensors = self._family.tensors(rows.dtype)
         with without_autocast(rows):
-            for part in row_chunks(rows, most, chunk_rows, _COPIES):
+            for part in self._chunks(rows):
                 first, last = part.start, part.stop
                 begin = min(max(first, mine.start), last)
                 some = slice(begin - first, max(begin, min(last, mine.stop)) - first)
-                yield part, some, self._family.log_probs(rows[part])
+                yield part, some, self._family.log_probs(rows[part], tensors)
 
     @property
     def _by_id(self) -> Tensor:
@@ -90,20 +111,13 @@ class Predictions:
         place = torch.searchsorted(ids, classes.contiguous()).clamp(max=len(order) - 1)
         return torch.where(ids[place] == classes, order[place], -1)
 
-    def _all_columns(self, logs: Tensor) -> Tensor:
-        """Log-probabilities of all classes, in their order, from those of each process."""
-        n_classes, own = self._family.head.n_classes, self._family.classes
-        sizes = all_gathered(torch.tensor([len(own)], device=logs.device), self._group)
-        most = int(sizes.max())
-        padded = logs.new_full((len(logs), most), -torch.inf)
-        padded[:, : len(own)] = logs
-        ids = torch.full((most,), n_classes, device=logs.device)
+    def _classes_of_all(self) -> Tensor:
+        """Class ids of the columns of each process ``(processes, most)``, n_classes for none."""
+        own = self._family.classes
+        sizes = all_gathered(torch.tensor([len(own)], device=own.device), self._group)
+        ids = own.new_full((int(sizes.max()),), self._family.head.n_classes)
         ids[: len(own)] = own
-        made = logs.new_empty(len(logs), n_classes + 1)
-        every, places = all_gathered(padded, self._group), all_gathered(ids, self._group)
-        for some, columns in zip(every, places, strict=True):
-            made[:, columns] = some
-        return made[:, :n_classes]
+        return all_gathered(ids, self._group)
 
     def _merged(self, logs: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k best of all processes, each of which sends its own k best."""
@@ -139,3 +153,36 @@ class Predictions:
             ids = self._family.classes[column.clamp(min=0)]
             drawn = torch.where(here & (column >= 0), ids, -1)
         return summed(drawn + 1, self._group) - 1
+
+
+class _AllColumns(torch.autograd.Function):
+    """Log-probabilities of all classes in their order, from those of each process.
+
+    Of the rows ``some`` alone. In backward each process gets the gradients of its own classes from
+    the processes that have the rows; where these are ``shared`` it has them already.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logs: Tensor, classes: Tensor, family: Family, some: slice, shared: bool
+    ) -> Tensor:
+        n, n_classes = len(logs), family.head.n_classes
+        ctx.given = classes, family, some, shared, logs.shape
+        padded = logs.new_full((n, classes.shape[1]), -torch.inf)
+        padded[:, : logs.shape[1]] = logs
+        made = logs.new_empty(some.stop - some.start, n_classes + 1)
+        every = all_gathered(padded, family.group)
+        for values, columns in zip(every, classes, strict=True):
+            made[:, columns] = values[some]
+        return made[:, :n_classes]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        classes, family, some, shared, (n, here) = ctx.given
+        if shared:
+            return grad[:, family.classes], None, None, None, None
+        parts = grad.new_zeros(len(classes), n, classes.shape[1])
+        parts[:, some] = pad(grad, (0, 1))[:, classes].transpose(0, 1)
+        mine = summed_part(parts, family.group)[:, :here]
+        return mine, None, None, None, None

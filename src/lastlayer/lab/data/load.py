@@ -162,12 +162,7 @@ _GOES_ON = "EOF in multi-line"
 
 
 def cut(text: str, format_: str, tokenizer: Tokenizer | None = None) -> list[str]:
-    r"""The tokens of a prompt; a line ends where it says so, and not at its end.
-
-    Args:
-        text: what a person wrote.
-        format_: of the data, as its description has it.
-        tokenizer: that of the data, if any.
+    r"""The tokens of a prompt, cut as data of this format was; its last line need not end.
 
     Example:
         >>> cut("import os\nos.path", "python source")

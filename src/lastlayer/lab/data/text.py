@@ -232,11 +232,7 @@ TENTH, PER_LIMIT = 10, 8
 
 
 class Tokenizer:
-    """A tokenizers JSON file, or a folder with one, as Hugging Face's models have it.
-
-    Args:
-        path: ``tokenizer.json``, or the folder that it is in.
-    """
+    """A tokenizer.json of the tokenizers package, or a folder with one, as of a model."""
 
     def __init__(self, path: Path | str) -> None:
         file = existing(str(path))

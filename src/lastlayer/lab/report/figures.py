@@ -54,9 +54,7 @@ class View(NamedTuple):
     def chart(self, looks: Sequence[Look], *, in_page: bool = True) -> dict[str, Any]:
         """The chart in Vega-Lite, with the same marks for the same heads on every chart.
 
-        Args:
-            looks: of the heads.
-            in_page: as wide as the page lets it be and without a legend; else 640 wide with one.
+        In the page it is as wide as the page and has no legend; else it is 640 wide and has one.
         """
         heads = [look.name for look in looks]
         signals = {"shown": heads, "ink": LIGHT_INK.text, "muted": LIGHT_INK.muted}

@@ -56,10 +56,7 @@ class Column(NamedTuple):
 def columns(results: Results, *, telling: bool = True) -> list[Column]:
     """What was measured, the metric of the ranks first.
 
-    Args:
-        results: of a comparison.
-        telling: leave out what says nothing where no head is sparse: coverage, support and the
-            ε-smoothed perplexity.
+    ``telling`` leaves out coverage, support and ε-smoothed perplexity where no head is sparse.
     """
     metric = results.metric
     found = [_column(metric, "test data, the best model by validation; heads are ranked by it")]

@@ -1,0 +1,109 @@
+"""Log-probabilities from scores whose classes are spread over processes, with their gradients.
+
+Each process has the scores of its own classes, and gets their log-probabilities. In backward one
+or two numbers per row are summed over processes, which all of them run in the same order. There are
+no second derivatives.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lastlayer._processes import Shards
+from lastlayer.fused.prediction import top_classes
+from lastlayer.fused.spread import spread_entmax
+
+
+def spread_log_softmax(shards: Shards, scores: Tensor) -> Tensor:
+    """The log of the softmax over the classes of all processes ``(n, here)``.
+
+    A fully masked row is -inf, without a gradient. One number per row is exchanged, and one summed
+    in backward.
+    """
+
+    def logs(scores: Tensor) -> Tensor:
+        none = scores.new_full(scores.shape[:1], -torch.inf)
+        total = shards.logsumexp(scores.logsumexp(-1) if scores.shape[1] else none)
+        return scores - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1)
+
+    made: Tensor = _LogSoftmax.apply(scores, logs, shards)
+    return made
+
+
+def spread_topk_log_softmax(shards: Shards, scores: Tensor, k: int) -> Tensor:
+    """The same over the k best classes of all processes; -inf, without a gradient, for others.
+
+    Each process tells its k best scores of a row, and one number per row is summed in backward.
+    """
+
+    def logs(scores: Tensor) -> Tensor:
+        n, some, most = scores.shape[0], min(k, scores.shape[1]), min(k, shards.most)
+        own = scores.new_full((n, most), -torch.inf)
+        columns = own.new_zeros(own.shape, dtype=torch.int64)
+        if some:
+            own[:, :some], columns[:, :some] = top_classes(scores, some)
+        merged = shards.gathered(own).transpose(0, 1).flatten(1)
+        values, places = top_classes(merged, min(k, merged.shape[1]))
+        best = torch.full_like(merged, -torch.inf).scatter_(-1, places, values.log_softmax(-1))
+        mine = best.view(n, -1, most)[:, shards.rank, :some]
+        return torch.full_like(scores, -torch.inf).scatter_(-1, columns[:, :some], mine)
+
+    made: Tensor = _LogSoftmax.apply(scores, logs, shards)
+    return made
+
+
+def spread_log_entmax(shards: Shards, scores: Tensor, alpha: float) -> Tensor:
+    """The log of entmax over the classes of all processes ``(n, here)``, for alpha above 1.
+
+    It is -inf, without a gradient, outside the support. Two numbers per row are summed in each of
+    the rounds that find the threshold, and two in backward.
+    """
+    made: Tensor = _LogEntmax.apply(scores, shards, alpha)
+    return made
+
+
+class _LogSoftmax(torch.autograd.Function):
+    """Scores minus one number per row, the logsumexp of those whose result is not -inf."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, logs: Callable[[Tensor], Tensor], shards: Shards
+    ) -> Tensor:
+        made = logs(scores)
+        ctx.shards = shards
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (logs,) = ctx.saved_tensors
+        grad = grad.masked_fill(logs == -torch.inf, 0.0)
+        total = ctx.shards.sum(grad.sum(-1))
+        return grad - logs.exp() * total.unsqueeze(-1), None, None
+
+
+class _LogEntmax(torch.autograd.Function):
+    """With ``q = p^(2 - alpha)``: ``dp = q (ds - <q, ds> / sum(q))``, on the support."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, shards: Shards, alpha: float) -> Tensor:
+        made = spread_entmax(shards, scores, alpha)[0].log_()
+        ctx.shards, ctx.alpha = shards, alpha
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (logs,) = ctx.saved_tensors
+        outside = logs == -torch.inf
+        slopes = ((2.0 - ctx.alpha) * logs).exp_().masked_fill_(outside, 0.0)
+        pulls = (grad * ((1.0 - ctx.alpha) * logs).exp_()).masked_fill_(outside, 0.0)
+        pull, slope = ctx.shards.sum(torch.stack([pulls.sum(-1), slopes.sum(-1)]))
+        # Fully masked rows have no slope, and no gradient.
+        mean = pull / torch.where(slope == 0, 1.0, slope)
+        return pulls - slopes * mean.unsqueeze(-1), None, None
