@@ -417,7 +417,7 @@ def altered(head, folder, **buffers):
     [
         ("order", [987744430, *range(1, 40)], ("order:", "from 0 to 39", "got 987744430")),
         ("order", [1, 1, *range(2, 40)], ("order:", "class 1 at positions 0 and 1")),
-        ("places", [987744430, *range(1, 40)], ("places: expected the place of each class",)),
+        ("places", [987744430, *range(1, 40)], ("places: expected the inverse permutation",)),
         ("cutoffs", [6, 16], ("cutoffs: expected [6, 15]", "got [6, 16]")),
     ],
 )
@@ -485,7 +485,11 @@ def test_biases_start_at_the_frequencies(ordered):
 @pytest.mark.parametrize(
     ("options", "kind", "parts"),
     [
-        ({"cutoffs": [15, 6]}, ValueError, ("cutoffs:", "rising", "got 6 at position 1 after 15")),
+        (
+            {"cutoffs": [15, 6]},
+            ValueError,
+            ("cutoffs:", "increasing", "got 6 at position 1 after 15"),
+        ),
         ({"cutoffs": [6, 6]}, ValueError, ("cutoffs:", "got 6 at position 1 after 6")),
         ({"cutoffs": [0, 6]}, ValueError, ("cutoffs:", "from 1 to 39", "got 0 at position 0")),
         ({"cutoffs": [6, 40]}, ValueError, ("cutoffs:", "from 1 to 39", "got 40 at position 1")),

@@ -389,7 +389,7 @@ def test_in_batch_loss_refuses_what_does_not_fit(change, message):
         ({"head_classes": -1}, "head_classes: expected 0 to 22"),
         ({"head_classes": [3, 3]}, "head_classes: expected unique class ids"),
         ({"head_classes": [30]}, "head_classes: expected class ids from 0 to 22, got 30"),
-        ({"head_classes": 2.0}, "head_classes: expected how many"),
+        ({"head_classes": 2.0}, "head_classes: expected the number"),
         ({"sampler": samplers.Uniform(22)}, "sampler: expected one for 23 classes.*got one for 22"),
         ({"sampler": [1, 2]}, "sampler: expected one of lastlayer.samplers.*got list"),
         ({"sampler": samplers.InBatch(23)}, "sampler: expected one without context, got InBatch"),

@@ -461,7 +461,10 @@ def blocks_suit(head: AdaptiveSoftmax, rows: Tensor, k: int) -> bool:
 
 
 def best_by_blocks(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As ``best_by_clusters``, on CUDA: searches all clusters for all rows, without a host sync."""
+    """As ``best_by_clusters``, on CUDA: searches all clusters for all rows.
+
+    There is no host sync after the first call, which copies the cutoffs to the device.
+    """
     # Imported here: Triton is not installed on every machine.
     from lastlayer.kernels.search.triton import largest
 

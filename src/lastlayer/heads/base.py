@@ -404,7 +404,7 @@ class Head(SavedModule, ABC):
         return checked_draws(in_shape(drawn, (*hidden.shape[:-1], n_samples)))
 
     def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
-        """Class ids of rows from uniform numbers ``(n, n_samples)`` in [0, 1); -1 for invalid rows."""
+        """Class ids from uniform numbers ``(n, n_samples)`` in [0, 1); -1 for invalid rows."""
         chunks = row_chunks(rows, self.n_classes, self.chunk_rows, DRAW_COPIES)
         drawn = [drawn_by(self.log_prob(rows[part]), uniform[0][part]) for part in chunks]
         return torch.cat(drawn)

@@ -217,8 +217,7 @@ class HierarchicalSoftmax(Head):
         probabilities at 0, plus the entropy of these weights (the log of their number if they are
         equal). A binary node gets the difference of its second and its first child. The more
         similar the vectors below a node are, the closer the head is to the layer, so build the tree
-        from
-        them: ``trees.cluster(linear.weight)``.
+        from them: ``trees.cluster(linear.weight)``.
 
         Args:
             linear: the layer, or an embedding whose rows are the class vectors.
@@ -374,11 +373,15 @@ class HierarchicalSoftmax(Head):
         exact: a child is at most as probable as its parent, so a node that is less probable than k
         known classes contains none of the best k.
 
-        A row for which more than a sixteenth of the nodes would be opened is sorted as a whole.
-        So are all rows on a CPU if most of the first 8 are, or if there are 16 or more rows and at
-        most 1024 node vectors; on a GPU if the tree has wider than binary nodes; if k is more than
-        an eighth of the classes, or more than 64 on a GPU; and if the tree has overlap, since the
-        bound does not hold for a sum over paths.
+        If the search of a row would read more than 1024 rows of the weight one by one, and more
+        than a sixteenth of all, it is given up, and all classes are computed and sorted. This is
+        done for all rows
+
+        * on a CPU, if most of the first 8 searches are given up, or for 16 or more rows and at most
+          1024 rows of the weight;
+        * on a GPU, if a node has more than two children, or for k above 64;
+        * for k above an eighth of the classes, if there are more than 512;
+        * if the tree has overlap, since the bound does not hold for a sum over paths.
 
         Args:
             hidden: ``(*batch, in_features)``.

@@ -316,7 +316,7 @@ class EntmaxHead(LinearHead):
 
 
 class TopKSoftmaxHead(LinearHead):
-    r"""A linear layer with :func:`lastlayer.topk_softmax`: a softmax over each row's k best classes.
+    r"""A linear layer with :func:`lastlayer.topk_softmax`: softmax over each row's k best classes.
 
     .. math:: \log p_c = \theta_c - \log \sum_{j \in \Omega_k} e^{\theta_j}
               \quad (c \in \Omega_k), \qquad \theta = W h + b

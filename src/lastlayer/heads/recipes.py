@@ -50,7 +50,7 @@ class ClassData:
         return ClassData(self.in_features, self.counts, self.spellings, seed, self._made)
 
     def positive_counts(self) -> NDArray[np.int64]:
-        """Counts of at least 1: a class that never occurs still needs a place in a tree or sampler."""
+        """Counts of at least 1: trees and samplers also need the classes that never occur."""
         return np.maximum(self.counts, 1)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -185,7 +185,7 @@ class SampledSoftmax(SampledHead):
         return self._compare(rows, target, ids, log_expected, Rule(average=averages), **more)
 
     def _log_q(self, ids: Tensor) -> Tensor:
-        """Log-probabilities of a draw, or of inclusion if unique; float64, -inf for head classes."""
+        """Log-probability of a draw, or of inclusion if unique; float64, -inf for head classes."""
         names = ids
         if self._has_tail_sampler:
             # Their indices among the other classes; arbitrary for head classes.
