@@ -236,13 +236,17 @@ class TestFromLinear:
         [("device", "cpu"), ("dtype", torch.float64), ("bias", False), ("n_classes", 3)],
     )
     def test_what_the_layer_decides(self, head, name, value):
-        expected = f"{name}: expected none, since it follows from the layer, got {value!r}"
+        expected = (
+            f"{name}: expected no such argument, since it follows from the layer, got {value!r}"
+        )
         with raises(TypeError, expected):
             head.from_linear(torch.nn.Linear(5, 7), **{name: value})
 
     def test_a_layer_without_parameters_as_yet(self):
         lazy = torch.nn.LazyLinear(7)
-        with raises(ValueError, "linear: expected a layer that has its parameters", "LazyLinear"):
+        with raises(
+            ValueError, "linear: expected a layer with initialised parameters", "LazyLinear"
+        ):
             FullSoftmax.from_linear(lazy)
         lazy(torch.zeros(1, 5))
         assert FullSoftmax.from_linear(lazy).in_features == 5

@@ -184,7 +184,7 @@ def check_refusals() -> None:
     with refused("sparse: expected False for a head that fully_shard"):
         fully_shard(make("huffman", sparse=True))(hidden, target)
     model = fully_shard(Model("full"))
-    with refused("hidden: expected a head with whole parameters", "fully_shard(head)"):
+    with refused("hidden: expected a head with full parameters", "fully_shard(head)"):
         model.head.topk(hidden, 2)
 
 

@@ -391,7 +391,7 @@ def test_samples_do_not_depend_on_chunks():
 def test_a_row_without_probabilities_cannot_be_drawn_from():
     hidden = torch.zeros(2, 2, 12, dtype=torch.float64)
     hidden[1, 0, 1] = torch.nan
-    with raises(ValueError, "hidden: expected states with probabilities", "position (1, 0)"):
+    with raises(ValueError, "hidden: expected rows with valid probabilities", "position (1, 0)"):
         make(order=shuffled()).sample(hidden)
 
 
@@ -417,14 +417,14 @@ def altered(head, folder, **buffers):
     [
         ("order", [987744430, *range(1, 40)], ("order:", "from 0 to 39", "got 987744430")),
         ("order", [1, 1, *range(2, 40)], ("order:", "class 1 at positions 0 and 1")),
-        ("places", [987744430, *range(1, 40)], ("places: expected the place of each class",)),
+        ("places", [987744430, *range(1, 40)], ("places: expected the inverse permutation",)),
         ("cutoffs", [6, 16], ("cutoffs: expected [6, 15]", "got [6, 16]")),
     ],
 )
 def test_an_altered_state_is_refused(name, values, parts, tmp_path):
     head = make(order=shuffled())
     folder = altered(head, tmp_path, **{name: torch.tensor(values)})
-    with raises(ValueError, "folder:", "model.safetensors was altered", *parts):
+    with raises(ValueError, "folder:", "got a modified", *parts):
         Head.load(folder)
     if name == "cutoffs":
         return
@@ -485,7 +485,11 @@ def test_biases_start_at_the_frequencies(ordered):
 @pytest.mark.parametrize(
     ("options", "kind", "parts"),
     [
-        ({"cutoffs": [15, 6]}, ValueError, ("cutoffs:", "rising", "got 6 at position 1 after 15")),
+        (
+            {"cutoffs": [15, 6]},
+            ValueError,
+            ("cutoffs:", "increasing", "got 6 at position 1 after 15"),
+        ),
         ({"cutoffs": [6, 6]}, ValueError, ("cutoffs:", "got 6 at position 1 after 6")),
         ({"cutoffs": [0, 6]}, ValueError, ("cutoffs:", "from 1 to 39", "got 0 at position 0")),
         ({"cutoffs": [6, 40]}, ValueError, ("cutoffs:", "from 1 to 39", "got 40 at position 1")),

@@ -165,7 +165,7 @@ def test_a_config_makes_the_same_head():
 
 
 def test_there_are_no_biases_to_start_from_counts():
-    with pytest.raises(NotImplementedError, match="GlobalPointer has no biases"):
+    with pytest.raises(NotImplementedError, match="got GlobalPointer, which has none"):
         GlobalPointer(3, 2, 4).init_bias_from_counts([1, 2])
 
 

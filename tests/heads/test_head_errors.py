@@ -96,7 +96,7 @@ def test_generators():
 def test_a_row_without_probabilities_cannot_be_drawn_from(head, wrong):
     hidden = torch.zeros(2, 2, 3)
     hidden[1, 0, 1] = wrong
-    with raises(ValueError, "hidden: expected states with probabilities", "position (1, 0)"):
+    with raises(ValueError, "hidden: expected rows with valid probabilities", "position (1, 0)"):
         head.sample(hidden)
 
 
@@ -105,7 +105,7 @@ def test_values_on_a_gpu_are_checked_inside_debug():
     head = FullSoftmax(3, 4, device="cuda")
     hidden = torch.full((2, 3), math.nan, device="cuda")
     assert head.sample(hidden).tolist() == [[-1], [-1]]
-    with lastlayer.debug(), raises(ValueError, "hidden: expected states with probabilities"):
+    with lastlayer.debug(), raises(ValueError, "hidden: expected rows with valid probabilities"):
         head.sample(hidden)
     with raises(ValueError, "generator: expected one on the device of hidden", "got one on cpu"):
         head.sample(hidden, generator=torch.Generator())

@@ -516,7 +516,7 @@ def test_bad_arguments_are_named():
         (TypeError, "tree: expected", lambda: head.relearn(None)),
         (ValueError, "beam: expected at least 3", lambda: head.topk(torch.ones(4), 3, beam=2)),
         (TypeError, "beam: expected an int", lambda: head.topk(torch.ones(4), 3, beam=4.0)),
-        (ValueError, "beam: expected None for a tree that overlaps",
+        (ValueError, "beam: expected None for a tree with overlap",
          lambda: HierarchicalSoftmax(4, overlapping()).topk(torch.ones(4), 1, beam=2)),
         (ValueError, "reduction: expected",
          lambda: HierarchicalSoftmax(4, tree, reduction="median")),

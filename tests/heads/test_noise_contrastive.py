@@ -264,7 +264,7 @@ def test_bad_arguments_are_named():
         NoiseContrastive(D, V, samplers.Uniform(V), log_z=True)
     with pytest.raises(ValueError, match="log_z: expected a finite number, got nan"):
         NoiseContrastive(D, V, samplers.Uniform(V), log_z=math.nan)
-    with pytest.raises(ValueError, match="sampler: expected one of 20 classes"):
+    with pytest.raises(ValueError, match="sampler: expected one for 20 classes"):
         NegativeSampling(D, V, samplers.Uniform(V + 1))
     with pytest.raises(ValueError, match="classes: expected class ids from 0 to 19, got 20"):
         make().unnormalized_log_prob(batch()[0], torch.tensor([V]))

@@ -101,7 +101,7 @@ def test_draws_have_their_shares(name):
     assert (shares - probs).abs().max() < 5 * 0.5 / math.sqrt(4000)
     again = head.sample(hidden, 4000, generator=torch.Generator().manual_seed(1))
     assert torch.equal(drawn, again)
-    with pytest.raises(ValueError, match="expected states with probabilities"):
+    with pytest.raises(ValueError, match="expected rows with valid probabilities"):
         head.sample(torch.full((1, D), math.nan))
 
 

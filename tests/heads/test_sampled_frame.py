@@ -416,7 +416,7 @@ def test_hooks_on_saved_tensors_are_no_checkpoint():
 def test_a_call_inside_a_backward_pass_is_refused():
     head, (hidden, target) = DRAWING["sampled softmax"](), recorded()
     hidden.register_hook(lambda _: head(hidden.detach(), target))
-    with pytest.raises(RuntimeError, match="inside a backward pass whose draws are not known"):
+    with pytest.raises(RuntimeError, match="inside a backward pass without a recorded RNG"):
         hidden.sum().backward()
 
 

@@ -319,7 +319,7 @@ def test_partitions_of_one_class_of_nothing_and_of_all():
         next(target_partitions([0.5], 2))
     with pytest.raises(ValueError, match="classes: expected class ids from 0 to 9, got 10"):
         TargetSampling(3, 10).use([3, 10])
-    with pytest.raises(ValueError, match="classes: expected each class once, got class 3 again"):
+    with pytest.raises(ValueError, match="classes: expected unique class ids, got class 3 twice"):
         TargetSampling(3, 10).use([3, 3])
 
 
@@ -387,10 +387,10 @@ def test_in_batch_loss_refuses_what_does_not_fit(change, message):
         ({"temperature": -1.0}, "temperature: expected a finite number above 0"),
         ({"head_classes": 23}, "head_classes: expected 0 to 22"),
         ({"head_classes": -1}, "head_classes: expected 0 to 22"),
-        ({"head_classes": [3, 3]}, "head_classes: expected each class once"),
+        ({"head_classes": [3, 3]}, "head_classes: expected unique class ids"),
         ({"head_classes": [30]}, "head_classes: expected class ids from 0 to 22, got 30"),
-        ({"head_classes": 2.0}, "head_classes: expected how many"),
-        ({"sampler": samplers.Uniform(22)}, "sampler: expected one of 23 classes.*got one of 22"),
+        ({"head_classes": 2.0}, "head_classes: expected the number"),
+        ({"sampler": samplers.Uniform(22)}, "sampler: expected one for 23 classes.*got one for 22"),
         ({"sampler": [1, 2]}, "sampler: expected one of lastlayer.samplers.*got list"),
         ({"sampler": samplers.InBatch(23)}, "sampler: expected one without context, got InBatch"),
         ({"seed": 1.5}, "seed: expected an int"),

@@ -609,7 +609,7 @@ def _product(gradient: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """``gradient.T @ rows`` in ``dtype``."""
     if dtype == rows.dtype:
         return torch.mm(gradient.t(), rows)
-    # No matrix product converts between float16 and bfloat16.
+    # On a GPU no product of float16 has a bfloat16 result, nor the reverse: convert from float32.
     shape = gradient.shape[1], rows.shape[1]
     made = rows.new_empty(shape, dtype=accumulation_dtype(rows.dtype))
     return in_dtype(multiply(made, gradient.t(), rows), dtype)

@@ -81,7 +81,8 @@ def linear_cross_entropy(
     memory of one more weight, or two with ``weight_grad``. A misaligned number of classes needs no
     such copy.
 
-    On a GPU large problems have one host sync, to remove ignored rows before any product. Pass
+    On a GPU there is one host sync, to remove ignored rows before any product, if n × d × v is at
+    least 2^36, for more than 65,536 rows, and in float64, but never during CUDA graph capture. Pass
     ``ignore_index=None`` if no target is ignored: this avoids the host sync.
 
     Args:

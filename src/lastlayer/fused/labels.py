@@ -668,7 +668,7 @@ class _Gradients:
         gradient = layer.padded(self._slabs.memory)
         if of_weight:
             if self._weight is None:
-                # No matrix product converts between float16 and bfloat16.
+                # On a GPU no product of float16 has a bfloat16 result, nor the reverse.
                 native = self._weight_dtype in (gradient.dtype, self._wide)
                 dtype = self._weight_dtype if native else self._wide
                 self._weight = empty(self._slabs.weight.shape, dtype, gradient.device)

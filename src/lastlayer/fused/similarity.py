@@ -39,7 +39,8 @@ from lastlayer.kernels import info_nce
 # On CUDA chunks of this many queries make fast products and few additions to the keys' gradient.
 # With many keys such chunks may exceed the budget, up to the second number of bytes.
 _ROWS, _MOST_BYTES = 4096, 1_080_000_000
-# Gradients are scaled to this magnitude, where float16 is precise and sums do not overflow.
+# Gradients of similarities are scaled so that the largest possible ones have about this magnitude:
+# most others are then normal numbers in float16, and sums of several do not overflow.
 _SIZE = 4096.0
 
 

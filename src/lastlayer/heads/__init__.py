@@ -1,4 +1,4 @@
-"""Modules that own the class vectors: from hidden states to a loss, or to classes."""
+"""Output layers: modules that own the class vectors and compute losses and predictions."""
 
 from lastlayer.heads.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from lastlayer.heads.base import Head, TopK

@@ -1,8 +1,8 @@
 """Log-probabilities in any tree, from the vectors of its nodes; and vectors of nodes from classes.
 
-*Entries* are what is asked for: a row of hidden states and a node. Binary nodes take a gathered
-vector each. Wider ones have a block of vectors, which is gathered where it is small; else the
-entries of one node share a product, see :mod:`lastlayer.fused.paths`.
+An *entry* is a row of hidden states and a node whose children it needs. Binary nodes gather one
+vector per entry. Wider nodes have a block of vectors, which is gathered if it is small; otherwise
+the entries of a node share a matrix product, see :mod:`lastlayer.fused.paths`.
 """
 
 import math
@@ -39,20 +39,19 @@ from lastlayer.kernels.search import leaf_log_probs
 
 # Blocks of more vectors than this are not gathered.
 WIDEST_GATHERED = 32
-# Numbers to gather that take as long as calling the product of a node does (on a CPU).
+# Gathering this many elements takes as long as calling the product of one node (on a CPU).
 _NUMBERS_PER_NODE = 30_000
-# How much lighter than the heaviest a class may be, in float64; lighter ones count as if they had
-# this weight.
+# Lower bound of a class's log weight relative to the heaviest class, in float64.
 _LIGHTEST = math.log(1e-280)
-# Numbers of a vector that are summed at a time: float64 takes twice the memory.
+# Columns of the vectors summed at a time, since float64 takes twice the memory.
 _NUMBERS = 32
-# Different arities that a GPU takes one after the other.
+# Up to this many different arities, a GPU loops over arities.
 _FEW_ARITIES = 4
-# Numbers of a line of memory, to which lines of scores are aligned.
+# Elements of a cache line, to which rows of scores are aligned.
 _ALIGNED = 16
-# Vectors of a product with all that take as long as one that a walk reads, by device.
+# Reading one vector in a walk takes as long as this many vectors in a full product, by device.
 _WALKED_PART = {"cuda": 32, "cpu": 4}
-# Multiplications that a CPU's walks through wide nodes do faster than the host calls a product.
+# Up to this many multiplications, walks through wide nodes are faster than a product on a CPU.
 _WALKED_NUMBERS = 1 << 21
 
 
@@ -65,19 +64,19 @@ class Nodes(NamedTuple):
     sparse: bool = False
 
     def first_row(self, node: Tensor) -> Tensor:
-        """The row of a binary node, the first one of a wider node."""
+        """The weight row of a binary node, or the first one of a wider node."""
         return self.tables.row_start[node] if self.tables.has_wide else node
 
 
 def wide(values: Tensor) -> Tensor:
-    """In float32, or in float64 from float64."""
+    """Converts to float32; float64 stays float64."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def tree_loss(
     nodes: Nodes, rows: Tensor, target: Tensor, ignore_index: int | None, reduction: str
 ) -> Tensor:
-    """Minus the log-probability of targets ``(n,)``, reduced."""
+    """The reduced negative log-likelihood of targets ``(n,)``."""
     tables, weight, bias, sparse = nodes
     given = tables, rows, weight, bias, target
     how: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, sparse=sparse)
@@ -105,10 +104,10 @@ def tree_loss(
 def _overlapping_losses(
     nodes: Nodes, rows: Tensor, classes: Tensor, counted: Tensor | None
 ) -> Tensor:
-    """Of classes ``(n,)`` with any number of binary paths; 0 in rows that are not ``counted``.
+    """Losses of classes ``(n,)`` with any number of binary paths; 0 in rows not in ``counted``.
 
-    Each path is a row of :func:`path_loss`, so that a class with many paths makes no padding for
-    those with few.
+    Each path is a row of :func:`path_loss`, so that classes with many paths cause no padding for
+    classes with few.
     """
     tables, weight, bias, sparse = nodes
     first = tables.class_start[classes]
@@ -127,10 +126,10 @@ def _overlapping_losses(
 def path_log_prob(
     nodes: Nodes, rows: Tensor, classes: Tensor, counted: Tensor | None = None, once: bool = False
 ) -> Tensor:
-    """Of classes ``(n, k)``; 0 in rows that are not ``counted``.
+    """Log-probabilities of classes ``(n, k)``; 0 in rows not in ``counted``.
 
-    Rows are float32 or float64, or of any dtype if ``groups_suit`` and ``once``, which says that
-    second derivatives are not wanted.
+    Rows are float32 or float64; any dtype if ``groups_suit`` and ``once``. ``once`` says that
+    second derivatives are not needed.
     """
     tables = nodes.tables
     if not tables.n_inner:
@@ -145,14 +144,14 @@ def path_log_prob(
 
 
 def shared_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor) -> Tensor:
-    """Of classes ``(n, k)``, the same for all rows: one product with each vector needed.
+    """Log-probabilities of classes ``(n, k)`` that are the same for all rows.
 
-    The host waits for which ones these are.
+    Each vector is used in one product. Needs a host sync, to know which ones.
     """
     tables = nodes.tables
     edges, inside, there = tables.edges_of(classes[:1])
     node, position = tables.node_and_position(edges)
-    # Padding is at the root, which all paths have.
+    # Padding entries use the root, which is on every path.
     used, place = torch.where(inside, node, 0).unique(return_inverse=True)
     arity = tables.child_start[used + 1] - tables.child_start[used]
     # The first column of each node among the log-probabilities by arity.
@@ -173,7 +172,7 @@ def shared_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor) -> Tensor:
 
 
 def _over_edges(log_probs: Tensor, there: Tensor | None) -> Tensor:
-    """Of classes ``(n, k)`` from those of edges ``(n, k, paths, length)``."""
+    """Log-probabilities of classes ``(n, k)`` from those of edges ``(n, k, paths, length)``."""
     sums = log_probs.sum(-1)
     if there is None:
         alone: Tensor = sums.squeeze(-1)
@@ -191,7 +190,7 @@ def _of_children(scores: Tensor, dim: int) -> Tensor:
 def _edge_log_prob(
     nodes: Nodes, rows: Tensor, edges: Tensor, inside: Tensor, paths: int, once: bool
 ) -> Tensor:
-    """Log-probability of each edge given its node, ``(n, m)``, 0 where it is not ``inside``."""
+    """Log-probability of each edge given its node, ``(n, m)``; 0 for edges not ``inside``."""
     tables, weight, bias, sparse = nodes
     node, position = tables.node_and_position(edges)
 
@@ -205,9 +204,9 @@ def _edge_log_prob(
     if (once or widest > WIDEST_GATHERED) and groups_suit(tables, rows) and edges.numel():
         return in_groups(inside)
     if not tables.has_wide:
-        # Padded, as a batched product takes it: paths of a batch are of about the same length.
+        # Padded for a batched product: the paths of a batch have about the same length.
         return torch.where(inside, _binary(nodes, rows, torch.where(inside, node, 0), position), 0)
-    # Where no gradient is recorded there is no second one either.
+    # Without recording there are no second derivatives either.
     once = once or not torch.is_grad_enabled()
     if (once or widest > WIDEST_GATHERED) and kernel_suits(rows, weight) and edges.numel():
         return in_groups(inside)
@@ -230,10 +229,10 @@ def _listed(
     position: Tensor,
     asked: Tensor,
 ) -> Tensor:
-    """``log_prob`` at the nodes ``(n, m)`` that are asked for, 0 elsewhere.
+    """``log_prob`` at the nodes ``(n, m)`` where ``asked`` is true, 0 elsewhere.
 
-    They are made a list, so that the others cost nothing; unless the size of that list has to be
-    known before, as for torch.compile.
+    These are collected in a list, so that the others cost nothing; unless no host sync is allowed
+    for its length, as in torch.compile.
     """
     if not torch.compiler.is_compiling() and host_sync_allowed(node):
         of_row, at = asked.nonzero(as_tuple=True)
@@ -246,19 +245,19 @@ def _listed(
 
 
 def _binary(nodes: Nodes, rows: Tensor, node: Tensor, position: Tensor) -> Tensor:
-    """At binary nodes ``(n, m)``."""
+    """Log-probabilities at binary nodes ``(n, m)``."""
     scores = gathered_scores(nodes, rows, nodes.first_row(node))
     return logsigmoid(torch.where(position == 1, scores, -scores))
 
 
 def _wide(nodes: Nodes, rows: Tensor, node: Tensor, position: Tensor) -> Tensor:
-    """At wide nodes ``(n, 1)``."""
+    """Log-probabilities at wide nodes ``(n, 1)``."""
     log_probs = gathered_block(nodes, rows, node.squeeze(-1), nodes.tables.widest)
     return log_probs.gather(-1, position)
 
 
 def gathered_scores(nodes: Nodes, rows: Tensor, picked: Tensor) -> Tensor:
-    """Of the rows of the weight that are picked for each row, ``(n, m)``."""
+    """Scores of the weight rows that are picked for each row, ``(n, m)``."""
     vectors = _gathered(nodes, nodes.weight, picked, rows.dtype)
     scores = torch.bmm(vectors, rows.unsqueeze(-1)).squeeze(-1)
     if nodes.bias is None:
@@ -267,7 +266,7 @@ def gathered_scores(nodes: Nodes, rows: Tensor, picked: Tensor) -> Tensor:
 
 
 def gathered_block(nodes: Nodes, rows: Tensor, node: Tensor, width: int) -> Tensor:
-    """Of all children of one wide node per row, ``(n, width)``; -inf beyond the last child."""
+    """Log-probabilities of the children of each row's wide node, ``(n, width)``; -inf pads."""
     first = nodes.tables.row_start[node]
     steps = torch.arange(width, device=node.device)
     there = steps < (nodes.tables.row_start[node + 1] - first).unsqueeze(-1)
@@ -277,10 +276,10 @@ def gathered_block(nodes: Nodes, rows: Tensor, node: Tensor, width: int) -> Tens
 
 
 def _gathered(nodes: Nodes, values: Tensor, picked: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values[picked]`` in ``dtype``, of weight or bias, with a row-sparse gradient if asked."""
+    """``values[picked]`` of weight or bias in ``dtype``, with a row-sparse gradient if wanted."""
     if not (torch.is_grad_enabled() and values.requires_grad):
         return values[picked].to(dtype)
-    # torch's embedding has no second derivatives where nothing is picked.
+    # torch's embedding has no second derivatives for an empty index.
     if values.dim() == 2 and values.dtype == dtype and (nodes.sparse or picked.numel()):
         return embedding(picked, values, sparse=nodes.sparse)
     if in_functorch() or (not nodes.sparse and values.dtype == dtype):
@@ -290,7 +289,7 @@ def _gathered(nodes: Nodes, values: Tensor, picked: Tensor, dtype: torch.dtype) 
 
 
 class _GatheredRows(torch.autograd.Function):
-    """Sums the gradient of a row in the wider dtype: the root has a part from every row."""
+    """Sums the gradient of a row in the wider dtype: every row contributes to that of the root."""
 
     @staticmethod
     def forward(
@@ -315,7 +314,7 @@ class _GatheredRows(torch.autograd.Function):
 
 
 def all_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor | None) -> Tensor:
-    """Of ``classes`` ``(n, k)``, or of all ``(n, n_classes)``, added up level by level."""
+    """Log-probabilities of ``classes`` ``(n, k)``, or of all, summed level by level."""
     tables, weight, bias, _ = nodes
     biases = None if bias is None else in_dtype(bias, rows.dtype)
     made = leaves_of(tables, wide_scores(rows, in_dtype(weight, rows.dtype), biases))
@@ -326,13 +325,13 @@ def leaves_of(tables: TreeTables, scores: Tensor) -> Tensor:
     """Log-probabilities of all classes ``(n, n_classes)`` from the scores of all nodes' rows."""
     if not tables.n_inner:
         return scores.sum(-1, keepdim=True)
-    # One row per score: what is gathered is then contiguous.
+    # Transposed, one row per score, so that gathered rows are contiguous.
     leaves = _down_to_leaves(tables, _edge_log_probs(tables, scores.t().contiguous()))
     return (_over_paths(tables, leaves) if tables.overlaps else leaves).t()
 
 
 def is_predictable(nodes: Nodes, rows: Tensor) -> bool:
-    """Whether kernels have log-probabilities without a gradient."""
+    """Whether there are kernels for log-probabilities without a gradient."""
     tables = nodes.tables
     return (
         tables.n_inner > 0
@@ -345,9 +344,9 @@ def is_predictable(nodes: Nodes, rows: Tensor) -> bool:
 def all_leaves(
     nodes: Nodes, rows: Tensor, classes: Tensor | None, chunk_rows: int | str = "auto"
 ) -> Tensor:
-    """As :func:`all_log_prob` by kernels, where :func:`is_predictable`; no gradient.
+    """:func:`all_log_prob` by kernels, if :func:`is_predictable`; without a gradient.
 
-    The scores of all nodes are one product, made for a part of the rows at a time.
+    The scores of all nodes are one product, computed for a chunk of rows at a time.
     """
     tables, weight, bias, _ = nodes
     n, n_rows, on_cpu = rows.shape[0], tables.n_rows, rows.device.type == "cpu"
@@ -355,7 +354,7 @@ def all_leaves(
     made = empty((n, tables.n_classes), dtype, rows.device)
     step = rows_held(rows, n_rows, chunk_rows)
     products = LayerProducts([weight], None, n)
-    # On a CPU a product into lines that are no multiple of a vector takes twice as long.
+    # On a CPU, output rows whose length is no multiple of a SIMD vector take twice as long.
     width = -(-n_rows // _ALIGNED) * _ALIGNED if on_cpu else products.stride
     memory = empty((min(n, step), width), dtype, rows.device)
     tree = None if on_cpu else tables.for_leaves()
@@ -379,7 +378,7 @@ def all_leaves(
 
 
 def walked_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor) -> Tensor:
-    """Of ``classes`` ``(n, k)``, each with one path, by a walk along it."""
+    """Log-probabilities of ``classes`` ``(n, k)``, each with one path, by a walk along it."""
     tables, weight, bias, _ = nodes
     tree = tables.child_start, tables.row_start, tables.edge_node, tables.path_start
     made: Tensor = leaf_log_probs(
@@ -389,24 +388,24 @@ def walked_log_prob(nodes: Nodes, rows: Tensor, classes: Tensor) -> Tensor:
 
 
 def walks_suit(nodes: Nodes, rows: Tensor, walks: int) -> bool:
-    """Whether so many walks down from the root for each row are faster than all scores."""
+    """Whether this many walks per row are faster than computing all scores."""
     tables, device = nodes.tables, rows.device.type
     read = walks * tables.path_rows
     if device == "cpu" and tables.has_wide:
-        # Those at one node would share a product.
+        # Walks do not share products at a node, as products with all scores do.
         return read * rows.numel() < _WALKED_NUMBERS
     return read * _WALKED_PART.get(device, 1) <= tables.n_rows
 
 
 def _edge_log_probs(tables: TreeTables, scores: Tensor) -> Tensor:
-    """``(n_edges, n)``, each given its node, from scores ``(n_rows, n)``."""
+    """Log-probabilities ``(n_edges, n)`` of edges given their node, from scores ``(n_rows, n)``."""
     if scores.device.type == "cuda" and len(tables.arities) > _FEW_ARITIES:
         return _normalised_edges(tables, scores)
     return _in_edge_order(tables, [_of_children(mine, 1) for mine in _by_arity(tables, scores)])
 
 
 def _normalised_edges(tables: TreeTables, scores: Tensor) -> Tensor:
-    """As :func:`_edge_log_probs` without a loop over arities; ``tables.has_wide``."""
+    """:func:`_edge_log_probs` without a loop over arities; requires ``tables.has_wide``."""
     node, known = tables.edge_node, tables.edge_row
     # The first child of a binary node has the score 0.
     first = (known & 3 == 1).unsqueeze(-1)
@@ -419,7 +418,7 @@ def _normalised_edges(tables: TreeTables, scores: Tensor) -> Tensor:
 
 
 def _by_arity(tables: TreeTables, values: Tensor) -> Iterator[Tensor]:
-    """For each arity what its nodes have of ``(n_rows, n)``: ``(nodes, rows of a node, n)``."""
+    """For each arity, the values ``(n_rows, n)`` of its nodes: ``(nodes, rows of a node, n)``."""
     for arity in tables.arities:
         mine = values
         if len(tables.arities) > 1:
@@ -456,15 +455,16 @@ def _over_paths(tables: TreeTables, leaves: Tensor) -> Tensor:
 
 @torch.no_grad()
 def init_nodes(nodes: Nodes, vectors: Tensor, biases: Tensor, counts: Any) -> None:
-    """Write into weight and bias what class vectors ``(n_classes, d)`` and biases give.
+    """Initialises weight and bias from class vectors ``(n_classes, d)`` and biases.
 
-    The score of a subtree would be the log of the sum of its classes' exponentials, which is not
-    linear in the hidden state h. For any weights q that sum to 1,
+    The exact score of a subtree is the logsumexp of its classes' scores, which is not linear in the
+    hidden state h. For any weights q that sum to 1,
 
         log Σ exp(v_c·h + b_c)  ≥  (Σ q_c v_c)·h + Σ q_c b_c + H(q),    H the entropy,
 
-    with equality where q are the probabilities at h. The right side is linear: it is what a node
-    gets. Without ``counts`` for q it is the probabilities that the biases give, those at h = 0.
+    with equality where q are the probabilities at h. The right side is linear: a node gets this.
+    q is proportional to ``counts``; without them it is the probabilities at h = 0, which follow
+    from the biases.
     """
     tables = nodes.tables
     if not tables.n_inner:
@@ -474,7 +474,7 @@ def init_nodes(nodes: Nodes, vectors: Tensor, biases: Tensor, counts: Any) -> No
         log_weights = torch.from_numpy(as_counts(counts, tables.n_classes)).log().to(log_weights)
     log_weights = (log_weights - log_weights.max()).clamp(min=_LIGHTEST)
     classes = tables.path_class
-    # A class with several paths has its part of the weight on each.
+    # A class with several paths has an equal part of its weight on each.
     shares = torch.bincount(classes).double().log()
     paths = (log_weights - shares)[classes]
     weights = paths.exp().unsqueeze(-1)
@@ -484,7 +484,7 @@ def init_nodes(nodes: Nodes, vectors: Tensor, biases: Tensor, counts: Any) -> No
         some = vectors[:, part].double()[classes]
         nodes.weight[:, part] = _as_rows(tables, _up_to_root(tables, weights * some) / mass)
     if nodes.bias is not None:
-        # Of the biases and the entropy together; a class is divided over its paths here as well.
+        # Mean bias and entropy together; here, too, a class is divided over its paths.
         own = ((biases.double() - shares)[classes] - paths).unsqueeze(-1)
         made = _up_to_root(tables, weights * own) / mass + mass.log()
         nodes.bias.copy_(_as_rows(tables, made).squeeze(-1))
@@ -492,7 +492,7 @@ def init_nodes(nodes: Nodes, vectors: Tensor, biases: Tensor, counts: Any) -> No
 
 @torch.no_grad()
 def init_biases(tables: TreeTables, bias: Tensor, counts: Any) -> None:
-    """Write into ``bias`` what makes the probabilities at h = 0 the class frequencies."""
+    """Sets ``bias`` so that the probabilities at h = 0 are the class frequencies."""
     if not tables.n_inner:
         return
     like = torch.empty(0, dtype=torch.float64, device=bias.device)
@@ -506,10 +506,10 @@ def init_biases(tables: TreeTables, bias: Tensor, counts: Any) -> None:
 
 @torch.no_grad()
 def class_vectors(nodes: Nodes) -> tuple[Tensor, Tensor]:
-    """Vectors ``(n_classes, d)`` and biases ``(n_classes,)`` of a flat layer that is close.
+    """Vectors ``(n_classes, d)`` and biases ``(n_classes,)`` of a flat layer close to the tree.
 
-    The tangent at h = 0 of the log-probabilities, as :func:`init_nodes` is: from one tree to the
-    same tree nothing changes.
+    This is the linearisation at h = 0 of the log-probabilities. :func:`init_nodes` inverts it for
+    the same tree.
     """
     tables, weight = nodes.tables, wide(nodes.weight)
     if not tables.n_inner:
@@ -535,7 +535,7 @@ def class_vectors(nodes: Nodes) -> tuple[Tensor, Tensor]:
 
 
 def _rows_are_edges(tables: TreeTables) -> Tensor:
-    """Which edges have a row of the weight: all but the first one of binary nodes."""
+    """Mask of the edges that have a weight row: all but the first edge of binary nodes."""
     first, last = tables.child_start[:-1], tables.child_start[1:]
     kept = torch.ones(tables.n_edges, dtype=torch.bool, device=first.device)
     kept[first[last - first == 2]] = False
@@ -543,7 +543,7 @@ def _rows_are_edges(tables: TreeTables) -> Tensor:
 
 
 def _as_rows(tables: TreeTables, edges: Tensor) -> Tensor:
-    """Rows from what ``(n_edges, n)`` edges have; at binary nodes second minus first child."""
+    """Weight rows from edge values ``(n_edges, n)``; at binary nodes second minus first child."""
     first, last = tables.child_start[:-1], tables.child_start[1:]
     binary = last - first == 2
     rows = edges[_rows_are_edges(tables)]

@@ -1,8 +1,8 @@
-"""The best leaves of a tree, found without opening all of it; and random ones by walks down it.
+"""The best leaves of a tree, without opening all of its nodes; and random leaves by walks down it.
 
 To *open* a node is to compute the log-probabilities of its children. Kernels do all of this on a
-CPU, and on CUDA the walks and the exact search in binary trees. Elsewhere a beam is followed by
-operations of torch, level by level for all rows at once, and all classes are sorted.
+CPU, and on CUDA the walks and the exact search in binary trees. Otherwise a beam is followed with
+torch operations, level by level for all rows at once, and exact results need a sort of all classes.
 """
 
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ from lastlayer.heads._tree_nodes import WIDEST_GATHERED, Nodes, gathered_block, 
 from lastlayer.kernels import selected
 from lastlayer.kernels.search import MOST_ON_CUDA, best_leaves, random_leaves
 
-# A row for which more of the weight's rows than this, and than this part of all, would be read
-# one by one is sorted as a whole.
+# If more weight rows than this, and than this part of all, would be read one by one for a row, the
+# row is sorted as a whole.
 _MOST_READ, _MOST_READ_PART = 1024, 1 / 16
-# On a CPU so many rows are sorted as a whole where nodes have no more vectors than this.
+# On a CPU, this many rows or more are sorted as a whole if there are at most this many vectors.
 _MANY_ROWS, _FEW_VECTORS = 16, 1024
-# Rows of the weight, near the root, whose scores are one product for all rows.
+# Weight rows near the root whose scores are one product for all rows.
 _TOP_ROWS = 2048
-# Numbers gathered at a time; and held for each edge and row where walks have no kernel.
+# Elements gathered at a time; and copies per edge and row if walks have no kernel.
 _GATHERED_NUMBERS, _DRAWN_COPIES = 4_000_000, 8.0
 
 
 class Found(NamedTuple):
-    """The best classes of each row, and how many nodes were opened for it, ``(n,)``."""
+    """The best classes of each row, and the number of nodes opened for it, ``(n,)``."""
 
     values: Tensor
     classes: Tensor
@@ -38,7 +38,7 @@ class Found(NamedTuple):
 
 
 def search_suits(nodes: Nodes, rows: Tensor, k: int) -> bool:
-    """Whether there is a kernel for the exact search, and it may be faster than a sort of all."""
+    """Whether there is a kernel for the exact search, and it may be faster than sorting all."""
     tables, device = nodes.tables, rows.device.type
     chosen = selected("tree_search", device, rows.dtype)
     if chosen == "triton":
@@ -47,20 +47,20 @@ def search_suits(nodes: Nodes, rows: Tensor, k: int) -> bool:
 
 
 def search(nodes: Nodes, rows: Tensor, k: int, beam: int | None = None) -> Found:
-    """The best k leaves of each row, the lower class first where two are equal.
+    """The best k leaves of each row; ties are broken by class id, lower first.
 
-    As :meth:`HierarchicalSoftmax.topk` describes it, without a beam where :func:`search_suits`.
-    Rounding keeps a child at most as probable as its parent, as a log-probability of at most 0 is
-    added. On a CPU no exact search opens fewer nodes: a closed node as probable as the k-th leaf
-    could hold a better one. On CUDA both sweeps are one launch.
+    See :meth:`HierarchicalSoftmax.topk`. Without a beam it requires :func:`search_suits`. Rounding
+    keeps a child at most as probable as its parent, since a log-probability of at most 0 is added.
+    On a CPU no exact search opens fewer nodes: an unopened node as probable as the k-th leaf could
+    contain a better one. On CUDA both sweeps are one launch.
 
-    A row is given up where little is ruled out, as where all classes are alike, where fewer than k
-    classes have a probability, and where there is a NaN: it has opened -1 nodes, and its values
-    and classes mean nothing.
+    The search of a row is given up if little can be excluded, for example if all classes are
+    similar, if fewer than k classes have nonzero probability, or at a NaN. Its ``opened`` is then
+    -1, and its values and classes are undefined.
 
-    With a ``beam``, the best among the leaves below so many best nodes of each level. No row is
-    given up: a leaf that is not found has the value -inf and class -1; a row that meets a NaN has
-    NaN and -1 throughout.
+    With a ``beam``, it returns the best leaves below this many best nodes of each level, and gives
+    up no row: a leaf that is not found has value -inf and class -1; a row with a NaN has NaN and
+    -1 throughout.
     """
     tables = nodes.tables
     if beam is None:
@@ -69,15 +69,15 @@ def search(nodes: Nodes, rows: Tensor, k: int, beam: int | None = None) -> Found
         return Found(*best_leaves("auto", *given))
     if selected("tree_search", rows.device.type, rows.dtype) != "cpu":
         return beam_by_levels(nodes, rows, k, beam)
-    # Imported at first use, as everything that needs Numba.
+    # Imported on first use, since it needs Numba.
     from lastlayer.kernels.search.cpu import beam_leaves
 
-    # There are no more nodes on a level than in the tree.
+    # No level has more nodes than the tree.
     return Found(*beam_leaves(*_given(nodes, rows), k, min(beam, tables.n_inner)))
 
 
 def draw_leaves(nodes: Nodes, rows: Tensor, uniform: Tensor, chunk_rows: int | str) -> Tensor:
-    """Class ids for numbers ``(n, m)`` in [0, 1): a walk down from the root for each; -1 at NaN."""
+    """Class ids for uniform numbers ``(n, m)`` in [0, 1), by walks from the root; -1 at NaN."""
     tables = nodes.tables
     if selected("tree_draw", rows.device.type, rows.dtype) != "reference":
         drawn: Tensor = random_leaves("auto", *_given(nodes, rows), tables.widest, uniform)
@@ -92,15 +92,15 @@ def draw_leaves(nodes: Nodes, rows: Tensor, uniform: Tensor, chunk_rows: int | s
 def _given(
     nodes: Nodes, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-    """What all kernels are given first."""
+    """The first arguments of all kernels."""
     tables, weight, bias, _ = nodes
     return rows, weight, bias, tables.child_start, tables.row_start, tables.child
 
 
 class _Opener:
-    """Opens nodes for some rows; no gradient is recorded.
+    """Opens nodes for some rows, without a gradient.
 
-    Scores of nodes near the root, which most rows will open, are made at once.
+    Scores of nodes near the root, which most rows will open, are computed at once.
     """
 
     def __init__(self, nodes: Nodes, rows: Tensor) -> None:
@@ -108,7 +108,7 @@ class _Opener:
         self.top = block_scores(nodes.weight, nodes.bias, rows, slice(0, _TOP_ROWS))
 
     def open(self, of_row: Tensor, node: Tensor) -> Tensor:
-        """Of all children of each entry's node, ``(m, width)``; -inf beyond the last child.
+        """Log-probabilities of the children of each entry's node, ``(m, width)``; padded with -inf.
 
         Entries are rows ``(m,)`` and nodes ``(m,)``.
         """
@@ -133,7 +133,7 @@ class _Opener:
         return made
 
     def children(self, node: Tensor, width: int) -> Tensor:
-        """What each node's edges lead to, ``(m, width)``; beyond the last one anything."""
+        """Children of each node, ``(m, width)``; arbitrary beyond the last child."""
         tables = self.nodes.tables
         places = tables.child_start[node].unsqueeze(-1) + torch.arange(width, device=node.device)
         return tables.child[places.clamp(max=tables.n_edges - 1)].long()
@@ -157,7 +157,7 @@ def _parts(n: int, numbers: int) -> Iterator[slice]:
 
 
 def beam_by_levels(nodes: Nodes, rows: Tensor, k: int, width: int) -> Found:
-    """As :func:`search` with a beam, by operations of torch."""
+    """:func:`search` with a beam, with torch operations."""
     opener, n = _Opener(nodes, rows), rows.shape[0]
     values = rows.new_full((n, k), -torch.inf)
     classes = torch.full((n, k), -1, device=rows.device)
@@ -182,7 +182,7 @@ def beam_by_levels(nodes: Nodes, rows: Tensor, k: int, width: int) -> Found:
         log_prob, child = log_prob.flatten(1), child.flatten(1)
         leaf = torch.where(child < 0, log_prob, -torch.inf)
         values, kept = torch.cat([values, leaf], -1).topk(k)
-        # What is no leaf of the tree has the value -inf, and no class.
+        # Entries that are no leaf have the value -inf and class -1.
         ends = torch.where(leaf > -torch.inf, ~child, -1)
         classes = torch.cat([classes, ends], -1).gather(-1, kept)
         useful = (child >= 0) & (log_prob >= values[:, -1:])

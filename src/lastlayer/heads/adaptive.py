@@ -1,4 +1,4 @@
-"""The adaptive softmax: frequent classes at the top, rare ones in clusters of shorter vectors."""
+"""The adaptive softmax: frequent classes at the top level, rare ones in clusters."""
 
 import math
 from collections.abc import Sequence
@@ -45,56 +45,55 @@ from lastlayer.heads.layout import (
 from lastlayer.heads.recipes import Recipe
 from lastlayer.kernels import products, selected
 
-# From so many rows on it pays to look at all vectors of a cluster before it is opened.
+# From this many rows on, the bound of a cluster (`ceiling`) is computed before it is searched.
 _ROWS_WORTH_A_BOUND = 8
-# Classes of a block, as the kernel has them.
+# Classes per block of the Triton kernel.
 _BLOCK = 128
-# Where more than this part of a cluster is a candidate, all of it is sorted.
+# If the candidates would be more than this share of a cluster, the whole cluster is sorted.
 _CANDIDATES = 1 / 4
-# Numbers that are held in one list of candidates.
+# Maximum number of elements in a list of candidates.
 _MOST_CANDIDATES = 1 << 26
 
 
 class AdaptiveSoftmax(RankedHead):
-    r"""A softmax over frequent classes and clusters of rare ones, and a small one in each cluster.
+    r"""Adaptive softmax: one softmax over frequent classes and clusters, and one in each cluster.
 
     .. math:: p_c = \mathrm{softmax}(W_0 h)_c \quad\text{or}\quad
               p_c = \mathrm{softmax}(W_0 h)_i \; \mathrm{softmax}(W_i P_i h)_c
 
-    for a class at the top, or one in cluster i. The projection :math:`P_i` leaves
+    for a class at the top level, or one in cluster i. The projection :math:`P_i` maps to
     ``in_features / div_value ** i`` features, but never fewer than ``min_width``.
 
-    Choose it where classes are as uneven as words are. A row touches the top, which is small,
-    and the cluster of its target; rare classes get fewer parameters.
+    Choose it if class frequencies are as skewed as those of words. A row needs only the top level,
+    which is small, and the cluster of its target. Rare classes have fewer parameters.
 
-    Cost: a training step is three products of rows × in_features × top, and three of the rows of
-    each cluster × its width × its classes, which are few rows for many classes. All clusters have
-    a gradient in every step, of zeros where they have no rows, as DDP needs it. With label
-    smoothing every row needs every cluster: a step then costs as much as all small softmaxes on
-    all rows.
+    Cost: a training step takes three products of rows × in_features × top-level columns, and for
+    each cluster three of its rows × its width × its classes: few rows for many classes. All
+    clusters get a gradient in every step, zeros if they have no rows, as DDP requires. With label
+    smoothing every row needs every cluster, so a step computes all small softmaxes on all rows.
 
-    On a GPU the host waits once per step, for the sizes of all clusters together, also inside
-    ``torch.compile``. While a CUDA graph is captured nothing waits, and every cluster computes all
-    rows.
+    On a GPU there is one host sync per step, for the sizes of all clusters together, also inside
+    ``torch.compile``. During CUDA graph capture there is none, and every cluster computes all rows.
 
-    ``topk`` opens a cluster only for rows in which one of its classes may be as probable as the
-    k-th best so far. ``sample`` draws a cluster first and opens only that.
+    ``topk`` searches a cluster only for rows in which one of its classes may be as probable as the
+    k-th best so far. ``sample`` draws a cluster first and evaluates only that one.
 
     Args:
         in_features: size of the hidden state.
-        counts: how often each class occurs, ``(n_classes,)``. Classes are then in any order, and
-            cutoffs are chosen by :func:`cutoffs_from_counts` where none are given, for the
-            device that the head is made on.
-        cutoffs: where each cluster begins, in classes by falling frequency: ``[2000, 10000]``
-            leaves 2000 classes at the top and makes two clusters. An empty list, ``[]``, is a
-            plain softmax.
-        n_classes: number of classes; known from counts.
+        counts: number of occurrences of each class, ``(n_classes,)``. Class ids may then be in any
+            order. If no cutoffs are given, :func:`cutoffs_from_counts` chooses them for the device
+            of the head.
+        cutoffs: first place of each cluster, for classes by falling frequency: ``[2000, 10000]``
+            leaves 2000 classes at the top level and makes two clusters. An empty list, ``[]``, is
+            a plain softmax.
+        n_classes: number of classes; follows from counts.
         order: all classes, the most frequent first; from counts, or else 0, 1, 2, …. It decides
-            which cluster a class is in; inside a cluster classes are sorted by id.
-        div_value: by how much each cluster is narrower than the one before; at least 1.
-        min_width: least width of a projection.
-        head_bias: whether the top has biases: one per class there, and one per cluster.
-        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as of ``FullSoftmax``.
+            which cluster a class is in; within a cluster classes are sorted by id.
+        div_value: factor by which each cluster's vectors are narrower than the previous one's; at
+            least 1.
+        min_width: minimum width of a projection.
+        head_bias: whether the top level has biases: one per class there, and one per cluster.
+        label_smoothing, ignore_index, reduction, chunk_rows, device, dtype: as in ``FullSoftmax``.
 
     Example:
         >>> import torch
@@ -119,7 +118,7 @@ class AdaptiveSoftmax(RankedHead):
         Recipe(
             "adaptive",
             "frequent classes first, clusters of rare ones",
-            # torch's has none; with them the head can start at the class frequencies.
+            # Unlike torch's, with biases, so that the head can start at the class frequencies.
             defaults={"head_bias": True},
             from_data=lambda data, _given: {"counts": data.positive_counts()},
             filled=frozenset({"order"}),
@@ -165,7 +164,7 @@ class AdaptiveSoftmax(RankedHead):
             )
         if cutoffs is None:
             raise ValueError(
-                "cutoffs: expected where each cluster begins, got None; give cutoffs such as "
+                "cutoffs: expected the first place of each cluster, got None; give cutoffs such as "
                 "[2000, 10000], or counts to choose them from"
             )
         starts = check_cutoffs(cutoffs, check_int("n_classes", n_classes))
@@ -174,7 +173,7 @@ class AdaptiveSoftmax(RankedHead):
             ignore_index=ignore_index, reduction=reduction, chunk_rows=chunk_rows, device=device,
         )  # fmt: skip
         self.div_value, self.min_width = div_value, min_width
-        # The first and the last place of each cluster.
+        # Start and end of each cluster, in places.
         self._clusters, self._starts = self._groups[1:], tuple(starts)
         self._n_top = self._groups[0][1]
         widths = tail_widths(in_features, len(starts), div_value, min_width)
@@ -193,20 +192,20 @@ class AdaptiveSoftmax(RankedHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, as of ``nn.Linear``; makes a head whole after meta and ``to_empty``."""
+        """Reinitialises the parameters as ``nn.Linear`` does; completes ``to_empty`` after meta."""
         self._make_ready()
         for weight in (self.head_weight, *self.projections, *self.tails):
             init_uniform_(weight.shape[1], weight)
         init_uniform_(self.in_features, self.head_bias)
 
     def _scores_from_counts(self, counts: Any) -> Tensor:
-        """Of classes at the top and of whole clusters: those inside have no biases."""
+        """Scores of top-level classes and of whole clusters: classes in clusters have no biases."""
         logs = super()._scores_from_counts(counts)
         of_clusters = [logs[a:b].logsumexp(0, keepdim=True) for a, b in self._clusters]
         return torch.cat([logs[: self._n_top], *of_clusters])
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """Minus the log-probability of the targets, smoothed where asked for."""
+        """The negative log-likelihood of the targets, with label smoothing if set."""
         self._check_hidden(hidden)
         target, ignored = self._target_and_ignored(hidden, target)
         options = self._starts, ignored, self.chunk_rows
@@ -220,12 +219,12 @@ class AdaptiveSoftmax(RankedHead):
         return (1.0 - self.label_smoothing) * loss + self.label_smoothing * spread
 
     def _weights(self) -> list[Tensor]:
-        """That of the top; of each cluster the projection and the class vectors."""
+        """The top level's weight, then the projection and the class vectors of each cluster."""
         pairs = zip(self.projections, self.tails, strict=True)
         return [self.head_weight, *(each for pair in pairs for each in pair)]
 
     def _spread_loss(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """Minus the mean log-probability of all classes, reduced: all clusters on all rows."""
+        """The reduced mean of -log p over all classes, which needs all clusters on all rows."""
         ids, n = torch.zeros_like(target), target.numel()
         # The column of a cluster counts once for each of its classes.
         times = hidden.new_ones(self.head_weight.shape[0], dtype=accumulation_dtype(hidden.dtype))
@@ -235,7 +234,7 @@ class AdaptiveSoftmax(RankedHead):
         if self.ignore_index is not None:
             counts = target != self.ignore_index
             ids, counted = torch.where(counts, ids, -1), counts.reshape(-1).to(times.dtype)
-            # A NaN in a row that does not count would reach the gradient of a projection.
+            # A NaN in an ignored row would reach the gradient of a projection.
             hidden = torch.where(counts.unsqueeze(-1), hidden, 0.0)
         factors = RowScale.of(counted, self.reduction, n).factors(hidden, n)
         share = factors.reshape(target.shape) / self.n_classes
@@ -253,7 +252,7 @@ class AdaptiveSoftmax(RankedHead):
         return total
 
     def embedding(self) -> "AdaptiveEmbedding":
-        """An input layer on the parameters of this head (tied embeddings)."""
+        """An input embedding that shares the parameters of this head (tied embeddings)."""
         return AdaptiveEmbedding(self)
 
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
@@ -264,13 +263,13 @@ class AdaptiveSoftmax(RankedHead):
         return few and not torch.is_grad_enabled() and _on_gpu(rows)
 
     def _chosen_log_prob(self, rows: Tensor, chosen: Tensor, *tensors: Any) -> Tensor:
-        """Of one class per row, or of any number where there are few scores, on a GPU."""
+        """On a GPU: of one class per row, or of any number if there are few scores."""
         if rows.shape[0] * self.n_classes <= FEW_SCORES:
-            # All of them: to sort rows by cluster takes longer, and the host would wait.
+            # Compute all classes: sorting rows by cluster takes longer and needs a host sync.
             made = rows.new_empty(rows.shape[0], self.n_classes, dtype=torch.float32)
             self._write_log_probs(made, rows, *tensors)
             return made.gather(-1, chosen)
-        # That of one class per row is minus its loss.
+        # The log-probability of one class per row is its negative loss.
         bias, *weights = tensors
         options, ids = (self._starts, None, self.chunk_rows), chosen.reshape(-1)
         return -group_loss(
@@ -279,7 +278,7 @@ class AdaptiveSoftmax(RankedHead):
 
     def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
         if not _on_gpu(rows):
-            # A CPU is faster where the rows of a cluster lie together.
+            # A CPU is faster on contiguous rows of a cluster.
             return super()._write_log_probs(out, rows, *tensors)
         (bias, first, *weights), n = tensors, self._n_top
         for part in row_chunks(rows, self.n_classes, self.chunk_rows, 1.0):
@@ -321,12 +320,12 @@ class AdaptiveSoftmax(RankedHead):
         return made
 
     def _top_log_prob(self, rows: Tensor) -> Tensor:
-        """Of the classes at the top, and of each cluster."""
+        """Log-probabilities of the top-level classes and of the clusters."""
         tensors: Any = all_in_dtype(rows.dtype, self.head_weight, self.head_bias)
         return log_softmax(wide_scores(rows, *tensors))
 
     def _inside_log_prob(self, cluster: int, rows: Tensor) -> Tensor:
-        """Of the classes of a cluster, given the cluster."""
+        """Log-probabilities of the classes of a cluster, given the cluster."""
         tensors: Any = all_in_dtype(rows.dtype, self.projections[cluster], self.tails[cluster])
         return _inside(rows, *tensors)
 
@@ -334,7 +333,7 @@ class AdaptiveSoftmax(RankedHead):
         return list(row_chunks(rows, n_scores, self.chunk_rows, self._copies))
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
-        # A program cannot ask in which rows a cluster is opened, and to ask costs host time.
+        # Which rows need a cluster depends on values: not exportable, and not worth the host time.
         if is_exporting() or fits_one_cpu_product(rows, self.n_classes, self.chunk_rows):
             return super()._rows_topk(rows, k)
         rows = in_autocast_dtype(rows)
@@ -343,7 +342,7 @@ class AdaptiveSoftmax(RankedHead):
             return best_by(self, rows, k)
 
     def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
-        """A class at the top or a cluster by one number, a class in the cluster by another."""
+        """Draws a top-level class or a cluster, and then a class in the cluster."""
         first, second = uniform
         rows, n = in_autocast_dtype(rows), self._n_top
         with without_autocast(rows):
@@ -384,9 +383,9 @@ def _inside(rows: Tensor, projection: Tensor, vectors: Tensor) -> Tensor:
 
 
 def best_by_clusters(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and ids of the k best classes of each row, the best one first.
+    """Log-probabilities and ids of the k best classes of each row, best first.
 
-    A cluster is opened only for rows where one of its classes may be among the best.
+    A cluster is searched only for rows in which one of its classes may be among the best.
     """
     best, n = [], head._n_top
     for part in head._chunks(rows, head.head_weight.shape[0]):
@@ -394,7 +393,7 @@ def best_by_clusters(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tenso
         values, columns = top_classes(top[:, :n], min(k, n))
         best.append((values, head._classes_at(columns), top[:, n:]))
     values, classes, clusters = map(torch.cat, zip(*best, strict=True))
-    # What is missing is worse than any class.
+    # -inf and -1 stand for classes that are still missing.
     missing = 0, k - values.shape[1]
     values, classes = pad(values, missing, value=-torch.inf), pad(classes, missing, value=-1)
     for i, (start, last) in enumerate(head._clusters):
@@ -405,7 +404,7 @@ def best_by_clusters(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tenso
             found, columns = top_classes(inside, min(k, last - start))
             found = torch.cat([values[at], found], -1)
             of_classes = torch.cat([classes[at], head._classes_at(columns + start)], -1)
-            # The lower class first where they are equal; a class of probability 0 before padding.
+            # Sort ties by class id; a real class of probability 0 comes before padding.
             by_id = torch.where(of_classes < 0, head.n_classes, of_classes).argsort(-1)
             values[at], columns = top_classes(found.gather(-1, by_id), k)
             classes[at] = of_classes.gather(-1, by_id).gather(-1, columns)
@@ -415,11 +414,11 @@ def best_by_clusters(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tenso
 def opened(
     head: AdaptiveSoftmax, cluster: int, rows: Tensor, log_prob: Tensor, kth: Tensor
 ) -> Tensor:
-    """The rows in which a class of the cluster may be better than the k-th best so far.
+    """Rows in which a class of the cluster may be better than the k-th best so far.
 
-    ``log_prob`` is that of the cluster as a whole, ``(n,)``, and ``kth`` the k-th best, ``(n,)``.
+    ``log_prob`` ``(n,)`` is that of the cluster as a whole, ``kth`` ``(n,)`` that of the k-th best.
     """
-    # Not `>=`: a row of NaN is opened too.
+    # Not `>=`: rows with NaN are included.
     some = rows_where(~(log_prob < kth))
     if len(some) < _ROWS_WORTH_A_BOUND:
         return some
@@ -428,10 +427,10 @@ def opened(
 
 
 def ceiling(projection: Tensor, vectors: Tensor, rows: Tensor) -> Tensor:
-    r"""What no log-probability of a class, given its cluster, exceeds.
+    r"""Upper bound of the log-probability of any class of a cluster, given the cluster.
 
-    The log of the normaliser is at least the mean score plus log n, and no score is further
-    above the mean than :math:`\|z\| \max_j \|w_j - \bar w\|`.
+    The log normaliser is at least the mean score plus log n, and no score exceeds the mean by more
+    than :math:`\|z\| \max_j \|w_j - \bar w\|`.
     """
     narrow = linear(rows, in_dtype(projection, rows.dtype)).to(accumulation_dtype(rows.dtype))
     vectors = vectors.to(rows.dtype).to(narrow.dtype)
@@ -439,7 +438,7 @@ def ceiling(projection: Tensor, vectors: Tensor, rows: Tensor) -> Tensor:
     squares = torch.linalg.vector_norm(vectors, dim=1).square()
     largest = squares.amax()
     apart = (squares - 2 * (vectors @ mean) + mean @ mean).amax().clamp(min=0)
-    # Rounding is far below what is added for it.
+    # The margins are far above rounding errors.
     reach = (apart + 1e-5 * largest).sqrt() + 1e-4 * largest.sqrt()
     size = torch.linalg.vector_norm(narrow, dim=1)
     most: Tensor = size * reach + (1e-4 - math.log(len(vectors)))
@@ -447,7 +446,7 @@ def ceiling(projection: Tensor, vectors: Tensor, rows: Tensor) -> Tensor:
 
 
 def rows_where(asked: Tensor) -> Tensor:
-    """The rows that ask; all of them where the host cannot wait to know."""
+    """Indices of the rows where ``asked`` is true; all rows if no host sync is allowed."""
     if host_sync_allowed(asked):
         return asked.nonzero().squeeze(-1)
     return torch.arange(asked.shape[0], device=asked.device)
@@ -462,12 +461,15 @@ def blocks_suit(head: AdaptiveSoftmax, rows: Tensor, k: int) -> bool:
 
 
 def best_by_blocks(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As ``best_by_clusters``, on CUDA: all clusters of all rows, since to ask takes longer."""
-    # Imported here: Triton is not on every machine.
+    """As ``best_by_clusters``, on CUDA: searches all clusters for all rows.
+
+    There is no host sync after the first call, which copies the cutoffs to the device.
+    """
+    # Imported here: Triton is not installed on every machine.
     from lastlayer.kernels.search.triton import largest
 
     sizes = [last - start for start, last in head._clusters]
-    # Of each row and cluster the candidates, and two numbers per block of the largest.
+    # For each row and cluster: the candidates, and two numbers per block of the largest cluster.
     of_each = k * _BLOCK + 2 * max(sizes) // _BLOCK
     candidates = len(sizes) * of_each + head.head_weight.shape[0]
     step = max(1, _MOST_CANDIDATES // candidates)
@@ -485,10 +487,10 @@ def best_by_blocks(head: AdaptiveSoftmax, rows: Tensor, k: int) -> tuple[Tensor,
 def _in_best_blocks(
     head: AdaptiveSoftmax, rows: Tensor, clusters: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and places ``(n, c * 128 k)`` of all classes in the best k blocks of each.
+    """Log-probabilities and places ``(n, c * 128 k)`` in the k best blocks of each cluster.
 
-    ``clusters`` has the log-probabilities of the c clusters. Beyond the last class of a cluster
-    the place is that, and the log-probability -inf.
+    ``clusters`` has the log-probabilities of the c clusters. Entries beyond a cluster's last class
+    have its last place and log-probability -inf.
     """
     from lastlayer.kernels.search.triton import largest, peaks_and_levels_
 
@@ -496,7 +498,7 @@ def _in_best_blocks(
     vectors = [in_dtype(tail, rows.dtype) for tail in head.tails]
     narrow = [linear(rows, in_dtype(each, rows.dtype)) for each in head.projections]
     blocks = -(-max(map(len, vectors)) // _BLOCK)
-    # One below the other, filled up with blocks that nobody takes.
+    # Stacked by cluster; padding blocks have -inf, so they are chosen last.
     peaks, levels = rows.new_full((2, c, n, blocks), -torch.inf, dtype=torch.float32).unbind()
     for i in range(c):
         peaks_and_levels_(narrow[i], vectors[i], peaks[i], levels[i])
@@ -509,7 +511,7 @@ def _in_best_blocks(
     scores = torch.stack([
         products.scores("auto", narrow[i], vectors[i], None, asked[i]) for i in range(c)
     ])  # fmt: skip
-    # In this order: scores may be large, and only their differences matter.
+    # Subtract first: scores may be large, and only their differences matter.
     log_probs = (scores - normaliser.unsqueeze(-1)) + clusters.t().unsqueeze(-1)
     log_probs = torch.where(there, log_probs, -torch.inf)
     places = torch.minimum(columns, sizes - 1) + starts
@@ -518,29 +520,30 @@ def _in_best_blocks(
 
 @lru_cache(maxsize=64)
 def _bounds(clusters: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first place of each cluster and its size, ``(c, 1, 1)``; kept, as it takes a copy."""
+    """First place and size of each cluster, ``(c, 1, 1)``; cached to save a copy to the device."""
     bounds = torch.tensor(clusters, device=device).view(-1, 2, 1, 1)
     return bounds[:, 0], bounds[:, 1] - bounds[:, 0]
 
 
 class AdaptiveEmbedding(torch.nn.Module):
-    r"""Vectors of classes, looked up in an adaptive softmax: the two are tied.
+    r"""Input embedding that shares the class vectors of an adaptive softmax (tied embeddings).
 
-    .. math:: e_c = w_c \quad\text{at the top,}\qquad e_c = P_i^\top w_c \quad\text{in cluster } i
+    .. math:: e_c = w_c \quad\text{at the top level,}\qquad e_c = P_i^\top w_c \quad\text{in cluster
+    } i
 
-    It is the vector whose product with a hidden state is the score of the class in its softmax.
-    Made by :meth:`AdaptiveSoftmax.embedding`.
+    The product of this vector with a hidden state is the class's score in its softmax. Made by
+    :meth:`AdaptiveSoftmax.embedding`.
 
-    Choose it for a language model whose words come in and go out: it saves the input table, and
-    rare words learn from both ends.
+    Choose it for a language model with the same input and output vocabulary: it saves the input
+    table, and rare words get gradients from both uses.
 
     The parameters belong to the head alone, and are not in the ``state_dict`` of this layer: a
     model must have the head among its modules too. Gradients of both uses add up in the head.
 
-    Cost: a product of ids × the widths of all clusters × in_features, and no wait for the device.
+    Cost: one product of ids × the widths of all clusters × in_features, without a host sync.
 
     Args:
-        head: whose vectors they are.
+        head: the head that owns the vectors.
 
     Example:
         >>> import torch
@@ -559,7 +562,7 @@ class AdaptiveEmbedding(torch.nn.Module):
 
     def __init__(self, head: AdaptiveSoftmax) -> None:
         super().__init__()
-        # In a tuple: as an attribute of its own the head would be a part of this module.
+        # In a tuple, so that the head does not become a submodule.
         self._tied = (head,)
 
     @property
@@ -583,7 +586,7 @@ class AdaptiveEmbedding(torch.nn.Module):
                 inside = ((place >= first) & (place < last)).unsqueeze(-1)
                 found = embedding(place.clamp(first, last - 1) - first, vectors)
                 narrow.append(torch.where(inside, found, 0.0))
-            # Side by side, all but one of them 0: one product for all clusters.
+            # Concatenated, with zeros for all but one cluster: one product for all clusters.
             below = torch.cat(narrow, -1) @ torch.cat(list(head.projections))
             made = made + below.to(dtype)
         return made.reshape(*classes.shape, head.in_features)

@@ -1,4 +1,4 @@
-"""The contract of all heads, and what they share: checks, chunks, top-k, draws, saving."""
+"""The base class of all heads, and what they share: checks, chunks, top-k, sampling, saving."""
 
 import inspect
 import json
@@ -73,18 +73,19 @@ class TopK(NamedTuple):
 
 
 class SavedModule(TabledModule):
-    """A module on hidden states that says what makes it, and that can be saved and loaded."""
+    """A module on hidden states that records its constructor arguments, for saving and loading."""
 
     in_features: int
     sparse: bool = False
-    # Set by lastlayer.parallel.ClassParallel: class parameters are DTensors, a part of them in each
-    # process, and losses leave each process its part of the gradient of hidden.
+    # Set by lastlayer.parallel.ClassParallel: class parameters are DTensors, of which each process
+    # has a shard, and losses give each process only its own part of the gradient of hidden.
     _is_spread = False
     __signature__: inspect.Signature
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        # That of the constructor, with what its ``*args`` and ``**options`` hand on to its parent.
+        # The constructor's signature, where `*args` and `**options` stand for parameters of the
+        # parent's.
         _, *own = inspect.signature(cls.__init__).parameters.values()
         variable = {each.kind for each in own} & {_ARGS, _OPTIONS}
         taken = {each.name: each for each in own if each.kind not in variable}
@@ -93,31 +94,32 @@ class SavedModule(TabledModule):
             for name, each in inspect.signature(parent).parameters.items():
                 if each.kind is each.KEYWORD_ONLY or (_ARGS in variable and each.kind < _ARGS):
                     taken.setdefault(name, each)
-        # As Python orders them: by position, then by name; what has to be given first.
+        # As Python requires: positional before keyword-only, required before optional.
         ordered = sorted(taken.values(), key=lambda e: (e.kind, e.default is not e.empty))
         cls.__signature__ = inspect.Signature(ordered)
         if made_by_fsdp(cls):
             gather_in_methods(cls)
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments: ``cls(**head.config())`` makes such a head, without state.
+        """Constructor arguments: ``cls(**head.config())`` makes such a head, without its state.
 
-        They are the attributes of the same names, but for device and dtype.
+        They are the attributes with the names of the constructor's parameters; device and dtype are
+        left out.
         """
         made = {}
         for name, taken in self.__signature__.parameters.items():
             if name not in ("device", "dtype") and hasattr(self, name):
                 value = getattr(self, name)
-                # ``bias=True`` asks for a parameter of that name.
+                # `bias=True` in the constructor becomes a parameter of that name.
                 asks = isinstance(taken.default, bool) and isinstance(value, Tensor | None)
                 made[name] = value is not None if asks else value
         return made
 
     def save(self, folder: str | Path) -> None:
-        """Write the state, ``model.safetensors``, and :meth:`config`; makes the folder.
+        """Writes the state and :meth:`config` to a folder: ``model.safetensors``, ``config.json``.
 
-        A head that ``fully_shard`` has sharded is saved whole: all processes call this, and the
-        first one writes.
+        The folder is created if needed. If ``fully_shard`` has sharded the head, the full
+        parameters are saved: all processes must call this, and the first one writes.
         """
         folder, safetensors = Path(folder), _safetensors()
         state, writes = whole_state(self)
@@ -128,9 +130,9 @@ class SavedModule(TabledModule):
         safetensors.save_file(state, str(folder / _STATE))
 
     def save_config(self, folder: str | Path) -> None:
-        """Write :meth:`config` without the state; makes the folder.
+        """Writes :meth:`config` without the state, for a state that is saved elsewhere.
 
-        For those who keep the state elsewhere, such as with that of a whole model.
+        For example with the state of a whole model. The folder is created if needed.
         """
         folder, config, kind = Path(folder), self._saved_config(self.config()), type(self)
         name = (kind.__bases__[-1] if made_by_fsdp(kind) else kind).__name__
@@ -141,11 +143,11 @@ class SavedModule(TabledModule):
 
     @classmethod
     def load_config(cls, folder: str | Path, *, device: str | torch.device | None = None) -> Self:
-        """A head with fresh parameters, as :meth:`save_config` or :meth:`save` wrote it.
+        """Makes a head with fresh parameters from what :meth:`save_config` or :meth:`save` wrote.
 
         Args:
-            folder: where it was saved.
-            device: of its parameters; "meta" for a head that takes no memory yet.
+            folder: folder with the saved config.
+            device: device of the parameters; "meta" allocates no memory.
         """
         folder = Path(folder)
         if not (folder / _CONFIG).is_file():
@@ -169,15 +171,15 @@ class SavedModule(TabledModule):
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str | torch.device = "cpu") -> Self:
-        """The head that :meth:`save` wrote. Nothing is unpickled.
+        """Loads a head that :meth:`save` wrote, without unpickling anything.
 
         Args:
-            folder: where it was saved.
-            device: of its state.
+            folder: folder with the saved head.
+            device: device of the parameters.
 
         Returns:
-            A head of the class that was saved, which is this one or derives from it, so that
-            ``Head.load`` takes them all. A class of your own has to be imported before.
+            A head of the class that was saved. This must be the class itself or a subclass, so
+            ``Head.load`` loads any head. Import your own class before you load it.
         """
         folder, safetensors = Path(folder), _safetensors()
         for name in (_CONFIG, _STATE):
@@ -194,40 +196,43 @@ class SavedModule(TabledModule):
                 raise
             raise ValueError(
                 f"folder: expected {_STATE} as save writes it, got {folder / _STATE}, which cannot "
-                f"be read: {error}; it may have been cut off while it was written or copied"
+                f"be read: {error}; it may be incomplete: save or copy it again"
             ) from error
         try:
-            # The tensors themselves become the state: they bring their dtype along.
+            # assign=True: the parameters take the dtypes of the file.
             head.load_state_dict(state, assign=True)
             head = head.to(device)
             head._make_ready()
         except ValueError as error:
-            raise ValueError(f"folder: {folder / _STATE} was altered: {error}") from error
+            raise ValueError(
+                f"folder: expected the state of this head, got a modified {folder / _STATE}: "
+                f"{error}"
+            ) from error
         return head
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """A head from what :meth:`save` wrote of :meth:`config`, without its state."""
+        """Makes a head from the config that :meth:`save` wrote, without its state."""
         return cls(**config)
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """What of :meth:`config` goes into JSON."""
+        """The part of :meth:`config` that is saved as JSON."""
         return config
 
     def _save_extra(self, folder: Path) -> None:
-        """Write arguments of the constructor that JSON cannot hold; here there are none."""
+        """Writes constructor arguments that JSON cannot hold; by default there are none."""
 
     @classmethod
     def _load_extra(cls, folder: Path) -> dict[str, Any]:  # noqa: ARG003 - for heads that write
-        """The arguments that :meth:`_save_extra` wrote, by name."""
+        """Reads the arguments that :meth:`_save_extra` wrote, by name."""
         return {}
 
     def extra_repr(self) -> str:
-        """What the constructor takes by position, and options that are not as by default."""
+        """The positional arguments of the constructor, and options that are not the default."""
         return self._shown(self.config())
 
     def _shown(self, config: dict[str, Any]) -> str:
-        """For ``extra_repr``; a head may leave out what is long."""
+        """Formats a config for ``extra_repr``; a head may leave out long values."""
         shown = []
         for name, value in config.items():
             taken = self.__signature__.parameters.get(name)
@@ -238,27 +243,28 @@ class SavedModule(TabledModule):
         return ", ".join(shown)
 
     def init_bias_from_counts(self, counts: Any) -> None:
-        """Start at the class frequencies, the cheapest speed-up: biases become log frequencies.
+        """Initialises the biases from class frequencies, which speeds up the start of training.
 
-        At the hidden state 0 the head then predicts the class frequencies.
+        At hidden state 0 the head then predicts the class frequencies.
 
         Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
+            counts: number of occurrences of each class, ``(n_classes,)``; 0 is treated as 0.5.
         """
         raise NotImplementedError(
-            f"init_bias_from_counts: {type(self).__name__} has no biases to start from counts"
+            f"init_bias_from_counts: expected a head with biases, got {type(self).__name__}, which "
+            "has none"
         )
 
     def _check_hidden(self, hidden: Any) -> None:
-        """Hidden states of the head's width, on its device and in its dtype."""
+        """Checks the last dimension, the device and the dtype of hidden states."""
         check_scores(hidden, name="hidden")
         if hidden.shape[-1] != self.in_features:
             raise ValueError(
-                f"hidden: expected shape (*batch, {self.in_features}), in_features of the head "
-                f"last, got {tuple(hidden.shape)}"
+                f"hidden: expected shape (*batch, {self.in_features}), the in_features of the head "
+                f"in the last dimension, got {tuple(hidden.shape)}"
             )
         own = next(iter(self._parameters.values()), None)
-        # Those of submodules are some microseconds away.
+        # Looking for a parameter in submodules takes some microseconds.
         parameter = next(self.parameters()) if own is None else own
         if hidden.device != parameter.device:
             raise ValueError(
@@ -276,39 +282,38 @@ class SavedModule(TabledModule):
             check_sparse(self)
         if type(parameter) is not Parameter and not self._is_spread and is_dtensor(parameter):
             raise RuntimeError(
-                "hidden: expected a head with whole parameters, got shards, as FSDP2 leaves them "
-                "outside of forward; call fully_shard(head) before fully_shard(model), and the "
-                "methods of the head gather them"
+                "hidden: expected a head with full parameters, got shards, which FSDP2 leaves "
+                "outside of forward; call fully_shard(head) before fully_shard(model), so that the "
+                "head's methods gather them"
             )
 
 
 class Head(SavedModule, ABC):
-    """An output layer: from hidden states ``(*batch, in_features)`` to one of many classes.
+    """Base class of output layers: from hidden states ``(*batch, in_features)`` to many classes.
 
     Every head has a training loss, :meth:`forward`; normalised log-probabilities,
-    :meth:`log_prob`; its best classes, :meth:`topk`; and random ones, :meth:`sample`. A head of
-    your own defines the first two. It gets the other two from :meth:`log_prob` of a chunk of rows
-    at a time, and may do better. :func:`lastlayer.testing.check_head` checks all that is promised
-    here.
+    :meth:`log_prob`; the k most probable classes, :meth:`topk`; and random classes,
+    :meth:`sample`. A subclass must define the first two. By default the other two call
+    :meth:`log_prob` on one chunk of rows at a time; a subclass may override them.
+    :func:`lastlayer.testing.check_head` checks the behaviour that is documented here.
 
-    A head of your own calls ``self._check_hidden(hidden)`` first. Tables that follow from the
-    constructor's arguments, such as indices, it makes in ``_make_tables(self, device)`` as plain
-    attributes, not as buffers: they are then there, and on the right device, also after the meta
-    device, ``to_empty``, ``load_state_dict(assign=True)`` and the loaders of other libraries.
+    A subclass calls ``self._check_hidden(hidden)`` first. Tables that follow from the
+    constructor's arguments, such as index tensors, are made in ``_make_tables(self, device)`` as
+    plain attributes, not as buffers. They are then correct and on the right device even after the
+    meta device, ``to_empty``, ``load_state_dict(assign=True)`` and the loaders of other libraries.
 
     Train through ``head(hidden, target)``, so that the hooks of DDP and FSDP fire.
 
     Args:
         in_features: size of the hidden state.
         n_classes: number of classes.
-        ignore_index: rows with this target have loss 0 and no gradient; None where every target
-            counts.
-        reduction: "mean" over the rows that count, 0 where there are none; "sum" or "none". It is
-            an attribute and can be changed at any time.
+        ignore_index: rows with this target have loss 0 and no gradient; None to ignore no rows.
+        reduction: "mean" over the rows that are not ignored (0 if there are none), "sum" or
+            "none". It is an attribute and can be changed at any time.
     """
 
     recipes: tuple[Recipe, ...] = ()
-    """How the lab and the benchmarks make such a head from data."""
+    """How the lab and the benchmarks construct this head from data."""
     chunk_rows: int | str = "auto"
     _numbers_per_draw = 1
 
@@ -353,10 +358,10 @@ class Head(SavedModule, ABC):
 
     @torch.no_grad()
     def topk(self, hidden: Tensor, k: int) -> TopK:
-        """The k most probable classes, exactly as a sort of all log-probabilities has them.
+        """Returns the k most probable classes, exactly as a sort of all log-probabilities would.
 
-        Of equal log-probabilities the lower class id comes first. Where fewer than k classes have
-        a probability, the rest has the value -inf. No gradient is recorded.
+        Ties are broken by class id, lower first. If fewer than k classes have a nonzero
+        probability, the remaining values are -inf. No gradient is recorded.
 
         Args:
             hidden: ``(*batch, in_features)``.
@@ -368,7 +373,7 @@ class Head(SavedModule, ABC):
         return TopK(in_shape(values, shape), in_shape(classes, shape))
 
     def _rows_topk(self, rows: Tensor, k: int) -> tuple[Tensor, ...]:
-        """Values and classes ``(n, k)`` of rows; for heads that know a better way."""
+        """Values and classes ``(n, k)`` of rows; heads with a faster method override this."""
         chunks = row_chunks(rows, self.n_classes, self.chunk_rows, TOP_COPIES)
         best = [top_classes(self.log_prob(rows[part]), k) for part in chunks]
         return tuple(map(torch.cat, zip(*best, strict=True)))
@@ -377,28 +382,29 @@ class Head(SavedModule, ABC):
     def sample(
         self, hidden: Tensor, n_samples: int = 1, *, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Independent draws from the probabilities of each row, with replacement.
+        """Draws classes from the probabilities of each row, independently and with replacement.
 
         Args:
             hidden: ``(*batch, in_features)``.
             n_samples: draws per row.
-            generator: source of randomness, on the device of hidden; torch's own otherwise.
+            generator: random generator on the device of hidden; None for torch's default one.
 
         Returns:
-            Class ids ``(*batch, n_samples)``, int64. A row without probabilities, as a NaN
-            makes it, is an error on a CPU and inside ``lastlayer.debug()``, and else all -1.
+            Class ids ``(*batch, n_samples)``, int64. A row without valid probabilities, for
+            example because of a NaN, raises on a CPU and inside ``lastlayer.debug()``; otherwise
+            it is all -1.
         """
         rows = self._check_rows(hidden)
         n_samples = check_int("n_samples", n_samples)
         check_generator(generator, hidden.device)
-        # All random numbers at once: what is drawn does not depend on the size of the chunks.
+        # All random numbers at once, so that the result does not depend on the chunk size.
         shape = self._numbers_per_draw * rows.shape[0], n_samples
         uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device=rows.device)
         drawn = self._rows_sample(rows, *uniform.chunk(self._numbers_per_draw))
         return checked_draws(in_shape(drawn, (*hidden.shape[:-1], n_samples)))
 
     def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
-        """Class ids of rows, -1 for none, from numbers ``(n, n_samples)`` in [0, 1)."""
+        """Class ids from uniform numbers ``(n, n_samples)`` in [0, 1); -1 for invalid rows."""
         chunks = row_chunks(rows, self.n_classes, self.chunk_rows, DRAW_COPIES)
         drawn = [drawn_by(self.log_prob(rows[part]), uniform[0][part]) for part in chunks]
         return torch.cat(drawn)
@@ -410,16 +416,16 @@ class Head(SavedModule, ABC):
         return rows
 
     def _check_target(self, hidden: Tensor, target: Any) -> Tensor:
-        """One class id per row, or the ignored one, as int64; and the reduction."""
+        """Checks the reduction and the targets ``(*batch)``; returns the targets as int64."""
         return self._target_and_ignored(hidden, target)[0]
 
     def _target_and_ignored(self, hidden: Tensor, target: Any) -> tuple[Tensor, int | None]:
-        """The same, and the id that is ignored: None where every target is known to count."""
+        """Checked targets, and the id to ignore: None if no target has it."""
         check_reduction(self.reduction)
         return check_target_ids(target, hidden, self.n_classes, self.ignore_index)
 
     def _check_classes(self, hidden: Tensor, classes: Any) -> tuple[Tensor, tuple[int, ...]]:
-        """Chosen classes as one list per row, ``(n, k)``, and the shape of a result for them."""
+        """Chosen classes as one list per row, ``(n, k)``, and the shape of the result."""
         ids = check_ids("classes", classes, None, self.n_classes, like=hidden)
         batch = tuple(hidden.shape[:-1])
         if ids.shape != batch and (ids.dim() != len(batch) + 1 or ids.shape[:-1] != batch):
@@ -427,7 +433,7 @@ class Head(SavedModule, ABC):
             raise ValueError(
                 f"classes: expected shape ({expected}), one class id per row, or "
                 f"({expected}{', ' if batch else ''}k) for hidden of shape {tuple(hidden.shape)}, "
-                f"got {tuple(ids.shape)}; a list for all rows is classes.expand(*batch, k)"
+                f"got {tuple(ids.shape)}; for one list for all rows use classes.expand(*batch, k)"
             )
         k = 1 if ids.shape == batch else ids.shape[-1]
         return in_shape(ids, (math.prod(batch), k)), tuple(ids.shape)
@@ -437,14 +443,15 @@ class Head(SavedModule, ABC):
 
 
 class ScoredHead(Head):
-    """A head whose log-probabilities come from rows and a few tensors, chunk by chunk.
+    """Base class of heads that compute log-probabilities from rows and a few tensors, in chunks.
 
-    It defines :meth:`_score_tensors`, and :meth:`_log_probs` or :meth:`_rows_log_prob` where it is
-    no softmax over ``rows @ weight.T + bias``. Scores are float32 also where the head is in half
-    precision. For chosen classes memory is that of a chunk, and backward makes its scores again.
+    A subclass defines :meth:`_score_tensors`. Unless it is a softmax over
+    ``rows @ weight.T + bias``, it also defines :meth:`_log_probs` or :meth:`_rows_log_prob`.
+    Scores are float32 even if the head has half precision. For chosen classes only one chunk of
+    scores is held at a time, and backward recomputes it.
     """
 
-    # Numbers held for each score of a chunk, itself included.
+    # Memory of a chunk in multiples of its scores, the scores included.
     _copies = 4.0
     _bias_name = "bias"
 
@@ -460,12 +467,12 @@ class ScoredHead(Head):
         bias.copy_(self._scores_from_counts(counts))
 
     def _scores_from_counts(self, counts: Any) -> Tensor:
-        """What the map turns into the class frequencies, for each bias; float64 on the CPU."""
+        """Biases whose probabilities are the class frequencies; float64 on the CPU."""
         return log_frequencies(counts, self.n_classes, torch.empty(0, dtype=torch.float64))
 
     @abstractmethod
     def _score_tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """Everything differentiable that :meth:`_rows_log_prob` needs beside rows, in ``dtype``."""
+        """All differentiable inputs of :meth:`_rows_log_prob` besides the rows, in ``dtype``."""
 
     def _rows_log_prob(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
         """Log-probabilities of all classes, or of ``chosen`` ones (rows, k); differentiable."""
@@ -473,32 +480,32 @@ class ScoredHead(Head):
         return log_probs if chosen is None else log_probs.gather(-1, chosen)
 
     def _log_probs(self, scores: Tensor) -> Tensor:
-        """The log of the map of scores ``(rows, n_classes)``, differentiable.
+        """Log-probabilities from scores ``(rows, n_classes)``, differentiable.
 
-        By default the softmax after a soft cap and a temperature, of heads that have these.
+        By default a softmax, after the soft cap and the temperature of heads that have them.
         """
         softcap, temperature = self._softcap_and_temperature()
         if softcap:
             capped = softcap * torch.tanh(scores / softcap)
-            # A cap must not bring back a class that a bias of -inf masks.
+            # The soft cap must not unmask a class that has a bias of -inf.
             scores = capped.masked_fill(scores == -math.inf, -math.inf)
         return log_softmax(scores if temperature == 1.0 else scores / temperature)
 
     def _softcap_and_temperature(self) -> tuple[float, float]:
-        """What scores go through before the softmax; 0 for no cap."""
+        """Soft cap and temperature applied to the scores before the softmax; a cap of 0 is none."""
         return 0.0, 1.0
 
     def _layer(self, weight: Any, bias: Tensor | None) -> Layer:
-        """From the tensors of :meth:`_score_tensors`, for a head that is a softmax over scores."""
+        """The layer of the tensors of :meth:`_score_tensors`, for heads that are a softmax."""
         return Layer(weight, bias, *self._softcap_and_temperature(), self.chunk_rows)
 
     def _softmax_layer(
         self, rows: Tensor, tensors: tuple[Any, ...] | None = None, k: int = 0
     ) -> Layer | None:
-        """The layer, where predictions for these rows have kernels; None where they go by chunks.
+        """The layer, if a kernel can predict for these rows; None if chunks must be used.
 
-        That is for a head with other rules for log-probabilities, for k best classes where these
-        are too many, while a compiler traces, and on devices without kernels.
+        Chunks are used if a head overrides the log-probabilities, if k is too large, while a
+        compiler traces, and on devices without kernels.
         """
         kind = type(self)
         by_rule = kind._log_probs is ScoredHead._log_probs
@@ -537,7 +544,7 @@ class ScoredHead(Head):
             chosen, shape = self._check_classes(hidden, classes)
         tensors = self._score_tensors(rows.dtype)
         few = fits_one_cpu_product(rows, self.n_classes, self.chunk_rows)
-        # Those of chosen classes are made again in backward, from parameters that must not change.
+        # Chosen classes are recomputed in backward, from parameters that must not change before.
         few = few and (chosen is None or not torch.is_grad_enabled())
         with without_autocast(hidden):
             by = self._rows_log_prob if few else self._log_prob_in_chunks
@@ -567,7 +574,7 @@ class ScoredHead(Head):
         return in_chunks(self._log_prob_of_chunk, rows, [chosen], tensors, chunks)
 
     def _log_prob_of_chunk(self, rows: Tensor, chosen: Tensor | None, *tensors: Any) -> Tensor:
-        """:meth:`_rows_log_prob`, where nothing is recorded by a kernel that keeps no scores."""
+        """Computes :meth:`_rows_log_prob`, without gradients by a kernel that stores no scores."""
         recording = chosen is None or torch.is_grad_enabled()
         layer = None if recording else self._softmax_layer(rows, tensors)
         if layer is None or chosen is None:
@@ -575,51 +582,51 @@ class ScoredHead(Head):
         return log_probs_of(rows, layer, chosen)
 
     def _goes_by_itself(self, rows: Tensor, chosen: Tensor) -> bool:  # noqa: ARG002
-        """Whether :meth:`_rows_log_prob` of chosen classes takes any number of rows."""
+        """Whether :meth:`_rows_log_prob` needs no chunks for chosen classes."""
         return False
 
     def _write_log_probs(self, out: Tensor, rows: Tensor, *tensors: Any) -> None:
-        """Those of all classes, without a gradient, into a matrix that is contiguous."""
+        """Writes log-probabilities of all classes into a contiguous matrix, without gradient."""
         for part in row_chunks(rows, self.n_classes, self.chunk_rows, self._copies):
             out[part] = self._rows_log_prob(rows[part], None, *tensors)
 
 
 def checked_draws(classes: Tensor) -> Tensor:
-    """``classes`` ``(*batch, m)``; an error where a row has nothing to draw from."""
+    """Returns ``classes`` ``(*batch, m)``; raises if a row had no valid probabilities."""
     if values_are_checked(classes) and classes.numel():
-        # In numpy: a reduction costs the host a fifth of torch's.
+        # A numpy reduction takes a fifth of torch's host time.
         values = as_numpy(classes if classes.is_cpu else classes.cpu())
         if np.minimum.reduce(values, axis=None) < 0:
             first = tuple((classes < 0).any(-1).nonzero()[0].tolist())
             raise ValueError(
-                f"hidden: expected states with probabilities to draw from, got none at position "
-                f"{first}; look for NaN or inf in hidden and in the head's parameters"
+                f"hidden: expected rows with valid probabilities, got none at position {first}; "
+                "check hidden and the head's parameters for NaN or inf"
             )
     return classes
 
 
 def in_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``tensor.reshape(shape)``, which costs a microsecond even where there is nothing to do."""
+    """``tensor.reshape(shape)``, without its host time if the shape is already right."""
     return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
 def deformed_log(logs: Tensor, alpha: float) -> Tensor:
-    """Scores that entmax turns into the probabilities of these logarithms.
+    """Scores that entmax maps to probabilities with these logarithms.
 
-    ``(p ** (alpha - 1) - 1) / (alpha - 1)``, at alpha 1 the logarithms themselves.
+    ``(p ** (alpha - 1) - 1) / (alpha - 1)``; at alpha = 1 the logarithms themselves.
     """
     excess = alpha - 1.0
     return torch.expm1(excess * logs) / excess if excess else logs
 
 
 def log_frequencies(counts: Any, n_classes: int, like: Tensor) -> Tensor:
-    """The log of each class's share, finite where a count is 0; in the dtype of ``like``."""
+    """Log of each class's relative frequency, finite even for count 0; in the dtype of ``like``."""
     given = torch.from_numpy(as_counts(counts, n_classes)).clamp(min=0.5)
     return in_dtype((given / given.sum()).log(), like.dtype).to(like.device)
 
 
 def init_uniform_(fan_in: int, *parameters: Tensor | None) -> None:
-    """Within ±1/√fan_in, as those of ``nn.Linear``."""
+    """Initialises parameters uniformly within ±1/√fan_in, as ``nn.Linear`` does."""
     bound = 1.0 / math.sqrt(fan_in)
     for each in parameters:
         if each is not None:
@@ -627,7 +634,7 @@ def init_uniform_(fan_in: int, *parameters: Tensor | None) -> None:
 
 
 def all_in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What is there in another dtype, differentiable."""
+    """Converts tensors to ``dtype``, differentiably; None stays None."""
     return tuple([
         each if each is None or each.dtype == dtype else each.to(dtype) for each in tensors
     ])  # fmt: skip
@@ -642,7 +649,7 @@ def _class_named(name: str, cls: type[Any], folder: Path) -> type[Any]:
     trouble = "no such class is imported" if not found else f"{len(found)} classes have this name"
     raise ValueError(
         f"folder: expected a saved {cls.__name__}, got {name!r} in {folder}, and {trouble}; "
-        f"call load on the class that was saved: {name}.load(folder)"
+        f"import the class and call {name}.load(folder)"
     )
 
 

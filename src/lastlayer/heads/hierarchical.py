@@ -1,4 +1,4 @@
-"""The hierarchical softmax: a class is a path through a tree of small choices."""
+"""The hierarchical softmax: a class is a path through a tree, with a small softmax at each node."""
 
 import math
 from collections.abc import Callable
@@ -36,62 +36,62 @@ from lastlayer.heads.base import Head, TopK
 from lastlayer.heads.recipes import Recipe
 from lastlayer.trees import Tree
 
-# Beside the state of a saved head.
+# File beside the state of a saved head.
 _TREE_FILE = "tree.safetensors"
-# Rows that are searched at a time.
+# Rows per search.
 _SEARCHED_ROWS = 1024
-# Rows that are searched before the others, to see whether that is worth while.
+# Rows that are searched first, to decide whether a search is faster than a sort.
 _TRIED_ROWS = 8
-# Where more than this part of the classes is asked for, sorting all is faster than a search.
+# For k above this share of the classes, sorting all is faster than a search.
 _SEARCHED_PART, _SEARCHED_CLASSES = 1 / 8, 512
-# Numbers held for each class and row of all log-probabilities (scores, edges by arity and in order,
-# sums, classes), and for each gathered one.
+# Elements held per class and row for all log-probabilities (scores, edges by arity and in order,
+# sums, classes), and per gathered element.
 _ALL_COPIES, _GATHERED_COPIES = 9.0, 3.0
-# The same for scores and classes alone, where kernels go from one to the other.
+# The same with kernels, which hold scores and classes alone.
 _LEAF_COPIES = 2.0
 
 
 class HierarchicalSoftmax(Head):
-    r"""Hierarchical softmax: a class is a path through a tree, with a small choice at each node.
+    r"""Hierarchical softmax: a class is a path through a tree, with a small softmax at each node.
 
     .. math:: \log p_c = \sum_{v \in \mathrm{path}(c)} \log p(\text{child of } v \mid v, h)
 
     At a node with two children one vector decides: the second child has the probability
     :math:`\sigma(w_v \cdot h + b_v)`. At a wider node every child has a vector, and the
     probabilities are a softmax over its children. They sum to 1 over all classes by construction.
-    In a tree that overlaps, a class has the sum of its paths.
+    In a tree with overlap, the probability of a class is the sum over its paths.
 
-    Choose it where there are very many classes and training has to be cheap, with a tree that
-    fits: Huffman's for speed, a learned one (:func:`lastlayer.trees.cluster`) for accuracy.
+    Choose it for very many classes if training must be cheap, with a suitable tree: Huffman's for
+    speed, a learned one (:func:`lastlayer.trees.cluster`) for accuracy.
 
-    Cost: a training step touches the nodes on the paths of its targets, some log₂ of n_classes
-    for each row, or fewer for frequent classes in Huffman's tree. All classes cost as much as a
-    flat layer. In a binary tree without overlap a step holds no vectors: kernels read them where
-    they are. With overlap a CPU does the same for each path of a target, from a copy of its hidden
+    Cost: a training step touches the nodes on the paths of its targets, about log₂ of n_classes
+    per row, or fewer for frequent classes in Huffman's tree. Computing all classes costs as much as
+    a flat layer. In a binary tree without overlap a step copies no vectors: kernels read them in
+    place. With overlap a CPU does the same for each path of a target, from a copy of its hidden
     state. In other trees a step on a GPU holds the scores of all children on the paths. On a CPU
-    it holds vectors, rows × path × in_features, until backward; nodes of more than 32 children are
-    taken one by one instead.
+    it holds vectors, rows × path × in_features, until backward; nodes with more than 32 children
+    are processed one by one instead.
 
     With ``sparse=True`` the gradients of ``weight`` and ``bias`` are sparse tensors of the rows
-    that were touched, for ``lastlayer.optim.RowAdagrad``, ``torch.optim.SparseAdam`` or SGD:
-    without it, most of a step is spent on zeros. On a GPU those of a binary tree are not coalesced,
-    and have zeros of the root at the end. The gradient of ``log_prob`` for all classes is dense,
-    and so is all that is compiled, and that of wider nodes while a CUDA graph is captured.
+    that were touched, for ``lastlayer.optim.RowAdagrad``, ``torch.optim.SparseAdam`` or SGD. With
+    dense gradients most of a step is spent on zeros. On a GPU, sparse gradients of a binary tree
+    are not coalesced, and end with zero entries for the root. Gradients stay dense for ``log_prob``
+    of all classes, in compiled code, and for wider nodes during CUDA graph capture.
 
     Args:
         in_features: size of the hidden state.
-        tree: over the classes; ``lastlayer.trees`` builds them.
+        tree: tree over the classes; ``lastlayer.trees`` builds them.
         bias: whether nodes have biases.
         sparse: whether gradients are row-sparse.
-        ignore_index: rows with this target count for nothing; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        ignore_index: rows with this target are ignored; None to ignore no rows.
+        reduction: "mean" over the rows that are not ignored, "sum" or "none".
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
-        tree: as it was given.
-        weight: ``(n_rows, in_features)``: one row for a binary node, one for each child of a
-            wider one, in the order of the nodes.
+        tree: the tree that was given.
+        weight: ``(n_rows, in_features)``: one row per binary node and one per child of a wider
+            node, in the order of the nodes.
         bias: ``(n_rows,)``, or None.
 
     Example:
@@ -148,14 +148,14 @@ class HierarchicalSoftmax(Head):
         self.weight = Parameter(torch.empty(n_rows, self.in_features, device=device, dtype=dtype))
         biases = torch.empty(n_rows, device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if biases is None else Parameter(biases))
-        # In the state, so that it is not loaded into a head with another tree of the same size.
+        # In the state, so that it cannot be loaded into a head with another tree of the same size.
         self.register_buffer("tree_digest", torch.tensor(tree.digest, device=device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, distributed as those of ``nn.Linear``.
+        """Reinitialises the parameters, with the distribution of ``nn.Linear``.
 
-        A head that was made on the meta device is whole after ``to_empty`` and this.
+        Call it after ``to_empty`` on a head that was made on the meta device.
         """
         self._make_ready()
         bound = 1.0 / math.sqrt(self.in_features)
@@ -176,7 +176,8 @@ class HierarchicalSoftmax(Head):
         if isinstance(digest, Tensor) and not digest.is_meta and int(digest) != self.tree.digest:
             raise ValueError(
                 "state_dict: expected the state of a head with the same tree, got that of another "
-                f"one; make the head with the tree it was trained with, not with {self.tree!r}"
+                "tree; construct the head with the tree it was trained with, not with "
+                f"{self.tree!r}"
             )
 
     @property
@@ -185,13 +186,13 @@ class HierarchicalSoftmax(Head):
         return Nodes(self._tables, self.weight, self.bias, sparse)
 
     def init_bias_from_counts(self, counts: Any) -> None:
-        """Start at the class frequencies, the cheapest speed-up there is.
+        """Initialises the biases from class frequencies, which speeds up the start of training.
 
-        A binary node gets the log-odds of the counts below its two children, each child of a wider
-        node the log of its share. At the hidden state 0 the head then predicts the frequencies.
+        A binary node gets the log-odds of the counts below its two children; each child of a wider
+        node gets the log of its share. At hidden state 0 the head then predicts the frequencies.
 
         Args:
-            counts: how often each class occurs, ``(n_classes,)``; a count of 0 counts as a half.
+            counts: number of occurrences of each class, ``(n_classes,)``; 0 is treated as 0.5.
         """
         if self.bias is None:
             raise ValueError(
@@ -209,21 +210,21 @@ class HierarchicalSoftmax(Head):
         counts: Any = None,
         **options: Any,
     ) -> Self:
-        """A new head that starts near a trained flat layer. A warm start, not the same function.
+        """Makes a head initialised from a trained flat layer: a warm start, not the same function.
 
-        The score of a subtree is the tangent, at the hidden state 0, of the log of the sum of its
-        classes' exponentials: the mean of their vectors and biases, each class by its probability
-        there, plus the entropy of these weights, which is the log of their number where they are
-        alike. A binary node has the difference of its second and its first child. The closer the
-        vectors below a node are to each other, the closer the head is to the layer, so build the
-        tree from them: ``trees.cluster(linear.weight)``.
+        The score of a subtree is the linearisation, at hidden state 0, of the logsumexp of its
+        classes' scores. This is the mean of their vectors and biases, weighted by their
+        probabilities at 0, plus the entropy of these weights (the log of their number if they are
+        equal). A binary node gets the difference of its second and its first child. The more
+        similar the vectors below a node are, the closer the head is to the layer, so build the tree
+        from them: ``trees.cluster(linear.weight)``.
 
         Args:
             linear: the layer, or an embedding whose rows are the class vectors.
-            tree: over the same classes.
-            counts: one number per class, the weights of the means; without them the probabilities
-                that the biases give.
-            options: what else the constructor takes, by name; the layer decides device and dtype.
+            tree: tree over the same classes.
+            counts: one number per class, the weights of the means; None for the probabilities that
+                the biases give.
+            options: other keyword arguments of the constructor; device and dtype follow the layer.
         """
         _check_tree(tree)
         if not isinstance(linear, (torch.nn.Linear, torch.nn.Embedding)):
@@ -243,20 +244,20 @@ class HierarchicalSoftmax(Head):
         return head
 
     def relearn(self, tree: Tree, *, counts: Any = None) -> Self:
-        """A new head on another tree over the same classes, started from this one.
+        """Makes a head with another tree over the same classes, initialised from this one.
 
-        Each class gets the vector that this tree implies, the signed sum of the vectors on its
-        path, weighted as in the tangent of its log-probability at the hidden state 0. From these
-        the new nodes are made as :meth:`init_from_linear` makes them. From a tree without overlap
-        to itself nothing changes.
+        Each class gets the vector that the current tree implies: the signed sum of the vectors on
+        its path, weighted as in the linearisation of its log-probability at hidden state 0. The new
+        nodes are computed from these as in :meth:`init_from_linear`. Relearning the same tree
+        without overlap changes nothing.
 
-        The new head has the options, device and dtype of this one, which is left alone. Its
-        parameters are other tensors: make an optimiser for them.
+        The new head has the options, device and dtype of this one, which is not modified. Its
+        parameters are new tensors, so they need a new optimizer.
 
         Args:
-            tree: such as ``trees.cluster`` makes of the mean hidden states of each class.
-            counts: one number per class, the weights of the means; without them the probabilities
-                at the hidden state 0.
+            tree: the new tree, for example by ``trees.cluster`` on the mean hidden state per class.
+            counts: one number per class, the weights of the means; None for the probabilities at
+                hidden state 0.
         """
         _check_tree(tree)
         if tree.n_classes != self.n_classes:
@@ -269,14 +270,14 @@ class HierarchicalSoftmax(Head):
         return made
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """Minus the log-probability of the targets. Only nodes on their paths are touched."""
+        """The negative log-likelihood of the targets. Only nodes on their paths are touched."""
         rows = self._check_rows(hidden)
         target, ignored = self._target_and_ignored(hidden, target)
         classes = target if target.dim() == 1 else target.reshape(-1)
         nodes = self._nodes
         loss = tree_loss(nodes, rows, classes, ignored, self.reduction)
         if not nodes.tables.n_inner:
-            # A single class has no node: a sum over none, so that backward finds the parameters.
+            # A single class has no nodes: add empty sums, so that all parameters get a gradient.
             for each in self.parameters():
                 loss = loss + each.sum().to(loss.dtype)
         return loss.reshape(target.shape) if loss.dim() != 0 and target.dim() != 1 else loss
@@ -284,7 +285,7 @@ class HierarchicalSoftmax(Head):
     def _part_losses(
         self, tables: TreeTables, weight: Tensor, bias: Tensor | None, rows: Tensor, target: Tensor
     ) -> Tensor:
-        """What some nodes add to the loss of each row, for a process that has only these."""
+        """Contribution of some nodes to each row's loss, for a process that has only these."""
         return tree_loss(Nodes(tables, weight, bias), rows, target, None, "none")
 
     def _from_scores(self, scores: Tensor) -> Tensor:
@@ -294,11 +295,11 @@ class HierarchicalSoftmax(Head):
     def log_prob(self, hidden: Tensor, classes: Tensor | None = None) -> Tensor:
         """Exact log-probabilities in float32, or in float64 from float64.
 
-        For all classes the scores of all nodes are one product, and log-probabilities are added
-        down the tree level by level. For chosen classes only their paths are touched, unless these
-        have more nodes than the tree; for a list that all rows share, each vector once. The result
-        is differentiable; for chosen classes, backward makes the scores of each chunk of rows
-        again.
+        For all classes, the scores of all nodes are one matrix product, and log-probabilities are
+        summed down the tree level by level. For chosen classes only their paths are computed,
+        unless these have more nodes than the tree. For a list that all rows share, each vector is
+        used once. The result is differentiable; for chosen classes, backward recomputes the scores
+        of each chunk of rows.
 
         Arguments and result are those of :meth:`Head.log_prob`.
         """
@@ -315,7 +316,7 @@ class HierarchicalSoftmax(Head):
         if is_exporting():
             rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
             return all_log_prob(nodes, rows, chosen)
-        # The most nodes, and rows of the weight, that the classes of one row of hidden states take.
+        # Maximum number of nodes, and of rows of the weight, for the classes of one hidden state.
         at = 0 if chosen is None else chosen.shape[1] * tables.most_paths * tables.longest
         most = at * (tables.widest if tables.has_wide else 1)
         recording = torch.is_grad_enabled() and (
@@ -331,7 +332,7 @@ class HierarchicalSoftmax(Head):
         log_prob: Callable[..., Tensor] = path_log_prob
         copies = _GATHERED_COPIES
         if chosen is None or most > tables.n_rows or (predicted and not on_cpu):
-            # In a dtype that rounds neither the rows nor the vectors: those of paths are not.
+            # In a dtype that rounds neither rows nor vectors, since path_log_prob rounds neither.
             rows = in_dtype(rows, torch.promote_types(rows.dtype, self.weight.dtype))
             if chosen is None and predicted:
                 return all_leaves(nodes, rows, None, self.chunk_rows)
@@ -346,7 +347,7 @@ class HierarchicalSoftmax(Head):
         ):  # fmt: skip
             rows, log_prob, held = wide(rows), shared_log_prob, 2 * most
         else:
-            # Vectors are gathered, or else hidden states for the scores of all children of a node.
+            # Gathers vectors, or for wide nodes hidden states and the scores of all children.
             held = most * d if tables.widest <= WIDEST_GATHERED else at * (tables.widest + d)
             # The kernel for very wide nodes takes half precision.
             narrow = tables.widest <= WIDEST_GATHERED or not len(rows)
@@ -363,39 +364,43 @@ class HierarchicalSoftmax(Head):
 
     @torch.no_grad()
     def topk(self, hidden: Tensor, k: int, *, beam: int | None = None) -> TopK:
-        """The k most probable classes, exactly as a sort of all log-probabilities has them.
+        """Returns the k most probable classes, exactly as a sort of all log-probabilities would.
 
-        By a search down the tree. On a CPU the most probable node is opened first, until k
-        classes are more probable than all that is still closed. On a GPU a first sweep follows a
-        few nodes of each level and finds k classes, and a second one opens every node that is at
-        least as probable as the k-th of them. Both are exact: a child is at most as probable as
-        its parent, so a node that is less probable than k known classes has no class below it
-        that is one of the best k.
+        It searches down the tree; to open a node is to compute its children's probabilities. On a
+        CPU the most probable node is opened first, until k classes are more probable than all
+        unopened nodes. On a GPU a first sweep follows a few nodes per level and finds k classes,
+        and a second one opens every node that is at least as probable as the k-th of them. Both are
+        exact: a child is at most as probable as its parent, so a node that is less probable than k
+        known classes contains none of the best k.
 
-        A row for which more than a sixteenth of the nodes would be opened is sorted as a whole.
-        So are all rows on a CPU if most of the first 8 are, or if 16 or more meet at most 1024
-        node vectors; on a GPU in a tree with wider than binary nodes; where k is more than an
-        eighth of the classes, or more than 64 on a GPU; and where the tree overlaps, as the bound
-        does not hold for a sum over paths.
+        If the search of a row would read more than 1024 rows of the weight one by one, and more
+        than a sixteenth of all, it is given up, and all classes are computed and sorted. This is
+        done for all rows
+
+        * on a CPU, if most of the first 8 searches are given up, or for 16 or more rows and at most
+          1024 rows of the weight;
+        * on a GPU, if a node has more than two children, or for k above 64;
+        * for k above an eighth of the classes, if there are more than 512;
+        * if the tree has overlap, since the bound does not hold for a sum over paths.
 
         Args:
             hidden: ``(*batch, in_features)``.
             k: from 1 to ``n_classes``.
-            beam: at least k. Only the first sweep, with so many nodes of each level. This is not
-                exact: a good class below a node that looks worse than ``beam`` others is missed.
+            beam: at least k. Runs only the first sweep, with this many nodes per level. This is not
+                exact: it misses a good class below a node that is worse than ``beam`` others.
         """
         self._check_hidden(hidden)
         k, tables = self._check_k(k), self._tables
         if beam is not None:
-            beam = check_int("beam", beam, least=k, note="a beam has room for k classes")
+            beam = check_int("beam", beam, least=k, note="a beam must hold k classes")
             if tables.overlaps:
                 raise ValueError(
-                    f"beam: expected None for a tree that overlaps, got {beam}; a beam finds "
-                    "single paths, and the probability of a class is the sum over its paths"
+                    f"beam: expected None for a tree with overlap, got {beam}; a beam finds single "
+                    "paths, but the probability of a class is the sum over its paths"
                 )
         many = self.n_classes > _SEARCHED_CLASSES and k > self.n_classes * _SEARCHED_PART
         every = tables.overlaps or not tables.n_inner or (many and beam is None)
-        # A search goes where values lead it, which no exported program can follow.
+        # A search is data-dependent control flow, which cannot be exported.
         if every or is_exporting():
             return super().topk(hidden, k)
         found, shape = self._search(hidden, k, beam), (*hidden.shape[:-1], k)
@@ -406,7 +411,7 @@ class HierarchicalSoftmax(Head):
         rows = hidden.reshape(-1, self.in_features)
         n = rows.shape[0]
         suits = beam is not None or search_suits(self._nodes, rows, k)
-        # On a CPU a few rows first: where the search is given up for them, it is for most others.
+        # On a CPU a few rows first: if their search is given up, so would be that of most others.
         tried = _TRIED_ROWS if suits and hidden.device.type == "cpu" and n > 2 * _TRIED_ROWS else 0
         parts = [self._search_rows(rows[:tried], k, beam)] if tried else []
         if not suits or (tried and int((parts[0].opened < 0).sum()) * 2 > tried):
@@ -425,7 +430,7 @@ class HierarchicalSoftmax(Head):
             return search(self._nodes, wide(rows), k, beam)
 
     def _rows_sample(self, rows: Tensor, *uniform: Tensor) -> Tensor:
-        """By a walk down the tree for each draw: only nodes that it comes to are opened."""
+        """Walks down the tree once per draw, opening only the nodes on the way."""
         nodes, (numbers,) = self._nodes, uniform
         if not self._tables.n_inner:
             return torch.zeros_like(numbers, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Groups of classes by frequency: what their heads share, and how to choose the groups."""
+"""Groups of classes by frequency: the base class of heads with groups, and how to choose groups."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,21 +24,21 @@ from lastlayer.heads.base import ScoredHead
 
 Reals = NDArray[np.float64]
 Integers = NDArray[np.int64]
-# Beyond so many classes only some places are candidates for a cutoff: from one to the next 4 %.
+# Above this many classes only some places are candidates for a cutoff; they are 4 % apart.
 _EVERY_PLACE, _RATIO = 256, 1.04
-# Rows per step by default: a GPU has to be given many.
+# Default batch size per step: a GPU needs many rows.
 _ROWS, _CUDA_ROWS = 256, 8192
 VARIANTS = ("slices", "projections")
 _MOST_BANDS = 4
-# Widths of bands are multiples of one part of so many; bands end at so many places.
+# Band widths are multiples of in_features / _PARTS; bands end at one of about _PLACES places.
 _PARTS, _PLACES = 16, 40
 
 
 class RankedHead(ScoredHead):
-    """Classes have places, and a group of classes is a range of places.
+    """Base class of heads that order classes by *place*; a group of classes is a range of places.
 
-    ``order`` has the class of each place and ``places`` the place of each class; both are None
-    where class c is at place c. Inside a group classes are sorted by id.
+    ``order`` has the class at each place and ``places`` the place of each class. Both are None if
+    class c is at place c. Within a group classes are sorted by id.
     """
 
     order: Tensor | None
@@ -59,7 +59,7 @@ class RankedHead(ScoredHead):
         check_chunk(chunk_rows)
         cross_entropy_numbers(label_smoothing, 0.0, None, 1.0)
         self.chunk_rows, self.label_smoothing = chunk_rows, label_smoothing
-        # The first and the last place of each group.
+        # Start and end of each group, in places.
         self._groups = tuple(pairwise([0, *ends]))
         by_place = None
         if order is not None:
@@ -70,7 +70,7 @@ class RankedHead(ScoredHead):
         device = torch.get_default_device() if device is None else torch.device(device)
         self.register_buffer("order", None if by_place is None else by_place.to(device))
         self.register_buffer("places", None if by_place is None else by_place.argsort().to(device))
-        # On meta nothing is kept; what is filled in later has to be known until then.
+        # On the meta device buffers hold no values; keep the order until they are filled.
         self._order_to_come = by_place if device.type == "meta" else None
 
     def _fresh_buffer(self, name: str) -> Tensor | None:
@@ -86,7 +86,7 @@ class RankedHead(ScoredHead):
         return places if self.order is None else self.order[places]
 
     def _by_class(self, by_place: Tensor) -> Tensor:
-        """Columns of places as columns of classes."""
+        """Columns by place to columns by class."""
         return by_place if self.places is None else by_place.index_select(-1, self.places)
 
     def _scores_from_counts(self, counts: Any) -> Tensor:
@@ -98,14 +98,17 @@ class RankedHead(ScoredHead):
 
     def _check_order(self, order: Any, places: Any) -> None:
         for name, each in (("order", order), ("places", places)):
-            # Another shape is told by torch.
+            # torch reports a wrong shape itself.
             if type(each) is not Tensor or each.is_meta or each.shape != (self.n_classes,):
                 return
             if each.dtype != torch.int64:
                 raise ValueError(f"{name}: expected torch.int64, got {each.dtype}")
         by_place = as_permutation("order", order, self.n_classes)
         if (as_numpy(places.cpu()) != by_place.argsort()).any():
-            raise ValueError("places: expected the place of each class in order, got another one")
+            raise ValueError(
+                "places: expected the inverse permutation of order, got another one; load order "
+                "and places from the same head"
+            )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if self.order is not None:
@@ -123,7 +126,7 @@ class RankedHead(ScoredHead):
         return self._shown(sizes | self.config())
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        # The order itself is part of the state.
+        # The order is saved as part of the state.
         return {**config, "order": config["order"] is not None}
 
     @classmethod
@@ -137,18 +140,18 @@ class RankedHead(ScoredHead):
 
 
 class MatrixCost(NamedTuple):
-    r"""The time of a training step of small softmaxes, in microseconds.
+    r"""Cost model of a training step with several small softmaxes, in microseconds.
 
-    A call c for each of them, and the work of
+    Each softmax costs a constant time c per call, plus
 
     .. math:: g(k, B, d) = \alpha\,k d + \beta\,k B + \lambda\,k B d
 
-    for k classes, B rows and d features. Call and product are those of Grave et al.; the other
-    two terms are what few rows and narrow rows pay: the gradient of all weights is written
-    whatever B is, and all scores are exponentiated whatever d is.
+    for k classes, B rows and d features. The call and the product terms are those of Grave et
+    al. The other two matter if there are few rows or few features: the gradient of all weights is
+    written for any B, and all scores are exponentiated for any d.
 
-    Where ``overlap`` is true the host makes calls while the device works, and the step takes as
-    long as the longer of the two; else one comes after the other.
+    If ``overlap`` is true, the host launches calls while the device computes, and a step takes the
+    longer of the two times; otherwise their sum.
     """
 
     call: float
@@ -158,22 +161,23 @@ class MatrixCost(NamedTuple):
     overlap: bool = False
 
     def work(self, k: Any, rows: Any, width: float) -> Any:
-        """g, for numbers or arrays that broadcast."""
+        """Computes g, for numbers or arrays that broadcast."""
         return k * (self.weight * width + rows * (self.score + self.product * width))
 
     def step(self, softmaxes: int, work: float) -> float:
-        """Of so many softmaxes with so much work together."""
+        """Time of a step with this many softmaxes and this much work in total."""
         calls = self.call * softmaxes
         return max(calls, work) if self.overlap else calls + work
 
 
 COSTS = {
     # Fitted to steps of `linear_cross_entropy` in float32 on one core of a server CPU. Most are
-    # within 15 %; beyond the cache the truth is up to twice as much. Only ratios matter.
+    # within 15 %; beyond the cache the actual time is up to twice as long. Only ratios matter.
     "cpu": MatrixCost(call=800.0, weight=1.75e-3, score=2.6e-3, product=3.7e-5),
-    # Of an H200 in bfloat16. What a small softmax takes is mostly what the host needs to launch it,
-    # some 1.2 ms. The rest is by rates: a weight that is read twice and a gradient that is written,
-    # 6 bytes at 4.2 TB/s; two exponentials per score; six operations per product at 600 TFLOP/s.
+    # For an H200 in bfloat16. A small softmax mostly takes the host time of its launches, about
+    # 1.2 ms. The other terms follow from rates: a weight that is read twice and a gradient that is
+    # written, 6 bytes at 4.2 TB/s; two exponentials per score; six operations per product at
+    # 600 TFLOP/s.
     "cuda": MatrixCost(1200.0, weight=1.4e-6, score=2.1e-6, product=1.0e-8, overlap=True),
 }
 
@@ -189,29 +193,30 @@ def cutoffs_from_counts(
     top_share: float = 0.5,
     cost: MatrixCost | str = "cpu",
 ) -> list[int]:
-    """The cutoffs with which an adaptive softmax is fastest, for classes by falling frequency.
+    """Chooses the cutoffs that make an adaptive softmax fastest, for classes by falling frequency.
 
-    A step costs the top, with one more column for each cluster, on all rows; and each cluster,
-    with its projection, on the share of the rows that it expects. All ways to cut the classes into
-    a top and up to ``max_clusters`` clusters are compared by dynamic programming: exactly for up
-    to 256 classes, and beyond that among places that are 4 % apart.
+    A step costs the top-level softmax, with one more column per cluster, on all rows; and each
+    cluster, with its projection, on the rows whose target is expected in it. All ways to cut the
+    classes into a top level and up to ``max_clusters`` clusters are compared by dynamic
+    programming: exactly for up to 256 classes, and above that among places that are 4 % apart.
 
-    The fastest layout alone would leave a few dozen classes at the top, and narrow vectors to
-    everything else. So the top keeps at least ``top_share`` of all occurrences. And no cluster has
-    fewer classes than its vectors have features.
+    The fastest layout alone would leave a few dozen classes at the top level, and narrow vectors
+    for all others. So the top level gets at least ``top_share`` of all occurrences, and no cluster
+    has fewer classes than its vectors have features.
 
     Args:
-        counts: how often each class occurs, in any order.
+        counts: number of occurrences of each class, in any order.
         in_features: size of the hidden state.
-        div_value: by how much each cluster is narrower than the one before.
-        min_width: least width of a projection.
-        rows: rows per step; by default 8,192 where ``cost`` is "cuda", and else 256.
-        max_clusters: most clusters.
-        top_share: from 0 to 1.
-        cost: time of a small softmax: "cpu", "cuda", or the :class:`MatrixCost` of your machine.
+        div_value: factor by which each cluster's vectors are narrower than the previous one's.
+        min_width: minimum width of a projection.
+        rows: batch size of a step; by default 8,192 if ``cost`` is "cuda", otherwise 256.
+        max_clusters: maximum number of clusters.
+        top_share: minimum share of all occurrences at the top level, from 0 to 1.
+        cost: cost model of a small softmax: "cpu", "cuda", or a :class:`MatrixCost` of your
+            machine.
 
     Returns:
-        Where each cluster begins; empty where a plain softmax is fastest.
+        First place of each cluster; empty if a plain softmax is fastest.
 
     Example:
         >>> zipf = [1 / rank for rank in range(1, 50_001)]
@@ -240,11 +245,11 @@ def cutoffs_from_counts(
     widths = tail_widths(in_features, max_clusters, div_value, min_width)
     sizes = (places[None, :] - places[:, None]).astype(np.float64)
     expected = rows * (share[None, :] - share[:, None])
-    # At least one class at the top, and its share; rounding may leave the last sum short of 1.
+    # At least one class at the top level, and its share; rounding may leave the last sum below 1.
     allowed = (places > 0) & ((share >= top_share) | (places == places[-1]))
     best: tuple[float, list[int]] = (math.inf, [])
     for clusters in range(min(max_clusters, n - 1) + 1):
-        # What comes from each place on; the last cluster has to end at the last place.
+        # Least cost from each place on; the last cluster must end at the last place.
         rest = np.where(places == places[-1], 0.0, np.inf)
         following = []
         for width in reversed(widths[:clusters]):
@@ -266,13 +271,13 @@ def cutoffs_from_counts(
 
 
 def _shares_before(weights: Reals) -> Reals:
-    """Of all occurrences, what the 0, 1, 2, … most frequent classes have."""
+    """Share of all occurrences of the 0, 1, 2, … most frequent classes."""
     summed: Reals = np.concatenate([[0.0], np.cumsum(np.sort(weights)[::-1])]) / weights.sum()
     return summed
 
 
 def tail_widths(in_features: int, clusters: int, div_value: float, min_width: int) -> list[int]:
-    """``in_features / div_value ** i``, i = 1, 2, …; at least ``min_width`` or in_features."""
+    """``in_features / div_value ** i``, i = 1, 2, …; at least ``min(min_width, in_features)``."""
     widths = []
     for i in range(1, clusters + 1):
         try:
@@ -284,15 +289,15 @@ def tail_widths(in_features: int, clusters: int, div_value: float, min_width: in
 
 
 def check_widths(div_value: Any, min_width: Any) -> None:
-    """A divisor of at least 1, a width of at least 1."""
+    """Checks a divisor of at least 1 and a width of at least 1."""
     expected = "a finite number of at least 1 (1 keeps every cluster at full width)"
     check_real("div_value", div_value, expected, lambda x: 1.0 <= x < math.inf)
     check_int("min_width", min_width)
 
 
 def check_cutoffs(cutoffs: Any, n_classes: int) -> list[int]:
-    """Rising places from 1 to n_classes - 1."""
-    expected = f"rising places from 1 to {n_classes - 1}, below n_classes"
+    """Checks strictly increasing places from 1 to n_classes - 1."""
+    expected = f"strictly increasing places from 1 to {n_classes - 1}, below n_classes"
     if isinstance(cutoffs, (str, bytes)) or not hasattr(cutoffs, "__iter__"):
         raise TypeError(f"cutoffs: expected a list of {expected}, got {type(cutoffs).__name__}")
     places: list[int] = []
@@ -308,24 +313,25 @@ def check_cutoffs(cutoffs: Any, n_classes: int) -> list[int]:
 def bands_from_counts(
     counts: Any, in_features: int, n_parameters: int, *, variant: str = "slices"
 ) -> list[tuple[int, int]]:
-    r"""Bands whose vectors have at most so many parameters, for classes by falling frequency.
+    r"""Chooses bands for a parameter budget, for classes by falling frequency.
 
-    The rule: of all layouts that fit, the one in which the mean log of the width, over
-    occurrences, is largest: :math:`\sum_b p_b \log d_b`. Twice the width is then worth the same to
-    a class of any width. Candidates are one to four bands, each narrower than the one before or as
-    wide, that end at about 40 places on a geometric scale. In "slices" widths are multiples of a
-    sixteenth of in_features and add up to it; in "projections" they are in_features, half of it, a
-    quarter, and so on down to 8.
+    Of all layouts that fit the budget, it picks the one with the largest mean log width over
+    occurrences, :math:`\sum_b p_b \log d_b`. Doubling the width is then worth the same for a class
+    of any width. Candidates are one to four bands of non-increasing width, which end at about 40
+    places on a geometric scale. In "slices" widths are multiples of a sixteenth of in_features and
+    sum to in_features; in "projections" they are in_features, half of it, a quarter, and so on
+    down to 8.
 
     Args:
-        counts: how often each class occurs, in any order.
+        counts: number of occurrences of each class, in any order.
         in_features: size of the hidden state.
-        n_parameters: most parameters of the class vectors, with the projections and without biases.
-        variant: of :class:`DifferentiatedSoftmax`.
+        n_parameters: maximum number of parameters of the class vectors, including the projections
+            and without biases.
+        variant: as in :class:`DifferentiatedSoftmax`.
 
     Returns:
-        ``[(classes, width), …]``. They belong to the classes in the order of falling counts: give
-        ``order=counts.argsort(descending=True)`` to the head unless they are sorted already.
+        ``[(classes, width), …]``, for the classes in order of falling counts: unless your class ids
+        are sorted that way, pass ``order=counts.argsort(descending=True)`` to the head.
 
     Example:
         >>> zipf = [1 / rank for rank in range(1, 10_001)]
@@ -356,20 +362,20 @@ def bands_from_counts(
     if best is None:
         raise ValueError(
             f"n_parameters: expected at least {fewest} for {n} classes and "
-            f"in_features={in_features}, got {n_parameters}"
+            f"in_features={in_features}, got {n_parameters}; raise the budget"
         )
     return best[1]
 
 
 def _ends(n: int, bands: int) -> Integers:
-    """All layouts ``(layouts, bands + 1)``: where bands end, from 0 to n."""
+    """All layouts ``(layouts, bands + 1)``: the ends of the bands, from 0 to n."""
     inner = np.unique(np.geomspace(1, n, _PLACES).astype(np.int64))
     layouts = [(0, *cuts, n) for cuts in combinations(inner[inner < n].tolist(), bands - 1)]
     return np.array(layouts, dtype=np.int64).reshape(-1, bands + 1)
 
 
 def _widths(in_features: int, bands: int, variant: str) -> Iterator[Sequence[int]]:
-    """Falling widths of so many bands."""
+    """All non-increasing widths of this many bands."""
     if variant == "projections":
         halves = [in_features]
         while halves[-1] // 2 >= 8:
@@ -380,5 +386,5 @@ def _widths(in_features: int, bands: int, variant: str) -> Iterator[Sequence[int
     total = in_features // unit
     for parts in combinations_with_replacement(range(total, 0, -1), bands):
         if sum(parts) == total:
-            # What does not divide goes to the most frequent.
+            # The first band, of the most frequent classes, gets the remainder.
             yield [parts[0] * unit + in_features % unit, *(part * unit for part in parts[1:])]

@@ -33,7 +33,7 @@ from lastlayer.kernels.prediction import MOST_BEST
 
 
 class LinearOptions(TypedDict, total=False):
-    """Options that all of their constructors take; :class:`LinearHead` has the defaults."""
+    """Options that all of these constructors take; :class:`LinearHead` has the defaults."""
 
     class_weight: Tensor | None
     ignore_index: int | None
@@ -44,13 +44,13 @@ class LinearOptions(TypedDict, total=False):
 
 
 class LinearHead(ScoredHead):
-    """Scores ``hidden @ weight.T + bias``, a chunk of rows at a time; a map and its loss on them.
+    """Base class of heads with scores ``hidden @ weight.T + bias``, computed in chunks of rows.
 
-    ``weight`` is ``(n_classes, in_features)`` and ``bias`` ``(n_classes,)``, or None, as in
-    ``nn.Linear``. A head of this kind defines :meth:`forward` and :meth:`_log_probs`.
+    ``weight`` is ``(n_classes, in_features)`` and ``bias`` ``(n_classes,)`` or None, as in
+    ``nn.Linear``. A subclass defines :meth:`forward` and :meth:`_log_probs`.
     """
 
-    # Attributes that the fused loss takes by name.
+    # Attributes that are passed to the fused loss by name.
     _loss_names: tuple[str, ...] = ("ignore_index", "reduction", "class_weight", "chunk_rows")
     weight: Parameter
     bias: Parameter | None
@@ -84,23 +84,23 @@ class LinearHead(ScoredHead):
         if class_weight is not None:
             check_class_weight(class_weight, self.n_classes)
             device, given = self.weight.device, class_weight.detach()
-            # The meta device would forget them.
+            # A tensor on the meta device would lose the values.
             self.class_weight = given if device.type == "meta" else given.to(device)
 
     def reset_parameters(self) -> None:
-        """Fresh parameters, distributed as those of ``nn.Linear``."""
+        """Reinitialises the parameters, with the distribution of ``nn.Linear``."""
         init_uniform_(self.in_features, self.weight, self.bias)
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> Self:
-        """A head that shares the parameters of a layer: a step on one is a step on both.
+        """Makes a head that shares the parameters of a layer: training one trains both.
 
-        With an ``nn.Embedding`` the class vectors are its rows (tied embeddings); there is no
-        bias then, unless you set ``head.bias`` to a parameter.
+        With an ``nn.Embedding`` the class vectors are its rows (tied embeddings). The head then has
+        no bias, unless you set ``head.bias`` to a parameter.
 
         Args:
             linear: the layer that owns the parameters.
-            options: of the constructor, by name; the layer decides bias, device and dtype.
+            options: keyword arguments of the constructor; bias, device and dtype follow the layer.
         """
         if not isinstance(linear, (torch.nn.Linear, torch.nn.Embedding)):
             raise TypeError(
@@ -108,38 +108,39 @@ class LinearHead(ScoredHead):
             )
         if not isinstance(linear.weight, Parameter):
             raise TypeError(
-                "linear: expected a weight that is a parameter, to share it, got "
+                "linear: expected a weight that is a parameter, so that it can be shared, got "
                 f"{type(linear.weight).__name__}; "
-                "torch.nn.utils.parametrize.remove_parametrizations makes it one"
+                "call torch.nn.utils.parametrize.remove_parametrizations first"
             )
         if torch.nn.parameter.is_lazy(linear.weight):
             raise ValueError(
-                f"linear: expected a layer that has its parameters, got a {type(linear).__name__} "
-                "before its first forward; call it once"
+                "linear: expected a layer with initialised parameters, got a "
+                f"{type(linear).__name__} before its first forward; call it once"
             )
         if linear.weight.layout != torch.strided:
             raise TypeError(
                 f"linear: expected a dense weight, got one of layout {linear.weight.layout}; "
-                "weight.to_dense() makes it one"
+                "convert it with weight.to_dense()"
             )
         for name in ("in_features", "n_classes", "bias", "device", "dtype"):
             if name in options:
                 raise TypeError(
-                    f"{name}: expected none, since it follows from the layer, got {options[name]!r}"
+                    f"{name}: expected no such argument, since it follows from the layer, got "
+                    f"{options[name]!r}"
                 )
         if "class_weight" in options and "class_weight" not in cls.__signature__.parameters:
             raise TypeError(f"class_weight: expected none, since {cls.__name__} has no such option")
         n_classes, in_features = linear.weight.shape
         bias = linear.bias if isinstance(linear, torch.nn.Linear) else None
         class_weight = options.pop("class_weight", None)
-        # On meta no memory is filled that the layer's parameters would replace at once.
+        # On meta, no memory is initialised for parameters that the layer's replace at once.
         head = cls(in_features, n_classes, bias=bias is not None, device="meta", **options)
         head.weight, head.bias = linear.weight, bias
         head._set_class_weight(class_weight)
         return head
 
     def to_linear(self) -> torch.nn.Linear:
-        """An ``nn.Linear`` that shares the parameters of this head; its outputs are the logits."""
+        """An ``nn.Linear`` that shares this head's parameters; its outputs are the logits."""
         linear = torch.nn.Linear(self.in_features, self.n_classes, bias=False, device="meta")
         linear.weight = self.weight
         linear.register_parameter("bias", self.bias)
@@ -149,7 +150,7 @@ class LinearHead(ScoredHead):
         return all_in_dtype(dtype, self.weight, self.bias)
 
     def _scores_in_chunks(self, rows: Tensor, copies: float) -> Iterator[tuple[int, Tensor]]:
-        """Of each chunk of rows the first one, and the scores of all classes."""
+        """First row of each chunk, and its scores of all classes."""
         tensors: tuple[Any, ...] = self._score_tensors(rows.dtype)
         if is_exporting():
             yield 0, wide_scores(rows, *tensors)
@@ -159,12 +160,12 @@ class LinearHead(ScoredHead):
             yield first, wide_scores(rows[first : first + step], *tensors)
 
     def _loss_options(self) -> dict[str, Any]:
-        """What the fused loss takes beside hidden, weight, target and bias."""
+        """Keyword arguments of the fused loss besides hidden, weight, target and bias."""
         options = {name: getattr(self, name) for name in self._loss_names}
         return options | {"hidden_grad": "part"} if self._is_spread else options
 
     def _saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        # The weights themselves are part of the state.
+        # The weights are saved as part of the state.
         weighted = config.get("class_weight") is not None
         return config | ({"class_weight": True} if weighted else {})
 
@@ -178,28 +179,28 @@ class LinearHead(ScoredHead):
 
 
 class FullSoftmax(LinearHead):
-    r"""A linear layer with softmax and cross entropy, without the matrix of scores.
+    r"""Exact softmax over all classes with cross entropy, without storing the full score matrix.
 
     .. math:: \log p_c = \theta_c - \log \sum_j e^{\theta_j},
               \qquad \theta = \mathrm{cap}(W h + b) / T
 
-    Choose it first: it is exact, trains fastest up to some 100,000 classes, and every other head
-    is measured against it.
+    It replaces ``nn.Linear`` followed by ``cross_entropy``. Start with it: it is exact, trains
+    fastest up to about 100,000 classes, and is the baseline for every other head.
 
-    Cost: a training step three products of rows × in_features × n_classes, everything else one.
-    A chunk of scores is held at a time, see :func:`lastlayer.fused.linear_cross_entropy`.
+    Cost: three products of rows × in_features × n_classes per training step, one for predictions.
+    One chunk of scores is held at a time; see :func:`lastlayer.fused.linear_cross_entropy`.
 
     Args:
         in_features: size of the hidden state.
         n_classes: number of classes.
         bias: whether each class has a bias.
-        label_smoothing: how much of the target the loss spreads evenly over all classes.
-        z_loss: how much the square of the log of the normaliser counts in the loss.
-        softcap: c, bends scores into :math:`c \tanh(\theta / c)`; None for none.
-        temperature: T, divides the scores, in training as in prediction.
-        class_weight: one weight per class for the loss, ``(n_classes,)``; kept as a buffer.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
+        label_smoothing: share of the target's probability that the loss spreads over all classes.
+        z_loss: weight of the squared log normaliser in the loss.
+        softcap: c, replaces scores by :math:`c \tanh(\theta / c)`; None for no cap.
+        temperature: T, divides the scores, in training and in prediction.
+        class_weight: weight of each class in the loss, ``(n_classes,)``; stored as a buffer.
+        ignore_index: rows with this target are ignored; None to ignore no rows.
+        reduction: "mean" over the rows that are not ignored, "sum" or "none".
         chunk_rows: rows of scores held at a time, "auto" or "low".
         device, dtype: of the parameters.
 
@@ -243,17 +244,18 @@ class FullSoftmax(LinearHead):
 
 
 class EntmaxHead(LinearHead):
-    r"""A linear layer with :func:`lastlayer.entmax` and its loss, without the matrix of scores.
+    r"""A linear layer with :func:`lastlayer.entmax`: most probabilities are exactly 0.
 
     .. math:: p_c = \bigl[(\alpha - 1)\,\theta_c - \tau\bigr]_+^{1/(\alpha - 1)},
               \qquad \theta = W h + b
 
-    alpha = 2 is sparsemax, alpha = 1 softmax. Most classes have probability 0: their
-    ``log_prob`` is -inf, and ``sample`` never draws them. The loss is that of entmax, not
-    minus the log-probability of the target, so it is finite for a class of probability 0.
+    alpha = 2 is sparsemax, alpha = 1 softmax. The ``log_prob`` of a class with probability 0 is
+    -inf, and ``sample`` never draws it. The loss is the entmax loss, not the negative
+    log-likelihood, so it is finite even if the target has probability 0. The full score matrix is
+    never stored.
 
-    Choose it where a short list of classes that may come is worth more than a likelihood for
-    every class: translation, morphology, generation without a cut-off.
+    Choose it if a short list of possible classes is worth more than a likelihood for every class:
+    translation, morphology, generation without truncation.
 
     Cost: that of :class:`FullSoftmax`, less once the supports are small; see
     :func:`lastlayer.fused.linear_entmax_loss`.
@@ -261,9 +263,9 @@ class EntmaxHead(LinearHead):
     Args:
         in_features: size of the hidden state.
         n_classes: number of classes.
-        alpha: a number of at least 1.
+        alpha: a number of at least 1; larger values give fewer classes a nonzero probability.
         bias: whether each class has a bias.
-        options: ``class_weight`` and all that follow it, as of :class:`FullSoftmax`.
+        options: ``class_weight`` and the arguments after it, as in :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -293,7 +295,7 @@ class EntmaxHead(LinearHead):
         self.alpha = check_alpha_number(alpha)
 
     def _scores_from_counts(self, counts: Any) -> Tensor:
-        # Deformed logarithms, of which entmax is the inverse as softmax is of the usual ones.
+        # entmax is the inverse of the deformed logarithm, as softmax is of the logarithm.
         return deformed_log(super()._scores_from_counts(counts), self.alpha)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
@@ -314,17 +316,18 @@ class EntmaxHead(LinearHead):
 
 
 class TopKSoftmaxHead(LinearHead):
-    r"""A linear layer with :func:`lastlayer.topk_softmax` and its loss, without the scores.
+    r"""A linear layer with :func:`lastlayer.topk_softmax`: softmax over each row's k best classes.
 
     .. math:: \log p_c = \theta_c - \log \sum_{j \in \Omega_k} e^{\theta_j}
               \quad (c \in \Omega_k), \qquad \theta = W h + b
 
-    where :math:`\Omega_k` holds the k best classes, the first of equal ones. All others have
-    probability 0: their ``log_prob`` is -inf, and ``sample`` never draws them. The loss
-    is finite for them all the same: it is the formula above for any target.
+    where :math:`\Omega_k` are the k classes with the highest scores; ties go to the lower id. All
+    others have probability 0: their ``log_prob`` is -inf, and ``sample`` never draws them. The loss
+    is the negative of the formula above for any target, so it is finite for these classes, too. The
+    full score matrix is never stored.
 
-    Choose it where a model is fine-tuned on little data and softmax overfits by pushing away
-    classes that are far behind, or where the number of survivors must be known.
+    Choose it if a model is fine-tuned on little data and softmax overfits by pushing down classes
+    that are already improbable, or if the number of classes with nonzero probability must be known.
 
     Cost: that of :class:`FullSoftmax`, with a backward pass over k + 1 classes per row; see
     :func:`lastlayer.fused.linear_topk_softmax_loss`.
@@ -332,9 +335,9 @@ class TopKSoftmaxHead(LinearHead):
     Args:
         in_features: size of the hidden state.
         n_classes: number of classes.
-        k: number of classes that keep a probability, at least 1; n_classes or more is the softmax.
+        k: number of classes with nonzero probability, at least 1; n_classes or more is the softmax.
         bias: whether each class has a bias.
-        options: ``class_weight`` and all that follow it, as of :class:`FullSoftmax`.
+        options: ``class_weight`` and the arguments after it, as in :class:`FullSoftmax`.
 
     Example:
         >>> import torch
@@ -375,7 +378,7 @@ class TopKSoftmaxHead(LinearHead):
             return made
         values, classes = top_classes(scores, self.k)
         logs = log_softmax(values)
-        # NaN where those of the best are.
+        # A NaN in the row's best scores makes all of its probabilities NaN.
         rest = torch.where(logs[:, :1].isnan(), math.nan, -torch.inf).to(logs.dtype)
         return rest.expand(scores.shape).scatter(-1, classes, logs)
 
@@ -391,7 +394,7 @@ class TopKSoftmaxHead(LinearHead):
         write_topk_log_probs(out, rows, self._layer(*tensors), self.k)
 
     def _best(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Scores and ids of the k best classes, the best first; None where there is no kernel."""
+        """Scores and ids of the k best classes, best first; None if there is no kernel."""
         some = in_autocast_dtype(rows)
         if self.k >= self.n_classes or not is_predictable(some, self.k):
             return None
@@ -405,7 +408,7 @@ class TopKSoftmaxHead(LinearHead):
             return super()._rows_topk(rows, k)
         logs, classes = found
         kernels.prediction.log_softmax_("auto", logs, None, 0.0, 1.0, None)
-        # All classes of a row with a NaN are equal.
+        # A row with a NaN ranks all classes equal, so the lowest ids come first.
         first = torch.arange(k, device=rows.device)
         return logs[:, :k], torch.where(logs[:, :1].isnan(), first, classes[:, :k])
 

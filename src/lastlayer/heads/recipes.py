@@ -1,7 +1,7 @@
-"""How heads are made from data: what the lab and the benchmarks know of them.
+"""Recipes: how the lab and the benchmarks construct heads from data.
 
-A head says so itself, in its class attribute ``recipes``; :func:`registered` collects them. A new
-head is its file, its export, its line in the conformance tests and its page.
+A head declares its recipes in the class attribute ``recipes``; :func:`registered` collects them. To
+add a head, add its file, its export, its entry in the conformance tests and its docs page.
 """
 
 import inspect
@@ -25,13 +25,13 @@ SamplerKind = Literal["unigram", "log_uniform", "uniform"]
 
 @dataclass(frozen=True)
 class ClassData:
-    """What heads need to know of the data; the same for all of them.
+    """What heads may be constructed from, the same for all heads.
 
     Attributes:
         in_features: size of the hidden state.
-        counts: how often each class occurs in the training data, by falling count.
+        counts: number of occurrences of each class in the training data, in falling order.
         spellings: the token of each class.
-        seed: of the run.
+        seed: random seed of the run.
     """
 
     in_features: int
@@ -46,21 +46,21 @@ class ClassData:
         return len(self.counts)
 
     def with_seed(self, seed: int) -> "ClassData":
-        """The same for another run."""
+        """The same data with another random seed."""
         return ClassData(self.in_features, self.counts, self.spellings, seed, self._made)
 
     def positive_counts(self) -> NDArray[np.int64]:
-        """Counts of at least 1: a class that never occurs still needs a place."""
+        """Counts of at least 1: trees and samplers also need the classes that never occur."""
         return np.maximum(self.counts, 1)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, made once for all heads: trees and layouts may be slow to build."""
+        """Caches the result of ``make`` for all heads: trees and layouts may be slow to build."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def tree(self, kind: str = "huffman", arity: int | None = None) -> Tree:
-        """Huffman's, a balanced one, or two levels; with nodes of up to ``arity`` children."""
+        """A "huffman", "balanced" or "two_level" tree, with up to ``arity`` children per node."""
         made: Tree = self.once(("tree", kind, arity), lambda: self._new_tree(kind, arity))
         return made
 
@@ -73,7 +73,7 @@ class ClassData:
         return make(self.positive_counts())
 
     def sampler(self, kind: str = "unigram", power: float = 1.0) -> Sampler:
-        """A new one each time: it becomes a part of the head."""
+        """A new sampler on each call, since it becomes a submodule of the head."""
         if kind == "uniform":
             return samplers.Uniform(self.n_classes)
         if kind == "log_uniform":
@@ -86,16 +86,16 @@ class Recipe:
     """One way to make a head from data.
 
     Attributes:
-        name: in specs, such as ``--head full``.
-        about: one line for lists.
-        task: what it learns: "lm" (one class per row) or "multilabel".
-        fixed: constructor arguments that make the recipe what it is.
-        defaults: constructor arguments that are set unless they are given.
-        extra: arguments that a spec may have beside those of the constructor, with their types.
-        from_data: constructor arguments from the data and the arguments of the spec.
-        filled: which arguments of the constructor that makes, so that a spec cannot give them.
-        compared: specs of it that a comparison takes by default.
-        rank: its place in lists; lower comes first.
+        name: name in specs, such as ``--head full``.
+        about: one-line description.
+        task: "lm" (one class per row) or "multilabel".
+        fixed: constructor arguments that define the recipe and cannot be changed.
+        defaults: constructor arguments that a spec may override.
+        extra: arguments of a spec that are not constructor arguments, with their types.
+        from_data: computes constructor arguments from the data and the arguments of the spec.
+        filled: constructor arguments that ``from_data`` computes, so that a spec cannot set them.
+        compared: specs of this recipe that are compared by default.
+        rank: position in lists; lower comes first.
     """
 
     name: str
@@ -110,11 +110,11 @@ class Recipe:
     rank: int = 100
 
     def build(self, cls: type["Head"], data: ClassData, arguments: Arguments) -> "Head":
-        """A head of the class for this data; ``arguments`` are those of a spec."""
+        """Constructs a head of class ``cls`` for the data; ``arguments`` are those of a spec."""
         return cls(**self.arguments(cls, data, arguments))
 
     def arguments(self, cls: type["Head"], data: ClassData, given: Arguments) -> Arguments:
-        """What :meth:`build` calls the constructor with."""
+        """The constructor arguments that :meth:`build` uses."""
         given = {**self.defaults, **given, **self.fixed}
         if self.from_data is not None:
             given |= self.from_data(data, given)
@@ -128,11 +128,11 @@ class Recipe:
 def sampled_recipe(
     name: str, about: str, *, n_samples: int = 512, power: float = 1.0, **more: Any
 ) -> Recipe:
-    """A recipe of a head that takes a sampler and a number of samples."""
+    """A recipe for a head that takes a sampler and a number of samples."""
 
     def from_data(data: ClassData, given: Arguments) -> Arguments:
         sampler = data.sampler(given.get("sampler", "unigram"), given.get("power", power))
-        # From a quarter of all classes on, the full softmax is the faster one.
+        # With a quarter of all classes or more, the full softmax is faster.
         usual = {"n_samples": min(n_samples, max(1, data.n_classes // 4))}
         return {"sampler": sampler, **({} if "n_samples" in given else usual)}
 
@@ -143,14 +143,14 @@ def sampled_recipe(
 
 
 def registered() -> dict[str, tuple[type["Head"], Recipe]]:
-    """All recipes by name, with the class that each belongs to, in the order of their ranks."""
+    """All recipes by name, with the class that each belongs to, ordered by rank."""
     from lastlayer.heads.base import Head
 
     found: dict[str, tuple[type[Head], Recipe]] = {}
     classes: list[type[Head]] = Head.__subclasses__()
     for cls in classes:
         classes += cls.__subclasses__()
-        # Not those that a class inherits.
+        # vars(): without the recipes that a class inherits.
         for recipe in vars(cls).get("recipes", ()):
             found.setdefault(recipe.name, (cls, recipe))
     return dict(sorted(found.items(), key=lambda item: item[1][1].rank))

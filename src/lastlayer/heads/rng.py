@@ -1,4 +1,4 @@
-"""Which numbers a training step draws with, also where a checkpoint makes it a second time."""
+"""The RNG counter of each training step, also for steps that checkpointing recomputes."""
 
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -18,9 +18,9 @@ from lastlayer._torch import (
 
 
 def count_step(rng_counter: Tensor) -> None:
-    """Move the counter (seed, step) of a head on, in place."""
+    """Advances the RNG counter (seed, step) of a head, in place."""
     if in_functorch() and not is_functorch_wrapped(rng_counter):
-        # A transform would refuse it; draws are counted whatever is done to the loss.
+        # A functorch transform would refuse the write; steps are counted under any transform.
         with without_modes():
             rng_counter[1:].add_(1)
     else:
@@ -33,30 +33,30 @@ class _Pass:
 
     counters: list[Tensor] = field(default_factory=list)
     backward: int = -1
-    """The backward pass in which the calls are being repeated."""
+    """Id of the backward pass that is recomputing the calls."""
     repeated: int = 0
 
 
 class RngSteps:
-    """Hands out the RNG counter (seed, step) of a head, one step after the other.
+    """Provides the RNG counter (seed, step) for each training step of a head.
 
-    A function inside ``torch.utils.checkpoint`` runs again in backward, when the counter has moved
-    on. Its draws must be those of its first pass, so counters of such passes are remembered for as
-    long as the checkpoint lives. Nothing is drawn from torch's generators for that.
+    A function inside ``torch.utils.checkpoint`` runs again in backward, when the counter has
+    advanced. It must draw the same samples as in its first pass, so the counters of such passes are
+    kept for as long as the checkpoint lives. Nothing is drawn from torch's generators for that.
 
-    A forward pass under ``torch.no_grad()`` uses the counter of the next step and leaves it there,
-    unless it is the first pass of a reentrant checkpoint.
+    A forward pass under ``torch.no_grad()`` uses the counter of the next step and does not advance
+    it, unless it is the first pass of a reentrant checkpoint.
     """
 
     def __init__(self) -> None:
         self._passes: WeakKeyDictionary[object, _Pass] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type["RngSteps"], tuple[()]]:
-        # A copy has no pass that waits for its gradient.
+        # A copy has no recorded passes.
         return RngSteps, ()
 
     def counter(self, rng_counter: Tensor) -> tuple[Tensor, bool]:
-        """The counter to draw by, and whether the step is to be counted once all is drawn.
+        """The counter to use, and whether to advance it after the draws.
 
         Raises:
             RuntimeError: in a backward pass that recomputes no known step.
@@ -84,8 +84,8 @@ class RngSteps:
         if known is None or known.repeated >= len(known.counters):
             raise RuntimeError(
                 "forward: expected a call in training, or its recomputation by "
-                "torch.utils.checkpoint, got one inside a backward pass whose draws are not known; "
-                "call the head outside of the backward pass"
+                "torch.utils.checkpoint, got a call inside a backward pass without a recorded RNG "
+                "state; call the head outside of the backward pass"
             )
         known.repeated += 1
         return known.counters[known.repeated - 1]

@@ -1,1 +1,1 @@
-"""Heads that train against a few classes and are exact in everything else."""
+"""Heads that train on a few classes per step, and are exact in evaluation and prediction."""

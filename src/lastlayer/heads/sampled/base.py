@@ -1,4 +1,4 @@
-"""The frame of heads that train against some of their classes, and are exact in all else."""
+"""Base classes of heads that train on some of their classes, and are exact otherwise."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from lastlayer.samplers import Sampler, fork
 
 
 class ComparedOptions(TypedDict, total=False):
-    """Options that all of their constructors take; :class:`SampledSoftmax` says what they do."""
+    """Options that all of these constructors take; documented in :class:`SampledSoftmax`."""
 
     bias: bool
     sparse: bool
@@ -31,23 +31,24 @@ class ComparedOptions(TypedDict, total=False):
 
 
 class SampledOptions(ComparedOptions, total=False):
-    """The same of heads that draw classes."""
+    """The same for heads that sample classes."""
 
     seed: int
     per_rank: bool
 
 
 class ComparedHead(LinearHead):
-    """One vector per class. In training a row is compared with some classes, in eval with all."""
+    """One vector per class. Training compares each row with some classes, evaluation with all."""
 
-    # Whether the loss weighs classes by their scores; one of noise does not.
+    # Whether the loss weights samples by their scores; noise-contrastive losses do not.
     weighs_draws = True
-    # The training loss of rows (n, in_features) and targets (n, p), negative for none.
+    # The training loss of rows (n, in_features) and targets (n, p), where negative targets are
+    # ignored.
     _sampled_loss: Callable[..., Tensor]
-    # Set where classes are spread over processes: what compares rows with classes of all of them.
+    # Set if classes are sharded over processes: compares rows with the classes of all processes.
     _compare_spread: Callable[..., tuple[Tensor, Tensor | None]] | None = None
     ess: Tensor | None
-    """Effective sample size of each row in the last training step, ``(n,)``; None before."""
+    """Effective sample size of each row in the last training step, ``(n,)``, or None."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class ComparedHead(LinearHead):
         self.sparse, self.ess = sparse, None
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """In training mode the loss against some classes; in eval mode the exact cross entropy.
+        """The loss against some classes in training mode, the exact cross entropy in eval mode.
 
         Args:
             hidden: ``(*batch, in_features)``.
@@ -85,15 +86,15 @@ class ComparedHead(LinearHead):
         return loss.reshape(hidden.shape[:-1]) if self.reduction == "none" else loss
 
     def _takes_all(self) -> bool:
-        """Whether the loss is the exact one."""
+        """Whether to use the exact loss."""
         return not self.training
 
     @abstractmethod
     def _classes_per_step(self) -> int:
-        """How many classes a row is compared with."""
+        """Number of classes that a row is compared with."""
 
     def _check_targets(self, hidden: Tensor, target: Any) -> Tensor:
-        """One class id per row, or several in a last dimension, as int64; and the reduction."""
+        """Checks the reduction and the targets, one or several class ids per row; as int64."""
         check_reduction(self.reduction)
         shape = tuple(hidden.shape[:-1])
         if isinstance(target, Tensor) and target.dim() == hidden.dim() and target.shape[-1]:
@@ -101,10 +102,10 @@ class ComparedHead(LinearHead):
         return check_ids("target", target, shape, self.n_classes, self.ignore_index, like=hidden)
 
     def _rows(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows in the dtype of autocast, and their targets ``(n, p)``, negative where ignored."""
+        """Rows in the autocast dtype, and their targets ``(n, p)``, negative if ignored."""
         n = hidden.shape[:-1].numel()
         ids = target.reshape(n, target.shape[-1] if target.dim() == hidden.dim() else 1)
-        # A negative ignore_index needs no other.
+        # A negative ignore_index can stay.
         if self.ignore_index is not None and self.ignore_index >= 0:
             ids = torch.where(ids == self.ignore_index, -1, ids)
         rows = in_autocast_dtype(hidden)
@@ -119,7 +120,7 @@ class ComparedHead(LinearHead):
         rule: Rule,
         **more: Any,
     ) -> Tensor:
-        """The loss by :func:`lastlayer.fused.sampled.sampled_loss`; keeps the sample sizes."""
+        """The loss by :func:`lastlayer.fused.sampled.sampled_loss`; sets ``ess``."""
         if self._compare_spread is not None:
             loss, self.ess = self._compare_spread(rows, target, ids, log_expected, rule, **more)
             return loss
@@ -139,13 +140,13 @@ class ComparedHead(LinearHead):
         )  # fmt: skip
 
     def _loss_of_log_prob(self, hidden: Tensor, target: Any) -> Tensor:
-        """Minus the log-probability of targets: one per row, or the mean of several."""
+        """The negative log-likelihood of targets: one per row, or the mean of several."""
         target = self._check_targets(hidden, target)
         classes = target if target.dim() == hidden.dim() else target.unsqueeze(-1)
         counts = torch.ones_like(classes, dtype=torch.bool)
         if self.ignore_index is not None:
             counts = classes != self.ignore_index
-        # A NaN in a row that does not count would reach gradients as 0 · NaN.
+        # A NaN in an ignored row would reach gradients as 0 · NaN.
         rows = torch.where(counts.any(-1, keepdim=True), hidden, 0.0)
         log_prob = self.log_prob(rows, torch.where(counts, classes, 0))
         of_row = -torch.where(counts, log_prob, 0.0).sum(-1) / counts.sum(-1).clamp(min=1)
@@ -155,47 +156,46 @@ class ComparedHead(LinearHead):
         return total / counts.any(-1).sum().clamp(min=1) if self.reduction == "mean" else total
 
     def audit(self, hidden: Tensor, target: Tensor, n_draws: int = 64, **given: Any) -> Audit:
-        """Compare the gradient of the training loss with that of the exact loss, on one batch.
+        """Compares the gradient of the training loss with that of the exact loss, on one batch.
 
-        The training loss is drawn ``n_draws`` times, as the next steps would draw it, and its mean
-        gradient with respect to hidden, class vectors and biases is compared with the gradient of
-        the exact loss, that of eval mode. The head is left as it was, its counter included.
+        The training loss is computed ``n_draws`` times, with the samples of the next steps. Its
+        mean gradient for hidden, class vectors and biases is compared with the gradient of the
+        exact loss of eval mode. The head, including its RNG counter, is left unchanged.
 
-        Cost: n_draws training steps and an exact one. Beside those it holds the exact and the mean
-        gradient, twice the size of hidden and of the class vectors, however many draws there are.
+        Cost: n_draws training steps and an exact one. In addition it holds the exact and the mean
+        gradient, twice the size of hidden and of the class vectors, for any number of draws.
 
         Args:
             hidden: ``(*batch, in_features)``.
             target: class ids ``(*batch)``, as in training.
-            n_draws: how often to draw, at least 2. A bias is seen down to the deviation of one
-                step divided by the root of this number. Two are enough for a head that draws
-                nothing, whose deviation is 0.
-            given: what else the head takes by name in training, such as a context.
+            n_draws: number of repetitions, at least 2. The smallest detectable bias is the standard
+                deviation of one step divided by the square root of this number. Two are enough for
+                a head without random samples, whose deviation is 0.
+            given: other keyword arguments of the head in training, such as a context.
 
         Returns:
-            An ``Audit``; ``print(head.audit(hidden, target).table())``.
+            An ``Audit``; ``print(head.audit(hidden, target).table())`` shows it.
         """
         return audit(self, hidden, target, n_draws, **given)
 
 
 class SampledHead(ComparedHead):
-    """One vector per class, trained against a few classes that are drawn anew in every step.
+    """One vector per class, trained against a few classes that are sampled in every step.
 
-    In eval mode the loss is the exact cross entropy, and ``log_prob``, ``topk`` and ``sample`` are
-    exact in both modes. What is drawn depends on
-    the buffer ``rng_counter``, seed and step, alone; it is saved with the state, so that a resumed
-    run draws what the first one would have drawn. A forward pass under ``torch.no_grad()`` uses
-    the draws of the next step and does not count as one. The sampler becomes a part of the head,
-    and moves with it.
+    In eval mode the loss is the exact cross entropy; ``log_prob``, ``topk`` and ``sample`` are
+    exact in both modes. The samples depend only on the buffer ``rng_counter`` (seed and step). It
+    is saved with the state, so that a resumed run draws the same samples. A forward pass under
+    ``torch.no_grad()`` uses the samples of the next step without counting as a step. The sampler
+    becomes a submodule of the head and moves with it.
     """
 
-    # Whether each row has draws of its own, or all rows the same.
+    # Whether each row has its own samples, or all rows share them.
     draws_for_each_row = False
-    # Classes that every step looks at beside those it draws.
+    # Number of classes that every step includes besides the sampled ones.
     n_head = 0
-    # Whether a step needs the log-probabilities of what it draws.
+    # Whether a step needs the log-probabilities of its samples.
     _reads_log_prob = True
-    # The reduced training loss of rows and targets, of classes drawn by an rng_counter.
+    # The reduced training loss of rows and targets, with classes sampled by an rng_counter.
     _loss_of_step: Callable[..., Tensor]
     sampler: Sampler
     rng_counter: Tensor
@@ -241,7 +241,8 @@ class SampledHead(ComparedHead):
         if drawable and kernels_draw(rows, weight, target):
             correction, tables = self._correction(), self.sampler._tables()
             if correction and tables:
-                # The kernel draws, and moves the counter on. A module takes long to set a tensor.
+                # The kernel draws and advances the counter. __dict__: nn.Module.__setattr__ is
+                # slow.
                 loss, self.__dict__["ess"] = drawn_loss(
                     rows, weight, self.bias, target, own, tables, self.n_samples, correction,
                     reduction=self.reduction, counts=counts, row_shift=self._row_shift(rows),
@@ -251,12 +252,12 @@ class SampledHead(ComparedHead):
                 return loss
         loss = self._loss_of_step(rows, target, rng_counter, *given)
         if counts:
-            # Once all is drawn; on the device, so that nothing waits for it.
+            # After all draws; on the device, without a host sync.
             count_step(own)
         return loss
 
     def _correction(self) -> Correction | None:
-        """The loss of classes that a kernel draws; None where it cannot."""
+        """The correction of classes that a kernel samples; None if the kernel cannot."""
         return None
 
     def _reads_targets(self) -> bool:
@@ -268,8 +269,8 @@ class SampledHead(ComparedHead):
         return None
 
     def _draw(self, rng_counter: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Classes of a step and their log-probabilities; -inf for one that is always counted."""
-        # Not by its public methods, which would check what is known to be right.
+        """Classes of a step and their log-probabilities; -inf for those always included."""
+        # Not by the sampler's public methods, which would check the arguments again.
         with torch.no_grad():
             draw = self.sampler._draw_both
             if dtype == torch.float64:
@@ -280,22 +281,22 @@ class SampledHead(ComparedHead):
         return self.n_samples
 
     def explain(self, audit: Audit | None = None, *, n_rows: int = 1024) -> Explanation:
-        """What a training step costs beside a full softmax, and how many samples to draw.
+        """Compares the cost of a training step with a full softmax, and suggests ``n_samples``.
 
-        Numbers are counted, not measured. The sample count follows from the effective sample size
-        that an audit found; without one it is a first guess from the number of classes.
+        Costs are calculated, not measured. The suggestion follows from the effective sample size
+        that an audit found; without an audit it is a first guess from the number of classes.
 
         Args:
-            audit: what :meth:`audit` gave.
-            n_rows: hidden states in a step.
+            audit: result of :meth:`audit`.
+            n_rows: batch size of a step.
 
         Returns:
-            An ``Explanation``; ``print(head.explain())``.
+            An ``Explanation``; ``print(head.explain())`` shows it.
         """
         return explain(self, audit, n_rows=n_rows)
 
     def _move_draws(self) -> None:
-        """Puts the counter and all that draws where the parameters are."""
+        """Moves the counter and the sampler to the device of the parameters."""
         device = self.weight.device
         if device.type != "meta":
             for part in self.children():
@@ -322,23 +323,23 @@ class SampledHead(ComparedHead):
 
     def extra_repr(self) -> str:
         config = self._saved_config(self.config())
-        # Shown below, as a part.
+        # The sampler is shown as a submodule.
         config.pop("sampler", None)
         return self._shown(config)
 
 
 def check_sampler(sampler: Any, n_classes: int) -> None:
-    """A sampler of the head's classes that needs no context."""
+    """Checks a sampler for the head's classes that needs no context."""
     if not isinstance(sampler, Sampler):
         got = "None" if sampler is None else type(sampler).__name__
         raise TypeError(
             f"sampler: expected one of lastlayer.samplers, got {got}; give "
-            "samplers.Unigram(counts), which draws classes as often as they occur, or "
-            f"samplers.Uniform({n_classes}) where all are equally likely"
+            "samplers.Unigram(counts), which samples classes by frequency, or "
+            f"samplers.Uniform({n_classes}), which samples all equally"
         )
     if sampler.n_classes != n_classes:
         raise ValueError(
-            f"sampler: expected one of {n_classes} classes, as the head has, got one of "
+            f"sampler: expected one for {n_classes} classes, as the head has, got one for "
             f"{sampler.n_classes}"
         )
     if sampler.needs_context:
@@ -350,19 +351,19 @@ def check_sampler(sampler: Any, n_classes: int) -> None:
 
 
 def as_class_ids(name: str, ids: Any, n_classes: int) -> Tensor:
-    """Different class ids, ascending; at least one."""
+    """Checks unique class ids, at least one; returns them sorted."""
     given = as_integers(name, ids, "class ids")
     if not len(given):
         raise ValueError(f"{name}: expected at least one class id, got none")
     found = check_ids(name, torch.from_numpy(given), None, n_classes).sort().values
     again = found[1:][found[1:] == found[:-1]]
     if len(again):
-        raise ValueError(f"{name}: expected each class once, got class {int(again[0])} again")
+        raise ValueError(f"{name}: expected unique class ids, got class {int(again[0])} twice")
     return found
 
 
 def _sampler_from(saved: dict[str, Any], on_meta: bool) -> Sampler:
-    """A sampler by the name of its class; its state is still to be loaded."""
+    """Makes a sampler by the name of its class; its state is loaded later."""
     classes: list[Any] = [Sampler]
     for cls in classes:
         classes += cls.__subclasses__()
@@ -370,8 +371,8 @@ def _sampler_from(saved: dict[str, Any], on_meta: bool) -> Sampler:
     if len(found) != 1:
         trouble = "none is imported" if not found else f"{len(found)} have this name"
         raise ValueError(
-            f"sampler: expected a class named {saved['name']!r} below lastlayer.samplers.Sampler, "
-            f"got no single one: {trouble}; import the module that defines it before loading"
+            f"sampler: expected a subclass of lastlayer.samplers.Sampler named {saved['name']!r}, "
+            f"got none or several: {trouble}; import the module that defines it before loading"
         )
     make = found[0]._on_meta if on_meta else found[0].from_config
     made: Sampler = make(saved["arguments"])

@@ -1,4 +1,4 @@
-"""A softmax over the target and a few drawn classes."""
+"""Sampled softmax: a softmax over the target and a few sampled classes."""
 
 import math
 from numbers import Integral
@@ -19,50 +19,50 @@ _EXACT, _NONE = Correction(Rule(average=True), targets=2), Correction(Rule(), co
 
 
 class SampledSoftmax(SampledHead):
-    r"""A softmax trained over the target and ``n_samples`` classes drawn for all rows together.
+    r"""Sampled softmax: trained over the target and ``n_samples`` classes shared by all rows.
 
     .. math:: L = \log\Bigl(e^{\theta_y} + \sum_{d \ne y} e^{\theta_d - \log w_d}\Bigr) - \theta_y,
               \qquad w_d = \frac{m\,q(d)}{1 - q(y)}, \qquad \theta = (W h + b) / T
 
-    A draw stands for all classes that were not drawn, so its score is corrected by how often it
-    is expected. The target is there with certainty: it is not corrected, it is left out of the
-    proposal, and draws of it do not count; m is the number of draws that do. The sum is then an
-    unbiased estimate of the full one, and the gradient's bias falls as 1/m.
+    A sample stands for all classes that were not sampled, so its score is corrected by its expected
+    count. The target is always included: it is not corrected, it is excluded from the proposal, and
+    samples of it are dropped; m is the number of the others. The sum is then an unbiased estimate
+    of the full one, and the gradient's bias falls as 1/m.
 
-    Choose it for training with 100,000 classes or more, with ``samplers.Unigram(counts)`` and a
-    few thousand samples. In eval mode the loss is the exact one, and so are ``log_prob``, ``topk``
-    and ``sample``.
+    Choose it to train with 100,000 classes or more, with ``samplers.Unigram(counts)`` and a few
+    thousand samples. In eval mode the loss is the exact cross entropy; ``log_prob``, ``topk`` and
+    ``sample`` are always exact.
 
-    Cost: a training step three products of rows × in_features × n_samples, however many classes
-    there are. Without ``sparse=True`` a gradient of the weight's size is filled; with it gradients
-    have the classes that were drawn or are a target, for :class:`lastlayer.optim.RowAdagrad`,
-    :class:`lastlayer.optim.RowAdam` or torch's own. On a CPU they are coalesced. On a GPU they have
-    a slot for each draw and each target, of which the first of a class has its gradient and the
-    others 0, so that nothing waits for how many classes there are.
+    Cost: three products of rows × in_features × n_samples per training step, for any number of
+    classes. Dense gradients fill a tensor of the weight's size. With ``sparse=True`` gradients have
+    only the classes that were sampled or are a target, for :class:`lastlayer.optim.RowAdagrad`,
+    :class:`lastlayer.optim.RowAdam` or torch's sparse optimizers. On a CPU they are coalesced. On a
+    GPU they have one entry per sample and per target: the first entry of a class has its gradient
+    and the others 0, so that no host sync is needed to count the classes.
 
     Args:
         in_features: size of the hidden state.
         n_classes: number of classes.
-        sampler: what is drawn from, such as ``samplers.Unigram(counts)``. With ``head_classes`` it
-            may also have as many classes as are left, and draws only those.
-        n_samples: number of classes drawn in a step.
-        correction: "exact" as above. "classic", as in TensorFlow, corrects the target's score by
-            :math:`-\log m q(y)` as well. "none" corrects nothing, and learns another model.
-        head_classes: how many of the first classes are always counted, or a list of class ids.
-            They are exact, and draws of them are left out; a few hundred of the most frequent
-            ones make the estimate better at the same cost.
-        unique: draw different classes; each is corrected by the probability that it is drawn.
-        temperature: T, divides the scores, in training as in prediction.
-        bias: whether each class has a bias. One of -inf masks its class.
+        sampler: distribution to sample from, such as ``samplers.Unigram(counts)``. With
+            ``head_classes`` it may also cover only the remaining classes.
+        n_samples: number of classes sampled per step.
+        correction: "exact" as above. "classic", as in TensorFlow, also corrects the target's score
+            by :math:`-\log m q(y)`. "none" corrects nothing, and learns a different model.
+        head_classes: number of first classes that are always included, or a list of class ids.
+            They are exact, and samples of them are dropped; a few hundred of the most frequent
+            classes improve the estimate at the same cost.
+        unique: sample without replacement; each class is corrected by its inclusion probability.
+        temperature: T, divides the scores, in training and in prediction.
+        bias: whether each class has a bias. A bias of -inf masks the class.
         sparse: whether gradients of weight and bias are row-sparse.
-        seed: of the draws.
-        per_rank: whether the processes of ``torch.distributed`` draw different classes. By default
+        seed: random seed of the samples.
+        per_rank: whether the processes of ``torch.distributed`` draw different samples. By default
             they draw the same.
-        ignore_index: rows with this target do not count; None where every target counts.
-        reduction: "mean" over the rows that count, "sum" or "none".
+        ignore_index: rows with this target are ignored; None to ignore no rows.
+        reduction: "mean" over the rows that are not ignored, "sum" or "none".
         chunk_rows: rows of scores held at a time, "auto" or "low".
-        device: where the parameters are made.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Example:
         >>> import torch
@@ -87,9 +87,9 @@ class SampledSoftmax(SampledHead):
         ),
     )  # fmt: skip
     head_ids: Tensor
-    """Classes that are always counted, ascending."""
+    """Classes that are always included, ascending."""
     tail_ids: Tensor | None
-    """The others, where the sampler draws among them alone and they are not the last ones."""
+    """The other classes, if the sampler covers only them and they are not simply the last ids."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class SampledSoftmax(SampledHead):
         super().__init__(in_features, n_classes, sampler, n_samples, **options)
         if unique and self.n_samples > self.sampler.n_classes:
             raise ValueError(
-                f"n_samples: expected at most {self.sampler.n_classes}, the classes of the "
-                f"sampler, since each is drawn once with unique=True, got {n_samples}"
+                f"n_samples: expected at most {self.sampler.n_classes}, the number of classes of "
+                f"the sampler, since unique=True samples each once, got {n_samples}"
             )
 
     def _set_sampler(self, sampler: Any) -> None:
@@ -120,7 +120,7 @@ class SampledSoftmax(SampledHead):
         first, size = isinstance(self.head_classes, Integral), len(ids)
         self.n_head = size
         self.head_classes = size if first else ids.tolist()
-        # Whether the sampler draws among the other classes alone, in the order of their ids.
+        # Whether the sampler covers only the other classes, in the order of their ids.
         self._has_tail_sampler = bool(size) and getattr(sampler, "n_classes", None) == n - size
         check_sampler(sampler, n - size if self._has_tail_sampler else n)
         others = None
@@ -128,13 +128,13 @@ class SampledSoftmax(SampledHead):
             is_tail = torch.ones(n, dtype=torch.bool, device="cpu").index_fill_(0, ids, False)
             others = is_tail.nonzero().squeeze(1)
         self.sampler = sampler
-        # Both follow from the configuration: they are no state. Kept on the host as well, to make
-        # them again.
+        # Both follow from the configuration, so they are not state. The host copies remake them on
+        # other devices.
         self._made_ids = self.head_ids, self.tail_ids = ids, others
 
     def _make_tables(self, device: torch.device) -> None:
         if is_exporting():
-            # What is exported predicts, and reads none of them; torch forbids setting them there.
+            # Exported programs only predict and do not read them; torch forbids setting them there.
             return
         ids, others = self._made_ids
         self.head_ids = ids.to(device)
@@ -176,7 +176,7 @@ class SampledSoftmax(SampledHead):
         if averages:
             more["shift"] = self._log_left(target, dtype)
         elif self.correction == "classic":
-            # Targets and draws alike by how often they are expected.
+            # Corrects targets and samples alike, by their expected counts.
             expected = self._log_q(target.clamp(min=0))
             if not self.unique:
                 log_draws = math.log(self.n_samples)
@@ -188,10 +188,10 @@ class SampledSoftmax(SampledHead):
         return self._compare(rows, target, ids, log_expected, Rule(average=averages), **more)
 
     def _log_q(self, ids: Tensor) -> Tensor:
-        """Log-probabilities of one draw, or of being among unique ones; float64, -inf for head."""
+        """Log-probability of a draw, or of inclusion if unique; float64, -inf for head classes."""
         names = ids
         if self._has_tail_sampler:
-            # Their numbers among the other classes; those of the head have any.
+            # Their indices among the other classes; arbitrary for head classes.
             others = self.tail_ids
             names = ids - self.n_head if others is None else torch.searchsorted(others, ids)
             names = names.clamp(0, self.sampler.n_classes - 1)
@@ -211,7 +211,7 @@ class SampledSoftmax(SampledHead):
         taken = probs.masked_fill(again | (target < 0), 0.0).sum(-1)
         if self.n_head and not self._has_tail_sampler:
             taken = taken + sampler._log_prob(self.head_ids, None).exp().sum()
-        # Where they are all there is, rounding may make their sum more than 1.
+        # Rounding may make the sum exceed 1 if these are all classes.
         return torch.log1p(-taken.clamp(max=1.0)).to(dtype)
 
     def _is_head(self, ids: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class SampledSoftmax(SampledHead):
 def _head_ids(head_classes: Any, n_classes: int) -> Tensor:
     if isinstance(head_classes, (bool, float, str)):
         raise TypeError(
-            "head_classes: expected how many of the first classes, or a list of class ids, got "
+            "head_classes: expected the number of first classes, or a list of class ids, got "
             f"{type(head_classes).__name__}"
         )
     first = isinstance(head_classes, Integral)
@@ -233,7 +233,7 @@ def _head_ids(head_classes: Any, n_classes: int) -> Tensor:
     size = int(head_classes) if ids is None else len(ids)
     if not 0 <= size < n_classes:
         raise ValueError(
-            f"head_classes: expected 0 to {n_classes - 1}, so that something is left to draw, got "
+            f"head_classes: expected 0 to {n_classes - 1}, so that classes are left to sample, got "
             f"{size}"
         )
     return torch.arange(size, device="cpu") if ids is None else ids
