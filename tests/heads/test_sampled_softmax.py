@@ -353,6 +353,33 @@ def test_in_batch_loss_is_that_of_the_formula(correction):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("correction", ["exact", "classic", "none"])
+@pytest.mark.parametrize("n", [1, 6])
+def test_in_batch_losses_of_a_small_problem_are_those_of_chunks(correction, n):
+    """A small problem takes one product in torch, unless chunks are asked for."""
+    query, key = torch.randn(n, 4).double(), torch.randn(n + 2, 4).double()
+    log_q = torch.randn(n + 2).double().log_softmax(0)
+    some = torch.randint(3, (n + 2,))
+    for ids in (None, some, torch.zeros_like(some)):
+        for reduction in ("mean", "sum"):
+            made = []
+            for chunk_rows in ("auto", 1):
+                leaves = query.clone().requires_grad_(), key.clone().requires_grad_()
+                loss = in_batch_softmax_loss(
+                    *leaves, log_q, ids=ids, correction=correction, temperature=0.7,
+                    reduction=reduction, chunk_rows=chunk_rows,
+                )  # fmt: skip
+                made.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+            torch.testing.assert_close(*made)
+
+
+def test_in_batch_loss_of_scores_that_are_not_finite():
+    query = torch.tensor([[torch.inf], [1.0]])
+    key = torch.tensor([[1.0], [1.0]])
+    made = [in_batch_softmax_loss(query, key, correction="none", chunk_rows=c) for c in ("auto", 1)]
+    torch.testing.assert_close(*made, equal_nan=True)
+
+
 def test_in_batch_loss_without_ids_leaves_out_its_own_key_alone():
     query, key = torch.randn(5, 3), torch.randn(5, 3)
     loss = in_batch_softmax_loss(query, key, correction="none")

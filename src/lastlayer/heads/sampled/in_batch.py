@@ -1,7 +1,10 @@
 """The softmax of a batch over its own items, for two-tower models."""
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from lastlayer._checks import (
     check_choice,
@@ -13,8 +16,15 @@ from lastlayer._checks import (
     check_scores,
     check_tensor,
 )
-from lastlayer._torch import accumulation_dtype, in_autocast_dtype, in_dtype, values_are_checked
+from lastlayer._torch import (
+    accumulation_dtype,
+    autocast_dtype,
+    in_autocast_dtype,
+    in_dtype,
+    values_are_checked,
+)
 from lastlayer.fused.sampled import Rule, sampled_loss
+from lastlayer.fused.scores import fits_one_cpu_product
 from lastlayer.heads.sampled.softmax import CORRECTIONS
 
 
@@ -84,6 +94,14 @@ def in_batch_softmax_loss(
         _check_log_probs(log_prob)
     place = torch.arange(m, device=key.device)
     names = place if ids is None else _check_per_key("ids", ids, key)
+    in_torch = reduction != "none" and n > 0 and autocast_dtype(query) is None
+    if in_torch and fits_one_cpu_product(query, m, chunk_rows):
+        scores = query @ key.T if temperature == 1.0 else (query @ key.T) / temperature
+        scores = _corrected(scores, log_prob, names if ids is not None else None, correction)
+        loss = cross_entropy(scores, place[:n], reduction=reduction)
+        # torch's loss is NaN where a score is not finite.
+        if math.isfinite(loss.item()):
+            return loss
     shift = less = None
     if correction == "exact":
         # Rounding may have left a probability above 1.
@@ -97,6 +115,25 @@ def in_batch_softmax_loss(
         chunk_rows=chunk_rows,
     )  # fmt: skip
     return loss
+
+
+def _corrected(scores: Tensor, log_prob: Tensor, ids: Tensor | None, correction: str) -> Tensor:
+    """Scores ``(n, m)`` of a small problem, corrected; -inf for other keys of the own item."""
+    n, m = scores.shape
+    again = None if ids is None else (ids[:n, None] == ids).fill_diagonal_(False)
+    if correction == "classic":
+        scores = scores - log_prob
+    elif correction == "exact":
+        # As the general case: a probability may be above 1 by rounding.
+        rest = torch.log(-torch.expm1(log_prob[:n, None].clamp(max=0.0)))
+        others = rest - (math.log(max(1, m - 1)) if again is None else _log_others(again))
+        scores = scores + (others - log_prob).fill_diagonal_(0.0)
+    return scores if again is None else scores.masked_fill(again, -torch.inf)
+
+
+def _log_others(again: Tensor) -> Tensor:
+    """Logarithm of the number of keys that are not of the own item, ``(n, 1)``; 0 for none."""
+    return (again.shape[1] - 1 - again.sum(1, keepdim=True)).clamp(min=1).log()
 
 
 def _check_pairs(query: Tensor, key: Tensor) -> None:
