@@ -103,6 +103,9 @@ class OwnNoiseContrastive(OwnNoise, NoiseContrastive):
 class OwnNegativeSampling(OwnNoise, NegativeSampling):
     """Negative sampling with k noise words for each row."""
 
+    def _draw_ids(self, rng_counter: Tensor) -> Tensor:
+        return self._draw(rng_counter, torch.float32)[0]
+
 
 HEADS: dict[str, type[NoiseContrastive] | type[NegativeSampling]] = {
     NCE: OwnNoiseContrastive,

@@ -251,10 +251,14 @@ class NegativeSampling(SampledHead):
         return Correction(_NOISE, corrects=False)
 
     def _loss_of_step(self, rows: Tensor, target: Tensor, rng_counter: Tensor) -> Tensor:
-        with torch.no_grad():
-            ids = self.sampler._draw(self.n_samples, rng_counter, None)
+        ids = self._draw_ids(rng_counter)
         nothing = torch.zeros(ids.shape, device=ids.device)
         return self._compare(rows, target, ids, nothing, _NOISE)
+
+    def _draw_ids(self, rng_counter: Tensor) -> Tensor:
+        """Classes of a step alone: the loss does not read their log-probabilities."""
+        with torch.no_grad():
+            return self.sampler._draw(self.n_samples, rng_counter, None)
 
     def _exact_loss(self, hidden: Tensor, target: Any) -> Tensor:
         return self._loss_of_log_prob(hidden, target)
