@@ -19,6 +19,7 @@ from lastlayer._checks import check_chunk, check_linear, check_reduction
 from lastlayer._processes import IGNORED, Shards, local_part
 from lastlayer._torch import (
     accumulation_dtype,
+    autocast_dtype,
     eager,
     gradient_sum_dtype,
     in_autocast_dtype,
@@ -37,6 +38,7 @@ from lastlayer.fused.function import (
 from lastlayer.fused.label_lists import Lists, check_lists, sorted_lists
 from lastlayer.fused.rows import NOT_SPREAD, SPREAD_SCHEMA, is_spread, spread_classes
 from lastlayer.fused.scores import (
+    FEW_SCORES,
     LayerProducts,
     as_chunk,
     classes_at_a_time,
@@ -220,12 +222,39 @@ def _label_loss(
         ignore_index = IGNORED
     batch, rows = hidden.shape[:-1], in_autocast_dtype(hidden)
     rows = rows if len(batch) == 1 else rows.reshape(batch.numel(), hidden.shape[-1])
+    plain = loss == "bce" and shards is None and not label_smoothing and chunk_classes == "auto"
+    if plain and lists[1:] == (None, None) and reduction != "none":
+        of_torch = _bce_by_torch(rows, weight, bias, lists[0], ignore_index, reduction)
+        if of_torch is not None:
+            return of_torch
     (made,) = fused_loss(
         LABELS, (rows, weight, bias, *lists),
         (loss, float(label_smoothing), ignore_index, str(chunk_classes), list(numbers), *spread),
         reduction,
     )  # fmt: skip
     return made.reshape(batch) if reduction == "none" and len(batch) != 1 else made
+
+
+def _bce_by_torch(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, positives: Tensor,
+    ignore_index: int | None, reduction: str,
+) -> Tensor | None:  # fmt: skip
+    """The loss of a small problem on a CPU by torch's operations; None where these do not fit."""
+    n, dtype = rows.shape[0], rows.dtype
+    alike = weight.dtype == dtype and (bias is None or bias.dtype == dtype)
+    if not n or not alike or autocast_dtype(rows) is not None:
+        return None
+    if not fits_one_cpu_product(rows, weight.shape[0], "auto") or n * len(weight) > FEW_SCORES:
+        return None
+    if ignore_index is not None and ignore_index >= 0:
+        positives = positives.masked_fill(positives == ignore_index, -1)
+    scores = functional.linear(rows, weight, bias)
+    labels = _dense(scores, positives, None)
+    total = functional.binary_cross_entropy_with_logits(scores, labels, reduction="sum")
+    # torch's loss is NaN where a score is infinite.
+    if not math.isfinite(total.item()):
+        return None
+    return total / n if reduction == "mean" else total
 
 
 class _LabelRule(ABC):

@@ -46,6 +46,8 @@ _ALIGNED_BYTES = 16
 # On a CPU: up to this many scores, chunking and choosing chunks cost more time than they save.
 _ONE_PRODUCT_SCORES = 1 << 18
 _WIDE = torch.float32, torch.float64
+# On a CPU: up to this many scores, torch's binary cross entropy takes less time than a kernel.
+FEW_SCORES = 1 << 15
 # Numbers of classes are padded to multiples of the first, hidden sizes to multiples of the second.
 _BLOCK = 64
 _WIDTH_STEP = 8
