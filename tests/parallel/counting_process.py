@@ -144,6 +144,10 @@ def check_even_rows(mesh):
     module = parallel.ClassParallel(heads.FullSoftmax(WIDTH, N_CLASSES), mesh, even_rows=True)
     forward, _ = counted_step(module, *batch(mesh.get_local_rank(), 1))
     compare(forward, parallel.communication(module, mesh, ROWS).calls("forward"), "even rows")
+    module = parallel.ClassParallel(heads.MultiLabel(WIDTH, N_CLASSES), mesh, even_rows=True)
+    forward, _ = counted_step(module, *batch(mesh.get_local_rank(), 3))
+    expected = parallel.communication(module, mesh, ROWS, targets=3)
+    compare(forward, expected.calls("forward"), "even rows, lists")
 
 
 def check_flat_entmax(mesh):
@@ -205,7 +209,7 @@ def check_log_prob(mesh, *, shared):
     others, ring = processes - 1, (processes - 1) / processes
     # Bytes that a process receives, by what they are. The last are ids: 8 bytes each.
     lse, hidden_grad = 4 * n * others, 4 * n * WIDTH * ring
-    met = {} if shared else {"all_gather": (2, (16 + 4 * ROWS * WIDTH) * others)}
+    met = {} if shared else {"all_gather": (2, (24 + 4 * ROWS * WIDTH) * others)}
     ids = 8 * (1 + most) * others
     expected = {
         # Chosen classes and their logsumexp; in backward also the gradient of what was asked for.

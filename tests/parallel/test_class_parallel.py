@@ -54,8 +54,8 @@ def test_shards_of_four_processes_are_gone_on_with_by_two(tmp_path):
     run_script(HERE / "use_process.py", 2, tmp_path, "shards", "training")
 
 
-def test_what_is_wrong_is_an_error_in_every_process(tmp_path):
-    run_script(HERE / "use_process.py", 3, tmp_path, "wrong")
+def test_what_is_wrong_is_an_error_in_every_process_and_what_may_differ_is_none(tmp_path):
+    run_script(HERE / "use_process.py", 3, tmp_path, "wrong", "unlike")
 
 
 @pytest.mark.parametrize("what", ["die", "stall"])

@@ -41,6 +41,10 @@ def part_of(values, rank: int, processes: int):
     return values[rank::processes]
 
 
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def build(rank: int, processes: int, folder: Path) -> None:
     """What is built does not depend on the number of processes; the test compares the files."""
     mesh = flat_mesh(processes)
@@ -232,6 +236,61 @@ def training(rank: int, processes: int, folder: Path) -> None:
     same(held)
 
 
+def unlike(rank: int, processes: int, folder: Path) -> None:
+    """Hidden states that need a gradient in the first process alone, and lists of other lengths."""
+    del folder, processes
+    mesh = flat_mesh(3)
+    hidden, target = batch(n=7)
+    mine = (slice(0, 4), slice(4, 7), slice(7, 7))[rank]
+    counts = torch.arange(N_CLASSES, 0, -1)
+    made = (
+        lambda **g: heads.FullSoftmax(WIDTH, N_CLASSES, **g),
+        lambda **g: heads.AdaptiveSoftmax(WIDTH, cutoffs=[9], n_classes=N_CLASSES, **g),
+        lambda **g: heads.HierarchicalSoftmax(WIDTH, trees.huffman(counts), **g),
+        lambda **g: heads.NoiseContrastive(WIDTH, N_CLASSES, samplers.Unigram(counts), 4, **g),
+    )
+    for make in made:
+        for frozen in (False, True):
+            torch.manual_seed(0)
+            alone = make(reduction="sum").requires_grad_(not frozen)
+            module = parallel.ClassParallel(copy.deepcopy(alone), mesh, assignment="contiguous")
+            every = hidden.clone().requires_grad_()
+            loss = alone(every, target)
+            loss.backward()
+            own = hidden[mine].clone().requires_grad_(rank == 0)
+            found = module(own, target[mine])
+            found.backward()
+            torch.testing.assert_close(found.detach(), loss.detach())
+            if rank == 0:
+                torch.testing.assert_close(own.grad, every.grad[mine])
+            else:
+                assert own.grad is None
+            for name, parameter in alone.named_parameters():
+                if not frozen:
+                    grad = module.get_parameter(f"head.{name}").grad
+                    torch.testing.assert_close(full(grad), parameter.grad)
+    torch.manual_seed(0)
+    alone = heads.FullSoftmax(WIDTH, N_CLASSES)
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, assignment="contiguous")
+    every, own = hidden.clone().requires_grad_(), hidden[mine].clone().requires_grad_(rank == 0)
+    alone.log_prob(every, target).sum().backward()
+    module.log_prob(own, target[mine]).sum().backward()
+    if rank == 0:
+        torch.testing.assert_close(own.grad, every.grad[mine])
+    # As many rows in each process, and lists that are not as long.
+    module = parallel.ClassParallel(copy.deepcopy(alone), mesh, even_rows=True)
+    some = torch.randint(N_CLASSES, (3, 2, 4), generator=torch.Generator().manual_seed(1))
+    chosen = some[rank, :, : rank + 1]
+    found = module.log_prob(hidden[2 * rank : 2 * rank + 2], chosen)
+    torch.testing.assert_close(found, alone.log_prob(hidden[2 * rank : 2 * rank + 2], chosen))
+    labels = heads.MultiLabel(WIDTH, N_CLASSES, reduction="sum")
+    module = parallel.ClassParallel(copy.deepcopy(labels), mesh, even_rows=True)
+    lists = [some[each, :, : each + 1] for each in range(3)]
+    expected = sum(labels(hidden[2 * i : 2 * i + 2], each) for i, each in enumerate(lists))
+    found = module(hidden[2 * rank : 2 * rank + 2], lists[rank])
+    torch.testing.assert_close(found, expected)
+
+
 def wrong(rank: int, processes: int, folder: Path) -> None:
     """What does not fit is an error in every process, and none waits for another."""
     mesh = flat_mesh(processes)
@@ -335,6 +394,7 @@ CHECKS = {
     "shards": shards,
     "plane": plane,
     "training": training,
+    "unlike": unlike,
     "wrong": wrong,
 }
 

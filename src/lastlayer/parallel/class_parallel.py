@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -73,8 +73,9 @@ class ClassParallel(Head):
         assignment: which classes a process has. "contiguous" is a range of them. "spread" puts
             neighbouring class ids into different processes, so that frequent classes, which mostly
             come first, are not all in one. "auto" spreads the classes of sampled heads.
-        even_rows: promises that all processes have the same number of rows with ``rows="local"``;
-            nothing is asked then, which on a GPU is a wait per step.
+        even_rows: promises that all processes have the same number of rows with ``rows="local"``,
+            and that hidden needs a gradient in all of them or in none; nothing is asked then, which
+            on a GPU is a wait per step. The lengths of lists of labels or classes still are.
         hidden_grad_scale: what the gradient of hidden is multiplied by.
 
     Attributes:
@@ -209,15 +210,12 @@ class ClassParallel(Head):
         if offsets is not None:
             given["offsets"] = offsets
         with named_errors(self.group):
-            (rows, ids, extra), of, width = self._meet(lambda: self._as_rows(hidden, target, given))
+            met = self._meet(hidden, lambda: self._as_rows(hidden, target, given))
+            (rows, ids, extra), of = met.made, met.of
             if ids.dim() == 2:
-                if self.even_rows and self.rows == "local" and given.get("offsets") is not None:
-                    # As many rows in each process, but lists of any length.
-                    told = torch.tensor([width], device=ids.device)
-                    width = int(all_gathered(told, self.group).max())
-                ids, extra = self._widened(ids, extra, width)
+                ids, extra = self._widened(ids, extra, met.width)
             agree(self, rows, ids)
-            rows = self._graded(rows, of)
+            rows = self._graded(rows, met)
             if self._family.moves_vectors(_counts(len(rows), of, self.mesh), ids.dim() == 2):
                 loss = self._loss_of_own_rows(rows, ids, extra, of)
             elif of is None or of.processes == 1:
@@ -228,36 +226,38 @@ class ClassParallel(Head):
                 loss = _OwnRows.apply(loss, of) if self.reduction == "none" else loss
         return loss.reshape(hidden.shape[:-1]) if self.reduction == "none" else loss
 
-    def _meet(self, check: Callable[[], tuple[int, int, Any]]) -> tuple[Any, Shares | None, int]:
+    def _meet(self, hidden: Any, check: Callable[[], tuple[int, int | None, Any]]) -> "_Met":
         """What this process makes of its arguments, once all processes have said theirs are fit.
 
         What is wrong in one is an error in all: none waits for another that has raised. With rows
-        that all have, or as many in each, nothing is asked.
+        that all have, or as many in each, only widths are asked for.
 
         Args:
-            check: gives the number of rows, a width, and anything.
-
-        Returns:
-            What ``check`` has made; how many rows each process has, None where all have the same
-            rows; and the largest width.
+            hidden: as given, unchecked.
+            check: gives the number of rows, a width, None where there is none, and anything.
         """
         wrong: Exception | None = None
-        n, width, made = -1, 0, None
+        n, width, made = -1, None, None
         try:
             n, width, made = check()
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             wrong = error
         rank, processes = self.mesh.get_local_rank(), self.mesh.size()
+        device = next(self.head.parameters()).device
         if self.rows == "shared" or self.even_rows:
             if wrong is not None:
                 raise wrong
-            even = Shares((n,) * processes, rank, self.group, True)
-            return made, even if self.rows == "local" else None, width
-        device = next(self.head.parameters()).device
-        told = all_gathered(torch.tensor([n, width], device=device), self.group)
+            if self.rows == "shared":
+                return _Met(made, None, width or 0, False)
+            if width is not None:
+                # As many rows in each process, but lists of any length.
+                width = int(all_gathered(torch.tensor([width], device=device), self.group).max())
+            return _Met(made, Shares((n,) * processes, rank, self.group, True), width or 0, False)
+        graded = isinstance(hidden, Tensor) and hidden.requires_grad and torch.is_grad_enabled()
+        mine = torch.tensor([n, width or 0, graded], device=device)
+        counts, widths, needs_grad = all_gathered(mine, self.group).T.tolist()
         if wrong is not None:
             raise wrong
-        counts, widths = told.T.tolist()
         if min(counts) < 0:
             others = [rank for rank, count in enumerate(counts) if count < 0]
             raise RuntimeError(
@@ -265,9 +265,12 @@ class ClassParallel(Head):
                 f"in {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}, "
                 "whose errors say what is wrong with them"
             )
-        return made, Shares(tuple(counts), rank, self.group, False), max(widths)
+        of = Shares(tuple(counts), rank, self.group, False)
+        return _Met(made, of, max(widths), any(needs_grad))
 
-    def _as_rows(self, hidden: Any, target: Any, given: dict[str, Any]) -> tuple[int, int, Any]:
+    def _as_rows(
+        self, hidden: Any, target: Any, given: dict[str, Any]
+    ) -> tuple[int, int | None, Any]:
         """Checked arguments as rows ``(n, in_features)`` and ids ``(n,)`` or ``(n, m)``."""
         self.head._check_hidden(hidden)
         batch = hidden.shape[:-1]
@@ -287,7 +290,7 @@ class ClassParallel(Head):
             for name, each in given.items()
             if each is not None
         }
-        width = ids.shape[1] if ids.dim() == 2 else 0
+        width = ids.shape[1] if ids.dim() == 2 else None
         return n, width, (rows.reshape(n, self.in_features), ids, extra)
 
     def _as_padded(
@@ -352,25 +355,26 @@ class ClassParallel(Head):
 
         Differentiable, once: gradients are those of the sum of what all processes make of their
         rows; of rows that all have, of what each makes of them alike. All processes run backward
-        then, and ``hidden`` needs a gradient in all of them or in none.
+        then.
         """
 
-        def check() -> tuple[int, int, Any]:
+        def check() -> tuple[int, int | None, Any]:
             rows, chosen = self._check_rows(hidden), None
             shape: tuple[int, ...] = (*hidden.shape[:-1], self.n_classes)
             if classes is not None:
                 chosen, shape = self.head._check_classes(hidden, classes)
-            return len(rows), 0 if chosen is None else chosen.shape[1], (rows, chosen, shape)
+            return len(rows), None if chosen is None else chosen.shape[1], (rows, chosen, shape)
 
         with named_errors(self.group):
-            (rows, chosen, shape), of, width = self._meet(check)
-            rows = self._everyones(rows, of)
+            met = self._meet(hidden, check)
+            (rows, chosen, shape), of = met.made, met.of
+            rows = self._everyones(rows, met)
             if chosen is None:
                 return self._predictions.log_probs(rows, of).reshape(shape)
             if of is None:
                 return self._predictions.log_probs_of(rows, chosen).reshape(shape)
             own = chosen.shape[1]
-            chosen = gathered(pad(chosen, (0, width - own)), of)
+            chosen = gathered(pad(chosen, (0, met.width - own)), of)
             found: Tensor = _OwnRows.apply(self._predictions.log_probs_of(rows, chosen), of)
             return found[:, :own].reshape(shape)
 
@@ -384,9 +388,9 @@ class ClassParallel(Head):
             return len(rows), self._check_k(k), rows
 
         with named_errors(self.group):
-            rows, of, width = self._meet(check)
-            rows = self._everyones(rows, of)
-            values, classes = self._predictions.best(rows, width, of)
+            met = self._meet(hidden, check)
+            rows = self._everyones(met.made, met)
+            values, classes = self._predictions.best(rows, met.width, met.of)
         shape = *hidden.shape[:-1], k
         return TopK(values[:, :k].reshape(shape), classes[:, :k].reshape(shape))
 
@@ -410,31 +414,34 @@ class ClassParallel(Head):
             return len(rows), n, (rows, torch.rand((len(rows), n), generator=generator, **made))
 
         with named_errors(self.group):
-            (rows, uniform), of, width = self._meet(check)
+            met = self._meet(hidden, check)
+            (rows, uniform), of = met.made, met.of
             if of is None:
                 first = self.mesh.get_local_rank() == 0
                 uniform = summed(uniform if first else torch.zeros_like(uniform), self.group)
             else:
-                uniform = gathered(pad(uniform, (0, width - uniform.shape[1])), of)
-            rows = self._everyones(rows, of)
+                uniform = gathered(pad(uniform, (0, met.width - uniform.shape[1])), of)
+            rows = self._everyones(rows, met)
             drawn = self._predictions.draw(rows, uniform, of)[:, :n_samples]
         return checked_draws(drawn.reshape(*hidden.shape[:-1], n_samples))
 
     def _check_hidden(self, hidden: Any) -> None:
         self.head._check_hidden(hidden)
 
-    def _everyones(self, rows: Tensor, of: Shares | None) -> Tensor:
+    def _everyones(self, rows: Tensor, met: "_Met") -> Tensor:
         """The rows of all processes."""
-        rows = self._graded(in_autocast_dtype(rows), of)
-        return rows if of is None else gathered(rows, of)
+        rows = self._graded(in_autocast_dtype(rows), met)
+        return rows if met.of is None else gathered(rows, met.of)
 
-    def _graded(self, rows: Tensor, of: Shares | None) -> Tensor:
+    def _graded(self, rows: Tensor, met: "_Met") -> Tensor:
         """Rows with their gradient scaled, and summed over processes where all have them."""
         if not rows.requires_grad:
-            return rows
+            # Where another process needs the gradient of its rows, all of them take part in making
+            # it: without this the others would wait for this one in backward.
+            return rows.detach().requires_grad_() if met.needs_grad else rows
         if self.hidden_grad_scale != 1.0:
             rows = _Scaled.apply(rows, self.hidden_grad_scale)
-        return in_all(rows, self.group) if of is None else rows
+        return in_all(rows, self.group) if met.of is None else rows
 
     @torch.no_grad()
     def init_bias_from_counts(self, counts: Any, **given: Any) -> None:
@@ -505,6 +512,19 @@ class ClassParallel(Head):
             f"processes={self.mesh.size()}, rows={self.rows!r}, assignment={self.assignment!r}, "
             f"classes here: {len(self.classes)}"
         )
+
+
+class _Met(NamedTuple):
+    """What a process knows once all have met."""
+
+    made: Any
+    """Of its own arguments, by the check."""
+    of: Shares | None
+    """How many rows each process has; None where all have the same rows."""
+    width: int
+    """The largest of all processes."""
+    needs_grad: bool
+    """Whether the rows of any process need a gradient; not known with even rows."""
 
 
 class _OwnRows(torch.autograd.Function):

@@ -156,7 +156,7 @@ def communication(
         >>> made.floats_per_row
         1
         >>> print(made)
-        forward   all_gather of number of rows: 1.01 kB
+        forward   all_gather of number of rows: 1.51 kB
         forward   all_gather of hidden states: 16.5 MB
         forward   all_gather of targets: 64.5 kB
         forward   64 × all_gather of logsumexp: 2.06 MB
@@ -178,7 +178,9 @@ def communication(
     if ranks == 1:
         return Communication(1, rows, ())
     if not shared and not even_rows:
-        made.add("number of rows", "all_gather", 2 * ID)
+        made.add("number of rows", "all_gather", 3 * ID)
+    elif not shared and (isinstance(head, MultiLabel) or targets > 1):
+        made.add("number of targets", "all_gather", ID)
     if moves_vectors(family, ranks, rows, shared, targets):
         made.sampled(asked, targets)
         made.shared_parameters(family)
